@@ -25,9 +25,11 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import gallery_faults  # noqa: E402
-from benchmarks import known_issues as issues  # noqa: E402
+from benchmarks import known_issue_runs as runs  # noqa: E402
 from benchmarks.fault_blocks import measured  # noqa: E402
 from benchmarks.known_faults import FAULTS, Fault  # noqa: E402
+from benchmarks.known_issue_page import PLACES, link  # noqa: E402
+from benchmarks.known_issues import judged  # noqa: E402
 from mismatch.analysis.diagnosis.case import Case  # noqa: E402
 from mismatch.analysis.diagnosis.catalogue import title_of  # noqa: E402
 from mismatch.types import Floats  # noqa: E402
@@ -82,25 +84,25 @@ class Shown:
 def cases(home: Path, wanted: set[str]) -> Iterator[tuple[str, Shown]]:
     """Cause and what is drawn of it, of those that are wanted and that DIR has the data of."""
     whole, spec = measured(home / "runs" / f"clean-{MODEL}")
-    held = issues.blocks(whole)
+    held = runs.blocks(whole)
     run = held[(2 * SIZE) % len(held)]
-    clean = issues.undeclared(run)
+    clean = runs.undeclared(run)
     yield HEALTHY, Shown(clean, clean, "nothing")
     faults = {fault.name: fault for fault in FAULTS}
-    engines = {engine.name: engine for engine in issues.ENGINES}
+    engines = {engine.name: engine for engine in runs.ENGINES}
     for cause in wanted & SHOWN.keys():
         name = SHOWN[cause]
         if (place := home / "runs" / name / "report.json").is_file() and name in engines:
-            case = issues.undeclared(issues.blocks(measured(place.parent)[0])[0])
+            case = runs.undeclared(runs.blocks(measured(place.parent)[0])[0])
             yield cause, Shown(case, clean, f"a run of vLLM with `{name}`", engines[name].issues)
         elif name in faults:
             fault, key = faults[name], f"{name}/{SIZE}/{MODEL}/0"
             strength = fault.strengths[SIZE]
             if fault.place == "recorded":
                 case = fault.plant(clean, strength, np.random.default_rng([SIZE, 0, 0]))
-            elif issues.stored(home, key).is_file():
-                moved = issues.with_fault(home, None, run, spec.train, fault, strength, key)
-                case = issues.undeclared(moved)
+            elif runs.stored(home, key).is_file():
+                moved = runs.with_fault(home, None, run, spec.train, fault, strength, key)
+                case = runs.undeclared(moved)
             else:
                 continue
             yield cause, Shown(case, clean, _planted(fault, strength), fault.issues)
@@ -112,7 +114,7 @@ def cases(home: Path, wanted: set[str]) -> Iterator[tuple[str, Shown]]:
 
 
 def _planted(fault: Fault, strength: float) -> str:
-    place = issues.PLACES[fault.place]
+    place = PLACES[fault.place]
     return f"{fault.name}, strength {strength:g}, {place}"
 
 
@@ -227,8 +229,8 @@ def section(cause: str, shown: Shown) -> str:
     image = f"![{title}](images/gallery/{cause}.svg)"
     if cause == HEALTHY:
         return f"## {title}\n\n{image}\n\nMean |delta| {mean}."
-    named = ", ".join(one.id for one in issues.judged(shown.case).ranked) or "nothing"
-    said = f" Seen in {', '.join(map(issues.link, shown.issues))}." if shown.issues else ""
+    named = ", ".join(one.id for one in judged(shown.case).ranked) or "nothing"
+    said = f" Seen in {', '.join(map(link, shown.issues))}." if shown.issues else ""
     return (f"## [{title}](causes/{cause}.md)\n\n{image}\n\nPlanted: {shown.planted}. "
             f"Mean |delta| {mean}; named: {named}.{said}")  # fmt: skip
 

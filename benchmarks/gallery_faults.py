@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import known_faults
-from benchmarks.known_issues import here
+from benchmarks.known_issue_runs import here
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.plugins import RunArtefacts
 from mismatch.run.store import REFERENCE, REGROUPED, TRAIN

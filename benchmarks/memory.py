@@ -226,7 +226,7 @@ def checkpoint(case: Case, folder: Path) -> Path:
 
 
 def predict(case: Case) -> Any:
-    from mismatch.doctor.memory import Work, predict_trainer
+    from mismatch.doctor.memory import Workload, predict_trainer
     from mismatch.models import EMBEDDED
     from mismatch.models.config import ModelConfig, find_config
     from mismatch.specs import TrainSpec
@@ -238,7 +238,7 @@ def predict(case: Case) -> Any:
         config = configuration(case.family, **case.sizes)
         shape = ModelConfig.of(config.to_dict()).require_counts()
     spec = TrainSpec(model="", **case.spec)
-    return predict_trainer(shape, spec, case.world, Work(case.lengths), "cpu")
+    return predict_trainer(shape, spec, case.world, Workload(case.lengths), "cpu")
 
 
 def almost_empty(case: Case) -> Case:

@@ -11,23 +11,19 @@ minutes. ``python -m benchmarks.write_faults`` runs all of them.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
-import hashlib
-import io
 import json
 import os
-import pickle
 import re
 import shutil
-import signal
-import stat
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+
+from tests.played_workers import Killed, Recording, digest, play
+from tests.write_hooks import HOOKS, torn
 
 FAULTS = ("ENOSPC", "EIO", "kill", "kill-worker")
 CHECK = (
@@ -43,316 +39,7 @@ SCENARIOS: dict[str, tuple[str, ...]] = {
     "derived": (*CHECK, "--no-noise-floor", "--rollout-weights", "mxfp4"),
 }
 TIMES = {"seconds", "timings", "peak_bytes", "run", "created", "started", "finished"}
-WORKERS = {
-    "mismatch.processes.workers.engine": "engine",
-    "mismatch.processes.workers.train": "train",
-}
-
-
-class Killed(BaseException):
-    """A worker that is gone: nothing of it may clean up behind it."""
-
-
-# ---------------------------------------------------------------- workers, played in this process
-
-
-class Recording:
-    """Results of what takes long, by what was asked; computed where they are not there."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.playing = path, path.exists()
-        self.results: dict[str, Any] = pickle.loads(path.read_bytes()) if self.playing else {}
-
-    def save(self) -> None:
-        self.path.write_bytes(pickle.dumps(self.results))
-
-    def of(self, key: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
-        name = hashlib.sha256(repr(key).encode()).hexdigest()
-        if name not in self.results:
-            if self.playing:
-                raise AssertionError(f"not recorded: {str(key)[:300]}")
-            self.results[name] = compute()
-        return self.results[name]
-
-
-def digest(value: Any) -> str:
-    return hashlib.sha256(pickle.dumps(value)).hexdigest()
-
-
-class PlayedEngine:
-    """An engine whose every answer is recorded; the real one is started for the recording alone."""
-
-    def __init__(self, recording: Recording, kind: Any, *arguments: Any) -> None:
-        self._recording, self._kind, self._arguments = recording, kind, arguments
-        spec, *_ = arguments
-        self._key = (kind.__name__, *map(repr, arguments[1:]), spec.dtype, spec.weights)
-        self._engine: Any = None
-        self.name = kind.name
-
-    def __enter__(self) -> PlayedEngine:
-        if not self._recording.playing:
-            self._engine = self._kind(*self._arguments).__enter__()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._engine is not None:
-            self._engine.__exit__(*exc)
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any) -> Any:
-            plain = [one for one in arguments if not callable(one)]
-            key = (*self._key, name, digest(plain))
-            return self._recording.of(key, lambda: getattr(self._engine, name)(*arguments))
-
-        return call
-
-
-class InlineWorker:
-    """Stands for ``subprocess.Popen``: runs a worker's ``main`` here, when it is first polled."""
-
-    def __init__(self, command: list[str], *, env: dict[str, str], **rest: Any) -> None:
-        self.environment, self.pid, self.code = env, os.getpid(), None
-        reader, self._writer = os.pipe()
-        self.stdout, self.stdin = os.fdopen(reader, "rb"), io.BytesIO()
-
-    def poll(self) -> int | None:
-        if self.code is None:
-            command = json.loads(self.stdin.getvalue().splitlines()[0])["command"]
-            job = json.loads(Path(command[-1]).read_text())
-            if "wait_for" not in job or Path(job["wait_for"]).exists():
-                self._end(self._run(command))
-        return self.code
-
-    def wait(self, timeout: float | None = None) -> int:
-        code = self.poll()
-        return -signal.SIGTERM if code is None else code
-
-    def terminate(self) -> None:
-        self._end(-signal.SIGTERM)
-
-    def _end(self, code: int) -> None:
-        if self.code is None:
-            self.code = code
-            os.close(self._writer)
-
-    def _run(self, command: list[str]) -> int:
-        from mismatch.processes.workers import engine, train
-
-        module = next(part for part in command if part in WORKERS)
-        main = {"engine": engine.main, "train": train.main}[WORKERS[module]]
-        stderr, before = sys.stderr, dict(os.environ)
-        sys.stderr = io.TextIOWrapper(os.fdopen(os.dup(self._writer), "wb"), write_through=True)
-        try:
-            with HOOKS.worker():
-                return main([command[-1]])
-        except Killed:
-            return -signal.SIGKILL
-        finally:
-            sys.stderr.close()
-            sys.stderr = stderr
-            os.environ.clear()
-            os.environ.update(before)
-
-
-def play(recording: Recording) -> None:
-    """Have this process run its workers inline, with what was recorded; for its whole life."""
-    from mismatch.engines import registry
-    from mismatch.processes import launch
-    from mismatch.processes.workers import engine, gradient_check, sampling, train
-    from mismatch.reports import html
-    from mismatch.training import distributed, score
-    from mismatch.training import gradients as batch
-
-    registry.ENGINES["toy"] = "tests.toy_engine:INFO"
-    real_class, real_score, real_load = engine.engine_class, score.score_pass, train._Passes.load
-    real_gradient = batch.batch_gradient
-
-    def engine_class(name: str) -> Any:
-        kind = real_class(name)
-
-        def make(*arguments: Any) -> PlayedEngine:
-            return PlayedEngine(recording, kind, *arguments)
-
-        make.capabilities = kind.capabilities  # type: ignore[attr-defined]
-        return make
-
-    def load(passes: Any, one: Any) -> None:
-        def real() -> tuple[str, str]:
-            real_load(passes, one)
-            return passes.loaded.attention.label, passes.loaded.experts
-
-        if recording.playing:
-            label, experts = recording.of(("load", repr(one.spec)), real)
-            attention = SimpleNamespace(label=label)
-            passes.loaded = SimpleNamespace(spec=one.spec, attention=attention, experts=experts)
-        else:
-            recording.results[
-                hashlib.sha256(repr(("load", repr(one.spec))).encode()).hexdigest()
-            ] = real()
-
-    def score_pass(world: Any, loaded: Any, rollout: Any, one: Any, *rest: Any) -> Any:
-        key = ("score", repr(one), digest(rollout.token_ids))
-        return recording.of(key, lambda: real_score(world, loaded, rollout, one, *rest))
-
-    def batch_gradient(world: Any, loaded: Any, rollout: Any, job: Any, total: Any) -> Any:
-        def real() -> Any:
-            result = real_gradient(world, loaded, rollout, job, total)
-            totals[job.coefficients] = result.total
-            return dataclass_without_total(result)
-
-        totals: dict[str, Any] = {}
-        values = [digest(job.values), digest(job.prompts)]
-        found = recording.of(("gradient", repr(job.scoring), job.coefficients, *values), real)
-        kept = totals.get(job.coefficients) or SimpleNamespace(on_host=lambda: None)
-        return SimpleNamespace(**found, total=kept)
-
-    def dataclass_without_total(result: Any) -> dict[str, Any]:
-        return {
-            field.name: getattr(result, field.name)
-            for field in dataclasses.fields(result)
-            if field.name != "total"
-        }
-
-    launch.subprocess = SimpleNamespace(  # type: ignore[assignment]
-        Popen=InlineWorker, PIPE=-1, STDOUT=-2, TimeoutExpired=TimeoutError
-    )
-    launch.kill_tree = lambda process, tag: process.terminate()
-    html.to_html = lambda *rest, **more: "<html></html>\n"  # takes longest, and is not compared
-    engine.engine_class = sampling.engine_class = engine_class
-    score.score_pass = score_pass
-    engine.LOG_DELAY_S = 0.0
-    train._Passes.load = load
-    batch.batch_gradient = batch_gradient
-    if recording.playing:
-        batch.require_memory = lambda *rest: None
-        distributed.World.start = classmethod(lambda cls: PlayedWorld())
-    assert gradient_check  # its functions import what they use when they are called
-
-
-class PlayedWorld:
-    """A world of one without process groups: their threads would not survive a fork."""
-
-    rank, size, mesh = 0, 1, None
-
-    def __init__(self) -> None:
-        import torch
-
-        self.device = torch.device("cpu")
-
-    def sum(self, tensor: Any) -> Any:
-        return tensor
-
-    def gather(self, part: Any) -> list[Any]:
-        return [part]
-
-    def barrier(self) -> None:
-        pass
-
-    def meet(self, place: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-# ---------------------------------------------------------------- operations
-
-
-class Hooks:
-    """Sees every operation that changes a file below ``root``, and calls ``at`` before it."""
-
-    def __init__(self) -> None:
-        self.root, self.at, self.count = "", None, 0  # type: ignore[assignment]
-        self.workers, self.dead = 0, False
-        self.installed = False
-
-    @contextlib.contextmanager
-    def worker(self) -> Iterator[None]:
-        self.workers += 1
-        try:
-            yield
-        finally:
-            self.workers -= 1
-            self.dead = False
-
-    def see(self, what: str, path: Any) -> None:
-        if self.at is None or isinstance(path, int):
-            return
-        name = os.path.abspath(os.fsdecode(path))
-        if name.startswith(self.root):
-            self.count += 1
-            self.at(what, name)
-
-    def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.at is None:
-            return
-        if event == "open":
-            path, _, flags = arguments
-            if path is not None and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-                self.see("open", path)
-        elif event in ("os.rename", "shutil.copyfile"):
-            self.see(event.partition(".")[2], arguments[1])
-        elif event == "os.mkdir":
-            self.see("mkdir", arguments[0])
-
-    def install(self) -> None:
-        import pyarrow.parquet as pq
-        import safetensors.torch as st
-
-        if self.installed:
-            return
-        self.installed = True
-        sys.addaudithook(self.audit)
-        fsync, unlink, write = os.fsync, os.unlink, os.write
-        write_text, write_table, save_file = Path.write_text, pq.write_table, st.save_file
-
-        def seen_fsync(descriptor: int) -> None:
-            self.see("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
-            fsync(descriptor)
-
-        def seen_write(descriptor: int, data: bytes) -> int:
-            path = os.readlink(f"/proc/self/fd/{descriptor}")
-            if path.startswith("/"):
-                self.see("write", path)
-            return write(descriptor, data)
-
-        def seen_text(path: Path, text: str, *rest: Any, **more: Any) -> int:
-            written = write_text(path, text, *rest, **more)
-            self.see("write", path)
-            return written
-
-        def seen_table(table: Any, path: Any, *rest: Any, **more: Any) -> None:
-            self.see("open", path)
-            write_table(table, path, *rest, **more)
-
-        def seen_tensors(tensors: Any, path: Any, *rest: Any, **more: Any) -> None:
-            self.see("open", path)
-            save_file(tensors, path, *rest, **more)
-            self.see("write", path)
-
-        def dead_unlink(path: Any, **more: Any) -> None:
-            if not self.dead:  # the dead tidy nothing up
-                unlink(path, **more)
-
-        os.fsync, os.unlink, os.remove, os.write = seen_fsync, dead_unlink, dead_unlink, seen_write
-        Path.write_text = seen_text  # type: ignore[method-assign]
-        pq.write_table, st.save_file = seen_table, seen_tensors
-
-
-HOOKS = Hooks()
 OUTPUT: list[Any] = []  # of the commands that run in this process, the innermost last
-
-
-def torn(what: str, path: str) -> None:
-    """Half of what was written and not yet synced is lost."""
-    if what not in ("fsync", "write"):
-        return
-    with contextlib.suppress(OSError):
-        if stat.S_ISREG(os.stat(path).st_mode):
-            os.truncate(path, os.path.getsize(path) // 2)
-
-
-# ---------------------------------------------------------------- commands, each in a process
 
 
 def command(arguments: list[str], log: Path) -> int:
@@ -387,9 +74,6 @@ def in_child(work: Callable[[], int]) -> int:
                 sys.stderr.flush()
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-# ---------------------------------------------------------------- what has to be equal
 
 
 def results(run: Path) -> dict[str, str]:
@@ -428,9 +112,6 @@ def without_times(data: Any) -> Any:
     if isinstance(data, dict):
         return {key: without_times(value) for key, value in data.items() if key not in TIMES}
     return [without_times(value) for value in data] if isinstance(data, list) else data
-
-
-# ---------------------------------------------------------------- one scenario
 
 
 class Scenario:

@@ -190,11 +190,11 @@ def plan(
         gpus: in place of this machine's own, e.g. "8xH100-80GB".
     """
     from mismatch.doctor.loop_cost import memory_of_loop, seconds_of_step
-    from mismatch.doctor.machine import look, machine_with, parse_kind
+    from mismatch.doctor.machine import inspect_machine, machine_with, parse_kind
     from mismatch.experiments.loop.types import arm_of
     from mismatch.reports.formatting import memory, number
 
-    machine = look(try_imports=False)
+    machine = inspect_machine(try_imports=False)
     if gpus:
         machine = machine_with(machine, *parse_kind(gpus))
     samples = base.check.rollout.sampling.samples_per_prompt

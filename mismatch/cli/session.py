@@ -216,10 +216,10 @@ def placed(spec: CheckSpec, resumed: bool = False) -> CheckSpec:
         spec = replace(spec, rollout=replace(spec.rollout, engine=engine))
     if gpus < 2:
         return spec
-    from mismatch.doctor.machine import look
+    from mismatch.doctor.machine import inspect_machine
     from mismatch.doctor.plan import placed as on_machine
 
-    return on_machine(spec, look(try_imports=False))
+    return on_machine(spec, inspect_machine(try_imports=False))
 
 
 def passes_without_room(spec: CheckSpec, force: bool) -> dict[str, str]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mismatch.doctor.fit import expert_warnings
-from mismatch.doctor.machine import Machine, look
+from mismatch.doctor.machine import Machine, inspect_machine
 from mismatch.doctor.memory import weight_bytes
 from mismatch.doctor.plan import Plan, plan, refused, side_passes
 from mismatch.engines.registry import engine_info, engine_infos
@@ -88,7 +88,7 @@ def examine(spec: CheckSpec, with_model: bool, machine: Machine | None = None) -
         with_model: also plan the run: does the model fit on both sides?
         machine: None: look at this one.
     """
-    machine = machine or look()
+    machine = machine or inspect_machine()
     engines = tuple(_engine(machine, name) for name in engine_infos() if name in machine.packages)
     problems = [item for item in (_trainer(machine), _chosen(engines, spec)) if not item.possible]
     planned, warnings = None, list(_warnings(machine, spec))

@@ -20,7 +20,7 @@ from mismatch.doctor.memory import (
     Moment,
     Part,
     Prediction,
-    Work,
+    Workload,
     backward_bytes,
     batch_class,
     forward_bytes,
@@ -121,7 +121,7 @@ def remedies_of(prediction: Prediction) -> list[str]:
     return list(dict.fromkeys(REMEDIES[part.name] for part in large if part.name in REMEDIES))
 
 
-def engine_fit(spec: CheckSpec, shape: ModelConfig, work: Work, machine: Machine) -> Fit:
+def engine_fit(spec: CheckSpec, shape: ModelConfig, work: Workload, machine: Machine) -> Fit:
     """Does the engine fit on one device?
 
     Raises:
@@ -151,7 +151,7 @@ def engine_fit(spec: CheckSpec, shape: ModelConfig, work: Work, machine: Machine
     if engine.engine != "vllm":
         return fits(predict_engine(shape, engine, work, "cuda", batches), free, GPU_RESERVE)
     # vLLM makes do with less cache than all sequences want: they wait for one another.
-    least = Work((work.longest,), work.sampling)
+    least = Workload((work.longest,), work.sampling)
     prediction = predict_engine(shape, engine, least, "cuda", batches)
     asked = int((engine.gpu_memory_utilization or UTILISATION) * size)
     if free < asked:
@@ -182,7 +182,7 @@ def _taken(prediction: Prediction, asked: int, free: int, size: int) -> Fit:
 def trainer_fits(
     spec: CheckSpec,
     shape: ModelConfig,
-    work: Work,
+    work: Workload,
     machine: Machine,
     passes: Sequence[Pass],
     beside: int | None = None,
@@ -251,7 +251,7 @@ class ExpertChoice:
 
 
 def expert_choices(
-    shape: ModelConfig, passes: Sequence[Pass], world: int, work: Work, device: str
+    shape: ModelConfig, passes: Sequence[Pass], world: int, work: Workload, device: str
 ) -> tuple[ExpertChoice, ...]:
     """Every implementation in place of the chosen one, in this run; () for a dense model."""
     if not shape.experts:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mismatch.doctor.fit import Fit, engine_fit, trainer_fits
-from mismatch.doctor.machine import TYPES, Gpu, GpuType, Machine, look
+from mismatch.doctor.machine import TYPES, Gpu, GpuType, Machine, inspect_machine
 from mismatch.doctor.memory import sharded
 from mismatch.doctor.plan import DISK_BYTES_S, PRODUCTS, STEP_S, TRAFFIC, work_of
 from mismatch.errors import MismatchError
@@ -32,7 +32,7 @@ def memory_of_loop(spec: CheckSpec, machine: Machine | None = None) -> tuple[Fit
     Args:
         machine: where it would run; None: this one.
     """
-    machine = machine or look(try_imports=False)
+    machine = machine or inspect_machine(try_imports=False)
     try:
         shape = find_config(spec.train.model, spec.train.revision).model.require_counts()
         work = work_of(spec)[0]

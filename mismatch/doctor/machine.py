@@ -81,7 +81,7 @@ class Machine:
         return asdict(self)
 
 
-def look(try_imports: bool = True) -> Machine:
+def inspect_machine(try_imports: bool = True) -> Machine:
     """Look at this machine.
 
     Args:

@@ -93,7 +93,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Workload:
     """What is sampled and scored: tokens of every sequence, prompt included; the sampling law."""
 
     lengths: Sequence[int]
@@ -120,7 +120,7 @@ def predict_trainer(
     shape: ModelConfig,
     spec: TrainSpec,
     world: int,
-    work: Work,
+    work: Workload,
     device: str = "cuda",
     name: str = "fsdp",
     trains: bool = False,
@@ -227,7 +227,7 @@ def _mlp(shape: ModelConfig, spec: TrainSpec, tokens: int, b: int) -> Part:
     return Part(name, forward_bytes(shape, chosen, tokens, b), formula)
 
 
-def _head(shape: ModelConfig, spec: TrainSpec, tokens: int, work: Work) -> tuple[Part, Part]:
+def _head(shape: ModelConfig, spec: TrainSpec, tokens: int, work: Workload) -> tuple[Part, Part]:
     """While the chunks of logits are turned into logprobs."""
     b = BYTES[spec.head_dtype or spec.autocast or spec.dtype]
     rows = -(-tokens // -(-tokens // max(1, CHUNK_BYTES // (b * shape.vocab))))
@@ -302,7 +302,7 @@ def backward_bytes(
 def predict_engine(
     shape: ModelConfig,
     spec: EngineSpec,
-    work: Work,
+    work: Workload,
     device: str = "cuda",
     device_bytes: int | None = None,
 ) -> Prediction:
@@ -375,7 +375,7 @@ def _prefill_logits(shape: ModelConfig, tokens: int, b: int, note: str = "") -> 
     return Part("logits of the prefill", size, f"tokens·V·(b + 8){note}")
 
 
-def _transformers(shape: ModelConfig, spec: EngineSpec, work: Work) -> Prediction:
+def _transformers(shape: ModelConfig, spec: EngineSpec, work: Workload) -> Prediction:
     b, at_once = BYTES[spec.dtype], dict(spec.args).get("max_num_seqs", TRANSFORMERS_BATCH)
     running = min(int(at_once), len(work.lengths))
     weights = Part("weights", weight_bytes(shape, spec, False), "P·b")

@@ -22,8 +22,8 @@ from mismatch.doctor.fit import (
     predict_sync_probe,
     trainer_fits,
 )
-from mismatch.doctor.machine import GpuType, Machine, look, machine_with, parse_kind
-from mismatch.doctor.memory import Prediction, Work
+from mismatch.doctor.machine import GpuType, Machine, inspect_machine, machine_with, parse_kind
+from mismatch.doctor.memory import Prediction, Workload
 from mismatch.engines.registry import engine_info
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import float32_engine, training_passes, wants_square
@@ -124,7 +124,7 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
         MismatchError: no config.json offline, a family whose memory cannot be predicted, prompts
             that cannot be read, or a kernel that would be refused.
     """
-    machine, kind = machine or look(try_imports=False), None
+    machine, kind = machine or inspect_machine(try_imports=False), None
     if gpus:
         count, kind = parse_kind(gpus)
         machine = machine_with(machine, count, kind)
@@ -212,7 +212,7 @@ def placed(spec: CheckSpec, machine: Machine) -> CheckSpec:
 
 
 def _tensor_parallel(
-    spec: CheckSpec, shape: ModelConfig, work: Work, machine: Machine, room: int
+    spec: CheckSpec, shape: ModelConfig, work: Workload, machine: Machine, room: int
 ) -> int:
     """The smallest size at which the engine fits well on ``room`` GPUs, or just; 0: none."""
     own = spec.rollout.engine.tensor_parallel_size
@@ -229,7 +229,7 @@ def memory_of(spec: CheckSpec) -> Memory:
     """What :func:`plan` would say of memory, alone and fast; empty where nothing is predicted."""
     try:
         shape = find_config(spec.train.model, spec.train.revision).model.require_counts()
-        sides, experts = _sides(spec, shape, work_of(spec)[0], look(try_imports=False))
+        sides, experts = _sides(spec, shape, work_of(spec)[0], inspect_machine(try_imports=False))
     except MismatchError:
         return Memory()
     optional = side_passes(sides)
@@ -241,7 +241,7 @@ def memory_of(spec: CheckSpec) -> Memory:
 
 
 def _sides(
-    spec: CheckSpec, shape: ModelConfig, work: Work, machine: Machine
+    spec: CheckSpec, shape: ModelConfig, work: Workload, machine: Machine
 ) -> tuple[tuple[Fit, ...], tuple[ExpertChoice, ...]]:
     """Memory of the engine and of every pass of the trainer, and of other ways to run experts."""
     passes, engine = training_passes(spec), spec.rollout.engine
@@ -257,7 +257,7 @@ def _sides(
 # ---------------------------------------------------------------- what there is to do
 
 
-def work_of(spec: CheckSpec) -> tuple[Work, dict[str, int], list[str]]:
+def work_of(spec: CheckSpec) -> tuple[Workload, dict[str, int], list[str]]:
     """Sequences at their longest, the tokens that this makes at most, and remarks."""
     prompts, longest_prompt, notes = _prompts(spec.rollout.prompts)
     sampling = spec.rollout.sampling
@@ -271,7 +271,7 @@ def work_of(spec: CheckSpec) -> tuple[Work, dict[str, int], list[str]]:
         "rescored by the engine's prefill": sequences * longest * spec.rollout.engine.prefill,
         "scored by the trainer at most": sequences * longest * len(training_passes(spec)),
     }
-    return Work([longest] * sequences, sampling), tokens, notes
+    return Workload([longest] * sequences, sampling), tokens, notes
 
 
 def _prompts(spec: PromptSpec) -> tuple[int, int, list[str]]:

@@ -121,10 +121,10 @@ def held_by(engine: Any, names: list[str], transposed: list[str]) -> Held:
 
 def _held_by_server(url: str, names: list[str], transposed: list[str]) -> Held:
     from mismatch.engines.servers.address import parse_address
-    from mismatch.engines.servers.http import Client, Unavailable, api_key
+    from mismatch.engines.servers.http import RetryingClient, Unavailable, api_key
     from mismatch.engines.servers.vllm_api import held_by as asked
 
-    client = Client(parse_address(url), SERVER_S, api_key())
+    client = RetryingClient(parse_address(url), SERVER_S, api_key())
     fix = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
     try:
         held = asked(client, names, transposed)

@@ -17,7 +17,7 @@ from mismatch.doctor.machine import (
     parse_kind,
     version_clash,
 )
-from mismatch.doctor.memory import Work, batch_class, predict_engine, vllm_batch
+from mismatch.doctor.memory import Workload, batch_class, predict_engine, vllm_batch
 from mismatch.doctor.plan import PLAIN_KERNELS, plan, refused
 from mismatch.errors import MismatchError
 from mismatch.models import EMBEDDED, resolve_model
@@ -427,7 +427,7 @@ def test_prompt_logprobs_are_taken_in_chunks_on_a_gpu():
     shape = find_config(resolve_model("gpt-oss-20b")).model.require_counts()
     engine = EngineSpec(model="m")
     short, long = (
-        predict_engine(shape, engine, Work((tokens,)), "cuda").moments[-1].parts[-1].bytes
+        predict_engine(shape, engine, Workload((tokens,)), "cuda").moments[-1].parts[-1].bytes
         for tokens in (1024, 16384)
     )
     assert short == long

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mismatch.engines.servers.address import parse_address
-from mismatch.engines.servers.http import Client
+from mismatch.engines.servers.http import RetryingClient
 from mismatch.errors import MismatchError
 from mismatch.run import directory, store
 from mismatch.run.directory import RUN, RUN_SCHEMA, new_directory, newest_unfinished
@@ -164,7 +164,7 @@ def answered(host: str, family: int) -> str:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         name = f"[{host}]" if ":" in host else host
         url = f"http://{name}:{server.server_address[1]}"
-        assert Client(parse_address(url), 10.0).get("/") == {}
+        assert RetryingClient(parse_address(url), 10.0).get("/") == {}
         server.shutdown()
     return url
 

@@ -2,7 +2,7 @@
 
 Both sides run in this process, in turns, with a real engine (transformers) and a real FSDP2 world
 of a model of some thousand parameters, so that a run takes a second. Writes are counted by the
-hooks of tests/write_faults.py: opening, rename, new directory, write and fsync.
+hooks of tests/write_hooks.py: opening, rename, new directory, write and fsync.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mismatch.training.load import load
 from mismatch.training.policy import PolicyOptimiser
 from tests.checkpoints import make
 from tests.integration.test_loop import Silent, numbers
-from tests.write_faults import HOOKS
+from tests.write_hooks import HOOKS
 
 pytestmark = [pytest.mark.slow, pytest.mark.grid]
 STEPS = 3

@@ -71,5 +71,5 @@ def act(name: str) -> None:
 
 
 if __name__ == "__main__":
-    worker.Work = MadeUp  # type: ignore[misc, assignment]
+    worker.AuditPlan = MadeUp  # type: ignore[misc, assignment]
     exit_worker(worker.main(sys.argv[1:]))

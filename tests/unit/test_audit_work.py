@@ -12,7 +12,7 @@ from mismatch.experiments.kernel_audit import Finding
 from mismatch.models import EMBEDDED
 from mismatch.processes.kernels.geometry import geometry_of
 from mismatch.processes.kernels.isolation import AuditSpec, Step
-from mismatch.processes.workers.kernel_audit import TOKENS, Work, options_of, reduced_to
+from mismatch.processes.workers.kernel_audit import TOKENS, AuditPlan, options_of, reduced_to
 from mismatch.training import source
 from tests.kernels_fixture import make_audit_report
 from tests.texts import numbers
@@ -29,7 +29,7 @@ def work():
         kernels=("tests.planted_attention:no_sinks",),
         expert_kernels=("tests.planted_experts:right",),
     )
-    return Work.of(spec)
+    return AuditPlan.of(spec)
 
 
 def names(work, kind):
@@ -56,10 +56,10 @@ def test_the_plan_has_what_runs_here_and_says_why_others_do_not(work):
 
 
 def test_names_and_only_choose(work):
-    some = Work.of(replace(SPEC, names=("eager", "bounded", "no-sinks")))
+    some = AuditPlan.of(replace(SPEC, names=("eager", "bounded", "no-sinks")))
     assert names(some, "attention") == ["eager", "no-sinks"]
     assert names(some, "experts") == ["eager", "bounded"]
-    only = Work.of(replace(SPEC, only="experts"))
+    only = AuditPlan.of(replace(SPEC, only="experts"))
     assert names(only, "attention") == []
 
 
@@ -83,14 +83,14 @@ def test_names_and_only_choose(work):
 )
 def test_what_is_not_there_is_refused_with_a_fix(changes, said):
     with pytest.raises(MismatchError, match=said) as caught:
-        Work.of(replace(SPEC, **changes))
+        AuditPlan.of(replace(SPEC, **changes))
     assert caught.value.fix
 
 
 def test_a_model_that_is_not_here_is_audited_in_the_shapes_that_ship(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(source, "read_config", lambda spec: pytest.fail("it asks the hub"))
-    big = Work.of(replace(SPEC, model="openai/gpt-oss-20b"))
+    big = AuditPlan.of(replace(SPEC, model="openai/gpt-oss-20b"))
     shape = big.geometry
     assert (shape.heads, shape.kv_heads, shape.head_dim, shape.window) == (64, 8, 64, 128)
     assert shape.sinks
@@ -142,5 +142,5 @@ def test_only_attention_with_a_fault_goes_to_the_model(work):
         make_audit_report().audits[2], findings=(Finding("accepts", "failed", "needs CUDA"),)
     )
     assert not work.harmful(to_json(refused))
-    quiet = Work(replace(SPEC, harm=False), work.geometry, work.options, [], [])
+    quiet = AuditPlan(replace(SPEC, harm=False), work.geometry, work.options, [], [])
     assert not any(quiet.harmful(one) for one in made)

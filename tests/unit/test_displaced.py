@@ -61,14 +61,14 @@ def with_fault(
 def test_a_fault_that_the_excess_may_hide_is_beyond_on_its_side(
     fault: str, kind: str, side: str
 ) -> None:
-    found = square(with_fault(fault, side))
-    beyond = {(one.scoring, one.kind) for one in found.displaced if one.standing == "beyond"}
+    measured = square(with_fault(fault, side))
+    beyond = {(d.scoring, d.kind) for d in measured.displaced if d.standing == "beyond"}
     assert (side, kind) in beyond
     assert {scoring for scoring, _ in beyond} == {side}
-    twice = replace(found, displaced=found.displaced * 2)
-    assert section.sentences(twice) == section.sentences(found)  # a sentence a side
-    assert set(sides_at_fault(found)) == {"engine" if side == "vllm:decode" else "trainer"}
-    assert verdict((), square_checks(found), None).status == "broken"
+    twice = replace(measured, displaced=measured.displaced * 2)
+    assert section.sentences(twice) == section.sentences(measured)  # a sentence a side
+    assert set(sides_at_fault(measured)) == {"engine" if side == "vllm:decode" else "trainer"}
+    assert verdict((), square_checks(measured), None).status == "broken"
 
 
 @pytest.mark.parametrize("side", ["vllm:decode", "fsdp"])
@@ -79,11 +79,11 @@ def test_a_fault_that_the_excess_may_hide_is_beyond_on_its_side(
 )  # fmt: skip
 def test_a_single_prompt_does_not_pass(fault: str, status: str, side: str) -> None:
     """The excess may call it broken; that one prompt lies beyond, alone, does not."""
-    found = square(with_fault(fault, side))
-    (one,) = (one for one in found.displaced if one.standing != "within")
-    assert (one.scoring, one.kind, one.beyond, one.plain_beyond) == (side, "response", 1, 0)
-    assert one.standing == "undecided"
-    assert verdict((), square_checks(found), None).status == status
+    measured = square(with_fault(fault, side))
+    (only,) = (only for only in measured.displaced if only.standing != "within")
+    assert (only.scoring, only.kind, only.beyond, only.plain_beyond) == (side, "response", 1, 0)
+    assert only.standing == "undecided"
+    assert verdict((), square_checks(measured), None).status == status
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,10 @@ def test_a_fault_of_few_tokens_or_of_all_by_one_constant_is_named(
 ) -> None:
     """And not other weights, nor another function; with the engine in float32 or without."""
     run = with_fault(fault, "vllm:decode", run_of({"vllm:decode": 0.1, "fsdp": 0.1}))
-    others = {name: one for name, one in run.usable.items() if name != "vllm:fp32"}
+    others = {name: each for name, each in run.usable.items() if name != "vllm:fp32"}
     for passes in (run.usable, others):
         ranked = diagnose(Case.of(run.rollout, run.decode, run.train, passes), detectors()).ranked
-        assert [(one.id, one.side) for one in ranked] == [(cause, "engine")]
+        assert [(each.id, each.side) for each in ranked] == [(cause, "engine")]
 
 
 def test_rounding_with_heavy_tails_is_within() -> None:
@@ -112,8 +112,8 @@ def test_rounding_with_heavy_tails_is_within() -> None:
         draw = np.random.default_rng(seed)
         away, plain = 0.01 * draw.standard_t(1.5, (2, 64 * 30))
         prompt = np.repeat(np.arange(64), 30)
-        found = displaced("engine", "e", away, plain, prompt, prompt, CPU)
-        standings |= {one.standing for one in found}
+        rows = displaced("engine", "e", away, plain, prompt, prompt, CPU)
+        standings |= {row.standing for row in rows}
     assert standings == {"within"}
 
 
@@ -123,10 +123,10 @@ def test_the_law_of_the_side_that_sampled_is_no_shift() -> None:
     plain = draw.normal(0, 0.5, 64 * 400)
     away = draw.normal(0.125, 0.5, 64 * 400)
     prompt = np.repeat(np.arange(64), 400)
-    found = {one.kind: one for one in displaced("engine", "e", away, plain, prompt, prompt, CPU)}
-    assert found["shift"].standing == "within"
+    by_kind = {d.kind: d for d in displaced("engine", "e", away, plain, prompt, prompt, CPU)}
+    assert by_kind["shift"].standing == "within"
     further = displaced("engine", "e", away + 0.4, plain, prompt, prompt, CPU)
-    assert {one.kind: one.standing for one in further}["shift"] == "beyond"
+    assert {d.kind: d.standing for d in further}["shift"] == "beyond"
 
 
 @pytest.mark.parametrize(
@@ -137,10 +137,10 @@ def test_few_prompts_leave_it_open(prompts: int, standing: str) -> None:
     prompt = np.repeat(np.arange(prompts), 40)
     away, plain = 0.01 * draw.normal(size=(2, len(prompt)))
     away[::40] += 1.0
-    found = {one.kind: one for one in displaced("engine", "e", away, plain, prompt, prompt, CPU)}
-    assert found["rare"].standing == standing
-    assert found["rare"].chance == pytest.approx(0.5**prompts)
-    assert (found["rare"].beyond, found["rare"].plain_beyond) == (prompts, 0)
+    by_kind = {d.kind: d for d in displaced("engine", "e", away, plain, prompt, prompt, CPU)}
+    assert by_kind["rare"].standing == standing
+    assert by_kind["rare"].chance == pytest.approx(0.5**prompts)
+    assert (by_kind["rare"].beyond, by_kind["rare"].plain_beyond) == (prompts, 0)
 
 
 def test_without_levels_the_factor_is_two_and_nothing_passes() -> None:
@@ -149,8 +149,8 @@ def test_without_levels_the_factor_is_two_and_nothing_passes() -> None:
     away, plain = 0.01 * draw.normal(size=(2, len(prompt)))
 
     def standings(values: Floats) -> dict[str, str]:
-        found = displaced("engine", "e", values, plain, prompt, prompt, None)
-        return {one.kind: one.standing for one in found}
+        rows = displaced("engine", "e", values, plain, prompt, prompt, None)
+        return {row.kind: row.standing for row in rows}
 
     assert standings(away) == dict.fromkeys(("rare", "shift"), "uncalibrated")
     assert standings(1.8 * away)["rare"] == "uncalibrated"
@@ -174,8 +174,8 @@ def test_a_second_engine_is_looked_at_as_well() -> None:
     run, spec = with_second_engine(1.0)
     name = next(name for name in run.usable if name.startswith("sglang"))
     faulty = with_fault("every 200th token off by 1 nat", name, run)
-    found = measure(faulty, spec)
-    assert {check.id: check.status for check in square_checks(found)}[  # type: ignore[arg-type]
+    measured = measure(faulty, spec)
+    assert {check.id: check.status for check in square_checks(measured)}[  # type: ignore[arg-type]
         "displaced-other-engine"
     ] == "failed"
     assert measure(run, SPEC) is not None
@@ -183,8 +183,10 @@ def test_a_second_engine_is_looked_at_as_well() -> None:
 
 def test_without_the_engine_in_float32_the_side_is_not_certain_on_the_page_either() -> None:
     run = with_fault("all tokens off by 0.002 nats", "vllm:decode")
-    usable = {name: one for name, one in run.usable.items() if name != "vllm:fp32"}
-    found = square(replace(run, usable=usable))
-    found = replace(found, findings=tuple(f for f in found.findings if f.standing != "beyond"))
-    assert set(sides_at_fault(found)) == {"either"}
-    assert section.SHARED in section.sentences(found)
+    usable = {name: scoring for name, scoring in run.usable.items() if name != "vllm:fp32"}
+    measured = square(replace(run, usable=usable))
+    measured = replace(
+        measured, findings=tuple(f for f in measured.findings if f.standing != "beyond")
+    )
+    assert set(sides_at_fault(measured)) == {"either"}
+    assert section.SHARED in section.sentences(measured)

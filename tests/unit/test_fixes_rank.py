@@ -52,7 +52,7 @@ def tried(name: str, k3: float, absolute: float, p_k3: float, p_abs: float) -> F
     def number(value: float) -> Estimate:
         return Estimate(value, None, None, 10, 1, 1)
 
-    made = FixOutcome(
+    outcome = FixOutcome(
         name,
         "train",
         "",
@@ -60,7 +60,7 @@ def tried(name: str, k3: float, absolute: float, p_k3: float, p_abs: float) -> F
         after={K3: number(k3), ABS: number(absolute)},
         changes={K3: number(k3 - 1.0), ABS: number(absolute - 1.0)},
     )
-    return judged([made], {name: {K3: p_k3, ABS: p_abs}})[0]
+    return judged([outcome], {name: {K3: p_k3, ABS: p_abs}})[0]
 
 
 def test_a_certain_change_of_half_a_percent_helps_nobody() -> None:
@@ -75,7 +75,7 @@ def test_a_certain_change_of_half_a_percent_helps_nobody() -> None:
 def test_a_k3_that_is_lower_by_luck_alone_does_not_rank() -> None:
     """One spike less, against 60 % less everywhere."""
     lucky, real = tried("lucky", 0.6, 0.9, 0.76, 1e-4), tried("real", 0.95, 0.4, 0.3, 1e-4)
-    assert [one.id for one in ranked([lucky, real])] == ["real", "lucky"]
+    assert [row.id for row in ranked([lucky, real])] == ["real", "lucky"]
 
 
 # ---------------------------------------------------------------- p-values
@@ -92,8 +92,8 @@ def test_a_prompt_of_many_samples_counts_once() -> None:
 
 
 def test_no_change_is_no_evidence() -> None:
-    one = measured(np.random.default_rng(0).normal(0, 0.1, 400))
-    assert p_value(ABS, one, one) == 1.0
+    deltas = measured(np.random.default_rng(0).normal(0, 0.1, 400))
+    assert p_value(ABS, deltas, deltas) == 1.0
 
 
 def test_a_tenfold_fall_over_sixteen_prompts_is_as_clear_as_it_gets() -> None:
@@ -111,27 +111,27 @@ def test_other_lengths_are_means_and_not_sums() -> None:
 def test_by_chance_a_false_claim_is_as_rare_as_promised() -> None:
     """Correlated tokens, heavy tails, tokens sampled anew: 5 % of 400 tries, and not more."""
     draw = np.random.default_rng(1)
-    found = []
+    claims = []
     for _ in range(400):
         sides = []
         for _ in range(2):
             size = np.repeat(np.exp(draw.normal(0, 1, 8)), 10)
             sides.append(measured(size * draw.standard_t(3, 80) * 0.05))
-        found.append(p_value(K3, *sides) <= LEVEL)
-    assert 0.02 < np.mean(found) < 0.08
+        claims.append(p_value(K3, *sides) <= LEVEL)
+    assert 0.02 < np.mean(claims) < 0.08
 
 
 def test_runs_without_a_common_prompt_are_refused() -> None:
-    one = measured(np.ones(20))
+    deltas = measured(np.ones(20))
     with pytest.raises(MismatchError, match="no prompt"):
-        p_value(ABS, one, TokenDeltas(one.delta, one.sequence, one.prompt + 5))
+        p_value(ABS, deltas, TokenDeltas(deltas.delta, deltas.sequence, deltas.prompt + 5))
 
 
 def test_nothing_measured_is_an_error() -> None:
-    one = measured(np.ones(20))
-    empty = TokenDeltas(np.empty(0), np.empty(0, np.int64), one.prompt)
+    deltas = measured(np.ones(20))
+    empty = TokenDeltas(np.empty(0), np.empty(0, np.int64), deltas.prompt)
     with pytest.raises(EmptyComparison):
-        p_value(ABS, one, empty)
+        p_value(ABS, deltas, empty)
 
 
 def test_holm() -> None:
@@ -146,11 +146,11 @@ def test_holm() -> None:
 @pytest.mark.parametrize("same", [True, False])
 def test_a_change_has_its_interval(same: bool) -> None:
     delta = np.random.default_rng(0).normal(0, 0.1, 640)
-    made = change_of(ABS, measured(delta), measured(delta / 2), same_tokens=same, seed=0)
-    assert made.value == pytest.approx(-np.abs(delta).mean() / 2)
-    assert made.low is not None
-    assert made.high is not None
-    assert made.low < made.value < made.high < 0
+    change = change_of(ABS, measured(delta), measured(delta / 2), same_tokens=same, seed=0)
+    assert change.value == pytest.approx(-np.abs(delta).mean() / 2)
+    assert change.low is not None
+    assert change.high is not None
+    assert change.low < change.value < change.high < 0
 
 
 # ---------------------------------------------------------------- outcomes
@@ -170,12 +170,12 @@ def test_a_change_has_its_interval(same: bool) -> None:
 def test_what_a_change_means(
     changes: tuple[float, float], p: tuple[float, float], outcome: str
 ) -> None:
-    one = row("a", 1.0, 0.0)
+    before = row("a", 1.0, 0.0)
     for metric, change in zip((K3, ABS), changes, strict=True):
-        one.changes[metric] = Estimate(change, None, None, 1, 1, 1)
-    (made,) = judged([one], {"a": dict(zip((K3, ABS), p, strict=True))})
-    assert made.outcome == outcome
-    assert made.significant is (outcome != "none")
+        before.changes[metric] = Estimate(change, None, None, 1, 1, 1)
+    (after,) = judged([before], {"a": dict(zip((K3, ABS), p, strict=True))})
+    assert after.outcome == outcome
+    assert after.significant is (outcome != "none")
 
 
 def pair(before: np.ndarray, after: np.ndarray) -> tuple[TokenDeltas, TokenDeltas]:
@@ -184,18 +184,18 @@ def pair(before: np.ndarray, after: np.ndarray) -> tuple[TokenDeltas, TokenDelta
 
 def test_the_share_removed_is_one_minus_after_over_before() -> None:
     before = np.random.default_rng(0).normal(0, 0.1, 640)
-    one, other = pair(before, before * np.where(np.arange(640) % 2, 0.4, 0.2))
-    change = change_of(ABS, one, other, same_tokens=True, seed=0)
-    truth = 1 - np.abs(other.delta).mean() / np.abs(one.delta).mean()
+    old, new = pair(before, before * np.where(np.arange(640) % 2, 0.4, 0.2))
+    change = change_of(ABS, old, new, same_tokens=True, seed=0)
+    truth = 1 - np.abs(new.delta).mean() / np.abs(old.delta).mean()
     for same in (True, False):
-        share = removed_share(ABS, one, other, change, same_tokens=same, seed=0)
+        share = removed_share(ABS, old, new, change, same_tokens=same, seed=0)
         assert share is not None
         assert share.value == pytest.approx(truth)
         assert share.low is not None
         assert share.high is not None
         assert share.low < truth < share.high
-    paired = removed_share(ABS, one, other, change, same_tokens=True, seed=0)
-    apart = removed_share(ABS, one, other, change, same_tokens=False, seed=0)
+    paired = removed_share(ABS, old, new, change, same_tokens=True, seed=0)
+    apart = removed_share(ABS, old, new, change, same_tokens=False, seed=0)
     assert paired is not None
     assert apart is not None
     width = [share.high - share.low for share in (paired, apart)]  # type: ignore[operator]
@@ -208,24 +208,24 @@ def test_the_share_removed_is_one_minus_after_over_before() -> None:
 
 
 def tried_on(name: str, before: np.ndarray, after: np.ndarray) -> Tried:
-    one, other = pair(before, after)
-    changes = {m: change_of(m, one, other, same_tokens=True, seed=0) for m in (K3, ABS)}
+    old, new = pair(before, after)
+    changes = {m: change_of(m, old, new, same_tokens=True, seed=0) for m in (K3, ABS)}
     values = [{m: Estimate(METRICS[m](delta=d), None, None, 1, 1, 1) for m in (K3, ABS)}
               for d in (before, after)]  # fmt: skip
-    made = FixOutcome(name, "train", "", before=values[0], after=values[1], changes=changes)
-    return Tried(replace(made, paired=changes[K3]), one, other)
+    outcome = FixOutcome(name, "train", "", before=values[0], after=values[1], changes=changes)
+    return Tried(replace(outcome, paired=changes[K3]), old, new)
 
 
 def test_a_fix_that_helps_everywhere_is_confirmed_where_it_was_not_chosen() -> None:
     draw = np.random.default_rng(1)
     before = draw.normal(0, 0.1, 640)
     good, null = tried_on("good", before, before / 4), tried_on("null", before, before * 1.0)
-    made = held_out("good", [null, good], seed=0)
-    assert (made.id, made.chosen, made.confirmed, made.reason) == ("good", "good", True, "")
-    assert (made.chosen_on, made.measured_on) == (32, 32)
-    assert made.removed[ABS].value == pytest.approx(0.75)
-    assert made.removed[ABS].n_prompts == 32
-    assert all(p <= LEVEL for p in made.p_values.values())
+    held = held_out("good", [null, good], seed=0)
+    assert (held.id, held.chosen, held.confirmed, held.reason) == ("good", "good", True, "")
+    assert (held.chosen_on, held.measured_on) == (32, 32)
+    assert held.removed[ABS].value == pytest.approx(0.75)
+    assert held.removed[ABS].n_prompts == 32
+    assert all(p <= LEVEL for p in held.p_values.values())
 
 
 def test_a_fix_that_helps_the_half_that_chose_alone_is_not_confirmed() -> None:
@@ -233,9 +233,9 @@ def test_a_fix_that_helps_the_half_that_chose_alone_is_not_confirmed() -> None:
     order = np.random.default_rng(0).permutation(np.arange(64))  # as the split of seed 0
     chose = np.isin(np.arange(640) // 10, order[:32])
     lucky = tried_on("lucky", before, np.where(chose, before / 4, before * 1.05))
-    made = held_out("lucky", [lucky], seed=0)
-    assert (made.chosen, made.confirmed) == ("lucky", False)
-    assert made.removed[ABS].value == pytest.approx(-0.05)
+    held = held_out("lucky", [lucky], seed=0)
+    assert (held.chosen, held.confirmed) == ("lucky", False)
+    assert held.removed[ABS].value == pytest.approx(-0.05)
 
 
 def test_where_half_of_the_prompts_choose_another_the_best_is_not_confirmed() -> None:
@@ -244,9 +244,9 @@ def test_where_half_of_the_prompts_choose_another_the_best_is_not_confirmed() ->
     chose = np.isin(np.arange(640) // 10, order[:32])
     late = tried_on("late", before, np.where(chose, before * 0.9, before / 50))
     even = tried_on("even", before, before / 2)
-    made = held_out("late", [late, even], seed=0)
-    assert (made.id, made.chosen, made.confirmed) == ("late", "even", False)
-    assert made.removed[ABS].value == pytest.approx(0.5)
+    held = held_out("late", [late, even], seed=0)
+    assert (held.id, held.chosen, held.confirmed) == ("late", "even", False)
+    assert held.removed[ABS].value == pytest.approx(0.5)
 
 
 @pytest.mark.slow
@@ -259,16 +259,16 @@ def test_the_best_of_null_fixes_looks_good_and_is_not_confirmed() -> None:
         fixes = [tried_on(f"f{n}", before, draw.standard_t(3, 320) * 0.05) for n in range(6)]
         best = min(fixes, key=lambda each: each.row.after[ABS].value)
         flattered.append(1 - best.row.after[ABS].value / best.row.before[ABS].value)
-        made = held_out(best.row.id, fixes, seed=int(draw.integers(100)))
-        assert not made.confirmed
+        held = held_out(best.row.id, fixes, seed=int(draw.integers(100)))
+        assert not held.confirmed
     assert np.mean(flattered) > 0.05
 
 
 def test_too_few_prompts_leave_none_out() -> None:
     before = np.random.default_rng(5).normal(0, 0.1, 30)
-    made = held_out("a", [tried_on("a", before, before / 4)], seed=0)
-    assert (made.chosen, made.confirmed, made.removed) == (None, False, {})
-    assert "too few prompts" in made.reason
+    held = held_out("a", [tried_on("a", before, before / 4)], seed=0)
+    assert (held.chosen, held.confirmed, held.removed) == (None, False, {})
+    assert "too few prompts" in held.reason
     before = np.random.default_rng(5).normal(0, 0.1, 60)
     assert "find no fix" in held_out("a", [tried_on("a", before, before / 4)], seed=0).reason
 
@@ -278,8 +278,8 @@ def test_many_tries_need_more_evidence() -> None:
     alone = judged([row("a", 1.0, -1.0)], {"a": {K3: 0.01}})
     assert alone[0].significant
     rows = [row(name, 1.0, -1.0) for name in "abcdefghij"]
-    made = judged(rows, {name: {K3: 0.01 if name == "a" else 0.5} for name in "abcdefghij"})
-    assert not any(one.significant for one in made)
+    outcomes = judged(rows, {name: {K3: 0.01 if name == "a" else 0.5} for name in "abcdefghij"})
+    assert not any(outcome.significant for outcome in outcomes)
 
 
 def test_order_is_better_then_none_then_worse_then_not_measured() -> None:
@@ -293,18 +293,18 @@ def test_order_is_better_then_none_then_worse_then_not_measured() -> None:
         row("good", 1.0, -1.0, absolute=3.0),
         row("better", 0.5, -1.0),
     ]
-    made = ranked(judged(rows, {name: {K3: value} for name, value in p.items()}))
-    assert [one.id for one in made] == [
+    outcomes = ranked(judged(rows, {name: {K3: value} for name, value in p.items()}))
+    assert [outcome.id for outcome in outcomes] == [
         *("better", "tie", "good", "low", "bad", "failed", "refused")
     ]
-    assert best_of(made) == ("better", "better")
-    assert best_of([one for one in made if one.outcome != "better"]) == (None, None)
+    assert best_of(outcomes) == ("better", "better")
+    assert best_of([outcome for outcome in outcomes if outcome.outcome != "better"]) == (None, None)
 
 
 def test_the_best_single_fix_is_no_combination() -> None:
     rows = [row("a+b", 0.1, -1.0), row("router-replay=ids+weights", 0.5, -1.0)]
-    made = ranked(judged(rows, {one.id: {K3: 0.001} for one in rows}))
-    assert best_of(made) == ("router-replay=ids+weights", "a+b")
+    outcomes = ranked(judged(rows, {r.id: {K3: 0.001} for r in rows}))
+    assert best_of(outcomes) == ("router-replay=ids+weights", "a+b")
 
 
 def test_a_table_names_what_was_tried() -> None:

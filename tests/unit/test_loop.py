@@ -17,8 +17,8 @@ from mismatch.cli.flags import Flags
 from mismatch.cli.loop import asked
 from mismatch.cli.main import app
 from mismatch.doctor.loop_cost import flops_here, kind_of, memory_of_loop, seconds_of_step
-from mismatch.doctor.machine import CONTEXT_BYTES, look, machine_with, parse_kind
-from mismatch.doctor.memory import Work, predict_trainer, sharded
+from mismatch.doctor.machine import CONTEXT_BYTES, inspect_machine, machine_with, parse_kind
+from mismatch.doctor.memory import Workload, predict_trainer, sharded
 from mismatch.errors import MismatchError
 from mismatch.experiments.loop import history
 from mismatch.experiments.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
@@ -374,7 +374,7 @@ def test_a_budget_ends_an_arm_that_goes_on(tmp_path: Path) -> None:
 def test_an_optimiser_takes_three_times_the_parameters_beside_them() -> None:
     model = resolve_model("tiny-gpt-oss")
     train = TrainSpec(model, master_dtype="fp32", grad=True)
-    shape, work = find_config(model, None).model.require_counts(), Work([100] * 4)
+    shape, work = find_config(model, None).model.require_counts(), Workload([100] * 4)
     scores = predict_trainer(shape, train, 2, work, "cpu")
     trains = predict_trainer(shape, train, 2, work, "cpu", trains=True)
     assert trains.peak_bytes - scores.peak_bytes == 3 * sharded(shape, train, 2).bytes
@@ -387,7 +387,7 @@ def test_an_optimiser_takes_three_times_the_parameters_beside_them() -> None:
 def test_sides_that_share_a_gpu_are_counted_one_beside_the_others_rest() -> None:
     model = resolve_model("tiny-gpt-oss")
     h100 = parse_kind("H100")[1]
-    one, two = (machine_with(look(try_imports=False), count, h100) for count in (1, 2))
+    one, two = (machine_with(inspect_machine(try_imports=False), count, h100) for count in (1, 2))
     whole = 1.0 - CONTEXT_BYTES / (h100.mib << 20)  # all that is free, a byte more or less
     engine = EngineSpec("vllm", model, gpu_memory_utilization=whole - 1e-5)
     check = CheckSpec(RolloutSpec(engine), TrainSpec(model, master_dtype="fp32"), nproc_per_node=1)
@@ -402,7 +402,7 @@ def test_sides_that_share_a_gpu_are_counted_one_beside_the_others_rest() -> None
 def test_the_time_of_a_step_follows_the_work_and_the_machine() -> None:
     model = resolve_model("tiny-gpt-oss")
     check = CheckSpec(RolloutSpec(EngineSpec(model=model)), TrainSpec(model), nproc_per_node=1)
-    loop, here = LoopSpec(check, prompts=8), replace(look(try_imports=False), gpus=())
+    loop, here = LoopSpec(check, prompts=8), replace(inspect_machine(try_imports=False), gpus=())
 
     def between(asked: LoopSpec, flops: float) -> tuple[float, float]:
         found = seconds_of_step(asked, here, lambda: flops)

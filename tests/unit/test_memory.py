@@ -15,7 +15,7 @@ from mismatch.doctor.memory import (
     Moment,
     Part,
     Prediction,
-    Work,
+    Workload,
     backward_bytes,
     forward_bytes,
     predict_engine,
@@ -49,7 +49,7 @@ def part(prediction: Prediction, where: str, name: str) -> int:
 
 
 def train(shape: ModelConfig, world: int = 1, lengths=(256,) * 4, **spec) -> Prediction:
-    return predict_trainer(shape, TrainSpec(model="m", **spec), world, Work(lengths))
+    return predict_trainer(shape, TrainSpec(model="m", **spec), world, Workload(lengths))
 
 
 # ---------------------------------------------------------------- shapes
@@ -113,7 +113,7 @@ def test_the_layer_is_there_twice_while_fsdp_gathers_the_next():
 
 def test_gathering_a_layer_takes_its_buffers_and_gloo_one_more():
     layer = GPT.layer_parameters * 2
-    on_cpu = predict_trainer(GPT, TrainSpec(model="m"), 2, Work((256,)), "cpu")
+    on_cpu = predict_trainer(GPT, TrainSpec(model="m"), 2, Workload((256,)), "cpu")
     for found, copies in ((train(GPT), 0), (train(GPT, 2), 1), (on_cpu, 2)):
         assert part(found, "gathering a layer", "all-gather buffers") == copies * layer
 
@@ -154,12 +154,12 @@ def test_logprobs_never_hold_tokens_times_vocabulary():
 
 
 def test_the_largest_micro_batch_decides():
-    work = Work((100, 100, 3000, 100))
+    work = Workload((100, 100, 3000, 100))
     spec = TrainSpec(model="m", micro_batch_tokens=400)
     assert work.largest_batch(spec) == (1, 3000)
     assert work.largest_batch(replace(spec, layout="packing")) == (1, 3000)
-    assert Work((100,) * 8).largest_batch(spec) == (4, 100)
-    assert Work((100,) * 8).largest_batch(replace(spec, layout="packing")) == (1, 400)
+    assert Workload((100,) * 8).largest_batch(spec) == (4, 100)
+    assert Workload((100,) * 8).largest_batch(replace(spec, layout="packing")) == (1, 400)
 
 
 def test_the_highest_moment_is_the_peak():
@@ -181,7 +181,7 @@ def test_released_gpt_oss_weights_are_a_quarter_of_bf16():
 
 
 def test_kv_cache_is_for_the_sequences_that_run_at_once():
-    demand = Work((1000,) * 10)
+    demand = Workload((1000,) * 10)
     found = predict_engine(GPT, EngineSpec(), demand)
     assert part(found, "sampling", "KV cache") == 10 * GPT.kv_elements(1000) * 2
     one = predict_engine(GPT, EngineSpec(args=(("max_num_seqs", 1),)), demand)
@@ -191,10 +191,10 @@ def test_kv_cache_is_for_the_sequences_that_run_at_once():
 
 
 def test_prefill_rescoring_needs_the_logits_of_a_whole_sequence():
-    found = predict_engine(GPT, EngineSpec(), Work((1000,) * 10))
+    found = predict_engine(GPT, EngineSpec(), Workload((1000,) * 10))
     logits = part(found, "prefill rescoring", "logits of the prefill")
     assert logits == 1000 * GPT.vocab * (2 + 4 + 4)
-    without = predict_engine(GPT, EngineSpec(prefill=False), Work((1000,) * 10))
+    without = predict_engine(GPT, EngineSpec(prefill=False), Workload((1000,) * 10))
     assert "prefill rescoring" not in [item.name for item in without.moments]
 
 
@@ -266,7 +266,7 @@ def choices_of(shape: ModelConfig, experts: str, tokens: int = 1024):
         Pass("fsdp", TrainSpec("m", experts=experts)),
         Pass("reference:fp32", TrainSpec("m", dtype="fp32")),
     ]
-    found = fit.expert_choices(shape, passes, 1, Work((tokens,)), "cuda")
+    found = fit.expert_choices(shape, passes, 1, Workload((tokens,)), "cuda")
     return {choice.name: choice for choice in found}
 
 

@@ -25,25 +25,25 @@ TINY = Path(resolve_model("tiny-gpt-oss"))
 
 
 def tensors(directory: Path) -> dict[str, object]:
-    found = {}
+    by_name = {}
     for path in directory.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return found
+            by_name |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return by_name
 
 
 def changed(directory: Path) -> set[str]:
-    one, other = tensors(TINY), tensors(directory)
-    assert one.keys() == other.keys()
-    return {name for name in one if not one[name].equal(other[name])}  # type: ignore[attr-defined]
+    before, after = tensors(TINY), tensors(directory)
+    assert before.keys() == after.keys()
+    return {name for name in before if not before[name].equal(after[name])}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("fault", [one for one in FAULTS if one.checkpoint], ids=lambda f: f.id)
 def test_a_planted_checkpoint_differs_where_the_fault_is(tmp_path: Path, fault) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in TINY.iterdir()}
-    made = plant(TINY, tmp_path / "planted", fault.id, fault.sizes[0])
-    names = changed(made)
-    configs = [json.loads((place / "config.json").read_text()) for place in (TINY, made)]
+    planted = plant(TINY, tmp_path / "planted", fault.id, fault.sizes[0])
+    names = changed(planted)
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (TINY, planted)]
     if fault.id in ("norm-eps", "rope", "window"):
         assert names == set()
         assert configs[0] != configs[1]
@@ -67,12 +67,12 @@ def test_what_a_model_lacks_cannot_be_planted(tmp_path: Path) -> None:
 
 def tempered(temperature: float) -> Case:
     """A healthy pair at a temperature, with the trainer's untempered numbers beside."""
-    made = drawn.draw(0)
-    raw = drawn.log_law(made.trainer)
-    made.engine, made.trainer, made.logits = (
-        logits / temperature for logits in (made.engine, made.trainer, made.logits)
+    pair = drawn.draw(0)
+    raw = drawn.log_law(pair.trainer)
+    pair.engine, pair.trainer, pair.logits = (
+        logits / temperature for logits in (pair.engine, pair.trainer, pair.logits)
     )
-    case = made.case()
+    case = pair.case()
     ids = case.engine.token_ids
     rollout = replace(
         case.rollout, sampling=replace(case.rollout.sampling, temperature=temperature)
@@ -82,20 +82,20 @@ def tempered(temperature: float) -> Case:
 
 
 def test_without_a_temperature_there_is_nothing_to_leave_out(tmp_path: Path) -> None:
-    found = {one.fault: one for one in judged(drawn.draw(0).case(), tmp_path, {}).faults}
-    assert found["temperature"].found is None
-    assert "temperature is 1" in found["temperature"].reason
+    by_fault = {row.fault: row for row in judged(drawn.draw(0).case(), tmp_path, {}).faults}
+    assert by_fault["temperature"].found is None
+    assert "temperature is 1" in by_fault["temperature"].reason
 
 
 def test_faults_of_the_record_are_named(tmp_path: Path) -> None:
     result = judged(tempered(0.8), tmp_path, {"window": "no window"})
     assert result.clean == ()
-    found = {one.fault: one for one in result.faults}
-    assert found.keys() == {fault.id for fault in FAULTS if not fault.turns}
+    by_fault = {row.fault: row for row in result.faults}
+    assert by_fault.keys() == {fault.id for fault in FAULTS if not fault.turns}
     for fault in FAULTS:
         if fault.turns:
             continue
-        tried = found[fault.id]
+        tried = by_fault[fault.id]
         if fault.record is None:
             assert tried.found is None
             assert tried.reason
@@ -103,7 +103,7 @@ def test_faults_of_the_record_are_named(tmp_path: Path) -> None:
             assert tried.found, fault.id
             assert tried.attempts[0].named == fault.causes[0]
             assert tried.smallest in fault.sizes
-    assert found["window"].reason == "no window"
+    assert by_fault["window"].reason == "no window"
     assert result.caught
     assert from_json(SelfTest, to_json(result)) == result
 
@@ -112,13 +112,13 @@ def test_faults_of_later_turns_are_planted_where_there_are_some(tmp_path: Path) 
     case = drawn.turned(drawn.draw(0, prompts=16, length=60).case())
     result = judged(case, tmp_path, {})
     assert result.clean == ()
-    found = {one.fault: one for one in result.faults}
+    by_fault = {row.fault: row for row in result.faults}
     for fault in FAULTS:
         if fault.turns and fault.record is not None and fault.id != "later-routes":
-            assert found[fault.id].found, fault.id
-            assert found[fault.id].attempts[0].named == fault.causes[0]
-    assert "no routed experts" in found["later-routes"].reason
-    assert found["later-context"].found is None  # no checkpoint was scored here
+            assert by_fault[fault.id].found, fault.id
+            assert by_fault[fault.id].attempts[0].named == fault.causes[0]
+    assert "no routed experts" in by_fault["later-routes"].reason
+    assert by_fault["later-context"].found is None  # no checkpoint was scored here
 
 
 def graded(case: Case, expected: tuple[str, ...], side: str | None = "trainer", **how):
@@ -175,7 +175,7 @@ def test_one_fault_that_is_missed_is_enough_and_none_planted_is_no_success(tmp_p
     missed = replace(result.faults[-1], found=False, smallest=None)
     assert not replace(result, faults=(*result.faults[:-1], missed)).caught
     assert not replace(result, faults=()).caught
-    unplanted = tuple(one for one in result.faults if one.found is None)
+    unplanted = tuple(row for row in result.faults if row.found is None)
     assert not replace(result, faults=unplanted).caught
 
 
@@ -186,11 +186,11 @@ def test_the_exit_code_says_whether_all_were_caught(
     from mismatch.cli.main import app
 
     result = judged(drawn.draw(0).case(), tmp_path, {})
-    for caught, told in ((0, result), (1, replace(result, faults=()))):
-        monkeypatch.setattr(pipeline, "run_selftest", lambda *rest, told=told: told)
+    for caught, shown in ((0, result), (1, replace(result, faults=()))):
+        monkeypatch.setattr(pipeline, "run_selftest", lambda *rest, shown=shown: shown)
         flags = ["--model", "tiny-gpt-oss", "--engine", "transformers", "--json"]
-        place = ["--out", str(tmp_path / f"run{caught}")]
-        done = CliRunner().invoke(app, ["selftest", *flags, *place], standalone_mode=False)
+        out = ["--out", str(tmp_path / f"run{caught}")]
+        done = CliRunner().invoke(app, ["selftest", *flags, *out], standalone_mode=False)
         assert done.return_value == caught, done.output
         document = json.loads(done.stdout)
         assert document["schema"] == "mismatch.selftest/1"

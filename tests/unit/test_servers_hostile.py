@@ -20,8 +20,8 @@ import pytest
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.servers import http
 from mismatch.engines.servers.address import parse_address, unprotected
-from mismatch.engines.servers.http import Client, Refused, Unavailable
-from mismatch.engines.servers.scheduler import Scheduler, ServerState, Work
+from mismatch.engines.servers.http import Refused, RetryingClient, Unavailable
+from mismatch.engines.servers.scheduler import JobCallbacks, Scheduler, ServerState
 from mismatch.engines.servers.server_api import ServerFacts
 from mismatch.engines.servers.sglang_api import SglangAPI
 from mismatch.engines.servers.vllm_api import VllmAPI
@@ -86,7 +86,7 @@ def test_one_deadline_holds_for_the_whole_request(case):
     with raw_server(pieces, 0.1, repeat) as url:
         start = time.monotonic()
         with pytest.raises(Unavailable) as caught:
-            Client(parse_address(url), timeout_s=1.0).get("/version")
+            RetryingClient(parse_address(url), timeout_s=1.0).get("/version")
     assert time.monotonic() - start < 3
     assert caught.value.kind in ("slow", "failed")
 
@@ -95,7 +95,9 @@ def test_a_handshake_that_never_ends_is_late_too():
     with raw_server([b"\x16\x03\x03"], 0.1, b"\x00") as url:
         start = time.monotonic()
         with pytest.raises(Unavailable):
-            Client(parse_address(url.replace("http", "https")), timeout_s=1.0).get("/version")
+            RetryingClient(parse_address(url.replace("http", "https")), timeout_s=1.0).get(
+                "/version"
+            )
     assert time.monotonic() - start < 3
 
 
@@ -104,7 +106,7 @@ def test_an_answer_has_a_limit(monkeypatch):
     with raw_server([HEAD + b"\r\n"], 0.0, b" " * 65536) as url:
         start = time.monotonic()
         with pytest.raises(Unavailable, match="more than"):
-            Client(parse_address(url), timeout_s=20.0).get("/version")
+            RetryingClient(parse_address(url), timeout_s=20.0).get("/version")
         assert time.monotonic() - start < 10
 
 
@@ -117,7 +119,7 @@ def test_a_fatal_answer_ends_at_once_beside_a_slow_one():
     scheduler = Scheduler([ServerState("a", None)], lambda server: None, 2)
     start = time.monotonic()
     with pytest.raises(MismatchError, match="key"):
-        scheduler.run([0, 1], Work(ask, lambda *rest: None, lambda *rest: None))
+        scheduler.run([0, 1], JobCallbacks(ask, lambda *rest: None, lambda *rest: None))
     assert time.monotonic() - start < 2
 
 
@@ -145,7 +147,7 @@ READABLE = ("odd digits", "negative length")
 @pytest.mark.parametrize("case", NONSENSE)
 def test_nonsense_is_unavailable(case):
     with raw_server([NONSENSE[case]]) as url:
-        client = Client(parse_address(url), timeout_s=5.0)
+        client = RetryingClient(parse_address(url), timeout_s=5.0)
         if case in READABLE:
             assert client.get("/version") == {}
             return
@@ -170,7 +172,7 @@ ECHOES = {
 def test_a_key_that_is_echoed_is_not_shown(case):
     with raw_server([ECHOES[case].encode()]) as url:
         with pytest.raises((Refused, Unavailable)) as caught:
-            Client(parse_address(url), 5.0, KEY).get("/version")
+            RetryingClient(parse_address(url), 5.0, KEY).get("/version")
         assert KEY not in str(caught.value)
 
 
@@ -178,7 +180,7 @@ def test_a_key_that_is_echoed_is_not_shown(case):
 def test_a_key_in_an_answer_is_cut_out(text):
     body = f'{{"version": "{text}", "{text}": ["{text}"]}}'
     with raw_server([HEAD + b"\r\n" + body.encode()]) as url:
-        assert KEY not in json.dumps(Client(parse_address(url), 5.0, KEY).get("/version"))
+        assert KEY not in json.dumps(RetryingClient(parse_address(url), 5.0, KEY).get("/version"))
 
 
 @pytest.mark.parametrize(

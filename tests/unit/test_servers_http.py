@@ -17,7 +17,7 @@ import pytest
 
 from mismatch.engines.servers import http
 from mismatch.engines.servers.address import parse_address, redacted
-from mismatch.engines.servers.http import Client, Refused, Unavailable
+from mismatch.engines.servers.http import Refused, RetryingClient, Unavailable
 from mismatch.errors import MismatchError
 from tests.scripted_server import ScriptedServer
 from tests.texts import numbers
@@ -72,8 +72,10 @@ def test_what_is_no_address_is_refused(given: str) -> None:
     assert "--server http://" in caught.value.fix
 
 
-def client(server: ScriptedServer, timeout_s: float = 5.0, key: str | None = None) -> Client:
-    return Client(parse_address(server.url), timeout_s, key)
+def client(
+    server: ScriptedServer, timeout_s: float = 5.0, key: str | None = None
+) -> RetryingClient:
+    return RetryingClient(parse_address(server.url), timeout_s, key)
 
 
 def failure(fault: str, timeout_s: float = 5.0) -> Unavailable:
@@ -105,7 +107,9 @@ def test_a_response_may_be_closed_with_its_last_byte(monkeypatch: pytest.MonkeyP
 def test_where_nobody_answers_no_request_was_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "CONNECT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(Unavailable) as caught:
-        Client(parse_address(f"https://127.0.0.1:{mute.getsockname()[1]}"), 60.0).get("/version")
+        RetryingClient(parse_address(f"https://127.0.0.1:{mute.getsockname()[1]}"), 60.0).get(
+            "/version"
+        )
     assert numbers(caught.value.reason) == [http.CONNECT_S]
     assert caught.value.kind == "absent"
 
@@ -237,7 +241,7 @@ def tls_server(tmp_path: Path) -> Any:
 def test_certificates_are_verified(tls_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     url, cert = tls_server
     with pytest.raises(MismatchError, match="certificate is not accepted") as caught:
-        Client(parse_address(url), 5.0).get("/")
+        RetryingClient(parse_address(url), 5.0).get("/")
     assert "SSL_CERT_FILE" in caught.value.fix
     monkeypatch.setenv("SSL_CERT_FILE", str(cert))
-    assert Client(parse_address(url), 5.0).get("/") == {}
+    assert RetryingClient(parse_address(url), 5.0).get("/") == {}

@@ -13,11 +13,11 @@ import pytest
 from mismatch.engines.servers import http, scheduler
 from mismatch.engines.servers.http import Refused, Unavailable, backoff_s
 from mismatch.engines.servers.scheduler import (
+    JobCallbacks,
     NoServerLeft,
     Scheduler,
     ServerChanged,
     ServerState,
-    Work,
 )
 from mismatch.errors import MismatchError
 
@@ -83,7 +83,7 @@ class Bench:
         self.voided += jobs
 
     def run(self, jobs: int = 40) -> Bench:
-        self.scheduler.run(range(jobs), Work(self.ask, self.done, self.void))
+        self.scheduler.run(range(jobs), JobCallbacks(self.ask, self.done, self.void))
         assert sorted(self.got) == list(range(jobs))
         return self
 

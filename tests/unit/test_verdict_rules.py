@@ -89,11 +89,11 @@ def test_a_pass_with_nan_fails_the_run(name, tmp_path):
     left = likely(rollout)
     broken = left.copy()
     broken[:50] = np.nan
-    place = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005), {name: broken})
-    report = report_of(place)
+    run = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005), {name: broken})
+    report = report_of(run)
     assert report.verdict.status == "broken"
     assert "passes-finite" in serious(report)
-    assert name in next(one.detail for one in report.checks if one.id == "passes-finite")
+    assert name in next(check.detail for check in report.checks if check.id == "passes-finite")
 
 
 def test_nan_under_settings_that_the_user_added_warns(tmp_path):
@@ -113,8 +113,8 @@ def test_a_trainer_that_contradicts_itself_is_not_healthy(size, status, tmp_path
     left = likely(rollout)
     other = {"fsdp:regrouped": left + noise(rollout, size, 9)}
     report = report_of(saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005), other))
-    found = {check.id: check.status for check in report.checks}
-    assert found["trainer-self-agreement"] == status
+    statuses = {check.id: check.status for check in report.checks}
+    assert statuses["trainer-self-agreement"] == status
     assert passes(report) is (status == "passed")
 
 
@@ -127,23 +127,23 @@ def test_the_worst_of_the_trainers_passes_counts(tmp_path):
     spiked[:5] += 0.3
     status = {}
     for size, passed in (("far", biased), ("near", right + 0.05), ("same", right)):
-        place = saved(tmp_path / size, rollout, left, right,
+        run = saved(tmp_path / size, rollout, left, right,
                       {"fsdp:repeated": spiked, "fsdp:grad": passed})  # fmt: skip
-        found = {one.id: one for one in report_of(place).checks}["trainer-self-agreement"]
-        status[size] = found.status
-        assert found.status == "passed" or found.detail.startswith("fsdp:grad")
+        check = {c.id: c for c in report_of(run).checks}["trainer-self-agreement"]
+        status[size] = check.status
+        assert check.status == "passed" or check.detail.startswith("fsdp:grad")
     assert status == {"far": "failed", "near": "warning", "same": "passed"}
 
 
 def test_noise_injected_into_the_second_pass_is_not_held_against_the_trainer(tmp_path):
     rollout = sampled()
     left = likely(rollout)
-    place = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005))
+    run = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005))
     ids = rollout.token_ids[rollout.actions]
     planted = Scoring("fsdp:new", ids, left + noise(rollout, 0.5, 4),
                       facts("train", injected={"router-noise": 0.1, "seed": 0}))  # fmt: skip
-    store.save_scoring(place, planted, rollout, made_by=spec().train)
-    assert "trainer-self-agreement" not in serious(report_of(place))
+    store.save_scoring(run, planted, rollout, made_by=spec().train)
+    assert "trainer-self-agreement" not in serious(report_of(run))
 
 
 # ---------------------------------------------------------------- too little data
@@ -170,8 +170,8 @@ def test_sequences_without_action_tokens_are_counted(tmp_path):
     few = replace(sampled(), action_mask=sampled().action_mask.copy())
     few.action_mask[few.offsets[-2] :] = False  # one of 256
     left = likely(few)
-    place = saved(tmp_path / "b", few, left, left + noise(few, 0.005))
-    assert "1 of 256" in next(c.detail for c in report_of(place).checks if c.id == "enough-data")
+    run = saved(tmp_path / "b", few, left, left + noise(few, 0.005))
+    assert "1 of 256" in next(c.detail for c in report_of(run).checks if c.id == "enough-data")
 
 
 def test_no_event_in_few_tokens_is_no_proof(tmp_path):
@@ -195,12 +195,12 @@ def test_the_bound_on_unseen_events_covers(prompts, least):
         rng = np.random.default_rng(seed)
         delta = 0.02 * np.repeat(np.exp(rng.normal(0, 0.4, prompts)), 256) * rng.normal(size=n)
         delta[rng.random(n) < rate] = 1.0
-        made = Estimator(sequence, prompt, seed=0, resamples=50).one(
+        estimate = Estimator(sequence, prompt, seed=0, resamples=50).one(
             METRICS["ratio_outside_2"], {"delta": delta}
         )
-        if made.value == 0.0:
+        if estimate.value == 0.0:
             unseen += 1
-            covered += made.high >= rate
+            covered += estimate.high >= rate
     assert unseen > 50
     assert covered / unseen >= least
 
@@ -211,9 +211,9 @@ def test_the_bound_on_unseen_events_covers(prompts, least):
 def test_a_bias_of_one_percent_on_every_token_is_not_healthy(tmp_path):
     rollout = sampled()
     left = likely(rollout)
-    place = saved(tmp_path / "a", rollout, left, left - 0.0095 + noise(rollout, 0.001),
+    run = saved(tmp_path / "a", rollout, left, left - 0.0095 + noise(rollout, 0.001),
                   engine={"logprobs_truncated": False})  # fmt: skip
-    report = report_of(place)
+    report = report_of(run)
     assert report.verdict.status == "broken"  # a constant is what a law cut on one side leaves
     assert {"importance-ratio", "truncation"} <= set(serious(report))
     assert exit_code(report.verdict) == 1
@@ -241,18 +241,18 @@ def test_a_server_that_does_not_say_its_dtype_is_not_judged(trainer, tmp_path):
     assert column_for({"engine": "server", "dtype": None}, {"dtype": trainer}) is None
     rollout = sampled(prompts=16)
     left = likely(rollout)
-    place = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005), None,
+    run = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005), None,
                   {"dtype": None}, {"dtype": trainer})  # fmt: skip
-    judged = report_of(place).verdict
+    judged = report_of(run).verdict
     assert (judged.status, judged.judgements, judged.levels) == ("inconclusive", (), "not judged")
 
 
 def test_greedy_tokens_are_nothing_to_judge(tmp_path):
     rollout = sampled(prompts=16, sampling=Sampling(temperature=0.0, max_tokens=60))
     left = likely(rollout)
-    place = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005))
+    run = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005))
     with pytest.raises(MismatchError, match="--temperature 0"):
-        report_of(place)
+        report_of(run)
 
 
 def test_overflow_of_the_ratio_is_named(tmp_path):
@@ -261,7 +261,7 @@ def test_overflow_of_the_ratio_is_named(tmp_path):
     right = left + noise(rollout, 0.005)
     left[0], right[0] = -900.0, -0.5
     report = report_of(saved(tmp_path / "a", rollout, left, right))
-    check = next(one for one in report.checks if one.id == "importance-ratio")
+    check = next(c for c in report.checks if c.id == "importance-ratio")
     assert check.status == "failed"
     assert "prompts" not in check.detail
 
@@ -270,16 +270,16 @@ def test_overflow_of_the_ratio_is_named(tmp_path):
 def test_a_report_older_than_its_scorings_is_refused(tmp_path):
     rollout = sampled(prompts=16)
     left = likely(rollout)
-    place = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005))
-    write_report(place, *build_report(place, spec()))
-    require_fresh(place)
+    run = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005))
+    write_report(run, *build_report(run, spec()))
+    require_fresh(run)
     ids = rollout.token_ids[rollout.actions]
     again = Scoring("fsdp", ids, left + noise(rollout, 0.5), facts("train"))
-    store.save_scoring(place, again, rollout, made_by=spec().train)
+    store.save_scoring(run, again, rollout, made_by=spec().train)
     with pytest.raises(MismatchError, match=r"fsdp\.parquet"):
-        require_fresh(place)
-    write_report(place, *build_report(place, spec()))
-    require_fresh(place)
+        require_fresh(run)
+    write_report(run, *build_report(run, spec()))
+    require_fresh(run)
 
 
 def test_greedy_sampling_is_refused_before_an_engine_starts():

@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.model_info import read_model_info
 from mismatch.engines.servers.address import parse_address
-from mismatch.engines.servers.http import ATTEMPTS, Client, Refused, Unavailable, api_key
+from mismatch.engines.servers.http import ATTEMPTS, Refused, RetryingClient, Unavailable, api_key
 from mismatch.engines.servers.probing import (
     TEXTS,
     Probes,
@@ -55,7 +55,7 @@ def recognise(spec: EngineSpec) -> list[ServerAPI]:
         raise MismatchError("the same --server twice", "name every server once")
     servers = []
     for address in addresses:
-        api = _describe(Client(address, spec.server_timeout_s, api_key(), ATTEMPTS), spec)
+        api = _describe(RetryingClient(address, spec.server_timeout_s, api_key(), ATTEMPTS), spec)
         _require_model(address.text, api.facts, spec)
         servers.append(api)
     _require_alike(servers)
@@ -107,7 +107,7 @@ def discover(spec: EngineSpec) -> ServerGroup:
     return ServerGroup(tuple(servers), probes, layout)
 
 
-def _describe(client: Client, spec: EngineSpec) -> ServerAPI:
+def _describe(client: RetryingClient, spec: EngineSpec) -> ServerAPI:
     url = client.address.text
     try:
         for api in SERVER_APIS:

@@ -35,11 +35,11 @@ from mismatch.engines.servers.probing import (
     verify,
 )
 from mismatch.engines.servers.scheduler import (
+    JobCallbacks,
     NoServerLeft,
     Scheduler,
     ServerChanged,
     ServerState,
-    Work,
 )
 from mismatch.engines.servers.server_api import Answer
 from mismatch.errors import MismatchError
@@ -183,7 +183,9 @@ class ServerEngine:
             if self._journal is not None:
                 self._journal.void(jobs, str(state.dropped))
 
-        self._run([job for job in range(total) if job not in samples], Work(ask, done, void))
+        self._run(
+            [job for job in range(total) if job not in samples], JobCallbacks(ask, done, void)
+        )
         flat = [samples[job] for job in range(total)]
         return [flat[i : i + per_prompt] for i in range(0, total, per_prompt)]
 
@@ -216,7 +218,7 @@ class ServerEngine:
             for job in jobs:
                 del scores[job]
 
-        self._run(range(len(sequences)), Work(ask, done, void))
+        self._run(range(len(sequences)), JobCallbacks(ask, done, void))
         return [scores[job] for job in range(len(sequences))]
 
     def experts(self) -> ExpertLayout | None:
@@ -263,7 +265,7 @@ class ServerEngine:
 
     # ------------------------------------------------------------ requests
 
-    def _run(self, jobs: Sequence[int], work: Work) -> None:
+    def _run(self, jobs: Sequence[int], work: JobCallbacks) -> None:
         try:
             self.scheduler.run(jobs, work)
         except MismatchError as error:

@@ -116,7 +116,7 @@ def backoff_s(failures: int, retry_after_s: float | None) -> float:
     return min(LONGEST_BACKOFF_S, doubled) * (0.5 + random.random())
 
 
-class Client:
+class RetryingClient:
     """Sends requests to one server.
 
     Args:
@@ -136,9 +136,9 @@ class Client:
         self._key = key
         self._tls = ssl.create_default_context() if address.scheme == "https" else None
 
-    def without_retries(self) -> Client:
+    def without_retries(self) -> RetryingClient:
         """The same server, for a caller that decides itself when to try again."""
-        return Client(self.address, self.timeout_s, self._key)
+        return RetryingClient(self.address, self.timeout_s, self._key)
 
     def get(self, path: str, timeout_s: float | None = None) -> Any:
         """The JSON at ``path``; see :meth:`post`."""

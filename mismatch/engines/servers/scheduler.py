@@ -75,7 +75,7 @@ class ServerState:
 
 
 @dataclass(frozen=True)
-class Work:
+class JobCallbacks:
     """What a run's jobs (integers) do.
 
     Attributes:
@@ -111,7 +111,7 @@ class Scheduler:
         self._concurrency = concurrency
         self._log = log
 
-    def run(self, jobs: Sequence[int], work: Work) -> None:
+    def run(self, jobs: Sequence[int], work: JobCallbacks) -> None:
         """Until every job has an answer of a server that was the same before and after it.
 
         Raises:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mismatch.engines.base import ExpertLayout, Sample
-from mismatch.engines.servers.http import Client
+from mismatch.engines.servers.http import RetryingClient
 from mismatch.engines.sync_drivers import Held
 from mismatch.types import Floats, Sampling
 
@@ -98,18 +98,18 @@ class ServerAPI(ABC):
     """The API of one kind of server. Stateless.
 
     Every method that asks raises ``Unavailable``, ``Refused`` or ``MismatchError`` as
-    :meth:`mismatch.engines.servers.http.Client.post` does; an answer that lacks what was asked for
-    is ``Unavailable`` too, by :func:`mismatch.engines.servers.http.usable_answer` around them.
+    ``RetryingClient.post`` does; an answer that lacks what was asked for is ``Unavailable`` too, by
+    :func:`mismatch.engines.servers.http.usable_answer` around them.
     """
 
     kind: ClassVar[str]
     allow: ClassVar[str]  # how an operator allows new weights
-    client: Client
+    client: RetryingClient
     facts: ServerFacts
 
     @classmethod
     @abstractmethod
-    def describe(cls, client: Client, served: str | None) -> ServerFacts | None:
+    def describe(cls, client: RetryingClient, served: str | None) -> ServerFacts | None:
         """Facts of a server of this kind; None: it is another kind.
 
         Args:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.registry import short_dtype
-from mismatch.engines.servers.http import Client, Refused, Unavailable, usable_answer
+from mismatch.engines.servers.http import Refused, RetryingClient, Unavailable, usable_answer
 from mismatch.engines.servers.server_api import (
     Answer,
     ServerAPI,
@@ -45,7 +45,7 @@ class SglangAPI(ServerAPI):
 
     @classmethod
     @usable_answer()
-    def describe(cls, client: Client, served: str | None) -> ServerFacts | None:
+    def describe(cls, client: RetryingClient, served: str | None) -> ServerFacts | None:
         """``/model_info`` is SGLang's alone; ``/server_info`` has its settings."""
         try:
             model = client.get("/model_info", DESCRIBE_S)
@@ -146,7 +146,7 @@ def _one(answer: Any) -> dict[str, Any]:
     return entry
 
 
-def _context(client: Client, info: dict[str, Any]) -> int | None:
+def _context(client: RetryingClient, info: dict[str, Any]) -> int | None:
     """Tokens of the longest sequence; /v1/models says it, whatever the flags were."""
     try:
         length = client.get("/v1/models", DESCRIBE_S)["data"][0].get("max_model_len")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mismatch.captures import Likeliest
 from mismatch.engines.base import ExpertLayout, Sample
 from mismatch.engines.registry import short_dtype
-from mismatch.engines.servers.http import Client, Refused, Unavailable, usable_answer
+from mismatch.engines.servers.http import Refused, RetryingClient, Unavailable, usable_answer
 from mismatch.engines.servers.server_api import (
     Answer,
     ServerAPI,
@@ -43,7 +43,7 @@ class VllmAPI(ServerAPI):
 
     @classmethod
     @usable_answer()
-    def describe(cls, client: Client, served: str | None) -> ServerFacts | None:
+    def describe(cls, client: RetryingClient, served: str | None) -> ServerFacts | None:
         """``/v1/models`` says whose it is; ``/metrics`` and ``/server_info`` may say more."""
         try:
             cards = list(client.get("/v1/models", DESCRIBE_S)["data"])
@@ -158,7 +158,7 @@ class VllmAPI(ServerAPI):
 
 
 @usable_answer()
-def held_by(client: Client, names: list[str], transposed: list[str]) -> Held | None:
+def held_by(client: RetryingClient, names: list[str], transposed: list[str]) -> Held | None:
     """Of a server whose workers have :class:`mismatch.engines.vllm.weight_sync.WeightSync`.
 
     None: they have not, or the server is not in its development mode.
@@ -249,7 +249,7 @@ def _experts(packed: str | None, layout: ExpertLayout | None) -> NDArray[Any] | 
 # ---------------------------------------------------------------- what only some servers say
 
 
-def _server_info(client: Client) -> dict[str, Any]:
+def _server_info(client: RetryingClient) -> dict[str, Any]:
     """The whole configuration, which vLLM shows in its development mode alone."""
     try:
         answer = client.get("/server_info?config_format=json", DESCRIBE_S)
@@ -258,7 +258,7 @@ def _server_info(client: Client) -> dict[str, Any]:
     return dict(answer["vllm_config"])
 
 
-def _metrics(client: Client) -> str:
+def _metrics(client: RetryingClient) -> str:
     try:
         return client.text("/metrics", DESCRIBE_S)
     except (Refused, Unavailable):

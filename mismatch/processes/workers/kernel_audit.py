@@ -38,7 +38,7 @@ NO_GPU = "GPU kernels: this machine has no GPU; flash kernels and their errors s
 
 
 @dataclass
-class Work:
+class AuditPlan:
     """One audit.
 
     Attributes:
@@ -55,7 +55,7 @@ class Work:
     shipped: bool = False
 
     @classmethod
-    def of(cls, spec: AuditSpec) -> Work:
+    def of(cls, spec: AuditSpec) -> AuditPlan:
         """Read the model's configuration and select the implementations.
 
         Raises:
@@ -263,7 +263,7 @@ def run(spec: AuditSpec, folder: Path) -> None:
     Raises:
         MismatchError: there is nothing to audit, or no way to begin.
     """
-    work = Work.of(spec)
+    work = AuditPlan.of(spec)
     if not (folder / PLAN).exists():
         write_json(folder / PLAN, work.plan())
     report_ready()

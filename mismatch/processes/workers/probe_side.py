@@ -126,7 +126,7 @@ class Probe:
         """
         own = self.driver.held(self.names, [])[0]
         self.transposed = transposed_names(expected[0], own)
-        self.look()
+        self.read_back()
         self.driver.answers(self.sequences)  # fills the cache
         self.answer(0)
         for push in range(1, STATES):
@@ -134,10 +134,10 @@ class Probe:
             if not self.push(push, function):
                 break
             self.answer(push)
-            self.look()
+            self.read_back()
         return _report(self.spec, self, expected, self.engine.fingerprint("prefill"))
 
-    def look(self) -> None:
+    def read_back(self) -> None:
         """Read back, and score."""
         prints, missing = self._held()
         self.held.append(prints)

@@ -1,0 +1,79 @@
+"""The measured part of docs/known-issues.md, from the cells of benchmarks/known_issues.py."""
+
+from __future__ import annotations
+
+from datetime import date
+from pathlib import Path
+
+from benchmarks.fault_blocks import BLOCK
+from benchmarks.known_faults import FAULTS
+from benchmarks.known_issue_runs import ENGINES
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "known-issues.md"
+MARK = "<!-- measured -->"
+PLACES = {
+    "recorded": "in the numbers of a run of vLLM and FSDP2",
+    "trainer": "in the model that FSDP2 loaded",
+    "weights": "in the weights that FSDP2 loaded, both dtypes: the engine's are older",
+    "packing": "in the packing of FSDP2's pass",
+    "template": "in the prompts that FSDP2 scored",
+    "engine": "in the engine (vLLM; SGLang where named)",
+}
+
+
+def share(cells: list[dict], what: str) -> str:
+    """ "9 of 10 (90 %)" of the cells where it applies."""
+    values = [cell[what] for cell in cells if cell.get(what) is not None]
+    return f"{sum(values)} of {len(values)} ({sum(values) / len(values):.0%})" if values else "–"
+
+
+def link(issue: str) -> str:
+    """A Markdown link of owner/repo#number."""
+    repository, _, number = issue.partition("#")
+    return f"[{issue}](https://github.com/{repository}/issues/{number})"
+
+
+def page(cells: list[dict]) -> str:
+    """The measured part of the page."""
+    faults = [cell for cell in cells if "fault" in cell]
+    clean = [cell for cell in cells if "clean" in cell]
+    pairs = [cell for cell in cells if "pair" in cell]
+    lines = [
+        f"Measured {date.today().isoformat()} on a CPU.", "",
+        "| | named first | right side | pairs in the first three |", "| --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for half in ("tuning", "reported"):
+        own = [cell for cell in faults if cell["half"] == half]
+        two = [cell for cell in pairs if cell["half"] == half]
+        lines.append(f"| {half} half | {share(own, 'first')} | {share(own, 'right side')} | "
+                     f"{share(two, 'pair')} |")  # fmt: skip
+    apart, drawn = (sum(cell["blocks"][n] for cell in clean) for n in (0, 1))
+    alarms = sum(len(cell["alarms"]) for cell in clean)
+    where = ", ".join(f"{cell['clean']} ({cell['engine']}, {cell['dtype']})" for cell in clean)
+    lines += ["", f"Clean blocks of {BLOCK} prompts: {apart} disjoint, {drawn} drawn from the same "
+              f"runs, each with and without what the sides state; {alarms} false alarms. "
+              f"Runs: {where}.", "",
+              "| planted | issues | where | expected | reported: first | side | "
+              "tuning: first | named instead |", "| --- " * 8 + "|"]  # fmt: skip
+    for fault in (*FAULTS, *ENGINES):
+        own = [cell for cell in faults if cell["fault"] == fault.name]
+        halves = {h: [cell for cell in own if cell["half"] == h] for h in ("reported", "tuning")}
+        instead = sorted({(cell["named"] or ["nothing"])[0] for cell in own if not cell["first"]})
+        where_planted = PLACES[getattr(fault, "place", "engine")]
+        issues = ", ".join(map(link, fault.issues)) or "–"
+        lines.append(
+            f"| {fault.name} | {issues} | {where_planted} | {', '.join(fault.expected)} | "
+            f"{share(halves['reported'], 'first')} | {share(halves['reported'], 'right side')} | "
+            f"{share(halves['tuning'], 'first')} | {', '.join(instead) or '–'} |"
+        )
+    lines += ["", "| two at once | strength | named | both in the first three |",
+              "| --- | --- | --- | --- |"]  # fmt: skip
+    for cell in pairs:
+        names = " and ".join(cell.get("faults", [cell.get("fault", "")]))
+        strong = cell["key"].rpartition("/")[2] if "faults" in cell else "–"
+        yes = "yes" if cell["pair"] else "no"
+        lines.append(
+            f"| {names} | {strong} | {', '.join(cell['named'][:3]) or 'nothing'} | {yes} |"
+        )
+    return "\n".join([*lines, ""])
