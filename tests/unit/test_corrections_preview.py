@@ -43,33 +43,33 @@ def rollout(rewards=True, length=LENGTH):
     )
 
 
-def scorings(made, delta):
-    ids, left = made.token_ids[made.actions], np.full(made.n_actions, -30.0)
+def scorings(sampled, delta):
+    ids, left = sampled.token_ids[sampled.actions], np.full(sampled.n_actions, -30.0)
     return Scoring("e:decode", ids, left, {}), Scoring("fsdp", ids, left + delta, {})
 
 
-def noise(made, scale, seed=0):
-    return scale * np.random.default_rng(seed).standard_normal(made.n_actions) - scale**2 / 2
+def noise(sampled, scale, seed=0):
+    return scale * np.random.default_rng(seed).standard_normal(sampled.n_actions) - scale**2 / 2
 
 
-def tried(delta=None, made=None, lawful=True, **options):
-    made = made or rollout()
-    delta = np.zeros(made.n_actions) if delta is None else delta
-    return preview(made, *scorings(made, delta), sampled_by_left=lawful, **options)
+def tried(delta=None, sampled=None, lawful=True, **options):
+    sampled = sampled or rollout()
+    delta = np.zeros(sampled.n_actions) if delta is None else delta
+    return preview(sampled, *scorings(sampled, delta), sampled_by_left=lawful, **options)
 
 
-def rows(found):
-    return values(words.shown(found).tables[0])
+def rows(result):
+    return values(words.shown(result).tables[0])
 
 
 def test_sides_that_agree_need_no_correction():
-    made = tried()
-    assert made.favoured == NONE
-    assert "none needed" in made.reason
-    for one in made.previews:
-        assert (one.kept_tokens, one.kept_sequences, one.ess.value) == (1.0, 1.0, 1.0)
-        assert (one.weight_mean, one.weight_std, one.weight_max) == (1.0, 0.0, 1.0)
-        for against in (one.token, one.sequence):
+    result = tried()
+    assert result.favoured == NONE
+    assert "none needed" in result.reason
+    for row in result.previews:
+        assert (row.kept_tokens, row.kept_sequences, row.ess.value) == (1.0, 1.0, 1.0)
+        assert (row.weight_mean, row.weight_std, row.weight_max) == (1.0, 0.0, 1.0)
+        for against in (row.token, row.sequence):
             bias = against.bias
             assert (bias.value, bias.low, bias.high, against.distance.value) == (0, 0, 0, 0)
             assert against.cosine.value == pytest.approx(1.0, abs=1e-15)
@@ -78,44 +78,44 @@ def test_sides_that_agree_need_no_correction():
 
 
 def test_every_figure_by_its_definition():
-    made = rollout()
-    delta = noise(made, 0.4)
-    found = tried(delta, made, target="sequence", batch=50)
-    sequence = made.sequence_of_token[made.actions]
+    sampled = rollout()
+    delta = noise(sampled, 0.4)
+    result = tried(delta, sampled, target="sequence", batch=50)
+    sequence = sampled.sequence_of_token[sampled.actions]
     rho = np.exp(delta)
     product = np.exp(np.bincount(sequence, weights=delta))[sequence]
-    advantage = group_advantages(made.rewards, made.prompt_index)[sequence]
+    advantage = group_advantages(sampled.rewards, sampled.prompt_index)[sequence]
     cases = {
         "icepop": (np.where((rho >= 0.5) & (rho <= 5), rho, 0.0), None),
         "tis-sequence": (np.minimum(product, 2), np.minimum(product, 2)[::LENGTH]),
     }
     for id, (w, per_sequence) in cases.items():
-        one = found.named(id)
-        assert one.kept_tokens == pytest.approx((w > 0).mean())
-        assert (one.weight_mean, one.weight_std, one.weight_max) == pytest.approx(
+        row = result.named(id)
+        assert row.kept_tokens == pytest.approx((w > 0).mean())
+        assert (row.weight_mean, row.weight_std, row.weight_max) == pytest.approx(
             (w.mean(), w.std(), w.max())
         )
         units = w if per_sequence is None else per_sequence
-        assert one.ess.value == pytest.approx(units.sum() ** 2 / len(units) / (units**2).sum())
-        assert one.ess.n_tokens == made.n_actions
-        for against, exact in ((one.token, rho), (one.sequence, product)):
+        assert row.ess.value == pytest.approx(units.sum() ** 2 / len(units) / (units**2).sum())
+        assert row.ess.n_tokens == sampled.n_actions
+        for against, exact in ((row.token, rho), (row.sequence, product)):
             size = np.abs(advantage)
             distance = (np.abs(w - exact) * size).sum() / size.sum()
             second = (w**2 * advantage**2).sum() / (advantage**2).sum()
-            mine, theirs = w * advantage, exact * advantage
-            lengths = np.linalg.norm(mine), np.linalg.norm(theirs)
+            own, theirs = w * advantage, exact * advantage
+            lengths = np.linalg.norm(own), np.linalg.norm(theirs)
             assert against.bias.value == pytest.approx((w - exact).mean())
             assert against.bias.low < against.bias.value < against.bias.high
             assert against.distance.value == pytest.approx(distance)
             assert against.error == pytest.approx(math.sqrt(distance**2 + second / 50))
-            assert against.cosine.value == pytest.approx(mine @ theirs / lengths[0] / lengths[1])
+            assert against.cosine.value == pytest.approx(own @ theirs / lengths[0] / lengths[1])
             assert against.norm_ratio.value == pytest.approx(lengths[0] / lengths[1])
 
 
 def test_effective_size_counts_sequences_where_they_share_a_weight():
     """One prompt token each; a sequence of 9 tokens is dropped, one of 1 token is kept."""
     mask = np.array([0, *[1] * 9, 0, 1], dtype=bool)
-    made = Rollout(
+    sampled = Rollout(
         token_ids=np.zeros(12, dtype=np.int64),
         offsets=np.array([0, 10, 12]),
         action_mask=mask,
@@ -125,10 +125,10 @@ def test_effective_size_counts_sequences_where_they_share_a_weight():
         sampling=Sampling(),
         fingerprint={},
     )
-    found = tried(np.array([*[0.1] * 9, 0.0]), made)
-    assert found.named("geometric").ess.value == pytest.approx(1 / 2)
-    assert found.named("geometric-token").ess.value == pytest.approx(1 / 10)
-    assert found.named("geometric").kept_tokens == pytest.approx(1 / 10)
+    result = tried(np.array([*[0.1] * 9, 0.0]), sampled)
+    assert result.named("geometric").ess.value == pytest.approx(1 / 2)
+    assert result.named("geometric-token").ess.value == pytest.approx(1 / 10)
+    assert result.named("geometric").kept_tokens == pytest.approx(1 / 10)
 
 
 def test_the_upper_end_of_the_interval_decides():
@@ -151,9 +151,9 @@ def test_the_target_is_the_ratio_not_the_bare_advantage():
 
 
 def test_a_truncation_that_binds_nowhere_is_exact():
-    one = tried(noise(rollout(), 0.05)).named("tis-token")
-    assert one.token.bias.value == one.token.distance.value == 0.0
-    assert one.token.cosine.value == pytest.approx(1.0, abs=1e-12)
+    row = tried(noise(rollout(), 0.05)).named("tis-token")
+    assert row.token.bias.value == row.token.distance.value == 0.0
+    assert row.token.cosine.value == pytest.approx(1.0, abs=1e-12)
 
 
 def test_a_planted_spread_calls_for_a_correction_and_a_small_one_does_not():
@@ -172,15 +172,15 @@ def test_a_larger_batch_makes_the_same_bias_matter():
 
 
 def test_what_the_other_target_says_is_said():
-    found = tried(noise(rollout(), 0.08))
+    result = tried(noise(rollout(), 0.08))
     beside = words.TARGET_WORDS["sequence"]
-    best = found.named("tis-sequence").label
-    assert words.BESIDE.format(beside, best) in words.remarks(found)
+    best = result.named("tis-sequence").label
+    assert words.BESIDE.format(beside, best) in words.remarks(result)
     same = tried(batch=1000)
     agreed = words.remarks(same)
     assert words.BESIDE.format(beside, same.named(NONE).label) in agreed
     assert not any("--batch" in remark for remark in agreed)
-    (batch,) = [remark for remark in words.remarks(found) if "--batch" in remark]
+    (batch,) = [remark for remark in words.remarks(result) if "--batch" in remark]
     assert numbers(batch) == [PROMPTS * SAMPLES]
 
 
@@ -195,77 +195,82 @@ def test_the_sequence_target_favours_a_sequence_weight():
 
 def test_none_helps_where_every_correction_is_worse():
     """Ratios of 50 on one sample of each prompt: all that is left is cut or dropped."""
-    made = rollout(rewards=False, length=1)
-    delta = np.where(np.arange(made.n_actions) % SAMPLES == 0, math.log(50.0), 0.0)
-    found = tried(
-        delta, made, settings=Settings(cap=1.0, band=(0.5, 1.5), mask_cap=1.0, cis_lambda=0.0)
+    sampled = rollout(rewards=False, length=1)
+    delta = np.where(np.arange(sampled.n_actions) % SAMPLES == 0, math.log(50.0), 0.0)
+    result = tried(
+        delta, sampled, settings=Settings(cap=1.0, band=(0.5, 1.5), mask_cap=1.0, cis_lambda=0.0)
     )
-    assert found.favoured == NONE
-    assert "none helps" in found.reason
-    assert found.best is not None
+    assert result.favoured == NONE
+    assert "none helps" in result.reason
+    assert result.best is not None
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.01, 0.3, 3.0])
 def test_the_override_is_never_favoured_and_never_ranked(scale):
-    found = tried(noise(rollout(), scale))
-    one = found.named(OVERRIDE)
-    assert one.token.rank is one.sequence.rank is None
-    assert OVERRIDE not in (found.favoured, found.best)
-    assert one.same_as == NONE
-    assert rows(found)[-1]["name"] == OVERRIDE
-    assert words.HIDES in words.shown(found).parts[0].sentences[-1]
+    result = tried(noise(rollout(), scale))
+    row = result.named(OVERRIDE)
+    assert row.token.rank is row.sequence.rank is None
+    assert OVERRIDE not in (result.favoured, result.best)
+    assert row.same_as == NONE
+    assert rows(result)[-1]["name"] == OVERRIDE
+    assert words.HIDES in words.shown(result).parts[0].sentences[-1]
 
 
 def test_equal_weights_share_a_rank_and_name_their_twin():
-    found = tried(noise(rollout(), 0.05))
-    one, two = found.named("tis-token"), found.named("icepop")
-    assert two.same_as == "tis-token"
-    assert one.same_as is None
-    assert one.token.rank == two.token.rank == 1
-    assert one.token.tied
-    assert two.token.tied
+    result = tried(noise(rollout(), 0.05))
+    first, second = result.named("tis-token"), result.named("icepop")
+    assert second.same_as == "tis-token"
+    assert first.same_as is None
+    assert first.token.rank == second.token.rank == 1
+    assert first.token.tied
+    assert second.token.tied
 
 
 def test_a_difference_within_a_percent_is_as_good():
     """One token per sequence just over the cap: IcePop is exact there, and TIS as good."""
     delta = noise(rollout(), 0.1)
     delta[::LENGTH] = math.log(2.02)
-    found = tried(delta, batch=8000)
-    exact, cut = found.named("icepop").token, found.named("tis-token").token
+    result = tried(delta, batch=8000)
+    exact, cut = result.named("icepop").token, result.named("tis-token").token
     assert exact.distance.value == 0.0 < cut.distance.low
-    assert (exact.rank, cut.tied, found.favoured) == (1, True, "tis-token")
-    assert "as good: IcePop" in found.reason
+    assert (exact.rank, cut.tied, result.favoured) == (1, True, "tis-token")
+    assert "as good: IcePop" in result.reason
 
 
 def test_ranks_follow_the_error():
-    found = tried(noise(rollout(), 0.4))
-    ranked = [one.token for one in found.previews if one.token.rank]
+    result = tried(noise(rollout(), 0.4))
+    ranked = [row.token for row in result.previews if row.token.rank]
     assert len(ranked) == len(CORRECTIONS) - 1
-    for one in ranked:
-        assert one.rank == 1 + sum(other.error < one.error * (1 - 1e-12) for other in ranked)
-    assert not found.named("geometric").token.tied
-    shown = [int(row["rank"].split()[0]) for row in rows(found)[:-1]]
-    assert shown == sorted(one.rank for one in ranked)
+    for row in ranked:
+        assert row.rank == 1 + sum(other.error < row.error * (1 - 1e-12) for other in ranked)
+    assert not result.named("geometric").token.tied
+    shown = [int(row["rank"].split()[0]) for row in rows(result)[:-1]]
+    assert shown == sorted(row.rank for row in ranked)
 
 
 def test_all_tokens_dropped_is_no_effective_size():
-    found = tried(np.full(rollout().n_actions, 0.5))
-    one = found.named("geometric")
-    assert (one.kept_tokens, one.kept_sequences, one.ess, one.token.cosine) == (0, 0, None, None)
-    assert one.token.norm_ratio.value == 0.0
-    row = next(row for row in rows(found) if row["name"] == "geometric")
+    result = tried(np.full(rollout().n_actions, 0.5))
+    none = result.named("geometric")
+    assert (none.kept_tokens, none.kept_sequences, none.ess, none.token.cosine) == (
+        0,
+        0,
+        None,
+        None,
+    )
+    assert none.token.norm_ratio.value == 0.0
+    row = next(row for row in rows(result) if row["name"] == "geometric")
     assert (row["ESS"], row["cosine"]) == (None, None)
 
 
 def test_without_a_sampling_law_nothing_is_ranked():
-    found = tried(noise(rollout(), 0.3), lawful=False)
-    assert found.favoured is found.best is None
-    assert found.reason == NOT_LAWFUL
-    assert NOT_LAWFUL in found.not_tested
-    assert all(one.token is one.sequence is None for one in found.previews)
-    assert 0 < found.named("tis-token").ess.value < 1
-    assert [part.id for part in words.shown(found).parts] == ["corrections-effects"]
-    assert {row["rank"] for row in rows(found)} == {None}
+    result = tried(noise(rollout(), 0.3), lawful=False)
+    assert result.favoured is result.best is None
+    assert result.reason == NOT_LAWFUL
+    assert NOT_LAWFUL in result.not_tested
+    assert all(row.token is row.sequence is None for row in result.previews)
+    assert 0 < result.named("tis-token").ess.value < 1
+    assert [part.id for part in words.shown(result).parts] == ["corrections-effects"]
+    assert {row["rank"] for row in rows(result)} == {None}
 
 
 @pytest.mark.parametrize(
@@ -274,78 +279,78 @@ def test_without_a_sampling_law_nothing_is_ranked():
     ids=["none", "unknown", "equal"],
 )
 def test_without_advantages_the_cosine_is_not_tested(rewards, reason):
-    made = rollout()
-    given = None if rewards is None else np.full(made.n_sequences, rewards)
-    made = replace(made, rewards=given)
-    found = tried(noise(made, 0.3), made)
-    assert found.not_tested == (reason,)
-    assert all(one.token.cosine is one.token.norm_ratio is None for one in found.previews)
-    assert found.favoured == "tis-token"
-    delta = noise(made, 0.3)
+    sampled = rollout()
+    given = None if rewards is None else np.full(sampled.n_sequences, rewards)
+    sampled = replace(sampled, rewards=given)
+    result = tried(noise(sampled, 0.3), sampled)
+    assert result.not_tested == (reason,)
+    assert all(row.token.cosine is row.token.norm_ratio is None for row in result.previews)
+    assert result.favoured == "tis-token"
+    delta = noise(sampled, 0.3)
     away = np.abs(np.exp(delta) - 1.0).mean()
-    assert found.named(NONE).token.distance.value == pytest.approx(away)
-    assert any(reason in remark for remark in words.remarks(found))
+    assert result.named(NONE).token.distance.value == pytest.approx(away)
+    assert any(reason in remark for remark in words.remarks(result))
 
 
 def test_advantages_decide_which_tokens_count():
     """Only prompt 0 has a signal; the mismatch of all others cannot do harm."""
-    made = rollout()
-    made = replace(made, rewards=np.where(np.arange(made.n_sequences) == 0, 1.0, 0.0))
-    delta = noise(made, 0.5)
-    delta[made.prompt_index[made.sequence_of_token[made.actions]] == 0] = 0.0
-    found = tried(delta, made)
-    assert found.named(NONE).token.distance.value == 0.0
-    assert found.favoured == NONE
-    assert found.named(NONE).token.cosine.value == pytest.approx(1.0)
+    sampled = rollout()
+    sampled = replace(sampled, rewards=np.where(np.arange(sampled.n_sequences) == 0, 1.0, 0.0))
+    delta = noise(sampled, 0.5)
+    delta[sampled.prompt_index[sampled.sequence_of_token[sampled.actions]] == 0] = 0.0
+    result = tried(delta, sampled)
+    assert result.named(NONE).token.distance.value == 0.0
+    assert result.favoured == NONE
+    assert result.named(NONE).token.cosine.value == pytest.approx(1.0)
 
 
 def test_one_prompt_is_ranked_but_nothing_is_favoured():
-    made = replace(rollout(), prompt_index=np.zeros(PROMPTS * SAMPLES, dtype=np.int64))
-    found = tried(noise(made, 0.4), made)
-    assert found.named("tis-token").token.bias.low is None
-    assert found.favoured is None
-    assert found.best == "tis-token"
-    assert found.reason.startswith("undecided")
-    assert "one prompt" in found.reason
-    calm = tried(noise(made, 1e-4), made)
+    sampled = replace(rollout(), prompt_index=np.zeros(PROMPTS * SAMPLES, dtype=np.int64))
+    result = tried(noise(sampled, 0.4), sampled)
+    assert result.named("tis-token").token.bias.low is None
+    assert result.favoured is None
+    assert result.best == "tis-token"
+    assert result.reason.startswith("undecided")
+    assert "one prompt" in result.reason
+    calm = tried(noise(sampled, 1e-4), sampled)
     assert calm.favoured is None  # "at most" would be said of one prompt's value
-    assert tried(np.zeros(made.n_actions), made).favoured == NONE
-    assert [one.id for one in found.previews if one.token.tied] == ["tis-token"]
+    assert tried(np.zeros(sampled.n_actions), sampled).favoured == NONE
+    assert [row.id for row in result.previews if row.token.tied] == ["tis-token"]
 
 
 def test_bad_input_is_refused():
-    made = rollout()
-    left, right = scorings(made, np.zeros(made.n_actions))
+    sampled = rollout()
+    left, right = scorings(sampled, np.zeros(sampled.n_actions))
     broken = replace(right, logprobs=right.logprobs * np.nan)
     with pytest.raises(MismatchError, match="not finite"):
-        preview(made, left, broken, sampled_by_left=True)
+        preview(sampled, left, broken, sampled_by_left=True)
     with pytest.raises(MismatchError, match="at least one sequence"):
-        preview(made, left, right, sampled_by_left=True, batch=0)
-    bare = replace(made, action_mask=np.zeros_like(made.action_mask))
+        preview(sampled, left, right, sampled_by_left=True, batch=0)
+    bare = replace(sampled, action_mask=np.zeros_like(sampled.action_mask))
     with pytest.raises(EmptyComparison):
         preview(bare, left, right, sampled_by_left=True)
 
 
 def test_the_seed_decides_the_intervals_and_nothing_else():
     delta = noise(rollout(), 0.4)
-    one, two = tried(delta, seed=1), tried(delta, seed=2)
-    assert to_json(one) == to_json(tried(delta, seed=1))
-    assert one.named("icepop").token.bias.value == two.named("icepop").token.bias.value
-    assert one.named("icepop").token.bias.low != two.named("icepop").token.bias.low
+    first, second = tried(delta, seed=1), tried(delta, seed=2)
+    assert to_json(first) == to_json(tried(delta, seed=1))
+    assert first.named("icepop").token.bias.value == second.named("icepop").token.bias.value
+    assert first.named("icepop").token.bias.low != second.named("icepop").token.bias.low
 
 
 @pytest.mark.parametrize("lawful", [True, False])
 def test_round_trip_through_strict_json(lawful):
-    found = tried(noise(rollout(), 5.0), lawful=lawful, settings=Settings(band=(0.2, 4.0)))
-    text = json.dumps(to_json(found), allow_nan=False)
-    assert from_json(Corrections, json.loads(text)) == found
+    result = tried(noise(rollout(), 5.0), lawful=lawful, settings=Settings(band=(0.2, 4.0)))
+    text = json.dumps(to_json(result), allow_nan=False)
+    assert from_json(Corrections, json.loads(text)) == result
     assert bool(json.loads(text)["recipes"]) == lawful
 
 
 def test_clamped_log_ratios_are_said():
-    made = rollout()
-    delta = noise(made, 0.01)
+    sampled = rollout()
+    delta = noise(sampled, 0.01)
     delta[0] = -25.0
-    found = tried(delta, made)
-    assert found.clamped == 2  # the token and its sequence
-    assert any("±20" in remark for remark in words.remarks(found))
+    result = tried(delta, sampled)
+    assert result.clamped == 2  # the token and its sequence
+    assert any("±20" in remark for remark in words.remarks(result))

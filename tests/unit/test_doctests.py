@@ -16,6 +16,7 @@ MODULES = [
     for path in sorted(ROOT.rglob("*.py"))
     if ">>> " in path.read_text()
 ]
+MODULES.append("tests.texts")
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -152,4 +152,4 @@ def test_a_run_whose_reference_failed_says_why(tmp_path: Path) -> None:
     made, unseen = check_of_run(tmp_path)
     assert made is None
     assert len(unseen) == 1
-    assert unseen[0].startswith("gradients: ")
+    assert unseen[0].endswith("(mismatch check --gradients)")

@@ -24,6 +24,7 @@ from mismatch.reports.terminal import print_page
 from mismatch.run import store
 from tests.command import mismatch
 from tests.reports_fixture import make_report, make_tokens
+from tests.texts import numbers
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 
@@ -191,7 +192,9 @@ def test_the_command_writes_and_prints(tmp_path: Path) -> None:
     save(tmp_path / "b", scale=1.1, version="2.0")
     done = mismatch("report", "a", "b", "--out", "page", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].partition(" ")[2].startswith("1 OF 1")
+    last = done.stdout.splitlines()[-1]
+    assert "1 WORSE" in last
+    assert numbers(last)[:2] == [1, 1]
     assert len(done.stdout.splitlines()) <= 24
     assert "Changes from a" not in done.stdout
     whole = mismatch("report", "a", "b", "--details", cwd=tmp_path).stdout

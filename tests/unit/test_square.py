@@ -76,44 +76,44 @@ def run_of(
         size: scoring -> factor on its own rounding.
         facts: scoring -> further entries of its fingerprint.
     """
-    made, rng = rollout(), np.random.default_rng(3)
-    exact = -rng.gamma(0.5, 0.7, made.n_actions)
-    shared = rng.standard_t(5, made.n_actions)
+    sampled, rng = rollout(), np.random.default_rng(3)
+    exact = -rng.gamma(0.5, 0.7, sampled.n_actions)
+    shared = rng.standard_t(5, sampled.n_actions)
     scorings = {}
     for name, fingerprint in NAMES.items():
-        own = rng.standard_t(5, made.n_actions)
+        own = rng.standard_t(5, sampled.n_actions)
         scale = 2e-7 if fingerprint["dtype"] == "fp32" else 0.005
         noise = scale * (size or {}).get(name, 1.0) * (shared + own)
         given = COMMON | fingerprint | (facts or {}).get(name, {})
-        scorings[name] = Scoring(name, made.token_ids[made.actions], exact + noise, given)
+        scorings[name] = Scoring(name, sampled.token_ids[sampled.actions], exact + noise, given)
     decode, train = scorings["vllm:decode"], scorings["fsdp"]
-    return RunArtefacts(made, decode, train, None, scorings, {})  # type: ignore[arg-type]
+    return RunArtefacts(sampled, decode, train, None, scorings, {})  # type: ignore[arg-type]
 
 
 def square(run: RunArtefacts, spec: CheckSpec = SPEC) -> Square:
-    found = measure(run, spec)
-    assert isinstance(found, Square)
-    return found
+    measured = measure(run, spec)
+    assert isinstance(measured, Square)
+    return measured
 
 
-def standings(found: Square) -> dict[str, str]:
-    return {f"{f.evidence}-{f.side}": f.standing for f in found.findings}
+def standings(measured: Square) -> dict[str, str]:
+    return {f"{f.evidence}-{f.side}": f.standing for f in measured.findings}
 
 
 def test_rounding_alone_is_within_on_both_sides() -> None:
-    found = square(run_of())
-    assert standings(found) == dict.fromkeys(
+    measured = square(run_of())
+    assert standings(measured) == dict.fromkeys(
         ("excess-engine", "excess-trainer", "gap-engine"), "within"
     )
-    for leg in found.legs:
+    for leg in measured.legs:
         assert leg.excess.value == pytest.approx(1.0, abs=0.06)
         assert leg.excess.low is not None
         assert leg.excess.low < 1.0 < (leg.excess.high or 0)
         assert leg.excess.n_prompts == PROMPTS
-    assert {check.status for check in square_checks(found)} == {"passed"}
-    assert found.correlation is not None
-    assert found.correlation.value == pytest.approx(0.5, abs=0.06)
-    assert found.seconds == {"reference:fp32": 2.5, "plain:bf16": 1.5}
+    assert {check.status for check in square_checks(measured)} == {"passed"}
+    assert measured.correlation is not None
+    assert measured.correlation.value == pytest.approx(0.5, abs=0.06)
+    assert measured.seconds == {"reference:fp32": 2.5, "plain:bf16": 1.5}
 
 
 @pytest.mark.parametrize(
@@ -127,16 +127,16 @@ def test_rounding_alone_is_within_on_both_sides() -> None:
 def test_a_side_that_rounds_more_is_named_and_no_other(
     name: str, factor: float, check: str
 ) -> None:
-    found = square(run_of({name: factor}))
-    failed = [one.id for one in square_checks(found) if one.status == "failed"]
+    measured = square(run_of({name: factor}))
+    failed = [check.id for check in square_checks(measured) if check.status == "failed"]
     assert failed == [check]
-    beyond = next(f for f in found.findings if f.standing == "beyond")
+    beyond = next(f for f in measured.findings if f.standing == "beyond")
     assert beyond.scoring == name
 
 
 def test_a_lower_yardstick_would_be_seen_as_both_sides_off() -> None:
-    found = square(run_of({"plain:bf16": 0.5}))
-    assert standings(found)["excess-engine"] == standings(found)["excess-trainer"] == "beyond"
+    measured = square(run_of({"plain:bf16": 0.5}))
+    assert standings(measured)["excess-engine"] == standings(measured)["excess-trainer"] == "beyond"
 
 
 def test_the_gap_has_the_floor_that_rounding_predicts() -> None:
@@ -160,8 +160,8 @@ def test_the_level_of_the_gap_follows_what_rounding_costs_the_model() -> None:
 
 def test_other_files_name_neither_side() -> None:
     facts = {"vllm:fp32": {"model": "other"}}
-    found = square(run_of({"vllm:fp32": 1e3}, facts))
-    assert standings(found)["gap-either"] == "beyond"
+    measured = square(run_of({"vllm:fp32": 1e3}, facts))
+    assert standings(measured)["gap-either"] == "beyond"
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def test_a_gap_names_the_engine_only_where_both_sides_hold_the_same_weights(
 ) -> None:
     """The reference has the trainer's loader: what that gets wrong looks like the engine's."""
     facts = {name: {"weights": engine} for name in ("vllm:decode", "vllm:fp32")}
-    found = square(run_of({"vllm:fp32": 1e3}, facts))
-    gap = next(one for one in found.findings if one.evidence == "gap")
+    measured = square(run_of({"vllm:fp32": 1e3}, facts))
+    gap = next(finding for finding in measured.findings if finding.evidence == "gap")
     assert (gap.side, gap.standing) == (side, "beyond")
 
 
@@ -199,7 +199,7 @@ def test_a_second_engine_is_held_against_the_same_yardstick() -> None:
     status = {}
     for size, facts in ((1.0, {}), (2.0, {}), (None, {}), (1.0, {"dtype": "fp16"})):
         run, spec = with_second_engine(size, **facts)
-        checks = {one.id: one for one in square_checks(square(run, spec))}
+        checks = {check.id: check for check in square_checks(square(run, spec))}
         status[size, facts.get("dtype")] = checks["excess-other-engine"].status
         assert checks["excess-engine"].status == "passed"
     assert status == {
@@ -210,21 +210,21 @@ def test_a_second_engine_is_held_against_the_same_yardstick() -> None:
 
 def test_without_levels_for_the_device_only_a_factor_of_two_is_beyond() -> None:
     gpu = {name: {"device": "NVIDIA H100"} for name in NAMES}
-    found = square(run_of({"vllm:decode": 1.5, "fsdp": 2.5}, gpu))
-    assert not found.calibrated
-    assert standings(found) == {
+    measured = square(run_of({"vllm:decode": 1.5, "fsdp": 2.5}, gpu))
+    assert not measured.calibrated
+    assert standings(measured) == {
         "excess-engine": "uncalibrated", "excess-trainer": "beyond", "gap-engine": "uncalibrated"
     }  # fmt: skip
-    assert "passed" not in {check.status for check in square_checks(found)}
+    assert "passed" not in {check.status for check in square_checks(measured)}
 
 
 def test_a_value_above_its_level_within_its_interval_is_undecided() -> None:
     run = run_of({"vllm:decode": 1.23})
     few = replace(run.rollout, prompt_index=np.repeat(np.arange(4), PROMPTS * SAMPLES // 4))
-    found = square(replace(run, rollout=few))
-    engine = next(f for f in found.findings if f.side == "engine")
-    checks = square_checks(found)
-    assert {one.id: one.status for one in checks}["excess-engine"] == "inconclusive"
+    measured = square(replace(run, rollout=few))
+    engine = next(f for f in measured.findings if f.side == "engine")
+    checks = square_checks(measured)
+    assert {check.id: check.status for check in checks}["excess-engine"] == "inconclusive"
     fit = Judgement("k3_kl", "healthy", 1e-4, 1e-3, 1e-2, "test")
     assert verdict([fit], checks, "bf16 dense").status == "inconclusive"
     assert engine.value.low is not None
@@ -235,12 +235,14 @@ def test_a_value_above_its_level_within_its_interval_is_undecided() -> None:
 def test_an_interval_that_reaches_beyond_its_level_excludes_no_fault() -> None:
     run = run_of({"vllm:decode": 1.15})
     few = replace(run.rollout, prompt_index=np.repeat(np.arange(4), PROMPTS * SAMPLES // 4))
-    found = square(replace(run, rollout=few))
-    engine = next(f for f in found.findings if f.side == "engine")
+    measured = square(replace(run, rollout=few))
+    engine = next(f for f in measured.findings if f.side == "engine")
     assert engine.value.high is not None
     assert engine.value.value < LEVELS["cpu"].excess < engine.value.high
     assert engine.standing == "wide"
-    assert {one.id: one.status for one in square_checks(found)}["excess-engine"] == "warning"
+    assert {check.id: check.status for check in square_checks(measured)}[
+        "excess-engine"
+    ] == "warning"
 
 
 @pytest.mark.parametrize(
@@ -260,15 +262,15 @@ def test_a_value_is_within_its_level_only_with_its_interval(
 ) -> None:
     value, low, high = ends
     leg = square(run_of()).legs[0]
-    found = judged(replace(leg, excess=replace(leg.excess, value=value, low=low, high=high)), 1.2)
-    assert found.standing == standing
+    finding = judged(replace(leg, excess=replace(leg.excess, value=value, low=low, high=high)), 1.2)
+    assert finding.standing == standing
 
 
 def test_a_constant_shift_is_an_excess() -> None:
     run = run_of()
     shifted = replace(run.decode, logprobs=run.decode.logprobs - 0.02)
-    found = square(replace(run, usable=run.usable | {"vllm:decode": shifted}))
-    assert standings(found)["excess-engine"] == "beyond"
+    measured = square(replace(run, usable=run.usable | {"vllm:decode": shifted}))
+    assert standings(measured)["excess-engine"] == "beyond"
 
 
 @pytest.mark.parametrize(
@@ -285,12 +287,12 @@ def test_a_constant_shift_is_an_excess() -> None:
 def test_what_has_no_yardstick_is_not_judged_and_not_healthy(
     facts: dict[str, dict[str, Any]], judged: set[str]
 ) -> None:
-    found = square(run_of(facts=facts))
-    assert standings(found).keys() == judged
-    assert len(found.not_judged) == 3 - len(judged)
-    assert len(found.unmeasured) == 3 - len(judged)
-    checks = square_checks(found)
-    assert {check.id for check in checks if check.status == "warning"} == set(found.unmeasured)
+    measured = square(run_of(facts=facts))
+    assert standings(measured).keys() == judged
+    assert len(measured.not_judged) == 3 - len(judged)
+    assert len(measured.unmeasured) == 3 - len(judged)
+    checks = square_checks(measured)
+    assert {check.id for check in checks if check.status == "warning"} == set(measured.unmeasured)
     assert verdict((), checks, None).correctness.status == "tolerable"
 
 
@@ -302,25 +304,27 @@ def test_each_precision_has_its_own_yardstick() -> None:
     plain = run.usable["plain:bf16"]
     exact = run.usable["reference:fp32"].logprobs
     other = replace(plain, name="plain:fp16", logprobs=exact + (plain.logprobs - exact) / 8)
-    found = square(replace(run, usable=run.usable | {"plain:fp16": other}))
-    leg = next(leg for leg in found.legs if leg.side == "engine")
+    measured = square(replace(run, usable=run.usable | {"plain:fp16": other}))
+    leg = next(leg for leg in measured.legs if leg.side == "engine")
     assert leg.plain == "plain:fp16"
     assert leg.excess.value == pytest.approx(1.0, abs=0.06)
 
 
 def test_a_float32_trainer_is_judged_by_its_gap() -> None:
-    found = square(run_of({"fsdp": 1.0}, {"fsdp": {"dtype": "fp32"}}))
-    assert standings(found)["gap-trainer"] == "beyond"  # it rounds as bf16 does, and says float32
-    assert "excess-trainer" not in standings(found)
+    measured = square(run_of({"fsdp": 1.0}, {"fsdp": {"dtype": "fp32"}}))
+    assert (
+        standings(measured)["gap-trainer"] == "beyond"
+    )  # it rounds as bf16 does, and says float32
+    assert "excess-trainer" not in standings(measured)
 
 
 def test_without_the_engine_in_float32_its_leg_starts_at_the_reference() -> None:
     run = run_of({"vllm:decode": 1.5})
-    fewer = {name: one for name, one in run.usable.items() if name != "vllm:fp32"}
-    found = square(replace(run, usable=fewer, refused={"vllm:fp32": "no memory"}))
-    assert next(leg for leg in found.legs if leg.side == "engine").exact == "reference:fp32"
-    assert standings(found)["excess-engine"] == "beyond"
-    assert [one.reason for one in found.not_judged] == ["no memory"]
+    fewer = {name: scoring for name, scoring in run.usable.items() if name != "vllm:fp32"}
+    measured = square(replace(run, usable=fewer, refused={"vllm:fp32": "no memory"}))
+    assert next(leg for leg in measured.legs if leg.side == "engine").exact == "reference:fp32"
+    assert standings(measured)["excess-engine"] == "beyond"
+    assert [entry.reason for entry in measured.not_judged] == ["no memory"]
 
 
 @pytest.mark.parametrize("change", [{"quick": True}, {"noise_floor": False}])
@@ -362,12 +366,12 @@ def test_precision_of_a_side(facts: dict[str, Any], precision: str | None) -> No
 def test_one_plain_pass_for_each_precision_in_use() -> None:
     engine = replace(SPEC.rollout.engine, dtype="fp16", args=(("kv-cache-dtype", "fp8"),))
     spec = replace(SPEC, rollout=replace(SPEC.rollout, engine=engine))
-    made = {one.name: one.spec for one in plain_passes(spec)}
-    assert made.keys() == {"plain:bf16", "plain:fp16-fp8kv"}
-    assert (made["plain:bf16"].dtype, made["plain:bf16"].master_dtype) == ("bf16", "auto")
-    assert made["plain:bf16"].attention == "plain"
-    assert made["plain:fp16-fp8kv"].attention == "plain-fp8-kv"
-    assert [one.name for one in training_passes(SPEC)].count("plain:bf16") == 1
+    specs = {pass_.name: pass_.spec for pass_ in plain_passes(spec)}
+    assert specs.keys() == {"plain:bf16", "plain:fp16-fp8kv"}
+    assert (specs["plain:bf16"].dtype, specs["plain:bf16"].master_dtype) == ("bf16", "auto")
+    assert specs["plain:bf16"].attention == "plain"
+    assert specs["plain:fp16-fp8kv"].attention == "plain-fp8-kv"
+    assert [pass_.name for pass_ in training_passes(SPEC)].count("plain:bf16") == 1
 
 
 def test_a_plain_forward_undoes_whatever_the_trainer_does() -> None:
@@ -401,22 +405,22 @@ def test_the_reason_why_the_engine_did_not_start_in_float32_is_in_the_report(
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path / "run")
-    made = store.load_rollout(run)
+    sampled = store.load_rollout(run)
     for name, dtype in (("reference:fp32", "fp32"), ("plain:bf16", "bf16")):
         base = store.load_scoring(run, "fsdp")
         noise = 0.002 * np.random.default_rng(len(name)).normal(size=len(base.logprobs))
         facts = base.fingerprint | {"dtype": dtype, "mode": name.partition(":")[0]}
         scoring = replace(base, name=name, logprobs=base.logprobs + noise, fingerprint=facts)
-        store.save_scoring(run, scoring, made)
+        store.save_scoring(run, scoring, sampled)
     write_error(run, LABEL, MismatchError(NO_KERNELS))
     report, _ = build_report(run, replace(made_spec(), noise_floor=True))
-    reasons = {one.what: one.reason for one in report.result("square").not_judged}
+    reasons = {entry.what: entry.reason for entry in report.result("square").not_judged}
     assert [why for what, why in reasons.items() if what.endswith(" gap of transformers")] == [
         NO_KERNELS
     ]
     assert any(NO_KERNELS in line for line in report.not_tested)
     assert "excess-engine" in {check.id for check in report.checks}
-    pairs = [(one.rollout, one.train) for one in report.comparisons]
+    pairs = [(comparison.rollout, comparison.train) for comparison in report.comparisons]
     assert not any("plain" in name for pair in pairs for name in pair)
 
 
