@@ -99,8 +99,9 @@ Measured: tiny-gpt-oss in vLLM with an fp8 KV cache (`--engine-arg kv_cache_dtyp
 [Gallery](gallery.md): what the causes look like, planted and measured.
 
 Causes name; they do not change the verdict. A side that is 1.5 times as far from float32 as the
-other is named; smaller faults are not. A fault that both sides and the float32 reference share is
-not seen.
+other is named, and where clean runs of the device are known (`excess`) one that is 1.1 times as far
+as the other and as a plain forward; smaller faults are not. A fault that both sides and the float32
+reference share is not seen.
 """
 
 

@@ -375,3 +375,12 @@ def test_an_engine_that_is_nearer_to_float32_than_the_trainer_has_cut_no_law() -
     assert "sampling-truncation" not in found
     assert first(replace(case, others={})).id == "sampling-truncation"
     assert first(drawn.top_k(2, 8)).id == "sampling-truncation"
+
+
+def test_far_tokens_of_a_side_that_is_a_little_off_everywhere_are_not_scattered() -> None:
+    """Of a run with large rounding, where a fifth more of it does not take the others with it."""
+    clean, coarse = noisier(3, "trainer", 1.0, 0.1), noisier(3, "trainer", 1.22, 0.1)
+    few = np.random.default_rng(3).random(len(clean.right)) < 0.01
+    for case, named in ((clean, "scattered-tokens"), (coarse, "side-off")):
+        (only,) = causes(changed(case, None, case.right - 0.8 * few)).ranked
+        assert (only.id, only.side) == (named, "trainer")

@@ -8,8 +8,8 @@ from statistics import median
 from mismatch.analysis.thresholds import Reference, references_for
 from mismatch.reports.formatting import line, number, percent, text, times
 from mismatch.reports.metric_labels import metric_label
-from mismatch.reports.section import Cell, Column, Section, Table, Value
-from mismatch.reports.summary import HEADLINE, Noise, headline, model_name, noise_rows
+from mismatch.reports.section import Cell, Cells, Column, Section, Table
+from mismatch.reports.summary import HEADLINE, headline, model_name, noise_rows
 from mismatch.run.store import REFERENCE, TRAIN
 from mismatch.types import Report
 
@@ -21,10 +21,12 @@ NOISE = (
     "Rows are independent comparisons; they do not sum."
 )
 PASSES = (
-    Column("pass", text),
-    Column("mean |delta|"),
-    Column("largest"),
-    Column("of headline", percent),
+    Column(
+        "pass", text, of=lambda row: Cell(row.words.label, note=f"{row.words.meaning} · {row.pair}")
+    ),
+    Column("mean |delta|", of="mean"),
+    Column("largest", of="largest"),
+    Column("of headline", percent, of="relative", tone="bar"),
 )
 
 
@@ -32,27 +34,21 @@ def section(report: Report) -> tuple[Section, ...]:
     """Values published for stacks of this class; then passes beside the headline's."""
     ladders = [ladder for metric in COMPARED if (ladder := _ladder(report, metric))]
     normal = Section(
-        id="normal",
-        title="Published values",
-        tables=tuple(ladders),
-        notes=(ORDERS,) if ladders else (),
+        "normal",
+        "Published values",
+        tables=ladders,
+        notes=[ORDERS] if ladders else (),
         short=_beside_others(report),
     )
-    rows = tuple(_row(row) for row in noise_rows(report))
     noise = Section(
         "noise",
         "Noise of this run",
         NOISE,
-        sentences=tuple(float32(report)),
-        tables=(Table(PASSES, rows),),
+        sentences=float32(report),
+        tables=[Table.of(PASSES, noise_rows(report))],
         short="".join(_itself(report)),
     )
-    return (normal, noise) if rows else (normal,)
-
-
-def _row(row: Noise) -> tuple[Cell | Value, ...]:
-    name = Cell(row.words.label, note=f"{row.words.meaning} · {row.pair}")
-    return name, row.mean, row.largest, Cell(row.relative, "bar")
+    return (normal, noise) if noise.tables else (normal,)
 
 
 def published(report: Report, metric: str) -> tuple[Reference, ...]:
@@ -66,25 +62,19 @@ def _ladder(report: Report, metric: str) -> Table | None:
     estimate = headline(report).metrics.get(metric)
     if not others or estimate is None:
         return None
-    rows: list[tuple[Cell | Value, ...]] = [
-        (other.value, Cell(f"{other.model}, {other.stack}", note=other.note), other.source)
+    rows: list[tuple[float, Cells]] = [
+        (other.value, (other.value, Cell(f"{other.model}, {other.stack}", note=other.note),
+                       other.source))
         for other in others
-    ]
+    ]  # fmt: skip
     ours = Cell(f"this run: {model_name(report)}", "strong")
-    rows.append((Cell(estimate.value, "strong"), ours, None))
-    rows.sort(key=lambda row: -_number(row[0]))
+    rows.append((estimate.value, (Cell(estimate.value, "strong"), ours, None)))
     columns = (
         Column(metric_label(metric).label, number),
         Column("measured on", text),
         Column("source", text, 1),
     )
-    return Table(columns, tuple(rows))
-
-
-def _number(cell: Cell | Value) -> float:
-    value = cell.value if isinstance(cell, Cell) else cell
-    assert isinstance(value, float)
-    return value
+    return Table(columns, [row for _, row in sorted(rows, key=lambda row: -row[0])])
 
 
 def _beside_others(report: Report) -> str:

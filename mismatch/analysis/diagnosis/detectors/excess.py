@@ -15,14 +15,14 @@ from mismatch.analysis.diagnosis.detectors.displacement import (
     legs_of,
     spread_ratio,
 )
+from mismatch.analysis.diagnosis.ranking import SMALL
 from mismatch.analysis.displaced import LEVELS, device_class
 from mismatch.run.store import PLAIN, REFERENCE
 from mismatch.types import NotTested
 
 WHAT = "distance from float32 beyond a plain forward's"
-CLEAN = 1.1  # times both yardsticks; of clean blocks the lower ends of both reach 0.98 at most
+CLEAN = 1.1  # times both yardsticks; in 229 clean blocks the lower end of one is at most 1.01
 TAIL = 0.995  # of distances; the rest is cut to it
-WORTH = 0.1  # of mean |delta|, that goes with a plain forward in the side's place
 ALIKE = tuple(dict.fromkeys(("function-differs", "weights-differ", *FUNCTIONS, *WEIGHTS, *COARSER)))
 
 
@@ -58,7 +58,7 @@ def excess(case: Case) -> Look | NotTested:
     sound = plain.logprobs.astype(np.float64)
     repair = Repair(sound, case.right) if side == "engine" else Repair(case.left, sound)
     effect = case.share(repair.right - repair.left)
-    if not above(effect, WORTH):
+    if not above(effect, SMALL):
         return Look(evidence)
     # That few tokens move far says nothing here: so they do in a clean run, where experts flip.
     spread = spread_ratio(case)[0]

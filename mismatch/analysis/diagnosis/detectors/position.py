@@ -16,6 +16,7 @@ from mismatch.analysis.diagnosis.detectors.displacement import (
     imbalance,
     legs_of,
 )
+from mismatch.analysis.diagnosis.detectors.excess import excess
 from mismatch.types import Bools, Floats, NotTested
 
 MIN_TOKENS = 400
@@ -236,8 +237,10 @@ def scattered(case: Case) -> Look | NotTested:
     one_sided = counts[n] > counts[1 - n] + chance and counts[n] >= 3 * counts[1 - n]
     if not one_sided or counts[n] > MOST_SPIKES * case.kept.sum() or calm > CALM:
         return Look(evidence)
-    place = onset(case)
-    if _opens_blocks(case) or (isinstance(place, Look) and place.findings):  # not scattered
+    # At some place, or on a side whose other tokens are off as well, they are not scattered.
+    others = excess(case.repaired(case.left, case.right, rest))
+    if _opens_blocks(case) or any(isinstance(look, Look) and look.findings
+                                  for look in (onset(case), others)):  # fmt: skip
         return Look(evidence)
     repair = Repair(case.left, case.right, ~far[n])
     effect = case.share(np.where(far[n], 0.0, case.delta))
