@@ -137,7 +137,9 @@ def by_layer(seen: Seen, noise: RouterNoise | None) -> Table:
     if margin is not None:
         flipped = np.where(routes.differs, margin, np.float32(0.0))
         table["margin"] = margin.mean(axis=0, dtype=np.float64).tolist()
-        table["margin_flipped"] = known(seen.per_layer(flipped, routes.differs, POSITIVE).mean)
+        table["margin_flipped"] = nan_as_none(
+            seen.per_layer(flipped, routes.differs, POSITIVE).mean
+        )
     if near is not None and noise is not None:
         table["noise"] = [noise.level[layer] for layer in routes.layers]
         ties = seen.per_layer(near & routes.differs, routes.differs, SHARE)
@@ -162,7 +164,7 @@ def by_position(seen: Seen) -> Table:
             "end": [width * (index + 1) for index in range(groups)],
         }
         | columns(share, "disagree")
-        | {"any": known(any_layer.mean), "count": share.count.tolist()}
+        | {"any": nan_as_none(any_layer.mean), "count": share.count.tolist()}
     )
 
 
@@ -254,7 +256,7 @@ def by_expert(seen: Seen, rollout: Rollout, left: Routing, right: Routing) -> Ta
     layer, expert = np.unravel_index(order, counts[0].shape)
     with np.errstate(all="ignore"):
         shares = [(side / slots)[layer, expert].tolist() for side in counts[:2]]
-        lost = [known((1.0 - counts[2] / side)[layer, expert]) for side in counts[:2]]
+        lost = [nan_as_none((1.0 - counts[2] / side)[layer, expert]) for side in counts[:2]]
     table: Table = {
         "layer": [routes.layers[index] for index in layer],
         "expert": expert.tolist(),
@@ -359,10 +361,14 @@ class Seen:
 
 
 def columns(groups: Groups, name: str, prefix: str = "") -> Table:
-    return {name: known(groups.mean), f"{prefix}low": groups.low, f"{prefix}high": groups.high}
+    return {
+        name: nan_as_none(groups.mean),
+        f"{prefix}low": groups.low,
+        f"{prefix}high": groups.high,
+    }
 
 
-def known(values: Floats) -> list[float | None]:
+def nan_as_none(values: Floats) -> list[float | None]:
     """NaN as None."""
     return [None if np.isnan(value) else float(value) for value in values]
 

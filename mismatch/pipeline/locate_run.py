@@ -82,7 +82,7 @@ def locate_in(run_dir: Path, spec: CheckSpec, narrator: Narrator, asked: Asked) 
     shutil.rmtree(recordings, ignore_errors=True)
     recordings.mkdir()
     try:
-        location = _Locating(run_dir, spec, narrator, asked).found()
+        location = _Locating(run_dir, spec, narrator, asked).located()
     finally:
         shutil.rmtree(recordings, ignore_errors=True)
     return replace(location, seconds=round(time.monotonic() - start, 2))
@@ -102,7 +102,7 @@ class _Locating:
         )
         self.not_tested: list[NotTested] = []
 
-    def found(self) -> Location:
+    def located(self) -> Location:
         tokens = sum(sequence.tokens for sequence in self.sequences)
         train = self.spec.train
         config = find_config(train.model, train.revision).model

@@ -123,7 +123,7 @@ class Worker:
         self.lines = 0
         self.log_path = run_dir / "logs" / f"{label}.log"
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._said: list[MismatchError] = []
+        self._errors: list[MismatchError] = []
         self._tag = uuid.uuid4().hex
         clear_errors(run_dir, label)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -224,7 +224,7 @@ class Worker:
         elif timing := TIMING_LINE.fullmatch(line):
             self.timings[timing[1]] = float(timing[2])
         elif line.startswith(ERROR) and (error := error_in(line.removeprefix(ERROR))):
-            self._said.append(error)
+            self._errors.append(error)
         else:
             self._note(line)
 
@@ -237,7 +237,7 @@ class Worker:
         # Of several ranks the first to fail knows why; the others only lost their peer.
         files = sorted(error_files(self.run_dir, self.label), key=lambda f: f.stat().st_mtime_ns)
         written = [error_in(file.read_text(errors="replace")) for file in files]
-        for error in [*written, *self._said]:
+        for error in [*written, *self._errors]:
             if error is not None:
                 return error
         memory = f"; {OUT_OF_MEMORY}" if code in (-9, 128 + 9) else ""

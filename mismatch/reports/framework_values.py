@@ -35,7 +35,7 @@ class FrameworkValue:
     remark: str
     value: float | None
 
-    def told(self, write: Format) -> str:
+    def text(self, write: Format) -> str:
         """Name, value and remark; ``write`` is the metric's format."""
         value = "" if self.value is None else f" = {write(self.value)}"
         return f"{self.label}{value}" + (f" ({self.remark})" if self.remark else "")

@@ -98,7 +98,9 @@ class SglangEngine:
         try:
             self.engine = offline()(custom_sigquit_handler=on_failure, **self._arguments)
         except Exception as error:
-            reason = " ".join((self._said() or str(error) or type(error).__name__).split())
+            reason = " ".join(
+                (self._scheduler_error() or str(error) or type(error).__name__).split()
+            )
             self._forget()
             shown = textwrap.shorten(reason, 400, placeholder=" …")
             raise MismatchError(
@@ -161,7 +163,7 @@ class SglangEngine:
         loop = self.engine.loop
         done: list[int] = []
 
-        async def one(body: dict[str, Any]) -> dict[str, Any]:
+        async def send(body: dict[str, Any]) -> dict[str, Any]:
             answer: dict[str, Any] = await self.engine.async_generate(**body)
             facts = answer["meta_info"]
             done.append(len(answer["output_ids"]) or len(facts["input_token_logprobs"]) - 1)
@@ -170,7 +172,7 @@ class SglangEngine:
 
         async def everything() -> list[dict[str, Any]]:
             self._failed = loop.create_future()
-            work = asyncio.gather(*(one(body) for body in bodies))
+            work = asyncio.gather(*(send(body) for body in bodies))
             await asyncio.wait([work, self._failed], return_when=asyncio.FIRST_COMPLETED)
             if self._failed.done():
                 work.cancel()
@@ -185,7 +187,7 @@ class SglangEngine:
             raise
         except Exception as error:
             raise MismatchError(
-                f"SGLang failed: {self._said() or first_line(error)}", wire.LOG_FIX
+                f"SGLang failed: {self._scheduler_error() or first_line(error)}", wire.LOG_FIX
             ) from error
         return answers
 
@@ -290,14 +292,14 @@ class SglangEngine:
 
     def _fail(self) -> None:
         if self._failed is not None and not self._failed.done():
-            reason = self._said()
+            reason = self._scheduler_error()
             error = MismatchError(
                 f"SGLang failed: {reason or 'one of its processes was ended'}",
                 wire.LOG_FIX if reason else OUT_OF_MEMORY,
             )
             self._failed.set_exception(error)
 
-    def _said(self) -> str:
+    def _scheduler_error(self) -> str:
         """The scheduler's last error, where it could say one."""
         with contextlib.suppress(OSError):
             return self._error.read_text().strip()

@@ -257,7 +257,7 @@ class TransformersEngine:
                     row.likeliest.append(pair)
             keep = []
             for index, row in enumerate(rows):
-                stopped = row.ids[-1] in self.info.stop_ids or self._said(row.ids)
+                stopped = row.ids[-1] in self.info.stop_ids or self._ends_at_text(row.ids)
                 if stopped or len(row.ids) == self.sampling.max_tokens:
                     yield row.job, row.finish("stop" if stopped else "length")
                 else:
@@ -274,7 +274,7 @@ class TransformersEngine:
         self._stop = tuple(texts)
         self._tokenizer = load_tokenizer(self.spec)
 
-    def _said(self, ids: list[int]) -> bool:
+    def _ends_at_text(self, ids: list[int]) -> bool:
         """Whether the last token of a response completes a text that ends it."""
         if not self._stop:
             return False

@@ -70,11 +70,11 @@ def shown(result: Corrections, asked: Mapping[str, str] | None = None) -> Sectio
         asked: id -> what is said of one that was asked for as a fix.
     """
 
-    def place(preview: Preview) -> int:
+    def rank(preview: Preview) -> int:
         figures = preview.against(result.target)
         return 10**6 if figures is None or figures.rank is None else figures.rank
 
-    previews = sorted(result.previews, key=place)
+    previews = sorted(result.previews, key=rank)
     rows = [_row(result, preview, (asked or {}).get(preview.id, "")) for preview in previews]
     best = headline(result)
     return Section(

@@ -89,7 +89,7 @@ def _everything(place: int, item: Comparison, names: FrameworkValues | None) -> 
     rows = all_rows(item)
     known = [] if names is None else [names.of(row.metric, values=not place) for row in rows]
     aliases = {
-        row.metric: "; ".join(other.told(row.write) for other in others)
+        row.metric: "; ".join(other.text(row.write) for other in others)
         for row, others in zip(rows, known, strict=bool(known))
     }
     columns = (METRICS[0], Column("name", text, of="metric", tone="code"), METRICS[1])
