@@ -86,11 +86,11 @@ def make_run(
     ]
     if flips is not None:
         scorings = [
-            replace(one, routing=routing)
-            for one, routing in zip(scorings, routes(rollout, flips, draw), strict=True)
+            replace(scoring, routing=routing)
+            for scoring, routing in zip(scorings, routes(rollout, flips, draw), strict=True)
         ]
-    for one in scorings:
-        store.save_scoring(directory, one, rollout)
+    for scoring in scorings:
+        store.save_scoring(directory, scoring, rollout)
     return directory
 
 
@@ -102,11 +102,11 @@ def routes(rollout: Rollout, flips: float, draw: Any) -> list[Routing]:
     other = ids.copy()
     other[..., 1] = np.where(draw.random(shape) < flips, (first + 1) % 4, ids[..., 1])
     present = np.ones(shape[0], bool)
-    return [Routing((0, 1), 8, made, present) for made in (ids, other)]
+    return [Routing((0, 1), 8, ids_of, present) for ids_of in (ids, other)]
 
 
-def row(made: Against, metric: str = "k3_kl") -> Any:
-    return next(one for one in made.rows if one.metric == metric)
+def row(result: Against, metric: str = "k3_kl") -> Any:
+    return next(r for r in result.rows if r.metric == metric)
 
 
 # ---------------------------------------------------------------- what moved
@@ -135,15 +135,17 @@ def test_equal_engines_are_seldom_told_apart(tmp_path: Path) -> None:
 def test_the_same_tokens_are_paired(tmp_path: Path) -> None:
     old = make_run(tmp_path / "old", spread=0.005)
     new = make_run(tmp_path / "new", spread=0.0052)  # the same noise, a little larger
-    made = against(old, new)
+    result = against(old, new)
     apart = against(old, make_run(tmp_path / "apart", tokens=9, spread=0.0052))
-    assert made.same_tokens
-    assert made.same_sequences == PROMPTS * SAMPLES
-    paired, difference = (row(one, "logprob_abs_diff_mean").change for one in (made, apart))
+    assert result.same_tokens
+    assert result.same_sequences == PROMPTS * SAMPLES
+    paired, difference = (
+        row(compared, "logprob_abs_diff_mean").change for compared in (result, apart)
+    )
     assert paired.high - paired.low < (difference.high - difference.low) / 5
-    assert made.engines is not None
-    assert made.engines.metrics["logprob_abs_diff_max"].value == 0  # only the trainer moved
-    assert made.engines.sampled_by_left
+    assert result.engines is not None
+    assert result.engines.metrics["logprob_abs_diff_max"].value == 0  # only the trainer moved
+    assert result.engines.sampled_by_left
     assert apart.engines is None
     assert apart.same_sequences == 0
 
@@ -151,46 +153,46 @@ def test_the_same_tokens_are_paired(tmp_path: Path) -> None:
 def test_worse_within_the_margin_does_not_fail(tmp_path: Path) -> None:
     old = make_run(tmp_path / "old", spread=0.005)
     new = make_run(tmp_path / "new", spread=0.0052)  # k3 grows by 8 %
-    made, strict = against(old, new, margin=0.1), against(old, new, margin=0.005)
-    assert (made.outcome, made.fails) == ("worse", False)
-    assert not any(row.beyond for row in made.rows)
+    result, strict = against(old, new, margin=0.1), against(old, new, margin=0.005)
+    assert (result.outcome, result.fails) == ("worse", False)
+    assert not any(row.beyond for row in result.rows)
     assert any(row.beyond for row in strict.rows)
-    assert (numbers(made.reason)[-1], numbers(strict.reason)[-1]) == (10, 0.5)
+    assert (numbers(result.reason)[-1], numbers(strict.reason)[-1]) == (10, 0.5)
     moved = page(strict).sections[0]
     assert moved.notes[0].endswith("Margin: 0.5 %.")
     tones = [{item["name"]: cells[-1].tone for item, cells in
               zip(values(table), table.cells(), strict=True)}
-             for result in (made, strict) for table in page(result).sections[0].tables]  # fmt: skip
+             for each in (result, strict) for table in page(each).sections[0].tables]  # fmt: skip
     assert [tone["k3_kl"] for tone in tones] == ["warn", "critical"]
-    assert (page(made).tone, page(strict).tone) == ("warn", "critical")
+    assert (page(result).tone, page(strict).tone) == ("warn", "critical")
     assert (strict.outcome, strict.fails) == ("worse", True)
 
 
 def test_a_critical_run_fails_even_where_nothing_moved(tmp_path: Path) -> None:
     old = make_run(tmp_path / "old", tokens=1, spread=0.6)
     new = make_run(tmp_path / "new", tokens=2, spread=0.6)
-    made = against(old, new)
-    assert made.outcome == "none"
-    assert made.fails
-    assert made.new.verdict.status == made.old.verdict.status == "broken"
-    assert made.reason.endswith(f"{made.new.verdict.reason}")
-    assert "old one" in made.reason
+    result = against(old, new)
+    assert result.outcome == "none"
+    assert result.fails
+    assert result.new.verdict.status == result.old.verdict.status == "broken"
+    assert result.reason.endswith(f"{result.new.verdict.reason}")
+    assert "old one" in result.reason
 
 
 def test_a_run_that_only_warns_fails_where_that_is_asked(tmp_path: Path) -> None:
     old = make_run(tmp_path / "old", tokens=1, spread=0.027)
     new = make_run(tmp_path / "new", tokens=2, spread=0.027)
-    made, strict = against(old, new), against(old, new, fail_on="tolerable")
-    assert made.new.verdict.status in ("tolerable", "inconclusive")
-    assert (made.outcome, made.fails, strict.fails) == ("none", False, True)
+    result, strict = against(old, new), against(old, new, fail_on="tolerable")
+    assert result.new.verdict.status in ("tolerable", "inconclusive")
+    assert (result.outcome, result.fails, strict.fails) == ("none", False, True)
 
 
 def test_one_metric_up_and_another_down_is_mixed(tmp_path: Path) -> None:
     old = make_run(tmp_path / "old", tokens=1, spread=0.01, flips=0.02)
-    made = against(old, make_run(tmp_path / "new", tokens=2, spread=0.005, flips=0.06))
-    assert (made.outcome, made.fails) == ("mixed", True)
-    assert made.reason.startswith("routing_disagree_layer")
-    assert "; better: k3_kl" in made.reason
+    result = against(old, make_run(tmp_path / "new", tokens=2, spread=0.005, flips=0.06))
+    assert (result.outcome, result.fails) == ("mixed", True)
+    assert result.reason.startswith("routing_disagree_layer")
+    assert "; better: k3_kl" in result.reason
 
 
 @pytest.mark.parametrize(("prompts", "told"), [(6, False), (7, True)])
@@ -202,19 +204,19 @@ def test_too_few_prompts_to_find_anything_are_refused(
     old = make_run(tmp_path / "old", tokens=1, spread=0.001, flips=0.02)
     new = make_run(tmp_path / "new", tokens=2, spread=0.01, flips=0.6)
     if told:
-        made = against(old, new)
-        assert (made.outcome, made.fails) == ("worse", True)
-        assert {one.outcome for one in made.rows if one.p_value is not None} == {"worse"}
+        result = against(old, new)
+        assert (result.outcome, result.fails) == ("worse", True)
+        assert {r.outcome for r in result.rows if r.p_value is not None} == {"worse"}
     else:
         with pytest.raises(MismatchError, match="6 different prompts, and with fewer than 7"):
             against(old, new)
 
 
 def test_identical_runs_do_not_differ(tmp_path: Path) -> None:
-    made = against(make_run(tmp_path / "old"), make_run(tmp_path / "new"))
-    assert made.outcome == "none"
-    assert {one.change.value for one in made.rows} == {0.0}
-    assert row(made).p_value == 1.0
+    result = against(make_run(tmp_path / "old"), make_run(tmp_path / "new"))
+    assert result.outcome == "none"
+    assert {r.change.value for r in result.rows} == {0.0}
+    assert row(result).p_value == 1.0
 
 
 # ---------------------------------------------------------------- what changed, and what is refused
@@ -226,8 +228,8 @@ def test_versions_and_settings_are_named(tmp_path: Path) -> None:
         tmp_path / "new", tokens=2, version="1.1", versions={"vllm": "1.1"}, attention="FLASH",
         speculation=None,
     )  # fmt: skip
-    found = {(one.where, one.name): (one.old, one.new) for one in against(old, new).changed}
-    assert found == {
+    changes = {(c.where, c.name): (c.old, c.new) for c in against(old, new).changed}
+    assert changes == {
         ("engine", "version"): ("1.0", "1.1"),
         ("engine", "versions.vllm"): ("1.0", "1.1"),
         ("engine", "attention"): ("–", "FLASH"),
@@ -294,34 +296,34 @@ def test_a_run_that_does_not_say_its_machine_is_compared_without_it(
     (new / "run.json").write_text(json.dumps({"schema": "mismatch.run/1", "invocations": [noted]}))
     if journal is not None:
         (old / "run.json").write_text(journal)
-    made = against(old, new)
-    said = "the machine: not compared, since the old run does not say what it ran on (run.json)"
-    assert said in made.notes
-    assert made.changed == ()
+    result = against(old, new)
+    note = "the machine: not compared, since the old run does not say what it ran on (run.json)"
+    assert note in result.notes
+    assert result.changed == ()
     noted["platform"] = "Another"
     (old / "run.json").write_text(json.dumps({"schema": "mismatch.run/1", "invocations": [noted]}))
-    (found,) = against(old, new).changed
-    assert (found.where, found.old, found.new) == ("machine", "Another", "Linux")
+    (change,) = against(old, new).changed
+    assert (change.where, change.old, change.new) == ("machine", "Another", "Linux")
 
 
 def test_a_metric_of_one_run_alone_is_said(tmp_path: Path) -> None:
     old, new = make_run(tmp_path / "old"), make_run(tmp_path / "new", tokens=2)
     routed = make_run(tmp_path / "routed", tokens=2, flips=0.1)
-    said = [note for note in against(old, routed).notes if "run has it" in note]
-    said_of = dict(note.split(": ", 1) for note in said)
+    notes = [note for note in against(old, routed).notes if "run has it" in note]
+    said_of = dict(note.split(": ", 1) for note in notes)
     assert "new run" in said_of["routing_disagree_layer"]
-    made = against(old, new)
-    assert not any("run has it" in note for note in made.notes)
-    assert "routing_disagree_layer" not in {one.metric for one in made.rows}
+    result = against(old, new)
+    assert not any("run has it" in note for note in result.notes)
+    assert "routing_disagree_layer" not in {r.metric for r in result.rows}
 
 
 def test_other_experts_decide_as_well(tmp_path: Path) -> None:
     old = make_run(tmp_path / "old", tokens=1, flips=0.02)
-    made = against(old, make_run(tmp_path / "new", tokens=2, flips=0.06))
-    assert (made.outcome, made.fails) == ("worse", True)
-    assert row(made, "routing_disagree_layer").beyond
-    assert row(made).outcome == "none"
-    assert row(made, "routing_disagree_layer").change.value == pytest.approx(0.04, abs=0.015)
+    result = against(old, make_run(tmp_path / "new", tokens=2, flips=0.06))
+    assert (result.outcome, result.fails) == ("worse", True)
+    assert row(result, "routing_disagree_layer").beyond
+    assert row(result).outcome == "none"
+    assert row(result, "routing_disagree_layer").change.value == pytest.approx(0.04, abs=0.015)
 
 
 # ---------------------------------------------------------------- how it is written
@@ -329,8 +331,8 @@ def test_other_experts_decide_as_well(tmp_path: Path) -> None:
 
 def test_the_document_obeys_its_schema(tmp_path: Path) -> None:
     old, new = make_run(tmp_path / "old", tokens=1), make_run(tmp_path / "new", tokens=2)
-    made = against(old, new)
-    write_page(tmp_path, page(made), against_to_json(made))
+    result = against(old, new)
+    write_page(tmp_path, page(result), against_to_json(result))
     document = json.loads((tmp_path / "against.json").read_text())
     jsonschema.validate(document, schema())
     assert document["metrics"]["k3_kl"]["outcome"] == "none"
@@ -344,14 +346,16 @@ def test_machines_fail_where_the_command_fails(tmp_path: Path) -> None:
         make_run(tmp_path / "old", tokens=1),
         make_run(tmp_path / "new", tokens=2, spread=0.05),
     )
-    for made, failing in ((against(old, new), True), (against(new, old), False)):
-        suite = ElementTree.fromstring(against_to_junit(made))
+    for result, failing in ((against(old, new), True), (against(new, old), False)):
+        suite = ElementTree.fromstring(against_to_junit(result))
         failures = {case.get("name") for case in suite if case.find("failure") is not None}
-        beyond = {one.metric for one in made.rows if one.beyond}
+        beyond = {r.metric for r in result.rows if r.beyond}
         assert failures == (beyond | {"against"} if failing else set())
         assert suite.get("failures") == str(len(failures))
-        assert int(suite.get("tests", 0)) == 1 + sum(one.outcome is not None for one in made.rows)
-        assert against_to_github(made).splitlines()[-1].startswith("::error" if failing else "::no")
+        assert int(suite.get("tests", 0)) == 1 + sum(r.outcome is not None for r in result.rows)
+        assert (
+            against_to_github(result).splitlines()[-1].startswith("::error" if failing else "::no")
+        )
 
 
 def test_formats_of_a_comparison_stand_alone_on_standard_output(tmp_path: Path) -> None:
@@ -365,24 +369,24 @@ def test_formats_of_a_comparison_stand_alone_on_standard_output(tmp_path: Path) 
 
 def test_foreign_text_stays_text(tmp_path: Path) -> None:
     old = make_run(tmp_path / "old", tokens=1, attention="<script>alert(1)</script>|`x`")
-    made = against(old, make_run(tmp_path / "new", tokens=2))
-    document, text = html.show_page(page(made)), markdown.show_page(page(made))
+    result = against(old, make_run(tmp_path / "new", tokens=2))
+    document, text = html.show_page(page(result)), markdown.show_page(page(result))
     assert "<script>" not in document
     assert "&lt;script&gt;" in document
     assert "\\<script\\>" in text
-    assert document == html.show_page(page(made))
+    assert document == html.show_page(page(result))
 
 
 def test_names_of_runs_models_and_versions_are_foreign_text(tmp_path: Path) -> None:
     evil = "[bold]<i>x</i>\x1b[31m"
     old = make_run(tmp_path / evil.replace("/", ""), tokens=1)
     new = make_run(tmp_path / "new", tokens=2, version=evil, model=f"m{evil}")
-    for made in (against(old, new), against(new, old)):
+    for result in (against(old, new), against(new, old)):
         console = Console(width=80, record=True, file=io.StringIO())
-        print_page(page(made), console)
+        print_page(page(result), console)
         terminal = console.export_text()
-        document = html.show_page(page(made))
-        assert "\x1b" not in terminal + document + markdown.show_page(page(made))
+        document = html.show_page(page(result))
+        assert "\x1b" not in terminal + document + markdown.show_page(page(result))
         assert "[bold]" in terminal
         assert "<i>" not in document
         *lines, _ = terminal.splitlines()
@@ -391,20 +395,20 @@ def test_names_of_runs_models_and_versions_are_foreign_text(tmp_path: Path) -> N
 
 def test_the_page_has_every_metric_and_the_verdict(tmp_path: Path) -> None:
     old = make_run(tmp_path / "old", tokens=1, spread=0.005)
-    made = against(old, make_run(tmp_path / "new", tokens=2, spread=0.01))
-    shown = page(made)
-    assert (shown.word, shown.tone, shown.reason) == ("worse", "critical", made.reason)
+    result = against(old, make_run(tmp_path / "new", tokens=2, spread=0.01))
+    shown = page(result)
+    assert (shown.word, shown.tone, shown.reason) == ("worse", "critical", result.reason)
     rows = {item["name"]: item for item in values(shown.sections[0].tables[0])}
-    for one in made.rows:
-        item = rows[one.metric]
-        assert (item["old"], item["new"], item["change"]) == (one.old, one.new, one.change)
+    for r in result.rows:
+        item = rows[r.metric]
+        assert (item["old"], item["new"], item["change"]) == (r.old, r.new, r.change)
     assert [item["p"] for item in rows.values()].index("") == 2  # those that decide come first
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
-    made = against(make_run(tmp_path / "old"), make_run(tmp_path / "new"))
-    broken = replace(made.rows[0], new=replace(made.rows[0].new, value=float("inf")))
-    document = against_to_json(replace(made, rows=(broken,)))
+    result = against(make_run(tmp_path / "old"), make_run(tmp_path / "new"))
+    broken = replace(result.rows[0], new=replace(result.rows[0].new, value=float("inf")))
+    document = against_to_json(replace(result, rows=(broken,)))
     assert document["metrics"][broken.metric]["new"]["value"] is None
 
 
@@ -460,13 +464,13 @@ def test_the_example_workflow_uses_commands_and_flags_that_exist() -> None:
 # ---------------------------------------------------------------- the passes beside the headline
 
 
-def with_square(place: Path, seed: int, **sizes: float) -> Path:
+def with_square(run: Path, seed: int, **sizes: float) -> Path:
     """A run with its float32 passes: each scoring is float32 plus rounding of one size, nats."""
-    make_run(place, tokens=seed)
-    rollout, rng = store.load_rollout(place), np.random.default_rng(seed)
-    exact = store.load_scoring(place, "vllm:decode").logprobs
+    make_run(run, tokens=seed)
+    rollout, rng = store.load_rollout(run), np.random.default_rng(seed)
+    exact = store.load_scoring(run, "vllm:decode").logprobs
     spec = CheckSpec(rollout=RolloutSpec(engine=EngineSpec(model="m")), train=TrainSpec(model="m"))
-    store.write_json(place / "spec.json", to_dict(spec))
+    store.write_json(run / "spec.json", to_dict(spec))
     facts = {"device": "cpu", "logprobs_temperature": 1.0, "model": "m", "weights": WEIGHTS}
     modes = {"vllm:decode": "decode", "vllm:fp32": "prefill", "fsdp": "train"}
     modes |= {"reference:fp32": "reference", "plain:bf16": "plain"}
@@ -476,32 +480,32 @@ def with_square(place: Path, seed: int, **sizes: float) -> Path:
         size = sizes.get(mode, 2e-7 if dtype == "fp32" else 0.005)
         given = FACTS | facts | {"mode": mode, "dtype": dtype, "world_size": 2}
         noise = size * rng.normal(size=len(ids))
-        store.save_scoring(place, Scoring(name, ids, exact + noise, given), rollout)
-    return place
+        store.save_scoring(run, Scoring(name, ids, exact + noise, given), rollout)
+    return run
 
 
 def test_a_new_run_whose_engine_is_off_in_float32_fails_though_no_metric_moved(tmp_path: Path):
     old = with_square(tmp_path / "old", 1)
     new = with_square(tmp_path / "new", 2, prefill=1e-3)
-    made, sound = against(old, new), against(old, with_square(tmp_path / "again", 3))
-    assert (made.outcome, made.fails, made.new.verdict.status) == ("none", True, "broken")
+    result, sound = against(old, new), against(old, with_square(tmp_path / "again", 3))
+    assert (result.outcome, result.fails, result.new.verdict.status) == ("none", True, "broken")
     assert (sound.outcome, sound.fails, sound.new.verdict.correctness.status) == (
         "none",
         False,
         "healthy",
     )
-    gaps = {one.scoring: one for one in made.square if one.evidence == "gap"}
+    gaps = {r.scoring: r for r in result.square if r.evidence == "gap"}
     assert (gaps["vllm:fp32"].before, gaps["vllm:fp32"].after) == ("within", "beyond")
-    assert "square" in {section.id for section in page(made).sections}
-    jsonschema.validate(against_to_json(made), schema())
+    assert "square" in {section.id for section in page(result).sections}
+    jsonschema.validate(against_to_json(result), schema())
 
 
 def test_a_run_without_float32_passes_is_said_and_not_healthy(tmp_path: Path) -> None:
     old = with_square(tmp_path / "old", 1)
-    made = against(old, make_run(tmp_path / "new", tokens=2))
-    assert made.new.verdict.status == "inconclusive"
-    assert [note for note in made.notes if "square" in note and "new run" in note]
-    assert not made.fails  # --fail-on inconclusive asks for more
+    result = against(old, make_run(tmp_path / "new", tokens=2))
+    assert result.new.verdict.status == "inconclusive"
+    assert [note for note in result.notes if "square" in note and "new run" in note]
+    assert not result.fails  # --fail-on inconclusive asks for more
     assert against(old, tmp_path / "new", fail_on="inconclusive").fails
 
 
@@ -511,8 +515,8 @@ def test_a_new_run_whose_gradient_pass_has_nan_fails(tmp_path: Path) -> None:
     broken = train.logprobs.copy()
     broken[:50] = np.nan
     store.save_scoring(new, replace(train, name="fsdp:grad", logprobs=broken), rollout)
-    made = against(old, new)
-    assert (made.fails, made.new.verdict.status) == (True, "broken")
+    result = against(old, new)
+    assert (result.fails, result.new.verdict.status) == (True, "broken")
 
 
 def test_a_k3_that_grew_manyfold_in_a_few_prompts_is_not_passed_over(tmp_path: Path) -> None:
@@ -522,7 +526,7 @@ def test_a_k3_that_grew_manyfold_in_a_few_prompts_is_not_passed_over(tmp_path: P
     spiked = train.logprobs.copy()
     spiked[[7 + 96 * prompt for prompt in (0, 4, 9)]] += 2.0  # a token in each of three prompts
     store.save_scoring(new, replace(train, logprobs=spiked), rollout)
-    made = against(old, new)
-    assert row(made).new.value > 10 * row(made).old.value
-    assert row(made).p_value > 0.05
-    assert (row(made).outcome, made.outcome, made.fails) == ("undecided", "undecided", True)
+    result = against(old, new)
+    assert row(result).new.value > 10 * row(result).old.value
+    assert row(result).p_value > 0.05
+    assert (row(result).outcome, result.outcome, result.fails) == ("undecided", "undecided", True)

@@ -64,7 +64,9 @@ def spec_of(law: Sampling = LAW) -> CheckSpec:
     )
 
 
-def fill(place: Path, sampler: str, other: str, noise: Noise, seed: int, unable: str = "") -> None:
+def fill(
+    run_dir: Path, sampler: str, other: str, noise: Noise, seed: int, unable: str = ""
+) -> None:
     """One set of tokens, and what the three parties say of it: the truth and their own noise."""
     n = PROMPTS * SAMPLES
     draw = np.random.default_rng(seed)
@@ -87,17 +89,17 @@ def fill(place: Path, sampler: str, other: str, noise: Noise, seed: int, unable:
         own = noise[party] * draw.standard_normal(len(truth))
         return Scoring(name, rollout.token_ids[rollout.actions], truth + own, more)
 
-    place.mkdir(parents=True, exist_ok=True)
-    said = [f"{sampler}: {UNABLE}"] if unable == sampler else []
-    decode = facts | {"mode": "decode", "prefill": unable != sampler, "not_tested": said}
+    run_dir.mkdir(parents=True, exist_ok=True)
+    reasons = [f"{sampler}: {UNABLE}"] if unable == sampler else []
+    decode = facts | {"mode": "decode", "prefill": unable != sampler, "not_tested": reasons}
     train = {"mode": "train", "dtype": "bf16", "logprobs_temperature": 1.0}
-    store.save_rollout(place, rollout)
-    store.save_scoring(place, scoring(f"{sampler}:decode", sampler, **decode), rollout)
-    store.save_scoring(place, scoring("fsdp", TRAINER, **train), rollout)
+    store.save_rollout(run_dir, rollout)
+    store.save_scoring(run_dir, scoring(f"{sampler}:decode", sampler, **decode), rollout)
+    store.save_scoring(run_dir, scoring("fsdp", TRAINER, **train), rollout)
     for engine in (sampler, other):
         if engine != unable:
             prefill = facts | {"engine": engine, "mode": "prefill"}
-            store.save_scoring(place, scoring(f"{engine}:prefill", engine, **prefill), rollout)
+            store.save_scoring(run_dir, scoring(f"{engine}:prefill", engine, **prefill), rollout)
 
 
 def make(
@@ -115,27 +117,27 @@ def make(
 @pytest.mark.parametrize("odd", [A, B, TRAINER])
 def test_the_party_with_five_times_the_noise_stands_apart(tmp_path: Path, odd: str) -> None:
     noise = dict.fromkeys((A, B, TRAINER), 0.004) | {odd: 0.02}
-    made = make(tmp_path, noise)
-    assert made.odd == odd
-    assert made.factor is not None
+    result = make(tmp_path, noise)
+    assert result.odd == odd
+    assert result.factor is not None
     # E|x - y| of two normal errors is their root sum of squares: √(0.02² + 0.004²) / (0.004 √2).
-    assert made.factor == pytest.approx(3.6, rel=0.1)
-    assert len(made.contrasts) == 12  # three parties, two edges each, two sets of tokens
-    first, *_ = made.reason.split(":")
+    assert result.factor == pytest.approx(3.6, rel=0.1)
+    assert len(result.contrasts) == 12  # three parties, two edges each, two sets of tokens
+    first, *_ = result.reason.split(":")
     assert first.startswith("the trainer" if odd == TRAINER else odd)
-    assert numbers(made.reason) == [pytest.approx(made.factor, abs=0.1)]
+    assert numbers(result.reason) == [pytest.approx(result.factor, abs=0.1)]
 
 
 def test_the_factor_is_the_least_over_both_sets_of_tokens(tmp_path: Path) -> None:
-    made = make(tmp_path, ODD_A, {A: 0.008, B: 0.004, TRAINER: 0.004})
-    assert made.odd == A
-    assert made.factor == pytest.approx(1.58, rel=0.1)  # √(0.008² + 0.004²) / (0.004 √2)
+    result = make(tmp_path, ODD_A, {A: 0.008, B: 0.004, TRAINER: 0.004})
+    assert result.odd == A
+    assert result.factor == pytest.approx(1.58, rel=0.1)  # √(0.008² + 0.004²) / (0.004 √2)
 
 
 @pytest.mark.slow
 def test_three_alike_do_not_stand_apart(tmp_path: Path) -> None:
-    found = [make(tmp_path / str(seed), ALIKE, seed=seed).odd for seed in range(8)]
-    assert found == [None] * 8
+    odd_ones = [make(tmp_path / str(seed), ALIKE, seed=seed).odd for seed in range(8)]
+    assert odd_ones == [None] * 8
 
 
 def decided(factor: float, low: float, low_of_last: float) -> str | None:
@@ -145,14 +147,14 @@ def decided(factor: float, low: float, low_of_last: float) -> str | None:
         frozenset((A, TRAINER)): factor,
         frozenset((B, TRAINER)): 1.0,
     }
-    found = [
+    contrasts = [
         Contrast(party, other, A, Estimate(0.0, bound, 1.0, 9, 9, 9))
         for party, other, bound in (
             (A, B, low), (A, TRAINER, low_of_last), (B, A, low), (B, TRAINER, -1.0),
             (TRAINER, A, low), (TRAINER, B, -1.0),
         )
     ]  # fmt: skip
-    return outlier(found, {A: edges})[0]
+    return outlier(contrasts, {A: edges})[0]
 
 
 def test_both_edges_have_to_be_longer_by_more_than_chance_and_by_a_tenth() -> None:
@@ -162,10 +164,12 @@ def test_both_edges_have_to_be_longer_by_more_than_chance_and_by_a_tenth() -> No
 
 
 def test_all_three_agree_where_every_edge_is_rounding(tmp_path: Path) -> None:
-    made = make(tmp_path, {A: 2e-6, B: 4e-7, TRAINER: 4e-7})
-    assert (made.odd, made.factor) == (None, None)
-    told = "all three agree: on both sets of tokens, mean |delta| of every edge is below 1e-5 nats"
-    assert made.reason == told
+    result = make(tmp_path, {A: 2e-6, B: 4e-7, TRAINER: 4e-7})
+    assert (result.odd, result.factor) == (None, None)
+    reason = (
+        "all three agree: on both sets of tokens, mean |delta| of every edge is below 1e-5 nats"
+    )
+    assert result.reason == reason
     above = make(tmp_path / "above", {A: 2e-4, B: 4e-5, TRAINER: 4e-5})
     assert above.odd == A
 
@@ -176,26 +180,26 @@ def test_what_is_rounding_is_what_the_levels_call_healthy_in_float32() -> None:
 
 
 def test_a_certain_but_small_difference_is_not_odd(tmp_path: Path) -> None:
-    made = make(tmp_path, {A: 0.0112, B: 0.01, TRAINER: 0.01})
-    lows = [one.difference.low for one in made.contrasts if one.party == A]
+    result = make(tmp_path, {A: 0.0112, B: 0.01, TRAINER: 0.01})
+    lows = [c.difference.low for c in result.contrasts if c.party == A]
     assert any(low is not None and low > 0 for low in lows)  # told from chance
-    assert made.odd is None
+    assert result.odd is None
 
 
 def test_both_sets_of_tokens_have_to_agree(tmp_path: Path) -> None:
-    made = make(tmp_path, ODD_A, {A: 0.004, B: 0.004, TRAINER: 0.02})
-    assert made.odd is None
-    assert made.reason.startswith("none stands out")
+    result = make(tmp_path, ODD_A, {A: 0.004, B: 0.004, TRAINER: 0.02})
+    assert result.odd is None
+    assert result.reason.startswith("none stands out")
 
 
 # ---------------------------------------------------------------- the edges
 
 
 def test_edges_know_who_sampled(tmp_path: Path) -> None:
-    made = make(tmp_path, ODD_A)
-    known = {(edge.parties, edge.tokens, edge.kind): edge.comparison for edge in made.edges}
-    assert len(known) == 10
-    by_law = {key: found.sampled_by_left for key, found in known.items() if found is not None}
+    result = make(tmp_path, ODD_A)
+    by_key = {(edge.parties, edge.tokens, edge.kind): edge.comparison for edge in result.edges}
+    assert len(by_key) == 10
+    by_law = {key: pair.sampled_by_left for key, pair in by_key.items() if pair is not None}
     assert len(by_law) == 10
     assert {key for key, law in by_law.items() if law} == {
         ((A, B), A, "decode"),
@@ -206,30 +210,30 @@ def test_edges_know_who_sampled(tmp_path: Path) -> None:
 
 
 def test_an_edge_is_the_comparison_of_its_two_scorings(tmp_path: Path) -> None:
-    made = make(tmp_path, ODD_A)
-    edge = made.edge(B, A, B, "prefill")
+    result = make(tmp_path, ODD_A)
+    edge = result.edge(B, A, B, "prefill")
     assert edge is not None
     assert edge.comparison is not None
-    place = tmp_path / other_place(spec_of())
-    left, right = (store.load_scoring(place, f"{name}:prefill").logprobs for name in edge.parties)
+    second = tmp_path / other_place(spec_of())
+    left, right = (store.load_scoring(second, f"{name}:prefill").logprobs for name in edge.parties)
     for name in ("kl", "logprob_abs_diff_mean"):
         assert edge.comparison.metrics[name].value == pytest.approx(METRICS[name](right - left))
     assert (edge.comparison.left, edge.comparison.right) == (f"{B}:prefill", f"{A}:prefill")
 
 
 def test_an_engine_that_cannot_rescore_is_not_tested_with_its_reason(tmp_path: Path) -> None:
-    made = make(tmp_path, ODD_A, unable=B)
-    assert made.odd is None
-    assert made.reason.startswith("not tested")
-    missing = [edge for edge in made.edges if edge.comparison is None]
+    result = make(tmp_path, ODD_A, unable=B)
+    assert result.odd is None
+    assert result.reason.startswith("not tested")
+    missing = [edge for edge in result.edges if edge.comparison is None]
     assert all(B in edge.parties for edge in missing)
     assert all(edge.reason == f"{B}: {UNABLE}" for edge in missing)
     assert len(missing) == 5  # what it said while it sampled is compared all the same
-    (said,) = made.not_tested  # one reason, all its edges
-    assert said.endswith(f": {B}: {UNABLE}")
-    assert said.count(" against ") == 5
-    assert made.contrasts == ()
-    tested = made.edge(A, TRAINER, B, "prefill")
+    (reason,) = result.not_tested  # one reason, all its edges
+    assert reason.endswith(f": {B}: {UNABLE}")
+    assert reason.count(" against ") == 5
+    assert result.contrasts == ()
+    tested = result.edge(A, TRAINER, B, "prefill")
     assert tested is not None
     assert tested.comparison is not None  # the one that can has scored the other's tokens
 
@@ -237,12 +241,12 @@ def test_an_engine_that_cannot_rescore_is_not_tested_with_its_reason(tmp_path: P
 # ---------------------------------------------------------------- how it is written
 
 
-def shown(made: Triangle, run: Path) -> Any:
-    report = make_report().with_analyses(engines=made)
+def shown(result: Triangle, run: Path) -> Any:
+    report = make_report().with_analyses(engines=result)
     facts = {
-        name: store.scoring_header(run / one.place, name)["fingerprint"]
-        for one in made.sides
-        for name in (f"{one.engine}:decode",)
+        name: store.scoring_header(run / side.place, name)["fingerprint"]
+        for side in result.sides
+        for name in (f"{side.engine}:decode",)
     }
     return replace(report, fingerprints=report.fingerprints | facts)
 
@@ -265,31 +269,31 @@ def section(report: Report) -> Section:
 @pytest.mark.slow
 def test_the_section_names_the_odd_one_and_every_edge(tmp_path: Path) -> None:
     report = shown(make(tmp_path, ODD_A), tmp_path)
-    told = section(report)
-    assert told.sentences[0].lower().startswith(A)
+    part = section(report)
+    assert part.sentences[0].lower().startswith(A)
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_section(told, console)
+    print_section(part, console)
     terminal = console.export_text()
     assert max(map(len, terminal.splitlines())) <= 80
-    (edges,) = told.tables
+    (edges,) = part.tables
     for row in edges.cells():
         assert cell_text(row[3], edges.columns[3]) in terminal
-    assert len(told.parts[0].tables[0].rows) == 6  # three pairs of edges, two sets of tokens
+    assert len(part.parts[0].tables[0].rows) == 6  # three pairs of edges, two sets of tokens
 
 
 @pytest.mark.slow
 def test_three_that_agree_are_written_so(tmp_path: Path) -> None:
-    told = section(shown(make(tmp_path, {A: 2e-6, B: 4e-7, TRAINER: 4e-7}), tmp_path))
-    assert told.sentences[0].startswith("All three agree")
-    assert numbers(told.sentences[0]) == [FLOOR]
-    assert FLOOR in numbers(told.parts[0].lead)
+    part = section(shown(make(tmp_path, {A: 2e-6, B: 4e-7, TRAINER: 4e-7}), tmp_path))
+    assert part.sentences[0].startswith("All three agree")
+    assert numbers(part.sentences[0]) == [FLOOR]
+    assert FLOOR in numbers(part.parts[0].lead)
 
 
 @pytest.mark.slow
 def test_an_incomplete_triangle_says_what_is_missing(tmp_path: Path) -> None:
-    told = section(shown(make(tmp_path, ODD_A, unable=B), tmp_path))
-    assert any(row[0].note.startswith("not tested: ") for row in told.tables[0].cells())
-    assert any("not tested" in sentence.lower() for sentence in told.sentences)
+    part = section(shown(make(tmp_path, ODD_A, unable=B), tmp_path))
+    assert any(row[0].note.startswith("not tested: ") for row in part.tables[0].cells())
+    assert any("not tested" in sentence.lower() for sentence in part.sentences)
 
 
 @pytest.mark.slow
@@ -297,8 +301,10 @@ def test_names_of_engines_are_foreign_text(tmp_path: Path) -> None:
     report = shown(make(tmp_path, ODD_A), tmp_path)
     evil = "<b>x</b>"
     rows = tuple(replace(row, version=evil) for row in report.result("engines").sides)
-    made = report.with_analyses(engines=replace(report.result("engines"), sides=rows, reason=evil))
-    assert evil not in to_html(made, make_tokens())
+    changed = report.with_analyses(
+        engines=replace(report.result("engines"), sides=rows, reason=evil)
+    )
+    assert evil not in to_html(changed, make_tokens())
 
 
 # ---------------------------------------------------------------- flags and stages
@@ -315,8 +321,8 @@ def flags(**given: Any) -> Flags:
 
 
 def test_the_second_engine_has_its_own_arguments() -> None:
-    made = other_engine(flags(other_engine_arg=["max_num_seqs=8"], engine_arg=["seed=1"]), "m")
-    assert made == EngineSpec(engine=B, model="m", args=(("max_num_seqs", 8),))
+    engine = other_engine(flags(other_engine_arg=["max_num_seqs=8"], engine_arg=["seed=1"]), "m")
+    assert engine == EngineSpec(engine=B, model="m", args=(("max_num_seqs", 8),))
     assert other_engine(flags(engine=None), "m") is None
     assert engine_names(flags(engine=None)) == ["vllm"]
 
@@ -340,8 +346,8 @@ def test_flags_that_do_not_fit_are_refused(given: dict[str, Any], said: str) -> 
 def test_a_config_file_names_one_engine_or_two(tmp_path: Path, value: str) -> None:
     path = tmp_path / "check.toml"
     path.write_text(f"engine = {value}\n")
-    found = read_config(path, CHECK)["engine"]
-    assert found == (["vllm"] if value == '"vllm"' else ["vllm", "sglang"])
+    engines = read_config(path, CHECK)["engine"]
+    assert engines == (["vllm"] if value == '"vllm"' else ["vllm", "sglang"])
 
 
 def test_a_spec_with_two_engines_survives_the_disk() -> None:
@@ -371,7 +377,7 @@ def noted(self: Stages, *beside: Any, also: Sequence[Path] = ()) -> None:
     engine = self.spec.rollout.engine.engine
     if engine == Pretend.broken:
         raise MismatchError("out of memory", "use less")
-    Pretend.seen.append((engine, self.run_dir.name, [place.name for place in also]))
+    Pretend.seen.append((engine, self.run_dir.name, [other.name for other in also]))
 
 
 @pytest.fixture
@@ -407,11 +413,11 @@ def test_a_second_engine_that_fails_is_named(
 
 
 def test_the_second_engines_run_is_a_plain_check() -> None:
-    made = other_spec(replace(spec_of(), fixes=("fp32",), noise_floor=True))
-    assert made.other_engine is None
-    assert made.fixes == ()
-    assert made.rollout.engine.engine == B
-    assert made.rollout.sampling == LAW
+    spec = other_spec(replace(spec_of(), fixes=("fp32",), noise_floor=True))
+    assert spec.other_engine is None
+    assert spec.fixes == ()
+    assert spec.rollout.engine.engine == B
+    assert spec.rollout.sampling == LAW
     (line,) = dry_run_lines(spec_of())
     assert "three engine starts" in line
     assert dry_run_lines(CheckSpec()) == []
@@ -428,7 +434,7 @@ def test_a_check_with_two_engines_reports_them(
     assert report.result("engines").odd == A
     assert f"{B}:decode" in report.fingerprints
     assert report.comparisons[0].rollout == f"{A}:decode"
-    assert not any(one.startswith(B) for one in report.not_tested)
+    assert not any(entry.startswith(B) for entry in report.not_tested)
 
 
 @pytest.mark.parametrize("name", [f"{B}:decode", f"{A}:prefill", "fsdp"])
@@ -437,16 +443,16 @@ def test_a_nan_on_the_second_engines_tokens_is_broken(
 ) -> None:
     run_dir = tmp_path / "run"
     make(run_dir, ALIKE)
-    place = run_dir / other_place(spec_of())
-    scoring = store.load_scoring(place, name)
+    second = run_dir / other_place(spec_of())
+    scoring = store.load_scoring(second, name)
     logprobs = scoring.logprobs.copy()
     logprobs[5] = np.nan
-    store.save_scoring(place, replace(scoring, logprobs=logprobs), store.load_rollout(place))
+    store.save_scoring(second, replace(scoring, logprobs=logprobs), store.load_rollout(second))
     monkeypatch.setattr(Stages, "measure", lambda *_, **__: None)
     report = run_check(replace(spec_of(), noise_floor=False), run_dir, Quiet())
     assert report.verdict.status == "broken"
     assert report.verdict.correctness.status == "broken"
-    assert [one.id for one in report.checks if one.status == "failed"] == ["engines-finite"]
+    assert [check.id for check in report.checks if check.status == "failed"] == ["engines-finite"]
     assert report.result("engines") is None
 
 
@@ -457,6 +463,6 @@ def test_what_the_second_engine_cannot_do_is_in_the_report(
     make(run_dir, ODD_A, unable=B)
     monkeypatch.setattr(Stages, "measure", lambda *_, **__: None)
     report = run_check(replace(spec_of(), noise_floor=False), run_dir, Quiet())
-    said = [one for one in report.not_tested if "at T = 1 only" in one]
-    assert len(said) == 1  # not once per edge
-    assert said[0].startswith("two engines: ")
+    reasons = [entry for entry in report.not_tested if "at T = 1 only" in entry]
+    assert len(reasons) == 1  # not once per edge
+    assert reasons[0].startswith("two engines: ")
