@@ -175,6 +175,8 @@ def test_a_healthy_run_claims_nothing_that_it_has_not(healthy: Run) -> None:
             assert excludes_zero(row["changes"][least]), row["id"]
     for name in ("micro-batch=1024", "expert-memory", "experts-implementation=eager"):
         assert found[name]["outcome"] in ("none", "negligible"), name
+    assert healthy.report["causes"]["ranked"] == []
+    assert "explain" not in healthy.report
 
 
 # ---------------------------------------------------------------- a quantised KV cache
@@ -193,6 +195,8 @@ def test_a_quantised_kv_cache_is_found(tmp_path: Path) -> None:
     assert best["difference"] is not None
     assert ratio(best, ABS) > 2
     assert ratio(rows(run)["fp32"], ABS) < 1.5
+    first = run.report["causes"]["ranked"][0]
+    assert (first["id"], first["status"], first["side"]) == ("fp8-kv", "confirmed", "engine")
 
 
 # ---------------------------------------------------------------- a temperature on one side
@@ -216,6 +220,8 @@ def test_raw_logprobs_at_another_temperature_are_mended_by_their_meaning(
     assert 1e-4 < best["after"][ABS]["value"] < 0.02  # rounding to bf16 remains
     assert best["verdict_after"]["fitness"]["status"] in ("healthy", "tolerable")
     assert rows(run)["fp32"]["outcome"] in ("none", "negligible")
+    first = run.report["causes"]["ranked"][0]
+    assert (first["id"], first["status"]) == ("temperature-semantics", "confirmed")
     assert [one["id"] for one in run.report["fix_trials"]["estimators"]] == ["tis"]
 
 
