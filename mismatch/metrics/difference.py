@@ -23,16 +23,7 @@ import numpy as np
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.inference import FEW_PROMPTS, RARE_PROMPTS, mover, student
-from mismatch.metrics.registry import (
-    REAL,
-    SHARE,
-    Array,
-    Combine,
-    Metric,
-    columns,
-    first,
-    floats,
-)
+from mismatch.metrics.registry import REAL, SHARE, Array, Combine, Metric, columns, first, floats
 from mismatch.types import Estimate, Floats, Ints, Rollout
 
 UNSEEN = -math.log(0.025)  # events that a Poisson count of 0 leaves possible, at 97.5 %

@@ -28,14 +28,7 @@ from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, difference, excludes_zero, paired
 from mismatch.metrics.inference import mover
 from mismatch.metrics.permutation import exchange, holm, prompts_to_tell
-from mismatch.pipeline.saved_runs import (
-    SavedRun,
-    flips,
-    load_run,
-    routed,
-    same_tokens,
-    samples,
-)
+from mismatch.pipeline.saved_runs import SavedRun, flips, load_run, routed, same_tokens, samples
 from mismatch.types import Estimate, Status
 
 SCHEMA = "mismatch.side_by_side/1"

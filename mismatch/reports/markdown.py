@@ -8,16 +8,7 @@ from html import escape
 
 from mismatch.reports.formatting import MARKS, badge, line, visible
 from mismatch.reports.framework_values import FrameworkValues
-from mismatch.reports.section import (
-    Answer,
-    Block,
-    Cell,
-    Column,
-    Page,
-    Section,
-    Table,
-    cell_text,
-)
+from mismatch.reports.section import Answer, Block, Cell, Column, Page, Section, Table, cell_text
 from mismatch.reports.sections import page
 from mismatch.types import Report
 

@@ -27,10 +27,7 @@ from mismatch.training.logprobs import (
 )
 from mismatch.training.packing import Batch
 from mismatch.training.routing.capture import LayerRoutes, moe_layers, recording
-from mismatch.training.routing.interventions import (
-    RouterIntervention,
-    intervening,
-)
+from mismatch.training.routing.interventions import RouterIntervention, intervening
 
 
 @dataclass(frozen=True, slots=True)

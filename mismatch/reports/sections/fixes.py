@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING
 
 from mismatch.analysis.corrections.recipes import Corrections
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.base import (
-    RANKED_BY,
-    FixOutcome,
-    FixTable,
-    check_command,
-)
+from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable, check_command
 from mismatch.experiments.fixes.catalogue import is_combination, labels
 from mismatch.experiments.fixes.guides import settings_of
 from mismatch.experiments.fixes.planning import chosen_of

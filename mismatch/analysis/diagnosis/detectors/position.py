@@ -10,12 +10,7 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, above, correlation
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
-from mismatch.analysis.diagnosis.detectors.displacement import (
-    CALM,
-    UNLIKE,
-    imbalance,
-    legs_of,
-)
+from mismatch.analysis.diagnosis.detectors.displacement import CALM, UNLIKE, imbalance, legs_of
 from mismatch.analysis.diagnosis.detectors.excess import excess
 from mismatch.types import Bools, Floats, NotTested
 

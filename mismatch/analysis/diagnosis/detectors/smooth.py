@@ -13,11 +13,7 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Side
-from mismatch.analysis.diagnosis.detectors.displacement import (
-    FUNCTIONS,
-    NO_ROUNDING,
-    WEIGHTS,
-)
+from mismatch.analysis.diagnosis.detectors.displacement import FUNCTIONS, NO_ROUNDING, WEIGHTS
 from mismatch.analysis.diagnosis.detectors.law import MIN_TOKENS, hats
 from mismatch.analysis.diagnosis.ranking import SMALL
 from mismatch.metrics.inference import jackknife_error, student
