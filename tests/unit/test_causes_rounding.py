@@ -82,6 +82,16 @@ def test_a_few_far_tokens_are_no_decode_path_and_no_other_weights(side: str) -> 
     assert causes(both).ranked == ()  # as flips of experts do
 
 
+def test_far_tokens_of_a_few_prompts_are_not_scattered() -> None:
+    """As where an expert flips and the tokens behind it move too."""
+    case = healthy(0)
+    inside = np.flatnonzero(np.isin(case.prompt, [1, 5, 9, 13]))
+    far, spread = np.zeros((2, len(case.left)))
+    far[inside[::8]] = spread[:: len(far) // len(inside[::8])] = -1.0
+    assert causes(changed(case, case.left + far)).ranked == ()
+    assert first(changed(case, case.left + spread)).id == "scattered-tokens"
+
+
 @pytest.mark.parametrize("offset", [-0.05, 0.05, -0.5])
 @pytest.mark.parametrize("side", ["engine", "trainer"])
 def test_a_constant_is_a_law_that_does_not_sum_to_one(offset: float, side: str) -> None:

@@ -183,6 +183,21 @@ def test_a_mask_that_is_off(kind: str, fill: float | None) -> None:
     assert check(masked(case, case.rollout.action_mask, fill)).status == "passed"
 
 
+def lowered(case: Case, rows: int, tokens: int, by: float) -> Case:
+    """Stretches of as many tokens, in so many rows, that neither side finds likely."""
+    low = np.zeros(len(case.left))
+    for row in case.rows[:rows]:
+        low[row.start + 3 : row.start + 3 + tokens] = -by
+    return scored(case, case.left + low, case.right + low)
+
+
+def test_stretches_that_nobody_sampled_are_more_than_unlikely_tokens() -> None:
+    case = drawn.draw(0).case()
+    assert first(lowered(case, 20, 6, 6.0)).id == "action-mask"
+    for rows, tokens, by in ((10, 6, 6.0), (20, 1, 36.0)):  # by chance few, or single tokens
+        assert diagnose(lowered(case, rows, tokens, by), detectors()).ranked == ()
+
+
 def test_observations_are_seen_where_no_end_token_is_known() -> None:
     case = clean(3)
     odd = masked(case, case.rollout.turn > 0)

@@ -30,6 +30,7 @@ MOST_TRIED = 1000  # turns that are held against other places
 STRETCH = 4  # tokens, over whose mean a stretch is judged
 UNLIKELY = -2.0  # nats of log p + entropy, on average over a stretch that nobody sampled
 SURPLUS = 0.05  # nats below 0 of mean log p + entropy, from which a mask is suspected
+ARMS = 1.5  # of its 95 % interval, by which it lies below 0: in 1,600 clean blocks 1.2 at most
 OF_ROUNDING = 3.0  # times mean |delta|, that two laws as far apart may move it
 MIN_TOKENS = 100  # whose law is looked at
 # Tokens of the turns before, and of those that are off. Of 120 clean pairs drawn with 200 tokens
@@ -111,12 +112,14 @@ def _stretches(case: Case) -> Bools:
     surplus = np.maximum(case.left, case.right) + entropy
     whole = case.mean(surplus)
     bound = max(SURPLUS, OF_ROUNDING * float(np.abs(case.delta[case.kept]).mean()))
-    if whole.high is None or whole.high > 0 or whole.value > -bound:
+    if whole.high is None or whole.value > -bound:
         return none
-    bad = none.copy()
+    if whole.value + ARMS * (whole.high - whole.value) > 0:
+        return none
+    bad, cut = none.copy(), np.maximum(surplus, 2 * UNLIKELY)  # a token or two make no stretch
     for row in case.rows:
         if row.stop - row.start >= STRETCH:
-            low = np.convolve(surplus[row], np.full(STRETCH, 1 / STRETCH), "valid") < UNLIKELY
+            low = np.convolve(cut[row], np.full(STRETCH, 1 / STRETCH), "valid") < UNLIKELY
             bad[row] = np.convolve(low, np.ones(STRETCH))[: row.stop - row.start] > 0
     carried = float(-surplus[bad].sum()) / max(float(-surplus.sum()), 1e-9)
     return bad if carried > 0.5 else none
