@@ -73,7 +73,7 @@ def make_audit_report(hostile: str = HOSTILE) -> AuditReport:
         Audit(hostile, "attention", "yours", "wrong", "", True, False,
               findings("sinks", "sink_gradient", "offsets"), errors(1e5, 1.0), costs(0.8), harm),
         Audit("my.kernels:dies", "attention", "yours", "unusable",
-              "crashed: its process was ended by signal 11 (SIGSEGV)", False),
+              "crashed: its process was ended by signal 11 (SIGSEGV)", False, crashed=True),
         Audit("grouped_mm", "experts", "transformers", "sound", "", True, True,
               findings(columns=EXPERT_COLUMNS),
               (Error("bf16", 0.002, {"hidden": 0.003, "router": 0.004}, 0.002),)),

@@ -133,6 +133,7 @@ class Audit:
             the model refuses may still have findings, measured without the model.
         usable: a training run could use it here for this model.
         chosen: whether ``auto`` resolves to it.
+        crashed: it took its process with it, or had no end.
     """
 
     name: str
@@ -147,6 +148,7 @@ class Audit:
     costs: tuple[Cost, ...] = ()
     harm: ModelImpact | None = None
     seconds: float = 0.0
+    crashed: bool = False
 
     def finding(self, column: str) -> Finding | None:
         """The finding of one column, or None where there is none."""
@@ -236,7 +238,6 @@ SHORT = {
 }
 # A kernel that ignores a feature has another output too, and another gradient.
 CONSEQUENCES = ("forward", "gradient", "sink_gradient")
-ENDED = ("crashed: ", "timed out: ")  # how the reason begins of one that took its process with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,17 +316,12 @@ def blamed(report: AuditReport) -> list[Audit]:
 
 def was_run(audit: Audit) -> bool:
     """Whether it was run: it has findings, its process ended, or it is the user's own."""
-    return answered(audit) or ended(audit) or audit.origin == "yours"
+    return answered(audit) or audit.crashed or audit.origin == "yours"
 
 
 def answered(audit: Audit) -> bool:
     """Whether any check beside "accepts" was run."""
     return any(f.outcome != "not_tested" for f in audit.findings if f.column != "accepts")
-
-
-def ended(audit: Audit) -> bool:
-    """Whether its process crashed, hung or was killed."""
-    return audit.reason.startswith(ENDED)
 
 
 def why(audit: Audit) -> str:

@@ -102,10 +102,15 @@ def test_the_users_own_has_to_pass(reason):
 
 
 def test_a_crash_of_another_ones_kernel_is_told_and_does_not_decide():
-    other = Audit("fancy", "attention", "transformers", "unusable", "crashed: signal 11", False)
+    other = Audit(
+        "fancy", "attention", "transformers", "unusable", "signal 11", False, crashed=True
+    )
     report = replace(sound_report(), audits=(*sound_report().audits, other))
     assert judge(report).code == 0
     assert f"{other.name}: {other.reason}." in kernels.sentences(report)
+    refused = replace(other, crashed=False)
+    report = replace(report, audits=(*sound_report().audits, refused))
+    assert f"{other.name}: {other.reason}." not in kernels.sentences(report)
 
 
 def test_nothing_audited_is_an_error():

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
@@ -103,7 +103,7 @@ def run_audit(spec: AuditSpec, out: Path, progress: Progress, worker: str = WORK
         with started(LABEL, command, out, progress) as process:
             fate = _wait(process, folder, spec.limit_s)
         if fate:
-            write_json(folder / _current(folder).file, {"failed": fate})
+            write_json(folder / _current(folder).file, {"failed": fate, "crashed": True})
     return collected(folder)
 
 
@@ -163,8 +163,7 @@ def collected(folder: Path) -> AuditReport:
     for entry in plan["steps"]:
         step = Step(**entry)
         result = read_json(folder / step.file)
-        failed = result.get("failed")
-        audit = _failed(step, failed) if failed else from_json(Audit, result)
+        audit = _unusable(step, result) if "failed" in result else from_json(Audit, result)
         harm = replace(step, what=HARM)
         if (folder / harm.file).exists():
             impact = read_json(folder / harm.file)
@@ -183,6 +182,7 @@ def collected(folder: Path) -> AuditReport:
     )
 
 
-def _failed(step: Step, reason: str) -> Audit:
-    """An implementation that ended its process: it cannot be used here."""
-    return Audit(step.name, step.kind, step.origin, "unusable", reason, usable=False)
+def _unusable(step: Step, result: dict[str, Any]) -> Audit:
+    """An implementation whose step failed, or ended its process: it cannot be used here."""
+    reason, crashed = result["failed"], result.get("crashed", False)
+    return Audit(step.name, step.kind, step.origin, "unusable", reason, False, crashed=crashed)

@@ -291,7 +291,7 @@ def _do(step: Step, folder: Path, work: Callable[[], Any]) -> None:
         result = {"failed": error.message}
     except BaseException as error:  # a kernel may raise anything, SystemExit too
         traceback.print_exc()
-        result = {"failed": f"crashed: {named_line(error)}"}
+        result = {"failed": f"crashed: {named_line(error)}", "crashed": True}
     write_json(folder / step.file, result)
     (folder / NOW).unlink()
 

@@ -15,7 +15,6 @@ from mismatch.experiments.kernel_audit import (
     Kind,
     answered,
     causes_of,
-    ended,
     judge,
     was_run,
 )
@@ -212,7 +211,7 @@ def _kind(report: AuditReport, kind: Kind) -> Section:
     audits = [audit for audit in report.audits if audit.kind == kind]
     ran = [audit for audit in audits if answered(audit)]
     others = [audit for audit in audits if not answered(audit)]
-    unusable = [a.name for a in others if a.origin != "yours" and not ended(a)]
+    unusable = [a.name for a in others if a.origin != "yours" and not a.crashed]
     columns = (
         Column("implementation", text, of=_name),
         *(
