@@ -287,7 +287,7 @@ def plan_probes(
         weights[DECODE] = weights.get(DECODE, 0.0) + UNKNOWN / 2
     possible = {RESCORING: True, CACHE: case.engine.fingerprint.get("prefix_caching") is True}
     planned = [
-        Experiment(id, "engine", tests, expected, costs.engine, names=tests[0])
+        Experiment(id, "engine", tests, expected, costs.engine, names=tests[0], wide=tests[1:])
         for id, tests in PROBES.items()
         if possible[id]
         and id not in done

@@ -337,6 +337,17 @@ def test_an_experiment_names_a_cause_that_no_detector_suspected() -> None:
     assert applied(nothing, [missed])[0].ranked == ()
 
 
+def test_a_fresh_engine_confirms_the_decode_path_and_no_single_part_of_it() -> None:
+    onset = suspected("onset", "engine", "fp8-kv-tile", "sliding-window")
+    (planned,) = plan_probes(drawn.draw(0).case(), onset, Costs())
+    fresh = replace(planned, outcome="confirmed", seconds=5.0, gone=drawn_share(0.9))
+    after, confirmed, _ = applied(onset, [fresh])
+    assert confirmed == ("decode-vs-prefill",)
+    assert {c.id: c.status for c in after.ranked} == {
+        "decode-vs-prefill": "confirmed", "onset": "suspected",
+    }  # fmt: skip
+
+
 def test_a_cause_that_is_ruled_out_goes_on_under_the_name_of_what_it_could_also_be() -> None:
     causes = suspected("bf16-lm-head", "trainer", "rope-config", "logit-softcap")
     after, _, ruled_out = applied(causes, [made("fp32-lm-head", 0.0)])
