@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernel_audit import ended
 from mismatch.processes.kernels import isolation as supervise
 from mismatch.processes.kernels.isolation import AuditSpec, run_audit
 from tests.texts import numbers
@@ -48,8 +47,8 @@ def test_each_ends_in_its_own_way_and_the_others_go_on(tmp_path):
     assert reasons["raises"].endswith(f"ValueError: {NO_SHAPE}")
     assert reasons["exits"] == "crashed: SystemExit: 3"
     assert "exit code 0" in reasons["leaves"]
-    assert all(ended(found[name]) for name in names[1:-1])
-    assert not ended(found["good"])
+    assert all(found[name].crashed for name in names[1:-1])
+    assert not found["good"].crashed
     assert lines[0] == "1/7 good"
     assert lines[-1] == "7/7 last"
     done = (tmp_path / "logs" / "kernels.log").read_text()
@@ -61,7 +60,7 @@ def test_each_ends_in_its_own_way_and_the_others_go_on(tmp_path):
 def test_one_that_hangs_is_ended_and_is_not_waited_for_twice(tmp_path):
     start = time.monotonic()
     found, _, _ = audited(tmp_path, "hangs", "good", limit_s=3.0)
-    assert ended(found["hangs"])
+    assert found["hangs"].crashed
     assert numbers(found["hangs"].reason) == [3.0]
     assert found["good"].findings
     assert time.monotonic() - start < 40
