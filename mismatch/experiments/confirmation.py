@@ -241,6 +241,6 @@ def _of_their_own(experiments: Sequence[Experiment], confirmed: Sequence[str]) -
 def _evidence(experiment: Experiment) -> tuple[Evidence, ...]:
     if experiment.gone is None:
         return experiment.evidence
-    normal = f"above {GONE:g} confirms, below {STAYS:g} rules out"
+    normal = f"below {STAYS:g}"
     share = Evidence(f"share gone with {experiment.id}", experiment.gone.value, normal)
     return (share, *experiment.evidence)

@@ -35,7 +35,7 @@ def packs(case: Case) -> Look | NotTested:
     starts = case.rollout.offsets[:-1][np.unique(case.sequence)][calm]
     tokens = np.diff(starts)
     evidence = (
-        Evidence("rows that agree", int(calm.sum()), "all or none"),
+        Evidence("rows that agree", int(calm.sum()), "0 or most"),
         Evidence("tokens from one to the next, at most", int(tokens.max(initial=0))),
     )
     even = len(tokens) > 1 and tokens.min() >= EVEN * tokens.max()
