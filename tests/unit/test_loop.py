@@ -430,3 +430,15 @@ def test_the_command_reads_its_flags_and_starts_nothing_on_a_dry_run() -> None:
     assert "28" in shown.output  # 7 steps of two arms with two seeds
     refused = CliRunner().invoke(app, ["loop", "--dry-run", "--arms", "attention-sinks"])
     assert isinstance(refused.exception, MismatchError)  # it changes nothing
+
+
+def test_what_a_kill_left_half_written_goes_with_the_steps_that_are_made_again(
+    tmp_path: Path,
+) -> None:
+    for name in ("rows/000000.json", "rows/000002.json", "go/000001.json", "go/.000001.json.77",
+                 "steps/000000/rollout", "steps/000001/rollout"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    history.forget_from(tmp_path, 1)
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/*")}
+    assert left == {"rows/000000.json", "steps/000000"}

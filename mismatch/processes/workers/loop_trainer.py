@@ -116,10 +116,6 @@ class TrainerSide:
             self.optimiser.load(self.run_dir / CHECKPOINTS / f"{start:06d}")
         if self.world.rank == 0:
             forget_from(self.run_dir, start)
-            for folder in (GO, STEPS):
-                for path in (self.run_dir / folder).glob("*"):
-                    if int(path.stem) >= start:
-                        path.unlink() if path.is_file() else shutil.rmtree(path)
             report_ready()
         self.world.barrier()
         self.let_go(start)
