@@ -59,7 +59,7 @@ from mismatch.processes.probes import ask_fresh_engine, cache_of
 from mismatch.processes.stages import Stages, score_in_float32
 from mismatch.run import store
 from mismatch.specs import CheckSpec
-from mismatch.types import Report
+from mismatch.types import Pair, Report
 
 STATE, STATE_SCHEMA = f"{DIRECTORY}/explain.json", "mismatch.explain/1"
 LOCATE_MOST_S, FEW_SEQUENCES = 300.0, 4
@@ -294,7 +294,7 @@ def case_of(run_dir: Path, spec: CheckSpec) -> Case:
         MismatchError: an artefact is missing or damaged.
     """
     artefacts = Artefacts.load(run_dir, spec)
-    ScoredRollout(artefacts.rollout, artefacts.decode, artefacts.train).pair  # noqa: B018  of the same tokens
+    Pair.of(artefacts.rollout, artefacts.decode, artefacts.train)  # refuses sides of other tokens
     usable, _ = by_finiteness(artefacts.scorings)
     others = others_of(usable, artefacts.decode, artefacts.train)
     return Case.of(artefacts.rollout, artefacts.decode, artefacts.train, others)
