@@ -118,9 +118,10 @@ def rows_of(folder: Path) -> list[Row]:
 def forget_from(folder: Path, step: int) -> None:
     """Drop what belongs to this step and later ones, which are made again, and what a kill left
     half written."""
-    for path in (path for name in (ROWS, GO, STEPS) for path in (folder / name).glob("*")):
-        if path.name.startswith(".") or int(path.stem) >= step:
-            path.unlink() if path.is_file() else shutil.rmtree(path)
+    for name in (ROWS, GO, STEPS):
+        for path in (folder / name).glob("*"):
+            if path.name.startswith(".") or int(path.stem) >= step:
+                path.unlink() if path.is_file() else shutil.rmtree(path)
 
 
 def save_history(folder: Path, rows: Sequence[Row], header: Mapping[str, Any]) -> Path:
