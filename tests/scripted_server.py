@@ -281,7 +281,7 @@ class ScriptedSglang(ScriptedServer):
         if self.developer and http.path == "/update_weights_from_disk":
             self.load(body["model_path"])
             return self.send(http, 200, {"success": True, "message": ""})
-        if self.developer and http.path == "/flush_cache":
+        if self.developer and http.path.startswith("/flush_cache?"):
             return self.send(http, 200, "Cache flushed.\n")
         if http.path != "/generate":
             return self.send(http, 404, {})

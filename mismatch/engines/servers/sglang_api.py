@@ -23,6 +23,7 @@ from mismatch.errors import MismatchError
 from mismatch.types import Floats, Sampling
 
 DESCRIBE_S = 30.0
+IDLE_S = 10.0  # that the server may wait for its requests to end before it drops its cache
 # Settings that belong into a fingerprint; the server's whole answer may hold its API key.
 SETTINGS = {
     "device": "device",
@@ -126,7 +127,7 @@ class SglangAPI(ServerAPI):
             raise Unavailable("the weights were not loaded: the server's log says why")
 
     def drop_caches(self) -> None:
-        self.client.text("/flush_cache")
+        self.client.text(f"/flush_cache?timeout={IDLE_S}")
 
 
 @contextmanager

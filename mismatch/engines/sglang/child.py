@@ -187,6 +187,9 @@ def call(scheduler: Any, name: str, args: list[Any], answer: str) -> None:
         def mismatch_ranks(self) -> Ranks:
             return TensorParallel(scheduler.server_args.tp_size)
 
+        def mismatch_idle(self) -> bool:
+            return bool(scheduler.is_fully_idle())
+
     if not hasattr(scheduler, "mismatch_calls"):
         scheduler.mismatch_calls = Calls()
     result = getattr(scheduler.mismatch_calls, name)(*args)

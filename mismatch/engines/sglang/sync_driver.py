@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -12,6 +13,7 @@ from mismatch.errors import MismatchError
 from mismatch.types import NotTested, Sampling
 
 AT_ONCE = 16  # tensors in one message
+IDLE_SECONDS = 60.0  # to wait until SGLang has put away the batch that it last answered
 ONE_TOKEN = Sampling(temperature=0.0, max_tokens=1)
 
 
@@ -19,6 +21,7 @@ class SglangDriver(CalledDriver):
     """See :class:`mismatch.engines.sync_drivers.Driver`."""
 
     def push(self, path: str, push: int) -> None:
+        self.wait_until_idle()
         engine = self.engine.engine
         if path == "disk":
             with self.files(push) as source:
@@ -27,7 +30,18 @@ class SglangDriver(CalledDriver):
         push_tensors(engine, self.checkpoint.tensors(push))
 
     def push_own(self, function: Callable[..., Any], weights: dict[str, Any]) -> None:
+        self.wait_until_idle()
         function(weights, self.engine.engine)
+
+    def wait_until_idle(self) -> None:
+        """Until SGLang can drop its cache.
+
+        It answers a request before it puts its batch away. A push that comes in between brings
+        the weights and is refused all the same, for the cache that it could not drop.
+        """
+        deadline = time.monotonic() + IDLE_SECONDS
+        while not self.engine._call("mismatch_idle")[0] and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def answers(self, prompts: Sequence[list[int]]) -> list[Answer] | None:
         if self.engine._server.get("disable_radix_cache"):
@@ -38,7 +52,9 @@ class SglangDriver(CalledDriver):
         return [_answer(answer["meta_info"]) for answer in answers]
 
     def drop_caches(self) -> None:
-        if not self.engine.engine.flush_cache().success:
+        engine = self.engine.engine
+        flush = engine.tokenizer_manager.flush_cache(timeout_s=IDLE_SECONDS)
+        if not engine.loop.run_until_complete(flush).success:
             raise MismatchError("SGLang did not flush its cache", wire.LOG_FIX)
 
     def not_tested(self) -> list[NotTested]:
