@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from mismatch.analysis.diagnosis.case import Case
+from mismatch.analysis.diagnosis.catalogue import catalogue
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.ranking import Cause, diagnose
 from mismatch.codec import to_json
@@ -26,6 +27,7 @@ from mismatch.pipeline.commands import run_compare
 from mismatch.pipeline.document import report_from_json, report_to_json
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
+from mismatch.reports.sections.causes import sentences
 from mismatch.reports.terminal import print_report
 from mismatch.run import store
 from mismatch.run.directory import load_spec
@@ -150,9 +152,27 @@ def test_a_stated_cause_has_the_share_of_its_fix_and_something_else_has_the_rest
     seen, stated = report.result("causes").ranked
     assert (seen.id, seen.status, seen.side) == ("function-differs", "suspected", "trainer")
     assert seen.effect.value > 0.8
-    assert (stated.id, stated.status) == ("attention-sinks", "suspected")
+    assert (stated.id, stated.status) == ("attention-sinks", "of little weight")
     assert stated.effect.value == pytest.approx(0.01)
+    assert [one.outcome for one in told(report).experiments] == ["of little weight"]
     assert told(report).ruled_out == told(report).confirmed == ()
+    _, text = sentences(report.result("causes"))
+    entry = catalogue()[stated.id]
+    assert stated.status in text
+    assert entry.mend in text
+    assert entry.confirm not in text  # that was done
+
+
+def test_what_stays_as_a_cause_is_not_said_to_be_ruled_out(tmp_path: Path) -> None:
+    """Another cause that could have been the same, behind the stated one."""
+    run = saved(tmp_path / "run", without_sinks(), {"attention-sinks": 0.99})
+    causes = diagnose(explain.case_of(run, SPEC), detectors())
+    other = suspected("grows-with-position", "trainer", "attention-sinks").ranked[0]
+    two = replace(causes, ranked=(*causes.ranked, other))
+    stays = [replace(one, outcome="ruled out") for one in told(reported(run)).experiments]
+    after, _, ruled_out = applied(two, stays)
+    assert "attention-sinks" in {cause.id for cause in after.ranked}
+    assert "attention-sinks" not in ruled_out
 
 
 def test_a_fix_that_leaves_the_mismatch_rules_a_look_alike_out(tmp_path: Path) -> None:
