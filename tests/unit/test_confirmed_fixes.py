@@ -36,7 +36,7 @@ from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dic
 from mismatch.types import Report, Scoring
 from tests import drawn_pair as drawn
 from tests.reports_fixture import make_report
-from tests.unit.test_explanation import made, suspected
+from tests.unit.test_explanation import experiment_of, suspected
 from tests.unit.test_fixes_run import Quiet
 
 SPEC = CheckSpec(
@@ -284,10 +284,10 @@ def test_another_kernel_in_place_of_the_users_own_names_no_sinks(tmp_path: Path)
 def test_float32_confirms_no_part_of_the_trainers_precision() -> None:
     """A head in bf16 goes with it, and so does everything else that is rounded."""
     head = suspected("bf16-lm-head", "trainer")
-    assert applied(head, [made("fp32", 0.95)])[1] == ()
-    assert applied(head, [made("fp32-lm-head", 0.95)])[1] == ("bf16-lm-head",)
+    assert applied(head, [experiment_of("fp32", 0.95)])[1] == ()
+    assert applied(head, [experiment_of("fp32-lm-head", 0.95)])[1] == ("bf16-lm-head",)
     whole = suspected("precision", "trainer", "bf16-lm-head")
-    assert applied(whole, [made("fp32", 0.95)])[1] == ("precision",)
+    assert applied(whole, [experiment_of("fp32", 0.95)])[1] == ("precision",)
 
 
 def test_a_small_cause_is_not_ruled_out_under_a_large_one() -> None:
@@ -295,13 +295,13 @@ def test_a_small_cause_is_not_ruled_out_under_a_large_one() -> None:
     small = suspected("bf16-lm-head", "trainer", effect=0.3).ranked[0]
     large = suspected("attention-sinks", "trainer", effect=0.65)
     both = replace(large, ranked=(*large.ranked, small))
-    masked = [made("fp32-lm-head", 0.05, 0.01)]
+    masked = [experiment_of("fp32-lm-head", 0.05, 0.01)]
     assert [experiment.outcome for experiment in settled(both, masked)] == ["undecided"]
     after, _, ruled_out = applied(both, masked)
     assert ({cause.id for cause in after.ranked}, ruled_out) == (
         {"attention-sinks", "bf16-lm-head"}, (),
     )  # fmt: skip
-    nothing = [made("fp32-lm-head", 0.0, 0.01)]
+    nothing = [experiment_of("fp32-lm-head", 0.0, 0.01)]
     assert [experiment.outcome for experiment in settled(both, nothing)] == ["ruled out"]
     assert applied(both, nothing)[2] == ("bf16-lm-head",)
 
@@ -310,7 +310,9 @@ def test_where_each_has_its_own_fix_both_are_confirmed_with_their_shares() -> No
     small = suspected("bf16-lm-head", "trainer", effect=0.3).ranked[0]
     large = suspected("attention-sinks", "trainer", effect=0.65)
     both = replace(large, ranked=(*large.ranked, small))
-    after, confirmed, _ = applied(both, [made("fp32-lm-head", 0.8), made("attention-sinks", 0.5)])
+    after, confirmed, _ = applied(
+        both, [experiment_of("fp32-lm-head", 0.8), experiment_of("attention-sinks", 0.5)]
+    )
     assert set(confirmed) == {"attention-sinks", "bf16-lm-head"}
     shares = [(c.id, c.effect.value) for c in after.ranked if c.effect is not None]
     assert shares == [("bf16-lm-head", 0.8), ("attention-sinks", 0.5)]  # by what goes with them
