@@ -47,6 +47,35 @@ def test_an_engines_own_layout_of_experts_is_no_cause(layers: tuple[int, ...], n
     assert ("experts-differ" in {cause.id for cause in report.ranked}) == named
 
 
+def asked_rounded(case: Case, **engine: object) -> Case:
+    """The engine's experts are rounded, as asked for."""
+    held = {"layers.0.mlp.experts.up": [1, 2, 3], "norm.weight": [1, 2, 3]}
+    other = held | {"layers.0.mlp.experts.up": [9, 2, 3]}
+    facts = {"weights": other, "weights_form": "mxfp4-rounded"}
+    return stating(case, facts | engine, {"weights": held, "config": {SOFTCAP: 0.0}})
+
+
+SOFTCAP = "final_logit_softcapping"
+
+
+def test_experts_that_were_asked_to_be_rounded_are_no_fault_of_loading() -> None:
+    case = drawn.other_weights(0, 5)
+    assert first(asked_rounded(case)).id == "quantised-rollout"
+    assert first(asked_rounded(case, weights_form="as-stored")).id == "experts-differ"
+
+
+def test_of_two_stated_differences_the_one_with_the_mark_has_the_share() -> None:
+    case = asked_rounded(drawn.softcapped(0, 12, "engine"), config={SOFTCAP: 12.0})
+    softcap, rounded = causes(case).ranked
+    assert (softcap.id, softcap.side, rounded.id) == (
+        "logit-softcap",
+        "engine",
+        "quantised-rollout",
+    )
+    assert softcap.effect is not None
+    assert rounded.effect is None
+
+
 def test_resolved_settings_are_compared_field_by_field() -> None:
     engine = {"rope_theta": 10000, "rms_norm_eps": 1e-5, "sliding_window": 128}
     case = drawn.other_function(0, 1.0)

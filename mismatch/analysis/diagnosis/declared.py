@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -194,6 +194,13 @@ def same_weights(left: Fingerprint, right: Fingerprint) -> bool:
     return not any(differing(a, b))
 
 
+def asked_apart(left: Fingerprint, right: Fingerprint, differ: Sequence[str]) -> list[str]:
+    """Both sides' forms of the experts, where they alone differ and were asked to; else []."""
+    forms = [side.get("weights_form", "as-stored") for side in (left, right)]
+    asked = bool(differ) and forms[0] != forms[1] and all(".experts" in name for name in differ)
+    return forms if asked else []
+
+
 def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
     """Parameters hold the same values after loading, by digest, where names can be mapped."""
     a, b = left.get("weights"), right.get("weights")
@@ -212,8 +219,7 @@ def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
     unmapped = sorted((a.keys() ^ b.keys()) | set(left.get("unmapped_weights", ())))
     rest = f"; not compared: {', '.join(unmapped[:6])}" if unmapped else ""
     rest += f" and {len(unmapped) - 6} more" if len(unmapped) > 6 else ""
-    forms = [side.get("weights_form", "as-stored") for side in (left, right)]
-    if differ and forms[0] != forms[1] and all(".experts" in name for name in differ):
+    if forms := asked_apart(left, right, differ):
         detail = (
             f"asked for: experts {forms[0]} in the engine, {forms[1]} in the trainer; "
             f"{len(differ)} of {len(common)} parameters differ, all of them experts{rest}"

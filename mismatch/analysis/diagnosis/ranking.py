@@ -256,11 +256,18 @@ def _named(looks: Looks) -> set[str]:
 def _joined(causes: list[Cause], stated: list[Finding]) -> list[Cause]:
     """Differences without a share, joined to the cause that they explain, else added.
 
-    A leading difference that is certain wins over one that is only a setting in use.
+    A difference that is certain wins over one that is only a setting in use, and of those the one
+    whose mark is most like the cause's.
     """
     joined = list(causes)
     free: list[Finding] = []
-    for fact in sorted(stated, key=lambda fact: not fact.certain):
+
+    def order(fact: Finding) -> tuple[bool, int]:
+        alike = [(c.id, *c.alike) for c in causes if c.id != "side-off" and _explains(fact, c)]
+        places = [names.index(fact.cause) for names in alike if fact.cause in names]
+        return not fact.certain, min(places, default=len(alike) * 99)
+
+    for fact in sorted(stated, key=order):
         place = next((n for n, cause in enumerate(joined) if _explains(fact, cause)), None)
         if place is None:
             free.append(fact)

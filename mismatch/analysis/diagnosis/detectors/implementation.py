@@ -6,8 +6,8 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair
-from mismatch.analysis.diagnosis.detectors.displacement import kind
 from mismatch.analysis.diagnosis.detectors.position import first_token, onset
+from mismatch.analysis.diagnosis.detectors.smooth import kind_of
 from mismatch.analysis.displaced import LEVELS, device_class
 from mismatch.analysis.levels import PRECISION
 from mismatch.analysis.square import BITS
@@ -39,7 +39,7 @@ def implementation(case: Case) -> Look | NotTested:
     if not above(size, level):
         return Look(evidence)
     pair = case.repaired(exact.logprobs, reference)
-    cause, alike, numbers = kind(pair)
+    cause, alike, numbers = kind_of(pair, "engine")
     evidence += numbers
     for look in (onset(pair), first_token(pair)):  # a place says more than a spread
         for finding in look.findings if isinstance(look, Look) else ():

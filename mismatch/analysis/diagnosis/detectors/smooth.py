@@ -138,6 +138,15 @@ def followed(case: Case, side: Side) -> tuple[Estimate, float, Evidence] | None:
     return share, bound, Evidence(what, share.value, f"below {bound:.2g}")
 
 
+def kind_of(case: Case, side: Side) -> tuple[str, tuple[str, ...], tuple[Evidence, ...]]:
+    """As :func:`displacement.kind`; a function of the logits where its own law explains most."""
+    cause, alike, numbers = kind(case)
+    own = followed(case, side)
+    if own is None or not above(own[0], MOST + 1 - correlation(case)):
+        return cause, alike, numbers
+    return "function-differs", ALIKE, (*numbers, own[2])
+
+
 def smooth(case: Case) -> Look | NotTested:
     """Both sides' errors against their own laws; the yardstick is a plain forward's error."""
     sides: tuple[Side, ...] = ("engine", "trainer")
@@ -174,7 +183,7 @@ def far_side(case: Case) -> Look | NotTested:
     reference = case.reference
     assert reference is not None
     alone = (case.left, reference) if side == "engine" else (reference, case.right)
-    cause, alike, numbers = kind(case if times == 1 else case.repaired(*alone))
+    cause, alike, numbers = kind_of(case if times == 1 else case.repaired(*alone), side)
     distance = f"distance of the {side} from float32 over the other side's"
     distance += "" if times == 1 else ", over that of their precisions"
     evidence = (Evidence(distance, ratios[side].value, "0.9 to 1.1"), *numbers)
@@ -186,11 +195,8 @@ def far_side(case: Case) -> Look | NotTested:
     if not above(effect, 0.1):
         return Look(evidence)
     repaired = (reference, case.right) if side == "engine" else (case.left, reference)
-    own = followed(case, side)
     if side == "engine" and agree_in_float32(case):
         cause = "side-off"
-    elif own is not None and above(own[0], MOST + 1 - correlation(case)):
-        cause, alike, evidence = "function-differs", ALIKE, (*evidence, own[2])
     if exact_side(case) is not None:
         # A side that rounds where the other one does not moves all tokens alike, as weights do.
         cause = cause if cause == "function-differs" else "side-off"

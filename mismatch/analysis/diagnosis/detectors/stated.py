@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.diagnosis.declared import differing
+from mismatch.analysis.diagnosis.declared import asked_apart, differing
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Side
 from mismatch.types import Fingerprint, NotTested
 
@@ -80,6 +80,10 @@ def weights(case: Case) -> Look | NotTested:
         return Look(evidence)
     evidence += (Evidence("first of them", ", ".join(differ[:SHOWN])),)
     cause, alike = _kind(differ, common)
+    if forms := asked_apart(engine, trainer, differ):
+        asked = f"{forms[0]} in the engine, {forms[1]} in the trainer"
+        evidence += (Evidence("form of the experts, as asked", asked, "equal"),)
+        cause, alike = "quantised-rollout", ()
     return Look(evidence, (Finding(cause, "either", None, evidence, alike=alike, stated=True),))
 
 
@@ -206,7 +210,14 @@ DETECTORS = (
     Detector(
         "weights",
         "weights",
-        ("stale-weights", "tied-head-stale", "experts-differ", "lora-scale", "attention-sinks"),
+        (
+            "stale-weights",
+            "tied-head-stale",
+            "experts-differ",
+            "lora-scale",
+            "attention-sinks",
+            "quantised-rollout",
+        ),
         weights,
         "digests of both sides' parameters",
         60,
