@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.diagnosis.detectors import excess
+from mismatch.analysis.diagnosis.detectors import excess, packs
 from mismatch.run.store import REFERENCE
-from mismatch.types import Bools, Scoring
+from mismatch.types import Bools, NotTested, Scoring
 from tests import drawn_pair as drawn
 from tests.diagnosed import causes, first, healthy, stating
 
@@ -217,6 +218,13 @@ def test_rows_of_a_pack_that_see_each_other_are_named(seed: int) -> None:
         if number not in (0, 3, 40, 44, 90):
             right[row] -= np.random.default_rng(number).exponential(1.0, row.stop - row.start)
     assert "packing-leak" not in {cause.id for cause in causes(changed(case, None, right)).ranked}
+
+
+def test_rows_of_few_tokens_tell_nothing_of_packs() -> None:
+    case = drawn.draw(0, length=4).case()
+    assert len(case.rows) > packs.MIN_ROWS
+    with warnings.catch_warnings(action="error"):
+        assert isinstance(packs.packs(case), NotTested)
 
 
 def rolled(case: Case, by: int) -> Case:

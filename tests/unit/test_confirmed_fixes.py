@@ -27,7 +27,9 @@ from mismatch.pipeline.commands import run_compare
 from mismatch.pipeline.document import report_from_json, report_to_json
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
+from mismatch.reports.section import Answer
 from mismatch.reports.sections.causes import sentences
+from mismatch.reports.sections.headline import answers
 from mismatch.reports.terminal import print_report
 from mismatch.run import store
 from mismatch.run.directory import load_spec
@@ -125,6 +127,13 @@ def test_a_measured_fix_confirms_the_cause_that_it_takes_out(tmp_path: Path) -> 
     assert evidence[f"share gone with {cause.id}"] == pytest.approx(0.95)
     assert explanation_of(report).confirmed == ("attention-sinks",)
     assert [experiment.seconds for experiment in explanation_of(report).experiments] == [2.0]
+
+
+def test_a_fix_that_an_experiment_measured_is_not_called_unmeasured(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", without_sinks(), {"attention-sinks": 0.05})
+    report = reported(run)
+    fix = answers(replace(report, verdict=replace(report.verdict, status="unfit")))[0]
+    assert fix == Answer("Fix", catalogue()["attention-sinks"].mend)
 
 
 def test_every_form_of_the_report_says_so(tmp_path: Path) -> None:

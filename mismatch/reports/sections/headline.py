@@ -99,7 +99,11 @@ def _fix(report: Report) -> Answer | None:
     entry = catalogue().get(causes.ranked[0].id) if causes and causes.ranked else None
     if fixes is not None and fixes.outcomes:
         return Answer("Best fix", "None of the fixes that were measured helps significantly.")
-    return Answer("Fix, not measured", line(entry.mend), "--fix all") if entry else None
+    if entry is None:
+        return None
+    if causes and causes.ranked[0].status == "confirmed":
+        return Answer("Fix", line(entry.mend))
+    return Answer("Fix, not measured", line(entry.mend), "--fix all")
 
 
 def effect(best: FixOutcome, report: Report) -> str:

@@ -23,12 +23,12 @@ def packs(case: Case) -> Look | NotTested:
     Packs are filled with rows in their order up to a number of tokens; their first rows see nothing
     of others. A trainer that sorts or deals out its rows first leaves another mark.
     """
-    if case.reference is None or len(case.rows) < MIN_ROWS:
-        return NotTested(WHAT, f"needs float32 and {MIN_ROWS} rows")
+    rows = [np.flatnonzero(case.kept[row]) + row.start for row in case.rows]
+    if case.reference is None or sum(len(row) >= LEAST for row in rows) < MIN_ROWS:
+        return NotTested(WHAT, f"needs float32 and {MIN_ROWS} rows of {LEAST} tokens")
     legs = [np.abs(side - case.reference) for side in (case.left, case.right)]
     engine_off = legs[0][case.kept].mean() > legs[1][case.kept].mean()
     off, other = legs if engine_off else legs[::-1]
-    rows = [np.flatnonzero(case.kept[row]) + row.start for row in case.rows]
     far, near = (np.array([leg[row].mean() if len(row) >= LEAST else np.nan for row in rows])
                  for leg in (off, other))  # fmt: skip
     calm = far < CALM * np.maximum(near, np.nanmean(near))
