@@ -93,6 +93,47 @@ def test_a_strong_softcap_is_a_function_and_no_other_weights(cap: float, side: s
     assert (only.id, only.side, only.alike[0]) == ("function-differs", side, "logit-softcap")
 
 
+def capped_at(temperature: float, cap: float) -> Case:
+    """The engine caps its logits, and both sides divide by the temperature."""
+    made = drawn.draw(0)
+    made.temperature, plain = temperature, made.trainer
+    made.engine = cap * np.tanh(made.engine / cap)
+    made.engine, made.trainer, made.logits = (
+        each / temperature for each in (made.engine, made.trainer, made.logits)
+    )
+    made.sampled = drawn.log_law(made.engine)
+    case = made.case()
+    raw = drawn.log_law(plain)[np.arange(len(plain)), case.engine.token_ids]
+    return replace(case, trainer=replace(case.trainer, extra={"logprobs_untempered": raw}))
+
+
+def test_a_temperature_that_both_sides_apply_is_no_cause() -> None:
+    """The trainer at T = 1 is farther off still, so that a softcap's fit is not the temperature."""
+    leading = first(capped_at(2.0, 5))
+    assert (leading.id, leading.side) == ("function-differs", "engine")
+    leading = first(capped_at(1.3, 3))
+    assert (leading.id, leading.side) == ("temperature-semantics", "engine")
+    assert leading.alike[0] == "logit-softcap"
+
+
+def test_certain_tokens_are_no_padding_and_no_other_row() -> None:
+    """Rows of near-certain tokens are near to each other, and 0 is what such a law gives."""
+    made = drawn.draw(1, prompts=32, sharpness=24.0)
+    confident = np.exp(drawn.log_law(made.logits)).max(axis=1, keepdims=True) ** 3
+    odd = made.rng.standard_normal(made.logits.shape)
+    made.trainer = made.trainer + 6.0 * confident * odd
+    assert {cause.id for cause in causes(made.case()).ranked} == {"side-off"}
+
+
+def test_a_law_that_was_cut_to_one_token_is_no_padding() -> None:
+    case = drawn.top_k(0, 1)
+    sampling = replace(case.rollout.sampling, top_k=1)
+    kept = replace(case.trainer, extra={"kept_mass": np.exp(case.right)})
+    cut = replace(case, rollout=replace(case.rollout, sampling=sampling), trainer=kept)
+    assert first(case).id == "appended-eos"  # nothing says that it was cut
+    assert "appended-eos" not in {cause.id for cause in causes(cut).ranked}
+
+
 def test_other_weights_that_choose_their_tokens_are_no_function() -> None:
     """What an engine of other weights sampled is likelier there: over half of its squared error."""
     made = drawn.draw(1, sharpness=6.0)

@@ -18,7 +18,7 @@ MIN_HEAD = 6
 LOWEST = -12.0  # nats; log-probabilities are clipped to it, and to 0, where rows are compared
 BETTER = 0.25  # distance to another row, as a share of that to the own one
 CLOSER = 0.5  # of the distance to the own row, where one other row fits as rows do here
-ALONE = 0.6  # of the distance to the next best row, that its distance may be
+ALONE = 0.5  # of the distance to the next best row, that its distance may be
 USUAL = 3.0  # times the typical distance of a row to its own numbers
 SUSPECTS = 512  # rows that are tried against all others
 APART = 0.1  # nats of mean |delta|, from which a row is held against others
@@ -27,6 +27,8 @@ LEAST = 0.05  # with a re-pairing of rows, each of which fits its new partner
 POSITIVE = 1e-3  # nats above 0, that no rounding of a float32 log_softmax reaches
 WRITTEN_AS_0 = -1e-4  # nats in float32, below which no side of a lower precision has exactly 0
 NEAR_CERTAIN = float(np.log(0.99))
+FEW = 0.2  # of the tokens where a side has exactly 0
+HALF = float(np.log(0.5))  # of what a cut law keeps: two sides may keep one token and two
 
 
 def lag(case: Case) -> Look | NotTested:
@@ -155,19 +157,23 @@ def rows(case: Case) -> Look | NotTested:
     typical = float(np.median(own))
     tried = [row for row in order[:SUSPECTS] if own[row] > APART]
     partner: dict[int, int] = {}
+    alone = 0
     for row in tried:
         distances = _distance(heads_left[row], heads_right, width[row], width)
         distances[row] = np.inf
         best = int(distances.argmin())
-        if _fits(distances, float(own[row]), typical):
+        near, lone = _fits(distances, float(own[row]), typical)
+        if near:
             partner[int(row)] = best
+            alone += lone
     share = len(partner) / len(order)
     evidence = (
         Evidence("rows that another row fits better", len(partner), "0"),
         Evidence("of rows that are far off", len(tried)),
         Evidence("typical distance of a row, nats", typical),
     )
-    if len(partner) < 2 or (share < 0.02 and len(partner) < 3):
+    # Where most tokens are certain, many rows are near to each other.
+    if alone < max(2, len(partner) / 2) or (share < 0.02 and len(partner) < 3):
         return Look(evidence)
     right, kept = case.right.copy(), np.ones(len(case.right), bool)
     for row, other in partner.items():
@@ -184,13 +190,14 @@ def rows(case: Case) -> Look | NotTested:
     return Look(evidence, (finding,))
 
 
-def _fits(distances: Floats, own: float, typical: float) -> bool:
-    """Whether the nearest of the other rows is this row's own: far nearer, or alone as near as
-    rows are to their own numbers in this run (where rounding is large).
+def _fits(distances: Floats, own: float, typical: float) -> tuple[bool, bool]:
+    """Whether the nearest of the other rows is this row's own, and whether no other is as near: far
+    nearer, or alone as near as rows are to their own numbers here (where rounding is large).
     """
     best, second = np.partition(distances, 1)[:2]
-    clear = best < BETTER * own
-    return bool(clear or (best < CLOSER * own and best < ALONE * second and best < USUAL * typical))
+    alone = bool(best < ALONE * second)
+    usual = alone and best < CLOSER * own and best < USUAL * typical
+    return bool(best < BETTER * own or usual), alone
 
 
 def _heads(case: Case, values: Floats, numbers: list[int]) -> tuple[Floats, np.ndarray]:
@@ -213,7 +220,10 @@ def _distance(left: Floats, right: Floats, width: np.ndarray, others: np.ndarray
 
 def padding(case: Case) -> Look:
     """A log-probability of exactly 0 where the other side is not certain."""
-    at_left = (case.left == 0) & (case.right < NEAR_CERTAIN) & case.kept
+    certain = np.full(len(case.right), NEAR_CERTAIN)
+    if case.rollout.sampling.truncates:  # of a law that was cut to one token it is exactly 0
+        certain += HALF + np.log(case.trainer.extra.get("kept_mass", np.ones(len(certain))))
+    at_left = (case.left == 0) & (case.right < certain) & case.kept
     at_right = (case.right == 0) & (case.left < NEAR_CERTAIN) & case.kept
     if case.reference is not None:  # a law that is certain rounds to 0 of itself
         open_ = case.reference < WRITTEN_AS_0
@@ -225,10 +235,12 @@ def padding(case: Case) -> Look:
         Evidence("log-probabilities of exactly 0", int(bad.sum()), "0"),
         Evidence("of these, on a last token", int((bad & last).sum())),
     )
-    if not bad.any():
+    side: Side = "engine" if at_left.sum() >= at_right.sum() else "trainer"
+    zeros = int(((case.left if side == "engine" else case.right)[case.kept] == 0).sum())
+    # A sharp law has 0 of itself in many tokens, and is wrong in some where that side is off.
+    if bad.sum() < max(1, FEW * zeros) and (bad & last).sum() <= bad.sum() / 2:
         return Look(evidence)
     effect = case.share(np.where(bad, 0.0, case.delta))
-    side: Side = "engine" if at_left.sum() >= at_right.sum() else "trainer"
     repair = Repair(case.left, case.right, ~bad)
     inner = case.turn.max() > 1 and (bad & last).sum() < bad.sum() / 2
     cause = "action-mask" if inner else "appended-eos"
