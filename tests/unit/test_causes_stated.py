@@ -192,6 +192,8 @@ def routed(kind: str) -> Case:
         other[:, 1] = rng.standard_normal((tokens, 16))
     if kind == "shifted":
         other = np.roll(other, 1, axis=0)
+    if kind == "one token":  # again and again: a flip of it is one flip
+        scores, other = (np.tile(rng.standard_normal((3, 16)), (tokens, 1, 1)) for _ in range(2))
 
     def routing(values: np.ndarray) -> Routing:
         order = np.argsort(-values, axis=2)[:, :, :2].astype(np.uint8)
@@ -212,6 +214,7 @@ def routed(kind: str) -> Case:
         ("near-ties", []),
         ("chance", ["corrupt-route-capture"]),
         ("shifted", ["shifted-route-capture"]),
+        ("one token", []),
     ],
 )
 def test_routes(kind: str, wanted: list[str]) -> None:

@@ -8,6 +8,7 @@ the numbers that they explain.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -178,7 +179,7 @@ def look_of(
 ) -> Look | NotTested | Failure:
     """What a detector sees, or that it raised."""
     try:
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
             return find(case)
     except Exception as error:
         return Failure(id, f"{type(error).__name__}: {error}")

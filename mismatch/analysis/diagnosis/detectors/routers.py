@@ -10,6 +10,7 @@ from mismatch.metrics.routing_pairs import in_other
 from mismatch.types import Bools, Floats, Ints, NotTested, Routing
 
 MIN_FLIPS = 40
+SEEN = 4096  # rows
 CHANCE = 0.35  # of the way from chance to full agreement
 SHIFTS = (-2, -1, 0, 1, 2)
 FAR_FLIPS = 0.35  # mean rank of a flipped row's margin; near-ties lie near 0, any row near 0.5
@@ -30,6 +31,8 @@ def routes(case: Case) -> Look | NotTested:
     if case.trainer.fingerprint.get("replay"):
         return NotTested("routed experts", "the trainer replays the engine's")
     rows = case.rollout.actions - 1
+    if max(_distinct(side, rows) for side in (left, right)) < MIN_FLIPS:
+        return NotTested("routed experts", f"needs {MIN_FLIPS} tokens that are routed differently")
     agreed = {shift: _overlap(left, right, rows, columns, shift, case) for shift in SHIFTS}
     overlap = agreed[0].mean(axis=0)
     chance = left.top_k / left.num_experts
@@ -63,6 +66,11 @@ def routes(case: Case) -> Look | NotTested:
     else:
         findings += _far_flips(case, agreed[0] < 1, right, rows, columns, evidence)
     return Look(tuple(evidence), tuple(findings))
+
+
+def _distinct(routing: Routing, rows: Ints) -> int:
+    """Routes that differ among the first of these rows: one prompt repeated is one observation."""
+    return len(np.unique(routing.ids[rows[:SEEN]].reshape(min(len(rows), SEEN), -1), axis=0))
 
 
 def _turns_lost(case: Case, overlap: Floats, chance: float) -> list[int]:
