@@ -309,14 +309,14 @@ def _unseen(spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring]) -> 
         yield NotTested("weight synchronisation", reason, "mismatch sync-probe --model MODEL")
 
 
-def _unsynchronised(told: dict[str, Any] | None) -> str:
+def _unsynchronised(counts: dict[str, Any] | None) -> str:
     """What is not known of the weights' way into the engine; "" where all were read back."""
-    if told is None:
+    if counts is None:
         return "both sides loaded from disk, no refit took place"
-    left = told["not_compared"]
+    left = counts["not_compared"]
     if not left:
         return ""
-    return f"{left} of {left + told['verified']} parameters cannot be read back from the engine"
+    return f"{left} of {left + counts['verified']} parameters cannot be read back from the engine"
 
 
 def without_room(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> Iterator[NotTested]:

@@ -90,7 +90,7 @@ def test_swapped_experts_are_named_with_their_layer_in_two_ranks(
     assert trainer.source is None  # the reference holds its weights
     assert engine.source is not None
     assert (engine.source.site, engine.source.layers) == ("mlp", (1,))
-    assert {one.place for one in engine.sites} == {one.place for one in trainer.sites}
+    assert {one.location for one in engine.sites} == {one.location for one in trainer.sites}
 
 
 @pytest.mark.grid

@@ -160,8 +160,13 @@ def test_other_overrides_of_the_configuration_survive() -> None:
         ("attention-sinks", ModelFacts(), CPU, "no attention sinks"),
         ("router-replay=ids", ModelFacts(), CPU, "dense"),
         ("fp32-router", ModelFacts(), CPU, "dense"),
-        ("expert-memory", ModelFacts(known=False), CPU, "not known without the model's config"),
-        ("attention-sinks", ModelFacts(known=False), CPU, "not known without the model's config"),
+        ("expert-memory", ModelFacts(described=False), CPU, "not known without the model's config"),
+        (
+            "attention-sinks",
+            ModelFacts(described=False),
+            CPU,
+            "not known without the model's config",
+        ),
         ("rollout-bf16-weights", ModelFacts(stored_dtype="fp8"), CPU, "stored in fp8"),
         ("router-replay=ids+weights", MOE, CPU, "not their weights"),
         ("no-packing", MOE, CPU, "not packed"),
@@ -244,7 +249,7 @@ def test_the_stored_form_can_always_be_asked_for(tmp_path: Path) -> None:
 def test_a_configuration_that_is_elsewhere_is_not_dense() -> None:
     spec = check()
     facts = context_of(replace(spec, train=replace(spec.train, model="nobody/nothing"))).model
-    assert not facts.known
+    assert not facts.described
 
 
 def test_facts_of_the_embedded_model() -> None:
@@ -262,7 +267,7 @@ def test_facts_of_the_embedded_model() -> None:
 def test_fixes_of_the_trainer_need_no_engine() -> None:
     plan = planned(check("fp32", "router-replay"))
     assert plan.engines == ()
-    assert {variant.place for variant in plan.variants} == {""}
+    assert {variant.folder for variant in plan.variants} == {""}
     assert all(variant.spec.rollout == check().rollout for variant in plan.variants)
     assert [variant.scoring.name for variant in plan.variants] == [
         "fix:fp32",
@@ -273,7 +278,7 @@ def test_fixes_of_the_trainer_need_no_engine() -> None:
 def test_variants_with_one_engine_share_its_tokens() -> None:
     plan = planned(check("fp32+engine-fp32", "engine-fp32", "router-replay+engine-fp32"))
     assert len(plan.variants) == 3
-    assert {variant.place for variant in plan.variants} == {"fixes/engine-fp32"}
+    assert {variant.folder for variant in plan.variants} == {"fixes/engine-fp32"}
     assert len(plan.engines) == 1
     assert [variant.side for variant in plan.variants] == ["both", "engine", "both"]
 
@@ -350,5 +355,5 @@ def test_the_plan_says_what_it_will_start() -> None:
 def test_names_of_directories_hold_no_slash() -> None:
     variant = planned(check("engine-fp32+experts-implementation=a/b")).variants[0]
     assert isinstance(variant, Variant)
-    assert variant.place == "fixes/engine-fp32"
+    assert variant.folder == "fixes/engine-fp32"
     assert fix_named("fp32").id == "fp32"

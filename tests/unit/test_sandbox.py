@@ -198,7 +198,7 @@ def test_code_in_the_middle_of_a_message() -> None:
 def test_how_the_model_is_told_of_the_tags() -> None:
     given = Prompt("p", messages=[{"role": "user", "content": "6 * 7?"}])
     (message,) = offered("retool", given).messages
-    assert message["content"] == f"{Retool.told}\n\n6 * 7?"
+    assert message["content"] == f"{Retool.instructions}\n\n6 * 7?"
     assert offered("retool", offered("retool", given)) == offered("retool", given)
     assert not offered("retool", given).tools
     assert environment_class(RolloutSpec(prompts=PromptSpec(environment="retool"))) is Retool

@@ -27,7 +27,7 @@ from mismatch.experiments.engine_pair import (
     TRAINER,
     Contrast,
     Triangle,
-    other_place,
+    other_folder,
     other_spec,
     outlier,
     triangle,
@@ -107,7 +107,7 @@ def make(
 ) -> Triangle:
     spec = spec_of()
     fill(run_dir, A, B, noise, seed, unable)
-    fill(run_dir / other_place(spec), B, A, noise_of_b or noise, seed + 1000, unable)
+    fill(run_dir / other_folder(spec), B, A, noise_of_b or noise, seed + 1000, unable)
     return triangle(run_dir, spec)
 
 
@@ -214,7 +214,7 @@ def test_an_edge_is_the_comparison_of_its_two_scorings(tmp_path: Path) -> None:
     edge = result.edge(B, A, B, "prefill")
     assert edge is not None
     assert edge.comparison is not None
-    second = tmp_path / other_place(spec_of())
+    second = tmp_path / other_folder(spec_of())
     left, right = (store.load_scoring(second, f"{name}:prefill").logprobs for name in edge.parties)
     for name in ("kl", "logprob_abs_diff_mean"):
         assert edge.comparison.metrics[name].value == pytest.approx(METRICS[name](right - left))
@@ -443,7 +443,7 @@ def test_a_nan_on_the_second_engines_tokens_is_broken(
 ) -> None:
     run_dir = tmp_path / "run"
     make(run_dir, ALIKE)
-    second = run_dir / other_place(spec_of())
+    second = run_dir / other_folder(spec_of())
     scoring = store.load_scoring(second, name)
     logprobs = scoring.logprobs.copy()
     logprobs[5] = np.nan

@@ -136,7 +136,7 @@ def legs_of(case: Case) -> tuple[Floats, Floats] | None:
 def _repaired_by(reference: Floats, case: Case) -> bool:
     """Whether a side is the reference only since a cause was taken out: its rounding is lost."""
     sides = (case.left, case.engine.logprobs), (case.right, case.trainer.logprobs)
-    near = [[float(np.abs(one - reference)[case.kept].mean()) <= NO_ROUNDING for one in side]
+    near = [[float(np.abs(values - reference)[case.kept].mean()) <= NO_ROUNDING for values in side]
             for side in sides]  # fmt: skip
     return any(now and not before for now, before in near)
 
@@ -225,14 +225,14 @@ def imbalance(case: Case, where: Bools) -> float:
 
 def far_side(case: Case) -> Look | NotTested:
     """Which side stands far from float32, and whether its weights or its function differ."""
-    found = _of_two_precisions(case)
-    if found is None:
+    precisions = _of_two_precisions(case)
+    if precisions is None:
         return NotTested(
             "distance from float32",
             f"needs {REFERENCE}, and {PLAIN}:<dtype> where the sides' dtypes differ",
             "drop --no-noise-floor",
         )
-    legs, times = found[:2], found[2]
+    legs, times = precisions[:2], precisions[2]
     limits = [float(np.quantile(np.abs(leg[case.kept]), 0.995)) for leg in legs]
     engine, trainer = (
         np.minimum(np.abs(leg), limit) for leg, limit in zip(legs, limits, strict=True)
