@@ -19,7 +19,7 @@ from mismatch.reports.formatting import (
     times,
     wording,
 )
-from mismatch.reports.metric_labels import ROUTING, MetricLabel, metric_label, noise_label
+from mismatch.reports.metric_labels import MetricLabel, metric_label, noise_label
 from mismatch.reports.section import Cell, Column, Table
 from mismatch.run.store import REFERENCE
 from mismatch.types import Check, Comparison, Estimate, Judgement, Report
@@ -145,13 +145,6 @@ def most_telling(report: Report) -> list[Row]:
 def all_rows(comparison: Comparison) -> list[Row]:
     """Every metric of a comparison, without levels."""
     return [_row(comparison, name) for name in [*comparison.metrics, *comparison.routing]]
-
-
-def routing_rows(report: Report) -> list[Row]:
-    """The routing table of the headline comparison, known names first."""
-    routing = headline(report).routing
-    listed = [name for name in ROUTING if name in routing]
-    return [_row(headline(report), name) for name in [*listed, *(routing.keys() - set(listed))]]
 
 
 def _row(comparison: Comparison, name: str, judgement: Judgement | None = None) -> Row:
