@@ -50,8 +50,8 @@ class SameNumber(VllmDriver):
 
 
 def main() -> int:
-    place = Path(sys.argv[1])
-    model = make("llama", place / "llama", head_dim=32)
+    folder = Path(sys.argv[1])
+    model = make("llama", folder / "llama", head_dim=32)
     engine = EngineSpec(engine="vllm", model=str(model), dtype="bf16", routing=False)
     spec = SyncSpec(engine, path=ADAPTER_PATH)
     with loaded(VllmDriver.prepared(spec.engine, spec.path), spec) as (
@@ -62,14 +62,14 @@ def main() -> int:
         expected = [checkpoint.prints(push) for push in range(PUSHES)]
 
         def probe(name: str, driver: type[VllmDriver] = VllmDriver, **changes: Any) -> None:
-            one = driver(running, checkpoint, place / "states")
+            sync_driver = driver(running, checkpoint, folder / "states")
             own = replace(spec, **changes)
-            looked = Probe(one, running, sequences, own, checkpoint, checkpoint.names())
+            looked = Probe(sync_driver, running, sequences, own, checkpoint, checkpoint.names())
             report = looked.run(expected, None)
             report = replace(report, scores=score_rows(looked.scores, None))
-            write_json(place / f"{name}.json", sync_to_json(report))
-            VllmDriver(running, checkpoint, place / "states").push(ADAPTER_PATH, 0)
-            one.drop_caches()
+            write_json(folder / f"{name}.json", sync_to_json(report))
+            VllmDriver(running, checkpoint, folder / "states").push(ADAPTER_PATH, 0)
+            sync_driver.drop_caches()
 
         probe("clean")
         probe("kept-cache", keep_caches=True)

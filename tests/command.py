@@ -32,12 +32,12 @@ def mismatch(
 ) -> subprocess.CompletedProcess[str]:
     """``mismatch ARGUMENTS`` with ``env`` added to the environment; its exit code and output."""
     command = [str(each) for each in arguments]
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as folder:
         call = {
             "argv": ["mismatch", *command],
             "cwd": str(cwd or Path.cwd()),
             "env": {**os.environ, **env},
-            "place": place,
+            "place": folder,
             "timeout": timeout,
         }
         server = _server()
@@ -46,7 +46,7 @@ def mismatch(
         server.stdin.write(json.dumps(call) + "\n")
         server.stdin.flush()
         code = int(server.stdout.readline())
-        out, err = ((Path(place) / name).read_text() for name in ("out", "err"))
+        out, err = ((Path(folder) / name).read_text() for name in ("out", "err"))
     if code == -signal.SIGALRM:
         raise subprocess.TimeoutExpired(command, timeout, out, err)
     return subprocess.CompletedProcess(command, code, out, err)

@@ -125,22 +125,22 @@ def raw_logprobs(seed: int, temperature: float) -> Case:
 
 def raw_logprobs_and_noise(seed: int, temperature: float, times: float) -> Case:
     """The same, and the engine's rounding is several times what it should be."""
-    made = draw(seed)
-    made.engine = made.engine + rounded(made.rng, made.logits, times * made.rounding)
-    return _raw(made, temperature, untempered=True)
+    pair = draw(seed)
+    pair.engine = pair.engine + rounded(pair.rng, pair.logits, times * pair.rounding)
+    return _raw(pair, temperature, untempered=True)
 
 
-def _raw(made: Draw, temperature: float, untempered: bool) -> Case:
+def _raw(pair: Draw, temperature: float, untempered: bool) -> Case:
     """As a run at a temperature leaves it: trainer and float32 reference are at it."""
-    plain, made.temperature = made.trainer, temperature
-    made.trainer = made.trainer / temperature
-    case = made.case()
-    at = np.arange(len(made.logits)), case.engine.token_ids
+    plain, pair.temperature = pair.trainer, temperature
+    pair.trainer = pair.trainer / temperature
+    case = pair.case()
+    at = np.arange(len(pair.logits)), case.engine.token_ids
     reference = replace(
-        case.others["reference:fp32"], logprobs=log_law(made.logits / temperature)[at]
+        case.others["reference:fp32"], logprobs=log_law(pair.logits / temperature)[at]
     )
     extra = {"logprobs_untempered": log_law(plain)[at]} if untempered else {}
-    exact = {"logprobs_untempered": log_law(made.logits)[at]} if untempered else {}
+    exact = {"logprobs_untempered": log_law(pair.logits)[at]} if untempered else {}
     return replace(
         case,
         others={reference.name: replace(reference, extra=exact)},
@@ -150,18 +150,18 @@ def _raw(made: Draw, temperature: float, untempered: bool) -> Case:
 
 def top_k(seed: int, k: int) -> Case:
     """The engine samples and normalises over its k most likely tokens; the trainer over all."""
-    made = draw(seed)
-    law = log_law(made.engine)
+    pair = draw(seed)
+    law = log_law(pair.engine)
     cut = np.sort(law, axis=1)[:, -k][:, None]
-    made.engine = np.where(law >= cut, law, -60.0)
-    return made.case()
+    pair.engine = np.where(law >= cut, law, -60.0)
+    return pair.case()
 
 
 def shifted(seed: int, lag: int) -> Case:
     """The trainer's log-probabilities are of tokens ``lag`` further on (by rows)."""
-    made = draw(seed)
-    edges = np.cumsum(made.lengths)[:-1]
-    return made.case(
+    pair = draw(seed)
+    edges = np.cumsum(pair.lengths)[:-1]
+    return pair.case(
         lambda left, right: (
             left,
             np.concatenate([np.roll(r, -lag) for r in np.split(right, edges)]),
@@ -171,9 +171,9 @@ def shifted(seed: int, lag: int) -> Case:
 
 def swapped_rows(seed: int, count: int) -> Case:
     """So many rows carry each other's log-probabilities, cut or repeated to their length."""
-    made = draw(seed)
-    edges = np.cumsum(made.lengths)[:-1]
-    chosen = made.rng.permutation(len(made.lengths))[:count]
+    pair = draw(seed)
+    edges = np.cumsum(pair.lengths)[:-1]
+    chosen = pair.rng.permutation(len(pair.lengths))[:count]
 
     def change(left: Array, right: Array) -> tuple[Array, Array]:
         rows = np.split(right, edges)
@@ -182,64 +182,64 @@ def swapped_rows(seed: int, count: int) -> Case:
             [np.resize(rows[other.get(n, n)], len(row)) for n, row in enumerate(rows)]
         )
 
-    return made.case(change)
+    return pair.case(change)
 
 
 def onset(seed: int, times: float, at: int = 40) -> Case:
     """From one absolute position on the engine's error is several times its rounding."""
-    made = draw(seed, length=60)
-    later = (made.position >= at)[:, None]
-    made.engine = made.engine + later * rounded(made.rng, made.logits, times * made.rounding)
-    return made.case()
+    pair = draw(seed, length=60)
+    later = (pair.position >= at)[:, None]
+    pair.engine = pair.engine + later * rounded(pair.rng, pair.logits, times * pair.rounding)
+    return pair.case()
 
 
 def other_weights(seed: int, times: float) -> Case:
     """The trainer's logits are off in every direction alike."""
-    made = draw(seed)
-    made.trainer = made.trainer + times * made.rounding * made.rng.standard_normal(
-        made.logits.shape
+    pair = draw(seed)
+    pair.trainer = pair.trainer + times * pair.rounding * pair.rng.standard_normal(
+        pair.logits.shape
     )
-    return made.case()
+    return pair.case()
 
 
 def other_function(seed: int, strength: float) -> Case:
     """The trainer's law changes where it is confident, as measured of sinks, rope and windows."""
-    made = draw(seed)
-    confident = np.exp(log_law(made.logits)).max(axis=1, keepdims=True) ** 3
-    made.trainer = made.trainer + strength * confident * made.rng.standard_normal(made.logits.shape)
-    return made.case()
+    pair = draw(seed)
+    confident = np.exp(log_law(pair.logits)).max(axis=1, keepdims=True) ** 3
+    pair.trainer = pair.trainer + strength * confident * pair.rng.standard_normal(pair.logits.shape)
+    return pair.case()
 
 
 def softcapped(seed: int, cap: float, side: str = "trainer", rounding: float = 0.2) -> Case:
     """One side puts its logits through a softcap."""
-    made = draw(seed, rounding=rounding)
-    setattr(made, side, cap * np.tanh(getattr(made, side) / cap))
-    return made.case()
+    pair = draw(seed, rounding=rounding)
+    setattr(pair, side, cap * np.tanh(getattr(pair, side) / cap))
+    return pair.case()
 
 
 def first_tokens(seed: int, times: float) -> Case:
     """The first tokens of the trainer's rows are far off."""
-    made = draw(seed)
-    early = (made.position - PROMPT < 2)[:, None]
-    made.trainer = made.trainer + early * rounded(made.rng, made.logits, times * made.rounding)
-    return made.case()
+    pair = draw(seed)
+    early = (pair.position - PROMPT < 2)[:, None]
+    pair.trainer = pair.trainer + early * rounded(pair.rng, pair.logits, times * pair.rounding)
+    return pair.case()
 
 
 def rounded_logprobs(seed: int, bits: int) -> Case:
     """The engine's log-probabilities are sent in a format of so many significant bits."""
-    made = draw(seed, rounding=0.002)
+    pair = draw(seed, rounding=0.002)
 
     def change(left: Array, right: Array) -> tuple[Array, Array]:
         fraction, exponent = np.frexp(left)
         return np.ldexp(np.round(fraction * 2.0**bits) / 2.0**bits, exponent), right
 
-    return made.case(change)
+    return pair.case(change)
 
 
 def appended_ends(seed: int, share: float) -> Case:
     """Some rows end in a token that nobody sampled, at log-probability 0."""
-    made = draw(seed)
-    last = np.cumsum(made.lengths) - 1
+    pair = draw(seed)
+    last = np.cumsum(pair.lengths) - 1
     last = last[: max(1, int(share * len(last)))]
 
     def change(left: Array, right: Array) -> tuple[Array, Array]:
@@ -247,7 +247,7 @@ def appended_ends(seed: int, share: float) -> Case:
         left[last] = 0.0
         return left, right
 
-    return made.case(change)
+    return pair.case(change)
 
 
 # ---------------------------------------------------------------- several turns

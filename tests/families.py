@@ -24,14 +24,14 @@ def moe_families() -> list[str]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-    found = []
+    families = []
     for model_type in CAUSAL:
-        place = CONFIG_MAPPING[model_type].__module__.replace("configuration_", "modeling_")
-        source = Path(importlib.util.find_spec(place).origin).read_text(encoding="utf-8")
+        module = CONFIG_MAPPING[model_type].__module__.replace("configuration_", "modeling_")
+        source = Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8")
         routed = re.search(r"^class \w*(Experts|MoE|Moe)\w*\(|topk\(", source, re.M)
         if routed and "experts" in source:
-            found.append(model_type)
-    return found
+            families.append(model_type)
+    return families
 
 
 def other_modules() -> list[str]:
@@ -39,13 +39,13 @@ def other_modules() -> list[str]:
     import transformers
 
     root = Path(transformers.__file__).parent / "models"
-    mine = {name.removesuffix("_text") for name in moe_families()}
-    found = []
+    families = {name.removesuffix("_text") for name in moe_families()}
+    others = []
     for path in sorted(root.glob("*/modeling_*.py")):
         source = path.read_text(encoding="utf-8")
-        if re.search(r"^class \w*Experts\w*\(", source, re.M) and path.parent.name not in mine:
-            found.append(path.parent.name)
-    return found
+        if re.search(r"^class \w*Experts\w*\(", source, re.M) and path.parent.name not in families:
+            others.append(path.parent.name)
+    return others
 
 
 def configuration(family: str, **overrides: Any) -> Any:
@@ -139,8 +139,8 @@ def replaying(model: Any, layers: list[Any], wanted: Any) -> Any:
     from mismatch.training.routing.replay import Replay
 
     columns = {layer.index: column for column, layer in enumerate(layers)}
-    known = torch.ones(len(wanted), dtype=torch.bool)
-    return intervening(model.get_decoder(), layers, (Replay("the trial", columns, known, wanted),))
+    rows = torch.ones(len(wanted), dtype=torch.bool)
+    return intervening(model.get_decoder(), layers, (Replay("the trial", columns, rows, wanted),))
 
 
 def chosen(ids: Any, experts: int) -> Any:
@@ -165,8 +165,8 @@ def experts_that_ran(model: Any, layer: Any, ids: Any) -> Any:
 
 def _parts(model: Any, layer: Any) -> tuple[Any, list[Any], int]:
     """The block of a layer, the output weights of its experts, and how many have any."""
-    place = next(name for name, module in model.named_modules() if module is layer.experts)
-    block = model.get_submodule(place.rpartition(".")[0])
+    path = next(name for name, module in model.named_modules() if module is layer.experts)
+    block = model.get_submodule(path.rpartition(".")[0])
     experts = getattr(block, "experts", block)  # JetMoE keeps them in the block itself
     ends = ("down_proj", "w2", "output_linear.weight")
     weights = [p for name, p in experts.named_parameters() if name.endswith(ends)]
@@ -294,9 +294,9 @@ def _replay(model: Any, layers: list[Any], routes: list[Any], ids: Any) -> str:
             ran = experts_that_ran(model, layers[-1], ids)
     except MismatchError as error:
         return error.message
-    told = chosen(wanted[:, -1], layers[-1].num_experts)[:, : ran.shape[1]]
-    same = all(torch.equal(one.ids, wanted[:, i]) for i, one in enumerate(shown))
-    return "yes" if same and torch.equal(ran, told) else "other experts ran than were given"
+    given = chosen(wanted[:, -1], layers[-1].num_experts)[:, : ran.shape[1]]
+    same = all(torch.equal(routes.ids, wanted[:, i]) for i, routes in enumerate(shown))
+    return "yes" if same and torch.equal(ran, given) else "other experts ran than were given"
 
 
 def _total(config: Any) -> int:

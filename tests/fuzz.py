@@ -40,11 +40,11 @@ Target = Callable[[Random, Path], str]
 def mutated(document: Any, random: Random) -> Any:
     """A copy with one part replaced by junk, or left out."""
     document = copy.deepcopy(document)
-    parent, key, place = None, None, document
-    while isinstance(place, dict | list) and place and (parent is None or random.random() < 0.8):
-        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
-        parent, key = place, random.choice(keys)
-        place = parent[key]
+    parent, key, node = None, None, document
+    while isinstance(node, dict | list) and node and (parent is None or random.random() < 0.8):
+        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+        parent, key = node, random.choice(keys)
+        node = parent[key]
     junk = random.choice([*JUNK, DELETED])
     if parent is None:
         return None if junk is DELETED else junk
@@ -167,10 +167,10 @@ def _main(arguments: list[str]) -> str:
         with contextlib.redirect_stderr(kept), contextlib.redirect_stdout(io.StringIO()):
             cli.main()
     except SystemExit as ended:
-        said = kept.getvalue()
-        if "Traceback" in said or ended.code not in (0, 2):
-            raise AssertionError(f"{arguments}: exit {ended.code}\n{said}") from None
-        return "same" if "far enough" in said or ended.code == 0 else "refused"
+        output = kept.getvalue()
+        if "Traceback" in output or ended.code not in (0, 2):
+            raise AssertionError(f"{arguments}: exit {ended.code}\n{output}") from None
+        return "same" if "far enough" in output or ended.code == 0 else "refused"
     finally:
         preflight.preflight, sys.argv = real, argv
     raise AssertionError("no exit code")

@@ -42,14 +42,14 @@ def slices() -> dict[str, slice]:
 def sketch(parts: Floats, slots: int = SLOTS) -> Floats:
     """Signed and folded per group, [P, G, slots]."""
     draw = np.random.default_rng([11, 7])
-    signs, place = draw.choice([-1.0, 1.0], DIMENSION), draw.integers(0, slots, DIMENSION)
-    made = np.zeros((len(parts), len(SIZES), slots))
+    signs, slot = draw.choice([-1.0, 1.0], DIMENSION), draw.integers(0, slots, DIMENSION)
+    sketches = np.zeros((len(parts), len(SIZES), slots))
     for index, group in enumerate(slices().values()):
         for number, part in enumerate(parts):
-            made[number, index] = np.bincount(
-                place[group], weights=(signs * part)[group], minlength=slots
+            sketches[number, index] = np.bincount(
+                slot[group], weights=(signs * part)[group], minlength=slots
             )
-    return made
+    return sketches
 
 
 def taken(
@@ -108,13 +108,13 @@ def planted(prompts: int = 16, seed: int = 0) -> tuple[list[Gradients], Gradient
         draw.normal(size=reference.shape),
         draw.normal(size=reference.shape),
     )
-    found: list[Gradients] = []
+    gradients: list[Gradients] = []
     for loss, scale in (("token", 1.0), ("sequence", 0.8)):
         ref = scale * reference
         base = ref + scale * (0.5 * bias + 0.4 * noise)
         base[:, slices()["sinks"]] = 0.0
         weighed = 0.95 * (base.mean(axis=0) + 0.6 * (base - base.mean(axis=0)))
-        found += [
+        gradients += [
             taken(REFERENCE, loss, ref),
             taken(TRAIN, loss, base, ref),
             taken("fix:attention-sinks", loss, ref + 0.05 * scale * noise, ref),
@@ -125,7 +125,7 @@ def planted(prompts: int = 16, seed: int = 0) -> tuple[list[Gradients], Gradient
             taken(TRAIN, f"{loss}:{PPO_RATIO}", base * (1.0 + 0.3 * np.sign(passes)), ref),
             taken(TRAIN, f"{loss}:{PPO_OVERRIDE}", base, ref, same_as=f"{TRAIN} {loss}"),
         ]
-    return found, batch_of(prompts)
+    return gradients, batch_of(prompts)
 
 
 @cache

@@ -21,7 +21,7 @@ def sampled(prompts: int = 64, samples: int = 4, response: int = 60, **changes: 
     """Prompts of three tokens, responses of the same length."""
     length, n = response + 3, prompts * samples
     mask = np.tile(np.arange(length) >= 3, n)
-    made = Rollout(
+    rollout = Rollout(
         token_ids=np.random.default_rng(0).integers(5, 500, n * length),
         offsets=np.arange(n + 1) * length,
         action_mask=mask,
@@ -31,7 +31,7 @@ def sampled(prompts: int = 64, samples: int = 4, response: int = 60, **changes: 
         sampling=Sampling(max_tokens=response, samples_per_prompt=samples),
         fingerprint={"engine": "transformers"},
     )
-    return replace(made, **changes)
+    return replace(rollout, **changes)
 
 
 def facts(mode: str, **changes: Any) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def noise(rollout: Rollout, size: float, seed: int = 2) -> np.ndarray:
 
 
 def saved(
-    place: Path,
+    folder: Path,
     rollout: Rollout,
     left: np.ndarray,
     right: np.ndarray,
@@ -61,11 +61,11 @@ def saved(
 ) -> Path:
     """A run directory; ``others``: logprobs of further passes of the trainer by name."""
     settings = settings or spec()
-    place.mkdir()
+    folder.mkdir()
     ids = rollout.token_ids[rollout.actions]
-    store.write_json(place / "spec.json", to_dict(settings))
-    store.save_rollout(place, rollout, made_by=settings.rollout)
-    store.save_vocabulary(place, {int(i): f"t{i}" for i in np.unique(rollout.token_ids)})
+    store.write_json(folder / "spec.json", to_dict(settings))
+    store.save_rollout(folder, rollout, made_by=settings.rollout)
+    store.save_vocabulary(folder, {int(i): f"t{i}" for i in np.unique(rollout.token_ids)})
     scorings = [
         Scoring("transformers:decode", ids, left, facts("decode") | (engine or {}),
                 **sides.get("one", {})),
@@ -74,14 +74,14 @@ def saved(
     ]  # fmt: skip
     for scoring in scorings:
         made_by = settings.rollout if scoring.name.endswith("decode") else settings.train
-        store.save_scoring(place, scoring, rollout, made_by=made_by)
-    return place
+        store.save_scoring(folder, scoring, rollout, made_by=made_by)
+    return folder
 
 
-def report_of(place: Path, **how: Any) -> Report:
+def report_of(folder: Path, **how: Any) -> Report:
     from mismatch.run.directory import load_spec
 
-    return build_report(place, load_spec(place), **how)[0]
+    return build_report(folder, load_spec(folder), **how)[0]
 
 
 def serious(report: Report) -> set[str]:

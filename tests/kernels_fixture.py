@@ -91,5 +91,5 @@ def make_audit_report(hostile: str = HOSTILE) -> AuditReport:
 
 def sound_report() -> AuditReport:
     """Nothing wrong with anything that was run."""
-    made = make_audit_report()
-    return AuditReport(made.model, made.device, made.geometry, made.audits[:4], made.facts)
+    full = make_audit_report()
+    return AuditReport(full.model, full.device, full.geometry, full.audits[:4], full.facts)

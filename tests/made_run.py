@@ -35,8 +35,8 @@ def rollout(seed: int = 0) -> Rollout:
     )
 
 
-def scoring(name: str, made: Rollout, shift: float = 0.0, seed: int = 1) -> Scoring:
-    ids = made.token_ids[made.actions]
+def scoring(name: str, samples: Rollout, shift: float = 0.0, seed: int = 1) -> Scoring:
+    ids = samples.token_ids[samples.actions]
     noise = np.random.default_rng(seed).exponential(1.0, len(ids))
     mode = "decode" if name.endswith(":decode") else "train"
     facts = {"mode": mode, "engine": "transformers", "dtype": "bf16", "logprobs_temperature": 1.0}
@@ -48,11 +48,11 @@ def scoring(name: str, made: Rollout, shift: float = 0.0, seed: int = 1) -> Scor
 def make_run(directory: Path, seed: int = 0, shift: float = 0.01) -> Path:
     """spec.json, rollout, the engine's scoring and the trainer's, ``shift`` apart everywhere."""
     directory.mkdir(parents=True)
-    made = rollout(seed)
+    samples = rollout(seed)
     store.write_json(directory / "spec.json", to_dict(spec()))
-    store.save_rollout(directory, made, made_by=spec().rollout)
-    store.save_vocabulary(directory, {int(i): f"t{i}" for i in np.unique(made.token_ids)})
-    decode = scoring("transformers:decode", made)
-    store.save_scoring(directory, decode, made, made_by=spec().rollout)
-    store.save_scoring(directory, scoring("fsdp", made, shift), made, made_by=spec().train)
+    store.save_rollout(directory, samples, made_by=spec().rollout)
+    store.save_vocabulary(directory, {int(i): f"t{i}" for i in np.unique(samples.token_ids)})
+    decode = scoring("transformers:decode", samples)
+    store.save_scoring(directory, decode, samples, made_by=spec().rollout)
+    store.save_scoring(directory, scoring("fsdp", samples, shift), samples, made_by=spec().train)
     return directory

@@ -71,7 +71,7 @@ class PlayedEngine:
 
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any) -> Any:
-            plain = [one for one in arguments if not callable(one)]
+            plain = [value for value in arguments if not callable(value)]
             key = (*self._key, name, digest(plain))
             return self._recording.of(key, lambda: getattr(self._engine, name)(*arguments))
 
@@ -147,23 +147,23 @@ def play(recording: Recording) -> None:
         make.capabilities = kind.capabilities  # type: ignore[attr-defined]
         return make
 
-    def load(passes: Any, one: Any) -> None:
+    def load(passes: Any, pass_: Any) -> None:
         def real() -> tuple[str, str]:
-            real_load(passes, one)
+            real_load(passes, pass_)
             return passes.loaded.attention.label, passes.loaded.experts
 
         if recording.playing:
-            label, experts = recording.of(("load", repr(one.spec)), real)
+            label, experts = recording.of(("load", repr(pass_.spec)), real)
             attention = SimpleNamespace(label=label)
-            passes.loaded = SimpleNamespace(spec=one.spec, attention=attention, experts=experts)
+            passes.loaded = SimpleNamespace(spec=pass_.spec, attention=attention, experts=experts)
         else:
             recording.results[
-                hashlib.sha256(repr(("load", repr(one.spec))).encode()).hexdigest()
+                hashlib.sha256(repr(("load", repr(pass_.spec))).encode()).hexdigest()
             ] = real()
 
-    def score_pass(world: Any, loaded: Any, rollout: Any, one: Any, *rest: Any) -> Any:
-        key = ("score", repr(one), digest(rollout.token_ids))
-        return recording.of(key, lambda: real_score(world, loaded, rollout, one, *rest))
+    def score_pass(world: Any, loaded: Any, rollout: Any, pass_: Any, *rest: Any) -> Any:
+        key = ("score", repr(pass_), digest(rollout.token_ids))
+        return recording.of(key, lambda: real_score(world, loaded, rollout, pass_, *rest))
 
     def batch_gradient(world: Any, loaded: Any, rollout: Any, job: Any, total: Any) -> Any:
         def real() -> Any:
@@ -173,9 +173,9 @@ def play(recording: Recording) -> None:
 
         totals: dict[str, Any] = {}
         values = [digest(job.values), digest(job.prompts)]
-        found = recording.of(("gradient", repr(job.scoring), job.coefficients, *values), real)
+        facts = recording.of(("gradient", repr(job.scoring), job.coefficients, *values), real)
         kept = totals.get(job.coefficients) or SimpleNamespace(on_host=lambda: None)
-        return SimpleNamespace(**found, total=kept)
+        return SimpleNamespace(**facts, total=kept)
 
     def dataclass_without_total(result: Any) -> dict[str, Any]:
         return {
@@ -219,7 +219,7 @@ class PlayedWorld:
     def barrier(self) -> None:
         pass
 
-    def meet(self, place: str) -> None:
+    def meet(self, stage: str) -> None:
         pass
 
     def close(self) -> None:

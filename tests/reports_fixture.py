@@ -215,7 +215,7 @@ def _corrections(rollout: bytes, delta: bytes, sequence: bytes) -> Corrections:
     mask = np.ones(offsets[-1], dtype=bool)
     mask[offsets[:-1]] = False
     ids = np.zeros(len(left), dtype=np.int64)
-    made = Rollout(
+    samples = Rollout(
         token_ids=np.zeros(offsets[-1], dtype=np.int64),
         offsets=offsets,
         action_mask=mask,
@@ -228,7 +228,7 @@ def _corrections(rollout: bytes, delta: bytes, sequence: bytes) -> Corrections:
     )
     decode = Scoring("vllm:decode", ids, left, {})
     train = Scoring("fsdp", ids, left + np.frombuffer(delta), {})
-    return preview(made, decode, train, sampled_by_left=True)
+    return preview(samples, decode, train, sampled_by_left=True)
 
 
 def corrections_of(tokens: pd.DataFrame) -> Corrections:

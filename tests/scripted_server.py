@@ -117,8 +117,8 @@ class ScriptedServer:
         path = http.path.partition("?")[0]
         guarded = path.startswith("/v1")
         if guarded and self.key and http.headers.get("Authorization") != f"Bearer {self.key}":
-            said = f"no access with {http.headers.get('Authorization')}"
-            return self.send(http, 401, {"error": said})
+            error = f"no access with {http.headers.get('Authorization')}"
+            return self.send(http, 401, {"error": error})
         if path == "/version":
             return self.send(http, 200, {"version": self.version})
         if path == "/v1/models":
@@ -171,15 +171,15 @@ class ScriptedServer:
         for _ in range(body["max_tokens"]):
             probs = np.exp(law(last, temperature, top_k, self.weights))
             token = int(probs.argmax() if temperature == 0 else rng.choice(VOCABULARY, p=probs))
-            said = (
+            row = (
                 law(last, temperature, top_k, self.weights)
                 if self.mode == "processed"
                 else law(last, weights=self.weights)
             )
             sampled.append(token)
-            logprobs.append(float(said[token]))
-            best = np.argsort(-said)[: max(body.get("logprobs") or 0, 1)]
-            tops.append({f"token_id:{i}": max(float(said[i]), -9999.0) for i in best})
+            logprobs.append(float(row[token]))
+            best = np.argsort(-row)[: max(body.get("logprobs") or 0, 1)]
+            tops.append({f"token_id:{i}": max(float(row[i]), -9999.0) for i in best})
             last = token
             if token in body["stop_token_ids"]:
                 break
@@ -206,8 +206,8 @@ class ScriptedServer:
         if self.prompt_logprobs and body.get("prompt_logprobs") is not None:
             rows: list[Any] = [None]
             for before, token in itertools.pairwise(ids):
-                said = law(before, weights=self.weights)
-                rows.append({str(token): {"logprob": float(said[token]), "rank": 1}})
+                row = law(before, weights=self.weights)
+                rows.append({str(token): {"logprob": float(row[token]), "rank": 1}})
             choice["prompt_logprobs"] = rows
         details = None if self.cached is None else {"cached_tokens": self.cached}
         usage = {"prompt_tokens": len(ids), "prompt_tokens_details": details}
@@ -270,12 +270,12 @@ class ScriptedSglang(ScriptedServer):
             self.seen.append((http.path, dict(http.headers), body))
         if http.path == "/model_info":
             model = {"model_path": self.root, "served_model_name": self.name}
-            said = model | {"weight_version": self.weight_version, "is_generation": True}
-            return self.send(http, 200, said)
+            info = model | {"weight_version": self.weight_version, "is_generation": True}
+            return self.send(http, 200, info)
         if http.path == "/server_info":
             took = {"tokenizer_e2e": self.started}
-            said = {"version": "0.5.23", "dtype": "bfloat16", "api_key": "leak", "device": "cuda"}
-            return self.send(http, 200, said | {"startup_time": took})
+            info = {"version": "0.5.23", "dtype": "bfloat16", "api_key": "leak", "device": "cuda"}
+            return self.send(http, 200, info | {"startup_time": took})
         if http.path == "/v1/models":
             return self.send(http, 200, {"data": [{"max_model_len": self.max_model_len}]})
         if self.developer and http.path == "/update_weights_from_disk":
@@ -302,9 +302,9 @@ class ScriptedSglang(ScriptedServer):
         if body["logprob_start_len"] >= 0:
             start = body["logprob_start_len"]
             rows = [law(a, weights=self.weights)[b] for a, b in itertools.pairwise(ids)]
-            said = [[None, ids[start], None]]
-            said += [[rows[at - 1], ids[at], None] for at in range(start + 1, len(ids))]
-            facts["input_token_logprobs"] = said
+            scored = [[None, ids[start], None]]
+            scored += [[rows[at - 1], ids[at], None] for at in range(start + 1, len(ids))]
+            facts["input_token_logprobs"] = scored
         if given["max_new_tokens"]:
             asked = {
                 "prompt": ids,
@@ -318,14 +318,14 @@ class ScriptedSglang(ScriptedServer):
             (choice,) = self.completion(asked)["choices"]
             sampled = choice["token_ids"]
             before = [ids[-1], *sampled]
-            said = [law(a, given["temperature"], weights=self.weights) for a in before]
+            laws = [law(a, given["temperature"], weights=self.weights) for a in before]
             facts["output_token_logprobs"] = [
-                [float(row[token]), token, None] for row, token in zip(said, sampled, strict=False)
+                [float(row[token]), token, None] for row, token in zip(laws, sampled, strict=False)
             ]
-            best = [np.argsort(-row)[: body.get("top_logprobs_num", 1)] for row in said]
+            best = [np.argsort(-row)[: body.get("top_logprobs_num", 1)] for row in laws]
             facts["output_top_logprobs"] = [
                 [[float(row[i]), int(i), None] for i in ids]
-                for row, ids, _ in zip(said, best, sampled, strict=False)
+                for row, ids, _ in zip(laws, best, sampled, strict=False)
             ]
             facts["finish_reason"] = {"type": choice["finish_reason"]}
         if self.routes and body.get("return_routed_experts"):

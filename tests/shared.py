@@ -18,13 +18,13 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None
     root = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
-    place = root / "shared" / name
-    place.parent.mkdir(exist_ok=True)
-    with open(place.with_suffix(".lock"), "w") as lock:
+    folder = root / "shared" / name
+    folder.parent.mkdir(exist_ok=True)
+    with open(folder.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (place / DONE).exists():  # or left half by a test that failed
-            shutil.rmtree(place, ignore_errors=True)
-            place.mkdir()
-            make(place)
-            (place / DONE).touch()
-    return place
+        if not (folder / DONE).exists():  # or left half by a test that failed
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            (folder / DONE).touch()
+    return folder

@@ -63,14 +63,14 @@ PATHS = {"vllm": ("rpc", "reload"), "sglang": ("tensor", "disk")}  # the faults 
 
 
 def main() -> int:
-    place, kind = Path(sys.argv[1]), sys.argv[2]
+    folder, kind = Path(sys.argv[1]), sys.argv[2]
     engine = EngineSpec(
         engine=kind, model=str(EMBEDDED["tiny-gpt-oss"]), dtype="bf16", routing=False
     )
     path, other = PATHS[kind]
     spec = SyncSpec(engine, path=path)
     with loaded(engine, spec) as (running, sequences, checkpoint):
-        driver = driver_class(kind)(running, checkpoint, place / "states")
+        driver = driver_class(kind)(running, checkpoint, folder / "states")
         expected = [checkpoint.prints(push) for push in range(PUSHES)]
         BASE.update(checkpoint.tensors(0))
         names = checkpoint.names()
@@ -79,7 +79,7 @@ def main() -> int:
             report = Probe(driver, running, sequences, spec, checkpoint, names).run(
                 expected, function
             )
-            write_json(place / f"{name}.json", sync_to_json(report))
+            write_json(folder / f"{name}.json", sync_to_json(report))
             driver.push(path, 0)
             driver.drop_caches()
 
@@ -93,7 +93,7 @@ def main() -> int:
         own = running.llm if kind == "vllm" else running.engine
         with planted(lambda weights, push: parameters):
             report = library_call(own, parameters, lambda: driver.push(path, 1))
-        write_json(place / "library.json", sync_to_json(report))
+        write_json(folder / "library.json", sync_to_json(report))
     return 0
 
 

@@ -81,25 +81,25 @@ def results(run: Path) -> dict[str, str]:
     from mismatch.run import manifest
     from mismatch.run.tables import read_table, schema_of
 
-    found = {}
+    data = {}
     for path in sorted(run.rglob("*")):
         name = str(path.relative_to(run))
         if path.suffix == ".parquet":
             table, _ = read_table(path, schema_of(path) or "", set())
-            found[name] = digest({key: table.column(key).to_pylist() for key in table.column_names})
+            data[name] = digest({key: table.column(key).to_pylist() for key in table.column_names})
         elif path.suffix == ".safetensors":
-            found[name] = arrays(path)
+            data[name] = arrays(path)
         elif name in ("report.json", "comparison.json") or name.endswith("vocabulary.json"):
-            found[name] = digest(without_times(json.loads(path.read_text())))
+            data[name] = digest(without_times(json.loads(path.read_text())))
     for name in manifest.entries(run):
         manifest.verify(run, name)
-    for place in [run, *run.glob("fixes/*"), *run.glob("engines/*")]:
-        if (place / manifest.NAME).exists():
-            for name in manifest.entries(place):
-                manifest.verify(place, name)
+    for directory in [run, *run.glob("fixes/*"), *run.glob("engines/*")]:
+        if (directory / manifest.NAME).exists():
+            for name in manifest.entries(directory):
+                manifest.verify(directory, name)
     left = [path.name for path in run.rglob("*.partial")]
     assert not left, f"left behind: {left}"
-    return found
+    return data
 
 
 def arrays(path: Path) -> str:
@@ -126,20 +126,20 @@ class Scenario:
     def __init__(
         self,
         flags: tuple[str, ...],
-        place: Path,
+        folder: Path,
         wanted: Callable[[int, str, str], bool],
         report: Callable[[int, str, str, str], None],
     ) -> None:
-        self.place, self.wanted, self.report = place, wanted, report
-        self.root, self.run = place / "disk", place / "disk" / "run"
+        self.folder, self.wanted, self.report = folder, wanted, report
+        self.root, self.run = folder / "disk", folder / "disk" / "run"
         self.command = ["check", *flags, "--out", str(self.run)]
         self.outcomes: dict[str, str] = {}  # of resuming a state of the disk
-        self.log, self.resumed_log = place / "fault.log", place / "resumed.log"
+        self.log, self.resumed_log = folder / "fault.log", folder / "resumed.log"
 
     def prepare(self) -> dict[str, str]:
         """Record and play once: the results that every resumed run must have."""
         os.environ["MISMATCH_CACHE"] = str(self.root / "cache")
-        recording = self.place / "recording.pickle"
+        recording = self.folder / "recording.pickle"
         if not recording.exists():
             self.fresh()
             assert in_child(lambda: self.record(recording)) in (0, 1), self.words()
@@ -172,7 +172,7 @@ class Scenario:
     def all(self) -> int:
         """Run every trial that is wanted; how many operations there are."""
         self.fresh()
-        shutil.rmtree(self.place / "kept", ignore_errors=True)
+        shutil.rmtree(self.folder / "kept", ignore_errors=True)
         reader, writer = os.pipe()
         in_child(lambda: self.disturbed(writer))
         os.close(writer)
@@ -183,7 +183,7 @@ class Scenario:
         """One run, and before each of its operations the trials."""
         HOOKS.install()
         HOOKS.root, HOOKS.at, own = str(self.root), self.trials, os.getpid()
-        code = command(self.command, self.place / "undisturbed.log")
+        code = command(self.command, self.folder / "undisturbed.log")
         HOOKS.at = None
         if os.getpid() == own:  # children of trials come here too
             os.write(writer, str(HOOKS.count).encode())
@@ -200,7 +200,7 @@ class Scenario:
             return
         HOOKS.at = None
         # A copy for each: files that are open or locked here are others there.
-        kept = self.place / "kept"
+        kept = self.folder / "kept"
         shutil.copytree(self.root, kept)
         for fault in faults:
             shutil.rmtree(self.root)
@@ -264,22 +264,22 @@ class Scenario:
         if again != self.code:
             return f"resumed: {again}, not {self.code}: {self.words(self.resumed_log)}"
         try:
-            found = results(self.run)
+            resumed = results(self.run)
         except Exception as error:
             return f"after the resumption: {type(error).__name__}: {error}"
-        names = sorted({*found, *self.expected})
-        changed = [name for name in names if found.get(name) != self.expected.get(name)]
+        names = sorted({*resumed, *self.expected})
+        changed = [name for name in names if resumed.get(name) != self.expected.get(name)]
         return f"other results: {changed}" if changed else ""
 
 
 def run_scenario(
     name: str,
-    place: Path,
+    folder: Path,
     wanted: Callable[[int, str, str], bool],
     report: Callable[[int, str, str, str], None],
 ) -> int:
     """Operations of a scenario, in a process of its own; ``report`` as of :class:`Scenario`."""
-    place.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     reader, writer = os.pipe()
 
     def work() -> int:
@@ -288,15 +288,15 @@ def run_scenario(
 
         torch.set_num_threads(1)  # others would not survive a fork
         assert transformers
-        scenario = Scenario(SCENARIOS[name], place, wanted, report)
+        scenario = Scenario(SCENARIOS[name], folder, wanted, report)
         scenario.prepare()
         os.write(writer, str(scenario.all()).encode())
         return 0
 
     code = in_child(work)
     os.close(writer)
-    with os.fdopen(reader) as said:
-        operations = said.read()
+    with os.fdopen(reader) as pipe:
+        operations = pipe.read()
     if code != 0 or not operations:
         raise AssertionError(f"{name}: ended with {code}")
     return int(operations)

@@ -283,18 +283,18 @@ def test_a_full_disk_loses_nothing(tmp_path):
 
 
 def nan_logprobs(run: Path) -> list[str]:
-    made = rollout()
-    bad = scoring("fsdp", made)
+    samples = rollout()
+    bad = scoring("fsdp", samples)
     bad.logprobs[3] = np.nan
-    store.save_scoring(run, bad, made)
+    store.save_scoring(run, bad, samples)
     return ["compare", str(run), "--left", "transformers:decode"]
 
 
 def infinite_logprobs(run: Path) -> list[str]:
-    made = rollout()
-    bad = scoring("fsdp", made)
+    samples = rollout()
+    bad = scoring("fsdp", samples)
     bad.logprobs[3] = -np.inf
-    store.save_scoring(run, bad, made)
+    store.save_scoring(run, bad, samples)
     return ["compare", str(run), "--left", "transformers:decode"]
 
 

@@ -97,6 +97,6 @@ def test_print_config_shows_no_password() -> None:
     from mismatch.cli.main import app
 
     line = ["check", "--print-config", "--server", "http://me:hunter2@host:1/v1"]
-    said = CliRunner().invoke(app, line).output
-    assert 'server = ["http://***@host:1/v1"]' in said
-    assert "hunter2" not in said
+    output = CliRunner().invoke(app, line).output
+    assert 'server = ["http://***@host:1/v1"]' in output
+    assert "hunter2" not in output

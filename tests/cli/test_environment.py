@@ -37,8 +37,8 @@ def compared(run: Path, *, cwd: Path) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """The outcome where nothing is odd."""
-    place = tmp_path_factory.mktemp("plain")
-    return compared(make_run(place / "run"), cwd=place)
+    folder = tmp_path_factory.mktemp("plain")
+    return compared(make_run(folder / "run"), cwd=folder)
 
 
 def test_a_path_with_spaces_and_other_scripts(tmp_path, plain):
@@ -109,9 +109,9 @@ def test_what_a_command_left_that_was_ended_at_once_can_be_used(tmp_path):
 def test_durations_are_not_of_a_clock_that_can_be_set():
     """A clock that is set back makes no time-out longer and no stage negative."""
     used = {
-        str(path.relative_to(ROOT)): found
+        str(path.relative_to(ROOT)): calls
         for path in (ROOT / "mismatch").rglob("*.py")
-        if (found := re.findall(r"\btime\.time\(|\bdatetime\.now\(", path.read_text("utf-8")))
+        if (calls := re.findall(r"\btime\.time\(|\bdatetime\.now\(", path.read_text("utf-8")))
     }
     assert used == {
         "mismatch/engines/servers/http.py": ["time.time("],  # a date in Retry-After; it is capped
@@ -185,6 +185,6 @@ def test_servers_are_asked_themselves_whatever_proxies_are_named(monkeypatch, na
 
 
 def test_a_copy_without_its_hidden_files_is_read(tmp_path, plain):
-    made = make_run(tmp_path / "made")
-    shutil.copytree(made, tmp_path / "copy", ignore=shutil.ignore_patterns(".*"))
+    original = make_run(tmp_path / "made")
+    shutil.copytree(original, tmp_path / "copy", ignore=shutil.ignore_patterns(".*"))
     assert compared(tmp_path / "copy", cwd=tmp_path) == plain

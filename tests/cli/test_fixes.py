@@ -72,7 +72,7 @@ def test_one_fix_in_detail():
     assert "Applies here" in text
     assert "second-hand" in text
     row = listed("fp32-lm-head")["fp32-lm-head"]
-    assert {one["framework"] for one in row["settings"]} >= {"verl", "TRL"}
+    assert {setting["framework"] for setting in row["settings"]} >= {"verl", "TRL"}
     assert row["worse"]
     assert row["evidence"]
 

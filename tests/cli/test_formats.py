@@ -25,9 +25,9 @@ NAME = "tiny-gpt-oss-no-sinks"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("formats") / "run"
-    shutil.copytree(ROOT / "examples" / NAME, place)
-    return place
+    directory = tmp_path_factory.mktemp("formats") / "run"
+    shutil.copytree(ROOT / "examples" / NAME, directory)
+    return directory
 
 
 @pytest.mark.parametrize("form", grid(["json", "markdown", "github", "junit"], "json"))

@@ -17,16 +17,16 @@ from tests.made_run import make_run, spec
 
 def flags(given=(), **values):
     base = {"resume": None, "gradients": False, "gradient_prompts": 16, **values}
-    made = Flags(base)
-    made.explicit = frozenset(given)
-    return made
+    options = Flags(base)
+    options.explicit = frozenset(given)
+    return options
 
 
 def test_a_finished_run_is_asked_for_them_as_well(tmp_path):
     run = make_run(tmp_path / "run")
-    found = stored_spec(flags(("resume", "gradients"), resume=str(run), gradients=True))
-    assert found == replace(load_spec(run), gradients=True)
-    require_same_spec(run, found)  # what is there stays
+    new_spec = stored_spec(flags(("resume", "gradients"), resume=str(run), gradients=True))
+    assert new_spec == replace(load_spec(run), gradients=True)
+    require_same_spec(run, new_spec)  # what is there stays
     other = flags(("resume", "gradients", "attention"), resume=str(run), gradients=True)
     assert stored_spec(other) is None  # another flag says what to run
 
@@ -80,13 +80,13 @@ def test_the_plan_is_shown_without_running_it(monkeypatch, capsys):
 
 def test_a_runs_fixes_stay_where_none_are_named(tmp_path):
     run = make_run(tmp_path / "run")
-    known = replace(spec(), fixes=("fp16",), budget_minutes=9.0)
-    store.write_json(run / "spec.json", to_dict(known))
+    old_spec = replace(spec(), fixes=("fp16",), budget_minutes=9.0)
+    store.write_json(run / "spec.json", to_dict(old_spec))
     as_is, after = "as-is", "after-fixes"
     base = {"resume": str(run), "fix": None, "budget_minutes": None, "verdict": as_is}
     less = flags(("resume", "budget_minutes"), **{**base, "budget_minutes": 5.0})
-    assert stored_spec(less) == replace(known, budget_minutes=5.0)
+    assert stored_spec(less) == replace(old_spec, budget_minutes=5.0)
     judged = flags(("resume", "verdict"), **{**base, "verdict": after})
-    assert stored_spec(judged) == replace(known, verdict="after-fixes")
+    assert stored_spec(judged) == replace(old_spec, verdict="after-fixes")
     other = flags(("resume", "fix"), **{**base, "fix": ["fp32"]})
-    assert stored_spec(other) == replace(known, fixes=("fp32",), budget_minutes=None)
+    assert stored_spec(other) == replace(old_spec, fixes=("fp32",), budget_minutes=None)

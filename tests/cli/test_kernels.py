@@ -30,7 +30,7 @@ def invoke(*arguments):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "words"),
     [
         (["--model", "tiny-gpt-osss"], "model not found"),
         (["--dtype", "fp8"], "--dtype 'fp8' is unknown"),
@@ -42,9 +42,9 @@ def invoke(*arguments):
         (["--run", "nowhere"], "no run in nowhere"),
     ],
 )
-def test_bad_input_is_refused_before_anything_starts(arguments, said, tmp_path, monkeypatch):
+def test_bad_input_is_refused_before_anything_starts(arguments, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(MismatchError, match=said) as caught:
+    with pytest.raises(MismatchError, match=words) as caught:
         CliRunner().invoke(app, ["kernels", *arguments], catch_exceptions=False)
     assert caught.value.fix
     assert not list(tmp_path.iterdir())
@@ -52,7 +52,7 @@ def test_bad_input_is_refused_before_anything_starts(arguments, said, tmp_path, 
 
 def test_the_flags_become_what_is_asked(monkeypatch):
     asked = []
-    monkeypatch.setattr(supervise, "run_audit", lambda spec, place, progress: asked.append(spec))
+    monkeypatch.setattr(supervise, "run_audit", lambda spec, folder, progress: asked.append(spec))
     arguments = [
         "--kernel",
         "a:b@flash",
@@ -95,7 +95,7 @@ def test_a_run_of_another_machine_needs_to_be_told_where_its_model_is(tmp_path, 
         invoke("--run", str(run))
     assert "--model" in caught.value.fix
     asked = []
-    monkeypatch.setattr(supervise, "run_audit", lambda spec, place, progress: asked.append(spec))
+    monkeypatch.setattr(supervise, "run_audit", lambda spec, folder, progress: asked.append(spec))
     with pytest.raises(AttributeError):
         invoke("--run", str(run), "--model", "tiny-gpt-oss")
     assert (asked[0].run, Path(asked[0].model).is_dir()) == (str(run), True)
@@ -161,8 +161,8 @@ def audited(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mine")
     (folder / "my_kernels.py").write_text(textwrap.dedent(MINE))
     names = [f"my_kernels:{name}" for name in ("right", "dies", "sinkless")]
-    mine = [text for name in names for text in ("--kernel", name)]
-    command = [sys.executable, "-m", "mismatch", "kernels", *FAST, *mine]
+    flags = [text for name in names for text in ("--kernel", name)]
+    command = [sys.executable, "-m", "mismatch", "kernels", *FAST, *flags]
     command += ["--no-harm", "--out", "out"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500)
     return done, folder / "out"
@@ -174,12 +174,12 @@ def test_good_and_bad_kernels_are_told_apart_and_a_crash_stops_nothing(audited):
     assert done.returncode == 1, done.stdout + done.stderr
     document = json.loads((out / "kernels.json").read_text())
     jsonschema.Draft202012Validator(schema()).validate(document)
-    found = {one["name"]: one for one in document["audits"]}
-    assert found["sink-sdpa"]["verdict"] == "sound"
-    assert found["my_kernels:right"]["verdict"] == "sound"
-    assert "signal 11 (SIGSEGV)" in found["my_kernels:dies"]["reason"]
-    wrong = found["my_kernels:sinkless"]
-    failed = {one["column"] for one in wrong["findings"] if one["outcome"] == "failed"}
+    audits = {audit["name"]: audit for audit in document["audits"]}
+    assert audits["sink-sdpa"]["verdict"] == "sound"
+    assert audits["my_kernels:right"]["verdict"] == "sound"
+    assert "signal 11 (SIGSEGV)" in audits["my_kernels:dies"]["reason"]
+    wrong = audits["my_kernels:sinkless"]
+    failed = {finding["column"] for finding in wrong["findings"] if finding["outcome"] == "failed"}
     assert {"sinks", "sink_gradient"} <= failed
     assert not failed & {"window", "packing", "offsets", "grouped_queries", "scaling"}
     assert wrong["errors"][0]["gradients"]["sinks"] == 1.0
@@ -213,8 +213,8 @@ def test_nothing_audited_is_exit_2(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
-    said = capsys.readouterr().err
-    assert "flex_attention" in said
-    assert "fix:" in said
-    assert "--only" in said
+    error = capsys.readouterr().err
+    assert "flex_attention" in error
+    assert "fix:" in error
+    assert "--only" in error
     assert not list(tmp_path.iterdir())

@@ -18,7 +18,7 @@ from tests.command import mismatch
 from tests.made_run import make_run
 
 
-def said(*arguments: str) -> str:
+def output_of(*arguments: str) -> str:
     done = mismatch(*arguments)
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -33,7 +33,7 @@ def inside(*arguments: str) -> str:
 
 
 def test_the_list_has_every_metric_with_unit_kind_and_level():
-    text = said("metrics")
+    text = output_of("metrics")
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
     for name, metric in METRICS.items():
         assert rows[name][0] == metric.unit.split()[0]
@@ -42,7 +42,7 @@ def test_the_list_has_every_metric_with_unit_kind_and_level():
 
 
 def test_explaining_one_says_everything():
-    text = " ".join(said("metrics", "--explain", "k3_kl").split())
+    text = " ".join(output_of("metrics", "--explain", "k3_kl").split())
     for part in (
         "mean of rho - 1 - delta",
         "delta = train - rollout",
@@ -61,7 +61,7 @@ def test_explaining_one_says_everything():
 
 
 def test_high_is_good_turns_the_bounds():
-    text = said("metrics", "--explain", "probs_pearson")
+    text = output_of("metrics", "--explain", "probs_pearson")
     level = default_thresholds()["probs_pearson"]["bf16 MoE"]
     assert f"healthy ≥ {level.healthy:g}, unfit < {level.unfit:g}" in text
     assert "high is agreement" in text
@@ -69,12 +69,12 @@ def test_high_is_good_turns_the_bounds():
 
 def test_only_what_rests_on_delta_has_its_sign():
     sign = "delta = train - rollout"
-    assert sign in said("metrics", "--explain", "k3_kl")
-    assert sign not in said("metrics", "--explain", "routing_disagree_layer")
+    assert sign in output_of("metrics", "--explain", "k3_kl")
+    assert sign not in output_of("metrics", "--explain", "routing_disagree_layer")
 
 
 def test_a_metric_without_levels_or_aliases_says_so():
-    text = said("metrics", "--explain", "ratio_outside_1_02")  # as Python spells it
+    text = output_of("metrics", "--explain", "ratio_outside_1_02")  # as Python spells it
     assert text.startswith("ratio_outside_1.02:")
     assert "no other framework" in text
     assert "none:" in text
@@ -85,7 +85,7 @@ def test_a_metric_without_levels_or_aliases_says_so():
     ["gen_kl_error", "rollout_corr/k3_kl", "verl rollout_corr/k3_kl", "mis_k3_kl", "K3_KL"],
 )
 def test_another_frameworks_name_is_understood(name):
-    assert said("metrics", "--explain", name).startswith("k3_kl:")
+    assert output_of("metrics", "--explain", name).startswith("k3_kl:")
 
 
 def test_the_end_of_a_name_will_do_where_only_one_is_meant():
@@ -112,11 +112,11 @@ def test_json():
     assert document["schema"] == "mismatch.metrics/1"
     rows = {row["name"]: row for row in document["metrics"]}
     assert list(rows) == list(METRICS)
-    (areal,) = [one for one in rows["kl"]["aliases"] if one["framework"] == "areal"]
+    (areal,) = [alias for alias in rows["kl"]["aliases"] if alias["framework"] == "areal"]
     assert areal["sign"] == "opposite"
     assert areal["differs"] is True
-    one = json.loads(mismatch("metrics", "--json", "--explain", "ess_seq").stdout)
-    assert [row["name"] for row in one["metrics"]] == ["ess_seq"]
+    single = json.loads(mismatch("metrics", "--json", "--explain", "ess_seq").stdout)
+    assert [row["name"] for row in single["metrics"]] == ["ess_seq"]
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +132,8 @@ def run(tmp_path_factory):
     from mismatch.specs import CheckSpec
     from tests.made_run import spec
 
-    made: CheckSpec = spec()
-    store.save_scoring(directory, train, rollout, made_by=made.train)
+    settings: CheckSpec = spec()
+    store.save_scoring(directory, train, rollout, made_by=settings.train)
     shown = inside("compare", str(directory), "--names", "verl")
     assert "rollout_corr/rollout_is_mean" in shown
     assert "In verl" in (directory / "report.html").read_text(encoding="utf-8")

@@ -29,14 +29,14 @@ def refused(tmp_path: Path, *flags: str, **env: str) -> str:
 
 
 def test_a_wrong_address_is_said_at_once(tmp_path: Path) -> None:
-    said = refused(tmp_path, "--server", HERE)
-    assert f"{HERE}: connection refused" in said
+    error = refused(tmp_path, "--server", HERE)
+    assert f"{HERE}: connection refused" in error
 
 
 def test_secrets_in_addresses_are_refused_and_not_repeated(tmp_path: Path) -> None:
-    said = refused(tmp_path, "--server", f"http://me:{SECRET}@127.0.0.1:9")
-    assert SECRET not in said
-    assert "MISMATCH_API_KEY" in said
+    error = refused(tmp_path, "--server", f"http://me:{SECRET}@127.0.0.1:9")
+    assert SECRET not in error
+    assert "MISMATCH_API_KEY" in error
 
 
 def flags(**given: object) -> Flags:
@@ -86,11 +86,11 @@ def test_companions_need_a_server(tmp_path: Path) -> None:
 
 def test_the_wrong_model_is_refused_before_a_run_is_begun(tmp_path: Path) -> None:
     with ScriptedServer(name="large", key=SECRET) as server:
-        said = refused(tmp_path, "--server", server.url, MISMATCH_API_KEY=SECRET)
-        assert "serves large, not" in said
-        said = refused(tmp_path, "--server", server.url, MISMATCH_API_KEY="not-it")
-        assert "MISMATCH_API_KEY" in said
-        assert "not-it" not in said
+        error = refused(tmp_path, "--server", server.url, MISMATCH_API_KEY=SECRET)
+        assert "serves large, not" in error
+        error = refused(tmp_path, "--server", server.url, MISMATCH_API_KEY="not-it")
+        assert "MISMATCH_API_KEY" in error
+        assert "not-it" not in error
 
 
 def begun(tmp_path: Path, engine: EngineSpec) -> Path:

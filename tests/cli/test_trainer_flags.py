@@ -20,8 +20,8 @@ def flags(**given) -> Flags:
 
 
 def spec_of(**given):
-    made = flags(**given)
-    return with_trainer(check_spec(made), made)
+    options = flags(**given)
+    return with_trainer(check_spec(options), options)
 
 
 def test_a_preset_sets_what_the_user_left_open():
@@ -52,8 +52,8 @@ def test_a_verl_config_sets_both_sides(tmp_path):
         "  model: {path: tiny-gpt-oss}\n"
         "  rollout: {name: vllm, temperature: 0.7, n: 8, dtype: float16}\n"
     )
-    made = flags(verl_config=path, model=None)
-    spec, _ = with_trainer(check_spec(made), made)
+    options = flags(verl_config=path, model=None)
+    spec, _ = with_trainer(check_spec(options), options)
     assert spec.rollout.sampling.temperature == 0.7
     assert spec.rollout.sampling.samples_per_prompt == 8
     assert spec.rollout.engine.dtype == "fp16"

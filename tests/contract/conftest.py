@@ -119,12 +119,12 @@ def work(directory: Path, spec: RolloutSpec, **more: str) -> subprocess.Complete
 @pytest.fixture(scope="session")
 def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Run]:
     """(engine, law) -> its run, made at most once."""
-    made: dict[tuple[str, str], Run] = {}
+    runs: dict[tuple[str, str], Run] = {}
 
     def get(engine: str, law: str) -> Run:
         if not installed(engine):
             pytest.skip(f"{engine} is not installed: {MAKE.get(engine, 'make env')}")
-        if (engine, law) not in made:
+        if (engine, law) not in runs:
             args = ARGUMENTS.get((engine, law), ())
             spec = RolloutSpec(
                 EngineSpec(engine, str(MODEL), dtype="fp32", args=args),
@@ -137,8 +137,8 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Run
                 assert done.returncode == 0, done.stdout[-3000:]
 
             directory = once(tmp_path_factory, f"{engine}-{law}", make)
-            made[engine, law] = Run(directory, engine, LAWS[law])
-        return made[engine, law]
+            runs[engine, law] = Run(directory, engine, LAWS[law])
+        return runs[engine, law]
 
     return get
 

@@ -178,10 +178,10 @@ def test_the_likeliest_tokens_are_those_of_the_reported_law(
     highest = np.concatenate([-np.sort(-rows, axis=1)[:, :LIKELIEST] for rows in laws])
     sure = settled(run, reference)
     assert (np.isfinite(highest) == np.isfinite(top.logprobs))[sure].all()
-    known = np.isfinite(highest) & sure[:, None]
+    finite = np.isfinite(highest) & sure[:, None]
     own = np.take_along_axis(np.concatenate(laws), top.ids.astype(np.int64), axis=1)
     for expected in (highest, own):
-        assert np.abs(expected[known] - top.logprobs[known]).max() < SAME_IN_FP32
+        assert np.abs(expected[finite] - top.logprobs[finite]).max() < SAME_IN_FP32
     named = top.ids == run.decode.token_ids[:, None]
     logprobs = np.broadcast_to(run.decode.logprobs[:, None], named.shape)
     assert np.abs(top.logprobs - logprobs)[named].max() < 1e-5
@@ -227,8 +227,8 @@ def test_experts_are_the_routers(engine: str, law: str, run_of: Runs, reference:
 def test_the_positions_are_the_seeded_choice(engine: str, law: str, run_of: Runs) -> None:
     """The same for every engine."""
     run = run_of(engine, law)
-    found = run.decode.distributions
-    assert found is not None
+    laws = run.decode.distributions
+    assert laws is not None
     rollout = run.rollout
     actions = rollout.actions
     sequence = rollout.sequence_of_token[actions]
@@ -236,8 +236,8 @@ def test_the_positions_are_the_seeded_choice(engine: str, law: str, run_of: Runs
     numbers = priority(run.sampling.seed, sequence, index)
     chosen = np.sort(np.argsort(numbers)[: min(POSITIONS, len(actions))])
     # What was computed past a sequence's end took a place, and was dropped.
-    assert set(found.positions) <= set(chosen)
-    assert len(found.positions) >= 0.9 * len(chosen)
+    assert set(laws.positions) <= set(chosen)
+    assert len(laws.positions) >= 0.9 * len(chosen)
 
 
 @every_distribution
@@ -245,17 +245,17 @@ def test_they_are_the_law_of_a_plain_forward(
     engine: str, law: str, run_of: Runs, reference: Reference
 ) -> None:
     run = run_of(engine, law)
-    rollout, found = run.rollout, run.decode.distributions
-    assert found is not None
-    assert found.whole
-    actions = rollout.actions[found.positions]
+    rollout, laws = run.rollout, run.decode.distributions
+    assert laws is not None
+    assert laws.whole
+    actions = rollout.actions[laws.positions]
     sequences = rollout.sequence_of_token[actions]
     off = []
     for n in np.unique(sequences):
         start, end = rollout.offsets[n], rollout.offsets[n + 1]
         rows = reference.logits(rollout.token_ids[start:end])[actions[sequences == n] - start - 1]
         expected = np.exp(law_logprobs(rows, run.sampling))
-        given = np.exp(found.law()[sequences == n])
+        given = np.exp(laws.law()[sequences == n])
         off.append(np.abs(given - expected).max(axis=1))
     gaps = np.concatenate(off)
     assert np.median(gaps) < 1e-6
@@ -284,8 +284,8 @@ def settled(run: Run, reference: Reference) -> np.ndarray:
     return sure
 
 
-def largest(expected: np.ndarray, found: np.ndarray, sure: np.ndarray) -> float:
-    return float(np.abs(expected - found)[sure].max())
+def largest(expected: np.ndarray, given: np.ndarray, sure: np.ndarray) -> float:
+    return float(np.abs(expected - given)[sure].max())
 
 
 def check_experts(run: Run, reference: Reference) -> None:
@@ -329,11 +329,11 @@ def test_weights_as_loaded_are_the_checkpoints(engine: str, run_of: Runs) -> Non
 
     fingerprint = run_of(engine, "plain").decode.fingerprint
     checkpoint = load_file(MODEL / "model.safetensors")
-    found = fingerprint["weights"]
+    digests = fingerprint["weights"]
     want = {name: list(digest_tensor(tensor)) for name, tensor in checkpoint.items()}
-    assert found == {name: digest[: len(found.get(name, ()))] for name, digest in want.items()}
-    assert {name for name, digest in found.items() if len(digest) < 4} == set()
-    assert {len(digest) for name, digest in found.items() if "experts" not in name} == {6}
+    assert digests == {name: digest[: len(digests.get(name, ()))] for name, digest in want.items()}
+    assert {name for name, digest in digests.items() if len(digest) < 4} == set()
+    assert {len(digest) for name, digest in digests.items() if "experts" not in name} == {6}
     assert fingerprint["unmapped_weights"] == []
 
 

@@ -70,10 +70,10 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Case]:
     """
     import torch
 
-    place = tmp_path_factory.mktemp("fresh")
+    folder = tmp_path_factory.mktemp("fresh")
     model = families.tiny("llama").eval()
-    model.save_pretrained(place / "model")
-    tokenizer().save_pretrained(place / "model")
+    model.save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
     ids = torch.randint(10, 200, (PROMPTS, PROMPT + RESPONSE), generator=torch.manual_seed(0))
     with torch.no_grad():
         law = model(ids).logits.double().log_softmax(-1)
@@ -85,27 +85,27 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Case]:
         tokens, ends, mask, mask.astype(np.int64), np.arange(PROMPTS), ("length",) * PROMPTS,
         Sampling(max_tokens=RESPONSE, samples_per_prompt=1), {},
     )  # fmt: skip
-    store.save_rollout(place, rollout)
-    ask(place, rollout)
+    store.save_rollout(folder, rollout)
+    ask(folder, rollout)
     sides = [Scoring(name, tokens[mask], scores, {}) for name in ("vllm:decode", "fsdp", REFERENCE)]
-    return place, Case.of(rollout, sides[0], sides[1], {REFERENCE: sides[2]})
+    return folder, Case.of(rollout, sides[0], sides[1], {REFERENCE: sides[2]})
 
 
-def ask(place: Path, rollout: Rollout) -> None:
+def ask(folder: Path, rollout: Rollout) -> None:
     """The engine's process, with the triple taken twice."""
     engine = EngineSpec(
-        "vllm", str(place / "model"), dtype="fp32", routing=False, args=(("block_size", 32),)
+        "vllm", str(folder / "model"), dtype="fp32", routing=False, args=(("block_size", 32),)
     )
     job = {
-        "run_dir": str(place),
+        "run_dir": str(folder),
         "spec": to_dict(RolloutSpec(engine, sampling=rollout.sampling, exact_kl=0)),
         "score": FRESH,
         "cache": CACHE_FILE,
     }
-    (place / "fresh.json").write_text(json.dumps(job))
-    (place / "fixes").mkdir()
+    (folder / "fresh.json").write_text(json.dumps(job))
+    (folder / "fixes").mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(place / "fresh.json"), str(place / "healthy.json")],
+        [sys.executable, "-c", SCRIPT, str(folder / "fresh.json"), str(folder / "healthy.json")],
         cwd=ROOT,  # for benchmarks
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -116,10 +116,10 @@ def ask(place: Path, rollout: Rollout) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-def read(place: Path) -> dict[str, list[CachePair]]:
-    planted = store.load_document(place, CACHE_FILE)
+def read(folder: Path) -> dict[str, list[CachePair]]:
+    planted = store.load_document(folder, CACHE_FILE)
     assert planted["reason"] == ""
-    healthy = json.loads((place / "healthy.json").read_text())
+    healthy = json.loads((folder / "healthy.json").read_text())
     both = {"healthy": healthy, "planted": planted["pairs"]}
     return {name: from_json(list[CachePair], pairs) for name, pairs in both.items()}
 
@@ -159,22 +159,22 @@ def test_sglang_reads_its_radix_cache_after_prefill_and_after_decode(
 
 
 def test_blocks_of_another_prompt_are_named_as_the_cache(case: tuple[Path, Case]) -> None:
-    place, run = case
+    folder, run = case
     asked = Experiment(CACHE, "engine", PROBES[CACHE], 0.5, 1.0, names=PROBES[CACHE][0])
-    told = {name: judged_cache(asked, run, pairs, 1.0) for name, pairs in read(place).items()}
-    assert farthest(read(place)["planted"]) > 1e-3
-    assert told["planted"].outcome == "confirmed"
-    assert told["healthy"].outcome == "ruled out"
+    verdicts = {name: judged_cache(asked, run, pairs, 1.0) for name, pairs in read(folder).items()}
+    assert farthest(read(folder)["planted"]) > 1e-3
+    assert verdicts["planted"].outcome == "confirmed"
+    assert verdicts["healthy"].outcome == "ruled out"
     nothing = Causes((), (), (), (), 0.1, 0.1)
-    after, confirmed, _ = applied(nothing, [told["planted"]])
+    after, confirmed, _ = applied(nothing, [verdicts["planted"]])
     assert confirmed == ("prefix-cache-stale",)
     assert (after.ranked[0].id, after.ranked[0].side) == ("prefix-cache-stale", "engine")
-    assert applied(nothing, [told["healthy"]])[0].ranked == ()
+    assert applied(nothing, [verdicts["healthy"]])[0].ranked == ()
 
 
 def test_a_fresh_engine_tells_a_decode_fault_from_a_function(case: tuple[Path, Case]) -> None:
-    place, run = case
-    scoring = store.load_scoring(place, FRESH)
+    folder, run = case
+    scoring = store.load_scoring(folder, FRESH)
     assert np.abs(scoring.logprobs - run.engine.logprobs).max() < 1e-3
     noise = 0.3 * np.random.default_rng(0).standard_normal(len(scoring.logprobs))
     asked = Experiment(RESCORING, "engine", PROBES[RESCORING], 0.5, 1.0, names="decode-vs-prefill")

@@ -49,17 +49,17 @@ def model() -> Any:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("geometry", [GPT_OSS, ODD])
 def test_sink_sdpa_is_right(model: Any, geometry: Geometry, dtype: torch.dtype) -> None:
-    found = try_kernel(OUR_KERNELS["sink-sdpa"], geometry, GPU, dtype)
-    assert found.passed, found
-    assert set(found.gradients) == {"q", "k", "v", "sinks"}
+    trial = try_kernel(OUR_KERNELS["sink-sdpa"], geometry, GPU, dtype)
+    assert trial.passed, trial
+    assert set(trial.gradients) == {"q", "k", "v", "sinks"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sink_flex_is_right(model: Any, dtype: torch.dtype) -> None:
-    found = try_kernel(OUR_KERNELS["sink-flex"], GPT_OSS, GPU, dtype)
-    if found.fault.startswith("it does not run"):
-        pytest.skip(found.fault)
-    assert found.passed, found
+    trial = try_kernel(OUR_KERNELS["sink-flex"], GPT_OSS, GPU, dtype)
+    if trial.fault.startswith("it does not run"):
+        pytest.skip(trial.fault)
+    assert trial.passed, trial
 
 
 def test_flash_attention_3_is_right_forward(model: Any) -> None:
@@ -67,26 +67,26 @@ def test_flash_attention_3_is_right_forward(model: Any) -> None:
         chosen = resolve_for(FLASH, model)
     except MismatchError as error:
         pytest.skip(error.message)
-    found = try_kernel(chosen.implementation, GPT_OSS, GPU, torch.bfloat16)
-    if found.fault.startswith("it does not run"):
-        pytest.skip(found.fault)
-    print(f"{FLASH}: {found}")  # its backward pass may be wrong
-    assert not found.fault
+    trial = try_kernel(chosen.implementation, GPT_OSS, GPU, torch.bfloat16)
+    if trial.fault.startswith("it does not run"):
+        pytest.skip(trial.fault)
+    print(f"{FLASH}: {trial}")  # its backward pass may be wrong
+    assert not trial.fault
 
 
 def test_transformers_sdpa_drops_the_sinks(model: Any) -> None:
-    found = try_kernel("sdpa", GPT_OSS, GPU, torch.bfloat16)
-    assert "output off by" in found.fault
+    trial = try_kernel("sdpa", GPT_OSS, GPU, torch.bfloat16)
+    assert "output off by" in trial.fault
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_auto_takes_a_right_kernel(model: Any, dtype: torch.dtype) -> None:
-    found = resolve_for("auto", model, GPU, dtype)
-    print(f"{dtype}: {found.label}; {'; '.join(found.tried)}")
-    assert found.honours_sinks
-    assert found.tried
-    assert try_kernel(found.implementation, geometry_of(model, True), GPU, dtype).passed
-    assert found.implementation == OUR_KERNELS["sink-sdpa"]
+    choice = resolve_for("auto", model, GPU, dtype)
+    print(f"{dtype}: {choice.label}; {'; '.join(choice.tried)}")
+    assert choice.honours_sinks
+    assert choice.tried
+    assert try_kernel(choice.implementation, geometry_of(model, True), GPU, dtype).passed
+    assert choice.implementation == OUR_KERNELS["sink-sdpa"]
 
 
 @pytest.fixture(scope="module")

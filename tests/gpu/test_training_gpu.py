@@ -41,8 +41,8 @@ def world() -> Iterator[World]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    made = {family: make(family, root / family) for family in ("gpt_oss", "qwen3_moe", "llama")}
-    return {**made, "mxfp4": make_mxfp4(root / "mxfp4", root / "mxfp4-plain")}
+    paths = {family: make(family, root / family) for family in ("gpt_oss", "qwen3_moe", "llama")}
+    return {**paths, "mxfp4": make_mxfp4(root / "mxfp4", root / "mxfp4-plain")}
 
 
 def _score(world: World, model: Path, **fields: Any) -> Scoring:

@@ -98,13 +98,13 @@ def shared_run(name: str, *flags: str) -> Any:
 
 
 def _once(factory: pytest.TempPathFactory, name: str, flags: tuple[str, ...]) -> Run:
-    def make(place: Path) -> None:
-        run = run_check(place / name, *flags)
+    def make(folder: Path) -> None:
+        run = run_check(folder / name, *flags)
         run.require_judged()
-        (place / "outcome.json").write_text(json.dumps([run.code, run.output]))
+        (folder / "outcome.json").write_text(json.dumps([run.code, run.output]))
 
-    place = once(factory, name, make)
-    return Run(place / name, *json.loads((place / "outcome.json").read_text()))
+    folder = once(factory, name, make)
+    return Run(folder / name, *json.loads((folder / "outcome.json").read_text()))
 
 
 default_run = shared_run("default_run", "--num-prompts", "48")

@@ -7,12 +7,12 @@ from tests.integration.conftest import Run
 
 
 def test_no_block_of_a_clean_run_is_called_broken(default_run: Run) -> None:
-    found = [judged(block) for block in blocks(Recorded.load(default_run.directory), 16)]
-    assert [one["failed"] for one in found] == [[]] * 3
-    assert all({"excess fsdp", "gap vllm:fp32"} <= one["values"].keys() for one in found)
+    judgements = [judged(block) for block in blocks(Recorded.load(default_run.directory), 16)]
+    assert [each["failed"] for each in judgements] == [[]] * 3
+    assert all({"excess fsdp", "gap vllm:fp32"} <= each["values"].keys() for each in judgements)
 
 
 def test_every_block_of_a_trainer_without_sinks_is_called_broken(no_sinks_run: Run) -> None:
-    found = [judged(block) for block in blocks(Recorded.load(no_sinks_run.directory), 16)]
-    assert found
-    assert all("attention-sinks" in one["failed"] for one in found)
+    judgements = [judged(block) for block in blocks(Recorded.load(no_sinks_run.directory), 16)]
+    assert judgements
+    assert all("attention-sinks" in each["failed"] for each in judgements)

@@ -107,7 +107,7 @@ def test_switched_off_it_is_named(tmp_path: Path) -> None:
     run = run_check(tmp_path / "run", *TINY_RUN, *off)
     assert "exact_kl" not in run.headline["metrics"]
     assert not (run.directory / "dists").exists()
-    assert ["exact KL", "switched off"] in [one.split(": ") for one in run.report["not_tested"]]
+    assert ["exact KL", "switched off"] in [entry.split(": ") for entry in run.report["not_tested"]]
 
 
 @pytest.mark.grid
@@ -119,8 +119,8 @@ def test_lost_distributions_are_made_again(tiny_run: Path, tmp_path: Path) -> No
     (run / "report.json").unlink()
     from .test_stages import mismatch
 
-    said = mismatch("check", "--resume", run, cwd=tmp_path)
-    assert "1 pass" in said
+    output = mismatch("check", "--resume", run, cwd=tmp_path)
+    assert "1 pass" in output
     assert {path.name: path.read_bytes() for path in run.glob("dists/*")} == before
     old, new = (json.loads((r / "report.json").read_text()) for r in (tiny_run, run))
     assert old["comparisons"] == new["comparisons"]

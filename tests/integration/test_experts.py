@@ -73,7 +73,7 @@ def run_dir(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     passes.append(
         Pass("bounded:grad", TrainSpec(str(model), dtype="fp32", experts="bounded", grad=True))
     )
-    job = {"run_dir": str(root), "passes": [to_dict(one) for one in passes]}
+    job = {"run_dir": str(root), "passes": [to_dict(each) for each in passes]}
     (root / "job.json").write_text(json.dumps(job))
     torchrun("-m", "mismatch.processes.workers.train", str(root / "job.json"))
     return root
@@ -102,8 +102,8 @@ def test_bounded_logprobs_are_eagers(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bounded", "bounded:grad"])
 def test_one_layer_is_gathered_at_a_time(run_dir: Path, name: str) -> None:
-    found = peak(run_dir, name)
-    assert LAYER < found < GATHERED + SLACK
+    peak_bytes = peak(run_dir, name)
+    assert LAYER < peak_bytes < GATHERED + SLACK
     assert SIZES["num_hidden_layers"] * LAYER > 1.5 * (GATHERED + SLACK)  # all at once would show
 
 
@@ -125,7 +125,7 @@ def test_every_pass_says_what_it_cost(run_dir: Path) -> None:
     for name in NAMES:
         facts = scoring(run_dir, name).fingerprint
         assert len(facts["peak_bytes"]) == WORLD
-        assert all(isinstance(one, int) and one > 0 for one in facts["peak_bytes"])
+        assert all(isinstance(size, int) and size > 0 for size in facts["peak_bytes"])
         assert 0 < facts["seconds"] < 300
 
 

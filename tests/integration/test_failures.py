@@ -37,23 +37,23 @@ def start(directory: Path, *flags: str) -> subprocess.Popen[str]:
 
 def workers_of(directory: Path, module: str) -> list[psutil.Process]:
     """Worker processes of this run, by their job file."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             command = process.cmdline()
         except psutil.Error:
             continue
         if any(str(directory) in part for part in command) and module in command:
-            found.append(process)
-    return found
+            processes.append(process)
+    return processes
 
 
 def wait_for_workers(directory: Path, module: str, count: int) -> list[psutil.Process]:
     end = time.monotonic() + 120
     while time.monotonic() < end:
-        found = workers_of(directory, module)
-        if len(found) >= count:
-            return found
+        processes = workers_of(directory, module)
+        if len(processes) >= count:
+            return processes
         time.sleep(0.05)
     raise AssertionError(f"{module} never started")
 

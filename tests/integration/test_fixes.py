@@ -64,12 +64,12 @@ def without_sinks(no_sinks_run: Run, tmp_path_factory: pytest.TempPathFactory) -
 def test_attention_sinks_come_first_where_they_are_missing(without_sinks: Run) -> None:
     best = without_sinks.report["fixes"][0]
     assert best["id"].partition("+")[0] == "attention-sinks"
-    found = rows(without_sinks)["attention-sinks"]
-    assert found["outcome"] == "better"
-    assert ratio(found, ABS) >= 10
-    assert found["paired"] is not None
-    assert excludes_zero(found["paired"])
-    assert found["difference"] is None
+    row = rows(without_sinks)["attention-sinks"]
+    assert row["outcome"] == "better"
+    assert ratio(row, ABS) >= 10
+    assert row["paired"] is not None
+    assert excludes_zero(row["paired"])
+    assert row["difference"] is None
     assert without_sinks.report["fix_trials"]["best"] == "attention-sinks"
 
 
@@ -87,10 +87,10 @@ def test_the_fix_that_was_measured_confirms_its_cause(without_sinks: Run) -> Non
 
 
 def test_replaying_routes_does_not_mend_a_missing_sink(without_sinks: Run) -> None:
-    found = rows(without_sinks)
-    replayed = found["router-replay=ids"]
+    trials = rows(without_sinks)
+    replayed = trials["router-replay=ids"]
     assert ratio(replayed, ABS) < 4
-    assert replayed["after"][ABS]["value"] > 10 * found["attention-sinks"]["after"][ABS]["value"]
+    assert replayed["after"][ABS]["value"] > 10 * trials["attention-sinks"]["after"][ABS]["value"]
     assert replayed["verdict_after"]["status"] in ("broken", "unfit")
     assert "routing_disagree_layer" not in replayed["after"]  # 0 by construction is no measurement
 
@@ -104,7 +104,7 @@ def test_all_says_of_every_fix_what_became_of_it(without_sinks: Run) -> None:
     refused = rows(without_sinks)["batch-invariant"]
     assert refused["applies"] is False
     assert "GPU" in refused["reason"]
-    listed = {one["id"] for one in without_sinks.report["fix_trials"]["estimators"]}
+    listed = {estimator["id"] for estimator in without_sinks.report["fix_trials"]["estimators"]}
     assert listed == {fix.id for fix in FIXES if fix.side == "estimator"}
     assert not listed & rows(without_sinks).keys()
 
@@ -128,9 +128,9 @@ def test_the_verdict_after_fixes_decides_the_exit_code(
 def test_resuming_makes_nothing_again(without_sinks: Run, tmp_path: Path) -> None:
     again = resumed(without_sinks.directory, tmp_path / "again", "--fix", "train")
     assert again.code == 1, again.output  # as it is: without --verdict after-fixes
-    made = list(without_sinks.directory.rglob("scores/*.parquet"))
-    assert made
-    for source in made:  # on a busy machine the budget ends early, and this run makes the rest
+    scores = list(without_sinks.directory.rglob("scores/*.parquet"))
+    assert scores
+    for source in scores:  # on a busy machine the budget ends early, and this run makes the rest
         path = again.directory / source.relative_to(without_sinks.directory)
         assert path.stat().st_mtime_ns == source.stat().st_mtime_ns, path.name
     assert (
@@ -167,14 +167,14 @@ def test_float32_on_both_sides_wins_by_orders_of_magnitude(healthy: Run) -> None
 
 @pytest.mark.grid
 def test_a_healthy_run_claims_nothing_that_it_has_not(healthy: Run) -> None:
-    found = rows(healthy)
-    for row in found.values():
+    trials = rows(healthy)
+    for row in trials.values():
         if row["significant"]:
             least = min(row["p_values"], key=row["p_values"].get)
             assert row["p_values"][least] <= 0.05
             assert excludes_zero(row["changes"][least]), row["id"]
     for name in ("micro-batch=1024", "expert-memory", "experts-implementation=eager"):
-        assert found[name]["outcome"] in ("none", "negligible"), name
+        assert trials[name]["outcome"] in ("none", "negligible"), name
     assert healthy.report["causes"]["ranked"] == []
     assert "explain" not in healthy.report
 
@@ -222,7 +222,7 @@ def test_raw_logprobs_at_another_temperature_are_mended_by_their_meaning(
     assert rows(run)["fp32"]["outcome"] in ("none", "negligible")
     first = run.report["causes"]["ranked"][0]
     assert (first["id"], first["status"]) == ("temperature-semantics", "confirmed")
-    assert [one["id"] for one in run.report["fix_trials"]["estimators"]] == ["tis"]
+    assert [estimator["id"] for estimator in run.report["fix_trials"]["estimators"]] == ["tis"]
 
 
 # ---------------------------------------------------------------- fixes that fail
@@ -233,28 +233,28 @@ def test_a_fix_that_cannot_run_leaves_the_others_alone(tiny_run: Path, tmp_path:
     fixes = "experts-implementation=nonsense,fp32-lm-head,micro-batch=64"
     run = resumed(tiny_run, tmp_path / "run", "--fix", fixes)
     run.require_judged()
-    found = rows(run)
-    failed = found["experts-implementation=nonsense"]
+    trials = rows(run)
+    failed = trials["experts-implementation=nonsense"]
     assert failed["applies"] is True
     assert "nonsense" in failed["reason"]
     assert failed["after"] in ({}, None)
     for name in ("fp32-lm-head", "micro-batch=64"):
-        assert found[name]["after"], found[name]
-        assert found[name]["cost"]["seconds"] > 0
-        assert found[name]["outcome"] == "none"  # four prompts cannot tell anything
+        assert trials[name]["after"], trials[name]
+        assert trials[name]["cost"]["seconds"] > 0
+        assert trials[name]["outcome"] == "none"  # four prompts cannot tell anything
 
 
 def test_an_experiment_confirms_the_missing_sinks(without_sinks: Run, tmp_path: Path) -> None:
     """The pass with sinks is there: --explain makes only what is missing beside it."""
     run = resumed(without_sinks.directory, tmp_path / "explained", "--explain")
     run.require_judged()
-    told = run.report["explain"]
-    assert told["confirmed"] == ["attention-sinks"]
+    explained = run.report["explain"]
+    assert explained["confirmed"] == ["attention-sinks"]
     first = run.report["causes"]["ranked"][0]
     assert (first["id"], first["status"], first["side"]) == (
         "attention-sinks", "confirmed", "trainer",
     )  # fmt: skip
-    made = {one["id"]: one for one in told["experiments"]}
-    assert len(made) == len(told["experiments"])
-    assert made["attention-sinks"]["gone"]["low"] > 0.9
-    assert told["seconds"] > 0
+    experiments = {experiment["id"]: experiment for experiment in explained["experiments"]}
+    assert len(experiments) == len(explained["experiments"])
+    assert experiments["attention-sinks"]["gone"]["low"] > 0.9
+    assert explained["seconds"] > 0

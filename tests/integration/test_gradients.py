@@ -29,29 +29,34 @@ def without_sinks(no_sinks_run: Run, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def found(without_sinks: Run) -> dict[tuple[str, str], Gradients]:
+def gradients(without_sinks: Run) -> dict[tuple[str, str], Gradients]:
     return {(g.name, g.coefficients): g for g in load_gradients(without_sinks.directory)}
 
 
-def cosine(one: Gradients) -> float:
-    assert one.dot is not None
-    assert one.squared_norm_reference is not None
-    return float(one.dot.sum() / np.sqrt(one.squared_norm.sum() * one.squared_norm_reference.sum()))
+def cosine(gradient: Gradients) -> float:
+    assert gradient.dot is not None
+    assert gradient.squared_norm_reference is not None
+    return float(
+        gradient.dot.sum()
+        / np.sqrt(gradient.squared_norm.sum() * gradient.squared_norm_reference.sum())
+    )
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_fix_turns_the_gradient_back(
-    found: dict[tuple[str, str], Gradients], loss: str
+    gradients: dict[tuple[str, str], Gradients], loss: str
 ) -> None:
-    broken, mended = found["fsdp", loss], found["fix:attention-sinks", loss]
+    broken, mended = gradients["fsdp", loss], gradients["fix:attention-sinks", loss]
     assert cosine(broken) < 0.95
     assert cosine(mended) > 0.99
     # A finer head after the wrong kernel mends nothing.
-    assert cosine(found["fix:fp32-lm-head", loss]) < 0.95
+    assert cosine(gradients["fix:fp32-lm-head", loss]) < 0.95
 
 
-def test_sinks_that_are_ignored_get_no_gradient(found: dict[tuple[str, str], Gradients]) -> None:
-    broken, mended = found["fsdp", "token"], found["fix:attention-sinks", "token"]
+def test_sinks_that_are_ignored_get_no_gradient(
+    gradients: dict[tuple[str, str], Gradients],
+) -> None:
+    broken, mended = gradients["fsdp", "token"], gradients["fix:attention-sinks", "token"]
     sinks = broken.groups.index("sinks")
     assert broken.squared_norm_reference is not None
     assert mended.dot is not None
@@ -61,11 +66,11 @@ def test_sinks_that_are_ignored_get_no_gradient(found: dict[tuple[str, str], Gra
 
 
 def test_every_correction_has_a_gradient_and_the_run_says_what_it_rests_on(
-    without_sinks: Run, found: dict[tuple[str, str], Gradients]
+    without_sinks: Run, gradients: dict[tuple[str, str], Gradients]
 ) -> None:
-    assert ("fsdp", "sequence:tis-token") in found
-    assert ("fsdp", "token:geometric") in found
-    assert found["fsdp", "token:tis-token"].same_as == ""
+    assert ("fsdp", "sequence:tis-token") in gradients
+    assert ("fsdp", "token:geometric") in gradients
+    assert gradients["fsdp", "token:tis-token"].same_as == ""
     batch = load_batch(without_sinks.directory)
     assert batch is not None
     assert batch.failed == {}
@@ -80,13 +85,13 @@ def test_every_correction_has_a_gradient_and_the_run_says_what_it_rests_on(
 
 
 def test_the_report_says_what_the_gradient_lost(without_sinks: Run) -> None:
-    made = json.loads((without_sinks.directory / "report.json").read_text("utf-8"))["gradients"]
-    rows = {row["id"]: row for row in made["rows"] if row["loss"] == "token"}
+    section = json.loads((without_sinks.directory / "report.json").read_text("utf-8"))["gradients"]
+    rows = {row["id"]: row for row in section["rows"] if row["loss"] == "token"}
     whole = {id: rows[id]["groups"][0]["cosine"] for id in ("baseline", "attention-sinks")}
     assert whole["baseline"]["value"] < 0.95
     assert whole["attention-sinks"]["value"] > 0.99
     assert rows["attention-sinks"]["error_ratio"]["value"] < 0.2
-    sinks = next(one for one in rows["baseline"]["groups"] if one["group"] == "sinks")
+    sinks = next(group for group in rows["baseline"]["groups"] if group["group"] == "sinks")
     assert sinks["cosine"] is None
     assert sinks["relative_error"]["value"] == 1.0
-    assert any("sinks" in sentence for sentence in made["summary"])
+    assert any("sinks" in sentence for sentence in section["summary"])

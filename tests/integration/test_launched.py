@@ -45,8 +45,8 @@ def free_port() -> int:
 def node(number: int, port: int, cwd: Path, *flags: str) -> subprocess.Popen[str]:
     """One torchrun agent of two, with a rank of its own."""
     meeting = ("--master-addr", "127.0.0.1", "--master-port", str(port))
-    place = ("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1", *meeting)
-    command = [sys.executable, "-m", "torch.distributed.run", *place, "-m", "mismatch", "score"]
+    launch = ("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1", *meeting)
+    command = [sys.executable, "-m", "torch.distributed.run", *launch, "-m", "mismatch", "score"]
     return subprocess.Popen(
         [*command, "run", *flags],
         cwd=cwd, env=environment(), text=True, start_new_session=True,
@@ -60,29 +60,29 @@ def ended(nodes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("sampled")
+    directory = tmp_path_factory.mktemp("sampled")
     command = (sys.executable, "-m", "mismatch", "rollout", *TINY_SAMPLING, "--out", "run")
-    subprocess.run(command, cwd=place, env=environment(), check=True, capture_output=True)
-    return place / "run"
+    subprocess.run(command, cwd=directory, env=environment(), check=True, capture_output=True)
+    return directory / "run"
 
 
 @pytest.fixture
-def place(sampled: Path, tmp_path: Path) -> Path:
+def folder(sampled: Path, tmp_path: Path) -> Path:
     shutil.copytree(sampled, tmp_path / "run")
     return tmp_path
 
 
-def test_two_nodes_score_as_two_ranks_of_one_do(place: Path, sampled: Path) -> None:
+def test_two_nodes_score_as_two_ranks_of_one_do(folder: Path, sampled: Path) -> None:
     port = free_port()
-    results = ended([node(number, port, place, *QUICK) for number in (0, 1)])
+    results = ended([node(number, port, folder, *QUICK) for number in (0, 1)])
     assert [code for code, _ in results] == [0, 0], results
     assert "2 ranks" in results[0][1]
     assert results[1][1].count("Compare:") == 0  # one speaker
-    scoring = store.load_scoring(place / "run", "fsdp")
+    scoring = store.load_scoring(folder / "run", "fsdp")
     assert scoring.fingerprint["world_size"] == 2
-    alone = shutil.copytree(sampled, place / "alone")
+    alone = shutil.copytree(sampled, folder / "alone")
     command = (sys.executable, "-m", "mismatch", "score", "alone", "--nproc-per-node", "2", *QUICK)
-    subprocess.run(command, cwd=place, env=environment(), check=True, capture_output=True)
+    subprocess.run(command, cwd=folder, env=environment(), check=True, capture_output=True)
     assert np.array_equal(scoring.logprobs, store.load_scoring(alone, "fsdp").logprobs)
 
 
@@ -98,12 +98,12 @@ def rank_of(agent: subprocess.Popen[str]) -> psutil.Process:
 
 
 @pytest.mark.grid
-def test_a_killed_rank_ends_the_others_and_the_same_command_goes_on(place: Path) -> None:
+def test_a_killed_rank_ends_the_others_and_the_same_command_goes_on(folder: Path) -> None:
     port = free_port()
     flags = ("--attention", "sink-sdpa", "--micro-batch-tokens", "64")
-    nodes = [node(number, port, place, *flags) for number in (0, 1)]
+    nodes = [node(number, port, folder, *flags) for number in (0, 1)]
     victim = rank_of(nodes[1])
-    done = place / "run" / store.scoring_file("fsdp")
+    done = folder / "run" / store.scoring_file("fsdp")
     end = time.monotonic() + 200
     while not done.exists():
         assert time.monotonic() < end
@@ -114,12 +114,12 @@ def test_a_killed_rank_ends_the_others_and_the_same_command_goes_on(place: Path)
     assert "lost the others" in results[0][1] or "SIGTERM" in results[0][1], results[0][1][-3000:]
     before = done.read_bytes()
     port = free_port()
-    results = ended([node(number, port, place, *flags) for number in (0, 1)])
+    results = ended([node(number, port, folder, *flags) for number in (0, 1)])
     assert [code for code, _ in results] == [0, 0], results
     assert done.read_bytes() == before
-    names = set(store.scoring_names(place / "run"))
+    names = set(store.scoring_names(folder / "run"))
     assert {"fsdp", "fsdp:regrouped", "fsdp:repeated", "fsdp:grad", "reference:fp32"} <= names
-    again = ended([node(number, port, place, *flags) for number in (0, 1)])
+    again = ended([node(number, port, folder, *flags) for number in (0, 1)])
     assert [code for code, _ in again] == [0, 0], again
     assert "there already" in again[0][1]
 
@@ -139,9 +139,9 @@ def test_the_variables_of_srun_are_read(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("MASTER_ADDR", "node1")
     monkeypatch.setenv("MASTER_PORT", "")
     monkeypatch.delenv("MASTER_PORT")
-    place = launched()
-    assert place is not None
-    assert (place.rank, place.size, place.local_size) == (9, 16, 8)
+    launch = launched()
+    assert launch is not None
+    assert (launch.rank, launch.size, launch.local_size) == (9, 16, 8)
     assert os.environ["LOCAL_RANK"] == "1"
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         del os.environ[name]

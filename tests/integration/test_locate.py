@@ -22,9 +22,9 @@ from tests.integration.conftest import Run
 FEW = ("--sequences", "3", "--max-sequence-tokens", "80")
 
 
-def located(source: Path, place: Path, *flags: str) -> tuple[int, str, Path]:
+def located(source: Path, folder: Path, *flags: str) -> tuple[int, str, Path]:
     """Exit code, output and directory of the command on a copy of a run."""
-    run = place / "run"
+    run = folder / "run"
     if not run.exists():
         shutil.copytree(source, run)
     command = [sys.executable, "-m", "mismatch", "locate", str(run), *FEW, *flags]
@@ -36,19 +36,19 @@ def document(run: Path) -> Any:
     return json.loads((run / "locate.json").read_text())
 
 
-def found(run: Path) -> Location:
+def location_of(run: Path) -> Location:
     return from_document(document(run))
 
 
 def test_a_clean_run_on_vllm_has_no_source(default_run: Run, tmp_path: Path) -> None:
     code, output, run = located(default_run.directory, tmp_path)
     assert code == 0, output
-    sides = {side.role: side for side in found(run).sides}
+    sides = {side.role: side for side in location_of(run).sides}
     assert sides.keys() == {"engine", "trainer"}
     assert all(side.groups == () for side in sides.values())
     assert all(side.held is not None and side.held < 1e-3 for side in sides.values()), output
-    assert {one.site for one in sides["engine"].sites} == {
-        one.site for one in sides["trainer"].sites
+    assert {effect.site for effect in sides["engine"].sites} == {
+        effect.site for effect in sides["trainer"].sites
     }
     assert not (run / "locate").exists()  # what was recorded is gone
 
@@ -56,7 +56,7 @@ def test_a_clean_run_on_vllm_has_no_source(default_run: Run, tmp_path: Path) -> 
 def test_a_sinkless_trainer_is_named_at_its_attention(no_sinks_run: Run, tmp_path: Path) -> None:
     code, output, run = located(no_sinks_run.directory, tmp_path)
     assert code == 1, output
-    engine, trainer = sorted(found(run).sides, key=lambda side: side.role)
+    engine, trainer = sorted(location_of(run).sides, key=lambda side: side.role)
     assert engine.source is None
     assert trainer.source is not None
     assert (trainer.source.site, trainer.source.layers) == ("attention", (0, 1, 2, 3))
@@ -86,11 +86,13 @@ def test_swapped_experts_are_named_with_their_layer_in_two_ranks(
     (run / "spec.json").write_text(json.dumps(spec))
     code, output, run = located(run, tmp_path, "--trust-run")
     assert code == 1, output
-    engine, trainer = sorted(found(run).sides, key=lambda side: side.role)
+    engine, trainer = sorted(location_of(run).sides, key=lambda side: side.role)
     assert trainer.source is None  # the reference holds its weights
     assert engine.source is not None
     assert (engine.source.site, engine.source.layers) == ("mlp", (1,))
-    assert {one.location for one in engine.sites} == {one.location for one in trainer.sites}
+    assert {effect.location for effect in engine.sites} == {
+        effect.location for effect in trainer.sites
+    }
 
 
 @pytest.mark.grid
@@ -98,7 +100,7 @@ def test_the_transformers_engine_is_recorded_too(tiny_run: Path, tmp_path: Path)
     code, output, run = located(tiny_run, tmp_path, "--json")
     assert code == 0, output
     assert json.loads(output[output.index("{") :])["verdict"]["status"] == "none"
-    names = {side.name for side in found(run).sides}
+    names = {side.name for side in location_of(run).sides}
     assert names == {"transformers:prefill", "fsdp"}
 
 
@@ -110,6 +112,6 @@ def test_an_engine_that_shows_nothing_leaves_the_trainer(tiny_run: Path, tmp_pat
     (run / "spec.json").write_text(json.dumps(spec))
     code, output, run = located(run, tmp_path)
     assert code == 0, output
-    result = found(run)
+    result = location_of(run)
     assert [side.role for side in result.sides] == ["trainer"]
-    assert [one.what.split()[-1] for one in result.not_tested] == ["vllm"]
+    assert [reason.what.split()[-1] for reason in result.not_tested] == ["vllm"]

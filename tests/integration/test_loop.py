@@ -76,7 +76,7 @@ def test_two_arms_with_vllm(tmp_path: Path) -> None:
     pages: list[LoopReport] = []
     report = run_loop(
         *(loop("vllm"), ("as-is", "no-sinks"), (0,), tmp_path, Silent(), "test"),
-        lambda place, made: pages.append(made),
+        lambda folder, page: pages.append(page),
     )
     assert pages == [report]
     right, wrong = (arm.runs[0] for arm in report.arms)
@@ -103,17 +103,17 @@ def test_an_arm_with_sglang(tmp_path: Path) -> None:
     assert 0 < max(run.curve("k3_kl")) < 0.01
 
 
-def children_of(place: Path, what: str = "") -> list[int]:
+def children_of(folder: Path, what: str = "") -> list[int]:
     """Processes whose command names this folder, and ``what``."""
-    found = []
+    pids = []
     for process in psutil.process_iter():
         try:
             command = " ".join(process.cmdline())
-            if str(place) in command and what in command:
-                found.append(process.pid)
+            if str(folder) in command and what in command:
+                pids.append(process.pid)
         except psutil.Error:
             continue
-    return found
+    return pids
 
 
 def test_a_killed_run_goes_on_to_the_same_curve_and_a_lost_parameter_stops_it(
@@ -131,27 +131,27 @@ def test_a_killed_run_goes_on_to_the_same_curve_and_a_lost_parameter_stops_it(
 
     out = tmp_path / "killed"
     command = [sys.executable, "-m", "mismatch", "loop", *FLAGS, "--out", str(out)]
-    place = out / "as-is" / "seed-0"
+    arm = out / "as-is" / "seed-0"
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         until = time.monotonic() + 300
-        while not (place / "checkpoints" / "000001").exists() and time.monotonic() < until:
+        while not (arm / "checkpoints" / "000001").exists() and time.monotonic() < until:
             assert process.poll() is None
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)  # as Ctrl-C; a shell may ignore INT
-        said = process.communicate(timeout=60)[1]
+        output = process.communicate(timeout=60)[1]
     assert process.returncode == 2
-    assert "interrupted" in said
+    assert "interrupted" in output
     assert children_of(out) == []
     assert (out / "loop.json").exists()
 
     def ends_the_engine(line: str) -> None:
         if line.startswith("step 1:"):
-            for pid in children_of(place, "workers.loop_engine"):
+            for pid in children_of(arm, "workers.loop_engine"):
                 os.kill(pid, signal.SIGKILL)
 
     with pytest.raises(MismatchError, match="engine"):
-        run_arm(place, loop("transformers"), out / "pool.json", ends_the_engine)
+        run_arm(arm, loop("transformers"), out / "pool.json", ends_the_engine)
     assert children_of(out) == []
-    assert 0 < resume_from(place) < STEPS
-    rows = run_arm(place, loop("transformers"), out / "pool.json", silent)
+    assert 0 < resume_from(arm) < STEPS
+    rows = run_arm(arm, loop("transformers"), out / "pool.json", silent)
     assert numbers(rows) == numbers(expected)

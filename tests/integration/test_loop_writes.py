@@ -74,8 +74,8 @@ def in_turns(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     """Have ``run_arm`` play both sides here."""
     ready: list[Any] = []
 
-    def run_arm(place: Path, loop: LoopSpec, pool: Path, *_: object) -> list[history.Row]:
-        start = resume_from(place)
+    def run_arm(arm: Path, loop: LoopSpec, pool: Path, *_: object) -> list[history.Row]:
+        start = resume_from(arm)
         spec = loop.check.rollout
         ready[:] = ready or [ready_for(spec)]
         base = Path(spec.engine.model)
@@ -83,10 +83,10 @@ def in_turns(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
         torch.manual_seed(loop.seed)
         try:
             with kind(spec.engine, spec.sampling, 256) as engine:
-                left = loop_engine.EngineSide(place, loop, engine, ready[0], base, path="load")
+                left = loop_engine.EngineSide(arm, loop, engine, ready[0], base, path="load")
                 left.choose_pool(pool)
                 loaded = load(loop.check.train, world.mesh, world.device)
-                right = loop_trainer.TrainerSide(world, loaded, loop, place)
+                right = loop_trainer.TrainerSide(world, loaded, loop, arm)
                 right.begin(start)
                 for step in range(start, loop.steps):
                     left.step(step)
@@ -94,28 +94,28 @@ def in_turns(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
         except OSError as error:  # as workers leave it for the parent
             raise MismatchError(named_line(error)) from error
         finally:
-            if rows := history.rows_of(place):
-                history.save_history(place, rows, header_of(loop))
+            if rows := history.rows_of(arm):
+                history.save_history(arm, rows, header_of(loop))
         return rows
 
     monkeypatch.setattr(pipeline, "run_arm", run_arm)
     HOOKS.install()
 
 
-def run(asked: LoopSpec, place: Path) -> None:
-    pipeline.run_loop(asked, ("as-is",), (0,), place, Silent(), "test", lambda *_: None)
+def run(asked: LoopSpec, folder: Path) -> None:
+    pipeline.run_loop(asked, ("as-is",), (0,), folder, Silent(), "test", lambda *_: None)
 
 
-def curves(place: Path) -> list[list[float | None]]:
+def curves(root: Path) -> list[list[float | None]]:
     """Of the rows, and of the report and the table that were written from them."""
-    folder = place / "as-is" / "seed-0"
+    folder = root / "as-is" / "seed-0"
     rows = history.rows_of(folder)
-    (arm,) = read_json(place / FILE)["arms"]
+    (arm,) = read_json(root / FILE)["arms"]
     assert arm["runs"][0]["curves"]["loss"] == [row["loss"] for row in rows]
     assert arm["runs"][0]["stopped"] == ""
     table, _ = history.load_history(folder / history.FILE)
     assert table["loss"].tolist() == [row["loss"] for row in rows]
-    assert not [*place.rglob("*.partial")]
+    assert not [*root.rglob("*.partial")]
     return numbers(rows)
 
 
@@ -133,10 +133,10 @@ def test_each_write_failed_once(asked: LoopSpec, tmp_path: Path) -> None:
     assert len(expected) == STEPS
     assert any(row[3] for row in expected)  # a loss
     assert len(seen) > 100
-    told = 0
+    ended = 0
     for number in range(1, len(seen) + 1, EVERY):
-        place = tmp_path / str(number)
-        place.mkdir()
+        folder = tmp_path / str(number)
+        folder.mkdir()
         HOOKS.count = 0
 
         def full(what: str, name: str, at: int = number) -> None:
@@ -146,14 +146,14 @@ def test_each_write_failed_once(asked: LoopSpec, tmp_path: Path) -> None:
         HOOKS.at = full  # type: ignore[assignment]
         try:
             with contextlib.suppress(MismatchError, OSError):
-                run(asked, place)
-                told -= 1  # a write that nothing needs
-            told += 1
+                run(asked, folder)
+                ended -= 1  # a write that nothing needs
+            ended += 1
         finally:
             HOOKS.at = None
-        run(asked, place)
-        assert curves(place) == expected, seen[number - 1]
-    assert told > 0.9 * len(range(1, len(seen) + 1, EVERY))
+        run(asked, folder)
+        assert curves(folder) == expected, seen[number - 1]
+    assert ended > 0.9 * len(range(1, len(seen) + 1, EVERY))
 
 
 def test_a_loss_that_is_not_finite_stops_its_arm_and_the_others_go_on(

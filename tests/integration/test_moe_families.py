@@ -76,21 +76,21 @@ def test_the_page_is_up_to_date() -> None:
 
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, Run] = {}
+    runs: dict[str, Run] = {}
 
     def get(family: str) -> Run:
         if not installed("vllm"):
             pytest.skip("vllm is not installed: make env")
-        if family not in made:
-            place = tmp_path_factory.mktemp(family)
-            model = families.write(family, place / "model")
-            prompts = families.write_prompts(place / "prompts.jsonl", 4)
+        if family not in runs:
+            folder = tmp_path_factory.mktemp(family)
+            model = families.write(family, folder / "model")
+            prompts = families.write_prompts(folder / "prompts.jsonl", 4)
             flags = ["--model", model, "--prompts", prompts, "--dtype", "fp32"]
             flags += ["--train-dtype", "fp32", "--no-noise-floor", "--nproc-per-node", "1"]
             flags += ["--samples-per-prompt", "2", "--max-tokens", "16"]
-            made[family] = run_check(place / "run", *map(str, flags))
-            made[family].require_judged()
-        return made[family]
+            runs[family] = run_check(folder / "run", *map(str, flags))
+            runs[family].require_judged()
+        return runs[family]
 
     return get
 

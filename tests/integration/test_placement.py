@@ -24,16 +24,16 @@ def rolled_out(directory: Path, *flags: str) -> Path:
 
 @pytest.mark.grid
 def test_two_replicas_of_vllm_sample_what_one_does(tmp_path: Path, default_run: Run):
-    place = rolled_out(tmp_path / "run", "--num-prompts", "4", "--data-parallel-size", "2")
-    halves, whole = store.load_rollout(place), store.load_rollout(default_run.directory)
+    two_replicas = rolled_out(tmp_path / "run", "--num-prompts", "4", "--data-parallel-size", "2")
+    halves, whole = store.load_rollout(two_replicas), store.load_rollout(default_run.directory)
     assert halves.n_sequences == 16
     for ours, theirs in zip(halves.sequences(), whole.sequences(), strict=False):
         assert np.array_equal(ours, theirs)
     for name in ("vllm:decode", "vllm:prefill"):
-        ours, theirs = (store.load_scoring(r, name) for r in (place, default_run.directory))
+        ours, theirs = (store.load_scoring(r, name) for r in (two_replicas, default_run.directory))
         assert np.allclose(ours.logprobs, theirs.logprobs[: len(ours.logprobs)], atol=1e-3)
         assert ours.fingerprint["data_parallel_size"] == 2
-    decode = store.load_scoring(place, "vllm:decode")
+    decode = store.load_scoring(two_replicas, "vllm:decode")
     whole_decode = store.load_scoring(default_run.directory, "vllm:decode")
     assert decode.fingerprint["weights"] == whole_decode.fingerprint["weights"]
     assert decode.distributions is not None
@@ -47,7 +47,9 @@ def test_side_by_side_gives_the_numbers_of_one_by_one(tmp_path: Path, tiny_run: 
     assert list(seconds)[:3] == ["rollout", "rescore", "score"]
     assert timings["engine"]["sampled"] > 0
     for name in ("transformers:decode", "transformers:prefill", "fsdp"):
-        ours, theirs = (store.load_scoring(place, name) for place in (run.directory, tiny_run))
+        ours, theirs = (
+            store.load_scoring(directory, name) for directory in (run.directory, tiny_run)
+        )
         assert np.array_equal(ours.token_ids, theirs.token_ids)
         assert np.allclose(ours.logprobs, theirs.logprobs, atol=0.02)
     before = store.load_scoring(run.directory, "fsdp").logprobs

@@ -33,9 +33,9 @@ def quantised_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def _comparison(run: Run, left: str, right: str) -> dict[str, float]:
-    for found in run.report["comparisons"]:
-        if (found["rollout"], found["train"]) == (left, right):
-            return {name: one["value"] for name, one in found["metrics"].items()}
+    for comparison in run.report["comparisons"]:
+        if (comparison["rollout"], comparison["train"]) == (left, right):
+            return {name: metric["value"] for name, metric in comparison["metrics"].items()}
     raise AssertionError(f"no comparison of {left} with {right}")
 
 

@@ -119,13 +119,13 @@ def test_a_pass_with_gradients_replays_too(world: Path) -> None:
 def test_noise_follows_the_token_and_replay_takes_its_flips_away(world: Path) -> None:
     names = ("fsdp", "noisy", "noisy:packed", "noisy:own", "noisy:weights")
     plain, noisy, packed, own, weights = (load_scoring(world, name) for name in names)
-    off = [np.abs(one.logprobs - plain.logprobs).mean() for one in (noisy, own, weights)]
+    off = [np.abs(scoring.logprobs - plain.logprobs).mean() for scoring in (noisy, own, weights)]
     assert np.abs(packed.logprobs - noisy.logprobs).max() <= 2e-5
     assert off[0] > off[1] > 0
     assert off[2] == 0  # the routers' outputs are not used at all
     assert noisy.fingerprint["injected"] == {"router-noise": 0.5, "seed": 3}
     assert plain.fingerprint["injected"] is None
-    flips = [paired_routing(ROLLOUT, plain, one) for one in (noisy, own)]
+    flips = [paired_routing(ROLLOUT, plain, scoring) for scoring in (noisy, own)]
     assert flips[0] is not None
     assert flips[1] is not None
     assert flips[0].differs.any()
@@ -146,11 +146,11 @@ def _mismatch(*arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "mismatch", *arguments], capture_output=True, text=True, timeout=300
     )
-    said = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     if arguments[0] == "compare":
-        Run(Path(arguments[1]), done.returncode, said).require_judged()
+        Run(Path(arguments[1]), done.returncode, output).require_judged()
     else:
-        assert done.returncode == 0, said
+        assert done.returncode == 0, output
     return done.stdout
 
 
@@ -165,17 +165,17 @@ def test_routes_of_vllm_replayed_leave_no_router_to_disagree(
 ) -> None:
     flags = ("--name", "replayed", "--replay-routing", "ids")
     run = _score(default_run.directory, tmp_path / "run", *flags)
-    one = load_rollout(run)
+    rollout = load_rollout(run)
     decode, plain, replayed = (
         load_scoring(run, name) for name in ("vllm:decode", "fsdp", "replayed")
     )
-    before, after = (paired_routing(one, decode, side) for side in (plain, replayed))
+    before, after = (paired_routing(rollout, decode, side) for side in (plain, replayed))
     assert before is not None
     assert after is not None
     assert before.differs.mean() > 0
     assert not after.differs.any()
     facts = replayed.fingerprint["replay"]
-    assert (facts["source"], facts["rows_own"]) == ("vllm:decode", one.n_sequences)
+    assert (facts["source"], facts["rows_own"]) == ("vllm:decode", rollout.n_sequences)
     assert 0 < facts["overruled"] < 0.2 * facts["rows_replayed"] * len(after.layers)
     # bf16: the tail that flips carry goes, rounding stays. Measured: 1.02e-4 and 5.5e-5.
     assert 0 < _k3(run, "replayed") <= _k3(run, "fsdp")
@@ -194,11 +194,11 @@ def test_replay_alone_does_not_mend_a_kernel_without_sinks(
 
 
 def test_two_passes_are_in_every_report_with_a_noise_floor(default_run: Run) -> None:
-    made = default_run.report["two_passes"]
-    assert [variant["id"] for variant in made["variants"]] == ["as-run", "on-policy-override"]
-    assert made["injected"] == ""
-    assert made["variants"][0]["scoring"] == "fsdp:regrouped"
-    assert made["variants"][0]["metrics"]["ratio_off_mean"]["value"] < 1e-3  # a CPU
+    section = default_run.report["two_passes"]
+    assert [variant["id"] for variant in section["variants"]] == ["as-run", "on-policy-override"]
+    assert section["injected"] == ""
+    assert section["variants"][0]["scoring"] == "fsdp:regrouped"
+    assert section["variants"][0]["metrics"]["ratio_off_mean"]["value"] < 1e-3  # a CPU
 
 
 @pytest.mark.grid
@@ -211,12 +211,12 @@ def test_injected_noise_is_named_wherever_it_shows(tiny_run: Path, tmp_path: Pat
     assert plain["metrics"]["ratio_not_one"]["value"] > 0.5
     assert plain["routing"]["routing_disagree_layer"]["value"] > 0
     assert replayed["routing"]["routing_disagree_layer"]["value"] == 0
-    off = [one["metrics"]["ratio_off_mean"]["value"] for one in (plain, replayed)]
+    off = [variant["metrics"]["ratio_off_mean"]["value"] for variant in (plain, replayed)]
     assert off[0] > off[1] > 0
     assert override["scoring"] is None
-    said = "injected on purpose: router-noise=0.3 (seed 0) in fsdp:new"
-    assert said in report["verdict"]["reason"]
-    assert said in output.strip().splitlines()[-1]
+    words = "injected on purpose: router-noise=0.3 (seed 0) in fsdp:new"
+    assert words in report["verdict"]["reason"]
+    assert words in output.strip().splitlines()[-1]
     assert report["fingerprints"]["fsdp:new"]["injected"] == {"router-noise": 0.3, "seed": 0}
     assert report["fingerprints"]["fsdp"]["injected"] is None
     for name in ("report.md", "report.html"):

@@ -56,25 +56,25 @@ def finished(run: Path) -> dict[str, tuple[str, int]]:
 
     The last artefact of a stage says that it is finished: a scoring, or the comparison.
     """
-    known = manifest.entries(run)
+    entries = manifest.entries(run)
     names = set()
-    for mark in known:
+    for mark in entries:
         if mark.startswith("scores/") or mark == "comparison.json":
-            names |= {mark, *known[mark]["inputs"]}
-    return {name: (known[name]["sha256"], (run / name).stat().st_mtime_ns) for name in names}
+            names |= {mark, *entries[mark]["inputs"]}
+    return {name: (entries[name]["sha256"], (run / name).stat().st_mtime_ns) for name in names}
 
 
 def left_running(cwd: Path) -> list[psutil.Process]:
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             if "mismatch.processes.workers" in " ".join(process.cmdline()) and process.cwd() == str(
                 cwd
             ):
-                found.append(process)
+                processes.append(process)
         except psutil.Error:
             continue
-    return found
+    return processes
 
 
 @pytest.fixture(
@@ -111,7 +111,7 @@ def test_a_resumed_run_says_so_and_comes_to_a_verdict(killed_and_resumed):
     assert "rollout: there already" in output
     assert output.strip().splitlines()[-1].startswith("verdict: ")
     commands = json.loads((run / "run.json").read_text())["invocations"]
-    assert [one["finished"] is None for one in commands] == [True] * kills + [False]
+    assert [command["finished"] is None for command in commands] == [True] * kills + [False]
 
 
 def test_the_tokens_and_logprobs_are_those_of_an_uninterrupted_run(killed_and_resumed, tiny_run):
@@ -122,17 +122,17 @@ def test_the_tokens_and_logprobs_are_those_of_an_uninterrupted_run(killed_and_re
     assert store.scoring_names(run) == names
     assert len(names) == 7
     for name in names:
-        one, other = store.load_scoring(run, name), store.load_scoring(tiny_run, name)
-        np.testing.assert_array_equal(one.logprobs, other.logprobs, err_msg=name)
+        resumed, other = store.load_scoring(run, name), store.load_scoring(tiny_run, name)
+        np.testing.assert_array_equal(resumed.logprobs, other.logprobs, err_msg=name)
         if other.routing is not None:
-            np.testing.assert_array_equal(one.routing.ids, other.routing.ids, err_msg=name)
+            np.testing.assert_array_equal(resumed.routing.ids, other.routing.ids, err_msg=name)
 
 
 def test_the_report_is_that_of_an_uninterrupted_run(killed_and_resumed, tiny_run):
     run, *_ = killed_and_resumed
-    one, other = (json.loads((r / "report.json").read_text()) for r in (run, tiny_run))
+    resumed, other = (json.loads((r / "report.json").read_text()) for r in (run, tiny_run))
     for part in ("verdict", "comparisons", "noise_floor", "checks", "not_tested"):
-        assert one[part] == other[part], part
+        assert resumed[part] == other[part], part
     assert (run / "comparison.json").read_bytes() == (tiny_run / "comparison.json").read_bytes()
 
 

@@ -43,10 +43,10 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Ran:
-    place: Path
+    root: Path
 
     def scoring(self, way: str, ranks: int) -> Scoring:
-        return load_scoring(self.place, f"{way}:{ranks}")
+        return load_scoring(self.root, f"{way}:{ranks}")
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +130,10 @@ def test_what_should_differ_differs(ran: Ran) -> None:
 
 
 def test_gradients_are_those_of_one_rank(ran: Ran) -> None:
-    batch = load_batch(ran.place)
+    batch = load_batch(ran.root)
     assert batch is not None
     assert batch.failed == {}
-    shared = next(g for g in load_gradients(ran.place) if g.name == "fsdp")
+    shared = next(g for g in load_gradients(ran.root) if g.name == "fsdp")
     assert shared.dot is not None
     assert shared.squared_norm_reference is not None
     # By group: embedding, attention with its sinks, routers, experts, head.

@@ -114,15 +114,15 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, 
     pytest.importorskip("vllm", reason="vllm is not installed: make env")
     directory = tmp_path_factory.mktemp("servers")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *SERVE]
-    made: list[Served] = []
+    started: list[Served] = []
     try:
         for name in ("a", "b"):
-            made.append(serve(command, directory / f"{name}.log"))
-        for server in made:
+            started.append(serve(command, directory / f"{name}.log"))
+        for server in started:
             server.await_ready()
-        yield made[0], made[1]
+        yield started[0], started[1]
     finally:
-        for server in made:
+        for server in started:
             server.kill()
 
 
@@ -175,7 +175,7 @@ def require_whole(directory: Path, prompts: int) -> None:
 def test_a_check_with_servers_is_healthy_and_keeps_no_secret(
     servers: tuple[Served, Served], tmp_path: Path
 ) -> None:
-    urls = [flag for one in servers for flag in ("--server", one.url)]
+    urls = [flag for server in servers for flag in ("--server", server.url)]
     out = tmp_path / "run"
     flags = ("--num-prompts", "8", "--samples-per-prompt", "2", "--max-tokens", "24")
     law = ("--temperature", "0.7", *ALONE)
@@ -190,13 +190,13 @@ def test_a_check_with_servers_is_healthy_and_keeps_no_secret(
     assert facts["logprobs_mode"] == "processed (probed)"
     assert facts["logprobs_temperature"] == 0.7
     records = facts["servers"]
-    assert sum(one["sequences"] for one in records) == 16
-    assert min(one["sequences"] for one in records) >= 4
-    assert not any(one["failures"] + one["timeouts"] + one["void"] for one in records)
+    assert sum(record["sequences"] for record in records) == 16
+    assert min(record["sequences"] for record in records) >= 4
+    assert not any(record["failures"] + record["timeouts"] + record["void"] for record in records)
     assert done.checks["temperature"] == "passed"
-    said = " ".join(done.report["not_tested"])
-    assert "routed experts" in said
-    assert "temperature 1" in said
+    text = " ".join(done.report["not_tested"])
+    assert "routed experts" in text
+    assert "temperature 1" in text
     for path in [file for file in out.rglob("*") if file.is_file()]:
         assert KEY.encode() not in path.read_bytes(), path
     assert KEY not in done.output
@@ -224,7 +224,7 @@ def require_turns(directory: Path) -> np.ndarray:
 @pytest.mark.grid
 def test_turns_on_running_servers(servers: tuple[Served, Served], tmp_path: Path) -> None:
     """Whichever of the two answers next, and what it read of the context from its cache."""
-    urls = [flag for one in servers for flag in ("--server", one.url)]
+    urls = [flag for server in servers for flag in ("--server", server.url)]
     out = tmp_path / "run"
     done = run(out, "rollout", *FP32, *TURNS, *urls, "--out", str(out))
     assert done.code == 0, done.output
@@ -284,8 +284,8 @@ class Forwarder:
         return f"http://127.0.0.1:{self.port}"
 
     def vanish(self) -> None:
-        for one in [self._listener, *self._open]:
-            with_shutdown(one)
+        for connection in [self._listener, *self._open]:
+            with_shutdown(connection)
 
     def _accept(self) -> None:
         while True:
@@ -295,12 +295,12 @@ class Forwarder:
             except OSError:
                 return
             self._open += [near, far]
-            for one, other in ((near, far), (far, near)):
-                threading.Thread(target=self._pump, args=(one, other), daemon=True).start()
+            for source, other in ((near, far), (far, near)):
+                threading.Thread(target=self._pump, args=(source, other), daemon=True).start()
 
-    def _pump(self, one: socket.socket, other: socket.socket) -> None:
+    def _pump(self, source: socket.socket, other: socket.socket) -> None:
         try:
-            while data := one.recv(1 << 16):
+            while data := source.recv(1 << 16):
                 other.sendall(data)
         except OSError:
             pass
@@ -308,10 +308,10 @@ class Forwarder:
             with_shutdown(other)
 
 
-def with_shutdown(one: socket.socket) -> None:
+def with_shutdown(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        one.shutdown(socket.SHUT_RDWR)
-    one.close()
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 LONG = ("--num-prompts", "20", "--samples-per-prompt", "2", "--max-tokens", "48")

@@ -31,7 +31,7 @@ from tests.conftest import grid
 from tests.contract.conftest import MAKE, installed
 from tests.integration.conftest import Run, run_check
 from tests.integration.test_failures import assert_ended, start, wait_for_workers, workers_of
-from tests.integration.test_locate import found, located
+from tests.integration.test_locate import located, location_of
 
 SAME_IN_FP32 = 1e-4
 FP32 = (
@@ -46,18 +46,18 @@ pytestmark = [pytest.mark.slow, LOCAL]
 
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, Run] = {}
+    runs: dict[str, Run] = {}
 
     def get(model: str) -> Run:
-        if model not in made:
-            place = tmp_path_factory.mktemp(model)
+        if model not in runs:
+            folder = tmp_path_factory.mktemp(model)
             flags = ["--model", model, "--max-tokens", "32"]
             if model in checkpoints.FAMILIES:  # no chat template: prompts are ids
-                flags[1] = str(checkpoints.make(model, place / "model"))
-                flags += ["--prompts", str(families.write_prompts(place / "prompts.jsonl", 12))]
-            made[model] = run_check(place / "run", *FP32, *flags)
-            made[model].require_judged()
-        return made[model]
+                flags[1] = str(checkpoints.make(model, folder / "model"))
+                flags += ["--prompts", str(families.write_prompts(folder / "prompts.jsonl", 12))]
+            runs[model] = run_check(folder / "run", *FP32, *flags)
+            runs[model].require_judged()
+        return runs[model]
 
     return get
 
@@ -87,8 +87,8 @@ def test_it_loaded_the_weights_of_the_checkpoint(model: str, run_of: Any) -> Non
 
 def test_a_report_says_what_is_ours_in_it(run_of: Any) -> None:
     gpt_oss = run_of("tiny-gpt-oss")
-    found = store.load_scoring(gpt_oss.directory, "sglang:decode").fingerprint
-    assert found["substitutes"] == [sglang_cpu.SINKS]
+    fingerprint = store.load_scoring(gpt_oss.directory, "sglang:decode").fingerprint
+    assert fingerprint["substitutes"] == [sglang_cpu.SINKS]
     assert sglang_cpu.SINKS in " ".join(gpt_oss.output.split())[:20_000].replace(" ,", ",") or (
         sglang_cpu.SINKS in (gpt_oss.directory / "report.html").read_text().replace("&#39;", "'")
     )
@@ -112,7 +112,7 @@ def is_sglangs(process: psutil.Process) -> bool:
 
 def located_sides(run: Path, code: int, output: str) -> dict[str, Any]:
     assert (run / "locate.json").exists(), output
-    sides: dict[str, Any] = {side.role: side for side in found(run).sides}
+    sides: dict[str, Any] = {side.role: side for side in location_of(run).sides}
     assert sides.keys() == {"engine", "trainer"}, output
     assert sides["engine"].name == "sglang:prefill"
     assert code == int(any(side.source for side in sides.values())), output
@@ -127,7 +127,7 @@ def test_its_modules_are_recorded_and_a_clean_run_has_no_source(
     sides = located_sides(run, code, output)
     assert all(side.groups == () for side in sides.values())
     assert all(side.held is not None and side.held < SAME_IN_FP32 for side in sides.values())
-    places = [{one.site for one in side.sites} for side in sides.values()]
+    places = [{site.site for site in side.sites} for side in sides.values()]
     assert places[0] == places[1]
 
 

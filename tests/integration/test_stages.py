@@ -49,10 +49,10 @@ def made_apart(tmp_path_factory):
 def test_stages_apart_give_the_numbers_of_check(made_apart, tiny_run):
     output = mismatch("compare", "run", cwd=made_apart.parent, of=made_apart)
     assert output.strip().splitlines()[-1].startswith("verdict: ")
-    one, other = (json.loads((r / "report.json").read_text()) for r in (made_apart, tiny_run))
-    assert one["comparisons"] == other["comparisons"]
-    assert one["noise_floor"] == other["noise_floor"]
-    first = one["run"]["earlier_commands"][0].split()
+    apart, other = (json.loads((r / "report.json").read_text()) for r in (made_apart, tiny_run))
+    assert apart["comparisons"] == other["comparisons"]
+    assert apart["noise_floor"] == other["noise_floor"]
+    first = apart["run"]["earlier_commands"][0].split()
     assert first[:4] == ["mismatch", "rollout", "--model", "tiny-gpt-oss"]
 
 
@@ -104,8 +104,8 @@ def test_token_texts_are_readable(tiny_run):
 
 
 def test_the_printed_command_line_is_kept(tiny_run):
-    (one,) = json.loads((tiny_run / "run.json").read_text())["invocations"]
-    assert one["command"].startswith("mismatch check")
-    assert one["command"].endswith(" ".join(TINY_RUN))
-    assert one["timings"]["engine"].keys() >= {"ready", "generate", "prefill"}
-    assert one["timings"]["train"].keys() >= {"ready", "fsdp", "reference:fp32"}
+    (command,) = json.loads((tiny_run / "run.json").read_text())["invocations"]
+    assert command["command"].startswith("mismatch check")
+    assert command["command"].endswith(" ".join(TINY_RUN))
+    assert command["timings"]["engine"].keys() >= {"ready", "generate", "prefill"}
+    assert command["timings"]["train"].keys() >= {"ready", "fsdp", "reference:fp32"}

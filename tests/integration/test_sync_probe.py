@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def probed(tmp_path_factory: pytest.TempPathFactory, module: str, *more: str) -> Path:
-    def make(place: Path) -> None:
+    def make(folder: Path) -> None:
         python = own_python(EngineSpec(engine=more[0])) if more else None
-        command = [python or sys.executable, "-m", f"tests.{module}", str(place), *more]
+        command = [python or sys.executable, "-m", f"tests.{module}", str(folder), *more]
         env = os.environ | interpreter_environment(python)
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, check=False, env=env
@@ -56,8 +56,8 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return probed(tmp_path_factory, "adapter_scenarios")
 
 
-def report_of(place: Path) -> SyncReport:
-    document: dict[str, Any] = json.loads(place.read_text())
+def report_of(path: Path) -> SyncReport:
+    document: dict[str, Any] = json.loads(path.read_text())
     return sync_from_json(document)
 
 

@@ -33,11 +33,11 @@ def test_the_gpu_benchmark_scores_every_token_of_the_tiny_model(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     facts = json.loads((tmp_path / "out.json").read_text())
     assert facts["attention"] == "sink-sdpa"
-    assert [(one["name"], one["tokens"]) for one in facts["scored"]] == [
+    assert [(row["name"], row["tokens"]) for row in facts["scored"]] == [
         ("4 x 256", 1024),
         ("1 x 512", 512),
     ]
-    assert all(one["tokens_per_s"] > 0 for one in facts["scored"])
+    assert all(row["tokens_per_s"] > 0 for row in facts["scored"])
     written = page.read_text()
     assert "Not measured yet" not in written
     assert f"| {facts['scored'][0]['name']} |" in written

@@ -47,12 +47,12 @@ class Ran:
     """What the two worlds left behind."""
 
     models: dict[str, str]
-    one: Path
+    single: Path
     two: Path
     progress: str
 
     def scoring(self, name: str, world: int = 2) -> Scoring:
-        return load_scoring(self.two if world == 2 else self.one, name)
+        return load_scoring(self.two if world == 2 else self.single, name)
 
     def logprobs(self, name: str, world: int = 2) -> np.ndarray:
         return self.scoring(name, world).logprobs
@@ -147,20 +147,20 @@ def _plain(model: str, dtype: torch.dtype = torch.float32) -> np.ndarray:
     return np.concatenate(out)
 
 
-NAMES = [one.name for one in _passes(dict.fromkeys(("gpt_oss", "qwen3_moe", "tied", "big"), ""))]
+NAMES = [each.name for each in _passes(dict.fromkeys(("gpt_oss", "qwen3_moe", "tied", "big"), ""))]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_worlds_of_one_and_two_agree_bitwise(ran: Ran, name: str) -> None:
-    one, two = ran.scoring(name, 1), ran.scoring(name, 2)
-    assert one.fingerprint["world_size"] == 1
+    single, two = ran.scoring(name, 1), ran.scoring(name, 2)
+    assert single.fingerprint["world_size"] == 1
     assert two.fingerprint["world_size"] == 2
-    assert np.array_equal(one.token_ids, ROLLOUT.token_ids[ROLLOUT.actions])
+    assert np.array_equal(single.token_ids, ROLLOUT.token_ids[ROLLOUT.actions])
     for field in ("logprobs", "entropy", "top1"):
-        assert np.array_equal(getattr(one, field), getattr(two, field)), field
-    if one.routing is not None and two.routing is not None:
-        assert np.array_equal(one.routing.ids, two.routing.ids)
-    assert one.fingerprint["weights"] == two.fingerprint["weights"]
+        assert np.array_equal(getattr(single, field), getattr(two, field)), field
+    if single.routing is not None and two.routing is not None:
+        assert np.array_equal(single.routing.ids, two.routing.ids)
+    assert single.fingerprint["weights"] == two.fingerprint["weights"]
 
 
 @pytest.mark.parametrize(
@@ -296,17 +296,17 @@ def test_fingerprint_says_what_ran(ran: Ran) -> None:
 
 
 def test_gradients_are_the_same_in_both_worlds(ran: Ran) -> None:
-    one, two = load_gradients(ran.one), load_gradients(ran.two)
-    assert [(g.name, g.coefficients) for g in one] == [(g.name, g.coefficients) for g in two]
-    assert {g.name for g in one} == {"reference:fp32", "fsdp", "fix:fp32"}
-    for mine, theirs in zip(one, two, strict=True):
+    single, two = load_gradients(ran.single), load_gradients(ran.two)
+    assert [(g.name, g.coefficients) for g in single] == [(g.name, g.coefficients) for g in two]
+    assert {g.name for g in single} == {"reference:fp32", "fsdp", "fix:fp32"}
+    for left, right in zip(single, two, strict=True):
         # The last prompt has one sample: of two ranks one adds a gradient of 0.
-        assert mine.prompts.tolist() == theirs.prompts.tolist() == one[0].prompts.tolist()
-        assert sorted(mine.prompts) == [0, 1, 2, 3]
-        gap = np.sqrt(((mine.sketches - theirs.sketches) ** 2).sum())
-        rounding = 0.02 if mine.name == "fsdp" else 1e-5  # of bf16, of float32
-        assert gap <= rounding * np.sqrt((mine.sketches**2).sum())
-        assert mine.squared_norm == pytest.approx(theirs.squared_norm, rel=5 * rounding)
+        assert left.prompts.tolist() == right.prompts.tolist() == single[0].prompts.tolist()
+        assert sorted(left.prompts) == [0, 1, 2, 3]
+        gap = np.sqrt(((left.sketches - right.sketches) ** 2).sum())
+        rounding = 0.02 if left.name == "fsdp" else 1e-5  # of bf16, of float32
+        assert gap <= rounding * np.sqrt((left.sketches**2).sum())
+        assert left.squared_norm == pytest.approx(right.squared_norm, rel=5 * rounding)
     low = next(g for g in two if (g.name, g.coefficients) == ("fsdp", "token"))
     assert low.dot is not None
     assert low.squared_norm_reference is not None
@@ -339,14 +339,14 @@ def test_progress_ends_at_the_total(ran: Ran) -> None:
 
 
 def test_a_rank_that_fails_leaves_its_reason(tmp_path: Path) -> None:
-    one: Rollout = rollout()
-    save_rollout(tmp_path, one)
+    batch: Rollout = rollout()
+    save_rollout(tmp_path, batch)
     spec = TrainSpec(str(make("llama", tmp_path / "llama")), attention="no-sinks")
     job = {"run_dir": str(tmp_path), "passes": [to_dict(Pass("fsdp", spec))]}
     (tmp_path / "job.json").write_text(json.dumps(job))
     done = _python("-m", "mismatch.processes.workers.train", str(tmp_path / "job.json"))
     assert done.returncode == 2
-    said = json.loads((tmp_path / "errors" / "train-rank0.json").read_text())
-    assert "attention sinks" in said["message"]
-    assert said["fix"] == "use --attention auto"
+    error = json.loads((tmp_path / "errors" / "train-rank0.json").read_text())
+    assert "attention sinks" in error["message"]
+    assert error["fix"] == "use --attention auto"
     assert not (tmp_path / "scores").exists()

@@ -159,7 +159,7 @@ def test_recorded_tokens_are_scored_as_in_the_run_they_came_from(
         )
         assert done.returncode in (0, 1), done.stdout + done.stderr
     assert np.array_equal(store.load_rollout(run).token_ids, rollout.token_ids)
-    scored, before = (store.load_scoring(place, "fsdp") for place in (run, tiny_run))
+    scored, before = (store.load_scoring(directory, "fsdp") for directory in (run, tiny_run))
     assert np.abs(scored.logprobs - before.logprobs).max() < 0.3
     left = store.load_scoring(run, "recorded:decode")
     assert np.array_equal(left.logprobs, decode.logprobs)

@@ -25,22 +25,22 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_each_edge_is_measured_and_the_law_that_sampled_is_known(both: Run) -> None:
-    made = both.report["engines"]
-    assert [side["engine"] for side in made["sides"]] == ["transformers", "vllm"]
-    assert not {"broken", "unfit"} & {side["verdict"]["status"] for side in made["sides"]}
-    assert made["not_tested"] == []
-    assert len(made["edges"]) == 10
-    for edge in made["edges"]:
-        found = edge["comparison"]
-        assert found["sampled_by_left"] == (edge["kind"] == "decode")
-        assert 0 < found["metrics"]["logprob_abs_diff_mean"]["value"] < 0.02
-        assert found["left"].startswith(edge["parties"][0])
+    section = both.report["engines"]
+    assert [side["engine"] for side in section["sides"]] == ["transformers", "vllm"]
+    assert not {"broken", "unfit"} & {side["verdict"]["status"] for side in section["sides"]}
+    assert section["not_tested"] == []
+    assert len(section["edges"]) == 10
+    for edge in section["edges"]:
+        comparison = edge["comparison"]
+        assert comparison["sampled_by_left"] == (edge["kind"] == "decode")
+        assert 0 < comparison["metrics"]["logprob_abs_diff_mean"]["value"] < 0.02
+        assert comparison["left"].startswith(edge["parties"][0])
 
 
 def test_vllm_stands_apart_from_two_that_share_a_framework(both: Run) -> None:
     """The trainer and the transformers engine run the same modules; vLLM has kernels of its own."""
-    made = both.report["engines"]
-    assert made["odd"] == "vllm"
+    section = both.report["engines"]
+    assert section["odd"] == "vllm"
 
 
 def test_what_is_there_is_not_made_again(both: Run) -> None:
@@ -60,14 +60,14 @@ def test_one_engine_as_the_upgrade_of_the_other(both: Run, tmp_path: Path) -> No
     done = subprocess.run(
         [sys.executable, "-m", "mismatch", *line], capture_output=True, text=True, timeout=540
     )
-    made = json.loads((out / "against.json").read_text())
-    assert done.returncode == int(made["fails"])
-    assert made["prompts"] == 8
-    assert made["same_tokens"] is False
-    assert made["outcome"] == "worse"  # vLLM is farther from the trainer than transformers is
-    changed = {one["name"]: (one["old"], one["new"]) for one in made["changed"]}
+    document = json.loads((out / "against.json").read_text())
+    assert done.returncode == int(document["fails"])
+    assert document["prompts"] == 8
+    assert document["same_tokens"] is False
+    assert document["outcome"] == "worse"  # vLLM is farther from the trainer than transformers is
+    changed = {setting["name"]: (setting["old"], setting["new"]) for setting in document["changed"]}
     assert changed["engine"] == ("transformers", "vllm")
-    assert not any(one["where"] == "trainer" for one in made["changed"])
+    assert not any(setting["where"] == "trainer" for setting in document["changed"])
 
 
 def test_the_same_engine_twice_is_refused(tmp_path: Path) -> None:

@@ -47,17 +47,17 @@ def python(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def folder(tmp_path_factory):
     """Keeps the recording for both tests."""
     return tmp_path_factory.mktemp("faults")
 
 
 @pytest.mark.grid
-def test_a_write_that_fails_changes_no_number(place):
-    state = place / "faults.jsonl"
+def test_a_write_that_fails_changes_no_number(folder):
+    state = folder / "faults.jsonl"
     done = python(
         *("-m", "benchmarks.write_faults", "--scenario", "check", "--every", EVERY),
-        *("--state", state, "--place", place),
+        *("--state", state, "--place", folder),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     trials = [json.loads(line) for line in state.read_text().splitlines()]
@@ -66,7 +66,7 @@ def test_a_write_that_fails_changes_no_number(place):
 
 
 @pytest.mark.grid
-def test_a_manifest_that_is_written_in_place_is_seen(place):
-    done = python("-c", SABOTAGED, place / "check")
+def test_a_manifest_that_is_written_in_place_is_seen(folder):
+    done = python("-c", SABOTAGED, folder / "check")
     assert "manifest.json" in done.stdout, done.stdout + done.stderr
     assert "cannot be read" in done.stdout

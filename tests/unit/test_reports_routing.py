@@ -12,10 +12,10 @@ import pytest
 
 from mismatch.analysis.comparison import compare
 from mismatch.analysis.routing_tables import NOISE_UNKNOWN
+from mismatch.metrics import METRICS as DECLARED
 from mismatch.metrics.routing_pairs import RouterNoise
 from mismatch.reports.contrasts import comparable
 from mismatch.reports.formatting import percent, thousands
-from mismatch.reports.metric_labels import ROUTING
 from mismatch.reports.section import Figure, Section
 from mismatch.reports.sections import routing
 from mismatch.reports.sections.patterns import worst_tokens
@@ -172,7 +172,7 @@ def test_the_core_and_the_rest_are_all_rows() -> None:
     section = shown(report().comparisons[0])
     numbers = rows(section, "numbers")
     assert len(numbers) == len(report().comparisons[0].routing)
-    assert set(routing.CORE) <= set(ROUTING)
+    assert set(routing.CORE) <= set(DECLARED)
     assert numbers[0][1] == report().comparisons[0].routing["routing_disagree_layer"]
 
 
