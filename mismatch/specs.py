@@ -6,9 +6,8 @@ import dataclasses
 import re
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -517,9 +516,6 @@ class CheckSpec:
     ] = 16
 
 
-T = TypeVar("T")
-
-
 def require_ranges(*specs: Any) -> None:
     """Every number of these specs is in the range of its flag, wherever the specs came from.
 
@@ -539,15 +535,6 @@ def require_ranges(*specs: Any) -> None:
 def to_dict(spec: Any) -> dict[str, Any]:
     """A spec as plain JSON data."""
     return dataclasses.asdict(spec)
-
-
-def from_dict(cls: type[T], data: dict[str, Any]) -> T:
-    """The inverse of :func:`to_dict`.
-
-    Raises:
-        TypeError: a field is unknown, missing or of another type.
-    """
-    return from_json(cls, data)
 
 
 def weights_key(spec: TrainSpec) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Chosen, Context, MachineFacts, ModelFacts
 from mismatch.experiments.fixes.catalogue import FIXES, fix_named
@@ -23,7 +24,7 @@ from mismatch.experiments.fixes.planning import (
 from mismatch.experiments.fixes.spec_edits import context_of
 from mismatch.experiments.fixes.trainer_fixes import NOT_PACKED
 from mismatch.pipeline.preflight import require_form
-from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, from_dict, to_dict
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
 from mismatch.types import Sampling
 from tests.texts import numbers
 
@@ -91,7 +92,7 @@ def test_a_value_that_means_nothing_is_refused(request_: str) -> None:
 
 def test_fixes_come_back_from_spec_json() -> None:
     spec = replace(check("fp32", engine=EngineSpec(env=(("A", "1"),))), budget_minutes=2.0)
-    assert from_dict(CheckSpec, to_dict(spec)) == spec
+    assert from_json(CheckSpec, to_dict(spec)) == spec
 
 
 # ---------------------------------------------------------------- the catalogue

@@ -23,12 +23,13 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from mismatch.codec import from_json
 from mismatch.pipeline.document import comparisons_to_json, report_from_json, report_to_json
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
 from mismatch.reports.terminal import print_report
 from mismatch.run import store
-from mismatch.specs import CheckSpec, from_dict, spec_hash
+from mismatch.specs import CheckSpec, spec_hash
 from mismatch.types import Report
 from tests import reports_fixture as made
 from tests.fixes_fixture import make_table
@@ -186,7 +187,7 @@ def _artefacts(run_dir: Path) -> dict[str, Any]:
     manifest = json.loads((make_run(run_dir / "run") / "manifest.json").read_text("utf-8"))
     for entry in manifest["artefacts"].values():
         entry.pop("made_with", None)  # versions of this environment
-    hashes = {name: spec_hash(from_dict(CheckSpec, _run(name)["spec"])) for name in EXAMPLES}
+    hashes = {name: spec_hash(from_json(CheckSpec, _run(name)["spec"])) for name in EXAMPLES}
     return {"pyarrow": pa.__version__, "spec_hashes": hashes, **manifest}
 
 

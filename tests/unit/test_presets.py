@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from mismatch.codec import from_json
 from mismatch.errors import MismatchError, did_you_mean
 from mismatch.experiments.scoring_passes import reference_of
 from mismatch.presets import PRESETS, get_preset
-from mismatch.specs import CheckSpec, Pass, TrainSpec, from_dict, to_dict
+from mismatch.specs import CheckSpec, Pass, TrainSpec, to_dict
 from mismatch.training.distributed import World
 from mismatch.training.load import load
 from mismatch.training.score import score_pass
@@ -111,7 +112,7 @@ def test_the_reference_stays_exact_under_a_preset() -> None:
 def test_specs_with_a_preset_survive_json() -> None:
     train = get_preset("trl").apply(TrainSpec())
     spec = CheckSpec(train=train, preset="TRL", not_reproduced=("left padding", "tiles"))
-    assert from_dict(CheckSpec, json.loads(json.dumps(to_dict(spec)))) == spec
+    assert from_json(CheckSpec, json.loads(json.dumps(to_dict(spec)))) == spec
 
 
 # ---------------------------------------------------------------- the same bits

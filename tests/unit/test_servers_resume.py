@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from mismatch.captures import Likeliest
+from mismatch.codec import from_json
 from mismatch.engines.base import Sample
 from mismatch.engines.servers.journal import PLACE, Journal
 from mismatch.errors import MismatchError
-from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, from_dict, spec_hash, to_dict
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, spec_hash, to_dict
 from tests.servers_fixture import (
     MODEL,
     PROMPTS,
@@ -136,5 +137,5 @@ def test_where_servers_are_is_no_part_of_what_was_asked() -> None:
     two = CheckSpec(rollout=RolloutSpec(EngineSpec("server", MODEL, servers=("http://b:2",))))
     assert spec_hash(one) == spec_hash(two)
     assert spec_hash(one.rollout) == spec_hash(two.rollout)
-    assert from_dict(CheckSpec, json.loads(json.dumps(to_dict(one)))) == one
+    assert from_json(CheckSpec, json.loads(json.dumps(to_dict(one)))) == one
     assert spec_hash(one) != spec_hash(CheckSpec(rollout=RolloutSpec(EngineSpec("vllm", MODEL))))

@@ -9,9 +9,10 @@ import pandas as pd
 import pytest
 
 from mismatch.captures import Likeliest
+from mismatch.codec import from_json
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
 from mismatch.run import store
-from mismatch.specs import CheckSpec, from_dict, spec_hash, to_dict
+from mismatch.specs import CheckSpec, spec_hash, to_dict
 from mismatch.types import Pair, Rollout, Routing, Sampling, Scoring
 
 
@@ -140,7 +141,7 @@ def test_json_is_strict(tmp_path):
 
 def test_specs_round_trip_through_json():
     spec = CheckSpec()
-    again = from_dict(CheckSpec, json.loads(json.dumps(to_dict(spec))))
+    again = from_json(CheckSpec, json.loads(json.dumps(to_dict(spec))))
     assert again == spec
     assert spec_hash(again) == spec_hash(spec)
     assert len(spec_hash(spec)) == 12

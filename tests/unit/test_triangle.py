@@ -19,6 +19,7 @@ from mismatch.cli.command import read_config
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import CHECK
 from mismatch.cli.to_spec import engine_names, other_engine
+from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.engine_pair import (
     FLOOR,
@@ -43,7 +44,7 @@ from mismatch.reports.sections import square
 from mismatch.reports.terminal import print_section
 from mismatch.run import store
 from mismatch.run.directory import at_work
-from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, from_dict, to_dict
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
 from mismatch.types import Estimate, Report, Rollout, Sampling, Scoring
 from tests.reports_fixture import make_report, make_tokens
 from tests.texts import numbers
@@ -351,7 +352,7 @@ def test_a_config_file_names_one_engine_or_two(tmp_path: Path, value: str) -> No
 
 
 def test_a_spec_with_two_engines_survives_the_disk() -> None:
-    assert from_dict(CheckSpec, json.loads(json.dumps(to_dict(spec_of())))) == spec_of()
+    assert from_json(CheckSpec, json.loads(json.dumps(to_dict(spec_of())))) == spec_of()
 
 
 class Quiet:

@@ -12,6 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from mismatch.analysis.two_passes import mark_injected, two_passes
+from mismatch.codec import from_json
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.scoring_passes import reference_of, training_passes
 from mismatch.metrics.ppo_passes import AS_RUN, OVERRIDE, REPLAY, measure_pass, ratios, sizes
@@ -38,7 +39,6 @@ from mismatch.specs import (
     Pass,
     RolloutSpec,
     TrainSpec,
-    from_dict,
     to_dict,
 )
 from mismatch.types import Report, Routing, Scoring, Verdict
@@ -255,7 +255,7 @@ def test_a_side_pass_without_routes_is_left_out_and_an_asked_one_refused(tmp_pat
 
 def test_a_spec_with_injections_survives_json(moe: str) -> None:
     spec = _spec(moe, inject=NOISE, train={"inject": NOISE, "replay_routing": "ids"})
-    assert from_dict(CheckSpec, json.loads(json.dumps(to_dict(spec)))) == spec
+    assert from_json(CheckSpec, json.loads(json.dumps(to_dict(spec)))) == spec
 
 
 def test_what_cannot_be_replayed_is_refused_before_anything_starts(
