@@ -409,7 +409,10 @@ def _corners(run_dir: Path, spec: CheckSpec) -> Iterator[Corner]:
     for sampler, other in ((first, second), (second, first)):
         home = homes[sampler]
         sides = ScoredRollout.load(home, sampler, TRAIN)
-        prefill = {name: None if unable[name] else _prefill(home, name) for name in homes}
+        prefill = {
+            name: None if unable[name] else store.load_scoring(home, f"{name}:prefill")
+            for name in homes
+        }
         for scoring in prefill.values():
             if scoring is not None:
                 Pair.of(sides.rollout, sides.decode, scoring)
@@ -424,11 +427,6 @@ def _unable(home: Path, engine: str) -> str:
     entries = facts.get("not_tested", ())
     reasons = [entry for entry in entries if PREFILL & set(NotTested.fields_of(entry))]
     return reasons[0] if reasons else f"{engine} cannot score given tokens at this temperature"
-
-
-def _prefill(run_dir: Path, engine: str) -> Scoring:
-    """Another engine's view of these tokens; MismatchError where it is not there."""
-    return store.load_scoring(run_dir, f"{engine}:prefill")
 
 
 def _edges(corner: Corner, seed: int) -> Iterator[Edge]:

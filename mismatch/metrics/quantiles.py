@@ -66,7 +66,7 @@ def woodruff_ends(
     and where too few prompts hold the values of the tail to say how these vary.
 
     Args:
-        under, tail: how many of a prompt's values lie at or below each of :func:`quantile_cuts`, [P].
+        under, tail: how many of a prompt's values lie at or below the :func:`quantile_cuts`, [P].
         count: of all its values, [P].
     """
     if ordered[0] == ordered[-1]:

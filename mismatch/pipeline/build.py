@@ -98,7 +98,6 @@ def build_report(
     run_dir: Path,
     spec: CheckSpec,
     thresholds: Thresholds | None = None,
-    command: str = "",
     again: bool = False,
 ) -> tuple[Report, pd.DataFrame]:
     """Compare what the stages left in ``run_dir``; leaves comparison.json and tokens.parquet.
@@ -137,7 +136,7 @@ def build_report(
         noise_floor=tuple(floor),
         checks=tuple(checks),
         not_tested=(*missing, *without_gradients),
-        run=named(facts(spec, artefacts.rollout, command)),
+        run=named(facts(spec, artefacts.rollout, "")),
     ).with_analyses(**results)
     return report, store.load_tokens(run_dir)
 
@@ -203,7 +202,8 @@ def compare_artefacts(
     )
     if again or not current or not manifest.made_from(run_dir, COMPARISON, inputs):
         texts = store.load_vocabulary(run_dir)
-        pairs = compare_all(held, spec.seed, texts) if _sound(checks) else ([], [])
+        sound = all(check.status == "passed" for check in checks)
+        pairs = compare_all(held, spec.seed, texts) if sound else ([], [])
         document = {"schema": COMPARISON_SCHEMA, **comparisons_to_json(*pairs)}
         reference = held.scorings.get(REFERENCE)
         tokens = token_table(run_dir, held.rollout, held.decode, held.train, reference)
@@ -238,10 +238,6 @@ def compare_all(
         for left, right, law in pairs
     ]
     return comparisons, noise_floor(rollout, artefacts.scorings, decode, prefill, seed)
-
-
-def _sound(checks: list[Check]) -> bool:
-    return all(check.status == "passed" for check in checks)
 
 
 def noise_floor(
