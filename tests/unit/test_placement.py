@@ -47,9 +47,9 @@ def check(model: str = "openai/gpt-oss-20b", ranks: int = 8, **engine: Any) -> C
 
 def sizes(spec: CheckSpec, gpus: str) -> list[float]:
     """Replicas of the engine, and the tensor parallel size of each."""
-    (said,) = [stage.processes for stage in plan(spec, gpus=gpus).stages if stage.name == "rollout"]
-    assert "vllm" in said
-    return numbers(said)
+    (text,) = [stage.processes for stage in plan(spec, gpus=gpus).stages if stage.name == "rollout"]
+    assert "vllm" in text
+    return numbers(text)
 
 
 # ---------------------------------------------------------------- the plan
@@ -58,8 +58,8 @@ def sizes(spec: CheckSpec, gpus: str) -> list[float]:
 def test_a_model_that_fits_one_gpu_gets_a_replica_on_each():
     assert sizes(check(), "8xH100-80GB") == [8, 1]
     assert sizes(check(ranks=1), "1xH100-80GB") == [1, 1]
-    said = check(data_parallel_size=2, tensor_parallel_size=2)
-    assert sizes(said, "8xH100-80GB") == [2, 2]
+    settings = check(data_parallel_size=2, tensor_parallel_size=2)
+    assert sizes(settings, "8xH100-80GB") == [2, 2]
 
 
 def test_a_model_that_does_not_fit_one_gpu_is_split(tmp_path: Path):
@@ -228,10 +228,10 @@ class Quiet:
         pass
 
 
-def scripts(place: Path, overlap: bool, engine: str = "", trainer: str = "") -> Scripts:
+def scripts(run: Path, overlap: bool, engine: str = "", trainer: str = "") -> Scripts:
     journal = SimpleNamespace(timings={}, seconds={}, save=lambda: None)
     spec = replace(check("tiny", 1), overlap=overlap)
-    return Scripts(spec, place, Quiet(), journal).scripts(engine, trainer)
+    return Scripts(spec, run, Quiet(), journal).scripts(engine, trainer)
 
 
 @pytest.fixture(autouse=True)
