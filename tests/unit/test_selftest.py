@@ -38,7 +38,9 @@ def changed(directory: Path) -> set[str]:
     return {name for name in before if not before[name].equal(after[name])}  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("fault", [one for one in FAULTS if one.checkpoint], ids=lambda f: f.id)
+@pytest.mark.parametrize(
+    "fault", [fault for fault in FAULTS if fault.checkpoint], ids=lambda f: f.id
+)
 def test_a_planted_checkpoint_differs_where_the_fault_is(tmp_path: Path, fault) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in TINY.iterdir()}
     planted = plant(TINY, tmp_path / "planted", fault.id, fault.sizes[0])

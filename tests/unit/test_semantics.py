@@ -327,4 +327,4 @@ def test_a_detector_that_raises_leaves_its_check_not_tested(monkeypatch, name, c
     checks = statuses(*make())
     assert checks[check].status == "not_tested"
     assert "ValueError" in checks[check].detail
-    assert {one.status for id, one in checks.items() if id != check} == {"passed"}
+    assert {outcome.status for id, outcome in checks.items() if id != check} == {"passed"}

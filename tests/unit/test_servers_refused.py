@@ -32,14 +32,14 @@ __all__ = ["_light", "serve", "sglang"]  # fixtures
 
 
 def test_what_is_missing_is_a_capability_with_a_reason(serve: Any) -> None:
-    found = ServerEngine.capabilities(spec(serve(prompt_logprobs=False)), LAW)
-    assert not found.prefill
-    assert "prompt logprobs" in found.reasons["prefill"]
-    assert not found.routed_experts
-    assert "--enable-return-routed-experts" in found.reasons["routed_experts"]
-    assert not found.deterministic
-    assert not found.distributions
-    assert found.journals
+    capabilities = ServerEngine.capabilities(spec(serve(prompt_logprobs=False)), LAW)
+    assert not capabilities.prefill
+    assert "prompt logprobs" in capabilities.reasons["prefill"]
+    assert not capabilities.routed_experts
+    assert "--enable-return-routed-experts" in capabilities.reasons["routed_experts"]
+    assert not capabilities.deterministic
+    assert not capabilities.distributions
+    assert capabilities.journals
     full = ServerEngine.capabilities(spec(serve()), LAW)
     assert full.prefill
     assert not full.prefill_tempered
@@ -128,8 +128,8 @@ def test_servers_with_different_logprobs_are_refused(serve: Any) -> None:
 
 def test_other_settings_are_said(serve: Any) -> None:
     _, engine = generate(serve(), serve(configuration="vllm-0.32.0-xyz"))
-    said = engine.fingerprint("decode")["not_tested"]
-    assert any("configurations differ" in line for line in said)
+    notes = engine.fingerprint("decode")["not_tested"]
+    assert any("configurations differ" in line for line in notes)
 
 
 def test_the_same_server_twice_is_refused(serve: Any) -> None:
@@ -150,12 +150,12 @@ def test_an_address_with_two_models_behind_it_is_said(serve: Any) -> None:
 
     server.completion = either
     engine = ServerEngine(spec(server), LAW, longest=64)
-    said = engine.fingerprint("decode")["not_tested"]
-    differ = [line for line in said if "probe logprobs" in line]
+    notes = engine.fingerprint("decode")["not_tested"]
+    differ = [line for line in notes if "probe logprobs" in line]
     assert len(differ) == 1
     assert min(numbers(differ[0])) > SAME_WEIGHTS
     calm = ServerEngine(spec(serve()), LAW, longest=64).fingerprint("decode")["not_tested"]
-    assert set(said) - set(calm) == set(differ)
+    assert set(notes) - set(calm) == set(differ)
 
 
 def test_probes_without_numbers_are_refused(serve: Any) -> None:
@@ -165,8 +165,8 @@ def test_probes_without_numbers_are_refused(serve: Any) -> None:
     def overflown(body: dict[str, Any]) -> dict[str, Any]:
         answer = honest(body)
         for row in answer["choices"][0].get("prompt_logprobs") or [None]:
-            for said in (row or {}).values():
-                said["logprob"] = float("nan")
+            for entry in (row or {}).values():
+                entry["logprob"] = float("nan")
         return answer
 
     server.completion = overflown
@@ -190,9 +190,9 @@ def seldom_free(server: ScriptedServer, status: int) -> None:
 def test_a_busy_moment_is_no_missing_capability(serve: Any, status: int) -> None:
     server = serve(mode="processed")
     seldom_free(server, status)
-    found = ServerEngine.capabilities(spec(server), LAW)
-    assert found.prefill
-    assert found.processed_logprobs
+    capabilities = ServerEngine.capabilities(spec(server), LAW)
+    assert capabilities.prefill
+    assert capabilities.processed_logprobs
 
 
 def test_a_server_that_stays_busy_says_nothing_about_what_it_can_do(serve: Any) -> None:

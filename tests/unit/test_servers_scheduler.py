@@ -163,9 +163,9 @@ def test_retry_after_is_honoured() -> None:
 def test_rests_grow_and_are_spread() -> None:
     rests = [[backoff_s(failures, None) for _ in range(200)] for failures in (1, 2, 30)]
     first, longest = http.FIRST_BACKOFF_S, http.LONGEST_BACKOFF_S
-    for found, middle in zip(rests, (first, 2 * first, longest), strict=True):
-        assert middle / 2 <= min(found) < max(found) <= 1.5 * middle
-        assert max(found) > 1.2 * min(found)
+    for waits, middle in zip(rests, (first, 2 * first, longest), strict=True):
+        assert middle / 2 <= min(waits) < max(waits) <= 1.5 * middle
+        assert max(waits) > 1.2 * min(waits)
     assert backoff_s(1, 10_000.0) <= 1.1 * http.LONGEST_RETRY_AFTER_S
     assert backoff_s(9, 2.0) >= 2.0
 

@@ -179,11 +179,11 @@ def test_pairing_needs_action_tokens_and_equal_ids():
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"), [("entropy", "2 entropies for 3"), ("top1", "2 most likely ids for 3")]
+    ("extra", "counts"), [("entropy", "2 entropies for 3"), ("top1", "2 most likely ids for 3")]
 )
-def test_pairing_needs_one_entropy_and_one_most_likely_id_per_token(extra, said):
+def test_pairing_needs_one_entropy_and_one_most_likely_id_per_token(extra, counts):
     short = scoring(name="fsdp", **{extra: np.zeros(2, int)})
-    with pytest.raises(MismatchError, match=f"fsdp: {said} tokens"):
+    with pytest.raises(MismatchError, match=f"fsdp: {counts} tokens"):
         Pair.of(rollout(), scoring(), short)
 
 
@@ -225,6 +225,6 @@ def test_the_likeliest_of_a_scoring_come_back(tmp_path):
     ids = np.arange(9, dtype=np.int32).reshape(3, 3)
     top = Likeliest(ids, -ids.astype(np.float32))
     store.save_scoring(tmp_path, scoring(likeliest=top), rollout())
-    found = store.load_scoring(tmp_path, scoring().name).likeliest
-    np.testing.assert_array_equal(found.ids, top.ids)
-    np.testing.assert_array_equal(found.logprobs, top.logprobs)
+    likeliest = store.load_scoring(tmp_path, scoring().name).likeliest
+    np.testing.assert_array_equal(likeliest.ids, top.ids)
+    np.testing.assert_array_equal(likeliest.logprobs, top.logprobs)

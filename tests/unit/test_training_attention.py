@@ -34,7 +34,7 @@ def test_resolution(family: str, name: str, runs: str, honours: bool | None) -> 
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "said"),
+    ("family", "name", "word"),
     [
         ("gpt_oss", "sdpa", "sinks"),
         ("gpt_oss", "no-such-kernel", "no-such-kernel"),
@@ -42,8 +42,8 @@ def test_resolution(family: str, name: str, runs: str, honours: bool | None) -> 
         ("llama", "no-such-kernel", "no-such-kernel"),
     ],
 )
-def test_refusals(family: str, name: str, said: str) -> None:
-    with pytest.raises(MismatchError, match=said) as caught:
+def test_refusals(family: str, name: str, word: str) -> None:
+    with pytest.raises(MismatchError, match=word) as caught:
         resolve_attention(name, configuration(family))
     assert "auto" in caught.value.fix
 

@@ -85,7 +85,7 @@ def test_wrong_shape(world: World, broken: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "word"),
     [
         ({"model_type": "no_such_family"}, "no_such_family"),
         ({"model_type": "t5"}, "not supported"),
@@ -93,11 +93,11 @@ def test_wrong_shape(world: World, broken: Path) -> None:
     ],
 )
 def test_configurations_that_cannot_run(
-    world: World, broken: Path, changes: dict[str, Any], said: str
+    world: World, broken: Path, changes: dict[str, Any], word: str
 ) -> None:
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps({**config, **changes}))
-    with pytest.raises(MismatchError, match=said):
+    with pytest.raises(MismatchError, match=word):
         _load(world, broken)
 
 
@@ -190,8 +190,8 @@ def test_transformers_is_left_as_it_was(world: World, llama: Path) -> None:
     def state() -> tuple[Any, ...]:
         cls = modeling.PreTrainedModel
         names = ("prepare_distribute_model", "maybe_distribute_model")
-        found = [getattr(cls, name).__func__ for name in names]
-        return (*found, modeling.caching_allocator_warmup)
+        functions = [getattr(cls, name).__func__ for name in names]
+        return (*functions, modeling.caching_allocator_warmup)
 
     before = state()
     _load(world, llama)

@@ -328,7 +328,7 @@ def test_the_second_engine_has_its_own_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "words"),
     [
         ({"engine": [A, A]}, "given twice"),
         ({"engine": [A, B, A]}, "given 3 times"),
@@ -337,8 +337,8 @@ def test_the_second_engine_has_its_own_arguments() -> None:
         ({"engine": [A], "other_engine_arg": ["a=1"]}, "with one engine"),
     ],
 )
-def test_flags_that_do_not_fit_are_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(MismatchError, match=said):
+def test_flags_that_do_not_fit_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(MismatchError, match=words):
         other_engine(flags(**given), "m")
 
 

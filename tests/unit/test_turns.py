@@ -394,7 +394,7 @@ def test_whole_distributions_are_of_every_turn_s_own_tokens(positions: int) -> N
     taken = captured.collected()
     every = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1), (2, 2)]
     numbers = priority(3, *np.asarray(every).T)
-    chosen = {every[place] for place in np.argsort(numbers)[:positions]}
+    chosen = {every[index] for index in np.argsort(numbers)[:positions]}
     assert set(map(tuple, taken["keys"].tolist())) == chosen
     for (_, index), law in zip(taken["keys"].tolist(), taken["logprobs"], strict=True):
         assert law.argmax() == 101 + index  # what the turn sampled, not what was run ahead
