@@ -164,28 +164,29 @@ def bad(value: float) -> np.ndarray:
 def test_a_value_that_is_not_finite_is_named(side, value):
     other = {"rollout": "train", "train": "rollout"}[side]
     arrays = {side: bad(value), other: bad(-1.0)}
-    with pytest.raises(MismatchError, match=f"{side} is {value} at action token 2"):
+    with pytest.raises(MismatchError, match=rf"{side} is {value}.*\b2\b"):
         Estimator(SEQUENCE, PROMPT).all(ALL, arrays)
-    with pytest.raises(MismatchError, match="1 inputs are not finite"):
+    with pytest.raises(MismatchError, match=rf"probs_diff_mean: {side}: 1\b"):
         METRICS["probs_diff_mean"](arrays["rollout"], arrays["train"])
 
 
 def test_shapes_that_disagree_are_named():
     estimator = Estimator(SEQUENCE, PROMPT)
-    with pytest.raises(MismatchError, match="train has 3 tokens, sequence has 4"):
+    with pytest.raises(MismatchError, match=r"train has 3\b.*\b4"):
         estimator.all(ALL, {"rollout": np.zeros(4), "train": np.zeros(3)})
-    with pytest.raises(MismatchError, match="delta has 5 tokens, sequence has 4"):
+    with pytest.raises(MismatchError, match=r"delta has 5\b.*\b4"):
         estimator.one(METRICS["k3_kl"], {"delta": np.zeros(5)})
-    with pytest.raises(MismatchError, match=r"terms of shape \(4, 2\) for 4 tokens"):
+    with pytest.raises(MismatchError, match=r"\(4, 2\).*\b4 token"):
         estimator.one(Metric("two", _pair, combine=np.sum), {"delta": _TWO})
-    with pytest.raises(MismatchError, match="sequence 2 has no prompt"):
+    with pytest.raises(MismatchError, match=r"sequence 2.*0 to"):
         Estimator(np.array([0, 2]), PROMPT)
     with pytest.raises(MismatchError, match="whole numbers"):
         Estimator(np.array([0.0, 1.0]), PROMPT)
     with pytest.raises(MismatchError, match="needs train_entropy"):
         estimator.one(METRICS["entropy_train"], {"delta": np.zeros(4)})
     rollout, left, right = run_of(*CASES["one block"])
-    with pytest.raises(MismatchError, match=r"trainer: \d+ logprobs for \d+ tokens"):
+    tokens = len(right.logprobs)
+    with pytest.raises(MismatchError, match=rf"trainer: {tokens - 1}\b.*\b{tokens}\b"):
         Pair.of(rollout, left, dataclasses.replace(right, logprobs=right.logprobs[:-1]))
 
 

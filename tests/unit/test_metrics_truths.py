@@ -258,9 +258,9 @@ def test_nothing_measured_is_an_error(name):
 
 
 def test_bad_input_is_an_error():
-    with pytest.raises(MismatchError, match="different lengths: 2, 3"):
+    with pytest.raises(MismatchError, match=r"probs_diff_mean.*: 2, 3"):
         METRICS["probs_diff_mean"](np.zeros(2), np.zeros(3))
-    with pytest.raises(MismatchError, match="1 inputs are not finite"):
+    with pytest.raises(MismatchError, match=r"k3_kl: delta: 1\b"):
         METRICS["k3_kl"](np.array([0.0, np.nan]))
     with pytest.raises(MismatchError, match="probs_pearson is undefined"):
         METRICS["probs_pearson"](np.full(3, -1.0), np.array([-1.0, -2.0, -3.0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,7 +217,7 @@ def test_a_disk_that_fills_up_is_named_and_left_clean(
     source = make("gpt_oss", tmp_path / "model")
     with monkeypatch.context() as patch:
         patch.setattr("safetensors.torch.save_file", full)
-        with pytest.raises(MismatchError, match=r"cannot be written to .*cache") as raised:
+        with pytest.raises(MismatchError, match=rf"cache.*: {re.escape(str(error))}") as raised:
             derived.derive(source, "mxfp4-rounded")
     assert "MISMATCH_CACHE" in raised.value.fix
     assert not _left(tmp_path)
@@ -238,7 +239,7 @@ def test_a_cache_that_cannot_be_written_is_named(
 ) -> None:
     (tmp_path / "file").write_text("no directory")
     monkeypatch.setenv("MISMATCH_CACHE", str(tmp_path / "file"))
-    with pytest.raises(MismatchError, match="cannot be written to"):
+    with pytest.raises(MismatchError, match=re.escape(str(tmp_path / "file"))):
         derived.derive(make("gpt_oss", tmp_path / "model"), "mxfp4-rounded")
 
 
@@ -280,12 +281,12 @@ def test_forms_that_the_trainer_cannot_get_are_refused_before_anything_starts(
     for spec in (_asked(dense, "mxfp4-rounded"), _asked(dense, weights="mxfp4-rounded")):
         with pytest.raises(MismatchError, match="holds no experts"):
             require_forms(spec)
-    with pytest.raises(MismatchError, match="have that form already"):
+    with pytest.raises(MismatchError, match="--weights-effect mxfp4-rounded:"):
         require_forms(_asked(moe, "mxfp4-rounded", weights="mxfp4-rounded"))
 
 
 def test_the_effect_belongs_to_the_trainer_under_test(tmp_path: Path) -> None:
     save_rollout(tmp_path, rollout(((3, 2),)))
     spec = _asked(make("gpt_oss", tmp_path / "moe"), "mxfp4-rounded")
-    with pytest.raises(MismatchError, match="--weights-effect is for the scoring 'fsdp'"):
+    with pytest.raises(MismatchError, match=r"--weights-effect.*'fsdp'"):
         run_score(spec, tmp_path, MagicMock(), name="other")

@@ -102,7 +102,7 @@ def test_who_gets_which_gpu(ranks, replicas, gpus, overlap, expected):
 
 
 def test_both_at_once_is_refused_on_shared_gpus():
-    with pytest.raises(MismatchError, match="takes 2 GPUs and the trainer 2, there are 2"):
+    with pytest.raises(MismatchError, match=r"--overlap:.*\b2 GPUs.*trainer 2"):
         placement(replace(check(ranks=2, data_parallel_size=2), overlap=True), 2)
 
 
@@ -121,7 +121,7 @@ def test_replicas_of_another_machine_are_forgotten_on_resume(monkeypatch):
 
 
 def test_replicas_that_cannot_run_are_refused(monkeypatch):
-    with pytest.raises(MismatchError, match="no replicas of sglang"):
+    with pytest.raises(MismatchError, match=r"--data-parallel-size 2:.*sglang"):
         require_replicas(EngineSpec("sglang", data_parallel_size=2))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     with pytest.raises(MismatchError, match="has 3 GPUs"):
@@ -268,7 +268,7 @@ def test_one_that_fails_ends_the_other(tmp_path: Path, failing: str):
         "engine" if failing == "engine" else "trainer": fails
     }
     stages, start = scripts(tmp_path, True, **scripted), time.monotonic()
-    with pytest.raises(MismatchError, match=f"the {failing} process failed with exit code 7"):
+    with pytest.raises(MismatchError, match=f"the {failing} .*code 7"):
         stages.measure(PASSES)
     assert time.monotonic() - start < 120
     assert not stages.alive()

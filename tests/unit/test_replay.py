@@ -188,7 +188,7 @@ def test_weights_cannot_be_given_to_a_family_that_does_not_show_them() -> None:
     with torch.no_grad():
         _, routes = _run(model)
         weights = torch.stack([layer.weights for layer in routes], 1)
-        with pytest.raises(MismatchError, match="layer 0 gives its experts no weights"):
+        with pytest.raises(MismatchError, match=r"layer 0\b.*no weights"):
             _run(model, _replay(model, _ids(routes), None, weights))
 
 
@@ -285,22 +285,22 @@ def test_a_corrupt_capture_is_refused_with_its_layer_and_row() -> None:
     samples, scoring = _source()
     assert scoring.routing is not None
     scoring.routing.ids[17, 1] = 5  # the same expert twice
-    with pytest.raises(CorruptCapture, match="token 17 at layer 1"):
+    with pytest.raises(CorruptCapture, match=r"twice.*token 17\b.*layer 1"):
         ReplaySource.of(scoring, "ids", samples)
     weights = np.full((*scoring.routing.ids.shape,), 0.5, np.float32)
     weights[21, 0, 1] = np.nan
     samples, scoring = _source(weights=weights)
-    with pytest.raises(CorruptCapture, match="no number for token 21 at layer 0"):
+    with pytest.raises(CorruptCapture, match=r"number.*token 21\b.*layer 0"):
         ReplaySource.of(scoring, "ids+weights", samples)
     ReplaySource.of(scoring, "ids", samples)  # whose ids are all right
 
 
 def test_routes_that_are_not_there_are_refused() -> None:
     samples, scoring = _source(ids=None)
-    with pytest.raises(MismatchError, match="vllm:decode holds no routed experts"):
+    with pytest.raises(MismatchError, match="--replay-routing ids: vllm:decode"):
         ReplaySource.of(scoring, "ids", samples)
     samples, scoring = _source()
-    with pytest.raises(MismatchError, match="expert ids without weights"):
+    with pytest.raises(MismatchError, match=r"ids\+weights: vllm:decode.*without weights"):
         ReplaySource.of(scoring, "ids+weights", samples)
 
 
@@ -309,10 +309,10 @@ def test_routes_of_another_model_are_refused() -> None:
     samples, scoring = _source()
     ReplaySource.of(scoring, "ids", samples).require_fits(layers)
     samples, scoring = _source(layers=(0, 2))
-    with pytest.raises(MismatchError, match="layers 0, 2, the trainer has MoE layers 0, 1"):
+    with pytest.raises(MismatchError, match=r"\b0, 2,.*\b0, 1"):
         ReplaySource.of(scoring, "ids", samples).require_fits(layers)
     samples, scoring = _source(num_experts=16)
-    with pytest.raises(MismatchError, match="chose among 16 experts, layer 0 of the trainer has 8"):
+    with pytest.raises(MismatchError, match=r"\b16 experts,.*layer 0\b.*\b8"):
         ReplaySource.of(scoring, "ids", samples).require_fits(layers)
 
 
@@ -353,7 +353,7 @@ def test_a_router_that_cannot_be_answered_is_refused_early(monkeypatch: pytest.M
         return logits, values[:, :TOP_K].softmax(-1), ids[:, :TOP_K]
 
     monkeypatch.setattr(type(bare.model.layers[0].mlp.router), "forward", by_sorting)
-    with pytest.raises(MismatchError, match="router of layer 1 was not seen to choose"):
+    with pytest.raises(MismatchError, match=r"layer 1\b.*not seen"):
         require_interventions_possible(TrainSpec(replay_routing="ids"), bare)
     require_interventions_possible(TrainSpec(), bare)
     with pytest.raises(MismatchError, match="llama is dense"):

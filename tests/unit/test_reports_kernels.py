@@ -117,7 +117,7 @@ def test_nothing_audited_is_an_error():
     missing = Audit("flash", "attention", "transformers", "unusable", "not installed", False)
     refused = (Finding("accepts", "failed", "needs CUDA"), Finding("sinks", "not_tested", "none"))
     for audits in ((), (missing,), (replace(missing, findings=refused),)):
-        with pytest.raises(MismatchError, match="no implementation was audited"):
+        with pytest.raises(MismatchError, match="audited for"):
             judge(replace(make_audit_report(), audits=audits))
 
 

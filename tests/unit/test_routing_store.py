@@ -131,7 +131,7 @@ def test_zeros_of_a_dense_layer_are_no_routes() -> None:
     ids = distinct(len(text.token_ids), 2)
     ids[:, 1] = 0
     routing = Routing((0, 5), 32, ids, np.ones(len(ids), np.bool_))
-    with pytest.raises(CorruptCapture, match="the same expert twice for token 0 at layer 5"):
+    with pytest.raises(CorruptCapture, match=r"twice.*token 0\b.*layer 5"):
         routing.validate(text, "vllm")
 
 

@@ -146,7 +146,7 @@ def test_logits_are_no_logprobs(serve: Any) -> None:
         return answer
 
     server.completion = shifted
-    with pytest.raises(MismatchError, match="reports logits, not logprobs"):
+    with pytest.raises(MismatchError, match=f"{server.url} reports logits"):
         ServerEngine(spec(server), LAW, longest=64)
 
 
@@ -243,12 +243,12 @@ def test_a_new_weight_version_is_another_server(sglang: Any) -> None:
         return None
 
     server.faults = faults
-    with pytest.raises(MismatchError, match="it answers as step-2, not default"):
+    with pytest.raises(MismatchError, match="step-2, not default"):
         generate(server)
 
 
 def test_vllm_and_sglang_are_not_mixed(serve: Any, sglang: Any) -> None:
-    with pytest.raises(MismatchError, match=r"kind is vllm at .*, sglang at"):
+    with pytest.raises(MismatchError, match=r"kind.*vllm at.*sglang"):
         recognise(spec(serve(), sglang()))
 
 

@@ -132,7 +132,7 @@ def test_server_errors_pass_and_bad_requests_do_not() -> None:
         assert failure(f"status:{status}").kind == "failed"
     with (
         ScriptedServer(faults=lambda *_: "status:400") as server,
-        pytest.raises(Refused, match="HTTP 400: not now"),
+        pytest.raises(Refused, match="400: not now"),
     ):
         client(server).post("/v1/completions", SAMPLE)
 
@@ -168,7 +168,7 @@ def test_the_key_is_sent_and_never_repeated() -> None:
     with ScriptedServer(key="right") as server:
         with pytest.raises(MismatchError, match=http.KEY_VARIABLE) as caught:
             client(server).get("/v1/models")
-        assert "asks for a key" in caught.value.message
+        assert "HTTP 401" in caught.value.message
         with pytest.raises(MismatchError, match="does not accept") as caught:
             client(server, key=SECRET).get("/v1/models")
         assert SECRET not in str(caught.value)
@@ -240,7 +240,7 @@ def tls_server(tmp_path: Path) -> Any:
 
 def test_certificates_are_verified(tls_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     url, cert = tls_server
-    with pytest.raises(MismatchError, match="certificate is not accepted") as caught:
+    with pytest.raises(MismatchError, match="its certificate") as caught:
         RetryingClient(parse_address(url), 5.0).get("/")
     assert "SSL_CERT_FILE" in caught.value.fix
     monkeypatch.setenv("SSL_CERT_FILE", str(cert))

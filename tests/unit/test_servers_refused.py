@@ -46,7 +46,7 @@ def test_what_is_missing_is_a_capability_with_a_reason(serve: Any) -> None:
 
 
 def test_a_server_without_logprobs_measures_nothing(serve: Any) -> None:
-    with pytest.raises(MismatchError, match="no logprobs of the tokens that it samples"):
+    with pytest.raises(MismatchError, match="gives no logprobs"):
         ServerEngine(spec(serve(logprobs=False)), LAW, longest=64)
 
 
@@ -59,7 +59,7 @@ def test_a_server_without_prompt_logprobs_is_watched_by_what_it_would_say_next(s
 
 
 def test_the_context_of_the_server_is_respected(serve: Any) -> None:
-    with pytest.raises(MismatchError, match="sequences of 60 tokens, these may have 65"):
+    with pytest.raises(MismatchError, match=r"\b60 tokens,.*\b65"):
         ServerEngine(spec(serve(max_model_len=60)), LAW, longest=64)
 
 
@@ -86,12 +86,12 @@ def test_no_server_at_all(serve: Any) -> None:
 def test_another_kind_of_server(serve: Any) -> None:
     server = serve()
     server.answer = lambda web, body: server.send(web, 404, {})
-    with pytest.raises(MismatchError, match="no server that mismatch knows"):
+    with pytest.raises(MismatchError, match=f"{server.url} is no server"):
         recognise(spec(server))
 
 
 def test_the_wrong_model_is_refused_by_its_name(serve: Any) -> None:
-    with pytest.raises(MismatchError, match="serves large, not --model tiny: the wrong") as caught:
+    with pytest.raises(MismatchError, match="large, not --model") as caught:
         recognise(spec(serve(name="large")))
     assert "--served-model large" in caught.value.fix
     assert recognise(spec(serve(name="large"), served_model="large"))
@@ -114,15 +114,22 @@ def test_the_wrong_tokenizer_is_refused(serve: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "other"), [("version", "0.33.0"), ("max_model_len", 256), ("weights", 1)]
+    ("setting", "other", "named"),
+    [
+        ("version", "0.33.0", r"version.*0\.33\.0"),
+        ("max_model_len", 256, r"max model len.*\b256"),
+        ("weights", 1, "probe logprobs"),
+    ],
 )
-def test_servers_that_are_not_alike_are_refused(serve: Any, setting: str, other: Any) -> None:
-    with pytest.raises(MismatchError, match=r"the servers (differ|have other weights)"):
+def test_servers_that_are_not_alike_are_refused(
+    serve: Any, setting: str, other: Any, named: str
+) -> None:
+    with pytest.raises(MismatchError, match=named):
         ServerEngine(spec(serve(), serve(**{setting: other})), LAW, longest=64)
 
 
 def test_servers_with_different_logprobs_are_refused(serve: Any) -> None:
-    with pytest.raises(MismatchError, match=r"raw at .*, processed at"):
+    with pytest.raises(MismatchError, match=r"raw at .*processed"):
         ServerEngine(spec(serve(), serve(mode="processed")), LAW, longest=64)
 
 
@@ -205,7 +212,7 @@ def test_a_server_that_stays_busy_says_nothing_about_what_it_can_do(serve: Any) 
         return plain(web, body)
 
     server.answer = answer
-    with pytest.raises(MismatchError, match=r"HTTP 503: too much to do"):
+    with pytest.raises(MismatchError, match="503: too much"):
         ServerEngine.capabilities(spec(server), LAW)
 
 
@@ -215,5 +222,5 @@ def test_another_program_is_no_server_of_a_known_kind(serve: Any, cards: list[An
     odd = {"/model_info": {"model_path": "x"}, "/server_info": None, "/v1/models": {"data": cards}}
     odd["/version"] = {"version": "1"}
     server.answer = lambda web, body: server.send(web, 200, odd.get(web.path))
-    with pytest.raises(MismatchError, match="no server that mismatch knows"):
+    with pytest.raises(MismatchError, match=f"{server.url} is no server"):
         recognise(spec(server))

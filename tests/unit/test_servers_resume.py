@@ -12,6 +12,7 @@ import pytest
 from mismatch.captures import Likeliest
 from mismatch.engines.base import Sample
 from mismatch.engines.servers.journal import PLACE, Journal
+from mismatch.engines.servers.scheduler import NoServerLeft
 from mismatch.errors import MismatchError
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, from_dict, spec_hash, to_dict
 from tests.servers_fixture import (
@@ -35,7 +36,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
 def test_finished_sequences_outlive_all_servers(serve: Any, tmp_path: Path) -> None:
     dead = serve()
     dying(dead, after=9)
-    with pytest.raises(MismatchError, match="9 finished sequences are kept") as caught:
+    with pytest.raises(MismatchError, match=r"\b9 finished") as caught:
         generate(dead, run=tmp_path)
     assert "--resume" in caught.value.fix
     kept = {line["job"]: line["ids"] for line in lines(tmp_path)[1:]}
@@ -54,7 +55,7 @@ def test_finished_sequences_outlive_all_servers(serve: Any, tmp_path: Path) -> N
 
 def test_what_is_kept_is_said_whatever_ends_the_run(serve: Any, tmp_path: Path) -> None:
     server = serve(faults=lambda number, body: "status:400" if number == 9 else None)
-    with pytest.raises(MismatchError, match=r"HTTP 400.*finished sequences are kept") as caught:
+    with pytest.raises(MismatchError, match=r"HTTP 400.*\d finished") as caught:
         generate(server, run=tmp_path)
     assert caught.value.fix.endswith(": --resume")
 
@@ -75,17 +76,17 @@ def test_a_line_that_was_cut_short_is_dropped(serve: Any, tmp_path: Path) -> Non
 def test_other_weights_do_not_go_on_with_a_run(serve: Any, tmp_path: Path) -> None:
     dead = serve()
     dying(dead, after=4)
-    with pytest.raises(MismatchError, match="no server is left"):
+    with pytest.raises(NoServerLeft):
         generate(dead, run=tmp_path)
-    with pytest.raises(MismatchError, match="are of other weights"):
+    with pytest.raises(MismatchError, match="of other weights"):
         generate(serve(weights=1), run=tmp_path)
-    with pytest.raises(MismatchError, match=r"version was 0\.32\.0, now it is 0.33.0"):
+    with pytest.raises(MismatchError, match=r"version.*0\.32\.0,.*0\.33\.0"):
         generate(serve(version="0.33.0"), run=tmp_path)
 
 
 def test_another_weight_version_does_not_go_on_with_a_run(sglang: Any, tmp_path: Path) -> None:
     generate(sglang(), run=tmp_path)
-    with pytest.raises(MismatchError, match="weight version was default, now it is step-2"):
+    with pytest.raises(MismatchError, match=r"weight version.*default,.*step-2"):
         generate(sglang(weight_version="step-2"), run=tmp_path)
 
 

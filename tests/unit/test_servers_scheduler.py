@@ -209,7 +209,7 @@ def test_without_any_server_left_it_ends() -> None:
     fakes = Fake("a", dies(2)), Fake("b", dies(3))
     for fake in fakes:
         fake.verify_with = lambda fake=fake: fake.act(-1)  # type: ignore[misc]
-    with pytest.raises(NoServerLeft, match="a: connection refused; b: connection refused"):
+    with pytest.raises(NoServerLeft, match=r"a: connection.*b: connection"):
         Bench(*fakes).run(30)
 
 
@@ -218,7 +218,7 @@ def test_a_request_that_always_fails_does_not_go_round_for_ever() -> None:
         if job == 3:
             raise Unavailable("HTTP 500: out of cheese")
 
-    with pytest.raises(MismatchError, match=r"failed 4 times.*out of cheese"):
+    with pytest.raises(MismatchError, match=r"\b4 times.*of cheese"):
         Bench(Fake("a", act), Fake("b", act)).run(10)
 
 
@@ -226,7 +226,7 @@ def test_a_refusal_is_final() -> None:
     def act(job: int) -> None:
         raise Refused(400, "logprobs must be -1")
 
-    with pytest.raises(MismatchError, match=r"a refuses a request .HTTP 400.: logprobs must"):
+    with pytest.raises(MismatchError, match=r"\ba .*HTTP 400.*-1"):
         Bench(Fake("a", act)).run(3)
 
 

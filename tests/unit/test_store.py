@@ -96,13 +96,13 @@ def test_a_truncated_file_is_refused(tmp_path):
     with pytest.raises(MismatchError, match=r"rollout\.parquet is truncated"):
         store.load_rollout(tmp_path)
     (tmp_path / "manifest.json").unlink()  # a file that came alone, without its checksum
-    with pytest.raises(MismatchError, match="not a readable Parquet"):
+    with pytest.raises(MismatchError, match=r"rollout\.parquet.*readable Parquet"):
         store.load_rollout(tmp_path)
 
 
 def test_an_empty_or_foreign_file_is_refused(tmp_path):
     (tmp_path / "rollout.parquet").write_bytes(b"")
-    with pytest.raises(MismatchError, match="not a readable Parquet"):
+    with pytest.raises(MismatchError, match=r"rollout\.parquet.*readable Parquet"):
         store.load_rollout(tmp_path)
     pd.DataFrame({"a": [1]}).to_parquet(tmp_path / "rollout.parquet")
     with pytest.raises(MismatchError, match="schema none"):
@@ -114,7 +114,7 @@ def test_another_schema_version_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(store.REQUIRED_COLUMNS, "mismatch.rollout/0", set())
     store.save_rollout(tmp_path, rollout())
     monkeypatch.undo()
-    with pytest.raises(MismatchError, match=r"mismatch\.rollout/0, this version reads"):
+    with pytest.raises(MismatchError, match=rf"mismatch\.rollout/0.*{store.ROLLOUT_SCHEMA}"):
         store.load_rollout(tmp_path)
 
 
@@ -164,7 +164,7 @@ def test_a_rollout_without_sequences_is_empty():
 
 
 def test_rewards_are_one_per_sequence():
-    with pytest.raises(MismatchError, match="rewards has 3 entries, expected 2"):
+    with pytest.raises(MismatchError, match=r"rewards has 3\b.*\b2"):
         replace(rollout(), rewards=np.zeros(3))
 
 
@@ -217,7 +217,7 @@ def test_missing_rows_are_refused_but_not_the_last_token_of_a_sequence():
     routing().validate(rollout(), "vllm")
     present = routing().present.copy()
     present[2] = False  # predicts token 3, an action
-    with pytest.raises(CorruptCapture, match="no experts for token 2"):
+    with pytest.raises(CorruptCapture, match=r"no experts.*token 2\b"):
         Routing((1, 3), 8, routing().ids, present).validate(rollout(), "vllm")
 
 

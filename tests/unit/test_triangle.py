@@ -407,7 +407,7 @@ def test_a_second_engine_that_fails_is_named(
     staged: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Pretend, "broken", B)
-    with pytest.raises(MismatchError, match=f"the second engine, {B}: out of memory") as caught:
+    with pytest.raises(MismatchError, match=f"second engine, {B}.*memory") as caught:
         SecondEngine(staged).prepare()
     assert caught.value.fix == "use less"
 

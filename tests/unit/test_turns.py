@@ -218,8 +218,8 @@ def test_the_ids_between_turns_are_those_of_the_template() -> None:
 
 def test_a_template_that_refuses_the_message_is_named() -> None:
     chat = tokenizer()
-    chat.chat_template = "{{ raise_exception('no role tool here') }}"
-    with pytest.raises(MismatchError, match="no role tool here"):
+    chat.chat_template = "{{ raise_exception('no tools here') }}"
+    with pytest.raises(MismatchError, match="no tools here"):
         between_turns(chat, {"role": "tool", "content": "4"}, [2])
     chat.chat_template = "{{ messages[-1].content }}"
     with pytest.raises(MismatchError, match="drops the answer"):

@@ -300,7 +300,7 @@ def test_without_omegaconf_the_command_that_installs_it(
 
 def test_a_model_that_is_not_given(tmp_path: Path) -> None:
     config = read_verl_config(_write(tmp_path, "actor_rollout_ref:\n  model:\n    path: ???\n"))
-    with pytest.raises(MismatchError, match=r"model\.path is not given") as caught:
+    with pytest.raises(MismatchError, match=r"actor_rollout_ref\.model\.path") as caught:
         config.model()
     assert "--model MODEL" in caught.value.fix
 
