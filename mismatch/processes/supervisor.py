@@ -19,8 +19,10 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import psutil
 
@@ -28,6 +30,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 QUIET_S = 0.2  # for helpers that end by themselves once their parent has
 FORCED_S = 5.0  # what the kernel may take to end a process that is killed
 POLL_S = 0.05
+LONGEST = 50  # of the path that holds temporary files: a socket below it has 107 bytes
 STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
@@ -35,6 +38,31 @@ def main() -> int:
     """Run one worker and end its family; the worker's exit code."""
     job = json.loads(_first_line())
     wake = _wakeups()
+    with temporary_files():
+        status = _run(job, wake)
+    return _leave_as(status)
+
+
+@contextlib.contextmanager
+def temporary_files() -> Iterator[None]:
+    """A folder for those of the worker, which it does not outlive.
+
+    vLLM, SGLang and torchrun leave sockets and folders behind, killed or not. What PyTorch
+    compiled stays where it is: the next worker uses it again.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a full disk: the worker says what it cannot write
+            above = tempfile.gettempdir()
+            if len(above) <= LONGEST:
+                folder = tempfile.TemporaryDirectory(prefix="mismatch-", ignore_cleanup_errors=True)
+                os.environ["TMPDIR"] = stack.enter_context(folder)
+                cache = f"{above}/torchinductor_{os.getuid()}"
+                os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+        yield
+
+
+def _run(job: dict[str, Any], wake: int) -> int:
+    """The wait status of a worker that has ended, and its family with it."""
     control = _prctl()
     control(PR_SET_CHILD_SUBREAPER, 1)
     supervisor = os.getpid()
@@ -54,10 +82,10 @@ def main() -> int:
     except OSError as error:
         what = f"cannot start {job['command'][0]}: {error.strerror}"
         print("error", json.dumps({"message": what, "fix": "is it an executable file?"}))
-        return 1
+        return 1 << 8
     status = _wait(worker.pid, wake)
     ended = end_family(worker.pid, 0.0 if status is None else QUIET_S, job["grace_s"])
-    return _leave_as(ended if status is None else status)
+    return ended if status is None else status
 
 
 def _first_line() -> bytes:

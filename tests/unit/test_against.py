@@ -195,15 +195,15 @@ def test_one_metric_up_and_another_down_is_mixed(tmp_path: Path) -> None:
     assert "; better: k3_kl" in result.reason
 
 
-@pytest.mark.parametrize(("prompts", "told"), [(6, False), (7, True)])
+@pytest.mark.parametrize(("prompts", "enough"), [(6, False), (7, True)])
 def test_too_few_prompts_to_find_anything_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: int, told: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: int, enough: bool
 ) -> None:
     """All three metrics are far worse on every prompt: no result could be clearer."""
     monkeypatch.setattr(sys.modules[__name__], "PROMPTS", prompts)
     old = make_run(tmp_path / "old", tokens=1, spread=0.001, flips=0.02)
     new = make_run(tmp_path / "new", tokens=2, spread=0.01, flips=0.6)
-    if told:
+    if enough:
         result = against(old, new)
         assert (result.outcome, result.fails) == ("worse", True)
         assert {r.outcome for r in result.rows if r.p_value is not None} == {"worse"}
@@ -264,7 +264,7 @@ def older(path: Path) -> None:
 
 @pytest.mark.parametrize("verified", [True, False])
 @pytest.mark.parametrize(
-    ("name", "damage", "said"),
+    ("name", "damage", "named"),
     [
         ("rollout.parquet", cut, "rollout.parquet"),
         ("scores/fsdp.parquet", cut, "fsdp.parquet"),
@@ -273,13 +273,13 @@ def older(path: Path) -> None:
     ],
 )
 def test_an_old_run_that_is_damaged_or_of_another_schema_is_refused_with_its_file(
-    tmp_path: Path, name: str, damage: Any, said: str, verified: bool
+    tmp_path: Path, name: str, damage: Any, named: str, verified: bool
 ) -> None:
     old, new = make_run(tmp_path / "old"), make_run(tmp_path / "new", tokens=2)
     damage(old / name)
     if not verified:
         (old / "manifest.json").unlink()
-    with pytest.raises(MismatchError, match=said) as caught:
+    with pytest.raises(MismatchError, match=named) as caught:
         against(old, new)
     assert caught.value.fix
     if damage is older and not verified:

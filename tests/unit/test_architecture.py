@@ -88,7 +88,7 @@ def test_no_module_name_is_used_in_three_rooms() -> None:
     for path in ROOT.rglob("*.py"):
         if path.stem != "__init__":
             rooms.setdefault(path.stem, set()).add(path.relative_to(ROOT).parts[0])
-    assert {name: found for name, found in rooms.items() if len(found) > 2} == {}
+    assert {name: holders for name, holders in rooms.items() if len(holders) > 2} == {}
 
 
 def test_every_import_of_ours_exists() -> None:
@@ -169,13 +169,13 @@ def logic_on_english(source: str) -> list[int]:
 
 
 def test_nothing_parses_our_own_sentences() -> None:
-    found = {}
+    offences = {}
     for path in sorted(ROOT.rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         if lines := logic_on_english(path.read_text("utf-8")):
-            found[name] = lines
-    assert {name: lines for name, lines in found.items() if name not in ENGLISH_OF_OTHERS} == {}
-    assert set(ENGLISH_OF_OTHERS) <= set(found), "an exception that is not needed any more"
+            offences[name] = lines
+    assert {name: lines for name, lines in offences.items() if name not in ENGLISH_OF_OTHERS} == {}
+    assert set(ENGLISH_OF_OTHERS) <= set(offences), "an exception that is not needed any more"
 
 
 @pytest.mark.parametrize(

@@ -63,23 +63,23 @@ def test_messages_hold_the_prompt_as_one_user_turn() -> None:
 
 @given(st.integers(0, 10**6))
 def test_the_steps_of_a_story_are_true_chain_and_use_the_prompts_numbers(seed: int) -> None:
-    told = story(random.Random(seed))
+    problem = story(random.Random(seed))
     apply = {"+": int.__add__, "-": int.__sub__, "x": int.__mul__}
-    numbers = [int(n) for n in re.findall(r"\d+", told.prompt)]
-    used = [told.steps[0][0]] + [right for _, _, right, _ in told.steps]
+    numbers = [int(n) for n in re.findall(r"\d+", problem.prompt)]
+    used = [problem.steps[0][0]] + [right for _, _, right, _ in problem.steps]
     assert sorted(used) == sorted(numbers)
-    for left, operator, right, result in told.steps:
+    for left, operator, right, result in problem.steps:
         assert apply[operator](left, right) == result
         assert 0 < result < 400
-    for (*_, before), (after, *_) in itertools.pairwise(told.steps):
+    for (*_, before), (after, *_) in itertools.pairwise(problem.steps):
         assert before == after
 
 
 @given(st.integers(0, 10**6))
 def test_a_worked_answer_earns_the_reward(seed: int) -> None:
     rng = random.Random(seed)
-    told = story(rng)
-    assert reward(worked_answer(rng, told), told.answer) == 1.0
+    problem = story(rng)
+    assert reward(worked_answer(rng, problem), problem.answer) == 1.0
 
 
 @pytest.mark.parametrize(

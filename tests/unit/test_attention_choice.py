@@ -64,14 +64,14 @@ def test_the_geometry_is_the_models(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("function", ["attend", "attend_added@eager", "attend_without_mask@none"])
 def test_what_is_right_passes_in_every_dtype(function: str, dtype: torch.dtype) -> None:
     geometry = Geometry(6, 2, 24, 16, True, True, 0.3)
-    found = try_kernel(register_attention(_name(function)), geometry, CPU, dtype)
+    outcome = try_kernel(register_attention(_name(function)), geometry, CPU, dtype)
     if dtype == torch.float64:  # their softmax is in float32
-        assert "output off by" in found.fault
-        assert found.forward is not None
-        assert found.forward < 1e-6
+        assert "output off by" in outcome.fault
+        assert outcome.forward is not None
+        assert outcome.forward < 1e-6
         return
-    assert found.passed, found
-    assert set(found.gradients) == {"q", "k", "v", "sinks"}
+    assert outcome.passed, outcome
+    assert set(outcome.gradients) == {"q", "k", "v", "sinks"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, BF16])
@@ -82,7 +82,7 @@ def test_our_kernel_passes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "fault"),
     [
         ("drops_sinks", r"output off by \d+ % \(full attention\)"),
         ("ignores_the_window", r"output off by [\d.]+ % \(a sliding window\)"),
@@ -92,12 +92,12 @@ def test_our_kernel_passes(dtype: torch.dtype) -> None:
         ("wrong_shape", r"not \[B, T, H, Dv\]"),
     ],
 )
-def test_faults_are_told(model: PreTrainedModel, function: str, said: str) -> None:
+def test_faults_are_told(model: PreTrainedModel, function: str, fault: str) -> None:
     name = _name(function)
-    if not said:
+    if not fault:
         assert resolve_for(name, model, CPU, BF16).tried == (f"{name}: passed",)
         return
-    with pytest.raises(MismatchError, match=said) as caught:
+    with pytest.raises(MismatchError, match=fault) as caught:
         resolve_for(name, model, CPU, BF16)
     assert "--attention auto" in caught.value.fix
 
@@ -116,8 +116,8 @@ def test_auto_on_a_gpu_is_sink_sdpa_once_it_was_tried(
 ) -> None:
     asked = []
 
-    def outcome(implementation: str, *place: object) -> trial.Trial:
-        asked.append((implementation, *place))
+    def outcome(implementation: str, *arguments: object) -> trial.Trial:
+        asked.append((implementation, *arguments))
         return trial.Trial(fault)
 
     monkeypatch.setattr(trial, "try_kernel", outcome)
@@ -129,9 +129,13 @@ def test_auto_on_a_gpu_is_sink_sdpa_once_it_was_tried(
         with pytest.raises(MismatchError, match="output off by 3 %"):
             resolve_for("auto", model, cuda, BF16)
     else:
-        found = resolve_for("auto", model, cuda, BF16)
-        assert (found.requested, found.label, found.honours_sinks) == ("auto", "sink-sdpa", True)
-        assert found.tried == ("sink-sdpa: passed",)
+        resolved = resolve_for("auto", model, cuda, BF16)
+        assert (resolved.requested, resolved.label, resolved.honours_sinks) == (
+            "auto",
+            "sink-sdpa",
+            True,
+        )
+        assert resolved.tried == ("sink-sdpa: passed",)
     assert asked == [(OUR_KERNELS["sink-sdpa"], geometry_of(model, True), cuda, BF16)]
     dense = skeleton(configuration("llama"))
     assert resolve_for("auto", dense, cuda, BF16).label == "sdpa"
@@ -141,7 +145,7 @@ def test_auto_on_a_gpu_is_sink_sdpa_once_it_was_tried(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "fault"),
     [
         ("no_such_module_here:f", "cannot import no_such_module_here: ModuleNotFoundError"),
         (f"{MINE}:nothing", "has no nothing"),
@@ -152,8 +156,8 @@ def test_auto_on_a_gpu_is_sink_sdpa_once_it_was_tried(
         ("attend", "names no function"),
     ],
 )
-def test_functions_that_are_not_there(text: str, said: str) -> None:
-    with pytest.raises(MismatchError, match=said) as caught:
+def test_functions_that_are_not_there(text: str, fault: str) -> None:
+    with pytest.raises(MismatchError, match=fault) as caught:
         load_function(text)
     assert caught.value.fix
 
@@ -177,9 +181,9 @@ def test_a_module_that_fails_says_how(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_wrong_gradient_is_told_and_not_refused(model: PreTrainedModel) -> None:
     name = _name("sinks_without_gradient")
-    found = resolve_for(name, model, CPU, BF16)
-    assert found.label == name
-    (tried,) = found.tried
+    resolved = resolve_for(name, model, CPU, BF16)
+    assert resolved.label == name
+    (tried,) = resolved.tried
     assert tried.startswith(f"{name}: ")
     found_in = tried.removeprefix(name)
     assert "sinks" in found_in
@@ -187,8 +191,8 @@ def test_a_wrong_gradient_is_told_and_not_refused(model: PreTrainedModel) -> Non
 
 
 def test_nothing_runs_where_there_is_no_device(model: PreTrainedModel) -> None:
-    found = resolve_attention(_name("raises"), configuration("gpt_oss"))
-    assert (found.honours_sinks, found.tried) == (True, ())
+    resolved = resolve_attention(_name("raises"), configuration("gpt_oss"))
+    assert (resolved.honours_sinks, resolved.tried) == (True, ())
 
 
 def test_families_that_compute_with_their_masks_are_refused(
@@ -210,9 +214,9 @@ def test_a_pass_runs_with_it(tmp_path: Path) -> None:
         scorings = []
         for name in ("sink-sdpa", _name("attend"), _name("attend_added@eager")):
             for layout in ("padding", "packing"):
-                one = replace(spec, attention=name, layout=layout)  # type: ignore[arg-type]
-                loaded = load(one, world.mesh, world.device)
-                scorings.append(score_pass(world, loaded, tokens, Pass("fsdp", one)))
+                chosen = replace(spec, attention=name, layout=layout)  # type: ignore[arg-type]
+                loaded = load(chosen, world.mesh, world.device)
+                scorings.append(score_pass(world, loaded, tokens, Pass("fsdp", chosen)))
         with pytest.raises(MismatchError, match="output off by"):
             load(replace(spec, attention=_name("drops_sinks")), world.mesh, world.device)
     finally:

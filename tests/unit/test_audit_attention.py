@@ -45,12 +45,12 @@ def geometry() -> ModelGeometry:
 
 def audit(geometry: ModelGeometry, name: str, options: Options = QUICK) -> Audit:
     own = [name] if ":" in name else []
-    found = names_here(geometry, own, [] if own else [name])
-    return audit_attention(geometry, options, found[-1])
+    candidates = names_here(geometry, own, [] if own else [name])
+    return audit_attention(geometry, options, candidates[-1])
 
 
-def failed(one: Audit) -> set[str]:
-    return {finding.column for finding in one.failed}
+def failed(report: Audit) -> set[str]:
+    return {finding.column for finding in report.failed}
 
 
 def test_the_kernel_of_the_documentation_drops_the_sinks(geometry: ModelGeometry) -> None:
@@ -62,21 +62,21 @@ def test_the_kernel_of_the_documentation_drops_the_sinks(geometry: ModelGeometry
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_shows_in_its_own_column(geometry: ModelGeometry, name: str) -> None:
     own, consequences, words = PLANTED[name]
-    found = audit(geometry, f"tests.planted_attention:{name}")
-    assert own <= failed(found) <= own | consequences
-    assert (found.verdict, found.usable) == ("wrong", True)
-    assert words in found.reason
-    assert [finding.column for finding in found.findings] == list(ATTENTION_COLUMNS)
+    report = audit(geometry, f"tests.planted_attention:{name}")
+    assert own <= failed(report) <= own | consequences
+    assert (report.verdict, report.usable) == ("wrong", True)
+    assert words in report.reason
+    assert [finding.column for finding in report.findings] == list(ATTENTION_COLUMNS)
 
 
 @pytest.mark.parametrize("name", ["eager", "sink-sdpa", "tests.planted_attention:right"])
 def test_right_kernels_are_sound(geometry: ModelGeometry, name: str) -> None:
-    found = audit(geometry, name)
-    assert (found.verdict, found.usable, found.reason) == ("sound", True, "")
-    asked = {finding.column for finding in found.findings if finding.outcome != "not_tested"}
+    report = audit(geometry, name)
+    assert (report.verdict, report.usable, report.reason) == ("sound", True, "")
+    asked = {finding.column for finding in report.findings if finding.outcome != "not_tested"}
     assert asked == set(ATTENTION_COLUMNS)
-    assert found.chosen == (name == "sink-sdpa")
-    exact, rough = found.errors
+    assert report.chosen == (name == "sink-sdpa")
+    exact, rough = report.errors
     assert (exact.dtype, rough.dtype) == ("fp64", "bf16")
     assert exact.forward is not None
     assert exact.forward < 1e-14
@@ -90,17 +90,17 @@ def test_right_kernels_are_sound(geometry: ModelGeometry, name: str) -> None:
 def test_the_kernel_that_transformers_takes_by_default_drops_the_sinks(
     geometry: ModelGeometry,
 ) -> None:
-    found = audit(geometry, "sdpa")
-    assert (found.verdict, found.usable) == ("unusable", False)
+    report = audit(geometry, "sdpa")
+    assert (report.verdict, report.usable) == ("unusable", False)
     (asked,) = names_here(geometry, (), ["sdpa"])
-    assert found.reason == asked.refused != ""
-    assert failed(found) == {"sinks", *CONSEQUENCES}
-    assert [error.gradients["sinks"] for error in found.errors] == [1.0, 1.0]
+    assert report.reason == asked.refused != ""
+    assert failed(report) == {"sinks", *CONSEQUENCES}
+    assert [error.gradients["sinks"] for error in report.errors] == [1.0, 1.0]
 
 
 def test_no_gradient_to_the_sinks_is_an_error_of_100_percent(geometry: ModelGeometry) -> None:
-    found = audit(geometry, "tests.planted_attention:no_sink_gradient")
-    finding = found.finding("sink_gradient")
+    report = audit(geometry, "tests.planted_attention:no_sink_gradient")
+    finding = report.finding("sink_gradient")
     assert finding is not None
     assert finding.value == 1.0
     assert numbers(finding.detail) == [100.0]  # by finite differences too
@@ -124,108 +124,108 @@ def test_a_wrong_output_with_its_own_gradient_is_told_from_a_wrong_gradient(
     "name", ["from_positions@none", "from_positions@flash", "adds_its_mask@eager"]
 )
 def test_kernels_with_other_masks_are_sound(geometry: ModelGeometry, name: str) -> None:
-    found = audit(geometry, HERE + name)
-    assert (found.verdict, found.reason) == ("sound", "")
+    report = audit(geometry, HERE + name)
+    assert (report.verdict, report.reason) == ("sound", "")
 
 
 # ---------------------------------------------------------------- odd behaviour
 
 
 def test_a_kernel_that_raises_cannot_be_used(geometry: ModelGeometry) -> None:
-    found = audit(geometry, HERE + "raises")
-    assert (found.verdict, found.usable) == ("unusable", False)
-    assert all(part in found.reason for part in (*QUICK.dtypes, "RuntimeError", RAISED))
-    accepts = found.finding("accepts")
+    report = audit(geometry, HERE + "raises")
+    assert (report.verdict, report.usable) == ("unusable", False)
+    assert all(part in report.reason for part in (*QUICK.dtypes, "RuntimeError", RAISED))
+    accepts = report.finding("accepts")
     assert accepts is not None
     assert accepts.outcome == "failed"
-    assert {finding.outcome for finding in found.findings[1:]} == {"not_tested"}
+    assert {finding.outcome for finding in report.findings[1:]} == {"not_tested"}
 
 
 def test_a_dtype_that_a_kernel_does_not_take_is_left_out(geometry: ModelGeometry) -> None:
-    found = audit(geometry, HERE + "no_half")
-    assert found.verdict == "sound"
-    assert [error.dtype for error in found.errors] == ["fp64"]
-    accepts = found.finding("accepts")
+    report = audit(geometry, HERE + "no_half")
+    assert report.verdict == "sound"
+    assert [error.dtype for error in report.errors] == ["fp64"]
+    accepts = report.finding("accepts")
     assert accepts is not None
     assert accepts.detail.index("fp64") < accepts.detail.index("bf16")  # that comes with its error
     assert accepts.detail.endswith(f"TypeError: {NOT_HALF}")
 
 
 def test_another_order_of_axes_is_no_output(geometry: ModelGeometry) -> None:
-    found = audit(geometry, HERE + "transposed")
-    assert (found.verdict, found.usable) == ("unusable", False)
-    returned, wanted = re.findall(r"\((\d+), (\d+), (\d+), (\d+)\)", found.reason)
+    report = audit(geometry, HERE + "transposed")
+    assert (report.verdict, report.usable) == ("unusable", False)
+    returned, wanted = re.findall(r"\((\d+), (\d+), (\d+), (\d+)\)", report.reason)
     assert returned == tuple(wanted[axis] for axis in (0, 2, 1, 3)) != wanted
 
 
 def test_no_numbers_are_wrong_and_the_report_holds_no_infinity(geometry: ModelGeometry) -> None:
-    found = audit(geometry, HERE + "no_numbers")
-    assert found.verdict == "wrong"
-    assert "forward" in failed(found)
-    assert all(finding.value != float("inf") for finding in found.findings)
-    assert [error.forward for error in found.errors] == [None, None]
+    report = audit(geometry, HERE + "no_numbers")
+    assert report.verdict == "wrong"
+    assert "forward" in failed(report)
+    assert all(finding.value != float("inf") for finding in report.findings)
+    assert [error.forward for error in report.errors] == [None, None]
 
 
 def test_no_backward_pass_is_wrong(geometry: ModelGeometry) -> None:
-    found = audit(geometry, HERE + "detached")
-    assert failed(found) == {"gradient", "sink_gradient"}
-    assert [error.gradients for error in found.errors] == [{}, {}]
-    assert found.costs == ()
+    report = audit(geometry, HERE + "detached")
+    assert failed(report) == {"gradient", "sink_gradient"}
+    assert [error.gradients for error in report.errors] == [{}, {}]
+    assert report.costs == ()
 
 
 def test_other_rounding_at_every_call_is_told_and_not_wrong(geometry: ModelGeometry) -> None:
-    found = audit(geometry, HERE + "last_bit")
-    repeats = found.finding("repeats")
+    report = audit(geometry, HERE + "last_bit")
+    repeats = report.finding("repeats")
     assert repeats is not None
     assert (repeats.outcome, repeats.critical) == ("failed", False)
     assert repeats.value is not None
     assert repeats.limit is not None
     assert 0.0 < repeats.value <= repeats.limit
-    assert found.verdict == "sound"
+    assert report.verdict == "sound"
 
 
 def test_a_gradient_of_another_output_is_found_by_finite_differences(
     geometry: ModelGeometry,
 ) -> None:
-    found = audit(geometry, HERE + "half_detached")
-    assert failed(found) == set(CONSEQUENCES)
-    gradient = found.finding("gradient")
+    report = audit(geometry, HERE + "half_detached")
+    assert failed(report) == set(CONSEQUENCES)
+    gradient = report.finding("gradient")
     assert gradient is not None
     assert gradient.limit == DIFFERENCES[torch.float64]
     assert gradient.value is not None
     assert gradient.limit < gradient.value < 0.02
-    assert max(found.errors[0].gradients.values()) < 1e-13
+    assert max(report.errors[0].gradients.values()) < 1e-13
 
 
 def test_a_feature_that_raises_fails_with_its_reason(geometry: ModelGeometry) -> None:
-    found = audit(geometry, HERE + "no_cache")
-    assert failed(found) == {"offsets"}
-    assert RAGGED in found.reason
+    report = audit(geometry, HERE + "no_cache")
+    assert failed(report) == {"offsets"}
+    assert RAGGED in report.reason
 
 
 def test_a_row_that_depends_on_its_neighbours_is_wrong(geometry: ModelGeometry) -> None:
-    found = audit(geometry, HERE + "neighbours")
-    assert failed(found) == {"batches"}
-    batches = found.finding("batches")
+    report = audit(geometry, HERE + "neighbours")
+    assert failed(report) == {"batches"}
+    batches = report.finding("batches")
     assert batches is not None
     assert batches.value is not None
     assert 0.01 < batches.value < 0.2
-    assert found.reason == batches.detail
+    assert report.reason == batches.detail
 
 
 def test_a_fault_without_a_name_is_found_all_the_same(geometry: ModelGeometry) -> None:
-    found = audit(geometry, HERE + "halved_scale")
-    assert {"scaling", "forward"} <= failed(found)
-    scaling = found.finding("scaling")
+    report = audit(geometry, HERE + "halved_scale")
+    assert {"scaling", "forward"} <= failed(report)
+    scaling = report.finding("scaling")
     assert scaling is not None
     assert scaling.detail.startswith(COLUMNS["scaling"].wrong)
 
 
 def test_columns_that_a_model_has_no_use_for_are_not_tested(geometry: ModelGeometry) -> None:
     plain = replace(geometry, sinks=False, window=None, kv_heads=geometry.heads)
-    found = audit_attention(plain, QUICK, Candidate("sdpa", "transformers", "sdpa"))
-    assert found.verdict == "sound"
-    left_out = {one.column for one in found.findings if one.outcome == "not_tested"}
+    report = audit_attention(plain, QUICK, Candidate("sdpa", "transformers", "sdpa"))
+    assert report.verdict == "sound"
+    left_out = {finding.column for finding in report.findings if finding.outcome == "not_tested"}
     assert left_out == {"sinks", "window", "grouped_queries", "sink_gradient"}
 
 
@@ -233,16 +233,16 @@ def test_columns_that_a_model_has_no_use_for_are_not_tested(geometry: ModelGeome
 
 
 def test_what_is_here_and_what_is_not(geometry: ModelGeometry) -> None:
-    found = {one.name: one for one in names_here(geometry)}
-    assert found["eager"].registered == "eager"
-    assert [name for name, one in found.items() if one.chosen] == ["sink-sdpa"]
-    assert "sinks" in found["sdpa"].refused
-    assert found["paged|eager"].unavailable == PAGED
+    candidates = {candidate.name: candidate for candidate in names_here(geometry)}
+    assert candidates["eager"].registered == "eager"
+    assert [name for name, candidate in candidates.items() if candidate.chosen] == ["sink-sdpa"]
+    assert "sinks" in candidates["sdpa"].refused
+    assert candidates["paged|eager"].unavailable == PAGED
     if not torch.cuda.is_available():
-        assert found["flash_attention_2"].unavailable
-        assert found["flex_attention"].unavailable == NO_BACKWARD
-    assert "no-sinks" not in found
-    gone = audit_attention(geometry, QUICK, found["paged|eager"])
+        assert candidates["flash_attention_2"].unavailable
+        assert candidates["flex_attention"].unavailable == NO_BACKWARD
+    assert "no-sinks" not in candidates
+    gone = audit_attention(geometry, QUICK, candidates["paged|eager"])
     assert (gone.verdict, gone.usable, gone.findings) == ("unusable", False, ())
 
 

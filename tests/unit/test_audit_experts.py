@@ -42,7 +42,11 @@ def _planted(name: str) -> str:
 
 def _failed(audit: Audit) -> dict[str, bool]:
     """Column -> whether that makes it wrong."""
-    return {one.column: one.critical for one in audit.findings if one.outcome == "failed"}
+    return {
+        finding.column: finding.critical
+        for finding in audit.findings
+        if finding.outcome == "failed"
+    }
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -54,10 +58,10 @@ def test_real_implementations_are_right(
     assert audit.verdict == "sound", audit.reason
     assert audit.usable
     assert not any(_failed(audit).values())
-    assert tuple(one.column for one in audit.findings) == EXPERT_COLUMNS
+    assert tuple(finding.column for finding in audit.findings) == EXPERT_COLUMNS
     assert audit.chosen == (name == "grouped_mm")
     assert audit.origin == ("ours" if name == "bounded" else "transformers")
-    low = next(one for one in audit.errors if one.dtype == "bf16")
+    low = next(error for error in audit.errors if error.dtype == "bf16")
     assert low.forward is not None
     assert 1e-4 < low.forward < 0.02  # rounding, and no more
     up = "up" if family == "nemotron_h" else "gate_up"
@@ -102,7 +106,7 @@ def test_what_is_lost_is_named_with_its_size(geometries: dict[str, ModelGeometry
     finding = lost.finding("router_gradient")
     assert finding is not None
     assert (finding.value, finding.detail) == (1.0, lost.reason)
-    assert all(one.gradients["router"] == 1.0 for one in lost.errors)
+    assert all(error.gradients["router"] == 1.0 for error in lost.errors)
     twice = audit_experts(geometries["gpt_oss"], OPTIONS, _planted("wrong_router_gradient"))
     assert twice.errors[0].gradients["router"] == pytest.approx(1.0)  # (2 - 1) / 1, with two slots
     tenth = audit_experts(geometries["qwen3_moe"], OPTIONS, _planted("wrong_hidden_gradient"))
@@ -128,31 +132,31 @@ def test_what_does_not_run_is_unusable(geometries: dict[str, ModelGeometry]) -> 
     audit = audit_experts(geometries["gpt_oss"], OPTIONS, _planted("refuses"))
     assert (audit.verdict, audit.usable) == ("unusable", False)
     assert REFUSAL in audit.reason
-    outcomes = {one.column: one.outcome for one in audit.findings}
+    outcomes = {finding.column: finding.outcome for finding in audit.findings}
     assert outcomes == {"accepts": "failed"} | dict.fromkeys(EXPERT_COLUMNS[1:], "not_tested")
 
 
 def test_dtypes_that_are_not_taken_are_left_out(geometries: dict[str, ModelGeometry]) -> None:
     audit = audit_experts(geometries["gpt_oss"], OPTIONS, "grouped_mm")
-    assert [one.dtype for one in audit.errors] == ["fp32", "bf16"]
+    assert [error.dtype for error in audit.errors] == ["fp32", "bf16"]
     accepts = audit.finding("accepts")
     assert accepts is not None
     assert re.findall(r"\b(?:fp|bf)\d+", accepts.detail)[:3] == ["fp32", "bf16", "fp64"]
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "said"),
+    ("family", "name", "reason"),
     [
         ("llama", "eager", "llama is dense"),
         ("dbrx", "eager", "behind no interface"),
         ("dbrx", "grouped_mm", "dbrx takes eager"),
     ],
 )
-def test_where_there_is_nothing_to_choose(family: str, name: str, said: str) -> None:
-    made = checkpoints if family == "llama" else families
-    audit = audit_experts(geometry_of(made.configuration(family)), OPTIONS, name)
+def test_where_there_is_nothing_to_choose(family: str, name: str, reason: str) -> None:
+    source = checkpoints if family == "llama" else families
+    audit = audit_experts(geometry_of(source.configuration(family)), OPTIONS, name)
     assert (audit.verdict, audit.usable, audit.findings) == ("unusable", False, ())
-    assert said in audit.reason or "takes none" in audit.reason
+    assert reason in audit.reason or "takes none" in audit.reason
 
 
 def test_costs_are_measured_at_the_models_own_sizes(

@@ -93,12 +93,14 @@ def test_tokens_of_a_run_are_its_sequences(tmp_path: Path) -> None:
     from mismatch.run.store import save_rollout
     from tests.made_run import rollout
 
-    made = rollout()
-    save_rollout(tmp_path, made)
+    source = rollout()
+    save_rollout(tmp_path, source)
     rows = from_run(str(tmp_path))
-    assert [len(row.ids) for row in rows] == [int(n) for n in made.offsets[1:] - made.offsets[:-1]]
-    assert torch.cat([row.ids for row in rows]).tolist() == made.token_ids.tolist()
-    assert sum(int(row.acting.sum()) for row in rows) == made.n_actions
+    assert [len(row.ids) for row in rows] == [
+        int(n) for n in source.offsets[1:] - source.offsets[:-1]
+    ]
+    assert torch.cat([row.ids for row in rows]).tolist() == source.token_ids.tolist()
+    assert sum(int(row.acting.sum()) for row in rows) == source.n_actions
 
 
 def test_an_answer_ends_with_its_first_stop_token() -> None:

@@ -27,28 +27,28 @@ def workers_find_the_tests(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
-def audited(place, *names, limit_s=60.0, model="made-up", **more):
+def audited(run_dir, *names, limit_s=60.0, model="made-up", **more):
     spec = AuditSpec(model=model, kernels=names, limit_s=limit_s, **more)
     lines = []
-    report = run_audit(spec, place, lines.append, WORKER)
-    return {one.name: one for one in report.audits}, report, lines
+    report = run_audit(spec, run_dir, lines.append, WORKER)
+    return {audit.name: audit for audit in report.audits}, report, lines
 
 
 @pytest.mark.slow
 def test_each_ends_in_its_own_way_and_the_others_go_on(tmp_path):
     names = ("good", "SIGSEGV", "raises", "SIGKILL", "exits", "leaves", "last")
-    found, report, lines = audited(tmp_path, *names)
-    assert [one.name for one in report.audits[1:]] == list(names)
-    assert {name for name, one in found.items() if one.findings} == {"good", "last"}
-    reasons = {name: found[name].reason for name in names}
+    audits, report, lines = audited(tmp_path, *names)
+    assert [audit.name for audit in report.audits[1:]] == list(names)
+    assert {name for name, audit in audits.items() if audit.findings} == {"good", "last"}
+    reasons = {name: audits[name].reason for name in names}
     assert "signal 11 (SIGSEGV)" in reasons["SIGSEGV"]
     assert "signal 9 (SIGKILL)" in reasons["SIGKILL"]
     assert ("memory" in reasons["SIGKILL"], "memory" in reasons["SIGSEGV"]) == (True, False)
     assert reasons["raises"].endswith(f"ValueError: {NO_SHAPE}")
     assert reasons["exits"] == "crashed: SystemExit: 3"
     assert "exit code 0" in reasons["leaves"]
-    assert all(found[name].crashed for name in names[1:-1])
-    assert not found["good"].crashed
+    assert all(audits[name].crashed for name in names[1:-1])
+    assert not audits["good"].crashed
     assert lines[0] == "1/7 good"
     assert lines[-1] == "7/7 last"
     done = (tmp_path / "logs" / "kernels.log").read_text()
@@ -59,25 +59,25 @@ def test_each_ends_in_its_own_way_and_the_others_go_on(tmp_path):
 @pytest.mark.slow
 def test_one_that_hangs_is_ended_and_is_not_waited_for_twice(tmp_path):
     start = time.monotonic()
-    found, _, _ = audited(tmp_path, "hangs", "good", limit_s=3.0)
-    assert found["hangs"].crashed
-    assert numbers(found["hangs"].reason) == [3.0]
-    assert found["good"].findings
+    audits, _, _ = audited(tmp_path, "hangs", "good", limit_s=3.0)
+    assert audits["hangs"].crashed
+    assert numbers(audits["hangs"].reason) == [3.0]
+    assert audits["good"].findings
     assert time.monotonic() - start < 40
 
 
 @pytest.mark.slow
 def test_what_a_crash_on_the_model_costs_is_the_harm_alone(tmp_path):
-    found, report, _ = audited(tmp_path, "harm:SIGSEGV", "harm:fine", "good")
-    assert found["harm:SIGSEGV"].findings
-    assert found["harm:SIGSEGV"].harm is None
+    audits, report, _ = audited(tmp_path, "harm:SIGSEGV", "harm:fine", "good")
+    assert audits["harm:SIGSEGV"].findings
+    assert audits["harm:SIGSEGV"].harm is None
     (untested,) = report.not_tested
     assert "harm:SIGSEGV" in untested
     assert "signal 11 (SIGSEGV)" in untested
-    harm = found["harm:fine"].harm
+    harm = audits["harm:fine"].harm
     assert harm is not None
     assert harm.baseline is not None
-    assert found["good"].harm is None
+    assert audits["good"].harm is None
 
 
 @pytest.mark.slow
@@ -109,4 +109,4 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path):
         assert children
         os.kill(tool.pid, signal.SIGINT)
         tool.wait(60)
-    assert not [one for one in children if one.is_running() and one.status() != "zombie"]
+    assert not [child for child in children if child.is_running() and child.status() != "zombie"]

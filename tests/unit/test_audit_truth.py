@@ -41,8 +41,10 @@ def small(case: Case, heads: int = 4, groups: int = 2) -> Inputs:
 
 def test_one_key_and_one_sink_by_hand() -> None:
     score, sink, value = 0.3, -0.4, 2.0
-    one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
-    inputs = Inputs(one, one * score / 0.5, one * value, torch.tensor([sink], dtype=torch.float64))
+    unit = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    inputs = Inputs(
+        unit, unit * score / 0.5, unit * value, torch.tensor([sink], dtype=torch.float64)
+    )
     looks = torch.ones(1, 1, dtype=torch.bool)
     share = math.exp(score) / (math.exp(score) + math.exp(sink))
     assert float(truth.attention(inputs, looks, 0.5)) == pytest.approx(share * value, rel=1e-15)

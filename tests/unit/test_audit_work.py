@@ -52,7 +52,7 @@ def test_the_plan_has_what_runs_here_and_says_why_others_do_not(work):
     assert origins["grouped_mm"] == "transformers"
     assert origins["tests.planted_experts:right"] == "yours"
     assert [step["number"] for step in plan["steps"]] == list(range(len(plan["steps"])))
-    assert all(one["reason"] for one in plan["unavailable"])
+    assert all(entry["reason"] for entry in plan["unavailable"])
 
 
 def test_names_and_only_choose(work):
@@ -64,7 +64,7 @@ def test_names_and_only_choose(work):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "named"),
     [
         ({"kernels": ("nowhere.at.all:f",)}, "cannot import nowhere"),
         ({"kernels": ("mismatch.experiments.kernel_audit:ATTENTION_COLUMNS",)}, "is no function"),
@@ -81,8 +81,8 @@ def test_names_and_only_choose(work):
         ({"model": "/nowhere"}, "does not exist"),
     ],
 )
-def test_what_is_not_there_is_refused_with_a_fix(changes, said):
-    with pytest.raises(MismatchError, match=said) as caught:
+def test_what_is_not_there_is_refused_with_a_fix(changes, named):
+    with pytest.raises(MismatchError, match=named) as caught:
         AuditPlan.of(replace(SPEC, **changes))
     assert caught.value.fix
 
@@ -103,7 +103,7 @@ def test_a_model_that_is_not_here_is_audited_in_the_shapes_that_ship(monkeypatch
 
 
 def test_a_model_that_is_here_says_nothing_about_its_weights(work):
-    assert not any("weights of" in one for one in work.plan()["not_tested"])
+    assert not any("weights of" in entry for entry in work.plan()["not_tested"])
     dense = geometry_of(CONFIG_MAPPING["llama"](num_hidden_layers=1))
     assert list(reduced_to(dense)) == []
 
@@ -134,8 +134,8 @@ def test_lengths_are_the_devices_unless_asked_for():
 
 
 def test_only_attention_with_a_fault_goes_to_the_model(work):
-    made = [to_json(one) for one in make_audit_report().audits]
-    asked = [work.harmful(one) for one in made]
+    audits = [to_json(audit) for audit in make_audit_report().audits]
+    asked = [work.harmful(audit) for audit in audits]
     assert asked == [False, False, True, False, True, False, False]
     assert not work.harmful({"failed": "crashed: signal 11"})
     refused = replace(
@@ -143,4 +143,4 @@ def test_only_attention_with_a_fault_goes_to_the_model(work):
     )
     assert not work.harmful(to_json(refused))
     quiet = AuditPlan(replace(SPEC, harm=False), work.geometry, work.options, [], [])
-    assert not any(quiet.harmful(one) for one in made)
+    assert not any(quiet.harmful(audit) for audit in audits)

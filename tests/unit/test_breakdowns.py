@@ -28,7 +28,7 @@ SEQUENCES, WIDTH = 6, len(TURN)
 TEXTS = {0: " the", 1: "12", 2: "\n", 3: "<|end|>", 4: ").", 5: "x9"}
 
 
-def made(**sides) -> tuple[Rollout, Scoring, Scoring, Pair]:
+def two_sides(**sides) -> tuple[Rollout, Scoring, Scoring, Pair]:
     rng = np.random.default_rng(0)
     mask = np.tile(TURN > 0, SEQUENCES)
     rollout = Rollout(
@@ -48,7 +48,7 @@ def made(**sides) -> tuple[Rollout, Scoring, Scoring, Pair]:
     return rollout, left, right, Pair.of(rollout, left, right)
 
 
-ROLLOUT, LEFT, RIGHT, PAIR = made()
+ROLLOUT, LEFT, RIGHT, PAIR = two_sides()
 A = ROLLOUT.n_actions
 PER = (TURN > 0).sum()
 
@@ -82,13 +82,13 @@ def test_turns():
 
 
 def test_first_and_last_tokens_of_each_turn():
-    place = np.tile(np.arange(PER), SEQUENCES)
-    first = (place == 0) | (place == 5)  # of turn 1, of turn 2
+    index = np.tile(np.arange(PER), SEQUENCES)
+    first = (index == 0) | (index == 5)  # of turn 1, of turn 2
     got = tables(first)["by_edge"]
     edges = ("first", "after an observation", "inner", "last")
     assert column(got, "edge") == dict(zip(edges, (0.5, 0.5, 0.0, 0.0), strict=True))
     assert column(got, "edge", "count") == dict(zip(edges, (6, 6, 30, 12), strict=True))
-    last = (place == 4) | (place == 8)
+    last = (index == 4) | (index == 8)
     assert column(tables(last)["by_edge"], "edge")["last"] == 0.5
 
 
@@ -119,8 +119,8 @@ def test_kinds_of_tokens():
         "special": 0.5, "whitespace": 0.0, "digit": 0.0, "word": 0.0, "other": 0.0,
     }  # fmt: skip
     assert column(got, "token_class", "count")["word"] == int(np.isin(ids, [0, 5]).sum())
-    said = tables(ids == 0, stop_token_ids=[0])["by_token_class"]  # the engine says: id 0 stops
-    assert column(said, "token_class")["word"] == 0.0
+    by_class = tables(ids == 0, stop_token_ids=[0])["by_token_class"]  # the engine says: id 0 stops
+    assert column(by_class, "token_class")["word"] == 0.0
     assert "by_token_class" not in breakdowns(ROLLOUT, LEFT, RIGHT, PAIR)
 
 
@@ -141,8 +141,8 @@ def test_token_class(text, kind):
 
 
 def test_positions_within_the_response_and_in_the_sequence():
-    place = np.tile(np.arange(PER), SEQUENCES)
-    got = tables(place >= 5)
+    index = np.tile(np.arange(PER), SEQUENCES)
+    got = tables(index >= 5)
     assert column(got["by_position"], "start") == {i: 0.5 * (i >= 5) for i in range(PER)}
     starts = np.flatnonzero(TURN > 0)
     assert got["by_absolute_position"]["start"] == starts.tolist()

@@ -30,7 +30,7 @@ def chain(*steps: np.ndarray) -> list[tuple[str, np.ndarray]]:
     return list(zip(names, levels, strict=True))
 
 
-def made(*steps: np.ndarray, beside: tuple = ()) -> Budget:
+def chained(*steps: np.ndarray, beside: tuple = ()) -> Budget:
     return error_budget(chain(*steps), beside, sequence=SEQUENCE, prompt=PROMPT)
 
 
@@ -41,7 +41,7 @@ def draws(*scales: float, seed: int = 0) -> list[np.ndarray]:
 
 def test_mean_delta_adds_up_and_the_shares_sum_to_one() -> None:
     first, second, third = draws(0.001, 0.02, 0.03)
-    got = made(first + 0.01, second - 0.002, third)
+    got = chained(first + 0.01, second - 0.002, third)
     assert sum(step.mean.value for step in got.steps) == pytest.approx(got.mean.value, abs=1e-15)
     assert got.mean.value == pytest.approx(0.008, abs=3e-3)
     assert sum(step.share.value for step in got.steps) == pytest.approx(1.0, abs=1e-12)
@@ -52,7 +52,7 @@ def test_mean_delta_adds_up_and_the_shares_sum_to_one() -> None:
 
 def test_the_shares_are_the_known_ones() -> None:
     """Independent steps of variance 1, 4 and 4 carry 1/9, 4/9 and 4/9."""
-    got = made(*draws(0.01, 0.02, 0.02))
+    got = chained(*draws(0.01, 0.02, 0.02))
     for step, share in zip(got.steps, (1 / 9, 4 / 9, 4 / 9), strict=True):
         assert step.share.low < share < step.share.high
         assert step.share.high - step.share.low < 0.1
@@ -61,11 +61,11 @@ def test_the_shares_are_the_known_ones() -> None:
 
 def test_a_step_that_undoes_another_has_a_negative_share() -> None:
     error, own = draws(0.01, 0.02)
-    got = made(error, -error, own)
+    got = chained(error, -error, own)
     first, second, third = (step.share for step in got.steps)
     assert first.value == pytest.approx(-second.value)
     assert third.value == pytest.approx(1.0)
-    got = made(own + 2 * error, -error, 0 * own)
+    got = chained(own + 2 * error, -error, 0 * own)
     assert got.steps[1].share.high < 0
 
 
@@ -85,7 +85,7 @@ def test_intervals_are_by_prompt() -> None:
     """A shift shared by a prompt: 50 tokens of it are hardly more than one."""
     rng = np.random.default_rng(1)
     shared = np.repeat(0.02 * rng.normal(size=PROMPTS), TOKENS)
-    got = made(shared, *draws(0.001, 0.001))
+    got = chained(shared, *draws(0.001, 0.001))
     arm = (got.steps[0].mean.high - got.steps[0].mean.low) / 2
     assert arm == pytest.approx(2 * 0.02 / PROMPTS**0.5, rel=0.35)
 
@@ -112,7 +112,7 @@ def test_the_share_of_a_step_that_one_prompt_carries_has_an_interval_of_sane_wid
 
 def test_identical_scorings_have_no_share_of_nothing() -> None:
     zero = np.zeros(len(SEQUENCE))
-    got = made(zero, zero, zero)
+    got = chained(zero, zero, zero)
     assert [step.share for step in got.steps] == [None] * 3
     assert (got.mean.value, got.mean.low, got.mean.high, got.spread.value) == (0.0,) * 4
 
@@ -138,10 +138,10 @@ def test_bad_input_is_named() -> None:
 
 
 def add(run: Path, name: str, shift: float, **facts: object) -> None:
-    one = scoring(name, rollout(), shift=shift, seed=7)
+    scores = scoring(name, rollout(), shift=shift, seed=7)
     mode = {"prefill": "prefill", "fp32": "reference"}.get(name.partition(":")[2], "train")
     store.save_scoring(
-        run, replace(one, fingerprint=one.fingerprint | {"mode": mode} | facts), rollout()
+        run, replace(scores, fingerprint=scores.fingerprint | {"mode": mode} | facts), rollout()
     )
 
 
@@ -197,10 +197,10 @@ def test_every_step_that_was_not_run_says_why(tmp_path: Path) -> None:
     assert links(budget_in(run, spec())) == ["transformers:decode", "fsdp"]
     fp32 = full_spec()
     fp32 = replace(fp32, train=replace(fp32.train, dtype="fp32", grad=True))
-    said = reasons(budget_in(run, fp32))
-    assert "its own reference" in said["step through reference:fp32"]
-    assert "gradients on" in said["trainer with gradients"]
-    assert "no prefill" in said["step through transformers:prefill"]
+    reason_of = reasons(budget_in(run, fp32))
+    assert "its own reference" in reason_of["step through reference:fp32"]
+    assert "gradients on" in reason_of["trainer with gradients"]
+    assert "no prefill" in reason_of["step through transformers:prefill"]
 
 
 def test_a_prefill_at_another_temperature_is_no_link(tmp_path: Path) -> None:
@@ -235,8 +235,8 @@ def test_a_cut_law_is_noted(tmp_path: Path) -> None:
 
 def test_rows_and_sentence_name_the_largest_step() -> None:
     report = make_report()
-    told = shown.budget(report.result("budget"), report)
-    (chain,) = told.tables
+    view = shown.budget(report.result("budget"), report)
+    (chain,) = view.tables
     rows = chain.cells()
     assert [re.findall("decode|prefill|float32|trainer", row[0].value) for row in rows] == [
         ["decode", "prefill"],
@@ -245,9 +245,9 @@ def test_rows_and_sentence_name_the_largest_step() -> None:
         [],
     ]
     assert cell_text(rows[-1][3], chain.columns[3]) == "100.0 %"
-    assert told.short.startswith(rows[2][0].value)
-    assert numbers(told.short)[0] == 60
-    assert "replayed" in told.notes[0]
+    assert view.short.startswith(rows[2][0].value)
+    assert numbers(view.short)[0] == 60
+    assert "replayed" in view.notes[0]
 
 
 def test_a_step_that_few_tokens_carry_is_cautioned() -> None:
@@ -258,15 +258,15 @@ def test_a_step_that_few_tokens_carry_is_cautioned() -> None:
             replace(s, share=replace(s.share, flags=())) for s in report.result("budget").steps
         ]
         steps[0] = replace(steps[0], share=replace(steps[0].share, flags=flags))
-        said = shown.remarks(replace(report.result("budget"), steps=tuple(steps)))
-        assert sum(remark.startswith(caution) for remark in said) == len(flags)
-        assert sum("a few tokens" in remark for remark in said) == len(flags)
+        remarks = shown.remarks(replace(report.result("budget"), steps=tuple(steps)))
+        assert sum(remark.startswith(caution) for remark in remarks) == len(flags)
+        assert sum("a few tokens" in remark for remark in remarks) == len(flags)
 
 
 def test_a_chain_of_one_step_has_no_picture_and_no_largest_step() -> None:
     whole = budget_of(make_tokens())
     step = replace(whole, steps=(replace(whole.steps[0], right="fsdp"),))
-    told = shown.budget(step, make_report())
-    assert told.figures == ()
-    assert told.sentences == ()
-    assert told.short
+    view = shown.budget(step, make_report())
+    assert view.figures == ()
+    assert view.sentences == ()
+    assert view.short

@@ -24,14 +24,14 @@ NAMES = ("transformers:prefill", "fp32", "reference:fp32")
 
 def add(run: Path, name: str, *bad: float, entropy: float | None = None) -> None:
     """One more scoring, the values ``bad`` first; ``entropy`` everywhere."""
-    made = rollout()
-    one: Scoring = scoring(name, made, shift=0.01)
+    samples = rollout()
+    scores: Scoring = scoring(name, samples, shift=0.01)
     if name.endswith(":prefill"):
-        one = replace(one, fingerprint=one.fingerprint | {"mode": "prefill"})
-    one.logprobs[: len(bad)] = bad
+        scores = replace(scores, fingerprint=scores.fingerprint | {"mode": "prefill"})
+    scores.logprobs[: len(bad)] = bad
     if entropy is not None:
-        one = replace(one, entropy=np.full(len(one.logprobs), entropy))
-    store.save_scoring(run, one, made)
+        scores = replace(scores, entropy=np.full(len(scores.logprobs), entropy))
+    store.save_scoring(run, scores, samples)
 
 
 def report_of(run: Path) -> Report:
@@ -52,8 +52,8 @@ def test_a_scoring_beside_the_headline_that_is_not_finite_is_left_out_and_fails_
     name: str, tmp_path: Path
 ) -> None:
     run = make_run(tmp_path / "run")
-    for one in NAMES:
-        add(run, one)
+    for scored in NAMES:
+        add(run, scored)
     sound = report_of(run)
     assert any(name in pair for pair in pairs(sound))
     assert not mentioned(sound, name)
@@ -62,7 +62,7 @@ def test_a_scoring_beside_the_headline_that_is_not_finite_is_left_out_and_fails_
     assert pairs(report) == [pair for pair in pairs(sound) if name not in pair]
     assert report.comparisons[0] == sound.comparisons[0]
     assert report.verdict.judgements == sound.verdict.judgements
-    checks = [{check.id: check.status for check in one.checks} for one in (sound, report)]
+    checks = [{check.id: check.status for check in built.checks} for built in (sound, report)]
     assert checks[0]["passes-finite"] == "passed"
     assert checks[1]["passes-finite"] == "failed"
     (reason,) = mentioned(report, name)
@@ -108,8 +108,8 @@ def test_the_report_of_a_run_that_cannot_be_written_is_printed(
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(os, "replace", refuse)
-    found, output = printed(run, capsys)
-    assert found == code
+    exit_code, output = printed(run, capsys)
+    assert exit_code == code
     lines = output.strip().splitlines()
     status = json.loads((run / "report.json").read_text())["verdict"]["status"]
     assert lines[-1].startswith(f"verdict: {status.upper()}")
@@ -133,19 +133,21 @@ def test_a_run_that_can_be_written_gets_its_report_anew(
 
 def test_a_router_that_the_trainer_cannot_read_is_said(tmp_path: Path) -> None:
     """Without the sentence, a report without routing would look like one with nothing to say."""
-    run, made = make_run(tmp_path / "run"), rollout()
+    run, samples = make_run(tmp_path / "run"), rollout()
     assert not mentioned(report_of(run), "routing disagreement")
-    blind = scoring("fsdp", made, shift=0.01)
+    blind = scoring("fsdp", samples, shift=0.01)
     reason = "not supported: no topk call in its router"
     store.save_scoring(
-        run, replace(blind, fingerprint=blind.fingerprint | {"moe": True, "routing": reason}), made
+        run,
+        replace(blind, fingerprint=blind.fingerprint | {"moe": True, "routing": reason}),
+        samples,
     )
-    (said,) = mentioned(report_of(run), "routing disagreement")
-    assert reason in said
+    (entry,) = mentioned(report_of(run), "routing disagreement")
+    assert reason in entry
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("synchronised", "named"),
     [
         (None, "no refit took place"),
         ({"path": "rpc", "verified": 71, "not_compared": 0}, ""),
@@ -153,12 +155,12 @@ def test_a_router_that_the_trainer_cannot_read_is_said(tmp_path: Path) -> None:
     ],
 )
 def test_weights_that_a_loop_pushed_and_read_back_count_as_tested(
-    told: dict[str, object] | None, said: str, tmp_path: Path
+    synchronised: dict[str, object] | None, named: str, tmp_path: Path
 ) -> None:
     run = make_run(tmp_path / "run")
     decode = scoring("transformers:decode", rollout())
-    facts = decode.fingerprint | ({} if told is None else {"synchronised": told})
+    facts = decode.fingerprint | ({} if synchronised is None else {"synchronised": synchronised})
     store.save_scoring(run, replace(decode, fingerprint=facts), rollout(), made_by=spec().rollout)
-    found = mentioned(report_of(run), "weight synchronisation")
-    assert bool(found) == bool(said)
-    assert all(said in reason for reason in found)
+    reasons = mentioned(report_of(run), "weight synchronisation")
+    assert bool(reasons) == bool(named)
+    assert all(named in reason for reason in reasons)

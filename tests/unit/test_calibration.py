@@ -24,7 +24,10 @@ from tests.unit.test_square import SPEC, run_of
 
 def recorded(sizes: dict[str, float] | None = None) -> Recorded:
     run = run_of(sizes or {})
-    usable = {name: replace(one, logprobs=one.logprobs - 8.0) for name, one in run.usable.items()}
+    usable = {
+        name: replace(scoring, logprobs=scoring.logprobs - 8.0)
+        for name, scoring in run.usable.items()
+    }
     sides = usable[run.decode.name], usable[run.train.name]
     return Recorded(Artefacts(run.rollout, usable, *sides, None), SPEC)
 
@@ -36,7 +39,9 @@ def test_a_block_of_prompts_is_a_run_of_its_own() -> None:
     assert block.rollout.n_prompts == 3
     rows = np.isin(old.prompt_index[old.sequence_of_token], [3, 8, 60])[old.actions]
     np.testing.assert_array_equal(block.decode.logprobs, run.found.decode.logprobs[rows])
-    assert {len(one.logprobs) for one in block.scorings.values()} == {block.rollout.n_actions}
+    assert {len(scoring.logprobs) for scoring in block.scorings.values()} == {
+        block.rollout.n_actions
+    }
 
 
 def test_routes_and_entropies_are_cut_with_their_tokens() -> None:
@@ -57,7 +62,7 @@ def test_routes_and_entropies_are_cut_with_their_tokens() -> None:
 def test_blocks_share_no_prompt_and_each_is_judged() -> None:
     parts = list(blocks(recorded(), 16))
     prompts = [set(part.found.rollout.prompt_index) for part in parts]
-    assert [len(one) for one in prompts] == [16] * 4
+    assert [len(prompt) for prompt in prompts] == [16] * 4
     assert len(set.union(*prompts)) == 64
     assert [judged(part)["failed"] for part in parts] == [[]] * 4
     off = list(blocks(recorded({"vllm:decode": 3.0}), 16))

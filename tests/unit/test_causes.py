@@ -81,10 +81,10 @@ def test_a_softcap_within_the_rounding_is_seen_in_the_side_that_has_it(side: str
     assert max(legs) < 1.3 * min(legs)
     (only,) = causes(case).ranked
     assert (only.id, only.side, only.alike[0]) == ("function-differs", side, "logit-softcap")
-    others = {name: one for name, one in case.others.items() if name != "plain:bf16"}
+    others = {name: scoring for name, scoring in case.others.items() if name != "plain:bf16"}
     without = causes(replace(case, others=others))
     assert without.ranked == ()
-    assert smooth.WHAT in {one.what for one in without.not_tested}
+    assert smooth.WHAT in {entry.what for entry in without.not_tested}
 
 
 def test_large_rounding_follows_no_law_of_its_own() -> None:
@@ -214,8 +214,8 @@ def test_an_exact_repair_lets_a_second_cause_be_seen_and_a_curve_does_not() -> N
             effect = case.share(case.delta / 2)
             repair = Repair(case.left, case.left + case.delta / 2, exact=exact)
             evidence = (Evidence("x", 1.0),)
-            found = Finding("temperature-semantics", "engine", effect, evidence, repair=repair)
-            return Look(evidence, (found,))
+            finding = Finding("temperature-semantics", "engine", effect, evidence, repair=repair)
+            return Look(evidence, (finding,))
 
         return Detector("half", "semantics", ("temperature-semantics",), find, order=20)
 
@@ -239,13 +239,13 @@ def test_it_is_an_analysis_of_every_check(tmp_path: Path) -> None:
 
 def test_the_section_puts_the_leading_cause_first_with_one_action_each() -> None:
     result = causes(drawn.raw_logprobs_and_noise(0, 0.6, 6))
-    made = section(result, make_report())
-    (every,) = [part.tables[0] for part in made.parts if part.id == "causes-ranked"]
+    shown = section(result, make_report())
+    (every,) = [part.tables[0] for part in shown.parts if part.id == "causes-ranked"]
     ids = [row[1].value for row in every.rows]  # type: ignore[union-attr]
     assert ids == [cause.id for cause in result.ranked]
-    for sentence, cause in zip(made.sentences, result.ranked, strict=True):
+    for sentence, cause in zip(shown.sentences, result.ranked, strict=True):
         assert sentence.count(catalogue()[cause.id].mend.rstrip(".")) == 1
-    assert {part.id for part in made.parts} >= {"causes-evidence", "causes-ruled-out"}
+    assert {part.id for part in shown.parts} >= {"causes-evidence", "causes-ruled-out"}
     assert section(causes(healthy(0)), make_report()).tables == ()
 
 
@@ -261,13 +261,13 @@ def test_the_page_is_what_the_tool_writes() -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    made = module.pages()
-    for name, text in made.items():
+    pages = module.pages()
+    for name, text in pages.items():
         assert (module.DOCS / name).read_text("utf-8") == text, "run: python tools/cause_page.py"
     there = {f"causes/{path.name}" for path in (module.DOCS / "causes").glob("*.md")}
-    assert there == made.keys() - {"causes.md"}
+    assert there == pages.keys() - {"causes.md"}
     assert there == {f"causes/{id}.md" for id in catalogue()}
-    unread = {name for name, text in made.items() if "not read at the source" in text}
+    unread = {name for name, text in pages.items() if "not read at the source" in text}
     assert unread == set()
     named = {name for entry in catalogue().values() for name in entry.frameworks}
     assert named == set(module.EVERYWHERE)

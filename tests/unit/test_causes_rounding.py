@@ -19,12 +19,12 @@ from tests.diagnosed import causes, first, healthy, stating
 
 def in_float32(strength: float, kv_noise: float = 0.0, at: int | None = None) -> Case:
     """The engine computes another function (from a position on), and rounds ``kv_noise`` more."""
-    made = drawn.draw(7, length=60)
-    odd = strength * made.rng.standard_normal(made.logits.shape)
-    odd = odd if at is None else odd * (made.position >= at)[:, None]
-    exact = made.logits + odd
-    made.engine = made.engine + odd + kv_noise * made.rng.standard_normal(made.logits.shape)
-    case = stating(made.case(), {"device": "cpu"}, {"device": "cpu"})
+    draw = drawn.draw(7, length=60)
+    odd = strength * draw.rng.standard_normal(draw.logits.shape)
+    odd = odd if at is None else odd * (draw.position >= at)[:, None]
+    exact = draw.logits + odd
+    draw.engine = draw.engine + odd + kv_noise * draw.rng.standard_normal(draw.logits.shape)
+    case = stating(draw.case(), {"device": "cpu"}, {"device": "cpu"})
     ids = case.engine.token_ids
     logprobs = drawn.log_law(exact)[np.arange(len(ids)), ids]
     other = Scoring("vllm:fp32", ids, logprobs, {})
@@ -130,10 +130,10 @@ def test_faults_of_single_tokens_are_named_beside_large_rounding(rounding: float
 def test_two_rows_in_a_noisy_run_are_paired_again() -> None:
     case = healthy(4, rounding=0.3)
     right, rows = case.right.copy(), case.rows
-    for one, other in ((3, 40), (40, 77), (77, 3)):
-        length = min(rows[one].stop - rows[one].start, rows[other].stop - rows[other].start)
-        mine, its = rows[one].start, rows[other].start
-        right[mine : mine + length] = case.right[its : its + length]
+    for row, other in ((3, 40), (40, 77), (77, 3)):
+        length = min(rows[row].stop - rows[row].start, rows[other].stop - rows[other].start)
+        start, its = rows[row].start, rows[other].start
+        right[start : start + length] = case.right[its : its + length]
     assert first(changed(case, None, right)).id == "row-pairing"
 
 
@@ -150,21 +150,21 @@ def test_a_small_cause_behind_a_shift_is_named() -> None:
 
 def test_what_the_data_cannot_tell_apart_is_a_side_that_is_off() -> None:
     """Without tokens that the context makes likely, function and weights leave one mark."""
-    made = drawn.draw(5, sharpness=0.4)
-    made.trainer = made.trainer + 0.1 * made.rng.standard_normal(made.logits.shape)
-    leading = first(made.case())
+    draw = drawn.draw(5, sharpness=0.4)
+    draw.trainer = draw.trainer + 0.1 * draw.rng.standard_normal(draw.logits.shape)
+    leading = first(draw.case())
     assert (leading.id, leading.side) == ("side-off", "trainer")
     assert {"stale-weights", "rope-config"} <= set(leading.alike)
 
 
 def in_dtypes(engine: str, trainer: str, fault: float = 0.0, seed: int = 0) -> Case:
     """A pair of which a side in "fp32" does not round; the trainer's function may be another."""
-    made = drawn.draw(seed)
-    confident = np.exp(drawn.log_law(made.logits)).max(axis=1, keepdims=True) ** 3
-    made.engine = made.logits.copy() if engine == "fp32" else made.engine
-    made.trainer = made.logits.copy() if trainer == "fp32" else made.trainer
-    made.trainer += fault * confident * made.rng.standard_normal(made.logits.shape)
-    return stating(made.case(), {"dtype": engine}, {"dtype": trainer})
+    draw = drawn.draw(seed)
+    confident = np.exp(drawn.log_law(draw.logits)).max(axis=1, keepdims=True) ** 3
+    draw.engine = draw.logits.copy() if engine == "fp32" else draw.engine
+    draw.trainer = draw.logits.copy() if trainer == "fp32" else draw.trainer
+    draw.trainer += fault * confident * draw.rng.standard_normal(draw.logits.shape)
+    return stating(draw.case(), {"dtype": engine}, {"dtype": trainer})
 
 
 def test_in_float32_small_faults_are_named_on_their_side() -> None:
@@ -226,10 +226,12 @@ def rolled(case: Case, by: int) -> Case:
 
 @pytest.mark.parametrize("by", [1, -2])
 def test_a_shift_of_rows_that_see_each_other_is_seen_in_the_rows_that_open_packs(by: int) -> None:
-    found = {cause.id: cause for cause in causes(rolled(leaking(0, 1200), by)).ranked}
-    assert set(found) == {"packing-leak", "misalignment"}
-    assert found["packing-leak"].side == "trainer"
-    assert ("best lag", -by) in [(each.what, each.value) for each in found["misalignment"].evidence]
+    ranked = {cause.id: cause for cause in causes(rolled(leaking(0, 1200), by)).ranked}
+    assert set(ranked) == {"packing-leak", "misalignment"}
+    assert ranked["packing-leak"].side == "trainer"
+    assert ("best lag", -by) in [
+        (each.what, each.value) for each in ranked["misalignment"].evidence
+    ]
 
 
 def test_rows_that_are_paired_and_rows_of_others_show_no_lag() -> None:
@@ -239,14 +241,14 @@ def test_rows_that_are_paired_and_rows_of_others_show_no_lag() -> None:
 
 def test_a_lag_with_few_partners_is_not_taken_before_one_with_many() -> None:
     """Rolled rows of one length fit at their length minus one as well, in one token each."""
-    made = drawn.draw(3)
-    count, length = len(made.logits) // 100 * 2, 50
+    draw = drawn.draw(3)
+    count, length = len(draw.logits) // 100 * 2, 50
     for name in ("logits", "engine", "trainer", "position"):
-        setattr(made, name, getattr(made, name)[: count * length])
-    made.lengths, made.prompt = np.full(count, length), np.repeat(np.arange(count // 2), 2)
-    confident = np.exp(drawn.log_law(made.logits)).max(axis=1, keepdims=True) ** 3
-    made.trainer = made.trainer + confident * made.rng.standard_normal(made.logits.shape)
-    ranked = causes(rolled(made.case(), 1)).ranked
+        setattr(draw, name, getattr(draw, name)[: count * length])
+    draw.lengths, draw.prompt = np.full(count, length), np.repeat(np.arange(count // 2), 2)
+    confident = np.exp(drawn.log_law(draw.logits)).max(axis=1, keepdims=True) ** 3
+    draw.trainer = draw.trainer + confident * draw.rng.standard_normal(draw.logits.shape)
+    ranked = causes(rolled(draw.case(), 1)).ranked
     assert [cause.id for cause in ranked] == ["misalignment", "function-differs"]
     assert ("best lag", -1) in [(each.what, each.value) for each in ranked[0].evidence]
 
@@ -325,20 +327,20 @@ def test_what_float32_is_certain_of_may_be_exactly_0() -> None:
 
 def test_a_side_that_is_off_everywhere_is_not_off_at_its_first_tokens() -> None:
     """As a softcap at a low temperature is: worst at the first tokens, and off at all others."""
-    made = drawn.draw(10)
-    times = np.where(made.position - drawn.PROMPT < 2, 1.2, 0.06)[:, None]
-    made.trainer = made.trainer + times * made.rng.standard_normal(made.logits.shape)
-    leading = first(made.case())
+    draw = drawn.draw(10)
+    times = np.where(draw.position - drawn.PROMPT < 2, 1.2, 0.06)[:, None]
+    draw.trainer = draw.trainer + times * draw.rng.standard_normal(draw.logits.shape)
+    leading = first(draw.case())
     assert leading.id != "first-token"
     assert leading.side == "trainer"
 
 
 def noisier(seed: int, side: str, times: float, rounding: float = 0.02) -> Case:
     """A run on a CPU of which one side has so many times the rounding that it should have."""
-    made = drawn.draw(seed, prompts=96, rounding=rounding)
-    more = drawn.rounded(made.rng, made.logits, rounding * np.sqrt(times**2 - 1))
-    setattr(made, side, getattr(made, side) + more)
-    return stating(made.case(), {"device": "cpu"}, {"device": "cpu"})
+    draw = drawn.draw(seed, prompts=96, rounding=rounding)
+    more = drawn.rounded(draw.rng, draw.logits, rounding * np.sqrt(times**2 - 1))
+    setattr(draw, side, getattr(draw, side) + more)
+    return stating(draw.case(), {"device": "cpu"}, {"device": "cpu"})
 
 
 @pytest.mark.parametrize("side", ["engine", "trainer"])
@@ -362,9 +364,9 @@ def test_a_side_is_not_off_by_one_of_the_two_yardsticks() -> None:
 
 def test_without_levels_of_the_device_a_little_more_rounding_is_not_judged() -> None:
     case = stating(noisier(0, "trainer", 1.35), {"device": "gpu x"}, {"device": "gpu x"})
-    found = causes(case)
-    assert found.ranked == ()
-    assert any(each.what.endswith(excess.WHAT) for each in found.not_tested)
+    report = causes(case)
+    assert report.ranked == ()
+    assert any(each.what.endswith(excess.WHAT) for each in report.not_tested)
 
 
 def test_a_small_softcap_keeps_its_name_on_a_side_that_is_a_little_off() -> None:
@@ -380,9 +382,9 @@ def test_an_engine_that_is_nearer_to_float32_than_the_trainer_has_cut_no_law() -
     case = healthy(2)
     assert case.entropy is not None
     case = changed(case, None, case.right - 0.2 * case.entropy)
-    found = [cause.id for cause in causes(case).ranked]
-    assert found
-    assert "sampling-truncation" not in found
+    ranked = [cause.id for cause in causes(case).ranked]
+    assert ranked
+    assert "sampling-truncation" not in ranked
     assert first(replace(case, others={})).id == "sampling-truncation"
     assert first(drawn.top_k(2, 8)).id == "sampling-truncation"
 

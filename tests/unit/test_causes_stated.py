@@ -43,16 +43,18 @@ def test_an_engines_own_layout_of_experts_is_no_cause(layers: tuple[int, ...], n
     names = [f"layers.{layer}.mlp.experts.up" for layer in range(2)]
     same = {name: [1, 2, 3, 4, 5] for name in names}
     other = same | {names[layer]: [1, 2, 3, 7, 5] for layer in layers}
-    found = causes(stating(healthy(0), {"weights": other}, {"weights": same}))
-    assert ("experts-differ" in {cause.id for cause in found.ranked}) == named
+    report = causes(stating(healthy(0), {"weights": other}, {"weights": same}))
+    assert ("experts-differ" in {cause.id for cause in report.ranked}) == named
 
 
 def test_resolved_settings_are_compared_field_by_field() -> None:
-    one = {"rope_theta": 10000, "rms_norm_eps": 1e-5, "sliding_window": 128}
+    engine = {"rope_theta": 10000, "rms_norm_eps": 1e-5, "sliding_window": 128}
     case = drawn.other_function(0, 1.0)
-    other = stating(case, {"config": one}, {"config": one | {"rope_theta": 40000.0}})
+    other = stating(case, {"config": engine}, {"config": engine | {"rope_theta": 40000.0}})
     assert first(other).id == "rope-config"
-    same = stating(healthy(0), {"config": one}, {"config": {k: float(v) for k, v in one.items()}})
+    same = stating(
+        healthy(0), {"config": engine}, {"config": {k: float(v) for k, v in engine.items()}}
+    )
     assert causes(same).ranked == ()
 
 
@@ -79,12 +81,12 @@ def test_a_law_that_was_cut_for_sampling_alone_is_named_by_the_settings(kept: fl
 
 def test_tokens_of_a_cut_law_are_seen_though_both_sides_score_the_whole_one() -> None:
     """Four hundredths of a nat are nine times mean |delta|; no setting is stated."""
-    made = drawn.draw(11, prompts=256, rounding=0.005)
-    law = drawn.log_law(made.engine)
+    draw = drawn.draw(11, prompts=256, rounding=0.005)
+    law = drawn.log_law(draw.engine)
     least = np.sort(law, axis=1)[:, -17][:, None]
     kept = np.where(law >= least, law, -np.inf)
-    made.sampled = kept - np.log(np.exp(kept).sum(axis=1, keepdims=True))
-    named = first(made.case())
+    draw.sampled = kept - np.log(np.exp(kept).sum(axis=1, keepdims=True))
+    named = first(draw.case())
     assert (named.id, named.side) == ("sampling-law", "engine")
     assert "sampling-truncation" in named.alike
     surplus = next(item.value for item in named.evidence if "entropy" in item.what)
@@ -120,10 +122,10 @@ def test_a_trainer_that_moves_against_itself(name: str, cause: str) -> None:
     case = healthy(3)
     noise = np.random.default_rng(0).standard_normal(len(case.left))
     assert causes(with_pass(case, name, 0.005 * noise)).ranked == ()
-    made = drawn.draw(3)
-    good = drawn.log_law(made.trainer)
-    made.trainer = made.trainer + 0.12 * made.rng.standard_normal(made.logits.shape)
-    odd = made.case()
+    draw = drawn.draw(3)
+    good = drawn.log_law(draw.trainer)
+    draw.trainer = draw.trainer + 0.12 * draw.rng.standard_normal(draw.logits.shape)
+    odd = draw.case()
     ids = odd.trainer.token_ids
     moved = good[np.arange(len(ids)), ids] - odd.trainer.logprobs
     leading = first(with_pass(odd, name, moved))
@@ -131,10 +133,10 @@ def test_a_trainer_that_moves_against_itself(name: str, cause: str) -> None:
 
 
 def test_the_engines_own_rescoring_confirms_its_decode_path() -> None:
-    made = drawn.draw(4)
-    good = made.engine
-    made.engine = good + 0.3 * made.rng.standard_normal(good.shape)
-    case = made.case()
+    draw = drawn.draw(4)
+    good = draw.engine
+    draw.engine = good + 0.3 * draw.rng.standard_normal(good.shape)
+    case = draw.case()
     ids = case.engine.token_ids
     prefill = drawn.log_law(good)[np.arange(len(ids)), ids]
     case = replace(

@@ -32,12 +32,12 @@ def test_the_shell_parses(block: str) -> None:
 
 
 def test_every_flag_exists() -> None:
-    found = commands()
-    assert {words[0] for words in found} == {"rollout", "score", "compare"}
-    for verb, *words in found:
-        known = (HELP / f"{verb}.txt").read_text("utf-8")
+    used = commands()
+    assert {words[0] for words in used} == {"rollout", "score", "compare"}
+    for verb, *words in used:
+        text = (HELP / f"{verb}.txt").read_text("utf-8")
         for flag in [word for word in words if word.startswith("--")]:
-            assert re.search(rf"{flag}\b", known), (verb, flag)
+            assert re.search(rf"{flag}\b", text), (verb, flag)
 
 
 def test_the_ray_example_starts_torchrun_on_every_node(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,15 +28,15 @@ DOCUMENTS = [*FIELDS.values(), *(a.result for a in analyses()), Against, CheckSp
              GradientPlan]  # fmt: skip
 
 
-def reachable(kind: Any, found: dict[type, None]) -> dict[type, None]:
+def reachable(kind: Any, classes: dict[type, None]) -> dict[type, None]:
     """Every dataclass inside a type."""
     for argument in typing.get_args(kind):
-        reachable(argument, found)
-    if dataclasses.is_dataclass(kind) and kind not in found:
-        found[typing.cast(type, kind)] = None
+        reachable(argument, classes)
+    if dataclasses.is_dataclass(kind) and kind not in classes:
+        classes[typing.cast(type, kind)] = None
         for hint in hints_of(typing.cast(type, kind)).values():
-            reachable(hint, found)
-    return found
+            reachable(hint, classes)
+    return classes
 
 
 CLASSES: dict[type, None] = {}
@@ -110,7 +110,7 @@ def test_every_class_of_a_report_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "place"),
+    ("change", "path"),
     [
         ({"value": "0.1"}, "Estimate.value: a finite number or null expected"),
         ({"n_tokens": 1.5}, "Estimate.n_tokens: a integer expected"),
@@ -120,9 +120,9 @@ def test_every_class_of_a_report_is_looked_at() -> None:
         ({"surprise": 1}, "Estimate: unknown field 'surprise'"),
     ],
 )
-def test_what_does_not_fit_is_named_with_its_place(change: dict[str, Any], place: str) -> None:
+def test_what_does_not_fit_is_named_with_its_place(change: dict[str, Any], path: str) -> None:
     document = to_json(Estimate(0.1, None, None, 8, 4, 2)) | change
-    with pytest.raises(Misfit, match=place):
+    with pytest.raises(Misfit, match=path):
         from_json(Estimate, document)
 
 

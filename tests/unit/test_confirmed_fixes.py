@@ -52,26 +52,26 @@ def without_sinks(seed: int = 0, strength: float = 1.0, **facts: object) -> Case
     return replace(case, trainer=replace(case.trainer, fingerprint=stated))
 
 
-def saved(place: Path, case: Case, left: Left, spec: CheckSpec = SPEC) -> Path:
+def saved(run_dir: Path, case: Case, left: Left, spec: CheckSpec = SPEC) -> Path:
     """A run on disk, with what its fixes left: each scales the trainer's error."""
-    place.mkdir()
+    run_dir.mkdir()
     spec = replace(spec, fixes=tuple(left))
-    store.write_json(place / "spec.json", to_dict(spec))
-    store.save_rollout(place, case.rollout, made_by=spec.rollout)
-    store.save_vocabulary(place, {n: f"t{n}" for n in range(drawn.VOCABULARY + 1)})
-    store.save_scoring(place, stating(case.engine, "decode"), case.rollout, made_by=spec.rollout)
+    store.write_json(run_dir / "spec.json", to_dict(spec))
+    store.save_rollout(run_dir, case.rollout, made_by=spec.rollout)
+    store.save_vocabulary(run_dir, {n: f"t{n}" for n in range(drawn.VOCABULARY + 1)})
+    store.save_scoring(run_dir, stating(case.engine, "decode"), case.rollout, made_by=spec.rollout)
     for scoring in (case.trainer, *case.others.values()):
-        store.save_scoring(place, stating(scoring, "train"), case.rollout, made_by=spec.train)
+        store.save_scoring(run_dir, stating(scoring, "train"), case.rollout, made_by=spec.train)
     for id, share in left.items():
         if isinstance(share, float):
             fixed = replace(case.trainer, name=f"{FIX_PREFIX}{id}",
                             logprobs=case.left + share * case.delta)  # fmt: skip
-            store.save_scoring(place, stating(fixed, "train"), case.rollout, made_by=spec.train)
-    tried(place, [
+            store.save_scoring(run_dir, stating(fixed, "train"), case.rollout, made_by=spec.train)
+    tried(run_dir, [
         {"id": id, "place": "", "failed": share if isinstance(share, str) else ""}
         for id, share in left.items()
     ])  # fmt: skip
-    return place
+    return run_dir
 
 
 def stating(scoring: Scoring, mode: str) -> Scoring:
@@ -79,34 +79,34 @@ def stating(scoring: Scoring, mode: str) -> Scoring:
     return replace(scoring, fingerprint=facts | scoring.fingerprint)
 
 
-def tried(place: Path, variants: list[dict[str, Any]], estimators: tuple[str, ...] = ()) -> None:
-    (place / STATE).parent.mkdir(exist_ok=True)
+def tried(run_dir: Path, variants: list[dict[str, Any]], estimators: tuple[str, ...] = ()) -> None:
+    (run_dir / STATE).parent.mkdir(exist_ok=True)
     document = {"schema": STATE_SCHEMA, "variants": variants, "refused": [], "left_out": [],
                 "estimators": list(estimators), "seconds": 5.0}  # fmt: skip
-    store.save_document(place, STATE, document, schema=STATE_SCHEMA)
+    store.save_document(run_dir, STATE, document, schema=STATE_SCHEMA)
 
 
-def reported(place: Path) -> Report:
+def reported(run_dir: Path) -> Report:
     """Its causes and what fixes say of them, without all other analyses."""
-    spec = load_spec(place)
-    causes = diagnose(explain.case_of(place, spec), detectors())
+    spec = load_spec(run_dir)
+    causes = diagnose(explain.case_of(run_dir, spec), detectors())
     bare = replace(make_report(), analyses={}).with_analyses(causes=causes)
-    return explain.with_explanation(bare, place, spec)
+    return explain.with_explanation(bare, run_dir, spec)
 
 
-def compared(place: Path) -> Report:
+def compared(run_dir: Path) -> Report:
     """As `mismatch compare` reports it."""
-    return run_compare(place, Quiet())  # type: ignore[arg-type]
+    return run_compare(run_dir, Quiet())  # type: ignore[arg-type]
 
 
 def first(report: Report) -> Cause:
     return report.result("causes").ranked[0]
 
 
-def told(report: Report) -> Explanation:
-    found = report.result("explain")
-    assert isinstance(found, Explanation)
-    return found
+def explanation_of(report: Report) -> Explanation:
+    explanation = report.result("explain")
+    assert isinstance(explanation, Explanation)
+    return explanation
 
 
 # ---------------------------------------------------------------- what a fix confirms
@@ -121,8 +121,8 @@ def test_a_measured_fix_confirms_the_cause_that_it_takes_out(tmp_path: Path) -> 
     assert cause.effect.value == pytest.approx(0.95)  # by ablation: what its fix left
     evidence = {item.what: item.value for item in cause.evidence}
     assert evidence[f"share gone with {cause.id}"] == pytest.approx(0.95)
-    assert told(report).confirmed == ("attention-sinks",)
-    assert [one.seconds for one in told(report).experiments] == [2.0]
+    assert explanation_of(report).confirmed == ("attention-sinks",)
+    assert [experiment.seconds for experiment in explanation_of(report).experiments] == [2.0]
 
 
 def test_every_form_of_the_report_says_so(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_every_form_of_the_report_says_so(tmp_path: Path) -> None:
     assert document["causes"]["ranked"][0]["status"] == "confirmed"
     assert document["explain"]["confirmed"] == ["attention-sinks"]
     read = report_from_json(document)
-    assert read.result("explain") == told(report) == told(reported(run))
+    assert read.result("explain") == explanation_of(report) == explanation_of(reported(run))
     console = Console(width=200, record=True, file=io.StringIO())
     print_report(read, console)
     page = to_html(read, store.load_tokens(run))
@@ -152,7 +152,7 @@ def test_a_stated_cause_has_the_share_of_its_fix_and_something_else_has_the_rest
     assert seen.effect.value > 0.8
     assert (stated.id, stated.status) == ("attention-sinks", "suspected")
     assert stated.effect.value == pytest.approx(0.01)
-    assert told(report).ruled_out == told(report).confirmed == ()
+    assert explanation_of(report).ruled_out == explanation_of(report).confirmed == ()
 
 
 def test_a_fix_that_leaves_the_mismatch_rules_a_look_alike_out(tmp_path: Path) -> None:
@@ -161,15 +161,19 @@ def test_a_fix_that_leaves_the_mismatch_rules_a_look_alike_out(tmp_path: Path) -
     cause = first(report)
     assert (cause.id, cause.status) == ("function-differs", "suspected")
     assert "attention-sinks" not in cause.alike
-    assert told(report).ruled_out == ("attention-sinks",)
+    assert explanation_of(report).ruled_out == ("attention-sinks",)
 
 
 def test_what_could_not_be_measured_is_said_and_decides_nothing(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", without_sinks(), {"attention-sinks": "out of memory"})
     report = reported(run)
     assert (first(report).id, first(report).status) == ("attention-sinks", "suspected")
-    (one,) = told(report).experiments
-    assert (one.outcome, one.reason, one.gone) == ("not run", "out of memory", None)
+    (experiment,) = explanation_of(report).experiments
+    assert (experiment.outcome, experiment.reason, experiment.gone) == (
+        "not run",
+        "out of memory",
+        None,
+    )
 
 
 def test_a_fix_whose_numbers_are_not_finite_decides_nothing(tmp_path: Path) -> None:
@@ -181,32 +185,32 @@ def test_a_fix_whose_numbers_are_not_finite_decides_nothing(tmp_path: Path) -> N
     store.save_scoring(run, stating(broken, "train"), case.rollout, made_by=SPEC.train)
     report = reported(run)
     assert first(report).status == "suspected"
-    assert "finite" in told(report).experiments[0].reason
+    assert "finite" in explanation_of(report).experiments[0].reason
 
 
 def test_an_engine_that_sampled_anew_is_compared_by_prompt(tmp_path: Path) -> None:
     def quantised(rounding: float) -> Case:
-        made = drawn.draw(1)
-        made.engine = made.engine + drawn.rounded(made.rng, made.logits, rounding)
-        made.engine_facts = {"kv_cache_dtype": "fp8"}
-        return made.case()
+        draw = drawn.draw(1)
+        draw.engine = draw.engine + drawn.rounded(draw.rng, draw.logits, rounding)
+        draw.engine_facts = {"kv_cache_dtype": "fp8"}
+        return draw.case()
 
     engine = replace(SPEC.rollout.engine, args=(("kv_cache_dtype", "fp8"),))
     spec = replace(SPEC, rollout=replace(SPEC.rollout, engine=engine), train=TrainSpec(model="m"))
     run = saved(tmp_path / "run", quantised(0.3), {"bf16-kv-cache": "not yet"}, spec)
     assert first(reported(run)).id == "fp8-kv"
-    place, after = "fixes/bf16-kv-cache", drawn.draw(2).case()  # other tokens of the same prompts
-    store.save_rollout(run / place, after.rollout, made_by=spec.rollout)
+    folder, after = "fixes/bf16-kv-cache", drawn.draw(2).case()  # other tokens of the same prompts
+    store.save_rollout(run / folder, after.rollout, made_by=spec.rollout)
     fixed = replace(after.trainer, name=f"{FIX_PREFIX}bf16-kv-cache")
     for scoring in (stating(after.engine, "decode"), stating(fixed, "train")):
-        store.save_scoring(run / place, scoring, after.rollout, made_by=spec.rollout)
-    tried(run, [{"id": "bf16-kv-cache", "place": place, "failed": ""}])
+        store.save_scoring(run / folder, scoring, after.rollout, made_by=spec.rollout)
+    tried(run, [{"id": "bf16-kv-cache", "place": folder, "failed": ""}])
     report = reported(run)
     assert (first(report).id, first(report).status) == ("fp8-kv", "confirmed")
-    (one,) = told(report).experiments
-    assert not one.same_tokens
-    assert one.gone is not None
-    assert one.gone.n_prompts == 64
+    (experiment,) = explanation_of(report).experiments
+    assert not experiment.same_tokens
+    assert experiment.gone is not None
+    assert experiment.gone.n_prompts == 64
 
 
 # ---------------------------------------------------------------- what it does not
@@ -272,13 +276,13 @@ def test_a_small_cause_is_not_ruled_out_under_a_large_one() -> None:
     large = suspected("attention-sinks", "trainer", effect=0.65)
     both = replace(large, ranked=(*large.ranked, small))
     masked = [made("fp32-lm-head", 0.05, 0.01)]
-    assert [one.outcome for one in settled(both, masked)] == ["undecided"]
+    assert [experiment.outcome for experiment in settled(both, masked)] == ["undecided"]
     after, _, ruled_out = applied(both, masked)
     assert ({cause.id for cause in after.ranked}, ruled_out) == (
         {"attention-sinks", "bf16-lm-head"}, (),
     )  # fmt: skip
     nothing = [made("fp32-lm-head", 0.0, 0.01)]
-    assert [one.outcome for one in settled(both, nothing)] == ["ruled out"]
+    assert [experiment.outcome for experiment in settled(both, nothing)] == ["ruled out"]
     assert applied(both, nothing)[2] == ("bf16-lm-head",)
 
 
@@ -313,8 +317,10 @@ def test_explain_makes_nothing_that_a_fix_has_told(
     assert store.load_document(run, explain.STATE)["experiments"] == []
     store.write_json(run / "spec.json", to_dict(spec))
     report = reported(run)
-    assert [one.id for one in told(report).experiments] == ["attention-sinks"]
-    assert told(report).confirmed == ("attention-sinks",)
+    assert [experiment.id for experiment in explanation_of(report).experiments] == [
+        "attention-sinks"
+    ]
+    assert explanation_of(report).confirmed == ("attention-sinks",)
 
     failed = saved(tmp_path / "failed", without_sinks(), {"attention-sinks": "cannot run"})
     stages.run_dir = failed
@@ -328,4 +334,6 @@ def test_a_fix_stands_for_the_experiment_that_had_no_time(tmp_path: Path) -> Non
     document = {"schema": explain.STATE_SCHEMA, "experiments": to_json([own]), "seconds": 7.0}
     store.save_document(run, explain.STATE, document, schema=explain.STATE_SCHEMA)
     store.write_json(run / "spec.json", to_dict(replace(SPEC, explain=True)))
-    assert [one.outcome for one in told(reported(run)).experiments] == ["confirmed"]
+    assert [experiment.outcome for experiment in explanation_of(reported(run)).experiments] == [
+        "confirmed"
+    ]

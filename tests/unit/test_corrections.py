@@ -143,13 +143,13 @@ def text(id, framework, settings=Settings()):  # noqa: B008
 
 
 def test_every_ranked_correction_has_a_recipe_or_a_reason_in_every_framework():
-    for one in CORRECTIONS:
-        if one.id in (NONE, OVERRIDE):
+    for correction in CORRECTIONS:
+        if correction.id in (NONE, OVERRIDE):
             continue
-        made = recipes(one.id, Settings())
-        areal = ["AReaL"] if one.id == "cis" else []
-        assert [r.framework for r in made] == ["verl", "TRL", "NeMo-RL", "prime-rl", *areal]
-        assert all(r.lines or r.remark == MISSING.get(r.framework) for r in made)
+        entries = recipes(correction.id, Settings())
+        areal = ["AReaL"] if correction.id == "cis" else []
+        assert [r.framework for r in entries] == ["verl", "TRL", "NeMo-RL", "prime-rl", *areal]
+        assert all(r.lines or r.remark == MISSING.get(r.framework) for r in entries)
     assert {id for table in FRAMEWORKS.values() for id in table} <= set(BY_ID)
 
 
@@ -179,8 +179,10 @@ def test_what_a_framework_lacks_is_not_replaced(framework):
 def test_verls_inverse_bounds_keep_our_sequences():
     """verl keeps a sequence if log(low) <= mean of -delta <= log(high)."""
     settings = Settings(geometric=(0.9, 1.3))
-    found = [line for line in text("geometric", "verl", settings).lines if "rs_threshold" in line]
-    low, high = map(float, found[0].split(": ")[1].strip('"').split("_"))
+    thresholds = [
+        line for line in text("geometric", "verl", settings).lines if "rs_threshold" in line
+    ]
+    low, high = map(float, thresholds[0].split(": ")[1].strip('"').split("_"))
     delta, sequence = np.linspace(-0.4, 0.4, 161), np.arange(161)
     verls = (-delta >= math.log(low)) & (-delta <= math.log(high))
     ours = (

@@ -55,9 +55,9 @@ def test_what_was_asked_for_as_a_fix_is_marked():
 def test_the_preview_touches_neither_metrics_nor_verdict():
     document = report_to_json(FAVOURED)
     bare = report_to_json(FAVOURED.with_analyses(corrections=None))
-    made = document.pop("corrections")
+    section = document.pop("corrections")
     assert document == bare
-    assert not {"k3_kl", "verdict", "status"} & set(made["previews"][0])
+    assert not {"k3_kl", "verdict", "status"} & set(section["previews"][0])
 
 
 def test_older_documents_have_no_preview():
@@ -70,9 +70,9 @@ def test_older_documents_have_no_preview():
 def test_a_run_is_previewed_and_says_what_it_could_not(tmp_path):
     run = make_run(tmp_path / "run")
     report, _ = build_report(run, load_spec(run))
-    made = report.result("corrections")
-    assert (made.rollout, made.train, made.batch) == ("transformers:decode", "fsdp", 16)
-    assert made.named("tis-token").weight_mean == pytest.approx(1.01005, abs=1e-5)
+    table = report.result("corrections")
+    assert (table.rollout, table.train, table.batch) == ("transformers:decode", "fsdp", 16)
+    assert table.named("tis-token").weight_mean == pytest.approx(1.01005, abs=1e-5)
     assert f"corrections: {NO_REWARDS}" in report.not_tested
 
 

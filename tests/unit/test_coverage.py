@@ -48,15 +48,17 @@ def test_extreme_quantiles_hold_the_truth_or_are_withheld() -> None:
         rng = np.random.default_rng(seed)
         delta = even.draw(rng, even.scales(rng, 64))
         estimates.append(Estimator(*designs.layout(64)).one(metric, {"delta": delta}))
-    made = [one for one in estimates if one.low is not None]
-    assert len(made) > 0.9 * len(estimates)
-    assert sum(one.low <= truth <= one.high for one in made) >= 0.91 * len(made)
+    intervals = [estimate for estimate in estimates if estimate.low is not None]
+    assert len(intervals) > 0.9 * len(estimates)
+    assert sum(estimate.low <= truth <= estimate.high for estimate in intervals) >= 0.91 * len(
+        intervals
+    )
     odd, withheld = designs.DESIGNS[3], 0
     for seed in range(20):
         rng = np.random.default_rng(seed)
         delta = odd.draw(rng, odd.scales(rng, 16))
-        found = Estimator(*designs.layout(16)).one(metric, {"delta": delta})
-        withheld += found.low is None and "few-tokens" in found.flags
+        estimate = Estimator(*designs.layout(16)).one(metric, {"delta": delta})
+        withheld += estimate.low is None and "few-tokens" in estimate.flags
     assert withheld == 20  # five prompts or fewer hold the tail
 
 
@@ -82,8 +84,8 @@ def test_the_prompts_that_would_decide_do() -> None:
     case = CASES["mean |delta|, other prompts"]
     wanted = []
     for number in range(40):
-        made = case.made(np.random.default_rng([5, number]), 12, False, number)
-        wanted.append(prompts_needed(made, 0.0))
+        difference = case.made(np.random.default_rng([5, number]), 12, False, number)
+        wanted.append(prompts_needed(difference, 0.0))
     typical = int(np.median([n for n in wanted if n is not None])) // 2  # counted on both sides
     assert typical > 24
     assert bench.power(case, 12, 60) < 0.45

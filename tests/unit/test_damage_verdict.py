@@ -29,8 +29,8 @@ def verdict(run):
     """As `mismatch compare`, then as a resumed check, judge what lies there."""
     judged = []
     for again in (True, False):
-        found = build_report(run, load_spec(run), None, again=again)[0].verdict
-        judged.append((found.status, found.correctness, found.fitness))
+        outcome = build_report(run, load_spec(run), None, again=again)[0].verdict
+        judged.append((outcome.status, outcome.correctness, outcome.fitness))
     return judged
 
 
@@ -39,9 +39,9 @@ def run(tmp_path_factory):
     """A run whose verdict is one: enough tokens, and far apart."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(made_run, "RESPONSE", 40)
-        made = made_run.make_run(tmp_path_factory.mktemp("damage") / "run", shift=0.3)
-    assert verdict(made)[0][0] not in ("healthy", "inconclusive")
-    return made
+        run_dir = made_run.make_run(tmp_path_factory.mktemp("damage") / "run", shift=0.3)
+    assert verdict(run_dir)[0][0] not in ("healthy", "inconclusive")
+    return run_dir
 
 
 FILES = ("rollout.parquet", "scores/fsdp.parquet", "scores/transformers-decode.parquet",

@@ -140,19 +140,19 @@ def test_a_verl_parquet_with_a_nested_answer(tmp_path: Path) -> None:
 
 
 def test_columns_are_found_by_name_or_asked_for() -> None:
-    def found(columns: list[str], **fields: str) -> str:
+    def column(columns: list[str], **fields: str) -> str:
         return prompt_column(columns, PromptSpec(dataset="d", **fields))
 
-    assert found(["id", "Question", "answer"]) == "Question"
-    assert found(["id", "question", "prompt"], prompt_column="id") == "id"
+    assert column(["id", "Question", "answer"]) == "Question"
+    assert column(["id", "question", "prompt"], prompt_column="id") == "id"
     with pytest.raises(MismatchError, match="several could be the prompt") as caught:
-        found(["id", "question", "prompt"])
+        column(["id", "question", "prompt"])
     assert "id, question, prompt" in caught.value.message
     assert caught.value.fix.endswith(": --prompt-column question")
     with pytest.raises(MismatchError, match="none has a usual name"):
-        found(["id", "text"])
+        column(["id", "text"])
     with pytest.raises(MismatchError, match="--prompt-column txt: the data set has no") as caught:
-        found(["id", "text"], prompt_column="txt")
+        column(["id", "text"], prompt_column="txt")
     assert "id, text" in caught.value.fix
 
 

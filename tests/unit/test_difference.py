@@ -62,13 +62,13 @@ def width(estimate: Estimate) -> float:
     ],
 )
 def test_a_paired_difference_is_the_difference_of_the_two_numbers(name: str) -> None:
-    one, other = arrays(noise(0)), arrays(1.2 * noise(1))
+    before, after = arrays(noise(0)), arrays(1.2 * noise(1))
     metric = METRICS[name]
-    values = [metric(*(side[need] for need in metric.needs)) for side in (one, other)]
-    got = paired(metric, one, other, **PLACE)
+    values = [metric(*(side[need] for need in metric.needs)) for side in (before, after)]
+    got = paired(metric, before, after, **PLACE)
     assert got.value == pytest.approx(values[1] - values[0], rel=1e-9, abs=1e-14)
     assert (got.n_tokens, got.n_sequences, got.n_prompts) == (1600, 160, 40)
-    back = paired(metric, other, one, **PLACE)
+    back = paired(metric, after, before, **PLACE)
     assert back.value == pytest.approx(-got.value)
     if metric.kind != "extreme":
         assert got.low <= got.value <= got.high
@@ -110,12 +110,12 @@ def test_prompts_that_both_runs_hold_are_paired_by_prompt() -> None:
     """Regenerated tokens: the same prompts share their scale, other prompts do not."""
     rng = np.random.default_rng(3)
     scale = np.exp(rng.normal(0, 0.8, (PROMPTS, 1)))
-    one, other = (
+    before, after = (
         (0.05 * scale * rng.normal(size=(PROMPTS, SAMPLES * TOKENS))).ravel() for _ in range(2)
     )
-    same = difference(SIZE, sample(one), sample(other))
-    apart = difference(SIZE, sample(one), sample(other, first_prompt=PROMPTS))
-    assert same.value == apart.value == pytest.approx(np.abs(other).mean() - np.abs(one).mean())
+    same = difference(SIZE, sample(before), sample(after))
+    apart = difference(SIZE, sample(before), sample(after, first_prompt=PROMPTS))
+    assert same.value == apart.value == pytest.approx(np.abs(after).mean() - np.abs(before).mean())
     assert width(same) < 0.5 * width(apart)
     assert (same.n_prompts, apart.n_prompts) == (40, 80)
     assert (same.n_tokens, same.n_sequences) == (3200, 320)
@@ -123,9 +123,9 @@ def test_prompts_that_both_runs_hold_are_paired_by_prompt() -> None:
 
 @pytest.mark.parametrize("name", ["k3_kl", "ess_seq", "logprob_abs_diff_p90", "ratio_std"])
 def test_on_the_same_tokens_the_two_ways_agree(name: str) -> None:
-    one, other, metric = sample(noise(0)), sample(1.3 * noise(0) + 0.2 * noise(1)), METRICS[name]
-    by_prompt = difference(metric, one, other)
-    by_token = paired(metric, one.arrays, other.arrays, **PLACE)
+    before, after, metric = sample(noise(0)), sample(1.3 * noise(0) + 0.2 * noise(1)), METRICS[name]
+    by_prompt = difference(metric, before, after)
+    by_token = paired(metric, before.arrays, after.arrays, **PLACE)
     assert by_prompt.value == pytest.approx(by_token.value)
     assert by_prompt.low == pytest.approx(by_token.low, rel=1e-2, abs=1e-2 * abs(by_token.value))
     assert by_prompt.high == pytest.approx(by_token.high, rel=1e-2, abs=1e-2 * abs(by_token.value))
@@ -150,10 +150,10 @@ def test_half_the_prompts_shared_lies_between() -> None:
 
 
 def test_independent_samples_keep_the_asymmetry_of_their_intervals() -> None:
-    one = Estimate(2.0, 1.5, 4.0, 10, 10, 10)
-    other = Estimate(5.0, 4.0, 5.5, 10, 10, 10)
-    assert mover(one, other) == pytest.approx((3 - math.hypot(1, 2), 3 + math.hypot(0.5, 0.5)))
-    assert mover(one, replace(other, low=None, high=None)) is None
+    before = Estimate(2.0, 1.5, 4.0, 10, 10, 10)
+    after = Estimate(5.0, 4.0, 5.5, 10, 10, 10)
+    assert mover(before, after) == pytest.approx((3 - math.hypot(1, 2), 3 + math.hypot(0.5, 0.5)))
+    assert mover(before, replace(after, low=None, high=None)) is None
 
 
 def test_a_share_that_changes_in_few_prompts_does_not_stretch_to_everything() -> None:
@@ -200,15 +200,15 @@ def test_bad_input_is_named() -> None:
 
 
 def test_prompts_are_known_by_their_tokens() -> None:
-    one = rollout()
-    ids = one.token_ids.copy()
-    swapped = replace(one, prompt_index=one.prompt_index[::-1].copy())
-    first, second = common_prompts(one, swapped)
+    source = rollout()
+    ids = source.token_ids.copy()
+    swapped = replace(source, prompt_index=source.prompt_index[::-1].copy())
+    first, second = common_prompts(source, swapped)
     assert np.array_equal(first, second)
-    ids[: one.offsets[1]] += 1000  # another prompt in the first sequence
-    first, second = common_prompts(one, replace(one, token_ids=ids))
-    assert (first != second).tolist() == [True] + [False] * (one.n_sequences - 1)
-    ids = one.token_ids.copy()
-    ids[one.actions] += 1000  # other responses to the same prompts
-    first, second = common_prompts(one, replace(one, token_ids=ids))
+    ids[: source.offsets[1]] += 1000  # another prompt in the first sequence
+    first, second = common_prompts(source, replace(source, token_ids=ids))
+    assert (first != second).tolist() == [True] + [False] * (source.n_sequences - 1)
+    ids = source.token_ids.copy()
+    ids[source.actions] += 1000  # other responses to the same prompts
+    first, second = common_prompts(source, replace(source, token_ids=ids))
     assert np.array_equal(first, second)

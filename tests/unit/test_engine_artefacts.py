@@ -142,9 +142,9 @@ class Decoder:
 
 def test_rewards_where_every_answer_is_known() -> None:
     prompts = [Prompt("a", answer=10), Prompt("b", answer=18)]
-    found = response_rewards(prompts, rollout(), Decoder())
-    assert found is not None
-    assert found.tolist() == [1.0, 0.0, 0.0, 1.0]
+    rewards = response_rewards(prompts, rollout(), Decoder())
+    assert rewards is not None
+    assert rewards.tolist() == [1.0, 0.0, 0.0, 1.0]
     assert response_rewards([prompts[0], Prompt("b")], rollout(), Decoder()) is None
 
 
@@ -152,9 +152,9 @@ def test_constraints_are_checked_on_what_the_user_reads() -> None:
     """Neither reasoning nor the end token counts."""
     rules = (Constraint("words_at_most", {"n": 1}), Constraint("upper_case", {}))
     prompts = [Prompt("a", constraints=rules), Prompt("b", constraints=rules[:1])]
-    found = response_rewards(prompts, rollout(), Decoder())
-    assert found is not None
-    assert found.tolist() == [0.5, 0.5, 1.0, 1.0]
+    rewards = response_rewards(prompts, rollout(), Decoder())
+    assert rewards is not None
+    assert rewards.tolist() == [0.5, 0.5, 1.0, 1.0]
 
 
 def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,9 +79,9 @@ def test_the_logprob_mode_follows_the_law(law: dict[str, Any], mode: str) -> Non
 
 
 def test_nothing_is_left_to_vllms_defaults_that_changes_the_law() -> None:
-    found = arguments(EngineSpec(model="m", dtype="fp32"), seed=4)
-    assert found["generation_config"] == "vllm"
-    assert (found["dtype"], found["seed"]) == ("float32", 4)
+    settings = arguments(EngineSpec(model="m", dtype="fp32"), seed=4)
+    assert settings["generation_config"] == "vllm"
+    assert (settings["dtype"], settings["seed"]) == ("float32", 4)
     sent = vllm_args.sampling_arguments(Sampling(top_k=3), (2, 7))
     assert (sent["n"], sent["top_k"], sent["stop_token_ids"]) == (1, 3, [2, 7])
     assert (sent["min_p"], sent["repetition_penalty"], sent["min_tokens"]) == (0.0, 1.0, 0)
@@ -166,11 +166,11 @@ def test_prefills_are_whole_unless_the_user_asks_otherwise() -> None:
 
 
 def test_the_users_arguments_win() -> None:
-    found = arguments(
+    settings = arguments(
         with_args(**{"enforce-eager": False, "logprobs_mode": "raw_logprobs"}), top_k=2
     )
-    assert found["enforce_eager"] is False
-    assert found["logprobs_mode"] == "raw_logprobs"
+    assert settings["enforce_eager"] is False
+    assert settings["logprobs_mode"] == "raw_logprobs"
 
 
 @pytest.mark.parametrize(
@@ -236,8 +236,8 @@ def test_a_broken_capture_costs_no_sample(monkeypatch: pytest.MonkeyPatch) -> No
     outputs = [("a", None), ("b", None)]
     rows = np.ones((2, 2, 1), np.uint16)
     engine._call = lambda method: [{"a": pack(rows)}]
-    found, missing = engine._captured(outputs)
-    assert found.tolist() == rows.tolist()
+    routed, missing = engine._captured(outputs)
+    assert routed.tolist() == rows.tolist()
     assert missing is None
 
     def fail(method: str) -> list[Any]:

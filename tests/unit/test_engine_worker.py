@@ -98,8 +98,8 @@ def kind(monkeypatch: pytest.MonkeyPatch) -> type[Stub]:
 
 
 def routing_reasons(run: Path) -> list[str]:
-    found = store.load_scoring(run, "stub:decode").fingerprint["not_tested"]
-    return [reason for reason in found if "rout" in reason]
+    reasons = store.load_scoring(run, "stub:decode").fingerprint["not_tested"]
+    return [reason for reason in reasons if "rout" in reason]
 
 
 def test_routes_and_prefill_are_saved_where_the_engine_has_them(
@@ -186,9 +186,9 @@ def test_a_prefill_that_never_comes_is_not_waited_for(kind: type[Stub], tmp_path
 def test_a_run_that_does_not_say_gets_its_prefill(tmp_path: Path) -> None:
     from tests.made_run import rollout
 
-    made = rollout()
-    store.save_rollout(tmp_path, made, made_by=SPEC)
-    store.save_scoring(tmp_path, scoring("stub:decode", made), made, made_by=SPEC)
+    samples = rollout()
+    store.save_rollout(tmp_path, samples, made_by=SPEC)
+    store.save_scoring(tmp_path, scoring("stub:decode", samples), samples, made_by=SPEC)
     assert not rescored(tmp_path)
 
 
@@ -202,8 +202,8 @@ def test_an_engine_rescores_the_tokens_of_another_run_once(
     (other / store.scoring_file("stub:prefill")).unlink()
     store.save_rollout(other, rollout)
     worker.run(home, SPEC, [other])
-    found = store.load_scoring(other, "stub:prefill")
-    assert found.logprobs.tolist() == [-0.5, -1.5] * 4
+    rescored = store.load_scoring(other, "stub:prefill")
+    assert rescored.logprobs.tolist() == [-0.5, -1.5] * 4
     assert resume.rescored(other, home, SPEC)
     before = (other / store.scoring_file("stub:prefill")).stat().st_mtime_ns
     worker.run(home, SPEC, [other])

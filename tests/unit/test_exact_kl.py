@@ -57,25 +57,25 @@ def rng() -> np.random.Generator:
 
 def test_two_coins() -> None:
     p, q = 0.5, 0.25
-    found = divergences(np.log([[p, 1 - p]]), np.log([[q, 1 - q]]))
-    assert found["kl"] == pytest.approx(0.5 * np.log(2) + 0.5 * np.log(2 / 3), rel=1e-14)
-    assert found["reverse_kl"] == pytest.approx(0.25 * np.log(0.5) + 0.75 * np.log(1.5), rel=1e-13)
-    assert found["tv"] == pytest.approx(0.25, rel=1e-14)
+    values = divergences(np.log([[p, 1 - p]]), np.log([[q, 1 - q]]))
+    assert values["kl"] == pytest.approx(0.5 * np.log(2) + 0.5 * np.log(2 / 3), rel=1e-14)
+    assert values["reverse_kl"] == pytest.approx(0.25 * np.log(0.5) + 0.75 * np.log(1.5), rel=1e-13)
+    assert values["tv"] == pytest.approx(0.25, rel=1e-14)
     m = 0.375
     js = (p * np.log(p / m) + p * np.log(p / (1 - m)) + q * np.log(q / m)) / 2
     js += 0.75 * np.log(0.75 / (1 - m)) / 2
-    assert found["js"] == pytest.approx(js, rel=1e-13)
-    assert found["variance"] == pytest.approx(
+    assert values["js"] == pytest.approx(js, rel=1e-13)
+    assert values["variance"] == pytest.approx(
         (np.log(p / q) - np.log((1 - p) / (1 - q))) ** 2 * p * (1 - p), rel=1e-13
     )
-    assert found["agree"] == 0.0
+    assert values["agree"] == 0.0
 
 
 def test_identical_laws_give_exactly_nothing(rng: np.random.Generator) -> None:
     law = laws(rng, 300, VOCABULARY)  # more than are worked on at once
-    found = divergences(law, law.copy())
-    assert all((found[name] == 0.0).all() for name in ("kl", "reverse_kl", "js", "tv", "variance"))
-    assert (found["agree"] == 1.0).all()
+    values = divergences(law, law.copy())
+    assert all((values[name] == 0.0).all() for name in ("kl", "reverse_kl", "js", "tv", "variance"))
+    assert (values["agree"] == 1.0).all()
 
 
 def test_a_small_gap_keeps_its_digits(rng: np.random.Generator) -> None:
@@ -94,9 +94,9 @@ def test_a_token_that_left_never_samples_counts_as_what_right_gives_it() -> None
     whole = np.log([[0.5, 0.4, 0.1]])
     with np.errstate(divide="ignore"):
         cut = np.log([[5 / 9, 4 / 9, 0.0]])
-    found = divergences(cut, whole)
-    assert found["kl"] == pytest.approx(-np.log(0.9), rel=1e-13)
-    assert "reverse_kl" not in found  # infinite
+    values = divergences(cut, whole)
+    assert values["kl"] == pytest.approx(-np.log(0.9), rel=1e-13)
+    assert "reverse_kl" not in values  # infinite
     assert divergences(whole, cut)["kl"] == np.inf  # the worst value, not a missing one
 
 
@@ -147,11 +147,11 @@ def test_merging_outcomes_never_raises_a_divergence(k: int, rng: np.random.Gener
 def test_more_ids_never_lower_the_bound(rng: np.random.Generator) -> None:
     left, right = laws(rng, 100, VOCABULARY), laws(rng, 100, VOCABULARY)
     order = np.argsort(-left, axis=1)
-    found = []
+    bounds = []
     for k in (1, 2, 5, 20, 39):
         merged = part(left, order[:, :k]), part(right, order[:, :k])
-        found.append(divergences(*(side.law() for side in merged))["kl"])
-    for fewer, more in itertools.pairwise(found):
+        bounds.append(divergences(*(side.law() for side in merged))["kl"])
+    for fewer, more in itertools.pairwise(bounds):
         assert (fewer <= more + 1e-6).all()
 
 
@@ -176,12 +176,12 @@ def test_the_rest_keeps_its_digits_where_it_is_tiny() -> None:
 def test_other_ids_or_positions_cannot_be_compared(rng: np.random.Generator) -> None:
     law = laws(rng, 6, VOCABULARY)
     ids = np.argsort(-law, axis=1)[:, :4]
-    one = part(law, ids)
-    assert why_incomparable(one, part(law, ids)) == ""
-    assert "different token ids" in why_incomparable(one, part(law, ids[:, ::-1].copy()))
-    assert why_incomparable(one, whole(law)) == WHOLE_AND_PART
-    moved = dataclasses.replace(one, positions=one.positions + 1)
-    assert "different positions" in why_incomparable(one, moved)
+    kept = part(law, ids)
+    assert why_incomparable(kept, part(law, ids)) == ""
+    assert "different token ids" in why_incomparable(kept, part(law, ids[:, ::-1].copy()))
+    assert why_incomparable(kept, whole(law)) == WHOLE_AND_PART
+    moved = dataclasses.replace(kept, positions=kept.positions + 1)
+    assert "different positions" in why_incomparable(kept, moved)
     assert "41 entries" in why_incomparable(whole(law), whole(laws(rng, 6, 41)))
 
 
@@ -233,11 +233,11 @@ def test_one_crowded_step_keeps_the_smallest_of_it() -> None:
     sequence, index = np.arange(300), np.zeros(300, np.int64)
     rows = torch.arange(300.0)[:, None] * torch.tensor([0.0, 0.01])
     recorder.take(sequence, index, rows)
-    found = recorder.collected()
+    columns = recorder.collected()
     smallest = np.sort(np.argsort(priority(1, sequence, index))[:10])
-    assert found["keys"][:, 0].tolist() == smallest.tolist()
+    assert columns["keys"][:, 0].tolist() == smallest.tolist()
     # Each with its own row: the second outcome's odds tell which.
-    odds = found["logprobs"][:, 1] - found["logprobs"][:, 0]
+    odds = columns["logprobs"][:, 1] - columns["logprobs"][:, 0]
     np.testing.assert_allclose(odds, 0.01 * smallest, atol=1e-6)
 
 
@@ -262,7 +262,7 @@ def test_fewer_tokens_than_positions_are_all_taken() -> None:
 
 
 @dataclasses.dataclass
-class Made:
+class Drawn:
     """A rollout drawn from known laws, with both sides' distributions at every position."""
 
     rollout: Rollout
@@ -270,7 +270,7 @@ class Made:
     right: Scoring
 
 
-def drawn(seed: int, law: Sampling | None = None, apart: float = 0.3, samples: int = 8) -> Made:
+def drawn(seed: int, law: Sampling | None = None, apart: float = 0.3, samples: int = 8) -> Drawn:
     """60 prompts x 1 sample x ``samples`` tokens, the right side off by a random tilt."""
     law = law or Sampling()
     rng = np.random.default_rng(seed)
@@ -289,34 +289,34 @@ def drawn(seed: int, law: Sampling | None = None, apart: float = 0.3, samples: i
         Scoring(name, tokens, values[row, tokens], {}, distributions=whole(values))
         for name, values in (("left", left), ("right", right))
     ]
-    return Made(rollout, *sides)
+    return Drawn(rollout, *sides)
 
 
 def test_distributions_must_be_those_that_the_engine_reported() -> None:
-    made = drawn(0)
+    pair = drawn(0)
     sequence, index = np.divmod(np.arange(480), 8)
-    taken = {"keys": np.stack([sequence, index], 1), "logprobs": made.left.distributions.logprobs}
-    found = build_distributions(taken, made.rollout, made.left.logprobs, VOCABULARY)
-    assert np.array_equal(found.positions, np.arange(480))
+    taken = {"keys": np.stack([sequence, index], 1), "logprobs": pair.left.distributions.logprobs}
+    distributions = build_distributions(taken, pair.rollout, pair.left.logprobs, VOCABULARY)
+    assert np.array_equal(distributions.positions, np.arange(480))
     swapped = {**taken, "logprobs": np.roll(taken["logprobs"], 1, axis=0)}
     with pytest.raises(CorruptCapture, match="another log-probability than the engine reported"):
-        build_distributions(swapped, made.rollout, made.left.logprobs, VOCABULARY)
+        build_distributions(swapped, pair.rollout, pair.left.logprobs, VOCABULARY)
     with pytest.raises(CorruptCapture, match="no distribution was taken"):
-        build_distributions({}, made.rollout, made.left.logprobs, VOCABULARY)
+        build_distributions({}, pair.rollout, pair.left.logprobs, VOCABULARY)
     late = {**taken, "keys": taken["keys"] + [0, 4]}  # the last four of each are no tokens
     with pytest.raises(CorruptCapture, match="another log-probability"):
-        build_distributions(late, made.rollout, made.left.logprobs, VOCABULARY)
+        build_distributions(late, pair.rollout, pair.left.logprobs, VOCABULARY)
 
 
 def test_tokens_computed_past_the_end_are_dropped() -> None:
-    made = drawn(0)
+    pair = drawn(0)
     rows = np.array([3, 3, 99])
     taken = {
         "keys": np.stack([rows, [1, 8, 0]], 1),
-        "logprobs": made.left.distributions.logprobs[[25, 0, 0]],
+        "logprobs": pair.left.distributions.logprobs[[25, 0, 0]],
     }
-    found = build_distributions(taken, made.rollout, made.left.logprobs, VOCABULARY)
-    assert found.positions.tolist() == [25]
+    distributions = build_distributions(taken, pair.rollout, pair.left.logprobs, VOCABULARY)
+    assert distributions.positions.tolist() == [25]
 
 
 def test_the_law_is_the_one_that_the_logprobs_are_of() -> None:
@@ -365,9 +365,9 @@ def test_the_trainer_keeps_the_rows_that_its_logprobs_come_from(
             )
             assert not stats.distributions.requires_grad
             parts.append((rollout.actions[some], stats.distributions.numpy()))
-    found = watch.joined(parts)
-    assert why_incomparable(asked, found) == ""
-    np.testing.assert_allclose(found.law(), asked.law(), atol=1e-6)
+    joined = watch.joined(parts)
+    assert why_incomparable(asked, joined) == ""
+    np.testing.assert_allclose(joined.law(), asked.law(), atol=1e-6)
     with pytest.raises(MismatchError, match="3 distributions were taken, 5 asked for"):
         watch.joined(parts[1:])
 
@@ -383,19 +383,23 @@ def test_nothing_is_kept_where_nothing_is_asked_for() -> None:
 
 def test_a_comparison_holds_the_exact_value_that_its_estimators_estimate() -> None:
     """Every number of the sampled positions beside each other."""
-    made = drawn(1)
-    found = compare(made.rollout, made.left, made.right, sampled_by_left=True).metrics
-    exact = found["exact_kl"]
-    p, d = (side.distributions.law() for side in (made.left, made.right))
+    pair = drawn(1)
+    metrics = compare(pair.rollout, pair.left, pair.right, sampled_by_left=True).metrics
+    exact = metrics["exact_kl"]
+    p, d = (side.distributions.law() for side in (pair.left, pair.right))
     assert exact.value == pytest.approx((np.exp(p) * (p - d)).sum(1).mean(), rel=1e-9)
     assert (exact.n_tokens, exact.n_prompts) == (480, 60)
-    assert found["kl_at_exact"].value == found["kl"].value  # here all positions are sampled
+    assert metrics["kl_at_exact"].value == metrics["kl"].value  # here all positions are sampled
     # What is gained: no chance but that of the positions.
-    assert exact.high - exact.low < (found["k3_kl"].high - found["k3_kl"].low) / 2
-    assert found["exact_kl_max"].value >= found["exact_kl_p99"].value > found["exact_kl_p50"].value
-    assert found["exact_tv"].value ** 2 <= exact.value / 2  # Pinsker
-    assert 0 < found["exact_argmax_agree"].value < 1
-    (check,) = exact_checks(compare(made.rollout, made.left, made.right, sampled_by_left=True))
+    assert exact.high - exact.low < (metrics["k3_kl"].high - metrics["k3_kl"].low) / 2
+    assert (
+        metrics["exact_kl_max"].value
+        >= metrics["exact_kl_p99"].value
+        > metrics["exact_kl_p50"].value
+    )
+    assert metrics["exact_tv"].value ** 2 <= exact.value / 2  # Pinsker
+    assert 0 < metrics["exact_argmax_agree"].value < 1
+    (check,) = exact_checks(compare(pair.rollout, pair.left, pair.right, sampled_by_left=True))
     assert check.status == "passed"
 
 
@@ -403,95 +407,97 @@ def test_the_intervals_of_the_estimators_cover_the_exact_value() -> None:
     """k1 and k3 estimate it without bias: their 95 % intervals miss it about once in twenty."""
     covered = {"kl_at_exact": 0, "k3_kl_at_exact": 0}
     for seed in range(40):
-        made = drawn(seed)
-        pair = Pair.of(made.rollout, made.left, made.right)
-        found = exact_estimates(pair, made.left, made.right, sampled_by_left=True)
+        sides = drawn(seed)
+        pair = Pair.of(sides.rollout, sides.left, sides.right)
+        estimates = exact_estimates(pair, sides.left, sides.right, sampled_by_left=True)
         for name in covered:
-            covered[name] += found[name].low < found["exact_kl"].value < found[name].high
+            covered[name] += (
+                estimates[name].low < estimates["exact_kl"].value < estimates[name].high
+            )
     assert all(36 <= count <= 40 for count in covered.values()), covered
 
 
 def test_top_k_goes_by_another_name() -> None:
-    made = drawn(1)
-    ids = np.argsort(-made.left.distributions.logprobs, axis=1)[:, :5]
+    pair = drawn(1)
+    ids = np.argsort(-pair.left.distributions.logprobs, axis=1)[:, :5]
     merged = [
         dataclasses.replace(
             side, distributions=part(side.distributions.logprobs.astype(np.float64), ids)
         )
-        for side in (made.left, made.right)
+        for side in (pair.left, pair.right)
     ]
-    low = compare(made.rollout, *merged, sampled_by_left=True).metrics
-    full = compare(made.rollout, made.left, made.right, sampled_by_left=True).metrics
+    low = compare(pair.rollout, *merged, sampled_by_left=True).metrics
+    full = compare(pair.rollout, pair.left, pair.right, sampled_by_left=True).metrics
     assert "exact_kl" not in low
     assert "exact_argmax_agree" not in low
     assert 0 < low["exact_kl_topk"].value < full["exact_kl"].value
     assert low["exact_law_gap"].value < 1
     assert 0 < low["exact_reverse_kl_topk"].value < full["exact_reverse_kl"].value
     cut = dataclasses.replace(merged[0], fingerprint={"logprobs_truncated": True})
-    again = compare(made.rollout, cut, merged[1], sampled_by_left=True).metrics
+    again = compare(pair.rollout, cut, merged[1], sampled_by_left=True).metrics
     assert "exact_reverse_kl_topk" not in again  # no finite number is a bound worth having
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_law_check_is_silent_where_the_law_sampled(seed: int) -> None:
     truncated = Sampling(temperature=0.8, top_p=0.9) if seed % 2 else None
-    made = drawn(seed, truncated, apart=0.1 * (1 + seed % 3))
-    compared = compare(made.rollout, made.left, made.right, sampled_by_left=True)
+    pair = drawn(seed, truncated, apart=0.1 * (1 + seed % 3))
+    compared = compare(pair.rollout, pair.left, pair.right, sampled_by_left=True)
     assert compared.metrics["exact_law_gap"].value < 1
     assert ("exact_reverse_kl" in compared.metrics) == (seed % 2 == 0)
 
 
 def test_the_law_check_speaks_where_another_law_sampled() -> None:
     """Both sides' distributions are the trainer's against the engine's; the tokens a third's."""
-    made = drawn(3, apart=1.0, samples=40)
-    compared = compare(made.rollout, made.right, made.left, sampled_by_left=True)
+    pair = drawn(3, apart=1.0, samples=40)
+    compared = compare(pair.rollout, pair.right, pair.left, sampled_by_left=True)
     (check,) = exact_checks(compared)
     assert check.status == "warning"
     assert check.id == CHECK
     assert check.fix
-    assert not exact_checks(compare(made.rollout, made.right, made.left, sampled_by_left=False))
+    assert not exact_checks(compare(pair.rollout, pair.right, pair.left, sampled_by_left=False))
 
 
 def test_identical_sides_have_no_divergence_at_all() -> None:
-    made = drawn(4)
-    same = dataclasses.replace(made.left, name="again")
-    found = compare(made.rollout, made.left, same, sampled_by_left=True).metrics
+    pair = drawn(4)
+    same = dataclasses.replace(pair.left, name="again")
+    metrics = compare(pair.rollout, pair.left, same, sampled_by_left=True).metrics
     for name in ("exact_kl", "exact_reverse_kl", "exact_js", "exact_tv", "exact_kl_max"):
-        assert found[name].value == 0.0
-    assert found["exact_argmax_agree"].value == 1.0
+        assert metrics[name].value == 0.0
+    assert metrics["exact_argmax_agree"].value == 1.0
 
 
 def test_what_cannot_be_compared_is_absent_with_a_reason() -> None:
-    made = drawn(5)
-    bare = dataclasses.replace(made.right, distributions=None)
-    assert exact_reason(made.left, bare).startswith(f"{bare.name} ")
-    broken = made.right.distributions.logprobs.copy()
+    pair = drawn(5)
+    bare = dataclasses.replace(pair.right, distributions=None)
+    assert exact_reason(pair.left, bare).startswith(f"{bare.name} ")
+    broken = pair.right.distributions.logprobs.copy()
     broken[7, 3] = np.nan
-    ill = dataclasses.replace(made.right, distributions=whole(broken))
-    assert numbers(exact_reason(made.left, ill)) == [1, 480, 1, 7]  # the first: action token 7
+    ill = dataclasses.replace(pair.right, distributions=whole(broken))
+    assert numbers(exact_reason(pair.left, ill)) == [1, 480, 1, 7]  # the first: action token 7
     for right in (bare, ill):
-        found = compare(made.rollout, made.left, right, sampled_by_left=True).metrics
-        assert "k3_kl" in found
-        assert not [name for name in found if "exact" in name]
+        metrics = compare(pair.rollout, pair.left, right, sampled_by_left=True).metrics
+        assert "k3_kl" in metrics
+        assert not [name for name in metrics if "exact" in name]
 
 
 def test_scorings_of_other_tokens_have_no_exact_divergence() -> None:
-    made = drawn(5)
+    pair = drawn(5)
     short = dataclasses.replace(
-        made.right, token_ids=made.right.token_ids[:9], logprobs=made.right.logprobs[:9]
+        pair.right, token_ids=pair.right.token_ids[:9], logprobs=pair.right.logprobs[:9]
     )
-    changed = dataclasses.replace(made.right, token_ids=made.right.token_ids + 1)
+    changed = dataclasses.replace(pair.right, token_ids=pair.right.token_ids + 1)
     for other in (short, changed):
-        assert exact_reason(made.left, other).startswith(f"{made.left.name} and {other.name}:")
+        assert exact_reason(pair.left, other).startswith(f"{pair.left.name} and {other.name}:")
 
 
 def test_a_scoring_carries_them_through_the_store(tmp_path: Path) -> None:
-    made = drawn(6)
-    store.save_rollout(tmp_path, made.rollout)
-    store.save_scoring(tmp_path, made.left, made.rollout)
+    pair = drawn(6)
+    store.save_rollout(tmp_path, pair.rollout)
+    store.save_scoring(tmp_path, pair.left, pair.rollout)
     back = store.load_scoring(tmp_path, "left").distributions
     assert back is not None
-    assert np.array_equal(back.logprobs, made.left.distributions.logprobs)
+    assert np.array_equal(back.logprobs, pair.left.distributions.logprobs)
     from mismatch.run import manifest
 
     assert manifest.is_current(tmp_path, "scores/left.parquet", "")

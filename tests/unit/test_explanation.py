@@ -73,25 +73,27 @@ def drawn_share(value: float) -> Estimate:
 
 def planned(causes: Causes, spec: CheckSpec = SPEC, **costs: float) -> list[str]:
     context = Context(spec, FACTS)
-    return [one.id for one, _ in plan(spec, context, causes, Costs(**costs))]
+    return [experiment.id for experiment, _ in plan(spec, context, causes, Costs(**costs))]
 
 
-def made(id: str, share: float, width: float = 0.02, spec: CheckSpec = PLANTED) -> Experiment:
-    one = taken(id, spec)
-    assert one is not None
+def experiment_of(
+    id: str, share: float, width: float = 0.02, spec: CheckSpec = PLANTED
+) -> Experiment:
+    test = taken(id, spec)
+    assert test is not None
     outcome = "confirmed" if share - width > 0.3 else "ruled out"
     if share + width >= 0.1 and share - width <= 0.3:
         outcome = "undecided"
-    return Experiment(id, one.side, (*one.own, *one.wide), 0.5, 5.0, outcome, 5.0,  # type: ignore[arg-type]
-                      drawn_share(share), wide=one.wide)  # fmt: skip
+    return Experiment(id, test.side, (*test.own, *test.wide), 0.5, 5.0, outcome, 5.0,  # type: ignore[arg-type]
+                      drawn_share(share), wide=test.wide)  # fmt: skip
 
 
 def test_every_experiment_is_a_fix_and_takes_out_causes_of_the_catalogue() -> None:
     from mismatch.analysis.diagnosis.catalogue import catalogue
 
-    for id, found in TESTS.items():
+    for id, test in TESTS.items():
         assert fix_named(id).id == id
-        assert {*found.own, *found.wide} <= catalogue().keys(), id
+        assert {*test.own, *test.wide} <= catalogue().keys(), id
 
 
 def test_nothing_is_planned_where_nothing_is_suspected() -> None:
@@ -156,22 +158,22 @@ def test_what_goes_is_measured_on_the_same_tokens_or_by_prompt() -> None:
 def test_an_experiment_is_judged_by_its_interval(left: float, outcome: str) -> None:
     fault = drawn.other_function(0, 1.0)
     after = replace(fault, right=fault.left + left * fault.delta)
-    one = Experiment("fp32", "trainer", ("precision",), 0.5, 1.0)
-    assert judged(one, fault, after, 3.0).outcome == outcome
+    fp32 = Experiment("fp32", "trainer", ("precision",), 0.5, 1.0)
+    assert judged(fp32, fault, after, 3.0).outcome == outcome
 
 
 def test_few_prompts_decide_nothing() -> None:
     fault = drawn.other_function(0, 1.0)
     rng = np.random.default_rng(0)
     noisy = fault.delta * np.where(rng.random(fault.n_prompts) < 0.8, 1.0, 0.0)[fault.prompt]
-    one = Experiment("fp32", "trainer", ("precision",), 0.5, 1.0)
-    assert judged(one, fault, replace(fault, right=fault.left + noisy), 1.0).outcome == "undecided"
+    fp32 = Experiment("fp32", "trainer", ("precision",), 0.5, 1.0)
+    assert judged(fp32, fault, replace(fault, right=fault.left + noisy), 1.0).outcome == "undecided"
 
 
 def test_the_narrowest_experiment_names_the_cause() -> None:
     causes = suspected("function-differs", "trainer", "attention-sinks", "rope-config")
     after, confirmed, ruled_out = applied(
-        causes, [made("attention-sinks", 0.95), made("plain-attention", 0.96)]
+        causes, [experiment_of("attention-sinks", 0.95), experiment_of("plain-attention", 0.96)]
     )
     assert (after.ranked[0].id, after.ranked[0].status) == ("attention-sinks", "confirmed")
     assert (confirmed, ruled_out) == (("attention-sinks",), ())
@@ -181,7 +183,7 @@ def test_the_narrowest_experiment_names_the_cause() -> None:
 def test_a_wide_experiment_confirms_without_inventing_a_name() -> None:
     causes = suspected("function-differs", "trainer", "attention-sinks", "rope-config")
     after, _, ruled_out = applied(
-        causes, [made("attention-sinks", 0.01), made("plain-attention", 0.96)]
+        causes, [experiment_of("attention-sinks", 0.01), experiment_of("plain-attention", 0.96)]
     )
     assert (after.ranked[0].id, after.ranked[0].status) == ("function-differs", "confirmed")
     assert "attention-sinks" not in after.ranked[0].alike
@@ -190,24 +192,24 @@ def test_a_wide_experiment_confirms_without_inventing_a_name() -> None:
 
 def test_a_cause_of_either_side_needs_both_sides_ruled_out() -> None:
     causes = suspected("attention-sinks", "either")
-    one = made("attention-sinks", 0.0)
-    assert applied(causes, [one])[0].ranked != ()
-    after, _, ruled_out = applied(causes, [one, made("no-sinks", 0.0)])
+    sinks = experiment_of("attention-sinks", 0.0)
+    assert applied(causes, [sinks])[0].ranked != ()
+    after, _, ruled_out = applied(causes, [sinks, experiment_of("no-sinks", 0.0)])
     assert after.ranked == ()
     assert ruled_out == ("attention-sinks",)
     assert after.ruled_out[-1].causes == ("attention-sinks",)
-    after, _, _ = applied(causes, [one, made("no-sinks", 0.9)])
+    after, _, _ = applied(causes, [sinks, experiment_of("no-sinks", 0.9)])
     assert (after.ranked[0].side, after.ranked[0].status) == ("engine", "confirmed")
 
 
 def test_an_experiment_that_is_undecided_changes_nothing() -> None:
     causes = suspected("attention-sinks", "trainer")
-    after, confirmed, ruled_out = applied(causes, [made("attention-sinks", 0.2)])
+    after, confirmed, ruled_out = applied(causes, [experiment_of("attention-sinks", 0.2)])
     assert (after, confirmed, ruled_out) == (causes, (), ())
 
 
 def test_the_report_says_what_it_confirmed_and_ruled_out_at_what_cost() -> None:
-    experiments = (made("attention-sinks", 0.95), made("fp32-lm-head", 0.0))
+    experiments = (experiment_of("attention-sinks", 0.95), experiment_of("fp32-lm-head", 0.0))
     result = Explanation(experiments, ("attention-sinks",), ("bf16-lm-head",), 41.0)
     assert from_json(Explanation, to_json(result)) == result
     shown = section(result, make_report())
@@ -230,10 +232,10 @@ def test_what_reading_the_cache_changed_is_told_in_its_row() -> None:
 
 
 def test_cases_of_other_tokens_are_not_taken_for_the_same() -> None:
-    one, two = (drawn.draw(seed).case() for seed in (0, 1))
-    assert isinstance(one, Case)
-    assert gone(one, two).value != pytest.approx(gone(one, one).value)
-    assert gone(one, one).value == 0
+    first, second = (drawn.draw(seed).case() for seed in (0, 1))
+    assert isinstance(first, Case)
+    assert gone(first, second).value != pytest.approx(gone(first, first).value)
+    assert gone(first, first).value == 0
 
 
 def test_a_finished_run_may_be_explained_later(tmp_path: Path) -> None:
@@ -269,8 +271,8 @@ def test_a_warm_cache_is_judged_against_the_engines_own_rounding(
 ) -> None:
     case = drawn.draw(0).case()
     read = [*pairs(prompt), *pairs(decode, "warm decode")]
-    said = judged_cache(ASKED, case, read, 9.0)
-    assert (said.outcome, said.seconds, said.reason) == (outcome, 9.0, "")
+    experiment = judged_cache(ASKED, case, read, 9.0)
+    assert (experiment.outcome, experiment.seconds, experiment.reason) == (outcome, 9.0, "")
     noise = [*pairs(own_rounding(case)), *pairs(own_rounding(case), "warm decode")]
     assert judged_cache(ASKED, case, noise, 9.0).outcome == "ruled out"
 
@@ -291,9 +293,9 @@ def test_a_decode_that_read_a_broken_cache_is_no_yardstick_for_it() -> None:
 def test_a_cache_that_was_not_read_says_nothing() -> None:
     case = drawn.draw(0).case()
     unread = pairs(1.0, "warm decode", cached=32)  # of the prompt alone
-    said = judged_cache(ASKED, case, [*pairs(1.0, cached=0), *unread], 9.0)
-    assert (said.outcome, said.evidence) == ("not run", ())
-    assert said.reason
+    experiment = judged_cache(ASKED, case, [*pairs(1.0, cached=0), *unread], 9.0)
+    assert (experiment.outcome, experiment.evidence) == ("not run", ())
+    assert experiment.reason
     half = judged_cache(ASKED, case, [*pairs(0.0), *unread], 9.0)
     assert (half.outcome, half.reason) == ("undecided", "")
     assert [isinstance(item.value, str) for item in half.evidence] == [False, True]
@@ -307,8 +309,8 @@ def test_a_fresh_engine_is_asked_where_decoding_or_its_state_is_in_question() ->
     decode = suspected("decode-vs-prefill", "engine", "spec-decode", "prefix-cache-stale")
     decode = replace(decode, ranked=(replace(decode.ranked[0], status="confirmed"),))
 
-    def asked(one: Case, causes: Causes) -> list[str]:
-        return [found.id for found in plan_probes(one, causes, Costs())]
+    def asked(case: Case, causes: Causes) -> list[str]:
+        return [probe.id for probe in plan_probes(case, causes, Costs())]
 
     assert set(asked(with_cache, decode)) == {CACHE, RESCORING}
     assert asked(case, decode) == [RESCORING]  # the run had no prefix cache
@@ -330,8 +332,8 @@ def test_an_experiment_names_a_cause_that_no_detector_suspected() -> None:
     assert [(c.id, c.status, c.side) for c in after.ranked] == [
         ("prefix-cache-stale", "confirmed", "engine")
     ]
-    known = suspected("decode-vs-prefill", "engine", "prefix-cache-stale")
-    after, _, _ = applied(known, [fresh, cache])
+    causes = suspected("decode-vs-prefill", "engine", "prefix-cache-stale")
+    after, _, _ = applied(causes, [fresh, cache])
     assert [c.id for c in after.ranked] == ["prefix-cache-stale"]
     missed = replace(fresh, outcome="undecided")
     assert applied(nothing, [missed])[0].ranked == ()
@@ -350,7 +352,7 @@ def test_a_fresh_engine_confirms_the_decode_path_and_no_single_part_of_it() -> N
 
 def test_a_cause_that_is_ruled_out_goes_on_under_the_name_of_what_it_could_also_be() -> None:
     causes = suspected("bf16-lm-head", "trainer", "rope-config", "logit-softcap")
-    after, _, ruled_out = applied(causes, [made("fp32-lm-head", 0.0)])
+    after, _, ruled_out = applied(causes, [experiment_of("fp32-lm-head", 0.0)])
     assert ruled_out == ("bf16-lm-head",)
     assert (after.ranked[0].id, after.ranked[0].alike) == ("rope-config", ("logit-softcap",))
 
@@ -429,15 +431,17 @@ def test_an_error_that_nobody_foresaw_ends_its_own_experiment_alone(
             raise KeyError("planted in the world")
         scored.update(variant.id for variant in run.pending())
 
-    def probed(stages: object, one: Experiment) -> Experiment:
-        if one.id == RESCORING:
+    def probed(stages: object, probe: Experiment) -> Experiment:
+        if probe.id == RESCORING:
             raise ValueError("planted in a probe")
-        return replace(one, outcome="ruled out", seconds=1.0)
+        return replace(probe, outcome="ruled out", seconds=1.0)
 
-    def planned(stages: object, context: object, made: list[Experiment]) -> tuple[list, list]:
-        ids = [one.id for one in made]
+    def planned(
+        stages: object, context: object, experiments: list[Experiment]
+    ) -> tuple[list, list]:
+        ids = [experiment.id for experiment in experiments]
         variants = [] if bad.id in ids else [(bad, same[0]), (good, same[1])]
-        return variants, [one for one in probes if one.id not in ids]
+        return variants, [probe for probe in probes if probe.id not in ids]
 
     def located(*rest: object) -> None:
         raise ZeroDivisionError("planted in locate")
@@ -447,18 +451,18 @@ def test_an_error_that_nobody_foresaw_ends_its_own_experiment_alone(
         "context_of": lambda spec: context, "_passes_left_out": lambda *rest: None,
         "_planned": planned, "ask_fresh_engine": lambda *rest: None, "_probe_result": probed,
         "case_of": lambda *rest: case, "to_locate": lambda causes: replace(good, id="locate"),
-        "of_run": located, "_result": lambda run, one, variant: replace(
-            one, seconds=1.0, reason=run.failed.get(variant.id, "")),
+        "of_run": located, "_result": lambda run, test, variant: replace(
+            test, seconds=1.0, reason=run.failed.get(variant.id, "")),
     }  # fmt: skip
     for name, value in held.items():
         monkeypatch.setattr(explain, name, value)
     monkeypatch.setattr(explain.FixRun, "measure", measure)
-    monkeypatch.setattr(explain.FixRun, "scored", lambda run, one: one.id in scored)
+    monkeypatch.setattr(explain.FixRun, "scored", lambda run, variant: variant.id in scored)
     narrator = SimpleNamespace(note=lambda text: None)
     stages = SimpleNamespace(spec=spec, run_dir=tmp_path, narrator=narrator)
     explain.explain(stages)  # type: ignore[arg-type]
     state = load_document(tmp_path, explain.STATE)
-    reasons = {one["id"]: one["reason"] for one in state["experiments"]}
+    reasons = {entry["id"]: entry["reason"] for entry in state["experiments"]}
     assert reasons.pop(good.id) == "" == reasons.pop(CACHE)
     assert {id: reason.partition(":")[0] for id, reason in reasons.items()} == {
         bad.id: "KeyError", RESCORING: "ValueError", "locate": "ZeroDivisionError",
@@ -485,9 +489,9 @@ def test_a_module_that_the_distance_goes_with_confirms_its_side(
     causes = suspected("function-differs", "engine", "rope-config")
     asked = to_locate(causes)
     assert asked is not None
-    said = judged_location(asked, location(removed))
-    assert (said.outcome, said.seconds, said.reason) == (outcome, 33.0, "")
-    after, confirmed, _ = applied(causes, [said])
+    experiment = judged_location(asked, location(removed))
+    assert (experiment.outcome, experiment.seconds, experiment.reason) == (outcome, 33.0, "")
+    after, confirmed, _ = applied(causes, [experiment])
     assert confirmed == (("function-differs",) if outcome == "confirmed" else ())
     assert after.ranked[0].alike == ("rope-config",)  # a module is no cause
     other = judged_location(asked, location(removed, "trainer"))
@@ -497,8 +501,8 @@ def test_a_module_that_the_distance_goes_with_confirms_its_side(
     assert nowhere.outcome == "undecided"
     assert nowhere.reason
     elsewhere = location(None)
-    one = replace(elsewhere.sides[0], held=0.5)  # nats from what the run recorded
-    elsewhere = replace(elsewhere, sides=(one, *elsewhere.sides[1:]))
+    side = replace(elsewhere.sides[0], held=0.5)  # nats from what the run recorded
+    elsewhere = replace(elsewhere, sides=(side, *elsewhere.sides[1:]))
     assert 0.5 in numbers(judged_location(asked, elsewhere).reason)
 
 
@@ -508,6 +512,6 @@ def test_a_fresh_engine_does_not_rule_out_weights_that_it_loads_again() -> None:
     reread = Experiment(
         RESCORING, "engine", PROBES[RESCORING], 0.5, 5.0, "ruled out", 5.0, drawn_share(0.0)
     )
-    after, _, ruled_out = applied(causes, [reread, made("regenerate", 0.0)])
+    after, _, ruled_out = applied(causes, [reread, experiment_of("regenerate", 0.0)])
     assert [(c.id, c.alike) for c in after.ranked] == [("stale-weights", ())]
     assert {"sleep-level-2", "double-load"} <= set(ruled_out)

@@ -39,14 +39,14 @@ def test_a_page_has_all_its_parts(name):
 
 @pytest.mark.parametrize("name", IDS)
 def test_verl_and_trl_are_spoken_of_with_the_source_that_was_read(name):
-    known = {one.framework: one for one in guide_of(name).settings}
-    assert {"verl", "TRL"} <= known.keys() or name == "veto"
-    for one in known.values():
-        assert one.source
-        assert one.lines or one.remark, "neither a setting nor a reason for none"
-    if "verl" in known:
-        assert known["verl"].source.startswith("verl 0.9.1, verl/")
-        assert known["TRL"].source.startswith("TRL 1.16.0, trl/")
+    settings = {setting.framework: setting for setting in guide_of(name).settings}
+    assert {"verl", "TRL"} <= settings.keys() or name == "veto"
+    for setting in settings.values():
+        assert setting.source
+        assert setting.lines or setting.remark, "neither a setting nor a reason for none"
+    if "verl" in settings:
+        assert settings["verl"].source.startswith("verl 0.9.1, verl/")
+        assert settings["TRL"].source.startswith("TRL 1.16.0, trl/")
 
 
 @pytest.mark.parametrize("name", IDS)
@@ -63,8 +63,8 @@ def test_evidence_names_its_source_and_says_when_it_was_not_read_there(name):
 def test_settings_of_the_loss_are_those_of_the_corrections():
     for fix in FIXES:
         if fix.side == "estimator" and not fix.hides:
-            known = recipes(fix.corrects, Settings())
-            assert settings_of(fix.id)[: len(known)] == known
+            entries = recipes(fix.corrects, Settings())
+            assert settings_of(fix.id)[: len(entries)] == entries
 
 
 def test_no_guide_is_an_error_that_lists_them():

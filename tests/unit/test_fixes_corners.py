@@ -37,23 +37,23 @@ def test_the_trainers_corner_is_that_with_the_fix(
     tmp_path: Path, factor: float, status: str
 ) -> None:
     sides = sides_of(factor)
-    made = sides.comparison(NAMES, 0)
-    checks, unmeasured = corners_of(tmp_path).correctness(sides, made, same_tokens=True)
-    found = {check.id: check.status for check in checks}
+    comparison = sides.comparison(NAMES, 0)
+    checks, unmeasured = corners_of(tmp_path).correctness(sides, comparison, same_tokens=True)
+    status_of = {check.id: check.status for check in checks}
     assert unmeasured == ""
-    assert found["excess-trainer"] == status
-    assert found["excess-engine"] == found["implementation-gap"] == "passed"
-    correct = verdict(judge(made, "bf16 dense"), checks, "bf16 dense", unmeasured).correctness
+    assert status_of["excess-trainer"] == status
+    assert status_of["excess-engine"] == status_of["implementation-gap"] == "passed"
+    correct = verdict(judge(comparison, "bf16 dense"), checks, "bf16 dense", unmeasured).correctness
     assert correct is not None
     assert correct.status == {"passed": "healthy", "failed": "broken"}[status]
 
 
 def test_tokens_of_their_own_leave_correctness_open(tmp_path: Path) -> None:
     sides = sides_of(1.0)
-    made = sides.comparison(NAMES, 0)
-    checks, unmeasured = corners_of(tmp_path).correctness(sides, made, same_tokens=False)
+    comparison = sides.comparison(NAMES, 0)
+    checks, unmeasured = corners_of(tmp_path).correctness(sides, comparison, same_tokens=False)
     assert [check.id for check in checks] == ["enough-data"]
-    after = verdict(judge(made, "bf16 dense"), checks, "bf16 dense", unmeasured)
+    after = verdict(judge(comparison, "bf16 dense"), checks, "bf16 dense", unmeasured)
     assert after.correctness is not None
     assert (after.status, after.correctness.status) == ("inconclusive", "inconclusive")
     assert "sampled anew" in after.correctness.reason
@@ -61,7 +61,7 @@ def test_tokens_of_their_own_leave_correctness_open(tmp_path: Path) -> None:
 
 def test_a_run_without_float32_passes_leaves_it_open_too(tmp_path: Path) -> None:
     sides = sides_of(1.0)
-    made = sides.comparison(NAMES, 0)
+    comparison = sides.comparison(NAMES, 0)
     quick = CheckSpec(
         rollout=RolloutSpec(engine=EngineSpec(model="m")), train=TrainSpec(model="m"), quick=True
     )
@@ -69,6 +69,6 @@ def test_a_run_without_float32_passes_leaves_it_open_too(tmp_path: Path) -> None
         (corners_of(tmp_path / "quick", quick), "--quick"),
         (corners_of(tmp_path / "bare", without="reference:fp32"), "no float32 reference"),
     ):
-        checks, unmeasured = corners.correctness(sides, made, same_tokens=True)
+        checks, unmeasured = corners.correctness(sides, comparison, same_tokens=True)
         assert [check.id for check in checks] == ["enough-data"]
         assert word in unmeasured

@@ -60,7 +60,7 @@ def test_requests_are_split_at_commas_and_kept_once() -> None:
 
 
 def test_a_plus_sign_inside_a_value_does_not_split() -> None:
-    assert [one.label for one in chosen_of("router-replay=ids+weights+fp32-router")] == [
+    assert [fix.label for fix in chosen_of("router-replay=ids+weights+fp32-router")] == [
         "router-replay=ids+weights",
         "fp32-router",
     ]
@@ -118,11 +118,11 @@ def test_a_fix_changes_its_own_side_alone_and_twice_is_once(fix: object) -> None
         layout="packing",
         temperature_in="logits",
     )
-    one = Chosen(fix, fix.values[0] if fix.values else "")  # type: ignore[attr-defined, arg-type]
-    once = one.apply(faulty)
+    chosen = Chosen(fix, fix.values[0] if fix.values else "")  # type: ignore[attr-defined, arg-type]
+    once = chosen.apply(faulty)
     assert once != faulty
-    assert one.apply(once) == once
-    side, other = ("train", "rollout") if one.fix.side == "train" else ("rollout", "train")
+    assert chosen.apply(once) == once
+    side, other = ("train", "rollout") if chosen.fix.side == "train" else ("rollout", "train")
     assert getattr(once, side) != getattr(faulty, side)
     assert replace(once, **{side: getattr(faulty, side)}) == faulty, f"{other} changed too"
 
@@ -144,8 +144,8 @@ def test_every_correction_named_by_a_fix_exists() -> None:
 
 def test_other_overrides_of_the_configuration_survive() -> None:
     engine = EngineSpec(args=(("hf_overrides", {"rope_theta": 1.0}), ("swap_space", 1)))
-    made = chosen_of("engine-fp32-lm-head")[0].apply(check(engine=engine))
-    assert dict(made.rollout.engine.args) == {
+    spec = chosen_of("engine-fp32-lm-head")[0].apply(check(engine=engine))
+    assert dict(spec.rollout.engine.args) == {
         "hf_overrides": {"rope_theta": 1.0, "head_dtype": "float32"},
         "swap_space": 1,
     }
@@ -279,9 +279,9 @@ def test_variants_with_one_engine_share_its_tokens() -> None:
 
 
 def test_the_order_of_engine_fixes_makes_no_second_rollout() -> None:
-    one, other = "engine-fp16+no-prefix-cache", "no-prefix-cache+engine-fp16+fp32"
-    plan = planned(check(one, other), ModelFacts())
-    assert ids(plan) == [one, other]
+    order, other = "engine-fp16+no-prefix-cache", "no-prefix-cache+engine-fp16+fp32"
+    plan = planned(check(order, other), ModelFacts())
+    assert ids(plan) == [order, other]
     assert len(plan.engines) == 1
 
 
@@ -295,7 +295,7 @@ def test_all_is_every_fix_alone_then_the_natural_pairs() -> None:
     assert plan.pairs
     assert ids(plan)[0] == "attention-sinks"
     assert {"fp32+engine-fp32", "fp16+engine-fp16", "fp32", "engine-fp32"} <= set(ids(plan))
-    named = {one.partition("=")[0] for one in [*ids(plan), *reasons(plan)] if "fp32+" not in one}
+    named = {name.partition("=")[0] for name in [*ids(plan), *reasons(plan)] if "fp32+" not in name}
     assert {fix.id for fix in FIXES if fix.side != "estimator"} <= named
     assert [fix.id for fix in plan.estimators] == [f.id for f in FIXES if f.side == "estimator"]
 

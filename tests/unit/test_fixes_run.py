@@ -60,7 +60,7 @@ class Pretend(Stages):
     worlds: list[list[str]]
 
     def measure(self, passes: list[Pass], sample: bool = True, extra: Any = None) -> None:
-        told = extra.prepare()
+        limits = extra.prepare()
         if not extra.jobs:
             return
         first = [Job(self.run_dir, Pass(TRAIN, self.spec.train))]  # kernels of the check first
@@ -72,16 +72,18 @@ class Pretend(Stages):
                 raise MismatchError(KILLED, log="    line")
             if name in self.broken:
                 write_error(self.run_dir, pass_label(job.pass_.name), MismatchError("cannot run"))
-            elif not (job.run_dir / store.ROLLOUT).exists() or told.get("optional_s", 1) <= 0:
+            elif not (job.run_dir / store.ROLLOUT).exists() or limits.get("optional_s", 1) <= 0:
                 continue
             else:
                 self.score(job, SHIFTS.get(name, 0.001))
 
     def score(self, job: Job, shift: float) -> None:
         rollout = store.load_rollout(job.run_dir)
-        made = made_run.scoring(job.pass_.name, rollout, shift)
-        made = replace(made, fingerprint=made.fingerprint | {"seconds": 2.0, "peak_bytes": [5, 7]})
-        store.save_scoring(job.run_dir, made, rollout, made_by=job.pass_.spec)
+        scores = made_run.scoring(job.pass_.name, rollout, shift)
+        scores = replace(
+            scores, fingerprint=scores.fingerprint | {"seconds": 2.0, "peak_bytes": [5, 7]}
+        )
+        store.save_scoring(job.run_dir, scores, rollout, made_by=job.pass_.spec)
 
 
 def sampled(self: Stages, *beside: Any) -> None:
@@ -203,24 +205,24 @@ def test_a_run_that_cannot_be_compared_says_how_it_ends_with_a_fix(run_dir: Path
     store.save_scoring(run_dir, bad, rollout, made_by=made_run.spec().train)
     fixed(run_dir, "fp32", "fp16", broken=frozenset({"fp16"}))
     spec = replace(spec_of("fp32", "fp16"), verdict="after-fixes")
-    made = with_fixes(build_report(run_dir, spec)[0], run_dir, spec, None)
-    assert made.verdict.status == "broken"
-    assert made.result("fixes") is not None
-    assert made.result("fixes").best is None
-    row = made.result("fixes").outcome("fp32")
+    report = with_fixes(build_report(run_dir, spec)[0], run_dir, spec, None)
+    assert report.verdict.status == "broken"
+    assert report.result("fixes") is not None
+    assert report.result("fixes").best is None
+    row = report.result("fixes").outcome("fp32")
     assert not row.measured
     assert "cannot be compared" in row.reason
     assert row.verdict_after is not None
-    said = " ".join(sentences(made.result("fixes")))
-    assert f"fp32 ({row.verdict_after.status})" in said
-    assert "not measured: fp16." in said
+    text = " ".join(sentences(report.result("fixes")))
+    assert f"fp32 ({row.verdict_after.status})" in text
+    assert "not measured: fp16." in text
 
 
 def test_fixes_of_the_loss_alone_are_no_failure(run_dir: Path) -> None:
     fixed(run_dir, "tis")
     spec = spec_of("tis")
-    made = with_fixes(build_report(run_dir, spec)[0], run_dir, spec, None)
-    assert sentences(made.result("fixes")) == [ONLY_OF_THE_LOSS]
+    report = with_fixes(build_report(run_dir, spec)[0], run_dir, spec, None)
+    assert sentences(report.result("fixes")) == [ONLY_OF_THE_LOSS]
 
 
 def test_a_check_that_fails_is_an_error(run_dir: Path) -> None:
@@ -235,9 +237,9 @@ def test_a_check_that_fails_is_an_error(run_dir: Path) -> None:
 def test_what_the_budget_does_not_allow_is_named(run_dir: Path) -> None:
     run_json = run_dir / "run.json"
     fixed(run_dir, "fp16")  # makes run.json
-    told = json.loads(run_json.read_text())
-    told["invocations"][-1]["seconds"] = {"rollout": 60.0}  # the check's own engine took a minute
-    run_json.write_text(json.dumps(told))
+    journal = json.loads(run_json.read_text())
+    journal["invocations"][-1]["seconds"] = {"rollout": 60.0}  # of the check's own engine
+    run_json.write_text(json.dumps(journal))
     run = fixed(run_dir, "fp32", "engine-fp16", minutes=1.5)
     (left_out,) = run.left_out
     assert left_out.startswith("engine-fp16: ")
@@ -271,7 +273,7 @@ def test_the_table_finds_what_was_planted(run_dir: Path) -> None:
     assert (best.cost.seconds, best.cost.peak_bytes) == (2.0, 7)
     assert table.best == table.best_together == "fp32"
     assert table.outcomes[-1].reason == NOT_PACKED
-    assert [(one.id, one.hides) for one in table.estimators] == [
+    assert [(row.id, row.hides) for row in table.estimators] == [
         ("tis", False),
         ("on-policy-ratio", True),
     ]
@@ -311,27 +313,27 @@ def test_the_verdict_after_fixes_is_that_of_the_best(run_dir: Path, verdict: Any
     fixed(run_dir, "fp32")
     spec = replace(spec_of("fp32"), verdict=verdict)
     report, _ = build_report(run_dir, spec)
-    made = with_fixes(report, run_dir, spec, None)
-    assert made.result("fixes") is not None
-    after = made.result("fixes").outcome("fp32").verdict_after
+    final_report = with_fixes(report, run_dir, spec, None)
+    assert final_report.result("fixes") is not None
+    after = final_report.result("fixes").outcome("fp32").verdict_after
     assert after is not None
     if verdict == "as-is":
-        assert made.verdict == report.verdict
-        assert made.result("fixes").verdict_as_is is None
+        assert final_report.verdict == report.verdict
+        assert final_report.result("fixes").verdict_as_is is None
     else:
-        assert made.verdict.reason == f"after fp32: {after.reason}"
-        assert made.verdict.status == after.status
-        assert made.result("fixes").verdict_as_is == report.verdict
+        assert final_report.verdict.reason == f"after fp32: {after.reason}"
+        assert final_report.verdict.status == after.status
+        assert final_report.result("fixes").verdict_as_is == report.verdict
 
 
 def test_without_a_fix_that_helps_the_verdict_stays(run_dir: Path) -> None:
     fixed(run_dir, "fp16")
     spec = replace(spec_of("fp16"), verdict="after-fixes")
     report, _ = build_report(run_dir, spec)
-    made = with_fixes(report, run_dir, spec, None)
-    assert made.verdict == report.verdict
-    assert made.result("fixes") is not None
-    assert made.result("fixes").best is None
+    final_report = with_fixes(report, run_dir, spec, None)
+    assert final_report.verdict == report.verdict
+    assert final_report.result("fixes") is not None
+    assert final_report.result("fixes").best is None
 
 
 def test_scorings_of_fixes_stay_out_of_the_checks_own_report(run_dir: Path) -> None:

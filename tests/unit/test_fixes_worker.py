@@ -48,28 +48,28 @@ class Ranks:
         self.parted = parted
         self.places: list[str] = []
 
-    def meet(self, place: str) -> None:
-        self.places.append(place)
+    def meet(self, name: str) -> None:
+        self.places.append(name)
         if self.parted:
             raise RuntimeError("wait timeout")
 
 
 def passes(run_dir: Path, world: Ranks, fails: bool) -> tuple[_Passes, Job]:
-    made: Any = _Passes(world, {"run_dir": str(run_dir)})  # type: ignore[arg-type]
+    world_passes: Any = _Passes(world, {"run_dir": str(run_dir)})  # type: ignore[arg-type]
 
     def run_pass(item: Job) -> None:
         if fails:
             raise RuntimeError(f"{NO_MEMORY}\nmore")
 
-    made.run_pass = run_pass
-    return made, Job(run_dir, Pass("fix:fp32", TrainSpec()), optional=True)
+    world_passes.run_pass = run_pass
+    return world_passes, Job(run_dir, Pass("fix:fp32", TrainSpec()), optional=True)
 
 
 def test_a_failure_of_all_ranks_is_noted_and_the_world_goes_on(tmp_path: Path) -> None:
     world = Ranks(parted=False)
-    made, item = passes(tmp_path, world, fails=True)
-    made.attempt(item)
-    made.attempt(item)
+    runner, item = passes(tmp_path, world, fails=True)
+    runner.attempt(item)
+    runner.attempt(item)
     noted = read_error(tmp_path, pass_label("fix:fp32"))
     assert noted is not None
     assert noted.message == f"RuntimeError: {NO_MEMORY}"
@@ -88,8 +88,8 @@ def test_a_failure_of_all_ranks_is_noted_and_the_world_goes_on(tmp_path: Path) -
 def test_a_side_pass_may_lack_memory_and_nothing_else(
     tmp_path: Path, error: Exception, goes_on: bool
 ) -> None:
-    made, _ = passes(tmp_path, Ranks(parted=False), fails=False)
-    made.loaded = object()  # type: ignore[assignment]
+    runner, _ = passes(tmp_path, Ranks(parted=False), fails=False)
+    runner.loaded = object()  # type: ignore[assignment]
     scored = []
 
     def run_pass(item: Job) -> None:
@@ -97,19 +97,19 @@ def test_a_side_pass_may_lack_memory_and_nothing_else(
             raise error
         scored.append(item.pass_.name)
 
-    made.run_pass = run_pass  # type: ignore[method-assign]
-    made.load = lambda one: None  # type: ignore[method-assign]
+    runner.run_pass = run_pass  # type: ignore[method-assign]
+    runner.load = lambda item: None  # type: ignore[method-assign]
     names = ("fsdp", "reference:fp32", "fsdp:grad")
     items = [Job(tmp_path, Pass(n, TrainSpec()), side=n != "fsdp") for n in names]
     noted = pass_label("reference:fp32")
     if not goes_on:
         with pytest.raises(type(error)):
-            made.score(items)
+            runner.score(items)
         assert read_error(tmp_path, noted) is None
         return
-    made.score(items)
+    runner.score(items)
     assert scored == ["fsdp", "fsdp:grad"]
-    assert made.loaded is None  # what is half gathered is not used again
+    assert runner.loaded is None  # what is half gathered is not used again
     assert read_error(tmp_path, noted) is not None
 
 
@@ -118,9 +118,9 @@ def test_ranks_that_part_end_the_world(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     monkeypatch.setenv("RANK", "1")
-    made, item = passes(tmp_path, Ranks(parted=True), fails)
+    runner, item = passes(tmp_path, Ranks(parted=True), fails)
     with pytest.raises(MismatchError, match="parted in the pass fix:fp32"):
-        made.attempt(item)
+        runner.attempt(item)
     noted = read_error(tmp_path, pass_label("fix:fp32"))
     assert (noted is not None) is fails  # the rank that failed says why
 

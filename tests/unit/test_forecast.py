@@ -31,11 +31,11 @@ def ar1(
     """Stationary AR(1) of standard deviation SD, mean -SD²/2, [sequences, tokens]."""
     rng = np.random.default_rng(seed)
     noise = SD * math.sqrt(1 - phi**2) * rng.normal(size=(sequences, tokens))
-    made = np.empty((sequences, tokens))
-    made[:, 0] = SD * rng.normal(size=sequences)
+    deltas = np.empty((sequences, tokens))
+    deltas[:, 0] = SD * rng.normal(size=sequences)
     for t in range(1, tokens):
-        made[:, t] = phi * made[:, t - 1] + noise[:, t]
-    return made - SD**2 / 2
+        deltas[:, t] = phi * deltas[:, t - 1] + noise[:, t]
+    return deltas - SD**2 / 2
 
 
 def variance(length: int, phi: float) -> float:
@@ -101,8 +101,8 @@ def test_capped_ess_in_closed_form() -> None:
     rng = np.random.default_rng(0)
     for mean, var in ((0.0, 0.5), (-2.0, 4.0), (3.0, 1.0)):
         weight = np.exp(np.minimum(rng.normal(mean, math.sqrt(var), 500_000), math.log(2)))
-        found = float(capped_ess(np.array(mean), np.array(var)))
-        assert found == pytest.approx(weight.mean() ** 2 / (weight**2).mean(), rel=0.02)
+        ess = float(capped_ess(np.array(mean), np.array(var)))
+        assert ess == pytest.approx(weight.mean() ** 2 / (weight**2).mean(), rel=0.02)
     for edge in (-3.0, 0.0, 0.7, 40.0):
         exact = 0.5 * math.erfc(-edge / math.sqrt(2 * 4.0))
         assert float(below(edge, np.array(0.0), np.array(4.0))) == pytest.approx(exact, abs=1e-7)
@@ -119,8 +119,8 @@ def test_capped_ess_is_right_where_hardly_anything_is_left(variance, drift) -> N
     log_weight = np.minimum(away, math.log(2))
     moments = [np.logaddexp.reduce(size + k * log_weight) for k in (0, 1, 2)]
     exact = 2 * moments[1] - moments[2] - moments[0]
-    found = float(capped_ess(np.array(mean), np.array(variance)))
-    assert found == pytest.approx(math.exp(exact), rel=1e-3, abs=1e-300)
+    ess = float(capped_ess(np.array(mean), np.array(variance)))
+    assert ess == pytest.approx(math.exp(exact), rel=1e-3, abs=1e-300)
 
 
 def test_effective_shares_never_grow_with_the_length() -> None:
@@ -187,7 +187,7 @@ def test_what_whole_responses_share_grows_with_the_length_itself() -> None:
     assert got.persistent == pytest.approx((0.5 * SD) ** 2, rel=0.3)
     assert row.spread.low <= truth <= row.spread.high
     alone = [forecast(ar1(seed, 0.0), target=1024) for seed in range(6)]
-    assert sum("persistent" in one.flags for one in alone) <= 1
+    assert sum("persistent" in forecast.flags for forecast in alone) <= 1
 
 
 def test_heavy_tails_are_flagged_and_light_ones_are_not() -> None:

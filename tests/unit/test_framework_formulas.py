@@ -103,18 +103,18 @@ def verl(batch: Batch) -> dict:
         "rollout_is_min": cut[mask].min(),
         "rollout_is_ratio_fraction_high": masked_mean(raw > 2.0, mask),
     }
-    made = {f"rollout_corr/{name}": value for name, value in corr.items()}
-    made |= {
+    logged = {f"rollout_corr/{name}": value for name, value in corr.items()}
+    logged |= {
         "training/rollout_probs_diff_mean": np.abs(p - q).mean(),
         "training/rollout_probs_diff_max": np.abs(p - q).max(),
         "training/rollout_probs_diff_std": np.std(np.abs(p - q), ddof=1),
         "training/rollout_actor_probs_pearson_corr": np.corrcoef(q, p)[0, 1],
     }
     ess = "rollout_corr/rollout_is_eff_sample_size"
-    made[ess, "ess_token"] = 1 / masked_mean((cut / (mean + 1e-8)) ** 2, mask)
+    logged[ess, "ess_token"] = 1 / masked_mean((cut / (mean + 1e-8)) ** 2, mask)
     mean = masked_mean(per_sequence, mask)
-    made[ess, "ess_seq"] = 1 / masked_mean((per_sequence / (mean + 1e-8)) ** 2, mask)
-    return made
+    logged[ess, "ess_seq"] = 1 / masked_mean((per_sequence / (mean + 1e-8)) ** 2, mask)
+    return logged
 
 
 def nemo_rl(batch: Batch) -> dict:
@@ -181,7 +181,7 @@ def miles(batch: Batch) -> dict:
     delta = np.where(batch.mask, batch.delta, 0.0)
     clamped = np.clip(delta, -20.0, 20.0)
     k3 = np.clip(np.exp(clamped) - 1 - clamped, -10.0, 10.0)
-    made = {
+    logged = {
         "train_rollout_logprob_abs_diff": sample_mean(batch, np.abs(delta)),
         "train_rollout_kl": sample_mean(batch, k3),
     }
@@ -190,7 +190,7 @@ def miles(batch: Batch) -> dict:
         own = batch.mask[row]
         s, r, d = batch.train[row][own], batch.rollout[row][own], delta[row][own]
         gap = r.mean() - s.mean()
-        found = {
+        numbers = {
             "kl": (r - s).mean(),
             "k3_kl": (np.exp(d) - d - 1).mean(),
             "training_ppl": np.exp(-s.mean()),
@@ -201,9 +201,9 @@ def miles(batch: Batch) -> dict:
             "chi2_token": (np.exp(np.clip(d, -20, 20)) ** 2).mean() - 1,
             "chi2_seq": np.exp(2 * np.clip(d.sum(), -20, 20)) - 1,
         }
-        for name, value in found.items():
+        for name, value in numbers.items():
             helper.setdefault(f"mis_{name}", []).append(value)
-    return made | {name: float(np.mean(values)) for name, values in helper.items()}
+    return logged | {name: float(np.mean(values)) for name, values in helper.items()}
 
 
 def prime_rl(batch: Batch) -> dict:
@@ -268,19 +268,19 @@ def ours(metric: str, arrays: dict) -> float:
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize(("metric", "alias"), CASES, ids=lambda x: getattr(x, "label", x))
 def test_the_framework_would_log_what_the_alias_says(metric, alias, batch):
-    made = FRAMEWORKS[alias.framework](BATCHES[batch])
-    theirs = made[alias.name, metric] if (alias.name, metric) in made else made[alias.name]
+    logged = FRAMEWORKS[alias.framework](BATCHES[batch])
+    theirs = logged[alias.name, metric] if (alias.name, metric) in logged else logged[alias.name]
     arrays = BATCHES[batch].flat()
-    mine = ours(metric, arrays) if alias.value is None else value_of(alias.value, arrays)
-    assert mine == pytest.approx(theirs, rel=1e-6, abs=1e-9)
+    value = ours(metric, arrays) if alias.value is None else value_of(alias.value, arrays)
+    assert value == pytest.approx(theirs, rel=1e-6, abs=1e-9)
 
 
 def test_every_number_that_was_written_again_is_in_the_table():
     batch = BATCHES["drifted"]
     for framework, function in FRAMEWORKS.items():
-        known = {alias.name for _, alias in CASES if alias.framework == framework}
+        names = {alias.name for _, alias in CASES if alias.framework == framework}
         written = {name[0] if isinstance(name, tuple) else name for name in function(batch)}
-        assert written == known, framework
+        assert written == names, framework
 
 
 # Where a convention is said to give another number, it must do so; a batch that shows it.

@@ -17,7 +17,7 @@ from mismatch.metrics.framework_formulas import value_of
 
 KNOWN_ARRAYS = {"delta", "rollout", "train", "sequence"}
 EVERY_ALIAS = [
-    (metric, alias) for metric, known in framework_names.ALIASES.items() for alias in known
+    (metric, alias) for metric, aliases in framework_names.ALIASES.items() for alias in aliases
 ]
 
 
@@ -37,9 +37,9 @@ def test_every_number_is_a_public_function_with_a_full_docstring(name):
     for need in metric.needs:
         assert re.search(rf"^    {need}: (\[[A-Z]|see docs)", text, re.MULTILINE), need
     assert len(describe.formula(metric)) > 10
-    known = [alias.label for alias in framework_names.of(name)]
-    assert all(label in text for label in known)
-    assert known or "no alias known" in text
+    labels = [alias.label for alias in framework_names.of(name)]
+    assert all(label in text for label in labels)
+    assert labels or "no alias known" in text
 
 
 def test_the_formula_leaves_out_how_it_is_computed():
@@ -109,12 +109,12 @@ def test_a_value_that_cannot_be_computed_is_none():
     huge = {"delta": np.array([800.0]), "sequence": np.array([0])}
     assert value_of(framework_formulas.sample_ratio, huge) is None
     assert value_of(framework_formulas.sample_abs, arrays) == pytest.approx(0.15)
-    one = {"rollout": np.zeros(1), "train": np.zeros(1)}
-    assert value_of(framework_formulas.probs_diff_std, one) is None  # A - 1 = 0
+    arrays = {"rollout": np.zeros(1), "train": np.zeros(1)}
+    assert value_of(framework_formulas.probs_diff_std, arrays) is None  # A - 1 = 0
 
 
 def test_bounds_in_words():
-    said = {describe.values(metric) for metric in METRICS.values()}
-    assert {"any", "0 and above", "0 to 1", "-1 to 1"} <= said
+    ranges = {describe.values(metric) for metric in METRICS.values()}
+    assert {"any", "0 and above", "0 to 1", "-1 to 1"} <= ranges
     infinite = [m for m in METRICS.values() if math.isinf(m.bounds[0])]
     assert all(describe.values(metric) == "any" for metric in infinite)

@@ -21,10 +21,10 @@ TRIALS = 200  # of each of the five
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    made = make_run(tmp_path_factory.mktemp("fuzz") / "run")
+    run_dir = make_run(tmp_path_factory.mktemp("fuzz") / "run")
     entry = {"verb": "check", "spec_hash": "0", "finished": None, "command": "mismatch check"}
-    store.write_json(made / RUN, {"schema": RUN_SCHEMA, "invocations": [entry]})
-    return made
+    store.write_json(run_dir / RUN, {"schema": RUN_SCHEMA, "invocations": [entry]})
+    return run_dir
 
 
 @pytest.mark.slow

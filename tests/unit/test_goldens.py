@@ -45,9 +45,9 @@ Made = tuple[Report, pd.DataFrame]
 
 
 def _example(name: str) -> Made:
-    place = ROOT / "examples" / name
-    document = json.loads((place / "report.json").read_text())
-    return report_from_json(document), store.load_tokens(place)
+    folder = ROOT / "examples" / name
+    document = json.loads((folder / "report.json").read_text())
+    return report_from_json(document), store.load_tokens(folder)
 
 
 def _healthy() -> Made:
@@ -71,8 +71,8 @@ def _kernels() -> Made:
 
 
 def _engines() -> Made:
-    with tempfile.TemporaryDirectory() as place:
-        return shown(make(Path(place), ODD_A), Path(place)), made.make_tokens()
+    with tempfile.TemporaryDirectory() as folder:
+        return shown(make(Path(folder), ODD_A), Path(folder)), made.make_tokens()
 
 
 MAKERS: dict[str, Callable[[], Made]] = {
@@ -173,11 +173,12 @@ def test_comparison_json_is_that_part_of_the_report(name: str) -> None:
     report, _ = _made(name)
     golden = json.loads(_golden(name, "report.json").read_text("utf-8"))
     part = {key: golden[key] for key in ("comparisons", "noise_floor")}
-    made = comparisons_to_json(report.comparisons, report.noise_floor)
-    for pair in [*made["comparisons"], *made["noise_floor"]]:  # readable names are the report's
+    document = comparisons_to_json(report.comparisons, report.noise_floor)
+    # Readable names are the report's.
+    for pair in [*document["comparisons"], *document["noise_floor"]]:
         names = {name: name.replace(".", "_") for name in pair["metrics"]} | {"kl": "k1_kl"}
         pair["metrics"] = {names[name]: value for name, value in pair["metrics"].items()}
-    assert _json(made) == _json(part)
+    assert _json(document) == _json(part)
 
 
 def _artefacts(run_dir: Path) -> dict[str, Any]:

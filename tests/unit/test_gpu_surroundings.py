@@ -92,7 +92,7 @@ def test_the_trainer_waits_until_the_engines_memory_is_free(
 
 def test_a_pass_without_room_is_not_tested_and_says_why(tmp_path: Path) -> None:
     spec = CheckSpec(train=TrainSpec(model="m"))
-    names = {one.name for one in training_passes(spec)}
+    names = {pass_.name for pass_ in training_passes(spec)}
     write_error(tmp_path, pass_label("reference:fp32"), MismatchError("50 GiB needed", "--offload"))
     (missing,) = without_room(tmp_path, spec, names - {"reference:fp32", "fsdp:grad"})
     assert (missing.what, missing.reason, missing.how) == (

@@ -29,25 +29,25 @@ LENGTHS = ((2, 2), (2, 4), (3, 3), (3, 1))
 SIGN = 1.0 / (np.sqrt(0.5) + 1e-6) / 2.0  # rewards 1 and 0: (1 - 1/2) / (std + 1e-6)
 
 
-def made(rewards: list[float] | None = None) -> Rollout:
+def rollout_of(rewards: list[float] | None = None) -> Rollout:
     base = rollout(LENGTHS)
     return replace(base, rewards=None if rewards is None else np.array(rewards))
 
 
-def scoring(name: str, made: Rollout, logprobs: np.ndarray) -> Scoring:
-    return Scoring(name, made.token_ids[made.actions], logprobs, {})
+def scoring(name: str, rollout: Rollout, logprobs: np.ndarray) -> Scoring:
+    return Scoring(name, rollout.token_ids[rollout.actions], logprobs, {})
 
 
-def sequences(made: Rollout) -> np.ndarray:
-    return made.sequence_of_token[made.actions]
+def sequences(rollout: Rollout) -> np.ndarray:
+    return rollout.sequence_of_token[rollout.actions]
 
 
 def test_token_loss_divides_by_all_tokens_and_sequence_loss_by_each_samples() -> None:
-    one = made([1.0, 0.0, 0.0, 1.0])
-    batch = choose_batch(one, 16, 0)
+    rollout = rollout_of([1.0, 0.0, 0.0, 1.0])
+    batch = choose_batch(rollout, 16, 0)
     assert batch.made == REWARDS
     assert batch.deciding == 2
-    vectors = plain_vectors(one, batch).values
+    vectors = plain_vectors(rollout, batch).values
     signs = np.repeat([SIGN, -SIGN, -SIGN, SIGN], [2, 4, 3, 1])
     assert vectors["token"] == pytest.approx(signs / 10)
     lengths = np.repeat([2, 4, 3, 1], [2, 4, 3, 1])
@@ -55,17 +55,17 @@ def test_token_loss_divides_by_all_tokens_and_sequence_loss_by_each_samples() ->
 
 
 def test_prompts_that_decide_come_first_and_normalise_alone() -> None:
-    one = made([1.0, 1.0, 0.0, 1.0])  # only the second prompt decides
+    rollout = rollout_of([1.0, 1.0, 0.0, 1.0])  # only the second prompt decides
     for seed in range(4):
-        batch = choose_batch(one, 1, seed)
+        batch = choose_batch(rollout, 1, seed)
         assert batch.prompts.tolist() == [1]
         assert batch.deciding == 1
-        token = normalised(batch, sequences(one), "token")
+        token = normalised(batch, sequences(rollout), "token")
         assert token == pytest.approx(np.repeat([0, 0, -SIGN, SIGN], [2, 4, 3, 1]) / 4)
-    both = choose_batch(one, 16, 0)
+    both = choose_batch(rollout, 16, 0)
     assert both.prompts.tolist() == [1, 0]
     assert both.deciding == 1
-    token = normalised(both, sequences(one), "token")
+    token = normalised(both, sequences(rollout), "token")
     assert token == pytest.approx(np.repeat([0, 0, -SIGN, SIGN], [2, 4, 3, 1]) / 10)
 
 
@@ -73,12 +73,12 @@ def test_the_seed_chooses_the_prompts() -> None:
     many = replace(rollout(((2, 2),) * 40), rewards=np.tile([0.0, 1.0], 20))
     chosen = [choose_batch(many, 5, seed).prompts.tolist() for seed in (0, 0, 1)]
     assert chosen[0] == chosen[1] != chosen[2]
-    assert all(len(set(one)) == 5 for one in chosen)
+    assert all(len(set(prompts)) == 5 for prompts in chosen)
 
 
 @pytest.mark.parametrize("rewards", [None, [1.0, 1.0, 0.0, 0.0], [np.nan] * 4])
 def test_without_deciding_rewards_advantages_are_centred_signs(rewards: list[float] | None) -> None:
-    batch = choose_batch(made(rewards), 16, 0)
+    batch = choose_batch(rollout_of(rewards), 16, 0)
     assert batch.made.startswith("seeded signs")
     assert batch.deciding == 2
     assert sorted(batch.advantage[:2]) == sorted(batch.advantage[2:]) == [-1.0, 1.0]
@@ -93,21 +93,24 @@ def test_nothing_to_take_a_gradient_of_is_refused() -> None:
     with pytest.raises(EmptyComparison):
         choose_batch(rollout(((5, 0),)), 16, 0)
     with pytest.raises(MismatchError, match="no batch"):
-        choose_batch(made(), 0, 0)
+        choose_batch(rollout_of(), 0, 0)
 
 
-def plain(one: Rollout) -> tuple[Vectors, Batch]:
-    batch = choose_batch(one, 16, 0)
-    return plain_vectors(one, batch), batch
+def plain(rollout: Rollout) -> tuple[Vectors, Batch]:
+    batch = choose_batch(rollout, 16, 0)
+    return plain_vectors(rollout, batch), batch
 
 
 def test_corrections_multiply_the_plain_coefficients() -> None:
-    one = made([1.0, 0.0, 0.0, 1.0])
-    vectors, _ = plain(one)
+    rollout = rollout_of([1.0, 0.0, 0.0, 1.0])
+    vectors, _ = plain(rollout)
     delta = np.log([1.0, 3.0, 1.0, 1.0, 1.0, 0.25, 1.0, 1.0, 1.0, 1.0])
     left = np.full(10, -2.0)
     add_corrections(
-        vectors, one, scoring("vllm:decode", one, left), scoring("fsdp", one, left + delta)
+        vectors,
+        rollout,
+        scoring("vllm:decode", rollout, left),
+        scoring("fsdp", rollout, left + delta),
     )
     token = vectors.values["token"]
     weights = np.exp(delta)
@@ -123,22 +126,27 @@ def test_corrections_multiply_the_plain_coefficients() -> None:
 
 
 def test_equal_coefficients_are_kept_once() -> None:
-    one = made([1.0, 0.0, 0.0, 1.0])
-    vectors, _ = plain(one)
+    rollout = rollout_of([1.0, 0.0, 0.0, 1.0])
+    vectors, _ = plain(rollout)
     same = np.full(10, -1.0)
-    add_corrections(vectors, one, scoring("vllm:decode", one, same), scoring("fsdp", one, same))
+    add_corrections(
+        vectors, rollout, scoring("vllm:decode", rollout, same), scoring("fsdp", rollout, same)
+    )
     assert list(vectors.values) == ["token", "sequence"]
     assert set(vectors.same_as.values()) == {"token", "sequence"}
     assert vectors.same_as["sequence:icepop"] == "sequence"
 
 
 def test_ppo_takes_the_ratio_where_its_branch_is_active() -> None:
-    one = made([1.0, 0.0, 0.0, 1.0])
-    vectors, _ = plain(one)
+    rollout = rollout_of([1.0, 0.0, 0.0, 1.0])
+    vectors, _ = plain(rollout)
     ratio = np.array([1.3, 1.1, 1.3, 0.7, 1.0, 1.0, 0.7, 1.3, 1.0, 0.7])
     old = np.full(10, -2.0)
     clipped = add_ratio(
-        vectors, one, scoring("fsdp", one, old), scoring("new", one, old + np.log(ratio))
+        vectors,
+        rollout,
+        scoring("fsdp", rollout, old),
+        scoring("new", rollout, old + np.log(ratio)),
     )
     # A > 0: the first two and the last; there 1.3 is clipped. A < 0 elsewhere: 0.7 is clipped.
     active = np.array([0, 1, 1, 0, 1, 1, 0, 1, 1, 1])

@@ -40,12 +40,12 @@ def test_inner_products_are_right_on_average_and_as_spread_as_they_should_be() -
     x = torch.randn(COUNT, dtype=torch.float64, generator=draw)
     y = 0.5 * x + torch.randn(COUNT, dtype=torch.float64, generator=draw)
     y[:40] *= 10  # some elements carry much of it
-    found = np.array([float(folded(f"p{i}", x) @ folded(f"p{i}", y)) for i in range(600)])
+    products = np.array([float(folded(f"p{i}", x) @ folded(f"p{i}", y)) for i in range(600)])
     true = float(x @ y)
     # The standard error of a count sketch: (|x|² |y|² + (x·y)²) / k at most.
     spread = np.sqrt((float(x @ x) * float(y @ y) + true**2) / 64)
-    assert abs(found.mean() - true) < 4 * spread / np.sqrt(len(found))
-    assert 0.7 * spread < found.std() < 1.3 * spread
+    assert abs(products.mean() - true) < 4 * spread / np.sqrt(len(products))
+    assert 0.7 * spread < products.std() < 1.3 * spread
 
 
 def test_sketches_are_linear_and_kept_apart_by_group() -> None:
@@ -60,9 +60,9 @@ def test_sketches_are_linear_and_kept_apart_by_group() -> None:
         values = piece.gradient()
         assert values is not None
         shards.add(once, piece, 0, values.double())
-        for place in (slice(0, 3), slice(3, piece.numel)):  # in two parts, twice
-            shards.add(twice, piece, place.start, values[place].double())
-            shards.add(twice, piece, place.start, values[place].double())
+        for columns in (slice(0, 3), slice(3, piece.numel)):  # in two parts, twice
+            shards.add(twice, piece, columns.start, values[columns].double())
+            shards.add(twice, piece, columns.start, values[columns].double())
     assert torch.allclose(2 * shards.signed(once), shards.signed(twice))
     head = [piece for piece in shards.shards if piece.group == 1]
     assert {piece.name for piece in head} == {"lm_head.weight", "lm_head.bias"}
@@ -74,8 +74,8 @@ def test_signs_keep_a_constant_gradient_from_adding_up() -> None:
     (piece,) = shards.shards
     sketch = shards.accumulator(CPU)
     shards.add(sketch, piece, 0, torch.ones(piece.numel, dtype=torch.float64))
-    found = float(shards.signed(sketch).square().sum())
-    assert found == pytest.approx(piece.numel, rel=0.2)  # without signs: 20 times that
+    squared = float(shards.signed(sketch).square().sum())
+    assert squared == pytest.approx(piece.numel, rel=0.2)  # without signs: 20 times that
 
 
 def test_frozen_parameters_have_no_gradient_to_fold() -> None:
@@ -85,7 +85,7 @@ def test_frozen_parameters_have_no_gradient_to_fold() -> None:
 
 
 def test_chunks_cover_everything_once() -> None:
-    found = list(chunks(2 * CHUNK + 3))
-    assert [part.start for part in found] == [0, CHUNK, 2 * CHUNK]
-    assert found[-1].stop == 2 * CHUNK + 3
+    parts = list(chunks(2 * CHUNK + 3))
+    assert [part.start for part in parts] == [0, CHUNK, 2 * CHUNK]
+    assert parts[-1].stop == 2 * CHUNK + 3
     assert list(chunks(0)) == []

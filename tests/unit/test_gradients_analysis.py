@@ -61,11 +61,11 @@ def ends(estimate: Estimate | None) -> tuple[float, float]:
 
 def of(own: Floats, reference: Floats, slots: int = 512) -> GradientRow:
     """The baseline's row where its prompts' gradients are ``own``, [P, D]."""
-    found = [
+    gradients = [
         taken(REFERENCE, "token", reference, slots=slots),
         taken(TRAIN, "token", own, reference, slots=slots),
     ]
-    return held(check_gradients(found, batch_of(len(own))))
+    return held(check_gradients(gradients, batch_of(len(own))))
 
 
 def test_sizes_and_directions_are_those_of_the_whole_batch() -> None:
@@ -73,7 +73,7 @@ def test_sizes_and_directions_are_those_of_the_whole_batch() -> None:
     own = reference + np.random.default_rng(3).normal(size=reference.shape)
     row = of(own, reference)
     for group, part in [("all", slice(None)), *slices().items()]:
-        got = next(one for one in row.groups if one.group == group)
+        got = next(entry for entry in row.groups if entry.group == group)
         g, ref = own.sum(axis=0)[part], reference.sum(axis=0)[part]
         cosine = g @ ref / np.linalg.norm(g) / np.linalg.norm(ref)
         assert got.norm == pytest.approx(np.linalg.norm(g), rel=1e-12)
@@ -109,8 +109,8 @@ def test_identical_gradients_are_exactly_that() -> None:
         assert value(group.norm_ratio) == 1.0
     assert value(row.bias) == 0.0
     assert ends(row.bias) == (0.0, 0.0)
-    found = [taken(REFERENCE, "token", reference), taken(TRAIN, "token", reference, reference)]
-    assert check_gradients(found, batch_of(8)).summary[0] == EQUAL
+    gradients = [taken(REFERENCE, "token", reference), taken(TRAIN, "token", reference, reference)]
+    assert check_gradients(gradients, batch_of(8)).summary[0] == EQUAL
 
 
 def test_a_gradient_of_another_length_points_the_same_way() -> None:
@@ -123,19 +123,19 @@ def test_a_gradient_of_another_length_points_the_same_way() -> None:
 
 def test_a_group_without_gradient_has_no_direction_and_an_error_of_one() -> None:
     check = make_check()
-    sinks = next(one for one in held(check).groups if one.group == "sinks")
+    sinks = next(entry for entry in held(check).groups if entry.group == "sinks")
     assert (sinks.norm, sinks.cosine) == (0.0, None)
     assert ends(sinks.relative_error) == (1.0, 1.0)
     assert value(sinks.norm_ratio) == 0.0
     assert silent(sinks)
-    assert any(said.lower().startswith(GROUP_WORDS["sinks"]) for said in check.summary)
+    assert any(sentence.lower().startswith(GROUP_WORDS["sinks"]) for sentence in check.summary)
 
 
 def test_a_group_that_the_reference_does_not_move_has_no_error() -> None:
     reference = reference_parts(8)
     reference[:, slices()["sinks"]] = 0.0
     own = reference + 0.1
-    sinks = next(one for one in of(own, reference).groups if one.group == "sinks")
+    sinks = next(entry for entry in of(own, reference).groups if entry.group == "sinks")
     assert sinks.norm > 0.0
     assert sinks.norm_ratio is sinks.cosine is sinks.relative_error is None
 
@@ -163,36 +163,36 @@ def test_bias_is_told_from_noise() -> None:
 
 
 def test_noise_alone_is_no_bias() -> None:
-    found = [of(*planted_noise(16, 0.0, seed)[:2]) for seed in range(24)]
-    assert [row.bias for row in found if ends(row.bias)[0] > 0.0] == []
-    assert sum(value(row.bias) == 0.0 for row in found) > 4  # the noise covers it
+    rows = [of(*planted_noise(16, 0.0, seed)[:2]) for seed in range(24)]
+    assert [row.bias for row in rows if ends(row.bias)[0] > 0.0] == []
+    assert sum(value(row.bias) == 0.0 for row in rows) > 4  # the noise covers it
 
 
 def covered(prompts: int, seeds: int, what: str) -> float:
     """Share of batches whose interval covers the number over all batches."""
-    draw, found, drawn = np.random.default_rng(5), [], []
+    draw, intervals, drawn = np.random.default_rng(5), [], []
     common, shift = draw.normal(size=(2, 60))
     truth_bias = float(shift @ shift) * 0.09
     for _ in range(seeds):
         size = draw.gamma(2.0, 0.5, (prompts, 1))
         reference = size * (0.3 * common + draw.normal(size=(prompts, 60)))
         own = reference + size * (0.3 * shift + 0.3 * draw.normal(size=(prompts, 60)))
-        made = Sketched.of(own, reference)
+        sketched = Sketched.of(own, reference)
         scale = {
-            "error": made.log_error,
-            "norm": made.log_norm,
-            "cosine": lambda weights, made=made: fisher(made.gap(weights)),
-            "bias": made.bias,
+            "error": sketched.log_error,
+            "norm": sketched.log_norm,
+            "cosine": lambda weights, sketched=sketched: fisher(sketched.gap(weights)),
+            "bias": sketched.bias,
         }[what]
-        values = scale(made.weights)
+        values = scale(sketched.weights)
         drawn.append(float(values[0]))
-        found.append(
+        intervals.append(
             jackknife_of_root(values)
             if what == "bias"
             else jackknife(values, float(values[0]), float)
         )
     truth = math.sqrt(truth_bias) if what == "bias" else float(np.mean(drawn))
-    return sum(ends is not None and ends[0] <= truth <= ends[1] for ends in found) / seeds
+    return sum(ends is not None and ends[0] <= truth <= ends[1] for ends in intervals) / seeds
 
 
 @pytest.mark.parametrize("what", ["error", "norm", "cosine", "bias"])
@@ -244,17 +244,20 @@ def test_sentences_say_what_intervals_decide() -> None:
 
     def fixes_in(check: GradientCheck) -> list[list[str]]:
         """Fixes that each part of the sentence on them names."""
-        (said,) = [text for text in check.summary if "fp32 is" in text]
-        return [re.findall(r"attention-sinks|fp\d+", part) for part in said.split("; ")]
+        (sentence,) = [text for text in check.summary if "fp32 is" in text]
+        return [re.findall(r"attention-sinks|fp\d+", part) for part in sentence.split("; ")]
 
     assert fixes_in(check) == [["attention-sinks"], ["fp32"], ["fp16"]]  # nearest … further off
     assert fixes_in(make_check(prompts=1)) == [[], ["fp32"]]
 
 
 def test_the_pass_with_injected_noise_is_ppos() -> None:
-    found, batch = planted(4)
+    gradients, batch = planted(4)
     noisy = Trainer("fsdp:new", "ppo", "ratio", "PPO's new pass")
-    moved = [replace(one, name="fsdp:new") if one.weight == PPO_RATIO else one for one in found]
+    moved = [
+        replace(gradient, name="fsdp:new") if gradient.weight == PPO_RATIO else gradient
+        for gradient in gradients
+    ]
     check = check_gradients(moved, replace(batch, trainers=(*batch.trainers, noisy)))
     assert held(check, PPO_RATIO).kind == "ratio"
 
@@ -292,35 +295,37 @@ def test_a_reference_of_zero_is_an_error_with_its_reason() -> None:
 def test_a_group_without_a_gradient_fails_and_a_wrong_direction_alone_does_not() -> None:
     reference = reference_parts(8)
     own = reference + np.random.default_rng(3).normal(size=reference.shape)
-    found = [taken(REFERENCE, "token", reference), taken(TRAIN, "token", own, reference)]
-    (sound,) = gradient_checks(check_gradients(found, batch_of(8)))
+    gradients = [taken(REFERENCE, "token", reference), taken(TRAIN, "token", own, reference)]
+    (sound,) = gradient_checks(check_gradients(gradients, batch_of(8)))
     assert sound.status == "passed"
     own[:, slices()["sinks"]] = 0.0
-    found[1] = taken(TRAIN, "token", own, reference)
-    (dead,) = gradient_checks(check_gradients(found, batch_of(8)))
+    gradients[1] = taken(TRAIN, "token", own, reference)
+    (dead,) = gradient_checks(check_gradients(gradients, batch_of(8)))
     assert (dead.id, dead.status) == ("gradients", "failed")
     assert "the attention sinks" in dead.detail
     assert "experts" not in dead.detail
     # What the reference does not train either is no fault of the trainer.
     reference[:, slices()["sinks"]] = 0.0
-    found = [taken(REFERENCE, "token", reference), taken(TRAIN, "token", own, reference)]
-    assert gradient_checks(check_gradients(found, batch_of(8)))[0].status == "passed"
+    gradients = [taken(REFERENCE, "token", reference), taken(TRAIN, "token", own, reference)]
+    assert gradient_checks(check_gradients(gradients, batch_of(8)))[0].status == "passed"
     assert gradient_checks(None) == []
 
 
 def test_a_gradient_that_is_not_finite_is_named_and_left_out() -> None:
-    found, batch = planted(4)
-    broken = replace(found[3], squared_norm=np.full(4, np.inf))
-    check = check_gradients([*found[:3], broken, *found[4:]], batch)
+    gradients, batch = planted(4)
+    broken = replace(gradients[3], squared_norm=np.full(4, np.inf))
+    check = check_gradients([*gradients[:3], broken, *gradients[4:]], batch)
     assert check.row("fp16", "token") is None
     (untested,) = [entry for entry in check.not_tested if "fix:fp16" in entry]
     assert untested.endswith("token: not finite")
 
 
 def test_passes_that_failed_are_not_tested() -> None:
-    found, batch = planted(4)
+    gradients, batch = planted(4)
     failed = replace(batch, failed={"fix:fp16": "out of memory"})
-    check = check_gradients([one for one in found if one.name != "fix:fp16"], failed)
+    check = check_gradients(
+        [gradient for gradient in gradients if gradient.name != "fix:fp16"], failed
+    )
     (untested,) = [entry for entry in check.not_tested if "fix:fp16" in entry]
     assert untested.endswith(failed.failed["fix:fp16"])
     with pytest.raises(EmptyComparison, match="out of memory"):
@@ -328,10 +333,10 @@ def test_passes_that_failed_are_not_tested() -> None:
 
 
 def test_gradients_of_other_batches_are_refused() -> None:
-    found, batch = planted(4)
-    other = replace(found[1], prompts=found[1].prompts + 1)
+    gradients, batch = planted(4)
+    other = replace(gradients[1], prompts=gradients[1].prompts + 1)
     with pytest.raises(MismatchError, match="another batch"):
-        check_gradients([found[0], other], batch)
+        check_gradients([gradients[0], other], batch)
 
 
 def test_an_interval_needs_two_prompts_and_defined_values() -> None:

@@ -23,7 +23,7 @@ def planned(spec: CheckSpec, model: ModelFacts = GPT_OSS) -> GradientPlan:
 
 
 def ids(plan: GradientPlan) -> list[str]:
-    return [one.trainer.id for one in plan.passes]
+    return [pass_.trainer.id for pass_ in plan.passes]
 
 
 def test_alone_it_takes_the_natural_fixes_that_change_something() -> None:
@@ -43,7 +43,7 @@ def test_with_fixes_it_takes_theirs_and_says_what_samples_anew() -> None:
 
 def test_every_pass_runs_with_gradients_and_records_nothing() -> None:
     plan = planned(replace(SPEC, train=replace(SPEC.train, attention="no-sinks")))
-    assert all(one.spec.grad and not one.spec.routing for one in plan.passes)
+    assert all(pass_.spec.grad and not pass_.spec.routing for pass_ in plan.passes)
     reference = plan.passes[0].spec
     assert (reference.dtype, reference.master_dtype, reference.attention) == ("fp32",) * 2 + (
         "auto",

@@ -98,18 +98,18 @@ def done(world: World, model: str, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.slow
 def test_every_pass_has_its_vectors(done: Path, model: str) -> None:
-    found = {(g.name, g.coefficients): g for g in load_gradients(done)}
+    gradients = {(g.name, g.coefficients): g for g in load_gradients(done)}
     for name in ("reference:fp32", "fsdp", "fix:head"):
-        assert {(name, loss) for loss in LOSSES} <= set(found)
+        assert {(name, loss) for loss in LOSSES} <= set(gradients)
     for weight in ("tis-token", "geometric-token", "ppo-ratio", "ppo-override"):
-        assert ("fsdp", f"sequence:{weight}") in found
-        assert ("fix:head", f"sequence:{weight}") not in found
-    assert found["fsdp", "token:ppo-override"].same_as == "fsdp token"
-    assert found["fsdp", "token:ppo-ratio"].same_as == ""
-    one = found["fsdp", "token:tis-token"]
-    assert (one.loss, one.weight) == ("token", "tis-token")
-    assert one.squared_norm_reference == pytest.approx(
-        found["reference:fp32", "token"].squared_norm, rel=1e-6
+        assert ("fsdp", f"sequence:{weight}") in gradients
+        assert ("fix:head", f"sequence:{weight}") not in gradients
+    assert gradients["fsdp", "token:ppo-override"].same_as == "fsdp token"
+    assert gradients["fsdp", "token:ppo-ratio"].same_as == ""
+    corrected = gradients["fsdp", "token:tis-token"]
+    assert (corrected.loss, corrected.weight) == ("token", "tis-token")
+    assert corrected.squared_norm_reference == pytest.approx(
+        gradients["reference:fp32", "token"].squared_norm, rel=1e-6
     )
     assert is_finished(done, plan_of(model).made_by)
 
@@ -124,7 +124,7 @@ def test_what_is_there_is_not_taken_again(done: Path, world: World, model: str) 
     # The reference is taken again too: the others' dot with it needs all of it.
     changed = {name for name, when in times(done).items() if before[name] != when}
     again = [("reference:fp32", loss) for loss in LOSSES] + [("fsdp", "sequence")]
-    assert changed == {Path(gradients_file(*one)).name for one in again}
+    assert changed == {Path(gradients_file(*key)).name for key in again}
 
 
 @pytest.mark.slow
@@ -145,15 +145,15 @@ def test_a_gradient_of_another_batch_is_not_read(done: Path, model: str, tmp_pat
     copy = tmp_path / "copy"
     shutil.copytree(done, copy)
     work = json.loads((copy / BATCH).read_text())["work"]
-    entry = next(one for one in work if one["name"] == "fix:head")
+    entry = next(item for item in work if item["name"] == "fix:head")
     batch = load_batch(copy)
     assert batch is not None
-    changed = [one if one is not entry else entry | {"made_by": "another"} for one in work]
+    changed = [item if item is not entry else entry | {"made_by": "another"} for item in work]
     made_by = plan_of(model).made_by
     save_batch(copy, batch, changed, made_by, (store.ROLLOUT,), finished=True)
-    found = {(g.name, g.coefficients) for g in load_gradients(copy)}
+    names = {(g.name, g.coefficients) for g in load_gradients(copy)}
     everything = {(g.name, g.coefficients) for g in load_gradients(done)}
-    assert everything - found == {("fix:head", entry["coefficients"])}
+    assert everything - names == {("fix:head", entry["coefficients"])}
     assert not is_finished(copy, made_by)
 
 
@@ -209,16 +209,18 @@ def test_ppo_takes_its_gradient_through_the_noisy_pass(world: World, tmp_path: P
     noisy = replace(plain.passes[1].spec, inject=(("router-noise", 0.5),))
     ppo = Planned(Trainer("fsdp:new", "ppo", "ratio", "with noise"), noisy)
     run(world, tmp_path, replace(plain, passes=(*plain.passes[:2], ppo), new="fsdp:new"))
-    found = {(g.name, g.coefficients): g for g in load_gradients(tmp_path)}
+    gradients = {(g.name, g.coefficients): g for g in load_gradients(tmp_path)}
     batch = load_batch(tmp_path)
     assert batch is not None
     assert batch.failed == {}
     assert batch.clipped is not None
     assert 0.0 < batch.clipped < 1.0
-    assert ("fsdp", "token:ppo-ratio") not in found
-    ratio, override = (found["fsdp:new", f"token:ppo-{one}"] for one in ("ratio", "override"))
+    assert ("fsdp", "token:ppo-ratio") not in gradients
+    ratio, override = (
+        gradients["fsdp:new", f"token:ppo-{weight}"] for weight in ("ratio", "override")
+    )
     gaps = {
-        "noise": override.sketches - found["fsdp", "token"].sketches,
+        "noise": override.sketches - gradients["fsdp", "token"].sketches,
         "ratio": ratio.sketches - override.sketches,
     }
     for what, gap in gaps.items():
@@ -291,9 +293,9 @@ def test_a_world_that_dies_in_its_gradients_leaves_the_scorings(
             stages._score(worker, 1, stages.gradients)
         return
     stages._score(worker, 1, stages.gradients)
-    said = read_error(tmp_path, failure_label("gradients"))
-    assert said is not None
-    assert said.message == headline
+    error = read_error(tmp_path, failure_label("gradients"))
+    assert error is not None
+    assert error.message == headline
     assert narrator.notes == [f"gradients failed: {headline}"]
     # The next attempt forgets it.
     assert stages._gradients_to_take([]) is stages.gradients

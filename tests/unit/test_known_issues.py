@@ -59,9 +59,9 @@ def test_place_and_number_of_added_tokens_are_those_that_were_planted(at, tokens
     moved = np.concatenate([right[:at], rng.normal(-2, 1, max(tokens, 0)),
                             right[at - min(tokens, 0):]])[:60]  # fmt: skip
     moved = np.concatenate([moved, np.full(60 - len(moved), -3.0)])
-    place, shift = splices._split(left, moved)
+    position, shift = splices._split(left, moved)
     assert shift == tokens
-    assert place == pytest.approx(at, abs=max(1, -tokens))  # dropped tokens fit nowhere
+    assert position == pytest.approx(at, abs=max(1, -tokens))  # dropped tokens fit nowhere
 
 
 def test_a_row_that_is_off_throughout_is_no_splice():

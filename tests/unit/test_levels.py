@@ -203,8 +203,8 @@ def test_an_infinite_exact_kl_is_unfit_and_not_left_out():
     numbers = comparison(
         k3_kl=estimate(1e-4, 5e-5, 2e-4), exact_kl=replace(estimate(math.inf), flags=("overflow",))
     )
-    found = {each.metric: each.status for each in judge(numbers, "bf16 dense")}
-    assert found == {"k3_kl": "healthy", "exact_kl": "unfit"}
+    status_of = {each.metric: each.status for each in judge(numbers, "bf16 dense")}
+    assert status_of == {"k3_kl": "healthy", "exact_kl": "unfit"}
 
 
 @pytest.mark.parametrize(("low", "status"), [(0.6, "healthy"), (0.01, "tolerable")])
@@ -350,16 +350,16 @@ def written(folder, text: str):
 def test_thresholds_replace_cells_and_only_those(tmp_path):
     cells = '[k3_kl."bf16 MoE"]\nhealthy = 5e-4\n[ess_token."fp32"]\nhealthy = 0.99\nunfit = 0.9'
     path = written(tmp_path, cells)
-    mine, ours = load_thresholds(path), default_thresholds()
-    assert mine["k3_kl"]["bf16 MoE"].healthy == 5e-4
-    assert mine["k3_kl"]["bf16 MoE"].unfit == ours["k3_kl"]["bf16 MoE"].unfit
-    assert "mine.toml" in mine["k3_kl"]["bf16 MoE"].source
-    assert mine["ess_token"]["fp32"].healthy == 0.99
-    assert mine["k3_kl"]["fp32"] == ours["k3_kl"]["fp32"]
+    own, ours = load_thresholds(path), default_thresholds()
+    assert own["k3_kl"]["bf16 MoE"].healthy == 5e-4
+    assert own["k3_kl"]["bf16 MoE"].unfit == ours["k3_kl"]["bf16 MoE"].unfit
+    assert "mine.toml" in own["k3_kl"]["bf16 MoE"].source
+    assert own["ess_token"]["fp32"].healthy == 0.99
+    assert own["k3_kl"]["fp32"] == ours["k3_kl"]["fp32"]
     assert "ess_token" not in ours
     numbers = comparison(k3_kl=estimate(1e-3, 9e-4, 1.1e-3))
     assert judge(numbers, "bf16 MoE")[0].status == "healthy"
-    assert judge(numbers, "bf16 MoE", mine)[0].status == "tolerable"
+    assert judge(numbers, "bf16 MoE", own)[0].status == "tolerable"
 
 
 BAD_FILES = {
@@ -400,9 +400,9 @@ def test_references_are_usable_beside_our_numbers():
         assert reference.column in (*COLUMNS, "")
         assert reference.value > 0
         assert reference.source
-    found = references_for("logprob_abs_diff_mean", "bf16 MoE")
-    assert {r.model for r in found} >= {"gpt-oss-20b", "Qwen3.5-35B-A3B"}
-    assert all(r.normal for r in found)
+    references = references_for("logprob_abs_diff_mean", "bf16 MoE")
+    assert {r.model for r in references} >= {"gpt-oss-20b", "Qwen3.5-35B-A3B"}
+    assert all(r.normal for r in references)
 
 
 @pytest.mark.parametrize("column", COLUMNS)

@@ -73,50 +73,50 @@ def chain(
 def errors(
     side: dict[Site, list[Sums]], plain: dict[Site, list[Sums]] | None = None
 ) -> dict[str, SiteError]:
-    return {one.place.key: one for one in site_errors(side, plain, "bf16", LAYERS)}
+    return {error.place.key: error for error in site_errors(side, plain, "bf16", LAYERS)}
 
 
 def test_the_planted_module_is_the_only_source() -> None:
-    found = errors(chain({"1.rope_q": 0.05}), chain({}, seed=1))
-    assert [key for key, one in found.items() if one.role == "source"] == ["1.rope_q"]
-    assert found["1.rope_q"].new == pytest.approx(0.05, rel=0.05)
-    assert found["1.attention"].error > 0.04  # it is passed on to everything behind it
-    assert found["0.mlp"].error < 0.02
+    sites = errors(chain({"1.rope_q": 0.05}), chain({}, seed=1))
+    assert [key for key, error in sites.items() if error.role == "source"] == ["1.rope_q"]
+    assert sites["1.rope_q"].new == pytest.approx(0.05, rel=0.05)
+    assert sites["1.attention"].error > 0.04  # it is passed on to everything behind it
+    assert sites["0.mlp"].error < 0.02
 
 
 def test_a_clean_side_has_no_source() -> None:
     for seed in range(20):
-        found = errors(chain({}, seed=seed), chain({}, seed=seed + 100))
-        assert not [one for one in found.values() if one.role == "source"], seed
+        sites = errors(chain({}, seed=seed), chain({}, seed=seed + 100))
+        assert not [error for error in sites.values() if error.role == "source"], seed
 
 
 def test_an_amplifier_is_no_source() -> None:
-    found = errors(chain({"0.input_norm": 0.01}, {"0.mlp": 8.0}), chain({"0.input_norm": 0.01}))
-    assert found["0.mlp"].role == "amplifier"
-    assert found["0.mlp"].gain == pytest.approx(8.0, rel=0.3)
-    assert found["0.q"].role == "passed on"
+    sites = errors(chain({"0.input_norm": 0.01}, {"0.mlp": 8.0}), chain({"0.input_norm": 0.01}))
+    assert sites["0.mlp"].role == "amplifier"
+    assert sites["0.mlp"].gain == pytest.approx(8.0, rel=0.3)
+    assert sites["0.q"].role == "passed on"
 
 
 def test_what_the_precision_costs_there_is_no_source() -> None:
     rough = {"0.attention": 0.05}
-    found = errors(chain(rough), chain(rough, seed=3))
-    assert found["0.attention"].role != "source"
-    assert found["0.attention"].excess == pytest.approx(1.0, rel=0.2)
+    sites = errors(chain(rough), chain(rough, seed=3))
+    assert sites["0.attention"].role != "source"
+    assert sites["0.attention"].excess == pytest.approx(1.0, rel=0.2)
 
 
 def test_one_sequence_alone_makes_no_source() -> None:
     side = chain({})
     side[Site(0, "mlp")][0] = chain({"0.mlp": 0.5})[Site(0, "mlp")][0]
-    found = errors(side, chain({}, seed=5))
-    assert found["0.mlp"].excess > BEYOND > found["0.mlp"].lowest_excess
-    assert found["0.mlp"].role != "source"
+    sites = errors(side, chain({}, seed=5))
+    assert sites["0.mlp"].excess > BEYOND > sites["0.mlp"].lowest_excess
+    assert sites["0.mlp"].role != "source"
 
 
 def test_nothing_is_below_the_dtypes_rounding() -> None:
     """A module that a plain forward does without any error costs one rounding all the same."""
     tiny = dict.fromkeys((site.key for site in SITES), 0.0)
-    found = errors(chain({**tiny, "0.residual": ROUNDING["bf16"]}), chain(tiny))
-    assert found["0.residual"].excess == pytest.approx(1.0, rel=0.1)
+    sites = errors(chain({**tiny, "0.residual": ROUNDING["bf16"]}), chain(tiny))
+    assert sites["0.residual"].excess == pytest.approx(1.0, rel=0.1)
 
 
 def test_choices_between_equals_do_not_count() -> None:
@@ -138,8 +138,8 @@ def test_a_module_that_gives_no_numbers_is_the_source_and_what_follows_is_not() 
     assert after.new == 0
     side = chain({})
     side[Site(0, "mlp")] = [first] * 4
-    found = errors(side, chain({}))
-    assert [key for key, one in found.items() if one.role == "source"] == ["0.mlp"]
+    sites = errors(side, chain({}))
+    assert [key for key, error in sites.items() if error.role == "source"] == ["0.mlp"]
     group = Group("mlp", (0,), np.inf, np.nan, np.nan)
     verdict = judge(location(group))
     assert verdict.status == "located"
@@ -166,9 +166,9 @@ def test_rope_of_queries_and_keys_is_one_source() -> None:
 
 
 def test_sources_that_matter_together_alone_are_named_by_the_first() -> None:
-    found = location(Group("q", (0,), 9.0, -0.5, -0.2), Group("k", (0,), 9.0, -0.5, -0.2))
-    assert found.sides[0].source is None
-    together = with_first(replace(found.sides[0], explained=0.9, removed=0.8))
+    result = location(Group("q", (0,), 9.0, -0.5, -0.2), Group("k", (0,), 9.0, -0.5, -0.2))
+    assert result.sides[0].source is None
+    together = with_first(replace(result.sides[0], explained=0.9, removed=0.8))
     assert together.source == together.groups[0]
 
 
@@ -209,12 +209,12 @@ def test_a_side_that_is_off_without_a_source_is_not_clean() -> None:
 
 def with_distances(own: tuple[float, ...], why: str) -> Location:
     """Of sequences that were taken as ``why`` says, a letter each; a plain forward is at 0.01."""
-    found = location(distance=float(np.mean(own)))
+    result = location(distance=float(np.mean(own)))
     taken = tuple(
         Sequence(n, 40, "worst" if letter == "w" else "random") for n, letter in enumerate(why)
     )
-    side = replace(found.sides[0], distances=own, plain_distances=(0.01,) * len(own))
-    return replace(found, sequences=taken, sides=(side,))
+    side = replace(result.sides[0], distances=own, plain_distances=(0.01,) * len(own))
+    return replace(result, sequences=taken, sides=(side,))
 
 
 def test_sequences_that_were_chosen_for_their_errors_do_not_put_a_side_off() -> None:
@@ -226,11 +226,12 @@ def test_sequences_that_were_chosen_for_their_errors_do_not_put_a_side_off() -> 
 
 
 def test_what_is_not_what_the_run_recorded_is_never_clean() -> None:
-    found = location()
-    other = replace(found, sides=(replace(found.sides[0], held=0.1),))
+    result = location()
+    other = replace(result, sides=(replace(result.sides[0], held=0.1),))
     assert (judge(other).status, judge(other).code) == ("unlocated", 1)
     assert 0.1 in numbers(judge(other).reason)
-    near = replace(found, sides=(replace(found.sides[0], held=0.005),))  # within a plain forward's
+    within = replace(result.sides[0], held=0.005)  # a plain forward's distance from what was held
+    near = replace(result, sides=(within,))
     assert judge(near).status == "none"
 
 
@@ -240,9 +241,9 @@ def test_without_a_side_nothing_was_measured() -> None:
 
 
 def test_the_document_comes_back() -> None:
-    found = location(Group("mlp", (1,), 50.0, 0.9, 0.95))
-    document = to_document(found)
-    assert from_document(document) == found
+    result = location(Group("mlp", (1,), 50.0, 0.9, 0.95))
+    document = to_document(result)
+    assert from_document(document) == result
     assert document["verdict"]["status"] == "located"
     with pytest.raises(MismatchError):
         from_document({**document, "schema": "mismatch.locate/0"})
@@ -256,7 +257,7 @@ def test_worst_sequences_are_taken_and_keep_their_beginning() -> None:
     owner = rollout.sequence_of_token[rollout.actions]
     delta[owner == 3] = 0.5
     chosen = select(rollout, delta, 2, 20, seed=0)
-    assert [one.index for one in chosen if one.why == "worst"] == [3]
+    assert [sequence.index for sequence in chosen if sequence.why == "worst"] == [3]
     assert len(chosen) == 2
     part = part_of(rollout, chosen)
     assert part.n_sequences == 2
@@ -283,7 +284,7 @@ def test_sequences_that_begin_without_actions_are_refused() -> None:
 def test_keys_come_back_in_order(site: Site) -> None:
     assert Site.of(site.key) == site
     assert sorted({*SITES}, key=Site.order) == list(SITES)
-    assert all(one.order() < site.order() for one in site.inputs(LAYERS))
+    assert all(earlier.order() < site.order() for earlier in site.inputs(LAYERS))
 
 
 def test_what_would_fill_the_disk_is_refused() -> None:

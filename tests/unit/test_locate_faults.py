@@ -125,8 +125,8 @@ def replayed(model: Any, side: Any) -> dict[Site, list[Sums]]:
         ids = torch.randint(3, 250, (1, TOKENS), generator=torch.Generator().manual_seed(seed))
         with torch.no_grad(), Boundaries(model.get_decoder(), replay).shown():
             model(input_ids=ids, use_cache=False)
-        for site, one in replay.sums.items():
-            sums.setdefault(site, []).append(one)
+        for site, total in replay.sums.items():
+            sums.setdefault(site, []).append(total)
     return sums
 
 

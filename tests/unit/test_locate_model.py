@@ -27,10 +27,10 @@ def test_a_model_gets_a_short_run_with_the_trainers_own_pass_alone(
     ran: list[Any] = []
     monkeypatch.setattr(preflight, "preflight", lambda spec: None)
     monkeypatch.setattr(commands, "run_check", lambda *given, **named: ran.append(given))
-    place = tmp_path / "run"
-    assert small_run(flags(model="tiny-gpt-oss", out=place), narrator(silent=True)) == place
+    folder = tmp_path / "run"
+    assert small_run(flags(model="tiny-gpt-oss", out=folder), narrator(silent=True)) == folder
     ((spec, run_dir, *_),) = ran
-    assert run_dir == place
+    assert run_dir == folder
     assert spec.rollout.engine.model == spec.train.model == str(EMBEDDED["tiny-gpt-oss"])
     assert spec.rollout.prompts.num_prompts == PROMPTS
     assert (spec.rollout.sampling.max_tokens, spec.rollout.sampling.seed) == (MAX_TOKENS, 3)

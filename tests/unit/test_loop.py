@@ -143,7 +143,7 @@ def test_a_history_holds_what_was_measured_and_forgets_what_is_made_again(tmp_pa
         history.save_row(tmp_path, row | {"step": float(step)})
     history.forget_from(tmp_path, 2)
     rows = history.rows_of(tmp_path)
-    timed = [one | {"seconds": 30.0} for one in rows]
+    timed = [row | {"seconds": 30.0} for row in rows]
     assert numbers(history.in_words(timed, steps=12))[-2:] == [30, 5]  # s a step, min to its end
     path = history.save_history(tmp_path, rows, {"arm": AS_IS})
     columns, header = history.load_history(path)
@@ -276,7 +276,7 @@ def test_an_engine_that_shares_its_gpu_sleeps_while_the_trainer_works(
         work = ["wake weights", *work[:2], "wake kv_cache", *work[2:], "sleep"]
     assert calls == work
     assert (tmp_path / "steps" / "000000" / "engine.json").exists()  # the trainer's sign, last
-    (decode,) = [one for one in saved if isinstance(one, Scoring)]
+    (decode,) = [item for item in saved if isinstance(item, Scoring)]
     assert decode.fingerprint["synchronised"] == {"path": "rpc", "verified": 71, "not_compared": 0}
 
 
@@ -305,9 +305,9 @@ def test_who_has_no_gpu_of_its_own_shares_and_the_trainer_waits(
 # ---------------------------------------------------------------- a run goes on
 
 
-def resuming(place: Path, **given: str) -> Flags:
+def resuming(folder: Path, **given: str) -> Flags:
     """``--resume PLACE`` and these flags."""
-    flags = Flags({"resume": str(place), "steps": 60, "arms": "as-is", "seeds": "0", **given})
+    flags = Flags({"resume": str(folder), "steps": 60, "arms": "as-is", "seeds": "0", **given})
     flags.explicit = frozenset({"resume", *given})
     return flags
 
@@ -387,16 +387,18 @@ def test_an_optimiser_takes_three_times_the_parameters_beside_them() -> None:
 def test_sides_that_share_a_gpu_are_counted_one_beside_the_others_rest() -> None:
     model = resolve_model("tiny-gpt-oss")
     h100 = parse_kind("H100")[1]
-    one, two = (machine_with(inspect_machine(try_imports=False), count, h100) for count in (1, 2))
+    one_gpu, two_gpus = (
+        machine_with(inspect_machine(try_imports=False), count, h100) for count in (1, 2)
+    )
     whole = 1.0 - CONTEXT_BYTES / (h100.mib << 20)  # all that is free, a byte more or less
     engine = EngineSpec("vllm", model, gpu_memory_utilization=whole - 1e-5)
     check = CheckSpec(RolloutSpec(engine), TrainSpec(model, master_dtype="fp32"), nproc_per_node=1)
-    shared, apart = memory_of_loop(check, one), memory_of_loop(check, two)
+    shared, apart = memory_of_loop(check, one_gpu), memory_of_loop(check, two_gpus)
     assert (shared[0].level, apart[0].level) == ("does not fit", "fits")
     assert "--gpu-memory-utilization" in shared[0].warnings[0]
     assert shared[1].capacity == apart[1].capacity  # the engine sleeps meanwhile
     sleepless = replace(check, rollout=RolloutSpec(EngineSpec("transformers", model)))
-    assert memory_of_loop(sleepless, one)[1].capacity < shared[1].capacity
+    assert memory_of_loop(sleepless, one_gpu)[1].capacity < shared[1].capacity
 
 
 def test_the_time_of_a_step_follows_the_work_and_the_machine() -> None:
@@ -405,9 +407,9 @@ def test_the_time_of_a_step_follows_the_work_and_the_machine() -> None:
     loop, here = LoopSpec(check, prompts=8), replace(inspect_machine(try_imports=False), gpus=())
 
     def between(asked: LoopSpec, flops: float) -> tuple[float, float]:
-        found = seconds_of_step(asked, here, lambda: flops)
-        assert found is not None
-        return found
+        seconds = seconds_of_step(asked, here, lambda: flops)
+        assert seconds is not None
+        return seconds
 
     low, high = between(loop, 1e9)
     assert 0 < low < high
@@ -416,9 +418,9 @@ def test_the_time_of_a_step_follows_the_work_and_the_machine() -> None:
     gpus = machine_with(here, 1, parse_kind("H100")[1])
     assert seconds_of_step(loop, gpus) is not None
     named = replace(gpus.gpus[0], name="NVIDIA A100-SXM4-40GB", memory_bytes=40 << 30)
-    found = kind_of(named)
-    assert found is not None
-    assert found.name == "A100-40GB"
+    kind = kind_of(named)
+    assert kind is not None
+    assert kind.name == "A100-40GB"
     assert kind_of(replace(named, name="Graphics 9000")) is None
     assert flops_here() > 1e6
 

@@ -62,11 +62,11 @@ def test_each_warning_fires_where_its_curve_leaves() -> None:
         grad_norm=[0.2] * 12 + [50.0] * 8,
         ess_seq=[0.1] * STEPS,
     )
-    found = fired(loud)
-    assert (found["k3_kl"], found["ess_seq_lost"], found["grad_norm"]) == (7, 0, 12)
-    assert found["entropy"] is not None
-    assert 10 < found["entropy"] < 15
-    assert found["log_ppl_diff_max"] is None
+    step_of = fired(loud)
+    assert (step_of["k3_kl"], step_of["ess_seq_lost"], step_of["grad_norm"]) == (7, 0, 12)
+    assert step_of["entropy"] is not None
+    assert 10 < step_of["entropy"] < 15
+    assert step_of["log_ppl_diff_max"] is None
 
 
 def report(*rewards: tuple[str, list[list[float]]]) -> LoopReport:
@@ -102,11 +102,13 @@ def test_a_claim_is_made_only_where_several_seeds_agree() -> None:
 
 
 def test_the_page_holds_six_pictures_and_every_run() -> None:
-    made = report(("as-is", [COLLAPSE]), ("attention-sinks", [RISE]))
-    text = show_page(page(made))
+    loop_report = report(("as-is", [COLLAPSE]), ("attention-sinks", [RISE]))
+    text = show_page(page(loop_report))
     assert text.count("<svg") == 6
     assert text.count("attention-sinks") > 6
-    document = loop_to_json(made)
-    assert document["found"]["as-is"]["0"]["reward_fall"] == reward_fall(made.arms[0].runs[0])
+    document = loop_to_json(loop_report)
+    assert document["found"]["as-is"]["0"]["reward_fall"] == reward_fall(
+        loop_report.arms[0].runs[0]
+    )
     short = loop_to_json(report(("as-is", [COLLAPSE[:1]])))
     assert short["found"]["as-is"]["0"]["reward_fall"] is None

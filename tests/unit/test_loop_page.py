@@ -20,10 +20,10 @@ def test_the_demonstration_is_written_from_its_curves() -> None:
     assert merged([report, report]) == report
     assert f"images/{PICTURE.name}" in page
     assert PICTURE.exists()
-    said = set(section(report).sentences)
+    sentences = set(section(report).sentences)
     for arm in report.arms:
         if len(arm.runs) < 2:  # one seed claims nothing
-            assert not any(arm.name in sentence for sentence in said)
+            assert not any(arm.name in sentence for sentence in sentences)
 
 
 def test_the_demonstration_says_its_settings() -> None:
@@ -38,8 +38,8 @@ def test_the_demonstration_says_its_settings() -> None:
 def runs(arm: str, rewards: list[float], seed: int = 0, **fields: object) -> LoopReport:
     curves = {"step": tuple(map(float, range(len(rewards)))), "reward": tuple(rewards)}
     asked = replace(LoopSpec(), **fields)  # type: ignore[arg-type]
-    made = Arm(arm, (SeedRun(seed, curves),))
-    return LoopReport("m", "vllm", (made,), settings(asked))
+    runs_of_arm = Arm(arm, (SeedRun(seed, curves),))
+    return LoopReport("m", "vllm", (runs_of_arm,), settings(asked))
 
 
 def test_runs_with_one_beginning_are_put_together() -> None:
@@ -47,9 +47,9 @@ def test_runs_with_one_beginning_are_put_together() -> None:
     other = runs("seq-tis", [0.25], seed=1)
     first = runs("as-is", [0.5])
     for order in ([half, whole, first, other], [whole, other, half, first]):
-        found = merged(order)
-        assert [(arm.name, len(arm.runs)) for arm in found.arms] == [("as-is", 1), ("seq-tis", 2)]
-        assert found.arms[1].runs[0].steps == found.settings["steps"] == 3
+        joined = merged(order)
+        assert [(arm.name, len(arm.runs)) for arm in joined.arms] == [("as-is", 1), ("seq-tis", 2)]
+        assert joined.arms[1].runs[0].steps == joined.settings["steps"] == 3
 
 
 def test_runs_that_are_not_of_one_kind_are_refused() -> None:

@@ -43,9 +43,9 @@ def passes(world: World, loaded: LoadedModel, values: Floats = COEFFICIENTS) -> 
     def coefficients(actions: Ints, logprobs: Floats) -> Floats:
         return values[actions]
 
-    one = Pass("here", loaded.spec)
-    options, _ = prepare_pass(world, loaded, ROLLOUT, one.spec, None)
-    return Backward(world, loaded, ROLLOUT, one, options, coefficients)
+    pass_ = Pass("here", loaded.spec)
+    options, _ = prepare_pass(world, loaded, ROLLOUT, pass_.spec, None)
+    return Backward(world, loaded, ROLLOUT, pass_, options, coefficients)
 
 
 def fresh(
@@ -79,8 +79,8 @@ def plain_steps(model: Path, count: int) -> dict[str, torch.Tensor]:
         for ids, mask in zip(ROLLOUT.sequences(), masks, strict=True):
             tokens = torch.from_numpy(ids)
             logps = whole(tokens[None]).logits[0].log_softmax(-1)
-            for place in np.flatnonzero(mask):
-                total = total - float(next(values)) * logps[place - 1, tokens[place]]
+            for index in np.flatnonzero(mask):
+                total = total - float(next(values)) * logps[index - 1, tokens[index]]
         optimiser.zero_grad()
         total.backward()
         torch.nn.utils.clip_grad_norm_(whole.parameters(), NORM)

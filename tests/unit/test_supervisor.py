@@ -8,7 +8,10 @@ import importlib.util
 import os
 import signal
 import subprocess
+import tempfile
 import time
+from contextlib import nullcontext
+from pathlib import Path
 
 import psutil
 import pytest
@@ -228,3 +231,36 @@ def test_a_stall_limit_that_is_none_is_refused(monkeypatch, text):
     monkeypatch.setenv("MISMATCH_STALL_S", text)
     with pytest.raises(MismatchError, match="MISMATCH_STALL_S"):
         stall_limit()
+
+
+LITTER = """
+import os, pathlib, signal, socket, tempfile
+pathlib.Path(tempfile.mkdtemp(), "file").touch()
+socket.socket(socket.AF_UNIX).bind(os.path.join(tempfile.gettempdir(), "socket"))
+cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+pathlib.Path({text!r}).write_text(f"{{tempfile.gettempdir()}} {{cache}}")
+if {killed}:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_temporary_files_go_with_the_worker(tmp_path, monkeypatch, killed):
+    above = Path(tempfile.mkdtemp(dir="/tmp"))
+    monkeypatch.setenv("TMPDIR", str(above))
+    text = tmp_path / "text"
+    with pytest.raises(MismatchError) if killed else nullcontext():
+        run_worker("engine", python(LITTER.format(text=str(text), killed=killed)), tmp_path)
+    used, cache = (Path(path) for path in text.read_text().split())
+    assert used.parent == cache.parent == above
+    assert list(above.iterdir()) == []
+    above.rmdir()
+
+
+def test_a_temporary_folder_too_long_for_sockets_is_used_as_it_is(tmp_path, monkeypatch):
+    above = tmp_path / ("x" * 60)
+    above.mkdir()
+    monkeypatch.setenv("TMPDIR", str(above))
+    code = "import pathlib, tempfile; pathlib.Path({!r}).write_text(tempfile.gettempdir())"
+    run_worker("engine", python(code.format(str(tmp_path / "text"))), tmp_path)
+    assert (tmp_path / "text").read_text() == str(above)
