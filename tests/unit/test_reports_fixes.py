@@ -143,7 +143,6 @@ def test_no_help_is_said_as_such():
 
 def test_too_few_prompts_for_any_significance_are_named():
     table = make_useless_table()
-    assert not any("however large" in text for text in fixes.sentences(table))
     # 4 tests: 4 * 2 / 2**7 = 0.0625 > 0.05 >= 4 * 2 / 2**8
     for prompts, too_few in ((7, True), (8, False)):
         few = {K3: replace(number(0.061), n_prompts=prompts)}

@@ -144,7 +144,7 @@ def test_a_run_without_gradients_has_none_and_says_nothing(tmp_path: Path) -> No
     assert check_of_run(tmp_path) == (None, [])
     check, unseen = check_of_run(tmp_path, asked=True)
     assert check is None
-    assert "none were taken" in unseen[0]
+    assert "--gradients --resume" in unseen[0]
 
 
 def test_a_run_whose_reference_failed_says_why(tmp_path: Path) -> None:

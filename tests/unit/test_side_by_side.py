@@ -122,7 +122,7 @@ def test_what_differs_is_named_and_other_models_are_said(tmp_path: Path) -> None
     other = save(tmp_path / "b", version="2.0", model="another")
     result = side_by_side([save(tmp_path / "a"), other])
     assert [(fact.name, fact.values) for fact in result.facts] == [("version", ("1.0", "2.0"))]
-    assert any("another model" in note for note in result.notes)
+    assert any(note.startswith("b ") and "another" in note for note in result.notes)
 
 
 def test_runs_have_to_be_several_and_different(tmp_path: Path) -> None:

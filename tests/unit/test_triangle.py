@@ -419,7 +419,7 @@ def test_the_second_engines_run_is_a_plain_check() -> None:
     assert spec.rollout.engine.engine == B
     assert spec.rollout.sampling == LAW
     (line,) = dry_run_lines(spec_of())
-    assert "three engine starts" in line
+    assert 0 < line.index(A) < line.index(B)
     assert dry_run_lines(CheckSpec()) == []
 
 
