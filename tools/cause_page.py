@@ -86,8 +86,8 @@ How an experiment is judged, whether `--fix` or `--explain` asked for it:
   take along: 1 - sqrt(1 - share²), since independent errors add in quadrature. A small cause under
   a large one is not ruled out by an experiment that could not have shown it.
 - What a side states for certain (a kernel that ignores sinks) is there, and is not ruled out: it
-  gets the share that went with its fix, and what the data see beside it keeps its place under the
-  name of its kind.
+  and its experiment are **of little weight**, with the share that went, and what the data see
+  beside it keeps its place under the name of its kind.
 - A fix that failed, several fixes at once, and corrections of the loss (TIS …) confirm nothing; nor
   does a fix that helps although it takes no suspected cause out, such as router replay where sinks
   are missing (40 % went in examples/tiny-gpt-oss-no-sinks).

@@ -1,7 +1,7 @@
 """What experiments say of the causes of a run: which they confirm, which they rule out.
 
 A cause is confirmed where the mismatch goes with the experiment that takes it out, and ruled out
-where the mismatch stays. Pure.
+where the mismatch stays, or of little weight where a side states it. Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, above, below
 from mismatch.analysis.diagnosis.detector import Evidence, Side
-from mismatch.analysis.diagnosis.ranking import Cause, Causes, RuledOut
+from mismatch.analysis.diagnosis.ranking import LITTLE, Cause, Causes, RuledOut
 from mismatch.experiments.explanation import GONE, STAYS, Experiment, Outcome
 from mismatch.metrics.inference import jackknife_error, student
 from mismatch.types import Estimate, Floats
@@ -108,7 +108,6 @@ def applied(
                 alike=tuple(n for n in alike if n in left and n != name),
             ))  # fmt: skip
         elif cause.stated and cause.id in gone_names:
-            ruled_out.discard(cause.id)  # it is there
             kept += _of_little(cause, experiments)
         elif cause.id not in gone_names or cause.status == "confirmed":
             kept.append(_with_evidence(replace(cause, alike=alike), experiments))
@@ -140,7 +139,19 @@ def applied(
         )  # fmt: skip
     kept.sort(key=lambda cause: -1.0 if cause.effect is None else cause.effect.value, reverse=True)
     result = replace(causes, ranked=tuple(kept), ruled_out=(*causes.ruled_out, *dropped))
-    return result, tuple(confirmed), tuple(sorted(ruled_out - set(confirmed)))
+    return result, tuple(confirmed), tuple(sorted(ruled_out - {cause.id for cause in kept}))
+
+
+def weighed(causes: Causes, experiments: Sequence[Experiment]) -> list[Experiment]:
+    """The experiments; of little weight where a cause that stays was found to be so."""
+    little = [cause for cause in causes.ranked if cause.status == LITTLE]
+    return [
+        replace(one, outcome=LITTLE)
+        if one.outcome == "ruled out"
+        and any(c.id in one.tests and one.side in _sides(c.side) for c in little)
+        else one
+        for one in experiments
+    ]
 
 
 def _sides(side: Side) -> set[str]:
@@ -208,8 +219,9 @@ def _of_little(cause: Cause, experiments: Sequence[Experiment]) -> list[Cause]:
     tried = [e for e in tried if e.side in _sides(cause.side)]
     narrow = min(tried, key=lambda e: len(e.tests))
     stated = replace(
-        cause, effect=narrow.gone, evidence=(*cause.evidence, *_evidence(narrow)), kind=""
-    )
+        cause, status=LITTLE, effect=narrow.gone, evidence=(*cause.evidence, *_evidence(narrow)),
+        kind="",
+    )  # fmt: skip
     seen = replace(cause, id=cause.kind, alike=(), consequences=(), stated=False, kind="")
     return [seen, stated] if cause.kind else [stated]
 

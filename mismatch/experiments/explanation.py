@@ -19,7 +19,7 @@ from mismatch.experiments.fixes.planning import Builder, Variant, chosen_of
 from mismatch.specs import CheckSpec
 from mismatch.types import Estimate
 
-Outcome = Literal["confirmed", "ruled out", "undecided", "not run"]
+Outcome = Literal["confirmed", "ruled out", "of little weight", "undecided", "not run"]
 GONE, STAYS = 0.3, 0.1  # share of mean |delta| that goes: at least, for yes; at most, for no
 UNKNOWN = 0.3  # weight of what no detector suspects
 LEAST_BITS = 0.03  # an experiment that is expected to say less is not made

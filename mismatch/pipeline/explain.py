@@ -24,7 +24,7 @@ from mismatch.analysis.diagnosis.ranking import Causes, diagnose
 from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError, named_line
-from mismatch.experiments.confirmation import applied, judged, settled
+from mismatch.experiments.confirmation import applied, judged, settled, weighed
 from mismatch.experiments.explanation import (
     Costs,
     Experiment,
@@ -317,7 +317,8 @@ def with_explanation(report: Report, run_dir: Path, spec: CheckSpec) -> Report:
     experiments = settled(causes, [*fixed, *(e for e in own if e.id not in ids)])
     causes, confirmed, ruled_out = applied(causes, experiments)
     spent += sum(e.seconds or 0.0 for e in fixed)
-    explanation = Explanation(tuple(experiments), confirmed, ruled_out, round(spent, 2))
+    shown = tuple(weighed(causes, experiments))
+    explanation = Explanation(shown, confirmed, ruled_out, round(spent, 2))
     return report.with_analyses(causes=causes, explain=explanation)
 
 

@@ -87,6 +87,21 @@ def test_a_softcap_within_the_rounding_is_seen_in_the_side_that_has_it(side: str
     assert smooth.WHAT in {entry.what for entry in without.not_tested}
 
 
+@pytest.mark.parametrize(("cap", "side"), [(2, "trainer"), (12, "engine")])
+def test_a_strong_softcap_is_a_function_and_no_other_weights(cap: float, side: str) -> None:
+    (only,) = causes(drawn.softcapped(0, cap, side)).ranked
+    assert (only.id, only.side, only.alike[0]) == ("function-differs", side, "logit-softcap")
+
+
+def test_other_weights_that_choose_their_tokens_are_no_function() -> None:
+    """What an engine of other weights sampled is likelier there: over half of its squared error."""
+    made = drawn.draw(1, sharpness=6.0)
+    made.engine = made.engine + 2.0 * made.rng.standard_normal(made.logits.shape)
+    case = made.case()
+    assert smooth.followed(case, "engine")[0].low > smooth.MOST
+    assert first(case).id == "weights-differ"
+
+
 def test_large_rounding_follows_no_law_of_its_own() -> None:
     """It lowers what is likely and raises what is not, in a plain forward as much; and the side
     that sampled is above float32 on average."""

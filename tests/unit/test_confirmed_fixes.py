@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from mismatch.analysis.diagnosis.case import Case
+from mismatch.analysis.diagnosis.catalogue import catalogue
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.ranking import Cause, diagnose
 from mismatch.codec import to_json
@@ -26,6 +27,7 @@ from mismatch.pipeline.commands import run_compare
 from mismatch.pipeline.document import report_from_json, report_to_json
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
+from mismatch.reports.sections.causes import sentences
 from mismatch.reports.terminal import print_report
 from mismatch.run import store
 from mismatch.run.directory import load_spec
@@ -34,7 +36,7 @@ from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dic
 from mismatch.types import Report, Scoring
 from tests import drawn_pair as drawn
 from tests.reports_fixture import make_report
-from tests.unit.test_explanation import made, suspected
+from tests.unit.test_explanation import experiment_of, suspected
 from tests.unit.test_fixes_run import Quiet
 
 SPEC = CheckSpec(
@@ -150,9 +152,27 @@ def test_a_stated_cause_has_the_share_of_its_fix_and_something_else_has_the_rest
     seen, stated = report.result("causes").ranked
     assert (seen.id, seen.status, seen.side) == ("function-differs", "suspected", "trainer")
     assert seen.effect.value > 0.8
-    assert (stated.id, stated.status) == ("attention-sinks", "suspected")
+    assert (stated.id, stated.status) == ("attention-sinks", "of little weight")
     assert stated.effect.value == pytest.approx(0.01)
+    assert [one.outcome for one in explanation_of(report).experiments] == ["of little weight"]
     assert explanation_of(report).ruled_out == explanation_of(report).confirmed == ()
+    _, text = sentences(report.result("causes"))
+    entry = catalogue()[stated.id]
+    assert stated.status in text
+    assert entry.mend in text
+    assert entry.confirm not in text  # that was done
+
+
+def test_what_stays_as_a_cause_is_not_said_to_be_ruled_out(tmp_path: Path) -> None:
+    """Another cause that could have been the same, behind the stated one."""
+    run = saved(tmp_path / "run", without_sinks(), {"attention-sinks": 0.99})
+    causes = diagnose(explain.case_of(run, SPEC), detectors())
+    other = suspected("grows-with-position", "trainer", "attention-sinks").ranked[0]
+    two = replace(causes, ranked=(*causes.ranked, other))
+    stays = [replace(one, outcome="ruled out") for one in explanation_of(reported(run)).experiments]
+    after, _, ruled_out = applied(two, stays)
+    assert "attention-sinks" in {cause.id for cause in after.ranked}
+    assert "attention-sinks" not in ruled_out
 
 
 def test_a_fix_that_leaves_the_mismatch_rules_a_look_alike_out(tmp_path: Path) -> None:
@@ -264,10 +284,10 @@ def test_another_kernel_in_place_of_the_users_own_names_no_sinks(tmp_path: Path)
 def test_float32_confirms_no_part_of_the_trainers_precision() -> None:
     """A head in bf16 goes with it, and so does everything else that is rounded."""
     head = suspected("bf16-lm-head", "trainer")
-    assert applied(head, [made("fp32", 0.95)])[1] == ()
-    assert applied(head, [made("fp32-lm-head", 0.95)])[1] == ("bf16-lm-head",)
+    assert applied(head, [experiment_of("fp32", 0.95)])[1] == ()
+    assert applied(head, [experiment_of("fp32-lm-head", 0.95)])[1] == ("bf16-lm-head",)
     whole = suspected("precision", "trainer", "bf16-lm-head")
-    assert applied(whole, [made("fp32", 0.95)])[1] == ("precision",)
+    assert applied(whole, [experiment_of("fp32", 0.95)])[1] == ("precision",)
 
 
 def test_a_small_cause_is_not_ruled_out_under_a_large_one() -> None:
@@ -275,13 +295,13 @@ def test_a_small_cause_is_not_ruled_out_under_a_large_one() -> None:
     small = suspected("bf16-lm-head", "trainer", effect=0.3).ranked[0]
     large = suspected("attention-sinks", "trainer", effect=0.65)
     both = replace(large, ranked=(*large.ranked, small))
-    masked = [made("fp32-lm-head", 0.05, 0.01)]
+    masked = [experiment_of("fp32-lm-head", 0.05, 0.01)]
     assert [experiment.outcome for experiment in settled(both, masked)] == ["undecided"]
     after, _, ruled_out = applied(both, masked)
     assert ({cause.id for cause in after.ranked}, ruled_out) == (
         {"attention-sinks", "bf16-lm-head"}, (),
     )  # fmt: skip
-    nothing = [made("fp32-lm-head", 0.0, 0.01)]
+    nothing = [experiment_of("fp32-lm-head", 0.0, 0.01)]
     assert [experiment.outcome for experiment in settled(both, nothing)] == ["ruled out"]
     assert applied(both, nothing)[2] == ("bf16-lm-head",)
 
@@ -290,7 +310,9 @@ def test_where_each_has_its_own_fix_both_are_confirmed_with_their_shares() -> No
     small = suspected("bf16-lm-head", "trainer", effect=0.3).ranked[0]
     large = suspected("attention-sinks", "trainer", effect=0.65)
     both = replace(large, ranked=(*large.ranked, small))
-    after, confirmed, _ = applied(both, [made("fp32-lm-head", 0.8), made("attention-sinks", 0.5)])
+    after, confirmed, _ = applied(
+        both, [experiment_of("fp32-lm-head", 0.8), experiment_of("attention-sinks", 0.5)]
+    )
     assert set(confirmed) == {"attention-sinks", "bf16-lm-head"}
     shares = [(c.id, c.effect.value) for c in after.ranked if c.effect is not None]
     assert shares == [("bf16-lm-head", 0.8), ("attention-sinks", 0.5)]  # by what goes with them

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 
@@ -32,7 +32,8 @@ SURE = ("padding", "ends", "scattered", "constant", "implementation", "unsampled
 TURNS = "turns that it moves"
 SMALL = 0.05  # share of the mismatch below which a cause is not worth a name
 
-Status = Literal["suspected", "confirmed"]
+Status = Literal["suspected", "confirmed", "of little weight"]
+LITTLE: Final = "of little weight"  # stated, and the mismatch stays without it
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from mismatch.analysis.diagnosis.catalogue import catalogue, title_of
 from mismatch.analysis.diagnosis.detector import Evidence
-from mismatch.analysis.diagnosis.ranking import Cause, Causes
+from mismatch.analysis.diagnosis.ranking import LITTLE, Cause, Causes
 from mismatch.experiments.explanation import GONE, STAYS, Experiment, Explanation
 from mismatch.reports.formatting import line, number, percent, plural, text
 from mismatch.reports.section import Cell, Cells, Column, Section, Table
@@ -94,7 +94,7 @@ def _paragraph(cause: Cause, place: int) -> str:
     ):
         parts += [f"{words}: {', '.join(title_of(id).lower() for id in ids)}"] if ids else []
     if entry is not None:
-        parts += [] if cause.status == "confirmed" else [f"To confirm: {entry.confirm}"]
+        parts += [f"To confirm: {entry.confirm}"] if cause.status == "suspected" else []
         parts.append(f"Do: {entry.mend}")
     return ". ".join(part.rstrip(".") for part in parts) + "."
 
@@ -173,6 +173,8 @@ def _names(ids: tuple[str, ...]) -> str:
 
 def _measured(experiment: Experiment) -> str:
     """Why it was not made, or what it measured beside the share that is gone."""
+    if experiment.outcome == LITTLE:
+        return "stated by a side, and the mismatch stays"
     return line(experiment.reason) or "; ".join(
         f"{item.what}: {text(item.value) if isinstance(item.value, str) else number(item.value)}"
         f" ({item.normal})"

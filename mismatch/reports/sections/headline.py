@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from mismatch.analysis.diagnosis.catalogue import catalogue, title_of
+from mismatch.analysis.diagnosis.ranking import LITTLE
 from mismatch.analysis.square import sides_at_fault
 from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
 from mismatch.experiments.fixes.catalogue import labels
@@ -146,6 +147,8 @@ def _cause(report: Report) -> str:
     how = "suspected, --explain confirms or rules it out"
     if cause.status == "confirmed":
         how = "confirmed by experiment"
+    elif cause.status == LITTLE:
+        how = "stated by a side, and of little weight by experiment"
     return f"{line(cause.id)}: {share}; {how}."
 
 

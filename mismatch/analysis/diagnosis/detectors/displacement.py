@@ -113,7 +113,7 @@ def displacement(case: Case) -> Look | NotTested:
         return NotTested("log-odds displacement", "the two sides agree on unlikely tokens")
     evidence = (Evidence("spread of the log-odds, confident over unlikely", ratio, "1 to 4"),)
     # With float32 at hand the other detector decides.
-    if ratio < RISING or _of_two_precisions(case) is not None:
+    if ratio < RISING or of_two_precisions(case) is not None:
         return Look(evidence)
     finding = Finding("function-differs", "either", None, evidence, alike=FUNCTIONS)
     return Look(evidence, (finding,) if above(case.mean(np.abs(case.delta)), 0.01) else ())
@@ -141,7 +141,7 @@ def _repaired_by(reference: Floats, case: Case) -> bool:
     return any(now and not before for now, before in near)
 
 
-def _of_two_precisions(case: Case) -> tuple[Floats, Floats, float] | None:
+def of_two_precisions(case: Case) -> tuple[Floats, Floats, float] | None:
     """Both sides' differences from float32, and how many times the trainer's rounding the engine's
     is expected to be; None where a plain forward of a side's dtype is not known.
     """
@@ -201,7 +201,7 @@ def precision(case: Case) -> Look | NotTested:
     return Look(tuple(evidence))
 
 
-def _agree_in_float32(case: Case) -> bool:
+def agree_in_float32(case: Case) -> bool:
     """Whether the engine started in float32 computes what the reference computes: then its distance
     is of its kernels, its cache, or what happened to its numbers later."""
     exact = case.others.get(f"{case.engine.name.partition(':')[0]}:{FLOAT32}")
@@ -223,60 +223,8 @@ def imbalance(case: Case, where: Bools) -> float:
     return sizes[1] / max(sizes[0], NO_ROUNDING)
 
 
-def far_side(case: Case) -> Look | NotTested:
-    """Which side stands far from float32, and whether its weights or its function differ."""
-    found = _of_two_precisions(case)
-    if found is None:
-        return NotTested(
-            "distance from float32",
-            f"needs {REFERENCE}, and {PLAIN}:<dtype> where the sides' dtypes differ",
-            "drop --no-noise-floor",
-        )
-    legs, times = found[:2], found[2]
-    limits = [float(np.quantile(np.abs(leg[case.kept]), 0.995)) for leg in legs]
-    engine, trainer = (
-        np.minimum(np.abs(leg), limit) for leg, limit in zip(legs, limits, strict=True)
-    )
-    ratios = {
-        "engine": case.ratio(engine, times * trainer + EXACT_FLOOR),
-        "trainer": case.ratio(times * trainer, engine + EXACT_FLOOR),
-    }
-    side: Side = "engine" if ratios["engine"].value >= 1 else "trainer"
-    reference = case.reference
-    assert reference is not None
-    alone = (case.left, reference) if side == "engine" else (reference, case.right)
-    cause, alike, numbers = kind(case if times == 1 else case.repaired(*alone))
-    distance = f"distance of the {side} from float32 over the other side's"
-    distance += "" if times == 1 else ", over that of their precisions"
-    evidence = (Evidence(distance, ratios[side].value, "0.9 to 1.1"), *numbers)
-    if not above(ratios[side], FAR):
-        return Look(evidence)
-    # The side at fault replaced by float32: what remains is the other side's own rounding.
-    good = legs[1] if side == "engine" else -legs[0]
-    effect = case.share(good)
-    if not above(effect, 0.1):
-        return Look(evidence)
-    repaired = (reference, case.right) if side == "engine" else (case.left, reference)
-    if side == "engine" and _agree_in_float32(case):
-        cause = "side-off"
-    if exact_side(case) is not None:
-        # A side that rounds where the other one does not moves all tokens alike, as weights do.
-        cause = cause if cause == "function-differs" else "side-off"
-        alike = tuple(dict.fromkeys((*alike, *COARSER)))
-    finding = Finding(cause, side, effect, evidence, alike=alike, repair=Repair(*repaired))
-    return Look(evidence, (finding,))
-
-
 DETECTORS = (
     Detector("precision", "function", ("precision",), precision,
              f"the passes {REFERENCE} and {PLAIN}:<dtype>", 49),
     Detector("displacement", "function", ("function-differs",), displacement, order=50),
-    Detector(
-        "far-side",
-        "function",
-        ("function-differs", "weights-differ", "side-off"),
-        far_side,
-        f"the pass {REFERENCE}",
-        51,
-    ),
 )  # fmt: skip

@@ -2,7 +2,8 @@
 
 A softcap, a temperature or a scale of the logits moves each log-probability by an amount that
 log p and the entropy of the position tell; rounding moves it at random. So a small one of these is
-seen though the side is hardly farther from float32 than rounding alone would have it.
+seen though the side is hardly farther from float32 than rounding alone would have it, and told
+from other weights where it is far.
 """
 
 from __future__ import annotations
@@ -11,9 +12,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, above
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Side
-from mismatch.analysis.diagnosis.detectors.displacement import FUNCTIONS, NO_ROUNDING, WEIGHTS
+from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, above, correlation
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.analysis.diagnosis.detectors.displacement import (
+    COARSER,
+    EXACT_FLOOR,
+    FAR,
+    FUNCTIONS,
+    NO_ROUNDING,
+    WEIGHTS,
+    agree_in_float32,
+    exact_side,
+    kind,
+    of_two_precisions,
+)
 from mismatch.analysis.diagnosis.detectors.law import MIN_TOKENS, hats
 from mismatch.analysis.diagnosis.ranking import SMALL
 from mismatch.metrics.inference import jackknife_error, student
@@ -26,6 +38,9 @@ LEAST_LOGPROB = -15.0
 # What moves logits as a whole, first.
 ALIKE = tuple(dict.fromkeys(("logit-softcap", "temperature-semantics", *FUNCTIONS, *WEIGHTS)))
 TAIL = 0.995  # of |error|; the rest is cut to it
+# Of the squared error of a far side, from which it is a function of the logits. More where the
+# sides hardly correlate: the tokens that one side chose are likelier there than elsewhere.
+MOST = 0.5
 
 
 @dataclass(frozen=True)
@@ -102,42 +117,91 @@ def beyond(case: Case, side: Predicted, plain: Predicted) -> Estimate:
     return Estimate(value, value - arm, value + arm, count, n_sequences, len(present))
 
 
+def followed(case: Case, side: Side) -> tuple[Estimate, float, Evidence] | None:
+    """Share of one side's squared error that its own law explains beyond a plain forward's, and
+    what healthy sides stay below; None without float32 and such a forward, or of few tokens."""
+    left = side == "engine"
+    scoring, logprobs = (case.engine, case.left) if left else (case.trainer, case.right)
+    reference = case.others.get(REFERENCE)
+    plain = case.others.get(f"{PLAIN}:{scoring.fingerprint.get('dtype')}")
+    few = case.kept.sum() < MIN_TOKENS or case.n_prompts < FEW_PROMPTS
+    if few or plain is None or reference is None or reference.entropy is None:
+        return None
+    law, entropy = reference.logprobs.astype(np.float64), reference.entropy.astype(np.float64)
+    errors = logprobs - law, plain.logprobs - law
+    if np.abs(errors[1]).mean() < NO_ROUNDING or not np.isfinite(entropy).all():
+        return None
+    share = beyond(case, *(predicted(case, e, law, entropy) for e in errors))
+    chosen, as_much = (by_sampling(case, error) for error in errors)
+    bound = SMALL + max(0.0, chosen - as_much)
+    what = f"squared error of the {side} that its own law explains, beyond a plain forward's"
+    return share, bound, Evidence(what, share.value, f"below {bound:.2g}")
+
+
 def smooth(case: Case) -> Look | NotTested:
     """Both sides' errors against their own laws; the yardstick is a plain forward's error."""
-    reference = case.others.get(REFERENCE)
-    if reference is None or reference.entropy is None or not np.isfinite(reference.entropy).all():
-        return NotTested(WHAT, f"needs {REFERENCE} with its entropy", "drop --no-noise-floor")
-    if case.kept.sum() < MIN_TOKENS or case.n_prompts < FEW_PROMPTS:
-        return NotTested(WHAT, f"needs {MIN_TOKENS} tokens of {FEW_PROMPTS} prompts")
-    law, entropy = reference.logprobs.astype(np.float64), reference.entropy.astype(np.float64)
-    looked: list[tuple[Side, Estimate, float]] = []
-    sides: tuple[tuple[Side, Floats, str], ...] = (
-        ("engine", case.left, str(case.engine.fingerprint.get("dtype"))),
-        ("trainer", case.right, str(case.trainer.fingerprint.get("dtype"))),
-    )
-    for side, logprobs, dtype in sides:
-        plain = case.others.get(f"{PLAIN}:{dtype}")
-        if plain is None or np.abs(plain.logprobs - law).mean() < NO_ROUNDING:
-            continue
-        errors = logprobs - law, plain.logprobs - law
-        share = beyond(case, *(predicted(case, e, law, entropy) for e in errors))
-        chosen, as_much = (by_sampling(case, error) for error in errors)
-        looked.append((side, share, SMALL + max(0.0, chosen - as_much)))
+    sides: tuple[Side, ...] = ("engine", "trainer")
+    looked = [(side, *own) for side in sides if (own := followed(case, side)) is not None]
     if not looked:
-        return NotTested(WHAT, f"needs {PLAIN}:<dtype of a side>", "drop --no-noise-floor")
-    what = "squared error of the {} that its own law explains, beyond a plain forward's"
-    evidence = tuple(
-        Evidence(what.format(side), share.value, f"below {bound:.2g}")
-        for side, share, bound in looked
+        what = f"{REFERENCE} with its entropy, {PLAIN}:<dtype of a side>"
+        reason = f"needs {what}, and {MIN_TOKENS} tokens of {FEW_PROMPTS} prompts"
+        return NotTested(WHAT, reason, "drop --no-noise-floor")
+    evidence = tuple(row[3] for row in looked)
+    side, share, bound, _ = max(looked, key=lambda row: row[1].value - row[2])
+    found = Finding("function-differs", side, None, evidence, alike=ALIKE)
+    return Look(evidence, (found,) if above(share, bound) else ())
+
+
+def far_side(case: Case) -> Look | NotTested:
+    """Which side stands far from float32, and whether its weights or its function differ."""
+    found = of_two_precisions(case)
+    if found is None:
+        return NotTested(
+            "distance from float32",
+            f"needs {REFERENCE}, and {PLAIN}:<dtype> where the sides' dtypes differ",
+            "drop --no-noise-floor",
+        )
+    legs, times = found[:2], found[2]
+    limits = [float(np.quantile(np.abs(leg[case.kept]), 0.995)) for leg in legs]
+    engine, trainer = (
+        np.minimum(np.abs(leg), limit) for leg, limit in zip(legs, limits, strict=True)
     )
-    side, share, bound = max(looked, key=lambda row: row[1].value - row[2])
-    if not above(share, bound):
+    ratios = {
+        "engine": case.ratio(engine, times * trainer + EXACT_FLOOR),
+        "trainer": case.ratio(times * trainer, engine + EXACT_FLOOR),
+    }
+    side: Side = "engine" if ratios["engine"].value >= 1 else "trainer"
+    reference = case.reference
+    assert reference is not None
+    alone = (case.left, reference) if side == "engine" else (reference, case.right)
+    cause, alike, numbers = kind(case if times == 1 else case.repaired(*alone))
+    distance = f"distance of the {side} from float32 over the other side's"
+    distance += "" if times == 1 else ", over that of their precisions"
+    evidence = (Evidence(distance, ratios[side].value, "0.9 to 1.1"), *numbers)
+    if not above(ratios[side], FAR):
         return Look(evidence)
-    finding = Finding("function-differs", side, None, evidence, alike=ALIKE)
+    # The side at fault replaced by float32: what remains is the other side's own rounding.
+    good = legs[1] if side == "engine" else -legs[0]
+    effect = case.share(good)
+    if not above(effect, 0.1):
+        return Look(evidence)
+    repaired = (reference, case.right) if side == "engine" else (case.left, reference)
+    own = followed(case, side)
+    if side == "engine" and agree_in_float32(case):
+        cause = "side-off"
+    elif own is not None and above(own[0], MOST + 1 - correlation(case)):
+        cause, alike, evidence = "function-differs", ALIKE, (*evidence, own[2])
+    if exact_side(case) is not None:
+        # A side that rounds where the other one does not moves all tokens alike, as weights do.
+        cause = cause if cause == "function-differs" else "side-off"
+        alike = tuple(dict.fromkeys((*alike, *COARSER)))
+    finding = Finding(cause, side, effect, evidence, alike=alike, repair=Repair(*repaired))
     return Look(evidence, (finding,))
 
 
 DETECTORS = (
+    Detector("far-side", "function", ("function-differs", "weights-differ", "side-off"), far_side,
+             f"the pass {REFERENCE}", 51),
     Detector("own-law", "function", ("function-differs",), smooth,
              f"the passes {REFERENCE} and {PLAIN}:<dtype>", 52),
 )  # fmt: skip
