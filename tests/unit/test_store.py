@@ -179,7 +179,7 @@ def test_pairing_needs_action_tokens_and_equal_ids():
 
 
 @pytest.mark.parametrize(
-    ("extra", "counts"), [("entropy", "2 entropies for 3"), ("top1", "2 most likely ids for 3")]
+    ("extra", "counts"), [("entropy", r"2 entropies\b.*3"), ("top1", r"2 most likely\b.*3")]
 )
 def test_pairing_needs_one_entropy_and_one_most_likely_id_per_token(extra, counts):
     short = scoring(name="fsdp", **{extra: np.zeros(2, int)})
@@ -203,8 +203,8 @@ def corrupt(row, layer, value):
 @pytest.mark.parametrize(
     ("capture", "message"),
     [
-        (corrupt(4, 1, [9, 2]), "out of range for token 4 at layer 3"),
-        (corrupt(2, 0, [5, 5]), "same expert twice for token 2 at layer 1"),
+        (corrupt(4, 1, [9, 2]), r"range.*token 4\b.*layer 3"),
+        (corrupt(2, 0, [5, 5]), r"twice.*token 2\b.*layer 1"),
         (routing(np.zeros((6, 2, 2), np.uint8)), "shape"),
     ],
 )

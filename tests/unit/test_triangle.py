@@ -333,7 +333,7 @@ def test_the_second_engine_has_its_own_arguments() -> None:
         ({"engine": [A, A]}, "given twice"),
         ({"engine": [A, B, A]}, "given 3 times"),
         ({"prefill": False}, "--no-prefill"),
-        ({"verl_config": "x.yaml"}, "one engine, not two"),
+        ({"verl_config": "x.yaml"}, "--verl-config"),
         ({"engine": [A], "other_engine_arg": ["a=1"]}, "with one engine"),
     ],
 )
