@@ -278,7 +278,7 @@ def test_one_worker_is_not_blamed_for_the_error_of_the_other(tmp_path):
         write_error({str(tmp_path)!r}, "train-rank0", MismatchError("of the trainer"))
         raise SystemExit(3)
     """
-    with pytest.raises(MismatchError, match="engine process failed with exit code 3"):
+    with pytest.raises(MismatchError, match=r"engine .*code 3"):
         run_worker("engine", python(code), tmp_path)
 
 

@@ -78,8 +78,8 @@ def test_a_kernel_that_is_not_installed_is_left_out_and_said_so() -> None:
 
 
 def test_the_users_flags_win() -> None:
-    mine = TrainSpec(master_dtype="bf16")
-    applied = get_preset("verl").resolve(mine, explicit={"train_dtype", "autocast", "layout"})
+    own = TrainSpec(master_dtype="bf16")
+    applied = get_preset("verl").resolve(own, explicit={"train_dtype", "autocast", "layout"})
     assert applied.train.master_dtype == "bf16"  # not at its default
     assert (applied.train.autocast, applied.train.layout) == (None, "padding")  # given by name
     assert applied.train.temperature_in == "logits-rounded"
@@ -88,12 +88,12 @@ def test_the_users_flags_win() -> None:
 
 
 def test_the_engines_dtype_flag_is_not_the_trainers() -> None:
-    mine = TrainSpec(dtype="bf16")
+    own = TrainSpec(dtype="bf16")
     preset = replace(
         get_preset("verl"), settings=(replace(get_preset("verl").settings[0], value="fp16"),)
     )
-    assert preset.apply(mine, explicit={"dtype"}).dtype == "fp16"
-    assert preset.apply(mine, explicit={"train_dtype"}).dtype == "bf16"
+    assert preset.apply(own, explicit={"dtype"}).dtype == "fp16"
+    assert preset.apply(own, explicit={"train_dtype"}).dtype == "bf16"
 
 
 def test_unknown_trainer_names_the_nearest() -> None:

@@ -64,13 +64,13 @@ def way(request):
     return request.param
 
 
-def worker(place, way: str, then: str = "") -> list[str]:
-    return python(WORKER.format(place=str(place), way=way, then=then))
+def worker(folder, way: str, then: str = "") -> list[str]:
+    return python(WORKER.format(place=str(folder), way=way, then=then))
 
 
-def pids(place) -> list[int]:
+def pids(folder) -> list[int]:
     """Of worker and child, once both are there."""
-    files = [place / name for name in ("worker", "child")]
+    files = [folder / name for name in ("worker", "child")]
     wait_for(lambda: all(file.exists() and file.read_text() for file in files))
     return [int(file.read_text()) for file in files]
 

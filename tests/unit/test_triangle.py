@@ -329,17 +329,17 @@ def test_the_second_engine_has_its_own_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "words"),
     [
         ({"engine": [A, A]}, "given twice"),
         ({"engine": [A, B, A]}, "given 3 times"),
         ({"prefill": False}, "--no-prefill"),
-        ({"verl_config": "x.yaml"}, "one engine, not two"),
+        ({"verl_config": "x.yaml"}, "--verl-config"),
         ({"engine": [A], "other_engine_arg": ["a=1"]}, "with one engine"),
     ],
 )
-def test_flags_that_do_not_fit_are_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(MismatchError, match=said):
+def test_flags_that_do_not_fit_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(MismatchError, match=words):
         other_engine(flags(**given), "m")
 
 
@@ -408,7 +408,7 @@ def test_a_second_engine_that_fails_is_named(
     staged: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Pretend, "broken", B)
-    with pytest.raises(MismatchError, match=f"the second engine, {B}: out of memory") as caught:
+    with pytest.raises(MismatchError, match=f"second engine, {B}.*memory") as caught:
         SecondEngine(staged).prepare()
     assert caught.value.fix == "use less"
 
@@ -420,7 +420,7 @@ def test_the_second_engines_run_is_a_plain_check() -> None:
     assert spec.rollout.engine.engine == B
     assert spec.rollout.sampling == LAW
     (line,) = dry_run_lines(spec_of())
-    assert "three engine starts" in line
+    assert 0 < line.index(A) < line.index(B)
     assert dry_run_lines(CheckSpec()) == []
 
 
