@@ -28,6 +28,7 @@ from mismatch.experiments.scoring_passes import training_passes
 from mismatch.metrics.routing_pairs import router_noise
 from mismatch.models import named
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
+from mismatch.pipeline.preflight import require_a_law
 from mismatch.pipeline.tokens import token_table
 from mismatch.processes.stages import LABEL as FLOAT32_ENGINE
 from mismatch.run import manifest, store
@@ -35,7 +36,7 @@ from mismatch.run.manifest import damage_named
 from mismatch.run.messages import pass_label, read_error
 from mismatch.run.provenance import provenance
 from mismatch.run.store import FLOAT32, REFERENCE, REPLAYED, TRAIN, WEIGHTS
-from mismatch.specs import CheckSpec, require_a_law, spec_hash, to_dict
+from mismatch.specs import CheckSpec, spec_hash, to_dict
 from mismatch.types import Check, Comparison, NotTested, Report, Rollout, Scoring, SidePair
 
 if TYPE_CHECKING:

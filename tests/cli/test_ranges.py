@@ -10,7 +10,7 @@ import pytest
 from mismatch.cli.main import main
 from mismatch.cli.options import CHECK
 from mismatch.errors import MismatchError
-from mismatch.pipeline.preflight import preflight_rollout, preflight_training
+from mismatch.pipeline.preflight import preflight_rollout, preflight_training, require_ranges
 from mismatch.specs import (
     CheckSpec,
     EngineSpec,
@@ -19,7 +19,6 @@ from mismatch.specs import (
     RolloutSpec,
     Sampling,
     TrainSpec,
-    require_ranges,
 )
 
 CHECKED = ["check", "--model", "tiny-gpt-oss", "--engine", "transformers"]
