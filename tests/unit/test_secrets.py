@@ -11,7 +11,6 @@ import pytest
 from mismatch.cli.session import command
 from mismatch.cli.to_spec import _engine_arg
 from mismatch.errors import MismatchError
-from mismatch.processes.launch import run_worker
 from mismatch.reports.files import write_report
 from mismatch.run import store
 from mismatch.run.directory import Journal, new_directory
@@ -19,7 +18,7 @@ from mismatch.run.messages import write_error
 from mismatch.run.provenance import provenance, redact
 
 from ..made_run import make_run, rollout, scoring, spec
-from .test_launch import python
+from .test_launch import python, run_worker
 
 PLANTED = {
     "hub": "hf_AbCdEfGhIjKlMnOpQrStUv",
