@@ -225,16 +225,11 @@ def _cause(finding: Finding, before: float, first: Looks, turns: tuple[Evidence,
         effect = replace(effect, value=effect.value * before, low=low, high=high)
     side = finding.side
     evidence = finding.evidence + turns
-    if side == "either":  # float32 may know
-        for other in _findings(first, "far-side"):
+    if side == "either" and isinstance(look := first.get("far-side"), Look):  # float32 may know
+        for other in look.findings:
             side, evidence = other.side, evidence + other.evidence[:1]
     status: Status = "confirmed" if finding.confirmed else "suspected"
     return Cause(finding.cause, status, side, effect, evidence, finding.alike)
-
-
-def _findings(looks: Looks, id: str) -> tuple[Finding, ...]:
-    look = looks.get(id)
-    return look.findings if isinstance(look, Look) else ()
 
 
 def _gone(before: Looks, after: Looks, finding: Finding) -> tuple[str, ...]:
