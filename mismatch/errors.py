@@ -46,7 +46,7 @@ class CorruptCapture(MismatchError):
     """Routed experts that cannot be true: wrong shape, ids out of range, missing rows."""
 
 
-def did_you_mean(name: str, known: Iterable[str], most: int = 2, cutoff: float = 0.5) -> str:
+def did_you_mean(name: str, choices: Iterable[str], most: int = 2, cutoff: float = 0.5) -> str:
     """The known names that are nearest, as the beginning of a fix; "" where none is near.
 
     >>> did_you_mean("vLM", ["vllm", "sglang"])
@@ -54,7 +54,7 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 2, cutoff: float =
     """
     from difflib import get_close_matches
 
-    near = get_close_matches(name.lower(), list(known), n=most, cutoff=cutoff)
+    near = get_close_matches(name.lower(), list(choices), n=most, cutoff=cutoff)
     return f"did you mean {' or '.join(near)}? " if near else ""
 
 

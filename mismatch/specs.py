@@ -6,10 +6,7 @@ import dataclasses
 import re
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
-
-from mismatch.codec import from_json
-from mismatch.errors import MismatchError
+from typing import Annotated, Any, Literal
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 MasterDtype = Literal["auto", "bf16", "fp16", "fp32"]
@@ -113,19 +110,6 @@ class Sampling:
     def scored_temperature(self) -> float:
         """Greedy decoding (T = 0) has no distribution of its own: it is scored at T = 1."""
         return self.temperature if self.temperature > 0 else 1.0
-
-
-def require_a_law(sampling: Sampling) -> None:
-    """Tokens that were sampled, so that there is a law to compare with.
-
-    Raises:
-        MismatchError: greedy sampling: its tokens have probability 1, and no divergence.
-    """
-    if sampling.temperature == 0:
-        raise MismatchError(
-            "--temperature 0: greedy tokens follow no law, so there is nothing to measure",
-            "sample at the temperature of training: --temperature 1",
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -517,37 +501,9 @@ class CheckSpec:
     ] = 16
 
 
-T = TypeVar("T")
-
-
-def require_ranges(*specs: Any) -> None:
-    """Every number of these specs is in the range of its flag, wherever the specs came from.
-
-    Raises:
-        MismatchError: one is not.
-    """
-    for spec in specs:
-        for name, hint in get_type_hints(type(spec), include_extras=True).items():
-            value = getattr(spec, name)
-            for note in get_args(hint)[1:]:
-                bounds = note.range if isinstance(note, Flag) else None
-                if bounds is not None and value is not None and value not in bounds:
-                    flag = f"--{(note.name or name).replace('_', '-')}"
-                    raise MismatchError(f"{flag} is {value}", f"give a number {bounds}")
-
-
 def to_dict(spec: Any) -> dict[str, Any]:
     """A spec as plain JSON data."""
     return dataclasses.asdict(spec)
-
-
-def from_dict(cls: type[T], data: dict[str, Any]) -> T:
-    """The inverse of :func:`to_dict`.
-
-    Raises:
-        TypeError: a field is unknown, missing or of another type.
-    """
-    return from_json(cls, data)
 
 
 def weights_key(spec: TrainSpec) -> tuple[Any, ...]:

@@ -46,7 +46,7 @@ def budget_of(
     }
     chain = [decode.name, *(n for n in (prefill, REFERENCE) if n not in reasons), TRAIN]
     beside, gaps = _beside(spec, scorings, refused, engine)
-    gaps = [Gap(_titles(prefill)[name == REFERENCE], why) for name, why in reasons.items()] + gaps
+    gaps = [Gap(f"step through {name}", why) for name, why in reasons.items()] + gaps
     actions = rollout.actions
     return error_budget(
         [(name, scorings[name].logprobs) for name in chain],
@@ -71,10 +71,6 @@ def forecast_of(
     return length_forecast(
         pair.delta, sequence=pair.sequence, prompt=pair.prompt, target=target, seed=seed
     )
-
-
-def _titles(prefill: str) -> tuple[str, str]:
-    return f"step through {prefill}", f"step through {REFERENCE}"
 
 
 def _off_chain(name: str, decode: Scoring, scorings: Mapping[str, Scoring], spec: CheckSpec) -> str:

@@ -69,12 +69,12 @@ def judged(experiment: Experiment, before: Case, after: Case, seconds: float) ->
 def settled(causes: Causes, experiments: Sequence[Experiment]) -> list[Experiment]:
     """The experiments; undecided where less went than rules out, yet a cause would take no more."""
     return [
-        replace(one, outcome="undecided")
-        if one.outcome == "ruled out"
-        and (asked := [c for c in causes.ranked if _asks(one, c)])
-        and not any(_contradicts(one, cause, causes) for cause in asked)
-        else one
-        for one in experiments
+        replace(experiment, outcome="undecided")
+        if experiment.outcome == "ruled out"
+        and (asked := [c for c in causes.ranked if _asks(experiment, c)])
+        and not any(_contradicts(experiment, cause, causes) for cause in asked)
+        else experiment
+        for experiment in experiments
     ]
 
 
@@ -146,11 +146,11 @@ def weighed(causes: Causes, experiments: Sequence[Experiment]) -> list[Experimen
     """The experiments; of little weight where a cause that stays was found to be so."""
     little = [cause for cause in causes.ranked if cause.status == LITTLE]
     return [
-        replace(one, outcome=LITTLE)
-        if one.outcome == "ruled out"
-        and any(c.id in one.tests and one.side in _sides(c.side) for c in little)
-        else one
-        for one in experiments
+        replace(experiment, outcome=LITTLE)
+        if experiment.outcome == "ruled out"
+        and any(c.id in experiment.tests and experiment.side in _sides(c.side) for c in little)
+        else experiment
+        for experiment in experiments
     ]
 
 
@@ -185,12 +185,12 @@ def _against(
     cause: Cause, causes: Causes, experiments: Sequence[Experiment]
 ) -> dict[str, set[str]]:
     """Name -> sides on which an experiment has ruled it out, as what this cause is."""
-    found: dict[str, set[str]] = {}
+    ruled_out: dict[str, set[str]] = {}
     for experiment in experiments:
         if _contradicts(experiment, cause, causes):
             for name in experiment.tests:
-                found.setdefault(name, set()).add(experiment.side)
-    return found
+                ruled_out.setdefault(name, set()).add(experiment.side)
+    return ruled_out
 
 
 def _confirming(
@@ -203,9 +203,9 @@ def _confirming(
         if experiment.outcome != "confirmed" or experiment.side not in _sides(cause.side):
             continue
         left = tuple(n for n in experiment.tests if experiment.side not in against.get(n, set()))
-        for place, name in enumerate((cause.id, *cause.alike)):
+        for rank, name in enumerate((cause.id, *cause.alike)):
             if name in left and (name not in experiment.wide or len(left) == 1):
-                fitting.append((len(left), place, experiment, name, left))
+                fitting.append((len(left), rank, experiment, name, left))
     if not fitting:
         return None
     _, _, experiment, name, left = min(fitting, key=lambda row: row[:2])

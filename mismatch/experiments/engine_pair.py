@@ -61,7 +61,7 @@ def other_spec(spec: CheckSpec) -> CheckSpec:
     )
 
 
-def other_place(spec: CheckSpec) -> str:
+def other_folder(spec: CheckSpec) -> str:
     """Where the second engine's tokens lie inside the run directory."""
     assert spec.other_engine is not None
     return f"{DIRECTORY}/{spec.other_engine.engine}"
@@ -257,7 +257,7 @@ class Corner:
         reasons: engine -> why it has none.
     """
 
-    place: str
+    folder: str
     sampler: str
     other: str
     sides: ScoredRollout
@@ -310,7 +310,7 @@ def _not_finite(run_dir: Path, spec: CheckSpec) -> dict[str, str]:
     wanted = {TRAIN, *(f"{name}:{mode}" for name in names for mode in ("decode", "prefill"))}
     held = [
         (folder, name)
-        for folder in ("", other_place(spec))
+        for folder in ("", other_folder(spec))
         for name in store.scoring_names(run_dir / folder)
         if name in wanted
     ]
@@ -403,13 +403,16 @@ def reason_of(
 def _corners(run_dir: Path, spec: CheckSpec) -> Iterator[Corner]:
     assert spec.other_engine is not None
     first, second = spec.rollout.engine.engine, spec.other_engine.engine
-    at = other_place(spec)
+    at = other_folder(spec)
     homes = {first: run_dir, second: run_dir / at}
     unable = {name: _unable(home, name) for name, home in homes.items()}
     for sampler, other in ((first, second), (second, first)):
         home = homes[sampler]
         sides = ScoredRollout.load(home, sampler, TRAIN)
-        prefill = {name: None if unable[name] else _prefill(home, name) for name in homes}
+        prefill = {
+            name: None if unable[name] else store.load_scoring(home, f"{name}:prefill")
+            for name in homes
+        }
         for scoring in prefill.values():
             if scoring is not None:
                 Pair.of(sides.rollout, sides.decode, scoring)
@@ -424,11 +427,6 @@ def _unable(home: Path, engine: str) -> str:
     entries = facts.get("not_tested", ())
     reasons = [entry for entry in entries if PREFILL & set(NotTested.fields_of(entry))]
     return reasons[0] if reasons else f"{engine} cannot score given tokens at this temperature"
-
-
-def _prefill(run_dir: Path, engine: str) -> Scoring:
-    """Another engine's view of these tokens; MismatchError where it is not there."""
-    return store.load_scoring(run_dir, f"{engine}:prefill")
 
 
 def _edges(corner: Corner, seed: int) -> Iterator[Edge]:
@@ -462,6 +460,6 @@ def _row(corner: Corner, seed: int, thresholds: Thresholds | None) -> EngineRow:
     return EngineRow(
         engine=corner.sampler,
         version=str(facts.get("version", "")),
-        place=corner.place,
+        place=corner.folder,
         verdict=corner.sides.verdict(comparison, thresholds),
     )

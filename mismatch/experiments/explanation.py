@@ -76,9 +76,9 @@ def taken(id: str, spec: CheckSpec) -> Taken | None:
     """What goes with a fix in this check; None where it shows nothing of a cause."""
     if id not in TESTS:
         return None
-    found, attention, sampling = TESTS[id], spec.train.attention, spec.rollout.sampling
+    entry, attention, sampling = TESTS[id], spec.train.attention, spec.rollout.sampling
     if id == "attention-sinks" and attention != "no-sinks":
-        found = KERNEL  # another kernel, whatever was wrong with the one in use
+        entry = KERNEL  # another kernel, whatever was wrong with the one in use
     if id == "no-sinks" and ":" in attention:
         return None  # the kernel that it replaces may be what is wrong
     impossible = set()
@@ -88,7 +88,7 @@ def taken(id: str, spec: CheckSpec) -> Taken | None:
         impossible.add("temperature-semantics")
     if not sampling.truncates:
         impossible.add("sampling-truncation")
-    return replace(found, wide=tuple(name for name in found.wide if name not in impossible))
+    return replace(entry, wide=tuple(name for name in entry.wide if name not in impossible))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def masses(causes: Causes) -> Masses:
 
     Of a cause that is confirmed only its look-alikes are still asked about.
     """
-    found: Masses = {}
+    totals: Masses = {}
     for cause in causes.ranked:
         done = cause.status == "confirmed"
         weight = UNMEASURED if cause.effect is None else max(cause.effect.value, 0.01)
@@ -165,9 +165,9 @@ def masses(causes: Causes) -> Masses:
         )
         for id, share in shares.items():
             if share > 0:
-                found[id, cause.side] = found.get((id, cause.side), 0.0) + weight * share
-    total = sum(found.values())
-    return {key: (1 - UNKNOWN) * value / total for key, value in found.items()} if total else {}
+                totals[id, cause.side] = totals.get((id, cause.side), 0.0) + weight * share
+    total = sum(totals.values())
+    return {key: (1 - UNKNOWN) * value / total for key, value in totals.items()} if total else {}
 
 
 def bits(weights: Masses, side: Side, tests: Sequence[str]) -> float:
@@ -199,42 +199,44 @@ class Costs:
         from mismatch.specs import weights_key
 
         own = weights_key(variant.spec.train) != weights_key(base.train)
-        return self.forward + (self.load if own else 0.0) + (self.engine if variant.place else 0.0)
+        return self.forward + (self.load if own else 0.0) + (self.engine if variant.folder else 0.0)
 
 
 def asked(id: str, spec: CheckSpec, weights: Masses) -> Experiment | None:
     """What applying one fix asks; None where it is expected to say nothing of the causes."""
-    found = taken(id, spec)
-    if found is None:
+    entry = taken(id, spec)
+    if entry is None:
         return None
-    tests = (*found.own, *found.wide)
-    expected = bits(weights, found.side, tests)
+    tests = (*entry.own, *entry.wide)
+    expected = bits(weights, entry.side, tests)
     if expected < LEAST_BITS:
         return None
-    return Experiment(id, found.side, tests, expected, 0.0, wide=found.wide)
+    return Experiment(id, entry.side, tests, expected, 0.0, wide=entry.wide)
 
 
 def plan(
-    spec: CheckSpec, context: Context, causes: Causes, costs: Costs, made: Sequence[str] = ()
+    spec: CheckSpec, context: Context, causes: Causes, costs: Costs, done: Sequence[str] = ()
 ) -> list[tuple[Experiment, Variant]]:
     """Experiments worth making, by expected information per second, the best first.
 
     Args:
-        made: ids of those that are made already.
+        done: ids of those that are made already.
     """
     weights = masses(causes)
     builder = Builder(spec, context)
     planned = []
     for id in TESTS:
-        one = None if id in made else asked(id, spec, weights)
-        if one is None:
+        probe = None if id in done else asked(id, spec, weights)
+        if probe is None:
             continue
         before = len(builder.variants)
         builder.add(chosen_of(id))
         if len(builder.variants) > before:
             variant = builder.variants[-1]
-            one = replace(one, expected_s=costs.of(variant, spec), same_tokens=not variant.place)
-            planned.append((one, variant))
+            probe = replace(
+                probe, expected_s=costs.of(variant, spec), same_tokens=not variant.folder
+            )
+            planned.append((probe, variant))
     return sorted(planned, key=lambda pair: -pair[0].rate)
 
 

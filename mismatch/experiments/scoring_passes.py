@@ -19,6 +19,7 @@ from mismatch.analysis.diagnosis.detector import Evidence, Side
 from mismatch.analysis.diagnosis.ranking import KINDS, Causes
 from mismatch.analysis.square import precision_of
 from mismatch.captures import CacheKind, CachePair
+from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.explanation import (
     GONE,
@@ -55,7 +56,6 @@ from mismatch.specs import (
     Pass,
     RolloutSpec,
     TrainSpec,
-    from_dict,
     load_key,
     to_dict,
     weights_key,
@@ -237,7 +237,7 @@ class Job:
     @classmethod
     def of(cls, entry: dict[str, Any], run_dir: str) -> Job:
         """The inverse of :meth:`entry`."""
-        pass_ = Pass(entry["name"], from_dict(TrainSpec, entry["spec"]))
+        pass_ = Pass(entry["name"], from_json(TrainSpec, entry["spec"]))
         marks = bool(entry.get("optional")), bool(entry.get("side"))
         return cls(Path(entry.get("run_dir", run_dir)), pass_, *marks)
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 
-import numpy as np
-
 from mismatch.metrics.inference import Interval, student
-from mismatch.metrics.registry import floats
-from mismatch.types import Floats, Ints
+from mismatch.types import Floats
 
 WIDER = 5.0  # times the share beyond a quantile
 QUANTILE_PROMPTS = 14.0  # effective number, of those that hold the values in that wider tail
@@ -45,26 +42,6 @@ class Ranked:
         return float(self._values[index])
 
 
-def woodruff(values: Floats, cluster: Ints, probability: float) -> Interval | None:
-    """Interval of a quantile: that of the distribution function there, inverted.
-
-    The share of values at or under the quantile has a standard error over prompts; the interval
-    of that share, taken on the logit scale to stay in (0, 1), is read off the order statistics.
-    None where its upper end lies beyond the sample: then the data bound the quantile only below;
-    and where too few prompts hold the values of the tail to say how these vary.
-
-    Args:
-        values: [U].
-        cluster: [U] prompt of each, numbered from 0.
-    """
-    ordered, count = Ranked(values), floats(np.bincount(cluster))
-    under, tail = (
-        floats(np.bincount(cluster, weights=values <= cut))
-        for cut in quantile_cuts(ordered, probability)
-    )
-    return woodruff_ends(ordered, under, tail, count, probability)
-
-
 def quantile_cuts(ordered: Ranked, probability: float) -> tuple[float, float]:
     """The quantile of some values, and the one that cuts off a tail ``WIDER`` times as large.
 
@@ -81,8 +58,17 @@ def quantile_cuts(ordered: Ranked, probability: float) -> tuple[float, float]:
 def woodruff_ends(
     ordered: Ranked, under: Floats, tail: Floats, count: Floats, probability: float
 ) -> Interval | None:
-    """:func:`woodruff` from ranked values and how many of ``count`` [P] lie at or below the two
-    :func:`quantile_cuts`, ``under`` and ``tail`` [P]."""
+    """Interval of a quantile: that of the distribution function there, inverted.
+
+    The share of values at or under the quantile has a standard error over prompts; the interval
+    of that share, taken on the logit scale to stay in (0, 1), is read off the order statistics.
+    None where its upper end lies beyond the sample: then the data bound the quantile only below;
+    and where too few prompts hold the values of the tail to say how these vary.
+
+    Args:
+        under, tail: how many of a prompt's values lie at or below the :func:`quantile_cuts`, [P].
+        count: of all its values, [P].
+    """
     if ordered[0] == ordered[-1]:
         return ordered[0], ordered[0]
     total, prompts = len(ordered), len(count)

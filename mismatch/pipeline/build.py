@@ -28,6 +28,7 @@ from mismatch.experiments.scoring_passes import training_passes
 from mismatch.metrics.routing_pairs import router_noise
 from mismatch.models import named
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
+from mismatch.pipeline.preflight import require_a_law
 from mismatch.pipeline.tokens import token_table
 from mismatch.processes.stages import LABEL as FLOAT32_ENGINE
 from mismatch.run import manifest, store
@@ -35,7 +36,7 @@ from mismatch.run.manifest import damage_named
 from mismatch.run.messages import pass_label, read_error
 from mismatch.run.provenance import provenance
 from mismatch.run.store import FLOAT32, REFERENCE, REPLAYED, TRAIN, WEIGHTS
-from mismatch.specs import CheckSpec, require_a_law, spec_hash, to_dict
+from mismatch.specs import CheckSpec, spec_hash, to_dict
 from mismatch.types import Check, Comparison, NotTested, Report, Rollout, Scoring, SidePair
 
 if TYPE_CHECKING:
@@ -98,7 +99,6 @@ def build_report(
     run_dir: Path,
     spec: CheckSpec,
     thresholds: Thresholds | None = None,
-    command: str = "",
     again: bool = False,
 ) -> tuple[Report, pd.DataFrame]:
     """Compare what the stages left in ``run_dir``; leaves comparison.json and tokens.parquet.
@@ -137,7 +137,7 @@ def build_report(
         noise_floor=tuple(floor),
         checks=tuple(checks),
         not_tested=(*missing, *without_gradients),
-        run=named(facts(spec, artefacts.rollout, command)),
+        run=named(facts(spec, artefacts.rollout, "")),
     ).with_analyses(**results)
     return report, store.load_tokens(run_dir)
 
@@ -203,7 +203,8 @@ def compare_artefacts(
     )
     if again or not current or not manifest.made_from(run_dir, COMPARISON, inputs):
         texts = store.load_vocabulary(run_dir)
-        pairs = compare_all(held, spec.seed, texts) if _sound(checks) else ([], [])
+        sound = all(check.status == "passed" for check in checks)
+        pairs = compare_all(held, spec.seed, texts) if sound else ([], [])
         document = {"schema": COMPARISON_SCHEMA, **comparisons_to_json(*pairs)}
         reference = held.scorings.get(REFERENCE)
         tokens = token_table(run_dir, held.rollout, held.decode, held.train, reference)
@@ -238,10 +239,6 @@ def compare_all(
         for left, right, law in pairs
     ]
     return comparisons, noise_floor(rollout, artefacts.scorings, decode, prefill, seed)
-
-
-def _sound(checks: list[Check]) -> bool:
-    return all(check.status == "passed" for check in checks)
 
 
 def noise_floor(
@@ -309,14 +306,14 @@ def _unseen(spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring]) -> 
         yield NotTested("weight synchronisation", reason, "mismatch sync-probe --model MODEL")
 
 
-def _unsynchronised(told: dict[str, Any] | None) -> str:
+def _unsynchronised(counts: dict[str, Any] | None) -> str:
     """What is not known of the weights' way into the engine; "" where all were read back."""
-    if told is None:
+    if counts is None:
         return "both sides loaded from disk, no refit took place"
-    left = told["not_compared"]
+    left = counts["not_compared"]
     if not left:
         return ""
-    return f"{left} of {left + told['verified']} parameters cannot be read back from the engine"
+    return f"{left} of {left + counts['verified']} parameters cannot be read back from the engine"
 
 
 def without_room(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> Iterator[NotTested]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mismatch.codec import from_json
 from mismatch.engines.registry import weight_givers
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import training_passes, wants_square
@@ -20,7 +21,7 @@ from mismatch.run.directory import Journal, at_work, load_spec
 from mismatch.run.messages import pass_label, write_error
 from mismatch.run.resume import differences
 from mismatch.run.store import TRAIN
-from mismatch.specs import CheckSpec, Pass, TrainSpec, from_dict, to_dict
+from mismatch.specs import CheckSpec, Pass, TrainSpec, to_dict
 from mismatch.types import Report
 
 if TYPE_CHECKING:
@@ -228,9 +229,9 @@ def _require_free_name(run_dir: Path, pass_: Pass) -> None:
         )
     saved = store.scoring_header(run_dir, pass_.name).get("spec")
     # Through a spec and back: what was saved holds lists for tuples, and no fields that are newer.
-    if saved is None or from_dict(TrainSpec, saved) == pass_.spec:
+    if saved is None or from_json(TrainSpec, saved) == pass_.spec:
         return
-    lines = differences(to_dict(from_dict(TrainSpec, saved)), to_dict(pass_.spec))
+    lines = differences(to_dict(from_json(TrainSpec, saved)), to_dict(pass_.spec))
     raise MismatchError(
         f"{run_dir} holds a scoring {pass_.name!r} with other settings:\n    "
         + "\n    ".join(lines),

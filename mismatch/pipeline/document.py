@@ -204,7 +204,7 @@ def _own_names(document: dict[str, Any]) -> dict[str, Any]:
     """The inverse."""
     return {
         key: [
-            _renamed(pair, _own_name)
+            _renamed(pair, lambda name: _OWN.get(name, name))
             for pair in from_json(list[dict[str, Any]], document[key], key)
         ]
         for key in ("comparisons", "noise_floor")
@@ -227,10 +227,6 @@ def jq_name(name: str) -> str:
     ('ratio_outside_1_02', 'k1_kl')
     """
     return JQ_NAMES.get(name, name).replace(".", "_")
-
-
-def _own_name(name: str) -> str:
-    return _OWN.get(name, name)
 
 
 _OWN = {jq_name(name): name for name in METRICS}

@@ -258,7 +258,7 @@ def _measured(
         MismatchError: it is missing, damaged, of other tokens, or not finite.
     """
     engine = spec.rollout.engine.engine
-    sides = ScoredRollout.load(run_dir / variant.place, engine, variant.scoring.name)
+    sides = ScoredRollout.load(run_dir / variant.folder, engine, variant.scoring.name)
     after = Case.of(sides.rollout, sides.decode, sides.train, {})
     seconds = cost_of(sides, run_dir, variant).seconds or 0.0
     return judged(experiment, before, after, round(seconds, 2))
@@ -277,7 +277,7 @@ def _of_fixes(run_dir: Path, spec: CheckSpec, causes: Causes) -> list[Experiment
     experiments = []
     for entry, probe in asking:
         variant = variant_of(spec, entry["id"], entry["place"])
-        probe = replace(probe, same_tokens=not variant.place)
+        probe = replace(probe, same_tokens=not variant.folder)
         try:
             if entry["failed"]:
                 raise MismatchError(entry["failed"])

@@ -84,12 +84,12 @@ class FixRun:
         ]
 
     def scored(self, variant: Variant) -> bool:
-        directory, pass_ = self.run_dir / variant.place, variant.scoring
-        fresh = not variant.place or resume.rollout_done(directory, sampling_spec(variant).rollout)
+        directory, pass_ = self.run_dir / variant.folder, variant.scoring
+        fresh = not variant.folder or resume.rollout_done(directory, sampling_spec(variant).rollout)
         return fresh and resume.scoring_done(directory, pass_.name, pass_.spec)
 
     def job(self, variant: Variant) -> Job:
-        return Job(self.run_dir / variant.place, variant.scoring, optional=True)
+        return Job(self.run_dir / variant.folder, variant.scoring, optional=True)
 
     def dropped(self, pending: list[Variant], error: MismatchError) -> bool:
         """Give up on the fix that the world ended at; False if it ended for another reason."""
@@ -115,7 +115,7 @@ class FixRun:
     def prepare(self, *world: Worker) -> dict[str, Any]:
         """Sample with every engine that is needed; how long the passes of fixes may take."""
         start = time.monotonic()
-        needed = {variant.place: variant for variant in self.pending() if variant.place}
+        needed = {variant.folder: variant for variant in self.pending() if variant.folder}
         longest = self.stages.journal.seconds.get("rollout", 0.0)
         for folder, variant in needed.items():
             spent = self.spent_s + time.monotonic() - start
@@ -132,7 +132,7 @@ class FixRun:
 
     def sample(self, variant: Variant, world: tuple[Worker, ...]) -> None:
         """Tokens of its own for a variant; its failure is noted."""
-        directory, spec = self.run_dir / variant.place, sampling_spec(variant)
+        directory, spec = self.run_dir / variant.folder, sampling_spec(variant)
         directory.mkdir(parents=True, exist_ok=True)
         try:
             with at_work(directory, "fix", spec, self.stages.journal.entry["command"]) as journal:
@@ -142,10 +142,10 @@ class FixRun:
                 worker.ended()  # raises if it was the world that failed
             reason = _first_line(error)
             if len(error.message.splitlines()) > 1:
-                reason += f"; see {variant.place}/logs/engine.log"
+                reason += f"; see {variant.folder}/logs/engine.log"
             self.stages.narrator.note(f"fix {variant.id} failed: {reason}")
             for other in self.variants:
-                if other.place == variant.place:
+                if other.folder == variant.folder:
                     self.failed[other.id] = reason
 
     def allowed_s(self) -> float | None:
@@ -157,7 +157,7 @@ class FixRun:
         return allowed is not None and seconds > share * allowed
 
     def leave_out(self, folder: str, what: str) -> None:
-        for variant in [variant for variant in self.variants if variant.place == folder]:
+        for variant in [variant for variant in self.variants if variant.folder == folder]:
             self.variants.remove(variant)
             self.left_out.append(f"{variant.id}: not run, {what} is used up")
 
@@ -173,11 +173,11 @@ class FixRun:
 
     def cost_s(self) -> float:
         """Seconds of the engines and of the forward passes that fixes took, earlier runs too."""
-        places = {variant.place for variant in self.variants if variant.place}
+        places = {variant.folder for variant in self.variants if variant.folder}
         total = sum(self.engine_seconds(folder) for folder in places)
         for variant in self.variants:
             if self.scored(variant):
-                header = store.scoring_header(self.run_dir / variant.place, variant.scoring.name)
+                header = store.scoring_header(self.run_dir / variant.folder, variant.scoring.name)
                 total += header["fingerprint"].get("seconds", 0.0)
         return total
 
@@ -206,7 +206,7 @@ class FixRun:
         document = {
             "schema": STATE_SCHEMA,
             "variants": [
-                {"id": v.id, "place": v.place, "failed": self.failed.get(v.id, "")}
+                {"id": v.id, "place": v.folder, "failed": self.failed.get(v.id, "")}
                 for v in self.variants
             ],
             "refused": [

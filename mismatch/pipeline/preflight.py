@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from mismatch import __version__
 from mismatch.engines.registry import (
@@ -28,10 +28,10 @@ from mismatch.specs import (
     AS_STORED,
     CheckSpec,
     EngineSpec,
+    Flag,
     RolloutSpec,
+    Sampling,
     TrainSpec,
-    require_a_law,
-    require_ranges,
 )
 
 if TYPE_CHECKING:
@@ -51,6 +51,35 @@ OFFLINE = (
     "without a network: download it where there is one (hf download {model}), copy the cache and "
     "set HF_HUB_OFFLINE=1, or give the directory: --model DIR"
 )
+
+
+def require_a_law(sampling: Sampling) -> None:
+    """Tokens that were sampled, so that there is a law to compare with.
+
+    Raises:
+        MismatchError: greedy sampling: its tokens have probability 1, and no divergence.
+    """
+    if sampling.temperature == 0:
+        raise MismatchError(
+            "--temperature 0: greedy tokens follow no law, so there is nothing to measure",
+            "sample at the temperature of training: --temperature 1",
+        )
+
+
+def require_ranges(*specs: Any) -> None:
+    """Every number of these specs is in the range of its flag, wherever the specs came from.
+
+    Raises:
+        MismatchError: one is not.
+    """
+    for spec in specs:
+        for name, hint in get_type_hints(type(spec), include_extras=True).items():
+            value = getattr(spec, name)
+            for note in get_args(hint)[1:]:
+                bounds = note.range if isinstance(note, Flag) else None
+                if bounds is not None and value is not None and value not in bounds:
+                    flag = f"--{(note.name or name).replace('_', '-')}"
+                    raise MismatchError(f"{flag} is {value}", f"give a number {bounds}")
 
 
 def preflight(spec: CheckSpec, *, reach: bool = True) -> None:

@@ -18,7 +18,7 @@ from mismatch.analysis.diagnosis.semantics import input_checks
 from mismatch.analysis.growth import forecast_of
 from mismatch.analysis.levels import column_for, judge, verdict
 from mismatch.errors import MismatchError
-from mismatch.experiments.engine_pair import DIRECTORY, other_place, other_spec
+from mismatch.experiments.engine_pair import DIRECTORY, other_folder, other_spec
 from mismatch.experiments.scoring_passes import Job
 from mismatch.models import named
 from mismatch.pipeline.build import facts
@@ -141,20 +141,20 @@ class SecondEngine:
     def __init__(self, stages: Stages) -> None:
         self.stages = stages
         self.spec = other_spec(stages.spec)
-        self.place = stages.run_dir / other_place(stages.spec)
+        self.directory = stages.run_dir / other_folder(stages.spec)
         train = self.spec.train
-        done = resume.rollout_done(self.place, self.spec.rollout)
-        scored = done and resume.scoring_done(self.place, TRAIN, train)
-        self.jobs = [] if scored else [Job(self.place, Pass(TRAIN, train))]
+        done = resume.rollout_done(self.directory, self.spec.rollout)
+        scored = done and resume.scoring_done(self.directory, TRAIN, train)
+        self.jobs = [] if scored else [Job(self.directory, Pass(TRAIN, train))]
 
     def prepare(self, *world: Worker) -> dict[str, Any]:
         """Sample with the second engine, and have each rescore the other's tokens."""
         home, engine = self.stages.run_dir, self.spec.rollout.engine.engine
-        self.place.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
         command = self.stages.journal.entry["command"]
         try:
-            with at_work(self.place, "check", self.spec, command) as journal:
-                own = Stages(self.spec, self.place, self.stages.narrator, journal)
+            with at_work(self.directory, "check", self.spec, command) as journal:
+                own = Stages(self.spec, self.directory, self.stages.narrator, journal)
                 own.sample(*world, also=[home])
         except MismatchError as error:
             for worker in world:
@@ -163,7 +163,7 @@ class SecondEngine:
                 f"the second engine, {engine}: {error.message}",
                 error.fix or f"its log is {Path(DIRECTORY) / engine / 'logs/engine.log'}",
             ) from error
-        self.stages.sample(*world, also=[self.place])
+        self.stages.sample(*world, also=[self.directory])
         return {}
 
 

@@ -288,22 +288,6 @@ def finish(worker: Worker, *beside: Worker, more_s: float = 0.0, until: str = ""
         time.sleep(POLL_S)
 
 
-def run_worker(
-    label: str,
-    command: Sequence[str],
-    run_dir: Path,
-    on_progress: Progress = _silent,
-    env: dict[str, str] | None = None,
-) -> None:
-    """Run ``command`` to its end.
-
-    Raises:
-        MismatchError: see :meth:`Worker.ended`.
-    """
-    with started(label, command, run_dir, on_progress, env) as worker:
-        finish(worker)
-
-
 def kill_tree(process: subprocess.Popen[bytes], tag: str) -> None:
     """End a supervisor, which ends its family; and what is left where it was killed itself."""
     import psutil

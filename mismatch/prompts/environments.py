@@ -142,7 +142,7 @@ class Retool(Python):
     form of slime's ``examples/retool`` (``execute_predictions``)."""
 
     stop = ("</code>",)
-    told = (
+    instructions = (
         "You may write Python code between <code> and </code>. It is run, what it prints comes "
         "back between <interpreter> and </interpreter>, and you go on."
     )
@@ -191,7 +191,7 @@ def offered(name: str | None, prompt: Prompt) -> Prompt:
     if any("<code>" in str(message.get("content")) for message in prompt.messages):
         return prompt
     return replace(
-        prompt, messages=[{**first, "content": f"{kind.told}\n\n{first['content']}"}, *rest]
+        prompt, messages=[{**first, "content": f"{kind.instructions}\n\n{first['content']}"}, *rest]
     )
 
 

@@ -53,12 +53,12 @@ def require_fresh(run_dir: Path) -> None:
     Raises:
         MismatchError: a scoring was made, or made again, since.
     """
-    known = manifest.entries(run_dir)
-    now = {name: known[name]["sha256"] for name in report_inputs(run_dir)}
-    before = known.get(REPORT, {}).get("inputs", {})
+    entries = manifest.entries(run_dir)
+    now = {name: entries[name]["sha256"] for name in report_inputs(run_dir)}
+    before = entries.get(REPORT, {}).get("inputs", {})
     changed = sorted(name for name in now.keys() | before.keys()
                      if now.get(name) != before.get(name))  # fmt: skip
-    if REPORT in known and changed:
+    if REPORT in entries and changed:
         raise MismatchError(
             f"the report of {run_dir} is older than {', '.join(changed[:3])}",
             f"judge what lies there now: mismatch compare {run_dir}",

@@ -23,31 +23,6 @@ class MetricLabel:
     share: bool = False
 
 
-# The order of the routing table; what it does not name follows.
-ROUTING = (
-    "routing_disagree_layer",
-    "routing_disagree_any",
-    "routing_layers_per_token",
-    "routing_overlap",
-    "routing_top1_disagree",
-    "routing_order_only",
-    "routing_weight_l1",
-    "routing_margin",
-    "routing_margin_flipped",
-    "routing_near_tie",
-    "routing_near_tie_flipped",
-    "routing_delta2_share",
-    "routing_k3_share",
-    "routing_harm_factor",
-    "routing_harm_r2",
-    "routing_prompt_disagree_layer",
-    "routing_prompt_disagree_any",
-    "experts_load_tv",
-    "experts_load_peak_rollout",
-    "experts_load_peak_train",
-)
-
-
 def metric_label(name: str, *, sampled_by_left: bool = True) -> MetricLabel:
     """The words of a metric; one that this page does not know keeps its own name.
 

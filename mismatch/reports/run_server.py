@@ -94,7 +94,7 @@ class Site:
 
     def _index(self) -> Answer:
         past: History = history(self.folder, self.metric)
-        known, newest = self.runs(), past.points[::-1]
+        runs, newest = self.runs(), past.points[::-1]
         label = metric_label(self.metric).label
         shown = html.template("serve.html").render(
             page=history_page(past),
@@ -105,7 +105,7 @@ class Site:
             tones=TONES,
             links={
                 name: f"/run/{quote(name, safe='')}"
-                for name, path in known.items()
+                for name, path in runs.items()
                 if (path / PAGE).is_file()
             },
             css=packaged("report.css") + packaged("serve.css"),
@@ -113,13 +113,13 @@ class Site:
         return Answer(HTTPStatus.OK, shown)
 
     def _compare(self, names: list[str]) -> Answer:
-        known = self.runs()
-        if missing := [name for name in names if name not in known]:
+        runs = self.runs()
+        if missing := [name for name in names if name not in runs]:
             return _refusal(HTTPStatus.NOT_FOUND, f"no such run: {missing[0]}")
         if not 2 <= len(names) <= MOST:
             return _refusal(HTTPStatus.BAD_REQUEST, f"choose 2 to {MOST} runs")
         # The list is newest first, and a run is held against those before it.
-        result = side_by_side([known[name] for name in reversed(names)])
+        result = side_by_side([runs[name] for name in reversed(names)])
         return Answer(HTTPStatus.OK, html.show_page(beside_page(result)))
 
     def _report(self, name: str) -> Answer:

@@ -303,8 +303,8 @@ def _changes(result: SideBySide) -> Section:
 
 def _facts(result: SideBySide) -> Section:
     runs = (
-        Column(side.run, text, of=partial(lambda at, fact: fact.values[at], place))
-        for place, side in enumerate(result.runs)
+        Column(side.run, text, of=partial(lambda at, fact: fact.values[at], index))
+        for index, side in enumerate(result.runs)
     )
     columns = (*WHERE_WHAT, *runs)
     partly = [
@@ -312,7 +312,7 @@ def _facts(result: SideBySide) -> Section:
         for fact in result.facts
         if ABSENT in fact.values and not fact.name.startswith("environment.")
     ]
-    known = [fact for fact in result.facts if fact not in partly]
+    named = [fact for fact in result.facts if fact not in partly]
     other = Section(
         "partly-known",
         "Said by some of the runs alone",
@@ -323,8 +323,8 @@ def _facts(result: SideBySide) -> Section:
         "facts",
         "What differs",
         SAID,
-        tables=[Table.of(columns, known)],
-        sentences=() if known else ["No version, setting or kernel that all runs name differs."],
+        tables=[Table.of(columns, named)],
+        sentences=() if named else ["No version, setting or kernel that all runs name differs."],
         parts=[other],
         folded=False,
     )
@@ -353,7 +353,7 @@ def history_page(result: History) -> Page:
         "history",
         f"{words.label} over time",
         words.meaning,
-        figures=[_figure(place, model, result) for place, model in enumerate(models)],
+        figures=[_figure(index, model, result) for index, model in enumerate(models)],
         folded=False,
     )
     runs = Section(
@@ -401,7 +401,7 @@ def _runs(result: History, shown: Sequence[Point]) -> Table:
     return Table.of(columns, shown)
 
 
-def _figure(place: int, model: str, result: History) -> Figure:
+def _figure(index: int, model: str, result: History) -> Figure:
     shown = [p for p in result.points if p.model == model and p.value is not None]
     estimates = [p.value for p in shown if p.value is not None]
     write = metric_format(result.metric, estimates)
@@ -410,7 +410,7 @@ def _figure(place: int, model: str, result: History) -> Figure:
     title = f"{_model(model)}: {path}"
     moved = sum(p.moved for p in shown)
     return Figure(
-        f"history-{place}",
+        f"history-{index}",
         title,
         f"Lines are 95 % intervals, rings significant changes ({moved}), dashes the levels.",
         partial(_draw, title, shown, estimates, result.metric),
@@ -423,12 +423,12 @@ def _draw(
 ) -> str:
     x = np.arange(len(shown), dtype=np.float64)
     y, low, high = np.array([(e.value, e.low, e.high) for e in estimates], np.float64).T
-    known = np.isfinite(low) & np.isfinite(high)
-    segments(axes, (x[known], x[known]), (low[known], high[known]), color=FAINT, linewidth=1.2)
+    drawn = np.isfinite(low) & np.isfinite(high)
+    segments(axes, (x[drawn], x[drawn]), (low[drawn], high[drawn]), color=FAINT, linewidth=1.2)
     axes.plot(x, y, color=ACCENT, linewidth=1.4, marker="o", markersize=4)
     moved = np.array([p.moved for p in shown])
     axes.plot(x[moved], y[moved], "o", color=SECOND, markersize=10, fillstyle="none")
-    span = [value for value in (*y, *low[known], *high[known]) if np.isfinite(value)]
+    span = [value for value in (*y, *low[drawn], *high[drawn]) if np.isfinite(value)]
     if 0 < 20 * min(span) < max(span):
         axes.set_yscale("log")
     for level, word in ((shown[-1].healthy, "healthy"), (shown[-1].unfit, "unfit")):

@@ -36,12 +36,12 @@ class Record:
 
     Attributes:
         name: of the run.
-        place: directory for files that a client writes.
+        directory: for files that a client writes.
         settings: what was measured, and the verdict.
     """
 
     name: str
-    place: Path
+    directory: Path
     settings: dict[str, str]
     numbers: dict[str, float]
 
@@ -60,7 +60,7 @@ def _wandb(record: Record) -> None:
     with wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
         name=record.name,
-        dir=str(record.place),
+        dir=str(record.directory),
         config=record.settings,
         settings=settings,
     ) as run:
@@ -69,7 +69,7 @@ def _wandb(record: Record) -> None:
 
 def _tensorboard(record: Record) -> None:
     client = import_module("tensorboardX")
-    with client.SummaryWriter(str(record.place / "tensorboard")) as writer:
+    with client.SummaryWriter(str(record.directory / "tensorboard")) as writer:
         for name, value in record.numbers.items():
             writer.add_scalar(name, value, 0)
         for name, text in record.settings.items():
@@ -142,7 +142,7 @@ def send(
 
 def record_of(report: Report, run_dir: Path | None, elsewhere: FrameworkValues | None) -> Record:
     """The headline comparison as numbers by name, and what was measured as texts."""
-    place = Path.cwd() if run_dir is None else run_dir.resolve()
+    directory = Path.cwd() if run_dir is None else run_dir.resolve()
     first, flat = headline(report), headline_of(report)
     engine = report.fingerprints.get(first.rollout, {})
     settings = {
@@ -153,9 +153,9 @@ def record_of(report: Report, run_dir: Path | None, elsewhere: FrameworkValues |
         "best_fix": flat.best_fix or "",
         "created": str(report.run.get("created") or ""),
     }
-    name = model_name(report) if run_dir is None else place.name
+    name = model_name(report) if run_dir is None else directory.name
     texts = {key: redact(text)[:LONGEST] for key, text in settings.items()}
-    return Record(name, place, texts, _numbers(report, elsewhere))
+    return Record(name, directory, texts, _numbers(report, elsewhere))
 
 
 def _numbers(report: Report, elsewhere: FrameworkValues | None) -> dict[str, float]:

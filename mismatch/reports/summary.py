@@ -19,7 +19,7 @@ from mismatch.reports.formatting import (
     times,
     wording,
 )
-from mismatch.reports.metric_labels import ROUTING, MetricLabel, metric_label, noise_label
+from mismatch.reports.metric_labels import MetricLabel, metric_label, noise_label
 from mismatch.reports.section import Cell, Column, Table
 from mismatch.run.store import REFERENCE
 from mismatch.types import Check, Comparison, Estimate, Judgement, Report
@@ -59,8 +59,8 @@ class Row:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader has to know before trusting the number."""
-        known = wording("flags")
-        notes = [known.get(flag, line(flag)) for flag in self.estimate.flags]
+        words = wording("flags")
+        notes = [words.get(flag, line(flag)) for flag in self.estimate.flags]
         judgement = self.judgement
         if judgement and judgement.inconclusive:
             wanted = judgement.deciding_prompts
@@ -135,8 +135,8 @@ def most_telling(report: Report) -> list[Row]:
 
     def rank(row: Row) -> tuple[int, int]:
         status = row.judgement.status if row.judgement else ""
-        place = TELLING.index(row.metric) if row.metric in TELLING else len(TELLING)
-        return severity.get(status, 2), place
+        index = TELLING.index(row.metric) if row.metric in TELLING else len(TELLING)
+        return severity.get(status, 2), index
 
     kept = sorted(rows, key=rank)[:6]
     return [row for row in rows if row in kept]
@@ -145,13 +145,6 @@ def most_telling(report: Report) -> list[Row]:
 def all_rows(comparison: Comparison) -> list[Row]:
     """Every metric of a comparison, without levels."""
     return [_row(comparison, name) for name in [*comparison.metrics, *comparison.routing]]
-
-
-def routing_rows(report: Report) -> list[Row]:
-    """The routing table of the headline comparison, known names first."""
-    routing = headline(report).routing
-    known = [name for name in ROUTING if name in routing]
-    return [_row(headline(report), name) for name in [*known, *(routing.keys() - set(known))]]
 
 
 def _row(comparison: Comparison, name: str, judgement: Judgement | None = None) -> Row:
@@ -321,8 +314,8 @@ def next_steps(report: Report) -> list[str]:
                 "More prompts alone will not decide this: look at the worst tokens and prompts"
             )
     # Weights in two forms are a cause already, and the float32 reference holds only one of them.
-    known = any(check.id == "weights-as-loaded" for check in checks(report, "warning"))
-    if report.verdict.status != "healthy" and not (known or checks(report, "failed") or best):
+    two_forms = any(check.id == "weights-as-loaded" for check in checks(report, "warning"))
+    if report.verdict.status != "healthy" and not (two_forms or checks(report, "failed") or best):
         steps.append(_where_to_look(report))
     return steps or [
         "No action needed. Re-run after a change of engine, kernel, dtype, model or trainer: "

@@ -223,18 +223,18 @@ def bars(
         rectangles(axes, x[paint == colour] - 0.35, 0.0, 0.7, tops, facecolor=str(colour))
     margin = max(0.6, (5 - len(x)) / 2)  # a single bar does not fill the drawing
     axes.set_xlim(-margin, len(x) - 1 + margin)
-    known = ~np.isnan(low) & ~np.isnan(high)
-    at, ends = x[known], (low[known], high[known])
+    drawn = ~np.isnan(low) & ~np.isnan(high)
+    at, ends = x[drawn], (low[drawn], high[drawn])
     segments(axes, (at, at), ends, color=INK, linewidth=1)
     for end in ends if len(x) <= CROWDED else ():
         segments(axes, (at - 0.09, at + 0.09), (end, end), color=INK, linewidth=1)
     top = max(float(np.nanmax(height)), 1e-12)
-    reach = float(ends[1].max()) if known.any() else top
+    reach = float(ends[1].max()) if drawn.any() else top
     ceiling = 1.15 * min(max(top, reach), 1.6 * top)
     axes.set_ylim(0, ceiling)
-    for place, (end, count) in enumerate(zip(np.fmax(height, high), counts, strict=True)):
+    for index, (end, count) in enumerate(zip(np.fmax(height, high), counts, strict=True)):
         cut = end > 0.93 * ceiling  # the interval leaves the drawing: beside it, not on it
-        left, up = (place + 0.05, 0.945 * ceiling) if cut else (place, end + 0.015 * ceiling)
+        left, up = (index + 0.05, 0.945 * ceiling) if cut else (index, end + 0.015 * ceiling)
         if np.isfinite(end):
             side = "left" if cut else "center"
             axes.text(left, up, thousands(count), ha=side, color=FAINT, fontsize=10)

@@ -56,7 +56,7 @@ def print_tail(shown: Page, console: Console) -> None:
 
 
 def print_page(
-    shown: Page, console: Console, place: Path | str | None = None, details: bool = True
+    shown: Page, console: Console, directory: Path | str | None = None, details: bool = True
 ) -> None:
     """Print a page; its last words are ``verdict: WORD – reason``."""
     _head(shown, console)
@@ -65,7 +65,7 @@ def print_page(
         print_section(section, console)
     if whole or shown.asked:
         say(console, "")
-    _tail(shown, console, place)
+    _tail(shown, console, directory)
 
 
 def _head(shown: Page, console: Console) -> None:
@@ -86,11 +86,11 @@ def _head(shown: Page, console: Console) -> None:
         paragraph(console, f"{answer.question}: {line(answer.text).rstrip('.')}{flags}")
 
 
-def _tail(shown: Page, console: Console, place: Path | str | None) -> None:
+def _tail(shown: Page, console: Console, directory: Path | str | None) -> None:
     for step in shown.steps[:STEPS]:
         paragraph(console, f"Next: {line(step)}")
-    if place is not None:
-        say(console, f"Everything is in {line(place)} (open {shown.file}.html)")
+    if directory is not None:
+        say(console, f"Everything is in {line(directory)} (open {shown.file}.html)")
     style = TONES[shown.tone]
     verdict = f"verdict: {shown.word.upper()} – {line(shown.reason)}"
     style = style if "bold" in style else f"{style} bold"
@@ -154,21 +154,22 @@ def print_alone(
     section: Section,
     verdict: Judged,
     console: Console,
-    place: Path | None,
+    directory: Path | None,
     file: str,
     details: bool,
 ) -> None:
     """What a command measures that makes no whole report; the last line is the verdict.
 
     Args:
-        place: where its files are; None: it left none.
+        directory: where its files are; None: it left none.
         file: of them, the one to open where there is no report.
     """
     print_section(section, console, details)
-    if place is not None:
-        report = place / "report.html"
+    if directory is not None:
+        report = directory / "report.html"
         say(
-            console, f"\nEverything is in {place} (open {report.name if report.exists() else file})"
+            console,
+            f"\nEverything is in {directory} (open {report.name if report.exists() else file})",
         )
     say(console, "")
     say(console, verdict.line, "bold red" if verdict.code else "green")

@@ -17,12 +17,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.run import store
 from mismatch.run.manifest import WRONG, damage_named, sha256
 from mismatch.run.provenance import now, provenance
 from mismatch.run.resume import differences
-from mismatch.specs import CheckSpec, EngineSpec, TrainSpec, from_dict, portable, spec_hash, to_dict
+from mismatch.specs import CheckSpec, EngineSpec, TrainSpec, portable, spec_hash, to_dict
 
 RUN, SPEC = "run.json", "spec.json"
 RUN_SCHEMA = "mismatch.run/1"
@@ -186,7 +187,7 @@ def load_spec(run_dir: Path) -> CheckSpec:
         )
     data = store.read_json(path)
     try:
-        return from_dict(CheckSpec, data)
+        return from_json(CheckSpec, data)
     except WRONG as error:
         raise MismatchError(
             f"{path} is no spec that this version knows: {error}",

@@ -33,13 +33,13 @@ def invoke(*arguments):
     ("arguments", "words"),
     [
         (["--model", "tiny-gpt-osss"], "model not found"),
-        (["--dtype", "fp8"], "--dtype 'fp8' is unknown"),
+        (["--dtype", "fp8"], "--dtype 'fp8'"),
         (["--tokens", "many"], "names no lengths"),
         (["--tokens", "1024,4"], "names no lengths"),
-        (["--time-limit", "0"], "a number above 0"),
-        (["--only", "experts", "--kernel", "a:b"], "--only experts leaves nothing"),
-        (["--only", "attention", "--kernel-experts", "a:b"], "nothing to do for --kernel-experts"),
-        (["--run", "nowhere"], "no run in nowhere"),
+        (["--time-limit", "0"], "--time-limit"),
+        (["--only", "experts", "--kernel", "a:b"], "--only experts"),
+        (["--only", "attention", "--kernel-experts", "a:b"], "--kernel-experts"),
+        (["--run", "nowhere"], "in nowhere"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(arguments, words, tmp_path, monkeypatch):
@@ -83,7 +83,7 @@ def test_the_flags_become_what_is_asked(monkeypatch):
 
 def test_another_model_than_the_runs_is_refused(tmp_path):
     run = make_run(tmp_path / "run")
-    with pytest.raises(MismatchError, match="is not the model of"):
+    with pytest.raises(MismatchError, match=r"qwen3-0\.6b.*tiny-gpt-oss"):
         invoke("--run", str(run), "--model", "qwen3-0.6b")
 
 
@@ -91,7 +91,7 @@ def test_a_run_of_another_machine_needs_to_be_told_where_its_model_is(tmp_path, 
     run = make_run(tmp_path / "run")
     text = (run / "spec.json").read_text().replace("tiny-gpt-oss", "/elsewhere/tiny-gpt-oss")
     (run / "spec.json").write_text(text)
-    with pytest.raises(MismatchError, match="is not on this machine: /elsewhere") as caught:
+    with pytest.raises(MismatchError, match="machine: /elsewhere/tiny-gpt-oss") as caught:
         invoke("--run", str(run))
     assert "--model" in caught.value.fix
     asked = []

@@ -12,6 +12,7 @@ import pytest
 from mismatch.analysis.levels import default_thresholds
 from mismatch.cli.main import app
 from mismatch.metrics import METRICS, framework_formulas
+from mismatch.metrics.describe import DIRECTIONS
 from mismatch.metrics.framework_names import metric_called
 from mismatch.run import store
 from tests.command import mismatch
@@ -64,7 +65,7 @@ def test_high_is_good_turns_the_bounds():
     text = output_of("metrics", "--explain", "probs_pearson")
     level = default_thresholds()["probs_pearson"]["bf16 MoE"]
     assert f"healthy ≥ {level.healthy:g}, unfit < {level.unfit:g}" in text
-    assert "high is agreement" in text
+    assert DIRECTIONS["high"] in text
 
 
 def test_only_what_rests_on_delta_has_its_sign():

@@ -10,7 +10,7 @@ import pytest
 from mismatch.cli.main import main
 from mismatch.cli.options import CHECK
 from mismatch.errors import MismatchError
-from mismatch.pipeline.preflight import preflight_rollout, preflight_training
+from mismatch.pipeline.preflight import preflight_rollout, preflight_training, require_ranges
 from mismatch.specs import (
     CheckSpec,
     EngineSpec,
@@ -19,7 +19,6 @@ from mismatch.specs import (
     RolloutSpec,
     Sampling,
     TrainSpec,
-    require_ranges,
 )
 
 CHECKED = ["check", "--model", "tiny-gpt-oss", "--engine", "transformers"]
@@ -144,7 +143,7 @@ def test_a_stored_spec_is_held_to_the_same_ranges():
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr("mismatch.pipeline.preflight.local_gpus", lambda: 2)
-    with pytest.raises(MismatchError, match="this machine has 2 GPUs"):
+    with pytest.raises(MismatchError, match=r"--nproc-per-node is 3,.*\b2"):
         preflight_training(TrainSpec(model="m"), 3)
 
 

@@ -67,10 +67,10 @@ def test_a_verl_config_sets_both_sides(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"trainer": "verl", "verl_config": "x.yaml"}, "both describe the trainer"),
+        ({"trainer": "verl", "verl_config": "x.yaml"}, "--trainer and --verl-config"),
         ({"verl_override": ["a=1"]}, "without --verl-config"),
-        ({"prompts": "a.jsonl", "dataset": "b"}, "both name the prompts"),
-        ({"task": "instructions", "dataset": "b"}, "--task and --dataset both name the prompts"),
+        ({"prompts": "a.jsonl", "dataset": "b"}, "--prompts and --dataset"),
+        ({"task": "instructions", "dataset": "b"}, "--task and --dataset"),
         ({"task": "chess"}, "unknown task 'chess'"),
     ],
 )

@@ -7,11 +7,10 @@ from typer.testing import CliRunner
 
 from mismatch.cli.main import app
 from mismatch.errors import MismatchError
-from mismatch.processes.launch import run_worker
 from mismatch.run import store
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
 
-from ..unit.test_launch import python
+from ..unit.test_launch import python, run_worker
 
 MODEL = "tiny-gpt-oss"
 

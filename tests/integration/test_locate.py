@@ -90,7 +90,9 @@ def test_swapped_experts_are_named_with_their_layer_in_two_ranks(
     assert trainer.source is None  # the reference holds its weights
     assert engine.source is not None
     assert (engine.source.site, engine.source.layers) == ("mlp", (1,))
-    assert {effect.place for effect in engine.sites} == {effect.place for effect in trainer.sites}
+    assert {effect.location for effect in engine.sites} == {
+        effect.location for effect in trainer.sites
+    }
 
 
 @pytest.mark.grid

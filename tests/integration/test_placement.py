@@ -78,6 +78,6 @@ def test_a_replica_that_is_killed_ends_all(tmp_path: Path):
     engine: Any = make_engine(engine_class("transformers"), spec, Sampling(max_tokens=32), 64)
     with engine:
         children += [psutil.Process(process.pid) for process in engine.processes]
-        with pytest.raises(MismatchError, match=r"replica 2 of 2 of the engine .*exit code -9"):
+        with pytest.raises(MismatchError, match=r"replica 2\b.*code -9"):
             engine.generate([[1, 2, 3], [4, 5, 6, 7], [1, 2], [3, 4]], kill)
     assert not any(child.is_running() for child in children)

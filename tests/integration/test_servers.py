@@ -241,10 +241,10 @@ def test_without_the_key_and_with_another_model_it_ends_at_once(
 
     url = servers[0].url
     monkeypatch.delenv("MISMATCH_API_KEY", raising=False)
-    with pytest.raises(MismatchError, match="asks for a key"):
+    with pytest.raises(MismatchError, match=r"MISMATCH_API_KEY.*401"):
         recognise(EngineSpec("server", str(MODEL), servers=(url,)))
     monkeypatch.setenv("MISMATCH_API_KEY", KEY)
-    with pytest.raises(MismatchError, match="serves tiny-gpt-oss, not --model other"):
+    with pytest.raises(MismatchError, match=r"tiny-gpt-oss,.*--model other"):
         recognise(EngineSpec("server", "org/other", servers=(url,)))
 
 
@@ -395,7 +395,7 @@ def test_a_check_with_an_sglang_server_has_its_routes(
     routing = done.headline["routing"]["routing_disagree_layer"]
     assert routing["value"] == 0
     assert routing["n_tokens"] > 100
-    assert any("is a substitute" in line for line in done.report["not_tested"])
+    assert any("sglang.cpu.serve" in line for line in done.report["not_tested"])
     for path in [file for file in out.rglob("*") if file.is_file()]:
         assert KEY.encode() not in path.read_bytes(), path
 

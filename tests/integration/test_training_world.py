@@ -31,6 +31,7 @@ from mismatch.experiments.gradients.types import Trainer
 from mismatch.models.digests import combine, digest_tensor
 from mismatch.run.store import load_scoring, save_rollout
 from mismatch.specs import Pass, TrainSpec, to_dict
+from mismatch.training.attention.resolve import PLANTED
 from mismatch.types import Rollout, Sampling, Scoring
 from tests.checkpoints import make, rollout
 
@@ -222,7 +223,7 @@ def test_dropping_the_sinks_is_loud(ran: Ran) -> None:
     assert fault > 3 * noise > 0
     facts = ran.scoring("fsdp:no-sinks").fingerprint
     assert facts["honours_sinks"] is False
-    assert "planted fault" in facts["attention"]
+    assert facts["attention"] == PLANTED
 
 
 def test_autocast_is_not_float32(ran: Ran) -> None:

@@ -37,10 +37,10 @@ class MadeUp:
             asdict(Step(number, "audit", name, "attention", "yours"))
             for number, name in enumerate(self.spec.kernels)
         ]
-        made = make_audit_report()
+        report = make_audit_report()
         return {
             "model": "made-up", "device": "cpu", "geometry": {}, "facts": {}, "not_tested": [],
-            "steps": steps, "unavailable": [to_json(made.audits[3])],
+            "steps": steps, "unavailable": [to_json(report.audits[3])],
         }  # fmt: skip
 
     def audit(self, step: Step) -> dict[str, Any]:
@@ -52,8 +52,8 @@ class MadeUp:
 
     def harm(self, step: Step, result: dict[str, Any]) -> dict[str, Any]:
         act(step.name.removeprefix("harm:"))
-        found = make_audit_report().audits[4].harm
-        return to_json(found)  # type: ignore[arg-type, no-any-return]
+        harm = make_audit_report().audits[4].harm
+        return to_json(harm)  # type: ignore[arg-type, no-any-return]
 
 
 def act(name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mismatch.metrics.inference import PERCENTILE_FROM, PromptSums, central, student, wilson
-from mismatch.metrics.quantiles import woodruff
+from mismatch.metrics.quantiles import Ranked, quantile_cuts, woodruff_ends
 from mismatch.metrics.registry import Metric, columns, floats
 from mismatch.metrics.tails import heavy_tail
 from mismatch.types import Estimate
@@ -30,6 +30,16 @@ def plain(
     low, high, flags = _interval(metric, terms, cluster, len(prompts), arrays, value)
     counts = len(sequence), len(present), len(prompts)
     return Estimate(value, low, high, *counts, flags=tuple(flags))
+
+
+def woodruff(values, cluster, probability):
+    """Interval of a quantile, from all values [U] and the prompt of each, numbered from 0."""
+    ordered, count = Ranked(values), floats(np.bincount(cluster))
+    under, tail = (
+        floats(np.bincount(cluster, weights=values <= cut))
+        for cut in quantile_cuts(ordered, probability)
+    )
+    return woodruff_ends(ordered, under, tail, count, probability)
 
 
 def _interval(metric, terms, cluster, prompts, arrays, value):

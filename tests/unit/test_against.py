@@ -208,7 +208,7 @@ def test_too_few_prompts_to_find_anything_are_refused(
         assert (result.outcome, result.fails) == ("worse", True)
         assert {r.outcome for r in result.rows if r.p_value is not None} == {"worse"}
     else:
-        with pytest.raises(MismatchError, match="6 different prompts, and with fewer than 7"):
+        with pytest.raises(MismatchError, match=r"\b6 .*\b7 "):
             against(old, new)
 
 
@@ -239,10 +239,10 @@ def test_versions_and_settings_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "named"),
     [
-        ({"prompts": 1}, "other prompts: the old run has 16, the new 16, and 0"),
+        ({"prompts": 1}, r"\b16, .*\b16, .*\b0"),
         ({"weights": WEIGHTS | {"lm_head.weight": [0, 0, 0]}}, "other weights.*lm_head.weight"),
         ({"weights": {"another.weight": [1, 2, 3]}}, "another model"),
-        ({"law": {"temperature": 0.7}}, "temperature 1 in the old run, 0.7 in the new"),
+        ({"law": {"temperature": 0.7}}, r"temperature 1 .*0\.7"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_by_name(
@@ -309,12 +309,12 @@ def test_a_run_that_does_not_say_its_machine_is_compared_without_it(
 def test_a_metric_of_one_run_alone_is_said(tmp_path: Path) -> None:
     old, new = make_run(tmp_path / "old"), make_run(tmp_path / "new", tokens=2)
     routed = make_run(tmp_path / "routed", tokens=2, flips=0.1)
-    notes = [note for note in against(old, routed).notes if "run has it" in note]
-    said_of = dict(note.split(": ", 1) for note in notes)
-    assert "new run" in said_of["routing_disagree_layer"]
+    metric = "routing_disagree_layer"
+    (note,) = [note for note in against(old, routed).notes if note.startswith(f"{metric}: ")]
+    assert "new" in note
     result = against(old, new)
-    assert not any("run has it" in note for note in result.notes)
-    assert "routing_disagree_layer" not in {r.metric for r in result.rows}
+    assert not any(metric in note for note in result.notes)
+    assert metric not in {r.metric for r in result.rows}
 
 
 def test_other_experts_decide_as_well(tmp_path: Path) -> None:
@@ -438,7 +438,7 @@ def test_exit_codes_and_what_is_written(tmp_path: Path) -> None:
     other = make_run(tmp_path / "other", prompts=3)
     refused = command(str(other), "--against", str(old))
     assert refused.returncode == 2
-    assert "other prompts" in refused.stderr
+    assert numbers(refused.stderr)[:3] == [16, 16, 0]  # prompts there, here and in both
 
 
 # ---------------------------------------------------------------- the example workflow

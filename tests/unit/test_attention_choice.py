@@ -6,6 +6,7 @@ played by functions of ours, because the real ones need a GPU (tests/gpu has tho
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def test_what_is_right_passes_in_every_dtype(function: str, dtype: torch.dtype) 
     geometry = Geometry(6, 2, 24, 16, True, True, 0.3)
     outcome = try_kernel(register_attention(_name(function)), geometry, CPU, dtype)
     if dtype == torch.float64:  # their softmax is in float32
-        assert "output off by" in outcome.fault
+        assert not outcome.passed
         assert outcome.forward is not None
         assert outcome.forward < 1e-6
         return
@@ -84,11 +85,11 @@ def test_our_kernel_passes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("function", "fault"),
     [
-        ("drops_sinks", r"output off by \d+ % \(full attention\)"),
-        ("ignores_the_window", r"output off by [\d.]+ % \(a sliding window\)"),
-        ("leaks", r"output off by [\d.]+ % \(two documents in a row\)"),
+        ("drops_sinks", r"\d+ % \(full"),
+        ("ignores_the_window", r"[\d.]+ % .*window"),
+        ("leaks", r"[\d.]+ % .*documents"),
         ("attend_without_mask@none", ""),
-        ("raises", "it does not run: RuntimeError: head size 16 is not compiled in"),
+        ("raises", "RuntimeError: head size"),
         ("wrong_shape", r"not \[B, T, H, Dv\]"),
     ],
 )
@@ -103,7 +104,7 @@ def test_faults_are_told(model: PreTrainedModel, function: str, fault: str) -> N
 
 
 def test_the_flex_kernel_needs_a_gpu(model: PreTrainedModel) -> None:
-    with pytest.raises(MismatchError, match="needs a CUDA device"):
+    with pytest.raises(MismatchError, match=r"sink-flex .*CUDA"):
         resolve_for("sink-flex", model, CPU, BF16)
 
 
@@ -126,7 +127,7 @@ def test_auto_on_a_gpu_is_sink_sdpa_once_it_was_tried(
     assert not asked
     cuda = torch.device("cuda")
     if fault:
-        with pytest.raises(MismatchError, match="output off by 3 %"):
+        with pytest.raises(MismatchError, match=re.escape(fault)):
             resolve_for("auto", model, cuda, BF16)
     else:
         resolved = resolve_for("auto", model, cuda, BF16)
@@ -147,11 +148,11 @@ def test_auto_on_a_gpu_is_sink_sdpa_once_it_was_tried(
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("no_such_module_here:f", "cannot import no_such_module_here: ModuleNotFoundError"),
+        ("no_such_module_here:f", "no_such_module_here: ModuleNotFoundError"),
         (f"{MINE}:nothing", "has no nothing"),
         (f"{MINE}:NOT_A_FUNCTION", "is no function"),
-        (f"{MINE}:attend@half", "there is no mask 'half'"),
-        (f"{MINE}:attend@", "there is no mask ''"),
+        (f"{MINE}:attend@half", "mask 'half'"),
+        (f"{MINE}:attend@", "mask ''"),
         (f"{MINE}:", "names no function"),
         ("attend", "names no function"),
     ],
@@ -172,11 +173,11 @@ def test_functions_are_found() -> None:
 
 
 def test_a_module_that_fails_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "broken_kernels.py").write_text("raise ValueError('no CUDA here')\n")
+    (tmp_path / "broken_kernels.py").write_text("raise ValueError('no CUDA')\n")
     monkeypatch.chdir(tmp_path)  # the current directory is looked at
-    with pytest.raises(MismatchError, match="ValueError: no CUDA here") as caught:
+    with pytest.raises(MismatchError, match="ValueError: no CUDA") as caught:
         load_function("broken_kernels:attend")
-    assert "mend the module" in caught.value.fix
+    assert "import broken_kernels" in caught.value.fix
 
 
 def test_a_wrong_gradient_is_told_and_not_refused(model: PreTrainedModel) -> None:
@@ -199,7 +200,7 @@ def test_families_that_compute_with_their_masks_are_refused(
     monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel
 ) -> None:
     monkeypatch.setattr(type(model), "_supports_flash_attn", False)
-    with pytest.raises(MismatchError, match="computes with its masks"):
+    with pytest.raises(MismatchError, match=f"{_name('attend')} .*gpt_oss.*masks"):
         resolve_for(_name("attend"), model)
 
 

@@ -82,13 +82,13 @@ def test_what_a_crash_on_the_model_costs_is_the_harm_alone(tmp_path):
 
 @pytest.mark.slow
 def test_what_fails_before_any_kernel_is_an_error(tmp_path, monkeypatch):
-    with pytest.raises(MismatchError, match="there is no such model") as caught:
+    with pytest.raises(MismatchError, match="no such model") as caught:
         audited(tmp_path / "a", "good", names=("unplanned",))
     assert caught.value.fix == "name another"
     with pytest.raises(MismatchError, match="SIGSEGV"):
         audited(tmp_path / "b", "good", model="SIGSEGV")
     monkeypatch.setattr(supervise, "START_S", 1.0)
-    with pytest.raises(MismatchError, match="did nothing for 1 s"):
+    with pytest.raises(MismatchError, match=r"nothing .*\b1 s"):
         audited(tmp_path / "c", "good", model="hangs", limit_s=1.0)
 
 

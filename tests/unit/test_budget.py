@@ -121,11 +121,11 @@ def test_bad_input_is_named() -> None:
     links = chain(*draws(0.1, 0.1, 0.1))
     with pytest.raises(MismatchError, match="two scorings"):
         error_budget(links[:1], [], sequence=SEQUENCE, prompt=PROMPT)
-    with pytest.raises(MismatchError, match=r"fsdp has 3 logprobs, expected 2400"):
+    with pytest.raises(MismatchError, match=r"fsdp .*\b3 .*\b2400"):
         error_budget([*links[:3], ("fsdp", np.zeros(3))], [], sequence=SEQUENCE, prompt=PROMPT)
     broken = links[3][1].copy()
     broken[5] = np.nan
-    with pytest.raises(MismatchError, match="fsdp: 1 logprobs are not finite"):
+    with pytest.raises(MismatchError, match=r"fsdp: 1 .*finite"):
         error_budget([*links[:3], ("fsdp", broken)], [], sequence=SEQUENCE, prompt=PROMPT)
     none = np.array([], dtype=np.int64)
     with pytest.raises(EmptyComparison):
@@ -217,7 +217,7 @@ def test_a_scoring_that_is_not_finite_is_left_out_with_its_reason(tmp_path: Path
     add(run, "reference:fp32", np.nan)
     budget = budget_in(run, full_spec())
     assert links(budget) == ["transformers:decode", "transformers:prefill", "fsdp"]
-    assert "not finite" in reasons(budget)["step through reference:fp32"]
+    assert numbers(reasons(budget)["step through reference:fp32"]) == [96, 96]
 
 
 def test_a_cut_law_is_noted(tmp_path: Path) -> None:
@@ -260,7 +260,6 @@ def test_a_step_that_few_tokens_carry_is_cautioned() -> None:
         steps[0] = replace(steps[0], share=replace(steps[0].share, flags=flags))
         remarks = shown.remarks(replace(report.result("budget"), steps=tuple(steps)))
         assert sum(remark.startswith(caution) for remark in remarks) == len(flags)
-        assert sum("a few tokens" in remark for remark in remarks) == len(flags)
 
 
 def test_a_chain_of_one_step_has_no_picture_and_no_largest_step() -> None:

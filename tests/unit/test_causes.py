@@ -136,9 +136,9 @@ def test_a_law_that_was_cut_to_one_token_is_no_padding() -> None:
 
 def test_other_weights_that_choose_their_tokens_are_no_function() -> None:
     """What an engine of other weights sampled is likelier there: over half of its squared error."""
-    made = drawn.draw(1, sharpness=6.0)
-    made.engine = made.engine + 2.0 * made.rng.standard_normal(made.logits.shape)
-    case = made.case()
+    draw = drawn.draw(1, sharpness=6.0)
+    draw.engine = draw.engine + 2.0 * draw.rng.standard_normal(draw.logits.shape)
+    case = draw.case()
     assert smooth.followed(case, "engine")[0].low > smooth.MOST
     assert first(case).id == "weights-differ"
 

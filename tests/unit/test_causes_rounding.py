@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.diagnosis.detectors import excess, packs
+from mismatch.analysis.diagnosis.detectors import excess, implementation, packs
 from mismatch.run.store import REFERENCE
 from mismatch.types import Bools, NotTested, Scoring
 from tests import drawn_pair as drawn
@@ -53,7 +53,7 @@ def test_a_gap_that_begins_somewhere_is_an_onset() -> None:
 
 def test_without_levels_of_the_device_the_gap_is_not_judged() -> None:
     case = stating(in_float32(0.5), {"device": "H100"}, {"device": "H100"})
-    assert "implementations in float32" in {entry.what for entry in causes(case).not_tested}
+    assert implementation.WHAT in {entry.what for entry in causes(case).not_tested}
 
 
 # ---------------------------------------------------------------- beside rounding, and destroyed

@@ -112,12 +112,12 @@ def test_every_class_of_a_report_is_looked_at() -> None:
 @pytest.mark.parametrize(
     ("change", "path"),
     [
-        ({"value": "0.1"}, "Estimate.value: a finite number or null expected"),
-        ({"n_tokens": 1.5}, "Estimate.n_tokens: a integer expected"),
-        ({"n_tokens": True}, "Estimate.n_tokens"),
-        ({"flags": "few"}, "Estimate.flags: an array expected"),
-        ({"flags": [1]}, r"Estimate.flags\[0\]: a string"),
-        ({"surprise": 1}, "Estimate: unknown field 'surprise'"),
+        ({"value": "0.1"}, r"Estimate\.value: .*number"),
+        ({"n_tokens": 1.5}, r"Estimate\.n_tokens: .*integer"),
+        ({"n_tokens": True}, r"Estimate\.n_tokens: .*integer"),
+        ({"flags": "few"}, r"Estimate\.flags: .*array"),
+        ({"flags": [1]}, r"Estimate\.flags\[0\]: .*string"),
+        ({"surprise": 1}, "Estimate: .*'surprise'"),
     ],
 )
 def test_what_does_not_fit_is_named_with_its_place(change: dict[str, Any], path: str) -> None:
@@ -131,7 +131,7 @@ def test_a_missing_field_is_named_and_a_default_stands_in() -> None:
     del document["flags"]
     assert from_json(Estimate, document).flags == ()
     del document["value"]
-    with pytest.raises(Misfit, match="field 'value' is missing"):
+    with pytest.raises(Misfit, match="'value' is missing"):
         from_json(Estimate, document)
 
 

@@ -190,7 +190,7 @@ def test_a_corrupt_capture_is_an_error_not_a_high_disagreement():
     ids = right.routing.ids.copy()
     ids[7, 2, 1] = ids[7, 2, 0]
     broken = replace(right, routing=replace(right.routing, ids=ids))
-    with pytest.raises(CorruptCapture, match=r"fsdp.*twice for token 7 at layer 5"):
+    with pytest.raises(CorruptCapture, match=r"fsdp.*\b7 .*layer 5"):
         run(left, broken)
 
 
@@ -198,7 +198,7 @@ def test_refusals():
     left, right = pair()
     with pytest.raises(MismatchError, match="other tokens"):
         run(left, replace(right, token_ids=right.token_ids + 1))
-    with pytest.raises(MismatchError, match="entropies are not finite"):
+    with pytest.raises(MismatchError, match=r"entropies .*finite"):
         run(left, replace(right, entropy=np.full(A, np.inf)))
     silent = replace(ROLLOUT, action_mask=np.zeros(len(ROLLOUT.token_ids), bool))
     nothing = replace(left, token_ids=left.token_ids[:0], logprobs=left.logprobs[:0])

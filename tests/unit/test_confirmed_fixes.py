@@ -163,7 +163,9 @@ def test_a_stated_cause_has_the_share_of_its_fix_and_something_else_has_the_rest
     assert seen.effect.value > 0.8
     assert (stated.id, stated.status) == ("attention-sinks", "of little weight")
     assert stated.effect.value == pytest.approx(0.01)
-    assert [one.outcome for one in explanation_of(report).experiments] == ["of little weight"]
+    assert [experiment.outcome for experiment in explanation_of(report).experiments] == [
+        "of little weight"
+    ]
     assert explanation_of(report).ruled_out == explanation_of(report).confirmed == ()
     _, text = sentences(report.result("causes"))
     entry = catalogue()[stated.id]
@@ -178,7 +180,10 @@ def test_what_stays_as_a_cause_is_not_said_to_be_ruled_out(tmp_path: Path) -> No
     causes = diagnose(explain.case_of(run, SPEC), detectors())
     other = suspected("grows-with-position", "trainer", "attention-sinks").ranked[0]
     two = replace(causes, ranked=(*causes.ranked, other))
-    stays = [replace(one, outcome="ruled out") for one in explanation_of(reported(run)).experiments]
+    stays = [
+        replace(experiment, outcome="ruled out")
+        for experiment in explanation_of(reported(run)).experiments
+    ]
     after, _, ruled_out = applied(two, stays)
     assert "attention-sinks" in {cause.id for cause in after.ranked}
     assert "attention-sinks" not in ruled_out

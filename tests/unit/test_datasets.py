@@ -145,13 +145,13 @@ def test_columns_are_found_by_name_or_asked_for() -> None:
 
     assert column(["id", "Question", "answer"]) == "Question"
     assert column(["id", "question", "prompt"], prompt_column="id") == "id"
-    with pytest.raises(MismatchError, match="several could be the prompt") as caught:
+    with pytest.raises(MismatchError, match=r"\(question, prompt\)") as caught:
         column(["id", "question", "prompt"])
     assert "id, question, prompt" in caught.value.message
     assert caught.value.fix.endswith(": --prompt-column question")
-    with pytest.raises(MismatchError, match="none has a usual name"):
+    with pytest.raises(MismatchError, match="id, text, none"):
         column(["id", "text"])
-    with pytest.raises(MismatchError, match="--prompt-column txt: the data set has no") as caught:
+    with pytest.raises(MismatchError, match="--prompt-column txt:") as caught:
         column(["id", "text"], prompt_column="txt")
     assert "id, text" in caught.value.fix
 

@@ -91,12 +91,12 @@ def test_impossible_experts_are_refused(fault: str) -> None:
 
 def test_fewer_samples_than_asked_are_refused() -> None:
     require_complete(SAMPLES, 2, 2, "x")
-    with pytest.raises(MismatchError, match="returned 3 samples, asked for 2 x 2"):
+    with pytest.raises(MismatchError, match=r"\b3 .*\b2 x"):
         require_complete([SAMPLES[0], SAMPLES[1][:1]], 2, 2, "x")
-    with pytest.raises(MismatchError, match="returned 2 samples"):
+    with pytest.raises(MismatchError, match=r"\b2 .*\b2 x"):
         require_complete(SAMPLES[:1], 2, 2, "x")
     torn = replace(sample(8, 2), logprobs=np.zeros(1))
-    with pytest.raises(MismatchError, match="2 tokens but 1 logprobs in a sample of prompt 1"):
+    with pytest.raises(MismatchError, match=r"\b2 .*\b1 .*\b1\n"):
         require_complete([SAMPLES[0], [torn, sample(2)]], 2, 2, "x")
 
 
@@ -110,9 +110,9 @@ def test_a_prompt_has_to_fit_with_its_response() -> None:
     assert context(8, 7) == 15  # 16, less one position for rescoring
     assert context(8, 8, prefill=False) == 16
     assert context(8, 50, max_model_len=64) == 58
-    with pytest.raises(MismatchError, match="p:2 has 16 tokens, the context is 16"):
+    with pytest.raises(MismatchError, match=r"p:2 .*16 .*16"):
         context(16, 1)
-    with pytest.raises(MismatchError, match="p:2 has 8 tokens; with --max-tokens 8") as caught:
+    with pytest.raises(MismatchError, match=r"p:2 .*--max-tokens 8") as caught:
         context(8, 8)
     assert "--max-tokens 7" in caught.value.fix
 
@@ -210,7 +210,7 @@ def test_a_configuration_is_read_before_anything_is_loaded(tmp_path: Path) -> No
     info = read()
     assert (info.vocab_size, info.context, info.stop_ids) == (50, 77, (2, 3, 4, 9))
     assert (info.num_experts, info.top_k, info.moe) == (6, 3, True)
-    with pytest.raises(MismatchError, match="BertForMaskedLM: not a causal language model"):
+    with pytest.raises(MismatchError, match="BertForMaskedLM: not"):
         read(architectures=["BertForMaskedLM"])
     with pytest.raises(MismatchError, match="cannot be read") as caught:
         read(model_type="nosuch")
@@ -241,7 +241,7 @@ def test_a_failure_is_left_for_the_parent(tmp_path: Path, monkeypatch: pytest.Mo
         return json.loads((tmp_path / "errors" / "engine.json").read_text())
 
     error = left()
-    assert "does not exist" in error["message"]
+    assert spec["engine"]["model"] in error["message"]
     assert error["fix"]
 
     def crash(*_: object) -> None:

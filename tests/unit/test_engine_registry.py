@@ -57,7 +57,7 @@ def test_the_help_names_it() -> None:
 
 def test_preflight_asks_it(tmp_path: Path) -> None:
     engine = EngineSpec("toy", "tiny-gpt-oss", tensor_parallel_size=2)
-    with pytest.raises(MismatchError, match="the toy engine runs on one device"):
+    with pytest.raises(MismatchError, match=r"toy engine .*device"):
         preflight_rollout(RolloutSpec(engine=engine, prompts=PromptSpec(num_prompts=1)))
 
 

@@ -131,7 +131,7 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "openenv", None)
     with pytest.raises(MismatchError) as caught:
         adapted("verifiers:sums")
-    assert "not installed" in caught.value.message
+    assert caught.value.fix == "pip install 'verifiers<0.4'"
     with pytest.raises(MismatchError):
         adapted("openenv:http://localhost:8000")
     assert adapted("my.tasks:Game") is None

@@ -178,10 +178,10 @@ def test_other_ids_or_positions_cannot_be_compared(rng: np.random.Generator) -> 
     ids = np.argsort(-law, axis=1)[:, :4]
     kept = part(law, ids)
     assert why_incomparable(kept, part(law, ids)) == ""
-    assert "different token ids" in why_incomparable(kept, part(law, ids[:, ::-1].copy()))
+    assert "ids" in why_incomparable(kept, part(law, ids[:, ::-1].copy()))
     assert why_incomparable(kept, whole(law)) == WHOLE_AND_PART
     moved = dataclasses.replace(kept, positions=kept.positions + 1)
-    assert "different positions" in why_incomparable(kept, moved)
+    assert "positions" in why_incomparable(kept, moved)
     assert "41 entries" in why_incomparable(whole(law), whole(laws(rng, 6, 41)))
 
 
@@ -199,7 +199,7 @@ def test_damaged_artefacts_are_refused(rng: np.random.Generator, tmp_path: Path)
         dataclasses.replace(good, positions=np.array([2, 1, 0]))
     with pytest.raises(CorruptCapture, match="expected"):
         dataclasses.replace(good, vocabulary=9, ids=None, rest=None)
-    with pytest.raises(MismatchError, match="fsdp: 3 of 3 distributions do not sum to 1"):
+    with pytest.raises(MismatchError, match=r"fsdp: 3 .*sum"):
         dataclasses.replace(good, rest=good.rest + 1.0).law("fsdp")
     file = tmp_path / "dists/x.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -299,12 +299,12 @@ def test_distributions_must_be_those_that_the_engine_reported() -> None:
     distributions = build_distributions(taken, pair.rollout, pair.left.logprobs, VOCABULARY)
     assert np.array_equal(distributions.positions, np.arange(480))
     swapped = {**taken, "logprobs": np.roll(taken["logprobs"], 1, axis=0)}
-    with pytest.raises(CorruptCapture, match="another log-probability than the engine reported"):
+    with pytest.raises(CorruptCapture, match="log-probability"):
         build_distributions(swapped, pair.rollout, pair.left.logprobs, VOCABULARY)
-    with pytest.raises(CorruptCapture, match="no distribution was taken"):
+    with pytest.raises(CorruptCapture, match="no distribution was"):
         build_distributions({}, pair.rollout, pair.left.logprobs, VOCABULARY)
     late = {**taken, "keys": taken["keys"] + [0, 4]}  # the last four of each are no tokens
-    with pytest.raises(CorruptCapture, match="another log-probability"):
+    with pytest.raises(CorruptCapture, match="log-probability"):
         build_distributions(late, pair.rollout, pair.left.logprobs, VOCABULARY)
 
 
@@ -368,7 +368,7 @@ def test_the_trainer_keeps_the_rows_that_its_logprobs_come_from(
     joined = watch.joined(parts)
     assert why_incomparable(asked, joined) == ""
     np.testing.assert_allclose(joined.law(), asked.law(), atol=1e-6)
-    with pytest.raises(MismatchError, match="3 distributions were taken, 5 asked for"):
+    with pytest.raises(MismatchError, match=r"\b3 .*\b5 "):
         watch.joined(parts[1:])
 
 

@@ -119,7 +119,7 @@ def test_ranks_that_part_end_the_world(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     runner, item = passes(tmp_path, Ranks(parted=True), fails)
-    with pytest.raises(MismatchError, match="parted in the pass fix:fp32"):
+    with pytest.raises(MismatchError, match=r"parted .*fix:fp32"):
         runner.attempt(item)
     noted = read_error(tmp_path, pass_label("fix:fp32"))
     assert (noted is not None) is fails  # the rank that failed says why

@@ -23,14 +23,15 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from mismatch.codec import from_json
 from mismatch.pipeline.document import comparisons_to_json, report_from_json, report_to_json
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
 from mismatch.reports.terminal import print_report
 from mismatch.run import store
-from mismatch.specs import CheckSpec, from_dict, spec_hash
+from mismatch.specs import CheckSpec, spec_hash
 from mismatch.types import Report
-from tests import reports_fixture as made
+from tests import reports_fixture
 from tests.fixes_fixture import make_table
 from tests.kernels_fixture import make_audit_report
 from tests.made_run import make_run
@@ -41,45 +42,45 @@ GOLDENS = ROOT / "tests" / "goldens"
 ARTEFACTS = GOLDENS / "artefacts.json"
 EXAMPLES = ("tiny-gpt-oss", "tiny-gpt-oss-no-sinks")
 EMPTY = '<svg viewBox="0 0 6 4"></svg>'
-Made = tuple[Report, pd.DataFrame]
+ReportAndTokens = tuple[Report, pd.DataFrame]
 
 
-def _example(name: str) -> Made:
+def _example(name: str) -> ReportAndTokens:
     folder = ROOT / "examples" / name
     document = json.loads((folder / "report.json").read_text())
     return report_from_json(document), store.load_tokens(folder)
 
 
-def _healthy() -> Made:
-    tokens = made.make_tokens()
-    return made.make_report(tokens).with_analyses(gradients=None), tokens
+def _healthy() -> ReportAndTokens:
+    tokens = reports_fixture.make_tokens()
+    return reports_fixture.make_report(tokens).with_analyses(gradients=None), tokens
 
 
-def _gradients() -> Made:
-    tokens = made.make_tokens()
-    return made.make_report(tokens), tokens
+def _gradients() -> ReportAndTokens:
+    tokens = reports_fixture.make_tokens()
+    return reports_fixture.make_report(tokens), tokens
 
 
-def _fixes() -> Made:
-    report, tokens = made.make_failing_report()
+def _fixes() -> ReportAndTokens:
+    report, tokens = reports_fixture.make_failing_report()
     return report.with_analyses(fixes=make_table("after-fixes"), gradients=None), tokens
 
 
-def _kernels() -> Made:
+def _kernels() -> ReportAndTokens:
     report, tokens = _healthy()
     return report.with_analyses(kernels=make_audit_report()), tokens
 
 
-def _engines() -> Made:
+def _engines() -> ReportAndTokens:
     with tempfile.TemporaryDirectory() as folder:
-        return shown(make(Path(folder), ODD_A), Path(folder)), made.make_tokens()
+        return shown(make(Path(folder), ODD_A), Path(folder)), reports_fixture.make_tokens()
 
 
-MAKERS: dict[str, Callable[[], Made]] = {
+MAKERS: dict[str, Callable[[], ReportAndTokens]] = {
     "healthy": _healthy,
-    "failing": made.make_failing_report,
-    "empty": made.make_empty_report,
-    "inconclusive": made.make_inconclusive_report,
+    "failing": reports_fixture.make_failing_report,
+    "empty": reports_fixture.make_empty_report,
+    "inconclusive": reports_fixture.make_inconclusive_report,
     "fixes": _fixes,
     "gradients": _gradients,
     "kernels": _kernels,
@@ -125,13 +126,13 @@ def _terminal(report: Report, details: bool) -> str:
 
 
 @cache
-def _made(name: str) -> Made:
+def _report_of(name: str) -> ReportAndTokens:
     return MAKERS[name]()
 
 
 @cache
 def rendered(name: str) -> dict[str, str]:
-    report, tokens = _made(name)
+    report, tokens = _report_of(name)
     with pytest.MonkeyPatch.context() as patch:
         # What matplotlib draws is not read here, and takes most of a page's time.
         patch.setattr(
@@ -170,7 +171,7 @@ def test_rendering_is_the_golden_one(name: str, suffix: str) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_comparison_json_is_that_part_of_the_report(name: str) -> None:
-    report, _ = _made(name)
+    report, _ = _report_of(name)
     golden = json.loads(_golden(name, "report.json").read_text("utf-8"))
     part = {key: golden[key] for key in ("comparisons", "noise_floor")}
     document = comparisons_to_json(report.comparisons, report.noise_floor)
@@ -186,7 +187,7 @@ def _artefacts(run_dir: Path) -> dict[str, Any]:
     manifest = json.loads((make_run(run_dir / "run") / "manifest.json").read_text("utf-8"))
     for entry in manifest["artefacts"].values():
         entry.pop("made_with", None)  # versions of this environment
-    hashes = {name: spec_hash(from_dict(CheckSpec, _run(name)["spec"])) for name in EXAMPLES}
+    hashes = {name: spec_hash(from_json(CheckSpec, _run(name)["spec"])) for name in EXAMPLES}
     return {"pyarrow": pa.__version__, "spec_hashes": hashes, **manifest}
 
 

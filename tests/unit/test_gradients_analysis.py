@@ -302,7 +302,7 @@ def test_a_group_without_a_gradient_fails_and_a_wrong_direction_alone_does_not()
     gradients[1] = taken(TRAIN, "token", own, reference)
     (dead,) = gradient_checks(check_gradients(gradients, batch_of(8)))
     assert (dead.id, dead.status) == ("gradients", "failed")
-    assert "the attention sinks" in dead.detail
+    assert GROUP_WORDS["sinks"] in dead.detail
     assert "experts" not in dead.detail
     # What the reference does not train either is no fault of the trainer.
     reference[:, slices()["sinks"]] = 0.0

@@ -38,7 +38,7 @@ def test_alone_it_takes_the_natural_fixes_that_change_something() -> None:
 def test_with_fixes_it_takes_theirs_and_says_what_samples_anew() -> None:
     plan = planned(replace(SPEC, fixes=("fp32-router", "fp16+engine-fp16", "tis")))
     assert ids(plan) == ["reference", "baseline", "fp32-router"]
-    assert plan.not_tested[0].startswith("gradient of fp16+engine-fp16:")
+    assert "fp16+engine-fp16:" in plan.not_tested[0]
 
 
 def test_every_pass_runs_with_gradients_and_records_nothing() -> None:

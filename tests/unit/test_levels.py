@@ -285,8 +285,8 @@ def test_a_quantised_rollout_is_at_best_tolerable():
 def test_a_failed_check_is_broken_whatever_the_numbers():
     got = verdict(judged("healthy"), [PASSED, FAILED], "fp32")
     assert got.status == "broken"
-    assert "temperature" in got.reason
-    assert "raw at 0.7" in got.reason
+    assert FAILED.id in got.reason
+    assert FAILED.detail in got.reason
     assert verdict([], [FAILED], "fp32").status == "broken"
     untested = Check("truncation", "not_tested", "off")
     assert verdict(judged("healthy"), [untested], "fp32").status == "healthy"
@@ -363,19 +363,22 @@ def test_thresholds_replace_cells_and_only_those(tmp_path):
 
 
 BAD_FILES = {
-    "[k3_lk.fp32]\nhealthy = 1": ("line 1.*unknown metric: 'k3_lk'", "did you mean k3_kl"),
-    '# mine\n[k3_kl."bf16 moe"]\nhealthy = 1': ("line 2.*column of k3_kl", "did you mean bf16 MoE"),
-    "[k3_kl.fp32]\nhelthy = 1": ("line 2.*unknown key", "did you mean healthy"),
+    "[k3_lk.fp32]\nhealthy = 1": ("line 1.*'k3_lk'", "did you mean k3_kl"),
+    '# mine\n[k3_kl."bf16 moe"]\nhealthy = 1': (
+        "line 2.*k3_kl.*'bf16 moe'",
+        "did you mean bf16 MoE",
+    ),
+    "[k3_kl.fp32]\nhelthy = 1": ("line 2.*helthy", "did you mean healthy"),
     "[k3_kl.fp32]\nhealthy = 'low'": ("no number: 'low'", "k3_kl"),
     "[k3_kl.fp32]\nhealthy = nan": ("no number: nan", "k3_kl"),
     "[k3_kl.fp32]\nhealthy = true": ("no number: True", "k3_kl"),
-    "[k3_kl.fp32]\nhealthy = 1.0": ("healthy 1 is worse than unfit", "healthy lies below"),
+    "[k3_kl.fp32]\nhealthy = 1.0": ("healthy 1 .*unfit", "healthy lies below"),
     "[probs_pearson.fp32]\nhealthy = 0.9\nunfit = 0.95": ("worse", "healthy lies above"),
-    "[ess_token.fp32]\nhealthy = 0.9": ("unfit is no number: None", "ess_token"),
-    "[k3_kl.fp32]\ncritical = 1.0": ("no such bound: critical", "unfit"),
+    "[ess_token.fp32]\nhealthy = 0.9": ("unfit .*None", "ess_token"),
+    "[k3_kl.fp32]\ncritical = 1.0": ("bound: critical", "unfit"),
     "k3_kl = 3": ("k3_kl is no table", '"bf16 MoE"'),
-    "[k3_kl]\nfp32 = 3": ("no table of bounds", "healthy"),
-    "[ratio_mean.fp32]\nhealthy = 1": ("unknown metric: 'ratio_mean'", "ratio"),
+    "[k3_kl]\nfp32 = 3": ("fp32: .*table", "healthy"),
+    "[ratio_mean.fp32]\nhealthy = 1": ("'ratio_mean'", "ratio"),
     "[k3_kl": ("is not TOML", "k3_kl"),
 }
 

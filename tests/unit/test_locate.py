@@ -73,7 +73,7 @@ def chain(
 def errors(
     side: dict[Site, list[Sums]], plain: dict[Site, list[Sums]] | None = None
 ) -> dict[str, SiteError]:
-    return {error.place.key: error for error in site_errors(side, plain, "bf16", LAYERS)}
+    return {error.location.key: error for error in site_errors(side, plain, "bf16", LAYERS)}
 
 
 def test_the_planted_module_is_the_only_source() -> None:

@@ -227,7 +227,7 @@ def test_a_reward_function_that_raises_stops_with_its_words() -> None:
     given: Rollout = ROLLOUT
     got = own_rewards(f"{__name__}:length_reward", prompts, given, Tokenizer(), "of step 1")
     assert got.tolist() == [4.0, 6.0, 5.0, 2.0]
-    with pytest.raises(MismatchError, match=r"response 0 of step 1: KeyError: 0"):
+    with pytest.raises(MismatchError, match=r"\b0 .*\b1: KeyError"):
         own_rewards(f"{__name__}:failing_reward", prompts, given, Tokenizer(), "of step 1")
 
 
@@ -328,7 +328,7 @@ def test_a_run_goes_on_in_another_installation_with_the_arms_it_was_asked(tmp_pa
     assert (again.steps, arms, seeds) == (12, ("as-is", "tis"), (5,))
     assert again.check.train.model == tiny
     other = replace(base, check=replace(base.check, train=TrainSpec(tiny, dtype="fp16")))
-    with pytest.raises(MismatchError, match=r"check.train.dtype: 'fp32' there, 'fp16' asked"):
+    with pytest.raises(MismatchError, match=r"train\.dtype: 'fp32' .*'fp16'"):
         require_same_settings(other, ["as-is"], [0], tmp_path)
     with pytest.raises(MismatchError, match="holds no loop"):
         asked(resuming(tmp_path / "nothing"))

@@ -53,9 +53,9 @@ def test_runs_with_one_beginning_are_put_together() -> None:
 
 
 def test_runs_that_are_not_of_one_kind_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"clip: 0\.2 there, 0\.3 asked"):
+    with pytest.raises(ValueError, match=r"clip: 0\.2 .*0\.3"):
         merged([runs("as-is", [0.5]), runs("tis", [0.5], clip=0.3)])
-    with pytest.raises(ValueError, match=r"tis, seed 0, begins with another reward: 0\.4"):
+    with pytest.raises(ValueError, match=r"tis, .*\b0, .*\b0\.4"):
         merged([runs("as-is", [0.5]), runs("tis", [0.4])])
     # Another sampler may begin with another reward.
     assert len(merged([runs("as-is", [0.5]), runs("fp8-kv-cache", [0.4])]).arms) == 2

@@ -22,16 +22,16 @@ def run(tmp_path):
 
 
 def test_every_artefact_is_recorded_with_checksum_schema_and_inputs(run):
-    known = manifest.entries(run)
+    entries = manifest.entries(run)
     files = {"rollout.parquet", "vocabulary.json"}
     files |= {"scores/transformers-decode.parquet", "scores/fsdp.parquet"}
-    assert known.keys() == files
-    entry = known["scores/fsdp.parquet"]
+    assert entries.keys() == files
+    entry = entries["scores/fsdp.parquet"]
     assert entry["sha256"] == manifest.sha256(run / "scores" / "fsdp.parquet")
     assert entry["bytes"] == (run / "scores" / "fsdp.parquet").stat().st_size
     assert entry["schema"] == "mismatch.scoring/1"
     assert entry["made_by"] == spec_hash(spec().train)
-    assert entry["inputs"] == {"rollout.parquet": known["rollout.parquet"]["sha256"]}
+    assert entry["inputs"] == {"rollout.parquet": entries["rollout.parquet"]["sha256"]}
 
 
 def test_one_changed_byte_is_refused_with_the_file_and_the_fix(run):
@@ -39,7 +39,7 @@ def test_one_changed_byte_is_refused_with_the_file_and_the_fix(run):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(MismatchError, match=r"fsdp\.parquet .* checksum differs") as caught:
+    with pytest.raises(MismatchError, match=r"fsdp\.parquet.*checksum") as caught:
         store.load_scoring(run, "fsdp")
     assert "--resume" in caught.value.fix
 
@@ -126,7 +126,7 @@ def test_a_kill_inside_a_write_leaves_the_old_artefact_or_one_to_make_again(run,
         assert not resume.scoring_done(run, "fsdp", spec().train)
         with pytest.raises(MismatchError, match=r"truncated|checksum"):
             store.load_scoring(run, "fsdp")
-    made = rollout()
-    again = scoring("fsdp", made, 0.5)
-    store.save_scoring(run, again, made, made_by=spec().train)
+    samples = rollout()
+    again = scoring("fsdp", samples, 0.5)
+    store.save_scoring(run, again, samples, made_by=spec().train)
     assert (store.load_scoring(run, "fsdp").logprobs == again.logprobs).all()

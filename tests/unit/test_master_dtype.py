@@ -112,9 +112,9 @@ def test_a_buffer_that_follows_the_dtype_of_loading_keeps_fp32(
     bare = source.skeleton
 
     def scaled(*arguments: object) -> torch.nn.Module:
-        made = bare(*arguments)  # type: ignore[arg-type]
-        made.register_buffer("embed_scale", torch.ones(1, dtype=arguments[2]))  # type: ignore
-        return made  # type: ignore[no-any-return]
+        module = bare(*arguments)  # type: ignore[arg-type]
+        module.register_buffer("embed_scale", torch.ones(1, dtype=arguments[2]))  # type: ignore
+        return module  # type: ignore[no-any-return]
 
     monkeypatch.setattr(source, "skeleton", scaled)
     assert not buffers_are_fixed(config, False)

@@ -40,8 +40,8 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def moment(prediction: Prediction, name: str) -> Moment:
-    (found,) = [item for item in prediction.moments if item.name == name]
-    return found
+    (match,) = [item for item in prediction.moments if item.name == name]
+    return match
 
 
 def part(prediction: Prediction, where: str, name: str) -> int:
@@ -88,13 +88,13 @@ def test_an_unknown_family_is_refused_not_guessed():
 
 def test_shards_divide_by_the_ranks_and_double_with_the_master_dtype():
     name = "sharded parameters"
-    one = part(train(GPT, master_dtype="fp32"), "attention", name)
-    assert one == GPT.parameters * 4
+    alone = part(train(GPT, master_dtype="fp32"), "attention", name)
+    assert alone == GPT.parameters * 4
     eighth = part(train(GPT, 8, master_dtype="fp32"), "attention", name)
-    assert eighth == pytest.approx(one / 8, rel=1e-9)
-    assert part(train(GPT), "attention", name) == one / 2  # MXFP4 dequantises to bf16
+    assert eighth == pytest.approx(alone / 8, rel=1e-9)
+    assert part(train(GPT), "attention", name) == alone / 2  # MXFP4 dequantises to bf16
     assert part(train(GPT, offload=True), "attention", name) == 0
-    assert part(train(GPT, master_dtype="bf16"), "attention", name) == one / 2
+    assert part(train(GPT, master_dtype="bf16"), "attention", name) == alone / 2
 
 
 def test_more_ranks_than_experts_do_not_cut_experts_further():
@@ -114,8 +114,8 @@ def test_the_layer_is_there_twice_while_fsdp_gathers_the_next():
 def test_gathering_a_layer_takes_its_buffers_and_gloo_one_more():
     layer = GPT.layer_parameters * 2
     on_cpu = predict_trainer(GPT, TrainSpec(model="m"), 2, Workload((256,)), "cpu")
-    for found, copies in ((train(GPT), 0), (train(GPT, 2), 1), (on_cpu, 2)):
-        assert part(found, "gathering a layer", "all-gather buffers") == copies * layer
+    for prediction, copies in ((train(GPT), 0), (train(GPT, 2), 1), (on_cpu, 2)):
+        assert part(prediction, "gathering a layer", "all-gather buffers") == copies * layer
 
 
 def test_eager_attention_holds_every_score_three_times():
@@ -182,17 +182,17 @@ def test_released_gpt_oss_weights_are_a_quarter_of_bf16():
 
 def test_kv_cache_is_for_the_sequences_that_run_at_once():
     demand = Workload((1000,) * 10)
-    found = predict_engine(GPT, EngineSpec(), demand)
-    assert part(found, "sampling", "KV cache") == 10 * GPT.kv_elements(1000) * 2
-    one = predict_engine(GPT, EngineSpec(args=(("max_num_seqs", 1),)), demand)
-    assert part(one, "sampling", "KV cache") == GPT.kv_elements(1000) * 2
+    prediction = predict_engine(GPT, EngineSpec(), demand)
+    assert part(prediction, "sampling", "KV cache") == 10 * GPT.kv_elements(1000) * 2
+    single = predict_engine(GPT, EngineSpec(args=(("max_num_seqs", 1),)), demand)
+    assert part(single, "sampling", "KV cache") == GPT.kv_elements(1000) * 2
     small = predict_engine(GPT, EngineSpec(args=(("kv_cache_dtype", "fp8"),)), demand)
     assert part(small, "sampling", "KV cache") == 10 * GPT.kv_elements(1000)
 
 
 def test_prefill_rescoring_needs_the_logits_of_a_whole_sequence():
-    found = predict_engine(GPT, EngineSpec(), Workload((1000,) * 10))
-    logits = part(found, "prefill rescoring", "logits of the prefill")
+    prediction = predict_engine(GPT, EngineSpec(), Workload((1000,) * 10))
+    logits = part(prediction, "prefill rescoring", "logits of the prefill")
     assert logits == 1000 * GPT.vocab * (2 + 4 + 4)
     without = predict_engine(GPT, EngineSpec(prefill=False), Workload((1000,) * 10))
     assert "prefill rescoring" not in [item.name for item in without.moments]
@@ -209,17 +209,17 @@ def prediction_of(gib: float, name: str = "weights") -> Prediction:
     ("needed", "level"), [(12, "fits"), (12.5, "tight"), (14, "tight"), (14.1, "does not fit")]
 )
 def test_what_the_predictions_error_could_exceed_is_tight(needed, level):
-    found = fit.fits(prediction_of(needed), 14 * GIB, 0)  # 12 · 1.15 = 13.8, 12.5 · 1.15 = 14.4
-    assert found.level == level
-    assert bool(found.warnings) == (level != "fits")
+    verdict = fit.fits(prediction_of(needed), 14 * GIB, 0)  # 12 · 1.15 = 13.8, 12.5 · 1.15 = 14.4
+    assert verdict.level == level
+    assert bool(verdict.warnings) == (level != "fits")
 
 
 def test_a_warning_names_the_setting():
-    found = fit.fits(
+    verdict = fit.fits(
         prediction_of(20, "attention scores"), 10 * GIB, 0, lambda: "--nproc-per-node 4"
     )
-    assert "--nproc-per-node 4" in found.warnings[0]
-    assert "--attention auto" in found.warnings[0]
+    assert "--nproc-per-node 4" in verdict.warnings[0]
+    assert "--attention auto" in verdict.warnings[0]
 
 
 # ---------------------------------------------------------------- reality
@@ -266,21 +266,21 @@ def choices_of(shape: ModelConfig, experts: str, tokens: int = 1024):
         Pass("fsdp", TrainSpec("m", experts=experts)),
         Pass("reference:fp32", TrainSpec("m", dtype="fp32")),
     ]
-    found = fit.expert_choices(shape, passes, 1, Workload((tokens,)), "cuda")
-    return {choice.name: choice for choice in found}
+    choices = fit.expert_choices(shape, passes, 1, Workload((tokens,)), "cuda")
+    return {choice.name: choice for choice in choices}
 
 
 def test_every_way_to_run_the_experts_is_predicted():
-    found = choices_of(GPT, "eager")
-    assert [name for name, choice in found.items() if choice.chosen] == ["eager"]
+    choices = choices_of(GPT, "eager")
+    assert [name for name, choice in choices.items() if choice.chosen] == ["eager"]
     assert choices_of(GPT, "auto")["grouped_mm"].chosen
-    for name, choice in found.items():
+    for name, choice in choices.items():
         assert choice.peak_bytes == train(GPT, lengths=(1024,), experts=name).peak_bytes
     a_token = 4 * 3 * 2880 * 2880 * 2  # the weights of its experts, bf16
-    assert found["batched_mm"].token_bytes == pytest.approx(a_token, rel=2e-3)
-    assert found["batched_mm"].peak_bytes > 1000 * a_token
-    assert found["bounded"].peak_bytes <= found["eager"].peak_bytes
-    assert found["bounded"].peak_bytes < found["grouped_mm"].peak_bytes + GIB
+    assert choices["batched_mm"].token_bytes == pytest.approx(a_token, rel=2e-3)
+    assert choices["batched_mm"].peak_bytes > 1000 * a_token
+    assert choices["bounded"].peak_bytes <= choices["eager"].peak_bytes
+    assert choices["bounded"].peak_bytes < choices["grouped_mm"].peak_bytes + GIB
     assert choices_of(TOY, "auto") == {}
 
 
@@ -309,8 +309,8 @@ def test_copied_weights_are_warned_of_with_the_remedy():
     assert "--experts-implementation bounded" in text
     assert fit.expert_warnings(tuple(choices_of(GPT, "bounded").values())) == ()
     assert fit.expert_warnings(()) == ()
-    found = train(GPT, lengths=(1024,), experts="batched_mm")
-    assert fit.remedies_of(found)[0] == "--experts-implementation bounded"
+    prediction = train(GPT, lengths=(1024,), experts="batched_mm")
+    assert fit.remedies_of(prediction)[0] == "--experts-implementation bounded"
 
 
 def test_a_probe_of_the_weight_sync_is_predicted_as_its_files_are() -> None:
@@ -319,9 +319,9 @@ def test_a_probe_of_the_weight_sync_is_predicted_as_its_files_are() -> None:
     from mismatch.models.config import find_config
     from mismatch.models.weight_states import Checkpoint, cost_of
 
-    place = EMBEDDED["tiny-gpt-oss"]
-    shape = find_config(str(place)).model
-    spec, cost = EngineSpec(model=str(place), dtype="bf16"), cost_of(Checkpoint(place, 0))
+    directory = EMBEDDED["tiny-gpt-oss"]
+    shape = find_config(str(directory)).model
+    spec, cost = EngineSpec(model=str(directory), dtype="bf16"), cost_of(Checkpoint(directory, 0))
     assert disk_bytes(shape, spec) == cost.bytes
     trainer, largest = predict_sync_probe(shape, spec).highest.parts
     assert trainer.bytes == cost.bytes

@@ -47,16 +47,16 @@ def tokens(seed: int, prompts: int, samples: int, length: int, *, scale=0.02, ze
 
 def assert_same(got, want, rel=1e-11):
     assert set(got) == {name for name, estimate in want.items() if estimate is not None}
-    for name, mine in got.items():
+    for name, actual in got.items():
         truth = want[name]
-        assert set(mine.flags) == set(truth.flags), name
-        assert (mine.n_tokens, mine.n_sequences, mine.n_prompts) == (
+        assert set(actual.flags) == set(truth.flags), name
+        assert (actual.n_tokens, actual.n_sequences, actual.n_prompts) == (
             truth.n_tokens,
             truth.n_sequences,
             truth.n_prompts,
         )
         for field in ("value", "low", "high"):
-            a, b = getattr(mine, field), getattr(truth, field)
+            a, b = getattr(actual, field), getattr(truth, field)
             assert (a is None) == (b is None), (name, field)
             if b is not None:
                 assert a == pytest.approx(b, rel=rel, abs=1e-300), (name, field)
@@ -129,7 +129,7 @@ def test_one_token_that_carries_a_fifth_is_found(spike):
     metrics = [METRICS[name] for name in ("kl", "k2_kl", "ratio_mean", "logprob_abs_diff_mean")]
     want = {m.name: plain(m, {"delta": delta}, sequence, prompt) for m in metrics}
     assert_same(Estimator(sequence, prompt, chunk=512).all(metrics, {"delta": delta}), want)
-    assert any("heavy-tail" in one.flags for one in want.values()) == (spike > 3.0)
+    assert any("heavy-tail" in estimate.flags for estimate in want.values()) == (spike > 3.0)
 
 
 def run_of(arrays, sequence, prompt) -> tuple[Rollout, Scoring, Scoring]:
@@ -164,28 +164,29 @@ def bad(value: float) -> np.ndarray:
 def test_a_value_that_is_not_finite_is_named(side, value):
     other = {"rollout": "train", "train": "rollout"}[side]
     arrays = {side: bad(value), other: bad(-1.0)}
-    with pytest.raises(MismatchError, match=f"{side} is {value} at action token 2"):
+    with pytest.raises(MismatchError, match=rf"{side} is {value}.*\b2\b"):
         Estimator(SEQUENCE, PROMPT).all(ALL, arrays)
-    with pytest.raises(MismatchError, match="1 inputs are not finite"):
+    with pytest.raises(MismatchError, match=rf"probs_diff_mean: {side}: 1\b"):
         METRICS["probs_diff_mean"](arrays["rollout"], arrays["train"])
 
 
 def test_shapes_that_disagree_are_named():
     estimator = Estimator(SEQUENCE, PROMPT)
-    with pytest.raises(MismatchError, match="train has 3 tokens, sequence has 4"):
+    with pytest.raises(MismatchError, match=r"train has 3\b.*\b4"):
         estimator.all(ALL, {"rollout": np.zeros(4), "train": np.zeros(3)})
-    with pytest.raises(MismatchError, match="delta has 5 tokens, sequence has 4"):
+    with pytest.raises(MismatchError, match=r"delta has 5\b.*\b4"):
         estimator.one(METRICS["k3_kl"], {"delta": np.zeros(5)})
-    with pytest.raises(MismatchError, match=r"terms of shape \(4, 2\) for 4 tokens"):
+    with pytest.raises(MismatchError, match=r"\(4, 2\).*\b4 token"):
         estimator.one(Metric("two", _pair, combine=np.sum), {"delta": _TWO})
-    with pytest.raises(MismatchError, match="sequence 2 has no prompt"):
+    with pytest.raises(MismatchError, match=r"sequence 2.*0 to"):
         Estimator(np.array([0, 2]), PROMPT)
     with pytest.raises(MismatchError, match="whole numbers"):
         Estimator(np.array([0.0, 1.0]), PROMPT)
     with pytest.raises(MismatchError, match="needs train_entropy"):
         estimator.one(METRICS["entropy_train"], {"delta": np.zeros(4)})
     rollout, left, right = run_of(*CASES["one block"])
-    with pytest.raises(MismatchError, match=r"trainer: \d+ logprobs for \d+ tokens"):
+    tokens = len(right.logprobs)
+    with pytest.raises(MismatchError, match=rf"trainer: {tokens - 1}\b.*\b{tokens}\b"):
         Pair.of(rollout, left, dataclasses.replace(right, logprobs=right.logprobs[:-1]))
 
 
@@ -199,12 +200,12 @@ def _pair(delta):
 def test_nothing_is_an_error_and_little_is_said_to_be_little():
     with pytest.raises(EmptyComparison):
         Estimator(np.empty(0, int), PROMPT)
-    one = Estimator(np.array([0]), np.array([0])).all(
+    values = Estimator(np.array([0]), np.array([0])).all(
         ALL, {"delta": np.array([0.5]), "sequence": 0}
     )
-    assert one["kl"].value == -0.5
-    assert one["kl"].flags == ("one-prompt",)
-    assert (one["kl"].low, one["kl"].n_tokens) == (None, 1)
+    assert values["kl"].value == -0.5
+    assert values["kl"].flags == ("one-prompt",)
+    assert (values["kl"].low, values["kl"].n_tokens) == (None, 1)
     lone = Estimator(np.zeros(3, int), np.array([0])).one(METRICS["k3_kl"], {"delta": np.ones(3)})
     assert (lone.low, lone.flags, lone.n_sequences) == (None, ("one-prompt",), 1)
 

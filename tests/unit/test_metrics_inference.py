@@ -37,9 +37,11 @@ def test_copies_of_samples_bring_no_precision():
     """Four identical samples of a prompt know no more than one."""
     rng = np.random.default_rng(3)
     once = 0.01 * rng.normal(size=(40, 1, 25)) * rng.exponential(1, (40, 1, 1))
-    one = Estimator(*design(40, 1, 25)).one(MEAN, {"delta": once.ravel()})
+    single = Estimator(*design(40, 1, 25)).one(MEAN, {"delta": once.ravel()})
     four = Estimator(*design(40, 4, 25)).one(MEAN, {"delta": once.repeat(4, axis=1).ravel()})
-    assert (four.value, four.low, four.high) == pytest.approx((one.value, one.low, one.high))
+    assert (four.value, four.low, four.high) == pytest.approx(
+        (single.value, single.low, single.high)
+    )
     assert (four.n_tokens, four.n_sequences, four.n_prompts) == (4000, 160, 40)
 
 
@@ -128,8 +130,8 @@ def test_an_undefined_metric_is_absent():
     sequence, prompt = design(4, 4, 5)
     arrays = {"rollout": np.full(80, -1.0), "train": np.full(80, -2.0)}
     names = ("probs_pearson", "probs_diff_mean", "k3_kl")
-    made = Estimator(sequence, prompt).all([METRICS[name] for name in names], arrays)
-    assert set(made) == {"probs_diff_mean", "k3_kl"}  # no correlation of constants
+    estimates = Estimator(sequence, prompt).all([METRICS[name] for name in names], arrays)
+    assert set(estimates) == {"probs_diff_mean", "k3_kl"}  # no correlation of constants
     without = Estimator(sequence, prompt).all([METRICS["k3_kl"]], {"train": arrays["train"]})
     assert without == {}
 
@@ -207,8 +209,8 @@ def test_fast_enough_for_every_run():
     delta = rng.normal(0, 0.01, len(sequence))
     arrays = {"rollout": rollout, "train": rollout + delta, "delta": delta, "sequence": sequence}
     began = time.process_time()
-    made = Estimator(sequence, prompt).all(METRICS.values(), arrays)
-    assert len(made) > 35
+    estimates = Estimator(sequence, prompt).all(METRICS.values(), arrays)
+    assert len(estimates) > 35
     assert time.process_time() - began < 2.0
 
 

@@ -77,6 +77,6 @@ def test_one_element_has_a_value_or_an_error_and_none_at_all_is_an_error():
 @pytest.mark.parametrize("size", [1e-8, 1.0, 59.0, 61.0, 709.0, 710.0, 1e4])
 @pytest.mark.filterwarnings("error")
 def test_jensen_shannon_does_not_overflow(size):
-    found = mismatch.metrics.js_divergence(np.array([size, -size]))
+    divergence = mismatch.metrics.js_divergence(np.array([size, -size]))
     exact = np.logaddexp(size / 2, -size / 2) - np.log(2) if size > 1e-3 else size**2 / 8
-    assert found == pytest.approx(exact, rel=1e-9)
+    assert divergence == pytest.approx(exact, rel=1e-9)

@@ -64,7 +64,7 @@ def test_the_order_of_the_sequences_does_not_matter(seed):
     arrays = arrays_of(seed)
     sequence = arrays["sequence"]
     turned = np.random.default_rng(seed).permutation(sequence.max() + 1)
-    order = np.concatenate([np.flatnonzero(sequence == one) for one in turned])
+    order = np.concatenate([np.flatnonzero(sequence == index) for index in turned])
     moved = {name: array[order] for name, array in arrays.items()}
     for renamed in (moved["sequence"], np.argsort(turned)[moved["sequence"]] * 7 + 3):
         for name in HERE:
@@ -88,8 +88,8 @@ def test_twice_the_same_sample_says_the_same(seed):
 def padded(arrays: dict[str, np.ndarray], prompt: int, tool: int, tail: int) -> tuple:
     """The same actions in sequences with a prompt, a tool's output and padding in between."""
     parts, masks, lengths = [], [], []
-    for one in range(arrays["sequence"].max() + 1):
-        actions = int((arrays["sequence"] == one).sum())
+    for index in range(arrays["sequence"].max() + 1):
+        actions = int((arrays["sequence"] == index).sum())
         split = actions // 2
         pieces = [(prompt, 0), (split, 1), (tool, 0), (actions - split, 1), (tail, 0)]
         mask = np.concatenate([np.full(length, flag, dtype=bool) for length, flag in pieces])

@@ -140,9 +140,9 @@ def test_only_common_layers_are_compared_and_by_their_number():
     pair = pair_routing(ROLLOUT, routing(base()), routing(wide, layers=(0, 1, 2, 3)))
     assert pair.layers == (1, 3)
     assert pair.flips.tolist() == [0, 0, 0, 0, 0]
-    with pytest.raises(MismatchError, match="no MoE layer in common"):
+    with pytest.raises(MismatchError, match=r"\(1, 3\).*\(0, 2\)"):
         pair_routing(ROLLOUT, routing(base()), routing(base(), layers=(0, 2)))
-    with pytest.raises(MismatchError, match="top-2 of 8 experts against top-2 of 16"):
+    with pytest.raises(MismatchError, match=r"\b8 experts.*\b16"):
         pair_routing(ROLLOUT, routing(base()), routing(base(), experts=16))
 
 

@@ -175,9 +175,9 @@ def test_by_hand(name):
 
 def test_all_token_and_sequence_metrics_are_checked_against_a_truth():
     quantiles = {f"logprob_abs_diff_{label}" for label in ("p50", "p90", "p99", "p999")}
-    known = set(HAND) | set(GAUSSIAN_TRUTHS) | quantiles | {"probs_pearson"}
+    names = set(HAND) | set(GAUSSIAN_TRUTHS) | quantiles | {"probs_pearson"}
     here = {name for name, metric in METRICS.items() if set(metric.needs) <= set(ARRAYS)}
-    assert here == known
+    assert here == names
 
 
 def test_clamps_are_part_of_the_definition_and_counted():
@@ -223,8 +223,8 @@ def test_identical_sides_are_exactly_zero_or_exactly_one():
         if not set(METRICS[name].needs) <= set(arrays):
             continue  # experts and whole distributions have tests of their own
         got = value(name, arrays)
-        one = name.startswith(ones) or name in ("argmax_agree", "probs_pearson")
-        want = 1.0 if one and name not in zero_anyway else 0.0
+        is_share = name.startswith(ones) or name in ("argmax_agree", "probs_pearson")
+        want = 1.0 if is_share and name not in zero_anyway else 0.0
         assert got == want, name
         assert math.copysign(1, got) == 1, name  # not -0.0
 
@@ -258,9 +258,9 @@ def test_nothing_measured_is_an_error(name):
 
 
 def test_bad_input_is_an_error():
-    with pytest.raises(MismatchError, match="different lengths: 2, 3"):
+    with pytest.raises(MismatchError, match=r"probs_diff_mean.*: 2, 3"):
         METRICS["probs_diff_mean"](np.zeros(2), np.zeros(3))
-    with pytest.raises(MismatchError, match="1 inputs are not finite"):
+    with pytest.raises(MismatchError, match=r"k3_kl: delta: 1\b"):
         METRICS["k3_kl"](np.array([0.0, np.nan]))
     with pytest.raises(MismatchError, match="probs_pearson is undefined"):
         METRICS["probs_pearson"](np.full(3, -1.0), np.array([-1.0, -2.0, -3.0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,20 +102,20 @@ def test_inputs_that_blocks_do_not_divide_are_refused() -> None:
 
 
 def _tensors(directory: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in directory.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
+        tensors |= load_file(path)
+    return tensors
 
 
 def test_a_published_checkpoint_becomes_plain_numbers(tmp_path: Path) -> None:
     released = make_mxfp4(tmp_path / "released", tmp_path / "plain")
-    made = derived.derive(released, "bf16")
-    ours, plain = _tensors(made), _tensors(tmp_path / "plain")
+    checkpoint = derived.derive(released, "bf16")
+    ours, plain = _tensors(checkpoint), _tensors(tmp_path / "plain")
     assert ours.keys() == plain.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor.float(), plain[name]), name
-    assert "quantization_config" not in json.loads((made / "config.json").read_text())
+    assert "quantization_config" not in json.loads((checkpoint / "config.json").read_text())
     assert derived.derive(released, "mxfp4") == released  # has that form already
     assert derived.derive(tmp_path / "plain", "bf16") == tmp_path / "plain"
 
@@ -163,12 +164,12 @@ def test_large_checkpoints_are_written_in_shards(
 ) -> None:
     monkeypatch.setattr(derived, "SHARD_BYTES", 50_000)
     source = make("gpt_oss", tmp_path / "model")
-    made = derived.derive(source, "mxfp4-rounded")
-    files = sorted(path.name for path in made.glob("*.safetensors"))
+    checkpoint = derived.derive(source, "mxfp4-rounded")
+    files = sorted(path.name for path in checkpoint.glob("*.safetensors"))
     assert len(files) > 2
-    index = json.loads((made / derived.INDEX).read_text())
+    index = json.loads((checkpoint / derived.INDEX).read_text())
     assert sorted(set(index["weight_map"].values())) == files
-    assert _tensors(made).keys() == index["weight_map"].keys()
+    assert _tensors(checkpoint).keys() == index["weight_map"].keys()
 
 
 def test_what_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +217,7 @@ def test_a_disk_that_fills_up_is_named_and_left_clean(
     source = make("gpt_oss", tmp_path / "model")
     with monkeypatch.context() as patch:
         patch.setattr("safetensors.torch.save_file", full)
-        with pytest.raises(MismatchError, match=r"cannot be written to .*cache") as raised:
+        with pytest.raises(MismatchError, match=rf"cache.*: {re.escape(str(error))}") as raised:
             derived.derive(source, "mxfp4-rounded")
     assert "MISMATCH_CACHE" in raised.value.fix
     assert not _left(tmp_path)
@@ -238,17 +239,17 @@ def test_a_cache_that_cannot_be_written_is_named(
 ) -> None:
     (tmp_path / "file").write_text("no directory")
     monkeypatch.setenv("MISMATCH_CACHE", str(tmp_path / "file"))
-    with pytest.raises(MismatchError, match="cannot be written to"):
+    with pytest.raises(MismatchError, match=re.escape(str(tmp_path / "file"))):
         derived.derive(make("gpt_oss", tmp_path / "model"), "mxfp4-rounded")
 
 
 def test_a_derived_checkpoint_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
     source = make("gpt_oss", tmp_path / "model")
-    made = derived.derive(source, "mxfp4-rounded")
-    path = next(made.glob("*.safetensors"))
+    checkpoint = derived.derive(source, "mxfp4-rounded")
+    path = next(checkpoint.glob("*.safetensors"))
     whole = path.read_bytes()
     path.write_bytes(whole[:1000])
-    assert derived.derive(source, "mxfp4-rounded") == made
+    assert derived.derive(source, "mxfp4-rounded") == checkpoint
     assert path.read_bytes() == whole
 
 
@@ -261,13 +262,13 @@ def _asked(model: Path, effect: WeightsForm | None = None, **train: Any) -> Chec
 
 def test_the_effect_is_one_more_load_after_the_trainers_own_passes() -> None:
     spec = _asked(Path("nowhere"), "mxfp4-rounded")
-    passes = [one for one in training_passes(spec) if not one.name.startswith("plain:")]
-    forms = [one.spec.weights for one in passes]
+    passes = [pass_ for pass_ in training_passes(spec) if not pass_.name.startswith("plain:")]
+    forms = [pass_.spec.weights for pass_ in passes]
     assert forms == [*["as-stored"] * (len(forms) - 2), "mxfp4-rounded", "as-stored"]
     assert [passes[-2].name, passes[-1].name] == [WEIGHTS, REFERENCE]
     assert passes[-2].spec == replace(spec.train, weights="mxfp4-rounded")
     alone = training_passes(replace(spec, noise_floor=False))
-    assert [one.name for one in alone] == ["fsdp", WEIGHTS]
+    assert [pass_.name for pass_ in alone] == ["fsdp", WEIGHTS]
 
 
 def test_forms_that_the_trainer_cannot_get_are_refused_before_anything_starts(
@@ -280,12 +281,12 @@ def test_forms_that_the_trainer_cannot_get_are_refused_before_anything_starts(
     for spec in (_asked(dense, "mxfp4-rounded"), _asked(dense, weights="mxfp4-rounded")):
         with pytest.raises(MismatchError, match="holds no experts"):
             require_forms(spec)
-    with pytest.raises(MismatchError, match="have that form already"):
+    with pytest.raises(MismatchError, match="--weights-effect mxfp4-rounded:"):
         require_forms(_asked(moe, "mxfp4-rounded", weights="mxfp4-rounded"))
 
 
 def test_the_effect_belongs_to_the_trainer_under_test(tmp_path: Path) -> None:
     save_rollout(tmp_path, rollout(((3, 2),)))
     spec = _asked(make("gpt_oss", tmp_path / "moe"), "mxfp4-rounded")
-    with pytest.raises(MismatchError, match="--weights-effect is for the scoring 'fsdp'"):
+    with pytest.raises(MismatchError, match=r"--weights-effect.*'fsdp'"):
         run_score(spec, tmp_path, MagicMock(), name="other")

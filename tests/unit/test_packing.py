@@ -25,13 +25,13 @@ from tests.reports_fixture import HOSTILE, make_empty_report, make_report, make_
 
 def unpacked(packed: Packed) -> dict[str, Any]:
     """What the page's script reads."""
-    found: dict[str, Any] = {}
+    blocks: dict[str, Any] = {}
     for line in packed.text.split("\n"):
         name, text = line.split(" ")
         data = zlib.decompress(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)))
         as_json = name in ("meta", "contexts", "words", "exact")
-        found[name] = json.loads(data) if as_json else np.frombuffer(data, np.uint8)
-    return found
+        blocks[name] = json.loads(data) if as_json else np.frombuffer(data, np.uint8)
+    return blocks
 
 
 @pytest.mark.parametrize(("fine", "step"), [(10**6, 0.06), (10, 0.25)])
@@ -40,10 +40,10 @@ def test_every_value_comes_back_within_its_step(
 ) -> None:
     monkeypatch.setattr(explorer, "FINE", fine)
     table = many()
-    found = unpacked(pack(table, {}))
+    blocks = unpacked(pack(table, {}))
     rows = len(table)
-    word = found["word"][:rows] + 256 * found["word"][rows:].astype(int)
-    assert [found["words"]["texts"][i] for i in word] == table["token"].tolist()
+    word = blocks["word"][:rows] + 256 * blocks["word"][rows:].astype(int)
+    assert [blocks["words"]["texts"][i] for i in word] == table["token"].tolist()
     left = table["rollout_logprob"].to_numpy()
     wanted = {
         "delta": table["delta"].to_numpy(),
@@ -54,16 +54,16 @@ def test_every_value_comes_back_within_its_step(
         "fix": table["fix_logprob"].to_numpy() - left,
     }
     for name, values in wanted.items():
-        scale = np.array(found["meta"]["scales"][name])
-        got = scale[found[name]]
+        scale = np.array(blocks["meta"]["scales"][name])
+        got = scale[blocks[name]]
         near = np.abs(values) >= scale[1]
         assert near.mean() > 0.5, name
         assert np.abs(got[near] / values[near] - 1).max() < (0.06 if name == "delta" else step), (
             name
         )
         assert np.abs(got[~near] - values[~near]).max(initial=0) <= scale[1], name
-    layers = found["meta"]["layers"]
-    masks = found["layers"].reshape(-1, rows)
+    layers = blocks["meta"]["layers"]
+    masks = blocks["layers"].reshape(-1, rows)
     for row in (0, 1, 777):
         bits = [layer for i, layer in enumerate(layers) if masks[i // 8, row] >> i % 8 & 1]
         assert bits == list(table["routing_flipped_layers"][row])
@@ -71,19 +71,19 @@ def test_every_value_comes_back_within_its_step(
 
 def test_the_worst_and_the_likeliest_are_exact() -> None:
     table = many()
-    found = unpacked(pack(table, {}))
-    exact = found["exact"]
+    blocks = unpacked(pack(table, {}))
+    exact = blocks["exact"]
     worst = table["delta"].abs().nlargest(EXACT).index
     tops = np.arange(0, len(table), 97)
     assert exact["at"] == sorted({*worst, *tops})
     assert exact["delta"] == pytest.approx(table["delta"][exact["at"]].tolist(), rel=1e-6)
     word, left, right = exact["top"]["97"][0]
-    assert found["words"]["texts"][word] == "</script>"
+    assert blocks["words"]["texts"][word] == "</script>"
     assert (left, right) == (-0.5, None)
-    contexts = found["contexts"]
+    contexts = blocks["contexts"]
     assert contexts["at"] == list(range(0, len(table), 100))
     assert set(contexts["of"]) == set(range(15))  # of a prompt's four samples it is kept once
-    assert [found["words"]["texts"][i] for i in contexts["texts"][2]] == [" q2", " is", "?"]
+    assert [blocks["words"]["texts"][i] for i in contexts["texts"][2]] == [" q2", " is", "?"]
 
 
 def test_what_a_side_did_not_name_is_bounded_by_what_it_named() -> None:
@@ -129,9 +129,9 @@ def test_a_budget_takes_columns_then_whole_sequences() -> None:
     assert 0 < few.tokens < len(table)
     assert few.tokens == 100 * few.sequences
     assert 5 in unpacked(few)["meta"]["numbers"]  # the sequence of the worst token
-    said = " ".join(notes(few, len(table), 60))
-    assert f"{few.sequences} of 60 sequences" in said
-    assert "tokens.parquet" in said
+    text = " ".join(notes(few, len(table), 60))
+    assert f"{few.sequences} of 60 sequences" in text
+    assert "tokens.parquet" in text
     assert "sample" not in " ".join(notes(whole, len(table), 60)).lower()
 
 
@@ -151,10 +151,10 @@ def test_a_note_says_at_how_many_of_the_worst_the_likeliest_tokens_are_kept() ->
 
 def test_a_table_of_version_one_is_packed_too() -> None:
     tokens = make_tokens()
-    found = unpacked(pack(comparable(tokens), {}))
-    assert len(found["delta"]) == len(tokens)
-    assert "reference" not in found
-    assert found["contexts"]["at"] == []
+    blocks = unpacked(pack(comparable(tokens), {}))
+    assert len(blocks["delta"]) == len(tokens)
+    assert "reference" not in blocks
+    assert blocks["contexts"]["at"] == []
     assert section(*make_empty_report()) is None
 
 
@@ -208,6 +208,6 @@ def test_turns_are_there_where_a_run_has_several() -> None:
     table = many(sequences=3).assign(turn=1)
     assert "turn" not in unpacked(pack(table, {}))
     table["turn"] = np.arange(len(table)) % 3 * 2 + 1
-    found = unpacked(pack(table, {}))
-    assert found["meta"]["turns"] == [1, 3, 5]
-    assert (np.array([1, 3, 5])[found["turn"]] == table["turn"]).all()
+    blocks = unpacked(pack(table, {}))
+    assert blocks["meta"]["turns"] == [1, 3, 5]
+    assert (np.array([1, 3, 5])[blocks["turn"]] == table["turn"]).all()

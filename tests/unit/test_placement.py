@@ -47,9 +47,9 @@ def check(model: str = "openai/gpt-oss-20b", ranks: int = 8, **engine: Any) -> C
 
 def sizes(spec: CheckSpec, gpus: str) -> list[float]:
     """Replicas of the engine, and the tensor parallel size of each."""
-    (said,) = [stage.processes for stage in plan(spec, gpus=gpus).stages if stage.name == "rollout"]
-    assert "vllm" in said
-    return numbers(said)
+    (text,) = [stage.processes for stage in plan(spec, gpus=gpus).stages if stage.name == "rollout"]
+    assert "vllm" in text
+    return numbers(text)
 
 
 # ---------------------------------------------------------------- the plan
@@ -58,8 +58,8 @@ def sizes(spec: CheckSpec, gpus: str) -> list[float]:
 def test_a_model_that_fits_one_gpu_gets_a_replica_on_each():
     assert sizes(check(), "8xH100-80GB") == [8, 1]
     assert sizes(check(ranks=1), "1xH100-80GB") == [1, 1]
-    said = check(data_parallel_size=2, tensor_parallel_size=2)
-    assert sizes(said, "8xH100-80GB") == [2, 2]
+    settings = check(data_parallel_size=2, tensor_parallel_size=2)
+    assert sizes(settings, "8xH100-80GB") == [2, 2]
 
 
 def test_a_model_that_does_not_fit_one_gpu_is_split(tmp_path: Path):
@@ -102,7 +102,7 @@ def test_who_gets_which_gpu(ranks, replicas, gpus, overlap, expected):
 
 
 def test_both_at_once_is_refused_on_shared_gpus():
-    with pytest.raises(MismatchError, match="takes 2 GPUs and the trainer 2, there are 2"):
+    with pytest.raises(MismatchError, match=r"--overlap:.*\b2 GPUs.*trainer 2"):
         placement(replace(check(ranks=2, data_parallel_size=2), overlap=True), 2)
 
 
@@ -121,7 +121,7 @@ def test_replicas_of_another_machine_are_forgotten_on_resume(monkeypatch):
 
 
 def test_replicas_that_cannot_run_are_refused(monkeypatch):
-    with pytest.raises(MismatchError, match="no replicas of sglang"):
+    with pytest.raises(MismatchError, match=r"--data-parallel-size 2:.*sglang"):
         require_replicas(EngineSpec("sglang", data_parallel_size=2))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     with pytest.raises(MismatchError, match="has 3 GPUs"):
@@ -228,10 +228,10 @@ class Quiet:
         pass
 
 
-def scripts(place: Path, overlap: bool, engine: str = "", trainer: str = "") -> Scripts:
+def scripts(run: Path, overlap: bool, engine: str = "", trainer: str = "") -> Scripts:
     journal = SimpleNamespace(timings={}, seconds={}, save=lambda: None)
     spec = replace(check("tiny", 1), overlap=overlap)
-    return Scripts(spec, place, Quiet(), journal).scripts(engine, trainer)
+    return Scripts(spec, run, Quiet(), journal).scripts(engine, trainer)
 
 
 @pytest.fixture(autouse=True)
@@ -268,7 +268,7 @@ def test_one_that_fails_ends_the_other(tmp_path: Path, failing: str):
         "engine" if failing == "engine" else "trainer": fails
     }
     stages, start = scripts(tmp_path, True, **scripted), time.monotonic()
-    with pytest.raises(MismatchError, match=f"the {failing} process failed with exit code 7"):
+    with pytest.raises(MismatchError, match=f"the {failing} .*code 7"):
         stages.measure(PASSES)
     assert time.monotonic() - start < 120
     assert not stages.alive()

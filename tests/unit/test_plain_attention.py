@@ -24,8 +24,8 @@ def logits(model: Any, implementation: str, padding: int = 0) -> torch.Tensor:
         mask[1, -padding:] = 0
     model.set_attn_implementation(implementation)
     with torch.no_grad():
-        found: torch.Tensor = model(input_ids=ids, attention_mask=mask).logits
-    return found[mask.bool()]
+        output: torch.Tensor = model(input_ids=ids, attention_mask=mask).logits
+    return output[mask.bool()]
 
 
 def model_of(family: str) -> Any:
@@ -58,9 +58,12 @@ def test_keys_and_values_go_through_fp8_and_saturate() -> None:
 def test_the_yardsticks_run_for_any_model_and_never_drop_sinks() -> None:
     for family, honours in (("llama", None), ("gpt_oss", True)):
         for name in YARDSTICKS:
-            found = resolve_for(name, model_of(family))
-            assert (found.implementation, found.honours_sinks) == (YARDSTICKS[name], honours)
-            assert found.label == name
+            attention = resolve_for(name, model_of(family))
+            assert (attention.implementation, attention.honours_sinks) == (
+                YARDSTICKS[name],
+                honours,
+            )
+            assert attention.label == name
 
 
 def test_a_family_that_computes_with_its_masks_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from mismatch.codec import from_json
 from mismatch.errors import MismatchError, did_you_mean
 from mismatch.experiments.scoring_passes import reference_of
 from mismatch.presets import PRESETS, get_preset
-from mismatch.specs import CheckSpec, Pass, TrainSpec, from_dict, to_dict
+from mismatch.specs import CheckSpec, Pass, TrainSpec, to_dict
 from mismatch.training.distributed import World
 from mismatch.training.load import load
 from mismatch.training.score import score_pass
@@ -77,8 +78,8 @@ def test_a_kernel_that_is_not_installed_is_left_out_and_said_so() -> None:
 
 
 def test_the_users_flags_win() -> None:
-    mine = TrainSpec(master_dtype="bf16")
-    applied = get_preset("verl").resolve(mine, explicit={"train_dtype", "autocast", "layout"})
+    own = TrainSpec(master_dtype="bf16")
+    applied = get_preset("verl").resolve(own, explicit={"train_dtype", "autocast", "layout"})
     assert applied.train.master_dtype == "bf16"  # not at its default
     assert (applied.train.autocast, applied.train.layout) == (None, "padding")  # given by name
     assert applied.train.temperature_in == "logits-rounded"
@@ -87,12 +88,12 @@ def test_the_users_flags_win() -> None:
 
 
 def test_the_engines_dtype_flag_is_not_the_trainers() -> None:
-    mine = TrainSpec(dtype="bf16")
+    own = TrainSpec(dtype="bf16")
     preset = replace(
         get_preset("verl"), settings=(replace(get_preset("verl").settings[0], value="fp16"),)
     )
-    assert preset.apply(mine, explicit={"dtype"}).dtype == "fp16"
-    assert preset.apply(mine, explicit={"train_dtype"}).dtype == "bf16"
+    assert preset.apply(own, explicit={"dtype"}).dtype == "fp16"
+    assert preset.apply(own, explicit={"train_dtype"}).dtype == "bf16"
 
 
 def test_unknown_trainer_names_the_nearest() -> None:
@@ -111,7 +112,7 @@ def test_the_reference_stays_exact_under_a_preset() -> None:
 def test_specs_with_a_preset_survive_json() -> None:
     train = get_preset("trl").apply(TrainSpec())
     spec = CheckSpec(train=train, preset="TRL", not_reproduced=("left padding", "tiles"))
-    assert from_dict(CheckSpec, json.loads(json.dumps(to_dict(spec)))) == spec
+    assert from_json(CheckSpec, json.loads(json.dumps(to_dict(spec)))) == spec
 
 
 # ---------------------------------------------------------------- the same bits

@@ -173,9 +173,9 @@ def test_rendering_refuses_what_cannot_be_rendered() -> None:
     talk = Prompt("a:3", messages=[{"role": "tool", "content": "C"}])
     with pytest.raises(MismatchError, match=r"a:3.*no chat template"):
         render_prompts([talk], bare, 128)
-    with pytest.raises(MismatchError, match=r"a:3.*first role must be user"):
+    with pytest.raises(MismatchError, match=r"a:3.*must be user"):
         render_prompts([talk], Letters(), 128)
-    with pytest.raises(MismatchError, match="a:4: token id 128 is outside"):
+    with pytest.raises(MismatchError, match=r"a:4.*id 128\b.*\b128"):
         render_prompts([Prompt("a:4", token_ids=[127, 128])], Letters(), 128)
     with pytest.raises(MismatchError, match="a:5: no tokens"):
         render_prompts([Prompt("a:5", messages=[{"role": "user", "content": ""}])], Letters(), 128)

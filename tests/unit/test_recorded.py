@@ -62,9 +62,9 @@ def read(path: Path, *entries: Any, form: Form | None = None) -> Any:
 
 
 def test_the_plain_form_and_the_masked_one(tmp_path: Path) -> None:
-    form, found = read(tmp_path, GENERIC, MASKED, MASKED, GENERIC)
+    form, batch = read(tmp_path, GENERIC, MASKED, MASKED, GENERIC)
     assert form == "generic"
-    rollout, scoring = as_rollout(found, Sampling(), {"engine": "recorded"})
+    rollout, scoring = as_rollout(batch, Sampling(), {"engine": "recorded"})
     assert rollout.prompt_index.tolist() == [0, 1, 1, 2]
     assert rollout.token_ids.tolist()[4:10] == MASKED["token_ids"]
     assert rollout.turn.tolist()[4:10] == [0, 0, 1, 1, 1, 2]
@@ -76,8 +76,8 @@ def test_the_plain_form_and_the_masked_one(tmp_path: Path) -> None:
 
 def test_samples_of_a_prompt_stand_together(tmp_path: Path) -> None:
     other = INSTRUCT | {"prompt_idx": 8, "reward": 2.0}
-    _, found = read(tmp_path, INSTRUCT, other, INSTRUCT)
-    rollout, _ = as_rollout(found, Sampling(), {})
+    _, batch = read(tmp_path, INSTRUCT, other, INSTRUCT)
+    rollout, _ = as_rollout(batch, Sampling(), {})
     assert rollout.prompt_index.tolist() == [0, 0, 1]
     assert rollout.rewards is not None
     assert rollout.rewards.tolist() == [0.5, 0.5, 2.0]
@@ -85,32 +85,32 @@ def test_samples_of_a_prompt_stand_together(tmp_path: Path) -> None:
 
 def test_turns_that_grow_are_one_sequence(tmp_path: Path) -> None:
     entry = titan(turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5], [6]), group=4)
-    form, found = read(tmp_path, entry)
+    form, batch = read(tmp_path, entry)
     assert form == "torchtitan"
-    (row,) = found.sequences
+    (row,) = batch.sequences
     assert row.token_ids == [1, 2, 3, 4, 5, 6]
     assert row.sampled == [False, False, True, True, False, True]
     assert row.turn == [0, 0, 1, 1, 1, 2]
     assert row.logprobs == [-3.0, -4.0, -6.0]
-    assert not found.remarks
+    assert not batch.remarks
 
 
 def test_a_turn_with_other_ids_before_it_is_a_sequence_of_its_own(tmp_path: Path) -> None:
     """Encoded anew between the turns: each is scored with the context that its engine saw."""
     entry = titan(turn([1, 2], [3, 4]), turn([1, 2, 7, 5], [6], versions=(1, 2)))
-    _, found = read(tmp_path, entry)
-    assert [row.token_ids for row in found.sequences] == [[1, 2, 3, 4], [1, 2, 7, 5, 6]]
-    assert sorted(found.remarks.values()) == [1, 1]
-    rollout, _ = as_rollout(found, Sampling(), {})
+    _, batch = read(tmp_path, entry)
+    assert [row.token_ids for row in batch.sequences] == [[1, 2, 3, 4], [1, 2, 7, 5, 6]]
+    assert sorted(batch.remarks.values()) == [1, 1]
+    rollout, _ = as_rollout(batch, Sampling(), {})
     assert rollout.n_prompts == 1
 
 
 def test_sequences_of_tools_without_a_mask_are_left_out(tmp_path: Path) -> None:
     tool = INSTRUCT | {"request_info": {"num_calls": 2, "tool_calleds": True}}
-    _, found = read(tmp_path, INSTRUCT, tool)
-    assert len(found.sequences) == 1
-    assert list(found.remarks.values()) == [1]
-    with pytest.raises(MismatchError, match="no sequence that can be scored"):
+    _, batch = read(tmp_path, INSTRUCT, tool)
+    assert len(batch.sequences) == 1
+    assert list(batch.remarks.values()) == [1]
+    with pytest.raises(MismatchError, match="no sequence"):
         read(tmp_path, tool)
 
 
@@ -167,22 +167,22 @@ DUMP = (
 
 
 def test_a_dump_of_verl_without_its_padding(tmp_path: Path) -> None:
-    form, found = read_recorded(DUMP)
+    form, batch = read_recorded(DUMP)
     assert form == "verl"
-    first, second, third, _ = found.sequences
+    first, second, third, _ = batch.sequences
     assert first.sampled == [False] * 5 + [True] * 3 + [False] * 2 + [True] * 3
     assert first.turn == [0] * 5 + [1] * 5 + [2] * 3
     assert first.logprobs[0] == pytest.approx(-0.6984411)
     assert [first.finish_reason, second.finish_reason] == ["length", "stop"]
-    assert [row.reward for row in found.sequences] == [0.0, 1.0, 0.0, 1.0]
+    assert [row.reward for row in batch.sequences] == [0.0, 1.0, 0.0, 1.0]
     assert len(third.token_ids) == 10
     folder = tmp_path / "1"
     folder.mkdir()
     (folder / "gen_batch.dp").write_bytes(DUMP.read_bytes())
-    assert read_recorded(folder)[1] == found
-    rollout, scoring = as_rollout(found, Sampling(), {})
+    assert read_recorded(folder)[1] == batch
+    rollout, scoring = as_rollout(batch, Sampling(), {})
     assert rollout.prompt_index.tolist() == [0, 0, 1, 1]
-    assert len(scoring.logprobs) == sum(sum(row.sampled) for row in found.sequences)
+    assert len(scoring.logprobs) == sum(sum(row.sampled) for row in batch.sequences)
 
 
 class Hostile:
@@ -238,17 +238,17 @@ QUEUE = DUMP.with_name("verl_tq_batch.pt")  # by tensordict 0.15.3, as RolloutTq
 
 def test_a_dump_of_verl_s_transfer_queue(tmp_path: Path) -> None:
     """Rows of their own lengths, grouped by the uid in their keys."""
-    form, found = read_recorded(QUEUE)
+    form, batch = read_recorded(QUEUE)
     assert form == "verl"
-    first, second, third = found.sequences
+    first, second, third = batch.sequences
     assert first.token_ids == [1, 2, 3, 6, 7, 20, 21, 8, 2]
     assert first.turn == [0, 0, 0, 1, 1, 1, 1, 2, 2]
     assert first.logprobs == [-0.5, -0.25, -1.0, -0.125]
-    assert [row.prompt for row in found.sequences] == ["u1", "u1", "u2"]
-    assert [row.reward for row in found.sequences] == [0.0, 1.0, 0.0]
+    assert [row.prompt for row in batch.sequences] == ["u1", "u1", "u2"]
+    assert [row.reward for row in batch.sequences] == [0.0, 1.0, 0.0]
     assert (second.finish_reason, third.finish_reason) == ("stop", "environment")
     (tmp_path / "tq_batch.pt").write_bytes(QUEUE.read_bytes())
-    assert read_recorded(tmp_path)[1] == found
+    assert read_recorded(tmp_path)[1] == batch
 
 
 def test_nested_tensors_of_torch_s_older_layout(tmp_path: Path) -> None:
@@ -277,9 +277,12 @@ def test_a_hostile_queue_is_refused_and_nothing_in_it_runs(tmp_path: Path) -> No
         torch.save(each, path)
         with pytest.raises(MismatchError, match="refused"):
             read_recorded(path)
-    with zipfile.ZipFile(QUEUE) as saved, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
+    with (
+        zipfile.ZipFile(QUEUE) as saved,
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
+    ):
         for name in saved.namelist():
-            made.writestr(name, saved.read(name))
+            archive.writestr(name, saved.read(name))
     with pytest.raises(MismatchError, match="compressed"):
         read_recorded(path)
     for cut in (3, 100, 5000):

@@ -24,12 +24,12 @@ TRIED = FAILING.with_analyses(fixes=make_table())
 USELESS = make_report().with_analyses(fixes=make_useless_table())
 
 
-def rows(table, place):
+def rows(table, index):
     """Fix -> title -> cell, of what each does (0) or of every number (1)."""
     section = fixes.section(table, TRIED)
     of_all = section.parts[0]
     rest = [item.tables[0] for item in of_all.parts if item.id == "fixes-rest"]
-    shown = ((section.tables[0], *rest), of_all.tables)[place]
+    shown = ((section.tables[0], *rest), of_all.tables)[index]
     titles = [column.title for column in shown[0].columns]
     return {
         cells[0].value: dict(zip(titles, cells, strict=True))
@@ -46,7 +46,7 @@ def part(report, id):
 
 def test_a_page_shows_the_best_and_folds_the_others():
     first = make_table().outcomes
-    many = tuple(replace(row, id=f"{row.id}{place}") for place in range(9) for row in first)
+    many = tuple(replace(row, id=f"{row.id}{number}") for number in range(9) for row in first)
     section = fixes.section(replace(make_table(), outcomes=(*first, *many)), TRIED)
     assert len(section.tables[0].rows) == 1 + fixes.SHOWN
     rest = section.parts[0].parts[0].tables[0]
@@ -87,9 +87,9 @@ def share(value):
     ],
 )  # fmt: skip
 def test_the_best_is_told_with_its_effect_where_it_was_not_chosen(again, words):
-    said = fixes.sentences(replace(make_table(), held_out=again))
-    (told,) = [text for text in said if "onfirmed" in text]
-    assert all(word in told for word in words), told
+    sentences = fixes.sentences(replace(make_table(), held_out=again))
+    (sentence,) = [text for text in sentences if "onfirmed" in text]
+    assert all(word in sentence for word in words), sentence
 
 
 def test_a_change_that_is_sure_and_tiny_is_negligible_and_never_a_check_mark():
@@ -111,15 +111,15 @@ def test_a_verdict_that_correctness_leaves_open_says_so():
         correctness=Answer("inconclusive", "not measured"), fitness=Answer("healthy", "all within"),
     )  # fmt: skip
     table = replace(make_table(), outcomes=(replace(first, verdict_after=open_), *others))
-    said = fixes.NOT_AGAIN.format(open_.fitness.status)
-    assert any(said in text for text in fixes.sentences(table))
-    assert not any(said in text for text in fixes.sentences(make_table()))
+    sentence = fixes.NOT_AGAIN.format(open_.fitness.status)
+    assert any(sentence in text for text in fixes.sentences(table))
+    assert not any(sentence in text for text in fixes.sentences(make_table()))
 
 
 def test_what_worsens_and_what_fails_is_said():
-    said = fixes.sentences(make_table())
-    assert [text.split()[0] for text in said if "worse" in text] == ["fp32-router"]
-    assert any("Failed" in text and "fp16" in text for text in said)
+    sentences = fixes.sentences(make_table())
+    assert [text.split()[0] for text in sentences if "worse" in text] == ["fp32-router"]
+    assert any("Failed" in text and "fp16" in text for text in sentences)
     others = part(TRIED, "fixes-others")
     left = make_table().outcome("batch-invariant")
     reasons = {row[0].value: row[1].value for row in others.tables[0].cells()}
@@ -143,7 +143,6 @@ def test_no_help_is_said_as_such():
 
 def test_too_few_prompts_for_any_significance_are_named():
     table = make_useless_table()
-    assert not any("however large" in text for text in fixes.sentences(table))
     # 4 tests: 4 * 2 / 2**7 = 0.0625 > 0.05 >= 4 * 2 / 2**8
     for prompts, too_few in ((7, True), (8, False)):
         few = {K3: replace(number(0.061), n_prompts=prompts)}

@@ -119,37 +119,37 @@ def test_broken_documents_do_not_validate(path: list[Any], value: object) -> Non
 
 def saved(run_dir: Path, *, without: str = "") -> None:
     """A run directory with the planted gradients; those of one pass may be missing."""
-    found, batch = planted(4)
+    gradients, batch = planted(4)
     work = []
-    for one in found:
-        entry = {"name": one.name, "coefficients": one.coefficients, "made_by": "test"}
-        if one.same_as:
-            name, _, coefficients = one.same_as.partition(" ")
+    for gradient in gradients:
+        entry = {"name": gradient.name, "coefficients": gradient.coefficients, "made_by": "test"}
+        if gradient.same_as:
+            name, _, coefficients = gradient.same_as.partition(" ")
             entry |= {"same_as": name, "same_coefficients": coefficients}
-        elif one.name != without:
-            save_gradients(run_dir, one, "test", (), {})
+        elif gradient.name != without:
+            save_gradients(run_dir, gradient, "test", (), {})
         work.append(entry)
     save_batch(run_dir, batch, work, "test", (), finished=True)
 
 
 def test_a_run_gives_its_check(tmp_path: Path) -> None:
     saved(tmp_path)
-    made, unseen = check_of_run(tmp_path)
-    assert made == make_check(prompts=4)
-    assert unseen == list(made.not_tested)
+    check, unseen = check_of_run(tmp_path)
+    assert check == make_check(prompts=4)
+    assert unseen == list(check.not_tested)
     assert [entry.partition(":")[0] for entry in unseen] == ["gradient of vllm-fp32"]
 
 
 def test_a_run_without_gradients_has_none_and_says_nothing(tmp_path: Path) -> None:
     assert check_of_run(tmp_path) == (None, [])
-    made, unseen = check_of_run(tmp_path, asked=True)
-    assert made is None
-    assert "none were taken" in unseen[0]
+    check, unseen = check_of_run(tmp_path, asked=True)
+    assert check is None
+    assert "--gradients --resume" in unseen[0]
 
 
 def test_a_run_whose_reference_failed_says_why(tmp_path: Path) -> None:
     saved(tmp_path, without="reference:fp32")
-    made, unseen = check_of_run(tmp_path)
-    assert made is None
+    check, unseen = check_of_run(tmp_path)
+    assert check is None
     assert len(unseen) == 1
     assert unseen[0].endswith("(mismatch check --gradients)")

@@ -17,12 +17,12 @@ FIRST, SECOND = Group("mlp", (1,), 50.0, 0.9, 0.95), Group("final_norm", (), 9.0
 
 
 def located() -> Location:
-    found = location(FIRST, SECOND)
+    result = location(FIRST, SECOND)
     sites = tuple(site_errors(chain({"1.mlp": 0.3}), chain({}), "bf16", LAYERS))
     side = replace(
-        found.sides[0], sites=sites, pairs=(PairEffect(0, 1, 0.97, -0.03),), explained=0.93
+        result.sides[0], sites=sites, pairs=(PairEffect(0, 1, 0.97, -0.03),), explained=0.93
     )
-    return replace(found, sides=(side,))
+    return replace(result, sides=(side,))
 
 
 def test_the_source_comes_first_with_its_share() -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from mismatch.analysis.comparison import compare
 from mismatch.analysis.routing_tables import NOISE_UNKNOWN
+from mismatch.metrics import METRICS as DECLARED
 from mismatch.metrics.routing_pairs import RouterNoise
 from mismatch.reports.contrasts import comparable
 from mismatch.reports.formatting import percent, thousands
-from mismatch.reports.metric_labels import ROUTING
 from mismatch.reports.section import Figure, Section
 from mismatch.reports.sections import routing
 from mismatch.reports.sections.patterns import worst_tokens
@@ -122,11 +122,11 @@ def test_too_few_flips_decide_nothing() -> None:
     few = np.zeros((len(TOKENS), 1), bool)
     few[TOKENS["delta"].abs().nlargest(3).index[-1]] = True
     few[::1500] = True
-    said = routing.sentences(compared(few))[0]
-    assert said.endswith(routing.TOO_WIDE)
-    one = replace(ROLLOUT, prompt_index=np.zeros(ROLLOUT.n_sequences, np.int64))
-    left, right, noise = with_routing(one, TOKENS, *routing_pair(one, some(1)))
-    alone = compare(one, left, right, sampled_by_left=True, noise=noise)
+    sentence = routing.sentences(compared(few))[0]
+    assert sentence.endswith(routing.TOO_WIDE)
+    single = replace(ROLLOUT, prompt_index=np.zeros(ROLLOUT.n_sequences, np.int64))
+    left, right, noise = with_routing(single, TOKENS, *routing_pair(single, some(1)))
+    alone = compare(single, left, right, sampled_by_left=True, noise=noise)
     assert routing.sentences(alone)[0].endswith(routing.NO_INTERVAL)
 
 
@@ -135,8 +135,8 @@ def test_near_ties_name_their_yardstick() -> None:
     left, right, _ = with_routing(ROLLOUT, TOKENS, *routing_pair(ROLLOUT, differs))
     for source, words in (("fsdp:regrouped", "against fsdp:regrouped"), ("rounding", "assumed")):
         noise = RouterNoise({0: 0.05, 1: 0.05}, source)
-        found = compare(ROLLOUT, left, right, sampled_by_left=True, noise=noise)
-        assert words in routing.sentences(found)[1]
+        comparison = compare(ROLLOUT, left, right, sampled_by_left=True, noise=noise)
+        assert words in routing.sentences(comparison)[1]
     bare = routing.sentences(compare(ROLLOUT, left, right, sampled_by_left=True))
     assert f"Not measured: {NOISE_UNKNOWN}." in bare
 
@@ -146,10 +146,10 @@ def test_a_replayed_side_is_labelled() -> None:
     left, right, noise = with_routing(ROLLOUT, TOKENS, *routing_pair(ROLLOUT, nothing))
     facts = right.fingerprint | {"replay": {"mode": "ids", "source": "vllm:decode"}}
     right = replace(right, fingerprint=facts)
-    found = compare(ROLLOUT, left, right, sampled_by_left=True, noise=noise)
-    notes = found.breakdowns["routing_notes"]
+    comparison = compare(ROLLOUT, left, right, sampled_by_left=True, noise=noise)
+    notes = comparison.breakdowns["routing_notes"]
     replayed = dict(zip(notes["fact"], notes["value"], strict=True))["replayed"]
-    section = shown(found)
+    section = shown(comparison)
     assert section.sentences[0].startswith(f"Replayed: {replayed}.")
     assert not any(sentence.startswith(routing.NO_FLIP) for sentence in section.sentences)
 
@@ -172,7 +172,7 @@ def test_the_core_and_the_rest_are_all_rows() -> None:
     section = shown(report().comparisons[0])
     numbers = rows(section, "numbers")
     assert len(numbers) == len(report().comparisons[0].routing)
-    assert set(routing.CORE) <= set(ROUTING)
+    assert set(routing.CORE) <= set(DECLARED)
     assert numbers[0][1] == report().comparisons[0].routing["routing_disagree_layer"]
 
 
@@ -224,10 +224,10 @@ def test_heat_map_puts_the_first_row_at_the_bottom_and_joins_equal_cells() -> No
     table = {"layer": [0, 0, 1, 1], "disagree": [1.0, 1.0, 0.0, 0.5], "start": [0, 8, 0, 8],
              "end": [8, 16, 8, 16]}  # fmt: skip
     (figure,) = routing.figures({"routing_layer_position": table})
-    found = re.findall(
+    runs = re.findall(
         r'd="([^"]+)"[^>]*style="fill: var\(--accent\)(?:; opacity: ([\d.]+))?', figure.draw()
     )
-    half, full = found[:2]  # the legend's swatches follow
+    half, full = runs[:2]  # the legend's swatches follow
     assert (half[1], full[1]) == (str(OPACITIES[2]), "")
     assert half[0].count("M") == full[0].count("M") == 1  # two equal cells are one rectangle
     below, above = (float(re.findall(r"M[\d.]+ ([\d.]+)", path)[0]) for path in (full[0], half[0]))

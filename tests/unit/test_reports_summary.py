@@ -12,7 +12,7 @@ from mismatch.analysis.thresholds import Reference
 from mismatch.metrics import METRICS as DECLARED
 from mismatch.reports import summary
 from mismatch.reports.framework_values import FrameworkValues
-from mismatch.reports.metric_labels import ROUTING, metric_label, noise_label
+from mismatch.reports.metric_labels import metric_label, noise_label
 from mismatch.reports.section import Section, cell_interval, cell_text
 from mismatch.reports.sections import headline, published_values, ran, sections
 from mismatch.types import Check, Comparison, Estimate, Judgement, Report, Verdict
@@ -34,9 +34,8 @@ def row(value: float, healthy: float, unfit: float, metric: str = "k3_kl") -> su
 
 
 def test_every_declared_metric_has_words_that_fit_the_table() -> None:
-    known = [metric_label(name) for name in DECLARED]
-    assert all(item.meaning and len(item.label) <= 24 for item in known)
-    assert set(ROUTING) <= set(DECLARED)
+    labels = [metric_label(name) for name in DECLARED]
+    assert all(item.meaning and len(item.label) <= 24 for item in labels)
 
 
 def test_without_the_sampling_law_there_is_no_kl() -> None:
@@ -139,9 +138,9 @@ def test_typically_is_the_median_and_not_the_mean(
         "ratio_outside_2": estimate(far),
     }
     report = replace(make_report(), comparisons=(Comparison("a", "b", True, metrics),))
-    said = summary.in_plain_words(report)
-    assert all(part in said for part in parts), said
-    assert "13 %" not in said  # exp(0.125) - 1: the mean, which no typical token has
+    text = summary.in_plain_words(report)
+    assert all(part in text for part in parts), text
+    assert "13 %" not in text  # exp(0.125) - 1: the mean, which no typical token has
 
 
 def test_without_a_median_nothing_is_called_typical() -> None:
@@ -241,8 +240,8 @@ def test_differing_settings_come_first() -> None:
         marks = [cells[1].value for cells in table.cells()]
         assert marks == sorted(marks, reverse=True)
         for _, mark, left, right in table.cells():
-            known = "–" not in (left.value, right.value)
-            assert bool(mark.value) == (known and left.value != right.value)
+            both = "–" not in (left.value, right.value)
+            assert bool(mark.value) == (both and left.value != right.value)
     assert "attention" in resolved.short
 
 
@@ -253,10 +252,10 @@ def test_local_paths_are_not_a_models_name() -> None:
 
 
 def test_this_run_stands_in_the_ladder_by_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = tuple(
+    references = tuple(
         Reference("m", "s", summary.HEADLINE, value, "bf16 MoE", "src") for value in (1.0, 1e-9)
     )
-    monkeypatch.setattr("mismatch.analysis.thresholds.REFERENCES", known)
+    monkeypatch.setattr("mismatch.analysis.thresholds.REFERENCES", references)
     section, noise = published_values.section(make_report())
     assert [item["source"] for item in values(section.tables[0])] == ["src", None, "src"]
     ours = section.tables[0].cells()[1]

@@ -66,7 +66,7 @@ def test_plain_aligned_and_the_last_line_is_the_verdict(report: Report, width: i
     assert lines.pop() == verdict
     shown = printed(report, width=width, force_terminal=True, no_color=True, style=None)
     last = re.sub(r"\x1b\[[\d;]*m", "", shown).splitlines()
-    start = max(place for place, line in enumerate(last) if line.startswith("verdict: "))
+    start = max(number for number, line in enumerate(last) if line.startswith("verdict: "))
     assert " ".join(last[start:]) == verdict  # wrapped, on a terminal
     assert max(map(len, last[start:])) <= width
     copied = " " * 6  # a block's lines stay whole

@@ -20,8 +20,8 @@ def _beside(report: Report, name: str, experts: float | None, **facts: object) -
     routing = {} if experts is None else {"routing_disagree_layer": _estimate(experts)}
     headline = report.comparisons[0]
     more = Comparison(headline.rollout, name, True, metrics, routing=routing)
-    told = {**report.fingerprints, name: {"mode": "train", **facts}}
-    return replace(report, comparisons=(*report.comparisons, more), fingerprints=told)
+    fingerprints = {**report.fingerprints, name: {"mode": "train", **facts}}
+    return replace(report, comparisons=(*report.comparisons, more), fingerprints=fingerprints)
 
 
 def _rows(report: Report) -> list[list[Cell]]:

@@ -18,7 +18,7 @@ def model(tmp_path):
 
 
 @pytest.fixture
-def made(tmp_path, model):
+def finished(tmp_path, model):
     """A run whose decode, prefill and trainer's scoring are complete, and its spec."""
     asked = spec()
     engine = replace(asked.rollout.engine, model=str(model))
@@ -48,31 +48,31 @@ def questions(run, asked):
     }
 
 
-def test_the_same_versions_and_weights_are_reused(made):
-    assert all(ask() for ask in questions(*made).values())
+def test_the_same_versions_and_weights_are_reused(finished):
+    assert all(ask() for ask in questions(*finished).values())
 
 
 @pytest.mark.parametrize("package", ["torch", "transformers", "numpy", "kernels"])
 @pytest.mark.parametrize("stage", ["rollout", "rescored", "scoring"])
-def test_another_version_is_refused_with_both_named(made, monkeypatch, stage, package):
+def test_another_version_is_refused_with_both_named(finished, monkeypatch, stage, package):
     now = provenance.numeric_versions() | {package: "99.9"}
     monkeypatch.setattr(store, "numeric_versions", lambda: now)
     was = provenance.numeric_versions().get(package, "(not set)")
     with pytest.raises(MismatchError) as caught:
-        questions(*made)[stage]()
+        questions(*finished)[stage]()
     assert f"{package}: " in caught.value.message
     assert "'99.9' here" in caught.value.message
     assert f"{was!r} there" in caught.value.message
 
 
 @pytest.mark.parametrize("stage", ["rollout", "scoring"])
-def test_other_weights_in_the_same_place_are_refused(made, model, stage):
+def test_other_weights_in_the_same_place_are_refused(finished, model, stage):
     (file,) = model.glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[-1] ^= 1  # of the same size
     file.write_bytes(content)
     with pytest.raises(MismatchError, match="weights: "):
-        questions(*made)[stage]()
+        questions(*finished)[stage]()
 
 
 def test_a_large_file_is_known_by_its_size_and_time(model, monkeypatch):
@@ -90,25 +90,25 @@ def test_a_model_that_is_not_here_has_no_digest():
         assert provenance.checkpoint_digest(name, None) == ""
 
 
-def test_an_engine_of_another_environment_is_asked_there(made, monkeypatch):
+def test_an_engine_of_another_environment_is_asked_there(finished, monkeypatch):
     """This process lacks its packages; its worker asks the same question with them."""
-    run, asked = made
+    run, asked = finished
     monkeypatch.setattr(store, "numeric_versions", lambda: {"torch": "99.9"})
     engine = replace(asked.rollout.engine, python="/other/bin/python")
     other = replace(asked.rollout, engine=engine)
-    known = manifest.entries(run)
-    for entry in known.values():
+    entries = manifest.entries(run)
+    for entry in entries.values():
         if entry["made_by"]:
             entry["made_by"] = store.spec_hash(other)
-    manifest._save(run, known)
+    manifest._save(run, entries)
     assert resume.rollout_done(run, other)
 
 
-def test_a_run_from_before_versions_were_noted_can_be_resumed(made, monkeypatch):
-    run, asked = made
-    known = manifest.entries(run)
-    for entry in known.values():
+def test_a_run_from_before_versions_were_noted_can_be_resumed(finished, monkeypatch):
+    run, asked = finished
+    entries = manifest.entries(run)
+    for entry in entries.values():
         entry.pop("made_with", None)
-    manifest._save(run, known)
+    manifest._save(run, entries)
     monkeypatch.setattr(store, "numeric_versions", lambda: {"torch": "99.9"})
     assert resume.rollout_done(run, asked.rollout)

@@ -92,7 +92,7 @@ def test_a_router_that_is_not_found_is_an_error() -> None:
     ids = torch.arange(8)[None]
     change = RouterDtype(torch.float32)
     with (
-        pytest.raises(MismatchError, match="router of layer 1"),
+        pytest.raises(MismatchError, match=r"router.*layer 1\b"),
         torch.no_grad(),
         intervening(model.get_decoder(), layers, [change]),
     ):
@@ -103,5 +103,5 @@ def test_a_dense_model_is_refused_by_its_flag() -> None:
     with torch.device("meta"):
         bare = transformers.AutoModelForCausalLM.from_config(configuration("llama"))
     spec = TrainSpec("x", router_dtype="fp32")
-    with pytest.raises(MismatchError, match="--router-dtype: llama is dense"):
+    with pytest.raises(MismatchError, match="--router-dtype: llama"):
         require_interventions_possible(spec, bare)

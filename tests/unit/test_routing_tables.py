@@ -257,8 +257,8 @@ def test_no_flip_and_all_flips():
 
 def test_one_prompt_has_no_interval():
     left, right = sides(planted(1, range(4)))
-    one = replace(ROLLOUT, prompt_index=np.zeros(SEQUENCES, np.int64))
-    tables = compare(one, left, right, sampled_by_left=True).breakdowns
+    single = replace(ROLLOUT, prompt_index=np.zeros(SEQUENCES, np.int64))
+    tables = compare(single, left, right, sampled_by_left=True).breakdowns
     for name in ("routing_by_layer", "routing_by_position", "routing_harm"):
         assert set(tables[name]["low"]) == {None}, name
 
@@ -284,13 +284,13 @@ def test_intervals_over_prompts_cover():
     for _ in range(runs):
         share = rng.beta(2, 18, prompts)
         sums = rng.binomial(tokens, share)[:, None].astype(float)
-        found = group_means(sums, np.full((prompts, 1), float(tokens)), (0.0, 1.0))
-        hits += found.low[0] <= 0.1 <= found.high[0]
+        means = group_means(sums, np.full((prompts, 1), float(tokens)), (0.0, 1.0))
+        hits += means.low[0] <= 0.1 <= means.high[0]
     assert 0.91 < hits / runs < 0.98
 
 
 def test_a_group_without_tokens_is_unknown():
-    found = group_means(np.array([[1.0, 0.0], [2.0, 0.0]]), np.array([[4.0, 0], [4.0, 0]]), (0, 1))
-    assert found.mean[0] == pytest.approx(3 / 8)
-    assert np.isnan(found.mean[1])
-    assert (found.low[1], found.high[1]) == (None, None)
+    means = group_means(np.array([[1.0, 0.0], [2.0, 0.0]]), np.array([[4.0, 0], [4.0, 0]]), (0, 1))
+    assert means.mean[0] == pytest.approx(3 / 8)
+    assert np.isnan(means.mean[1])
+    assert (means.low[1], means.high[1]) == (None, None)

@@ -103,7 +103,7 @@ def test_commands_are_noted_in_their_order_with_what_repeats_them(monkeypatch):
     first, second, third = document["invocations"]
     assert first["finished"] is None
     assert second["finished"] >= second["created"]
-    assert [one["verb"] for one in (first, second, third)] == ["check", "check", "compare"]
+    assert [command["verb"] for command in (first, second, third)] == ["check", "check", "compare"]
     assert second["command"] == command
     assert second["environment"]["VLLM_BATCH_INVARIANT"] == "1"
     assert "hidden" not in (run_dir / "run.json").read_text()

@@ -32,7 +32,7 @@ CHATML = (
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the code's directories are made; no process and no file of them is left behind."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield tmp_path
@@ -70,7 +70,7 @@ def test_what_code_may_not_do(
     held: bool,
     code: str,
     says: str | tuple[str, ...],
-    place: Path,
+    home: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the machine's own means of isolation, and where it has none."""
@@ -81,14 +81,14 @@ def test_what_code_may_not_do(
     assert len(output) < 3000
 
 
-def test_code_that_goes_on_for_ever_is_stopped(place: Path) -> None:
+def test_code_that_goes_on_for_ever_is_stopped(home: Path) -> None:
     code = "import os\nos.close(0)\nos.setsid()\nwhile True: pass"
     stopped = run_code(code, Limits(time_s=0.4))
     assert stopped.startswith("error: ")
     assert numbers(stopped) == [0.4]
 
 
-def test_output_errors_and_silence_come_back(place: Path) -> None:
+def test_output_errors_and_silence_come_back(home: Path) -> None:
     choose = "import math\nprint(math.comb(10, 3))"
     assert run_code(choose) == "120\n"
     assert "ZeroDivisionError" in run_code("1 / 0")
@@ -102,8 +102,8 @@ def test_what_is_not_held_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """No namespaces and no Landlock: the filter holds processes, nothing holds files."""
     monkeypatch.setattr(sandbox, "holder", lambda: "")
     monkeypatch.setattr(sandbox, "LANDLOCK", False)
-    found = sandbox.unheld.__wrapped__()
-    files = [line.partition(" of ")[0] for line in found if "files" in line]
+    lines = sandbox.unheld.__wrapped__()
+    files = [line.partition(" of ")[0] for line in lines if "files" in line]
     assert files == ["the content", "changes", "the permissions"]
 
 
@@ -112,7 +112,7 @@ def test_what_is_not_held_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_files_of_the_user_are_not_read(
     held: bool,
     tmp_path_factory: pytest.TempPathFactory,
-    place: Path,
+    home: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whether namespaces hold the code or not; the libraries of this Python still work."""
@@ -198,7 +198,7 @@ def test_code_in_the_middle_of_a_message() -> None:
 def test_how_the_model_is_told_of_the_tags() -> None:
     given = Prompt("p", messages=[{"role": "user", "content": "6 * 7?"}])
     (message,) = offered("retool", given).messages
-    assert message["content"] == f"{Retool.told}\n\n6 * 7?"
+    assert message["content"] == f"{Retool.instructions}\n\n6 * 7?"
     assert offered("retool", offered("retool", given)) == offered("retool", given)
     assert not offered("retool", given).tools
     assert environment_class(RolloutSpec(prompts=PromptSpec(environment="retool"))) is Retool

@@ -11,7 +11,6 @@ import pytest
 from mismatch.cli.session import command
 from mismatch.cli.to_spec import _engine_arg
 from mismatch.errors import MismatchError
-from mismatch.processes.launch import run_worker
 from mismatch.reports.files import write_report
 from mismatch.run import store
 from mismatch.run.directory import Journal, new_directory
@@ -19,7 +18,7 @@ from mismatch.run.messages import write_error
 from mismatch.run.provenance import provenance, redact
 
 from ..made_run import make_run, rollout, scoring, spec
-from .test_launch import python
+from .test_launch import python, run_worker
 
 PLANTED = {
     "hub": "hf_AbCdEfGhIjKlMnOpQrStUv",
@@ -71,9 +70,9 @@ def test_no_secret_is_in_a_run_directory(tmp_path, monkeypatch):
     asked, tokens = spec(), rollout()
     monkeypatch.setattr(sys, "argv", ["mismatch", "check", "--note", ALL, "--hf-token", "hunter2x"])
     Journal(run, "check", asked, command()).finish()
-    told = scoring("told", tokens, 0.0)
-    told.fingerprint["note"] = ALL
-    store.save_scoring(run, told, tokens)
+    leaky = scoring("told", tokens, 0.0)
+    leaky.fingerprint["note"] = ALL
+    store.save_scoring(run, leaky, tokens)
     write_error(run, "train", MismatchError(ALL, ALL))
     with pytest.raises(MismatchError) as caught:
         run_worker("engine", python(f"print({LINE!r}); raise SystemExit(1)"), run)
@@ -83,9 +82,9 @@ def test_no_secret_is_in_a_run_directory(tmp_path, monkeypatch):
     report.run["command"] = ALL
     report = replace(report, not_tested=(*report.not_tested, ALL))
     write_report(run, report, table)
-    found = everything(run) + redact(caught.value.message)
-    assert not [secret for secret in (*SECRETS, "hunter2x") if secret in found]
-    assert "***" in found
+    text = everything(run) + redact(caught.value.message)
+    assert not [secret for secret in (*SECRETS, "hunter2x") if secret in text]
+    assert "***" in text
 
 
 def test_provenance_tells_no_host_no_user_and_no_secret():
@@ -128,8 +127,8 @@ def test_every_kind_is_known(name):
 
 
 def test_a_new_run_is_its_owners_alone(tmp_path):
-    made = new_directory(tmp_path / "deep" / "run", "m")
-    assert made.stat().st_mode & 0o777 == 0o700
+    directory = new_directory(tmp_path / "deep" / "run", "m")
+    assert directory.stat().st_mode & 0o777 == 0o700
 
 
 def test_commands_that_begin_at_once_get_directories_of_their_own(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from mismatch.models import resolve_model
 from mismatch.models.planted import plant
 from mismatch.pipeline.selftest import FAULTS, SelfTest, _attempt, judged
 from tests import drawn_pair as drawn
+from tests.texts import numbers
 
 TINY = Path(resolve_model("tiny-gpt-oss"))
 
@@ -38,7 +39,9 @@ def changed(directory: Path) -> set[str]:
     return {name for name in before if not before[name].equal(after[name])}  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("fault", [one for one in FAULTS if one.checkpoint], ids=lambda f: f.id)
+@pytest.mark.parametrize(
+    "fault", [fault for fault in FAULTS if fault.checkpoint], ids=lambda f: f.id
+)
 def test_a_planted_checkpoint_differs_where_the_fault_is(tmp_path: Path, fault) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in TINY.iterdir()}
     planted = plant(TINY, tmp_path / "planted", fault.id, fault.sizes[0])
@@ -61,7 +64,7 @@ def test_what_a_model_lacks_cannot_be_planted(tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     del config["sliding_window"]
     (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(MismatchError, match="nothing in which window"):
+    with pytest.raises(MismatchError, match="which window"):
         plant(source, tmp_path / "target", "window", 0.5)
 
 
@@ -84,7 +87,7 @@ def tempered(temperature: float) -> Case:
 def test_without_a_temperature_there_is_nothing_to_leave_out(tmp_path: Path) -> None:
     by_fault = {row.fault: row for row in judged(drawn.draw(0).case(), tmp_path, {}).faults}
     assert by_fault["temperature"].found is None
-    assert "temperature is 1" in by_fault["temperature"].reason
+    assert numbers(by_fault["temperature"].reason) == [1]
 
 
 def test_faults_of_the_record_are_named(tmp_path: Path) -> None:
@@ -117,7 +120,8 @@ def test_faults_of_later_turns_are_planted_where_there_are_some(tmp_path: Path) 
         if fault.turns and fault.record is not None and fault.id != "later-routes":
             assert by_fault[fault.id].found, fault.id
             assert by_fault[fault.id].attempts[0].named == fault.causes[0]
-    assert "no routed experts" in by_fault["later-routes"].reason
+    assert by_fault["later-routes"].found is None
+    assert "experts" in by_fault["later-routes"].reason
     assert by_fault["later-context"].found is None  # no checkpoint was scored here
 
 

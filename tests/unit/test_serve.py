@@ -31,9 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("serve")
     runs = root / "runs"
     evil = EVIL.replace("/", "|")
-    for place in ("first", "team/second"):
-        save(runs / place)
-        (runs / place / "report.html").write_text(f"<p>report of {place}</p>")
+    for name in ("first", "team/second"):
+        save(runs / name)
+        (runs / name / "report.html").write_text(f"<p>report of {name}</p>")
     save(runs / evil, created="2026-02-01T00:00:00", model=EVIL, version=EVIL)
     (runs / evil / "report.html").write_text("<script>fetch('/')</script>")
     (root / "secret.txt").write_text(SECRET)
@@ -230,8 +230,8 @@ def test_a_signal_ends_the_process_and_frees_the_port(folder: Path, number: int)
     )
     try:
         assert process.stdout is not None
-        said = process.stdout.readline()
-        port = int(re.search(r"http://127\.0\.0\.1:(\d+)/", said)[1])  # type: ignore[index]
+        line = process.stdout.readline()
+        port = int(re.search(r"http://127\.0\.0\.1:(\d+)/", line)[1])  # type: ignore[index]
         held = socket.create_connection(("127.0.0.1", port))  # a browser that keeps its connection
         time.sleep(0.1)
         process.send_signal(number)

@@ -325,13 +325,13 @@ def mutations(good):
                     yield junk
                 continue
             changed = copy.deepcopy(good)
-            place = changed
+            node = changed
             for step in path[:-1]:
-                place = place[step]
+                node = node[step]
             if junk is DELETED:
-                del place[path[-1]]
+                del node[path[-1]]
             else:
-                place[path[-1]] = junk
+                node[path[-1]] = junk
             yield changed
 
 

@@ -87,18 +87,18 @@ def failure(fault: str, timeout_s: float = 5.0) -> Unavailable:
 
 def test_an_answer_arrives_whole() -> None:
     with ScriptedServer() as server:
-        found = client(server).post("/v1/completions", SAMPLE)
-    assert len(found["choices"][0]["token_ids"]) == 4
+        answer = client(server).post("/v1/completions", SAMPLE)
+    assert len(answer["choices"][0]["token_ids"]) == 4
 
 
 def test_a_response_may_be_closed_with_its_last_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = HTTPResponse.read1
 
     def as_newer_pythons_do(self: HTTPResponse, n: int = -1) -> bytes:
-        found = plain(self, n)
+        data = plain(self, n)
         if not self.length:
             self.close()
-        return found
+        return data
 
     monkeypatch.setattr(HTTPResponse, "read1", as_newer_pythons_do)
     test_an_answer_arrives_whole()
@@ -116,14 +116,14 @@ def test_where_nobody_answers_no_request_was_late(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_busy_server_says_when_to_come_back(status: int) -> None:
-    found = failure(f"status:{status}:7")
-    assert (found.kind, found.retry_after_s) == ("busy", 7.0)
-    assert "not now" in found.reason
+    error = failure(f"status:{status}:7")
+    assert (error.kind, error.retry_after_s) == ("busy", 7.0)
+    assert "not now" in error.reason
 
 
 def test_a_date_is_a_time_to_come_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = failure(f"status:429:{formatdate(time.time() + 60, usegmt=True)}")
-    assert found.retry_after_s == pytest.approx(60, abs=3)
+    error = failure(f"status:429:{formatdate(time.time() + 60, usegmt=True)}")
+    assert error.retry_after_s == pytest.approx(60, abs=3)
     assert failure("status:429:soon").retry_after_s is None
 
 
@@ -132,7 +132,7 @@ def test_server_errors_pass_and_bad_requests_do_not() -> None:
         assert failure(f"status:{status}").kind == "failed"
     with (
         ScriptedServer(faults=lambda *_: "status:400") as server,
-        pytest.raises(Refused, match="HTTP 400: not now"),
+        pytest.raises(Refused, match="400: not now"),
     ):
         client(server).post("/v1/completions", SAMPLE)
 
@@ -148,9 +148,9 @@ def test_redirections_are_not_followed() -> None:
 @pytest.mark.parametrize("fault", ["hang:2", "dribble"])
 def test_a_late_answer_is_none(fault: str) -> None:
     began = time.monotonic()
-    found = failure(fault, timeout_s=0.4)
-    assert found.kind == "slow"
-    assert "0.4 s" in found.reason
+    error = failure(fault, timeout_s=0.4)
+    assert error.kind == "slow"
+    assert "0.4 s" in error.reason
     assert time.monotonic() - began < 1.5
 
 
@@ -168,7 +168,7 @@ def test_the_key_is_sent_and_never_repeated() -> None:
     with ScriptedServer(key="right") as server:
         with pytest.raises(MismatchError, match=http.KEY_VARIABLE) as caught:
             client(server).get("/v1/models")
-        assert "asks for a key" in caught.value.message
+        assert "HTTP 401" in caught.value.message
         with pytest.raises(MismatchError, match="does not accept") as caught:
             client(server, key=SECRET).get("/v1/models")
         assert SECRET not in str(caught.value)
@@ -185,9 +185,9 @@ def test_the_key_is_sent_and_never_repeated() -> None:
 
 def test_no_part_of_a_key_is_left_where_a_message_is_cut() -> None:
     with ScriptedServer(key=SECRET, faults=lambda *_: "status:400") as server:
-        said = "x" * 295 + SECRET
+        message = "x" * 295 + SECRET
         server.misbehave = lambda web, fault, body: server.send(  # type: ignore[method-assign]
-            web, 400, {"message": said}
+            web, 400, {"message": message}
         )
         with pytest.raises(Refused) as refused:
             client(server, key=SECRET).post("/v1/completions", SAMPLE)
@@ -240,7 +240,7 @@ def tls_server(tmp_path: Path) -> Any:
 
 def test_certificates_are_verified(tls_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     url, cert = tls_server
-    with pytest.raises(MismatchError, match="certificate is not accepted") as caught:
+    with pytest.raises(MismatchError, match="its certificate") as caught:
         RetryingClient(parse_address(url), 5.0).get("/")
     assert "SSL_CERT_FILE" in caught.value.fix
     monkeypatch.setenv("SSL_CERT_FILE", str(cert))

@@ -32,21 +32,21 @@ __all__ = ["_light", "serve", "sglang"]  # fixtures
 
 
 def test_what_is_missing_is_a_capability_with_a_reason(serve: Any) -> None:
-    found = ServerEngine.capabilities(spec(serve(prompt_logprobs=False)), LAW)
-    assert not found.prefill
-    assert "prompt logprobs" in found.reasons["prefill"]
-    assert not found.routed_experts
-    assert "--enable-return-routed-experts" in found.reasons["routed_experts"]
-    assert not found.deterministic
-    assert not found.distributions
-    assert found.journals
+    capabilities = ServerEngine.capabilities(spec(serve(prompt_logprobs=False)), LAW)
+    assert not capabilities.prefill
+    assert "prompt logprobs" in capabilities.reasons["prefill"]
+    assert not capabilities.routed_experts
+    assert "--enable-return-routed-experts" in capabilities.reasons["routed_experts"]
+    assert not capabilities.deterministic
+    assert not capabilities.distributions
+    assert capabilities.journals
     full = ServerEngine.capabilities(spec(serve()), LAW)
     assert full.prefill
     assert not full.prefill_tempered
 
 
 def test_a_server_without_logprobs_measures_nothing(serve: Any) -> None:
-    with pytest.raises(MismatchError, match="no logprobs of the tokens that it samples"):
+    with pytest.raises(MismatchError, match="gives no logprobs"):
         ServerEngine(spec(serve(logprobs=False)), LAW, longest=64)
 
 
@@ -59,7 +59,7 @@ def test_a_server_without_prompt_logprobs_is_watched_by_what_it_would_say_next(s
 
 
 def test_the_context_of_the_server_is_respected(serve: Any) -> None:
-    with pytest.raises(MismatchError, match="sequences of 60 tokens, these may have 65"):
+    with pytest.raises(MismatchError, match=r"\b60 tokens,.*\b65"):
         ServerEngine(spec(serve(max_model_len=60)), LAW, longest=64)
 
 
@@ -86,12 +86,12 @@ def test_no_server_at_all(serve: Any) -> None:
 def test_another_kind_of_server(serve: Any) -> None:
     server = serve()
     server.answer = lambda web, body: server.send(web, 404, {})
-    with pytest.raises(MismatchError, match="no server that mismatch knows"):
+    with pytest.raises(MismatchError, match=f"{server.url} is no server"):
         recognise(spec(server))
 
 
 def test_the_wrong_model_is_refused_by_its_name(serve: Any) -> None:
-    with pytest.raises(MismatchError, match="serves large, not --model tiny: the wrong") as caught:
+    with pytest.raises(MismatchError, match="large, not --model") as caught:
         recognise(spec(serve(name="large")))
     assert "--served-model large" in caught.value.fix
     assert recognise(spec(serve(name="large"), served_model="large"))
@@ -114,22 +114,30 @@ def test_the_wrong_tokenizer_is_refused(serve: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "other"), [("version", "0.33.0"), ("max_model_len", 256), ("weights", 1)]
+    ("setting", "other", "named"),
+    [
+        ("version", "0.33.0", r"version.*0\.33\.0"),
+        ("max_model_len", 256, r"max model len.*\b256"),
+        ("weights", 1, "probe logprobs"),
+    ],
 )
-def test_servers_that_are_not_alike_are_refused(serve: Any, setting: str, other: Any) -> None:
-    with pytest.raises(MismatchError, match=r"the servers (differ|have other weights)"):
+def test_servers_that_are_not_alike_are_refused(
+    serve: Any, setting: str, other: Any, named: str
+) -> None:
+    with pytest.raises(MismatchError, match=named):
         ServerEngine(spec(serve(), serve(**{setting: other})), LAW, longest=64)
 
 
 def test_servers_with_different_logprobs_are_refused(serve: Any) -> None:
-    with pytest.raises(MismatchError, match=r"raw at .*, processed at"):
+    with pytest.raises(MismatchError, match=r"raw at .*processed"):
         ServerEngine(spec(serve(), serve(mode="processed")), LAW, longest=64)
 
 
 def test_other_settings_are_said(serve: Any) -> None:
     _, engine = generate(serve(), serve(configuration="vllm-0.32.0-xyz"))
-    said = engine.fingerprint("decode")["not_tested"]
-    assert any("configurations differ" in line for line in said)
+    notes = engine.fingerprint("decode")["not_tested"]
+    _, alike = generate(serve(), serve())
+    assert len(set(notes) - set(alike.fingerprint("decode")["not_tested"])) == 1
 
 
 def test_the_same_server_twice_is_refused(serve: Any) -> None:
@@ -150,12 +158,12 @@ def test_an_address_with_two_models_behind_it_is_said(serve: Any) -> None:
 
     server.completion = either
     engine = ServerEngine(spec(server), LAW, longest=64)
-    said = engine.fingerprint("decode")["not_tested"]
-    differ = [line for line in said if "probe logprobs" in line]
+    notes = engine.fingerprint("decode")["not_tested"]
+    differ = [line for line in notes if "probe logprobs" in line]
     assert len(differ) == 1
     assert min(numbers(differ[0])) > SAME_WEIGHTS
     calm = ServerEngine(spec(serve()), LAW, longest=64).fingerprint("decode")["not_tested"]
-    assert set(said) - set(calm) == set(differ)
+    assert set(notes) - set(calm) == set(differ)
 
 
 def test_probes_without_numbers_are_refused(serve: Any) -> None:
@@ -165,8 +173,8 @@ def test_probes_without_numbers_are_refused(serve: Any) -> None:
     def overflown(body: dict[str, Any]) -> dict[str, Any]:
         answer = honest(body)
         for row in answer["choices"][0].get("prompt_logprobs") or [None]:
-            for said in (row or {}).values():
-                said["logprob"] = float("nan")
+            for entry in (row or {}).values():
+                entry["logprob"] = float("nan")
         return answer
 
     server.completion = overflown
@@ -190,9 +198,9 @@ def seldom_free(server: ScriptedServer, status: int) -> None:
 def test_a_busy_moment_is_no_missing_capability(serve: Any, status: int) -> None:
     server = serve(mode="processed")
     seldom_free(server, status)
-    found = ServerEngine.capabilities(spec(server), LAW)
-    assert found.prefill
-    assert found.processed_logprobs
+    capabilities = ServerEngine.capabilities(spec(server), LAW)
+    assert capabilities.prefill
+    assert capabilities.processed_logprobs
 
 
 def test_a_server_that_stays_busy_says_nothing_about_what_it_can_do(serve: Any) -> None:
@@ -205,7 +213,7 @@ def test_a_server_that_stays_busy_says_nothing_about_what_it_can_do(serve: Any) 
         return plain(web, body)
 
     server.answer = answer
-    with pytest.raises(MismatchError, match=r"HTTP 503: too much to do"):
+    with pytest.raises(MismatchError, match="503: too much"):
         ServerEngine.capabilities(spec(server), LAW)
 
 
@@ -215,5 +223,5 @@ def test_another_program_is_no_server_of_a_known_kind(serve: Any, cards: list[An
     odd = {"/model_info": {"model_path": "x"}, "/server_info": None, "/v1/models": {"data": cards}}
     odd["/version"] = {"version": "1"}
     server.answer = lambda web, body: server.send(web, 200, odd.get(web.path))
-    with pytest.raises(MismatchError, match="no server that mismatch knows"):
+    with pytest.raises(MismatchError, match=f"{server.url} is no server"):
         recognise(spec(server))

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from mismatch.captures import Likeliest
+from mismatch.codec import from_json
 from mismatch.engines.base import Sample
 from mismatch.engines.servers.journal import PLACE, Journal
+from mismatch.engines.servers.scheduler import NoServerLeft
 from mismatch.errors import MismatchError
-from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, from_dict, spec_hash, to_dict
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, spec_hash, to_dict
 from tests.servers_fixture import (
     MODEL,
     PROMPTS,
@@ -35,26 +37,26 @@ def lines(run: Path) -> list[dict[str, Any]]:
 def test_finished_sequences_outlive_all_servers(serve: Any, tmp_path: Path) -> None:
     dead = serve()
     dying(dead, after=9)
-    with pytest.raises(MismatchError, match="9 finished sequences are kept") as caught:
+    with pytest.raises(MismatchError, match=r"\b9 finished") as caught:
         generate(dead, run=tmp_path)
     assert "--resume" in caught.value.fix
-    kept = {one["job"]: one["ids"] for one in lines(tmp_path)[1:]}
+    kept = {line["job"]: line["ids"] for line in lines(tmp_path)[1:]}
     assert len(kept) == 9
     again = serve()
     samples, engine = generate(again, run=tmp_path)
     require_true(samples)
     assert again.sampled == len(PROMPTS) - 9  # none is sampled twice
     assert all(samples[job].token_ids == ids for job, ids in kept.items())
-    jobs = [one["job"] for one in lines(tmp_path)[1:]]
+    jobs = [line["job"] for line in lines(tmp_path)[1:]]
     assert sorted(jobs) == list(range(len(PROMPTS)))
-    assert sum(one["sequences"] for one in engine.fingerprint("decode")["servers"]) == 15
+    assert sum(server["sequences"] for server in engine.fingerprint("decode")["servers"]) == 15
     engine.discard_journal()
     assert not (tmp_path / PLACE).exists()
 
 
 def test_what_is_kept_is_said_whatever_ends_the_run(serve: Any, tmp_path: Path) -> None:
     server = serve(faults=lambda number, body: "status:400" if number == 9 else None)
-    with pytest.raises(MismatchError, match=r"HTTP 400.*finished sequences are kept") as caught:
+    with pytest.raises(MismatchError, match=r"HTTP 400.*\d finished") as caught:
         generate(server, run=tmp_path)
     assert caught.value.fix.endswith(": --resume")
 
@@ -69,23 +71,23 @@ def test_a_line_that_was_cut_short_is_dropped(serve: Any, tmp_path: Path) -> Non
     require_true(samples)
     assert again.sampled == 1
     assert path.read_bytes().startswith(whole[: whole.rindex(b"\n", 0, -1) + 1])
-    assert sorted(one["job"] for one in lines(tmp_path)[1:]) == list(range(len(PROMPTS)))
+    assert sorted(line["job"] for line in lines(tmp_path)[1:]) == list(range(len(PROMPTS)))
 
 
 def test_other_weights_do_not_go_on_with_a_run(serve: Any, tmp_path: Path) -> None:
     dead = serve()
     dying(dead, after=4)
-    with pytest.raises(MismatchError, match="no server is left"):
+    with pytest.raises(NoServerLeft):
         generate(dead, run=tmp_path)
-    with pytest.raises(MismatchError, match="are of other weights"):
+    with pytest.raises(MismatchError, match="of other weights"):
         generate(serve(weights=1), run=tmp_path)
-    with pytest.raises(MismatchError, match=r"version was 0\.32\.0, now it is 0.33.0"):
+    with pytest.raises(MismatchError, match=r"version.*0\.32\.0,.*0\.33\.0"):
         generate(serve(version="0.33.0"), run=tmp_path)
 
 
 def test_another_weight_version_does_not_go_on_with_a_run(sglang: Any, tmp_path: Path) -> None:
     generate(sglang(), run=tmp_path)
-    with pytest.raises(MismatchError, match="weight version was default, now it is step-2"):
+    with pytest.raises(MismatchError, match=r"weight version.*default,.*step-2"):
         generate(sglang(weight_version="step-2"), run=tmp_path)
 
 
@@ -120,21 +122,21 @@ def test_routes_survive_the_journal(tmp_path: Path) -> None:
     top = Likeliest.of([[1, 3], [2, 1]], [[-0.1, -3.0], [-0.25, -9999.0]])
     sample = Sample([1, 2], np.array([-0.1, -0.25]), "stop", routed, likeliest=top)
     journal.add(7, sample, "http://a")
-    found = Journal.open(tmp_path, "x").samples[7]
-    assert found.routed is not None
-    assert found.routed.dtype == np.uint8
-    np.testing.assert_array_equal(found.routed, routed)
-    np.testing.assert_array_equal(found.logprobs, [-0.1, -0.25])
-    assert found.likeliest is not None
-    np.testing.assert_array_equal(found.likeliest.ids, top.ids)
-    np.testing.assert_array_equal(found.likeliest.logprobs, top.logprobs)
-    assert found.likeliest.logprobs[1, 1] == -np.inf
+    restored = Journal.open(tmp_path, "x").samples[7]
+    assert restored.routed is not None
+    assert restored.routed.dtype == np.uint8
+    np.testing.assert_array_equal(restored.routed, routed)
+    np.testing.assert_array_equal(restored.logprobs, [-0.1, -0.25])
+    assert restored.likeliest is not None
+    np.testing.assert_array_equal(restored.likeliest.ids, top.ids)
+    np.testing.assert_array_equal(restored.likeliest.logprobs, top.logprobs)
+    assert restored.likeliest.logprobs[1, 1] == -np.inf
 
 
 def test_where_servers_are_is_no_part_of_what_was_asked() -> None:
-    one = CheckSpec(rollout=RolloutSpec(EngineSpec("server", MODEL, servers=("http://a:1",))))
-    two = CheckSpec(rollout=RolloutSpec(EngineSpec("server", MODEL, servers=("http://b:2",))))
-    assert spec_hash(one) == spec_hash(two)
-    assert spec_hash(one.rollout) == spec_hash(two.rollout)
-    assert from_dict(CheckSpec, json.loads(json.dumps(to_dict(one)))) == one
-    assert spec_hash(one) != spec_hash(CheckSpec(rollout=RolloutSpec(EngineSpec("vllm", MODEL))))
+    first = CheckSpec(rollout=RolloutSpec(EngineSpec("server", MODEL, servers=("http://a:1",))))
+    second = CheckSpec(rollout=RolloutSpec(EngineSpec("server", MODEL, servers=("http://b:2",))))
+    assert spec_hash(first) == spec_hash(second)
+    assert spec_hash(first.rollout) == spec_hash(second.rollout)
+    assert from_json(CheckSpec, json.loads(json.dumps(to_dict(first)))) == first
+    assert spec_hash(first) != spec_hash(CheckSpec(rollout=RolloutSpec(EngineSpec("vllm", MODEL))))

@@ -163,9 +163,9 @@ def test_retry_after_is_honoured() -> None:
 def test_rests_grow_and_are_spread() -> None:
     rests = [[backoff_s(failures, None) for _ in range(200)] for failures in (1, 2, 30)]
     first, longest = http.FIRST_BACKOFF_S, http.LONGEST_BACKOFF_S
-    for found, middle in zip(rests, (first, 2 * first, longest), strict=True):
-        assert middle / 2 <= min(found) < max(found) <= 1.5 * middle
-        assert max(found) > 1.2 * min(found)
+    for waits, middle in zip(rests, (first, 2 * first, longest), strict=True):
+        assert middle / 2 <= min(waits) < max(waits) <= 1.5 * middle
+        assert max(waits) > 1.2 * min(waits)
     assert backoff_s(1, 10_000.0) <= 1.1 * http.LONGEST_RETRY_AFTER_S
     assert backoff_s(9, 2.0) >= 2.0
 
@@ -209,7 +209,7 @@ def test_without_any_server_left_it_ends() -> None:
     fakes = Fake("a", dies(2)), Fake("b", dies(3))
     for fake in fakes:
         fake.verify_with = lambda fake=fake: fake.act(-1)  # type: ignore[misc]
-    with pytest.raises(NoServerLeft, match="a: connection refused; b: connection refused"):
+    with pytest.raises(NoServerLeft, match=r"a: connection.*b: connection"):
         Bench(*fakes).run(30)
 
 
@@ -218,7 +218,7 @@ def test_a_request_that_always_fails_does_not_go_round_for_ever() -> None:
         if job == 3:
             raise Unavailable("HTTP 500: out of cheese")
 
-    with pytest.raises(MismatchError, match=r"failed 4 times.*out of cheese"):
+    with pytest.raises(MismatchError, match=r"\b4 times.*of cheese"):
         Bench(Fake("a", act), Fake("b", act)).run(10)
 
 
@@ -226,7 +226,7 @@ def test_a_refusal_is_final() -> None:
     def act(job: int) -> None:
         raise Refused(400, "logprobs must be -1")
 
-    with pytest.raises(MismatchError, match=r"a refuses a request .HTTP 400.: logprobs must"):
+    with pytest.raises(MismatchError, match=r"\ba .*HTTP 400.*-1"):
         Bench(Fake("a", act)).run(3)
 
 

@@ -31,11 +31,11 @@ SEQUENCES = [[3, 1, 5, 7, 2, 9, 4], [8, 2, 6, 1, 1, 3, 5]]
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Checkpoint:
-    place = tmp_path / "tiny"
-    place.mkdir()
-    save_file({"head.weight": torch.ones(4, 4)}, place / "model.safetensors")
-    (place / "config.json").write_text("{}")
-    return Checkpoint(place, 0)
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    save_file({"head.weight": torch.ones(4, 4)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return Checkpoint(folder, 0)
 
 
 @pytest.fixture(params=[ScriptedServer, ScriptedSglang])

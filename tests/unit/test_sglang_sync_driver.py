@@ -38,9 +38,9 @@ class ScriptedEngine:
         return SimpleNamespace(success=timeout_s >= self.busy)
 
 
-def driver(place: Path, busy: int) -> SglangDriver:
+def driver(states: Path, busy: int) -> SglangDriver:
     engine: Any = ScriptedEngine(busy)
-    return SglangDriver(engine, Checkpoint(EMBEDDED["tiny-gpt-oss"], 0), place)
+    return SglangDriver(engine, Checkpoint(EMBEDDED["tiny-gpt-oss"], 0), states)
 
 
 def test_a_push_waits_until_the_last_batch_is_put_away(tmp_path: Path) -> None:

@@ -114,8 +114,8 @@ def test_sums_over_blocks_are_not_rounded_one_by_one(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sink_sdpa, "BLOCK", 2)
     mask = _mask("causal", tokens)
     assert len(mask.spans) == 300
-    for one, many in zip(whole, _errors(inputs, mask), strict=True):
-        assert many < 1.5 * one + 1e-3
+    for error, many in zip(whole, _errors(inputs, mask), strict=True):
+        assert many < 1.5 * error + 1e-3
 
 
 def test_sinks_gather_their_gradient_from_a_long_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,8 +147,8 @@ def wandb_records(data: bytes, block: int = 32768) -> Iterator[bytes]:
 
 @needs("mlflow")
 def test_mlflow_reads_them_back(example: Path) -> None:
-    place = f"file://{example}/ml"
-    report_to("mlflow", example, MLFLOW_TRACKING_URI=place, MLFLOW_ALLOW_FILE_STORE="true")
+    address = f"file://{example}/ml"
+    report_to("mlflow", example, MLFLOW_TRACKING_URI=address, MLFLOW_ALLOW_FILE_STORE="true")
     (file,) = (example / "ml").glob("*/*/metrics/mismatch/k3_kl")
     run = file.parents[2]
     metrics = run / "metrics"
@@ -202,9 +202,9 @@ def test_a_client_that_fails_costs_no_report(
 
     monkeypatch.setitem(CLIENTS, "wandb", ("json", broken))
     failed = send(["wandb"], make_report(), tmp_path, None)
-    (said,) = failed
-    assert said.startswith("--log-to wandb failed")
-    assert said.endswith("RuntimeError: no network")
+    (message,) = failed
+    assert message.startswith("--log-to wandb failed")
+    assert message.endswith("RuntimeError: no network")
 
 
 def test_every_number_is_finite_and_of_the_headline() -> None:

@@ -9,9 +9,10 @@ import pandas as pd
 import pytest
 
 from mismatch.captures import Likeliest
+from mismatch.codec import from_json
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
 from mismatch.run import store
-from mismatch.specs import CheckSpec, from_dict, spec_hash, to_dict
+from mismatch.specs import CheckSpec, spec_hash, to_dict
 from mismatch.types import Pair, Rollout, Routing, Sampling, Scoring
 
 
@@ -96,13 +97,13 @@ def test_a_truncated_file_is_refused(tmp_path):
     with pytest.raises(MismatchError, match=r"rollout\.parquet is truncated"):
         store.load_rollout(tmp_path)
     (tmp_path / "manifest.json").unlink()  # a file that came alone, without its checksum
-    with pytest.raises(MismatchError, match="not a readable Parquet"):
+    with pytest.raises(MismatchError, match=r"rollout\.parquet.*readable Parquet"):
         store.load_rollout(tmp_path)
 
 
 def test_an_empty_or_foreign_file_is_refused(tmp_path):
     (tmp_path / "rollout.parquet").write_bytes(b"")
-    with pytest.raises(MismatchError, match="not a readable Parquet"):
+    with pytest.raises(MismatchError, match=r"rollout\.parquet.*readable Parquet"):
         store.load_rollout(tmp_path)
     pd.DataFrame({"a": [1]}).to_parquet(tmp_path / "rollout.parquet")
     with pytest.raises(MismatchError, match="schema none"):
@@ -114,7 +115,7 @@ def test_another_schema_version_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(store.REQUIRED_COLUMNS, "mismatch.rollout/0", set())
     store.save_rollout(tmp_path, rollout())
     monkeypatch.undo()
-    with pytest.raises(MismatchError, match=r"mismatch\.rollout/0, this version reads"):
+    with pytest.raises(MismatchError, match=rf"mismatch\.rollout/0.*{store.ROLLOUT_SCHEMA}"):
         store.load_rollout(tmp_path)
 
 
@@ -140,7 +141,7 @@ def test_json_is_strict(tmp_path):
 
 def test_specs_round_trip_through_json():
     spec = CheckSpec()
-    again = from_dict(CheckSpec, json.loads(json.dumps(to_dict(spec))))
+    again = from_json(CheckSpec, json.loads(json.dumps(to_dict(spec))))
     assert again == spec
     assert spec_hash(again) == spec_hash(spec)
     assert len(spec_hash(spec)) == 12
@@ -164,7 +165,7 @@ def test_a_rollout_without_sequences_is_empty():
 
 
 def test_rewards_are_one_per_sequence():
-    with pytest.raises(MismatchError, match="rewards has 3 entries, expected 2"):
+    with pytest.raises(MismatchError, match=r"rewards has 3\b.*\b2"):
         replace(rollout(), rewards=np.zeros(3))
 
 
@@ -179,11 +180,11 @@ def test_pairing_needs_action_tokens_and_equal_ids():
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"), [("entropy", "2 entropies for 3"), ("top1", "2 most likely ids for 3")]
+    ("extra", "counts"), [("entropy", r"2 entropies\b.*3"), ("top1", r"2 most likely\b.*3")]
 )
-def test_pairing_needs_one_entropy_and_one_most_likely_id_per_token(extra, said):
+def test_pairing_needs_one_entropy_and_one_most_likely_id_per_token(extra, counts):
     short = scoring(name="fsdp", **{extra: np.zeros(2, int)})
-    with pytest.raises(MismatchError, match=f"fsdp: {said} tokens"):
+    with pytest.raises(MismatchError, match=f"fsdp: {counts} tokens"):
         Pair.of(rollout(), scoring(), short)
 
 
@@ -203,8 +204,8 @@ def corrupt(row, layer, value):
 @pytest.mark.parametrize(
     ("capture", "message"),
     [
-        (corrupt(4, 1, [9, 2]), "out of range for token 4 at layer 3"),
-        (corrupt(2, 0, [5, 5]), "same expert twice for token 2 at layer 1"),
+        (corrupt(4, 1, [9, 2]), r"range.*token 4\b.*layer 3"),
+        (corrupt(2, 0, [5, 5]), r"twice.*token 2\b.*layer 1"),
         (routing(np.zeros((6, 2, 2), np.uint8)), "shape"),
     ],
 )
@@ -217,7 +218,7 @@ def test_missing_rows_are_refused_but_not_the_last_token_of_a_sequence():
     routing().validate(rollout(), "vllm")
     present = routing().present.copy()
     present[2] = False  # predicts token 3, an action
-    with pytest.raises(CorruptCapture, match="no experts for token 2"):
+    with pytest.raises(CorruptCapture, match=r"no experts.*token 2\b"):
         Routing((1, 3), 8, routing().ids, present).validate(rollout(), "vllm")
 
 
@@ -225,6 +226,6 @@ def test_the_likeliest_of_a_scoring_come_back(tmp_path):
     ids = np.arange(9, dtype=np.int32).reshape(3, 3)
     top = Likeliest(ids, -ids.astype(np.float32))
     store.save_scoring(tmp_path, scoring(likeliest=top), rollout())
-    found = store.load_scoring(tmp_path, scoring().name).likeliest
-    np.testing.assert_array_equal(found.ids, top.ids)
-    np.testing.assert_array_equal(found.logprobs, top.logprobs)
+    likeliest = store.load_scoring(tmp_path, scoring().name).likeliest
+    np.testing.assert_array_equal(likeliest.ids, top.ids)
+    np.testing.assert_array_equal(likeliest.logprobs, top.logprobs)

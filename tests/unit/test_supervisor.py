@@ -18,9 +18,9 @@ import pytest
 
 from mismatch.errors import MismatchError
 from mismatch.processes import launch
-from mismatch.processes.launch import Worker, finish, run_worker, stall_limit, started
+from mismatch.processes.launch import Worker, finish, stall_limit, started
 
-from .test_launch import alive, python, wait_for
+from .test_launch import alive, python, run_worker, wait_for
 
 GRACE_S = 0.5
 # How a child hides: its environment is overwritten by its title, or it never had one.
@@ -64,13 +64,13 @@ def way(request):
     return request.param
 
 
-def worker(place, way: str, then: str = "") -> list[str]:
-    return python(WORKER.format(place=str(place), way=way, then=then))
+def worker(folder, way: str, then: str = "") -> list[str]:
+    return python(WORKER.format(place=str(folder), way=way, then=then))
 
 
-def pids(place) -> list[int]:
+def pids(folder) -> list[int]:
     """Of worker and child, once both are there."""
-    files = [place / name for name in ("worker", "child")]
+    files = [folder / name for name in ("worker", "child")]
     wait_for(lambda: all(file.exists() and file.read_text() for file in files))
     return [int(file.read_text()) for file in files]
 
@@ -104,7 +104,8 @@ from mismatch.processes import launch
 signal.signal(signal.SIGHUP, {hup})
 launch.GRACE_S = {grace}
 def app(**arguments):
-    launch.run_worker("engine", {command!r}, pathlib.Path({place!r}))
+    with launch.started("engine", {command!r}, pathlib.Path({place!r})) as worker:
+        launch.finish(worker)
 main.app = app
 main.main()
 """

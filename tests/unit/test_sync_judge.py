@@ -59,8 +59,8 @@ def prints(name: str, tensor: torch.Tensor) -> Prints:
 def probe(held: list[Tensors], tied: dict[str, str] | None = None) -> SyncReport:
     expected = [{n: prints(n, t) for n, t in state.items()} for state in states()]
     seen = [{n: prints(n, t) for n, t in state.items()} for state in held]
-    found = parameters(expected, seen, {}, tied or {})
-    return SyncReport("toy", "vllm", "reload", 0, 0.1, found)
+    outcome = parameters(expected, seen, {}, tied or {})
+    return SyncReport("toy", "vllm", "reload", 0, 0.1, outcome)
 
 
 def statuses(report: SyncReport) -> dict[str, str]:
@@ -266,20 +266,20 @@ def test_the_document_comes_back_as_it_was() -> None:
 
 def test_updates_differ_between_parameters_pushes_and_experts() -> None:
     base = torch.ones(4, 8, 16, dtype=torch.bfloat16)
-    one, other = updated("a", base, 0, 1), updated("b", base, 0, 1)
-    assert torch.equal(one, updated("a", base, 0, 1))
-    assert not torch.equal(one, other)
-    assert not torch.equal(one, updated("a", base, 0, 2))
-    assert not torch.equal(one, updated("a", base, 1, 1))
-    assert not torch.equal(one[0], one[1])
+    first, other = updated("a", base, 0, 1), updated("b", base, 0, 1)
+    assert torch.equal(first, updated("a", base, 0, 1))
+    assert not torch.equal(first, other)
+    assert not torch.equal(first, updated("a", base, 0, 2))
+    assert not torch.equal(first, updated("a", base, 1, 1))
+    assert not torch.equal(first[0], first[1])
     zeros = updated("sinks", torch.zeros(8), 0, 1)
     assert (zeros != 0).all()
 
 
 def test_a_verdict_names_modules_not_every_layer() -> None:
     names = ("layers.0.mlp.experts.w_up", "layers.1.mlp.experts.w_down", "layers.1.self_attn.sinks")
-    found = tuple(Parameter(f"model.{name}", "stale") for name in names)
-    reason = judge(SyncReport("toy", "vllm", "reload", 0, 0.1, found)).reason
+    stale = tuple(Parameter(f"model.{name}", "stale") for name in names)
+    reason = judge(SyncReport("toy", "vllm", "reload", 0, 0.1, stale)).reason
     assert "mlp.experts (2)" in reason
     assert "self_attn.sinks (1)" in reason
     assert kind_of("model.layers.0.mlp.experts.3.up_proj.weight") == "mlp.experts.up_proj.weight"
@@ -309,11 +309,11 @@ def test_an_experts_rows_that_are_shuffled_over_all_blocks_are_rearranged() -> N
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
     """Of a checkpoint with one attention layer."""
-    place = tmp_path_factory.mktemp("adapters")
+    folder = tmp_path_factory.mktemp("adapters")
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"]
-    save_file({name: torch.randn(16, 16).bfloat16() for name in names}, place / "m.safetensors")
-    (place / "config.json").write_text("{}")
-    return Adapters(place, 0)
+    save_file({name: torch.randn(16, 16).bfloat16() for name in names}, folder / "m.safetensors")
+    (folder / "config.json").write_text("{}")
+    return Adapters(folder, 0)
 
 
 def adapter_report(
@@ -329,8 +329,8 @@ def adapter_report(
         }
         own = hold(weights, push) if state_of(push) else weights
         held.append({name: Prints.of(name, tensor) for name, tensor in own.items()})
-    found = of_adapters(parameters(expected, held, {}, {}), held)
-    return SyncReport("toy", "vllm", "lora", 0, 0.1, found)
+    outcome = of_adapters(parameters(expected, held, {}, {}), held)
+    return SyncReport("toy", "vllm", "lora", 0, 0.1, outcome)
 
 
 def test_an_adapter_that_arrives_is_healthy(adapters: Adapters) -> None:

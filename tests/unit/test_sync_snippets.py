@@ -54,9 +54,9 @@ def test_snippets_parse_and_are_short() -> None:
 
 def test_every_framework_module_of_a_snippet_is_looked_up() -> None:
     modules = {f"{module}.{name}" for code in snippets() for module, name in imported(code)}
-    for found in modules:
-        if found.split(".")[0] in ("trl", "verl", "skyrl", "prime_rl", "mismatch"):
-            assert any(found.startswith(name) or name.startswith(found) for name in NAMES), found
+    for path in modules:
+        if path.split(".")[0] in ("trl", "verl", "skyrl", "prime_rl", "mismatch"):
+            assert any(path.startswith(name) or name.startswith(path) for name in NAMES), path
 
 
 @pytest.mark.parametrize("module", NAMES)
@@ -64,25 +64,25 @@ def test_names_exist_where_the_framework_is_installed(module: str) -> None:
     top = importlib.util.find_spec(module.partition(".")[0])
     if top is None or not top.submodule_search_locations:
         pytest.skip(f"unverified: {module.partition('.')[0]} is not installed")
-    place = Path(top.submodule_search_locations[0], *module.split(".")[1:])
-    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    path = Path(top.submodule_search_locations[0], *module.split(".")[1:])
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     defined = set(names_in(ast.parse(file.read_text(encoding="utf-8"))))
     assert set(NAMES[module]) <= defined
 
 
 def names_in(tree: ast.AST, prefix: str = "") -> list[str]:
     """Names that a module's text defines or imports anywhere, of classes with their attributes."""
-    found = []
+    names = []
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ClassDef):
-            found += [prefix + node.name, *names_in(node, f"{prefix}{node.name}.")]
+            names += [prefix + node.name, *names_in(node, f"{prefix}{node.name}.")]
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found.append(prefix + node.name)
+            names.append(prefix + node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            found += [prefix + (alias.asname or alias.name) for alias in node.names]
+            names += [prefix + (alias.asname or alias.name) for alias in node.names]
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found += [prefix + one.id for one in targets if isinstance(one, ast.Name)]
+            names += [prefix + target.id for target in targets if isinstance(target, ast.Name)]
         else:
-            found += names_in(node, prefix)
-    return found
+            names += names_in(node, prefix)
+    return names

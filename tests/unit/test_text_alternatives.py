@@ -32,9 +32,9 @@ def figures(parts: Iterable[Section]) -> Iterator[Figure]:
 
 def trained() -> LoopReport:
     """A loop with three steps of every column."""
-    made = runs("plain", [0.1, 0.5, 0.2])
+    report = runs("plain", [0.1, 0.5, 0.2])
     curves = dict.fromkeys(loop.COLUMNS, (0.1, 0.5, 0.2)) | {"step": (0.0, 1.0, 2.0)}
-    return replace(made, arms=(replace(made.arms[0], runs=(SeedRun(0, curves),)),))
+    return replace(report, arms=(replace(report.arms[0], runs=(SeedRun(0, curves),)),))
 
 
 def every_figure(folder: Path) -> Iterator[Figure]:
@@ -49,14 +49,14 @@ def every_figure(folder: Path) -> Iterator[Figure]:
 
 def test_every_picture_says_its_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Drawing, "savefig", lambda figure, file, **_: file.write(EMPTY))
-    told = {figure.name: re.search("<title[^>]*>(.*?)</title>", figure.draw(), re.DOTALL)
+    titles = {figure.name: re.search("<title[^>]*>(.*?)</title>", figure.draw(), re.DOTALL)
             for figure in every_figure(tmp_path)}  # fmt: skip
-    for name, title in told.items():
+    for name, title in titles.items():
         assert title is not None, name
         assert re.findall(r"\d", re.sub(r"\bp99\b|\bk3\b|float32", "", title[1])), (name, title[1])
     sources = [*ROOT.glob("*.py"), ROOT.parent / "saved_runs.py"]
-    known = [name for path in sources for name in NAMED.findall(path.read_text("utf-8"))]
-    assert len(known) > 15
-    for name in known:  # no picture of the package is left out
+    figures = [name for path in sources for name in NAMED.findall(path.read_text("utf-8"))]
+    assert len(figures) > 15
+    for name in figures:  # no picture of the package is left out
         pattern = re.sub(r"\{[^}]*\}", ".+", name)
-        assert any(re.fullmatch(pattern, drawn) for drawn in told), name
+        assert any(re.fullmatch(pattern, drawn) for drawn in titles), name

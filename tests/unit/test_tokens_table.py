@@ -132,7 +132,7 @@ def test_the_worst_tokens_have_what_either_side_named(
     right = Likeliest(np.where(ids == 5, 9, ids), np.tile(np.float32([-1.5, -3.0]), (4, 1)))
     train = replace(TRAIN, likeliest=right)
     table = saved(run, replace(DECODE, likeliest=left), train)
-    assert [list(found) for found in table["top_ids"]] == [[10, 5, 9], [], [6, 5, 12, 9], []]
+    assert [list(ids) for ids in table["top_ids"]] == [[10, 5, 9], [], [6, 5, 12, 9], []]
     assert list(table["top_tokens"][2]) == ["B", "A", "\n", "C"]  # the sampled one among them
     np.testing.assert_array_equal(table["top_rollout"][2], [-1.0, -2.0, -3.0, np.nan])
     np.testing.assert_array_equal(table["top_train"][2], [-1.5, np.nan, -2.0, -3.0])
@@ -147,7 +147,7 @@ def test_whole_distributions_say_more_than_the_likeliest(run: Path) -> None:
         for side in (DECODE, TRAIN)
     ]
     table = saved(run, *sides)
-    assert [len(found) for found in table["top_ids"]] == [2, 2, 5, 2]
+    assert [len(ids) for ids in table["top_ids"]] == [2, 2, 5, 2]
     assert not np.isnan(np.asarray(table["top_train"][2])).any()
 
 
@@ -161,10 +161,10 @@ def test_the_best_fix_that_kept_the_tokens_is_recorded_once(run: Path) -> None:
     store.save_scoring(run, scoring("fix:c", [-8.0] * 4), ROLLOUT)
     rows = [FixOutcome(id, "train", "", outcome=effect)  # "a" sampled tokens of its own
             for id, effect in (("a", "better"), ("b", "better"), ("c", "none"))]  # fmt: skip
-    made = record_best_fix(run, fixed(*rows), table)
-    for found in (made, store.load_tokens(run)):
-        assert found["fix"].tolist() == ["b"] * 4
-        assert found["fix_logprob"].tolist() == [-9.0] * 4
+    updated = record_best_fix(run, fixed(*rows), table)
+    for recorded in (updated, store.load_tokens(run)):
+        assert recorded["fix"].tolist() == ["b"] * 4
+        assert recorded["fix_logprob"].tolist() == [-9.0] * 4
     assert "fix" not in record_best_fix(run, fixed(rows[0], rows[2]), table)
     assert "fix" not in record_best_fix(run, make_report(), table)
 
@@ -183,5 +183,5 @@ def test_a_table_of_version_one_is_read_with_its_layers_as_lists(run: Path) -> N
     assert [None if value is None else list(value) for value in layers[:2]] == [[], [0, 3, 5, 6, 7]]
     assert layers.isna().tolist() == [False, False, True]
     write_table(run / store.TOKENS, columns, "mismatch.tokens/3", {})
-    with pytest.raises(MismatchError, match=r"mismatch\.tokens/3, this version reads"):
+    with pytest.raises(MismatchError, match=rf"mismatch\.tokens/3.*{store.TOKENS_SCHEMA}"):
         store.load_tokens(run)

@@ -41,7 +41,7 @@ def test_parts_that_know_where_they_lie_add_up(axis, chunk, monkeypatch) -> None
     starts = [sum(part.shape[axis] for part in parts[:i]) for i in range(len(parts))]
     places = [(0, start) if axis else (start, 0) for start in starts]
     pieces = zip(parts, places, strict=True)
-    assert combine(digest_tensor(part, place) for part, place in pieces) == whole
+    assert combine(digest_tensor(part, offset) for part, offset in pieces) == whole
 
 
 EXPERTS = torch.randn(8, 24, 16).to(torch.bfloat16)
@@ -94,9 +94,9 @@ def test_one_changed_bit_shows(step: int) -> None:
 
 def test_compensating_changes_show() -> None:
     # 1 + 5 + 6 = 2 + 3 + 7, and so do their squares: only the mixed sum tells them apart.
-    one = torch.tensor([1, 5, 6], dtype=torch.int16).view(torch.bfloat16)
+    values = torch.tensor([1, 5, 6], dtype=torch.int16).view(torch.bfloat16)
     other = torch.tensor([2, 3, 7], dtype=torch.int16).view(torch.bfloat16)
-    first, second = digest_tensor(one), digest_tensor(other)
+    first, second = digest_tensor(values), digest_tensor(other)
     assert first[:2] == second[:2]
     assert first[2] != second[2]
 
@@ -138,9 +138,9 @@ def test_a_default_device_does_not_matter() -> None:
 def test_digests_of_a_model_under_a_default_device() -> None:
     model = torch.nn.Linear(4, 3)
     with torch.device("meta"):
-        found, unknown = loaded_digests(model)
+        digests, unknown = loaded_digests(model)
     assert not unknown
-    assert found["weight"] == list(digest_tensor(model.weight.data))
+    assert digests["weight"] == list(digest_tensor(model.weight.data))
 
 
 def test_a_failing_digest_does_not_cost_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,16 +74,16 @@ def run(
     out = module(hidden, ids, weights)
     seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
     out.backward(seed.to(out.dtype))
-    found = {"out": out.detach(), "hidden": hidden.grad, "weights": weights.grad}
-    return found | {key: p.grad.clone() for key, p in module.named_parameters()}
+    results = {"out": out.detach(), "hidden": hidden.grad, "weights": weights.grad}
+    return results | {key: p.grad.clone() for key, p in module.named_parameters()}
 
 
-def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert found.keys() == wanted.keys()
+def same(results: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert results.keys() == wanted.keys()
     for key, value in wanted.items():
         assert value is not None, key
-        assert torch.equal(found[key], value), key
-        assert found[key].dtype == value.dtype
+        assert torch.equal(results[key], value), key
+        assert results[key].dtype == value.dtype
 
 
 # ---------------------------------------------------------------- the same numbers
@@ -119,8 +119,8 @@ def test_numbers_and_gradients_are_eagers_under_autocast(
         with torch.autocast("cpu", torch.bfloat16):
             out = module(inputs[0], ids, inputs[1])
         out.backward(torch.ones_like(out))
-        found = {"out": out.detach(), "hidden": inputs[0].grad, "weights": inputs[1].grad}
-        return found | {key: p.grad.clone() for key, p in module.named_parameters()}
+        results = {"out": out.detach(), "hidden": inputs[0].grad, "weights": inputs[1].grad}
+        return results | {key: p.grad.clone() for key, p in module.named_parameters()}
 
     wanted = outside("eager")
     same(outside("bounded"), wanted)
@@ -136,9 +136,9 @@ def test_an_expert_may_get_its_tokens_in_parts(models: dict[str, Any], family: s
     parts = list(experts.spans(inputs[1], count_of(module)))
     assert len(parts) > count_of(module)
     assert max(len(span.tokens) for span in parts) == 3
-    found, wanted = (run(module, name, *inputs) for name in ("bounded", "eager"))
+    results, wanted = (run(module, name, *inputs) for name in ("bounded", "eager"))
     for key, value in wanted.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(results[key], value, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.usefixtures("few_rows")
@@ -166,19 +166,19 @@ def test_an_id_beyond_the_experts_is_padding(models: dict[str, Any]) -> None:
     padded = ids.clone()
     padded[::2, 0] = count_of(module)
     padded[1, :] = count_of(module)
-    found = run(module, "bounded", hidden, padded, weights)
-    same(found, run(module, "eager", hidden, padded, weights))
-    assert not found["out"][1].any()
+    results = run(module, "bounded", hidden, padded, weights)
+    same(results, run(module, "eager", hidden, padded, weights))
+    assert not results["out"][1].any()
     padded[1, 0] = count_of(module) + 7  # expert parallelism has larger ones; eager has no place
-    same(run(module, "bounded", hidden, padded, weights), found)
+    same(run(module, "bounded", hidden, padded, weights), results)
 
 
 def test_no_tokens_at_all(models: dict[str, Any]) -> None:
     module = experts_of(models["gpt_oss"]).float()
     none = [t[:0] for t in given(module, torch.float32)]
-    found = run(module, "bounded", *none)
-    assert found["out"].shape == (0, width_of(module))
-    assert not any(p.any() for key, p in found.items() if key != "out")
+    results = run(module, "bounded", *none)
+    assert results["out"].shape == (0, width_of(module))
+    assert not any(p.any() for key, p in results.items() if key != "out")
 
 
 # ---------------------------------------------------------------- what is kept, what is made
@@ -210,12 +210,12 @@ def test_nothing_but_the_inputs_is_kept(models: dict[str, Any]) -> None:
     module.config._experts_implementation = "bounded"
     with Kept() as kept:
         module(hidden, ids, weights)
-    mine = {t.data_ptr() for t in own.values()}
-    assert {t.data_ptr() for t in kept.tensors} == mine
+    own_pointers = {t.data_ptr() for t in own.values()}
+    assert {t.data_ptr() for t in kept.tensors} == own_pointers
     module.config._experts_implementation = "eager"
     with Kept() as kept:
         module(hidden, ids, weights)
-    assert len({t.data_ptr() for t in kept.tensors} - mine) > count_of(module)
+    assert len({t.data_ptr() for t in kept.tensors} - own_pointers) > count_of(module)
 
 
 def test_gradients_nobody_wants_are_not_made(models: dict[str, Any]) -> None:
@@ -264,8 +264,8 @@ def test_a_whole_model_with_checkpointed_layers(models: dict[str, Any], family: 
 
     wanted = both("eager", checkpointed=False)
     assert len(wanted) > 20
-    for found in (both("bounded", checkpointed=False), both("bounded", checkpointed=True)):
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    for results in (both("bounded", checkpointed=False), both("bounded", checkpointed=True)):
+        assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
 
 
 # ---------------------------------------------------------------- who can have it
@@ -298,5 +298,5 @@ def test_a_family_that_would_ignore_the_name_is_refused(loopy: Path, name: str) 
     from mismatch.training.load import require_runnable
 
     require_runnable(TrainSpec(str(loopy), experts="eager"))
-    with pytest.raises(MismatchError, match="its own loop would run"):
+    with pytest.raises(MismatchError, match=f"--experts-implementation {name}:.*own loop"):
         require_runnable(TrainSpec(str(loopy), experts=name))

@@ -57,9 +57,9 @@ def world() -> Iterator[World]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    made = {family: make(family, root / family) for family in ("gpt_oss", "qwen3_moe")}
-    made["tied"] = make("qwen3", root / "tied", tie_word_embeddings=True)
-    return {name: str(path) for name, path in made.items()}
+    paths = {family: make(family, root / family) for family in ("gpt_oss", "qwen3_moe")}
+    paths["tied"] = make("qwen3", root / "tied", tie_word_embeddings=True)
+    return {name: str(path) for name, path in paths.items()}
 
 
 def spec_of(model: str, **fields: Any) -> TrainSpec:
@@ -91,11 +91,11 @@ def plain_gradient(model: str, loss: str = "token") -> tuple[float, dict[str, to
     for ids, mask in zip(ROLLOUT.sequences(), masks, strict=True):
         tokens = torch.from_numpy(ids)
         logps = (loaded(tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)
-        for place in np.flatnonzero(mask):
-            total = total - float(next(coefficients)) * logps[place - 1, tokens[place]]
+        for index in np.flatnonzero(mask):
+            total = total - float(next(coefficients)) * logps[index - 1, tokens[index]]
     total.backward()
-    found = {n: p.grad for n, p in loaded.named_parameters() if p.grad is not None}
-    return float(total.detach()), found
+    gradients = {n: p.grad for n, p in loaded.named_parameters() if p.grad is not None}
+    return float(total.detach()), gradients
 
 
 @pytest.mark.parametrize(
@@ -111,24 +111,24 @@ def test_float32_equals_plain_autograd(
     world: World, models: dict[str, str], model: str, loss: str, fields: dict[str, Any]
 ) -> None:
     spec = spec_of(models[model], **fields)
-    found = taken(world, load(spec, world.mesh, world.device), spec, loss=loss)
+    gradient = taken(world, load(spec, world.mesh, world.device), spec, loss=loss)
     value, wanted = plain_gradient(models[model], loss)
-    assert found.loss == pytest.approx(value, rel=1e-5)
-    assert set(found.total.parts) == {f"model.{name}" for name in wanted}
+    assert gradient.loss == pytest.approx(value, rel=1e-5)
+    assert set(gradient.total.parts) == {f"model.{name}" for name in wanted}
     for name, theirs in wanted.items():
-        ours = found.total.parts[f"model.{name}"].view(theirs.shape)
+        ours = gradient.total.parts[f"model.{name}"].view(theirs.shape)
         assert float((ours - theirs).norm()) <= 2e-5 * float(theirs.norm()), name
-    squares = dict.fromkeys(found.groups, 0.0)
+    squares = dict.fromkeys(gradient.groups, 0.0)
     for name, theirs in wanted.items():
         squares[group_of(name)] += float(theirs.double().square().sum())
-    assert found.squared_norm == pytest.approx(list(squares.values()), rel=1e-4)
+    assert gradient.squared_norm == pytest.approx(list(squares.values()), rel=1e-4)
 
 
 def slope_along(
     world: World,
     loaded: LoadedModel,
     spec: TrainSpec,
-    found: BatchGradient,
+    gradient: BatchGradient,
     source: ReplaySource | None,
     group: str,
 ) -> tuple[float, float]:
@@ -137,16 +137,18 @@ def slope_along(
     Replayed routes keep experts from changing on the way: a loss that jumps has no slope.
     """
     parts = {
-        name: part for name, part in found.total.parts.items() if group in ("all", group_of(name))
+        name: part
+        for name, part in gradient.total.parts.items()
+        if group in ("all", group_of(name))
     }
     length = float(np.sqrt(sum(float(part.double().square().sum()) for part in parts.values())))
     losses = []
-    for place in (STEP, -2 * STEP, STEP):  # there, to the other side, and back
+    for step in (STEP, -2 * STEP, STEP):  # there, to the other side, and back
         with torch.no_grad():
             for name, parameter in loaded.scorer.named_parameters():
                 if name in parts:
                     local = parameter.to_local()  # type: ignore[attr-defined]
-                    local += place / length * parts[name].view(local.shape)
+                    local += step / length * parts[name].view(local.shape)
         losses.append(taken(world, loaded, spec, source=source).loss)
     return (losses[0] - losses[1]) / (2 * STEP), length
 
@@ -159,10 +161,10 @@ def test_finite_differences_agree_in_every_group(world: World, models: dict[str,
     assert scored is not None
     spec = spec_of(models["gpt_oss"], replay_routing="ids")
     source = ReplaySource.of(scored, "ids", ROLLOUT)
-    found = taken(world, loaded, spec, source=source)
-    assert {"sinks", "router", "experts", "head"} <= set(found.groups)
-    for group in (*found.groups, "all"):
-        slope, length = slope_along(world, loaded, spec, found, source, group)
+    gradient = taken(world, loaded, spec, source=source)
+    assert {"sinks", "router", "experts", "head"} <= set(gradient.groups)
+    for group in (*gradient.groups, "all"):
+        slope, length = slope_along(world, loaded, spec, gradient, source, group)
         assert slope == pytest.approx(length, rel=0.01, abs=1e-3), group
 
 
@@ -173,36 +175,38 @@ def test_dot_and_sketches_are_those_of_the_whole_gradient(
     reference = taken(world, load(spec, world.mesh, world.device), spec)
     assert reference.dot is None
     low = replace(spec, dtype="bf16")
-    found = taken(world, load(low, world.mesh, world.device), low, reference.total.on_host())
-    assert found.squared_norm_reference == pytest.approx(reference.squared_norm)
-    assert found.dot is not None
+    gradient = taken(world, load(low, world.mesh, world.device), low, reference.total.on_host())
+    assert gradient.squared_norm_reference == pytest.approx(reference.squared_norm)
+    assert gradient.dot is not None
     away, dots = 0.0, 0.0
-    for name, ours in found.total.parts.items():
+    for name, ours in gradient.total.parts.items():
         theirs = reference.total.parts[name].double()
         dots += float(ours.double() @ theirs)
         away += float((ours.double() - theirs).square().sum())
-    assert found.dot.sum() == pytest.approx(dots)
-    exact = found.squared_norm.sum() - 2 * found.dot.sum() + found.squared_norm_reference.sum()
+    assert gradient.dot.sum() == pytest.approx(dots)
+    exact = (
+        gradient.squared_norm.sum() - 2 * gradient.dot.sum() + gradient.squared_norm_reference.sum()
+    )
     assert exact == pytest.approx(away, rel=1e-6)
     # Prompt by prompt, the sketches of the difference estimate it too, better than its size.
-    assert len(found.sketches) == len(BATCH.prompts)
-    difference = (found.sketches - reference.sketches).sum(axis=0)
+    assert len(gradient.sketches) == len(BATCH.prompts)
+    difference = (gradient.sketches - reference.sketches).sum(axis=0)
     assert (difference**2).sum() == pytest.approx(away, rel=0.15)
-    assert (found.sketches**2).sum(axis=(1, 2)).min() > 0
-    assert found.seconds is not None
-    assert found.peak_bytes is not None
+    assert (gradient.sketches**2).sum(axis=(1, 2)).min() > 0
+    assert gradient.seconds is not None
+    assert gradient.peak_bytes is not None
 
 
 def test_each_sketch_is_its_own_prompts(world: World, models: dict[str, str]) -> None:
     spec = spec_of(models["gpt_oss"])
     loaded = load(spec, world.mesh, world.device)
     whole = taken(world, loaded, spec)
-    one = np.where(
+    selected = np.where(
         ROLLOUT.prompt_index[ROLLOUT.sequence_of_token[ROLLOUT.actions]] == BATCH.prompts[1],
         COEFFICIENTS["token"],
         0.0,
     )
-    work = GradientJob("token", one, BATCH.prompts, Pass("here", spec))
+    work = GradientJob("token", selected, BATCH.prompts, Pass("here", spec))
     alone = batch_gradient(world, loaded, ROLLOUT, work)
     assert np.abs(alone.sketches[[0, 2]]).max() == 0.0  # no coefficient, no work
     assert alone.sketches[1] == pytest.approx(whole.sketches[1], abs=1e-9)
@@ -212,13 +216,13 @@ def test_without_sinks_they_get_no_gradient(world: World, models: dict[str, str]
     right = spec_of(models["gpt_oss"])
     reference = taken(world, load(right, world.mesh, world.device), right)
     wrong = replace(right, attention="no-sinks")
-    found = taken(world, load(wrong, world.mesh, world.device), wrong, reference.total)
-    sinks = found.groups.index("sinks")
-    assert found.squared_norm_reference is not None
-    assert found.dot is not None
-    assert found.squared_norm[sinks] == 0.0 < found.squared_norm_reference[sinks]
-    cosine = found.dot.sum() / np.sqrt(
-        found.squared_norm.sum() * found.squared_norm_reference.sum()
+    gradient = taken(world, load(wrong, world.mesh, world.device), wrong, reference.total)
+    sinks = gradient.groups.index("sinks")
+    assert gradient.squared_norm_reference is not None
+    assert gradient.dot is not None
+    assert gradient.squared_norm[sinks] == 0.0 < gradient.squared_norm_reference[sinks]
+    cosine = gradient.dot.sum() / np.sqrt(
+        gradient.squared_norm.sum() * gradient.squared_norm_reference.sum()
     )
     assert cosine < 0.99
 
@@ -238,9 +242,9 @@ def test_replayed_routes_hold_in_the_backward_pass(world: World, models: dict[st
     assert scored.routing is not None
     others = replace(scored.routing, ids=(scored.routing.ids + 3) % 8)
     source = ReplaySource.of(replace(scored, routing=others), "ids", ROLLOUT)
-    found = taken(world, loaded, spec, source=source)
-    assert abs(found.loss - own.loss) > 1e-3
-    slope, length = slope_along(world, loaded, spec, found, source, "all")
+    gradient = taken(world, loaded, spec, source=source)
+    assert abs(gradient.loss - own.loss) > 1e-3
+    slope, length = slope_along(world, loaded, spec, gradient, source, "all")
     assert slope == pytest.approx(length, rel=0.01)
 
 
@@ -253,13 +257,13 @@ def test_fp16_backs_off_from_a_scale_that_overflows(
     spec = replace(right, dtype="fp16")
     loaded = load(spec, world.mesh, world.device)
     monkeypatch.setattr(backward, "LOSS_SCALE", 2.0**40)
-    found = taken(world, loaded, spec, reference.total)
-    assert 1.0 <= found.loss_scale < 2.0**40
-    assert found.dot is not None
-    assert found.squared_norm_reference is not None
-    ratio = found.squared_norm.sum() / found.squared_norm_reference.sum()
+    gradient = taken(world, loaded, spec, reference.total)
+    assert 1.0 <= gradient.loss_scale < 2.0**40
+    assert gradient.dot is not None
+    assert gradient.squared_norm_reference is not None
+    ratio = gradient.squared_norm.sum() / gradient.squared_norm_reference.sum()
     assert ratio == pytest.approx(1.0, abs=0.01)
-    assert found.loss == pytest.approx(reference.loss, rel=1e-2)
+    assert gradient.loss == pytest.approx(reference.loss, rel=1e-2)
 
 
 def test_a_gradient_that_is_not_finite_is_refused(
@@ -268,7 +272,7 @@ def test_a_gradient_that_is_not_finite_is_refused(
     spec = spec_of(models["tied"])
     loaded = load(spec, world.mesh, world.device)
     named = loaded.scorer.named_parameters()
-    parameter = next(one for name, one in named if name.endswith("o_proj.weight"))
+    parameter = next(weight for name, weight in named if name.endswith("o_proj.weight"))
     with torch.no_grad():
         parameter.to_local().fill_(float("nan"))  # type: ignore[attr-defined]
     monkeypatch.setattr(

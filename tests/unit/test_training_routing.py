@@ -128,8 +128,8 @@ def test_weights_of_odd_families_are_those_of_the_gate(family: str) -> None:
 
     layers, _ = families.captured(model, ids)
     for layer in layers:
-        place = next(n for n, m in model.named_modules() if m is layer.experts)
-        block = model.get_submodule(place.rpartition(".")[0])
+        name = next(n for n, m in model.named_modules() if m is layer.experts)
+        block = model.get_submodule(name.rpartition(".")[0])
         gate = block.gate if family == "zaya" else block.router
         gate.register_forward_hook(keep(layer.index))
     _, routes = families.captured(model, ids)

@@ -32,12 +32,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> TrainSpec:
     return TrainSpec(str(make("gpt_oss", tmp_path_factory.mktemp("gpt-oss"))))
 
 
-def _same(one: Scoring | None, other: Scoring | None) -> None:
-    assert one is not None
+def _same(scoring: Scoring | None, other: Scoring | None) -> None:
+    assert scoring is not None
     assert other is not None
-    assert np.array_equal(one.logprobs, other.logprobs)
+    assert np.array_equal(scoring.logprobs, other.logprobs)
     for name in ("attention", "attention_requested", "honours_sinks", "experts", "weights"):
-        assert one.fingerprint[name] == other.fingerprint[name], name
+        assert scoring.fingerprint[name] == other.fingerprint[name], name
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from mismatch.cli.command import read_config
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import CHECK
 from mismatch.cli.to_spec import engine_names, other_engine
+from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.engine_pair import (
     FLOOR,
@@ -27,7 +28,7 @@ from mismatch.experiments.engine_pair import (
     TRAINER,
     Contrast,
     Triangle,
-    other_place,
+    other_folder,
     other_spec,
     outlier,
     triangle,
@@ -43,7 +44,7 @@ from mismatch.reports.sections import square
 from mismatch.reports.terminal import print_section
 from mismatch.run import store
 from mismatch.run.directory import at_work
-from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, from_dict, to_dict
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
 from mismatch.types import Estimate, Report, Rollout, Sampling, Scoring
 from tests.reports_fixture import make_report, make_tokens
 from tests.texts import numbers
@@ -107,7 +108,7 @@ def make(
 ) -> Triangle:
     spec = spec_of()
     fill(run_dir, A, B, noise, seed, unable)
-    fill(run_dir / other_place(spec), B, A, noise_of_b or noise, seed + 1000, unable)
+    fill(run_dir / other_folder(spec), B, A, noise_of_b or noise, seed + 1000, unable)
     return triangle(run_dir, spec)
 
 
@@ -214,7 +215,7 @@ def test_an_edge_is_the_comparison_of_its_two_scorings(tmp_path: Path) -> None:
     edge = result.edge(B, A, B, "prefill")
     assert edge is not None
     assert edge.comparison is not None
-    second = tmp_path / other_place(spec_of())
+    second = tmp_path / other_folder(spec_of())
     left, right = (store.load_scoring(second, f"{name}:prefill").logprobs for name in edge.parties)
     for name in ("kl", "logprob_abs_diff_mean"):
         assert edge.comparison.metrics[name].value == pytest.approx(METRICS[name](right - left))
@@ -328,17 +329,17 @@ def test_the_second_engine_has_its_own_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "words"),
     [
         ({"engine": [A, A]}, "given twice"),
         ({"engine": [A, B, A]}, "given 3 times"),
         ({"prefill": False}, "--no-prefill"),
-        ({"verl_config": "x.yaml"}, "one engine, not two"),
+        ({"verl_config": "x.yaml"}, "--verl-config"),
         ({"engine": [A], "other_engine_arg": ["a=1"]}, "with one engine"),
     ],
 )
-def test_flags_that_do_not_fit_are_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(MismatchError, match=said):
+def test_flags_that_do_not_fit_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(MismatchError, match=words):
         other_engine(flags(**given), "m")
 
 
@@ -351,7 +352,7 @@ def test_a_config_file_names_one_engine_or_two(tmp_path: Path, value: str) -> No
 
 
 def test_a_spec_with_two_engines_survives_the_disk() -> None:
-    assert from_dict(CheckSpec, json.loads(json.dumps(to_dict(spec_of())))) == spec_of()
+    assert from_json(CheckSpec, json.loads(json.dumps(to_dict(spec_of())))) == spec_of()
 
 
 class Quiet:
@@ -407,7 +408,7 @@ def test_a_second_engine_that_fails_is_named(
     staged: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Pretend, "broken", B)
-    with pytest.raises(MismatchError, match=f"the second engine, {B}: out of memory") as caught:
+    with pytest.raises(MismatchError, match=f"second engine, {B}.*memory") as caught:
         SecondEngine(staged).prepare()
     assert caught.value.fix == "use less"
 
@@ -419,7 +420,7 @@ def test_the_second_engines_run_is_a_plain_check() -> None:
     assert spec.rollout.engine.engine == B
     assert spec.rollout.sampling == LAW
     (line,) = dry_run_lines(spec_of())
-    assert "three engine starts" in line
+    assert 0 < line.index(A) < line.index(B)
     assert dry_run_lines(CheckSpec()) == []
 
 
@@ -443,7 +444,7 @@ def test_a_nan_on_the_second_engines_tokens_is_broken(
 ) -> None:
     run_dir = tmp_path / "run"
     make(run_dir, ALIKE)
-    second = run_dir / other_place(spec_of())
+    second = run_dir / other_folder(spec_of())
     scoring = store.load_scoring(second, name)
     logprobs = scoring.logprobs.copy()
     logprobs[5] = np.nan

@@ -54,8 +54,8 @@ def test_a_clean_run_names_none(rounding: float) -> None:
 
 def other_context(seed: int, side: str, turn: int = 2) -> Case:
     """From a turn on one side reads other tokens: its law there is a function of another kind."""
-    made = drawn.draw(seed)
-    plain = drawn.turned(made.case())
+    pair = drawn.draw(seed)
+    plain = drawn.turned(pair.case())
     odd = drawn.other_function(seed, 1.5)
     moved = np.where(plain.turn >= turn, odd.right - odd.left, 0.0)
     if side == "engine":
@@ -93,8 +93,8 @@ def test_what_the_engine_read_decides_between_a_cache_and_another_context() -> N
 @pytest.mark.parametrize("among", ["later", "first"])
 def test_stale_blocks_are_found_among_turns_alike(among: str) -> None:
     """Every other sequence found its context in the cache, and only those are off."""
-    made = drawn.draw(0)
-    plain = drawn.turned(made.case())
+    pair = drawn.draw(0)
+    plain = drawn.turned(pair.case())
     odd = drawn.other_function(0, 1.5)
     there = (plain.turn > 1) == (among == "later")
     read = np.where(there & (plain.sequence % 2 == 0), 32.0, 0.0)
@@ -113,8 +113,8 @@ def test_few_tokens_of_later_turns_are_said_not_to_be_judged() -> None:
     mask = case.rollout.action_mask.copy()
     mask[case.rollout.actions[(case.turn > 1) & ~few]] = False
     detail = check(masked(case, mask)).detail
-    (said,) = [part for part in detail.split("; ") if "not tested" in part]
-    assert numbers(said)[:2] == [60, 57]  # tokens that it needs, and has
+    (sentence,) = [part for part in detail.split("; ") if "not tested" in part]
+    assert numbers(sentence)[:2] == [60, 57]  # tokens that it needs, and has
     assert "not tested" not in check(clean()).detail
 
 
@@ -239,6 +239,6 @@ def test_a_missing_number_is_said_with_its_turn() -> None:
     case = clean(6)
     left = np.where(case.turn == 2, np.nan, case.left)
     odd = scored(case, left=left)
-    found = missing_logprobs(odd.rollout, odd.engine, odd.trainer)
-    assert found.status == "failed"
-    assert "turn 2" in found.detail
+    check = missing_logprobs(odd.rollout, odd.engine, odd.trainer)
+    assert check.status == "failed"
+    assert "turn 2" in check.detail

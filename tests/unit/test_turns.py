@@ -218,8 +218,8 @@ def test_the_ids_between_turns_are_those_of_the_template() -> None:
 
 def test_a_template_that_refuses_the_message_is_named() -> None:
     chat = tokenizer()
-    chat.chat_template = "{{ raise_exception('no role tool here') }}"
-    with pytest.raises(MismatchError, match="no role tool here"):
+    chat.chat_template = "{{ raise_exception('no tools here') }}"
+    with pytest.raises(MismatchError, match="no tools here"):
         between_turns(chat, {"role": "tool", "content": "4"}, [2])
     chat.chat_template = "{{ messages[-1].content }}"
     with pytest.raises(MismatchError, match="drops the answer"):
@@ -394,7 +394,7 @@ def test_whole_distributions_are_of_every_turn_s_own_tokens(positions: int) -> N
     taken = captured.collected()
     every = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1), (2, 2)]
     numbers = priority(3, *np.asarray(every).T)
-    chosen = {every[place] for place in np.argsort(numbers)[:positions]}
+    chosen = {every[index] for index in np.argsort(numbers)[:positions]}
     assert set(map(tuple, taken["keys"].tolist())) == chosen
     for (_, index), law in zip(taken["keys"].tolist(), taken["logprobs"], strict=True):
         assert law.argmax() == 101 + index  # what the turn sampled, not what was run ahead

@@ -12,6 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from mismatch.analysis.two_passes import mark_injected, two_passes
+from mismatch.codec import from_json
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.scoring_passes import reference_of, training_passes
 from mismatch.metrics.ppo_passes import AS_RUN, OVERRIDE, REPLAY, measure_pass, ratios, sizes
@@ -38,7 +39,6 @@ from mismatch.specs import (
     Pass,
     RolloutSpec,
     TrainSpec,
-    from_dict,
     to_dict,
 )
 from mismatch.types import Report, Routing, Scoring, Verdict
@@ -74,17 +74,17 @@ def test_known_ratios_give_known_shares() -> None:
     old = np.full(16, -2.0)
     off = np.zeros(16)
     off[:4] = np.log([1.5, 1.1, 0.9, 0.5])
-    made = _measure(old, old + off)
-    values = {name: one.value for name, one in made.metrics.items()}
+    measured = _measure(old, old + off)
+    values = {name: estimate.value for name, estimate in measured.metrics.items()}
     assert values["ratio_not_one"] == 4 / 16
     assert values["ratio_clipped"] == 2 / 16
     assert values["ratio_off_mean"] == pytest.approx((0.5 + 0.1 + 0.1 + 0.5) / 16, rel=1e-6)
     assert values["ratio_off_max"] == pytest.approx(0.5, rel=1e-6)
     assert values["logprob_abs_diff_mean"] == pytest.approx(np.abs(off).mean())
-    assert made.metrics["ratio_off_max"].low is None
-    assert made.metrics["ratio_off_mean"].low is not None
-    assert made.by_size["count"] == [12, 0, 0, 0, 0, 0, 2, 2]
-    assert made.routing == {}
+    assert measured.metrics["ratio_off_max"].low is None
+    assert measured.metrics["ratio_off_mean"].low is not None
+    assert measured.by_size["count"] == [12, 0, 0, 0, 0, 0, 2, 2]
+    assert measured.routing == {}
 
 
 def test_sizes_put_an_edge_into_the_bucket_that_it_ends() -> None:
@@ -96,16 +96,16 @@ def test_sizes_put_an_edge_into_the_bucket_that_it_ends() -> None:
 def test_flips_are_counted_by_layer_and_by_token() -> None:
     differs = np.zeros((16, 4), bool)
     differs[0, :2] = differs[1, 3] = True
-    made = _measure(np.full(16, -1.0), np.full(16, -1.0), differs)
-    assert made.routing["routing_disagree_layer"].value == 3 / 64
-    assert made.routing["routing_disagree_any"].value == 2 / 16
+    measured = _measure(np.full(16, -1.0), np.full(16, -1.0), differs)
+    assert measured.routing["routing_disagree_layer"].value == 3 / 64
+    assert measured.routing["routing_disagree_any"].value == 2 / 16
 
 
 @pytest.mark.parametrize(
     ("old", "new", "error", "says"),
     [
         ([], [], EmptyComparison, "no action tokens"),
-        ([-1.0], [-1.0, -2.0], MismatchError, "1 tokens against 2"),
+        ([-1.0], [-1.0, -2.0], MismatchError, r"\b1 tokens.*\b2"),
         ([-1.0], [np.nan], MismatchError, "not finite"),
     ],
 )
@@ -115,7 +115,7 @@ def test_bad_input_is_named(old: list[float], new: list[float], error: Any, says
 
 
 def test_a_ratio_that_overflows_is_no_ratio_of_two_passes() -> None:
-    with pytest.raises(MismatchError, match="of 1 tokens overflows"):
+    with pytest.raises(MismatchError, match=r"\b1 tokens overflows"):
         _measure(np.full(16, -200.0), np.r_[-1.0, np.full(15, -200.0)])
 
 
@@ -138,41 +138,41 @@ def _scorings(**injected: Any) -> dict[str, Scoring]:
     replay = {"mode": "ids", "source": TRAIN, "rows_replayed": 9, "rows_own": 0, "overruled": 3}
     facts = {"injected": {**injected, "seed": 0}} if injected else {}
     name = NEW if injected else REGROUPED
-    made = [
+    scorings = [
         _scoring(TRAIN, 0.0),
         _scoring(name, 0.01, ids=1, **facts),
         _scoring(NEW_REPLAYED, 0.004, replay=replay, **facts),
     ]
-    return {one.name: one for one in made}
+    return {scoring.name: scoring for scoring in scorings}
 
 
 NOISY = {"router-noise": 0.05}
 
 
 def test_variants_of_a_run_with_replay() -> None:
-    made = two_passes(CheckSpec(inject=NOISE), ROLLOUT, _scorings(**NOISY))
-    assert made is not None
-    assert [one.id for one in made.variants] == [AS_RUN, REPLAY, OVERRIDE]
-    assert [one.scoring for one in made.variants] == [NEW, NEW_REPLAYED, None]
-    plain, replayed, override = made.variants
+    result = two_passes(CheckSpec(inject=NOISE), ROLLOUT, _scorings(**NOISY))
+    assert result is not None
+    assert [variant.id for variant in result.variants] == [AS_RUN, REPLAY, OVERRIDE]
+    assert [variant.scoring for variant in result.variants] == [NEW, NEW_REPLAYED, None]
+    plain, replayed, override = result.variants
     assert plain.metrics["ratio_off_mean"].value == pytest.approx(np.expm1(0.01), rel=1e-4)
     assert replayed.metrics["ratio_off_mean"].value == pytest.approx(np.expm1(0.004), rel=1e-4)
     assert plain.routing["routing_disagree_any"].value == 1.0
     assert replayed.routing["routing_disagree_any"].value == 0.0
     assert override.metrics == {}  # 1 by construction is no measurement
-    assert made.injected == "router-noise=0.05 (seed 0)"
-    assert made.notes == ()
+    assert result.injected == "router-noise=0.05 (seed 0)"
+    assert result.notes == ()
 
 
 def test_variants_of_a_plain_run() -> None:
     scorings = _scorings()
     del scorings[NEW_REPLAYED]
-    made = two_passes(CheckSpec(), ROLLOUT, scorings)
-    assert made is not None
-    assert [one.id for one in made.variants] == [AS_RUN, OVERRIDE]
-    assert made.injected == ""
-    assert any("--two-passes makes it" in note for note in made.notes)
-    assert any("--inject router-noise=SIGMA" in note for note in made.notes)
+    result = two_passes(CheckSpec(), ROLLOUT, scorings)
+    assert result is not None
+    assert [variant.id for variant in result.variants] == [AS_RUN, OVERRIDE]
+    assert result.injected == ""
+    assert any("--two-passes makes it" in note for note in result.notes)
+    assert any("--inject router-noise=SIGMA" in note for note in result.notes)
     assert two_passes(CheckSpec(two_passes=False), ROLLOUT, scorings) is None
     assert two_passes(CheckSpec(), ROLLOUT, {TRAIN: scorings[TRAIN]}) is None
 
@@ -180,9 +180,9 @@ def test_variants_of_a_plain_run() -> None:
 def test_a_replayed_pass_of_another_noise_is_not_taken() -> None:
     scorings = _scorings(**NOISY) | {REGROUPED: _scoring(REGROUPED, 0.0)}
     scorings[NEW_REPLAYED] = _scoring(NEW_REPLAYED, 0.004, injected={"router-noise": 9, "seed": 0})
-    made = two_passes(CheckSpec(inject=NOISE), ROLLOUT, scorings)
-    assert made is not None
-    assert made.named(REPLAY) is None
+    result = two_passes(CheckSpec(inject=NOISE), ROLLOUT, scorings)
+    assert result is not None
+    assert result.named(REPLAY) is None
 
 
 def test_the_verdict_says_what_was_injected_and_where() -> None:
@@ -211,7 +211,7 @@ def _spec(model: str, **fields: Any) -> CheckSpec:
 
 
 def _names(spec: CheckSpec) -> set[str]:
-    return {one.name for one in training_passes(spec)}
+    return {pass_.name for pass_ in training_passes(spec)}
 
 
 def test_by_default_no_pass_is_added(moe: str) -> None:
@@ -229,8 +229,8 @@ def test_by_default_no_pass_is_added(moe: str) -> None:
 
 def test_noise_goes_into_the_new_passes_only(moe: str) -> None:
     spec = _spec(moe, inject=NOISE, two_passes=True, seed=7)
-    passes = {one.name: one.spec for one in training_passes(spec)}
-    noisy = {name for name, one in passes.items() if one.inject}
+    passes = {pass_.name: pass_.spec for pass_ in training_passes(spec)}
+    noisy = {name for name, pass_ in passes.items() if pass_.inject}
     assert noisy == {NEW, NEW_REPLAYED}
     assert passes[NEW].inject_seed == 7
     assert passes[NEW].micro_batch_tokens < passes[TRAIN].micro_batch_tokens
@@ -249,13 +249,13 @@ def test_a_side_pass_without_routes_is_left_out_and_an_asked_one_refused(tmp_pat
     assert left_out(tmp_path, ROLLOUT, Pass(REPLAYED, spec))
     assert not left_out(tmp_path, ROLLOUT, Pass(NEW_REPLAYED, replace(spec, replay_source=TRAIN)))
     assert not left_out(tmp_path, ROLLOUT, Pass("mine", spec))
-    with pytest.raises(MismatchError, match="transformers:decode holds no routed experts"):
+    with pytest.raises(MismatchError, match="--replay-routing ids: transformers:decode"):
         replay_source(tmp_path, ROLLOUT, spec)
 
 
 def test_a_spec_with_injections_survives_json(moe: str) -> None:
     spec = _spec(moe, inject=NOISE, train={"inject": NOISE, "replay_routing": "ids"})
-    assert from_dict(CheckSpec, json.loads(json.dumps(to_dict(spec)))) == spec
+    assert from_json(CheckSpec, json.loads(json.dumps(to_dict(spec)))) == spec
 
 
 def test_what_cannot_be_replayed_is_refused_before_anything_starts(
@@ -293,8 +293,8 @@ def test_injections_are_read_from_flags() -> None:
 
 
 def _report(**injected: Any) -> Report:
-    made = two_passes(CheckSpec(), ROLLOUT, _scorings(**injected))
-    return make_report(make_tokens()).with_analyses(two_passes=made)
+    result = two_passes(CheckSpec(), ROLLOUT, _scorings(**injected))
+    return make_report(make_tokens()).with_analyses(two_passes=result)
 
 
 def test_the_section_holds_every_variant_and_warns_of_noise() -> None:
@@ -330,10 +330,10 @@ def test_a_run_without_noise_says_nothing_of_injections() -> None:
 
 def test_passes_that_agree_bit_for_bit_need_no_remedy() -> None:
     scorings = {name: _scoring(name, 0.0) for name in (TRAIN, REGROUPED)}
-    made = two_passes(CheckSpec(), ROLLOUT, scorings)
-    assert made is not None
-    said = section.passes_sentences(made)
-    assert said == [section.EQUAL, section.NO_FLIP]
+    result = two_passes(CheckSpec(), ROLLOUT, scorings)
+    assert result is not None
+    sentences = section.passes_sentences(result)
+    assert sentences == [section.EQUAL, section.NO_FLIP]
 
 
 def test_the_document_keeps_them_and_fulfils_its_schema() -> None:

@@ -31,8 +31,8 @@ from tests.invented_run import (
 # ---------------------------------------------------------------- levels of the user's own
 
 
-def levels(place: Path, text: str):
-    path = place / "levels.toml"
+def levels(folder: Path, text: str):
+    path = folder / "levels.toml"
     path.write_text(text)
     return load_thresholds(path)
 
@@ -51,18 +51,18 @@ def levels(place: Path, text: str):
 def test_a_level_that_cannot_be_applied_is_an_error(cell, named, tmp_path):
     rollout = sampled(prompts=16)
     left = likely(rollout)
-    place = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005))
-    with pytest.raises(MismatchError, match="could not be applied") as caught:
-        report_of(place, thresholds=levels(tmp_path, cell))
+    run = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005))
+    with pytest.raises(MismatchError, match=r"^1 of.*applied") as caught:
+        report_of(run, thresholds=levels(tmp_path, cell))
     assert named in str(caught.value)
 
 
 def test_a_file_for_several_classes_is_applied_where_one_fits(tmp_path):
     rollout = sampled(prompts=16)
     left = likely(rollout)
-    place = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.05))
+    run = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.05))
     cells = '[k3_kl."bf16 MoE"]\nhealthy=1e-4\n[k3_kl."bf16 dense"]\nhealthy=1e-6\nunfit=1e-5'
-    judged = report_of(place, thresholds=levels(tmp_path, cells)).verdict
+    judged = report_of(run, thresholds=levels(tmp_path, cells)).verdict
     assert judged.status == "unfit"
 
 
@@ -102,7 +102,7 @@ def test_published_runs_pass_where_they_were_sound(column, values, passes):
     assert (exit_code(verdict(judged, [], column)) == 0) is passes
 
 
-def with_laws(place: Path, infinite: bool) -> Path:
+def with_laws(folder: Path, infinite: bool) -> Path:
     """A run whose trainer gives no probability to tokens that the engine allows."""
     rollout = sampled(prompts=16, samples=2, response=40)
     rng = np.random.default_rng(1)
@@ -121,7 +121,7 @@ def with_laws(place: Path, infinite: bool) -> Path:
     other -= np.log(np.exp(other).sum(axis=1, keepdims=True))
     laws = [Distributions(positions, side[positions].astype(np.float32), size)
             for side in (law, other)]  # fmt: skip
-    return saved(place, rollout, law[np.arange(n), token], other[np.arange(n), token],
+    return saved(folder, rollout, law[np.arange(n), token], other[np.arange(n), token],
                  one={"distributions": laws[0]}, two={"distributions": laws[1]})  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def test_an_infinite_exact_kl_is_the_worst_value(tmp_path):
     cells = levels(tmp_path, '[exact_kl."bf16 dense"]\nhealthy=0.01\nunfit=0.1')
     sound = report_of(with_laws(tmp_path / "a", infinite=False), thresholds=cells)
     broken = report_of(with_laws(tmp_path / "b", infinite=True), thresholds=cells)
-    status = [{j.metric: j.status for j in one.verdict.judgements} for one in (sound, broken)]
+    status = [{j.metric: j.status for j in report.verdict.judgements} for report in (sound, broken)]
     assert status[0]["exact_kl"] == "healthy"
     assert status[1]["exact_kl"] == "unfit"
     assert broken.verdict.status == "unfit"
@@ -197,11 +197,11 @@ def test_routes_are_held_against_chance_and_against_other_rows(fault, status, tm
     }[fault]
     left = likely(rollout)
     moe = {"moe": True}
-    place = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005), None, moe, moe,
+    run = saved(tmp_path / "a", rollout, left, left + noise(rollout, 0.005), None, moe, moe,
                   one={"routing": routed(ids)}, two={"routing": routed(other)})  # fmt: skip
-    report = report_of(place)
-    found = {check.id: check.status for check in report.checks}
-    assert found["routes-agree"] == status
+    report = report_of(run)
+    statuses = {check.id: check.status for check in report.checks}
+    assert statuses["routes-agree"] == status
     assert (report.verdict.status == "broken") is (status == "failed")
 
 

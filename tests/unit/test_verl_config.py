@@ -169,8 +169,8 @@ GAPS = {
 @pytest.mark.parametrize("override", GAPS)
 def test_what_cannot_be_followed_is_said(tmp_path: Path, override: str) -> None:
     plain = _applied(tmp_path, packages=FLASH).not_reproduced
-    said = _applied(tmp_path, overrides=(override,), packages=FLASH).not_reproduced
-    (new,) = set(said) - set(plain)
+    remarks = _applied(tmp_path, overrides=(override,), packages=FLASH).not_reproduced
+    (new,) = set(remarks) - set(plain)
     assert GAPS[override] in new
     assert override.lstrip("~").partition("=")[0] in new
 
@@ -184,8 +184,8 @@ def test_without_a_flash_kernel_packed_rows_stay_short(tmp_path: Path) -> None:
     override = ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768",)
     applied = _applied(tmp_path, overrides=override)
     assert applied.spec.train.micro_batch_tokens == CheckSpec().train.micro_batch_tokens
-    (said,) = [line for line in applied.not_reproduced if "flash_attn" in line]
-    assert 32_768 in numbers(said)
+    (remark,) = [line for line in applied.not_reproduced if "flash_attn" in line]
+    assert 32_768 in numbers(remark)
     with_kernel = _applied(tmp_path, overrides=override, packages=FLASH)
     assert with_kernel.spec.train.micro_batch_tokens == 32768
 
@@ -199,11 +199,11 @@ def test_micro_batches_in_sequences_become_a_token_budget(tmp_path: Path) -> Non
     assert applied.spec.train.micro_batch_tokens == 3 * (256 + 1024)
 
 
-@pytest.mark.parametrize("place", ["actor", "actor.fsdp_config"])
+@pytest.mark.parametrize("section", ["actor", "actor.fsdp_config"])
 def test_ulysses_splits_sequences_and_its_ranks_share_the_budget(
-    tmp_path: Path, place: str
+    tmp_path: Path, section: str
 ) -> None:
-    override = (f"actor_rollout_ref.{place}.ulysses_sequence_parallel_size=2",)
+    override = (f"actor_rollout_ref.{section}.ulysses_sequence_parallel_size=2",)
     applied = _applied(tmp_path, overrides=override, packages=FLASH)
     assert applied.spec.train.sequence_parallel == 2
     assert applied.spec.train.micro_batch_tokens == 2 * 3072
@@ -245,8 +245,8 @@ def test_train_files_that_are_here_become_the_prompts(tmp_path: Path) -> None:
     prompts = applied.spec.rollout.prompts
     assert (prompts.dataset, prompts.prompt_column) == (f"{tmp_path}/train.parquet", "chat")
     assert [numbers(line) for line in applied.not_reproduced if "train_files" in line] == [[2]]
-    mine = _applied(tmp_path, overrides=overrides, explicit={"prompts"})
-    assert mine.spec.rollout.prompts.dataset is None
+    own = _applied(tmp_path, overrides=overrides, explicit={"prompts"})
+    assert own.spec.rollout.prompts.dataset is None
 
 
 ERRORS = {
@@ -300,7 +300,7 @@ def test_without_omegaconf_the_command_that_installs_it(
 
 def test_a_model_that_is_not_given(tmp_path: Path) -> None:
     config = read_verl_config(_write(tmp_path, "actor_rollout_ref:\n  model:\n    path: ???\n"))
-    with pytest.raises(MismatchError, match=r"model\.path is not given") as caught:
+    with pytest.raises(MismatchError, match=r"actor_rollout_ref\.model\.path") as caught:
         config.model()
     assert "--model MODEL" in caught.value.fix
 

@@ -35,10 +35,10 @@ class ScriptedLLM:
         self.calls.append((method, kwargs["weights_path"]))
 
 
-def driver(place: Path, *, refuses: bool = False) -> tuple[VllmDriver, list[Any]]:
+def driver(states: Path, *, refuses: bool = False) -> tuple[VllmDriver, list[Any]]:
     llm = ScriptedLLM(refuses)
     engine: Any = type("Engine", (), {"llm": llm})()
-    return VllmDriver(engine, Checkpoint(EMBEDDED["tiny-gpt-oss"], 0), place), llm.calls
+    return VllmDriver(engine, Checkpoint(EMBEDDED["tiny-gpt-oss"], 0), states), llm.calls
 
 
 @pytest.mark.parametrize(("path", "level"), SLEEPS.items())

@@ -76,9 +76,9 @@ def attend_without_mask(
     """Right; finds out by itself where to look, as flash kernels do."""
     assert attention_mask is None
     assert position_ids is not None
-    place = torch.arange(query.shape[2])
+    position = torch.arange(query.shape[2])
     document = (position_ids[0] == 0).cumsum(0)
-    gap = place[:, None] - place
+    gap = position[:, None] - position
     looks = (gap >= 0) & (document[:, None] == document)
     if sliding_window is not None:
         looks &= gap < sliding_window
@@ -106,8 +106,8 @@ def ignores_the_window(
 
 def leaks(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
     """Takes documents in one row for one."""
-    place = torch.arange(query.shape[2])
-    gap = place[:, None] - place
+    position = torch.arange(query.shape[2])
+    gap = position[:, None] - position
     looks = (gap >= 0) & (gap < (kwargs.get("sliding_window") or 10**9))
     return attend(module, query, key, value, looks, **kwargs)
 

@@ -160,8 +160,8 @@ def _moved(pairs: dict[str, tuple[list[int], list[int]]]) -> tuple[list[str], li
     for name, (left, right) in pairs.items():
         kind = _kind(name)
         members[kind] = members.get(kind, 0) + 1
-        known = min(len(left), len(right))
-        if list(left[UNORDERED:known]) != list(right[UNORDERED:known]):
+        shared = min(len(left), len(right))
+        if list(left[UNORDERED:shared]) != list(right[UNORDERED:shared]):
             moved.setdefault(kind, []).append(name)
     layouts = [kind for kind, names in moved.items() if 1 < members[kind] == len(names)]
     faults = [name for kind, names in moved.items() if kind not in layouts for name in names]

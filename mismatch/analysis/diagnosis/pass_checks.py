@@ -39,11 +39,11 @@ def pass_checks(
 ) -> list[Check]:
     """All of them, on scorings of which ``decode`` and ``train`` passed the input checks."""
     sound, _ = by_finiteness(scorings)
-    found = [enough_data(rollout), passes_finite(decode, scorings)]
-    found.append(turns_agree(rollout, decode, train, sound))
-    found.append(trainer_agreement(rollout, decode, train, sound))
+    checks = [enough_data(rollout), passes_finite(decode, scorings)]
+    checks.append(turns_agree(rollout, decode, train, sound))
+    checks.append(trainer_agreement(rollout, decode, train, sound))
     prefill = sound.get(decode.name.replace(":decode", ":prefill"))
-    return [*found, *([] if prefill is None else [engine_agreement(rollout, decode, prefill)])]
+    return [*checks, *([] if prefill is None else [engine_agreement(rollout, decode, prefill)])]
 
 
 def not_finite(scoring: Scoring) -> str:
@@ -56,8 +56,8 @@ def not_finite(scoring: Scoring) -> str:
 
 def by_finiteness(scorings: Mapping[str, Scoring]) -> tuple[dict[str, Scoring], dict[str, str]]:
     """Scorings whose values are all numbers; and name -> :func:`not_finite` of the others."""
-    refused = {name: text for name, one in scorings.items() if (text := not_finite(one))}
-    return {name: one for name, one in scorings.items() if name not in refused}, refused
+    refused = {name: text for name, s in scorings.items() if (text := not_finite(s))}
+    return {name: s for name, s in scorings.items() if name not in refused}, refused
 
 
 def enough_data(rollout: Rollout) -> Check:
@@ -74,18 +74,18 @@ def enough_data(rollout: Rollout) -> Check:
     empty = rollout.n_sequences - len(sequences)
     if short:
         return Check("enough-data", "warning", f"too little: {'; '.join(short)}", MORE)
-    said = f"{empty} of {rollout.n_sequences} sequences hold no action token"
+    reason = f"{empty} of {rollout.n_sequences} sequences hold no action token"
     if empty > MOST_EMPTY * rollout.n_sequences:
-        return Check("enough-data", "warning", said, "look at the action mask and the prompts")
+        return Check("enough-data", "warning", reason, "look at the action mask and the prompts")
     detail = ", ".join(f"{have} {what}" for what, (have, _) in sizes.items())
-    return Check("enough-data", "passed", detail + (f"; {said}" if empty else ""))
+    return Check("enough-data", "passed", detail + (f"; {reason}" if empty else ""))
 
 
 def turns_agree(
     rollout: Rollout, decode: Scoring, train: Scoring, sound: Mapping[str, Scoring]
 ) -> Check:
     """What counts as sampled was sampled, and later turns are paired and read as the first is."""
-    others = {name: one for name, one in sound.items() if name not in (decode.name, train.name)}
+    others = {name: s for name, s in sound.items() if name not in (decode.name, train.name)}
     case = Case.of(rollout, decode, train, others)
     missing = ""
     for look, fix in ((turns.unsampled, COUNTED), (turns.shifted, PAIRED), (turns.context, READ)):
@@ -113,7 +113,7 @@ MORE = "measure more: --num-prompts, --max-tokens"
 
 def passes_finite(decode: Scoring, scorings: Mapping[str, Scoring]) -> Check:
     """No pass beside the headline has a NaN."""
-    beside = {name: one for name, one in scorings.items() if name not in (decode.name, TRAIN)}
+    beside = {name: s for name, s in scorings.items() if name not in (decode.name, TRAIN)}
     _, broken = by_finiteness(beside)
     if not beside:
         return Check("passes-finite", "not_tested", "nothing to check: no other pass")
@@ -141,7 +141,7 @@ def trainer_agreement(
         detail = "nothing to check: the trainer made one pass"
         return Check(AGREEMENT, "not_tested", detail)
     headline = float(np.abs(train.logprobs - decode.logprobs).mean())
-    checks = [_agreement(rollout, train, one, headline) for one in again]
+    checks = [_agreement(rollout, train, scoring, headline) for scoring in again]
     worst = max(checks, key=lambda check: ORDER.index(check.status))
     if worst.status == "passed":
         return replace(worst, detail=f"{len(checks)} passes agree; {worst.detail}")
@@ -152,7 +152,7 @@ def trainer_agreement(
 def _agreement(rollout: Rollout, train: Scoring, again: Scoring, headline: float) -> Check:
     """One pass of the trainer against the judged one; ``headline``: its mean |delta|, nats."""
     clipped, mean = _apart(rollout, train, again)
-    share, size = (one.value if one.low is None else one.low for one in (clipped, mean))
+    share, size = (e.value if e.low is None else e.low for e in (clipped, mean))
     detail = (
         f"{again.name} against {train.name}: {clipped.value:.3g} of the tokens lie beyond PPO's "
         f"clip range, mean |delta| {mean.value:.3g} nats ({headline:.3g} in the headline)"
@@ -181,7 +181,7 @@ def engine_agreement(rollout: Rollout, decode: Scoring, prefill: Scoring) -> Che
 def _apart(rollout: Rollout, left: Scoring, right: Scoring) -> tuple[Estimate, Estimate]:
     """Share of tokens that PPO would clip, and mean |delta|."""
     pair = Pair.of(rollout, left, right)
-    made = Estimator(pair.sequence, pair.prompt).all(
+    estimates = Estimator(pair.sequence, pair.prompt).all(
         [METRICS["clip_fraction"], METRICS[MEAN]], {"delta": pair.delta}
     )
-    return made["clip_fraction"], made[MEAN]
+    return estimates["clip_fraction"], estimates[MEAN]

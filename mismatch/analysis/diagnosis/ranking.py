@@ -113,20 +113,20 @@ def diagnose(case: Case, detectors: Sequence[Detector]) -> Causes:
             taken = _next(left, looks, {cause.id for cause in causes}, worth)
             if taken is None:
                 break
-            place, found = taken
-            repair = found.repair
+            detector, finding = taken
+            repair = finding.repair
             assert repair is not None
             # What is more specific was not there before, and a repair can only imitate it.
-            left = [d for d in left if d.order // TIER >= place.order // TIER]
-            fitted |= place.order // TIER > PAIRING
+            left = [d for d in left if d.order // TIER >= detector.order // TIER]
+            fitted |= detector.order // TIER > PAIRING
             left = [d for d in left if not d.alone]
             if not repair.exact:  # its misfit looks like another function
                 left = [d for d in left if d.order < FUNCTION]
-            left = [] if place.order >= TERMINAL or place.id in WHOLE else left
-            cause = _cause(found, before, first, _turns_moved(rest, repair))
+            left = [] if detector.order >= TERMINAL or detector.id in WHOLE else left
+            cause = _cause(finding, before, first, _turns_moved(rest, repair))
             rest = rest.repaired(repair.left, repair.right, repair.kept)
             again = _look(rest, left, failures)
-            causes.append(replace(cause, consequences=_gone(looks, again, found)))
+            causes.append(replace(cause, consequences=_gone(looks, again, finding)))
             looks = again
     facts = [f for look in first.values() if isinstance(look, Look) for f in look.findings]
     stated = [fact for fact in facts if fact.effect is None] if whole > NEGLIGIBLE else []
@@ -226,21 +226,16 @@ def _cause(finding: Finding, before: float, first: Looks, turns: tuple[Evidence,
         effect = replace(effect, value=effect.value * before, low=low, high=high)
     side = finding.side
     evidence = finding.evidence + turns
-    if side == "either":  # float32 may know
-        for other in _findings(first, "far-side"):
+    if side == "either" and isinstance(look := first.get("far-side"), Look):  # float32 may know
+        for other in look.findings:
             side, evidence = other.side, evidence + other.evidence[:1]
     status: Status = "confirmed" if finding.confirmed else "suspected"
     return Cause(finding.cause, status, side, effect, evidence, finding.alike)
 
 
-def _findings(looks: Looks, id: str) -> tuple[Finding, ...]:
-    look = looks.get(id)
-    return look.findings if isinstance(look, Look) else ()
-
-
-def _gone(before: Looks, after: Looks, found: Finding) -> tuple[str, ...]:
+def _gone(before: Looks, after: Looks, finding: Finding) -> tuple[str, ...]:
     """Causes that were seen before a repair and are not seen after it."""
-    seen = _named(before) - {found.cause}
+    seen = _named(before) - {finding.cause}
     return tuple(sorted(seen - _named(after)))
 
 
@@ -269,21 +264,21 @@ def _joined(causes: list[Cause], stated: list[Finding]) -> list[Cause]:
         return not fact.certain, min(places, default=len(alike) * 99)
 
     for fact in sorted(stated, key=order):
-        place = next((n for n, cause in enumerate(joined) if _explains(fact, cause)), None)
-        if place is None:
+        index = next((n for n, cause in enumerate(joined) if _explains(fact, cause)), None)
+        if index is None:
             free.append(fact)
         else:
-            joined[place] = _merged(joined[place], fact)
+            joined[index] = _merged(joined[index], fact)
     for fact in free:
         if fact.certain:
-            place = next((n for n, cause in enumerate(joined) if _explains(fact, cause)), None)
-            if place is None:
+            index = next((n for n, cause in enumerate(joined) if _explains(fact, cause)), None)
+            if index is None:
                 joined.append(
                     Cause(fact.cause, "suspected", fact.side, None, fact.evidence, fact.alike,
                           stated=fact.stated)
                 )  # fmt: skip
             else:
-                joined[place] = _merged(joined[place], fact)
+                joined[index] = _merged(joined[index], fact)
     return joined
 
 
@@ -294,8 +289,8 @@ def _explains(fact: Finding, cause: Cause) -> bool:
     return meant and _agree(fact.side, cause.side)
 
 
-def _agree(one: Side, other: Side) -> bool:
-    return "either" in (one, other) or one == other
+def _agree(side: Side, other: Side) -> bool:
+    return "either" in (side, other) or side == other
 
 
 def _merged(cause: Cause, fact: Finding) -> Cause:

@@ -29,45 +29,45 @@ def routing_checks(rollout: Rollout, left: Scoring, right: Scoring) -> list[Chec
     """
     if left.routing is None or right.routing is None or right.fingerprint.get("replay"):
         return []
-    one, two = left.routing, right.routing
-    layers = [layer for layer in one.layers if layer in two.layers]
-    if not layers or (one.top_k, one.num_experts) != (two.top_k, two.num_experts):
+    routes, other = left.routing, right.routing
+    layers = [layer for layer in routes.layers if layer in other.layers]
+    if not layers or (routes.top_k, routes.num_experts) != (other.top_k, other.num_experts):
         return []  # the comparison of routes says what is wrong
     rows = rollout.actions - 1
     if len(rows) < LEAST_TOKENS:
         return [Check(ID, "not_tested", f"nothing to check: needs {LEAST_TOKENS} tokens")]
-    if one.top_k == one.num_experts:
+    if routes.top_k == routes.num_experts:
         return [Check(ID, "not_tested", "nothing to check: every expert takes every token")]
     rows = rows[:: max(1, len(rows) // ROWS)]
-    return [_agreement(rollout, one, two, layers, rows)]
+    return [_agreement(rollout, routes, other, layers, rows)]
 
 
 def _agreement(
-    rollout: Rollout, one: Routing, two: Routing, layers: list[int], rows: Ints
+    rollout: Rollout, left: Routing, right: Routing, layers: list[int], rows: Ints
 ) -> Check:
-    columns = [[side.layers.index(layer) for layer in layers] for side in (one, two)]
-    a, b = one.ids[rows][:, columns[0]], two.ids[rows][:, columns[1]]
-    found = beyond_chance(a, b, one.num_experts)
-    total = float(found.mean())
+    columns = [[side.layers.index(layer) for layer in layers] for side in (left, right)]
+    a, b = left.ids[rows][:, columns[0]], right.ids[rows][:, columns[1]]
+    agreement = beyond_chance(a, b, left.num_experts)
+    total = float(agreement.mean())
     detail = f"experts agree {total:.0%} of the way from chance to equal, over {len(layers)} layers"
     sequence = rollout.sequence_of_token
     for lag in LAGS:
         at = rows + lag
         keep = (at >= 0) & (at < len(sequence))
         keep[keep] &= sequence[at[keep]] == sequence[rows[keep]]
-        keep[keep] &= two.present[at[keep]]
+        keep[keep] &= right.present[at[keep]]
         if keep.sum() < LEAST_TOKENS:
             continue
-        shifted = two.ids[at[keep]][:, columns[1]]
-        better = float(beyond_chance(a[keep], shifted, one.num_experts).mean())
+        shifted = right.ids[at[keep]][:, columns[1]]
+        better = float(beyond_chance(a[keep], shifted, left.num_experts).mean())
         if better > total + 0.2 and better > WEAK:
             shift = f"rows shifted by {lag:+d} agree {better:.0%} of the way, unshifted {total:.0%}"
             return failed(ID, shift, FIX)
-    worst = int(found.argmin())
-    where = f"; layer {layers[worst]}: {float(found[worst]):.0%}"
+    worst = int(agreement.argmin())
+    where = f"; layer {layers[worst]}: {float(agreement[worst]):.0%}"
     if total < CHANCE:
         return failed(ID, detail + where, FIX)
-    if total < WEAK or found[worst] < CHANCE:
+    if total < WEAK or agreement[worst] < CHANCE:
         return Check(ID, "warning", detail + where, FIX)
     return Check(ID, "passed", detail)
 

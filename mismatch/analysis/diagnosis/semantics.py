@@ -208,16 +208,16 @@ def importance_ratio(
     gap = abs(ratio_mean.value - expected)
     half = (ratio_mean.high - ratio_mean.low) / 2
     name = "1" if expected == 1.0 else f"the kept mass {expected:.4f}"
-    found = f"mean ratio {ratio_mean.value:.4f} [{ratio_mean.low:.4f}, {ratio_mean.high:.4f}]"
+    ratio_text = f"mean ratio {ratio_mean.value:.4f} [{ratio_mean.low:.4f}, {ratio_mean.high:.4f}]"
     if gap <= max(1.5 * half, 1e-6):  # about three standard errors
-        return Check("importance-ratio", "passed", f"{found} agrees with {name}")
+        return Check("importance-ratio", "passed", f"{ratio_text} agrees with {name}")
     heavy = "heavy-tail" in ratio_mean.flags
     # A wrong law moves all ratios one way. A large mismatch spreads them both ways, and lacks the
     # mass of tokens that were too unlikely to be sampled: its mean falls short of 1 as well.
     ratio = np.exp(right.logprobs - left.logprobs) / expected
     one_sided = abs(float(ratio.mean()) - 1) > 0.5 * float(np.abs(ratio - 1).mean())
     if gap > max(3 * half, 0.01) and one_sided and not heavy:
-        detail = f"{found} excludes {name}: the left logprobs are not of the law that sampled"
+        detail = f"{ratio_text} excludes {name}: the left logprobs are not of the law that sampled"
         fix = "look at temperature, truncation and penalties of the engine; then at alignment"
         return failed("importance-ratio", detail, fix)
     if heavy:
@@ -229,7 +229,7 @@ def importance_ratio(
             "as a large mismatch makes it",
             "mend the mismatch: more prompts will not help",
         )
-    return Check("importance-ratio", "warning", f"{found} excludes {name}, {reason}", fix)
+    return Check("importance-ratio", "warning", f"{ratio_text} excludes {name}, {reason}", fix)
 
 
 def zero_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:

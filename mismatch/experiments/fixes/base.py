@@ -33,7 +33,7 @@ class ModelFacts:
         experts: experts per MoE layer; 0: a dense model.
         stored_dtype: of the engine's weights, as their configuration says; "" where it does not.
         generation_config: sampling settings of ``generation_config.json`` that are no default.
-        known: its configuration is on this machine; without it nothing else here says anything.
+        described: its configuration is on this machine; without it nothing else here says anything.
     """
 
     family: str = ""
@@ -41,7 +41,7 @@ class ModelFacts:
     experts: int = 0
     stored_dtype: str = ""
     generation_config: tuple[tuple[str, object], ...] = ()
-    known: bool = True
+    described: bool = True
 
 
 @dataclass(frozen=True, slots=True)

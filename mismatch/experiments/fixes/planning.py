@@ -33,12 +33,12 @@ class Variant:
 
     Attributes:
         spec: the whole check with it, without fixes of its own.
-        place: directory of its rollout inside the run; "" is the run's own.
+        folder: of its rollout inside the run; "" is the run's own.
     """
 
     chosen: tuple[Chosen, ...]
     spec: CheckSpec
-    place: str
+    folder: str
 
     @property
     def id(self) -> str:
@@ -87,8 +87,8 @@ class FixPlan:
         """One variant for every rollout that has to be sampled."""
         first: dict[str, Variant] = {}
         for variant in self.variants:
-            if variant.place:
-                first.setdefault(variant.place, variant)
+            if variant.folder:
+                first.setdefault(variant.folder, variant)
         return tuple(first.values())
 
     def lines(self, budget_minutes: float | None) -> list[str]:
@@ -169,7 +169,7 @@ def plan_fixes(spec: CheckSpec, context: Context) -> FixPlan:
     for chosen in dict.fromkeys(wanted):
         builder.add(chosen)
     return FixPlan(
-        variants=tuple(sorted(builder.variants, key=lambda variant: bool(variant.place))),
+        variants=tuple(sorted(builder.variants, key=lambda variant: bool(variant.folder))),
         refused=tuple(builder.refused),
         estimators=tuple(dict.fromkeys(estimators)),
         pairs=ALL in spec.fixes,
@@ -215,7 +215,7 @@ class Builder:
             for item in chosen:
                 changed = item.apply(changed)
             reason = self._pointless(changed, chosen)
-        variant = Variant(chosen, changed, self._place(changed, chosen))
+        variant = Variant(chosen, changed, self._folder(changed, chosen))
         if variant.id in [earlier.id for earlier in self.variants]:
             return
         if reason:
@@ -241,12 +241,12 @@ class Builder:
             return error.message
         return ""
 
-    def _place(self, changed: CheckSpec, chosen: tuple[Chosen, ...]) -> str:
+    def _folder(self, changed: CheckSpec, chosen: tuple[Chosen, ...]) -> str:
         if changed.rollout == self.base.rollout:
             return ""
         for variant in self.variants:
             if variant.spec.rollout == changed.rollout:
-                return variant.place
+                return variant.folder
         label = "+".join(item.label for item in chosen if item.fix.side == "engine")
         return f"{DIRECTORY}/{re.sub(r'[^A-Za-z0-9.=+-]', '_', label)}"
 

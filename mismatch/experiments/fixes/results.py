@@ -137,7 +137,7 @@ def outcomes(
         if entry["failed"]:
             rows.append(variant.outcome(entry["failed"]))
             continue
-        directory = run_dir / variant.place
+        directory = run_dir / variant.folder
         try:
             sides = ScoredRollout.load(directory, engine, variant.scoring.name)
             if base is None or before is None:
@@ -171,7 +171,7 @@ def _alone(
     """A row where there is nothing to compare with: no change, only where a run with it ends."""
     after = sides.comparison(_wanted(thresholds), corners.spec.seed)
     row = variant.outcome(f"the run without it cannot be compared: {unsound}")
-    correct = corners.correctness(sides, after, same_tokens=not variant.place)
+    correct = corners.correctness(sides, after, same_tokens=not variant.folder)
     return replace(row, verdict_after=sides.verdict(after, thresholds, *correct))
 
 
@@ -214,7 +214,7 @@ def _compared(
     thresholds: Thresholds | None,
 ) -> tuple[FixOutcome, dict[str, float]]:
     unfixed, fixed = pair
-    same, seed = not variant.place, corners.spec.seed
+    same, seed = not variant.folder, corners.spec.seed
     changes = {m: change_of(m, unfixed, fixed, same_tokens=same, seed=seed) for m in RANKED_BY}
     shares = {
         m: removed_share(m, unfixed, fixed, change, same_tokens=same, seed=seed)
@@ -249,8 +249,8 @@ def cost_of(sides: ScoredRollout, run_dir: Path, variant: Variant) -> FixCost:
     """Seconds of its forward passes and, where the engine ran for it, of the engine."""
     facts = sides.train.fingerprint
     seconds = facts.get("seconds")
-    if variant.place and seconds is not None:
-        past = invocations(run_dir / variant.place)
+    if variant.folder and seconds is not None:
+        past = invocations(run_dir / variant.folder)
         engine = [entry["seconds"].get("rollout", 0.0) for entry in past if "seconds" in entry]
         seconds = round(seconds + max(engine, default=0.0), 3)
     peaks = facts.get("peak_bytes") or 0  # one number, or one of every rank

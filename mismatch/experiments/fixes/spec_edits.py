@@ -44,7 +44,7 @@ def model_facts(spec: CheckSpec) -> ModelFacts:
     try:
         model = find_config(spec.train.model, spec.train.revision).model
     except MismatchError:
-        return ModelFacts(known=False)
+        return ModelFacts(described=False)
     return ModelFacts(
         family=model.family,
         sinks=model.sinks,

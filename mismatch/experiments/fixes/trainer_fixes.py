@@ -20,13 +20,13 @@ def _as_reference(context: Context) -> str:
 
 
 def _with_sinks(context: Context) -> str:
-    if not context.model.known:
+    if not context.model.described:
         return UNKNOWN
     return "" if context.model.sinks else "the model has no attention sinks"
 
 
 def _with_experts(context: Context) -> str:
-    if not context.model.known:
+    if not context.model.described:
         return UNKNOWN
     return "" if context.model.experts else NO_EXPERTS
 

@@ -252,7 +252,8 @@ def _ratio(
 
 
 def _group(measure: _Measure, own: Gradients, name: str) -> GroupError:
-    part = slice(None) if name == ALL else _only(own.groups.index(name))
+    at = None if name == ALL else own.groups.index(name)
+    part = slice(None) if at is None else slice(at, at + 1)
     size = float(own.squared_norm[part].sum())
     reference = float(measure.reference.squared_norm[part].sum())
     if reference == 0.0:
@@ -299,10 +300,6 @@ def _scaled(measure: _Measure, values: Floats, shift: float) -> Estimate:
     """exp(values + shift) with its interval."""
     centre = float(values[0]) + shift
     return measure.estimate(math.exp(centre), jackknife(values, centre, exp))
-
-
-def _only(index: int) -> slice:
-    return slice(index, index + 1)
 
 
 def _log(value: float) -> float:

@@ -144,14 +144,14 @@ class Batch:
         deciding: how many of them have samples whose advantages differ.
         advantage: [N] of every sequence of the rollout, 0 outside the batch.
         member: [A] whether an action token belongs to the batch.
-        made: "rewards", or how the advantages were made.
+        source: "rewards", or how the advantages were made.
     """
 
     prompts: Ints
     deciding: int
     advantage: Floats
     member: Bools
-    made: str
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ def choose_batch(rollout: Rollout, prompts: int, seed: int) -> Batch:
         deciding=int(min(decides.sum(), len(chosen))),
         advantage=np.where(inside, advantage, 0.0),
         member=inside[sequence],
-        made=source,
+        source=source,
     )
 
 

@@ -245,8 +245,8 @@ def _variants(spec: CheckSpec, context: Context | None) -> tuple[list[Variant], 
 
     asked = spec if spec.fixes else replace(spec, fixes=NATURAL)
     planned = plan_fixes(asked, context or context_of(spec))
-    here = [variant for variant in planned.variants if not variant.place]
-    there = [variant.id for variant in planned.variants if variant.place]
+    here = [variant for variant in planned.variants if not variant.folder]
+    there = [variant.id for variant in planned.variants if variant.folder]
     missing = []
     if there:
         missing.append(

@@ -36,7 +36,7 @@ def groups_of(sites: Sequence[SiteError]) -> list[tuple[Group, tuple[Site, ...]]
 
     Their effects are not measured yet: NaN.
     """
-    sources = sorted((s for s in sites if s.role == "source"), key=lambda o: o.place.order())
+    sources = sorted((s for s in sites if s.role == "source"), key=lambda o: o.location.order())
     names = {s.site for s in sources}
     named: dict[str, list[SiteError]] = {}
     for s in sources:
@@ -46,7 +46,7 @@ def groups_of(sites: Sequence[SiteError]) -> list[tuple[Group, tuple[Site, ...]]
         layers = tuple(dict.fromkeys(error.layer for error in errors if error.layer is not None))
         excess = max(error.excess for error in errors)
         groups.append(
-            (Group(name, layers, excess, np.nan, np.nan), tuple(error.place for error in errors))
+            (Group(name, layers, excess, np.nan, np.nan), tuple(error.location for error in errors))
         )
     return groups
 
@@ -64,7 +64,7 @@ def sites_in(side: SideLocation, group: Group) -> tuple[Site, ...]:
     """The sites of one of a side's groups."""
     sources = [site for site in side.sites if site.role == "source"]
     names = {site.site for site in sources}
-    return tuple(site.place for site in sources if module_of(site.site, names) == group.site)
+    return tuple(site.location for site in sources if module_of(site.site, names) == group.site)
 
 
 def explained(end: Floats, alone: Floats) -> float:

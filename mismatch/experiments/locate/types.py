@@ -155,7 +155,7 @@ class SiteError:
     other_experts: float | None = None
 
     @property
-    def place(self) -> Site:
+    def location(self) -> Site:
         return Site(self.layer, self.site)
 
 

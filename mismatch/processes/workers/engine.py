@@ -24,7 +24,7 @@ from typing import Any, cast
 import numpy as np
 
 from mismatch.captures import LIKELIEST
-from mismatch.codec import to_json
+from mismatch.codec import from_json, to_json
 from mismatch.engines import artefacts
 from mismatch.engines.artefacts import prefill_scoring
 from mismatch.engines.base import CacheReading, Capabilities, Engine, Journaling, Stopping
@@ -45,7 +45,7 @@ from mismatch.processes.workers.sampling import (
 )
 from mismatch.run import resume, store
 from mismatch.run.messages import SAMPLED, exit_worker, report_ready, report_timing, write_error
-from mismatch.specs import RolloutSpec, from_dict, spec_hash
+from mismatch.specs import RolloutSpec, spec_hash
 from mismatch.types import Rollout, Scoring
 
 CACHE_SCHEMA = "mismatch.cache/1"
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (path,) = sys.argv[1:] if arguments is None else arguments
     job = store.read_json(Path(path))
     run_dir, label = Path(job["run_dir"]), job.get("label", "engine")
-    spec = from_dict(RolloutSpec, job["spec"])
+    spec = from_json(RolloutSpec, job["spec"])
 
     def work() -> None:
         if "score" in job or "cache" in job:

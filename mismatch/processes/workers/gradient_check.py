@@ -246,7 +246,7 @@ class _Taking:
             deciding=batch.deciding,
             sequences=len(member),
             tokens=int(batch.member.sum()),
-            advantages=batch.made,
+            advantages=batch.source,
             sketch_size=SKETCH_SIZE,
             clip=plan.clip,
             clipped=work.clipped,

@@ -29,7 +29,7 @@ from mismatch.experiments.locate.plan import part_of
 from mismatch.experiments.locate.types import Sequence, SideLocation
 from mismatch.run import store
 from mismatch.run.messages import PROGRESS, exit_worker, report_ready, say, write_error
-from mismatch.specs import Pass, RolloutSpec, TrainSpec, from_dict
+from mismatch.specs import Pass, RolloutSpec, TrainSpec
 from mismatch.types import NotTested, Rollout
 
 
@@ -78,7 +78,7 @@ def record_engine(job: dict[str, Any]) -> None:
     from mismatch.engines.registry import engine_class, engine_info
     from mismatch.models.derived import in_form
 
-    spec = from_dict(RolloutSpec, job["spec"])
+    spec = from_json(RolloutSpec, job["spec"])
     name, rollout = spec.engine.engine, part_in(job)
     longest = int(np.diff(rollout.offsets).max())
     folder = side_folder(job["place"], f"{name}:prefill")
@@ -132,7 +132,7 @@ def run_passes(job: dict[str, Any]) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     rollout, directory = part_in(job), Path(job["place"])
-    passes = [Pass(e["name"], from_dict(TrainSpec, e["spec"])) for e in job["passes"]]
+    passes = [Pass(e["name"], from_json(TrainSpec, e["spec"])) for e in job["passes"]]
     world = World.start()
     end = time.monotonic() + job["seconds"]
     not_tested: list[NotTested] = []

@@ -246,7 +246,7 @@ class Reference:
         self, side: SideLocation, end: Floats, candidates: list[tuple[Group, tuple[Site, ...]]]
     ) -> SideLocation:
         keys = [frozenset(site.key for site in sites) for _, sites in candidates]
-        everything = frozenset(site.place.key for site in side.sites)
+        everything = frozenset(site.location.key for site in side.sites)
         sources: frozenset[str] = frozenset().union(*keys)
         groups = []
         for index, (group, _) in enumerate(candidates):

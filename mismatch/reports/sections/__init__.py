@@ -81,7 +81,7 @@ def chapters(
     report: Report, tokens: pd.DataFrame | None = None, names: FrameworkValues | None = None
 ) -> list[Section]:
     """Every section of this report in its chapter; analyses without a place come last."""
-    placed = {place.rpartition(":")[2] for _, _, places in CHAPTERS for place in places}
+    placed = {entry.rpartition(":")[2] for _, _, places in CHAPTERS for entry in places}
     rest = ("more", "Also measured", tuple(id for id in report.analyses if id not in placed))
     shown = []
     for id, title, ids in (*CHAPTERS, rest):
@@ -99,9 +99,9 @@ def sections(
 
 
 def _sections(
-    place: str, report: Report, tokens: pd.DataFrame | None, names: FrameworkValues | None
+    entry: str, report: Report, tokens: pd.DataFrame | None, names: FrameworkValues | None
 ) -> tuple[Section, ...]:
-    module, _, id = place.rpartition(":")
+    module, _, id = entry.rpartition(":")
     ours = f"{__name__}.{module or id}:{id if module else 'section'}"
     home, _, name = (plugins.section_of(id) or ours).partition(":")
     make = getattr(import_module(home), name)

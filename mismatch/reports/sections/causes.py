@@ -73,7 +73,7 @@ def section(result: Causes, report: Report) -> Section:
 def sentences(result: Causes) -> list[str]:
     """One paragraph a cause, with one action each; consequences get no advice."""
     if result.ranked:
-        return [_paragraph(cause, place) for place, cause in enumerate(result.ranked)]
+        return [_paragraph(cause, rank) for rank, cause in enumerate(result.ranked)]
     rest = f", {plural(len(result.not_tested), 'detector')} lacked data"
     return [
         f"None found: {plural(len(result.ruled_out), 'detector')} saw what a healthy pair has"
@@ -81,12 +81,12 @@ def sentences(result: Causes) -> list[str]:
     ]
 
 
-def _paragraph(cause: Cause, place: int) -> str:
+def _paragraph(cause: Cause, rank: int) -> str:
     entry = catalogue().get(cause.id)
     share = "; its share was not measured"
     if cause.effect is not None:
         share = f", {percent(cause.effect.value)} of mean |delta|"
-    lead = f"{'Also' if place else 'Leading cause'}: {line(title_of(cause.id))}"
+    lead = f"{'Also' if rank else 'Leading cause'}: {line(title_of(cause.id))}"
     parts = [f"{lead} ({cause.status}, {SIDES[cause.side]}){share}"]
     for words, ids in (
         ("These data cannot tell it from", cause.alike[:4]),
@@ -102,9 +102,9 @@ def _paragraph(cause: Cause, place: int) -> str:
 def _evidence(title: str, groups: Iterable[tuple[str, tuple[Evidence, ...]]]) -> Table:
     """A row for each, the name of its group in the first."""
     rows: list[Cells] = [
-        ("" if place else name, each.what, each.value, each.normal)
+        ("" if index else name, each.what, each.value, each.normal)
         for name, evidence in groups
-        for place, each in enumerate(evidence)
+        for index, each in enumerate(evidence)
     ]
     return Table((Column(title, text, 3), *EVIDENCE), rows)
 

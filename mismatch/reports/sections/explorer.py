@@ -227,8 +227,8 @@ def _codes(values: Floats, scale: Floats) -> Bytes:
     size = np.abs(np.nan_to_num(values, nan=0.0))
     steps = len(levels) - 2
     with np.errstate(divide="ignore"):
-        place = 1 + steps * np.log(size / levels[1]) / np.log(levels[-1] / levels[1])
-    code = np.where(size < levels[1], 0, np.clip(np.rint(place), 1, steps + 1))
+        position = 1 + steps * np.log(size / levels[1]) / np.log(levels[-1] / levels[1])
+    code = np.where(size < levels[1], 0, np.clip(np.rint(position), 1, steps + 1))
     below = len(levels) * (values < 0) * (code > 0) if signed else 0
     return np.asarray(code + below, np.uint8)
 

@@ -171,7 +171,7 @@ def _figures(rows: list[FixOutcome], report: Report) -> tuple[Figure, ...]:
         return ()
     lowest = min(drawn, key=lambda row: row.after[K3].value)
     tokens = plural(lowest.after[K3].n_tokens, "token")
-    shown = [row for place, row in enumerate(drawn) if place < SHOWN or row is lowest]
+    shown = [row for index, row in enumerate(drawn) if index < SHOWN or row is lowest]
     return (
         Figure(
             "fixes-k3",
@@ -185,13 +185,13 @@ def _figures(rows: list[FixOutcome], report: Report) -> tuple[Figure, ...]:
 
 
 def _dots(rows: list[FixOutcome], report: Report, axes: Axes) -> str:
-    for place, row in enumerate(rows):
+    for y, row in enumerate(rows):
         before, after = row.before[K3], row.after[K3]
-        axes.plot([before.value, after.value], [place] * 2, color=FAINT, lw=1)
+        axes.plot([before.value, after.value], [y] * 2, color=FAINT, lw=1)
         if after.low and after.high:
-            axes.plot([after.low, after.high], [place] * 2, color=ACCENT, lw=3)
-        axes.plot(before.value, place, "o", ms=7, mfc="none", mec=INK)
-        axes.plot(after.value, place, "o", ms=7, color=ACCENT)
+            axes.plot([after.low, after.high], [y] * 2, color=ACCENT, lw=3)
+        axes.plot(before.value, y, "o", ms=7, mfc="none", mec=INK)
+        axes.plot(after.value, y, "o", ms=7, color=ACCENT)
     for judgement in report.verdict.judgements:
         for bound in (judgement.healthy, judgement.unfit):
             if judgement.metric == K3 and bound > 0:
@@ -248,12 +248,12 @@ def _settings(result: FixTable) -> Section:
     own = (Block("mismatch", commands),) if commands else ()
     parts = tuple(
         Section(
-            f"fixes-settings-{place}",
+            f"fixes-settings-{index}",
             label,
             blocks=tuple(map(recipe_block, settings_of(label.partition("=")[0]))),
             folded=False,
         )
-        for place, label in enumerate(dict.fromkeys(best))
+        for index, label in enumerate(dict.fromkeys(best))
     )
     return Section("fixes-settings", f"How to set {', '.join(used)}", blocks=own, parts=parts)
 

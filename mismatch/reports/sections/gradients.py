@@ -81,7 +81,7 @@ COLUMNS = (
 def section(result: GradientCheck, report: Report) -> Section:
     """Sentences, a table per loss (the one that the sentences speak of first), and each group."""
     losses = [loss for loss in LOSSES if any(row.loss == loss for row in result.rows)]
-    parts = tuple(_part(result, loss, folded=bool(place)) for place, loss in enumerate(losses))
+    parts = tuple(_part(result, loss, folded=bool(index)) for index, loss in enumerate(losses))
     return Section(
         id="gradients",
         title="Gradients",
@@ -249,7 +249,7 @@ def _directions(rows: Sequence[GradientRow], axes: Axes) -> str:
     for index, row in enumerate(rows):
         shift = (index - (len(rows) - 1) / 2) * step
         colour, marker = COLOURS[index], MARKERS[index]
-        placed = [(place + shift, each.cosine) for place, each in enumerate(row.groups)]
+        placed = [(height + shift, each.cosine) for height, each in enumerate(row.groups)]
         angles = [(at, max(LEAST, angle(arc.value))) for at, arc in placed if arc is not None]
         for at, arc in placed:
             if arc is not None and arc.low is not None and arc.high is not None:
@@ -260,7 +260,7 @@ def _directions(rows: Sequence[GradientRow], axes: Axes) -> str:
         named = zip(row.groups, placed, strict=True)
         degrees = [f"{g.group} {number(angle(a.value))}°" for g, (_, a) in named if a is not None]
         texts.append(f"{line(row.id)}: {', '.join(degrees)}")
-        crossed = [place + shift for place, each in enumerate(row.groups) if silent(each)]
+        crossed = [height + shift for height, each in enumerate(row.groups) if silent(each)]
         axes.plot([90.0] * len(crossed), crossed, "x", color=colour, ms=8, mew=2.2)
     axes.set_xscale("log")
     axes.set_xlim(LEAST * 0.7, 260.0)

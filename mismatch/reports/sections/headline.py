@@ -122,13 +122,13 @@ def effect(best: FixOutcome, report: Report) -> str:
 
 def _settings(best: FixOutcome) -> tuple[Block, ...]:
     """How each framework is told; what is known of none says so."""
-    known = [settings_of(label.partition("=")[0]) for label in labels(best.id)]
+    settings = [settings_of(label.partition("=")[0]) for label in labels(best.id)]
     return tuple(
         Block(
             name,
             tuple(
                 each
-                for items in known
+                for items in settings
                 for item in items
                 if item.framework == name
                 for each in item.lines

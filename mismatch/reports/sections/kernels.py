@@ -192,16 +192,16 @@ def _fault(audit: Audit) -> str:
 
 def _shape(report: AuditReport) -> str:
     """The model's shape on one line, as far as it is known."""
-    known = report.geometry
+    shape = report.geometry
     texts = [
         (("heads", "kv_heads"), "{heads} query heads, {kv_heads} key heads"),
         (("head_dim",), "head size {head_dim}"),
         (("window",), "window {window:,}"),
         (("experts", "top_k"), "{top_k} of {experts} experts"),
     ]
-    parts = [words.format(**known) for names, words in texts if all(known.get(n) for n in names)]
-    if "sinks" in known:
-        parts.append("with sinks" if known["sinks"] else "no sinks")
+    parts = [words.format(**shape) for names, words in texts if all(shape.get(n) for n in names)]
+    if "sinks" in shape:
+        parts.append("with sinks" if shape["sinks"] else "no sinks")
     return ", ".join(parts)
 
 
@@ -290,8 +290,8 @@ def _details(kind: Kind, title: str, ran: list[Audit], others: list[Audit]) -> l
 
 def _errors(ran: list[Audit]) -> Table:
     """Every gradient has a column; the largest one has its own, which a terminal keeps."""
-    known = {name for audit in ran for error in audit.errors for name in error.gradients}
-    names = [name for name in GRADIENTS if name in known] + sorted(known - set(GRADIENTS))
+    recorded = {name for audit in ran for error in audit.errors for name in error.gradients}
+    names = [name for name in GRADIENTS if name in recorded] + sorted(recorded - set(GRADIENTS))
     rows: list[Cells] = []
     for audit, error in ((a, error) for a in ran for error in a.errors):
         worst = max(error.gradients, key=lambda name: error.gradients[name] or 0.0, default="")
@@ -317,9 +317,9 @@ def _costs(ran: list[Audit]) -> Table:
     rows: list[Cells] = []
     for tokens in sorted({cost.tokens for audit in ran for cost in audit.costs}):
         here = [(audit, cost) for audit in ran for cost in audit.costs if cost.tokens == tokens]
-        known = [cost for audit, cost in here if audit in sound]
-        fastest = min((c.seconds for c in known if c.seconds is not None), default=None)
-        least = min((c.peak_bytes for c in known if c.peak_bytes), default=None)
+        sound_costs = [cost for audit, cost in here if audit in sound]
+        fastest = min((c.seconds for c in sound_costs if c.seconds is not None), default=None)
+        least = min((c.peak_bytes for c in sound_costs if c.peak_bytes), default=None)
         rows += [
             (short(audit), tokens, cost.seconds, _over(cost.seconds, fastest), cost.peak_bytes,
              _over(cost.peak_bytes, least))

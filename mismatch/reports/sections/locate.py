@@ -133,7 +133,7 @@ def _part(side: SideLocation) -> Section:
             f"{number(side.held)} nats (mean)."
         )
     first = max(side.sites, key=lambda site: site.excess, default=None)
-    largest = "none" if first is None else first.place.key
+    largest = "none" if first is None else first.location.key
     return Section(
         f"locate-{side.role}",
         f"Modules of {line(side.name)}",

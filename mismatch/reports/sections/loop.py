@@ -220,10 +220,10 @@ def _band(arm: Arm, name: str) -> tuple[Any, Any, Any, Any]:
     if not length:
         return (np.zeros(0),) * 4
     table = np.stack([run.curve(name)[:length] for run in arm.runs])
-    known = np.isfinite(table).any(axis=0)
-    rows = table[:, known]
+    finite = np.isfinite(table).any(axis=0)
+    rows = table[:, finite]
     low, high = np.nanmin(rows, axis=0), np.nanmax(rows, axis=0)
-    return np.flatnonzero(known), low, np.nanmean(rows, axis=0), high
+    return np.flatnonzero(finite), low, np.nanmean(rows, axis=0), high
 
 
 def page(result: LoopReport) -> Page:

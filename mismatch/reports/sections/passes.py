@@ -38,14 +38,14 @@ def exact(report: Report) -> Section | None:
     names = [f"{name}{tail}" for tail in ORDER]
     names += [f"{other}{name.removeprefix(KL)}" for other in OTHERS]
     names += ["exact_argmax_agree", "kl_at_exact", "k3_kl_at_exact"]
-    known = {row.metric: row for row in all_rows(comparison)}
+    rows = {row.metric: row for row in all_rows(comparison)}
     sentences = exact_sentences(report, name)
     return Section(
         "exact",
         "Exact KL",
         EXACT_LEAD.format(*GIVEN[name]),
         sentences=sentences,
-        tables=metric_tables([known[each] for each in names if each in known]),
+        tables=metric_tables([rows[each] for each in names if each in rows]),
         short=sentences[0],
     )
 

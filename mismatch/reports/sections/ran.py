@@ -43,7 +43,7 @@ def section(report: Report, names: FrameworkValues | None) -> tuple[Section, ...
         ],
         short=f"differs in {', '.join(differing)}" if differing else "alike on both sides",
     )
-    parts = [_everything(place, item, names) for place, item in enumerate(report.comparisons)]
+    parts = [_everything(index, item, names) for index, item in enumerate(report.comparisons)]
     everything = Section("everything", "Everything measured", parts=parts, page_only=True)
     return (ran, everything) if parts else (ran,)
 
@@ -84,13 +84,13 @@ def _setting(side: dict[str, Any], key: str) -> str:
     return shown if len(shown) <= LONG else f"{shown[: LONG - 1]}…"
 
 
-def _everything(place: int, item: Comparison, names: FrameworkValues | None) -> Section:
+def _everything(index: int, item: Comparison, names: FrameworkValues | None) -> Section:
     """Every metric of a comparison; values by others' conventions are the headline's alone."""
     rows = all_rows(item)
-    known = [] if names is None else [names.of(row.metric, values=not place) for row in rows]
+    counterparts = [] if names is None else [names.of(row.metric, values=not index) for row in rows]
     aliases = {
         row.metric: "; ".join(other.text(row.write) for other in others)
-        for row, others in zip(rows, known, strict=bool(known))
+        for row, others in zip(rows, counterparts, strict=bool(counterparts))
     }
     columns = (METRICS[0], Column("name", text, of="metric", tone="code"), METRICS[1])
     title = (
@@ -98,7 +98,7 @@ def _everything(place: int, item: Comparison, names: FrameworkValues | None) -> 
     )
     lead = "" if item.sampled_by_left else "{} is not the law that sampled: its KL are scores."
     return Section(
-        f"everything-{place}",
+        f"everything-{index}",
         f"All {len(rows)} numbers of {item.rollout} against {item.train}",
         lead.format(item.rollout),
         tables=metric_tables(rows, (*columns, *title)),
@@ -107,7 +107,7 @@ def _everything(place: int, item: Comparison, names: FrameworkValues | None) -> 
 
 def _this_run(report: Report) -> Section:
     times, packages = (
-        found.items() if isinstance(found := report.run.get(name), dict) else ()
+        recorded.items() if isinstance(recorded := report.run.get(name), dict) else ()
         for name in ("seconds", "versions")
     )
     facts = {

@@ -26,7 +26,7 @@ from mismatch.reports.formatting import (
 )
 from mismatch.reports.section import Cells, Column, Figure, Section
 from mismatch.reports.section import Table as Rows
-from mismatch.reports.summary import headline, metric_tables, routing_rows
+from mismatch.reports.summary import all_rows, headline, metric_tables
 from mismatch.reports.svg import (
     ACCENT,
     FAINT,
@@ -91,7 +91,7 @@ HARMLESS = "That is no more than their share: no harm is seen."
 def section(report: Report) -> Section | None:
     """Of the headline comparison; None for a dense model."""
     comparison = headline(report)
-    rows = {row.metric: row for row in routing_rows(report)}
+    rows = {row.metric: row for row in all_rows(comparison) if row.metric in comparison.routing}
     if not rows:
         return None
     tables = comparison.breakdowns

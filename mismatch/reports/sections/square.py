@@ -220,9 +220,9 @@ def _bars(result: Square, axes: Axes) -> str:
     levels = {f.level for f in result.findings if f.evidence == "excess" and f.level is not None}
     places = range(len(result.legs))
     axes.barh(places, [leg.excess.value for leg in result.legs], color=ACCENT, height=0.5)
-    for place, leg in enumerate(result.legs):
+    for y, leg in enumerate(result.legs):
         if leg.excess.low is not None and leg.excess.high is not None:
-            axes.plot([leg.excess.low, leg.excess.high], [place, place], color=INK, lw=1.4)
+            axes.plot([leg.excess.low, leg.excess.high], [y, y], color=INK, lw=1.4)
     axes.axvline(1.0, color=INK, lw=0.8)
     for level in levels:
         axes.axvline(level, color=SECOND, lw=1.2, dashes=(4, 3))
@@ -258,8 +258,8 @@ COMPARED = (
 
 def _metric(name: str) -> Callable[[Edge], Estimate | None]:
     def value(edge: Edge) -> Estimate | None:
-        known = edge.comparison
-        return None if known is None else (known.metrics | known.routing).get(name)
+        comparison = edge.comparison
+        return None if comparison is None else (comparison.metrics | comparison.routing).get(name)
 
     return value
 

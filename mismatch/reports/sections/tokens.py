@@ -146,15 +146,15 @@ def _histogram(tokens: pd.DataFrame, floor: float | None, after: Array | None, a
         description += f" With the best fix: median |delta| {sizes[0]}, largest {sizes[1]}."
     if floor:
         far = float(np.exp(min(floor, 700.0)))
-        for place, label in ((far, "noise floor"), (1 / far, None)):
-            axes.axvline(place, color=FAINT, lw=1, ls="-.", label=label)
+        for ratio, label in ((far, "noise floor"), (1 / far, None)):
+            axes.axvline(ratio, color=FAINT, lw=1, ls="-.", label=label)
     guides = (
         ([1 / settings.cap, settings.cap], (4, 2), f"{settings.cap:g}×; TIS caps above"),
         (list(settings.band), (1, 1), "IcePop, {:g} to {:g}".format(*settings.band)),
     )
     for places, dashes, label in guides:
-        for place, name in zip(places, (None, label), strict=True):
-            axes.axvline(place, color=SECOND, lw=1.3, dashes=dashes, label=name)
+        for ratio, name in zip(places, (None, label), strict=True):
+            axes.axvline(ratio, color=SECOND, lw=1.3, dashes=dashes, label=name)
     axes.axvline(1, color=INK, linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlim=(edges[0], edges[-1]))
     axes.set_ylim(0.6, max(2.0, counts.max() * 1.6))
@@ -276,10 +276,10 @@ def drift_table(tokens: pd.DataFrame, places: int = 48) -> dict[str, Array] | No
     total = tokens.groupby("sequence")["delta"].cumsum().to_numpy(dtype=np.float64)
     length = rank_in_response(tokens) + 1
     counts = np.bincount(length)
-    known = np.flatnonzero(counts >= LEAST)
-    if len(known) < 4:
+    lengths = np.flatnonzero(counts >= LEAST)
+    if len(lengths) < 4:
         return None
-    chosen = np.unique(known[np.linspace(0, len(known) - 1, places).round().astype(int)])
+    chosen = np.unique(lengths[np.linspace(0, len(lengths) - 1, places).round().astype(int)])
     order = np.argsort(length, kind="stable")
     starts = np.searchsorted(length[order], chosen)
     rows = [

@@ -136,7 +136,7 @@ def legs_of(case: Case) -> tuple[Floats, Floats] | None:
 def _repaired_by(reference: Floats, case: Case) -> bool:
     """Whether a side is the reference only since a cause was taken out: its rounding is lost."""
     sides = (case.left, case.engine.logprobs), (case.right, case.trainer.logprobs)
-    near = [[float(np.abs(one - reference)[case.kept].mean()) <= NO_ROUNDING for one in side]
+    near = [[float(np.abs(values - reference)[case.kept].mean()) <= NO_ROUNDING for values in side]
             for side in sides]  # fmt: skip
     return any(now and not before for now, before in near)
 

@@ -284,9 +284,9 @@ def sampling_law(case: Case) -> Look | NotTested:
         Evidence("mean log p + entropy of the trainer's law, nats", surplus.value, "0"),
     )
 
-    def beyond(one: Estimate) -> bool:
-        half = 0.0 if one.low is None else one.value - one.low
-        return one.value >= max(BEYOND_CHANCE * half, OF_ROUNDING * size)
+    def beyond(estimate: Estimate) -> bool:
+        half = 0.0 if estimate.low is None else estimate.value - estimate.low
+        return estimate.value >= max(BEYOND_CHANCE * half, OF_ROUNDING * size)
 
     if not beyond(surplus):
         return Look(evidence)

@@ -177,10 +177,10 @@ def rows(case: Case) -> Look | NotTested:
         return Look(evidence)
     right, kept = case.right.copy(), np.ones(len(case.right), bool)
     for row, other in partner.items():
-        mine, its = case.rows[long_enough[row]], case.rows[long_enough[other]]
-        length = min(mine.stop - mine.start, its.stop - its.start)
-        right[mine.start : mine.start + length] = case.right[its.start : its.start + length]
-        kept[mine.start + length : mine.stop] = False
+        span, origin = case.rows[long_enough[row]], case.rows[long_enough[other]]
+        length = min(span.stop - span.start, origin.stop - origin.start)
+        right[span.start : span.start + length] = case.right[origin.start : origin.start + length]
+        kept[span.start + length : span.stop] = False
     repaired = case.repaired(case.left, right, kept)
     effect = repaired.share(repaired.delta, case.delta)
     if effect.value < LEAST:  # a few prompts carry it: their rows are certain, no interval is

@@ -45,8 +45,8 @@ def size(case: Case) -> Floats:
 
 def onset(case: Case) -> Look | NotTested:
     """The absolute position from which |delta| is larger, by a scan of all of them."""
-    place = case.position
-    scan = change(case, size(case), place)
+    position = case.position
+    scan = change(case, size(case), position)
     if scan is None:
         return NotTested("onset", f"needs {MIN_TOKENS} tokens at more than 16 positions")
     at, before, after, steep = scan
@@ -57,7 +57,7 @@ def onset(case: Case) -> Look | NotTested:
     )
     if correlation(case) < UNLIKE:  # where nothing of the law is left a place says nothing
         return Look(evidence)
-    later = place >= at
+    later = position >= at
     u = size(case)
     rise = case.ratio(np.where(later, u, 0.0), np.where(later, before, 0.0) + 1e-12)
     if not above(rise, JUMP) or not case.beyond_rounding(later):
@@ -75,8 +75,8 @@ def onset(case: Case) -> Look | NotTested:
         return Look(evidence)  # what begins somewhere leaves nothing before it
     if _opens_blocks(case):
         return Look(evidence)
-    cause, known = _boundary(case, at)
-    evidence += known
+    cause, stated = _boundary(case, at)
+    evidence += stated
     alike = ("fp8-kv-tile", "sliding-window", "chunked-prefill")
     finding = Finding(cause, _side(case, later), effect, evidence, repair=repair,
                       alike=tuple(name for name in alike if name != cause))  # fmt: skip
@@ -99,14 +99,14 @@ def _opens_blocks(case: Case) -> bool:
     return isinstance(look, Look) and bool(look.findings)
 
 
-def change(case: Case, u: Floats, place: np.ndarray) -> tuple[int, float, float, float] | None:
+def change(case: Case, u: Floats, position: np.ndarray) -> tuple[int, float, float, float] | None:
     """Where u changes most, its mean before and after, and the share of the rise that is a step."""
     kept = case.kept
     if kept.sum() < MIN_TOKENS:
         return None
-    width = int(place.max()) + 2
-    count = np.bincount(place[kept], minlength=width).astype(float)
-    total = np.bincount(place[kept], u[kept], width)
+    width = int(position.max()) + 2
+    count = np.bincount(position[kept], minlength=width).astype(float)
+    total = np.bincount(position[kept], u[kept], width)
     n, s = np.cumsum(count)[:-1], np.cumsum(total)[:-1]
     N, S = count.sum(), total.sum()
     allowed = (n >= 0.05 * N) & (n <= 0.95 * N)
@@ -179,7 +179,7 @@ def blocks(case: Case) -> Look | NotTested:
         return NotTested("block boundaries", f"needs {MIN_TOKENS} tokens")
     u = size(case)
     forward = case.position - 1  # the forward that predicts a token is that of the one before
-    found: list[tuple[float, float, int]] = []
+    fits: list[tuple[float, float, int]] = []
     for length in BLOCKS:
         opens = (forward % length == 0) & case.kept
         if opens.sum() < 24:
@@ -187,11 +187,11 @@ def blocks(case: Case) -> Look | NotTested:
         ratio = case.ratio(np.where(opens, u, 0.0), opens + 1e-12)
         if ratio.low is not None:
             scaled = np.where(opens, case.delta / max(ratio.low, 1.0), case.delta)
-            found.append((case.share(scaled).value, ratio.low, length))
-    if not found:
+            fits.append((case.share(scaled).value, ratio.low, length))
+    if not fits:
         return NotTested("block boundaries", "too few tokens open a block")
     # Of a length and its multiples, all of which may stand out, the one that explains most.
-    _, times, length = max(found, key=lambda one: (one[1] >= OPENS, one[0], one[1]))
+    _, times, length = max(fits, key=lambda fit: (fit[1] >= OPENS, fit[0], fit[1]))
     evidence = (
         Evidence("block length that fits best", length),
         Evidence("|delta| of tokens that open one, at least", times, "1"),

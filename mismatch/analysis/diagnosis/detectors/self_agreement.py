@@ -75,7 +75,7 @@ def _own_rounding(case: Case, other: Floats) -> Floats | None:
         return None
     plain = case.others.get(f"{PLAIN}:{case.trainer.fingerprint.get('dtype')}")
     passes = [case.trainer.logprobs, other, *([] if plain is None else [plain.logprobs])]
-    legs = [np.abs(one - case.reference) for one in passes]
+    legs = [np.abs(logprobs - case.reference) for logprobs in passes]
     return min(legs, key=lambda leg: float(leg[case.kept].mean()))
 
 

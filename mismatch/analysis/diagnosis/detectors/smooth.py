@@ -157,20 +157,20 @@ def smooth(case: Case) -> Look | NotTested:
         return NotTested(WHAT, reason, "drop --no-noise-floor")
     evidence = tuple(row[3] for row in looked)
     side, share, bound, _ = max(looked, key=lambda row: row[1].value - row[2])
-    found = Finding("function-differs", side, None, evidence, alike=ALIKE)
-    return Look(evidence, (found,) if above(share, bound) else ())
+    finding = Finding("function-differs", side, None, evidence, alike=ALIKE)
+    return Look(evidence, (finding,) if above(share, bound) else ())
 
 
 def far_side(case: Case) -> Look | NotTested:
     """Which side stands far from float32, and whether its weights or its function differ."""
-    found = of_two_precisions(case)
-    if found is None:
+    precisions = of_two_precisions(case)
+    if precisions is None:
         return NotTested(
             "distance from float32",
             f"needs {REFERENCE}, and {PLAIN}:<dtype> where the sides' dtypes differ",
             "drop --no-noise-floor",
         )
-    legs, times = found[:2], found[2]
+    legs, times = precisions[:2], precisions[2]
     limits = [float(np.quantile(np.abs(leg[case.kept]), 0.995)) for leg in legs]
     engine, trainer = (
         np.minimum(np.abs(leg), limit) for leg, limit in zip(legs, limits, strict=True)

@@ -125,12 +125,12 @@ def row_lengths(case: Case) -> Look | NotTested:
     if len(case.rows) < 4:
         return NotTested("row lengths", "needs 4 rows")
     number = np.repeat(np.arange(len(case.rows)), [_length(row) for row in case.rows])
-    place = np.arange(len(case.right))
+    index = np.arange(len(case.right))
     tried = []
     for step in (-1, 1):
-        source = place + step * number
-        inside = (source >= 0) & (source < len(place))
-        right = np.where(inside, case.right[np.clip(source, 0, len(place) - 1)], case.left)
+        source = index + step * number
+        inside = (source >= 0) & (source < len(index))
+        right = np.where(inside, case.right[np.clip(source, 0, len(index) - 1)], case.left)
         tried.append((float(np.abs(case.left - right)[inside].mean()), step, right, inside))
     gap, step, right, inside = min(tried, key=lambda each: each[0])
     if step < 0:  # the trainer lacks the last token of every row

@@ -138,8 +138,8 @@ def _differing(a: dict[str, Any], b: dict[str, Any], common: list[str]) -> list[
     for name in common:
         if not _same(a[name], b[name]):
             values = f"{_shown(a[name])} in the engine, {_shown(b[name])} in the trainer"
-            place = FIELDS[name], name not in LEADS
-            causes.setdefault(place, []).append(Evidence(name, values, "equal"))
+            key = FIELDS[name], name not in LEADS
+            causes.setdefault(key, []).append(Evidence(name, values, "equal"))
     return [Finding(cause, "either", None, tuple(fields), certain=certain, stated=True)
             for (cause, certain), fields in causes.items()]  # fmt: skip
 

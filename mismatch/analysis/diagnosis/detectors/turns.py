@@ -139,11 +139,11 @@ def shifted(case: Case) -> Look | NotTested:
         if turn == 1 or not _apart(case.left[inside], case.right[inside]):
             continue
         tried += 1
-        found = _best_shift(case.left, case.right, inside, row) if tried <= MOST_TRIED else None
-        if found is None:
+        best = _best_shift(case.left, case.right, inside, row) if tried <= MOST_TRIED else None
+        if best is None:
             kept[inside] = tried <= MOST_TRIED
             continue
-        shift, fits = found
+        shift, fits = best
         shifts.append((turn, shift))
         right[inside.start + fits] = case.right[inside.start + fits + shift]
         kept[inside] = False
