@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mismatch.analysis.causes import others_of
 from mismatch.analysis.diagnosis.case import Case
@@ -95,7 +94,9 @@ def explain(stages: Stages) -> None:
             experiments += [_single(stages, e, partial(_result, run, e, v)) for e, v in chosen]
     experiments += _located(stages, run, experiments, start)
     (run_dir / DIRECTORY).mkdir(exist_ok=True)
-    before = _state(run_dir)["seconds"] if (run_dir / STATE).exists() else 0.0
+    before = (
+        state_of(run_dir, STATE, STATE_SCHEMA)["seconds"] if (run_dir / STATE).exists() else 0.0
+    )
     spent = round(max(before, time.monotonic() - start), 2)  # made before: nothing runs again
     own = to_json(experiments[len(fixed) :])
     document = {"schema": STATE_SCHEMA, "experiments": own, "seconds": spent}
@@ -308,7 +309,7 @@ def with_explanation(report: Report, run_dir: Path, spec: CheckSpec) -> Report:
     own: list[Experiment] = []
     explained, spent = spec.explain and (run_dir / STATE).exists(), 0.0
     if explained:
-        state = _state(run_dir)
+        state = state_of(run_dir, STATE, STATE_SCHEMA)
         own, spent = from_json(list[Experiment], state["experiments"]), state["seconds"]
     fixed = _of_fixes(run_dir, spec, causes)
     if not explained and not fixed:
@@ -320,10 +321,3 @@ def with_explanation(report: Report, run_dir: Path, spec: CheckSpec) -> Report:
     shown = tuple(weighed(causes, experiments))
     explanation = Explanation(shown, confirmed, ruled_out, round(spent, 2))
     return report.with_analyses(causes=causes, explain=explanation)
-
-
-def _state(run_dir: Path) -> dict[str, Any]:
-    state: dict[str, Any] = store.load_document(run_dir, STATE)
-    if state.get("schema") != STATE_SCHEMA:
-        raise MismatchError(f"{run_dir / STATE} is of another version", "make the run again")
-    return state

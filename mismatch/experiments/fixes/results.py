@@ -109,15 +109,15 @@ def table_of(
     )
 
 
-def state_of(run_dir: Path) -> dict[str, Any]:
+def state_of(run_dir: Path, file: str = STATE, schema: str = STATE_SCHEMA) -> dict[str, Any]:
     """What was tried in a run, as it was saved.
 
     Raises:
-        MismatchError: no fixes were tried here, or by another version.
+        MismatchError: nothing was tried here, or by another version.
     """
-    state: dict[str, Any] = store.load_document(run_dir, STATE)
-    if state.get("schema") != STATE_SCHEMA:
-        raise MismatchError(f"{run_dir / STATE} is of another version", "make the run again")
+    state: dict[str, Any] = store.load_document(run_dir, file)
+    if state.get("schema") != schema:
+        raise MismatchError(f"{run_dir / file} is of another version", "make the run again")
     return state
 
 

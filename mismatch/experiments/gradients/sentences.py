@@ -199,7 +199,7 @@ def _fixes(rows: Sequence[GradientRow], baseline: GradientRow) -> str:
     # A fix that makes the trainer the reference is right by construction: nothing was found out.
     trivial = [row.id for row in rows if row.same_as == "reference"]
     real = [row for row in rows if row.same_as != "reference"]
-    helpful = sorted((row for row in real if better(row)), key=_error)
+    helpful = sorted((row for row in real if better(row)), key=error_of)
     parts = []
     if helpful:
         parts.append(_best(helpful))
@@ -240,7 +240,7 @@ def _corrections(rows: Sequence[GradientRow], baseline: GradientRow) -> str:
     if not changed:
         return "No correction of the loss changes the gradient of these tokens."
     parts = []
-    near = sorted((row for row in changed if better(row)), key=_error)
+    near = sorted((row for row in changed if better(row)), key=error_of)
     if near:
         best = near[0]
         assert best.error_ratio is not None
@@ -296,7 +296,7 @@ def _times(ratio: Estimate) -> str:
     return f"{float(f'{ratio.value:.{digits}g}'):g} times"
 
 
-def _error(row: GradientRow) -> float:
+def error_of(row: GradientRow) -> float:
     return math.inf if row.error_ratio is None else row.error_ratio.value
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +12,7 @@ from mismatch.experiments.gradients.sentences import (
     angle,
     better,
     degrees,
+    error_of,
     joined,
     main_loss,
     quieter,
@@ -234,11 +234,7 @@ def _figures(check: GradientCheck) -> tuple[Figure, ...]:
 
 def chosen(rows: Sequence[GradientRow]) -> list[GradientRow]:
     """As many as can be told apart: the trainer, its nearest fixes and correction, then others."""
-
-    def off(row: GradientRow) -> float:
-        return math.inf if row.error_ratio is None else row.error_ratio.value
-
-    kinds = {kind: sorted((r for r in rows if r.kind == kind), key=off) for kind in KINDS}
+    kinds = {kind: sorted((r for r in rows if r.kind == kind), key=error_of) for kind in KINDS}
     nearest = [*kinds["baseline"], *kinds["fix"][:2], *kinds["correction"][:1]]
     others = [row for kind in ("ratio", "fix", "correction") for row in kinds[kind]]
     return [*nearest, *(row for row in others if row not in nearest)][:MOST]
