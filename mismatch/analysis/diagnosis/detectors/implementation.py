@@ -61,13 +61,7 @@ def _floor(case: Case) -> float | None:
 
 
 DETECTORS = (
-    Detector(
-        "implementation",
-        "function",
-        ("function-differs", "weights-differ", "side-off", "onset", "sliding-window",
-         "grows-with-position", "first-token", "chunked-prefill", "kv-block"),
-        implementation,
-        "both implementations in float32",
-        39,
-    ),
+    Detector("implementation", "function", ("function-differs", "weights-differ", "side-off",
+             "onset", "sliding-window", "grows-with-position", "first-token", "chunked-prefill",
+             "kv-block"), implementation, "both implementations in float32", 39),
 )  # fmt: skip

@@ -257,18 +257,10 @@ def _in_more_prompts(case: Case, tokens: Bools, others: Bools) -> bool:
 
 
 DETECTORS = (
-    Detector(
-        "scattered",
-        "position",
-        ("scattered-tokens",),
-        scattered,
-        "float32 and both sides in one dtype",
-        16,
-        alone=True,
-    ),
-    Detector(
-        "onset", "position", ("onset", *KINDS.values(), "grows-with-position"), onset, order=40
-    ),
+    Detector("scattered", "position", ("scattered-tokens",), scattered,
+             "float32 and both sides in one dtype", 16, alone=True),
+    Detector("onset", "position", ("onset", *KINDS.values(), "grows-with-position"), onset,
+             order=40),
     Detector("first-token", "position", ("first-token",), first_token, order=41),
     Detector("blocks", "position", ("kv-block",), blocks, order=42),
-)
+)  # fmt: skip

@@ -125,24 +125,11 @@ def _far_flips(
     effect = case.share(np.where(token, np.minimum(size, calm), size))
     if not above(effect, 0.1):
         return []
-    return [
-        Finding(
-            "router-precision",
-            "either",
-            effect,
-            tuple(evidence),
-            alike=("router-config", "weights-differ"),
-        )
-    ]
+    alike = ("router-config", "weights-differ")
+    return [Finding("router-precision", "either", effect, tuple(evidence), alike=alike)]
 
 
 DETECTORS = (
-    Detector(
-        "routes",
-        "routing",
-        ("shifted-route-capture", "corrupt-route-capture", "router-precision"),
-        routes,
-        "routed experts of both sides",
-        70,
-    ),
-)
+    Detector("routes", "routing", ("shifted-route-capture", "corrupt-route-capture",
+             "router-precision"), routes, "routed experts of both sides", 70),
+)  # fmt: skip

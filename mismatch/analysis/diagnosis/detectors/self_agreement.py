@@ -111,15 +111,8 @@ def decode_path(case: Case) -> Look | NotTested:
 
 
 DETECTORS = (
-    Detector(
-        "trainer-itself",
-        "trainer",
-        tuple(PASSES.values()),
-        trainer_itself,
-        "a second pass of the trainer",
-        15,
-    ),
-    Detector(
-        "decode-path", "engine", ("decode-vs-prefill",), decode_path, "the engine's rescoring", 23
-    ),
-)
+    Detector("trainer-itself", "trainer", tuple(PASSES.values()), trainer_itself,
+             "a second pass of the trainer", 15),
+    Detector("decode-path", "engine", ("decode-vs-prefill",), decode_path,
+             "the engine's rescoring", 23),
+)  # fmt: skip

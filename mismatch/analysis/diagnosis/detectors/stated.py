@@ -207,36 +207,10 @@ def _sampled(case: Case) -> list[Finding]:
 
 
 DETECTORS = (
-    Detector(
-        "weights",
-        "weights",
-        (
-            "stale-weights",
-            "tied-head-stale",
-            "experts-differ",
-            "lora-scale",
-            "attention-sinks",
-            "quantised-rollout",
-        ),
-        weights,
-        "digests of both sides' parameters",
-        60,
-    ),
-    Detector(
-        "configurations",
-        "function",
-        (
-            *dict.fromkeys(FIELDS.values()),
-            "attention-sinks",
-            "fp8-kv",
-            "quantised-rollout",
-            "fsdp-cast-inputs",
-            "trainer-autocast",
-            "precision",
-            "prefix-cache-stale",
-            "sampling-truncation",
-        ),
-        configurations,
-        order=61,
-    ),
-)
+    Detector("weights", "weights", ("stale-weights", "tied-head-stale", "experts-differ",
+             "lora-scale", "attention-sinks", "quantised-rollout"), weights,
+             "digests of both sides' parameters", 60),
+    Detector("configurations", "function", (*dict.fromkeys(FIELDS.values()), "attention-sinks",
+             "fp8-kv", "quantised-rollout", "fsdp-cast-inputs", "trainer-autocast", "precision",
+             "prefix-cache-stale", "sampling-truncation"), configurations, order=61),
+)  # fmt: skip
