@@ -249,6 +249,7 @@ if {killed}:
 def test_temporary_files_go_with_the_worker(tmp_path, monkeypatch, killed):
     above = Path(tempfile.mkdtemp(dir="/tmp"))
     monkeypatch.setenv("TMPDIR", str(above))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it where it compiles
     text = tmp_path / "text"
     with pytest.raises(MismatchError) if killed else nullcontext():
         run_worker("engine", python(LITTER.format(text=str(text), killed=killed)), tmp_path)
