@@ -255,6 +255,10 @@ class SidePair:
         return cls(c.rollout, c.train, c.sampled_by_left, c.metrics, c.routing)
 
 
+# Of what is not tested: what engines, trainers and reports name alike.
+PREFILL, EXACT_KL, ROUTES = "decode against prefill", "exact KL", "routing disagreement"
+
+
 @dataclass(frozen=True, slots=True)
 class NotTested:
     """Something that a run could not see.
@@ -270,24 +274,15 @@ class NotTested:
     def __str__(self) -> str:
         return f"{self.what}: {self.reason}" + (f"; {self.how}" if self.how else "")
 
-    @staticmethod
-    def fields_of(entry: str) -> list[str]:
-        """Of an entry that a worker left in an artefact: who, what and why.
-
-        >>> NotTested.fields_of("sglang: exact KL: it gives no whole distributions")
-        ['sglang', 'exact KL', 'it gives no whole distributions']
-        """
-        return entry.split(": ")
+    def plain(self) -> dict[str, str]:
+        """As an entry of a fingerprint's ``not_tested``."""
+        return {"what": self.what, "reason": self.reason, "how": self.how}
 
     @classmethod
-    def what_first(cls, entry: str) -> str:
-        """Such an entry as a report has it: what, then who and why; unchanged where it lacks one.
-
-        >>> NotTested.what_first("sglang: exact KL: it gives no whole distributions")
-        'exact KL: sglang: it gives no whole distributions'
-        """
-        who, *rest = cls.fields_of(entry)
-        return str(cls(rest[0], ": ".join((who, *rest[1:])))) if len(rest) > 1 else entry
+    def of(cls, fingerprint: Fingerprint) -> list[NotTested]:
+        """What a worker left there; a sentence is of a version that kept no fields."""
+        entries = fingerprint.get("not_tested", ())
+        return [cls("rollout", e) if isinstance(e, str) else cls(**e) for e in entries]
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,7 +422,7 @@ class Report:
         comparisons: the first is the headline: the law that sampled against the trainer.
         noise_floor: pairs that should agree (prefill vs decode, trainer vs itself regrouped …);
             each with a few metrics only.
-        not_tested: what this run could not see, and why, one sentence each.
+        not_tested: what this run could not see, and why.
         run: spec, command line, versions, seconds per stage, created (ISO time).
         analyses: id -> result, of those that were made, see mismatch/analysis/plugins.py.
     """
@@ -438,7 +433,7 @@ class Report:
     comparisons: tuple[Comparison, ...]
     noise_floor: tuple[SidePair, ...]
     checks: tuple[Check, ...]
-    not_tested: tuple[str, ...]
+    not_tested: tuple[NotTested, ...]
     run: dict[str, Any]
     analyses: dict[str, Any] = field(default_factory=dict)
 

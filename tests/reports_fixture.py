@@ -329,7 +329,9 @@ def make_report(tokens: pd.DataFrame | None = None, checks: tuple[Check, ...] = 
             noise_pair("reference:fp32", "fsdp", 0.62 * mean, 0.21),
         ),
         checks=checks,
-        not_tested=("prefill rescoring at temperature ≠ 1: this run sampled at temperature 1",),
+        not_tested=(
+            NotTested("prefill rescoring at temperature ≠ 1", "this run sampled at temperature 1"),
+        ),
         run={
             "command": "mismatch check --model tiny-gpt-oss",
             "created": "2026-11-20T18:40:00+00:00",

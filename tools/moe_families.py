@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from mismatch.types import NotTested
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -79,7 +81,8 @@ def agreement(model: Path, rollout: Any, decode: Any) -> dict[str, Any]:
         model, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     if decode.routing is None:
-        return {"error": decode.fingerprint.get("not_tested", ["no routes"])[0]}
+        untested = [entry.reason for entry in NotTested.of(decode.fingerprint)]
+        return {"error": (*untested, "no routes")[0]}
     deltas, differ = [], []
     bounds = zip(rollout.offsets[:-1], rollout.offsets[1:], strict=True)
     logprobs = np.split(decode.logprobs, store_splits(rollout))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mismatch.captures import Likeliest
 from mismatch.errors import MismatchError
-from mismatch.types import Fingerprint, Floats
+from mismatch.types import EXACT_KL, PREFILL, ROUTES, Fingerprint, Floats
 
 if TYPE_CHECKING:
     from mismatch.engines.distribution_capture import CaptureRequest
@@ -184,6 +184,16 @@ class ExpertLayout:
     layers: tuple[int, ...]
     num_experts: int
     top_k: int
+
+
+# Capability -> what is not tested without it.
+UNTESTED = {
+    "prefill": PREFILL,
+    "prefill_tempered": PREFILL,
+    "routed_experts": ROUTES,
+    "deterministic": "the same tokens from the same seed",
+    "distributions": EXACT_KL,
+}
 
 
 @dataclass(frozen=True, slots=True)

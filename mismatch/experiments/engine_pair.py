@@ -23,6 +23,7 @@ from mismatch.run import store
 from mismatch.run.store import TRAIN
 from mismatch.specs import CheckSpec
 from mismatch.types import (
+    PREFILL,
     Answer,
     Estimate,
     Floats,
@@ -243,10 +244,6 @@ def _factor(party: str, by_pair: Mapping[frozenset[str], float]) -> float:
     return min(own) / third if third > 0 else float("inf")
 
 
-# How engines name, in what they did not test, that they cannot score given tokens.
-PREFILL = {"prefill", "decode against prefill", "no prefill", "no prefill_tempered"}
-
-
 @dataclass(frozen=True, slots=True)
 class Corner:
     """One set of tokens with everything that was said of them.
@@ -291,9 +288,9 @@ def with_engines(
     result = replace(result, sides=(replace(first, verdict=report.verdict), second))
     name = f"{second.engine}:decode"
     facts = store.scoring_header(run_dir / second.place, name)["fingerprint"]
-    missing = tuple(f"two engines: {reason}" for reason in result.not_tested)
+    missing = [NotTested("two engines", reason) for reason in result.not_tested]
     reasons = {edge.reason for edge in result.edges}
-    missing += tuple(reason for reason in facts.get("not_tested", ()) if reason not in reasons)
+    missing += [entry for entry in NotTested.of(facts) if entry.reason not in reasons]
     return replace(
         report,
         verdict=worse(report.verdict, second.verdict, second.engine),
@@ -333,7 +330,7 @@ def _broken(report: Report, detail: str) -> Report:
         report,
         verdict=verdict,
         checks=(*report.checks, check),
-        not_tested=(*report.not_tested, str(entry)),
+        not_tested=(*report.not_tested, entry),
     )
 
 
@@ -424,8 +421,7 @@ def _unable(home: Path, engine: str) -> str:
     facts = store.scoring_header(home, f"{engine}:decode")["fingerprint"]
     if facts.get("prefill") is not False:
         return ""
-    entries = facts.get("not_tested", ())
-    reasons = [entry for entry in entries if PREFILL & set(NotTested.fields_of(entry))]
+    reasons = [entry.reason for entry in NotTested.of(facts) if entry.what == PREFILL]
     return reasons[0] if reasons else f"{engine} cannot score given tokens at this temperature"
 
 

@@ -17,6 +17,8 @@ from mismatch.models.config import is_moe
 from mismatch.specs import AS_STORED, CheckSpec, Injections, TrainSpec
 
 ROUTER_NOISE = "router-noise"
+# Of a trainer's "routing"; else why its experts cannot be captured.
+CAPTURED, NOT_ASKED, DENSE = "captured", "not asked for", "dense"
 KNOWN = {ROUTER_NOISE: "normal noise of this standard deviation on every router logit"}
 
 

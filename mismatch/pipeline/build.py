@@ -27,6 +27,7 @@ from mismatch.experiments.locate.judge import of_run as located
 from mismatch.experiments.scoring_passes import training_passes
 from mismatch.metrics.routing_pairs import router_noise
 from mismatch.models import named
+from mismatch.models.moe import CAPTURED, DENSE, NOT_ASKED
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
 from mismatch.pipeline.preflight import require_a_law
 from mismatch.pipeline.tokens import token_table
@@ -37,7 +38,18 @@ from mismatch.run.messages import pass_label, read_error
 from mismatch.run.provenance import provenance
 from mismatch.run.store import FLOAT32, REFERENCE, REPLAYED, TRAIN, WEIGHTS
 from mismatch.specs import CheckSpec, spec_hash, to_dict
-from mismatch.types import Check, Comparison, NotTested, Report, Rollout, Scoring, SidePair
+from mismatch.types import (
+    EXACT_KL,
+    PREFILL,
+    ROUTES,
+    Check,
+    Comparison,
+    NotTested,
+    Report,
+    Rollout,
+    Scoring,
+    SidePair,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,8 +58,6 @@ if TYPE_CHECKING:
 
 COMPARISON = "comparison.json"
 COMPARISON_SCHEMA = "mismatch.comparison/1"
-EXACT_KL = "exact KL"  # as engines name it in what they did not test
-UNSUPPORTED = "not supported"  # a trainer whose routers cannot be captured
 SIDE_PAIRS = ("repeated", "regrouped", "grad")  # the trainer against itself
 
 
@@ -124,7 +134,7 @@ def build_report(
     checks += [*square_checks(results.get("square")), *gradient_checks(gradients)]
     open_question = "" if column == "fp32" else without_square(spec, comparisons, results)
     missing = not_tested(spec, artefacts.rollout, artefacts.scorings, checks) + unseen
-    missing += [str(entry) for entry in without_room(run_dir, spec, artefacts.scorings)]
+    missing += without_room(run_dir, spec, artefacts.scorings)
     results |= {"kernels": of_run(run_dir), "gradients": gradients}
     results |= {"locate": located(run_dir)}
     report = Report(
@@ -169,7 +179,7 @@ def without_square(spec: CheckSpec, comparisons: list[Comparison], results: dict
 
 def measured(
     run_dir: Path, spec: CheckSpec, held: Artefacts, comparisons: list[Comparison]
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, Any], list[NotTested]]:
     """The results of all analyses by id, and what they could not see.
 
     None of them where nothing was compared.
@@ -181,14 +191,14 @@ def measured(
         refused.setdefault(f"{spec.rollout.engine.engine}:{FLOAT32}", error.message)
     run = RunArtefacts(held.rollout, held.decode, held.train, comparisons[0], usable, refused)
     results: dict[str, Any] = {}
-    missing: list[str] = []
+    missing: list[NotTested] = []
     for analysis in analyses():
         result = analysis.measure(run, spec)
         if isinstance(result, NotTested):
-            missing.append(str(result))
+            missing.append(result)
         elif result is not None:
             results[analysis.id] = result
-            missing += [f"{analysis.id}: {reason}" for reason in analysis.unseen(result)]
+            missing += [NotTested(analysis.id, reason) for reason in analysis.unseen(result)]
     return results, missing
 
 
@@ -266,14 +276,15 @@ def noise_floor(
 
 def not_tested(
     spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring], checks: list[Check]
-) -> list[str]:
+) -> list[NotTested]:
     """What this run could not see, and why, as the report has it."""
     left_by_engine = scorings[f"{spec.rollout.engine.engine}:decode"].fingerprint
-    skipped = [NotTested(c.id, c.detail) for c in checks if c.status == "not_tested"]
-    missing = [str(c) for c in skipped]
-    missing += map(NotTested.what_first, left_by_engine.get("not_tested", []))
-    missing += spec.not_reproduced
-    return [*missing, *map(str, _unseen(spec, rollout, scorings))]
+    return [
+        *(NotTested(c.id, c.detail) for c in checks if c.status == "not_tested"),
+        *NotTested.of(left_by_engine),
+        *(NotTested("settings of the preset", text) for text in spec.not_reproduced),
+        *_unseen(spec, rollout, scorings),
+    ]
 
 
 def _unseen(spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring]) -> Iterator[NotTested]:
@@ -286,7 +297,7 @@ def _unseen(spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring]) -> 
             yield NotTested(name, reason)
     yield from _without_exact_kl(spec, decode, train)
     if not engine.prefill:
-        yield NotTested("decode against prefill", "the prefill rescoring was switched off")
+        yield NotTested(PREFILL, "the prefill rescoring was switched off")
     if not spec.noise_floor:
         yield NotTested("noise floor", "switched off")
     elif REFERENCE not in {pass_.name for pass_ in training_passes(spec)}:
@@ -328,20 +339,19 @@ def _without_exact_kl(spec: CheckSpec, decode: Scoring, train: Scoring) -> Itera
     if not spec.rollout.exact_kl:
         yield NotTested(EXACT_KL, "switched off")
         return
-    stated = decode.fingerprint.get("not_tested", [])
+    stated = {entry.what for entry in NotTested.of(decode.fingerprint)}
     reason = exact_reason(decode, train)
-    if reason and not any(EXACT_KL in NotTested.fields_of(entry) for entry in stated):
+    if reason and EXACT_KL not in stated:
         yield NotTested(EXACT_KL, reason)
 
 
 def _without_routes(spec: CheckSpec, train: dict[str, Any]) -> Iterator[NotTested]:
-    what = "routing disagreement"
     if replayed := replay_phrase(train):
-        yield NotTested(what, f"replayed ({replayed}), so 0 by construction")
+        yield NotTested(ROUTES, f"replayed ({replayed}), so 0 by construction")
     elif not spec.train.routing and train.get("moe"):
-        yield NotTested(what, "route capture was switched off")
-    elif UNSUPPORTED in NotTested.fields_of(str(train.get("routing", "")))[:1]:
-        yield NotTested(what, f"in the trainer {train['routing']}")
+        yield NotTested(ROUTES, "route capture was switched off")
+    elif train.get("routing", CAPTURED) not in (CAPTURED, NOT_ASKED, DENSE):
+        yield NotTested(ROUTES, f"in the trainer {train['routing']}")
 
 
 def facts(spec: CheckSpec, rollout: Rollout, command: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``report.json``: the report as plain data, schema ``mismatch.report/2``.
+"""``report.json``: the report as plain data, schema ``mismatch.report/3``.
 
 The field list with meanings is docs/report-json.md; the JSON Schema is generated (:func:`schema`).
 """
@@ -16,9 +16,9 @@ from mismatch.analysis.plugins import analyses
 from mismatch.analysis.square import sides_at_fault
 from mismatch.codec import Misfit, fields_of, from_json, refused, schema_of, to_json
 from mismatch.metrics import METRICS
-from mismatch.types import Check, Comparison, Report, SidePair, Status, Verdict
+from mismatch.types import Check, Comparison, NotTested, Report, SidePair, Status, Verdict
 
-SCHEMA = "mismatch.report/2"
+SCHEMA = "mismatch.report/3"
 JQ_NAMES = {"kl": "k1_kl"}  # and an underscore for the dot of "ratio_outside_1.02"
 COMMAND, PAGE = "mismatch compare RUN", "docs/report-json.md"
 
@@ -30,7 +30,7 @@ FIELDS: dict[str, Any] = {
     "comparisons": tuple[Comparison, ...],
     "noise_floor": tuple[SidePair, ...],
     "checks": tuple[Check, ...],
-    "not_tested": tuple[str, ...],
+    "not_tested": tuple[NotTested, ...],
     "run": dict[str, Any],
 }
 

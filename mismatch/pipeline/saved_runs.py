@@ -20,7 +20,7 @@ from mismatch.run import store
 from mismatch.run.directory import at_work
 from mismatch.run.recorded import ENGINE, Recorded, as_rollout
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
-from mismatch.types import Comparison, Estimate, Ints, Report, Status
+from mismatch.types import Comparison, Estimate, Ints, NotTested, Report, Status
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -250,8 +250,8 @@ def keep_recorded(
         "stop_token_ids": list(stop_ids(engine.model, engine.revision, tokenizer)),
         "bos_token_id": tokenizer.bos_token_id,
         "not_tested": [
-            *(f"{ENGINE}: {what}: the file does not have it" for what in NOT_IN_A_FILE),
-            *(f"{ENGINE}: {remark}: {count}" for remark, count in recorded.remarks.items()),
+            *(NotTested(what, "the file does not have it").plain() for what in NOT_IN_A_FILE),
+            *(NotTested(remark, f"{count}").plain() for remark, count in recorded.remarks.items()),
         ],
     }
     rollout, decode = as_rollout(recorded, sampling, fingerprint)

@@ -29,7 +29,7 @@ from mismatch.run import resume, store
 from mismatch.run.directory import at_work, load_spec
 from mismatch.run.store import TRAIN
 from mismatch.specs import CheckSpec, Pass
-from mismatch.types import Pair, Report, Rollout
+from mismatch.types import NotTested, Pair, Report, Rollout
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     from mismatch.analysis.levels import Thresholds
 
 
-UNTESTED = (
-    "sampling, alignment, special tokens and weights: these checks need the engine that sampled; "
-    "each run's own report has them"
+UNTESTED = NotTested(
+    "sampling, alignment, special tokens and weights",
+    "these checks need the engine that sampled",
+    "each run's own report has them",
 )
 
 

@@ -22,7 +22,7 @@ from mismatch.reports.formatting import (
 from mismatch.reports.metric_labels import MetricLabel, metric_label, noise_label
 from mismatch.reports.section import Cell, Column, Table
 from mismatch.run.store import REFERENCE
-from mismatch.types import Check, Comparison, Estimate, Judgement, Report
+from mismatch.types import Check, Comparison, Estimate, Judgement, NotTested, Report
 
 HEADLINE, MEDIAN = "logprob_abs_diff_mean", "logprob_abs_diff_p50"
 TELLING = (HEADLINE, "k3_kl", "ratio_outside_2", "clip_fraction", "ess_seq", "exact_kl")
@@ -284,10 +284,10 @@ def cautions(rows: list[Row]) -> list[str]:
     ]
 
 
-def untested(report: Report) -> list[str]:
+def untested(report: Report) -> list[NotTested]:
     """What the run could not see, each once: a check may be named in both lists."""
-    skipped = [f"{check.id}: {check.detail}" for check in checks(report, "not_tested")]
-    return [line(reason) for reason in dict.fromkeys([*skipped, *report.not_tested])]
+    skipped = [NotTested(check.id, check.detail) for check in checks(report, "not_tested")]
+    return list(dict.fromkeys([*skipped, *report.not_tested]))
 
 
 def next_steps(report: Report) -> list[str]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.models.moe import ROUTER_NOISE
+from mismatch.models.moe import CAPTURED, DENSE, NOT_ASKED, ROUTER_NOISE
 from mismatch.specs import TrainSpec
 from mismatch.training.distributed import World
 from mismatch.training.load import LoadedModel
@@ -117,7 +117,7 @@ def prepare_pass(
         )
         _probe_parts(world, loaded, spec)
         require_interventions_work(loaded.scorer, spec, source, world.device)
-    if routing_note != "captured":
+    if routing_note != CAPTURED:
         options = replace(options, routing=False)
     return options, routing_note
 
@@ -241,13 +241,13 @@ def _probe_routing(
     from mismatch.errors import CorruptCapture
 
     if not loaded.scorer.moe:
-        return "dense"
+        return DENSE
     if not spec.routing:
-        return "not asked for"
+        return NOT_ASKED
     batch = collate([np.arange(8)], "padding", world.device)
     scorer = loaded.scorer
     try:
         scorer(scorer.score, batch, batch.rows[:1], batch.rows[1:2], options)
     except CorruptCapture as error:
         return f"not supported: {error.message}"
-    return "captured"
+    return CAPTURED

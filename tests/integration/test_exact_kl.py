@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mismatch.run import store
+from mismatch.types import EXACT_KL, NotTested
 from tests.checkpoints import make
 
 from .conftest import TINY_RUN, Run, run_check
@@ -107,7 +108,7 @@ def test_switched_off_it_is_named(tmp_path: Path) -> None:
     run = run_check(tmp_path / "run", *TINY_RUN, *off)
     assert "exact_kl" not in run.headline["metrics"]
     assert not (run.directory / "dists").exists()
-    assert ["exact KL", "switched off"] in [entry.split(": ") for entry in run.report["not_tested"]]
+    assert NotTested(EXACT_KL, "switched off").plain() in run.report["not_tested"]
 
 
 @pytest.mark.grid

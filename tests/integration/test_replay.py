@@ -239,7 +239,7 @@ def test_a_trainer_that_replays_says_so(tiny_run: Path, tmp_path: Path) -> None:
     report = json.loads((copy / "report.json").read_text())
     assert spec["train"]["replay_routing"] is None
     assert report["comparisons"][0]["routing"]["routing_disagree_any"]["value"] == 0
-    assert any("0 by construction" in reason for reason in report["not_tested"])
+    assert any("0 by construction" in entry["reason"] for entry in report["not_tested"])
     page = (copy / "report.html").read_text().replace("\u00a0", " ")
     notes = report["comparisons"][0]["breakdowns"]["routing_notes"]
     replayed = dict(zip(notes["fact"], notes["value"], strict=True))["replayed"]

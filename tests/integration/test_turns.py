@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mismatch.run import store
-from mismatch.types import CACHED
+from mismatch.types import CACHED, EXACT_KL
 
 from .conftest import Run, run_check
 
@@ -47,8 +47,8 @@ def test_both_sides_agree_on_every_turn(turns: Run) -> None:
     by_turn = turns.report["comparisons"][0]["breakdowns"]["by_turn"]
     assert by_turn["turn"][:2] == [1, 2]
     assert max(by_turn["mean_abs_delta"]) < 0.15
-    left = [str(entry) for entry in turns.report["not_tested"]]
-    assert not [entry for entry in left if "multi-turn" in entry or "exact KL" in entry]
+    untested = {entry["what"] for entry in turns.report["not_tested"]}
+    assert not untested & {"multi-turn rollouts", EXACT_KL}
 
 
 def test_whole_distributions_are_taken_in_later_turns_too(turns: Run) -> None:

@@ -44,7 +44,7 @@ def pairs(report: Report) -> list[tuple[str, str]]:
 
 
 def mentioned(report: Report, name: str) -> list[str]:
-    return [reason for reason in report.not_tested if reason.startswith(f"{name}: ")]
+    return [entry.reason for entry in report.not_tested if entry.what == name]
 
 
 @pytest.mark.parametrize("name", NAMES)

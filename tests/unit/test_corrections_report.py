@@ -9,6 +9,7 @@ from mismatch.pipeline.build import build_report
 from mismatch.pipeline.document import report_from_json, report_to_json
 from mismatch.reports.sections import corrections
 from mismatch.run.directory import load_spec
+from mismatch.types import NotTested
 from tests.fixes_fixture import make_table
 from tests.made_run import make_run
 from tests.reports_fixture import make_failing_report, make_report, make_tokens
@@ -73,7 +74,7 @@ def test_a_run_is_previewed_and_says_what_it_could_not(tmp_path):
     table = report.result("corrections")
     assert (table.rollout, table.train, table.batch) == ("transformers:decode", "fsdp", 16)
     assert table.named("tis-token").weight_mean == pytest.approx(1.01005, abs=1e-5)
-    assert f"corrections: {NO_REWARDS}" in report.not_tested
+    assert NotTested("corrections", NO_REWARDS) in report.not_tested
 
 
 def test_the_same_tokens_give_the_same_preview():

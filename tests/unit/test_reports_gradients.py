@@ -136,15 +136,15 @@ def test_a_run_gives_its_check(tmp_path: Path) -> None:
     saved(tmp_path)
     check, unseen = check_of_run(tmp_path)
     assert check == make_check(prompts=4)
-    assert unseen == list(check.not_tested)
-    assert [entry.partition(":")[0] for entry in unseen] == ["gradient of vllm-fp32"]
+    assert [entry.reason for entry in unseen] == list(check.not_tested)
+    assert [entry.reason.partition(":")[0] for entry in unseen] == ["gradient of vllm-fp32"]
 
 
 def test_a_run_without_gradients_has_none_and_says_nothing(tmp_path: Path) -> None:
     assert check_of_run(tmp_path) == (None, [])
     check, unseen = check_of_run(tmp_path, asked=True)
     assert check is None
-    assert "--gradients --resume" in unseen[0]
+    assert "--gradients --resume" in unseen[0].how
 
 
 def test_a_run_whose_reference_failed_says_why(tmp_path: Path) -> None:
@@ -152,4 +152,4 @@ def test_a_run_whose_reference_failed_says_why(tmp_path: Path) -> None:
     check, unseen = check_of_run(tmp_path)
     assert check is None
     assert len(unseen) == 1
-    assert unseen[0].endswith("(mismatch check --gradients)")
+    assert unseen[0].how == "mismatch check --gradients"

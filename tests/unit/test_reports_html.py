@@ -12,7 +12,7 @@ import pytest
 
 from mismatch.reports.html import to_html
 from mismatch.reports.sections import tokens as figures
-from mismatch.types import Check
+from mismatch.types import Check, NotTested
 from tests.reports_fixture import (
     HOSTILE,
     make_empty_report,
@@ -155,7 +155,7 @@ def test_hostile_names_are_only_text() -> None:
         report,
         model=attack,
         checks=(Check(attack, "failed", attack, attack),),
-        not_tested=(attack,),
+        not_tested=(NotTested(attack, attack, attack),),
         fingerprints=report.fingerprints | {attack: {"engine": attack}},
         run=report.run | {"command": attack, "created": attack, "versions": {attack: attack}},
     )

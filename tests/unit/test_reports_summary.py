@@ -15,7 +15,7 @@ from mismatch.reports.framework_values import FrameworkValues
 from mismatch.reports.metric_labels import metric_label, noise_label
 from mismatch.reports.section import Section, cell_interval, cell_text
 from mismatch.reports.sections import headline, published_values, ran, sections
-from mismatch.types import Check, Comparison, Estimate, Judgement, Report, Verdict
+from mismatch.types import Check, Comparison, Estimate, Judgement, NotTested, Report, Verdict
 from tests.reports_fixture import (
     estimate,
     make_failing_report,
@@ -218,7 +218,8 @@ def test_a_healthy_run_has_nothing_to_mend() -> None:
 
 def test_untested_names_each_reason_once() -> None:
     check = Check("truncation", "not_tested", "the engine does not say")
-    reasons = ("truncation: the engine does not say", "weight synchronisation: no refit")
+    same = NotTested("truncation", "the engine does not say")
+    reasons = (same, NotTested("weight synchronisation", "no refit"))
     report = replace(make_report(), checks=(check,), not_tested=reasons)
     assert summary.untested(report) == list(reasons)
 

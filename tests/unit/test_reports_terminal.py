@@ -13,7 +13,7 @@ from mismatch.reports.formatting import MARKS
 from mismatch.reports.markdown import plain, to_markdown
 from mismatch.reports.sections import page, sections
 from mismatch.reports.terminal import print_report
-from mismatch.types import Check, Report
+from mismatch.types import Check, NotTested, Report
 from tests.reports_fixture import (
     make_empty_report,
     make_failing_report,
@@ -34,7 +34,7 @@ def hostile_report() -> Report:
         report,
         model=HOSTILE,
         checks=(check,),
-        not_tested=(HOSTILE,),
+        not_tested=(NotTested(HOSTILE, HOSTILE, HOSTILE),),
         fingerprints=names,
         comparisons=(comparison,),
     )

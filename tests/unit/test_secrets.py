@@ -16,6 +16,7 @@ from mismatch.run import store
 from mismatch.run.directory import Journal, new_directory
 from mismatch.run.messages import write_error
 from mismatch.run.provenance import provenance, redact
+from mismatch.types import NotTested
 
 from ..made_run import make_run, rollout, scoring, spec
 from .test_launch import python, run_worker
@@ -80,7 +81,7 @@ def test_no_secret_is_in_a_run_directory(tmp_path, monkeypatch):
 
     report, table = build_report(run, asked)
     report.run["command"] = ALL
-    report = replace(report, not_tested=(*report.not_tested, ALL))
+    report = replace(report, not_tested=(*report.not_tested, NotTested(ALL, ALL, ALL)))
     write_report(run, report, table)
     text = everything(run) + redact(caught.value.message)
     assert not [secret for secret in (*SECRETS, "hunter2x") if secret in text]

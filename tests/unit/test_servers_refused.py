@@ -12,6 +12,7 @@ from mismatch.engines.servers.engine import ServerEngine
 from mismatch.engines.servers.probing import SAME_WEIGHTS
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
+from mismatch.types import NotTested
 from tests.scripted_server import ScriptedServer
 from tests.servers_fixture import (
     LAW,
@@ -67,7 +68,7 @@ def test_what_a_server_does_not_say_is_not_tested(serve: Any) -> None:
     _, engine = generate(serve())
     facts = engine.fingerprint("decode")
     assert facts["dtype"] is None
-    assert any("dtype" in line for line in facts["not_tested"])
+    assert any("dtype" in entry["what"] for entry in facts["not_tested"])
     assert facts["source_files"] == {}
     assert engine.weights().digests == {}
 
@@ -135,9 +136,9 @@ def test_servers_with_different_logprobs_are_refused(serve: Any) -> None:
 
 def test_other_settings_are_said(serve: Any) -> None:
     _, engine = generate(serve(), serve(configuration="vllm-0.32.0-xyz"))
-    notes = engine.fingerprint("decode")["not_tested"]
     _, alike = generate(serve(), serve())
-    assert len(set(notes) - set(alike.fingerprint("decode")["not_tested"])) == 1
+    notes = [set(NotTested.of(each.fingerprint("decode"))) for each in (engine, alike)]
+    assert len(notes[0] - notes[1]) == 1
 
 
 def test_the_same_server_twice_is_refused(serve: Any) -> None:
@@ -158,12 +159,11 @@ def test_an_address_with_two_models_behind_it_is_said(serve: Any) -> None:
 
     server.completion = either
     engine = ServerEngine(spec(server), LAW, longest=64)
-    notes = engine.fingerprint("decode")["not_tested"]
-    differ = [line for line in notes if "probe logprobs" in line]
-    assert len(differ) == 1
-    assert min(numbers(differ[0])) > SAME_WEIGHTS
-    calm = ServerEngine(spec(serve()), LAW, longest=64).fingerprint("decode")["not_tested"]
-    assert set(notes) - set(calm) == set(differ)
+    calm = ServerEngine(spec(serve()), LAW, longest=64)
+    notes = [set(NotTested.of(each.fingerprint("decode"))) for each in (engine, calm)]
+    (differ,) = notes[0] - notes[1]
+    assert server.url.removeprefix("http://") in differ.what
+    assert min(numbers(differ.reason)) > SAME_WEIGHTS
 
 
 def test_probes_without_numbers_are_refused(serve: Any) -> None:

@@ -45,7 +45,7 @@ from mismatch.reports.terminal import print_section
 from mismatch.run import store
 from mismatch.run.directory import at_work
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
-from mismatch.types import Estimate, Report, Rollout, Sampling, Scoring
+from mismatch.types import PREFILL, Estimate, NotTested, Report, Rollout, Sampling, Scoring
 from tests.reports_fixture import make_report, make_tokens
 from tests.texts import numbers
 
@@ -91,8 +91,8 @@ def fill(
         return Scoring(name, rollout.token_ids[rollout.actions], truth + own, more)
 
     run_dir.mkdir(parents=True, exist_ok=True)
-    reasons = [f"{sampler}: {UNABLE}"] if unable == sampler else []
-    decode = facts | {"mode": "decode", "prefill": unable != sampler, "not_tested": reasons}
+    entries = [NotTested(PREFILL, f"{sampler}: {UNABLE}").plain()] * (unable == sampler)
+    decode = facts | {"mode": "decode", "prefill": unable != sampler, "not_tested": entries}
     train = {"mode": "train", "dtype": "bf16", "logprobs_temperature": 1.0}
     store.save_rollout(run_dir, rollout)
     store.save_scoring(run_dir, scoring(f"{sampler}:decode", sampler, **decode), rollout)
@@ -435,7 +435,7 @@ def test_a_check_with_two_engines_reports_them(
     assert report.result("engines").odd == A
     assert f"{B}:decode" in report.fingerprints
     assert report.comparisons[0].rollout == f"{A}:decode"
-    assert not any(entry.startswith(B) for entry in report.not_tested)
+    assert not any(B in entry.what for entry in report.not_tested)
 
 
 @pytest.mark.parametrize("name", [f"{B}:decode", f"{A}:prefill", "fsdp"])
@@ -464,6 +464,5 @@ def test_what_the_second_engine_cannot_do_is_in_the_report(
     make(run_dir, ODD_A, unable=B)
     monkeypatch.setattr(Stages, "measure", lambda *_, **__: None)
     report = run_check(replace(spec_of(), noise_floor=False), run_dir, Quiet())
-    reasons = [entry for entry in report.not_tested if "at T = 1 only" in entry]
-    assert len(reasons) == 1  # not once per edge
-    assert reasons[0].startswith("two engines: ")
+    (entry,) = [entry for entry in report.not_tested if "T = 1" in entry.reason]  # not per edge
+    assert entry.what == "two engines"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -44,10 +44,10 @@ from mismatch.engines.servers.scheduler import (
 from mismatch.engines.servers.server_api import Answer
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
-from mismatch.types import Fingerprint, Floats, Sampling
+from mismatch.types import Fingerprint, Floats, NotTested, Sampling
 
-UNTEMPERED = "decode against prefill: servers score prompts at temperature 1 only"
-UNSEEDED = "the same tokens from the same seed: a server's batches depend on what else it has to do"
+UNTEMPERED = "servers score prompts at temperature 1 only"
+UNSEEDED = "a server's batches depend on what else it has to do"
 NO_WEIGHTS = "a server does not show its parameters"
 IDENTITY = ("kind", "version", "dtype", "weight_version", "law", "routes")  # of a journal's servers
 
@@ -96,7 +96,7 @@ class ServerEngine:
         reasons: dict[str, str] = {
             "deterministic": UNSEEDED,
             "prefill_tempered": UNTEMPERED,
-            "distributions": "exact KL: a server gives no whole distributions",
+            "distributions": "a server gives no whole distributions",
         }
         for server in servers:
             reasons |= server.reasons
@@ -259,7 +259,7 @@ class ServerEngine:
                 "seeding": "none" if self._seed(server, 0, 0) is None else "per sample",
                 "sampling": self._sent,
                 "servers": [self._record(state) for state in states],
-                "not_tested": not_tested(states, self.info.model_type),
+                "not_tested": [entry.plain() for entry in not_tested(states, self.info.model_type)],
             }
         )
 
@@ -363,42 +363,42 @@ class ServerEngine:
         }
 
 
-def not_tested(states: Sequence[ServerState], model_type: str) -> list[str]:
-    """What is not known about these servers, one sentence each."""
+def not_tested(states: Sequence[ServerState], model_type: str) -> Iterator[NotTested]:
+    """What is not known about these servers."""
     first: Server = states[0].server
     details = first.facts.details
     portable = (details.get("device"), details.get("attention")) == ("cpu", "torch_native")
-    lines = []
     if first.facts.kind == "sglang" and model_type == "gpt_oss" and portable:
-        lines.append(
-            "server: attention sinks: SGLang's portable attention has none, that of "
-            "mismatch.engines.sglang.cpu.serve is a substitute, and a server does not say "
-            "which it runs"
+        yield NotTested(
+            "attention sinks of the server",
+            "SGLang's portable attention has none, that of mismatch.engines.sglang.cpu.serve is "
+            "a substitute, and a server does not say which it runs",
         )
     if first.facts.dtype is None:
-        lines.append("server: the dtype that it computes in: it does not say")
+        yield NotTested("the dtype that the server computes in", "it does not say")
     if first.mode.tempered is None:
-        lines.append("server: which law its logprobs are of: its probes did not tell")
+        yield NotTested("which law the server's logprobs are of", "its probes did not tell")
     if len({state.server.facts.configuration for state in states}) > 1:
-        lines.append("server: equal settings of all servers: their configurations differ")
+        yield NotTested("equal settings of all servers", "their configurations differ")
     for state in states:
         if state.server.noise > SAME_WEIGHTS:
-            lines.append(
-                f"server: that one model answers at {state.name}: its probe logprobs differ by "
-                f"{state.server.noise:.2g} on average from one look to the next"
+            yield NotTested(
+                f"that one model answers at {state.name}",
+                f"its probe logprobs differ by {state.server.noise:.2g} on average from one look "
+                "to the next",
             )
         if state.unconfirmed:
-            lines.append(
-                f"server: the weights of {state.name} to its end: it was dropped "
-                f"({state.dropped}) before {len(state.unconfirmed)} of its answers were "
-                "confirmed by probe prompts"
+            yield NotTested(
+                f"the weights of {state.name} to its end",
+                f"it was dropped ({state.dropped}) before {len(state.unconfirmed)} of its answers "
+                "were confirmed by probe prompts",
             )
         if state.counts["timeouts"]:
-            lines.append(
-                f"server: {state.counts['timeouts']} requests to {state.name} ran out of "
-                "time and were sampled again, which favours short responses"
+            yield NotTested(
+                "lengths as sampled",
+                f"{state.counts['timeouts']} requests to {state.name} ran out of time and were "
+                "sampled again, which favours short responses",
             )
-    return lines
 
 
 def _log(line: str) -> None:

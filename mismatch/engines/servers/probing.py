@@ -38,10 +38,9 @@ COLD = 0.5  # temperature at which tempered logprobs are told from raw ones
 SAME_WEIGHTS = 0.03
 NOISE_FACTOR = 5.0
 NO_ROUTES = (
-    "routing disagreement: the {kind} server returns no routed experts; start it with "
-    "--enable-return-routed-experts"
+    "the {kind} server returns no routed experts; start it with --enable-return-routed-experts"
 )
-NO_PREFILL = "decode against prefill: the {kind} server gives no prompt logprobs ({error})"
+NO_PREFILL = "the {kind} server gives no prompt logprobs ({error})"
 
 
 @dataclass(frozen=True, slots=True)

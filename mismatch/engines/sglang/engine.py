@@ -43,11 +43,11 @@ from mismatch.specs import EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
 
 REASONS = {
-    "prefill_tempered": "prefill: SGLang gives the logprobs of given tokens at T = 1 only",
+    "prefill_tempered": "SGLang gives the logprobs of given tokens at T = 1 only",
     "processed_logprobs": "SGLang's logprobs are taken before top-p and top-k cut the tail",
     "deterministic": "SGLang ignores the seeds of requests unless it is told to be deterministic "
     "(--engine-arg enable_deterministic_inference=true, on a GPU)",
-    "distributions": "exact KL: SGLang gives no whole distributions while it samples",
+    "distributions": "SGLang gives no whole distributions while it samples",
 }
 # Of /server_info: what the numbers may depend on.
 SETTINGS = (

@@ -39,7 +39,7 @@ from mismatch.engines.vllm.arguments import (
 )
 from mismatch.errors import MismatchError, first_line
 from mismatch.specs import EngineSpec
-from mismatch.types import Fingerprint, Floats, Sampling
+from mismatch.types import ROUTES, Fingerprint, Floats, NotTested, Sampling
 
 CHILD_FAILED = "See root cause above"  # vLLM's words where its engine's process failed
 
@@ -379,7 +379,9 @@ class VllmEngine:
             "generation_config": model.generation_config,
             "sampling": self._sent,
             "engine_args": dict(self.spec.args),
-            "not_tested": [f"{self.name}: routed experts: {self._refused}"] * bool(self._refused),
+            "not_tested": [NotTested(ROUTES, f"{self.name}: {self._refused}").plain()]
+            if self._refused
+            else [],
         }
 
     def _call(self, method: str, *args: Any) -> list[Any]:

@@ -21,15 +21,16 @@ from mismatch.run import manifest
 from mismatch.run.manifest import write_atomic
 from mismatch.run.messages import pass_label, read_error
 from mismatch.run.tables import read_arrays, write_arrays
+from mismatch.types import NotTested
 
 
 def check_of_run(
     run_dir: Path | str, *, asked: bool = False
-) -> tuple[GradientCheck | None, list[str]]:
-    """The check, and what it could not see, one sentence each.
+) -> tuple[GradientCheck | None, list[NotTested]]:
+    """The check, and what it could not see.
 
     None where no gradient was asked for, or where none can be compared; then the reason is among
-    the sentences. Gradients never keep a report from being made.
+    that. Gradients never keep a report from being made.
 
     Args:
         asked: the run was to take gradients, so that there must be a word about them.
@@ -38,17 +39,16 @@ def check_of_run(
         batch = load_batch(run_dir)
         if batch is None:
             reasons = gradient_failures(run_dir, [ALL_PASSES])
-            sentences = [f"gradients: {reason}" for reason in reasons.values()]
-            none = ["gradients: none were taken (mismatch check --gradients --resume)"]
-            return None, sentences or (none if asked else [])
+            missing = [NotTested(GRADIENTS, reason) for reason in reasons.values()]
+            none = NotTested(GRADIENTS, "none were taken", "mismatch check --gradients --resume")
+            return None, missing or [none] * asked
         check = check_gradients(load_gradients(run_dir), batch)
     except MismatchError as error:
-        text = error.message
-        text = text if text.startswith("gradients") else f"gradients: {text}"
-        return None, [f"{text} ({error.fix})" if error.fix else text]
-    return check, list(check.not_tested)
+        return None, [NotTested(GRADIENTS, error.message, error.fix)]
+    return check, [NotTested(GRADIENTS, reason) for reason in check.not_tested]
 
 
+GRADIENTS = "gradients"  # what is not tested without any
 BATCH = "gradients/batch.json"
 BATCH_SCHEMA = "mismatch.gradient-batch/1"
 SCHEMA = "mismatch.gradients/1"

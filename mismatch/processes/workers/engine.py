@@ -42,11 +42,12 @@ from mismatch.processes.workers.sampling import (
     timed,
     wants_prefill,
     with_routes,
+    without,
 )
 from mismatch.run import resume, store
 from mismatch.run.messages import SAMPLED, exit_worker, report_ready, report_timing, write_error
 from mismatch.specs import RolloutSpec, spec_hash
-from mismatch.types import Rollout, Scoring
+from mismatch.types import ROUTES, NotTested, Rollout, Scoring
 
 CACHE_SCHEMA = "mismatch.cache/1"
 LOG_DELAY_S = 1.0  # for the lines on their way to the log
@@ -256,9 +257,8 @@ def keep_without_routes(
     No spec is noted in them, so that they can be compared, but resuming does not take them for the
     scoring that was asked for.
     """
-    reason = f"routing disagreement: {error.message}"
-    facts = decode.fingerprint | {"not_tested": [*decode.fingerprint["not_tested"], reason]}
-    store.save_scoring(run_dir, replace(decode, fingerprint=facts), rollout)
+    decode = without(decode, NotTested(ROUTES, error.message))
+    store.save_scoring(run_dir, decode, rollout)
     return CorruptCapture(
         error.message,
         f"{error.fix}; tokens and logprobs are kept, to go on without routes: "

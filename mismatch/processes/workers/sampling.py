@@ -18,7 +18,13 @@ from mismatch.engines.artefacts import (
     decode_scoring,
     response_rewards,
 )
-from mismatch.engines.base import Capabilities, CapturesDistributions, Engine, Sample
+from mismatch.engines.base import (
+    UNTESTED,
+    Capabilities,
+    CapturesDistributions,
+    Engine,
+    Sample,
+)
 from mismatch.engines.distribution_capture import CaptureRequest, build_distributions, reported_law
 from mismatch.engines.model_info import ModelInfo, load_tokenizer, read_model_info
 from mismatch.engines.registry import engine_class
@@ -32,12 +38,11 @@ from mismatch.prompts.sources import read_prompts, render_prompts
 from mismatch.run import store
 from mismatch.run.messages import report_timing, say
 from mismatch.specs import RolloutSpec
-from mismatch.types import Floats, Ints, Rollout, Scoring
+from mismatch.types import EXACT_KL, ROUTES, Floats, Ints, NotTested, Rollout, Scoring
 
 NEVER_WRITTEN = "its MoE kernel does not write them (all are 0)"
 LIKELY = 8  # outcomes of a position whose texts are kept
 PROGRESS_INTERVAL_S = 0.5
-REASONS = {"distributions": "exact KL: it gives no whole distributions"}  # where it gives no other
 
 
 @dataclass(frozen=True)
@@ -89,8 +94,8 @@ def sampled(
     fingerprint = decode_fingerprint(engine, spec, ready.tokenizer, ready.info, pushed)
     fingerprint["not_tested"] = [
         *fingerprint.get("not_tested", ()),
-        *not_tested(spec, ready.capabilities),
-        *([] if replies is None else untested_turns(spec, replies)),
+        *(entry.plain() for entry in not_tested(spec, ready.capabilities)),
+        *(entry.plain() for entry in ([] if replies is None else untested_turns(spec, replies))),
     ]
     fingerprint["prefill"] = wants_prefill(spec, ready.capabilities)
     rollout = build_rollout(trajectories, spec, fingerprint)
@@ -164,18 +169,20 @@ def further_turns(
         replies.close()
 
 
-def untested_turns(spec: RolloutSpec, replies: Replies) -> Iterator[str]:
-    """What is missing where an environment replies, one sentence each."""
+def untested_turns(spec: RolloutSpec, replies: Replies) -> Iterator[NotTested]:
+    """What is missing where an environment replies."""
     name = spec.prompts.environment
+    failed = f"{name}: the environment failed"
     for reason, count in replies.ended.items():
-        yield f"{name}: the rest of {count} sequences: the environment failed ({reason})"
+        yield NotTested(f"the rest of {count} sequences", f"{failed} ({reason})")
     if replies.no_rewards:
-        yield f"{name}: its rewards: the environment failed ({replies.no_rewards})"
+        yield NotTested("rewards", f"{failed} ({replies.no_rewards})")
     for what in getattr(replies.kind, "unheld", tuple)():
-        yield f"{name}: its code in isolation: nothing here keeps {what} from it"
+        yield NotTested("code in isolation", f"{name}: nothing here keeps {what} from it")
     if replies.cut:
         most = spec.prompts.max_observation_tokens
-        yield f"{name}: whole replies: {replies.cut} were cut to --max-observation-tokens {most}"
+        cut = f"{name}: {replies.cut} were cut to --max-observation-tokens {most}"
+        yield NotTested("whole replies", cut)
 
 
 def capture_turns(engine: Engine, spec: RolloutSpec) -> TurnDistributions | None:
@@ -195,9 +202,7 @@ def with_distributions(
     try:
         distributions = build_distributions(taken, rollout, decode.logprobs, vocabulary)
     except CorruptCapture as error:
-        facts = decode.fingerprint
-        missing = [*facts["not_tested"], f"{captured.engine.name}: exact KL: {error.message}"]
-        return replace(decode, fingerprint=facts | {"not_tested": missing})
+        return without(decode, NotTested(EXACT_KL, f"{captured.engine.name}: {error.message}"))
     return replace(decode, distributions=distributions)
 
 
@@ -211,9 +216,13 @@ def with_routes(
     """
     if not never_written(trajectories):
         return replace(decode, routing=decode_routing(engine, trajectories, rollout))
-    reason = f"{engine.name}: routed experts: {NEVER_WRITTEN}"
-    missing = [*decode.fingerprint["not_tested"], reason]
-    return replace(decode, fingerprint=decode.fingerprint | {"not_tested": missing})
+    return without(decode, NotTested(ROUTES, f"{engine.name}: {NEVER_WRITTEN}"))
+
+
+def without(decode: Scoring, missing: NotTested) -> Scoring:
+    """The scoring, which says that it lacks something."""
+    entries = [*decode.fingerprint["not_tested"], missing.plain()]
+    return replace(decode, fingerprint=decode.fingerprint | {"not_tested": entries})
 
 
 def never_written(trajectories: Sequence[Trajectory]) -> bool:
@@ -250,8 +259,8 @@ def wants_prefill(spec: RolloutSpec, capabilities: Capabilities) -> bool:
     return spec.engine.prefill and able
 
 
-def not_tested(spec: RolloutSpec, capabilities: Capabilities) -> list[str]:
-    """What was asked for and this engine cannot do, one sentence each."""
+def not_tested(spec: RolloutSpec, capabilities: Capabilities) -> list[NotTested]:
+    """What was asked for and this engine cannot do."""
     wanted = {
         "prefill": spec.engine.prefill,
         "prefill_tempered": spec.engine.prefill and spec.sampling.temperature not in (0.0, 1.0),
@@ -260,7 +269,10 @@ def not_tested(spec: RolloutSpec, capabilities: Capabilities) -> list[str]:
         "distributions": spec.exact_kl > 0,
     }
     return [
-        f"{spec.engine.engine}: {capabilities.reasons.get(name, REASONS.get(name, f'no {name}'))}"
+        NotTested(
+            UNTESTED[name],
+            f"{spec.engine.engine}: {capabilities.reasons.get(name, f'no {name}')}",
+        )
         for name, asked in wanted.items()
         if asked and not getattr(capabilities, name)
     ]

@@ -28,7 +28,7 @@ from mismatch.reports.framework_values import FrameworkValues
 from mismatch.reports.section import Answer, Block, Cell, Column, Section, Table, status_cell
 from mismatch.reports.sections import published_values, square
 from mismatch.reports.summary import Row
-from mismatch.types import NotTested, Report
+from mismatch.types import Report
 
 K3, MEAN = RANKED_BY
 FRAMEWORKS = ("verl", "TRL", "NeMo-RL", "prime-rl")
@@ -54,7 +54,7 @@ def answers(report: Report, warnings: Sequence[str] = ()) -> tuple[Answer, ...]:
     Args:
         warnings: of all sections: what has to be known before numbers are believed.
     """
-    result = report.result("square")
+    result, missing = report.result("square"), summary.untested(report)
     texts = {
         "Careful": line(" ".join(warnings)),
         "Cause": _cause(report),
@@ -69,7 +69,7 @@ def answers(report: Report, warnings: Sequence[str] = ()) -> tuple[Answer, ...]:
             for status in WRONG
             if (checked := summary.checks(report, status))
         ),
-        "Not tested": _some([NotTested.fields_of(why)[0] for why in summary.untested(report)], "."),
+        "Not tested": _some([*dict.fromkeys(line(entry.what) for entry in missing)], "."),
     }
     fix = _fix(report)
     others = [Answer(question, answer) for question, answer in texts.items() if answer]
@@ -302,9 +302,10 @@ def checks(report: Report) -> tuple[Section, ...]:
     """Failed ones with their fix, passed ones folded; then what was not tested."""
     wrong, passed = summary.checks(report, *WRONG), summary.checks(report, "passed")
     ids, title = ", ".join(check.id for check in passed), f"{plural(len(passed), 'check')} passed"
+    untested = [line(entry) for entry in summary.untested(report)]
     shown = (
         Section("checks", "Checks", tables=[Table.of(CHECKS, wrong)], folded=False),
         Section("passed", title, tables=[Table.of(CHECKS[:-1], passed)], short=ids),
-        Section("untested", "Not tested", sentences=summary.untested(report), folded=False),
+        Section("untested", "Not tested", sentences=untested, folded=False),
     )
     return tuple(section for section in shown if section.holds)
