@@ -17,7 +17,6 @@ from mismatch.engines.turns import starting
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.processes.workers.engine import main
 from mismatch.processes.workers.sampling import (
-    REASONS,
     Reporter,
     not_tested,
     require_complete,
@@ -27,7 +26,7 @@ from mismatch.processes.workers.sampling import (
 from mismatch.prompts.instructions import Constraint
 from mismatch.prompts.prompt import Prompt
 from mismatch.specs import EngineSpec, RolloutSpec
-from mismatch.types import Rollout, Sampling
+from mismatch.types import EXACT_KL, PREFILL, ROUTES, NotTested, Rollout, Sampling
 from tests.checkpoints import tokenizer
 
 INFO = ModelInfo("gpt_oss", 100, 16, (2,), num_experts=4, top_k=2)
@@ -122,14 +121,15 @@ def test_what_an_engine_cannot_do_is_said_and_not_tried() -> None:
     able = Capabilities(prefill_tempered=False, distributions=True, reasons=reasons)
     warm = RolloutSpec(EngineSpec("x"), sampling=Sampling(temperature=0.7))
     assert not wants_prefill(warm, able)
-    assert not_tested(warm, able) == [f"x: {reasons['prefill_tempered']}"]
+    assert not_tested(warm, able) == [NotTested(PREFILL, f"x: {reasons['prefill_tempered']}")]
     plain = RolloutSpec(EngineSpec("x"))
     assert wants_prefill(plain, able)
     assert not_tested(plain, able) == []
     assert not wants_prefill(RolloutSpec(EngineSpec("x", prefill=False)), able)
     blind = Capabilities(routed_experts=False, distributions=True)
-    assert not_tested(plain, blind) == ["x: no routed_experts"]
-    assert not_tested(plain, Capabilities()) == [f"x: {REASONS['distributions']}"]
+    assert [entry.what for entry in not_tested(plain, blind)] == [ROUTES]
+    (entry,) = not_tested(plain, Capabilities(reasons={"distributions": "none"}))
+    assert entry == NotTested(EXACT_KL, "x: none")
 
 
 class Decoder:
