@@ -62,8 +62,8 @@ def temperature(case: Case) -> Look | NotTested:
     # Farther from the trainer at T = 1: the sampling temperature is applied on both sides.
     refuted = remeasured is not None and below(remeasured, 0.0)
     # The curve in the entropy takes a part of the slope with it: the fit is short by some percent.
-    expected = wanted not in (0, 1) and not refuted
-    expected &= expected and abs(abs(np.log(max(beta, 0.01))) / abs(np.log(wanted)) - 1) < 0.4
+    fits = wanted not in (0, 1) and abs(abs(np.log(max(beta, 0.01)) / np.log(wanted)) - 1) < 0.4
+    expected = fits and not refuted
     enough = above(effect, 0.3 if expected else 0.6) and above(beyond, 0.15)
     if not (low > 1.02 or high < 0.98) or not enough or correlation(case) < SAME_LAW:
         return Look(tuple(evidence))
