@@ -274,13 +274,9 @@ class NotTested:
     def __str__(self) -> str:
         return f"{self.what}: {self.reason}" + (f"; {self.how}" if self.how else "")
 
-    def plain(self) -> dict[str, str]:
-        """As an entry of a fingerprint's ``not_tested``."""
-        return {"what": self.what, "reason": self.reason, "how": self.how}
-
     @classmethod
     def of(cls, fingerprint: Fingerprint) -> list[NotTested]:
-        """What a worker left there; a sentence is of a version that kept no fields."""
+        """What a worker left in its ``not_tested``; earlier versions left sentences."""
         entries = fingerprint.get("not_tested", ())
         return [cls("rollout", e) if isinstance(e, str) else cls(**e) for e in entries]
 

@@ -249,10 +249,12 @@ def keep_recorded(
         "logprobs_temperature": 1.0 if sampling.temperature == 1 else None,
         "stop_token_ids": list(stop_ids(engine.model, engine.revision, tokenizer)),
         "bos_token_id": tokenizer.bos_token_id,
-        "not_tested": [
-            *(NotTested(what, "the file does not have it").plain() for what in NOT_IN_A_FILE),
-            *(NotTested(remark, f"{count}").plain() for remark, count in recorded.remarks.items()),
-        ],
+        "not_tested": to_json(
+            [
+                *(NotTested(what, "the file does not have it") for what in NOT_IN_A_FILE),
+                *(NotTested(remark, f"{count}") for remark, count in recorded.remarks.items()),
+            ]
+        ),
     }
     rollout, decode = as_rollout(recorded, sampling, fingerprint)
     prompts = PromptSpec(num_prompts=rollout.n_prompts)

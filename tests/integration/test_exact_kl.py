@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mismatch.codec import to_json
 from mismatch.run import store
 from mismatch.types import EXACT_KL, NotTested
 from tests.checkpoints import make
@@ -108,7 +109,7 @@ def test_switched_off_it_is_named(tmp_path: Path) -> None:
     run = run_check(tmp_path / "run", *TINY_RUN, *off)
     assert "exact_kl" not in run.headline["metrics"]
     assert not (run.directory / "dists").exists()
-    assert NotTested(EXACT_KL, "switched off").plain() in run.report["not_tested"]
+    assert to_json(NotTested(EXACT_KL, "switched off")) in run.report["not_tested"]
 
 
 @pytest.mark.grid

@@ -19,7 +19,7 @@ from mismatch.cli.command import read_config
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import CHECK
 from mismatch.cli.to_spec import engine_names, other_engine
-from mismatch.codec import from_json
+from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.engine_pair import (
     FLOOR,
@@ -91,7 +91,7 @@ def fill(
         return Scoring(name, rollout.token_ids[rollout.actions], truth + own, more)
 
     run_dir.mkdir(parents=True, exist_ok=True)
-    entries = [NotTested(PREFILL, f"{sampler}: {UNABLE}").plain()] * (unable == sampler)
+    entries = [to_json(NotTested(PREFILL, f"{sampler}: {UNABLE}"))] * (unable == sampler)
     decode = facts | {"mode": "decode", "prefill": unable != sampler, "not_tested": entries}
     train = {"mode": "train", "dtype": "bf16", "logprobs_temperature": 1.0}
     store.save_rollout(run_dir, rollout)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from mismatch.codec import to_json
 from mismatch.engines.base import (
     Capabilities,
     ExpertLayout,
@@ -259,7 +260,7 @@ class ServerEngine:
                 "seeding": "none" if self._seed(server, 0, 0) is None else "per sample",
                 "sampling": self._sent,
                 "servers": [self._record(state) for state in states],
-                "not_tested": [entry.plain() for entry in not_tested(states, self.info.model_type)],
+                "not_tested": to_json(list(not_tested(states, self.info.model_type))),
             }
         )
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.captures import Likeliest
+from mismatch.codec import to_json
 from mismatch.engines.base import (
     GREEDY_TOP,
     Capabilities,
@@ -379,10 +380,11 @@ class VllmEngine:
             "generation_config": model.generation_config,
             "sampling": self._sent,
             "engine_args": dict(self.spec.args),
-            "not_tested": [NotTested(ROUTES, f"{self.name}: {self._refused}").plain()]
-            if self._refused
-            else [],
+            "not_tested": to_json(self._untested()),
         }
+
+    def _untested(self) -> list[NotTested]:
+        return [NotTested(ROUTES, f"{self.name}: {self._refused}")] if self._refused else []
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         call: Callable[..., list[Any]] = self.llm.collective_rpc

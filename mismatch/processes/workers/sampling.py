@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from mismatch.codec import to_json
 from mismatch.engines.artefacts import (
     build_rollout,
     decode_fingerprint,
@@ -94,8 +95,8 @@ def sampled(
     fingerprint = decode_fingerprint(engine, spec, ready.tokenizer, ready.info, pushed)
     fingerprint["not_tested"] = [
         *fingerprint.get("not_tested", ()),
-        *(entry.plain() for entry in not_tested(spec, ready.capabilities)),
-        *(entry.plain() for entry in ([] if replies is None else untested_turns(spec, replies))),
+        *to_json(not_tested(spec, ready.capabilities)),
+        *to_json([] if replies is None else list(untested_turns(spec, replies))),
     ]
     fingerprint["prefill"] = wants_prefill(spec, ready.capabilities)
     rollout = build_rollout(trajectories, spec, fingerprint)
@@ -221,7 +222,7 @@ def with_routes(
 
 def without(decode: Scoring, missing: NotTested) -> Scoring:
     """The scoring, which says that it lacks something."""
-    entries = [*decode.fingerprint["not_tested"], missing.plain()]
+    entries = [*decode.fingerprint["not_tested"], to_json(missing)]
     return replace(decode, fingerprint=decode.fingerprint | {"not_tested": entries})
 
 
@@ -261,6 +262,7 @@ def wants_prefill(spec: RolloutSpec, capabilities: Capabilities) -> bool:
 
 def not_tested(spec: RolloutSpec, capabilities: Capabilities) -> list[NotTested]:
     """What was asked for and this engine cannot do."""
+    reasons = capabilities.reasons
     wanted = {
         "prefill": spec.engine.prefill,
         "prefill_tempered": spec.engine.prefill and spec.sampling.temperature not in (0.0, 1.0),
@@ -269,10 +271,7 @@ def not_tested(spec: RolloutSpec, capabilities: Capabilities) -> list[NotTested]
         "distributions": spec.exact_kl > 0,
     }
     return [
-        NotTested(
-            UNTESTED[name],
-            f"{spec.engine.engine}: {capabilities.reasons.get(name, f'no {name}')}",
-        )
+        NotTested(UNTESTED[name], f"{spec.engine.engine}: {reasons.get(name, f'no {name}')}")
         for name, asked in wanted.items()
         if asked and not getattr(capabilities, name)
     ]
