@@ -15,7 +15,7 @@ import pytest
 import mismatch
 
 ROOT = Path(mismatch.__file__).parent
-MOST_LINES, MOST_FILES = 71_197, 323  # docs/decisions/0033-size.md: lowered by who deletes
+MOST_LINES, MOST_FILES = 71_196, 323  # docs/decisions/0033-size.md: lowered by who deletes
 MOST_PHRASES, MOST_MATCHES = 6, 0  # of the tests, of four words or more: lowered likewise
 SPINE = {"__init__", "__main__", "captures", "codec", "errors", "specs", "types"}
 

@@ -125,6 +125,18 @@ def test_certain_tokens_are_no_padding_and_no_other_row() -> None:
     assert {cause.id for cause in causes(made.case()).ranked} == {"side-off"}
 
 
+@pytest.mark.parametrize("number", [16, 40])
+def test_few_zeros_among_those_of_a_sharp_law_are_padding(number: int) -> None:
+    case = drawn.draw(1, prompts=32, sharpness=24.0).case()
+    unsure = np.flatnonzero(case.kept & (case.left < np.log(0.9)))[::3][:number]
+    assert len(unsure) == number < 0.5 * (case.right == 0).sum()
+    zeroed = case.right.copy()
+    zeroed[unsure] = 0.0
+    trainer = replace(case.trainer, logprobs=zeroed)
+    case = Case.of(case.rollout, case.engine, trainer, case.others)
+    assert (first(case).id, first(case).side) == ("appended-eos", "trainer")
+
+
 def test_a_law_that_was_cut_to_one_token_is_no_padding() -> None:
     case = drawn.top_k(0, 1)
     sampling = replace(case.rollout.sampling, top_k=1)

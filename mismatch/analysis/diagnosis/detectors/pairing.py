@@ -27,7 +27,6 @@ LEAST = 0.05  # with a re-pairing of rows, each of which fits its new partner
 POSITIVE = 1e-3  # nats above 0, that no rounding of a float32 log_softmax reaches
 WRITTEN_AS_0 = -1e-4  # nats in float32, below which no side of a lower precision has exactly 0
 NEAR_CERTAIN = float(np.log(0.99))
-FEW = 0.2  # of the tokens where a side has exactly 0
 HALF = float(np.log(0.5))  # of what a cut law keeps: two sides may keep one token and two
 
 
@@ -223,11 +222,10 @@ def padding(case: Case) -> Look:
     certain = np.full(len(case.right), NEAR_CERTAIN)
     if case.rollout.sampling.truncates:  # of a law that was cut to one token it is exactly 0
         certain += HALF + np.log(case.trainer.extra.get("kept_mass", np.ones(len(certain))))
-    at_left = (case.left == 0) & (case.right < certain) & case.kept
-    at_right = (case.right == 0) & (case.left < NEAR_CERTAIN) & case.kept
+    open_ = [case.kept & (case.right < certain), case.kept & (case.left < NEAR_CERTAIN)]
     if case.reference is not None:  # a law that is certain rounds to 0 of itself
-        open_ = case.reference < WRITTEN_AS_0
-        at_left, at_right = at_left & open_, at_right & open_
+        open_ = [tokens & (case.reference < WRITTEN_AS_0) for tokens in open_]
+    at_left, at_right = open_[0] & (case.left == 0), open_[1] & (case.right == 0)
     bad = at_left | at_right
     last = np.zeros(len(bad), bool)
     last[[row.stop - 1 for row in case.rows]] = True
@@ -236,9 +234,10 @@ def padding(case: Case) -> Look:
         Evidence("of these, on a last token", int((bad & last).sum())),
     )
     side: Side = "engine" if at_left.sum() >= at_right.sum() else "trainer"
-    zeros = int(((case.left if side == "engine" else case.right)[case.kept] == 0).sum())
-    # A sharp law has 0 of itself in many tokens, and is wrong in some where that side is off.
-    if bad.sum() < max(1, FEW * zeros) and (bad & last).sum() <= bad.sum() / 2:
+    values, tokens = (case.left, open_[0]) if side == "engine" else (case.right, open_[1])
+    near = int(((values < 0) & (values > NEAR_CERTAIN) & tokens).sum())
+    # A law that is certain where it should not be has values near 0 there, more than exact zeros.
+    if bad.sum() <= near and (bad & last).sum() <= bad.sum() / 2:
         return Look(evidence)
     effect = case.share(np.where(bad, 0.0, case.delta))
     repair = Repair(case.left, case.right, ~bad)
