@@ -23,12 +23,12 @@ from mismatch.cli.command import read_config
 from mismatch.cli.options import CHECK
 from mismatch.engines.servers.http import Refused, Unavailable
 from mismatch.errors import MismatchError
-from mismatch.pipeline.document import report_from_json
+from mismatch.pipeline.document import report_from_json, report_to_json
 from mismatch.run import directory, manifest, store
 
+from .report_makers import report_of
 from .unit import test_servers_hostile as servers
 
-GOLDENS = Path(__file__).parent / "goldens"
 JUNK: list[Any] = [
     *(None, True, False, 0, -1, 10**30, 1.5, -1e308, float("nan"), "", "x", "../../x", "\x1b]0;x"),
     *([], {}, [None], [[]], {"a": 1}, "9" * 30, ["x"], "bf16", "a:b", "\ud800"),
@@ -108,9 +108,9 @@ def artefact(random: Random, run: Path) -> str:
 def report(random: Random, run: Path) -> str:
     """A report.json with one thing wrong."""
     names = ("healthy", "failing", "gradients", "engines", "fixes", "kernels")
-    text = (GOLDENS / f"{random.choice(names)}.report.json").read_text("utf-8")
+    document = report_to_json(report_of(random.choice(names))[0])
     try:
-        report_from_json(mutated(json.loads(text), random))
+        report_from_json(mutated(document, random))
     except MismatchError:
         return "refused"
     return "same"

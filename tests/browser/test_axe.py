@@ -16,7 +16,7 @@ from mismatch.reports.html import show_page, to_html
 from mismatch.reports.run_server import Site
 from mismatch.reports.saved_runs import beside_page, history_page
 from tests.browser.chromium import Browser
-from tests.unit.test_goldens import MAKERS
+from tests.report_makers import MAKERS
 
 ROOT = Path(__file__).parents[2]
 AXE = (ROOT / "tests" / "data" / "axe.min.js").read_text("utf-8")

@@ -12,8 +12,8 @@ import pytest
 from mismatch.reports.html import to_html
 from tests.browser.chromium import Browser
 from tests.fixes_fixture import make_long_table
+from tests.report_makers import MAKERS
 from tests.reports_fixture import make_failing_report
-from tests.unit.test_goldens import MAKERS
 
 # Of every text element: does its colour stand out from the background it is painted on?
 CONTRAST = """

@@ -1,24 +1,14 @@
-"""Every command's `--help`, at 80 and 100 columns: no flag, default or choice vanishes unseen.
-
-Compared without white space, so that lines may break elsewhere. After a change that is meant:
-``python -m tests.cli.test_help`` writes the files anew, and their diff is read by eye.
-"""
+"""Every command's `--help`: it fits the terminal and shows every flag."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
-from mismatch.cli.main import app
-
-HELP = Path(__file__).resolve().parents[1] / "goldens" / "help"
-COMMANDS = (
-    *("mismatch", "check", "rollout", "score", "compare", "corrections", "selftest"),
-    *("fixes", "kernels", "locate", "sync-probe", "loop", "report", "serve", "doctor", "metrics"),
-    *("models", "template", "read-rollouts"),
-)
+from mismatch.cli.main import COMMANDS, app
 
 
 def help_of(command: str, columns: int) -> str:
@@ -28,17 +18,18 @@ def help_of(command: str, columns: int) -> str:
     return shown.output
 
 
-def packed(text: str) -> str:
-    return "".join(text.split())
-
-
 @pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("command", ["mismatch", *COMMANDS])
+def test_help_fits_the_terminal(command: str, columns: int) -> None:
+    assert max(map(len, help_of(command, columns).splitlines())) <= columns
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_says_what_it_said(command: str, columns: int) -> None:
-    golden = (HELP / f"{command}.txt").read_text("utf-8")
-    assert packed(help_of(command, columns)) == packed(golden)
-
-
-if __name__ == "__main__":
-    for name in COMMANDS:
-        (HELP / f"{name}.txt").write_text(help_of(name, 80), "utf-8")
+def test_every_flag_of_a_command_is_shown(command: str) -> None:
+    text = help_of(command, 100)
+    group = get_command(app)
+    parameters = group.get_command(None, command).params  # type: ignore[attr-defined, arg-type]
+    flags = [parameter for parameter in parameters if parameter.param_type_name == "option"]
+    for parameter in flags:
+        if not getattr(parameter, "hidden", False):
+            assert re.search(rf"{parameter.opts[0]}\b", text), parameter.opts

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.cli.test_help import help_of
+
 PAGE = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text("utf-8")
 SHELL = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
 PYTHON = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-HELP = Path(__file__).parents[1] / "goldens" / "help"
 
 
 def commands() -> list[list[str]]:
@@ -35,7 +36,7 @@ def test_every_flag_exists() -> None:
     used = commands()
     assert {words[0] for words in used} == {"rollout", "score", "compare"}
     for verb, *words in used:
-        text = (HELP / f"{verb}.txt").read_text("utf-8")
+        text = help_of(verb, 80)
         for flag in [word for word in words if word.startswith("--")]:
             assert re.search(rf"{flag}\b", text), (verb, flag)
 

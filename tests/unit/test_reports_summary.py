@@ -16,6 +16,7 @@ from mismatch.reports.metric_labels import metric_label, noise_label
 from mismatch.reports.section import Section, cell_interval, cell_text
 from mismatch.reports.sections import headline, published_values, ran, sections
 from mismatch.types import Check, Comparison, Estimate, Judgement, NotTested, Report, Verdict
+from tests.report_makers import MAKERS
 from tests.reports_fixture import (
     estimate,
     make_failing_report,
@@ -25,7 +26,6 @@ from tests.reports_fixture import (
 )
 from tests.tables import values
 from tests.texts import numbers
-from tests.unit.test_goldens import MAKERS
 
 
 def row(value: float, healthy: float, unfit: float, metric: str = "k3_kl") -> summary.Row:

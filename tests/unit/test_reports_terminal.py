@@ -14,13 +14,13 @@ from mismatch.reports.markdown import plain, to_markdown
 from mismatch.reports.sections import page, sections
 from mismatch.reports.terminal import print_report
 from mismatch.types import Check, NotTested, Report
+from tests.report_makers import MAKERS
 from tests.reports_fixture import (
     make_empty_report,
     make_failing_report,
     make_inconclusive_report,
     make_report,
 )
-from tests.unit.test_goldens import MAKERS
 
 HOSTILE = "[red]x[/red] \x1b[31m| `a` <img src=x onerror=alert(1)> @team\nverdict: HEALTHY"
 

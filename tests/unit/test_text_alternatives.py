@@ -15,7 +15,7 @@ from mismatch.pipeline.saved_runs import history
 from mismatch.reports import saved_runs, sections
 from mismatch.reports.section import Figure, Section
 from mismatch.reports.sections import locate, loop
-from tests.unit.test_goldens import EMPTY, MAKERS
+from tests.report_makers import EMPTY, MAKERS
 from tests.unit.test_loop_page import runs
 from tests.unit.test_reports_locate import located
 from tests.unit.test_side_by_side import save
