@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # Imported before the first call, with all that they import themselves; none of it reads the
 # environment when it is imported.
-PACKAGES = ("mismatch.cli", "mismatch.pipeline.commands", "mismatch.reports")
+PACKAGES = ("mismatch.cli", "mismatch.pipeline.commands", "mismatch.reports", "mismatch.features")
 LIBRARIES = ("pandas", "pyarrow.parquet", "matplotlib.figure", "jinja2")
 
 

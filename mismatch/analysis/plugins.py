@@ -1,7 +1,9 @@
 """Analyses as plug-ins: what a report holds beyond its comparisons, by id.
 
-A new one is two files: ``mismatch/analysis/ID.py`` with ``ANALYSIS = Analysis(…)``, and
-``mismatch/reports/sections/ID.py`` with ``section(result, report)``. Nothing else names it.
+A new analysis of the core is two files: ``mismatch/analysis/ID.py`` with
+``ANALYSIS = Analysis(…)``, and ``mismatch/reports/sections/ID.py`` with
+``section(result, report)``. A feature names its analyses in its ``FEATURE`` and their sections
+and chapters in the :class:`Analysis` (see :mod:`mismatch.plugins`).
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from mismatch.codec import from_json, schema_of, to_json
-from mismatch.types import Comparison, NotTested, Rollout, Scoring
+from mismatch.plugins import features, load
+from mismatch.types import Check, Comparison, NotTested, Rollout, Scoring
 
 if TYPE_CHECKING:
     from mismatch.specs import CheckSpec
@@ -51,6 +55,15 @@ def seen(result: object) -> tuple[str, ...]:
     return ()
 
 
+def nothing_saved(run_dir: Path, spec: CheckSpec) -> None:
+    """Return None: the analysis has no artefact of its own in a run directory."""
+
+
+def no_checks(result: object) -> tuple[Check, ...]:
+    """Return no checks: the result does not count in the verdict."""
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Analysis(Generic[R]):
     """One analysis: how its result is measured, and where it stands in a report.
@@ -63,6 +76,10 @@ class Analysis(Generic[R]):
             ``mismatch/reports/sections/ID.py``.
         unseen: what a result could not see, for the report's list of what was not tested.
         order: of its key in report.json.
+        from_run: reads the result from artefacts that a command of the feature left in a run
+            directory; it is in the report whether or not anything was compared.
+        checks: what a result adds to the checks that the verdict reads.
+        chapter: id of the chapter of the page that shows the section (``reports/sections``).
     """
 
     id: str
@@ -71,6 +88,9 @@ class Analysis(Generic[R]):
     section: str = ""
     unseen: Callable[[R], tuple[str, ...]] = seen
     order: int = 100
+    from_run: Callable[[Path, CheckSpec], R | None] = nothing_saved
+    checks: Callable[[R], tuple[Check, ...]] = no_checks
+    chapter: str = "more"
 
     def write(self, result: R) -> dict[str, Any]:
         """The keys of report.json that hold it."""
@@ -110,14 +130,21 @@ def _built_in() -> tuple[Analysis[Any], ...]:
 
     here = [f"{room.__name__}.{info.name}" for info in pkgutil.iter_modules(room.__path__)]
     modules = [import_module(name) for name in (*here, *ELSEWHERE) if name != __name__]
-    return tuple(
+    ours = tuple(
         analysis
         for module in modules
         for analysis in getattr(module, "ANALYSES", [getattr(module, "ANALYSIS", None)])
         if analysis is not None
     )
+    named = [load(feature.analyses) for feature in features() if feature.analyses]
+    return ours + tuple(each for many in named for each in cast(tuple[Analysis[Any], ...], many))
 
 
 def section_of(id: str) -> str:
-    """Where another package's section of this id is made, ``module:function``; "" for ours."""
-    return _EXTRA[id].section if id in _EXTRA else ""
+    """Return where the section of an analysis is made, ``module:function``; "" in the core."""
+    return next((each.section for each in analyses() if each.id == id), "")
+
+
+def in_chapter(chapter: str) -> tuple[str, ...]:
+    """Return the ids of the analyses that name this chapter."""
+    return tuple(each.id for each in analyses() if each.section and each.chapter == chapter)

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import traceback
-from importlib import import_module
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
@@ -16,8 +15,10 @@ from typer.core import TyperCommand, TyperGroup
 
 from mismatch import __version__
 from mismatch.errors import MismatchError
+from mismatch.plugins import features, find_command, load
 
-# Commands in the order of the help. Each lives in the module of its name, imported when it is run.
+# The core's commands, in the order of the help. Each lives in the module of its name, imported
+# when it is run; :func:`summaries` adds the commands of features.
 COMMANDS = {
     "check": "Sample, score the same tokens under FSDP2, compare, judge.",
     "rollout": "Sample in the engine; score later, here or elsewhere.",
@@ -47,6 +48,21 @@ RESUMABLE = (
 )  # other commands keep finished work themselves, or start again
 USAGE = 2
 INTERRUPTED = 130  # what typer makes of a KeyboardInterrupt
+
+
+def summaries() -> dict[str, str]:
+    """Return every command with its line of the help: the core's, then those of features."""
+    added = {each.name: each.summary for feature in features() for each in feature.commands}
+    return COMMANDS | added
+
+
+def _function_of(name: str) -> Any:
+    """Return the function of a command, imported only now; None where there is no such command."""
+    if name in COMMANDS:
+        module = name.replace("-", "_")
+        return load(f"mismatch.cli.{module}:{module}")
+    command = find_command(name)
+    return None if command is None else load(command.function)
 
 
 class Command(TyperCommand):
@@ -79,20 +95,21 @@ class Group(TyperGroup):
     """The commands, imported when they are needed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
+        return list(summaries())
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        name = cmd_name.replace("-", "_")
-        module = import_module(f"mismatch.cli.{name}")
+        function = _function_of(cmd_name)
+        if function is None:
+            return None
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(cmd_name, cls=Command)(getattr(module, name))
+        single.command(cmd_name, cls=Command)(function)
         return typer.main.get_command(single)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] not in COMMANDS:
+        if args[0] not in COMMANDS and find_command(args[0]) is None:
             from difflib import get_close_matches
 
-            near = get_close_matches(args[0], COMMANDS, n=1)
+            near = get_close_matches(args[0], summaries(), n=1)
             guess = f". Did you mean {near[0]}?" if near else ""
             raise MismatchError(
                 f"No such command: {args[0]}{guess}", "mismatch --help lists every command"
@@ -101,7 +118,7 @@ class Group(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl(list(summaries().items()))
 
 
 app = typer.Typer(
@@ -203,7 +220,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _usage_error(error: Any) -> tuple[str, str]:
     """Message and fix of a command line that typer cannot read."""
     context = getattr(error, "ctx", None)
-    verb = next((text for text in sys.argv[1:2] if text in COMMANDS), "")
+    verb = next((text for text in sys.argv[1:2] if text in summaries()), "")
     command = context.command_path if context is not None else f"mismatch {verb}".strip()
     near = getattr(error, "possibilities", None)  # unknown flags: the nearest first
     message = f"{error.message}. Did you mean {near[0]}?" if near else error.format_message()

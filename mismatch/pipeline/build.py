@@ -132,6 +132,10 @@ def build_report(
     results, unseen = measured(run_dir, spec, artefacts, comparisons)
     gradients, without_gradients = check_of_run(run_dir, asked=spec.gradients)
     checks += [*square_checks(results.get("square")), *gradient_checks(gradients)]
+    for analysis in analyses():
+        if (saved := analysis.from_run(run_dir, spec)) is not None:
+            results[analysis.id] = saved
+            checks += analysis.checks(saved)
     open_question = "" if column == "fp32" else without_square(spec, comparisons, results)
     missing = not_tested(spec, artefacts.rollout, artefacts.scorings, checks) + unseen
     missing += without_room(run_dir, spec, artefacts.scorings)

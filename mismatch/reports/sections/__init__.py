@@ -82,10 +82,15 @@ def chapters(
 ) -> list[Section]:
     """Every section of this report in its chapter; analyses without a place come last."""
     placed = {entry.rpartition(":")[2] for _, _, places in CHAPTERS for entry in places}
-    rest = ("more", "Also measured", tuple(id for id in report.analyses if id not in placed))
+    of_features = {id: plugins.in_chapter(id) for id, _, _ in CHAPTERS}
+    elsewhere = placed.union(*of_features.values())
+    rest = ("more", "Also measured", tuple(id for id in report.analyses if id not in elsewhere))
     shown = []
     for id, title, ids in (*CHAPTERS, rest):
-        parts = tuple(part for each in ids for part in _sections(each, report, tokens, names))
+        added = tuple(each for each in of_features.get(id, ()) if each not in placed)
+        parts = tuple(
+            part for each in (*ids, *added) for part in _sections(each, report, tokens, names)
+        )
         if parts:
             shown.append(Section(id, title, parts=parts))
     return shown

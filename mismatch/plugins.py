@@ -1,0 +1,102 @@
+"""Registration of features: what a folder or another package adds to the core.
+
+A feature is a folder ``mismatch/features/NAME/`` whose ``__init__.py`` holds
+``FEATURE = Feature(…)``, or the same object in another package, named by an entry point of the
+group ``mismatch.features``. The core asks :func:`features` and imports no feature by name.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+
+from mismatch.errors import MismatchError
+
+BUILT_IN = "mismatch.features"
+ENTRY_POINT_GROUP = "mismatch.features"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of the command line, imported when it is run.
+
+    >>> Command("locate", "Name the first module that differs.", "package.module:locate").name
+    'locate'
+    """
+
+    name: str
+    summary: str
+    """One line for ``mismatch --help``."""
+    function: str
+    """Import string ``module:function`` of a function made by ``cli.command.with_flags``."""
+    group: str = "Dig deeper"
+    """Heading in ``mismatch --help``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Everything that one feature adds. Import strings keep the start of a command fast."""
+
+    name: str
+    commands: tuple[Command, ...] = ()
+    analyses: str = ""
+    """Import string ``module:NAME`` of a tuple of :class:`mismatch.analysis.plugins.Analysis`."""
+
+
+def features() -> tuple[Feature, ...]:
+    """Return the built-in features by name, then those of other packages.
+
+    Raises:
+        MismatchError: the entry point of another package cannot be loaded.
+    """
+    return built_in() + of_other_packages()
+
+
+@cache
+def built_in() -> tuple[Feature, ...]:
+    """Return the feature of every folder below ``mismatch/features``, by name."""
+    spec = find_spec(BUILT_IN)
+    places = spec.submodule_search_locations if spec is not None else None
+    names = sorted(info.name for info in pkgutil.iter_modules(places or []) if info.ispkg)
+    return tuple(import_module(f"{BUILT_IN}.{name}").FEATURE for name in names)
+
+
+@cache
+def of_other_packages() -> tuple[Feature, ...]:
+    """Return the features that installed packages name by an entry point.
+
+    Raises:
+        MismatchError: one of them cannot be loaded.
+    """
+    from importlib.metadata import entry_points  # 40 ms, which a command of our own need not pay
+
+    found: list[Feature] = []
+    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
+        try:
+            found.append(point.load())
+        except Exception as error:
+            raise MismatchError(
+                f"the feature {point.name!r} of another package cannot be loaded: "
+                f"{type(error).__name__}: {error}",
+                f"repair or uninstall the package that provides {point.value}",
+            ) from error
+    return tuple(found)
+
+
+def load(name: str) -> object:
+    """Return the object that an import string ``module:name`` names."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def find_command(name: str) -> Command | None:
+    """Return a feature's command; None where no feature has it."""
+    for source in (built_in, of_other_packages):  # lazily: see of_other_packages
+        for feature in source():
+            for command in feature.commands:
+                if command.name == name:
+                    return command
+    return None

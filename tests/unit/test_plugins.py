@@ -1,0 +1,137 @@
+"""Features: registered by one entry, in the command line and the report, and removable."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mismatch import plugins
+from mismatch.analysis import plugins as analyses
+from mismatch.analysis.plugins import Analysis
+from mismatch.cli.command import with_flags
+from mismatch.cli.flags import Flags
+from mismatch.cli.main import app
+from mismatch.errors import MismatchError
+from mismatch.pipeline.build import build_report
+from mismatch.pipeline.document import report_from_json, report_to_json
+from mismatch.plugins import Command, Feature
+from mismatch.reports.section import Section
+from mismatch.reports.sections import chapters
+from mismatch.specs import CheckSpec
+from mismatch.types import Check, Report
+from tests.made_run import make_run, spec
+
+
+@dataclass(frozen=True)
+class Weather:
+    """The result of a feature of another package."""
+
+    degrees: float
+
+
+def read(run_dir: Path, spec: CheckSpec) -> Weather | None:
+    place = run_dir / "weather"
+    return Weather(float(place.read_text())) if place.exists() else None
+
+
+def judge(result: Weather) -> tuple[Check, ...]:
+    return (Check("weather", "failed" if result.degrees < 0 else "passed", "measured outside"),)
+
+
+def section(result: Weather, report: Report) -> Section:
+    return Section("weather", "Weather", sentences=(f"{result.degrees} degrees",))
+
+
+@with_flags()
+def forecast(flags: Flags) -> int:
+    """Say what the weather is."""
+    print("sunny")
+    return 0
+
+
+def module_of_another_package() -> types.ModuleType:
+    module = types.ModuleType("weather_for_mismatch")
+    analysis = Analysis(
+        "weather", Weather, section="weather_for_mismatch:section", from_run=read, checks=judge,
+        chapter="why",
+    )  # fmt: skip
+    module.__dict__.update(
+        forecast=forecast,
+        section=section,
+        ANALYSES=(analysis,),
+        FEATURE=Feature(
+            "weather",
+            (Command("weather", "Say what the weather is.", "weather_for_mismatch:forecast"),),
+            "weather_for_mismatch:ANALYSES",
+        ),
+    )
+    return module
+
+
+class EntryPoint:
+    """What importlib.metadata gives for a package that names a feature."""
+
+    name, value = "weather", "weather_for_mismatch:FEATURE"
+
+    def load(self) -> object:
+        return plugins.load(self.value)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The other package is installed, for this test alone."""
+    monkeypatch.setitem(sys.modules, "weather_for_mismatch", module_of_another_package())
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [EntryPoint()])
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    plugins.of_other_packages.cache_clear()
+    analyses._built_in.cache_clear()
+
+
+def test_its_command_is_listed_and_runs(installed: None) -> None:
+    assert "weather" in CliRunner().invoke(app, ["--help"]).output
+    assert CliRunner().invoke(app, ["weather"]).output == "sunny\n"
+
+
+def test_its_result_is_judged_shown_and_written(installed: None, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    calm, _ = build_report(run, spec())
+    assert "weather" not in calm.analyses
+    (run / "weather").write_text("-3")
+    report, _ = build_report(run, spec())
+    assert report.result("weather") == Weather(-3.0)
+    assert [check.status for check in report.checks if check.id == "weather"] == ["failed"]
+    assert report.verdict.status == "broken"
+    (why,) = [chapter for chapter in chapters(report) if chapter.id == "why"]
+    assert "weather" in [part.id for part in why.parts]
+    assert report_from_json(report_to_json(report)).result("weather") == Weather(-3.0)
+
+
+def test_without_it_a_report_that_holds_its_result_is_still_read(
+    installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "weather").write_text("20")
+    document = report_to_json(build_report(run, spec())[0])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])
+    forget()
+    assert report_from_json(document).verdict.status == document["verdict"]["status"]
+
+
+def test_a_feature_that_cannot_be_loaded_is_named(
+    installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EntryPoint, "value", "weather_for_mismatch:NOTHING")
+    forget()
+    with pytest.raises(MismatchError, match="weather"):
+        plugins.features()
