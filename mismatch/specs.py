@@ -202,8 +202,8 @@ class PromptSpec:
         str,
         Flag(
             PROMPTS,
-            "Built-in prompts: arithmetic, calculator (two or three steps, with that "
-            "environment) or instructions (constraints that are checked).",
+            "Built-in prompts: arithmetic, or calculator (two or three steps, with that "
+            "environment).",
         ),
     ] = "arithmetic"
     path: Annotated[
@@ -240,7 +240,7 @@ class PromptSpec:
         str | None,
         Flag(
             PROMPTS,
-            "Replies to responses, for several turns: retry, calculator, python, retool, your "
+            "Replies to responses, for several turns: retry, calculator, or your "
             "package.module:Class; docs/multi-turn.md.",
         ),
     ] = None

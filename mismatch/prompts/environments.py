@@ -1,4 +1,4 @@
-"""What answers a model between its turns: an environment, made anew for every sequence.
+"""The environment that replies to a model between its turns: one object for every sequence.
 
 An environment is a class that is called with the :class:`Prompt` and has one method, ``reply``::
 
@@ -9,13 +9,16 @@ An environment is a class that is called with the :class:`Prompt` and has one me
         def reply(self, response: str) -> dict | None:
             return {"role": "user", "content": f"You said: {response}"}   # None: the sequence ends
 
-A message of the role ``assistant`` goes on with the assistant's own message, without the template:
-for environments with ``stop = ("</code>",)``, texts that end a response without an end token.
-``before`` and ``after`` of a message stand around its content, and are not cut with it.
+Optional members of the class:
 
-An environment that knows better than the prompt's answer has ``reward() -> float``; one that holds
-something has ``close()``, which is called in the end whatever happened. Its output is data: a text
-of a bounded length for the chat template, never run or imported.
+- ``stop = ("</code>",)``: texts that end a response without an end token. A reply of the role
+  ``assistant`` then continues the same message, without the template. Its texts ``before`` and
+  ``after`` surround the content and are not cut with it.
+- ``prepare(prompt) -> Prompt`` (static): the prompt as the model sees it, for example with tools.
+- ``reward(self) -> float``: replaces the reward by the prompt's answer.
+- ``close(self)``: called at the end of the rollout, whatever happened.
+
+What an environment returns is data: text of a bounded length for the chat template, never run.
 """
 
 from __future__ import annotations
@@ -34,43 +37,43 @@ import numpy as np
 from mismatch.errors import MismatchError, named_line
 from mismatch.models.resolved import special_texts
 from mismatch.prompts.prompt import Prompt, grade
-from mismatch.prompts.sandbox import run_code, unheld
 from mismatch.prompts.tools import calculate, tool_call
 from mismatch.types import Floats
 
 Message = Mapping[str, Any]
-REPLY_S = 60.0  # seconds that a reply may take
-PATIENCE = 3  # replies that may take so long for nothing; then the others get less
+REPLY_S = 60.0  # seconds that one reply may take
+# After this many replies that hung, a reply gets twice the time of the slowest one that came, and
+# at least LEAST_S: an environment that always hangs must not cost a minute for every sequence.
+PATIENCE = 3
 LEAST_S = 1.0
-INTERPRETER = {"before": "<interpreter>\n", "after": "\n</interpreter>"}
-SEAM = "\ue000"  # of no script: private use
+SEAM = "\ue000"  # private use: no script and no template contains it
 QUESTION, ANSWER = "a question", "mismatch-answer"
 
 
 class Environment(Protocol):
-    """One sequence's partner."""
+    """The protocol of an environment; one object answers one sequence."""
 
     def __init__(self, prompt: Prompt) -> None: ...
 
     def reply(self, response: str) -> Message | None:
-        """A message of the chat template after a response (with its special tokens), or None."""
+        """Return the message after a response (given with its special tokens), or None."""
 
 
 class Retry:
-    """Says that an answer is wrong until it is right; a prompt without an answer has one turn."""
+    """Say that an answer is wrong until it is right; a prompt without an answer has one turn."""
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
 
     def reply(self, response: str) -> Message | None:
-        """See the protocol."""
+        """See :class:`Environment`."""
         if not self.prompt.gradable or grade(self.prompt, response, ()) == 1.0:
             return None
         return {"role": "user", "content": "That is not right. Try again."}
 
 
 def function_tool(name: str, argument: str, description: str) -> dict[str, Any]:
-    """A tool with one text argument, as chat templates take it."""
+    """Return the declaration of a tool with one text argument, as chat templates take it."""
     parameters = {
         "type": "object",
         "properties": {argument: {"type": "string"}},
@@ -81,7 +84,7 @@ def function_tool(name: str, argument: str, description: str) -> dict[str, Any]:
 
 
 class Tool:
-    """Answers calls of one tool with one text argument; a response without a call ends it."""
+    """Answer calls of one tool with one text argument; a response without a call ends it."""
 
     tool: ClassVar[dict[str, Any]]
     name: ClassVar[str]
@@ -89,8 +92,13 @@ class Tool:
 
     def __init__(self, prompt: Prompt) -> None: ...
 
+    @classmethod
+    def prepare(cls, prompt: Prompt) -> Prompt:
+        """Offer the tool in a conversation."""
+        return prompt if prompt.messages is None else replace(prompt, tools=[cls.tool])
+
     def reply(self, response: str) -> Message | None:
-        """See the protocol. What is wrong with a call is said, as a tool would."""
+        """See :class:`Environment`. The reply to a wrong call says what is wrong with it."""
         call = tool_call(response)
         if call is None:
             return None
@@ -101,12 +109,10 @@ class Tool:
             result = f'error: the arguments are {{"{self.argument}": "..."}}'
         else:
             result = self.result(value)
-        if call.form == "retool":
-            return {"role": "user", "content": result.rstrip()} | INTERPRETER
         return {"role": "tool", "name": self.name, "content": result}
 
     def result(self, value: str) -> str:
-        """What the tool gives for its argument."""
+        """Return what the tool answers to its argument."""
         raise NotImplementedError
 
 
@@ -117,55 +123,15 @@ class Calculator(Tool):
     tool = function_tool(name, argument, "Work out a sum, such as 12 + 3 * 4.")
 
     def result(self, value: str) -> str:
-        """The value, or what cannot be calculated."""
+        """Return the value, or what cannot be calculated."""
         return calculate(value)
 
 
-class Python(Tool):
-    """The tool ``python``, ``{"code": "…"}``; every call in a fresh process, see sandbox.py."""
-
-    name, argument = "python", "code"
-    tool = function_tool(name, argument, "Run Python code; the result is what it prints.")
-
-    def result(self, value: str) -> str:
-        """What the code writes, errors too, or what stopped it."""
-        return run_code(value)
-
-    @staticmethod
-    def unheld() -> tuple[str, ...]:
-        """What this machine does not keep from the code."""
-        return unheld()
-
-
-class Retool(Python):
-    """ReTool's loop: a response ends at ``</code>`` and goes on behind what the code writes, in the
-    form of slime's ``examples/retool`` (``execute_predictions``)."""
-
-    stop = ("</code>",)
-    instructions = (
-        "You may write Python code between <code> and </code>. It is run, what it prints comes "
-        "back between <interpreter> and </interpreter>, and you go on."
-    )
-
-    def reply(self, response: str) -> Message | None:
-        """See the protocol."""
-        message = super().reply(response)
-        if message is None or not response.rstrip().endswith(self.stop):
-            return message
-        around = {"before": f"\n\n{INTERPRETER['before']}", "after": f"{INTERPRETER['after']}\n\n"}
-        return {**message, "role": "assistant"} | around
-
-
-BUILT_IN: dict[str, type[Environment]] = {
-    "retry": Retry,
-    "calculator": Calculator,
-    "python": Python,
-    "retool": Retool,
-}
+BUILT_IN: dict[str, type[Environment]] = {"retry": Retry, "calculator": Calculator}
 
 
 def built_in(name: str) -> type[Environment] | None:
-    """A shipped environment; None: the name is ``package.module:Class``.
+    """Return a built-in environment; None: the name is ``package.module:Class``.
 
     Raises:
         MismatchError: neither.
@@ -174,41 +140,49 @@ def built_in(name: str) -> type[Environment] | None:
         return None
     if name not in BUILT_IN:
         raise MismatchError(
-            f"--environment {name}: there is none of that name",
-            f"one of {', '.join(BUILT_IN)}, or your own: package.module:Class",
+            f"--environment {name}: there is no built-in environment of this name",
+            f"use {', '.join(BUILT_IN)}, or your own class: package.module:Class "
+            "(docs/multi-turn.md; a code tool is in examples/environments)",
         )
     return BUILT_IN[name]
 
 
-def offered(name: str | None, prompt: Prompt) -> Prompt:
-    """A conversation with what a shipped environment offers: its tool, or how it is told of."""
-    kind = BUILT_IN.get(name or "")
-    if prompt.messages is None or kind is None or not issubclass(kind, Tool):
-        return prompt
-    if not issubclass(kind, Retool):
-        return replace(prompt, tools=[kind.tool])
-    first, *rest = prompt.messages
-    if any("<code>" in str(message.get("content")) for message in prompt.messages):
-        return prompt
-    return replace(
-        prompt, messages=[{**first, "content": f"{kind.instructions}\n\n{first['content']}"}, *rest]
-    )
+def prepared(kind: object, prompts: list[Prompt]) -> list[Prompt]:
+    """Return the prompts as the environment wants the model to see them: its ``prepare``, if any.
+
+    Raises:
+        MismatchError: the environment's own ``prepare`` failed.
+    """
+    prepare = getattr(kind, "prepare", None)
+    if prepare is None:
+        return prompts
+    try:
+        return [prepare(prompt) for prompt in prompts]
+    except Exception as error:  # whatever a user's class raises
+        raise MismatchError(
+            f"the environment's prepare(prompt) failed: {named_line(error)}",
+            "return a mismatch.prompts.prompt.Prompt from it; docs/multi-turn.md",
+        ) from error
 
 
 def between_turns(tokenizer: Any, message: Message, stop_ids: Sequence[int]) -> list[int]:
-    """Ids from the end of an assistant's turn to the start of its next one, with a message.
+    """Return the ids from the end of an assistant's turn to the start of its next one.
 
-    Rendered as text after a known answer (a call, before a tool's message) and encoded alone, so
-    that no id before it can change.
-    What the template puts after the token that ends a turn (a line break) is part of it. The
-    message's text is data: where it spells a control token, its characters are encoded.
+    The message is rendered as text after a known answer (after a call, if it is a tool's message)
+    and encoded alone, so that no id before it can change. The ids include what the template writes
+    after the token that ends a turn (a line break). The message's text is data: where it spells a
+    control token, its characters are encoded.
 
     Raises:
         MismatchError: the template refuses the message, or drops the answer before it.
     """
+    answer: dict[str, Any] = {"role": "assistant", "content": ANSWER}
+    if message.get("role") == "tool":  # templates refuse a tool's message that follows no call
+        function = {"name": message.get("name", "calculator"), "arguments": {"expression": ANSWER}}
+        answer |= {"content": "", "tool_calls": [{"type": "function", "function": function}]}
     messages = [
         {"role": "user", "content": QUESTION},
-        _answer_before(message),
+        answer,
         {**message, "content": with_seams(tokenizer, message["content"])},
     ]
     try:
@@ -232,17 +206,8 @@ def between_turns(tokenizer: Any, message: Message, stop_ids: Sequence[int]) -> 
     return encoded(tokenizer, tail)
 
 
-def _answer_before(message: Message) -> Message:
-    """What a message replies to: the call of a tool, before its message, else an answer."""
-    if message.get("role") != "tool":
-        return {"role": "assistant", "content": ANSWER}
-    function = {"name": message.get("name", "calculator"), "arguments": {"expression": ANSWER}}
-    calls = [{"type": "function", "function": function}]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
-
-
 def with_seams(tokenizer: Any, text: str) -> str:
-    """A text with a seam inside whatever the tokenizer would read as a control token."""
+    """Return a text with a seam inside whatever the tokenizer would read as a control token."""
     text = text.replace(SEAM, "")
     for mark in special_texts(tokenizer):
         text = text.replace(mark, mark[0] + SEAM + mark[1:])
@@ -250,41 +215,38 @@ def with_seams(tokenizer: Any, text: str) -> str:
 
 
 def encoded(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text whose pieces between seams are encoded alone."""
+    """Return the ids of a text, whose pieces between seams are encoded separately."""
     pieces = (tokenizer(piece, add_special_tokens=False) for piece in text.split(SEAM) if piece)
     return [int(token) for piece in pieces for token in piece["input_ids"]]
 
 
 @dataclass
 class Replies:
-    """Replies to all sequences of a rollout, as ids.
-
-    Attributes:
-        prompts: of every sequence, N.
-        max_tokens: of an observation's content; the rest is cut off.
-        ended: reason -> sequences that an environment's failure ended.
-        cut: observations that were longer than ``max_tokens``.
-        no_rewards: why the environments gave none; "": they did, or have none.
-        slowest: seconds of the slowest reply that came.
-    """
+    """The replies to all sequences of a rollout, as ids."""
 
     kind: Callable[[Prompt], Environment]
     prompts: Sequence[Prompt]
+    """Prompt of every sequence, [N]."""
     tokenizer: Any
     stop_ids: Sequence[int]
     vocab_size: int
     max_tokens: int
+    """Tokens kept of a reply's content; the rest is cut off."""
     ended: Counter[str] = field(default_factory=Counter)
+    """Reason -> number of sequences that a failure of the environment ended."""
     cut: int = 0
+    """Replies that were longer than ``max_tokens``."""
     no_rewards: str = ""
+    """Why the environments gave no rewards; "": they did, or they have no ``reward``."""
     slowest: float = 0.0
+    """Seconds of the slowest reply that came."""
     _hung: int = 0
     _partners: dict[int, Environment] = field(default_factory=dict)
 
     def __call__(self, sequence: int, response: Sequence[int]) -> list[int] | None:
-        """Ids between this response and the next; None: the sequence ends here.
+        """Return the ids between this response and the next; None: the sequence ends here.
 
-        An environment that raises, hangs or gives no message ends its own sequence alone.
+        An environment that raises, hangs or returns no message ends only its own sequence.
         """
         text = self.tokenizer.decode(list(response), skip_special_tokens=False)
         try:
@@ -295,10 +257,10 @@ class Replies:
             return None
 
     def _in_time(self, function: Callable[[], Any]) -> Any:
-        """The function's result. Where ``PATIENCE`` calls hung, a call gets twice as long as the
-        slowest one took, so that an environment that always hangs does not take hours."""
-        patient = self._hung < PATIENCE
-        seconds = REPLY_S if patient else min(REPLY_S, max(LEAST_S, 2 * self.slowest))
+        """Return the function's result; see ``PATIENCE`` for the time that it gets."""
+        seconds = REPLY_S
+        if self._hung >= PATIENCE:
+            seconds = min(REPLY_S, max(LEAST_S, 2 * self.slowest))
         start = time.monotonic()
         try:
             result = _in_time(function, seconds)
@@ -333,9 +295,9 @@ class Replies:
         return ids
 
     def rewards(self) -> Floats | None:
-        """What the environments themselves say, [N]; None: they say nothing, or one of them fails.
+        """Return the environments' own rewards, [N]; None: they have none, or one of them failed.
 
-        A failure is kept in ``no_rewards``.
+        ``no_rewards`` says how it failed.
         """
         if not hasattr(self.kind, "reward"):
             return None
@@ -350,14 +312,13 @@ class Replies:
         return np.asarray(rewards, np.float64)
 
     def close(self) -> None:
-        """Let every environment that was begun close what it holds, also those that failed.
+        """Call ``close`` of every environment that was begun, also of those that failed.
 
-        What cannot be closed is said in the log.
+        A failure to close is written to the log.
         """
-        for partner in (*self._partners.values(), self.kind):
-            name = "close_all" if partner is self.kind else "close"
+        for partner in self._partners.values():
             try:
-                self._in_time(getattr(partner, name, lambda: None))
+                self._in_time(getattr(partner, "close", lambda: None))
             except Exception as error:  # whatever a user's class raises
                 print(f"an environment was not closed: {named_line(error)}", file=sys.stderr)
         self._partners.clear()
@@ -368,10 +329,10 @@ class Hung(TimeoutError):
 
 
 def _in_time(function: Callable[[], Any], seconds: float) -> Any:
-    """The function's result; its thread is left behind where it takes longer.
+    """Return the function's result; a thread that takes longer is left behind.
 
     Raises:
-        Hung: it took longer; else whatever it raises.
+        Hung: it took longer. Otherwise whatever the function raises.
     """
     results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 

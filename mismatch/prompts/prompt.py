@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mismatch.prompts.arithmetic import reward
-from mismatch.prompts.instructions import Constraint, share_fulfilled
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,6 @@ class Prompt:
         answer: the right one, a whole number, where it is known.
         grader: how a response is read: "arithmetic" (the built-in task's format) or "number" (the
             final number, in the usual ways of writing it).
-        constraints: what a response has to fulfil, where no answer is known.
         tools: on offer with ``messages``, as chat templates take them.
     """
 
@@ -35,13 +33,12 @@ class Prompt:
     token_ids: list[int] | None = None
     answer: int | None = None
     grader: Literal["arithmetic", "number"] = "arithmetic"
-    constraints: tuple[Constraint, ...] = ()
     tools: list[dict[str, Any]] | None = None
 
     @property
     def gradable(self) -> bool:
         """Whether a response can be right or wrong."""
-        return self.answer is not None or bool(self.constraints)
+        return self.answer is not None
 
 
 # Where a text puts its final answer, the strongest mark first.
@@ -97,27 +94,8 @@ def _whole(text: str) -> int | None:
     return int(digits)
 
 
-_REASONING_ENDS = ("<|channel|>final<|message|>", "</think>")
-
-
-def final_text(response: str, special: Sequence[str]) -> str:
-    """What a response (with its special tokens) says to the user, without its reasoning.
-
-    >>> final_text("<|channel|>analysis<|message|>4?<|end|><|start|>assistant"
-    ...            "<|channel|>final<|message|>It is 4.<|return|>", ["<|return|>"])
-    'It is 4.'
-    """
-    for end in _REASONING_ENDS:
-        response = response.rpartition(end)[2]
-    for token in special:
-        response = response.replace(token, "")
-    return response.strip()
-
-
 def grade(prompt: Prompt, response: str, special: Sequence[str]) -> float:
     """The reward, 0 to 1, of a response (with its special tokens) to a gradable prompt."""
-    if prompt.constraints:
-        return share_fulfilled(final_text(response, special), prompt.constraints)
     assert prompt.answer is not None
     for token in special:
         response = response.replace(token, "")

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError
-from mismatch.prompts.environments import offered
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.tasks import find_task
 from mismatch.specs import PromptSpec
@@ -30,18 +29,12 @@ EXAMPLE = 'one JSON object per line, such as {"messages": [{"role": "user", "con
 
 
 def read_prompts(spec: PromptSpec) -> list[Prompt]:
-    """The prompts that a spec names: ``num_prompts`` of the task, or the file's first so many.
-
-    What a shipped environment offers is on offer in those that are conversations.
+    """Return the prompts that a spec names: ``num_prompts`` of the task, or the file's first.
 
     Raises:
         MismatchError: unknown task, too many problems of it, or a file that is missing, empty or
             malformed (with the line).
     """
-    return [offered(spec.environment, prompt) for prompt in _read(spec)]
-
-
-def _read(spec: PromptSpec) -> list[Prompt]:
     if spec.dataset is not None:
         from mismatch.prompts.datasets import read_dataset
 

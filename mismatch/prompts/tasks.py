@@ -8,7 +8,6 @@ from functools import partial
 
 from mismatch.errors import MismatchError
 from mismatch.prompts.arithmetic import arithmetic_problems, long_story
-from mismatch.prompts.instructions import instructions
 from mismatch.prompts.prompt import Prompt
 
 
@@ -17,17 +16,6 @@ def _problems(name: str, long: bool, n: int, seed: int) -> list[Prompt]:
     return [
         Prompt(f"{name} prompt {index}", messages=problem.messages, answer=problem.answer)
         for index, problem in enumerate(problems)
-    ]
-
-
-def _instructions(n: int, seed: int) -> list[Prompt]:
-    return [
-        Prompt(
-            f"instructions prompt {index}",
-            messages=[{"role": "user", "content": drawn.prompt}],
-            constraints=drawn.constraints,
-        )
-        for index, drawn in enumerate(instructions(n, seed))
     ]
 
 
@@ -47,7 +35,6 @@ class Task:
 TASKS = {
     "arithmetic": Task(partial(_problems, "arithmetic", False)),
     "calculator": Task(partial(_problems, "calculator", True), "calculator"),
-    "instructions": Task(_instructions),
 }
 
 

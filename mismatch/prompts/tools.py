@@ -1,4 +1,4 @@
-"""Calls of tools in a response, in the forms that chat models write; a calculator to call."""
+"""Read the call of a tool in a response, in the forms that chat models write; a calculator."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import math
 import operator
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 MOST_CHARACTERS = 500  # of an expression
 MOST_DIGITS = 30  # of a result
-# Form -> pattern with the groups "name" (of the tool) and "arguments" (JSON), or with "code".
+# Form -> pattern with the groups "name" (of the tool) and "arguments" (JSON).
 FORMS = {
     "harmony": re.compile(
         r"to=(?:functions\.)?(?P<name>[\w.-]+)(?:(?!<\|(?:message|end)\|>).)*<\|message\|>"
@@ -22,59 +22,47 @@ FORMS = {
     ),
     "hermes": re.compile(r"<tool_call>(?P<arguments>.*?)</tool_call>", re.DOTALL),
     "plain": re.compile(r"(?P<name>[\w.-]+) (?P<arguments>\{[^<]*\})<\|call\|>", re.DOTALL),
-    "retool": re.compile(
-        r"<code>\s*(?:```\w*\n)?(?P<code>(?:(?!</?code>).)*?)\n?(?:```)?\s*</code>"
-        r"\s*(?:<[^<>\s]+>\s*)*\Z",
-        re.DOTALL,
-    ),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """The last call of a response.
-
-    Attributes:
-        arguments: None: they are no JSON object.
-        form: one of FORMS.
-    """
+    """The last call of a response."""
 
     name: str
     arguments: dict[str, Any] | None
-    form: str = field(default="", compare=False)
+    """None: they are no JSON object."""
 
 
 def tool_call(response: str) -> ToolCall | None:
-    """The call that a response (with its special tokens) ends with; None: it calls nothing.
+    """Return the last call of a response (with its special tokens); None: it calls nothing.
 
-    harmony's ``to=functions.NAME … <|message|>{…}<|call|>`` (gpt-oss),
-    ``<tool_call>{…}</tool_call>`` (Hermes, Qwen), ``NAME {…}<|call|>`` (tiny-gpt-oss), and, of the
-    tool ``python``, ``<code>…</code>`` at the end (ReTool). In harmony ``python`` takes bare code.
+    Forms: harmony's ``to=functions.NAME … <|message|>{…}<|call|>`` (gpt-oss),
+    ``<tool_call>{…}</tool_call>`` (Hermes, Qwen) and ``NAME {…}<|call|>`` (tiny-gpt-oss). In
+    harmony the tool ``python`` takes bare code, which becomes its argument ``code``.
 
     >>> tool_call('<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><|im_end|>')
-    ToolCall(name='f', arguments={'x': 1}, form='hermes')
+    ToolCall(name='f', arguments={'x': 1})
     >>> tool_call("Answer: 4<|return|>") is None
     True
     """
     for form, pattern in FORMS.items():
         calls = list(pattern.finditer(response))
-        if calls:
-            return _call(form, calls[-1].groupdict())
+        if not calls:
+            continue
+        text = calls[-1]["arguments"]
+        arguments = _object(text)
+        if form != "hermes":
+            name = calls[-1]["name"]
+            bare_code = arguments is None and (form, name) == ("harmony", "python")
+            return ToolCall(name, {"code": text} if bare_code else arguments)
+        if arguments is None:
+            return ToolCall("", None)
+        inner = arguments.get("arguments")
+        inner = _object(inner) if isinstance(inner, str) else inner
+        name = str(arguments.get("name", ""))
+        return ToolCall(name, inner if isinstance(inner, dict) else None)
     return None
-
-
-def _call(form: str, named: dict[str, str]) -> ToolCall:
-    if form == "retool":
-        return ToolCall("python", {"code": named["code"]}, form)
-    arguments = _object(named["arguments"])
-    if "name" in named:
-        if arguments is None and (form, named["name"]) == ("harmony", "python"):
-            arguments = {"code": named["arguments"]}
-        return ToolCall(named["name"], arguments, form)
-    inner = None if arguments is None else arguments.get("arguments")
-    inner = _object(inner) if isinstance(inner, str) else inner
-    name = "" if arguments is None else str(arguments.get("name", ""))
-    return ToolCall(name, inner if isinstance(inner, dict) else None, form)
 
 
 def _object(text: str) -> dict[str, Any] | None:
@@ -96,9 +84,10 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of numbers, ``+ - * / // %`` and brackets, or what is wrong.
+    """Return the value of an expression of numbers, ``+ - * / // %`` and brackets, or an error.
 
-    Read as a tree of these nodes alone, so nothing else can run; no powers, so it cannot grow.
+    Only these nodes of the syntax tree are evaluated, so nothing else can run; without powers no
+    result can grow large.
 
     >>> calculate("12 + 3 * 4"), calculate("7 / 2"), calculate("1 / 0"), calculate("x")
     ('24', '3.5', 'error: division by zero', 'error: not an expression of numbers')

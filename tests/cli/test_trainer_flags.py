@@ -70,7 +70,7 @@ def test_a_verl_config_sets_both_sides(tmp_path):
         ({"trainer": "verl", "verl_config": "x.yaml"}, "--trainer and --verl-config"),
         ({"verl_override": ["a=1"]}, "without --verl-config"),
         ({"prompts": "a.jsonl", "dataset": "b"}, "--prompts and --dataset"),
-        ({"task": "instructions", "dataset": "b"}, "--task and --dataset"),
+        ({"task": "calculator", "dataset": "b"}, "--task and --dataset"),
         ({"task": "chess"}, "unknown task 'chess'"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,20 @@ def test_an_environment_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert rollout.turn.max() == 2
     assert set(rollout.rewards.tolist()) == {0.0, 2.0} or rollout.rewards.max() == 2.0
     assert OVER in str(run.report["not_tested"])
+
+
+@pytest.mark.grid
+def test_the_example_code_tool_runs_from_pythonpath(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examples = Path(__file__).parent.parent.parent / "examples" / "environments"
+    monkeypatch.setenv("PYTHONPATH", str(examples), prepend=os.pathsep)
+    flags = ("--engine", "transformers", "--quick", "--environment", "code_tool:Python")
+    run = run_check(tmp_path / "run", "--model", "tiny-gpt-oss-tools", *flags, "--num-prompts", "4")
+    assert run.code in (0, 1)
+    rollout, texts = store.load_rollout(run.directory), store.load_vocabulary(run.directory)
+    prompt = rollout.sequences()[0][rollout.turn[: rollout.offsets[1]] == 0]
+    assert "python" in "".join(texts[int(token)] for token in prompt)
 
 
 @pytest.mark.grid

@@ -23,7 +23,6 @@ from mismatch.processes.workers.sampling import (
     require_context,
     wants_prefill,
 )
-from mismatch.prompts.instructions import Constraint
 from mismatch.prompts.prompt import Prompt
 from mismatch.specs import EngineSpec, RolloutSpec
 from mismatch.types import EXACT_KL, PREFILL, ROUTES, NotTested, Rollout, Sampling
@@ -146,15 +145,6 @@ def test_rewards_where_every_answer_is_known() -> None:
     assert rewards is not None
     assert rewards.tolist() == [1.0, 0.0, 0.0, 1.0]
     assert response_rewards([prompts[0], Prompt("b")], rollout(), Decoder()) is None
-
-
-def test_constraints_are_checked_on_what_the_user_reads() -> None:
-    """Neither reasoning nor the end token counts."""
-    rules = (Constraint("words_at_most", {"n": 1}), Constraint("upper_case", {}))
-    prompts = [Prompt("a", constraints=rules), Prompt("b", constraints=rules[:1])]
-    rewards = response_rewards(prompts, rollout(), Decoder())
-    assert rewards is not None
-    assert rewards.tolist() == [0.5, 0.5, 1.0, 1.0]
 
 
 def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from mismatch.errors import MismatchError
 from mismatch.prompts.arithmetic import arithmetic_problems
-from mismatch.prompts.environments import Calculator
+from mismatch.prompts.environments import Calculator, Retry, prepared
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts, render_prompts
 from mismatch.specs import PromptSpec
@@ -29,18 +29,24 @@ def test_the_built_in_task_keeps_its_answers() -> None:
     assert [prompt.answer for prompt in prompts] == [problem.answer for problem in problems]
 
 
-def test_the_calculator_task_offers_its_tool_and_the_others_none() -> None:
-    spec = PromptSpec("calculator", num_prompts=3)
-    assert [prompt.tools for prompt in read_prompts(spec)] == [None] * 3
-    offered = read_prompts(replace(spec, environment="calculator"))
-    assert [prompt.tools for prompt in offered] == [[Calculator.tool]] * 3
-    assert all(prompt.answer is not None for prompt in offered)
+def test_an_environment_may_prepare_the_prompts() -> None:
+    """The calculator offers its tool in conversations; others leave the prompts as they are."""
+    prompts = read_prompts(PromptSpec("calculator", num_prompts=3))
+    assert all(prompt.answer is not None for prompt in prompts)
+    offered = prepared(Calculator, prompts)
+    assert offered == [replace(prompt, tools=[Calculator.tool]) for prompt in prompts]
+    assert prepared(Calculator, [Prompt("p", text="once")]) == [Prompt("p", text="once")]
+    assert prepared(Retry, prompts) == prepared(None, prompts) == prompts
 
 
-def test_the_instructions_task_has_constraints_for_answers() -> None:
-    prompts = read_prompts(PromptSpec("instructions", num_prompts=30, seed=1))
-    assert all(prompt.constraints and prompt.answer is None for prompt in prompts)
-    assert prompts[:5] == read_prompts(PromptSpec("instructions", num_prompts=5, seed=1))
+def test_a_prepare_that_fails_is_named() -> None:
+    class Wrong:
+        @staticmethod
+        def prepare(prompt: Prompt) -> Prompt:
+            raise KeyError("level")
+
+    with pytest.raises(MismatchError, match="level"):
+        prepared(Wrong, [Prompt("p", text="once")])
 
 
 def test_three_kinds_of_lines(tmp_path: Path) -> None:

@@ -26,12 +26,6 @@ HARMONY = (
         ),
         ("<tool_call>not json</tool_call>", ToolCall("", None)),
         (
-            "So:\n<code>\n```python\nprint(1)\n```\n</code><|im_end|>",
-            ToolCall("python", {"code": "print(1)"}),
-        ),
-        ("<code>a</code> and <code>b</code>\n", ToolCall("python", {"code": "b"})),
-        ("<code>print(1)</code> gives 1.", None),
-        (
             "<|channel|>analysis to=python code<|message|>print(1)<|call|>",
             ToolCall("python", {"code": "print(1)"}),
         ),

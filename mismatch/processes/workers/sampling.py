@@ -32,8 +32,7 @@ from mismatch.engines.registry import engine_class
 from mismatch.engines.turns import Trajectory, TurnDistributions, play, starting
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.models.resolved import token_texts
-from mismatch.prompts.adapters import adapted
-from mismatch.prompts.environments import Environment, Replies, built_in
+from mismatch.prompts.environments import Environment, Replies, built_in, prepared
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts, render_prompts
 from mismatch.run import store
@@ -68,12 +67,13 @@ def ready_for(spec: RolloutSpec) -> Ready:
     kind = engine_class(spec.engine.engine)
     getattr(kind, "prepare", lambda: None)()
     capabilities = kind.capabilities(spec.engine, spec.sampling)
-    prompts = read_prompts(spec.prompts)
+    environment = environment_class(spec)
+    prompts = prepared(environment, read_prompts(spec.prompts))
     info, tokenizer = read_model_info(spec.engine), load_tokenizer(spec.engine)
     require_vocabulary(tokenizer, info, spec.engine.model)
     ids = render_prompts(prompts, tokenizer, info.vocab_size)
     longest = require_context(spec, prompts, ids, info)
-    return Ready(prompts, ids, tokenizer, info, capabilities, longest, environment_class(spec))
+    return Ready(prompts, ids, tokenizer, info, capabilities, longest, environment)
 
 
 def sampled(
@@ -125,7 +125,7 @@ def environment_class(spec: RolloutSpec) -> Callable[[Prompt], Environment] | No
     name = spec.prompts.environment
     if name is None:
         return None
-    environment = built_in(name) or adapted(name)
+    environment = built_in(name)
     if environment is not None:
         return environment
     from mismatch.training.user_kernels import load_function
@@ -178,8 +178,6 @@ def untested_turns(spec: RolloutSpec, replies: Replies) -> Iterator[NotTested]:
         yield NotTested(f"the rest of {count} sequences", f"{failed} ({reason})")
     if replies.no_rewards:
         yield NotTested("rewards", f"{failed} ({replies.no_rewards})")
-    for what in getattr(replies.kind, "unheld", tuple)():
-        yield NotTested("code in isolation", f"{name}: nothing here keeps {what} from it")
     if replies.cut:
         most = spec.prompts.max_observation_tokens
         cut = f"{name}: {replies.cut} were cut to --max-observation-tokens {most}"

@@ -1,62 +1,65 @@
-"""Environments of two ecosystems as partners of a sequence: ``verifiers`` and OpenEnv.
+"""Adapt environments of ``verifiers`` and OpenEnv to mismatch's protocol.
 
-``verifiers:ID`` is an installed environment of the package verifiers (its MultiTurnEnv and what
-derives from it); ``openenv:URL#FIELD`` a running OpenEnv server, whose action has the response as
-FIELD. Written against verifiers 0.3.0 and openenv-core 0.2.3 and 0.3.0; neither is imported before
-it is asked for.
+Name the class in a module of yours, and give that to ``--environment my_module:Sums``::
+
+    from adapters import openenv_server, verifiers_environment
+
+    Sums = verifiers_environment("sums")                          # derives from MultiTurnEnv
+    Echo = openenv_server("http://localhost:8000", "message")     # a running server
+
+Written against verifiers 0.3.0 and openenv-core 0.2.3 and 0.3.0.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import re
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
 
 from mismatch.errors import MismatchError
-from mismatch.prompts.environments import Environment
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.tools import tool_call
 
 ENDS = re.compile(r"(?:\s*(?:<\|[^|<>]*\|>|</s>))+\s*$")  # special tokens that end a response
 WAIT_S = 50.0  # of a reply, a reward or an end; less than environments.REPLY_S
 ALIVE_S = 1.0
-FIELD = "message"  # of an OpenEnv action, where the URL names none
 
 
-def adapted(name: str) -> Callable[[Prompt], Environment] | None:
-    """What makes a sequence's environment of ``verifiers:ID`` or ``openenv:URL``; None: neither.
+def verifiers_environment(id: str) -> type[Verifiers]:
+    """Return the class for an installed environment of verifiers.
 
     Raises:
-        MismatchError: the package is not there, or it has no such environment.
+        MismatchError: the package is missing, or it has no such environment.
     """
-    kind, _, where = name.partition(":")
-    if kind == "verifiers":
-        shared = _verifiers_environment(where)
+    shared = _load_verifiers(id)
+    atexit.register(lambda: _wait(shared._teardown()))
 
-        class OfVerifiers(Verifiers):
-            def __init__(self, prompt: Prompt) -> None:
-                super().__init__(shared, prompt)
+    class OfVerifiers(Verifiers):
+        def __init__(self, prompt: Prompt) -> None:
+            super().__init__(shared, prompt)
 
-            @staticmethod
-            def close_all() -> None:
-                _wait(shared._teardown())
+    return OfVerifiers
 
-        return OfVerifiers
-    if kind == "openenv":
-        url, _, field = where.partition("#")
-        client = _openenv_client()
 
-        class OfServer(OpenEnv):
-            def __init__(self, prompt: Prompt) -> None:
-                super().__init__(client, url, field or FIELD)
+def openenv_server(url: str, field: str = "message") -> type[OpenEnv]:
+    """Return the class for a running OpenEnv server, whose actions hold the response as ``field``.
 
-        return OfServer
-    return None
+    Raises:
+        MismatchError: the package is missing.
+    """
+    client = _openenv_client()
+
+    class OfServer(OpenEnv):
+        def __init__(self, prompt: Prompt) -> None:
+            super().__init__(client, url, field)
+
+    return OfServer
 
 
 @cache
@@ -97,7 +100,7 @@ def _turns(loop: asyncio.AbstractEventLoop) -> bool:
 # ---------------------------------------------------------------- verifiers
 
 
-def _verifiers_environment(id: str) -> Any:
+def _load_verifiers(id: str) -> Any:
     try:
         verifiers = import_module("verifiers")
     except ImportError as error:

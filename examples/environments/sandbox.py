@@ -1,9 +1,10 @@
-"""Code that a model wrote, in a process of its own, bounded in all it may take.
+"""Run code that a model wrote in a process of its own, with limits. NOT a security boundary.
 
-A fresh directory, an empty environment, limits of time, memory, output and disk. No network, no
-new processes, and no file outside that is not the interpreter's or the system's, as far as the
-machine can: by bubblewrap, or else by user namespaces (``unshare``), and by Landlock and a system
-call filter (sandbox_guard.py). What could not be held is tried once and reported: :func:`unheld`.
+The code gets a fresh directory, an empty environment, and limits of time, memory, output and disk.
+As far as the machine allows, it gets no network, no new processes, and no files but its own, the
+interpreter's and the system's: by bubblewrap, or else by user namespaces (``unshare``), and by
+Landlock and a system call filter (sandbox_guard.py). :func:`unheld` tries once what the machine
+does not contain. The README names what is not contained on any machine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ GUARD = Path(__file__).with_name("sandbox_guard.py")
 INTERVAL_S = 0.1  # between two looks at the directory's size
 STARTED_S = 30.0  # in which a machine under load starts the probe
 SMALLEST_FILE = 4096  # bytes: an empty one costs too
-TAG = "MISMATCH_WORKER"  # by which a worker's descendants are found and ended, processes/launch.py
+TAG = "MISMATCH_WORKER"  # by this variable mismatch finds and ends a worker's descendants
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
