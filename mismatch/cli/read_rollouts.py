@@ -1,4 +1,4 @@
-"""`mismatch read-rollouts`: what a framework recorded, as a run to score and compare."""
+"""`mismatch read-rollouts`: make a run of rollouts that a framework recorded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mismatch.cli.options import MODEL_FLAGS, OUT
 from mismatch.run.recorded import Form, read_recorded
 from mismatch.specs import PROMPTS, EngineSpec, Sampling
 
-HELP = "JSONL file of a framework, or verl's gen_batch.dp."
+HELP = "JSONL file that a framework recorded; docs/recorded-rollouts.md."
 FILE = Option("file", Path, "", HELP, default=REQUIRED, argument=True)
 FORMAT = Option("format", Form | None, PROMPTS, "Of the file; default: by its fields.")
 
@@ -27,9 +27,9 @@ FORMAT = Option("format", Form | None, PROMPTS, "Of the file; default: by its fi
 def read_rollouts(flags: Flags) -> int:
     """Make a run of the rollouts that a framework recorded: ids and the sampler's logprobs.
 
-    Then: mismatch score RUN scores the same tokens under FSDP2, mismatch compare RUN judges. Say
-    how they were sampled (--temperature, --top-p, --top-k) and in which dtype; the weights have to
-    be those that sampled.
+    Then `mismatch score RUN` scores the same tokens under FSDP2, and `mismatch compare RUN` judges.
+    Say how the tokens were sampled (--temperature, --top-p, --top-k) and in which dtype. --model
+    has to hold the weights that sampled.
     """
     from mismatch.cli import session
     from mismatch.cli.to_spec import checkpoint_dtype, require_model

@@ -18,7 +18,7 @@ from mismatch.models.resolved import load_tokenizer, stop_ids, token_texts
 from mismatch.pipeline.document import report_from_json
 from mismatch.run import store
 from mismatch.run.directory import at_work
-from mismatch.run.recorded import ENGINE, Recorded, as_rollout
+from mismatch.run.recorded import ENGINE, Recorded, as_run
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
 from mismatch.types import Comparison, Estimate, Ints, NotTested, Report, Status
 
@@ -256,13 +256,13 @@ def keep_recorded(
             ]
         ),
     }
-    rollout, decode = as_rollout(recorded, sampling, fingerprint)
-    prompts = PromptSpec(num_prompts=rollout.n_prompts)
+    run = as_run(recorded, sampling, fingerprint)
+    prompts = PromptSpec(num_prompts=run.rollout.n_prompts)
     spec = replace(spec, rollout=replace(spec.rollout, prompts=prompts, sampling=sampling))
     with at_work(run_dir, "read-rollouts", spec, command):
-        store.save_rollout(run_dir, rollout, made_by=spec.rollout)
+        store.save_rollout(run_dir, run.rollout, made_by=spec.rollout)
         store.save_vocabulary(run_dir, token_texts(tokenizer, texts))
-        store.save_scoring(run_dir, decode, rollout, made_by=spec.rollout)
+        store.save_scoring(run_dir, run.decode, run.rollout, made_by=spec.rollout)
 
 
 NOT_IN_A_FILE = ("routed experts", "weights as the engine holds them")

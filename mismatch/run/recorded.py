@@ -1,15 +1,17 @@
-"""Rollouts that a framework wrote down, as a rollout and a scoring: ids and their logprobs.
+"""Read rollouts that a framework wrote to a file: token ids and the sampler's log-probabilities.
 
-Only formats that hold token ids and the sampler's log-probabilities can be scored again; text would
-have to be tokenised anew, and would then be other tokens. Fields of the frameworks' files were read
-in their sources: torchtitan's ``experiments/rl/rollout_recorder.py`` (b5bcd76, 2026-08),
-open-instruct's ``rl_utils.py`` (e6c3044, 2026-08), and verl's (:mod:`mismatch.run.verl_dump`).
+Files that hold only text are refused: encoded again, text may become other tokens. Pickles are
+never opened: the error gives the command that converts them in the framework's own environment.
+Fields were read in the frameworks' sources: torchtitan's ``experiments/rl/rollout_recorder.py``
+(b5bcd76, 2026-08), open-instruct's ``rl_utils.py`` (e6c3044, 2026-08) and verl's
+``verl/protocol.py`` and ``verl/utils/skip/rollout_skip.py`` (1dda039, 2026-08).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,47 +21,140 @@ from typing import Any, Literal
 import numpy as np
 
 from mismatch.errors import MismatchError
-from mismatch.run import verl_dump
 from mismatch.types import Fingerprint, Rollout, Sampling, Scoring
 
 ENGINE = "recorded"
 Entry = dict[str, Any]
-VERL = (*verl_dump.REQUIRED, "attention_mask", "rm_scores")
 Form = Literal["torchtitan", "open-instruct", "generic", "verl"]
 
 
 @dataclass
 class Row:
-    """One recorded sequence.
-
-    Attributes:
-        token_ids, sampled, turn: [tokens], as in :class:`Rollout`.
-        logprobs: of the sampled tokens, nats.
-        prompt: what its samples have in common; None: a prompt of its own.
-    """
+    """One recorded sequence."""
 
     token_ids: list[int]
     sampled: list[bool]
-    turn: list[int]
+    """Per token: whether the policy sampled it."""
     logprobs: list[float]
+    """Of the sampled tokens, nats."""
     prompt: Any = None
+    """What the samples of one prompt have in common; None: a prompt of its own."""
     reward: float | None = None
     finish_reason: str = "stop"
 
 
 @dataclass
 class Recorded:
-    """Sequences of a file, and what was noticed in reading: remark -> how often."""
+    """The sequences of a file, and what was noticed while reading: remark -> how often."""
 
     sequences: list[Row] = field(default_factory=list)
     remarks: Counter[str] = field(default_factory=Counter)
+
+
+def read_recorded(path: Path, form: Form | None = None) -> tuple[Form, Recorded]:
+    """Return the format of a file and all its sequences.
+
+    Args:
+        form: None: decided by the fields of the first line.
+
+    Raises:
+        MismatchError: the file cannot be read, is a pickle, holds no ids and logprobs, or a line
+            is wrong (named).
+    """
+    _require_text(path)
+    recorded = Recorded()
+    for number, entry in _entries(path):
+        where = f"{path}:{number}"
+        form = form or _form_of(entry, where)
+        try:
+            before = len(recorded.sequences)
+            FORMS[form].read(entry, recorded)
+            for row in recorded.sequences[before:]:
+                _require_scorable(row)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise MismatchError(
+                f"{where}: no sequence of the format {form}: {error}",
+                "docs/recorded-rollouts.md lists the fields; --format names another",
+            ) from error
+    if form is None:
+        raise MismatchError(f"{path} is empty", "give a file with one JSON object per line")
+    if not recorded.sequences:
+        left = "; ".join(recorded.remarks) or "no line has a sampled token"
+        raise MismatchError(f"{path} has no sequence that can be scored: {left}")
+    return form, recorded
+
+
+# First bytes of a file by ``torch.save``, and by ``pickle.dump`` with protocol 2 and later.
+ZIP, PICKLE = b"PK\x03\x04", b"\x80"
+VERL_DUMPS = ("gen_batch.dp", "tq_batch.pt")
+# Run in the user's environment, where importing tensordict allows its classes to torch. The batch
+# in a gen_batch.dp is a torch.save inside a pickle: it is cut out of it without unpickling.
+VERL_TO_JSONL = (
+    "import io,json,pickletools,sys,tensordict,torch; f=open(sys.argv[1],'rb'); "
+    "z=f.read(2)==b'PK'; f.seek(0); "
+    "f=f if z else io.BytesIO(next(a for _,a,_ in pickletools.genops(f) "
+    "if type(a) is bytes and a[:2]==b'PK')); "
+    "d=torch.load(f,weights_only=True,map_location='cpu'); d=d['tensordict'] if z else d; "
+    "n=[k for k in ('prompts','responses','attention_mask','response_mask',"
+    "'rollout_log_probs','rm_scores') if k in d.keys()]; "
+    "[print(json.dumps({k:v.tolist() for k,v in zip(n,r)}|{'padded':not z})) "
+    "for r in zip(*(d[k] for k in n))]"
+)
+
+
+def _require_text(path: Path) -> None:
+    """Refuse a pickle, and say how to convert it where it was written."""
+    dump = path
+    if path.is_dir():
+        dump = next((path / name for name in VERL_DUMPS if (path / name).exists()), path)
+    try:
+        with dump.open("rb") as file:
+            start = file.read(4)
+    except OSError as error:
+        raise MismatchError(
+            f"{path}: {error.strerror}", "give a JSONL file that can be read"
+        ) from error
+    if start.startswith((ZIP, PICKLE)):
+        raise MismatchError(
+            f"{dump} is a pickle, which mismatch never opens: reading one can run code",
+            "convert a dump of verl in verl's environment, then read rollouts.jsonl: "
+            f'python -c "{VERL_TO_JSONL}" {shlex.quote(str(dump))} > rollouts.jsonl',
+        )
+
+
+def _entries(path: Path) -> Iterator[tuple[int, Entry]]:
+    """Yield the number and the object of every line that is not blank."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError) as error:
+                raise MismatchError(
+                    f"{path}:{number} is not JSON: {error}",
+                    "was it cut off? one JSON object per line is expected",
+                ) from error
+            if not isinstance(entry, dict):
+                raise MismatchError(f"{path}:{number} is no JSON object", "write one per line")
+            yield number, entry
+
+
+def _require_scorable(row: Row) -> None:
+    count = sum(row.sampled)
+    if count == 0:
+        raise ValueError("no token was sampled")
+    if row.sampled[0]:
+        raise ValueError("its first token is sampled: nothing predicts it")
+    if len(row.logprobs) != count:
+        raise ValueError(f"{len(row.logprobs)} logprobs for {count} sampled tokens")
 
 
 # ---------------------------------------------------------------- formats
 
 
 def generic(entry: Entry, recorded: Recorded) -> None:
-    """``prompt_token_ids``, ``response_token_ids``, ``logprobs``; or ``token_ids`` with an
+    """Read ``prompt_token_ids``, ``response_token_ids`` and ``logprobs``; or ``token_ids``, an
     ``action_mask`` and the logprobs of the tokens that it marks. Optional: ``prompt_id``,
     ``reward``, ``finish_reason``."""
     if "token_ids" in entry:
@@ -73,7 +168,7 @@ def generic(entry: Entry, recorded: Recorded) -> None:
         sampled = [False] * len(prompt) + [True] * len(response)
     recorded.sequences.append(
         Row(
-            *(ids, sampled, turns_of(sampled), _numbers(entry, "logprobs")),
+            *(ids, sampled, _logprobs(entry, "logprobs")),
             prompt=entry.get("prompt_id"),
             reward=_reward(entry.get("reward")),
             finish_reason=str(entry.get("finish_reason", "stop")),
@@ -81,19 +176,21 @@ def generic(entry: Entry, recorded: Recorded) -> None:
     )
 
 
-def open_instruct(entry: Entry, read: Recorded) -> None:
-    """open-instruct's ``*_rollouts_*.jsonl``; a sequence that called a tool is left out: the file
-    does not say which of its response's tokens were sampled."""
+def open_instruct(entry: Entry, recorded: Recorded) -> None:
+    """Read a line of open-instruct's ``*_rollouts_*.jsonl``. A sequence that called a tool is left
+    out: the file does not say which tokens of its response were sampled."""
     if any((entry.get("request_info") or {}).get(name) for name in ("num_calls", "tool_calleds")):
-        read.remarks["left out: it called a tool, and no mask says which tokens were sampled"] += 1
+        recorded.remarks[
+            "left out: it called a tool, and no mask says which tokens were sampled"
+        ] += 1
         return
     if entry.get("logprobs") is None:
         raise ValueError("no logprobs")
     prompt, response = _ids(entry, "prompt_tokens"), _ids(entry, "response_tokens")
     sampled = [False] * len(prompt) + [True] * len(response)
-    read.sequences.append(
+    recorded.sequences.append(
         Row(
-            *(prompt + response, sampled, turns_of(sampled), _numbers(entry, "logprobs")),
+            *(prompt + response, sampled, _logprobs(entry, "logprobs")),
             prompt=(entry.get("step"), entry.get("prompt_idx")),
             reward=_reward(entry.get("reward")),
             finish_reason=str(entry.get("finish_reason", "stop")),
@@ -102,12 +199,12 @@ def open_instruct(entry: Entry, read: Recorded) -> None:
 
 
 def torchtitan(entry: Entry, recorded: Recorded) -> None:
-    """torchtitan's ``rollout_samples.jsonl``, written with ``log_tensors`` and ``log_logprobs``.
+    """Read a line of torchtitan's ``rollout_samples.jsonl`` (``log_tensors``, ``log_logprobs``).
 
-    Turns become one sequence as long as each turn's prompt begins with the ids before it; a turn
-    whose prompt does not is a sequence of its own, with the context that its engine saw.
+    Turns become one sequence as long as the prompt of each turn begins with the ids before it; a
+    turn whose prompt does not is a sequence of its own, with the context that its engine saw.
     """
-    now: Row | None = None
+    row: Row | None = None
     for number, turn in enumerate(_list(entry, "turns"), start=1):
         for name, switch in (
             ("completion_token_ids", "log_tensors"),
@@ -116,88 +213,76 @@ def torchtitan(entry: Entry, recorded: Recorded) -> None:
             if name not in turn:
                 raise ValueError(f"turn {number} has no {name}: record with {switch}=True")
         context, ids = _ids(turn, "prompt_token_ids"), _ids(turn, "completion_token_ids")
-        logprobs = _numbers(turn, "completion_logprobs")
         if turn.get("min_policy_version") != turn.get("max_policy_version"):
             recorded.remarks["turns that were sampled by more than one version of the weights"] += 1
-        grows = now is not None and context[: len(now.token_ids)] == now.token_ids
-        if now is None or not grows:
-            if now is not None:
+        if row is None or context[: len(row.token_ids)] != row.token_ids:
+            if row is not None:
                 recorded.remarks["turns whose prompt has other ids than the turns before"] += 1
-            now = Row([], [], [], [], entry.get("group_id"), _reward(entry.get("reward")))
-            recorded.sequences.append(now)
-        new = len(context) - len(now.token_ids)
-        now.token_ids = context + ids
-        now.sampled += [False] * new + [True] * len(ids)
-        now.logprobs += logprobs
-        now.turn = turns_of(now.sampled)
+            row = Row([], [], [], entry.get("group_id"), _reward(entry.get("reward")))
+            recorded.sequences.append(row)
+        observed = len(context) - len(row.token_ids)
+        row.token_ids = context + ids
+        row.sampled += [False] * observed + [True] * len(ids)
+        row.logprobs += _logprobs(turn, "completion_logprobs")
 
 
-def verl(path: Path) -> Recorded:
-    """verl's RolloutSkip dumps: rows padded on both sides, or of their own lengths.
+def verl(entry: Entry, recorded: Recorded) -> None:
+    """Read a row of verl's batch, as ``VERL_TO_JSONL`` writes it, without its padding.
 
-    Raises:
-        MismatchError: see :func:`verl_dump.read_dump`; or a row is wrong (named).
+    In a ``gen_batch.dp`` rows are padded, the prompt on the left and the response on the right. In
+    a ``tq_batch.pt`` (``"padded": false``) every row has its own length.
     """
-    fields, prompts = verl_dump.read_dump(path)
-    recorded = Recorded()
-    for number in range(len(fields["responses"])):
-        try:
-            row = {name: fields[name][number] for name in VERL if name in fields}
-            sequence = _padded(
-                row, prompts[number] if prompts else None, isinstance(fields["responses"], list)
-            )
-            if any(sequence.sampled):
-                _require_whole(sequence)
-                recorded.sequences.append(sequence)
-            else:
-                recorded.remarks["left out: no token of it was sampled"] += 1
-        except (ValueError, IndexError, TypeError, AttributeError) as error:
-            what = f"{path}, row {number}: {error}"
-            raise MismatchError(what, "docs/recorded-rollouts.md lists what is read") from error
-    if not recorded.sequences:
-        raise MismatchError(f"{path} has no sequence that can be scored")
-    return recorded
-
-
-def _padded(row: dict[str, Any], prompt: str | None, jagged: bool) -> Row:
-    """A row of verl's tensors without its padding; one without an attention_mask has none."""
-    width = len(row["prompts"])
-    whole = width + len(row["responses"])
-    there = np.asarray(row.get("attention_mask", np.ones(whole)), bool)
-    if len(there) != whole:
-        raise ValueError(f"attention_mask has {len(there)} entries for {whole} tokens")
-    of_prompt, of_response = there[:width], there[width:]
-    mask = row["response_mask"].astype(bool)[of_response]
-    sampled = [False] * int(of_prompt.sum()) + mask.tolist()
-    ids = [*row["prompts"][of_prompt].tolist(), *row["responses"][of_response].tolist()]
-    logprobs = row["rollout_log_probs"][of_response][mask].tolist()
-    # What ended a sequence is not recorded: a tool has the last word, a response that leaves no
-    # padding was cut. In rows of their own lengths nothing tells that from one that ended.
-    reason = "stop" if mask[-1:].any() else "environment"
-    reason = "length" if there[-1] and not jagged else reason
-    return Row(
-        *(_ids({"ids": ids}, "ids"), sampled, turns_of(sampled)),
-        logprobs=_numbers({"rollout_log_probs": logprobs}, "rollout_log_probs"),
-        prompt=prompt,
-        reward=_reward(float(row["rm_scores"].sum())) if "rm_scores" in row else None,
-        finish_reason=reason,
+    if "rollout_log_probs" not in entry:
+        raise ValueError(
+            "no rollout_log_probs: record with actor_rollout_ref.rollout.calculate_log_probs=True"
+        )
+    prompt, response = _ids(entry, "prompts"), _ids(entry, "responses")
+    mask, logprobs = _list(entry, "response_mask"), _list(entry, "rollout_log_probs")
+    whole = len(prompt) + len(response)
+    masked = "attention_mask" in entry
+    attended = _list(entry, "attention_mask") if masked else [1] * whole
+    if len(attended) != whole:
+        raise ValueError(f"attention_mask has {len(attended)} entries for {whole} tokens")
+    rows = zip(response, mask, logprobs, attended[len(prompt) :], strict=True)
+    kept = [(token, bool(m), logprob) for token, m, logprob, there in rows if there]
+    prompt = [token for token, there in zip(prompt, attended, strict=False) if there]
+    if not any(m for _, m, _ in kept):
+        recorded.remarks["left out: no token of it was sampled"] += 1
+        return
+    # A row does not say what ended it. A response that leaves no padding was cut; where the last
+    # token was not sampled, the environment had the last word. Rows of their own lengths do not
+    # tell a response that was cut from one that ended.
+    reason = "stop" if kept[-1][1] else "environment"
+    sampled_logprobs = {"rollout_log_probs": [logprob for _, m, logprob in kept if m]}
+    cut = masked and bool(attended[-1]) and bool(entry.get("padded", True))
+    scores = entry.get("rm_scores")
+    recorded.sequences.append(
+        Row(
+            prompt + [token for token, _, _ in kept],
+            [False] * len(prompt) + [m for _, m, _ in kept],
+            _logprobs(sampled_logprobs, "rollout_log_probs"),
+            prompt=tuple(prompt),
+            reward=None if scores is None else _reward(float(sum(scores))),
+            finish_reason="length" if cut else reason,
+        )
     )
 
 
-def turns_of(sampled: Sequence[bool]) -> list[int]:
-    """Turn of every token: 0 before the first sampled one, n from the start of the n-th response.
+@dataclass(frozen=True)
+class Format:
+    """One format of lines."""
 
-    >>> turns_of([False, True, True, False, True])
-    [0, 1, 1, 1, 2]
-    """
-    starts = np.diff(np.asarray([False, *sampled], np.int8)) == 1
-    return np.cumsum(starts).tolist()  # type: ignore[no-any-return]
+    fits: Callable[[Entry], bool]
+    """Whether a line has the fields that tell this format from the others."""
+    read: Callable[[Entry, Recorded], None]
+    """Add the sequences of a line."""
 
 
-LINES: dict[Form, tuple[Callable[[Entry], bool], Callable[[Entry, Recorded], None]]] = {
-    "torchtitan": (lambda entry: isinstance(entry.get("turns"), list), torchtitan),
-    "open-instruct": (lambda entry: "response_tokens" in entry, open_instruct),
-    "generic": (lambda entry: "token_ids" in entry or "response_token_ids" in entry, generic),
+FORMS: dict[Form, Format] = {
+    "torchtitan": Format(lambda entry: isinstance(entry.get("turns"), list), torchtitan),
+    "open-instruct": Format(lambda entry: "response_tokens" in entry, open_instruct),
+    "generic": Format(lambda e: "token_ids" in e or "response_token_ids" in e, generic),
+    "verl": Format(lambda entry: {"responses", "response_mask"} <= set(entry), verl),
 }
 # Files that many have and that cannot be scored: fields that mark them, what they are, the remedy.
 TEXT_ONLY = (
@@ -216,88 +301,17 @@ TEXT_ONLY = (
 )
 
 
-# ---------------------------------------------------------------- reading
-
-
-def read_recorded(path: Path, form: Form | None = None) -> tuple[Form, Recorded]:
-    """All sequences of a file, and its format.
-
-    Args:
-        form: None: by the fields of the first line, "verl" for a dump or a folder that has one.
-
-    Raises:
-        MismatchError: it cannot be read, holds no ids and logprobs, or a line is wrong (named).
-    """
-    if path.is_dir():
-        names = (verl_dump.NAME, verl_dump.QUEUE)
-        path = next((path / name for name in names if (path / name).exists()), path / names[0])
-    if form == "verl" or (form is None and path.suffix in (".dp", ".pt")):
-        return "verl", verl(path)
-    recorded = Recorded()
-    for number, entry in _entries(path):
-        where = f"{path}:{number}"
-        form = form or _form_of(entry, where)
-        try:
-            before = len(recorded.sequences)
-            LINES[form][1](entry, recorded)
-            for sequence in recorded.sequences[before:]:
-                _require_whole(sequence)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise MismatchError(
-                f"{where}: no sequence of the format {form}: {error}",
-                "docs/recorded-rollouts.md lists the fields; --format names another",
-            ) from error
-    if form is None:
-        raise MismatchError(f"{path} is empty", "give a file with one JSON object per line")
-    if not recorded.sequences:
-        left = "; ".join(recorded.remarks) or "no line has a sampled token"
-        raise MismatchError(f"{path} has no sequence that can be scored: {left}")
-    return form, recorded
-
-
-def _entries(path: Path) -> Iterator[tuple[int, Entry]]:
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    entry = json.loads(line.decode("utf-8"))
-                except (ValueError, RecursionError) as error:
-                    raise MismatchError(
-                        f"{path}:{number} is not JSON: {error}",
-                        "was it cut off? one JSON object per line is expected",
-                    ) from error
-                if not isinstance(entry, dict):
-                    raise MismatchError(f"{path}:{number} is no JSON object", "one per line")
-                yield number, entry
-    except OSError as error:
-        raise MismatchError(
-            f"{path}: {error.strerror}", "give a JSONL file that can be read"
-        ) from error
-
-
 def _form_of(entry: Entry, where: str) -> Form:
-    for form, (fits, _) in LINES.items():
-        if fits(entry):
+    for form, known in FORMS.items():
+        if known.fits(entry):
             return form
     for fields, what, remedy in TEXT_ONLY:
         if fields <= set(entry):
             raise MismatchError(f"{where}: {what}, and tokens are what is compared", remedy)
     raise MismatchError(
         f"{where}: no known format (fields: {', '.join(sorted(entry)) or 'none'})",
-        f"one of {', '.join(LINES)}: docs/recorded-rollouts.md lists their fields",
+        f"one of {', '.join(FORMS)}: docs/recorded-rollouts.md lists their fields",
     )
-
-
-def _require_whole(sequence: Row) -> None:
-    count = sum(sequence.sampled)
-    if count == 0:
-        raise ValueError("no token was sampled")
-    if sequence.sampled[0]:
-        raise ValueError("its first token is sampled: nothing predicts it")
-    if len(sequence.logprobs) != count:
-        raise ValueError(f"{len(sequence.logprobs)} logprobs for {count} sampled tokens")
 
 
 def _list(entry: Entry, name: str) -> list[Any]:
@@ -314,7 +328,7 @@ def _ids(entry: Entry, name: str) -> list[int]:
     return ids
 
 
-def _numbers(entry: Entry, name: str) -> list[float]:
+def _logprobs(entry: Entry, name: str) -> list[float]:
     values = _list(entry, name)
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not value <= 0:
@@ -330,31 +344,48 @@ def _reward(value: Any) -> float | None:
 # ---------------------------------------------------------------- as a run
 
 
-def as_rollout(
-    recorded: Recorded, sampling: Sampling, fingerprint: Fingerprint
-) -> tuple[Rollout, Scoring]:
-    """The sequences of one prompt next to each other, and their sampler's scoring."""
-    groups: dict[Any, int] = {}
-    for number, sequence in enumerate(recorded.sequences):
-        key = ("alone", number) if sequence.prompt is None else ("shared", str(sequence.prompt))
-        sequence.prompt = groups.setdefault(key, len(groups))
-    ordered = sorted(recorded.sequences, key=lambda sequence: sequence.prompt)
-    rewards = [sequence.reward for sequence in ordered]
-    given = [reward for reward in rewards if reward is not None]
+@dataclass(frozen=True)
+class RecordedRun:
+    """What a file becomes in a run directory."""
+
+    rollout: Rollout
+    decode: Scoring
+
+
+def as_run(recorded: Recorded, sampling: Sampling, fingerprint: Fingerprint) -> RecordedRun:
+    """Return the rollout, sequences of one prompt next to each other, and its sampler's scoring."""
+    number_of: dict[Any, int] = {}
+    prompts = []
+    for number, row in enumerate(recorded.sequences):
+        key = ("alone", number) if row.prompt is None else ("shared", str(row.prompt))
+        prompts.append(number_of.setdefault(key, len(number_of)))
+    order = np.argsort(prompts, kind="stable")
+    rows = [recorded.sequences[number] for number in order]
+    rewards = [row.reward for row in rows if row.reward is not None]
     rollout = Rollout(
-        token_ids=_flat((s.token_ids for s in ordered), np.int64),
-        offsets=np.cumsum([0, *(len(s.token_ids) for s in ordered)]).astype(np.int64),
-        action_mask=_flat((s.sampled for s in ordered), np.bool_),
-        turn=_flat((s.turn for s in ordered), np.int64),
-        prompt_index=np.asarray([s.prompt for s in ordered], np.int64),
-        finish_reason=tuple(s.finish_reason for s in ordered),
+        token_ids=_flat((row.token_ids for row in rows), np.int64),
+        offsets=np.cumsum([0, *(len(row.token_ids) for row in rows)]).astype(np.int64),
+        action_mask=_flat((row.sampled for row in rows), np.bool_),
+        turn=_flat((turns_of(row.sampled) for row in rows), np.int64),
+        prompt_index=np.asarray(prompts, np.int64)[order],
+        finish_reason=tuple(row.finish_reason for row in rows),
         sampling=sampling,
         fingerprint=fingerprint,
-        rewards=np.asarray(given) if len(given) == len(ordered) else None,
+        rewards=np.asarray(rewards) if len(rewards) == len(rows) else None,
     )
-    logprobs = _flat((s.logprobs for s in ordered), np.float64)
+    logprobs = _flat((row.logprobs for row in rows), np.float64)
     ids = rollout.token_ids[rollout.actions]
-    return rollout, Scoring(f"{ENGINE}:decode", ids, logprobs, fingerprint)
+    return RecordedRun(rollout, Scoring(f"{ENGINE}:decode", ids, logprobs, fingerprint))
+
+
+def turns_of(sampled: Sequence[bool]) -> list[int]:
+    """Return the turn of every token: 0 before the first sampled one, n from the n-th response on.
+
+    >>> turns_of([False, True, True, False, True])
+    [0, 1, 1, 1, 2]
+    """
+    starts = np.diff(np.asarray([False, *sampled], np.int8)) == 1
+    return np.cumsum(starts).tolist()  # type: ignore[no-any-return]
 
 
 def _flat(parts: Iterable[Sequence[Any]], kind: type[np.generic]) -> Any:

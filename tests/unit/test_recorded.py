@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import pickle
-import zipfile
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,7 @@ import numpy as np
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.run import verl_dump
-from mismatch.run.recorded import Form, as_rollout, read_recorded
+from mismatch.run.recorded import Form, as_run, read_recorded, turns_of
 from mismatch.types import Sampling
 
 GENERIC = {"prompt_token_ids": [1, 2], "response_token_ids": [3, 4], "logprobs": [-0.1, -0.2]}
@@ -35,6 +37,16 @@ INSTRUCT = {
     "finish_reason": "stop",
     "logprobs": [-0.1, -0.2],
     "request_info": None,
+}
+
+
+VERL = {
+    "prompts": [0, 5, 6],
+    "responses": [7, 8, 20, 9, 0],
+    "attention_mask": [0, 1, 1, 1, 1, 1, 1, 0],
+    "response_mask": [1, 1, 0, 1, 0],
+    "rollout_log_probs": [-0.5, -0.25, 0.0, -0.125, 0.0],
+    "rm_scores": [0.0, 0.0, 0.0, 1.0, 0.0],
 }
 
 
@@ -64,7 +76,8 @@ def read(path: Path, *entries: Any, form: Form | None = None) -> Any:
 def test_the_plain_form_and_the_masked_one(tmp_path: Path) -> None:
     form, batch = read(tmp_path, GENERIC, MASKED, MASKED, GENERIC)
     assert form == "generic"
-    rollout, scoring = as_rollout(batch, Sampling(), {"engine": "recorded"})
+    run = as_run(batch, Sampling(), {"engine": "recorded"})
+    rollout, scoring = run.rollout, run.decode
     assert rollout.prompt_index.tolist() == [0, 1, 1, 2]
     assert rollout.token_ids.tolist()[4:10] == MASKED["token_ids"]
     assert rollout.turn.tolist()[4:10] == [0, 0, 1, 1, 1, 2]
@@ -77,7 +90,7 @@ def test_the_plain_form_and_the_masked_one(tmp_path: Path) -> None:
 def test_samples_of_a_prompt_stand_together(tmp_path: Path) -> None:
     other = INSTRUCT | {"prompt_idx": 8, "reward": 2.0}
     _, batch = read(tmp_path, INSTRUCT, other, INSTRUCT)
-    rollout, _ = as_rollout(batch, Sampling(), {})
+    rollout = as_run(batch, Sampling(), {}).rollout
     assert rollout.prompt_index.tolist() == [0, 0, 1]
     assert rollout.rewards is not None
     assert rollout.rewards.tolist() == [0.5, 0.5, 2.0]
@@ -90,7 +103,7 @@ def test_turns_that_grow_are_one_sequence(tmp_path: Path) -> None:
     (row,) = batch.sequences
     assert row.token_ids == [1, 2, 3, 4, 5, 6]
     assert row.sampled == [False, False, True, True, False, True]
-    assert row.turn == [0, 0, 1, 1, 1, 2]
+    assert turns_of(row.sampled) == [0, 0, 1, 1, 1, 2]
     assert row.logprobs == [-3.0, -4.0, -6.0]
     assert not batch.remarks
 
@@ -101,7 +114,7 @@ def test_a_turn_with_other_ids_before_it_is_a_sequence_of_its_own(tmp_path: Path
     _, batch = read(tmp_path, entry)
     assert [row.token_ids for row in batch.sequences] == [[1, 2, 3, 4], [1, 2, 7, 5, 6]]
     assert sorted(batch.remarks.values()) == [1, 1]
-    rollout, _ = as_rollout(batch, Sampling(), {})
+    rollout = as_run(batch, Sampling(), {}).rollout
     assert rollout.n_prompts == 1
 
 
@@ -130,6 +143,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "turns are text": (titan("a"), "torchtitan"),
     "verl": ({"input": "a", "output": "b", "gts": None, "score": 1}, "calculate_log_probs"),
     "TRL": ({"prompt": "a", "completion": "b", "step": 1}, "sampling_per_token_logps"),
+    "verl without": ({"responses": [1], "response_mask": [1]}, "calculate_log_probs=True"),
+    "verl's mask": ({**VERL, "attention_mask": [1]}, "1 entries for 8"),
     "unknown": ({"text": "a"}, "fields: text"),
     "a list": ([1], "no JSON object"),
 }
@@ -159,165 +174,63 @@ def test_a_file_that_is_empty_or_cut_off_is_refused(content: bytes, tmp_path: Pa
         read_recorded(tmp_path)
 
 
-# ---------------------------------------------------------------- verl's pickles
-
-DUMP = (
-    Path(__file__).parents[1] / "data" / "verl_gen_batch.dp"
-)  # by tensordict 0.15.3, as verl does
+# ---------------------------------------------------------------- verl
 
 
-def test_a_dump_of_verl_without_its_padding(tmp_path: Path) -> None:
-    form, batch = read_recorded(DUMP)
+def test_rows_of_verl_lose_their_padding(tmp_path: Path) -> None:
+    cut = VERL | {"attention_mask": [0] + [1] * 7}
+    tool = VERL | {"responses": [7, 20], "response_mask": [1, 0], "padded": False}
+    tool |= {"attention_mask": [0, 1, 1, 1, 1], "rollout_log_probs": [-1.0, 0.0], "rm_scores": [0]}
+    empty = VERL | {"response_mask": [0] * 5}
+    form, recorded = read(tmp_path, VERL, cut, tool, empty)
     assert form == "verl"
-    first, second, third, _ = batch.sequences
-    assert first.sampled == [False] * 5 + [True] * 3 + [False] * 2 + [True] * 3
-    assert first.turn == [0] * 5 + [1] * 5 + [2] * 3
-    assert first.logprobs[0] == pytest.approx(-0.6984411)
-    assert [first.finish_reason, second.finish_reason] == ["length", "stop"]
-    assert [row.reward for row in batch.sequences] == [0.0, 1.0, 0.0, 1.0]
-    assert len(third.token_ids) == 10
-    folder = tmp_path / "1"
-    folder.mkdir()
-    (folder / "gen_batch.dp").write_bytes(DUMP.read_bytes())
-    assert read_recorded(folder)[1] == batch
-    rollout, scoring = as_rollout(batch, Sampling(), {})
-    assert rollout.prompt_index.tolist() == [0, 0, 1, 1]
-    assert len(scoring.logprobs) == sum(sum(row.sampled) for row in batch.sequences)
+    first, second, third = recorded.sequences
+    assert first.token_ids == [5, 6, 7, 8, 20, 9]
+    assert first.sampled == [False, False, True, True, False, True]
+    assert first.logprobs == [-0.5, -0.25, -0.125]
+    assert [row.reward for row in recorded.sequences] == [1.0, 1.0, 0.0]
+    reasons = [row.finish_reason for row in recorded.sequences]
+    assert reasons == ["stop", "length", "environment"]
+    assert second.token_ids == [*first.token_ids, 0]
+    assert third.token_ids == [5, 6, 7, 20]
+    assert list(recorded.remarks.values()) == [1]
+    run = as_run(recorded, Sampling(), {})
+    assert run.rollout.prompt_index.tolist() == [0, 0, 0]  # samples of one prompt share its ids
+    assert run.rollout.turn.tolist()[:6] == [0, 0, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["gen_batch.dp", "tq_batch.pt"])
+def test_a_pickle_is_never_opened_and_its_error_converts_it(name: str, tmp_path: Path) -> None:
+    """In an environment with tensordict; a file holds its batch as verl's does."""
+    import torch
+
+    batch = {key: torch.tensor([values] * 2) for key, values in VERL.items()}
+    dump = tmp_path / name
+    if name == "tq_batch.pt":
+        torch.save({"tensordict": batch, "keys": ["a_0_0", "a_1_0"]}, dump)
+    else:
+        inner = io.BytesIO()
+        torch.save(batch, inner)
+        dump.write_bytes(pickle.dumps((inner.getvalue(), {"uid": ["a", "a"]}, Hostile())))
+    (tmp_path / "tensordict.py").write_text("")
+    fixes = []
+    for path in (dump, tmp_path):
+        with pytest.raises(MismatchError) as refused:
+            read_recorded(path)
+        fixes.append(refused.value.fix)
+    assert fixes[0] == fixes[1]
+    command = fixes[0][fixes[0].index("python -c") :].replace("python", sys.executable, 1)
+    subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, check=True
+    )
+    form, recorded = read_recorded(tmp_path / "rollouts.jsonl")
+    assert (form, len(recorded.sequences)) == ("verl", 2)
+    _, plain = read(tmp_path, VERL | {"padded": name == "gen_batch.dp"})
+    assert recorded.sequences[1] == plain.sequences[0]
 
 
 class Hostile:
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
+    """Ends the process of whoever unpickles it."""
 
     def __reduce__(self) -> Any:
-        return Path.touch, (self.mark,)
-
-
-def dumped(path: Path, monkeypatch: pytest.MonkeyPatch, batch: bytes, beside: Any) -> Path:
-    """A pickle as verl writes it, of these parts."""
-    import pickle
-    import sys
-    import types
-
-    module = types.ModuleType("verl.protocol")
-    kind = type("DataProto", (), {"__getstate__": lambda self: (batch, beside, {})})
-    kind.__module__ = "verl.protocol"
-    module.DataProto = kind  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "verl", types.ModuleType("verl"))
-    monkeypatch.setitem(sys.modules, "verl.protocol", module)
-    path.write_bytes(pickle.dumps(kind()))
-    return path
-
-
-def test_a_hostile_dump_is_refused_and_nothing_in_it_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import io
-    import pickle
-
-    import torch
-
-    mark, path = tmp_path / "ran", tmp_path / "gen_batch.dp"
-    inner = io.BytesIO()
-    torch.save({"prompts": Hostile(mark)}, inner)
-    path.write_bytes(pickle.dumps(Hostile(mark)))
-    with pytest.raises(MismatchError, match="refused"):
-        read_recorded(path)
-    for batch, beside in ((inner.getvalue(), {}), (b"", {"uid": Hostile(mark)}), (b"PK", {})):
-        with pytest.raises(MismatchError, match="refused"):
-            read_recorded(dumped(path, monkeypatch, batch, beside))
-    for cut in (0, 100, 2000):
-        path.write_bytes(DUMP.read_bytes()[:cut])
-        with pytest.raises(MismatchError, match="refused"):
-            read_recorded(path)
-    assert not mark.exists()
-
-
-QUEUE = DUMP.with_name("verl_tq_batch.pt")  # by tensordict 0.15.3, as RolloutTqSkip does
-
-
-def test_a_dump_of_verl_s_transfer_queue(tmp_path: Path) -> None:
-    """Rows of their own lengths, grouped by the uid in their keys."""
-    form, batch = read_recorded(QUEUE)
-    assert form == "verl"
-    first, second, third = batch.sequences
-    assert first.token_ids == [1, 2, 3, 6, 7, 20, 21, 8, 2]
-    assert first.turn == [0, 0, 0, 1, 1, 1, 1, 2, 2]
-    assert first.logprobs == [-0.5, -0.25, -1.0, -0.125]
-    assert [row.prompt for row in batch.sequences] == ["u1", "u1", "u2"]
-    assert [row.reward for row in batch.sequences] == [0.0, 1.0, 0.0]
-    assert (second.finish_reason, third.finish_reason) == ("stop", "environment")
-    (tmp_path / "tq_batch.pt").write_bytes(QUEUE.read_bytes())
-    assert read_recorded(tmp_path)[1] == batch
-
-
-def test_nested_tensors_of_torch_s_older_layout(tmp_path: Path) -> None:
-    """TransferQueue falls back to it."""
-    import torch
-
-    parts = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
-    torch.save({"rows": torch.nested.nested_tensor(parts, layout=torch.strided)}, tmp_path / "a")
-    with zipfile.ZipFile(tmp_path / "a") as archive:
-        rows = verl_dump.Queue(archive).load()["rows"]
-    assert [row.tolist() for row in rows] == [[1, 2, 3], [4, 5]]
-
-
-def test_a_hostile_queue_is_refused_and_nothing_in_it_runs(tmp_path: Path) -> None:
-    import torch
-
-    mark, path = tmp_path / "ran", tmp_path / "tq_batch.pt"
-    held: list[Any] = [
-        Hostile(mark),
-        {"tensordict": {"prompts": Hostile(mark)}, "keys": []},
-        {"tensordict": [], "keys": []},
-        {"keys": []},
-        [],
-    ]
-    for each in held:
-        torch.save(each, path)
-        with pytest.raises(MismatchError, match="refused"):
-            read_recorded(path)
-    with (
-        zipfile.ZipFile(QUEUE) as saved,
-        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
-    ):
-        for name in saved.namelist():
-            archive.writestr(name, saved.read(name))
-    with pytest.raises(MismatchError, match="compressed"):
-        read_recorded(path)
-    for cut in (3, 100, 5000):
-        path.write_bytes(QUEUE.read_bytes()[:cut])
-        with pytest.raises(MismatchError, match="refused"):
-            read_recorded(path)
-    assert not mark.exists()
-
-
-OUTSIDE = [
-    *((0, (5,), (1,)), (1, (4,), (1,)), (0, (3,), (-1,)), (-1, (1,), (1,))),
-    *((0, (2, 2), (3, 1)), (0, (10**12,), (0,))),
-]
-
-
-@pytest.mark.parametrize(("offset", "size", "stride"), OUTSIDE)
-def test_a_tensor_outside_its_storage_is_refused(
-    offset: int, size: tuple[int, ...], stride: tuple[int, ...]
-) -> None:
-    storage = np.arange(4)
-    assert verl_dump._tensor(storage, 1, (2,), (2,)).tolist() == [1, 3]
-    with pytest.raises(pickle.UnpicklingError, match="does not fit"):
-        verl_dump._tensor(storage, offset, size, stride)
-
-
-def test_a_dump_without_logprobs_names_the_switch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import io
-
-    import torch
-
-    inner = io.BytesIO()
-    torch.save({}, inner)
-    path = dumped(tmp_path / "a.dp", monkeypatch, inner.getvalue(), {})
-    with pytest.raises(MismatchError, match="rollout_log_probs") as caught:
-        read_recorded(path)
-    assert "calculate_log_probs=True" in caught.value.fix
+        return os._exit, (7,)
