@@ -34,7 +34,6 @@ COMMANDS = {
     "selftest": "Plant known faults in your own pipeline and see which are named.",
     "report": "Print a run's report, or several runs side by side, or over time.",
     "serve": "The runs of a folder as pages on this machine, side by side.",
-    "template": "Check that a chat template keeps the ids of earlier turns.",
     "doctor": "What this machine can measure, and whether a model fits.",
     "metrics": "List every metric, or explain one.",
     "models": "List embedded models and short names.",
