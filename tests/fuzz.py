@@ -21,13 +21,13 @@ from typing import Any
 from mismatch.cli import main as cli
 from mismatch.cli.command import read_config
 from mismatch.cli.options import CHECK
-from mismatch.engines.servers.http import Refused, Unavailable
+from mismatch.engines.servers.client import RequestFailed
 from mismatch.errors import MismatchError
 from mismatch.pipeline.document import report_from_json, report_to_json
 from mismatch.run import directory, manifest, store
 
 from .report_makers import report_of
-from .unit import test_servers_hostile as servers
+from .unit import test_servers_answers as servers
 
 JUNK: list[Any] = [
     *(None, True, False, 0, -1, 10**30, 1.5, -1e308, float("nan"), "", "x", "../../x", "\x1b]0;x"),
@@ -190,8 +190,8 @@ def server(random: Random, run: Path) -> str:
             facts = servers.FACTS[kind]
             path = random.choice(list(facts))
             changed = {**facts, path: mutated(facts[path], random)}
-            kind.describe(servers.Canned(got=changed), None)
-    except (Unavailable, Refused, MismatchError):
+            servers.described(kind, changed)
+    except (RequestFailed, MismatchError):
         return "refused"
     return "same"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 
 from mismatch.engines.base import Sample
 from mismatch.engines.model_info import ModelInfo
-from mismatch.engines.servers import discovery, http, probing
+from mismatch.engines.servers import address, client, discovery, probing
 from mismatch.engines.servers import engine as engines
 from mismatch.engines.servers.engine import ServerEngine
 from mismatch.specs import EngineSpec
@@ -39,9 +38,9 @@ def _light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, "read_model_info", lambda spec: info)
     monkeypatch.setattr(probing, "load_tokenizer", lambda spec: Tokenizer())
     monkeypatch.setattr(engines, "model_facts", lambda spec: {"model": spec.model})
-    monkeypatch.setattr(http, "FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(http, "LONGEST_BACKOFF_S", 0.03)
-    monkeypatch.delenv(http.KEY_VARIABLE, raising=False)
+    monkeypatch.setattr(client, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(client, "LONGEST_BACKOFF_S", 0.03)
+    monkeypatch.delenv(address.KEY_VARIABLE, raising=False)
     discovery.discover.cache_clear()
     yield
     discovery.discover.cache_clear()
@@ -65,11 +64,9 @@ def quiet(*_: Any) -> None:
 
 
 def generate(
-    *servers: ScriptedServer, sampling: Sampling = LAW, run: Path | None = None, **fields: Any
+    *servers: ScriptedServer, sampling: Sampling = LAW, **fields: Any
 ) -> tuple[list[Sample], ServerEngine]:
     engine = ServerEngine(spec(*servers, **fields), sampling, longest=64)
-    if run is not None:
-        engine.keep_journal(run, "asked")
     groups = engine.generate(PROMPTS, quiet)
     assert len(groups) == len(PROMPTS)
     return [sample for group in groups for sample in group], engine

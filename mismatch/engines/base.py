@@ -6,7 +6,6 @@ import difflib
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from numpy.typing import NDArray
@@ -206,7 +205,6 @@ class Capabilities:
         processed_logprobs: it reports logprobs after temperature and truncation.
         deterministic: the same seed gives the same tokens.
         distributions: it is a :class:`CapturesDistributions` engine.
-        journals: it is a :class:`Journaling` engine.
         cache_reading: it is a :class:`CacheReading` engine.
         reasons: capability -> why it is missing, one sentence each.
     """
@@ -218,7 +216,6 @@ class Capabilities:
     processed_logprobs: bool = True
     deterministic: bool = True
     distributions: bool = False
-    journals: bool = False
     cache_reading: bool = False
     reasons: dict[str, str] = field(default_factory=dict)
 
@@ -311,16 +308,6 @@ class Stopping(Engine, Protocol):
 
     def stop_at(self, texts: Sequence[str]) -> None:
         """End responses behind these texts too: the token that completes one is the last."""
-
-
-class Journaling(Engine, Protocol):
-    """An engine that saves every finished sequence at once, because what samples may go away."""
-
-    def keep_journal(self, run_dir: Path, asked: str) -> None:
-        """Save in ``run_dir``, and take up what is saved there of the same ``asked``."""
-
-    def discard_journal(self) -> None:
-        """All sequences are saved as a rollout."""
 
 
 class CacheReading(Engine, Protocol):

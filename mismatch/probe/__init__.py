@@ -121,14 +121,14 @@ def held_by(engine: Any, names: list[str], transposed: list[str]) -> Held:
 
 def _held_by_server(url: str, names: list[str], transposed: list[str]) -> Held:
     from mismatch.engines.servers.address import parse_address
-    from mismatch.engines.servers.http import RetryingClient, Unavailable, api_key
+    from mismatch.engines.servers.client import Client, Patience, RequestFailed, api_key, wait_for
     from mismatch.engines.servers.vllm_api import held_by as asked
 
-    client = RetryingClient(parse_address(url), SERVER_S, api_key())
+    client = Client(parse_address(url), SERVER_S, api_key(), Patience(failures=1, busy=1))
     fix = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
     try:
-        held = asked(client, names, transposed)
-    except Unavailable as error:
+        held = wait_for(asked(client, names, transposed))
+    except RequestFailed as error:
         raise MismatchError(f"{url}: {error}", fix) from error
     if held is None:
         raise MismatchError(f"{url} does not show its parameters", fix)

@@ -300,7 +300,7 @@ def made_with(spec: RolloutSpec | TrainSpec) -> dict[str, str]:
     """Versions and weights here: what numbers depend on beside a spec."""
     side = spec.engine if isinstance(spec, RolloutSpec) else spec
     if isinstance(spec, RolloutSpec) and spec.engine.servers:
-        return {}  # of servers their journal and fingerprint tell
+        return {}  # the fingerprint says what servers ran
     digest = checkpoint_digest(side.model, side.revision)
     return numeric_versions() | ({"weights": digest} if digest else {})
 

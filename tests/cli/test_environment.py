@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mismatch.engines.servers.address import parse_address
-from mismatch.engines.servers.http import RetryingClient
+from mismatch.engines.servers.client import Client, wait_for
 from mismatch.errors import MismatchError
 from mismatch.run import directory, store
 from mismatch.run.directory import RUN, RUN_SCHEMA, new_directory, newest_unfinished
@@ -114,7 +114,7 @@ def test_durations_are_not_of_a_clock_that_can_be_set():
         if (calls := re.findall(r"\btime\.time\(|\bdatetime\.now\(", path.read_text("utf-8")))
     }
     assert used == {
-        "mismatch/engines/servers/http.py": ["time.time("],  # a date in Retry-After; it is capped
+        "mismatch/engines/servers/client.py": ["time.time("],  # a date in Retry-After; it is capped
         "mismatch/run/directory.py": ["datetime.now("],  # names of runs
         "mismatch/run/provenance.py": ["datetime.now("],
     }
@@ -164,7 +164,7 @@ def answered(host: str, family: int) -> str:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         name = f"[{host}]" if ":" in host else host
         url = f"http://{name}:{server.server_address[1]}"
-        assert RetryingClient(parse_address(url), 10.0).get("/") == {}
+        assert wait_for(Client(parse_address(url), 10.0).get("/")) == {}
         server.shutdown()
     return url
 

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 HEAVY = ("torch", "pandas", "matplotlib", "transformers", "vllm", "sglang", "pyarrow", "numpy")
-HEAVY += ("pydantic", "rich")
+HEAVY += ("pydantic", "rich", "httpx")
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
-"""The server engine against scripted servers whose law is known."""
+"""The server engine against scripted servers whose distribution is known, also while they fail."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import os
+import signal
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -11,13 +14,13 @@ import pytest
 
 from mismatch.engines.base import ExpertLayout, Sample
 from mismatch.engines.model_info import ModelInfo
-from mismatch.engines.servers import discovery, http, probing
-from mismatch.engines.servers.discovery import recognise
+from mismatch.engines.servers import discovery, probing
+from mismatch.engines.servers import engine as engines
+from mismatch.engines.servers.address import KEY_VARIABLE
 from mismatch.engines.servers.engine import ServerEngine
-from mismatch.engines.servers.journal import PLACE
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
-from mismatch.types import Sampling
+from mismatch.types import Fingerprint, NotTested, Sampling
 from tests.scripted_server import VOCABULARY, law
 from tests.servers_fixture import (
     LAW,
@@ -25,6 +28,7 @@ from tests.servers_fixture import (
     PROMPTS,
     STOP,
     _light,
+    dying,
     expected,
     generate,
     quiet,
@@ -33,15 +37,20 @@ from tests.servers_fixture import (
     sglang,
     spec,
 )
+from tests.texts import numbers
 
 __all__ = ["_light", "serve", "sglang"]  # fixtures
+
+
+def facts_of(engine: ServerEngine) -> Fingerprint:
+    return engine.fingerprint("decode")
 
 
 # ---------------------------------------------------------------- numbers
 
 
 def test_samples_come_in_the_order_of_the_prompts_whoever_answers(serve: Any) -> None:
-    alone, _ = generate(serve())
+    alone, alone_engine = generate(serve())
     slow = serve(delay_s=0.2)
     shared, engine = generate(slow, serve())
     assert [s.token_ids for s in shared] == [s.token_ids for s in alone]
@@ -49,6 +58,8 @@ def test_samples_come_in_the_order_of_the_prompts_whoever_answers(serve: Any) ->
     records = engine.fingerprint("decode")["servers"]
     assert sum(record["sequences"] for record in records) == len(PROMPTS)
     assert records[0]["sequences"] < records[1]["sequences"]
+    assert {record["unconfirmed"] for record in records} == {0}
+    assert engine.fingerprint("prefill")["not_tested"] == facts_of(alone_engine)["not_tested"]
 
 
 def test_a_later_turn_continues_every_context_once(serve: Any) -> None:
@@ -61,17 +72,16 @@ def test_a_later_turn_continues_every_context_once(serve: Any) -> None:
         np.testing.assert_allclose(sample.logprobs, expected(sample, prompt), atol=1e-12)
 
 
+def test_no_server_gets_more_at_once_than_allowed(serve: Any) -> None:
+    servers = [serve(delay_s=0.02), serve(delay_s=0.02)]
+    generate(*servers, server_concurrency=3)
+    assert [server.most_at_once for server in servers] == [3, 3]
+
+
 @pytest.mark.parametrize("cached", [None, 0, 3])
-def test_what_a_server_read_from_its_prefix_cache(
-    serve: Any, tmp_path: Path, cached: int | None
-) -> None:
-    """Told with --enable-prompt-tokens-details; kept in the journal."""
-    server = serve(cached=cached)
-    server.faults = lambda number, body: "status:400" if number == 20 else None
-    with pytest.raises(MismatchError, match="finished sequences"):
-        generate(server, run=tmp_path)
-    server.faults = lambda number, body: None
-    samples, _ = generate(server, run=tmp_path)
+def test_what_a_server_read_from_its_prefix_cache(serve: Any, cached: int | None) -> None:
+    """Told with --enable-prompt-tokens-details."""
+    samples, _ = generate(serve(cached=cached))
     assert {sample.cached for sample in samples} == {cached}
 
 
@@ -113,24 +123,6 @@ def test_the_law_of_the_logprobs_is_found_out(serve: Any, mode: str) -> None:
         assert (facts["logprobs_temperature"], facts["logprobs_truncated"]) == (0.6, True)
     prefill = engine.fingerprint("prefill")
     assert (prefill["logprobs_temperature"], prefill["logprobs_truncated"]) == (1.0, False)
-
-
-def test_ids_may_come_as_names(serve: Any) -> None:
-    server = serve()
-    honest = server.completion
-
-    def older(body: dict[str, Any]) -> dict[str, Any]:
-        answer = honest(body)
-        del answer["choices"][0]["token_ids"], answer["choices"][0]["prompt_token_ids"]
-        return answer
-
-    server.completion = older
-    samples, _ = generate(server)
-    require_true(samples)
-    server.completion = lambda body: honest(body) | {"choices": [{"text": "no ids"}]}
-    discovery.discover.cache_clear()
-    with pytest.raises(MismatchError, match="without token ids"):
-        generate(server)
 
 
 def test_logits_are_no_logprobs(serve: Any) -> None:
@@ -228,18 +220,114 @@ def test_routes_have_the_columns_of_the_moe_layers(
     assert f"{kind} server" in without.reasons["routed_experts"]
 
 
+# ---------------------------------------------------------------- servers that fail
+
+FAULTS = ["status:429:0", "status:503", "status:500", "reset", "half", "text", "hang:1.2"]
+FAULTS += ['json:{"choices": []}', "json:[]", 'json:{"choices": [{"token_ids": [1]}]}']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_passing_fault_costs_nothing(serve: Any, fault: str) -> None:
+    server = serve(faults=lambda number, body: fault if number == 2 else None)
+    samples, engine = generate(server, server_timeout_s=0.8)
+    require_true(samples)
+    assert server.sampled == len(PROMPTS) + 1  # one is asked for again, none twice
+    facts = facts_of(engine)
+    (record,) = facts["servers"]
+    assert record["failures"] + record["timeouts"] + record["busy"] == 1
+    assert record["dropped"] is None
+    # Asking again after a time-out favours short responses: that is said.
+    favours = any("1 requests" in entry.reason for entry in NotTested.of(facts))
+    assert favours == fault.startswith("hang")
+
+
 def test_an_aborted_request_is_asked_again(sglang: Any) -> None:
-    server = sglang(faults=lambda number, body: "abort" if number == 3 else None)
-    samples, _ = generate(server)
+    samples, _ = generate(sglang(faults=lambda number, body: "abort" if number == 3 else None))
     require_true(samples)
 
 
-def test_a_new_weight_version_is_another_server(sglang: Any) -> None:
+def test_the_others_finish_what_a_dead_server_began(
+    serve: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dead, alive = serve(), serve(delay_s=0.02)
+    dying(dead, after=5)
+    samples, engine = generate(dead, alive)
+    require_true(samples)
+    facts = facts_of(engine)
+    assert [server["sequences"] for server in facts["servers"]] == [5, len(PROMPTS) - 5]
+    assert [server["unconfirmed"] for server in facts["servers"]] == [5, 0]
+    assert any(5 in numbers(entry.reason) for entry in NotTested.of(facts))
+    assert facts["servers"][0]["dropped"] in capsys.readouterr().err
+    asked = len(dead.seen)
+    engine.generate(PROMPTS, quiet, turn=2)
+    assert len(dead.seen) == asked
+
+
+def test_without_any_server_left_it_ends(serve: Any) -> None:
+    servers = [serve(), serve()]
+    for server in servers:
+        dying(server, after=4)
+    with pytest.raises(MismatchError) as caught:
+        generate(*servers)
+    assert all(server.url in caught.value.message for server in servers)
+    assert "--resume" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("status:400", "400: not now"),
+        ("status:401", KEY_VARIABLE),
+        ("status:500", "500: not now"),
+        ('json:{"choices": [{"prompt_token_ids": [9]}]}', "4 tokens sent, 1 used"),
+    ],
+)
+def test_a_request_that_always_fails_ends_the_run(serve: Any, fault: str, named: str) -> None:
+    server = serve(faults=lambda number, body: fault if body["prompt"] == PROMPTS[3] else None)
+    with pytest.raises(MismatchError, match=named) as caught:
+        generate(server, serve(delay_s=2.0), serve(faults=server.faults), server_timeout_s=1.0)
+    assert caught.value.fix
+
+
+def test_a_truncated_response_is_refused(serve: Any) -> None:
+    server = serve()
+    honest = server.completion
+    server.completion = lambda body: honest(
+        body | {"max_tokens": min(body["max_tokens"], 3), "stop_token_ids": []}
+    )
+    with pytest.raises(MismatchError, match=r"\b3 tokens, --max-tokens"):
+        generate(server)
+
+
+@pytest.mark.parametrize(
+    ("field", "now", "named"),
+    [
+        ("weights", 1, "moved by"),
+        ("version", "0.33.0", r"0\.32\.0, and 0\.33\.0"),
+        ("configuration", "vllm-0.32.0-xyz", "vllm-0.32.0-xyz, not vllm-0.32.0-abc"),
+    ],
+)
+def test_a_server_that_changes_ends_the_run(serve: Any, field: str, now: Any, named: str) -> None:
+    server = serve()
+
+    def faults(number: int, body: dict[str, Any]) -> str | None:
+        if number == 10:
+            setattr(server, field, now)
+        return None
+
+    server.faults = faults
+    with pytest.raises(MismatchError, match=named) as caught:
+        generate(server, serve())
+    assert server.url in caught.value.message
+    assert "--resume" in caught.value.fix
+
+
+def test_a_new_weight_version_ends_the_run(sglang: Any) -> None:
     server = sglang()
 
     def faults(number: int, body: dict[str, Any]) -> str | None:
-        if number == 5:
-            server.weight_version = "step-2"
+        server.weight_version = "step-2" if number > 4 else "default"
         return None
 
     server.faults = faults
@@ -247,25 +335,48 @@ def test_a_new_weight_version_is_another_server(sglang: Any) -> None:
         generate(server)
 
 
-def test_vllm_and_sglang_are_not_mixed(serve: Any, sglang: Any) -> None:
-    with pytest.raises(MismatchError, match=r"kind.*vllm at.*sglang"):
-        recognise(spec(serve(), sglang()))
+def test_long_runs_are_verified_now_and_then(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that changed is noticed before all is sampled."""
+    monkeypatch.setattr(engines, "VERIFY_EVERY_S", 0.1)
+    server = serve(delay_s=0.1)
+
+    def faults(number: int, body: dict[str, Any]) -> str | None:
+        server.weights = 1
+        return None
+
+    server.faults = faults
+    with pytest.raises(MismatchError, match="changed"):
+        generate(server, server_concurrency=1)
+    assert server.sampled < len(PROMPTS) - 2
+
+
+def test_an_interrupt_ends_it_at_once_and_leaves_nothing(serve: Any) -> None:
+    server, other = serve(), serve(delay_s=20.0)
+    engine = ServerEngine(spec(server, other), LAW, longest=64)
+    before = threading.active_count()
+    timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, quiet)
+    assert time.monotonic() - start < 3
+    timer.join()
+    # The scripted servers' threads that slept through it are theirs.
+    ours = [t for t in threading.enumerate() if "process_request" not in t.name]
+    assert len(ours) <= before
 
 
 # ---------------------------------------------------------------- secrets
 
 
-def test_the_key_is_nowhere_to_be_found(
-    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_is_nowhere_to_be_found(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "sk-very-secret"
-    monkeypatch.setenv(http.KEY_VARIABLE, secret)
+    monkeypatch.setenv(KEY_VARIABLE, secret)
     server = serve(key=secret)
-    _, engine = generate(server, run=tmp_path)
+    _, engine = generate(server)
     assert any(head.get("Authorization") == f"Bearer {secret}" for _, head, _ in server.seen)
-    kept = (tmp_path / PLACE).read_text() + json.dumps(engine.fingerprint("decode"))
-    assert secret not in kept
-    assert secret not in repr(engine.group)
+    assert secret not in json.dumps(facts_of(engine))
+    assert secret not in repr(engine.servers)
 
 
 def test_the_layout_is_none_for_a_dense_model() -> None:

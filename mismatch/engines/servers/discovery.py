@@ -1,4 +1,4 @@
-"""Which servers these are, whether they are the right ones, and whether they are alike.
+"""Which servers these are, whether they have the right model, and whether they are alike.
 
 :func:`recognise` needs none of the model's files, so that a wrong address or model is reported
 before any process starts; :func:`discover` probes the servers too.
@@ -7,14 +7,13 @@ before any process starts; :func:`discover` probes the servers too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.model_info import read_model_info
 from mismatch.engines.servers.address import parse_address
-from mismatch.engines.servers.http import ATTEMPTS, Refused, RetryingClient, Unavailable, api_key
+from mismatch.engines.servers.client import Client, RequestFailed, api_key, wait_for
 from mismatch.engines.servers.probing import (
     TEXTS,
     Probes,
@@ -43,27 +42,8 @@ class ServerGroup:
     layout: ExpertLayout | None
 
 
-def recognise(spec: EngineSpec) -> list[ServerAPI]:
-    """Ask every server who it is, and whether it is the right one.
-
-    Raises:
-        MismatchError: a bad address or the same one twice; no answer, no server of a known kind,
-            another model, or not all alike.
-    """
-    addresses = [parse_address(text) for text in spec.servers]
-    if len(set(addresses)) < len(addresses):
-        raise MismatchError("the same --server twice", "name every server once")
-    servers = []
-    for address in addresses:
-        api = _describe(RetryingClient(address, spec.server_timeout_s, api_key(), ATTEMPTS), spec)
-        _require_model(address.text, api.facts, spec)
-        servers.append(api)
-    _require_alike(servers)
-    return servers
-
-
 def require_servers(spec: EngineSpec) -> None:
-    """Before any process starts: there are servers, and they are the right ones.
+    """Check before any process starts that there are servers, and that they are the right ones.
 
     Raises:
         MismatchError: as :func:`recognise`, or no address at all.
@@ -73,52 +53,60 @@ def require_servers(spec: EngineSpec) -> None:
     recognise(spec)
 
 
+def recognise(spec: EngineSpec) -> list[ServerAPI]:
+    """Ask every server who it is, and whether it has the right model.
+
+    Raises:
+        MismatchError: a bad address or the same one twice; no answer, no server of a known kind,
+            another model, or not all alike.
+    """
+    return wait_for(_recognise(spec))
+
+
 @functools.lru_cache(maxsize=4)
 def discover(spec: EngineSpec) -> ServerGroup:
-    """Recognise and probe all servers of a spec; asked once in a process.
+    """Recognise and probe all servers of a spec; they are asked once in a process.
 
     Raises:
         MismatchError: as :func:`recognise`; or a server that gives no logprobs of sampled tokens,
             or has another tokenizer, or other weights than the first.
     """
-    probes, info = make_probes(spec), read_model_info(spec)
-    layout = expert_layout(spec, info) if spec.routing else None
-    servers: list[Server] = []
-    for api in recognise(spec):
-        url = api.client.address.text
+    return wait_for(_discover(spec))
+
+
+async def _recognise(spec: EngineSpec) -> list[ServerAPI]:
+    addresses = [parse_address(text) for text in spec.servers]
+    if len(set(addresses)) < len(addresses):
+        raise MismatchError("the same --server twice", "name every server once")
+    servers = []
+    for address in addresses:
+        api = await _describe(Client(address, spec.server_timeout_s, api_key()), spec)
+        _require_model(api.url, api.facts, spec)
+        servers.append(api)
+    first = servers[0]
+    for other in servers[1:]:
+        if (difference := first.facts.difference(other.facts)) is not None:
+            raise MismatchError(
+                f"the servers {first.url} and {other.url} differ: {difference}",
+                "measure one kind at a time: give servers that are alike",
+            )
+    return servers
+
+
+async def _describe(client: Client, spec: EngineSpec) -> ServerAPI:
+    url = client.address.text
+    for api in SERVER_APIS:
         try:
-            _require_tokens(api, spec, probes)
-            server = examine(api, probes, layout)
-        except Unavailable as error:
+            facts = await api.describe(client, spec.served_model)
+        except RequestFailed as error:
+            if error.kind == "refused":
+                continue
             raise MismatchError(
                 f"{url}: {error.reason}",
-                "look into the server's log; --server-timeout gives a request more time",
+                f"is it up, and is this its address? try: curl {url}/v1/models; or leave it out",
             ) from error
-        except Refused as error:
-            raise MismatchError(
-                f"{url} refuses a probe (HTTP {error.status}): {error.reason}",
-                "is it another model? compare --model with what the server loaded",
-            ) from error
-        servers.append(
-            replace(server, api=replace(server.api, client=api.client.without_retries()))
-        )
-    for server in servers[1:]:
-        _require_same_answers(servers[0], server)
-    return ServerGroup(tuple(servers), probes, layout)
-
-
-def _describe(client: RetryingClient, spec: EngineSpec) -> ServerAPI:
-    url = client.address.text
-    try:
-        for api in SERVER_APIS:
-            facts = api.describe(client, spec.served_model)
-            if facts is not None:
-                return api(client, facts)
-    except Unavailable as error:
-        raise MismatchError(
-            f"{url}: {error.reason}",
-            f"is it up, and is this its address? try: curl {url}/v1/models; or leave it out",
-        ) from error
+        if facts is not None:
+            return api(client, facts)
     raise MismatchError(
         f"{url} is no server that mismatch knows",
         "give the address of a vLLM or SGLang server, without a path",
@@ -126,7 +114,7 @@ def _describe(client: RetryingClient, spec: EngineSpec) -> ServerAPI:
 
 
 def _require_model(url: str, facts: ServerFacts, spec: EngineSpec) -> None:
-    """The server has the model that was asked for, by its names."""
+    """Compare the server's names of its model with the one that was asked for."""
     if spec.served_model is not None:
         if spec.served_model in facts.names:
             return
@@ -148,31 +136,36 @@ def _last_part(name: str) -> str:
     return PurePosixPath(name.replace("\\", "/")).name.casefold()
 
 
-def _require_alike(servers: Sequence[ServerAPI]) -> None:
-    """All servers are of one kind, version, context and dtype, as far as they say."""
-    first = servers[0]
-    for other in servers[1:]:
-        for name in ("kind", "version", "max_model_len", "dtype", "weight_version"):
-            expected, given = getattr(first.facts, name), getattr(other.facts, name)
-            if expected != given:
-                raise MismatchError(
-                    f"the servers differ: {name.replace('_', ' ')} is {expected} at "
-                    f"{first.client.address.text}, {given} at {other.client.address.text}",
-                    "measure one kind at a time: give servers that are alike",
-                )
+async def _discover(spec: EngineSpec) -> ServerGroup:
+    probes, info = make_probes(spec), read_model_info(spec)
+    layout = expert_layout(spec, info) if spec.routing else None
+    servers: list[Server] = []
+    for api in await _recognise(spec):
+        try:
+            await _require_tokens(api, spec, probes)
+            servers.append(await examine(api, probes, layout))
+        except RequestFailed as error:
+            raise MismatchError(
+                f"{api.url} did not answer a probe: {error.reason}",
+                "look into the server's log; --server-timeout gives a request more time. If the "
+                "server refuses it, compare --model with what it loaded",
+            ) from error
+    for server in servers[1:]:
+        _require_same_answers(servers[0], server)
+    return ServerGroup(tuple(servers), probes, layout)
 
 
-def _require_tokens(api: ServerAPI, spec: EngineSpec, probes: Probes) -> None:
-    """The server's tokenizer is the model's, where it can be asked."""
+async def _require_tokens(api: ServerAPI, spec: EngineSpec, probes: Probes) -> None:
+    """Refuse a server with another tokenizer than the model's, where it can be asked."""
     body = {"model": api.facts.model, "prompt": TEXTS[1], "add_special_tokens": True}
     try:
-        theirs = api.client.post("/tokenize", body).get("tokens")
-    except (Refused, Unavailable, AttributeError):
+        theirs = await api.client.post("/tokenize", body, lambda answer: answer["tokens"])
+    except RequestFailed:
         return
     ours = list(probes.whole[1])
     if isinstance(theirs, list) and theirs[: len(ours)] != ours:
         raise MismatchError(
-            f"{api.client.address.text} has another tokenizer than {spec.model}: the wrong model",
+            f"{api.url} has another tokenizer than {spec.model}: the wrong model",
             "give the model that the server loaded: --model",
         )
 

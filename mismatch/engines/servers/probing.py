@@ -1,8 +1,8 @@
 """What a server can do and which weights it has, found out by probe prompts.
 
-Probes show whether it gives logprobs, prompt logprobs and routed experts, which logprobs it reports
-(by how they change with temperature and top-k), and, asked again later, whether its weights are
-still those of the start.
+Probes show whether it returns logprobs, prompt logprobs and routed experts, and which distribution
+its logprobs are of. Asked again later, they show whether its weights are still the same. They do
+not show the weights themselves: a change below 0.03 nats goes unnoticed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import numpy as np
 from mismatch.captures import ABSENT_LOGPROB
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.model_info import ModelInfo, load_tokenizer, read_model_info
-from mismatch.engines.servers.http import Refused, Unavailable
-from mismatch.engines.servers.scheduler import ServerChanged
-from mismatch.engines.servers.server_api import ServerAPI, ServerFacts
+from mismatch.engines.servers.client import Patience, RequestFailed
+from mismatch.engines.servers.server_api import SampleRequest, ServerAPI
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import Floats, Sampling
@@ -37,23 +36,16 @@ COLD = 0.5  # temperature at which tempered logprobs are told from raw ones
 # embedded model two engines in bf16 differ by 0.011, an 8-bit KV cache makes it 0.046.
 SAME_WEIGHTS = 0.03
 NOISE_FACTOR = 5.0
-NO_ROUTES = (
-    "the {kind} server returns no routed experts; start it with --enable-return-routed-experts"
-)
-NO_PREFILL = "the {kind} server gives no prompt logprobs ({error})"
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobsMode:
-    """Which distribution the logprobs of sampled tokens are of; None: could not be found out.
-
-    Attributes:
-        tempered: after the temperature.
-        truncated: renormalised over what top-p and top-k keep.
-    """
+    """Which distribution the logprobs of sampled tokens are of; None: could not be found out."""
 
     tempered: bool | None
+    """After the temperature."""
     truncated: bool | None
+    """Renormalised over what top-p and top-k keep."""
 
     @property
     def name(self) -> str:
@@ -66,42 +58,51 @@ class LogprobsMode:
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """Token ids that are asked about: ``whole`` texts, and ``openings`` of them."""
+    """Token ids to ask about: ``whole`` texts, and ``openings`` of them."""
 
     whole: tuple[tuple[int, ...], ...]
     openings: tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Server:
-    """One server with all that is known about it.
-
-    Attributes:
-        prefill: it scores given tokens.
-        routes: it returns routed experts.
-        probe: logprobs of the probe tokens at the start.
-        noise: mean |difference| of two probes then.
-    """
+    """One server: what is known about it, and what it did in this run."""
 
     api: ServerAPI
     mode: LogprobsMode
     prefill: bool
+    """It scores given tokens."""
     routes: bool
+    """It returns routed experts."""
     probe: Floats
+    """Logprobs of the probe tokens at the start."""
     noise: float
+    """Mean |difference| of two probes then."""
     reasons: dict[str, str] = field(default_factory=dict)
+    """Capability -> why it is missing."""
+    sequences: int = 0
+    in_flight: int = 0
+    """Requests that it has now."""
+    unconfirmed: int = 0
+    """Answers since its weights were last seen to be the same."""
+    drift: float = 0.0
+    """Largest mean |difference| from the first probe."""
+    dropped: str | None = None
+    """Why it gets no requests any more."""
 
     @property
     def url(self) -> str:
-        return self.api.client.address.text
+        return self.api.url
 
-    @property
-    def facts(self) -> ServerFacts:
-        return self.api.facts
+    def for_work(self) -> Server:
+        """Return this server before any work, with a client that waits for it."""
+        client = replace(self.api.client, patience=Patience())
+        client.failures.clear()
+        return replace(self, api=replace(self.api, client=client))
 
 
 def make_probes(spec: EngineSpec) -> Probes:
-    """Probe tokens by the model's own tokenizer, cut to its context and vocabulary."""
+    """Make probe tokens with the model's own tokenizer, cut to its context and vocabulary."""
     tokenizer, info = load_tokenizer(spec), read_model_info(spec)
     limit = min(PROBE_TOKENS, (info.context or PROBE_TOKENS + 2) - 2)
     whole = []
@@ -113,9 +114,9 @@ def make_probes(spec: EngineSpec) -> Probes:
 
 
 def expert_layout(spec: EngineSpec, info: ModelInfo) -> ExpertLayout | None:
-    """The experts of a model, from transformers' own modules without any weight; None: dense.
+    """Find the layers with experts in transformers' own modules without weights; None: dense.
 
-    Servers answer with a column for every decoder layer, this says which of them hold experts.
+    Servers answer with a column for every decoder layer.
     """
     if not info.moe:
         return None
@@ -137,176 +138,165 @@ def expert_layout(spec: EngineSpec, info: ModelInfo) -> ExpertLayout | None:
 # ---------------------------------------------------------------- at the start
 
 
-def examine(api: ServerAPI, probes: Probes, layout: ExpertLayout | None) -> Server:
-    """What one server can do, by asking it for that.
+async def examine(api: ServerAPI, probes: Probes, layout: ExpertLayout | None) -> Server:
+    """Find out what one server can do, by asking for it.
 
     Raises:
-        MismatchError: it gives no logprobs of sampled tokens, or logits for logprobs.
-        Unavailable: it has no time, or is gone: that says nothing about what it can do.
+        MismatchError: it returns no logprobs of sampled tokens, or logits for logprobs.
+        RequestFailed: it has no time, or is gone: that says nothing about what it can do.
     """
-    url, kind = api.client.address.text, api.facts.kind
-    reasons = {}
-    settings = api.settings(Sampling(max_tokens=2), ())
+    kind, reasons = api.facts.kind, {}
     try:
-        answer = api.generate(probes.whole[0], settings, None, layout)
-    except (Unavailable, Refused) as error:
+        settings = api.settings(Sampling(max_tokens=2))
+        answer = await api.generate(SampleRequest(probes.whole[0], settings, layout=layout))
+    except RequestFailed as error:
         _require_conclusive(error)
         raise MismatchError(
-            f"{url} gives no logprobs of the tokens that it samples ({error}): nothing can be "
+            f"{api.url} gives no logprobs of the tokens that it samples ({error}): nothing can be "
             "measured",
             "start it so that it returns logprobs and token ids; a proxy may cut them out",
         ) from error
     api = replace(api, facts=replace(api.facts, configuration=answer.identity))
-    routes = answer.sample.routed is not None
+    routes, prefill = answer.sample.routed is not None, True
     if not routes:
-        reasons["routed_experts"] = NO_ROUTES.format(kind=kind)
-    prefill = True
+        reasons["routed_experts"] = (
+            f"the {kind} server returns no routed experts; start it with "
+            "--enable-return-routed-experts"
+        )
     try:
-        api.score(probes.whole[0], 1)
-    except (Unavailable, Refused) as error:
+        await api.score(probes.whole[0], 1)
+    except RequestFailed as error:
         _require_conclusive(error)
         prefill = False
-        reasons["prefill"] = NO_PREFILL.format(kind=kind, error=error)
-    mode = _logprobs_mode(api, probes)
-    bare = Server(api, mode, prefill, routes, np.empty(0), 0.0, reasons)
-    first, second = probe_logprobs(bare, probes), probe_logprobs(bare, probes)
-    noise = mean_abs_diff(first, second)
-    if not np.isfinite(noise):
+        reasons["prefill"] = f"the {kind} server gives no prompt logprobs ({error})"
+    mode = await _logprobs_mode(api, probes)
+    server = Server(api, mode, prefill, routes, np.empty(0), 0.0, reasons)
+    server.probe = await probe_logprobs(server, probes)
+    server.noise = mean_abs_diff(server.probe, await probe_logprobs(server, probes))
+    if not np.isfinite(server.noise):
         raise MismatchError(
-            f"{url} gives probe logprobs that are no finite numbers",
+            f"{api.url} gives probe logprobs that are no finite numbers",
             "look into the server's log: its model may overflow in its dtype",
         )
-    return replace(bare, probe=first, noise=noise)
+    return server
 
 
-def _require_conclusive(error: Unavailable | Refused) -> None:
+def _require_conclusive(error: RequestFailed) -> None:
     """Raise again what says nothing about what the server can do: it is busy, slow or gone."""
-    if isinstance(error, Unavailable) and error.kind != "failed":
+    if error.kind not in ("failed", "refused"):
         raise error
 
 
-def _logprobs_mode(api: ServerAPI, probes: Probes) -> LogprobsMode:
+async def _logprobs_mode(api: ServerAPI, probes: Probes) -> LogprobsMode:
     """Find out which distribution the logprobs are of.
 
     At T = 0.5 distances between logprobs double if they are tempered, and stay if they are raw.
     With top-k = 2 the two kept tokens' probabilities rise to a sum of one if renormalised.
 
     Raises:
-        MismatchError: they are no logprobs: two of them sum to more than one.
-        Unavailable: the server has no time, or is gone.
+        MismatchError: they are no logprobs: their probabilities sum to more than one.
+        RequestFailed: the server has no time, or is gone.
     """
 
-    def ask(ids: Sequence[int], sampling: Sampling) -> dict[int, float]:
-        top = api.top_logprobs(ids, api.settings(sampling, ()), TOP)
+    async def ask(ids: Sequence[int], sampling: Sampling) -> dict[int, float]:
+        request = SampleRequest(ids, api.settings(sampling), likeliest=TOP)
+        top = await api.top_logprobs(request)
         return {token: lp for token, lp in top.items() if lp > ABSENT_LOGPROB}
 
-    distances: list[tuple[float, float]] = []
+    at_one: list[float] = []  # distances to the likeliest token
+    at_cold: list[float] = []
     renormalised: list[bool] = []
     try:
         for ids in probes.openings:
-            plain, cold = ask(ids, Sampling(max_tokens=1)), ask(ids, Sampling(COLD, max_tokens=1))
+            plain = await ask(ids, Sampling(max_tokens=1))
+            cold = await ask(ids, Sampling(COLD, max_tokens=1))
+            cut = await ask(ids, Sampling(top_k=2, max_tokens=1))
             if plain and sum(np.exp(list(plain.values()))) > 1.01:
                 raise MismatchError(
-                    f"{api.client.address.text} reports logits, not logprobs",
+                    f"{api.url} reports logits, not logprobs",
                     "vLLM: --logprobs-mode raw_logprobs or processed_logprobs",
                 )
-            distances += _distances(plain, cold)
-            renormalised += _is_renormalised(plain, ask(ids, Sampling(top_k=2, max_tokens=1)))
-    except (Refused, Unavailable) as error:
+            ranked = sorted(plain, key=plain.__getitem__, reverse=True)
+            if ranked and ranked[0] in cold:
+                others = [token for token in ranked[1:] if token in cold]
+                at_one += [plain[ranked[0]] - plain[token] for token in others]
+                at_cold += [cold[ranked[0]] - cold[token] for token in others]
+            kept = ranked[:2]
+            mass = float(sum(np.exp(plain[token]) for token in kept))
+            # Where two tokens have nearly all the mass, renormalising changes nothing.
+            if len(kept) == 2 and mass <= 0.98 and all(token in cut for token in kept):
+                rise = float(np.mean([cut[token] - plain[token] for token in kept]))
+                renormalised.append(bool(rise > -np.log(mass) / 2))
+    except RequestFailed as error:
         _require_conclusive(error)
         return LogprobsMode(None, None)
     truncated = 2 * sum(renormalised) > len(renormalised) if renormalised else None
-    return LogprobsMode(_is_tempered(distances), truncated)
-
-
-def _distances(plain: dict[int, float], cold: dict[int, float]) -> list[tuple[float, float]]:
-    """Distances to the most likely token at T = 1 and at T = 0.5, of all tokens in both."""
-    best = max(plain, key=plain.__getitem__, default=None)
-    if best is None or best not in cold:
-        return []
-    others = [token for token in plain if token != best and token in cold]
-    return [(plain[best] - plain[token], cold[best] - cold[token]) for token in others]
-
-
-def _is_renormalised(plain: dict[int, float], cut: dict[int, float]) -> list[bool]:
-    """Whether the two kept tokens have all the mass; [] where they had nearly all before."""
-    kept = sorted(plain, key=plain.__getitem__)[-2:]
-    mass = float(sum(np.exp(plain[token]) for token in kept))
-    if len(kept) < 2 or mass > 0.98 or not all(token in cut for token in kept):
-        return []
-    rise = float(np.mean([cut[token] - plain[token] for token in kept]))
-    return [bool(rise > -np.log(mass) / 2)]
-
-
-def _is_tempered(distances: Sequence[tuple[float, float]]) -> bool | None:
-    """Whether the least-squares ratio of distances is near 1 / COLD or near 1; None: neither."""
-    if not distances:
-        return None
-    plain, cold = np.asarray(distances, np.float64).T
-    squares = float(plain @ plain)
+    squares = float(np.dot(at_one, at_one))
     if squares == 0.0:
-        return None
-    ratio = float(plain @ cold) / squares
+        return LogprobsMode(None, truncated)
+    ratio = float(np.dot(at_one, at_cold)) / squares  # least squares
     tempered = abs(ratio - 1 / COLD) < abs(ratio - 1.0)
-    nearest = 1 / COLD if tempered else 1.0
-    return tempered if abs(ratio - nearest) < 0.25 else None
+    clear = abs(ratio - (1 / COLD if tempered else 1.0)) < 0.25
+    return LogprobsMode(tempered if clear else None, truncated)
 
 
 # ---------------------------------------------------------------- the same weights still?
 
 
-def probe_logprobs(server: Server, probes: Probes) -> Floats:
-    """Logprobs of the probe tokens, now: by prefill, or of the most likely next tokens."""
+async def probe_logprobs(server: Server, probes: Probes) -> Floats:
+    """Return logprobs of the probe tokens by prefill, or of the likeliest next tokens."""
     api = server.api
     if server.prefill:
-        scored = [api.score(ids, 1) for ids in probes.whole if len(ids) > 1]
-        return np.concatenate(scored)
-    settings = api.settings(Sampling(max_tokens=1), ())
-    values: list[float] = []
-    for ids in probes.openings:
-        top = api.top_logprobs(ids, settings, TOP)
-        values += sorted(top.values(), reverse=True)[:TOP]
-    return np.asarray(values, np.float64)
+        return np.concatenate([await api.score(ids, 1) for ids in probes.whole if len(ids) > 1])
+    settings = api.settings(Sampling(max_tokens=1))
+    requests = [SampleRequest(ids, settings, likeliest=TOP) for ids in probes.openings]
+    tops = [await api.top_logprobs(request) for request in requests]
+    return np.asarray([lp for top in tops for lp in sorted(top.values())[-TOP:]], np.float64)
 
 
-def verify(server: Server, probes: Probes, notes: dict[str, Any]) -> None:
-    """Whether a server is still what it was when it was discovered.
-
-    Args:
-        notes: about it: ``restarts``, ``drift``; updated.
+async def verify(server: Server, probes: Probes) -> None:
+    """Refuse a server that is not what it was when it was discovered.
 
     Raises:
-        ServerChanged: it is not.
-        Unavailable: it does not answer.
+        MismatchError: other weights, version or settings.
+        RequestFailed: it does not answer.
     """
+    api = server.api
     try:
-        facts = server.api.describe(server.api.client, server.facts.model)
+        facts = await api.describe(api.client, api.facts.model)
         if facts is None:
-            raise ServerChanged("another program answers at its address")
-        for name in ("version", "model", "max_model_len", "dtype", "weight_version"):
-            before, now = getattr(server.facts, name), getattr(facts, name)
-            if before != now:
-                raise ServerChanged(f"its {name.replace('_', ' ')} was {before} and is {now}")
-        drift = mean_abs_diff(server.probe, probe_logprobs(server, probes))
-    except Refused as error:
-        raise ServerChanged(f"it refuses a probe that it answered before ({error})") from error
-    notes["drift"] = max(drift, notes["drift"])
-    if facts.started != server.facts.started and facts.started not in notes["restarts"]:
-        notes["restarts"].append(facts.started)
+            raise changed(server, "another program answers at its address")
+        if (difference := api.facts.difference(facts)) is not None:
+            raise changed(server, difference)
+        drift = mean_abs_diff(server.probe, await probe_logprobs(server, probes))
+    except RequestFailed as error:
+        if error.kind != "refused":
+            raise
+        raise changed(server, f"it refuses a probe that it answered before ({error})") from error
+    server.drift = max(drift, server.drift)
     if drift > allowed_drift(server.noise):
-        raise ServerChanged(
+        raise changed(
+            server,
             f"its probe logprobs moved by {drift:.3g} on average (noise {server.noise:.2g}): other "
-            "weights or settings"
+            "weights or settings",
         )
 
 
+def changed(server: Server, how: str) -> MismatchError:
+    """Return the error that ends a run whose server became another one."""
+    return MismatchError(
+        f"{server.url} changed during the run: {how}",
+        "keep its weights and settings until the run is complete, then sample again: --resume",
+    )
+
+
 def allowed_drift(noise: float) -> float:
-    """Mean |difference| that two probes of the same weights may have."""
+    """Return the mean |difference| that two probes of the same weights may have."""
     return max(SAME_WEIGHTS, NOISE_FACTOR * noise)
 
 
 def mean_abs_diff(before: Floats, now: Floats) -> float:
-    """Of two probes, in nats; infinite where shapes differ or a value is not finite."""
+    """Compare two probes, in nats; infinite where shapes differ or a value is not finite."""
     if before.shape != now.shape or not np.isfinite([before, now]).all():
         return float("inf")
     return float(np.abs(before - now).mean())

@@ -9,13 +9,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from mismatch.engines.base import Engine
+from mismatch.engines.servers.client import Patience, RequestFailed, wait_for
 from mismatch.engines.servers.engine import ServerEngine
-from mismatch.engines.servers.http import Refused, Unavailable
-from mismatch.engines.servers.server_api import ServerAPI
+from mismatch.engines.servers.server_api import SampleRequest, ServerAPI
 from mismatch.engines.sync_drivers import Answer, AsGiven, Held
 from mismatch.errors import MismatchError
 from mismatch.models.weight_states import PUSHES, Checkpoint, state_of
@@ -39,7 +40,10 @@ class ServerDriver(AsGiven):
 
     @property
     def apis(self) -> list[ServerAPI]:
-        return [server.api for server in self.engine.group.servers]
+        """The servers; each request is sent once, because a second update changes the protocol."""
+        once = Patience(failures=1, busy=1)
+        apis = [server.api for server in self.engine.servers]
+        return [replace(api, client=replace(api.client, patience=once)) for api in apis]
 
     def push(self, path: str, push: int) -> None:
         """The folder has to lie where the servers can read it."""
@@ -50,13 +54,13 @@ class ServerDriver(AsGiven):
         try:
             for api in self.apis:
                 with _asked(api, "an update of its weights"):
-                    api.update_weights(source.resolve())
+                    wait_for(api.update_weights(source.resolve()))
         finally:
             shutil.rmtree(self.scratch / f"push-{push}", ignore_errors=True)
         self.engine.meet_again()
 
     def push_own(self, function: Callable[..., Any], weights: dict[str, Any]) -> None:
-        function(weights, [api.client.address.text for api in self.apis])
+        function(weights, [api.url for api in self.apis])
         self.engine.meet_again()
 
     def restore(self) -> None:
@@ -68,22 +72,22 @@ class ServerDriver(AsGiven):
     def held(self, names: list[str], transposed: list[str]) -> Held:
         api = self.apis[0]
         with _asked(api, "a look at its parameters"):
-            return api.held(names, transposed) or ({}, dict.fromkeys(names, UNSEEN))
+            return wait_for(api.held(names, transposed)) or ({}, dict.fromkeys(names, UNSEEN))
 
     def answers(self, prompts: Sequence[list[int]]) -> list[Answer] | None:
         """Of the first server."""
         api = self.apis[0]
         if api.facts.details.get("prefix_caching") is False:
             return None
-        settings = api.settings(Sampling(temperature=0.0, max_tokens=1), ())
+        settings = api.settings(Sampling(temperature=0.0, max_tokens=1))
         with _asked(api, "a prompt"):
-            samples = [api.generate(ids, settings, None, None).sample for ids in prompts]
-        return [Answer(float(sample.logprobs[0]), 0) for sample in samples]
+            answers = [wait_for(api.generate(SampleRequest(ids, settings))) for ids in prompts]
+        return [Answer(float(answer.sample.logprobs[0]), 0) for answer in answers]
 
     def drop_caches(self) -> None:
         for api in self.apis:
             with _asked(api, "a reset of its prefix cache"):
-                api.drop_caches()
+                wait_for(api.drop_caches())
 
     def not_tested(self) -> list[NotTested]:
         others = [NotTested("the other servers' parameters", "the first is asked alone")]
@@ -99,6 +103,6 @@ def _asked(api: ServerAPI, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (Refused, Unavailable) as error:
-        url = api.client.address.text
+    except RequestFailed as error:
+        url = api.url
         raise MismatchError(f"{url} refuses {what}: {error}", api.allow) from error

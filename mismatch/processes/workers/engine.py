@@ -15,8 +15,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +26,7 @@ from mismatch.captures import LIKELIEST
 from mismatch.codec import from_json, to_json
 from mismatch.engines import artefacts
 from mismatch.engines.artefacts import prefill_scoring
-from mismatch.engines.base import CacheReading, Capabilities, Engine, Journaling, Stopping
+from mismatch.engines.base import CacheReading, Capabilities, Engine, Stopping
 from mismatch.engines.model_info import CauseInLog
 from mismatch.engines.registry import engine_class
 from mismatch.engines.replicas import make_engine
@@ -46,7 +45,7 @@ from mismatch.processes.workers.sampling import (
 )
 from mismatch.run import resume, store
 from mismatch.run.messages import SAMPLED, exit_worker, report_ready, report_timing, write_error
-from mismatch.specs import RolloutSpec, spec_hash
+from mismatch.specs import RolloutSpec
 from mismatch.types import ROUTES, NotTested, Rollout, Scoring
 
 CACHE_SCHEMA = "mismatch.cache/1"
@@ -114,7 +113,7 @@ def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
     kind, ready = engine_class(spec.engine.engine), ready_for(spec)
     capabilities = ready.capabilities
     making = make_engine(kind, in_form(spec.engine), spec.sampling, ready.longest)
-    with making as engine, journalled(engine, ready, run_dir, spec):
+    with making as engine:
         stop_at(engine, ready)
         report_ready()
         if not resume.rollout_done(run_dir, spec):
@@ -205,21 +204,6 @@ def read_cache(
     except MismatchError as error:
         return {"pairs": [], "reason": error.message}
     return {"pairs": to_json(pairs), "reason": ""}
-
-
-@contextmanager
-def journalled(engine: Engine, ready: Ready, run_dir: Path, spec: RolloutSpec) -> Iterator[None]:
-    """Have an engine that may go away save every sequence at once, until all is done.
-
-    Sequences of several turns are not saved before their end.
-    """
-    if not ready.capabilities.journals or ready.environment is not None:
-        yield
-        return
-    keeping = cast(Journaling, engine)
-    keeping.keep_journal(run_dir, spec_hash(spec))
-    yield
-    keeping.discard_journal()
 
 
 def rescore(run_dir: Path, spec: RolloutSpec, engine: Engine) -> None:

@@ -1,0 +1,302 @@
+"""Ask one server over HTTP: key, TLS, deadline, size limit, retries, and what a failure means.
+
+httpx does the protocol. Every request has a connection of its own: beside seconds of sampling a
+handshake costs nothing, and nothing stays open between requests. This module does not know what
+answers mean: callers give a function that reads them, and whatever that raises is a failed request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+import ssl
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import Any, Literal, TypeVar
+
+import httpx
+
+from mismatch.engines.servers.address import HIDDEN, KEY_VARIABLE, Address, redacted
+from mismatch.errors import MismatchError
+
+T = TypeVar("T")
+CONNECT_S = 10.0
+LARGEST_ANSWER = 1 << 30  # bytes of a sample with its routed experts
+LARGEST_OTHER = 16 << 20  # of what a server says about itself, and of an error
+HIDDEN_FROM = 8  # characters: a shorter key is a word that answers contain anyway
+# Statuses after which the same request may succeed later. Proxies have 5xx statuses of their own;
+# 501 alone is final.
+TEMPORARY = frozenset({408, 425, 429, *range(500, 600)}) - {501}
+BUSY = frozenset({429, 503})
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
+LONGEST_RETRY_AFTER_S = 300.0  # a longer Retry-After is cut to this
+Kind = Literal["failed", "busy", "slow", "absent", "refused"]
+
+
+class RequestFailed(Exception):
+    """A request without a usable answer.
+
+    Attributes:
+        reason: one phrase.
+        kind: "busy" (429, 503), "slow" (no answer before the deadline), "absent" (no connection),
+            "refused" (the same request will be rejected again), "failed" (anything else).
+        retry_after_s: when the server wants to be asked again; None: it did not say.
+    """
+
+    def __init__(
+        self, reason: str, kind: Kind = "failed", retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(reason)
+        self.reason, self.kind, self.retry_after_s = reason, kind, retry_after_s
+
+
+@contextmanager
+def usable_answer() -> Iterator[None]:
+    """Raise RequestFailed for whatever goes wrong while an answer is read."""
+    try:
+        yield
+    except (RequestFailed, MismatchError):
+        raise
+    except Exception as error:
+        # The text of other errors may repeat the server's, and that a key.
+        lacks = f" {error}" if isinstance(error, KeyError) else ""
+        raise RequestFailed(
+            f"an answer that cannot be used ({type(error).__name__}{lacks})"
+        ) from error
+
+
+def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, also within a program that runs an event loop of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
+
+
+def api_key() -> str | None:
+    """Return the key for all servers, from the environment and from nowhere else.
+
+    Raises:
+        MismatchError: it could not be sent in a header.
+    """
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if key and not (key.isascii() and key.isprintable()):
+        raise MismatchError(f"{KEY_VARIABLE} contains characters that no key has", "set it again")
+    return key or None
+
+
+def backoff_s(failures: int, retry_after_s: float | None) -> float:
+    """Return how long to leave a server alone: what it asked for, else twice as long each time.
+
+    With jitter, so that requests that failed together do not come back at the same moment.
+    """
+    if retry_after_s is not None:
+        return min(retry_after_s, LONGEST_RETRY_AFTER_S) * (1.0 + 0.1 * random.random())
+    doubled = FIRST_BACKOFF_S * 2.0 ** max(0, failures - 1)
+    return min(LONGEST_BACKOFF_S, doubled) * (0.5 + random.random())
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How often one request is sent before its server is given up."""
+
+    failures: int = 4
+    busy: int = 30
+    """A server that others use too is busy for minutes."""
+    unreached: bool = True
+    """Whether to retry without a connection and after the deadline."""
+
+
+# At the start an address may simply be wrong; a busy moment must not be read as a missing feature.
+FIRST_CONTACT = Patience(busy=4, unreached=False)
+
+
+@dataclass
+class Client:
+    """Sends requests to one server."""
+
+    address: Address
+    timeout_s: float
+    """Deadline of one request, from connecting to the last byte."""
+    key: str | None = field(default=None, repr=False)
+    """Sent as a bearer token, and removed from everything the server says."""
+    patience: Patience = FIRST_CONTACT
+    failures: Counter[Kind] = field(default_factory=Counter)
+    """Requests that failed, by kind."""
+
+    async def get(self, path: str, timeout_s: float | None = None) -> Any:
+        """Return the JSON at ``path``; see :meth:`post`."""
+        return await self._ask(path, None, self._json, timeout_s)
+
+    async def text(self, path: str, timeout_s: float | None = None) -> str:
+        """Return the text at ``path``; see :meth:`post`."""
+        return await self._ask(path, None, lambda data: data.decode("utf-8", "replace"), timeout_s)
+
+    async def post(self, path: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
+        """Return what ``read`` makes of the answer's JSON, after as many attempts as allowed.
+
+        Raises:
+            RequestFailed: no usable answer.
+            MismatchError: the key or the certificate is not accepted, or ``read`` raised it.
+        """
+        return await self._ask(path, body, lambda data: read(self._json(data, float)), None)
+
+    async def _ask(
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        read: Callable[[bytes], T],
+        timeout_s: float | None,
+    ) -> T:
+        tried: Counter[bool] = Counter()  # busy or not -> attempts
+        while True:
+            try:
+                data = await self._exchange(path, body, timeout_s or self.timeout_s)
+                with usable_answer():
+                    return read(data)
+            except RequestFailed as error:
+                self.failures[error.kind] += 1
+                busy = error.kind == "busy"
+                tried[busy] += 1
+                most = self.patience.busy if busy else self.patience.failures
+                final = ["refused"] if self.patience.unreached else ["refused", "slow", "absent"]
+                if tried[busy] >= most or error.kind in final:
+                    raise
+                wait_s = backoff_s(tried.total(), error.retry_after_s)
+            await asyncio.sleep(wait_s)
+
+    async def _exchange(self, path: str, body: dict[str, Any] | None, allowed_s: float) -> bytes:
+        # No compression: a small answer could be unpacked to any size.
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+        if self.key is not None:
+            headers["Authorization"] = f"Bearer {self.key}"
+        method = "GET" if body is None else "POST"
+        timeout = httpx.Timeout(None, connect=min(CONNECT_S, allowed_s))
+        tls = ssl.create_default_context() if self.address.scheme == "https" else False
+        try:
+            async with (
+                asyncio.timeout(allowed_s),
+                # trust_env: no proxies of the environment; the default context reads SSL_CERT_FILE.
+                httpx.AsyncClient(verify=tls, timeout=timeout, trust_env=False) as http,
+                http.stream(
+                    method, self.address.text + path, headers=headers, json=body
+                ) as response,
+            ):
+                data = await _read(response, LARGEST_ANSWER if body else LARGEST_OTHER)
+        except TimeoutError as error:
+            raise RequestFailed(f"no answer in {allowed_s:g} s", "slow") from error
+        except httpx.ConnectTimeout as error:
+            raise RequestFailed(f"no connection in {timeout.connect:g} s", "absent") from error
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+            raise self._lost(error) from error
+        if self.key and len(self.key) >= HIDDEN_FROM:
+            data = data.replace(self.key.encode(), HIDDEN.encode())
+        if response.status_code != 200:
+            raise self._failure(response, data)
+        return data
+
+    def _json(self, data: bytes, constant: Callable[[str], Any] | None = None) -> Any:
+        """Parse JSON without the key, however it is written; ``constant`` reads NaN, infinity."""
+        try:
+            answer = json.loads(data, parse_constant=constant or _no_number)
+        except ValueError as error:
+            raise RequestFailed(f"the answer is no JSON ({len(data)} bytes)") from error
+        if self.key and len(self.key) >= HIDDEN_FROM and b"\\" in data:
+            written = json.dumps(self.key)[1:-1]
+            answer = json.loads(json.dumps(answer).replace(written, HIDDEN))
+        return answer
+
+    def _lost(self, error: Exception) -> Exception:
+        """Say why no answer came."""
+        causes = [error]
+        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+            causes += cause.exceptions[-1:] if isinstance(cause, ExceptionGroup) else [cause]  # type: ignore[list-item]
+        for cause in causes:
+            if isinstance(cause, ssl.SSLCertVerificationError):
+                return MismatchError(
+                    f"{self.address.text}: its certificate is not accepted: {cause.verify_message}",
+                    "name the authority that signed it: SSL_CERT_FILE=FILE.pem mismatch …",
+                )
+        connected = not isinstance(error, httpx.ConnectError | httpx.InvalidURL)
+        # asyncio's own texts name sockets; a resolver's numbers are negative.
+        system = [each for each in causes if isinstance(each, OSError) and each.errno]
+        why = str(error) or "the connection was lost"
+        if system:
+            number = int(system[-1].errno or 0)
+            why = os.strerror(number) if number > 0 else str(system[-1].strerror)
+        return RequestFailed(self._one_line(why.lower()), "failed" if connected else "absent")
+
+    def _failure(self, response: httpx.Response, data: bytes) -> Exception:
+        """Say what a status other than 200 means."""
+        status = response.status_code
+        message = self._one_line(_error_message(data) or response.reason_phrase)
+        if status in (401, 403):
+            has = "does not accept the key in" if self.key else "asks for a key: set"
+            return MismatchError(
+                f"{self.address.text} {has} {KEY_VARIABLE} (HTTP {status})",
+                f"{KEY_VARIABLE}=… mismatch …; it is read from the environment only",
+            )
+        if status in TEMPORARY:
+            wait_s = _retry_after(response.headers.get("Retry-After"))
+            return RequestFailed(
+                f"HTTP {status}: {message}", "busy" if status in BUSY else "failed", wait_s
+            )
+        if 300 <= status < 400:
+            target = self._one_line(redacted(response.headers.get("Location", "elsewhere")))
+            message = f"moved to {target}; redirections are not followed"
+        return RequestFailed(f"HTTP {status}: {message}", "refused")
+
+    def _one_line(self, text: str) -> str:
+        """Shorten what a server said to one line, without the key that it may repeat."""
+        shown = text.replace(self.key, HIDDEN) if self.key else text
+        return " ".join(shown.split())[:300]
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+async def _read(response: httpx.Response, most: int) -> bytes:
+    """Return the whole body as it was sent, of an error no more than is shown."""
+    most = most if response.status_code == 200 else LARGEST_OTHER
+    data = bytearray()
+    async for chunk in response.aiter_raw():
+        data += chunk
+        if len(data) > most:
+            raise RequestFailed(f"the answer has more than {most} bytes")
+    return bytes(data)
+
+
+def _error_message(data: bytes) -> str:
+    """Return what an error's body says, in vLLM's, SGLang's or anybody's form."""
+    text = data[:2000].decode("utf-8", "replace")
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    for key in ("error", "message", "detail"):
+        while isinstance(body, dict) and key in body:
+            body = body[key]
+    return body if isinstance(body, str) else text
+
+
+def _retry_after(value: str | None) -> float | None:
+    """Return the seconds of a Retry-After header: a number, or a date."""
+    try:
+        seconds = float(value or "nan")
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(str(value)).timestamp() - time.time()
+        except (TypeError, ValueError, OverflowError):
+            return None
+    return None if math.isnan(seconds) else max(0.0, seconds)

@@ -1,0 +1,425 @@
+"""Requests to servers: addresses without secrets, deadlines, limits, and what failures mean."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mismatch.cli.session import warn_of_key
+from mismatch.engines.servers import client as module
+from mismatch.engines.servers.address import (
+    HIDDEN,
+    KEY_VARIABLE,
+    parse_address,
+    redacted,
+    unprotected,
+)
+from mismatch.engines.servers.client import (
+    Client,
+    Patience,
+    RequestFailed,
+    api_key,
+    backoff_s,
+    wait_for,
+)
+from mismatch.errors import MismatchError
+from mismatch.specs import EngineSpec, RolloutSpec
+from tests.scripted_server import ScriptedServer
+
+KEY = "sk-abcdef123456"
+ONCE = Patience(failures=1, busy=1)
+SAMPLE = {"prompt": [1, 2], "max_tokens": 4, "temperature": 1.0, "top_k": 0, "stop_token_ids": []}
+
+
+def get(url: str, timeout_s: float = 5.0, key: str | None = None, path: str = "/version") -> Any:
+    return wait_for(Client(parse_address(url), timeout_s, key, ONCE).get(path))
+
+
+def post(server: ScriptedServer, patience: Patience = ONCE, timeout_s: float = 5.0) -> Any:
+    client = Client(parse_address(server.url), timeout_s, None, patience)
+    return wait_for(client.post("/v1/completions", SAMPLE, lambda answer: answer))
+
+
+def failure(fault: str, timeout_s: float = 5.0) -> RequestFailed:
+    with ScriptedServer(faults=lambda number, body: fault) as server:
+        with pytest.raises(RequestFailed) as caught:
+            post(server, timeout_s=timeout_s)
+        return caught.value
+
+
+# ---------------------------------------------------------------- addresses
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("http://host:8000/v1/", "http://host:8000"),
+        ("https://host/team/a", "https://host:443/team/a"),
+        ("http://[::1]:9", "http://[::1]:9"),
+    ],
+)
+def test_addresses_are_kept_plain(given: str, kept: str) -> None:
+    assert parse_address(given).text == kept
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        f"http://me:{KEY}@host:8000",
+        f"http://{KEY}@host:8000/v1",
+        f"http://host:8000/?api_key={KEY}",
+        f"http://host:8000/#{KEY}",
+        f"me:{KEY}@host",
+        *("host:8000", "", "ftp://host", "http://", "http://h:port", "http://a..b"),
+        *("http://x y:80", "http://a\0b:1", "http://h/a b", "http://h\x1b"),
+    ],
+)
+def test_bad_addresses_are_refused_and_their_secrets_not_shown(given: str) -> None:
+    with pytest.raises(MismatchError) as caught:
+        parse_address(given)
+    assert caught.value.fix
+    assert KEY not in str(caught.value)
+    assert KEY not in redacted(given)
+
+
+def test_a_key_over_plain_http_to_another_host_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    safe = ("http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1", "https://example.com")
+    risky = ("http://example.com", "http://10.0.0.7:8000")
+
+    def shown(url: str) -> str:
+        warn_of_key(RolloutSpec(engine=EngineSpec(engine="server", servers=(url,))))
+        return capsys.readouterr().out
+
+    assert not shown(risky[0])  # no key is sent
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    for url in safe:
+        assert not unprotected(parse_address(url))
+        assert not shown(url)
+    for url in risky:
+        assert unprotected(parse_address(url))
+        assert parse_address(url).text in shown(url)
+        assert KEY not in shown(url)
+
+
+# ---------------------------------------------------------------- what failures mean
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "says"),
+    [
+        ("status:429:7", "busy", "not now"),
+        ("status:503", "busy", "503"),
+        ("status:500", "failed", "500"),
+        ("status:524", "failed", "524"),  # a proxy's own
+        ("status:400", "refused", "400: not now"),
+        ("status:501", "refused", "501"),
+        ("status:307", "refused", "redirect"),
+        ("reset", "failed", ""),
+        ("half", "failed", ""),
+        ("text", "failed", "JSON"),
+        ("hang:2", "slow", "0.6 s"),
+        ("dribble", "slow", "0.6 s"),
+    ],
+)
+def test_every_failure_has_a_kind(fault: str, kind: str, says: str) -> None:
+    start = time.monotonic()
+    error = failure(fault, timeout_s=0.6)
+    assert time.monotonic() - start < 1.8
+    assert error.kind == kind
+    assert says in error.reason
+    assert error.reason
+
+
+def test_an_address_without_a_server_is_absent() -> None:
+    with ScriptedServer() as server:
+        assert len(post(server)["choices"][0]["token_ids"]) == 4
+    with pytest.raises(RequestFailed, match="refused") as caught:
+        get(server.url)
+    assert caught.value.kind == "absent"
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("7", 7.0), ("-3", 0.0), ("soon", None), ("nan", None), ("Mon, 99 Foo 99999 99:9:9", None)],
+)
+def test_a_busy_server_says_when_to_come_back(header: str, seconds: float | None) -> None:
+    assert failure(f"status:503:{header}").retry_after_s == seconds
+
+
+def test_a_date_is_a_time_to_come_back() -> None:
+    error = failure(f"status:429:{formatdate(time.time() + 60, usegmt=True)}")
+    assert error.retry_after_s == pytest.approx(60, abs=3)
+
+
+def test_pauses_grow_are_spread_and_bounded() -> None:
+    pauses = [[backoff_s(failures, None) for _ in range(200)] for failures in (1, 2, 30)]
+    first, longest = module.FIRST_BACKOFF_S, module.LONGEST_BACKOFF_S
+    for waits, middle in zip(pauses, (first, 2 * first, longest), strict=True):
+        assert middle / 2 <= min(waits) < max(waits) <= 1.5 * middle
+        assert max(waits) > 1.2 * min(waits)
+    assert backoff_s(1, 10_000.0) <= 1.1 * module.LONGEST_RETRY_AFTER_S
+    assert backoff_s(9, 2.0) >= 2.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "patience", "attempts"),
+    [
+        ("status:500", Patience(failures=3), 3),
+        ("status:503", Patience(failures=2, busy=5), 5),
+        ("status:400", Patience(), 1),
+        ("hang:1", Patience(failures=2), 2),
+        ("hang:1", Patience(unreached=False), 1),
+    ],
+)
+def test_attempts_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, fault: str, patience: Patience, attempts: int
+) -> None:
+    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(module, "LONGEST_BACKOFF_S", 0.02)
+    with ScriptedServer(faults=lambda number, body: fault) as server:
+        with pytest.raises(RequestFailed):
+            post(server, patience, timeout_s=0.3)
+        assert server.sampled == attempts
+
+
+def test_retry_after_is_honoured() -> None:
+    faults = lambda number, body: "status:429:0.4" if number == 0 else None  # noqa: E731
+    with ScriptedServer(faults=faults) as server:
+        start = time.monotonic()
+        assert post(server, Patience())["choices"]
+        assert 0.4 <= time.monotonic() - start < 2
+
+
+# ---------------------------------------------------------------- time and size
+
+
+@contextmanager
+def raw_server(
+    pieces: list[bytes], pause_s: float = 0.0, repeat: bytes | None = None
+) -> Iterator[str]:
+    """Send bytes as they are, one piece after the other, then ``repeat`` for ever."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    stopped = threading.Event()
+
+    def feed(peer: socket.socket) -> None:
+        try:
+            peer.recv(65536)
+            for piece in pieces:
+                peer.sendall(piece)
+                time.sleep(pause_s)
+            while repeat and not stopped.is_set():
+                peer.sendall(repeat)
+                time.sleep(pause_s)
+        except OSError:
+            pass
+        finally:
+            peer.close()
+
+    def serve() -> None:
+        while not stopped.is_set():
+            try:
+                peer, _ = listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=feed, args=(peer,), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        stopped.set()
+        listening.close()
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+DRIPS = {
+    "headers, byte by byte": ([HEAD], b"x"),
+    "endless headers": ([HEAD], b"X-More: 1\r\n"),
+    "endless 100 Continue": ([], b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "a chunk's size, byte by byte": ([CHUNKED], b"0"),
+    "chunks of one byte": ([CHUNKED], b"1\r\n \r\n"),
+    "a body, byte by byte": ([HEAD + b"Content-Length: 100000\r\n\r\n"], b" "),
+    "a TLS handshake that never ends": ([b"\x16\x03\x03"], b"\x00"),
+}
+
+
+@pytest.mark.parametrize("pause_s", [0.1, 0.0])
+@pytest.mark.parametrize("case", DRIPS)
+def test_one_deadline_holds_for_the_whole_request(case: str, pause_s: float) -> None:
+    pieces, repeat = DRIPS[case]
+    with raw_server(pieces, pause_s, repeat) as url:
+        start = time.monotonic()
+        with pytest.raises(RequestFailed) as caught:
+            get(url.replace("http", "https") if "TLS" in case else url, timeout_s=1.0)
+    assert time.monotonic() - start < 3
+    assert caught.value.kind in ("slow", "failed", "absent")
+
+
+def test_an_answer_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LARGEST_OTHER", 1 << 20)
+    with raw_server([HEAD + b"\r\n"], 0.0, b" " * 65536) as url:
+        start = time.monotonic()
+        with pytest.raises(RequestFailed, match=str(1 << 20)):
+            get(url, timeout_s=20.0)
+        assert time.monotonic() - start < 10
+
+
+NONSENSE = {
+    "no status": b"hello\r\n\r\n",
+    "endless digits": HEAD + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n{}",
+    "negative length": HEAD + b"Content-Length: -1\r\n\r\n{}",
+    "deep JSON": HEAD + b"\r\n" + b"[" * 100_000,
+    "deep error": b"HTTP/1.1 500 Bad\r\n\r\n" + b"[" * 2000,
+    "no UTF-8": HEAD + b"\r\n\xff\xfe",
+    "NaN": HEAD + b"\r\nNaN",
+    "bad chunk": CHUNKED + b"zz\r\n",
+    "compressed": HEAD + b"Content-Encoding: gzip\r\n\r\n\x1f\x8b",
+    "headers without end": HEAD + b"X: " + b"a" * 200_000 + b"\r\n\r\n{}",
+    "null bytes": b"\0" * 100,
+}
+
+
+@pytest.mark.parametrize("case", NONSENSE)
+def test_nonsense_is_a_failed_request(case: str) -> None:
+    with raw_server([NONSENSE[case]]) as url, pytest.raises(RequestFailed) as caught:
+        get(url)
+    assert caught.value.kind == "failed"
+    assert len(caught.value.reason) < 400
+
+
+def test_nothing_is_left_after_an_interrupt() -> None:
+    """As Ctrl-C does: the main task is cancelled while a request is in flight."""
+
+    async def interrupted(url: str) -> None:
+        asking = asyncio.ensure_future(Client(parse_address(url), 60.0).get("/version"))
+        await asyncio.sleep(0.2)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+    before = threading.active_count()
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        asyncio.run(interrupted(f"http://127.0.0.1:{mute.getsockname()[1]}"))
+        peer, _ = mute.accept()
+        with peer:
+            peer.settimeout(2)
+            while peer.recv(4096):  # until the other side has closed
+                pass
+    assert threading.active_count() == before
+
+
+def test_it_runs_within_a_loop_of_the_caller() -> None:
+    async def caller(url: str) -> Any:
+        return get(url)
+
+    with ScriptedServer() as server:
+        assert asyncio.run(caller(server.url)) == {"version": server.version}
+
+
+# ---------------------------------------------------------------- keys and certificates
+
+ECHOES = {
+    "location": f"HTTP/1.1 302 Moved\r\nLocation: http://h/{KEY}\r\n\r\n",
+    "error": f'HTTP/1.1 400 Bad\r\n\r\n{{"error": "no {KEY}"}}',
+    "escaped error": 'HTTP/1.1 400 Bad\r\n\r\n{"error": "no \\u0073k-abcdef123456"}',
+    "cut error": f'HTTP/1.1 400 Bad\r\n\r\n{{"error": "{"x" * 295}{KEY}"}}',
+    "reason": f"HTTP/1.1 400 {KEY}\r\n\r\n",
+    "status line": f"{KEY}\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("case", ECHOES)
+def test_a_key_that_is_echoed_is_not_shown(case: str) -> None:
+    with raw_server([ECHOES[case].encode()]) as url:
+        with pytest.raises(RequestFailed) as caught:
+            get(url, key=KEY)
+        assert KEY[:4] not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [KEY, KEY.replace("s", "\\u0073", 1), "\\u0073" + KEY[1:]])
+def test_a_key_in_an_answer_is_cut_out(text: str) -> None:
+    body = f'{{"version": "{text}", "{text}": ["{text}"]}}'
+    with raw_server([HEAD + b"\r\n" + body.encode()]) as url:
+        answer = json.dumps(get(url, key=KEY))
+    assert KEY not in answer
+    assert HIDDEN in answer
+
+
+def test_a_wrong_key_is_an_error_that_names_the_variable() -> None:
+    with ScriptedServer(key="right") as server:
+        for key in (None, KEY):
+            with pytest.raises(MismatchError) as caught:
+                get(server.url, key=key, path="/v1/models")
+            assert {KEY_VARIABLE, "401)"} <= set(caught.value.message.split())
+            assert KEY not in str(caught.value)
+        assert get(server.url, key="right", path="/v1/models")["data"]
+
+
+def test_the_key_comes_from_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    assert api_key() is None
+    monkeypatch.setenv(KEY_VARIABLE, f" {KEY}\n")
+    assert api_key() == KEY
+    assert KEY not in repr(Client(parse_address("http://h"), 1.0, api_key()))
+    monkeypatch.setenv(KEY_VARIABLE, "a\nb")
+    with pytest.raises(MismatchError) as caught:
+        api_key()
+    assert "a\nb" not in str(caught.value)
+
+
+@pytest.fixture
+def tls_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """An HTTPS server with a certificate that nobody has signed: (url, certificate)."""
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    try:
+        subprocess.run(
+            [*command, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True
+        )
+    except FileNotFoundError:
+        pytest.skip("no openssl to make a certificate with")
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield f"https://127.0.0.1:{server.server_address[1]}", cert
+    server.shutdown()
+    server.server_close()
+
+
+def test_certificates_are_verified(tls_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, cert = tls_server
+    with pytest.raises(MismatchError, match="certificate") as caught:
+        get(url)
+    assert "SSL_CERT_FILE" in caught.value.fix
+    monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+    assert get(url) == {}
