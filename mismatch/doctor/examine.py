@@ -14,7 +14,8 @@ from mismatch.doctor.memory import weight_bytes
 from mismatch.doctor.plan import Plan, plan, refused, side_passes
 from mismatch.engines.registry import engine_info, engine_infos
 from mismatch.errors import MismatchError
-from mismatch.models.config import find_config, offline
+from mismatch.models.config import find_config
+from mismatch.run.hub import offline
 from mismatch.run.machine import SHARED_BYTES, gib
 from mismatch.specs import CheckSpec
 

@@ -89,10 +89,10 @@ def inspect_machine(try_imports: bool = True) -> Machine:
     """
     import psutil
 
-    from mismatch.models.config import hub_cache
+    from mismatch.run.hub import cache_folder
 
     memory = psutil.virtual_memory()
-    cache = hub_cache()
+    cache = cache_folder()
     return Machine(
         python=".".join(map(str, sys.version_info[:3])),
         cores=len(os.sched_getaffinity(0)),

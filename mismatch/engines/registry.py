@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch.errors import MismatchError, did_you_mean
+from mismatch.run.hub import cached_snapshot
 from mismatch.specs import TORCH_NAMES, EngineSpec
 
 if TYPE_CHECKING:
@@ -230,10 +231,7 @@ def model_directory(spec: EngineSpec) -> Path | None:
     """Where the model's files are on this machine, also for a hub id that was downloaded."""
     if Path(spec.model).is_dir():
         return Path(spec.model)
-    from huggingface_hub import try_to_load_from_cache
-
-    path = try_to_load_from_cache(spec.model, "config.json", revision=spec.revision)
-    return Path(path).parent if isinstance(path, str) else None
+    return cached_snapshot(spec.model, spec.revision)
 
 
 def checkpoint_names(spec: EngineSpec) -> list[str]:

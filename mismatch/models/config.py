@@ -7,7 +7,6 @@ transformers' own modules). Nothing here imports torch or transformers.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from mismatch.errors import MismatchError
 from mismatch.models import find_alias
+from mismatch.run.hub import cached_snapshot
 
 SHIPPED = "shipped with mismatch"
 MXFP4_BITS = 4.25  # 4 per value, and 8 for the scale that 32 values share
@@ -321,7 +321,7 @@ def find_config(model: str, revision: str | None = None) -> FoundConfig:
     if Path(model).is_dir():
         return FoundConfig(read_config(Path(model)), "its directory", Path(model))
     cached = cached_snapshot(model, revision)
-    if cached is not None and (cached / "config.json").is_file():
+    if cached is not None:
         here = cached if any(cached.glob("*.safetensors")) else None
         return FoundConfig(read_config(cached), "the hub's cache", here)
     alias = find_alias(model)
@@ -341,31 +341,6 @@ def is_moe(model: str, revision: str | None = None) -> bool | None:
     except MismatchError:
         return None
     return None if config.source == SHIPPED else config.model.experts > 0
-
-
-def cached_snapshot(model: str, revision: str | None = None) -> Path | None:
-    """The snapshot of a hub model in the hub's cache, as huggingface_hub lays it out."""
-    folder = hub_cache() / f"models--{model.replace('/', '--')}"
-    name = revision or "main"
-    pointer = folder / "refs" / name
-    commit = pointer.read_text().strip() if pointer.is_file() else name
-    snapshot = folder / "snapshots" / commit
-    return snapshot if snapshot.is_dir() else None
-
-
-def hub_cache() -> Path:
-    """Where huggingface_hub keeps models, by the same variables that it reads."""
-    if folder := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(folder).expanduser()
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
-    home = Path(os.environ.get("HF_HOME", cache / "huggingface"))
-    return (home / "hub").expanduser()
-
-
-def offline() -> bool:
-    """Whether the user forbade the hub, by the variables that huggingface_hub reads."""
-    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in names)
 
 
 def read_config(directory: Path) -> dict[str, Any]:

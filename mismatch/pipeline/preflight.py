@@ -23,7 +23,8 @@ from mismatch.engines.registry import (
 from mismatch.errors import MismatchError
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.processes.launch import interpreter_environment, own_python
-from mismatch.run.machine import engine_gpus, local_gpus, placement, unknown_host
+from mismatch.run.hub import cache_folder, cached_snapshot, offline, unknown_host
+from mismatch.run.machine import engine_gpus, local_gpus, placement
 from mismatch.specs import (
     AS_STORED,
     CheckSpec,
@@ -292,9 +293,9 @@ def require_reachable(model: str, revision: str | None) -> None:
     Raises:
         MismatchError: hub out of reach, cache not writable, no such model or no access to it.
     """
-    if Path(model).is_dir() or find_spec("huggingface_hub") is None:
+    if Path(model).is_dir() or cached_snapshot(model, revision) is not None:
         return
-    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -302,17 +303,14 @@ def require_reachable(model: str, revision: str | None) -> None:
         RevisionNotFoundError,
     )
 
-    if isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
-        return
-    if constants.HF_HUB_OFFLINE:
+    if offline():
         raise MismatchError(
-            f"{model} is not in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set",
+            f"{model} is not in the cache {cache_folder()}, and HF_HUB_OFFLINE is set",
             OFFLINE.format(model=model),
         )
-    _require_writable(Path(constants.HF_HUB_CACHE))
-    host, why = unknown_host()  # its client would try for half a minute
-    if host:
-        fault = f"{model}: the hub cannot be reached: {host}: {why}"
+    _require_writable(cache_folder())
+    if unknown := unknown_host():
+        fault = f"{model}: the hub cannot be reached: {unknown.host}: {unknown.reason}"
         raise MismatchError(fault, OFFLINE.format(model=model))
     try:
         hf_hub_download(model, "config.json", revision=revision)

@@ -15,7 +15,7 @@ from typing import Any
 
 from mismatch.errors import MismatchError
 from mismatch.prompts.prompt import Prompt, numeric_answer
-from mismatch.run.machine import unknown_host
+from mismatch.run.hub import unknown_host
 from mismatch.specs import PromptSpec
 
 INSTALL = "pip install 'train-infer-mismatch[datasets]'"
@@ -170,12 +170,14 @@ def _split(splits: Any, spec: PromptSpec) -> Any:
 
 
 def _hub(datasets: Any, name: str, spec: PromptSpec) -> Any:
-    host = unknown_host()[0]
+    unknown = unknown_host()
     try:
-        with _cache_alone(datasets) if host else nullcontext():
+        with _cache_alone(datasets) if unknown else nullcontext():
             return datasets.load_dataset(name, spec.dataset_config, split=spec.dataset_split)
     except Exception as error:  # connection, unknown id, several configs, unknown split …
-        reason = f"no address for {host}, and not in the cache" if host else _reason(error)
+        reason = _reason(error)
+        if unknown:
+            reason = f"no address for {unknown.host}, and not in the cache"
         raise _explained(error, reason, name, spec) from error
 
 

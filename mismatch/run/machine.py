@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from mismatch.errors import MismatchError
 from mismatch.specs import CheckSpec, EngineSpec
 
 GIB = 1 << 30
-PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 SHARED_BYTES = 192 * 2**20  # vLLM's message ring is 160 MiB
 
 
@@ -47,20 +44,6 @@ def free_gpu_bytes() -> list[int]:
     """Free memory of every GPU of this machine, visible or not; [] without nvidia-smi."""
     listing = nvidia_smi("--query-gpu=memory.free", "--format=csv,noheader,nounits")
     return [int(line) << 20 for line in listing.split() if line.isdigit()]
-
-
-def unknown_host() -> tuple[str, str]:
-    """The hub's host where its name cannot be looked up (and no proxy does that), and why."""
-    from huggingface_hub import constants
-
-    host = urlsplit(constants.ENDPOINT).hostname
-    if not host or any(os.environ.get(name) for name in PROXIES):
-        return "", ""
-    try:
-        socket.getaddrinfo(host, 443)
-    except OSError as error:
-        return host, error.strerror or str(error)
-    return "", ""
 
 
 def gib(count: float) -> str:

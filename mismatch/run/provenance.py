@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError
+from mismatch.run.hub import cached_snapshot
 from mismatch.run.manifest import sha256
 
 DISTRIBUTIONS = (
@@ -90,7 +91,8 @@ def checkpoint_digest(model: str, revision: str | None) -> str:
     """
     folder = Path(model)
     if not folder.is_dir():
-        return _cached_commit(model, revision)
+        cached = cached_snapshot(model, revision)
+        return cached.name if cached is not None else ""
     summary = hashlib.sha256()
     for file in sorted(folder.iterdir()):
         if file.suffix in CHECKPOINT and file.is_file():
@@ -98,19 +100,6 @@ def checkpoint_digest(model: str, revision: str | None) -> str:
             content = sha256(file) if facts.st_size <= SMALL else str(facts.st_mtime_ns)
             summary.update(f"{file.name} {facts.st_size} {content}\n".encode())
     return summary.hexdigest()[:12]
-
-
-def _cached_commit(model: str, revision: str | None) -> str:
-    if model.count("/") != 1:
-        return ""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        path = try_to_load_from_cache(model, "config.json", revision=revision)
-    except HFValidationError:
-        return ""
-    return Path(path).parent.name if isinstance(path, str) else ""
 
 
 def commit(directory: Path) -> str | None:

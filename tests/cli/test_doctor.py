@@ -5,6 +5,7 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
+from huggingface_hub import constants
 from rich.console import Console
 
 from mismatch.doctor.examine import examine, print_diagnosis, print_plan
@@ -73,8 +74,8 @@ def spec(model: str = "tiny-gpt-oss", ranks: int = 2, max_tokens: int = 128, **t
 @pytest.fixture(autouse=True)
 def no_hub_cache(tmp_path, monkeypatch):
     """No cached model of the machine that runs the tests decides anything."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
 
 def text_of(show, subject) -> str:
@@ -289,7 +290,7 @@ def test_weights_that_cannot_be_fetched_are_a_problem(monkeypatch):
     diagnosis = examine(spec("gpt-oss-20b", 8), with_model=True, machine=small_disk)
     assert [problem.name for problem in diagnosis.problems] == ["weights"]
     assert "14 GB" in diagnosis.problems[0].why
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     diagnosis = examine(spec("gpt-oss-20b", 8), with_model=True, machine=machine(gpus=8))
     assert "HF_HUB_OFFLINE" in diagnosis.problems[0].why
 

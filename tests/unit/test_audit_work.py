@@ -88,7 +88,7 @@ def test_what_is_not_there_is_refused_with_a_fix(changes, named):
 
 
 def test_a_model_that_is_not_here_is_audited_in_the_shapes_that_ship(monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(source, "read_config", lambda spec: pytest.fail("it asks the hub"))
     big = AuditPlan.of(replace(SPEC, model="openai/gpt-oss-20b"))
     shape = big.geometry

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from huggingface_hub import constants
 
 from mismatch.errors import MismatchError, did_you_mean
 from mismatch.models import ALIASES, CONFIGS, EMBEDDED, find_alias, resolve_model
@@ -112,7 +113,7 @@ def fill_cache(folder, model, commit, values, ref=None):
 
 
 def test_the_hub_cache_comes_before_the_shipped_config(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     assert find_config("openai/gpt-oss-20b").source == "shipped with mismatch"
     snapshot = fill_cache(tmp_path, "openai/gpt-oss-20b", "abc", {"model_type": "x"}, "main")
     config = find_config("openai/gpt-oss-20b")
@@ -126,7 +127,7 @@ def test_the_hub_cache_comes_before_the_shipped_config(tmp_path, monkeypatch):
 
 
 def test_a_revision_is_never_answered_by_another_ones_config(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     fill_cache(tmp_path, "openai/gpt-oss-20b", "abc", {"model_type": "x"}, "main")
     assert find_config("openai/gpt-oss-20b", "abc").values == {"model_type": "x"}
     with pytest.raises(MismatchError, match="at revision other"):
@@ -134,7 +135,7 @@ def test_a_revision_is_never_answered_by_another_ones_config(tmp_path, monkeypat
 
 
 def test_an_unknown_model_says_how_to_fetch_its_config(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(MismatchError) as error:
         find_config("someone/else")
     assert "hf download someone/else" in error.value.fix
