@@ -192,18 +192,45 @@ def spawn(job: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def shape_of(sizes: dict[str, Any]) -> Any:
-    from mismatch.models.config import ModelConfig
+    from mismatch.models.config import FoundConfig
+    from mismatch.models.sizes import sized
     from tests.checkpoints import configuration
 
     config = configuration("gpt_oss", **sizes, num_experts_per_tok=TOP_K)
-    return ModelConfig.of(config.to_dict()).require_counts()
+    return sized(FoundConfig(config.to_dict(), "made here", None))
+
+
+def backward_bytes(
+    shape: Any, implementation: str, tokens: int, b: int, rows: int | None = None
+) -> int:
+    """Predict the bytes of a trainer's passes, above weights, their gradient and the input.
+
+    Where the highest moment comes before a gradient is there, that gradient's place is used.
+    """
+    from mismatch.training.packing import EXPERT_ROWS
+
+    hidden, width, pairs = shape.hidden, shape.width, tokens * shape.top_k
+    matrix = hidden * width  # a third of an expert; matmul libraries rearrange two of them at most
+    biased = shape.biased_experts
+    if implementation == "batched_mm":
+        # Of the copies and their gradients the larger half; the gradient of all experts comes last.
+        return max(2 * pairs, 4 * pairs - 2 * shape.experts) * matrix * b
+    if implementation == "eager":
+        # Every expert's gradient is a zero-filled one of all experts, added to the sum so far.
+        zeros, saved = 2 * (shape.experts + 1) * matrix, 2 * hidden + (8 if biased else 4) * width
+        return (zeros + pairs * saved + 2 * tokens * hidden) * b
+    if implementation == "bounded":
+        rows = min(tokens if rows is None else rows, EXPERT_ROWS)
+        work = 4 * hidden + (14 if biased else 8) * width
+        return 32 * pairs + (rows * work + 2 * tokens * hidden + 2 * matrix) * b
+    return (pairs * (3 * hidden + 2 * width) + 2 * matrix) * b
 
 
 def measure(sizes: dict[str, Any], implementation: str, tokens: int, backward: bool) -> Row:
     """Both passes of one implementation, each in its own process."""
     import torch
 
-    from mismatch.doctor.memory import backward_bytes, forward_bytes
+    from mismatch.doctor.memory import forward_bytes
 
     job = {"sizes": sizes, "implementation": implementation, "tokens": tokens}
     exact, exact_gradient = _reference(tokens, sizes)

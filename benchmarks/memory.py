@@ -228,15 +228,16 @@ def checkpoint(case: Case, folder: Path) -> Path:
 def predict(case: Case) -> Any:
     from mismatch.doctor.memory import Workload, predict_trainer
     from mismatch.models import EMBEDDED
-    from mismatch.models.config import ModelConfig, find_config
+    from mismatch.models.config import FoundConfig, find_config
+    from mismatch.models.sizes import sized
     from mismatch.specs import TrainSpec
     from tests.checkpoints import configuration
 
     if case.family in EMBEDDED:
-        shape = find_config(str(EMBEDDED[case.family])).model.require_counts()
+        shape = sized(find_config(str(EMBEDDED[case.family])))
     else:
         config = configuration(case.family, **case.sizes)
-        shape = ModelConfig.of(config.to_dict()).require_counts()
+        shape = sized(FoundConfig(config.to_dict(), "made here", None))
     spec = TrainSpec(model="", **case.spec)
     return predict_trainer(shape, spec, case.world, Workload(case.lengths), "cpu")
 

@@ -54,27 +54,25 @@ def models(flags: Flags) -> int:
 
 def model_rows() -> list[dict[str, Any]]:
     """One row per name, from the shipped configs; no network, no torch."""
-    from mismatch.models import ALIASES, EMBEDDED
-    from mismatch.models.config import ModelConfig, find_config
+    from mismatch.models import ALIASES, EMBEDDED, EMBEDDED_ACTIVE, EMBEDDED_PARAMETERS, Alias
+    from mismatch.models.config import ModelConfig, read_config
 
-    entries: list[tuple[str, str | None, str, dict[str, Any], tuple[str, ...]]] = [
-        (name, None, "bf16", find_config(str(path)).values, ()) for name, path in EMBEDDED.items()
-    ]
-    entries += [(a.name, a.hub_id, a.released, a.config, a.unconfirmed) for a in ALIASES.values()]
     rows = []
-    for name, hub_id, released, config, unconfirmed in entries:
-        shape = ModelConfig.of(config).require_counts()
-        moe = f"{shape.layers}×{shape.experts}×{shape.top_k}" if shape.experts else None
+    embedded = (Alias(n, "", EMBEDDED_PARAMETERS, active=EMBEDDED_ACTIVE) for n in EMBEDDED)
+    for alias in (*embedded, *ALIASES.values()):
+        values = alias.config if alias.hub_id else read_config(EMBEDDED[alias.name])
+        config = ModelConfig.of(values)
+        moe = f"{config.layers}×{config.experts}×{config.top_k}" if config.experts else None
         rows.append(
             {
-                "name": name,
-                "hub_id": hub_id,
-                "parameters": shape.parameters,
-                "active_parameters": shape.active_parameters,
+                "name": alias.name,
+                "hub_id": alias.hub_id or None,
+                "parameters": alias.parameters,
+                "active_parameters": alias.active or alias.parameters,
                 "experts": moe,
-                "released": released,
-                "context": shape.context,
-                "unconfirmed": list(unconfirmed),
+                "released": alias.released,
+                "context": config.context,
+                "unconfirmed": list(alias.unconfirmed),
             }
         )
     return rows

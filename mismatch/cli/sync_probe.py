@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 PROBE = "What to probe"
 DEFAULT_MODEL = "tiny-gpt-oss"
+UPDATE_BYTES = 8  # of an element of a weight update: its float32 value, and the noise added to it
 PROBE_FLAGS = (
     Option("engine", str, PROBE, "vllm, sglang or transformers.", default="vllm"),
     Option(
@@ -183,16 +184,21 @@ def plan(spec: SyncSpec) -> int:
     """Print what a probe would do and cost; of a model that is not here, by its config.json."""
     import psutil
 
-    from mismatch.doctor.fit import disk_bytes, predict_sync_probe
+    from mismatch.doctor.memory import BYTES
     from mismatch.engines.registry import model_directory
     from mismatch.models.config import find_config
+    from mismatch.models.sizes import sized
     from mismatch.models.weight_states import Checkpoint, cost_of, seconds_of
     from mismatch.reports.formatting import memory, seconds
 
     engine, directory = spec.engine, model_directory(spec.engine)
-    shape = find_config(engine.model, engine.revision).model.require_counts()
-    beside = predict_sync_probe(shape, engine, spec.trainer)
-    size, elements, tensors = disk_bytes(shape, engine), shape.parameters, "weights not here"
+    shape = sized(find_config(engine.model, engine.revision))
+    size, elements, tensors = (
+        shape.parameters * BYTES[engine.dtype],
+        shape.parameters,
+        "weights not here",
+    )
+    beside = {"trainer": size * spec.trainer, "largest tensor": shape.largest_tensor * UPDATE_BYTES}
     took = None
     if directory is not None and list(directory.glob("*.safetensors")):
         cost = cost_of(Checkpoint(directory, spec.seed))
@@ -201,9 +207,9 @@ def plan(spec: SyncSpec) -> int:
     typer.echo(f"push     3 times by {spec.push or spec.path} of {engine.engine}")
     if spec.path in ON_DISK and spec.push is None:
         typer.echo(f"disk     {memory(size)}, one state at a time")
-    parts = " and ".join(f"{part.name} {memory(part.bytes)}" for part in beside.highest.parts)
+    parts = " and ".join(f"{name} {memory(part)}" for name, part in beside.items() if part)
     free = memory(psutil.virtual_memory().available)
-    needed = memory(beside.peak_bytes)
+    needed = memory(sum(beside.values()))
     typer.echo(f"memory   the engine's own, {needed} beside it ({parts}); {free} are free")
     if spec.adapters:
         typer.echo("time     the engine's start: adapters are small")

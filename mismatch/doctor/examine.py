@@ -5,16 +5,16 @@ diagnoses for people, plain text where the output is no terminal.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from mismatch.doctor.fit import expert_warnings
 from mismatch.doctor.machine import Machine, inspect_machine
-from mismatch.doctor.memory import weight_bytes
+from mismatch.doctor.memory import BYTES
 from mismatch.doctor.plan import Plan, plan, refused, side_passes
 from mismatch.engines.registry import engine_info, engine_infos
 from mismatch.errors import MismatchError
 from mismatch.models.config import find_config
+from mismatch.models.sizes import UnknownSize, sized
 from mismatch.run.hub import offline
 from mismatch.run.machine import SHARED_BYTES, gib
 from mismatch.specs import CheckSpec
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 TRAINER_FIX = "pip install 'train-infer-mismatch[score]', or `make env` in a clone"
-NO_TORCH = ("torch is not installed", TRAINER_FIX)
 FLASH = (
     ("attention flash_attention_2", "flash_attn", "pip install flash-attn"),
     ("attention flash_attention_3", "flash_attn_interface", "build FlashAttention-3 (hopper/)"),
@@ -57,7 +56,6 @@ class Diagnosis:
 
     machine: Machine
     engines: tuple[Ability, ...]
-    kernels: tuple[Ability, ...]
     measurable: tuple[Ability, ...]
     problems: tuple[Ability, ...]
     warnings: tuple[str, ...]
@@ -70,11 +68,11 @@ class Diagnosis:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
         return {
-            "schema": "mismatch.doctor/1",
+            "schema": "mismatch.doctor/2",
             "ready": self.ready,
             **{
                 name: [asdict(item) for item in getattr(self, name)]
-                for name in ("engines", "kernels", "measurable", "problems")
+                for name in ("engines", "measurable", "problems")
             },
             "warnings": list(self.warnings),
             "machine": self.machine.to_dict(),
@@ -101,13 +99,12 @@ def examine(spec: CheckSpec, with_model: bool, machine: Machine | None = None) -
         else:
             lost = refused(planned.sides)
             problems += [Ability("memory", False, side.warnings[0]) for side in lost]
-            warnings += [text for s in planned.sides if s not in lost for text in s.warnings]
-            warnings += expert_warnings(planned.experts)
+            known = {text for side in lost for text in side.warnings}
+            warnings += [text for text in planned.warnings if text not in known]
             problems += _weights(spec, machine)
     return Diagnosis(
         machine=machine,
         engines=engines,
-        kernels=tuple(_kernels(machine)),
         measurable=tuple(_measurable(machine, engines)),
         problems=tuple(problems),
         warnings=tuple(dict.fromkeys(warnings)),
@@ -158,40 +155,6 @@ def _chosen(engines: tuple[Ability, ...], spec: CheckSpec) -> Ability:
     return Ability(f"engine {wanted}", True, "a third party's; not examined")
 
 
-def _kernels(machine: Machine) -> list[Ability]:
-    """Attention and expert kernels of the trainer."""
-    torch, gpu = machine.packages["torch"].version is not None, bool(machine.gpus)
-    flex = "models with sinks, tried before use" if gpu else "needs a CUDA GPU"
-    attention = {
-        "attention eager": (True, "any model; memory grows with length²"),
-        "attention sdpa": (True, "models without sinks"),
-        "attention sink-sdpa": (True, "models with sinks (gpt-oss)"),
-        "attention sink-flex": (gpu, flex),
-    }
-    experts = {
-        "experts grouped_mm": (True, ""),
-        "experts batched_mm": (True, "copies weights per token"),
-        "experts bounded": (True, "eager's numbers in least memory"),
-    }
-    own, other = (
-        [
-            Ability(name, possible, why) if torch else Ability(name, False, *NO_TORCH)
-            for name, (possible, why) in kernels.items()
-        ]
-        for kernels in (attention, experts)
-    )
-    return [*own, *(_flash(machine, *row) for row in FLASH), *other]
-
-
-def _flash(machine: Machine, name: str, module: str, fix: str) -> Ability:
-    package = machine.packages[module]
-    if not machine.gpus:
-        return Ability(name, False, "needs a CUDA GPU")
-    if package.version is None:
-        return Ability(name, False, "not installed", fix)
-    return Ability(name, True, f"{package.distribution} {package.version}; models without sinks")
-
-
 def _measurable(machine: Machine, engines: tuple[Ability, ...]) -> list[Ability]:
     """What a check here shows, and what it cannot."""
     vllm, gpus = engines[0], len(machine.gpus)
@@ -209,7 +172,17 @@ def _measurable(machine: Machine, engines: tuple[Ability, ...]) -> list[Ability]
         Ability("FSDP2 over several ranks", True, f"{gpus} GPUs" if gpus else "gloo"),
         Ability("batch variance of GPU kernels", bool(gpus), batches),
         Ability("CUDA kernels, NCCL", bool(gpus), on_gpu),
+        *(_flash(machine, *row) for row in FLASH),
     ]
+
+
+def _flash(machine: Machine, name: str, module: str, fix: str) -> Ability:
+    package = machine.packages[module]
+    if not machine.gpus:
+        return Ability(name, False, "needs a CUDA GPU")
+    if package.version is None:
+        return Ability(name, False, "not installed", fix)
+    return Ability(name, True, f"{package.distribution} {package.version}; models without sinks")
 
 
 def _warnings(machine: Machine, spec: CheckSpec) -> list[str]:
@@ -233,8 +206,11 @@ def _weights(spec: CheckSpec, machine: Machine) -> list[Ability]:
     config = find_config(spec.train.model, spec.train.revision)
     if config.weights is not None:
         return []
-    whole = replace(spec.rollout.engine, tensor_parallel_size=1)
-    size, free = weight_bytes(config.model.require_counts(), whole, True), machine.cache_free_bytes
+    try:
+        size = sized(config).stored_bytes(BYTES[spec.rollout.engine.dtype], keeps_mxfp4=True)
+    except UnknownSize:
+        return []
+    free = machine.cache_free_bytes
     need = f"{size / 1e9:.0f} GB of weights are not on this machine"
     if offline():
         return [Ability("weights", False, f"{need}, and HF_HUB_OFFLINE is set", "unset it")]
@@ -261,17 +237,18 @@ def print_plan(plan: Plan, console: Console) -> None:
     _list(console, "assumed", plan.notes)
     _list(console, "warnings", plan.warnings)
     _say(console, "")
-    if plan.minutes is not None:
-        fewest, most = plan.minutes
-        _say(console, f"time: {fewest:.0f} to {most:.0f} minutes (estimate, never measured)")
     out = sorted(side_passes(plan.sides) & {fit.side for fit in plan.sides if fit.certain})
     if out and plan.fits:
         _say(console, f"left out, for want of memory: {', '.join(out)}")
-    _say(console, "it fits" if plan.fits else "it does not fit: see the warnings")
+    unknown = "memory is not predicted: see what is assumed"
+    fits = "it fits" if plan.fits else "it does not fit: see the warnings"
+    _say(console, fits if plan.sides else unknown)
 
 
 def print_memory(plan: Plan, console: Console) -> None:
     """Both sides' memory on one device: every side's total, and the parts of the highest pass."""
+    if not plan.sides:
+        return
     device = "GPU" if plan.device == "cuda" else "rank (CPU)"
     header = ("side", "needed", "there", "", "at its highest")
     rows = [
@@ -280,25 +257,10 @@ def print_memory(plan: Plan, console: Console) -> None:
     _table(console, f"memory per {device}", rows, header)
     engine, *passes = plan.sides
     for fit in (engine, *sorted(passes, key=lambda fit: -fit.needed)[:1]):
-        parts = [(p.name, gib(p.bytes), p.formula) for p in fit.prediction.highest.parts]
+        parts = [(p.name, gib(p.bytes)) for p in fit.prediction.highest.parts]
         if reserve := fit.needed - fit.prediction.peak_bytes:
-            parts.append(("the process itself", gib(reserve), "runtime, context, libraries"))
+            parts.append(("runtime, context, libraries", gib(reserve)))
         _table(console, f"{fit.side}, at its highest", parts)
-    if plan.sync_probe is not None:
-        parts = [(p.name, gib(p.bytes), p.formula) for p in plan.sync_probe.highest.parts]
-        _table(console, "mismatch sync-probe, beside the engine", parts)
-    ways = [
-        (
-            choice.name + (" (chosen)" if choice.chosen else ""),
-            gib(choice.peak_bytes),
-            f"{choice.token_bytes / 1e6:,.2f} MB",
-            gib(choice.backward_bytes),
-        )
-        for choice in plan.experts
-    ]
-    if ways:
-        titles = ("", "peak", "per token", "backward, one layer")
-        _table(console, "ways to run the experts", ways, titles)
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
@@ -306,7 +268,6 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     _table(console, "machine", _machine(diagnosis.machine))
     for title, abilities in (
         ("engines", diagnosis.engines),
-        ("trainer's kernels", diagnosis.kernels),
         ("what can be measured here", diagnosis.measurable),
     ):
         rows = [

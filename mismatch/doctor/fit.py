@@ -1,8 +1,4 @@
-"""Does it fit? Both sides' predictions against a device's memory, and what would make them fit.
-
-The plain trainer holds all weights; updates and digests go tensor by tensor, of which the largest
-decides: its values in float32 and the noise of its update, twice four bytes an element.
-"""
+"""Does it fit? Both sides' predictions against a device's memory, and what would make them fit."""
 
 from __future__ import annotations
 
@@ -14,14 +10,12 @@ from typing import Literal
 from mismatch.doctor.machine import Machine
 from mismatch.doctor.memory import (
     BYTES,
-    EXPERTS,
     GIB,
     UTILISATION,
     Moment,
     Part,
     Prediction,
     Workload,
-    backward_bytes,
     batch_class,
     forward_bytes,
     predict_engine,
@@ -29,9 +23,9 @@ from mismatch.doctor.memory import (
     sharded,
 )
 from mismatch.errors import MismatchError
-from mismatch.models.config import ModelConfig
+from mismatch.models.sizes import SizedModel
 from mismatch.run.machine import engine_gpus, gib
-from mismatch.specs import CheckSpec, EngineSpec, Pass
+from mismatch.specs import CheckSpec, Pass
 
 ERROR = 0.15  # the prediction's own: what needs more than this share of the rest is tight
 # What a process takes beside its tensors: CUDA context, NCCL and library workspaces on a GPU;
@@ -72,7 +66,7 @@ class Fit:
     Attributes:
         needed: predicted peak and reserve, bytes.
         capacity: bytes that one process may take.
-        warnings: what is wrong, each with the setting that mends it.
+        warnings: what is wrong, each with the setting that would help.
         certain: it can never fit here. A CPU's memory that others hold now may be free later.
     """
 
@@ -121,7 +115,7 @@ def remedies_of(prediction: Prediction) -> list[str]:
     return list(dict.fromkeys(REMEDIES[part.name] for part in large if part.name in REMEDIES))
 
 
-def engine_fit(spec: CheckSpec, shape: ModelConfig, work: Workload, machine: Machine) -> Fit:
+def engine_fit(spec: CheckSpec, shape: SizedModel, work: Workload, machine: Machine) -> Fit:
     """Does the engine fit on one device?
 
     Raises:
@@ -181,7 +175,7 @@ def _taken(prediction: Prediction, asked: int, free: int, size: int) -> Fit:
 
 def trainer_fits(
     spec: CheckSpec,
-    shape: ModelConfig,
+    shape: SizedModel,
     work: Workload,
     machine: Machine,
     passes: Sequence[Pass],
@@ -221,87 +215,30 @@ def trainer_fits(
         for item in passes
     ]
     if gpus and spec.train.offload:  # shards of all ranks in the host's memory
-        shard = sharded(shape, spec.train, world)
-        moment = Moment("all the time", (replace(shard, bytes=shard.bytes * world),))
-        host = Prediction("host memory", (moment,))
+        shards = Part("sharded parameters", sharded(shape, spec.train, world) * world)
+        host = Prediction("host memory", (Moment("all the time", (shards,)),))
         sides.append(fits(host, machine.ram_free_bytes, world * CPU_TRAINER_RESERVE))
     return tuple(sides)
 
 
-# ---------------------------------------------------------------- ways to run the experts
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertChoice:
-    """One experts implementation; bytes.
-
-    Attributes:
-        peak_bytes: predicted for one rank of this run's training world, the highest of the passes
-            that run the experts in the chosen way.
-        token_bytes: what one more token in a micro-batch adds in a layer's experts.
-        backward_bytes: of one layer's experts in a trainer's forward and backward pass, beyond
-            weights and their gradient; this run has no backward pass.
-    """
-
-    name: str
-    peak_bytes: int
-    token_bytes: int
-    backward_bytes: int
-    chosen: bool
-
-
-def expert_choices(
-    shape: ModelConfig, passes: Sequence[Pass], world: int, work: Workload, device: str
-) -> tuple[ExpertChoice, ...]:
-    """Every implementation in place of the chosen one, in this run; () for a dense model."""
-    if not shape.experts:
-        return ()
+def copied_experts(
+    shape: SizedModel, passes: Sequence[Pass], world: int, work: Workload, device: str
+) -> str:
+    """Warn of experts whose weights are copied for every token; "" where they are not."""
     spec = passes[0].spec
-    chosen = "grouped_mm" if spec.experts == "auto" else spec.experts  # transformers' own choice
+    if not shape.experts or spec.experts != COPIES:
+        return ""
     rows, longest = work.largest_batch(spec)
     tokens, b = rows * longest, BYTES[spec.autocast or spec.dtype]
-    same = [item.spec for item in passes if item.spec.experts == spec.experts]
-    choices = []
-    for name in EXPERTS:
-        changed = [replace(spec, experts=name) for spec in same]
-        peak = max(predict_trainer(shape, s, world, work, device).peak_bytes for s in changed)
-        token = forward_bytes(shape, name, tokens + 1, b) - forward_bytes(shape, name, tokens, b)
-        backward = backward_bytes(shape, name, tokens, b)
-        choices.append(ExpertChoice(name, peak, token, backward, name == chosen))
-    return tuple(choices)
+    token = forward_bytes(shape, COPIES, tokens + 1, b) - forward_bytes(shape, COPIES, tokens, b)
+    same = [item.spec for item in passes if item.spec.experts == COPIES]
 
+    def peak(experts: str) -> str:
+        changed = [replace(each, experts=experts) for each in same]
+        return gib(max(predict_trainer(shape, s, world, work, device).peak_bytes for s in changed))
 
-def expert_warnings(choices: Sequence[ExpertChoice]) -> tuple[str, ...]:
-    """The blow-up of copied weights, before it happens."""
-    by_name = {choice.name: choice for choice in choices}
-    if not choices or not by_name[COPIES].chosen:
-        return ()
-    copies, bounded = by_name[COPIES], by_name["bounded"]
     return (
-        f"{COPIES} experts copy {copies.token_bytes / 1e6:,.1f} MB of weights for every token of a "
-        f"micro-batch: {gib(copies.peak_bytes)} at the highest. --experts-implementation bounded "
-        f"needs {gib(bounded.peak_bytes)}, with the numbers of eager",
+        f"{COPIES} experts copy {token / 1e6:,.1f} MB of weights for every token of a "
+        f"micro-batch: {peak(COPIES)} at the highest. --experts-implementation bounded "
+        f"needs {peak('bounded')}, with the numbers of eager"
     )
-
-
-UPDATE_BYTES = 8  # of an element: float32, and noise
-
-
-def predict_sync_probe(shape: ModelConfig, spec: EngineSpec, trainer: bool = True) -> Prediction:
-    """Peak bytes beside the engine.
-
-    Args:
-        trainer: whether a transformers model scores too.
-    """
-    dense = shape.hidden * max(shape.width, shape.q_width)
-    largest = max(shape.vocab * shape.hidden, shape.expert_matrices * 2 // 3, dense)
-    parts = (
-        Part("trainer", trainer * shape.parameters * BYTES[spec.dtype], "P·b"),
-        Part("largest tensor", largest * UPDATE_BYTES, "max(V·H, 2·E·H·I, H·I)·8"),
-    )
-    return Prediction("sync-probe", (Moment.of("a push", *parts),))
-
-
-def disk_bytes(shape: ModelConfig, spec: EngineSpec) -> int:
-    """Of one state of the checkpoint, which the path reload and a server need."""
-    return shape.parameters * BYTES[spec.dtype]

@@ -9,14 +9,30 @@ from dataclasses import replace
 from mismatch.doctor.fit import Fit, engine_fit, trainer_fits
 from mismatch.doctor.machine import TYPES, Gpu, GpuType, Machine, inspect_machine
 from mismatch.doctor.memory import sharded
-from mismatch.doctor.plan import DISK_BYTES_S, PRODUCTS, STEP_S, TRAFFIC, work_of
+from mismatch.doctor.plan import work_of
 from mismatch.errors import MismatchError
 from mismatch.experiments.loop.types import SLEEPERS, LoopSpec
 from mismatch.models.config import find_config
+from mismatch.models.sizes import sized
 from mismatch.run.machine import placement
 from mismatch.run.store import TRAIN
 from mismatch.specs import CheckSpec, Pass
 
+# Dense TFLOP/s (bf16, fp32) and GB/s of the vendors' data sheets, without sparsity and TF32.
+SHEETS = {
+    "A100-40GB": (312, 19.5, 1555),
+    "A100-80GB": (312, 19.5, 2039),
+    "H100-80GB": (989, 67, 3350),
+    "H200-141GB": (989, 67, 4800),
+    "B200-192GB": (2250, 80, 8000),
+    "L40S-48GB": (362, 91.6, 864),
+    "RTX4090-24GB": (165, 82.6, 1008),
+    "MI300X-192GB": (1307, 163, 5300),
+}
+# Shares of the data sheet that such work is usually seen to reach, (slow, fast): matrix products,
+# memory traffic; then seconds of a step.
+PRODUCTS, TRAFFIC, STEP_S = (0.1, 0.45), (0.25, 0.7), (0.02, 0.003)
+DISK_BYTES_S = (0.3e9, 3e9)
 UPDATE = 4  # forward passes that a scoring and a forward and backward pass take
 SIDE, PROBE_S = 512, 0.1  # of the matrices that are multiplied, and for how long
 CPU_SHARE = (0.1, 1.0)  # of that rate, for small matrices of many kinds
@@ -34,7 +50,7 @@ def memory_of_loop(spec: CheckSpec, machine: Machine | None = None) -> tuple[Fit
     """
     machine = machine or inspect_machine(try_imports=False)
     try:
-        shape = find_config(spec.train.model, spec.train.revision).model.require_counts()
+        shape = sized(find_config(spec.train.model, spec.train.revision))
         work = work_of(spec)[0]
         where = placement(spec, len(machine.gpus))
     except MismatchError:
@@ -42,7 +58,7 @@ def memory_of_loop(spec: CheckSpec, machine: Machine | None = None) -> tuple[Fit
     steps = [Pass(TRAIN, replace(spec.train, grad=True))]
     sleeps = bool(machine.gpus) and spec.rollout.engine.engine in SLEEPERS
     if sleeps and not where.trainer:  # parameters and moments stay while the engine is awake
-        stays = 3 * sharded(shape, spec.train, spec.nproc_per_node).bytes
+        stays = 3 * sharded(shape, spec.train, spec.nproc_per_node)
         left = tuple(
             replace(gpu, free_bytes=max(0, gpu.free_bytes - stays)) for gpu in machine.gpus
         )
@@ -70,7 +86,7 @@ def seconds_of_step(
     spec = loop.check
     kind = kind_of(machine.gpus[0]) if machine.gpus else None
     try:
-        shape = find_config(spec.train.model, spec.train.revision).model.require_counts()
+        shape = sized(find_config(spec.train.model, spec.train.revision))
         longest = work_of(spec)[0].longest
     except MismatchError:
         return None
@@ -87,12 +103,12 @@ def seconds_of_step(
             engine = trainer = measured * CPU_SHARE[end]
             step = CPU_STEP_S[end]
         else:
+            bf16, fp32, gb_s = SHEETS[kind.name]
             dtypes = (spec.rollout.engine.dtype, spec.train.dtype)
             engine, trainer = (
-                (kind.fp32 if dtype == "fp32" else kind.bf16) * 1e12 * PRODUCTS[end]
-                for dtype in dtypes
+                (fp32 if dtype == "fp32" else bf16) * 1e12 * PRODUCTS[end] for dtype in dtypes
             )
-            step = STEP_S[end] + weights / (kind.gb_s * 1e9 * TRAFFIC[end])
+            step = STEP_S[end] + weights / (gb_s * 1e9 * TRAFFIC[end])
         files = 2 * weights / DISK_BYTES_S[end]
         sampled = sampling.max_tokens * step + forward / engine
         return sampled + UPDATE * forward / trainer / ranks + files

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -133,8 +134,9 @@ def inspect_package(name: str, try_import: bool = True) -> Package:
     distribution = next(filter(_distribution_version, distributions), distributions[0])
     if version is None or not try_import:
         return Package(name, distribution, version)
-    if clash := version_clash(distribution):
-        return Package(name, distribution, version, False, clash)
+    conflicts = [line for line in version_conflicts() if line.startswith(f"{distribution} ")]
+    if conflicts:
+        return Package(name, distribution, version, False, conflicts[0])
     code = statement + (_TORCH_FACTS if name == "torch" else "")
     try:
         done = subprocess.run(
@@ -155,23 +157,16 @@ def inspect_package(name: str, try_import: bool = True) -> Package:
     return Package(name, distribution, version, True, "", json.loads(facts[-1]) if facts else {})
 
 
-def version_clash(distribution: str) -> str:
-    """The first requirement of a distribution that what is installed does not meet; "": none."""
-    try:
-        from packaging.requirements import InvalidRequirement, Requirement
-    except ImportError:
-        return ""
-    try:
-        requirements = [Requirement(text) for text in metadata.requires(distribution) or ()]
-    except (metadata.PackageNotFoundError, InvalidRequirement):
-        return ""
-    for needed in requirements:
-        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
-            continue
-        version = _distribution_version(needed.name)
-        if version is not None and not needed.specifier.contains(version, prereleases=True):
-            return f"it needs {needed.name}{needed.specifier}, {version} is installed"
-    return ""
+@lru_cache
+def version_conflicts() -> tuple[str, ...]:
+    """What pip finds in this environment, e.g. "vllm 0.32 has requirement torch==2.12, but …".
+
+    An installed engine often does not work because another package replaced its torch.
+    """
+    pip = [sys.executable, "-m", "pip", "check", "--disable-pip-version-check"]
+    found = subprocess.run(pip, capture_output=True, text=True).stdout
+    # "NAME VERSION has requirement …"; "NAME VERSION requires …" is of a package that is missing.
+    return tuple(line for line in found.splitlines() if line.split()[2:3] == ["has"])
 
 
 def _quiet_environment(distribution: str) -> dict[str, str]:
@@ -219,28 +214,23 @@ class GpuType:
 
     Attributes:
         mib: of memory, as nvidia-smi lists it.
-        bf16, fp32: dense TFLOP/s of the vendor's data sheet, without sparsity and TF32.
-        gb_s: memory bandwidth, of the same sheet.
         supported: what can be said of running there.
     """
 
     name: str
     mib: int
-    bf16: float
-    fp32: float
-    gb_s: float
     supported: str = UNTRIED
 
 
 TYPES = (
-    GpuType("A100-40GB", 40_960, 312, 19.5, 1555, f"{UNTRIED}; MXFP4 by Marlin"),
-    GpuType("A100-80GB", 81_920, 312, 19.5, 2039, f"{UNTRIED}; MXFP4 by Marlin"),
-    GpuType("H100-80GB", 81_559, 989, 67, 3350),
-    GpuType("H200-141GB", 143_771, 989, 67, 4800),
-    GpuType("B200-192GB", 183_359, 2250, 80, 8000),
-    GpuType("L40S-48GB", 46_068, 362, 91.6, 864, f"{UNTRIED}; MXFP4 by Marlin"),
-    GpuType("RTX4090-24GB", 24_564, 165, 82.6, 1008, f"{UNTRIED}; MXFP4 by Marlin"),
-    GpuType("MI300X-192GB", 196_288, 1307, 163, 5300, "not supported: ROCm was never run"),
+    GpuType("A100-40GB", 40_960, f"{UNTRIED}; MXFP4 by Marlin"),
+    GpuType("A100-80GB", 81_920, f"{UNTRIED}; MXFP4 by Marlin"),
+    GpuType("H100-80GB", 81_559),
+    GpuType("H200-141GB", 143_771),
+    GpuType("B200-192GB", 183_359),
+    GpuType("L40S-48GB", 46_068, f"{UNTRIED}; MXFP4 by Marlin"),
+    GpuType("RTX4090-24GB", 24_564, f"{UNTRIED}; MXFP4 by Marlin"),
+    GpuType("MI300X-192GB", 196_288, "not supported: ROCm was never run"),
 )
 
 

@@ -1,7 +1,8 @@
 """What `mismatch check` would do, without doing it: stages, tokens, kernels, memory, limits.
 
 Works offline: sizes come from the model's config.json (its directory, the hub's cache, or the one
-that ships for an alias). Nothing is loaded and no process is started.
+that ships for an alias). No weight is loaded. What cannot be predicted of a model is named, and the
+rest of the plan stays.
 """
 
 from __future__ import annotations
@@ -14,40 +15,29 @@ from typing import Any
 
 from mismatch.doctor.fit import (
     SPLITS,
-    ExpertChoice,
     Fit,
+    copied_experts,
     engine_fit,
-    expert_choices,
-    expert_warnings,
-    predict_sync_probe,
     trainer_fits,
 )
-from mismatch.doctor.machine import GpuType, Machine, inspect_machine, machine_with, parse_kind
-from mismatch.doctor.memory import Prediction, Workload
+from mismatch.doctor.machine import Machine, inspect_machine, machine_with, parse_kind
+from mismatch.doctor.memory import Workload
 from mismatch.engines.registry import engine_info
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, first_line
 from mismatch.experiments.scoring_passes import float32_engine, training_passes, wants_square
 from mismatch.models.config import FoundConfig, ModelConfig, find_config
+from mismatch.models.sizes import SizedModel, UnknownSize, sized
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts
 from mismatch.run.machine import in_words, placement
 from mismatch.run.store import TRAIN
-from mismatch.specs import CheckSpec, Pass, PromptSpec
+from mismatch.specs import CheckSpec, PromptSpec
 
 TEMPLATE_TOKENS = 96  # of a chat template: gpt-oss's system message takes 68 to 80
 CHARACTERS_PER_TOKEN = 3  # low, so that prompts are rather over- than underestimated
 UNKNOWN_PROMPT_TOKENS = 512
-# What resolve_attention makes of these names without a trial, for a model with sinks (True) and
-# one without, in the families whose memory is predicted; a test compares the two.
-_SINKS = {"auto": "sink-sdpa", "sink-sdpa": "sink-sdpa", "transformers": "eager", "eager": "eager"}
-_NO_SINKS = {"auto": "sdpa", "sdpa": "sdpa", "transformers": "sdpa", "eager": "eager"}
-PLAIN_KERNELS = {True: _SINKS, False: _NO_SINKS}
-# Shares of the data sheet that such work is usually seen to reach, (slow, fast): matrix products,
-# memory traffic; then seconds of a step, and of the start of the engine (compilation and graphs)
-# with the training world.
-PRODUCTS, TRAFFIC, STEP_S = (0.1, 0.45), (0.25, 0.7), (0.02, 0.003)
-DISK_BYTES_S = (0.3e9, 3e9)
-STARTS_S = (300.0, 60.0)
+# Families whose predictions were compared with measured peaks (benchmarks/memory.py).
+MEASURED = ("gpt_oss", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +61,10 @@ class Plan:
         config_source: where the model's sizes were read.
         tokens: "sampled at most", "longest sequence", "scored at most" and so on.
         kernels: what would run: attention, experts, engine.
-        sides: memory of the engine and of every pass on one device.
-        experts: what each way of running the experts would need; () for a dense model.
+        sides: memory of the engine and of every pass on one device; () where it cannot be told.
         not_measured: what this run cannot show here, and why.
         notes: assumptions.
-        sync_probe: what a probe of the weight sync takes beside the engine.
-        minutes: that it may take, fewest and most, an estimate; None where nothing is known of it.
+        warnings: of memory, each with the setting that would help.
         gpus: those that the plan is for, where they are not here.
     """
 
@@ -89,15 +77,8 @@ class Plan:
     sides: tuple[Fit, ...]
     not_measured: tuple[str, ...]
     notes: tuple[str, ...] = field(default=())
-    sync_probe: Prediction | None = None
-    experts: tuple[ExpertChoice, ...] = field(default=())
-    minutes: tuple[float, float] | None = None
+    warnings: tuple[str, ...] = ()
     gpus: str = ""
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        texts = [text for side in self.sides for text in side.warnings]
-        return (*texts, *expert_warnings(self.experts))
 
     @property
     def fits(self) -> bool:
@@ -110,7 +91,7 @@ class Plan:
         for plain, side in zip(data["sides"], self.sides, strict=True):
             plain["prediction"]["peak_bytes"] = side.prediction.peak_bytes
             plain["prediction"]["moment"] = side.prediction.moment
-        return {"schema": "mismatch.plan/1", **data, "fits": self.fits, "warnings": self.warnings}
+        return {"schema": "mismatch.plan/2", **data, "fits": self.fits}
 
 
 def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Plan:
@@ -121,38 +102,60 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
         gpus: GPUs in place of the machine's own, e.g. "8xH100-80GB".
 
     Raises:
-        MismatchError: no config.json offline, a family whose memory cannot be predicted, prompts
-            that cannot be read, or a kernel that would be refused.
+        MismatchError: no config.json offline, prompts that cannot be read, or a kernel that would
+            be refused.
     """
-    machine, kind = machine or inspect_machine(try_imports=False), None
+    machine = machine or inspect_machine(try_imports=False)
+    config = find_config(spec.train.model, spec.train.revision)
+    # Resolved first: once transformers is imported here, sizes are counted here as well.
+    kernels = _kernels(spec, config, machine.device)
+    notes = []
     if gpus:
         count, kind = parse_kind(gpus)
         machine = machine_with(machine, count, kind)
+        notes.append(f"{kind.name}: {kind.supported}")
     spec = placed(spec, machine)
-    config = find_config(spec.train.model, spec.train.revision)
-    shape = config.model.require_counts()
-    work, tokens, notes = work_of(spec)
+    work, tokens, remarks = work_of(spec)
+    notes += remarks
     passes = training_passes(spec)
     if spec.train.autocast:
         notes.append("the copies of the weights that autocast makes are not counted")
-    if kind is not None:
-        notes.append(f"{kind.name}: {kind.supported}")
-    sides, experts = _sides(spec, shape, work, machine)
+    sides: tuple[Fit, ...] = ()
+    warnings: list[str] = []
+    try:
+        shape = sized(config)
+        sides = _sides(spec, shape, work, machine)
+        warnings = [text for fit in sides for text in fit.warnings]
+        warnings.append(copied_experts(shape, passes, spec.nproc_per_node, work, machine.device))
+        notes += not_predicted(shape)
+    except UnknownSize as error:
+        notes.append(f"memory is not predicted: {error.message}")
     return Plan(
         model=spec.rollout.engine.model,
         config_source=config.source,
         device=machine.device,
         stages=_stages(spec, [item.name for item in passes], len(machine.gpus)),
         tokens=tokens,
-        kernels=_kernels(spec, config, machine.device),
+        kernels=kernels,
         sides=sides,
-        not_measured=tuple(_not_measured(spec, shape, machine)),
+        not_measured=tuple(_not_measured(spec, config.model, machine)),
         notes=tuple(notes),
-        sync_probe=predict_sync_probe(shape, spec.rollout.engine),
-        experts=experts,
-        minutes=_minutes(spec, shape, passes, sum(work.lengths), kind) if kind else None,
+        warnings=tuple(filter(None, warnings)),
         gpus=gpus,
     )
+
+
+def not_predicted(shape: SizedModel) -> list[str]:
+    """What the prediction of this model leaves out."""
+    notes = []
+    if shape.recurrent:
+        notes.append(f"not predicted: state caches and activations of {', '.join(shape.recurrent)}")
+    if shape.family not in MEASURED:
+        notes.append(
+            f"activations of {shape.family} follow the formulas of a plain decoder layer, which "
+            f"were compared with measured peaks of {', '.join(MEASURED)}"
+        )
+    return notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +201,7 @@ def placed(spec: CheckSpec, machine: Machine) -> CheckSpec:
     if not engine_info(engine.engine).replicas:
         return spec
     try:
-        shape = find_config(engine.model, engine.revision).model.require_counts()
+        shape = sized(find_config(engine.model, engine.revision))
         work, tokens, _ = work_of(spec)
         for room in (free, gpus):
             size = _tensor_parallel(spec, shape, work, machine, room)
@@ -212,7 +215,7 @@ def placed(spec: CheckSpec, machine: Machine) -> CheckSpec:
 
 
 def _tensor_parallel(
-    spec: CheckSpec, shape: ModelConfig, work: Workload, machine: Machine, room: int
+    spec: CheckSpec, shape: SizedModel, work: Workload, machine: Machine, room: int
 ) -> int:
     """The smallest size at which the engine fits well on ``room`` GPUs, or just; 0: none."""
     own = spec.rollout.engine.tensor_parallel_size
@@ -226,32 +229,34 @@ def _tensor_parallel(
 
 
 def memory_of(spec: CheckSpec) -> Memory:
-    """What :func:`plan` would say of memory, alone and fast; empty where nothing is predicted."""
+    """What :func:`plan` would say of memory, alone and fast; empty where no config.json is here."""
     try:
-        shape = find_config(spec.train.model, spec.train.revision).model.require_counts()
-        sides, experts = _sides(spec, shape, work_of(spec)[0], inspect_machine(try_imports=False))
+        shape = sized(find_config(spec.train.model, spec.train.revision))
+        work, machine = work_of(spec)[0], inspect_machine(try_imports=False)
+        sides = _sides(spec, shape, work, machine)
+    except UnknownSize as error:
+        return Memory((f"not predicted: {error.message}",))
     except MismatchError:
         return Memory()
+    passes = training_passes(spec)
+    copied = copied_experts(shape, passes, spec.nproc_per_node, work, machine.device)
     optional = side_passes(sides)
     return Memory(
-        (*(text for fit in sides for text in fit.warnings), *expert_warnings(experts)),
+        tuple(filter(None, (*(text for fit in sides for text in fit.warnings), copied))),
         tuple(text for fit in refused(sides, certain=True) for text in fit.warnings),
         {f.side: " ".join(f.warnings) for f in sides if f.side in optional and f.certain},
     )
 
 
-def _sides(
-    spec: CheckSpec, shape: ModelConfig, work: Workload, machine: Machine
-) -> tuple[tuple[Fit, ...], tuple[ExpertChoice, ...]]:
-    """Memory of the engine and of every pass of the trainer, and of other ways to run experts."""
-    passes, engine = training_passes(spec), spec.rollout.engine
+def _sides(spec: CheckSpec, shape: SizedModel, work: Workload, machine: Machine) -> tuple[Fit, ...]:
+    """Memory of the engine and of every pass of the trainer."""
+    engine = spec.rollout.engine
     served = shape  # the engine's model may be another checkpoint than the trainer's
     if (engine.model, engine.revision) != (spec.train.model, spec.train.revision):
-        served = find_config(engine.model, engine.revision).model.require_counts()
+        served = sized(find_config(engine.model, engine.revision))
     # The memory of servers is not ours.
     ours = () if engine.servers else (engine_fit(spec, served, work, machine),)
-    sides = (*ours, *trainer_fits(spec, shape, work, machine, passes))
-    return sides, expert_choices(shape, passes, spec.nproc_per_node, work, machine.device)
+    return (*ours, *trainer_fits(spec, shape, work, machine, training_passes(spec)))
 
 
 # ---------------------------------------------------------------- what there is to do
@@ -340,7 +345,7 @@ def _kernels(spec: CheckSpec, config: FoundConfig, device: str) -> dict[str, str
         + (" in host memory" if train.offload else "")
         + (f", autocast {train.autocast}" if train.autocast else ""),
     }
-    if config.model.require_counts().experts:
+    if config.model.experts:
         auto = "grouped_mm (transformers' choice)"
         kernels["experts"] = auto if train.experts == "auto" else train.experts
     kernels["attention"] = _attention(train.attention, config, device)
@@ -349,27 +354,23 @@ def _kernels(spec: CheckSpec, config: FoundConfig, device: str) -> dict[str, str
 
 def _attention(name: str, config: FoundConfig, device: str) -> str:
     """The kernel that the trainer would resolve; MismatchError where it would refuse."""
-    model = config.model
-    label = PLAIN_KERNELS[model.sinks].get(name, "")
-    if not label:
-        if any(find_spec(package) is None for package in ("torch", "transformers")):
-            return f"{name} (not resolved: torch is not installed)"
-        return _resolved_attention(name, config.values)
-    if name == "auto" and label == "sink-sdpa" and device != "cpu":
-        label += ", once it passed a trial on the GPU"
-    return f"{label}, honours the sinks" if model.sinks else label
-
-
-def _resolved_attention(name: str, values: dict[str, Any]) -> str:
-    """Resolved as the trainer does it, which takes torch and transformers (5 s of CPU)."""
+    if any(find_spec(package) is None for package in ("torch", "transformers")):
+        return f"{name} (not resolved: torch is not installed)"
     from transformers import AutoConfig
 
     from mismatch.training.attention.resolve import resolve_attention
 
-    fields = {k: v for k, v in values.items() if k not in ("model_type", "quantization_config")}
-    resolved = resolve_attention(name, AutoConfig.for_model(values["model_type"], **fields))
+    unread = ("model_type", "quantization_config")
+    fields = {k: v for k, v in config.values.items() if k not in unread}
+    try:
+        described = AutoConfig.for_model(config.values["model_type"], **fields)
+    except (ValueError, KeyError, TypeError) as error:
+        return f"{name} (not resolved: {first_line(error)})"
+    resolved = resolve_attention(name, described)
+    trial = name == "auto" and resolved.label == "sink-sdpa" and device != "cpu"
     sinks = {None: "", True: ", honours the sinks", False: ", IGNORES the sinks"}
-    return f"{resolved.label}{sinks[resolved.honours_sinks]}"
+    passed = ", once it passed a trial on the GPU" if trial else ""
+    return f"{resolved.label}{passed}{sinks[resolved.honours_sinks]}"
 
 
 def _not_measured(spec: CheckSpec, shape: ModelConfig, machine: Machine) -> list[str]:
@@ -388,28 +389,3 @@ def _not_measured(spec: CheckSpec, shape: ModelConfig, machine: Machine) -> list
         "the trainer's own noise and float32: --no-noise-floor": not spec.noise_floor,
     }
     return [text for text, applies in missing.items() if applies]
-
-
-def _minutes(
-    spec: CheckSpec, shape: ModelConfig, passes: Sequence[Pass], tokens: int, kind: GpuType
-) -> tuple[float, float]:
-    """(fewest, most) minutes of a check, every response at its longest: estimates."""
-    ranks, engine = spec.nproc_per_node, spec.rollout.engine
-    weights = 2 * shape.parameters  # in bf16, read from disk for each load and at each step
-    loads = len({(item.spec.dtype, item.spec.weights) for item in passes})
-    # Every micro-batch gathers and copies all weights once more.
-    batches = max(1, tokens // ranks // spec.train.micro_batch_tokens)
-
-    def seconds(end: int) -> float:
-        traffic = kind.gb_s * 1e9 * TRAFFIC[end]
-        forward = 2 * shape.active_parameters * tokens / PRODUCTS[end] / 1e12
-        step = weights / engine.tensor_parallel_size / traffic + STEP_S[end]
-        sampling = spec.rollout.sampling.max_tokens * step
-        prefill = forward / kind.bf16 / engine.tensor_parallel_size
-        reading = (1 + loads) * weights / DISK_BYTES_S[end]
-        rates = [kind.fp32 if item.spec.dtype == "fp32" else kind.bf16 for item in passes]
-        scoring = sum(forward / rate / ranks for rate in rates)
-        gathers = len(passes) * batches * 2 * weights / traffic
-        return STARTS_S[end] + reading + sampling + prefill + scoring + gathers
-
-    return seconds(1) / 60, seconds(0) / 60

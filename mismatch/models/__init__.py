@@ -18,6 +18,7 @@ from typing import Any
 from mismatch.errors import MismatchError, did_you_mean
 
 EMBEDDED = {name: Path(__file__).parent / name for name in ("tiny-gpt-oss", "tiny-gpt-oss-tools")}
+EMBEDDED_PARAMETERS, EMBEDDED_ACTIVE = 2_182_336, 993_472  # of either
 CONFIGS = Path(__file__).parent / "configs"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -34,6 +35,7 @@ class Alias:
         parameters: exact count, tied embeddings once.
         released: how the weights are stored on the hub.
         unconfirmed: fields of the shipped config that rest on one source only.
+        active: parameters that one token uses; 0: all (a dense model).
     """
 
     name: str
@@ -41,6 +43,7 @@ class Alias:
     parameters: int
     released: str = "bf16"
     unconfirmed: tuple[str, ...] = ()
+    active: int = 0
 
     @property
     def config(self) -> dict[str, Any]:
@@ -54,10 +57,10 @@ _EOS = ("eos_token_id",)
 ALIASES = {
     alias.name: alias
     for alias in (
-        Alias("gpt-oss-20b", "openai/gpt-oss-20b", 20_914_757_184, _MXFP4),
-        Alias("gpt-oss-120b", "openai/gpt-oss-120b", 116_829_156_672, _MXFP4),
-        Alias("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", 235_093_634_560),
-        Alias("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 30_532_122_624),
+        Alias("gpt-oss-20b", "openai/gpt-oss-20b", 20_914_757_184, _MXFP4, active=4_187_440_704),
+        Alias("gpt-oss-120b", "openai/gpt-oss-120b", 116_829_156_672, _MXFP4, active=5_711_982_912),
+        Alias("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", 235_093_634_560, active=22_190_763_520),
+        Alias("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 30_532_122_624, active=3_353_032_704),
         Alias("qwen3-32b", "Qwen/Qwen3-32B", 32_762_123_264),
         Alias("qwen3-14b", "Qwen/Qwen3-14B", 14_768_307_200),
         Alias("qwen3-8b", "Qwen/Qwen3-8B", 8_190_735_360),
@@ -71,8 +74,15 @@ ALIASES = {
         Alias(
             "llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct", 8_030_261_248, "bf16", _EOS
         ),
-        Alias("mixtral-8x7b-instruct", "mistralai/Mixtral-8x7B-Instruct-v0.1", 46_702_792_704),
-        Alias("olmoe-1b-7b", "allenai/OLMoE-1B-7B-0924", 6_919_161_856, "bf16", _EOS),
+        Alias(
+            "mixtral-8x7b-instruct",
+            "mistralai/Mixtral-8x7B-Instruct-v0.1",
+            46_702_792_704,
+            active=12_879_925_248,
+        ),
+        Alias(
+            "olmoe-1b-7b", "allenai/OLMoE-1B-7B-0924", 6_919_161_856, "bf16", _EOS, 1_282_017_280
+        ),
     )
 }
 

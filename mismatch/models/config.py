@@ -1,7 +1,6 @@
 """The one reader of config.json: where it is, without a network, and what it says about a model.
 
-Parameter counts are exact for the families of :data:`FAMILIES` (tests compare them with
-transformers' own modules). Nothing here imports torch or transformers.
+Parameters are counted by ``mismatch.models.sizes``. Nothing here imports torch or transformers.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate
 EXTRA_EXPERTS = ("zero_expert_num",)  # what routers choose beside experts, counted after them
 MOE_SWITCHES = ("is_moe", "enable_moe_block")  # off: a dense model, whatever the numbers say
 TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+# In names of layer types that keep no keys and values.
+STATELESS = ("linear", "mamba", "conv", "recurrent", "moe", "mlp")
 # Families of transformers 5 whose attention learns a sink per head.
 SINK_FAMILIES = frozenset(
     {
@@ -48,40 +49,11 @@ SINK_FAMILIES = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Traits:
-    """What the parameters of a family have beyond the plain decoder layer.
-
-    Attributes:
-        qkv_bias, o_bias: None: as ``attention_bias`` in config.json says.
-        qk_norm: "" none, "head" over a head's dimensions, "all" over all heads'.
-        biased_experts: experts and router have biases.
-    """
-
-    qkv_bias: bool | None = None
-    o_bias: bool | None = None
-    qk_norm: str = ""
-    biased_experts: bool = False
-
-
-FAMILIES = {
-    "gpt_oss": Traits(biased_experts=True),
-    "llama": Traits(),
-    "mistral": Traits(qkv_bias=False, o_bias=False),
-    "mixtral": Traits(qkv_bias=False, o_bias=False),
-    "olmoe": Traits(qk_norm="all"),
-    "qwen2": Traits(qkv_bias=True, o_bias=False),
-    "qwen3": Traits(qk_norm="head"),
-    "qwen3_moe": Traits(qk_norm="head"),
-}
-
-
-@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder-only model as its config.json describes it; 0 where the file does not say.
 
-    >>> ModelConfig("llama", vocab=32, hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4,
-    ...             width=16).layer_parameters
-    592
+    >>> ModelConfig("llama", layers=2, heads=2, kv_heads=1, head_dim=4, value_dim=4).kv_elements(10)
+    160
 
     Attributes:
         family: ``model_type`` of the text model.
@@ -94,6 +66,7 @@ class ModelConfig:
         quantised: the method of the released weights ("mxfp4"), or "".
         dtype: of the released weights, or "".
         context: positions that the model was made for.
+        latent: of a token in one layer's cache where keys and values share a vector (MLA); else 0.
     """
 
     family: str
@@ -109,13 +82,12 @@ class ModelConfig:
     top_k: int = 0
     extra_experts: int = 0
     tied: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
     window: int | None = None
     layer_types: tuple[str, ...] = ()
     quantised: str = ""
     dtype: str = ""
     context: int | None = None
+    latent: int = 0
 
     @classmethod
     def of(cls, config: Any) -> ModelConfig:
@@ -125,6 +97,7 @@ class ModelConfig:
         heads = text.number("num_attention_heads")
         head_dim = text.number("qk_head_dim", "head_dim") or hidden // max(heads, 1)
         dense = any(text[name] is False for name in MOE_SWITCHES)
+        rank = text.number("kv_lora_rank")
         experts = 0 if dense else text.number(*EXPERTS)
         experts = experts if experts > 1 else 0
         kinds = tuple(text["layer_types"] or ())
@@ -144,44 +117,13 @@ class ModelConfig:
             top_k=text.number(*TOP_K) if experts else 0,
             extra_experts=text.number(*EXTRA_EXPERTS) if experts else 0,
             tied=bool(text["tie_word_embeddings"]),
-            attention_bias=bool(_or(text["attention_bias"], family == "gpt_oss")),
-            mlp_bias=bool(text["mlp_bias"]),
             window=_window(text, kinds),
             layer_types=kinds,
             quantised=str(quantised.get("quant_method") or ""),
             dtype=str(text["dtype"] or (text["torch_dtype"] if parsed else None) or ""),
             context=text.number("max_position_embeddings") or None,
+            latent=rank + text.number("qk_rope_head_dim") if rank else 0,
         )
-
-    def require_counts(self) -> ModelConfig:
-        """The config itself, whose parameters can be counted.
-
-        Raises:
-            MismatchError: a family that :data:`FAMILIES` does not have, or a field missing.
-        """
-        if self.family not in FAMILIES:
-            raise MismatchError(
-                f"the memory of the family {self.family!r} cannot be predicted",
-                f"known families: {', '.join(FAMILIES)}; try with few prompts: --num-prompts 2",
-            )
-        sizes = {
-            "vocab_size": self.vocab,
-            "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "intermediate_size": self.width,
-            "num_experts_per_tok": self.top_k or not self.experts,
-        }
-        if missing := [name for name, size in sizes.items() if not size]:
-            raise MismatchError(
-                f"config.json of family {self.family!r} lacks {', '.join(missing)}",
-                "complete config.json",
-            )
-        return self
-
-    @property
-    def traits(self) -> Traits:
-        return FAMILIES[self.family]
 
     @property
     def sinks(self) -> bool:
@@ -209,56 +151,20 @@ class ModelConfig:
 
     @property
     def kv_width(self) -> int:
-        return self.kv_heads * self.head_dim
-
-    @property
-    def expert_matrices(self) -> int:
-        """The part of :attr:`expert_parameters` that MXFP4 packs: all but the biases."""
-        return self.experts * 3 * self.hidden * self.width
-
-    @property
-    def expert_parameters(self) -> int:
-        """Of all experts of one layer; 0 for a dense model."""
-        biases = 2 * self.width + self.hidden if self.traits.biased_experts else 0
-        return self.expert_matrices + self.experts * biases
-
-    @property
-    def layer_parameters(self) -> int:
-        """Of one decoder layer."""
-        traits = self.traits
-        q, kv, hidden = self.q_width, self.kv_width, self.hidden
-        count = hidden * (q + 2 * kv) + q * hidden + 2 * hidden
-        count += (q + 2 * kv) * _or(traits.qkv_bias, self.attention_bias)
-        count += hidden * _or(traits.o_bias, self.attention_bias)
-        count += {"": 0, "head": 2 * self.head_dim, "all": q + kv}[traits.qk_norm]
-        count += self.heads * self.sinks
-        if not self.experts:
-            bias = 2 * self.width + hidden if self.mlp_bias else 0
-            return count + 3 * hidden * self.width + bias
-        return count + self.experts * (hidden + traits.biased_experts) + self.expert_parameters
-
-    @property
-    def root_parameters(self) -> int:
-        """Embedding, head and last norm: what FSDP2 wraps at the root."""
-        return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
-
-    @property
-    def parameters(self) -> int:
-        return self.layers * self.layer_parameters + self.root_parameters
-
-    @property
-    def active_parameters(self) -> int:
-        """That one token uses: its experts instead of all."""
-        if not self.experts:
-            return self.parameters
-        idle = self.expert_parameters * (self.experts - self.top_k) // self.experts
-        return self.parameters - self.layers * idle
+        """Elements of a token's keys and values in one layer."""
+        return self.latent or self.kv_heads * (self.head_dim + self.value_dim)
 
     def kv_elements(self, tokens: int) -> int:
-        """Elements of keys and values that one sequence of ``tokens`` keeps, all layers."""
-        full = self.layers if self.window is None else self.layer_types.count("full_attention")
-        seen = min(tokens, self.window or tokens)
-        return 2 * self.kv_width * (full * tokens + (self.layers - full) * seen)
+        """Elements of keys and values that one sequence of ``tokens`` keeps, all layers.
+
+        The states that other layers keep (recurrent, linear attention) are not counted.
+        """
+        default = "full_attention" if self.window is None else "sliding_attention"
+        kinds = self.layer_types or (default,) * self.layers
+        attending = [kind for kind in kinds if not any(name in kind for name in STATELESS)]
+        windows = sum(kind == "sliding_attention" for kind in attending)
+        seen = windows * min(tokens, self.window or tokens) + (len(attending) - windows) * tokens
+        return self.kv_width * seen
 
 
 class _Fields:
@@ -366,7 +272,3 @@ def _window(text: _Fields, kinds: tuple[str, ...]) -> int | None:
     if not isinstance(window, int) or not window or text["use_sliding_window"] is False:
         return None
     return None if kinds and "sliding_attention" not in kinds else window
-
-
-def _or(value: bool | None, default: bool) -> bool:
-    return default if value is None else value

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from mismatch.doctor.memory import forward_bytes
-from mismatch.models.config import ModelConfig
+from mismatch.models.config import FoundConfig
+from mismatch.models.sizes import sized
 from mismatch.run.store import load_scoring, save_rollout
 from mismatch.specs import Pass, TrainSpec, to_dict
 from mismatch.types import Scoring
@@ -109,9 +110,7 @@ def test_one_layer_is_gathered_at_a_time(run_dir: Path, name: str) -> None:
 
 def test_batched_mm_copies_the_weights_of_every_token(run_dir: Path) -> None:
     config = json.loads((Path(_model(run_dir)) / "config.json").read_text())
-    copies = forward_bytes(
-        ModelConfig.of(config).require_counts(), "batched_mm", TOKENS // WORLD, 4
-    )
+    copies = forward_bytes(sized(FoundConfig(config, "", None)), "batched_mm", TOKENS // WORLD, 4)
     assert copies > 6 * LAYER
     assert peak(run_dir, "batched_mm") > copies
     assert peak(run_dir, "batched_mm") - peak(run_dir, "bounded") > 0.8 * copies

@@ -27,6 +27,7 @@ from mismatch.metrics.importance_weights import group_advantages
 from mismatch.models import resolve_model
 from mismatch.models.config import find_config
 from mismatch.models.digests import digest_tensor
+from mismatch.models.sizes import sized
 from mismatch.models.weight_states import Prints
 from mismatch.pipeline.training_loop import require_same_settings
 from mismatch.processes.launch import started
@@ -374,7 +375,7 @@ def test_a_budget_ends_an_arm_that_goes_on(tmp_path: Path) -> None:
 def test_an_optimiser_takes_three_times_the_parameters_beside_them() -> None:
     model = resolve_model("tiny-gpt-oss")
     train = TrainSpec(model, master_dtype="fp32", grad=True)
-    shape, work = find_config(model, None).model.require_counts(), Workload([100] * 4)
+    shape, work = sized(find_config(model, None)), Workload([100] * 4)
     scores = predict_trainer(shape, train, 2, work, "cpu")
     trains = predict_trainer(shape, train, 2, work, "cpu", trains=True)
     assert trains.peak_bytes - scores.peak_bytes == 3 * sharded(shape, train, 2).bytes

@@ -1,15 +1,27 @@
 """Aliases resolve, and the shipped configs have the sizes of the released models."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
+import transformers.modeling_utils  # noqa: F401  sizes are then counted in this process
 from huggingface_hub import constants
 
 from mismatch.errors import MismatchError, did_you_mean
-from mismatch.models import ALIASES, CONFIGS, EMBEDDED, find_alias, resolve_model
+from mismatch.models import (
+    ALIASES,
+    CONFIGS,
+    EMBEDDED,
+    EMBEDDED_ACTIVE,
+    EMBEDDED_PARAMETERS,
+    find_alias,
+    resolve_model,
+)
 from mismatch.models import config as config_module
-from mismatch.models.config import ModelConfig, find_config
+from mismatch.models.config import FoundConfig, ModelConfig, find_config
+from mismatch.models.sizes import sized
 
 # One alias per family: building all of them only repeats the same formulas.
 FAMILY_EXAMPLES = (
@@ -26,28 +38,28 @@ FAMILY_EXAMPLES = (
 @pytest.mark.parametrize("name", ALIASES)
 def test_the_shipped_config_has_the_published_parameter_count(name):
     """A wrong width, depth, vocabulary or expert count cannot give the published number."""
-    model = ModelConfig.of(ALIASES[name].config).require_counts()
-    assert model.parameters == ALIASES[name].parameters
+    alias = ALIASES[name]
+    model = sized(FoundConfig(alias.config, "shipped", None))
+    assert model.parameters == alias.parameters
+    assert model.active_parameters == (alias.active or alias.parameters)
 
 
-@pytest.mark.parametrize("name", FAMILY_EXAMPLES)
-def test_parameters_by_part_are_those_of_the_real_modules(name):
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_embedded_models_have_the_listed_sizes(name):
+    model = sized(find_config(str(EMBEDDED[name])))
+    assert model.parameters == EMBEDDED_PARAMETERS
+    assert model.active_parameters == EMBEDDED_ACTIVE
 
-    values = dict(ALIASES[name].config)
-    values.pop("quantization_config", None)
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    shape = ModelConfig.of(ALIASES[name].config).require_counts()
-    layer = sum(p.numel() for p in model.model.layers[0].parameters())
-    assert layer == shape.layer_parameters
-    assert sum(p.numel() for p in model.parameters()) == shape.parameters
-    assert config.max_position_embeddings == shape.context
-    if shape.experts:
-        experts = model.model.layers[0].mlp.experts
-        assert sum(p.numel() for p in experts.parameters()) == shape.expert_parameters
+
+def test_counting_in_a_process_of_its_own_gives_the_same():
+    found = find_config(str(EMBEDDED["tiny-gpt-oss"]))
+    code = (
+        "from mismatch.models.config import find_config; from mismatch.models.sizes import sized; "
+        f"import sys; print(sized(find_config({str(EMBEDDED['tiny-gpt-oss'])!r})).parameters, "
+        "'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(sized(found).parameters), "False"]
 
 
 def test_every_shipped_file_belongs_to_an_alias():
@@ -55,7 +67,7 @@ def test_every_shipped_file_belongs_to_an_alias():
 
 
 def test_gpt_oss_is_released_in_mxfp4_with_sinks_and_alternating_windows():
-    shape = ModelConfig.of(ALIASES["gpt-oss-20b"].config).require_counts()
+    shape = ModelConfig.of(ALIASES["gpt-oss-20b"].config)
     assert shape.quantised == "mxfp4"
     assert shape.sinks
     assert (shape.window, shape.layer_types.count("full_attention"), shape.layers) == (128, 12, 24)

@@ -227,10 +227,11 @@ def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientP
 def memory_line(spec: CheckSpec) -> str:
     """What gradients need beside their passes, from the model's sizes; see ``require_room``."""
     from mismatch.models.config import find_config
+    from mismatch.models.sizes import sized
     from mismatch.run.machine import gib
 
     config = find_config(spec.train.model, spec.train.revision)
-    size = 4.0 * config.model.require_counts().parameters
+    size = 4.0 * sized(config).parameters
     rank, host = gib(2.0 * size / spec.nproc_per_node), gib(len(LOSSES) * size)
     return (
         f"  memory beside the passes': {rank} per rank (a prompt's gradient and the batch's), "
