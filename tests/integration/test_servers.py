@@ -28,8 +28,7 @@ from mismatch.probe import EXTENSION
 from mismatch.processes.launch import own_python
 from mismatch.run import store
 from mismatch.specs import EngineSpec
-from mismatch.types import CACHED, PREFILL, ROUTES
-from tests.contract.goes_on import TEXT
+from mismatch.types import PREFILL, ROUTES
 from tests.integration.conftest import Run
 
 MODEL = EMBEDDED["tiny-gpt-oss"]
@@ -40,11 +39,6 @@ SERVE = (
     *("--dtype", "float32", "--max-model-len", "512", "--enforce-eager"),
     *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
     *("--worker-extension-cls", EXTENSION, "--enable-prompt-tokens-details"),
-)
-TURNS = (
-    *("--environment", "tests.contract.goes_on:GoesOn", "--max-turns", "3"),
-    *("--num-prompts", "6", "--samples-per-prompt", "2", "--max-tokens", "96"),
-    *("--max-observation-tokens", "8"),
 )
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -184,37 +178,6 @@ def test_a_check_with_servers_is_healthy_and_keeps_no_secret(
     assert KEY not in done.output
 
 
-def require_turns(directory: Path) -> np.ndarray:
-    """Several turns, of which some ended at a text, are scored by prefill as they were sampled.
-
-    Returns:
-        [A] tokens of each turn's context that the servers read from their prefix caches.
-    """
-    rollout = store.load_rollout(directory)
-    assert rollout.turn.max() == 3
-    texts = store.load_vocabulary(directory)
-    ids, last = rollout.token_ids, rollout.actions[np.diff(rollout.actions, append=10**9) > 1]
-    assert [texts[int(token)].strip() for token in ids[last]].count(TEXT) >= 3
-    decode = store.load_scoring(directory, "server:decode")
-    prefill = store.load_scoring(directory, "server:prefill")
-    assert np.abs(decode.logprobs - prefill.logprobs).max() < 1e-4
-    read = decode.extra[CACHED]
-    assert np.isfinite(read).all()
-    return read
-
-
-@pytest.mark.grid
-def test_turns_on_running_servers(servers: tuple[Served, Served], tmp_path: Path) -> None:
-    """Whichever of the two answers next, and what it read of the context from its cache."""
-    urls = [flag for server in servers for flag in ("--server", server.url)]
-    out = tmp_path / "run"
-    done = run(out, "rollout", *FP32, *TURNS, *urls, "--out", str(out))
-    assert done.code == 0, done.output
-    read = require_turns(out)
-    block = int(store.load_rollout(out).fingerprint["block_size"])
-    assert (read % block == 0).all()
-
-
 def test_without_the_key_and_with_another_model_it_ends_at_once(
     servers: tuple[Served, Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,35 +281,3 @@ def test_a_check_with_an_sglang_server_has_its_routes(
     assert any("sglang.cpu.serve" in e["reason"] for e in done.report["not_tested"])
     for path in [file for file in out.rglob("*") if file.is_file()]:
         assert KEY.encode() not in path.read_bytes(), path
-
-
-@pytest.mark.grid
-def test_turns_on_an_sglang_server(sglang: Served | None, tmp_path: Path) -> None:
-    if sglang is None:
-        pytest.skip("no SGLang here: make env-sglang")
-    out = tmp_path / "run"
-    sglang.await_ready()
-    done = run(out, "rollout", *FP32, *TURNS, "--server", sglang.url, "--out", str(out))
-    assert done.code == 0, done.output
-    rollout, read = store.load_rollout(out), require_turns(out)
-    assert (read[rollout.turn[rollout.actions] > 1] > 0).all()
-
-
-@pytest.mark.grid
-def test_the_weight_sync_of_an_sglang_server_is_judged_by_scores(
-    sglang: Served | None, tmp_path: Path
-) -> None:
-    """It shows no parameters; both sides move alike, so that nothing wrong is seen."""
-    if sglang is None:
-        pytest.skip("no SGLang here: make env-sglang")
-    out = tmp_path / "probe"
-    sglang.await_ready()
-    done = run(out, "sync-probe", *FP32, "--server", sglang.url, "--out", str(out))
-    assert done.code == 1, done.output
-    report = sync_from_json(json.loads((out / "sync-probe.json").read_text()))
-    assert judge(report).word == "inconclusive"
-    assert len(report.of_status("not_compared")) == 71
-    assert all(row.apart is not None and row.apart < 1e-3 for row in report.scores)
-    assert report.scores[1].engine_moved > 0.1
-    assert report.scores[3].engine_moved < 1e-4
-    assert not kept_caches(report)

@@ -101,20 +101,6 @@ def test_the_wrong_model_is_refused_by_its_name(serve: Any) -> None:
         recognise(spec(serve(name="large"), served_model="other"))
 
 
-def test_the_wrong_tokenizer_is_refused(serve: Any) -> None:
-    server = serve()
-    plain = server.answer
-
-    def answer(web: Any, body: dict[str, Any]) -> None:
-        if web.path == "/tokenize":
-            return server.send(web, 200, {"tokens": [1, 2, 3]})
-        return plain(web, body)
-
-    server.answer = answer
-    with pytest.raises(MismatchError, match="another tokenizer"):
-        ServerEngine(spec(server), LAW, longest=64)
-
-
 @pytest.mark.parametrize(
     ("setting", "other", "named"),
     [

@@ -4,7 +4,7 @@ from mismatch.engines.registry import EngineInfo
 
 INFO = EngineInfo(
     engine="mismatch.engines.servers.engine:ServerEngine",
-    preflight="mismatch.engines.servers.discovery:require_servers",
+    preflight="mismatch.engines.servers.discovery:recognise",
     started=False,
     sync_driver="mismatch.engines.servers.sync_driver:ServerDriver",
     weight_paths={

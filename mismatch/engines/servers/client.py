@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import httpx
@@ -134,6 +135,11 @@ class Client:
     failures: Counter[Kind] = field(default_factory=Counter)
     """Requests that failed, by kind."""
 
+    @cached_property
+    def _tls(self) -> ssl.SSLContext | bool:
+        """The authorities of the system, or of SSL_CERT_FILE; False: plain HTTP has none."""
+        return self.address.scheme == "https" and ssl.create_default_context()
+
     async def get(self, path: str, timeout_s: float | None = None) -> Any:
         """Return the JSON at ``path``; see :meth:`post`."""
         return await self._ask(path, None, self._json, timeout_s)
@@ -182,12 +188,11 @@ class Client:
             headers["Authorization"] = f"Bearer {self.key}"
         method = "GET" if body is None else "POST"
         timeout = httpx.Timeout(None, connect=min(CONNECT_S, allowed_s))
-        tls = ssl.create_default_context() if self.address.scheme == "https" else False
         try:
             async with (
                 asyncio.timeout(allowed_s),
-                # trust_env: no proxies of the environment; the default context reads SSL_CERT_FILE.
-                httpx.AsyncClient(verify=tls, timeout=timeout, trust_env=False) as http,
+                # No proxies of the environment.
+                httpx.AsyncClient(verify=self._tls, timeout=timeout, trust_env=False) as http,
                 http.stream(
                     method, self.address.text + path, headers=headers, json=body
                 ) as response,

@@ -15,7 +15,6 @@ from mismatch.engines.model_info import read_model_info
 from mismatch.engines.servers.address import parse_address
 from mismatch.engines.servers.client import Client, RequestFailed, api_key, wait_for
 from mismatch.engines.servers.probing import (
-    TEXTS,
     Probes,
     Server,
     allowed_drift,
@@ -42,24 +41,15 @@ class ServerGroup:
     layout: ExpertLayout | None
 
 
-def require_servers(spec: EngineSpec) -> None:
-    """Check before any process starts that there are servers, and that they are the right ones.
-
-    Raises:
-        MismatchError: as :func:`recognise`, or no address at all.
-    """
-    if not spec.servers:
-        raise MismatchError("--engine server: no address", "--server http://127.0.0.1:8000")
-    recognise(spec)
-
-
 def recognise(spec: EngineSpec) -> list[ServerAPI]:
     """Ask every server who it is, and whether it has the right model.
 
     Raises:
-        MismatchError: a bad address or the same one twice; no answer, no server of a known kind,
-            another model, or not all alike.
+        MismatchError: no address, a bad one or the same one twice; no answer, no server of a known
+            kind, another model, or not all alike.
     """
+    if not spec.servers:
+        raise MismatchError("--engine server: no address", "--server http://127.0.0.1:8000")
     return wait_for(_recognise(spec))
 
 
@@ -69,7 +59,7 @@ def discover(spec: EngineSpec) -> ServerGroup:
 
     Raises:
         MismatchError: as :func:`recognise`; or a server that gives no logprobs of sampled tokens,
-            or has another tokenizer, or other weights than the first.
+            or has other weights than the first.
     """
     return wait_for(_discover(spec))
 
@@ -142,7 +132,6 @@ async def _discover(spec: EngineSpec) -> ServerGroup:
     servers: list[Server] = []
     for api in await _recognise(spec):
         try:
-            await _require_tokens(api, spec, probes)
             servers.append(await examine(api, probes, layout))
         except RequestFailed as error:
             raise MismatchError(
@@ -153,21 +142,6 @@ async def _discover(spec: EngineSpec) -> ServerGroup:
     for server in servers[1:]:
         _require_same_answers(servers[0], server)
     return ServerGroup(tuple(servers), probes, layout)
-
-
-async def _require_tokens(api: ServerAPI, spec: EngineSpec, probes: Probes) -> None:
-    """Refuse a server with another tokenizer than the model's, where it can be asked."""
-    body = {"model": api.facts.model, "prompt": TEXTS[1], "add_special_tokens": True}
-    try:
-        theirs = await api.client.post("/tokenize", body, lambda answer: answer["tokens"])
-    except RequestFailed:
-        return
-    ours = list(probes.whole[1])
-    if isinstance(theirs, list) and theirs[: len(ours)] != ours:
-        raise MismatchError(
-            f"{api.url} has another tokenizer than {spec.model}: the wrong model",
-            "give the model that the server loaded: --model",
-        )
 
 
 def _require_same_answers(first: Server, other: Server) -> None:

@@ -7,6 +7,7 @@ not show the weights themselves: a change below 0.03 nats goes unnoticed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -96,8 +97,7 @@ class Server:
 
     def for_work(self) -> Server:
         """Return this server before any work, with a client that waits for it."""
-        client = replace(self.api.client, patience=Patience())
-        client.failures.clear()
+        client = replace(self.api.client, patience=Patience(), failures=Counter())
         return replace(self, api=replace(self.api, client=client))
 
 
