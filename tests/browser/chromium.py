@@ -1,4 +1,4 @@
-"""The system's Chromium, headless, through Playwright."""
+"""Chromium, headless, through Playwright: the system's, else Playwright's own build."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,7 +18,20 @@ FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-backgroun
 
 
 def find_chromium() -> str | None:
-    return next((path for name in NAMES if (path := shutil.which(name))), None)
+    """Return the path of a Chromium; None where there is none."""
+    on_path = next((path for name in NAMES if (path := shutil.which(name))), None)
+    return on_path or _own_build()
+
+
+def _own_build() -> str | None:
+    """Return the path of the build that ``playwright install chromium`` left, if any."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        return None
+    with sync_playwright() as playwright:
+        path = playwright.chromium.executable_path
+    return path if Path(path).exists() else None
 
 
 class Browser:

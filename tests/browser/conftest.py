@@ -1,4 +1,4 @@
-"""A browser for each file of tests, where the system has Chromium."""
+"""A browser for each file of tests, where there is a Chromium (tools/get_browser.py)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ from tests.browser.chromium import Browser, find_chromium, started
 def browser() -> Iterator[Browser]:
     binary = find_chromium()
     if binary is None:
-        pytest.skip("needs Chromium: apt-get install -y chromium")
+        pytest.skip("browser: there is no Chromium here")
     with started(binary) as opened:
         yield opened
