@@ -1,4 +1,4 @@
-"""For all tests: two speeds, and signals.
+"""For all tests: two speeds, signals, and a last line that says what was not run.
 
 `make test` leaves out what is marked ``grid``: the further cases of a promise that it has seen kept
 on at least one; `make test-rest` runs those. Two processes run tests at the same time, so a test
@@ -8,10 +8,22 @@ may measure the memory and the CPU time of its own processes, never those of the
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+# The reason of every skip begins with its kind (tests/unit/test_architecture.py looks).
+SKIPS = {
+    "GPU": "make test-gpu, on a machine with a GPU",
+    "hub": "run it where a model hub can be reached",
+    "browser": "apt-get install chromium, then make test again",
+    "client": "make test-clients",
+    "engine": "make env env-sglang",
+    "machine": "",
+    "not applicable": "",
+}
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would every process
 # that they start; some tests send one.
@@ -34,3 +46,25 @@ def grid(values: Iterable[Any], *keep: Any) -> list[Any]:
 def _marked(value: Any) -> Any:
     values = value if isinstance(value, tuple) else (value,)
     return pytest.param(*values, marks=pytest.mark.grid)
+
+
+def last_line(stats: dict[str, list[Any]]) -> str:
+    """Return how many tests passed, failed and were skipped, and which command runs the latter."""
+    failed = len(stats.get("failed", [])) + len(stats.get("error", []))
+    reasons = [str(report.longrepr[2]) for report in stats.get("skipped", [])]
+    kinds = Counter(reason.removeprefix("Skipped: ").partition(":")[0] for reason in reasons)
+    by_kind = [
+        f"{count} {kind}" + (f" ({SKIPS[kind]})" if SKIPS.get(kind) else "")
+        for kind, count in kinds.most_common()
+    ]
+    counts = f"{len(stats.get('passed', []))} passed, {failed} failed, {len(reasons)} skipped"
+    return f"{counts}: {'; '.join(by_kind)}" if by_kind else counts
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Print the last line, once: not in the processes of pytest-xdist, nor for a list of tests."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and not hasattr(config, "workerinput") and reporter.stats:
+        reporter.ensure_newline()
+        reporter.write_line(last_line(reporter.stats))

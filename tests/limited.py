@@ -42,7 +42,7 @@ def mounted(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command while a tmpfs with these options lies at ``directory``; "…,ro" once filled."""
     if not namespace():
-        pytest.skip("no mount namespace here: cannot make a small or read-only file system")
+        pytest.skip("machine: no mount namespace: cannot make a small or read-only file system")
     Path(directory).mkdir(exist_ok=True)
     script = ["sh", "-c", MOUNT, "sh", str(directory), options, str(len(fill)), *fill]
     done = subprocess.run(

@@ -171,7 +171,7 @@ def answered(host: str, family: int) -> str:
 
 def test_a_server_on_ipv6():
     if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
-        pytest.skip("no IPv6 here")
+        pytest.skip("machine: no IPv6 here")
     assert answered("::1", socket.AF_INET6).startswith("http://[::1]:")
 
 

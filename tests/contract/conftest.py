@@ -123,7 +123,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Run
 
     def get(engine: str, law: str) -> Run:
         if not installed(engine):
-            pytest.skip(f"{engine} is not installed: {MAKE.get(engine, 'make env')}")
+            pytest.skip(f"engine: {engine} is not installed: {MAKE.get(engine, 'make env')}")
         if (engine, law) not in runs:
             args = ARGUMENTS.get((engine, law), ())
             spec = RolloutSpec(

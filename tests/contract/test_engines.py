@@ -382,7 +382,7 @@ def test_rewards_are_of_the_arithmetic_task(engine: str, run_of: Runs) -> None:
 @every_engine
 def test_capabilities_are_known_before_anything_is_loaded(engine: str) -> None:
     if not installed(engine):
-        pytest.skip(f"{engine} is not installed: make env")
+        pytest.skip(f"engine: {engine} is not installed: make env")
     code = (
         "import sys\n"
         "from mismatch.engines.registry import engine_class\n"
@@ -409,7 +409,7 @@ def test_capabilities_are_known_before_anything_is_loaded(engine: str) -> None:
 @every_engine
 def test_an_unknown_engine_argument_is_refused(engine: str, tmp_path) -> None:
     if not installed(engine):
-        pytest.skip(f"{engine} is not installed: make env")
+        pytest.skip(f"engine: {engine} is not installed: make env")
     near = {"sglang": "max_running_requests"}.get(engine, "max_num_seqs")
     wrong = near[:-1].replace("_", "-")
     spec = EngineSpec(engine, str(MODEL), args=((wrong, 4),))

@@ -137,7 +137,7 @@ def test_a_warm_cache_gives_what_a_cold_one_gives(case: tuple[Path, Case]) -> No
 
 
 @pytest.mark.grid
-@pytest.mark.skipif(not installed("sglang"), reason=f"no SGLang here: {MAKE['sglang']}")
+@pytest.mark.skipif(not installed("sglang"), reason=f"engine: no SGLang here: {MAKE['sglang']}")
 def test_sglang_reads_its_radix_cache_after_prefill_and_after_decode(
     case: tuple[Path, Case], tmp_path: Path
 ) -> None:

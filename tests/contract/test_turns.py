@@ -34,7 +34,7 @@ pytestmark = pytest.mark.grid
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     engine: str = request.param
     if not installed(engine):
-        pytest.skip(f"{engine} is not installed")
+        pytest.skip(f"engine: {engine} is not installed")
     prompts = PromptSpec(num_prompts=6, environment=GAME, max_turns=3)
     spec = RolloutSpec(EngineSpec(engine, str(MODEL), dtype="fp32"), prompts, LAW)
 
@@ -84,7 +84,7 @@ def test_logprobs_and_experts_are_those_of_the_whole_sequence(
 
 def test_whole_distributions_are_taken_in_every_turn(run: Run) -> None:
     if run.engine == "sglang":
-        pytest.skip("SGLang gives no whole distributions")
+        pytest.skip("not applicable: SGLang gives no whole distributions")
     taken = run.decode.distributions
     assert taken is not None
     turns = run.rollout.turn[run.rollout.actions][taken.positions]

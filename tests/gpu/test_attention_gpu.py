@@ -31,7 +31,7 @@ from tests.checkpoints import configuration, make, rollout
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU: torch sees no CUDA device here"),
 ]
 GPU = torch.device("cuda")
 FLASH = "kernels-community/vllm-flash-attn3"
@@ -58,7 +58,7 @@ def test_sink_sdpa_is_right(model: Any, geometry: Geometry, dtype: torch.dtype) 
 def test_sink_flex_is_right(model: Any, dtype: torch.dtype) -> None:
     trial = try_kernel(OUR_KERNELS["sink-flex"], GPT_OSS, GPU, dtype)
     if trial.fault.startswith("it does not run"):
-        pytest.skip(trial.fault)
+        pytest.skip(f"not applicable: {trial.fault}")
     assert trial.passed, trial
 
 
@@ -66,10 +66,10 @@ def test_flash_attention_3_is_right_forward(model: Any) -> None:
     try:
         chosen = resolve_for(FLASH, model)
     except MismatchError as error:
-        pytest.skip(error.message)
+        pytest.skip(f"not applicable: {error.message}")
     trial = try_kernel(chosen.implementation, GPT_OSS, GPU, torch.bfloat16)
     if trial.fault.startswith("it does not run"):
-        pytest.skip(trial.fault)
+        pytest.skip(f"not applicable: {trial.fault}")
     print(f"{FLASH}: {trial}")  # its backward pass may be wrong
     assert not trial.fault
 

@@ -25,7 +25,7 @@ from tests.checkpoints import make, make_mxfp4, rollout
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU: torch sees no CUDA device here"),
 ]
 MIB = 1 << 20
 ROLLOUT = rollout()

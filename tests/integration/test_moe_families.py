@@ -80,7 +80,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def get(family: str) -> Run:
         if not installed("vllm"):
-            pytest.skip("vllm is not installed: make env")
+            pytest.skip("engine: vllm is not installed: make env")
         if family not in runs:
             folder = tmp_path_factory.mktemp(family)
             model = families.write(family, folder / "model")

@@ -104,7 +104,7 @@ def serve(command: list[str], log: Path) -> Served:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Served]]:
-    pytest.importorskip("vllm", reason="vllm is not installed: make env")
+    pytest.importorskip("vllm", reason="engine: vllm is not installed: make env")
     directory = tmp_path_factory.mktemp("servers")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *SERVE]
     started: list[Served] = []
@@ -262,7 +262,7 @@ def test_a_check_with_an_sglang_server_has_its_routes(
     sglang: Served | None, tmp_path: Path
 ) -> None:
     if sglang is None:
-        pytest.skip("no SGLang here: make env-sglang")
+        pytest.skip("engine: no SGLang here: make env-sglang")
     out = tmp_path / "run"
     sglang.await_ready()
     flags = ("--num-prompts", "8", "--samples-per-prompt", "2", "--max-tokens", "24", *ALONE)

@@ -41,7 +41,7 @@ FP32 = (
 )
 # llama: its configuration imports torchvision, whose GPU build cannot be imported unprepared
 MODELS = ("tiny-gpt-oss", "qwen3_moe", "llama")
-LOCAL = pytest.mark.skipif(not installed("sglang"), reason=f"no SGLang here: {MAKE['sglang']}")
+LOCAL = pytest.mark.skipif(not installed("sglang"), reason=f"engine: no SGLang: {MAKE['sglang']}")
 pytestmark = [pytest.mark.slow, LOCAL]
 
 

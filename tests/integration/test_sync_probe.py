@@ -46,7 +46,7 @@ def scenarios(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def of_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of every engine that is installed."""
     if not installed(request.param):
-        pytest.skip(MAKE.get(request.param, "make env"))
+        pytest.skip(f"engine: {MAKE.get(request.param, 'make env')}")
     return probed(tmp_path_factory, "sync_scenarios", request.param)
 
 
@@ -97,7 +97,7 @@ def test_sglangs_update_from_files_brings_every_parameter_and_drops_its_cache(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     if not installed("sglang"):
-        pytest.skip(MAKE["sglang"])
+        pytest.skip(f"engine: {MAKE['sglang']}")
     report = report_of(probed(tmp_path_factory, "sync_scenarios", "sglang") / "disk.json")
     assert judge(report).word == "healthy"
     assert len(report.of_status("arrived")) == 71

@@ -13,11 +13,12 @@ import grimp
 import pytest
 
 import mismatch
+from tests.conftest import SKIPS, last_line
 
 ROOT = Path(mismatch.__file__).parent
 # Lines with 3 % room (docs/decisions/0034-core-and-features.md); whoever deletes lowers them.
 MOST_LINES, MOST_LINES_OF_A_FEATURE = 71_400, 2_060
-MOST_PHRASES, MOST_MATCHES = 6, 0  # of the tests, of four words or more: lowered likewise
+MOST_PHRASES, MOST_MATCHES = 7, 0  # of the tests, of four words or more: lowered likewise
 SPINE = {"__init__", "__main__", "captures", "codec", "errors", "plugins", "specs", "types"}
 
 
@@ -211,6 +212,63 @@ def test_logic_on_english_is_found(offence: str) -> None:
 )  # fmt: skip
 def test_other_code_passes(code: str) -> None:
     assert logic_on_english(code) == []
+
+
+# ---------------------------------------------------------------- skips say their kind
+
+
+def skips_without_a_kind(source: str) -> list[int]:
+    """Lines that skip a test for a reason that does not begin with a kind of ``SKIPS``."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        named = [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
+        if node.func.attr in ("skipif", "importorskip"):
+            reasons: list[ast.expr] = named or [ast.Constant("")]
+        elif node.func.attr == "skip":
+            reasons = named or node.args[:1] or [ast.Constant("")]
+        else:
+            continue
+        for reason in reasons:
+            start = reason.values[0] if isinstance(reason, ast.JoinedStr) else reason
+            if isinstance(start, ast.Constant) and isinstance(start.value, str):
+                if start.value.partition(":")[0] not in SKIPS:
+                    lines.append(node.lineno)
+            elif not isinstance(start, ast.Name):  # a name: the reason is made just above
+                lines.append(node.lineno)
+    return lines
+
+
+def test_every_skip_says_its_kind() -> None:
+    tests = Path(__file__).parents[1]
+    offences = {
+        path.relative_to(tests).as_posix(): lines
+        for path in sorted(tests.rglob("*.py"))
+        if (lines := skips_without_a_kind(path.read_text("utf-8")))
+    }
+    assert offences == {}
+
+
+def test_a_skip_without_a_kind_is_found() -> None:
+    assert skips_without_a_kind("pytest.skip('no GPU')") == [1]
+    assert skips_without_a_kind("pytest.importorskip('torch')") == [1]
+    assert skips_without_a_kind("pytest.mark.skipif(x, reason=f'{y} missing')") == [1]
+    assert skips_without_a_kind("pytest.skip(f'GPU: {why}')") == []
+
+
+def test_the_last_line_counts_skips_by_kind() -> None:
+    class Skipped:
+        def __init__(self, reason: str) -> None:
+            self.longrepr = ("file.py", 3, f"Skipped: {reason}")
+
+    skipped = [Skipped("GPU: none"), Skipped("GPU: no driver"), Skipped("browser: none")]
+    line = last_line({"passed": [1, 2], "error": [1], "skipped": skipped})
+    counts = {part.split()[1]: int(part.split()[0]) for part in line.partition(":")[0].split(", ")}
+    assert counts == {"passed": 2, "failed": 1, "skipped": 3}
+    assert " 2 GPU" in line
+    assert SKIPS["browser"] in line
+    assert last_line({"passed": [1]}).split(", ")[1:] == ["0 failed", "0 skipped"]
 
 
 # ---------------------------------------------------------------- no tests of English

@@ -110,7 +110,7 @@ def test_a_model_that_is_here_says_nothing_about_its_weights(work):
 
 def test_layers_of_other_shapes_are_named():
     if "gemma4_text" not in CONFIG_MAPPING:
-        pytest.skip("this transformers has no model whose layers differ")
+        pytest.skip("not applicable: this transformers has no model whose layers differ")
     small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "head_dim": 16}
     more = {"global_head_dim": 32, "vocab_size_per_layer_input": 64, "num_hidden_layers": 6}
     shape = geometry_of(CONFIG_MAPPING["gemma4_text"](**small, **more))
@@ -122,7 +122,7 @@ def test_layers_of_other_shapes_are_named():
 
 def test_an_architecture_that_cannot_be_built_is_refused_with_a_fix():
     if "qwen4_exp" not in CONFIG_MAPPING:
-        pytest.skip("every default configuration of this transformers can be built")
+        pytest.skip("not applicable: every default configuration of this transformers can be built")
     with pytest.raises(MismatchError, match="'qwen4_exp'"):
         geometry_of(CONFIG_MAPPING["qwen4_exp"]())
 

@@ -16,7 +16,7 @@ from mismatch.prompts.prompt import numeric_answer, numeric_reward
 from mismatch.run.hub import PROXIES, unknown_host
 from mismatch.specs import PromptSpec
 
-datasets = pytest.importorskip("datasets", reason="the extra `datasets` is not installed")
+datasets = pytest.importorskip("datasets", reason="client: the extra `datasets` is not installed")
 
 ROWS = [
     {"question": f"What is {n} plus {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n:,}"}
@@ -229,7 +229,7 @@ def test_an_unreachable_hub_says_how_to_go_without(
 @pytest.mark.hub
 def test_gsm8k_from_the_hub() -> None:
     if unknown_host():
-        pytest.skip("the hub cannot be reached from here")
+        pytest.skip("hub: the hub cannot be reached from here")
     spec = PromptSpec(
         dataset="openai/gsm8k", dataset_config="main", answer_column="answer", num_prompts=4
     )

@@ -21,7 +21,7 @@ MODULES.append("tests.texts")
 
 @pytest.mark.parametrize("module", MODULES)
 def test_examples(module: str) -> None:
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="engine: no torch here")
     results = doctest.testmod(importlib.import_module(module))
     assert results.attempted > 0
     assert results.failed == 0

@@ -62,7 +62,7 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_take_the_cpu(smi: Smi) -> N
     import torch
 
     if torch.cuda.is_available():
-        pytest.skip("torch can use the GPUs here")
+        pytest.skip("not applicable: torch can use the GPUs here")
     smi("echo 'GPU 0: NVIDIA H100 80GB HBM3'; echo 'GPU 1: NVIDIA H100 80GB HBM3'")
     with pytest.raises(MismatchError, match="lists 2 GPUs") as caught:
         require_usable_gpus()

@@ -412,6 +412,6 @@ def test_references_are_usable_beside_our_numbers():
 def test_a_default_run_without_any_far_token_is_healthy(column):
     cell = default_thresholds()["ratio_outside_2"].get(column)
     if cell is None:
-        pytest.skip("no level in this column")
+        pytest.skip("not applicable: no level in this column")
     unseen = estimate(0.0, 0.0, 3 / 15_000, ("no-events",))  # 64 prompts × 4 samples × 60 tokens
     assert judge_one("ratio_outside_2", unseen, cell).status == "healthy"

@@ -394,7 +394,7 @@ def tls_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
             [*command, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True
         )
     except FileNotFoundError:
-        pytest.skip("no openssl to make a certificate with")
+        pytest.skip("machine: no openssl to make a certificate with")
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

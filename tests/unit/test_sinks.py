@@ -32,7 +32,7 @@ K3 = "mismatch/k3_kl"
 
 def needs(tracker: str) -> pytest.MarkDecorator:
     module = CLIENTS[tracker]
-    reason = f"the client of {tracker} is not installed: pip install '.[{tracker}]'"
+    reason = f"client: the client of {tracker} is not installed: pip install '.[{tracker}]'"
     return pytest.mark.skipif(find_spec(module) is None, reason=reason)
 
 

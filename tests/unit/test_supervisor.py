@@ -60,7 +60,7 @@ def short_grace(monkeypatch):
 @pytest.fixture(params=WAYS)
 def way(request):
     if request.param == "title" and importlib.util.find_spec("setproctitle") is None:
-        pytest.skip("setproctitle is not installed; it comes with vLLM")
+        pytest.skip("client: setproctitle is not installed; it comes with vLLM")
     return request.param
 
 
@@ -136,7 +136,7 @@ def test_hup_is_ignored_under_nohup(tmp_path):
     require_gone(family)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("setproctitle") is None, reason="setproctitle")
+@pytest.mark.skipif(importlib.util.find_spec("setproctitle") is None, reason="client: setproctitle")
 def test_a_killed_supervisor_takes_all_with_it(tmp_path):
     """The worker dies with it; its child keeps its environment in spite of its title."""
     running = Worker("engine", worker(tmp_path, "title"), tmp_path)

@@ -63,7 +63,7 @@ def test_every_framework_module_of_a_snippet_is_looked_up() -> None:
 def test_names_exist_where_the_framework_is_installed(module: str) -> None:
     top = importlib.util.find_spec(module.partition(".")[0])
     if top is None or not top.submodule_search_locations:
-        pytest.skip(f"unverified: {module.partition('.')[0]} is not installed")
+        pytest.skip(f"client: unverified: {module.partition('.')[0]} is not installed")
     path = Path(top.submodule_search_locations[0], *module.split(".")[1:])
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     defined = set(names_in(ast.parse(file.read_text(encoding="utf-8"))))

@@ -29,7 +29,7 @@ def provenance() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="engine: no transformers here")
     return transformers.AutoModelForCausalLM.from_pretrained(
         MODEL, dtype="float32", attn_implementation="eager"
     ).eval()
@@ -37,7 +37,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="engine: no transformers here")
     return transformers.AutoTokenizer.from_pretrained(MODEL)
 
 

@@ -12,7 +12,7 @@ import torch
 from mismatch.engines.distribution_capture import stable_top_k
 from tests.contract.conftest import installed
 
-needs_vllm = pytest.mark.skipif(not installed("vllm"), reason="no vLLM here: make env")
+needs_vllm = pytest.mark.skipif(not installed("vllm"), reason="engine: no vLLM here: make env")
 
 PRELUDE = """
 import os
