@@ -1,26 +1,31 @@
 # Two commands do everything on a fresh machine:  make check   and   make test
 PYTHON ?= python3
 BIN := .venv/bin
+# `make test` uses no GPU: on a machine that has one, its environment is .venv-cpu, beside .venv.
+TEST_BIN = $(shell $(PYTHON) tools/make_env.py --tests --print-directory)/bin
 
 # Every process that a test starts would compile this package, and pytest every test, again.
 unexport PYTHONDONTWRITEBYTECODE
 
 # Two processes, a file of tests at a time; directories in this order, so that engines start first.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+PYTEST = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(TEST_BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: check test test-clients test-gpu test-fast test-rest test-all env env-sglang lint tiny-gpt-oss tiny-gpt-oss-tools example bench clean help
+.PHONY: check test test-clients test-gpu test-fast test-rest test-all env env-sglang env-tests lint tiny-gpt-oss tiny-gpt-oss-tools example bench clean help
 
 check: env  ## the main job on the embedded model: vLLM samples, a 2-rank FSDP2 world scores again
 	$(BIN)/mismatch check --model tiny-gpt-oss
 
-test: env env-sglang  ## every feature at least once, on real engines; needs no GPU (20 minutes)
+test: env-tests  ## every feature at least once, on real engines; uses no GPU (20 minutes)
 	$(PYTEST) -m "not grid"
 
-test-fast: env  ## unit tests and the command line, without engines (3 minutes)
+test-fast:  ## unit tests and the command line, without engines (3 minutes)
+	@$(PYTHON) tools/make_env.py --tests
 	$(PYTEST) -m "not grid and not slow" tests/unit tests/cli
 
-test-rest: env env-sglang  ## the grids: families, laws, simulations, moments to be killed at
+test-rest: env-tests  ## the grids: families, distributions, simulations, kills; other CPUs simulated
 	$(PYTEST) -m grid
+	$(TEST_BIN)/python tools/other_machine.py plain
+	$(TEST_BIN)/python tools/other_machine.py old
 
 test-all: test test-rest  ## every test there is
 
@@ -29,6 +34,11 @@ env:  ## .venv at the root; CPU or CUDA flavour found by itself; does nothing wh
 
 env-sglang:  ## .venv-sglang at the root, for --engine sglang: its pins clash with vLLM's
 	@$(PYTHON) tools/make_env.py --sglang
+
+env-tests:  ## what the tests need: both engines on the CPU, and a browser for the report's page
+	@$(PYTHON) tools/make_env.py --tests
+	@$(PYTHON) tools/make_env.py --tests --sglang
+	@$(TEST_BIN)/python tools/get_browser.py
 
 test-gpu: env  ## what only a GPU can show: tests/gpu, then a table (and gpu.json) of 10 minutes
 	$(BIN)/python -m pytest tests/gpu -rA
