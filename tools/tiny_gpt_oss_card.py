@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GptOssForCausalLM, PreTrainedTokenizerBa
 
 from mismatch.engines.base import Sample
 from mismatch.engines.turns import play, starting
-from mismatch.prompts.arithmetic import Problem, reward
+from mismatch.prompts.arithmetic import Story, reward
 from mismatch.prompts.environments import Calculator, Replies
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import render_prompts
@@ -107,7 +107,7 @@ class Sampler:
 
 
 def arithmetic_accuracy(
-    model: GptOssForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: list[Problem]
+    model: GptOssForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: list[Story]
 ) -> dict[str, Any]:
     """Sample once per problem at T = 1; share of verified answers and response lengths."""
     prompts = [Prompt("", messages=problem.messages, answer=problem.answer) for problem in problems]
@@ -115,7 +115,7 @@ def arithmetic_accuracy(
 
 
 def tool_accuracy(
-    model: GptOssForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: list[Problem]
+    model: GptOssForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: list[Story]
 ) -> dict[str, Any]:
     """As :func:`arithmetic_accuracy`, with a calculator that is on offer and answers calls."""
     prompts = [

@@ -41,7 +41,7 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, GptOssForCausalLM, PreTrainedTokenizerFast
 
 from mismatch.models import EMBEDDED
-from mismatch.prompts.arithmetic import Problem, arithmetic_problems, long_story
+from mismatch.prompts.arithmetic import Story, arithmetic_problems, long_story
 
 SEEDS = {"weights": 0, "tokenizer_text": 1, "training_text": 2, "held_out_text": 3}
 BATCH_TOKENS = 2048  # padded tokens per step
@@ -77,8 +77,8 @@ class Recipe:
     special: tuple[str, ...]
     template: str
     spoken: Callable[[torch.Tensor, PreTrainedTokenizerFast], torch.Tensor]
-    accuracy: Callable[[GptOssForCausalLM, PreTrainedTokenizerFast, list[Problem]], dict[str, Any]]
-    problems: Callable[[int, int], list[Problem]]
+    accuracy: Callable[[GptOssForCausalLM, PreTrainedTokenizerFast, list[Story]], dict[str, Any]]
+    problems: Callable[[int, int], list[Story]]
     card_prompts: int = 512
     base: str | None = None
 

@@ -1,4 +1,4 @@
-"""The built-in task: arithmetic word problems whose answer can be verified.
+"""Draw arithmetic word problems, whose answers can be verified: the built-in task.
 
 Everything is drawn from `random.Random(seed).random()`, the one method whose sequence Python
 promises never to change, so (n, seed) names the same problems on every machine and version.
@@ -18,7 +18,7 @@ Step = tuple[int, str, int, int]
 
 
 def word_list(text: str) -> tuple[str, ...]:
-    """The words of `text`, in order."""
+    """Return the words of `text`, in order."""
     return tuple(text.split())
 
 
@@ -38,31 +38,12 @@ _ANSWER = re.compile(r"Answer:[ \t]*(-?[0-9]{1,9})(?![0-9]|[.,][0-9])")
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """One prompt and its integer answer.
-
-    Example:
-        >>> Problem(prompt="Mia has 3 plums and finds 4 more. How many plums?", answer=7).messages
-        [{'role': 'user', 'content': 'Mia has 3 plums and finds 4 more. How many plums?'}]
-    """
-
-    prompt: str
-    answer: int
-
-    @property
-    def messages(self) -> list[dict[str, str]]:
-        """The prompt as the single user turn of a chat."""
-        return [{"role": "user", "content": self.prompt}]
-
-
-@dataclass(frozen=True, slots=True)
 class Story:
-    """A problem with its solution, from which worked answers are written.
-
-    The last step's result is the answer.
+    """A word problem with its solution; the result of the last step is the answer.
 
     Example:
-        Story("Mia has 3 plums. ...", who="Mia", item="plums", steps=((3, "+", 4, 7),))
+        >>> Story("Mia has 3 plums and finds 4.", "Mia", "plums", ((3, "+", 4, 7),)).messages
+        [{'role': 'user', 'content': 'Mia has 3 plums and finds 4.'}]
     """
 
     prompt: str
@@ -74,30 +55,34 @@ class Story:
     def answer(self) -> int:
         return self.steps[-1][3]
 
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The problem as the single user turn of a chat."""
+        return [{"role": "user", "content": self.prompt}]
+
 
 def pick(rng: random.Random, options: Sequence[T]) -> T:
-    """One of `options`, uniformly."""
+    """Draw one of `options`, uniformly."""
     return options[int(rng.random() * len(options))]
 
 
 def between(rng: random.Random, low: int, high: int) -> int:
-    """An integer in [low, high], uniformly."""
+    """Draw an integer in [low, high], uniformly."""
     return low + int(rng.random() * (high - low + 1))
 
 
 def story(rng: random.Random) -> Story:
     """Draw one word problem: one or two operations, every result below 400.
 
-    Easy and hard on purpose: a very small model learns the sums and few of the long products, so
-    that it is right often, and not always.
+    A very small model learns the sums and few of the long products, so that it is right often and
+    not always: rewards then vary.
     """
-    return pick(rng, (_gain_or_lose, _gain_or_lose, _gain_and_lose, _compare, _groups, _groups))(
-        rng
-    )
+    kinds = (_gain_or_lose, _gain_or_lose, _gain_and_lose, _compare, _groups, _groups)
+    return pick(rng, kinds)(rng)
 
 
 def _move(rng: random.Random, who: str, item: str, have: int) -> tuple[str, Step]:
-    """A sentence that adds to or takes from `have` things, and its arithmetic step."""
+    """Draw a sentence that adds to or takes from `have` things, and its arithmetic step."""
     most = 9 if rng.random() < 0.8 else 30
     if have < 5 or rng.random() < 0.5:
         n = between(rng, 2, most)
@@ -150,7 +135,7 @@ def _groups(rng: random.Random) -> Story:
 
 
 def long_story(rng: random.Random) -> Story:
-    """A problem of two or three steps, with numbers that are worth a calculator."""
+    """Draw a problem of two or three steps, with numbers that are worth a calculator."""
     who, item, moves = pick(rng, NAMES), pick(rng, ITEMS), between(rng, 1, 2)
     steps: list[Step] = []
     if rng.random() < 0.5:
@@ -172,8 +157,8 @@ def long_story(rng: random.Random) -> Story:
 
 def arithmetic_problems(
     n: int, seed: int, draw: Callable[[random.Random], Story] = story
-) -> list[Problem]:
-    """`n` word problems, the same for the same (n, seed) everywhere.
+) -> list[Story]:
+    """Return `n` word problems, the same for the same (n, seed) everywhere.
 
     A shorter list is a prefix of a longer one. Problems are distinct: a repeated prompt is
     drawn again, up to 100 times.
@@ -184,7 +169,7 @@ def arithmetic_problems(
     if n < 0:
         raise ValueError(f"n must not be negative, got {n}")
     rng = random.Random(seed)
-    problems: list[Problem] = []
+    problems: list[Story] = []
     seen: set[str] = set()
     for _ in range(n):
         for _attempt in range(100):
@@ -192,12 +177,12 @@ def arithmetic_problems(
             if drawn.prompt not in seen:
                 break
         seen.add(drawn.prompt)
-        problems.append(Problem(drawn.prompt, drawn.answer))
+        problems.append(drawn)
     return problems
 
 
 def reward(response: str, answer: int) -> float:
-    """1.0 where the last "Answer: N" of the response is `answer`, else 0.0.
+    """Return 1.0 if the last "Answer: N" of the response is `answer`, else 0.0.
 
     A response without a readable last answer scores 0.0; nothing in it can raise.
     """

@@ -1,8 +1,8 @@
-"""Prompts out of a data set: a hub id, a file, or a directory that ``save_to_disk`` wrote.
+"""Read prompts from a data set: a hub id, a file, or a directory that ``save_to_disk`` wrote.
 
-Read through the ``datasets`` library (extra ``datasets``). The column with the prompts is found by
-its name; text becomes one user message and so goes through the model's chat template, as RL
-frameworks do it; lists of messages are taken as they are.
+The ``datasets`` library reads it (extra ``datasets``). The column with the prompts is found by its
+name. Text becomes one user message and goes through the model's chat template, as in RL frameworks;
+lists of messages are taken as they are.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
 
 
 def read_dataset(spec: PromptSpec) -> list[Prompt]:
-    """``num_prompts`` rows of a data set, drawn with ``seed``, in the order of the data set.
+    """Draw ``num_prompts`` rows of a data set with ``seed``, in the order of the data set.
 
-    Fewer where the data set has fewer. The same spec draws the same rows everywhere.
+    Returns fewer where the data set has fewer. The same spec draws the same rows everywhere.
 
     Raises:
         MismatchError: the library is missing, the data set cannot be found or read (with an
@@ -46,7 +46,7 @@ def read_dataset(spec: PromptSpec) -> list[Prompt]:
 
 
 def drawn_rows(rows: int, spec: PromptSpec) -> list[int]:
-    """Which rows are taken: sorted, distinct, a function of (rows, num_prompts, seed) alone.
+    """Return the rows to take: sorted, distinct, a function of (rows, num_prompts, seed) alone.
 
     >>> drawn_rows(5, PromptSpec(num_prompts=9))
     [0, 1, 2, 3, 4]
@@ -57,7 +57,7 @@ def drawn_rows(rows: int, spec: PromptSpec) -> list[int]:
 
 
 def prompt_column(columns: list[str], spec: PromptSpec) -> str:
-    """The column that holds the prompts: the one asked for, or the only one with a usual name.
+    """Return the column with the prompts: the one asked for, or the only one with a usual name.
 
     Raises:
         MismatchError: it does not exist, or none or several have a usual name.
@@ -111,7 +111,7 @@ def _load(spec: PromptSpec) -> Any:
 
 
 def _file(datasets: Any, path: Path, spec: PromptSpec) -> Any:
-    """One file; it has no splits, so ``dataset_split`` does not matter."""
+    """Load one file; it has no splits, so ``dataset_split`` does not matter."""
     if path.suffix not in FORMATS:
         raise MismatchError(
             f"{_named(spec)}: cannot read a {path.suffix or 'file without suffix'}",
@@ -137,36 +137,28 @@ def _file(datasets: Any, path: Path, spec: PromptSpec) -> Any:
 
 
 def _directory(datasets: Any, path: Path, spec: PromptSpec) -> Any:
-    """What ``save_to_disk`` wrote: one split, or several by name."""
+    """Load what ``save_to_disk`` wrote (one split, or several by name), or a folder of files."""
     try:
         loaded = datasets.load_from_disk(str(path))
     except FileNotFoundError:
-        return _plain_directory(datasets, path, spec)
+        if any(file.suffix in FORMATS for file in path.rglob("*")):
+            return _hub(datasets, str(path), spec)  # named after their splits, as on the hub
+        raise MismatchError(
+            f"{_named(spec)}: neither written by save_to_disk nor holding {SUFFIXES} files",
+            "give a file, or a directory that save_to_disk wrote",
+        ) from None
     except Exception as error:
         raise MismatchError(
             f"{_named(spec)}: cannot be read: {_reason(error)}", "write it with save_to_disk again"
         ) from error
-    return _split(loaded, spec) if isinstance(loaded, datasets.DatasetDict) else loaded
-
-
-def _plain_directory(datasets: Any, path: Path, spec: PromptSpec) -> Any:
-    """A directory of data files, named after their splits as on the hub."""
-    files = sorted(file for file in path.rglob("*") if file.suffix in FORMATS)
-    if not files:
-        raise MismatchError(
-            f"{_named(spec)}: neither written by save_to_disk nor holding {SUFFIXES} files",
-            "give a file, or a directory that save_to_disk wrote",
-        )
-    return _hub(datasets, str(path), spec)
-
-
-def _split(splits: Any, spec: PromptSpec) -> Any:
-    if spec.dataset_split not in splits:
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded
+    if spec.dataset_split not in loaded:
         raise MismatchError(
             f"{_named(spec)} has no split {spec.dataset_split}",
-            f"--dataset-split, one of {', '.join(splits)}",
+            f"--dataset-split, one of {', '.join(loaded)}",
         )
-    return splits[spec.dataset_split]
+    return loaded[spec.dataset_split]
 
 
 def _hub(datasets: Any, name: str, spec: PromptSpec) -> Any:
@@ -183,7 +175,7 @@ def _hub(datasets: Any, name: str, spec: PromptSpec) -> Any:
 
 @contextmanager
 def _cache_alone(datasets: Any) -> Iterator[None]:
-    """Read the cache at once; the library would try the hub for half a minute first."""
+    """Read only the cache; the library would first try the hub for half a minute."""
     from huggingface_hub import constants
 
     owners: list[Any] = [datasets.config, constants]
@@ -198,7 +190,7 @@ def _cache_alone(datasets: Any) -> Iterator[None]:
 
 
 def _explained(error: Exception, reason: str, name: str, spec: PromptSpec) -> MismatchError:
-    """What to do about a data set that the hub did not give."""
+    """Return the error for a data set that the hub did not give, with the remedy."""
     text, kind = str(error), type(error).__name__
     message = f"{_named(spec)}: {reason}"
     if "Config name is missing" in text or "BuilderConfig" in text:
@@ -219,7 +211,7 @@ def _explained(error: Exception, reason: str, name: str, spec: PromptSpec) -> Mi
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the innermost message, which names the cause."""
+    """Return the first line of the innermost message, which names the cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()
@@ -244,7 +236,7 @@ def _prompt(entry: dict[str, Any], row: int, column: str, spec: PromptSpec) -> P
 
 
 def _messages(value: Any) -> list[dict[str, Any]] | None:
-    """A conversation up to the turn that the model has to write; None if there is none."""
+    """Return a conversation up to the turn that the model has to write; None if there is none."""
     if isinstance(value, str) and value.strip():
         return [{"role": "user", "content": value}]
     if not isinstance(value, list | tuple) or not value:
@@ -257,7 +249,7 @@ def _messages(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _turn(item: Any) -> dict[str, Any] | None:
-    """``{"role", "content"}``, also out of ShareGPT's ``{"from", "value"}``."""
+    """Return ``{"role", "content"}``, also of ShareGPT's ``{"from", "value"}``."""
     if not isinstance(item, dict):
         return None
     role = item.get("role") or item.get("from")
@@ -268,7 +260,7 @@ def _turn(item: Any) -> dict[str, Any] | None:
 
 
 def _nested(entry: Any, path: str) -> Any:
-    """``reward_model.ground_truth`` of a row; None where a part is missing."""
+    """Return the value at a path such as ``reward_model.ground_truth``; None if there is none."""
     for name in path.split("."):
         entry = entry.get(name) if isinstance(entry, dict) else None
     return entry

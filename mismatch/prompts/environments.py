@@ -257,18 +257,33 @@ class Replies:
             return None
 
     def _in_time(self, function: Callable[[], Any]) -> Any:
-        """Return the function's result; see ``PATIENCE`` for the time that it gets."""
+        """Return the function's result; a thread that takes too long is left behind.
+
+        Raises:
+            TimeoutError: it took too long, see ``PATIENCE``. Otherwise whatever it raises.
+        """
         seconds = REPLY_S
         if self._hung >= PATIENCE:
             seconds = min(REPLY_S, max(LEAST_S, 2 * self.slowest))
+        results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def work() -> None:
+            try:
+                results.put((function(), None))
+            except BaseException as error:
+                results.put((None, error))
+
         start = time.monotonic()
+        threading.Thread(target=work, daemon=True).start()
         try:
-            result = _in_time(function, seconds)
-        except Hung:
+            value, error = results.get(timeout=seconds)
+        except queue.Empty:
             self._hung += 1
-            raise
+            raise TimeoutError(f"no reply within {seconds:.0f} s") from None
+        if error is not None:
+            raise error
         self.slowest = max(self.slowest, time.monotonic() - start)
-        return result
+        return value
 
     def _partner(self, sequence: int) -> Environment:
         if sequence not in self._partners:
@@ -322,31 +337,3 @@ class Replies:
             except Exception as error:  # whatever a user's class raises
                 print(f"an environment was not closed: {named_line(error)}", file=sys.stderr)
         self._partners.clear()
-
-
-class Hung(TimeoutError):
-    """A call did not return in its time."""
-
-
-def _in_time(function: Callable[[], Any], seconds: float) -> Any:
-    """Return the function's result; a thread that takes longer is left behind.
-
-    Raises:
-        Hung: it took longer. Otherwise whatever the function raises.
-    """
-    results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-    def work() -> None:
-        try:
-            results.put((function(), None))
-        except BaseException as error:
-            results.put((None, error))
-
-    threading.Thread(target=work, daemon=True).start()
-    try:
-        value, error = results.get(timeout=seconds)
-    except queue.Empty:
-        raise Hung(f"no reply within {seconds:.0f} s") from None
-    if error is not None:
-        raise error
-    return value

@@ -1,4 +1,4 @@
-"""One prompt, as every source gives it, and the reward of a response to it."""
+"""One prompt, as every source returns it, and the reward of a response to it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,19 @@ class Prompt:
     Example:
         >>> Prompt("prompts.jsonl:3", text="Once upon a time").text
         'Once upon a time'
-
-    Attributes:
-        origin: where it comes from, for messages: file and line, or task and number.
-        answer: the right one, a whole number, where it is known.
-        grader: how a response is read: "arithmetic" (the built-in task's format) or "number" (the
-            final number, in the usual ways of writing it).
-        tools: on offer with ``messages``, as chat templates take them.
     """
 
     origin: str
+    """Where it comes from, for errors: file and line, or task and number."""
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     token_ids: list[int] | None = None
     answer: int | None = None
+    """The right answer, a whole number, where it is known."""
     grader: Literal["arithmetic", "number"] = "arithmetic"
+    """How a response is read: as the built-in task asks, or by its final number."""
     tools: list[dict[str, Any]] | None = None
+    """On offer with ``messages``, as chat templates take them."""
 
     @property
     def gradable(self) -> bool:
@@ -49,7 +46,7 @@ _MOST_DIGITS = 18
 
 
 def numeric_answer(value: Any) -> int | None:
-    """The whole number that an answer means, or None.
+    """Return the whole number that an answer means, or None.
 
     A text is read after its last ``####`` or inside its last ``\\boxed{}``, else as a whole.
 
@@ -68,10 +65,10 @@ def numeric_answer(value: Any) -> int | None:
 
 
 def numeric_reward(response: str, answer: int) -> float:
-    """1.0 where the response's final number is ``answer``, else 0.0; nothing in it can raise.
+    """Return 1.0 if the response's final number is ``answer``, else 0.0; nothing in it can raise.
 
-    Read after the last ``####``, inside the last ``\\boxed{}``, after the last "answer", or else
-    the last number of all.
+    The number is read after the last ``####``, inside the last ``\\boxed{}``, after the last
+    "answer"; otherwise it is the last number of all.
 
     >>> numeric_reward("so she has 42.", 42), numeric_reward("42 apples, 5 pears", 42)
     (1.0, 0.0)
@@ -84,7 +81,7 @@ def numeric_reward(response: str, answer: int) -> float:
 
 
 def _whole(text: str) -> int | None:
-    """The first number of a text, if it is whole and of a sane size."""
+    """Return the first number of a text, if it is whole and has at most 18 digits."""
     match = _NUMBER.search(text)
     if match is None:
         return None
@@ -95,7 +92,7 @@ def _whole(text: str) -> int | None:
 
 
 def grade(prompt: Prompt, response: str, special: Sequence[str]) -> float:
-    """The reward, 0 to 1, of a response (with its special tokens) to a gradable prompt."""
+    """Return the reward, 0 or 1, of a response (with its special tokens) to a gradable prompt."""
     assert prompt.answer is not None
     for token in special:
         response = response.replace(token, "")

@@ -1,14 +1,13 @@
-"""Prompts: a built-in task or a JSONL file, and how they become token ids.
+"""Read the prompts of a run, and render them to token ids.
 
-Reading is light and done before anything starts (:func:`read_prompts`); rendering needs the model's
-tokenizer and is done where that is loaded (:func:`render_prompts`). One line of a prompts file has
-exactly one of::
+:func:`read_prompts` is light and runs before anything starts; :func:`render_prompts` needs the
+model's tokenizer and runs where that is loaded. One line of a prompts file has exactly one of::
 
     {"prompt": "Once upon a time"}                          text, used as it is
     {"messages": [{"role": "user", "content": "Hello"}]}    through the model's chat template
     {"prompt_token_ids": [1, 15, 27]}                       ids, used as they are
 
-Other keys are left alone, blank lines and a byte order mark are skipped.
+Other keys, blank lines and a byte order mark are ignored.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError
+from mismatch.prompts.datasets import read_dataset
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.tasks import find_task
 from mismatch.specs import PromptSpec
@@ -36,8 +36,6 @@ def read_prompts(spec: PromptSpec) -> list[Prompt]:
             malformed (with the line).
     """
     if spec.dataset is not None:
-        from mismatch.prompts.datasets import read_dataset
-
         return read_dataset(spec)
     if spec.path is not None:
         return read_file(Path(spec.path))[: spec.num_prompts]
@@ -51,7 +49,7 @@ def read_prompts(spec: PromptSpec) -> list[Prompt]:
 
 
 def read_file(path: Path) -> list[Prompt]:
-    """All prompts of a JSONL file.
+    """Return all prompts of a JSONL file.
 
     Raises:
         MismatchError: missing, not UTF-8, no prompts, or a malformed line (named).
@@ -92,39 +90,26 @@ def _parse(raw: bytes, origin: str) -> Prompt:
     if len(present) != 1:
         keys = " and ".join(present) if present else f"none (keys: {', '.join(entry) or 'none'})"
         raise _bad(origin, f"needs exactly one of {', '.join(KINDS)}, found {keys}")
-    value = entry[present[0]]
-    if present[0] == "prompt":
-        return Prompt(origin, text=_text(value, origin))
-    if present[0] == "messages":
-        return Prompt(origin, messages=_messages(value, origin))
-    return Prompt(origin, token_ids=_token_ids(value, origin))
-
-
-def _text(value: Any, origin: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise _bad(origin, "prompt must be a string that is not empty")
-    return value
-
-
-def _messages(value: Any, origin: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise _bad(origin, "messages must be a list that is not empty")
+    (kind,) = present
+    value: Any = entry[kind]
+    wanted: type = str if kind == "prompt" else list
+    if not isinstance(value, wanted) or not value:
+        name = "string" if kind == "prompt" else "list"
+        raise _bad(origin, f"{kind} must be a {name} that is not empty")
+    if kind == "prompt":
+        return Prompt(origin, text=value)
+    if kind == "prompt_token_ids":
+        for index, token in enumerate(value):
+            if type(token) is not int or token < 0:
+                raise _bad(origin, f"prompt_token_ids[{index}] must be an integer of at least 0")
+        return Prompt(origin, token_ids=value)
     for index, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise _bad(origin, f"messages[{index}] must be an object with a role")
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and "tool_calls" in message):
             raise _bad(origin, f"messages[{index}].content must be a string")
-    return value
-
-
-def _token_ids(value: Any, origin: str) -> list[int]:
-    if not isinstance(value, list) or not value:
-        raise _bad(origin, "prompt_token_ids must be a list that is not empty")
-    for index, token in enumerate(value):
-        if type(token) is not int or token < 0:
-            raise _bad(origin, f"prompt_token_ids[{index}] must be an integer of at least 0")
-    return value
+    return Prompt(origin, messages=value)
 
 
 def _bad(origin: str, what: str, fix: str = f"write {EXAMPLE}") -> MismatchError:
@@ -135,9 +120,9 @@ def _bad(origin: str, what: str, fix: str = f"write {EXAMPLE}") -> MismatchError
 
 
 def render_prompts(prompts: Sequence[Prompt], tokenizer: Any, vocab_size: int) -> list[list[int]]:
-    """Token ids of every prompt.
+    """Return the token ids of every prompt.
 
-    Text gets the tokenizer's own special tokens (a BOS), unless it begins with the BOS already.
+    Text gets the tokenizer's own special tokens (a BOS), unless it already begins with the BOS.
 
     Raises:
         MismatchError: no chat template, a conversation that it refuses, a prompt without tokens,
@@ -172,11 +157,11 @@ def _render(prompt: Prompt, tokenizer: Any) -> list[int]:
             f"{prompt.origin}: the model's tokenizer has no chat template",
             "use a chat model, or give the prompts as `prompt` or `prompt_token_ids`",
         )
-    offered = {"tools": prompt.tools} if prompt.tools else {}
+    tools = {"tools": prompt.tools} if prompt.tools else {}
     try:
         ids = tokenizer.apply_chat_template(
             prompt.messages,
-            **offered,
+            **tools,
             add_generation_prompt=True,
             tokenize=True,
             return_dict=False,

@@ -1,52 +1,47 @@
-"""The built-in tasks by name: their prompts, and the environment that replies where one does."""
+"""The built-in tasks by name: their prompts, and the environment that replies in them."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from mismatch.errors import MismatchError
-from mismatch.prompts.arithmetic import arithmetic_problems, long_story
+from mismatch.prompts.arithmetic import Story, arithmetic_problems, long_story, story
 from mismatch.prompts.prompt import Prompt
-
-
-def _problems(name: str, long: bool, n: int, seed: int) -> list[Prompt]:
-    problems = arithmetic_problems(n, seed, long_story) if long else arithmetic_problems(n, seed)
-    return [
-        Prompt(f"{name} prompt {index}", messages=problem.messages, answer=problem.answer)
-        for index, problem in enumerate(problems)
-    ]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A built-in task.
+    """A built-in task."""
 
-    Attributes:
-        prompts: (n, seed) -> n prompts, a shorter list a prefix of a longer one.
-        environment: that replies, unless ``--environment`` names another.
-    """
-
-    prompts: Callable[[int, int], list[Prompt]]
+    name: str
+    draw: Callable[[random.Random], Story]
     environment: str | None = None
+    """The environment that replies, unless ``--environment`` names another."""
+
+    def prompts(self, n: int, seed: int) -> list[Prompt]:
+        """Return n prompts; a shorter list is a prefix of a longer one."""
+        problems = arithmetic_problems(n, seed, self.draw)
+        return [
+            Prompt(f"{self.name} prompt {index}", messages=problem.messages, answer=problem.answer)
+            for index, problem in enumerate(problems)
+        ]
 
 
-TASKS = {
-    "arithmetic": Task(partial(_problems, "arithmetic", False)),
-    "calculator": Task(partial(_problems, "calculator", True), "calculator"),
-}
+TASKS = (Task("arithmetic", story), Task("calculator", long_story, "calculator"))
 
 
 def find_task(name: str) -> Task:
-    """The task of that name.
+    """Return the task of that name.
 
     Raises:
         MismatchError: there is none.
     """
-    if name not in TASKS:
-        raise MismatchError(
-            f"unknown task {name!r}",
-            f"use {', '.join(TASKS)}, or a file of prompts: --prompts FILE",
-        )
-    return TASKS[name]
+    for task in TASKS:
+        if task.name == name:
+            return task
+    raise MismatchError(
+        f"unknown task {name!r}",
+        f"use {', '.join(task.name for task in TASKS)}, or a file of prompts: --prompts FILE",
+    )

@@ -10,29 +10,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mismatch.prompts.arithmetic import Problem, arithmetic_problems, reward, story
+from mismatch.prompts.arithmetic import arithmetic_problems, reward, story
 from tools.tiny_gpt_oss_corpus import chats, worked_answer
 
 PINNED = [
-    Problem(
+    (
         "Rosa has 4 bags with 5 buttons in each of them. How many buttons does Rosa have?",
-        answer=20,
+        20,
     ),
-    Problem(
+    (
         "Mia has 12 lemons. Mia sells 6 lemons on the beach. Then Mia sells 5 lemons in the park. "
         "How many lemons does Mia have now?",
-        answer=1,
+        1,
     ),
-    Problem(
+    (
         "Peter has 5 boxes with 6 stones in each of them. Peter drops 4 stones at home. "
         "How many stones does Peter have now?",
-        answer=26,
+        26,
     ),
 ]
 
 
 def test_problems_are_pinned_so_that_every_machine_draws_the_same() -> None:
-    assert arithmetic_problems(3, seed=0) == PINNED
+    drawn = arithmetic_problems(3, seed=0)
+    assert [(problem.prompt, problem.answer) for problem in drawn] == PINNED
 
 
 def test_a_shorter_list_is_a_prefix_and_seeds_differ() -> None:
@@ -57,8 +58,8 @@ def test_zero_problems_is_empty_and_a_negative_number_is_refused() -> None:
 
 
 def test_messages_hold_the_prompt_as_one_user_turn() -> None:
-    problem = Problem(prompt="How many?", answer=7)
-    assert problem.messages == [{"role": "user", "content": "How many?"}]
+    (problem,) = arithmetic_problems(1, seed=0)
+    assert problem.messages == [{"role": "user", "content": problem.prompt}]
 
 
 @given(st.integers(0, 10**6))
