@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.captures import CacheKind, CachePair, Likeliest, narrowest
-from mismatch.engines.base import CacheReading, Continued, Engine, ExpertLayout, Progress
+from mismatch.engines.base import Continued, Engine, ExpertLayout, Progress
 from mismatch.engines.model_info import ModelInfo
 from mismatch.engines.turns import Trajectory
 from mismatch.errors import CorruptCapture, MismatchError
@@ -197,7 +197,7 @@ def context_of(longest: int) -> int:
 
 
 def measure(
-    engine: CacheReading, prompts: Sequence[list[int]], block: int, progress: Progress
+    engine: Engine, prompts: Sequence[list[int]], block: int, progress: Progress
 ) -> list[CachePair]:
     """Both pairs of every prompt.
 

@@ -204,8 +204,8 @@ class Capabilities:
         prefill_tempered: also at the sampling temperature where that is not 1.
         processed_logprobs: it reports logprobs after temperature and truncation.
         deterministic: the same seed gives the same tokens.
-        distributions: it is a :class:`CapturesDistributions` engine.
-        cache_reading: it is a :class:`CacheReading` engine.
+        distributions: it can take whole distributions while it samples.
+        cache_reading: requests may leave its prefix cache unread.
         reasons: capability -> why it is missing, one sentence each.
     """
 
@@ -292,33 +292,37 @@ class Engine(Protocol):
     def fingerprint(self, mode: Mode) -> Fingerprint:
         """What really ran, resolved by the engine."""
 
-
-class CapturesDistributions(Engine, Protocol):
-    """An engine that can take whole distributions while it samples."""
-
-    def capture_distributions(self, wanted: CaptureRequest | None) -> None:
-        """What each :meth:`generate` has to take beside its samples from now on; None: nothing."""
-
-    def captured_distributions(self) -> dict[str, NDArray[Any]]:
-        """What it took, as ``DistributionRecorder.collected`` gives it; empty: it took none."""
-
-
-class Stopping(Engine, Protocol):
-    """An engine that can end a response at a text."""
+    # Below: what an engine may leave out. Engines that derive from this class need no more for it
+    # than to leave ``Capabilities`` as they are.
 
     def stop_at(self, texts: Sequence[str]) -> None:
-        """End responses behind these texts too: the token that completes one is the last."""
+        """End responses behind these texts too: the token that completes one is the last.
 
+        Raises:
+            MismatchError: this engine cannot.
+        """
+        raise MismatchError(f"{self.name} ends responses at end tokens only", "use --engine vllm")
 
-class CacheReading(Engine, Protocol):
-    """An engine whose requests may leave its prefix cache unread."""
+    def capture_distributions(self, wanted: CaptureRequest | None) -> None:
+        """Take whole distributions with the samples of each :meth:`generate` from now on.
+
+        Only called with ``Capabilities.distributions``. None: take nothing.
+        """
+        raise NotImplementedError
+
+    def captured_distributions(self) -> dict[str, NDArray[Any]]:
+        """Return what was taken, as ``DistributionRecorder.collected`` does; empty: nothing."""
+        raise NotImplementedError
 
     def continue_greedily(
         self, contexts: Sequence[list[int]], max_tokens: int, read_cache: bool, progress: Progress
     ) -> list[Continued]:
-        """``max_tokens`` likeliest tokens after each context, whatever they are.
+        """Return the ``max_tokens`` likeliest tokens after each context, whatever they are.
+
+        Only called with ``Capabilities.cache_reading``.
 
         Args:
-            read_cache: False: every token of the context is computed anew. Both leave blocks in
-                the cache that later requests may read.
+            read_cache: False: compute every token of the context. Both leave blocks in the cache
+                that later requests may read.
         """
+        raise NotImplementedError

@@ -73,7 +73,7 @@ def make_engine(kind: type[Engine], spec: EngineSpec, sampling: Sampling, longes
 
 
 class Replicas:
-    """Several engines as one; see :class:`mismatch.engines.base.CapturesDistributions`."""
+    """Several engines as one; see :class:`mismatch.engines.base.Engine`."""
 
     likeliest = 0
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.captures import Likeliest
-from mismatch.engines.base import CapturesDistributions, Engine, Progress, Sample
+from mismatch.engines.base import Engine, Progress, Sample
 from mismatch.engines.distribution_capture import CaptureRequest, join_collected
 from mismatch.types import Bools, Floats, Ints
 
@@ -131,7 +131,7 @@ def starting(prompts: Sequence[list[int]], samples: Sequence[Sequence[Sample]]) 
 class TurnDistributions:
     """Whole distributions over all turns: each is captured for itself, and the choice is joined."""
 
-    def __init__(self, engine: CapturesDistributions, wanted: CaptureRequest) -> None:
+    def __init__(self, engine: Engine, wanted: CaptureRequest) -> None:
         self.engine, self.wanted = engine, wanted
         self.parts: list[dict[str, NDArray[Any]]] = []
         engine.capture_distributions(wanted)

@@ -7,7 +7,15 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mismatch.engines.base import Capabilities, ExpertLayout, LoadedWeights, Mode, Progress, Sample
+from mismatch.engines.base import (
+    Capabilities,
+    Engine,
+    ExpertLayout,
+    LoadedWeights,
+    Mode,
+    Progress,
+    Sample,
+)
 from mismatch.engines.registry import model_facts
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
@@ -19,7 +27,7 @@ def require_small(spec: EngineSpec) -> None:
         raise MismatchError("the toy engine runs on one device", "drop --tensor-parallel-size")
 
 
-class ToyEngine:
+class ToyEngine(Engine):
     name: ClassVar[str] = "toy"
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from mismatch.codec import to_json
 from mismatch.engines.base import (
     Capabilities,
+    Engine,
     ExpertLayout,
     LoadedWeights,
     Mode,
@@ -42,7 +43,7 @@ VERIFY_EVERY_S = 60.0
 T = TypeVar("T")
 
 
-class ServerEngine:
+class ServerEngine(Engine):
     """One or more running servers of one model."""
 
     name: ClassVar[str] = "server"

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from mismatch.engines.base import (
     Capabilities,
     Continued,
+    Engine,
     ExpertLayout,
     LoadedWeights,
     Mode,
@@ -58,7 +59,7 @@ SETTINGS = (
 )
 
 
-class SglangEngine:
+class SglangEngine(Engine):
     """SGLang's ``Engine`` with one model; see :class:`mismatch.engines.base.Engine`."""
 
     name: ClassVar[str] = "sglang"

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from mismatch.captures import Likeliest
 from mismatch.engines.base import (
     Capabilities,
+    Engine,
     ExpertLayout,
     LoadedWeights,
     Mode,
@@ -119,7 +120,7 @@ TAIL = 8  # tokens
 ARGUMENTS = {"attention": "auto", "experts_implementation": None, "max_num_seqs": 64}
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """A plain transformers model; see :class:`mismatch.engines.base.Engine`."""
 
     name: ClassVar[str] = "transformers"

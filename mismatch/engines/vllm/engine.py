@@ -17,6 +17,7 @@ from mismatch.engines.base import (
     GREEDY_TOP,
     Capabilities,
     Continued,
+    Engine,
     ExpertLayout,
     LoadedWeights,
     Mode,
@@ -45,7 +46,7 @@ from mismatch.types import ROUTES, Fingerprint, Floats, NotTested, Sampling
 CHILD_FAILED = "See root cause above"  # vLLM's words where its engine's process failed
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """vLLM's offline ``LLM`` with one model; see :class:`mismatch.engines.base.Engine`."""
 
     name: ClassVar[str] = "vllm"

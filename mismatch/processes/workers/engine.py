@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from mismatch.captures import LIKELIEST
 from mismatch.codec import from_json, to_json
 from mismatch.engines import artefacts
 from mismatch.engines.artefacts import prefill_scoring
-from mismatch.engines.base import CacheReading, Capabilities, Engine, Stopping
+from mismatch.engines.base import Capabilities, Engine
 from mismatch.engines.model_info import CauseInLog
 from mismatch.engines.registry import engine_class
 from mismatch.engines.replicas import make_engine
@@ -135,11 +135,8 @@ def stop_at(engine: Engine, ready: Ready) -> None:
         MismatchError: it cannot.
     """
     texts = getattr(ready.environment, "stop", ())
-    if not texts:
-        return
-    if not hasattr(engine, "stop_at"):
-        raise MismatchError(f"{engine.name} ends responses at end tokens only", "use --engine vllm")
-    cast(Stopping, engine).stop_at(texts)
+    if texts:
+        engine.stop_at(texts)
 
 
 def score(run_dir: Path, spec: RolloutSpec, name: str | None, cache: str | None = None) -> None:
@@ -199,8 +196,7 @@ def read_cache(
             raise MismatchError(f"{engine.name} cannot be asked to leave its prefix cache unread")
         facts = engine.fingerprint("decode")
         block = int(facts.get("block_size") or facts.get("page_size") or 0)
-        reading = cast(CacheReading, engine)
-        pairs = artefacts.measure(reading, prompts, block, Reporter("cache"))
+        pairs = artefacts.measure(engine, prompts, block, Reporter("cache"))
     except MismatchError as error:
         return {"pairs": [], "reason": error.message}
     return {"pairs": to_json(pairs), "reason": ""}

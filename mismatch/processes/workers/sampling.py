@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from mismatch.engines.artefacts import (
 from mismatch.engines.base import (
     UNTESTED,
     Capabilities,
-    CapturesDistributions,
     Engine,
     Sample,
 )
@@ -190,7 +189,7 @@ def capture_turns(engine: Engine, spec: RolloutSpec) -> TurnDistributions | None
         return None
     law = reported_law(engine.fingerprint("decode"), spec.sampling)
     wanted = CaptureRequest(spec.exact_kl, spec.exact_kl_top_k, spec.sampling.seed, law)
-    return TurnDistributions(cast(CapturesDistributions, engine), wanted)
+    return TurnDistributions(engine, wanted)
 
 
 def with_distributions(
