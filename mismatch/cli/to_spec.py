@@ -360,7 +360,7 @@ def _from_preset(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
 def _from_verl(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
     from mismatch.engines.vllm.arguments import is_cpu_build
     from mismatch.presets import installed_kernels
-    from mismatch.presets.verl_config import read_verl_config
+    from mismatch.presets.verl_config import read_verl_config, sections
 
     config = read_verl_config(flags["verl_config"], flags["verl_override"] or ())
     applied = config.apply(spec, flags.explicit, installed_kernels(), is_cpu_build())
@@ -368,6 +368,7 @@ def _from_verl(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
     notes += [f"  {used}" for used in applied.used]
     notes += [f"  kept: {line}" for line in applied.kept]
     notes += [f"  unknown: {k} (did you mean {name}?)" for k, name in applied.misspelt.items()]
+    notes += [f"  not followed: {line}" for line in sections(applied.ignored)]
     return applied.spec, notes
 
 

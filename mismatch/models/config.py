@@ -264,6 +264,8 @@ def read_config(directory: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(parsed, dict):
         raise MismatchError(f"{path} is not a JSON object", "give a valid config.json")
+    if not isinstance(parsed.get("model_type", ""), str):
+        raise MismatchError(f"{path}: model_type is not text", "give a valid config.json")
     return parsed
 
 

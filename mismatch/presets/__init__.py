@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from mismatch.errors import MismatchError, did_you_mean
 from mismatch.presets.frameworks import (
-    SKYRL,
-    TRL,
-    VERL,
-    VERL_LEGACY,
     Applied,
     Gap,
     Preset,
     Setting,
     Source,
     installed_kernels,
+    read_preset,
 )
 
-PRESETS: dict[str, Preset] = {preset.name: preset for preset in (VERL, VERL_LEGACY, TRL, SKYRL)}
+NAMES = ("verl", "verl-legacy", "trl", "skyrl")
+PRESETS: dict[str, Preset] = {name: read_preset(name) for name in NAMES}
 
 __all__ = [
     "PRESETS",

@@ -1,7 +1,7 @@
 """A user's own verl config, for both sides: what it sets here, and what cannot be reproduced.
 
-The order of precedence is: flags of the user, keys of the config, the ``verl`` preset. A key that
-matters and that this tool cannot follow is reported, never dropped in silence.
+The order of precedence is: flags of the user, keys of the config, the ``verl`` preset. Every key
+that is given and not followed is named.
 """
 
 from __future__ import annotations
@@ -14,12 +14,27 @@ from typing import Any
 
 from mismatch.engines.registry import engine_infos
 from mismatch.errors import MismatchError
-from mismatch.presets.config_file import MISSING, ConfigFile, at, put, read_config, short, typed
-from mismatch.presets.frameworks import VERL, VERL_LEGACY, Preset
-from mismatch.presets.verl_keys import GAPS, OWN_ARGUMENTS, RULES, VERL_TENSOR_PARALLEL, Rule
+from mismatch.presets import PRESETS, Preset
+from mismatch.presets.config_file import COMPLETE, MISSING, ConfigFile, read_config
+from mismatch.presets.verl_keys import (
+    CONVERSIONS,
+    GAPS,
+    OWN_ARGUMENTS,
+    REQUIRED,
+    RULES,
+    Rule,
+    short,
+    typed,
+)
 from mismatch.specs import CheckSpec
 
 ROOT = "actor_rollout_ref."
+_PLACES: dict[str, tuple[str, ...]] = {
+    "engine": ("rollout", "engine"),
+    "sampling": ("rollout", "sampling"),
+    "prompts": ("rollout", "prompts"),
+    "train": ("train",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +61,8 @@ class VerlApplied:
         kept: keys that lost against a flag of the user, one sentence each.
         not_reproduced: keys that matter and have no counterpart here, and what the preset lacks,
             one sentence each; also in ``spec.not_reproduced``.
-        ignored: keys that change nothing here, or that are unknown.
+        ignored: keys that are given and change nothing here, or that are unknown; those of model,
+            actor, rollout and data are also in ``not_reproduced``.
         misspelt: of these, key -> the known name that it is close to.
     """
 
@@ -120,11 +136,17 @@ def read_verl_config(path: Path, overrides: Sequence[str] = ()) -> VerlConfig:
     """Read ``--verl-config FILE`` with its ``--verl-override`` pairs.
 
     Raises:
-        MismatchError: missing file, invalid YAML (with the line), or a malformed override.
+        MismatchError: missing file, invalid YAML (with the line), a config that is not complete,
+            or a malformed override.
     """
     source = read_config(path, overrides)
+    if lacking := [key for key in REQUIRED if source.get(key) is None]:
+        raise MismatchError(
+            f"verl config {path} is not complete: it lacks {', '.join(lacking)}", COMPLETE
+        )
+    # Only old releases know this key.
     legacy = source.get("trainer.use_legacy_worker_impl") in ("auto", "enable")
-    return VerlConfig(source, VERL_LEGACY if legacy else VERL)
+    return VerlConfig(source, PRESETS["verl-legacy" if legacy else "verl"])
 
 
 @dataclass
@@ -155,10 +177,10 @@ class _Work:
     def set(self, key: str, shown: Any, target: str, value: Any, parameter: str) -> None:
         """Put a value at ``engine.dtype``, ``train.dtype`` …, unless the user has."""
         if parameter in self.explicit:
-            if at(self.spec, target) != value:
+            if _at(self.spec, target) != value:
                 self.kept.append(f"{key} = {shown} gives way to --{parameter.replace('_', '-')}")
         else:
-            self.spec = put(self.spec, target, value)
+            self.spec = _put(self.spec, target, value)
             self.used.append(Used(key, shown, f"{parameter} {value}"))
         if target.startswith("train."):
             self.configured.add(target.removeprefix("train."))
@@ -166,8 +188,6 @@ class _Work:
     def engine(self) -> None:
         key = f"{ROOT}rollout.name"
         name = self.value(key, "text")
-        if name is None:
-            return
         started = {n: info for n, info in engine_infos().items() if info.started}
         engines = {info.verl_name or n: n for n, info in started.items()}
         if name not in engines and "engine" not in self.explicit:
@@ -183,7 +203,7 @@ class _Work:
             return
         if not rule.argument:
             for target, parameter in rule.targets:
-                self.set(rule.key, value, target, rule.convert(value), parameter)
+                self.set(rule.key, value, target, CONVERSIONS[rule.convert](value), parameter)
         elif self.spec.rollout.engine.engine == "vllm":
             self.argument(rule.key, rule.argument, value)
 
@@ -197,7 +217,7 @@ class _Work:
         elif name in dict(engine.args):
             self.kept.append(f"{key} = {value} gives way to --engine-arg {name}")
         else:
-            self.spec = put(self.spec, "engine.args", (*engine.args, (name, value)))
+            self.spec = _put(self.spec, "engine.args", (*engine.args, (name, value)))
             self.used.append(Used(key, value, f"engine-arg {name}={value}"))
 
     def engine_kwargs(self) -> None:
@@ -264,7 +284,7 @@ class _Work:
             self.gaps.append(f"{key}: only the first of {len(files)} files is used")
         self.set(key, files[0], "prompts.dataset", str(path), "dataset")
         column = self.value("data.prompt_key", "text") or "prompt"
-        self.spec = put(self.spec, "prompts.prompt_column", column)
+        self.spec = _put(self.spec, "prompts.prompt_column", column)
 
     def trainer(self, preset: Preset) -> None:
         """What the config leaves open comes from the preset."""
@@ -281,33 +301,20 @@ class _Work:
             value = self.source.get(gap.key)
             self.seen.add(gap.key)
             wanted = gap.only in ("", preset.name)
-            if wanted and gap.active(value):
+            if wanted and gap.matters(value):
                 self.gaps.append(f"{gap.key} = {short(value)}: {gap.what}")
-        self._parallel()
-        for name in self.source.missing_defaults:
-            self.gaps.append(
-                f"{self.source.origin}: its default {name} is not beside it; what verl takes from "
-                "there is not known here"
-            )
+        ignored = tuple(key for key in self.source.given() if not self._known(key))
+        near = [key for key in ignored if key.startswith((ROOT, "data."))]
+        if near:
+            self.gaps.append(f"keys that this run does not follow: {'; '.join(sections(near))}")
         gaps = tuple(dict.fromkeys(self.gaps))
         spec = replace(
             self.spec,
             preset=f"{preset.title}, as {self.source.origin} sets it",
             not_reproduced=(*self.spec.not_reproduced, *gaps),
         )
-        ignored = tuple(key for key in self.source.leaves() if not self._known(key))
         misspelt = {key: name for key in ignored if (name := self._near(key))}
         return VerlApplied(spec, _distinct(self.used), tuple(self.kept), gaps, ignored, misspelt)
-
-    def _parallel(self) -> None:
-        """verl's engine spans two GPUs where the config does not say."""
-        key = f"{ROOT}rollout.tensor_model_parallel_size"
-        size = self.spec.rollout.engine.tensor_parallel_size
-        if self.source.get(key) is None and size != VERL_TENSOR_PARALLEL:
-            self.gaps.append(
-                f"{key} is not in the config, where verl takes {VERL_TENSOR_PARALLEL}; this run "
-                f"takes {size}"
-            )
 
     def _known(self, key: str) -> bool:
         return key in self.seen or any(key.startswith(f"{prefix}.") for prefix in self.seen)
@@ -318,6 +325,37 @@ class _Work:
         brothers = [k.rpartition(".")[2] for k in self.seen if k.rpartition(".")[0] == parent]
         near = difflib.get_close_matches(name, brothers, n=1, cutoff=0.85)
         return near[0] if near else ""
+
+
+def sections(keys: Iterable[str]) -> list[str]:
+    """Return a line for every section of a config: "critic.optim: lr, weight_decay"."""
+    names: dict[str, list[str]] = {}
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        names.setdefault(section or "top level", []).append(name)
+    return [f"{section}: {', '.join(inside)}" for section, inside in names.items()]
+
+
+def _at(spec: Any, target: str) -> Any:
+    """Return the value at ``engine.dtype``, ``train.dtype`` … of a check."""
+    for name in _path(target):
+        spec = getattr(spec, name)
+    return spec
+
+
+def _put(spec: Any, target: str, value: Any) -> Any:
+    """Return the check with another value there."""
+
+    def inside(node: Any, path: tuple[str, ...]) -> Any:
+        inner = value if len(path) == 1 else inside(getattr(node, path[0]), path[1:])
+        return replace(node, **{path[0]: inner})
+
+    return inside(spec, _path(target))
+
+
+def _path(target: str) -> tuple[str, ...]:
+    group, _, name = target.partition(".")
+    return (*_PLACES[group], name)
 
 
 def _distinct(used: list[Used]) -> tuple[Used, ...]:

@@ -50,7 +50,9 @@ def test_a_verl_config_sets_both_sides(tmp_path):
     path.write_text(
         "actor_rollout_ref:\n"
         "  model: {path: tiny-gpt-oss}\n"
-        "  rollout: {name: vllm, temperature: 0.7, n: 8, dtype: float16}\n"
+        "  actor: {strategy: fsdp2}\n"
+        "  rollout: {name: vllm, temperature: 0.7, n: 8, dtype: float16, "
+        "tensor_model_parallel_size: 1}\n"
     )
     options = flags(verl_config=path, model=None)
     spec, _ = with_trainer(check_spec(options), options)

@@ -90,7 +90,10 @@ def test_it_may_give_routing_weights() -> None:
 
 def test_a_verl_config_may_name_it(tmp_path: Path) -> None:
     config = tmp_path / "verl.yaml"
-    config.write_text("actor_rollout_ref: {rollout: {name: toy_rollout}}\n")
+    config.write_text(
+        "actor_rollout_ref:\n  actor: {strategy: fsdp2}\n  rollout: {name: toy_rollout, "
+        "temperature: 1.0, n: 1, dtype: bfloat16, tensor_model_parallel_size: 1}\n"
+    )
     applied = read_verl_config(config, ()).apply(CheckSpec(), (), ())
     assert applied.spec.rollout.engine.engine == "toy"
 
