@@ -105,9 +105,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> ConfigFile:
         try:
             if not equals or not key or text.startswith("~"):
                 raise ValueError("no key, or no value")
-            OmegaConf.update(
-                tree, key, OmegaConf.select(OmegaConf.from_dotlist([text.lstrip("+")]), key)
-            )
+            tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([text.lstrip("+")]))
         except (OmegaConfBaseException, YAMLError, ValueError) as error:
             raise MismatchError(
                 f"--verl-override {text!r} is not key=value: {first_line(error)}",
