@@ -92,8 +92,8 @@ def _parse(raw: bytes, origin: str) -> Prompt:
         raise _bad(origin, f"needs exactly one of {', '.join(KINDS)}, found {keys}")
     (kind,) = present
     value: Any = entry[kind]
-    wanted: type = str if kind == "prompt" else list
-    if not isinstance(value, wanted) or not value:
+    right_type = isinstance(value, str if kind == "prompt" else list)
+    if not right_type or not value:
         name = "string" if kind == "prompt" else "list"
         raise _bad(origin, f"{kind} must be a {name} that is not empty")
     if kind == "prompt":
