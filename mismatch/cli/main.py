@@ -22,7 +22,6 @@ from mismatch.plugins import features, find_command, load
 COMMANDS = {
     "check": "Sample, score the same tokens under FSDP2, compare, judge.",
     "rollout": "Sample in the engine; score later, here or elsewhere.",
-    "read-rollouts": "Make a run of rollouts that a framework recorded.",
     "score": "Score the tokens of a run under FSDP2.",
     "compare": "Compare a run again, or any two scorings of the same tokens.",
     "corrections": "Try TIS, IcePop, MIS, rejection and more on a run's tokens.",

@@ -14,13 +14,9 @@ from mismatch.errors import MismatchError, did_you_mean
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, excludes_zero
 from mismatch.metrics.inference import mover
-from mismatch.models.resolved import load_tokenizer, stop_ids, token_texts
 from mismatch.pipeline.document import report_from_json
 from mismatch.run import store
-from mismatch.run.directory import at_work
-from mismatch.run.recorded import ENGINE, Recorded, as_run
-from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
-from mismatch.types import Comparison, Estimate, Ints, NotTested, Report, Status
+from mismatch.types import Comparison, Estimate, Ints, Report, Status
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -214,58 +210,6 @@ def _prompts(table: pd.DataFrame, side: int) -> list[Any]:
     texts = _first_of_sequences(table, "context")
     return [key if text is None or len(text) == 0 else tuple(text)
             for key, text in zip(own, texts, strict=True)]  # fmt: skip
-
-
-def recorded_spec(engine: EngineSpec, sampling: Sampling) -> CheckSpec:
-    """What is known of the engine that sampled; the trainer takes the same checkpoint."""
-    engine = replace(engine, engine=ENGINE, routing=False, prefill=False)
-    train = TrainSpec(
-        model=engine.model, revision=engine.revision, trust_remote_code=engine.trust_remote_code
-    )
-    return CheckSpec(rollout=RolloutSpec(engine, sampling=sampling, exact_kl=0), train=train)
-
-
-def keep_recorded(
-    spec: CheckSpec, run_dir: Path, file: Path, form: str, recorded: Recorded, command: str
-) -> None:
-    """Write rollout, texts of its tokens and the sampler's scoring into a new run.
-
-    Raises:
-        MismatchError: the model has no tokenizer, or an id is outside its vocabulary.
-    """
-    engine = spec.rollout.engine
-    tokenizer = load_tokenizer(engine.model, engine.revision, engine.trust_remote_code)
-    texts = sorted({token for row in recorded.sequences for token in row.token_ids})
-    responses = [int(np.sum(row.sampled)) for row in recorded.sequences]
-    sampling = replace(spec.rollout.sampling, max_tokens=max(responses), samples_per_prompt=1)
-    fingerprint = {
-        "engine": ENGINE,
-        "mode": "decode",
-        "model": engine.model,
-        "dtype": engine.dtype,
-        "file": file.name,
-        "format": form,
-        # Of another law than T = 1 nobody says whether the logprobs are before or after it.
-        "logprobs_temperature": 1.0 if sampling.temperature == 1 else None,
-        "stop_token_ids": list(stop_ids(engine.model, engine.revision, tokenizer)),
-        "bos_token_id": tokenizer.bos_token_id,
-        "not_tested": to_json(
-            [
-                *(NotTested(what, "the file does not have it") for what in NOT_IN_A_FILE),
-                *(NotTested(remark, f"{count}") for remark, count in recorded.remarks.items()),
-            ]
-        ),
-    }
-    run = as_run(recorded, sampling, fingerprint)
-    prompts = PromptSpec(num_prompts=run.rollout.n_prompts)
-    spec = replace(spec, rollout=replace(spec.rollout, prompts=prompts, sampling=sampling))
-    with at_work(run_dir, "read-rollouts", spec, command):
-        store.save_rollout(run_dir, run.rollout, made_by=spec.rollout)
-        store.save_vocabulary(run_dir, token_texts(tokenizer, texts))
-        store.save_scoring(run_dir, run.decode, run.rollout, made_by=spec.rollout)
-
-
-NOT_IN_A_FILE = ("routed experts", "weights as the engine holds them")
 
 
 SCHEMA = "mismatch.history/1"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.run.recorded import Form, as_run, read_recorded, turns_of
+from mismatch.features.recorded.rollouts import Form, as_run, read_recorded, turns_of
 from mismatch.types import Sampling
 
 GENERIC = {"prompt_token_ids": [1, 2], "response_token_ids": [3, 4], "logprobs": [-0.1, -0.2]}
