@@ -17,8 +17,8 @@ from mismatch.engines.base import ExpertLayout
 from mismatch.engines.servers.address import parse_address
 from mismatch.engines.servers.client import RequestFailed, usable_answer, wait_for
 from mismatch.engines.servers.server_api import SampleRequest, ServerFacts
-from mismatch.engines.servers.sglang_api import SglangAPI
-from mismatch.engines.servers.vllm_api import VllmAPI
+from mismatch.engines.servers.sglang_api import SglangServer
+from mismatch.engines.servers.vllm_api import VllmServer
 from mismatch.errors import MismatchError
 from mismatch.types import Sampling
 
@@ -37,7 +37,7 @@ IDS = [1, 2, 3]
 LAYOUT = ExpertLayout((0, 1), 4, 2)
 SGLANG_TOKENS = [[-1.0, 4, None], [-2.0, 5, None], [-0.5, 6, None], [-0.1, 7, None]]
 GOOD = {
-    (VllmAPI, "generate"): {
+    (VllmServer, "generate"): {
         "choices": [
             {
                 "prompt_token_ids": IDS,
@@ -52,7 +52,7 @@ GOOD = {
         ],
         "system_fingerprint": "a",
     },
-    (VllmAPI, "score"): {
+    (VllmServer, "score"): {
         "choices": [
             {
                 "prompt_token_ids": IDS,
@@ -60,10 +60,10 @@ GOOD = {
             }
         ]
     },
-    (VllmAPI, "top_logprobs"): {
+    (VllmServer, "top_logprobs"): {
         "choices": [{"logprobs": {"top_logprobs": [{"token_id:4": -1.0, "token_id:5": -2.0}]}}]
     },
-    (SglangAPI, "generate"): {
+    (SglangServer, "generate"): {
         "output_ids": [4, 5, 6, 7],
         "meta_info": {
             "finish_reason": {"type": "length", "length": 4},
@@ -72,17 +72,17 @@ GOOD = {
             "weight_version": "default",
         },
     },
-    (SglangAPI, "score"): {
+    (SglangServer, "score"): {
         "meta_info": {
             "input_token_logprobs": [[None, 1, None], [-1.0, 2, None], [-2.0, 3, None]],
         }
     },
-    (SglangAPI, "top_logprobs"): {
+    (SglangServer, "top_logprobs"): {
         "meta_info": {"output_top_logprobs": [[[-1.0, 4, None], [-2.0, 5, None]]]}
     },
 }
 FACTS = {
-    VllmAPI: {
+    VllmServer: {
         "/v1/models": {
             "data": [
                 {"id": "t", "root": "/m/t", "owned_by": "vllm", "parent": None, "max_model_len": 9}
@@ -98,7 +98,7 @@ FACTS = {
             }
         },
     },
-    SglangAPI: {
+    SglangServer: {
         "/model_info": {
             "model_path": "/m/t",
             "is_generation": True,
@@ -163,12 +163,12 @@ class Canned:
         with usable_answer():
             return read(copy.deepcopy(self.posted))
 
-    async def get(self, path, timeout_s=None):
+    async def get(self, path):
         if path not in self.got:
             raise RequestFailed("HTTP 404", "refused")
         return copy.deepcopy(self.got[path])
 
-    async def text(self, path, timeout_s=None):
+    async def text(self, path):
         return str(self.got.get(path, ""))
 
 

@@ -30,6 +30,7 @@ from mismatch.errors import MismatchError
 
 T = TypeVar("T")
 CONNECT_S = 10.0
+DESCRIBE_S = 30.0  # deadline of a request for what a server says about itself
 LARGEST_ANSWER = 1 << 30  # bytes of a sample with its routed experts
 LARGEST_OTHER = 16 << 20  # of what a server says about itself, and of an error
 HIDDEN_FROM = 8  # characters: a shorter key is a word that answers contain anyway
@@ -140,13 +141,13 @@ class Client:
         """The authorities of the system, or of SSL_CERT_FILE; False: plain HTTP has none."""
         return self.address.scheme == "https" and ssl.create_default_context()
 
-    async def get(self, path: str, timeout_s: float | None = None) -> Any:
-        """Return the JSON at ``path``; see :meth:`post`."""
-        return await self._ask(path, None, self._json, timeout_s)
+    async def get(self, path: str) -> Any:
+        """Return the JSON at ``path``: what a server says about itself; see :meth:`post`."""
+        return await self._ask(path, None, self._json)
 
-    async def text(self, path: str, timeout_s: float | None = None) -> str:
+    async def text(self, path: str) -> str:
         """Return the text at ``path``; see :meth:`post`."""
-        return await self._ask(path, None, lambda data: data.decode("utf-8", "replace"), timeout_s)
+        return await self._ask(path, None, lambda data: data.decode("utf-8", "replace"))
 
     async def post(self, path: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
         """Return what ``read`` makes of the answer's JSON, after as many attempts as allowed.
@@ -155,19 +156,13 @@ class Client:
             RequestFailed: no usable answer.
             MismatchError: the key or the certificate is not accepted, or ``read`` raised it.
         """
-        return await self._ask(path, body, lambda data: read(self._json(data, float)), None)
+        return await self._ask(path, body, lambda data: read(self._json(data, float)))
 
-    async def _ask(
-        self,
-        path: str,
-        body: dict[str, Any] | None,
-        read: Callable[[bytes], T],
-        timeout_s: float | None,
-    ) -> T:
+    async def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[bytes], T]) -> T:
         tried: Counter[bool] = Counter()  # busy or not -> attempts
         while True:
             try:
-                data = await self._exchange(path, body, timeout_s or self.timeout_s)
+                data = await self._exchange(path, body)
                 with usable_answer():
                     return read(data)
             except RequestFailed as error:
@@ -181,12 +176,14 @@ class Client:
                 wait_s = backoff_s(tried.total(), error.retry_after_s)
             await asyncio.sleep(wait_s)
 
-    async def _exchange(self, path: str, body: dict[str, Any] | None, allowed_s: float) -> bytes:
+    async def _exchange(self, path: str, body: dict[str, Any] | None) -> bytes:
         # No compression: a small answer could be unpacked to any size.
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
-        method = "GET" if body is None else "POST"
+        method, allowed_s = "POST", self.timeout_s
+        if body is None:
+            method, allowed_s = "GET", min(DESCRIBE_S, self.timeout_s)
         timeout = httpx.Timeout(None, connect=min(CONNECT_S, allowed_s))
         try:
             async with (

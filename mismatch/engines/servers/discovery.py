@@ -16,20 +16,19 @@ from mismatch.engines.servers.address import parse_address
 from mismatch.engines.servers.client import Client, RequestFailed, api_key, wait_for
 from mismatch.engines.servers.probing import (
     Probes,
-    Server,
     allowed_drift,
     examine,
     expert_layout,
     make_probes,
     mean_abs_diff,
 )
-from mismatch.engines.servers.server_api import ServerAPI, ServerFacts
-from mismatch.engines.servers.sglang_api import SglangAPI
-from mismatch.engines.servers.vllm_api import VllmAPI
+from mismatch.engines.servers.server_api import Server, ServerFacts
+from mismatch.engines.servers.sglang_api import SglangServer
+from mismatch.engines.servers.vllm_api import VllmServer
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 
-SERVER_APIS: tuple[type[ServerAPI], ...] = (SglangAPI, VllmAPI)  # in the order of asking
+KINDS: tuple[type[Server], ...] = (SglangServer, VllmServer)  # in the order of asking
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class ServerGroup:
     layout: ExpertLayout | None
 
 
-def recognise(spec: EngineSpec) -> list[ServerAPI]:
+def recognise(spec: EngineSpec) -> list[Server]:
     """Ask every server who it is, and whether it has the right model.
 
     Raises:
@@ -64,15 +63,15 @@ def discover(spec: EngineSpec) -> ServerGroup:
     return wait_for(_discover(spec))
 
 
-async def _recognise(spec: EngineSpec) -> list[ServerAPI]:
+async def _recognise(spec: EngineSpec) -> list[Server]:
     addresses = [parse_address(text) for text in spec.servers]
     if len(set(addresses)) < len(addresses):
         raise MismatchError("the same --server twice", "name every server once")
     servers = []
     for address in addresses:
-        api = await _describe(Client(address, spec.server_timeout_s, api_key()), spec)
-        _require_model(api.url, api.facts, spec)
-        servers.append(api)
+        server = await _describe(Client(address, spec.server_timeout_s, api_key()), spec)
+        _require_model(server.url, server.facts, spec)
+        servers.append(server)
     first = servers[0]
     for other in servers[1:]:
         if (difference := first.facts.difference(other.facts)) is not None:
@@ -83,11 +82,11 @@ async def _recognise(spec: EngineSpec) -> list[ServerAPI]:
     return servers
 
 
-async def _describe(client: Client, spec: EngineSpec) -> ServerAPI:
+async def _describe(client: Client, spec: EngineSpec) -> Server:
     url = client.address.text
-    for api in SERVER_APIS:
+    for kind in KINDS:
         try:
-            facts = await api.describe(client, spec.served_model)
+            facts = await kind.describe(client, spec.served_model)
         except RequestFailed as error:
             if error.kind == "refused":
                 continue
@@ -96,7 +95,7 @@ async def _describe(client: Client, spec: EngineSpec) -> ServerAPI:
                 f"is it up, and is this its address? try: curl {url}/v1/models; or leave it out",
             ) from error
         if facts is not None:
-            return api(client, facts)
+            return kind(client, facts)
     raise MismatchError(
         f"{url} is no server that mismatch knows",
         "give the address of a vLLM or SGLang server, without a path",
@@ -129,13 +128,13 @@ def _last_part(name: str) -> str:
 async def _discover(spec: EngineSpec) -> ServerGroup:
     probes, info = make_probes(spec), read_model_info(spec)
     layout = expert_layout(spec, info) if spec.routing else None
-    servers: list[Server] = []
-    for api in await _recognise(spec):
+    servers = await _recognise(spec)
+    for server in servers:
         try:
-            servers.append(await examine(api, probes, layout))
+            await examine(server, probes, layout)
         except RequestFailed as error:
             raise MismatchError(
-                f"{api.url} did not answer a probe: {error.reason}",
+                f"{server.url} did not answer a probe: {error.reason}",
                 "look into the server's log; --server-timeout gives a request more time. If the "
                 "server refuses it, compare --model with what it loaded",
             ) from error

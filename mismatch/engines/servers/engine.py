@@ -31,10 +31,10 @@ from mismatch.engines.base import (
 )
 from mismatch.engines.model_info import read_model_info
 from mismatch.engines.registry import model_facts
-from mismatch.engines.servers.client import RequestFailed, wait_for
+from mismatch.engines.servers.client import Patience, RequestFailed, wait_for
 from mismatch.engines.servers.discovery import discover
-from mismatch.engines.servers.probing import SAME_WEIGHTS, Server, changed, verify
-from mismatch.engines.servers.server_api import SampleRequest
+from mismatch.engines.servers.probing import SAME_WEIGHTS, changed, verify
+from mismatch.engines.servers.server_api import SampleRequest, Server
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import Fingerprint, Floats, NotTested, Sampling
@@ -62,11 +62,11 @@ class ServerEngine(Engine):
     def _meet(self) -> None:
         group = discover(self.spec)
         self.probes, self.layout = group.probes, group.layout
-        self.servers = [server.for_work() for server in group.servers]
+        self.servers = [server.asked_with(Patience()) for server in group.servers]
         for server in self.servers:
-            limit = server.api.facts.max_model_len
+            limit = server.facts.max_model_len
             scoring = self.spec.prefill and server.prefill  # samples one token more
-            needed = self._longest + server.api.facts.spare + scoring
+            needed = self._longest + server.facts.spare + scoring
             if limit is not None and needed > limit:
                 raise MismatchError(
                     f"{server.url} takes sequences of {limit} tokens, these may have {needed}",
@@ -115,17 +115,17 @@ class ServerEngine(Engine):
         """Sample each of a turn's requests, whichever server answers it and when."""
         require_ids(prompts, self.info.vocab_size)
         requests = requests_of(len(prompts), self.sampling, turn)
-        first = self.servers[0].api
+        first = self.servers[0]
         self._sent = settings = first.settings(self.sampling, self.info.stop_ids, self._stop)
 
         async def ask(server: Server, job: int) -> Sample:
             prompt, number = requests[job]
             seed = self._seed(server, prompt, number)
             layout = self.layout if server.routes else None
-            answer = await server.api.generate(
+            answer = await server.generate(
                 SampleRequest(prompts[prompt], settings, seed, layout, self.likeliest)
             )
-            known = server.api.facts.configuration
+            known = server.configuration
             if answer.identity != known:
                 raise changed(server, f"it answers as {answer.identity}, not {known}")
             self._require_whole(answer.sample, server)
@@ -150,7 +150,7 @@ class ServerEngine(Engine):
         require_ids(sequences, self.info.vocab_size)
 
         async def ask(server: Server, job: int) -> Floats:
-            scored = await server.api.score(sequences[job], starts[job])
+            scored = await server.score(sequences[job], starts[job])
             if not np.isfinite(scored).all():
                 raise RequestFailed("logprobs that are no numbers")
             return scored
@@ -167,7 +167,7 @@ class ServerEngine(Engine):
     def fingerprint(self, mode: Mode) -> Fingerprint:
         """Return what the servers say and what probes showed; what all share is the first one's."""
         server = self.servers[0]
-        facts, decode = server.api.facts, mode == "decode"
+        facts, decode = server.facts, mode == "decode"
         temperature: float | None = 1.0
         if decode and self.sampling.temperature not in (0.0, 1.0):
             tempered = {True: self.sampling.temperature, False: 1.0, None: None}
@@ -288,7 +288,7 @@ class ServerEngine(Engine):
         sampler dies of a seeded request whose prefill is cut in two, and a server does not say
         where it runs.
         """
-        facts = server.api.facts
+        facts = server.facts
         safe = facts.kind == "sglang" or facts.details.get("device") == "cuda"
         return sample_seed(self.sampling.seed, prompt, sample) if safe else None
 
@@ -320,11 +320,11 @@ def _drop(server: Server, reason: str) -> None:
 
 def _record(server: Server) -> dict[str, Any]:
     """Return one server's part in a run."""
-    failures = server.api.client.failures
+    failures = server.client.failures
     return {
         "url": server.url,
-        "version": server.api.facts.version,
-        "configuration": server.api.facts.configuration,
+        "version": server.facts.version,
+        "configuration": server.configuration,
         "sequences": server.sequences,
         "unconfirmed": server.unconfirmed,
         "noise": server.noise,
@@ -338,7 +338,7 @@ def _record(server: Server) -> dict[str, Any]:
 
 def not_tested(servers: Sequence[Server], model_type: str) -> Iterator[NotTested]:
     """List what is not known about these servers."""
-    first = servers[0].api.facts
+    first = servers[0].facts
     portable = (first.details.get("device"), first.details.get("attention"))
     if (first.kind, model_type, portable) == ("sglang", "gpt_oss", ("cpu", "torch_native")):
         yield NotTested(
@@ -352,7 +352,7 @@ def not_tested(servers: Sequence[Server], model_type: str) -> Iterator[NotTested
         yield NotTested(
             "which distribution the server's logprobs are of", "its probes did not tell"
         )
-    if len({server.api.facts.configuration for server in servers}) > 1:
+    if len({server.configuration for server in servers}) > 1:
         yield NotTested("equal settings of all servers", "their configurations differ")
     for server in servers:
         if server.noise > SAME_WEIGHTS:
@@ -367,7 +367,7 @@ def not_tested(servers: Sequence[Server], model_type: str) -> Iterator[NotTested
                 f"it was dropped ({server.dropped}) before {server.unconfirmed} of its answers "
                 "were confirmed by probe prompts",
             )
-        if timeouts := server.api.client.failures["slow"]:
+        if timeouts := server.client.failures["slow"]:
             yield NotTested(
                 "lengths as sampled",
                 f"{timeouts} requests to {server.url} ran out of time and were sampled again, "

@@ -7,9 +7,8 @@ not show the weights themselves: a change below 0.03 nats goes unnoticed.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,8 @@ import numpy as np
 from mismatch.captures import ABSENT_LOGPROB
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.model_info import ModelInfo, load_tokenizer, read_model_info
-from mismatch.engines.servers.client import Patience, RequestFailed
-from mismatch.engines.servers.server_api import SampleRequest, ServerAPI
+from mismatch.engines.servers.client import RequestFailed
+from mismatch.engines.servers.server_api import LogprobsMode, SampleRequest, Server
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import Floats, Sampling
@@ -40,65 +39,11 @@ NOISE_FACTOR = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class LogprobsMode:
-    """Which distribution the logprobs of sampled tokens are of; None: could not be found out."""
-
-    tempered: bool | None
-    """After the temperature."""
-    truncated: bool | None
-    """Renormalised over what top-p and top-k keep."""
-
-    @property
-    def name(self) -> str:
-        if self.tempered is None:
-            return "not known"
-        if not self.tempered:
-            return "raw"
-        return "processed" if self.truncated else "tempered"
-
-
-@dataclass(frozen=True, slots=True)
 class Probes:
     """Token ids to ask about: ``whole`` texts, and ``openings`` of them."""
 
     whole: tuple[tuple[int, ...], ...]
     openings: tuple[tuple[int, ...], ...]
-
-
-@dataclass(slots=True)
-class Server:
-    """One server: what is known about it, and what it did in this run."""
-
-    api: ServerAPI
-    mode: LogprobsMode
-    prefill: bool
-    """It scores given tokens."""
-    routes: bool
-    """It returns routed experts."""
-    probe: Floats
-    """Logprobs of the probe tokens at the start."""
-    noise: float
-    """Mean |difference| of two probes then."""
-    reasons: dict[str, str] = field(default_factory=dict)
-    """Capability -> why it is missing."""
-    sequences: int = 0
-    in_flight: int = 0
-    """Requests that it has now."""
-    unconfirmed: int = 0
-    """Answers since its weights were last seen to be the same."""
-    drift: float = 0.0
-    """Largest mean |difference| from the first probe."""
-    dropped: str | None = None
-    """Why it gets no requests any more."""
-
-    @property
-    def url(self) -> str:
-        return self.api.url
-
-    def for_work(self) -> Server:
-        """Return this server before any work, with a client that waits for it."""
-        client = replace(self.api.client, patience=Patience(), failures=Counter())
-        return replace(self, api=replace(self.api, client=client))
 
 
 def make_probes(spec: EngineSpec) -> Probes:
@@ -138,47 +83,44 @@ def expert_layout(spec: EngineSpec, info: ModelInfo) -> ExpertLayout | None:
 # ---------------------------------------------------------------- at the start
 
 
-async def examine(api: ServerAPI, probes: Probes, layout: ExpertLayout | None) -> Server:
+async def examine(server: Server, probes: Probes, layout: ExpertLayout | None) -> None:
     """Find out what one server can do, by asking for it.
 
     Raises:
         MismatchError: it returns no logprobs of sampled tokens, or logits for logprobs.
         RequestFailed: it has no time, or is gone: that says nothing about what it can do.
     """
-    kind, reasons = api.facts.kind, {}
+    kind, settings = server.facts.kind, server.settings(Sampling(max_tokens=2))
     try:
-        settings = api.settings(Sampling(max_tokens=2))
-        answer = await api.generate(SampleRequest(probes.whole[0], settings, layout=layout))
+        answer = await server.generate(SampleRequest(probes.whole[0], settings, layout=layout))
     except RequestFailed as error:
         _require_conclusive(error)
         raise MismatchError(
-            f"{api.url} gives no logprobs of the tokens that it samples ({error}): nothing can be "
-            "measured",
+            f"{server.url} gives no logprobs of the tokens that it samples ({error}): nothing can "
+            "be measured",
             "start it so that it returns logprobs and token ids; a proxy may cut them out",
         ) from error
-    api = replace(api, facts=replace(api.facts, configuration=answer.identity))
-    routes, prefill = answer.sample.routed is not None, True
-    if not routes:
-        reasons["routed_experts"] = (
+    server.configuration = answer.identity
+    server.routes = answer.sample.routed is not None
+    if not server.routes:
+        server.reasons["routed_experts"] = (
             f"the {kind} server returns no routed experts; start it with "
             "--enable-return-routed-experts"
         )
     try:
-        await api.score(probes.whole[0], 1)
+        await server.score(probes.whole[0], 1)
     except RequestFailed as error:
         _require_conclusive(error)
-        prefill = False
-        reasons["prefill"] = f"the {kind} server gives no prompt logprobs ({error})"
-    mode = await _logprobs_mode(api, probes)
-    server = Server(api, mode, prefill, routes, np.empty(0), 0.0, reasons)
+        server.prefill = False
+        server.reasons["prefill"] = f"the {kind} server gives no prompt logprobs ({error})"
+    server.mode = await _logprobs_mode(server, probes)
     server.probe = await probe_logprobs(server, probes)
     server.noise = mean_abs_diff(server.probe, await probe_logprobs(server, probes))
     if not np.isfinite(server.noise):
         raise MismatchError(
-            f"{api.url} gives probe logprobs that are no finite numbers",
+            f"{server.url} gives probe logprobs that are no finite numbers",
             "look into the server's log: its model may overflow in its dtype",
         )
-    return server
 
 
 def _require_conclusive(error: RequestFailed) -> None:
@@ -187,7 +129,7 @@ def _require_conclusive(error: RequestFailed) -> None:
         raise error
 
 
-async def _logprobs_mode(api: ServerAPI, probes: Probes) -> LogprobsMode:
+async def _logprobs_mode(server: Server, probes: Probes) -> LogprobsMode:
     """Find out which distribution the logprobs are of.
 
     At T = 0.5 distances between logprobs double if they are tempered, and stay if they are raw.
@@ -199,8 +141,8 @@ async def _logprobs_mode(api: ServerAPI, probes: Probes) -> LogprobsMode:
     """
 
     async def ask(ids: Sequence[int], sampling: Sampling) -> dict[int, float]:
-        request = SampleRequest(ids, api.settings(sampling), likeliest=TOP)
-        top = await api.top_logprobs(request)
+        request = SampleRequest(ids, server.settings(sampling), likeliest=TOP)
+        top = await server.top_logprobs(request)
         return {token: lp for token, lp in top.items() if lp > ABSENT_LOGPROB}
 
     at_one: list[float] = []  # distances to the likeliest token
@@ -213,7 +155,7 @@ async def _logprobs_mode(api: ServerAPI, probes: Probes) -> LogprobsMode:
             cut = await ask(ids, Sampling(top_k=2, max_tokens=1))
             if plain and sum(np.exp(list(plain.values()))) > 1.01:
                 raise MismatchError(
-                    f"{api.url} reports logits, not logprobs",
+                    f"{server.url} reports logits, not logprobs",
                     "vLLM: --logprobs-mode raw_logprobs or processed_logprobs",
                 )
             ranked = sorted(plain, key=plain.__getitem__, reverse=True)
@@ -245,12 +187,11 @@ async def _logprobs_mode(api: ServerAPI, probes: Probes) -> LogprobsMode:
 
 async def probe_logprobs(server: Server, probes: Probes) -> Floats:
     """Return logprobs of the probe tokens by prefill, or of the likeliest next tokens."""
-    api = server.api
     if server.prefill:
-        return np.concatenate([await api.score(ids, 1) for ids in probes.whole if len(ids) > 1])
-    settings = api.settings(Sampling(max_tokens=1))
+        return np.concatenate([await server.score(ids, 1) for ids in probes.whole if len(ids) > 1])
+    settings = server.settings(Sampling(max_tokens=1))
     requests = [SampleRequest(ids, settings, likeliest=TOP) for ids in probes.openings]
-    tops = [await api.top_logprobs(request) for request in requests]
+    tops = [await server.top_logprobs(request) for request in requests]
     return np.asarray([lp for top in tops for lp in sorted(top.values())[-TOP:]], np.float64)
 
 
@@ -261,12 +202,11 @@ async def verify(server: Server, probes: Probes) -> None:
         MismatchError: other weights, version or settings.
         RequestFailed: it does not answer.
     """
-    api = server.api
     try:
-        facts = await api.describe(api.client, api.facts.model)
+        facts = await server.describe(server.client, server.facts.model)
         if facts is None:
             raise changed(server, "another program answers at its address")
-        if (difference := api.facts.difference(facts)) is not None:
+        if (difference := server.facts.difference(facts)) is not None:
             raise changed(server, difference)
         drift = mean_abs_diff(server.probe, await probe_logprobs(server, probes))
     except RequestFailed as error:

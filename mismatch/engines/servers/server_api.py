@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from mismatch.engines.base import ExpertLayout, Sample
-from mismatch.engines.servers.client import Client
+from mismatch.engines.servers.client import Client, Patience
 from mismatch.engines.sync_drivers import Held
 from mismatch.types import Floats, Sampling
 
 LARGEST_ID = 1 << 31
-DESCRIBE_S = 30.0  # deadline of a request for what a server says about itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,6 @@ class ServerFacts:
     dtype: str | None = None
     weight_version: str | None = None
     """Changes with the weights, where an operator sets it."""
-    configuration: str | None = None
-    """A hash of its settings, or its weight version: the same in all its answers."""
     details: dict[str, Any] = field(default_factory=dict)
     """Other settings that belong into a fingerprint."""
 
@@ -104,8 +102,26 @@ def context_length(value: Any) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ServerAPI(ABC):
-    """The API of one kind of server.
+class LogprobsMode:
+    """Which distribution the logprobs of sampled tokens are of; None: could not be found out."""
+
+    tempered: bool | None = None
+    """After the temperature."""
+    truncated: bool | None = None
+    """Renormalised over what top-p and top-k keep."""
+
+    @property
+    def name(self) -> str:
+        if self.tempered is None:
+            return "not known"
+        if not self.tempered:
+            return "raw"
+        return "processed" if self.truncated else "tempered"
+
+
+@dataclass
+class Server(ABC):
+    """One server: how it is asked, what is known about it, and what it did in this run.
 
     Every request raises as :meth:`mismatch.engines.servers.client.Client.post` does; an answer that
     lacks what was asked for is a failed request too.
@@ -115,10 +131,36 @@ class ServerAPI(ABC):
     allow: ClassVar[str]  # how an operator allows new weights
     client: Client
     facts: ServerFacts
+    configuration: str | None = None
+    """A hash of its settings, or its weight version: the same in all its answers."""
+    mode: LogprobsMode = field(default_factory=LogprobsMode)
+    prefill: bool = True
+    """It scores given tokens."""
+    routes: bool = False
+    """It returns routed experts."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Capability -> why it is missing."""
+    probe: Floats = field(default_factory=lambda: np.empty(0))
+    """Logprobs of the probe tokens at the start."""
+    noise: float = 0.0
+    """Mean |difference| of two probes then."""
+    drift: float = 0.0
+    """Largest mean |difference| from the first probe."""
+    in_flight: int = 0
+    sequences: int = 0
+    unconfirmed: int = 0
+    """Answers since its weights were last seen to be the same."""
+    dropped: str | None = None
+    """Why it gets no requests any more."""
 
     @property
     def url(self) -> str:
         return self.client.address.text
+
+    def asked_with(self, patience: Patience) -> Self:
+        """Return this server with a client of its own, that counts failures from here on."""
+        client = replace(self.client, patience=patience, failures=Counter())
+        return replace(self, client=client)
 
     @classmethod
     @abstractmethod

@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 from mismatch.engines.registry import short_dtype
 from mismatch.engines.servers.client import Client, RequestFailed, usable_answer
 from mismatch.engines.servers.server_api import (
-    DESCRIBE_S,
     Answer,
     SampleRequest,
-    ServerAPI,
+    Server,
     ServerFacts,
     checked,
     context_length,
@@ -40,7 +39,7 @@ SETTINGS = {
 A_SEQUENCE = "the request"
 
 
-class SglangAPI(ServerAPI):
+class SglangServer(Server):
     kind: ClassVar[str] = "sglang"
     allow: ClassVar[str] = "these endpoints may ask for the admin key: see the server's log"
 
@@ -48,8 +47,8 @@ class SglangAPI(ServerAPI):
     async def describe(cls, client: Client, served: str | None) -> ServerFacts | None:
         """Read ``/model_info``, which only SGLang has, and the settings in ``/server_info``."""
         with usable_answer():
-            model = await client.get("/model_info", DESCRIBE_S)
-            info = await client.get("/server_info", DESCRIBE_S)
+            model = await client.get("/model_info")
+            info = await client.get("/server_info")
             if not (isinstance(info, dict) and "version" in info and "model_path" in model):
                 return None
             if not model.get("is_generation", True):
@@ -151,7 +150,7 @@ def _one(answer: Any) -> dict[str, Any]:
 async def _context(client: Client, info: dict[str, Any]) -> int | None:
     """Return the tokens of the longest sequence; /v1/models says it, whatever the flags were."""
     try:
-        length = (await client.get("/v1/models", DESCRIBE_S))["data"][0].get("max_model_len")
+        length = (await client.get("/v1/models"))["data"][0].get("max_model_len")
     except (RequestFailed, KeyError, IndexError):
         length = info.get("context_length")
     return context_length(length)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from mismatch.engines.base import Engine
 from mismatch.engines.servers.client import Patience, RequestFailed, wait_for
 from mismatch.engines.servers.engine import ServerEngine
-from mismatch.engines.servers.server_api import SampleRequest, ServerAPI
+from mismatch.engines.servers.server_api import SampleRequest, Server
 from mismatch.engines.sync_drivers import Answer, AsGiven, Held
 from mismatch.errors import MismatchError
 from mismatch.models.weight_states import PUSHES, Checkpoint, state_of
@@ -39,11 +38,10 @@ class ServerDriver(AsGiven):
         self.state = 0
 
     @property
-    def apis(self) -> list[ServerAPI]:
+    def servers(self) -> list[Server]:
         """The servers; each request is sent once, because a second update changes the protocol."""
         once = Patience(failures=1, busy=1)
-        apis = [server.api for server in self.engine.servers]
-        return [replace(api, client=replace(api.client, patience=once)) for api in apis]
+        return [server.asked_with(once) for server in self.engine.servers]
 
     def push(self, path: str, push: int) -> None:
         """The folder has to lie where the servers can read it."""
@@ -52,15 +50,15 @@ class ServerDriver(AsGiven):
         if self.state:
             source = self.checkpoint.write(push, self.scratch / f"push-{push}")
         try:
-            for api in self.apis:
-                with _asked(api, "an update of its weights"):
-                    wait_for(api.update_weights(source.resolve()))
+            for server in self.servers:
+                with _asked(server, "an update of its weights"):
+                    wait_for(server.update_weights(source.resolve()))
         finally:
             shutil.rmtree(self.scratch / f"push-{push}", ignore_errors=True)
         self.engine.meet_again()
 
     def push_own(self, function: Callable[..., Any], weights: dict[str, Any]) -> None:
-        function(weights, [api.url for api in self.apis])
+        function(weights, [server.url for server in self.servers])
         self.engine.meet_again()
 
     def restore(self) -> None:
@@ -70,32 +68,32 @@ class ServerDriver(AsGiven):
                 self.push("update", PUSHES)
 
     def held(self, names: list[str], transposed: list[str]) -> Held:
-        api = self.apis[0]
-        with _asked(api, "a look at its parameters"):
-            return wait_for(api.held(names, transposed)) or ({}, dict.fromkeys(names, UNSEEN))
+        server = self.servers[0]
+        with _asked(server, "a look at its parameters"):
+            return wait_for(server.held(names, transposed)) or ({}, dict.fromkeys(names, UNSEEN))
 
     def answers(self, prompts: Sequence[list[int]]) -> list[Answer] | None:
         """Of the first server."""
-        api = self.apis[0]
-        if api.facts.details.get("prefix_caching") is False:
+        server = self.servers[0]
+        if server.facts.details.get("prefix_caching") is False:
             return None
-        settings = api.settings(Sampling(temperature=0.0, max_tokens=1))
-        with _asked(api, "a prompt"):
-            answers = [wait_for(api.generate(SampleRequest(ids, settings))) for ids in prompts]
+        settings = server.settings(Sampling(temperature=0.0, max_tokens=1))
+        with _asked(server, "a prompt"):
+            answers = [wait_for(server.generate(SampleRequest(ids, settings))) for ids in prompts]
         return [Answer(float(answer.sample.logprobs[0]), 0) for answer in answers]
 
     def drop_caches(self) -> None:
-        for api in self.apis:
-            with _asked(api, "a reset of its prefix cache"):
-                wait_for(api.drop_caches())
+        for server in self.servers:
+            with _asked(server, "a reset of its prefix cache"):
+                wait_for(server.drop_caches())
 
     def not_tested(self) -> list[NotTested]:
         others = [NotTested("the other servers' parameters", "the first is asked alone")]
-        return others if len(self.apis) > 1 else []
+        return others if len(self.servers) > 1 else []
 
 
 @contextmanager
-def _asked(api: ServerAPI, what: str) -> Iterator[None]:
+def _asked(server: Server, what: str) -> Iterator[None]:
     """Around requests that an operator has to allow.
 
     Raises:
@@ -104,5 +102,5 @@ def _asked(api: ServerAPI, what: str) -> Iterator[None]:
     try:
         yield
     except RequestFailed as error:
-        url = api.url
-        raise MismatchError(f"{url} refuses {what}: {error}", api.allow) from error
+        url = server.url
+        raise MismatchError(f"{url} refuses {what}: {error}", server.allow) from error

@@ -18,10 +18,9 @@ from mismatch.engines.base import ExpertLayout, Sample
 from mismatch.engines.registry import short_dtype
 from mismatch.engines.servers.client import Client, RequestFailed, usable_answer
 from mismatch.engines.servers.server_api import (
-    DESCRIBE_S,
     Answer,
     SampleRequest,
-    ServerAPI,
+    Server,
     ServerFacts,
     checked,
     context_length,
@@ -38,7 +37,7 @@ LABEL = re.compile(r'(\w+)="([^"]*)"')
 ID_TEXT = "token_id:"  # how ids are written where texts are usual (return_tokens_as_token_ids)
 
 
-class VllmAPI(ServerAPI):
+class VllmServer(Server):
     kind: ClassVar[str] = "vllm"
     allow: ClassVar[str] = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
 
@@ -46,8 +45,8 @@ class VllmAPI(ServerAPI):
     async def describe(cls, client: Client, served: str | None) -> ServerFacts | None:
         """Read ``/v1/models``, and what ``/metrics`` and ``/server_info`` add where they are."""
         with usable_answer():
-            cards = list((await client.get("/v1/models", DESCRIBE_S))["data"])
-            version = str((await client.get("/version", DESCRIBE_S))["version"])
+            cards = list((await client.get("/v1/models"))["data"])
+            version = str((await client.get("/version"))["version"])
             if not cards or any(card.get("owned_by") != "vllm" for card in cards):
                 return None
             base = [card for card in cards if not card.get("parent")] or cards
@@ -218,7 +217,7 @@ def _experts(packed: str | None, layout: ExpertLayout | None) -> NDArray[Any] | 
 async def _settings(client: Client) -> dict[str, Any]:
     """Return settings that vLLM shows in its development mode alone."""
     try:
-        answer = await client.get("/server_info?config_format=json", DESCRIBE_S)
+        answer = await client.get("/server_info?config_format=json")
     except RequestFailed:
         return {}
     config = dict(answer["vllm_config"])
@@ -235,7 +234,7 @@ async def _settings(client: Client) -> dict[str, Any]:
 async def _cache(client: Client) -> dict[str, Any]:
     """Return settings of the KV cache, from the metrics."""
     try:
-        match = CACHE.search(await client.text("/metrics", DESCRIBE_S))
+        match = CACHE.search(await client.text("/metrics"))
     except RequestFailed:
         return {}
     labels = dict(LABEL.findall(match[1])) if match else {}
