@@ -324,8 +324,11 @@ def require_trust(run_dir: Path, spec: CheckSpec, trusted: bool) -> None:
 
 
 def code_of(spec: CheckSpec) -> Iterator[str]:
-    """What a spec would execute, import, or send to others; one line each."""
+    """Yield what a spec would execute, import, or send to others; one line each."""
     yield from _of_engine(spec.rollout.engine)
+    environment = spec.rollout.prompts.environment or ""
+    if ":" in environment:
+        yield f"the class {environment} (--environment)"
     if spec.other_engine is not None:
         yield from _of_engine(spec.other_engine)
     yield from _of_trainer(spec.train)

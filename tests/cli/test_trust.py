@@ -8,17 +8,20 @@ from typer.testing import CliRunner
 from mismatch.cli.main import app
 from mismatch.errors import MismatchError
 from mismatch.run import store
-from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
+from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, TrainSpec, to_dict
 
 from ..unit.test_launch import python, run_worker
 
 MODEL = "tiny-gpt-oss"
 
 
-def copied(folder, engine=None, train=None):
+def copied(folder, engine=None, train=None, prompts=None):
     """A run as it may come from anywhere."""
     spec = CheckSpec(
-        rollout=RolloutSpec(engine=EngineSpec(engine="transformers", model=MODEL, **engine or {})),
+        rollout=RolloutSpec(
+            engine=EngineSpec(engine="transformers", model=MODEL, **engine or {}),
+            prompts=PromptSpec(**prompts or {}),
+        ),
         train=TrainSpec(model=MODEL, **train or {}),
     )
     store.write_json(folder / "run" / "spec.json", to_dict(spec))
@@ -64,6 +67,17 @@ def test_a_copied_spec_runs_no_code_unless_the_caller_says_so(tmp_path, started,
     assert "--trust-run" in done.exception.fix
     assert not started
     CliRunner().invoke(app, [verb, "--resume", str(run), "--trust-run"])
+    assert len(started) == 1
+
+
+def test_a_class_that_a_copied_spec_names_is_not_imported(tmp_path, started):
+    run = copied(tmp_path, prompts={"environment": "run.x:Game"})
+    done = CliRunner().invoke(app, ["check", "--resume", str(run)])
+    assert isinstance(done.exception, MismatchError)
+    assert "--environment" in done.exception.message
+    assert not started
+    run = copied(tmp_path, prompts={"environment": "retry"})
+    CliRunner().invoke(app, ["check", "--resume", str(run)])
     assert len(started) == 1
 
 
