@@ -235,16 +235,13 @@ WARN = {"heavy-tail", "heavy-prompts", "few-prompts", "few-tokens"}
 
 
 def numbers(
-    design: designs.Design, prompts: int, repetitions: int, truth: dict[str, float], every: int = 1
+    design: designs.Design, prompts: int, repetitions: int, truth: dict[str, float]
 ) -> dict[str, Held]:
-    """Every number of one design; a forecast in one of ``every`` repetitions."""
+    """Every number of one design."""
     counts = {name: [0, 0, 0, 0] for name in truth}
     for number in range(repetitions):
-        forecast = number % every == 0
-        made = designs.estimates(design, prompts, [7, prompts, number], forecast)
+        made = designs.estimates(design, prompts, [7, prompts, number])
         for name, value in truth.items():
-            if name == designs.SPREAD and not forecast:
-                continue
             counts[name][3] += 1
             estimate = made.get(name)
             if estimate is None or estimate.low is None or estimate.high is None:
@@ -263,13 +260,13 @@ def write(lines: list[str]) -> None:
     PAGE.write_text("\n".join([before + MARKS[0], "", *lines, "", MARKS[1]]) + after)
 
 
-def table_of_numbers(sizes: list[int], repetitions: int, every: int) -> Iterator[str]:
+def table_of_numbers(sizes: list[int], repetitions: int) -> Iterator[str]:
     """A row a design and number."""
     yield "| design | number |" + "".join(f" {prompts} prompts |" for prompts in sizes)
     yield "| --- | --- |" + " ---: |" * len(sizes)
     for design in designs.DESIGNS:
         truth = designs.truths(design)
-        found = {n: numbers(design, n, repetitions, truth, every) for n in sizes}
+        found = {n: numbers(design, n, repetitions, truth) for n in sizes}
         for name in truth:
             cells = "".join(f" {found[n][name].cell()} |" for n in sizes)
             yield f"| {design.name} | {name} |{cells}"
@@ -292,22 +289,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, nargs="+", default=[4, 8, 16, 64, 256])
     parser.add_argument("--repeat", type=int, default=400)
-    parser.add_argument("--forecast-every", type=int, default=4, help="repetitions, for its time")
     parser.add_argument("--differences", action="store_true", help="their table, printed alone")
     parser.add_argument("--write", action="store_true", help="replace the table of docs/metrics.md")
     args = parser.parse_args()
     start = time.monotonic()
     lines = [
-        f"Percent of the intervals that hold the truth; {args.repeat} repetitions (forecast "
-        f"{args.repeat // args.forecast_every}), {designs.SAMPLES} samples × {designs.TOKENS} "
-        "tokens. In brackets: percent of them that carry a warning (w), and of the runs in which "
-        "the interval is withheld (–).",
+        f"Percent of the intervals that hold the truth; {args.repeat} repetitions, "
+        f"{designs.SAMPLES} samples × {designs.TOKENS} tokens. In brackets: percent of them that "
+        "carry a warning (w), and of the runs in which the interval is withheld (–).",
         "",
     ]
     rows = (
         table_of_differences(args.prompts, args.repeat)
         if args.differences
-        else table_of_numbers(args.prompts, args.repeat, args.forecast_every)
+        else table_of_numbers(args.prompts, args.repeat)
     )
     for row in rows:
         print(row, flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,17 +9,15 @@ import numpy as np
 from mismatch.analysis.displaced import EXCESS, excess_terms
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
-from mismatch.metrics.forecast import length_forecast
 from mismatch.types import Estimate
 
 SCALE = 0.05
 SAMPLES, TOKENS = 4, 128
-TARGET = 1024  # tokens, of the forecast
 NAMES = (
     "logprob_abs_diff_mean", "k3_kl", "logprob_abs_diff_p99", "logprob_abs_diff_p999",
     "clip_fraction", "ess_token", "ess_seq",
 )  # fmt: skip
-EXCESS_RATIO, SPREAD = "excess", "forecast"
+EXCESS_RATIO = "excess"
 LARGE, PARTS = 2_000, 12  # prompts drawn for a truth, how often
 
 
@@ -59,12 +56,6 @@ class Design:
             delta += np.where(rng.random(shape) < self.spikes, rng.normal(size=shape), 0.0)
         return delta.ravel()
 
-    def spread(self, length: int) -> float:
-        """Standard deviation of a sequence's sum over so many tokens; a closed form."""
-        mixed = 1.0 + self.odd * (self.times**2 - 1.0)
-        own = SCALE**2 * mixed * math.exp(2 * (self.by_prompt**2 + self.by_sample**2)) + self.spikes
-        return math.sqrt(own * length + (SCALE * self.common * length) ** 2)
-
 
 DESIGNS = (
     Design("even"),
@@ -82,7 +73,7 @@ def layout(prompts: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def truths(design: Design) -> dict[str, float]:
-    """Of every number: means over large draws, but a closed form for the forecast."""
+    """Of every number: means over large draws."""
     rng = np.random.default_rng(20)
     sequence, _ = layout(LARGE)
     parts: dict[str, list[float]] = {name: [] for name in (*NAMES, EXCESS_RATIO)}
@@ -95,14 +86,10 @@ def truths(design: Design) -> dict[str, float]:
             parts[name].append(metric(*(arrays[need] for need in metric.needs)))
         terms = excess_terms(delta, plain)
         parts[EXCESS_RATIO].append(float(EXCESS.of_means(terms.mean(axis=0))))
-    return {name: float(np.mean(values)) for name, values in parts.items()} | {
-        SPREAD: design.spread(TARGET)
-    }
+    return {name: float(np.mean(values)) for name, values in parts.items()}
 
 
-def estimates(
-    design: Design, prompts: int, seed: list[int], forecast: bool = True
-) -> dict[str, Estimate]:
+def estimates(design: Design, prompts: int, seed: list[int]) -> dict[str, Estimate]:
     """Every number of one drawn run, as a report would have it."""
     rng = np.random.default_rng(seed)
     sequence, prompt = layout(prompts)
@@ -113,10 +100,4 @@ def estimates(
     ratio = estimator.one(EXCESS, {"terms": excess_terms(delta, plain)})
     if ratio is not None:
         made[EXCESS_RATIO] = ratio
-    if forecast:
-        rows = length_forecast(
-            delta, sequence=sequence, prompt=prompt, target=TARGET, seed=seed[-1]
-        ).rows
-        if rows:
-            made[SPREAD] = rows[-1].spread
     return made

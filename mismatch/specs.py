@@ -389,7 +389,6 @@ class CheckSpec:
         preset: the framework whose trainer ``train`` imitates, with the version read; or "".
         not_reproduced: what that framework does and this run does not, one sentence each.
         quick: leave out the passes that only the square needs, see experiments.scoring_passes.
-        forecast_length: response length that importance weights are forecast at, tokens.
         two_passes: the trainer's "old" against its "new" pass. None: from passes that are made
             anyway; True: with what router replay does to them; False: leave it out.
         inject: disturbances of the new pass alone.
@@ -401,6 +400,8 @@ class CheckSpec:
         gradients: also take the policy gradient of one batch, see experiments.gradients.
     """
 
+    GONE = frozenset({"forecast_length"})  # see mismatch/codec.py
+
     rollout: RolloutSpec = field(default_factory=RolloutSpec)
     train: TrainSpec = field(default_factory=TrainSpec)
     nproc_per_node: Annotated[
@@ -410,14 +411,6 @@ class CheckSpec:
     seed: int = 0  # of the bootstrap
     preset: str = ""
     not_reproduced: tuple[str, ...] = ()
-    forecast_length: Annotated[
-        int,
-        Flag(
-            OUTPUT,
-            "Planned response length, to forecast importance weights at.",
-            range=Range(1, 10**7),
-        ),
-    ] = 16_384
     quick: Annotated[
         bool,
         Flag(

@@ -20,8 +20,6 @@ from mismatch.analysis.displaced import LEVELS, Displaced
 from mismatch.analysis.levels import judge, verdict
 from mismatch.analysis.square import Gap as Float32Gap
 from mismatch.analysis.square import Leg, Square, judged
-from mismatch.metrics.budget import Budget, Gap, error_budget
-from mismatch.metrics.forecast import Forecast, length_forecast
 from mismatch.types import (
     Check,
     Comparison,
@@ -239,37 +237,6 @@ def corrections_of(tokens: pd.DataFrame) -> Corrections:
     )
 
 
-def budget_of(tokens: pd.DataFrame, seed: int = 5) -> Budget:
-    """Half of delta arises in the trainer, the engine rereads what it wrote with small errors."""
-    rng = np.random.default_rng(seed)
-    decode, train = (tokens[f"{side}_logprob"].to_numpy() for side in ("rollout", "train"))
-    prefill = decode + 2e-4 * rng.normal(size=len(tokens))
-    reference = prefill + 0.4 * (train - prefill)
-    regrouped = train + 4e-4 * rng.normal(size=len(tokens))
-    return error_budget(
-        [
-            ("vllm:decode", decode),
-            ("vllm:prefill", prefill),
-            ("reference:fp32", reference),
-            ("fsdp", train),
-        ],
-        [(("fsdp", train), ("fsdp:regrouped", regrouped)), (("fsdp", train), ("fsdp:grad", train))],
-        sequence=tokens["sequence"].to_numpy(),
-        prompt=np.arange(SEQUENCES) % PROMPTS,
-        gaps=[Gap("trainer with replayed routing", "the run holds no pass with replayed routing")],
-        notes=["one note"],
-    )
-
-
-def forecast_of(tokens: pd.DataFrame) -> Forecast:
-    return length_forecast(
-        tokens["delta"].to_numpy(),
-        sequence=tokens["sequence"].to_numpy(),
-        prompt=np.arange(SEQUENCES) % PROMPTS,
-        target=4096,
-    )
-
-
 def square_of(excess: float = 1.01, gap: float = 2.1e-7) -> Square:
     """A square whose engine rounds ``excess`` times as much as a plain forward."""
 
@@ -341,8 +308,6 @@ def make_report(tokens: pd.DataFrame | None = None, checks: tuple[Check, ...] = 
         },
     ).with_analyses(
         corrections=corrections_of(tokens),
-        budget=budget_of(tokens),
-        forecast=forecast_of(tokens),
         gradients=make_check(),
         square=square_of(),
     )

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from mismatch.analysis.corrections.preview import preview
 from mismatch.analysis.corrections.recipes import Corrections
-from mismatch.analysis.growth import budget_of, forecast_of
 from mismatch.analysis.plugins import Analysis, RunArtefacts
 from mismatch.analysis.two_passes import two_passes
-from mismatch.metrics.budget import Budget
-from mismatch.metrics.forecast import Forecast
 from mismatch.metrics.ppo_passes import TwoPasses
 from mismatch.specs import CheckSpec
 
@@ -16,14 +13,6 @@ from mismatch.specs import CheckSpec
 def _corrections(run: RunArtefacts, spec: CheckSpec) -> Corrections:
     lawful = run.comparison.sampled_by_left
     return preview(run.rollout, run.decode, run.train, sampled_by_left=lawful, seed=spec.seed)
-
-
-def _budget(run: RunArtefacts, spec: CheckSpec) -> Budget:
-    return budget_of(spec, run.rollout, run.usable, run.refused, spec.seed)
-
-
-def _forecast(run: RunArtefacts, spec: CheckSpec) -> Forecast:
-    return forecast_of(run.rollout, run.decode, run.train, spec.forecast_length, spec.seed)
 
 
 def _two_passes(run: RunArtefacts, spec: CheckSpec) -> TwoPasses | None:
@@ -34,7 +23,5 @@ ANALYSES = (
     Analysis(
         "corrections", Corrections, _corrections, unseen=lambda result: result.not_tested, order=1
     ),
-    Analysis("budget", Budget, _budget, order=2),
-    Analysis("forecast", Forecast, _forecast, order=3),
     Analysis("two_passes", TwoPasses, _two_passes, order=4),
 )

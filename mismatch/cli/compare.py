@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option
-from mismatch.cli.options import CONFIG, FAIL_ON, FORECAST, LEVELS, LOG_TO, NAME_FLAGS, RUN
+from mismatch.cli.options import CONFIG, FAIL_ON, LEVELS, LOG_TO, NAME_FLAGS, RUN
 from mismatch.specs import OUTPUT, Range
 
 OTHER_RUN = Option(
@@ -43,7 +43,7 @@ SIDES = (
 )
 
 
-@with_flags(RUN, OTHER_RUN, AGAINST, SIDES, FAIL_ON, LEVELS, FORECAST, NAME_FLAGS, LOG_TO, CONFIG)
+@with_flags(RUN, OTHER_RUN, AGAINST, SIDES, FAIL_ON, LEVELS, NAME_FLAGS, LOG_TO, CONFIG)
 def compare(flags: Flags) -> int:
     """Compare a run again, or any two scorings of the same tokens.
 
@@ -63,11 +63,8 @@ def compare(flags: Flags) -> int:
         return _against(flags)
     if "margin" in flags.explicit:
         raise MismatchError("--margin without --against", "mismatch compare NEW --against OLD")
-    length = flags["forecast_length"] if "forecast_length" in flags.explicit else None
     if flags["other"] is None and not flags["left"] and not flags["right"]:
-        report = run_compare(
-            run, session.narrator(), levels, session.command(), length, write_report
-        )
+        report = run_compare(run, session.narrator(), levels, session.command(), write_report)
         return session.conclude(report, run, flags)
     from mismatch.pipeline.scoring_pair import build_pair
     from mismatch.reports.files import write_pair
@@ -75,7 +72,7 @@ def compare(flags: Flags) -> int:
 
     other = flags["other"] or run
     names = (flags["left"] or "fsdp", flags["right"] or "fsdp")
-    report, tokens = build_pair(run, other, names, levels, session.command(), length)
+    report, tokens = build_pair(run, other, names, levels, session.command())
     out = None if flags["out"] is None else new_directory(flags["out"], "pair")
     if out is not None:
         write_pair(out, report, tokens)

@@ -13,7 +13,6 @@ from mismatch.cli.flags import Flags, Option
 from mismatch.cli.options import (
     CONFIG,
     ENGINE_FLAGS,
-    FORECAST,
     JSON,
     MODEL_FLAGS,
     PROMPT_FLAGS,
@@ -62,7 +61,6 @@ class Entry:
     ROUTING,
     TRAIN_FLAGS,
     VERL_FLAGS,
-    FORECAST,
     CONFIG,
     JSON,
 )

@@ -139,7 +139,6 @@ LOG_TO = Option(
     "repeatable.",
 )
 OVERLAP = flags_of(CheckSpec, "overlap")
-FORECAST = flags_of(CheckSpec, "forecast_length")
 FAIL_ON = Option(
     "fail_on",
     Literal["tolerable", "inconclusive", "unfit", "broken"] | None,
@@ -195,7 +194,6 @@ CHECK = (
     *NAME_FLAGS,
     LOG_TO,
     FAIL_ON,
-    *FORECAST,
     *FIX_FLAGS,
     *GRADIENT_FLAGS,
     *NEW_RUN,

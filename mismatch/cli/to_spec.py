@@ -72,7 +72,7 @@ def check_spec(flags: Flags) -> CheckSpec:
         other_engine=other_engine(flags, model),
         **training_fields(flags),
         **fix_fields(flags),
-        **spec_values(CheckSpec, flags, f"forecast_length overlap {GRADIENT_FIELDS}"),
+        **spec_values(CheckSpec, flags, f"overlap {GRADIENT_FIELDS}"),
     )
 
 

@@ -157,13 +157,11 @@ def run_compare(
     narrator: Narrator,
     thresholds: Thresholds | None = None,
     command: str = "",
-    forecast_length: int | None = None,
     write: Writer | None = None,
 ) -> Report:
     """Compare and judge what lies in a run directory, whoever made it.
 
     Args:
-        forecast_length: another one than the run's own.
         write: as of :func:`run_check`.
 
     Raises:
@@ -171,8 +169,6 @@ def run_compare(
     """
     spec = load_spec(run_dir)
     with at_work(run_dir, "compare", spec, command) as journal:
-        if forecast_length is not None:
-            spec = replace(spec, forecast_length=forecast_length)
         return conclude(Stages(spec, run_dir, narrator, journal), thresholds, write, again=True)
 
 

@@ -15,7 +15,6 @@ import numpy as np
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.corrections.preview import preview
 from mismatch.analysis.diagnosis.semantics import input_checks
-from mismatch.analysis.growth import forecast_of
 from mismatch.analysis.levels import column_for, judge, verdict
 from mismatch.errors import MismatchError
 from mismatch.experiments.engine_pair import DIRECTORY, other_folder, other_spec
@@ -50,7 +49,6 @@ def build_pair(
     names: tuple[str, str],
     thresholds: Thresholds | None = None,
     command: str = "",
-    forecast_length: int | None = None,
 ) -> tuple[Report, pd.DataFrame]:
     """``names[0]`` of one run against ``names[1]`` of another (or the same): delta = right - left.
 
@@ -89,9 +87,6 @@ def build_pair(
         run=named(facts(spec, rollout, command)) | {"runs": [str(left_run), str(right_run)]},
     ).with_analyses(
         corrections=preview(rollout, left, right, sampled_by_left=law, seed=spec.seed),
-        forecast=forecast_of(
-            rollout, left, right, forecast_length or spec.forecast_length, spec.seed
-        ),
     )
     return report, token_table(left_run, rollout, left, right)
 

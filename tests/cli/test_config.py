@@ -73,7 +73,6 @@ CASES = {
     "unknown choice": ('dtype = "fp8"', "bf16, fp16, fp32"),
     "number in a list": ("engine_arg = [1]", "1 is not a string"),
     "no time": ("budget_minutes = 0", "0 is not a number above 0"),
-    "no length": ("forecast_length = 0", "0 is not a whole number from 1 to"),
 }
 
 

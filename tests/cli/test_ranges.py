@@ -42,7 +42,6 @@ REFUSED = """
 --gpu-memory-utilization 7; --gpu-memory-utilization nan; --gpu-memory-utilization 0
 --max-model-len -1; --max-model-len 1; --micro-batch-tokens 0
 --budget-minutes nan; --budget-minutes inf; --budget-minutes 0
---forecast-length 99999999999999999999; --forecast-length 0
 --exact-kl -1; --exact-kl-top-k 0; --gradient-prompts 0
 --server-timeout nan; --server-timeout inf; --server-timeout 0; --server-concurrency 0
 """

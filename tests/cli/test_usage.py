@@ -22,7 +22,6 @@ CASES = {
     "no number": (["check", "--num-prompts", "x"], "--num-prompts", "a whole number"),
     "no time": (["check", "--budget-minutes", "0"], "--budget-minutes", "a number above 0"),
     "no batch": (["check", "--gradient-prompts", "0"], "--gradient-prompts", "from 1 to"),
-    "no length": (["compare", "RUN", "--forecast-length", "0"], "--forecast-length", "from 1 to"),
     "no requests": (["check", "--server-concurrency", "0"], "--server-concurrency", "from 1 to"),
     "endless": (["check", "--server-timeout", "inf"], "--server-timeout", "above 0"),
     "no value": (["check", "--num-prompts"], "--num-prompts", "mismatch check --help"),

@@ -1,21 +1,17 @@
-"""Importance weights: corrections previewed on these tokens, and what a longer response keeps."""
+"""Importance weights: corrections previewed on the tokens of this run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 from mismatch.analysis.corrections.preview import TARGET_WORDS
 from mismatch.analysis.corrections.recipes import Against, Corrections, Preview, Recipe, recipes
-from mismatch.metrics.forecast import Forecast
 from mismatch.metrics.importance_weights import NONE, OVERRIDE, Level
 from mismatch.reports.formatting import (
-    MISSING,
     brief,
     capital,
     count,
-    interval,
     line,
     near_one,
     number,
@@ -23,15 +19,12 @@ from mismatch.reports.formatting import (
     plural,
     signed,
     text,
-    times,
-    wording,
 )
-from mismatch.reports.section import Block, Cell, Cells, Column, Figure, Section, Table
-from mismatch.reports.svg import ACCENT, BAND, FAINT, INK, SECOND
+from mismatch.reports.section import Block, Cell, Cells, Column, Section, Table
 from mismatch.types import Report
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
 LEAD = (
     "What a correction in the trainer's loss would do to the tokens of {rollout} against {train}. "
@@ -214,115 +207,3 @@ def recipe_block(recipe: Recipe) -> Block:
     """One framework's setting, with what to know about it."""
     remark = "; ".join(filter(None, (recipe.remark, recipe.source)))
     return Block(f"{recipe.framework}: {remark}", recipe.lines)
-
-
-# ---------------------------------------------------------------- at a longer response
-
-FORECAST_LEAD = (
-    "What importance weights would do at a planned response length, extrapolated from the tokens "
-    "of this run."
-)
-
-
-def forecast(result: Forecast, report: Report) -> Section:
-    """What the forecast says, how it was checked, how far it reaches, and what to doubt."""
-    sentences = forecast_sentences(result)
-    full = "effective size, full ratios"
-    columns = (
-        Column("tokens", count, of="length"),
-        Column("spread, nats", number, interval=1, of="spread"),
-        Column("effective size", percent, 3, interval=4, detail="ratios capped at 2", of="ess"),
-        Column(full, percent, 1, detail="ratios not capped", of=lambda row: Cell(
-            row.ess_untruncated, note="the floor, 1/N" if result.at_floor(row) else ""
-        )),
-        Column("ratio over 2", percent, 3, detail="truncated or masked", of="truncated"),
-        Column("outside [1/2, 2]", percent, 3, detail="two-sided mask", of="outside"),
-        Column("rejected", percent, 2, detail="geometric bounds", of="geo_rejected"),
-    )  # fmt: skip
-    kept = Figure(
-        "forecast-kept",
-        "What importance weights would keep",
-        "Effective size is the share of the sequences that importance weights leave in force. "
-        "Geometric rejection looks at the mean of delta, so it can fall with length; weights of "
-        "whole sequences only get worse.",
-        partial(_kept, result),
-    )
-    return Section(
-        "forecast",
-        "At a longer response",
-        FORECAST_LEAD,
-        sentences=sentences,
-        tables=[Table.of(columns, result.rows)],
-        figures=[kept] if len(result.rows) > 1 else (),
-        short=sentences[0],
-    )
-
-
-def forecast_sentences(forecast: Forecast) -> list[str]:
-    """The same in words."""
-    if forecast.missing:
-        return [f"No forecast: {forecast.missing}."]
-    last, check = forecast.rows[-1], forecast.check
-    between = interval(last.spread, to=" to ").replace(MISSING, "no interval")
-    sentences = [
-        f"At {count(last.length)} tokens the sequence log-ratio would spread by "
-        f"{number(last.spread.value)} nats ({between}); full importance weights would leave an "
-        f"ESS of {percent(last.ess_untruncated.value)}, geometric bounds of "
-        f"0.999 and 1.001 would reject {percent(last.geo_rejected.value)}."
-    ]
-    if check is not None:
-        error = _signed(check.error.value)
-        if check.error.low is not None:
-            error += f", interval {interval(check.error, _signed, ' to ')}"
-        reach = "The target lies within the data."
-        if forecast.reach > 1:
-            reach = (
-                "Validated to 2× the observed length; the target is "
-                f"{times(forecast.reach)}: order of magnitude only."
-            )
-        sentences.append(
-            f"Checked on this run: the first {count(check.fitted)} positions predict the spread "
-            f"at {count(check.length)} tokens as {number(check.predicted)} nats, it is "
-            f"{number(check.observed)} ({error}). {reach}"
-        )
-    if any(map(forecast.at_floor, forecast.rows)):
-        floor = forecast.floor
-        sentences.append(f"ESS floor: 1/{count(round(1 / floor))} ({percent(floor)}).")
-    cautions = wording("cautions")
-    return sentences + [f"Caution: {cautions[f]}." for f in forecast.flags if f in cautions]
-
-
-def _signed(share: float) -> str:
-    return f"{100 * share:+.0f} %"
-
-
-def _kept(forecast: Forecast, axes: Axes) -> str:
-    rows = forecast.rows
-    length = [row.length for row in rows]
-    low = [100 * (row.ess.value if row.ess.low is None else row.ess.low) for row in rows]
-    high = [100 * (row.ess.value if row.ess.high is None else row.ess.high) for row in rows]
-    axes.fill_between(length, low, high, color=BAND, lw=0)
-    curves = []
-    for label, color, style, estimates in (
-        ("effective size, ratios capped at 2", ACCENT, "-", [row.ess for row in rows]),
-        ("effective size, full ratios", INK, ":", [row.ess_untruncated for row in rows]),
-        ("rejected, geometric bounds", SECOND, "--", [row.geo_rejected for row in rows]),
-        ("outside [1/2, 2]", FAINT, "-.", [row.outside for row in rows]),
-    ):
-        values = [100 * estimate.value for estimate in estimates]
-        axes.plot(length, values, style, color=color, lw=1.8, label=label)
-        ends = [(rows[at].length, estimates[at].value) for at in (0, -1)]
-        curves.append(
-            f"{label}: " + ", ".join(f"{percent(x)} at {count(n)} tokens" for n, x in ends)
-        )
-    axes.set(xscale="log", ylim=(-3, 130), ylabel="sequences, %")
-    axes.set(xlabel="response length, tokens")
-    axes.set_yticks([0, 25, 50, 75, 100])
-    axes.axvline(forecast.longest, color=FAINT, lw=1, dashes=(4, 3))
-    ticks = length[:-1][:: max(1, len(length) // 4)] + length[-1:]
-    if len(ticks) > 2 and ticks[-1] < 1.8 * ticks[-2]:
-        del ticks[-2]
-    axes.set_xticks(ticks, [count(tick) for tick in ticks])
-    axes.xaxis.set_minor_formatter(lambda value, _: "")
-    axes.legend(loc="upper left", ncols=2)
-    return "; ".join(curves)

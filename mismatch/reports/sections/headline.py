@@ -10,13 +10,11 @@ from mismatch.analysis.square import sides_at_fault
 from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
 from mismatch.experiments.fixes.catalogue import labels
 from mismatch.experiments.fixes.guides import settings_of
-from mismatch.metrics.forecast import Forecast
 from mismatch.reports import summary
 from mismatch.reports.formatting import (
     alike,
     bound,
     capital,
-    count,
     interval,
     line,
     percent,
@@ -168,20 +166,12 @@ def _ruled_out(report: Report) -> str:
 
 
 def _training(report: Report) -> Iterator[str]:
-    """What the first step would clip, and what sequence weights would keep, here and at length."""
+    """Yield what the first step would clip and what sequence weights would keep."""
     metrics = summary.headline(report).metrics
     if "clip_fraction" in metrics:
         yield f"PPO clips {percent(metrics['clip_fraction'].value)} of tokens at step 0"
     if "ess_seq" in metrics:
         yield f"sequence ESS {percent(metrics['ess_seq'].value)}"
-    forecast: Forecast | None = report.result("forecast")
-    if forecast is not None and forecast.missing:
-        yield f"no forecast: {line(forecast.missing)}"
-    elif forecast is not None:
-        last = forecast.rows[-1]
-        kept = percent(last.ess_untruncated.value)
-        kept = f"below {percent(forecast.floor)}" if forecast.at_floor(last) else kept
-        yield f"forecast at {count(last.length)} tokens: {kept}"
 
 
 def _sure(report: Report) -> str:

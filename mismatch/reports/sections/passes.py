@@ -1,12 +1,11 @@
-"""The same tokens scored in other ways: exact divergences, two passes, steps, other settings."""
+"""The same tokens scored in other ways: exact divergences, two passes, other settings."""
 
 from __future__ import annotations
 
 from mismatch.analysis.exact_kl import KL, KL_TOPK, LAW_GAP
 from mismatch.analysis.two_passes import replay_phrase
-from mismatch.metrics.budget import Budget, Step
 from mismatch.metrics.ppo_passes import AS_RUN, CLIP, OVERRIDE, REPLAY, TwoPasses, Variant
-from mismatch.reports.formatting import interval, line, number, percent, plural, tenths, text, times
+from mismatch.reports.formatting import line, number, percent, plural, text, times
 from mismatch.reports.section import Cell, Cells, Column, Section, Table
 from mismatch.reports.summary import all_rows, headline, metric_tables
 from mismatch.specs import AS_STORED
@@ -183,82 +182,6 @@ def _value(variant: Variant, name: str) -> float:
     return variant.metrics[name].value
 
 
-# ---------------------------------------------------------------- the error budget
-
-BUDGET_LEAD = (
-    "Each step from the engine to the trainer, on the same tokens. Mean delta adds up exactly; the "
-    "shares of its spread add up to 100 %, and one may be negative. Mean |delta| does not add up."
-)
-STEPS = (
-    Column("step", text, of=lambda step: Cell(_label(step), note=f"{step.left} / {step.right}")),
-    Column("mean delta", number, interval=2, of="mean", tone="strong"),
-    Column("mean |delta|", number, 3, of="size"),
-    Column("of the spread", tenths, interval=1, of="share", tone="strong"),
-)
-KINDS = {"decode": "engine decode", "prefill": "engine prefill", "train": "trainer",
-         "reference": "float32"}  # fmt: skip
-
-
-def budget(result: Budget, report: Report) -> Section:
-    """The chain in order, what it adds up to, and what was measured beside it."""
-    together = (
-        Cell("together", note=f"{result.left} / {result.right}"),
-        Cell(result.mean, "strong"),
-        None,
-        Cell(1.0 if result.spread.value > 0 else None, "strong"),
-    )
-    steps = (tuple(column.cell(step) for column in STEPS) for step in result.steps)
-    largest = largest_step(result)
-    return Section(
-        "budget",
-        "Error budget",
-        BUDGET_LEAD,
-        sentences=[largest],
-        tables=[Table(STEPS, [*steps, together])],
-        notes=remarks(result),
-        short=largest or "One step only: what the headline compares.",
-    )
-
-
-def remarks(result: Budget) -> list[str]:
-    """What was not run and why, and what else a reader must know; one sentence each."""
-    gaps = [f"{line(gap.step)}: not run, because {line(gap.reason)}" for gap in result.gaps]
-    carried = [
-        f"{_label(step)}: heavy-tailed, a few tokens carry its share"
-        for step in result.steps
-        if step.share is not None and "heavy-tail" in step.share.flags
-    ]
-    return gaps + carried + [line(note) for note in result.notes]
-
-
-def largest_step(result: Budget) -> str:
-    """Which step carries most of the spread, as a sentence; empty without a choice."""
-    if len(result.steps) < 2:
-        return ""
-    shares = [(step.share, step) for step in result.steps if step.share is not None]
-    if not shares:
-        return "Every step is exactly 0."
-    share, step = max(shares, key=lambda pair: pair[0].value)
-    return (
-        f"{_label(step)} carries {tenths(share.value)} of the spread of delta "
-        f"({interval(share, tenths)})."
-    )
-
-
-def _label(step: Step) -> str:
-    left, right = (_kind(name) for name in (step.left, step.right))
-    if (left, right) == ("decode", "prefill"):
-        return "engine: decode → prefill"
-    if left in KINDS and right in KINDS:
-        return f"{KINDS[left]} → {KINDS[right]}"
-    return f"{line(step.left)} → {line(step.right)}"
-
-
-def _kind(name: str) -> str:
-    engine, _, variant = name.partition(":")
-    return "reference" if engine == "reference" else variant or "train"
-
-
 # ---------------------------------------------------------------- other settings
 
 VARIANTS_LEAD = (
@@ -276,7 +199,7 @@ def variants(report: Report) -> Section | None:
     """Replayed experts, weights in another form, what `mismatch score --name` has added.
 
     The headline stands first, for comparison; None where there is nothing beside it. The engine's
-    prefill against the trainer is left out: the noise and the budget show it.
+    prefill against the trainer is left out: the noise shows it.
     """
     others = [
         comparison
