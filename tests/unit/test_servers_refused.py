@@ -104,8 +104,8 @@ def test_the_wrong_model_is_refused_by_its_name(serve: Any) -> None:
 @pytest.mark.parametrize(
     ("setting", "other", "named"),
     [
-        ("version", "0.33.0", r"version 0\.32\.0, and 0\.33\.0"),
-        ("max_model_len", 256, r"\b512, and 256"),
+        ("version", "0.33.0", r"version \(0\.32\.0, 0\.33\.0"),
+        ("max_model_len", 256, r"\(512, 256"),
         ("weights", 1, "probe logprobs"),
     ],
 )
@@ -129,7 +129,7 @@ def test_other_settings_are_said(serve: Any) -> None:
 
 
 def test_vllm_and_sglang_are_not_mixed(serve: Any, sglang: Any) -> None:
-    with pytest.raises(MismatchError, match="vllm, and sglang"):
+    with pytest.raises(MismatchError, match="vllm, sglang"):
         recognise(spec(serve(), sglang()))
 
 

@@ -1,4 +1,4 @@
-"""Where a server is: read, checked, and shown without what is secret."""
+"""Addresses of servers: read them, check them, and show them without their secrets."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def parse_address(text: str) -> Address:
 
 
 def unprotected(address: Address) -> bool:
-    """Whether a key sent there can be read on its way: plain http to another machine."""
+    """Tell whether a key sent there could be read on its way: plain http to another machine."""
     here = address.host == "localhost" or address.host.startswith("127.") or address.host == "::1"
     return address.scheme == "http" and not here
 
 
 def redacted(text: str) -> str:
-    """An address as it may be shown: without user, password, query and fragment."""
+    """Return an address as it may be shown: without user, password, query and fragment."""
     _, at, rest = text.rpartition("@")
     shown = text.partition("?")[0].partition("#")[0]
     if not at:

@@ -76,7 +76,7 @@ async def _recognise(spec: EngineSpec) -> list[Server]:
     for other in servers[1:]:
         if (difference := first.facts.difference(other.facts)) is not None:
             raise MismatchError(
-                f"the servers {first.url} and {other.url} differ: {difference}",
+                f"the servers {first.url} and {other.url} differ in {difference}",
                 "measure one kind at a time: give servers that are alike",
             )
     return servers

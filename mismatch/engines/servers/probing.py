@@ -207,7 +207,7 @@ async def verify(server: Server, probes: Probes) -> None:
         if facts is None:
             raise changed(server, "another program answers at its address")
         if (difference := server.facts.difference(facts)) is not None:
-            raise changed(server, difference)
+            raise changed(server, f"other {difference}")
         drift = mean_abs_diff(server.probe, await probe_logprobs(server, probes))
     except RequestFailed as error:
         if error.kind != "refused":

@@ -52,7 +52,7 @@ class ServerFacts:
         for name in ("kind", "version", "max_model_len", "dtype", "weight_version"):
             first, second = getattr(self, name), getattr(other, name)
             if first != second:
-                return f"{name.replace('_', ' ')} {first}, and {second}"
+                return f"{name.replace('_', ' ')} ({first}, {second})"
         return None
 
 

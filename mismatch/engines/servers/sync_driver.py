@@ -28,7 +28,7 @@ UNSEEN = (
 
 
 class ServerDriver(AsGiven):
-    """See :class:`mismatch.engines.sync_drivers.Driver`; the first weights are back at its end."""
+    """Push weights into servers; restore the first weights at the end of the engine."""
 
     def __init__(self, engine: Engine, checkpoint: Checkpoint, scratch: Path) -> None:
         self.engine = cast(ServerEngine, engine)
@@ -39,12 +39,12 @@ class ServerDriver(AsGiven):
 
     @property
     def servers(self) -> list[Server]:
-        """The servers; each request is sent once, because a second update changes the protocol."""
+        """The servers, asked once: an update that is sent twice would be another protocol."""
         once = Patience(failures=1, busy=1)
         return [server.asked_with(once) for server in self.engine.servers]
 
     def push(self, path: str, push: int) -> None:
-        """The folder has to lie where the servers can read it."""
+        """Write the state to a folder, which the servers have to be able to read."""
         source = self.checkpoint.directory
         self.state = state_of(push)
         if self.state:
@@ -62,7 +62,7 @@ class ServerDriver(AsGiven):
         self.engine.meet_again()
 
     def restore(self) -> None:
-        """The checkpoint's own weights, where a probe that ended early left others."""
+        """Push the checkpoint's own weights again, if a probe that ended early left others."""
         if self.state:
             with suppress(MismatchError):
                 self.push("update", PUSHES)
@@ -73,7 +73,7 @@ class ServerDriver(AsGiven):
             return wait_for(server.held(names, transposed)) or ({}, dict.fromkeys(names, UNSEEN))
 
     def answers(self, prompts: Sequence[list[int]]) -> list[Answer] | None:
-        """Of the first server."""
+        """Return the first server's answers."""
         server = self.servers[0]
         if server.facts.details.get("prefix_caching") is False:
             return None
@@ -94,13 +94,8 @@ class ServerDriver(AsGiven):
 
 @contextmanager
 def _asked(server: Server, what: str) -> Iterator[None]:
-    """Around requests that an operator has to allow.
-
-    Raises:
-        MismatchError: the server does not do it.
-    """
+    """Turn a failed request into an error that says how an operator allows it."""
     try:
         yield
     except RequestFailed as error:
-        url = server.url
-        raise MismatchError(f"{url} refuses {what}: {error}", server.allow) from error
+        raise MismatchError(f"{server.url} refuses {what}: {error}", server.allow) from error

@@ -25,17 +25,17 @@ from mismatch.engines.sync_drivers import NO_DIGESTS, HeldWeights, Ranks, loaded
 from mismatch.errors import MismatchError
 from mismatch.models.resolved import resolved
 
-# A file that the scheduler leaves its last error in: its own log says it to a person only.
+# Names a file for the scheduler's last error, which SGLang itself only logs.
 ERROR_FILE = "MISMATCH_SGLANG_ERROR"
 FACTS = "mismatch"  # key of our facts in the scheduler's first message
 PR_SET_PDEATHSIG = 1
 
 
 def end_with_engine() -> None:
-    """The kernel ends this process with the engine's, from now on (Linux).
+    """Have the kernel end this process when the engine's process ends (Linux).
 
-    SGLang asks for the same, but not before it has imported everything: an engine that is killed
-    while it starts would leave its detokenizer waiting for ever.
+    SGLang asks for this too, but only after all its imports: an engine that is killed while it
+    starts would leave a detokenizer that waits for ever.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -54,7 +54,7 @@ if getattr(multiprocessing.current_process(), "_inheriting", False):  # unpickli
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """SGLang's scheduler process, which holds the model."""
+    """Run SGLang's scheduler, the process that holds the model, with our additions."""
     require_engine()
     from sglang.srt.managers import scheduler
 
@@ -69,7 +69,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
 
 def run_detokenizer(*args: Any, **kwargs: Any) -> None:
-    """SGLang's detokenizer process."""
+    """Run SGLang's detokenizer."""
     require_engine()
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
@@ -77,7 +77,7 @@ def run_detokenizer(*args: Any, **kwargs: Any) -> None:
 
 
 class ErrorFile(logging.Handler):
-    """Keeps the last line of the last error."""
+    """Keep the last line of the last error in a file."""
 
     def __init__(self, path: str) -> None:
         super().__init__(logging.ERROR)
@@ -115,7 +115,7 @@ def _one_dtype() -> None:
 
 
 def _digest_before_repacking() -> None:
-    """Digest the weights just after they were loaded; a moment later kernels may repack them."""
+    """Digest weights right after loading, before kernels repack them."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     load = DefaultModelLoader.load_weights_only
@@ -129,9 +129,9 @@ def _digest_before_repacking() -> None:
 
 
 def _capture_triton_routes() -> None:
-    """Capture routes on the branch of SGLang's router that never does: triton_kernels.
+    """Capture routes of SGLang's triton_kernels router, which does not capture them itself.
 
-    It is what runs gpt-oss where that package is installed; the buffer of routes would stay zero.
+    This router runs gpt-oss where that package is installed; the buffer of routes would stay zero.
     With ``renormalize`` it takes the top k of the logits themselves.
     """
     from sglang.srt.layers.moe import topk
@@ -150,7 +150,7 @@ def _capture_triton_routes() -> None:
 
 
 def _describe(scheduler: Any) -> None:
-    """Add our facts to what the scheduler tells the engine when it is ready."""
+    """Add our facts to the scheduler's first message to the engine."""
     ready = scheduler.get_init_info
 
     def with_facts(self: Any) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def _describe(scheduler: Any) -> None:
 
 
 def call(scheduler: Any, name: str, args: list[Any], answer: str) -> None:
-    """An RPC of SGLang's, which itself answers nothing: the result is left in a file, as JSON."""
+    """Answer an RPC by a JSON file, because SGLang's own RPCs return nothing."""
     from torch import distributed
 
     from mismatch.engines.module_capture import ModuleCalls
@@ -179,7 +179,7 @@ def call(scheduler: Any, name: str, args: list[Any], answer: str) -> None:
             return get_tp_group().all_gather(tensor.contiguous(), axis)
 
     class Calls(HeldWeights, ModuleCalls):
-        """What is called beside the model."""
+        """The calls that this process answers."""
 
         def _mismatch_model(self) -> Any:
             return scheduler.tp_worker.model_runner.model
@@ -193,13 +193,13 @@ def call(scheduler: Any, name: str, args: list[Any], answer: str) -> None:
     if not hasattr(scheduler, "mismatch_calls"):
         scheduler.mismatch_calls = Calls()
     result = getattr(scheduler.mismatch_calls, name)(*args)
-    distributed.barrier(group=scheduler.tp_cpu_group)  # what every rank leaves is there
+    distributed.barrier(group=scheduler.tp_cpu_group)  # every rank has written its part
     if distributed.get_rank() == 0:
         Path(answer).write_text(json.dumps(result))
 
 
 def _facts(runner: Any) -> dict[str, Any]:
-    """Kernels, devices and weights of one rank, as plain data."""
+    """Return kernels, devices and weights of one rank as plain data."""
     model = runner.model
     moe = moe_layers(model)
     digests, unknown = getattr(model, "mismatch_loaded", NO_DIGESTS)
@@ -220,7 +220,7 @@ def _facts(runner: Any) -> dict[str, Any]:
 
 
 def moe_layers(model: Any) -> list[tuple[int, Any]]:
-    """(decoder layer, module that holds its experts) of every MoE layer, in order."""
+    """Return (decoder layer, module that holds its experts) of every MoE layer, in order."""
     layers: dict[int, Any] = {}
     for name, module in model.named_modules():
         if hasattr(module, "w13_weight") and hasattr(module, "w2_weight"):
@@ -231,17 +231,17 @@ def moe_layers(model: Any) -> list[tuple[int, Any]]:
 
 
 def on_failure(number: int, frame: Any) -> None:
-    """In the engine's process while it starts: SGLang signals that one of its children failed.
+    """Handle SGLang's signal that a child failed while the engine starts.
 
     Raises:
-        RuntimeError: always, in place of SGLang's own answer, which ends this process unheard.
+        RuntimeError: always; SGLang's own handler would kill this process silently.
     """
-    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # several children may say so
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # several children may send it
     raise RuntimeError("a process of SGLang failed")
 
 
 def offline() -> Any:
-    """SGLang's ``Engine``, whose processes begin in mismatch/engines/sglang/child.py."""
+    """Return SGLang's ``Engine`` class with processes that start in this module."""
     from sglang.srt.entrypoints.engine import Engine
 
     class Offline(Engine):  # type: ignore[misc]
@@ -249,7 +249,7 @@ def offline() -> Any:
         run_detokenizer_process_func = staticmethod(run_detokenizer)
 
         def mismatch_called(self, method: str, *args: Any) -> Any:
-            """What a call beside the model answers, of the first rank; see ``child.call``."""
+            """Call a method in the scheduler and return the first rank's answer."""
             with tempfile.TemporaryDirectory(prefix="mismatch-sglang-") as folder:
                 answer = Path(folder) / "answer.json"
                 try:

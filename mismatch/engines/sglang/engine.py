@@ -50,7 +50,7 @@ REASONS = {
     "(--engine-arg enable_deterministic_inference=true, on a GPU)",
     "distributions": "SGLang gives no whole distributions while it samples",
 }
-# Of /server_info: what the numbers may depend on.
+# Entries of /server_info that numbers may depend on.
 SETTINGS = (
     *("attention_backend", "sampling_backend", "moe_runner_backend", "quantization", "page_size"),
     *("chunked_prefill_size", "max_running_requests", "disable_radix_cache", "disable_cuda_graph"),
@@ -151,12 +151,12 @@ class SglangEngine(Engine):
                 routed = wire.parse_routes(
                     answer, forwarded, self._facts["moe_layers"], self.info.top_k, where
                 )
-            except CorruptCapture as error:  # refused once the tokens are saved
+            except CorruptCapture as error:  # the run is refused after its tokens are saved
                 print(error, file=sys.stderr)
         return wire.parse_sample(answer, where, routed)
 
     def _run(self, bodies: Sequence[dict[str, Any]], progress: Progress) -> list[dict[str, Any]]:
-        """Answers to all requests, in their order.
+        """Send all requests and return their answers in order.
 
         Raises:
             MismatchError: a request was refused, or a process of SGLang failed.
@@ -201,10 +201,10 @@ class SglangEngine(Engine):
         temperature: float,
         progress: Progress,
     ) -> list[Floats]:
-        """See the protocol.
+        """Score given tokens, at T = 1 only.
 
         Raises:
-            MismatchError: another temperature than 1 (or 0: greedy), see the capabilities.
+            MismatchError: another temperature than 1 (or 0: greedy).
         """
         if temperature not in (0.0, 1.0):
             raise MismatchError(f"{REASONS['prefill_tempered']}, not {temperature:g}")
@@ -233,14 +233,14 @@ class SglangEngine(Engine):
         )
 
     def weights(self) -> LoadedWeights:
-        """See the protocol; of one device only: ranks hold slices that are not told apart."""
+        """Return digests on one device only: slices of several ranks cannot be told apart."""
         if self.spec.tensor_parallel_size > 1:
             return LoadedWeights({})
         digests = {name: tuple(digest) for name, digest in self._facts["digests"].items()}
         return LoadedWeights(digests, tuple(self._facts["unmapped"]))
 
     def fingerprint(self, mode: Mode) -> Fingerprint:
-        """See the protocol; from SGLang's own server information."""
+        """Describe what ran, from SGLang's own server information."""
         info = self._server
         raw = raw_logprobs() or mode == "prefill"
         temperature = 1.0 if raw else (self.sampling.temperature or 1.0)
@@ -282,13 +282,13 @@ class SglangEngine(Engine):
         return f"{self._server.get('moe_runner_backend')} ({methods})" if methods else None
 
     def _call(self, method: str, *args: Any) -> list[Any]:
-        """What a call beside the model answers, of the first rank; see ``child.call``."""
+        """Call a method in the scheduler and return the first rank's answer; see ``child.call``."""
         return [self.engine.mismatch_called(method, *args)]
 
     # ------------------------------------------------------------ failures
 
     def _signals(self, manager: Any) -> Any:
-        """Handlers for SGLang's tokenizer manager, which would end this process unheard."""
+        """Replace SGLang's signal handlers, which would kill this process silently."""
         return _Signals(self._fail)
 
     def _fail(self) -> None:
@@ -301,7 +301,7 @@ class SglangEngine(Engine):
             self._failed.set_exception(error)
 
     def _scheduler_error(self) -> str:
-        """The scheduler's last error, where it could say one."""
+        """Return the scheduler's last error; "": it left none."""
         with contextlib.suppress(OSError):
             return self._error.read_text().strip()
         return ""
@@ -312,17 +312,17 @@ class SglangEngine(Engine):
 
 
 class _Signals:
-    """What SGLang asks of a signal handler class."""
+    """The methods that SGLang calls on a signal handler class."""
 
     def __init__(self, fail: Any) -> None:
         self._fail = fail
 
     def sigterm_handler(self, number: Any = None, frame: Any = None) -> None:
-        """Asked to end: now, with all children, and not once all requests are answered."""
+        """End at once with all children; SGLang's own handler would answer all requests first."""
         from sglang.srt.utils import kill_process_tree
 
         kill_process_tree(os.getpid())
 
     def running_phase_sigquit_handler(self, number: Any = None, frame: Any = None) -> None:
-        """A child failed."""
+        """Fail the requests in flight: a child process failed."""
         self._fail()
