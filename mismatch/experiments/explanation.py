@@ -1,4 +1,4 @@
-"""Experiments that tell the leading causes apart: which there are, and in which order.
+"""Experiments that confirm a cause or rule it out: which there are, and in which order.
 
 An experiment is a fix, applied and measured as ``--fix`` does it, on the run's own tokens where the
 trainer alone changes; :mod:`mismatch.experiments.confirmation` has what they say. Pure: nothing is
@@ -7,8 +7,7 @@ started here.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,11 +20,6 @@ from mismatch.types import Estimate
 
 Outcome = Literal["confirmed", "ruled out", "of little weight", "undecided", "not run"]
 GONE, STAYS = 0.3, 0.1  # share of mean |delta| that goes: at least, for yes; at most, for no
-UNKNOWN = 0.3  # weight of what no detector suspects
-LEAST_BITS = 0.03  # an experiment that is expected to say less is not made
-OWN = 0.5  # of a cause's weight that stays with its own name; the rest is its look-alikes'
-UNMEASURED = 0.1  # weight of a cause whose share is not known
-WORLD_S, ENGINE_S = 20.0, 60.0  # where the run does not say what they took
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +93,9 @@ class Experiment:
         id: of its fix.
         side: whose fault it would show.
         tests: causes that it takes out.
-        bits: information that was expected of it.
-        expected_s: seconds that it was expected to take; 0 where --fix asked for it.
         seconds: of its passes and of its engine; None where it was not made.
         gone: share of mean |delta| that goes with it.
-        same_tokens: on the tokens of the run; False: the engine sampled anew.
+        same_tokens: on the tokens of the run; False: the engine samples again.
         reason: why it was not made, or failed.
         evidence: what it measured, where that is no share of mean |delta|.
         names: the cause that it names where it confirms and no detector suspected one.
@@ -114,8 +106,6 @@ class Experiment:
     id: str
     side: Side
     tests: tuple[str, ...]
-    bits: float
-    expected_s: float
     outcome: Outcome = "not run"
     seconds: float | None = None
     gone: Estimate | None = None
@@ -125,10 +115,7 @@ class Experiment:
     names: str = ""
     wide: tuple[str, ...] = ()
 
-    @property
-    def rate(self) -> float:
-        """Bits per second expected."""
-        return self.bits / max(self.expected_s, 1e-3)
+    GONE = frozenset({"bits", "expected_s"})  # see mismatch/codec.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,102 +133,65 @@ class Explanation:
     seconds: float
 
 
-Masses = dict[tuple[str, Side], float]
+Names = list[tuple[str, Side]]
 
 
-def masses(causes: Causes) -> Masses:
-    """Weight of every cause that could be meant, with its side; the rest of 1 is unknown.
+def names_of(causes: Causes) -> Names:
+    """Return every name that a cause could turn out to have, with its side, the leading first.
 
     Of a cause that is confirmed only its look-alikes are still asked about.
     """
-    totals: Masses = {}
+    names: Names = []
     for cause in causes.ranked:
-        done = cause.status == "confirmed"
-        weight = UNMEASURED if cause.effect is None else max(cause.effect.value, 0.01)
-        own = 0.0 if cause.id in KINDS and cause.alike else OWN if cause.alike else 1.0
-        own = 0.0 if done else own
-        shares = {cause.id: own} | dict.fromkeys(
-            cause.alike, (1 - own) / len(cause.alike) if cause.alike else 0.0
-        )
-        for id, share in shares.items():
-            if share > 0:
-                totals[id, cause.side] = totals.get((id, cause.side), 0.0) + weight * share
-    total = sum(totals.values())
-    return {key: (1 - UNKNOWN) * value / total for key, value in totals.items()} if total else {}
+        # "function-differs" and its like say what is seen, not why: their look-alikes are meant.
+        asked = cause.status != "confirmed" and not (cause.id in KINDS and cause.alike)
+        names += [(name, cause.side) for name in ((cause.id,) * asked + cause.alike)]
+    return list(dict.fromkeys(names))
 
 
-def bits(weights: Masses, side: Side, tests: Sequence[str]) -> float:
-    """Expected information of asking whether one of these causes is at work, in bits."""
-    p = sum(
-        weight for (id, where), weight in weights.items()
-        if id in tests and where in (side, "either")
-    )  # fmt: skip
-    if p <= 0:
-        return 0.0
-    return -p * math.log2(p) - (1 - p) * math.log2(1 - p)
+def rank_of(names: Names, side: Side, tests: Sequence[str]) -> int | None:
+    """Return the place of the first of these names that an experiment asks about; None: of none."""
+    return next(
+        (rank for rank, (name, of) in enumerate(names) if name in tests and of in (side, "either")),
+        None,
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Seconds that things took in this run.
-
-    Attributes:
-        forward: one pass of the trainer; ``load``: its weights once more.
-        engine: an engine's start and its sampling.
-    """
-
-    forward: float = WORLD_S
-    load: float = WORLD_S
-    engine: float = ENGINE_S
-
-    def of(self, variant: Variant, base: CheckSpec) -> float:
-        """What one variant is expected to take beyond a world that runs anyway."""
-        from mismatch.specs import weights_key
-
-        own = weights_key(variant.spec.train) != weights_key(base.train)
-        return self.forward + (self.load if own else 0.0) + (self.engine if variant.folder else 0.0)
-
-
-def asked(id: str, spec: CheckSpec, weights: Masses) -> Experiment | None:
-    """What applying one fix asks; None where it is expected to say nothing of the causes."""
+def asked(id: str, spec: CheckSpec, names: Names) -> Experiment | None:
+    """Return what applying one fix asks; None where it says nothing of these causes."""
     entry = taken(id, spec)
     if entry is None:
         return None
     tests = (*entry.own, *entry.wide)
-    expected = bits(weights, entry.side, tests)
-    if expected < LEAST_BITS:
+    if rank_of(names, entry.side, tests) is None:
         return None
-    return Experiment(id, entry.side, tests, expected, 0.0, wide=entry.wide)
+    return Experiment(id, entry.side, tests, wide=entry.wide)
 
 
 def plan(
-    spec: CheckSpec, context: Context, causes: Causes, costs: Costs, done: Sequence[str] = ()
+    spec: CheckSpec, context: Context, causes: Causes, done: Sequence[str] = ()
 ) -> list[tuple[Experiment, Variant]]:
-    """Experiments worth making, by expected information per second, the best first.
+    """Return the experiments of these causes: on the run's own tokens first, the leading cause's
+    first, and of one cause the narrowest first.
 
     Args:
         done: ids of those that are made already.
     """
-    weights = masses(causes)
-    builder = Builder(spec, context)
+    names, builder = names_of(causes), Builder(spec, context)
     planned = []
     for id in TESTS:
-        probe = None if id in done else asked(id, spec, weights)
+        probe = None if id in done else asked(id, spec, names)
         if probe is None:
             continue
         before = len(builder.variants)
         builder.add(chosen_of(id))
-        if len(builder.variants) > before:
+        if len(builder.variants) > before:  # it applies to this check
             variant = builder.variants[-1]
-            probe = replace(
-                probe, expected_s=costs.of(variant, spec), same_tokens=not variant.folder
-            )
-            planned.append((probe, variant))
-    return sorted(planned, key=lambda pair: -pair[0].rate)
+            planned.append((replace(probe, same_tokens=not variant.folder), variant))
 
+    def order(pair: tuple[Experiment, Variant]) -> tuple[bool, int, int]:
+        probe = pair[0]
+        rank = rank_of(names, probe.side, probe.tests)
+        return not probe.same_tokens, rank or 0, len(probe.tests)
 
-def costs_of(seconds: Mapping[str, float], facts: Mapping[str, object]) -> Costs:
-    """From a run's journal and the fingerprint of its trainer's pass."""
-    forward = facts.get("seconds")
-    own = float(forward) if isinstance(forward, int | float) else WORLD_S
-    return Costs(own, max(own, WORLD_S / 4), seconds.get("rollout", ENGINE_S))
+    return sorted(planned, key=order)

@@ -21,16 +21,7 @@ from mismatch.analysis.square import precision_of
 from mismatch.captures import CacheKind, CachePair
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.explanation import (
-    GONE,
-    LEAST_BITS,
-    UNKNOWN,
-    Costs,
-    Experiment,
-    Outcome,
-    bits,
-    masses,
-)
+from mismatch.experiments.explanation import GONE, Experiment, Outcome, names_of, rank_of
 from mismatch.experiments.locate.judge import judge
 from mismatch.experiments.locate.types import TITLES, Location
 from mismatch.metrics.inference import student
@@ -261,7 +252,6 @@ def by_load(jobs: list[Job]) -> list[Job]:
 
 RESCORING, CACHE, LOCATE = "engine-rescoring", "prefix-cache", "locate"
 FRESH = f"{FIX_PREFIX}{RESCORING}"  # scoring of the fresh engine
-LOCATE_S = 60.0  # an engine's start and a few passes with hooks
 CACHE_FILE = "fixes/prefix-cache.json"
 DECODE: tuple[str, Side] = ("decode-vs-prefill", "engine")
 OWN_ROUNDING = 1.6  # times the engine's own rounding; two roundings of one size differ by 1.4
@@ -274,26 +264,21 @@ PROBES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def plan_probes(
-    case: Case, causes: Causes, costs: Costs, done: Sequence[str] = ()
-) -> list[Experiment]:
-    """Those that could say something of these causes, the best first.
+def plan_probes(case: Case, causes: Causes, done: Sequence[str] = ()) -> list[Experiment]:
+    """Return the experiments of a fresh engine that say something of these causes.
 
     Where the run holds no rescoring by its engine, a decode path at fault is part of what no
     detector could see.
     """
-    weights = masses(causes)
-    if weights and f"{case.engine.name.partition(':')[0]}:prefill" not in case.others:
-        weights[DECODE] = weights.get(DECODE, 0.0) + UNKNOWN / 2
+    names = names_of(causes)
+    if names and f"{case.engine.name.partition(':')[0]}:prefill" not in case.others:
+        names.append(DECODE)
     possible = {RESCORING: True, CACHE: case.engine.fingerprint.get("prefix_caching") is True}
-    planned = [
-        Experiment(id, "engine", tests, expected, costs.engine, names=tests[0], wide=tests[1:])
+    return [
+        Experiment(id, "engine", tests, names=tests[0], wide=tests[1:])
         for id, tests in PROBES.items()
-        if possible[id]
-        and id not in done
-        and (expected := bits(weights, "engine", tests)) >= LEAST_BITS
+        if possible[id] and id not in done and rank_of(names, "engine", tests) is not None
     ]
-    return sorted(planned, key=lambda experiment: -experiment.rate)
 
 
 def judged_cache(
@@ -362,7 +347,7 @@ def to_locate(causes: Causes) -> Experiment | None:
     for cause in causes.ranked:
         if cause.status == "suspected" and cause.id in KINDS:
             side: Side = "engine" if cause.side == "engine" else "trainer"
-            return Experiment(LOCATE, side, (cause.id, *cause.alike), 1.0, LOCATE_S)
+            return Experiment(LOCATE, side, (cause.id, *cause.alike))
     return None
 
 

@@ -1,9 +1,8 @@
-"""``--explain``: the experiments that tell the leading causes apart, made and told.
+"""``--explain``: make the experiments of the leading causes and report what they say.
 
-They are variants of ``--fix`` and run as those do: passes of the trainer in one world, an engine
-that has to sample anew one at a time, and none once nothing is left to be told apart. What they
-leave is shared with ``--fix``: neither makes it twice, and fixes that were measured are told as the
-experiments that they are.
+They are variants of ``--fix`` and run as those do: passes of the trainer in one world first, then,
+while a cause is left to ask about, one engine that samples again after another. What they leave is
+shared with ``--fix``: neither makes it twice, and fixes that were measured count as experiments.
 """
 
 from __future__ import annotations
@@ -24,15 +23,7 @@ from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError, named_line
 from mismatch.experiments.confirmation import applied, judged, settled, weighed
-from mismatch.experiments.explanation import (
-    Costs,
-    Experiment,
-    Explanation,
-    asked,
-    costs_of,
-    masses,
-    plan,
-)
+from mismatch.experiments.explanation import Experiment, Explanation, asked, names_of, plan
 from mismatch.experiments.fixes.base import Context
 from mismatch.experiments.fixes.planning import DIRECTORY, FixPlan, Variant
 from mismatch.experiments.fixes.results import STATE as FIXES
@@ -65,6 +56,7 @@ LOCATE_MOST_S, FEW_SEQUENCES = 300.0, 4
 OVER_BUDGET = "the budget is used up"
 LOG = "logs/explain.log"  # of errors that are no MismatchError
 ENGINES = 4  # engines that are started for it, at most
+ENGINE_S = 60.0  # of an engine's start, where the run does not say what its own took
 
 
 def explain(stages: Stages) -> None:
@@ -83,13 +75,14 @@ def explain(stages: Stages) -> None:
     for engines in range(1 + ENGINES):
         variants, probes = _planned(stages, context, experiments)
         chosen = [pair for pair in variants if pair[0].same_tokens]
-        if engines:
-            chosen = [] if probes and _before(probes[0], variants) else variants[:1]
-            if not chosen and not probes:
+        if engines and probes:  # one start of the engine for all of them
+            experiments += _probed(stages, run, probes, start)
+        elif engines:
+            chosen = variants[:1]
+            if not chosen:
                 break
-            experiments += [] if chosen else _probed(stages, run, probes, start)
         if chosen:
-            _say(stages, [e for e, _ in chosen])
+            stages.narrator.note(f"explain: {', '.join(e.id for e, _ in chosen)}")
             _measure(run, [variant for _, variant in chosen])
             experiments += [_single(stages, e, partial(_result, run, e, v)) for e, v in chosen]
     experiments += _located(stages, run, experiments, start)
@@ -116,24 +109,17 @@ def _passes_left_out(stages: Stages, run: FixRun) -> None:
 def _planned(
     stages: Stages, context: Context, experiments: list[Experiment]
 ) -> tuple[list[tuple[Experiment, Variant]], list[Experiment]]:
-    """Fixes, and experiments of a fresh engine; the best of each first."""
+    """Return fixes, and experiments of a fresh engine, of the causes that are left."""
     case = case_of(stages.run_dir, stages.spec)
     causes = _causes(case, experiments)
-    header = case.trainer.fingerprint
-    costs: Costs = costs_of(stages.journal.seconds, header)
     ids = [experiment.id for experiment in experiments]
-    variants = plan(stages.spec, context, causes, costs, ids)
-    return variants, plan_probes(case, causes, costs, ids)
+    return plan(stages.spec, context, causes, ids), plan_probes(case, causes, ids)
 
 
 def _causes(case: Case, experiments: list[Experiment]) -> Causes:
     """As far as the experiments that are made tell them apart."""
     causes = diagnose(case, detectors())
     return applied(causes, settled(causes, experiments))[0]
-
-
-def _before(probe: Experiment, variants: list[tuple[Experiment, Variant]]) -> bool:
-    return not variants or probe.rate >= variants[0][0].rate
 
 
 def _located(stages: Stages, run: FixRun, done: list[Experiment], start: float) -> list[Experiment]:
@@ -143,11 +129,11 @@ def _located(stages: Stages, run: FixRun, done: list[Experiment], start: float) 
     if planned is None:
         return []
     spent = time.monotonic() - start
-    if run.over(spent + planned.expected_s):
+    if run.over(spent + stages.journal.seconds.get("rollout", ENGINE_S)):
         return [replace(planned, reason=f"{OVER_BUDGET}: mismatch locate {stages.run_dir}")]
     allowed = run.allowed_s()
     seconds = LOCATE_MOST_S if allowed is None else min(LOCATE_MOST_S, allowed - spent)
-    _say(stages, [planned])
+    stages.narrator.note(f"explain: {planned.id}")
 
     def locate() -> list[Experiment]:
         location = of_run(stages.run_dir)
@@ -166,9 +152,9 @@ def _probed(
 ) -> list[Experiment]:
     """One start of the engine for all of them; what fails is their failure and not the check's."""
     spent = time.monotonic() - start
-    if run.over(spent + planned[0].expected_s):
+    if run.over(spent + stages.journal.seconds.get("rollout", ENGINE_S)):
         return [replace(experiment, reason=OVER_BUDGET) for experiment in planned]
-    _say(stages, planned)
+    stages.narrator.note(f"explain: {', '.join(each.id for each in planned)}")
 
     def ask() -> list[Experiment]:
         ask_fresh_engine(stages, [e.id for e in planned])
@@ -220,7 +206,7 @@ def _reason(stages: Stages, error: Exception) -> str:
 
 
 def _measure(run: FixRun, chosen: list[Variant]) -> None:
-    """Make them together; where that raised, each that is left alone."""
+    """Measure variants together; where that raises, each that is left alone."""
     run.variants += chosen
     try:
         run.measure([], sample=False)
@@ -233,11 +219,6 @@ def _measure(run: FixRun, chosen: list[Variant]) -> None:
         run.variants = [v for v in run.variants if v not in left]
         for v in left:
             _measure(run, [v])
-
-
-def _say(stages: Stages, chosen: list[Experiment]) -> None:
-    words = ", ".join(f"{experiment.id} ({experiment.expected_s:.0f} s)" for experiment in chosen)
-    stages.narrator.note(f"explain: {words}")
 
 
 def _result(run: FixRun, experiment: Experiment, variant: Variant) -> Experiment:
@@ -269,9 +250,9 @@ def _of_fixes(run_dir: Path, spec: CheckSpec, causes: Causes) -> list[Experiment
     """The fixes of a run that say something of its causes, as experiments."""
     if not spec.fixes or not (run_dir / FIXES).exists():
         return []
-    weights = masses(causes)
+    names = names_of(causes)
     entries = state_of(run_dir)["variants"]
-    asking = [(e, probe) for e in entries if (probe := asked(e["id"], spec, weights)) is not None]
+    asking = [(e, probe) for e in entries if (probe := asked(e["id"], spec, names)) is not None]
     if not asking:
         return []
     before = case_of(run_dir, spec)

@@ -160,7 +160,7 @@ def test_sglang_reads_its_radix_cache_after_prefill_and_after_decode(
 
 def test_blocks_of_another_prompt_are_named_as_the_cache(case: tuple[Path, Case]) -> None:
     folder, run = case
-    asked = Experiment(CACHE, "engine", PROBES[CACHE], 0.5, 1.0, names=PROBES[CACHE][0])
+    asked = Experiment(CACHE, "engine", PROBES[CACHE], names=PROBES[CACHE][0])
     verdicts = {name: judged_cache(asked, run, pairs, 1.0) for name, pairs in read(folder).items()}
     assert farthest(read(folder)["planted"]) > 1e-3
     assert verdicts["planted"].outcome == "confirmed"
@@ -177,7 +177,7 @@ def test_a_fresh_engine_tells_a_decode_fault_from_a_function(case: tuple[Path, C
     scoring = store.load_scoring(folder, FRESH)
     assert np.abs(scoring.logprobs - run.engine.logprobs).max() < 1e-3
     noise = 0.3 * np.random.default_rng(0).standard_normal(len(scoring.logprobs))
-    asked = Experiment(RESCORING, "engine", PROBES[RESCORING], 0.5, 1.0, names="decode-vs-prefill")
+    asked = Experiment(RESCORING, "engine", PROBES[RESCORING], names="decode-vs-prefill")
     outcomes = []
     for decode, train in ((noise, 0 * noise), (0 * noise, noise)):
         sides = [

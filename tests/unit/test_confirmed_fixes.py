@@ -366,7 +366,7 @@ def test_explain_makes_nothing_that_a_fix_has_told(
 
 def test_a_fix_stands_for_the_experiment_that_had_no_time(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", without_sinks(), {"attention-sinks": 0.05})
-    own = Experiment("attention-sinks", "trainer", ("attention-sinks",), 0.9, 3.0, reason="budget")
+    own = Experiment("attention-sinks", "trainer", ("attention-sinks",), reason="budget")
     document = {"schema": explain.STATE_SCHEMA, "experiments": to_json([own]), "seconds": 7.0}
     store.save_document(run, explain.STATE, document, schema=explain.STATE_SCHEMA)
     store.write_json(run / "spec.json", to_dict(replace(SPEC, explain=True)))

@@ -1,4 +1,4 @@
-"""Experiments of --explain: planned by information per second, judged by what goes with them."""
+"""Experiments of --explain: planned for the leading causes, judged by what goes with them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.confirmation import applied, gone, judged
 from mismatch.experiments.explanation import (
     TESTS,
-    Costs,
     Experiment,
     Explanation,
-    bits,
-    masses,
+    names_of,
     plan,
+    rank_of,
     taken,
 )
 from mismatch.experiments.fixes.base import Context, ModelFacts
@@ -71,9 +70,8 @@ def drawn_share(value: float) -> Estimate:
     return Estimate(value, value - 0.02, value + 0.02, 1000, 64, 32)
 
 
-def planned(causes: Causes, spec: CheckSpec = SPEC, **costs: float) -> list[str]:
-    context = Context(spec, FACTS)
-    return [experiment.id for experiment, _ in plan(spec, context, causes, Costs(**costs))]
+def planned(causes: Causes, spec: CheckSpec = SPEC) -> list[str]:
+    return [experiment.id for experiment, _ in plan(spec, Context(spec, FACTS), causes)]
 
 
 def experiment_of(
@@ -84,7 +82,7 @@ def experiment_of(
     outcome = "confirmed" if share - width > 0.3 else "ruled out"
     if share + width >= 0.1 and share - width <= 0.3:
         outcome = "undecided"
-    return Experiment(id, test.side, (*test.own, *test.wide), 0.5, 5.0, outcome, 5.0,  # type: ignore[arg-type]
+    return Experiment(id, test.side, (*test.own, *test.wide), outcome, 5.0,  # type: ignore[arg-type]
                       drawn_share(share), wide=test.wide)  # fmt: skip
 
 
@@ -115,27 +113,32 @@ def test_only_experiments_that_can_say_something_of_these_causes_are_planned() -
     assert planned(cache)[0] == "no-prefix-cache"
 
 
-def test_the_order_is_information_per_second() -> None:
+def test_the_runs_own_tokens_come_first_then_the_leading_cause() -> None:
+    fp8 = replace(SPEC.rollout.engine, args=(("kv_cache_dtype", "fp8"),))
+    spec = replace(ENGINES, rollout=replace(SPEC.rollout, engine=fp8))
     causes = suspected("fp8-kv", "either", "attention-sinks", "rope-config")
-    spec = replace(
-        ENGINES,
-        rollout=replace(
-            SPEC.rollout, engine=replace(SPEC.rollout.engine, args=(("kv_cache_dtype", "fp8"),))
-        ),
+    order = planned(causes, spec)
+    assert order.index("bf16-kv-cache") > order.index("no-sinks")  # its engine samples again
+    second = replace(causes.ranked[0], id="bf16-lm-head", side="trainer", alike=())
+    two = replace(
+        suspected("precision", "trainer"),
+        ranked=(second, *suspected("precision", "trainer").ranked),
     )
-    dear = planned(causes, spec, forward=2.0, engine=500.0)
-    cheap = planned(causes, spec, forward=2.0, engine=0.0, load=0.0)
-    assert dear.index("bf16-kv-cache") > dear.index("no-sinks")
-    assert cheap.index("bf16-kv-cache") < cheap.index("no-sinks")
+    assert planned(two)[0] == "fp32-lm-head"
 
 
-def test_a_cause_that_is_not_suspected_says_nothing() -> None:
-    weights = masses(suspected("fp8-kv", "engine", "fp8-kv-tile"))
-    assert sum(weights.values()) == pytest.approx(0.7)
-    assert bits(weights, "engine", ("bf16-lm-head",)) == 0
-    assert bits(weights, "trainer", ("fp8-kv",)) == 0  # the other side's
-    both = bits(weights, "engine", ("fp8-kv", "fp8-kv-tile"))
-    assert both == pytest.approx(-0.7 * np.log2(0.7) - 0.3 * np.log2(0.3))
+def test_a_cause_that_is_not_suspected_is_not_asked_about() -> None:
+    names = names_of(suspected("fp8-kv", "engine", "fp8-kv-tile"))
+    assert names == [("fp8-kv", "engine"), ("fp8-kv-tile", "engine")]
+    assert rank_of(names, "engine", ("bf16-lm-head",)) is None
+    assert rank_of(names, "trainer", ("fp8-kv",)) is None  # the other side's
+    assert rank_of(names, "engine", ("fp8-kv-tile", "fp8-kv")) == 0
+
+
+def test_experiments_of_earlier_reports_are_read() -> None:
+    experiment = experiment_of("attention-sinks", 0.95)
+    old = {**to_json(experiment), "bits": 0.5, "expected_s": 5.0}
+    assert from_json(Experiment, old) == experiment
 
 
 # ---------------------------------------------------------------- what they say
@@ -158,7 +161,7 @@ def test_what_goes_is_measured_on_the_same_tokens_or_by_prompt() -> None:
 def test_an_experiment_is_judged_by_its_interval(left: float, outcome: str) -> None:
     fault = drawn.other_function(0, 1.0)
     after = replace(fault, right=fault.left + left * fault.delta)
-    fp32 = Experiment("fp32", "trainer", ("precision",), 0.5, 1.0)
+    fp32 = Experiment("fp32", "trainer", ("precision",))
     assert judged(fp32, fault, after, 3.0).outcome == outcome
 
 
@@ -166,7 +169,7 @@ def test_few_prompts_decide_nothing() -> None:
     fault = drawn.other_function(0, 1.0)
     rng = np.random.default_rng(0)
     noisy = fault.delta * np.where(rng.random(fault.n_prompts) < 0.8, 1.0, 0.0)[fault.prompt]
-    fp32 = Experiment("fp32", "trainer", ("precision",), 0.5, 1.0)
+    fp32 = Experiment("fp32", "trainer", ("precision",))
     assert judged(fp32, fault, replace(fault, right=fault.left + noisy), 1.0).outcome == "undecided"
 
 
@@ -259,7 +262,7 @@ def pairs(moved: float, kind: str = "warm prompt", cached: int = 64) -> list[Cac
     return [CachePair(kind, 80, 40, cached, tuple(a), tuple(b)) for a, b in rows]  # type: ignore[arg-type]
 
 
-ASKED = Experiment(CACHE, "engine", PROBES[CACHE], 0.5, 1.0, names="prefix-cache-stale")
+ASKED = Experiment(CACHE, "engine", PROBES[CACHE], names="prefix-cache-stale")
 
 
 @pytest.mark.parametrize(
@@ -310,7 +313,7 @@ def test_a_fresh_engine_is_asked_where_decoding_or_its_state_is_in_question() ->
     decode = replace(decode, ranked=(replace(decode.ranked[0], status="confirmed"),))
 
     def asked(case: Case, causes: Causes) -> list[str]:
-        return [probe.id for probe in plan_probes(case, causes, Costs())]
+        return [probe.id for probe in plan_probes(case, causes)]
 
     assert set(asked(with_cache, decode)) == {CACHE, RESCORING}
     assert asked(case, decode) == [RESCORING]  # the run had no prefix cache
@@ -323,7 +326,7 @@ def test_a_fresh_engine_is_asked_where_decoding_or_its_state_is_in_question() ->
 
 
 def test_an_experiment_names_a_cause_that_no_detector_suspected() -> None:
-    fresh = Experiment(RESCORING, "engine", PROBES[RESCORING], 0.5, 1.0, "confirmed", 5.0,
+    fresh = Experiment(RESCORING, "engine", PROBES[RESCORING], "confirmed", 5.0,
                        drawn_share(0.9), names="decode-vs-prefill")  # fmt: skip
     cache = replace(ASKED, outcome="confirmed", seconds=5.0)
     nothing = replace(suspected("precision", "trainer"), ranked=())
@@ -341,7 +344,7 @@ def test_an_experiment_names_a_cause_that_no_detector_suspected() -> None:
 
 def test_a_fresh_engine_confirms_the_decode_path_and_no_single_part_of_it() -> None:
     onset = suspected("onset", "engine", "fp8-kv-tile", "sliding-window")
-    (planned,) = plan_probes(drawn.draw(0).case(), onset, Costs())
+    (planned,) = plan_probes(drawn.draw(0).case(), onset)
     fresh = replace(planned, outcome="confirmed", seconds=5.0, gone=drawn_share(0.9))
     after, confirmed, _ = applied(onset, [fresh])
     assert confirmed == ("decode-vs-prefill",)
@@ -422,8 +425,8 @@ def test_an_error_that_nobody_foresaw_ends_its_own_experiment_alone(
     spec = replace(SPEC, noise_floor=True)
     context = Context(spec, FACTS)
     kernel = suspected("function-differs", "trainer", "attention-sinks", "packing-leak")
-    (bad, good), same = zip(*plan(spec, context, kernel, Costs()), strict=True)
-    probes = [Experiment(id, "engine", PROBES[id], 0.5, 1.0) for id in PROBES]
+    (bad, good), same = zip(*plan(spec, context, kernel), strict=True)
+    probes = [Experiment(id, "engine", PROBES[id]) for id in PROBES]
     scored: set[str] = set()
 
     def measure(run: explain.FixRun, passes: list[object], sample: bool) -> None:
@@ -459,7 +462,9 @@ def test_an_error_that_nobody_foresaw_ends_its_own_experiment_alone(
     monkeypatch.setattr(explain.FixRun, "measure", measure)
     monkeypatch.setattr(explain.FixRun, "scored", lambda run, variant: variant.id in scored)
     narrator = SimpleNamespace(note=lambda text: None)
-    stages = SimpleNamespace(spec=spec, run_dir=tmp_path, narrator=narrator)
+    stages = SimpleNamespace(
+        spec=spec, run_dir=tmp_path, narrator=narrator, journal=SimpleNamespace(seconds={})
+    )
     explain.explain(stages)  # type: ignore[arg-type]
     state = load_document(tmp_path, explain.STATE)
     reasons = {entry["id"]: entry["reason"] for entry in state["experiments"]}
@@ -509,9 +514,7 @@ def test_a_module_that_the_distance_goes_with_confirms_its_side(
 def test_a_fresh_engine_does_not_rule_out_weights_that_it_loads_again() -> None:
     """Digests that differ stay named: the same files are wrong in every process."""
     causes = suspected("stale-weights", "engine", "sleep-level-2", "double-load", effect=None)
-    reread = Experiment(
-        RESCORING, "engine", PROBES[RESCORING], 0.5, 5.0, "ruled out", 5.0, drawn_share(0.0)
-    )
+    reread = Experiment(RESCORING, "engine", PROBES[RESCORING], "ruled out", 5.0, drawn_share(0.0))
     after, _, ruled_out = applied(causes, [reread, experiment_of("regenerate", 0.0)])
     assert [(c.id, c.alike) for c in after.ranked] == [("stale-weights", ())]
     assert {"sleep-level-2", "double-load"} <= set(ruled_out)
