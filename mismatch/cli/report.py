@@ -1,4 +1,4 @@
-"""`mismatch report`: a run's report again, several runs side by side, or a metric over time."""
+"""`mismatch report`: print a run's report again, or several runs side by side."""
 
 from __future__ import annotations
 
@@ -11,32 +11,25 @@ from mismatch.errors import MismatchError
 from mismatch.specs import OUTPUT
 
 RUNS = Option("runs", list[Path] | None, "", "Run directory, or several.", argument=True)
-SEVERAL = (
-    Option("history", Path | None, OUTPUT, "Draw a metric over all runs in this folder."),
-    Option("metric", str, OUTPUT, "With --history: which.", default="k3_kl"),
-    Option("out", Path | None, OUTPUT, "Directory for the page of several runs."),
-)
+SEVERAL = (Option("out", Path | None, OUTPUT, "Directory for the page of several runs."),)
 OF_ONE = ("names", "log_to", "fail_on")  # flags of one run's report
-USE = "mismatch report RUN, mismatch report A B C, or mismatch report --history DIR"
+USE = "mismatch report RUN, or mismatch report A B C"
 
 
 @with_flags(RUNS, SEVERAL, NAME_FLAGS, LOG_TO, FAIL_ON)
 def report(flags: Flags) -> int:
-    """Print the report of a run, write its HTML and Markdown again; or compare several.
+    """Print the report of a run, write its HTML and Markdown again; or show several.
 
     RUN alone: refused where a scoring is newer than the report: `mismatch compare RUN` judges it.
     Exit code as `check`. A run that cannot be written is printed all the same.
 
     A B C: side by side, from report.json and tokens.parquet alone; significant changes from A are
     marked, paired where the tokens are the same. Exit code 0: `compare NEW --against OLD` judges.
-
-    --history DIR: one metric over every run in DIR, oldest first. Exit code 0.
     """
     runs = flags["runs"] or []
-    if flags["history"] is None and len(runs) == 1:
-        wrong = [f"--{name}" for name in ("out", "metric") if name in flags.explicit]
-        if wrong:
-            raise MismatchError(f"{wrong[0]} is for several runs", USE)
+    if len(runs) == 1:
+        if "out" in flags.explicit:
+            raise MismatchError("--out is for several runs", USE)
         return _one(runs[0], flags)
     wrong = [f"--{name.replace('_', '-')}" for name in OF_ONE if flags[name]]
     if flags["format"] in ("github", "junit"):
@@ -68,22 +61,11 @@ def _one(run: Path, flags: Flags) -> int:
 
 def _several(runs: list[Path], flags: Flags) -> int:
     from mismatch.cli import session
-    from mismatch.reports import saved_runs
-
-    if flags["history"] is not None:
-        from mismatch.pipeline.saved_runs import history
-
-        if runs:
-            raise MismatchError("--history takes its runs from its folder", USE)
-        over_time = history(flags["history"], flags["metric"])
-        session.conclude_page(saved_runs.history_page(over_time), over_time.to_json(), flags)
-        return 0
     from mismatch.pipeline.side_by_side import side_by_side
+    from mismatch.reports import saved_runs
 
     if not runs:
         raise MismatchError("Missing argument 'RUN'", USE)
-    if "metric" in flags.explicit:
-        raise MismatchError("--metric without --history", USE)
     result = side_by_side(runs)
     session.conclude_page(saved_runs.beside_page(result), result.to_json(), flags)
     return 0

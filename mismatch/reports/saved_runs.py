@@ -1,4 +1,4 @@
-"""Pages of several saved runs: a new one against an old one, side by side, one metric over time."""
+"""Pages of several saved runs: a new run against an old one, and runs side by side."""
 
 from __future__ import annotations
 
@@ -7,18 +7,12 @@ from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from mismatch.experiments.regression.run_comparison import DECIDING
 from mismatch.experiments.regression.types import ABSENT, Against, AgainstRow, RunSide
-from mismatch.metrics import METRICS
-from mismatch.pipeline.saved_runs import History, Point
 from mismatch.pipeline.side_by_side import Line, Move, Side, SideBySide
 from mismatch.reports.formatting import (
-    TONES,
     Format,
     alike,
-    bound,
     capital,
     chance,
     count,
@@ -34,7 +28,6 @@ from mismatch.reports.section import (
     Cell,
     Cells,
     Column,
-    Figure,
     Page,
     Section,
     Table,
@@ -43,11 +36,10 @@ from mismatch.reports.section import (
 )
 from mismatch.reports.sections.square import standing_cell
 from mismatch.reports.summary import Row
-from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, segments
 from mismatch.types import Estimate
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
 NO_CHANGE = {"none": "no significant difference"}  # other outcomes are words as they are
 TONE_OF: dict[str | None, Tone] = {
@@ -328,119 +320,3 @@ def _facts(result: SideBySide) -> Section:
         parts=[other],
         folded=False,
     )
-
-
-# ---------------------------------------------------------------- over time
-
-NEWEST = 12  # runs of a history that a terminal shows
-SIGNIFICANT = (
-    "A change is from the run of the same model before it. It is called significant where "
-    "its 95 % interval, of two independent runs, leaves 0 out; not adjusted for their "
-    "number. mismatch report A B compares two of them token by token."
-)
-
-
-def history_page(result: History) -> Page:
-    """A metric over the runs of a folder, a picture for every model."""
-    words = metric_label(result.metric)
-    latest = result.points[-1] if result.points else None
-    moved = [point.place for point in result.points if point.moved][-4:]
-    by = f"moved significantly by {', '.join(moved)}" if moved else "no run moved it significantly"
-    reason = f"{plural(len(result.points), 'run')}; {by}"
-    how = f"moved with {moved[-1]}" if moved else "is steady"
-    models = dict.fromkeys(point.model for point in result.points if point.value is not None)
-    over_time = Section(
-        "history",
-        f"{words.label} over time",
-        words.meaning,
-        figures=[_figure(index, model, result) for index, model in enumerate(models)],
-        folded=False,
-    )
-    runs = Section(
-        "runs", "Runs", tables=[_runs(result, result.points)], notes=[SIGNIFICANT], folded=False
-    )
-    why = Table((Column("directory", text), Column("why", text)), result.unreadable)
-    unreadable = Section("unreadable", "Not readable", tables=[why], folded=False)
-    return Page(
-        kind="history",
-        word=latest.status if latest else "no run",
-        tone=TONES[latest.status] if latest else "warn",
-        lead=f"The newest run, {latest.place}, is {latest.status}; {words.label} {how}."
-        if latest
-        else "",
-        reason=f"{latest.place}: {latest.reason}" if latest else reason,
-        title=result.folder,
-        facts=(f"{words.label} over {reason}",),
-        sections=(over_time, runs, *([unreadable] if result.unreadable else [])),
-        table=_runs(result, result.points[-NEWEST:]),
-        file="history",
-    )
-
-
-def _runs(result: History, shown: Sequence[Point]) -> Table:
-    write = metric_format(result.metric, [point.value for point in result.points])
-
-    def change(point: Point) -> Cell:
-        tone: Tone = "strong" if point.moved else "dim"
-        note = "significant" if point.moved else ""
-        return Cell(point.change, tone, note, _change(result.metric))
-
-    columns = (
-        Column("date", text, of=lambda point: point.created[:16].replace("T", " ")),
-        Column("run", text, of="place"),
-        Column("model", text, 4, of=lambda point: _model(point.model)),
-        Column("engine", text, 2, of="engine"),
-        Column("verdict", text, of=lambda point: status_cell(point.status)),
-        Column(
-            metric_label(result.metric).label,
-            interval=1,
-            of=lambda point: Cell(point.value, format=write),
-        ),
-        Column("change", signed, 3, interval=5, of=change),
-    )
-    return Table.of(columns, shown)
-
-
-def _figure(index: int, model: str, result: History) -> Figure:
-    shown = [p for p in result.points if p.model == model and p.value is not None]
-    estimates = [p.value for p in shown if p.value is not None]
-    write = metric_format(result.metric, estimates)
-    first, last = write(estimates[0].value), write(estimates[-1].value)
-    path = f"{first} → {last} in {plural(len(shown), 'run')}" if len(shown) > 1 else first
-    title = f"{_model(model)}: {path}"
-    moved = sum(p.moved for p in shown)
-    return Figure(
-        f"history-{index}",
-        title,
-        f"Lines are 95 % intervals, rings significant changes ({moved}), dashes the levels.",
-        partial(_draw, title, shown, estimates, result.metric),
-        (6.0, 2.7),
-    )
-
-
-def _draw(
-    title: str, shown: Sequence[Point], estimates: Sequence[Estimate], metric: str, axes: Axes
-) -> str:
-    x = np.arange(len(shown), dtype=np.float64)
-    y, low, high = np.array([(e.value, e.low, e.high) for e in estimates], np.float64).T
-    drawn = np.isfinite(low) & np.isfinite(high)
-    segments(axes, (x[drawn], x[drawn]), (low[drawn], high[drawn]), color=FAINT, linewidth=1.2)
-    axes.plot(x, y, color=ACCENT, linewidth=1.4, marker="o", markersize=4)
-    moved = np.array([p.moved for p in shown])
-    axes.plot(x[moved], y[moved], "o", color=SECOND, markersize=10, fillstyle="none")
-    span = [value for value in (*y, *low[drawn], *high[drawn]) if np.isfinite(value)]
-    if 0 < 20 * min(span) < max(span):
-        axes.set_yscale("log")
-    for level, word in ((shown[-1].healthy, "healthy"), (shown[-1].unfit, "unfit")):
-        if level is not None and level <= 3 * max(span):
-            axes.axhline(level, color=INK, linewidth=0.8, dashes=(4, 3))
-            label = f"{word} {bound(level)}"
-            axes.text(len(x) - 0.5, level, label, ha="right", va="bottom", color=FAINT)
-    step = max(1, -(-len(shown) // 6))
-    labels = [f"{p.created[:10]}\n{p.engine}" for p in shown]
-    axes.set_xticks(x[::step], labels[::step])
-    unit = METRICS[metric].unit if metric in METRICS else ""
-    axes.set(xlim=(-0.5, len(x) - 0.5), ylabel=unit)
-    axes.yaxis.set_major_formatter(lambda value, _: bound(value))
-    pairs = zip(shown, y, strict=True)
-    return f"{title}: {', '.join(f'{p.created[:10]} {p.engine} {number(v)}' for p, v in pairs)}"

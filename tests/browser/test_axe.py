@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from mismatch.pipeline.saved_runs import history
 from mismatch.pipeline.side_by_side import side_by_side
 from mismatch.reports.html import show_page, to_html
-from mismatch.reports.run_server import Site
-from mismatch.reports.saved_runs import beside_page, history_page
+from mismatch.reports.saved_runs import beside_page
 from tests.browser.chromium import Browser
 from tests.report_makers import MAKERS
 
@@ -35,8 +33,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     documents = {
         "report": to_html(*MAKERS[broken]()),
         "side by side": show_page(beside_page(both)),
-        "history": show_page(history_page(history(examples))),
-        "served": Site(examples, "k3_kl").answer("/").body,
     }
     folder, addresses = tmp_path_factory.mktemp("axe"), {}
     for name, document in documents.items():
@@ -52,7 +48,7 @@ def violations(browser: Browser) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
-@pytest.mark.parametrize("name", ["report", "side by side", "history", "served"])
+@pytest.mark.parametrize("name", ["report", "side by side"])
 def test_axe_finds_nothing_serious(
     browser: Browser, pages: dict[str, str], name: str, width: int, height: int
 ) -> None:

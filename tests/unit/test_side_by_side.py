@@ -16,10 +16,10 @@ from rich.console import Console
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
 from mismatch.pipeline.document import report_to_json
-from mismatch.pipeline.saved_runs import history, load_run
+from mismatch.pipeline.saved_runs import load_run
 from mismatch.pipeline.side_by_side import SideBySide, side_by_side
 from mismatch.reports.html import show_page
-from mismatch.reports.saved_runs import beside_page, history_page
+from mismatch.reports.saved_runs import beside_page
 from mismatch.reports.terminal import print_page
 from mismatch.run import store
 from tests.command import mismatch
@@ -133,44 +133,15 @@ def test_runs_have_to_be_several_and_different(tmp_path: Path) -> None:
         side_by_side([run])
 
 
-def test_a_history_is_in_order_and_marks_what_moved(tmp_path: Path) -> None:
-    save(tmp_path / "z", created="2026-01-01T00:00:00+00:00", version="1.0")
-    save(tmp_path / "deep" / "a", created="2026-01-03T00:00:00+00:00", version="3.0", scale=3)
-    save(tmp_path / "m", created="2026-01-02T00:00:00+00:00", version="2.0")
-    save(tmp_path / "other", created="2026-01-02T12:00:00+00:00", model="x", scale=9, tokens=False)
-    broken = save(tmp_path / "broken")
-    (broken / "report.json").write_text("{}")
-    result = history(tmp_path)
-    assert [p.place for p in result.points] == ["z", "m", "other", "deep/a"]
-    assert [p.moved for p in result.points] == [False, False, False, True]
-    assert [name for name, _ in result.unreadable] == ["broken"]
-    page = history_page(result)
-    assert len(page.sections[0].figures) == 2
-    assert show_page(page).count("<svg") == 2
-    with pytest.raises(MismatchError, match="no metric"):
-        history(tmp_path, "k3")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(MismatchError, match="no run"):
-        history(tmp_path / "empty")
-
-
-def test_links_are_not_followed_out_of_the_folder(tmp_path: Path) -> None:
-    save(tmp_path / "outside" / "run")
-    inside = tmp_path / "inside"
-    save(inside / "own")
-    (inside / "link").symlink_to(tmp_path / "outside" / "run")
-    assert [point.place for point in history(inside).points] == ["own"]
-
-
 def test_names_models_and_versions_are_foreign_text(tmp_path: Path) -> None:
     hostile = HOSTILE.replace("/", "")
     paths = [save(tmp_path / "a"), save(tmp_path / hostile, version=HOSTILE, model=HOSTILE)]
-    for page in (beside_page(side_by_side(paths)), history_page(history(tmp_path))):
-        document = show_page(page)
-        assert "<img" not in document
-        assert "&lt;img" in document
-        console = Console(file=io.StringIO(), width=100)
-        print_page(page, console)
+    page = beside_page(side_by_side(paths))
+    document = show_page(page)
+    assert "<img" not in document
+    assert "&lt;img" in document
+    console = Console(file=io.StringIO(), width=100)
+    print_page(page, console)
 
 
 def test_one_metric_is_written_alike_in_all_runs(tmp_path: Path) -> None:
@@ -204,9 +175,6 @@ def test_the_command_writes_and_prints(tmp_path: Path) -> None:
     assert (tmp_path / "page" / "side-by-side.html").exists()
     printed = mismatch("report", "a", "b", "--format", "json", cwd=tmp_path)
     assert json.loads(printed.stdout) == document
-    drawn = mismatch("report", "--history", ".", "--metric", "logprob_abs_diff_mean", cwd=tmp_path)
-    assert drawn.returncode == 0, drawn.stderr
-    assert "2 runs" in drawn.stdout
 
 
 @pytest.mark.parametrize(
@@ -216,10 +184,7 @@ def test_the_command_writes_and_prints(tmp_path: Path) -> None:
         (("a", "a"), "different runs"),
         (("a", "b", "--names", "verl"), "--names"),
         (("a", "b", "--format", "junit"), "junit"),
-        (("a", "b", "--metric", "kl"), "--metric"),
         (("a", "--out", "x"), "--out"),
-        (("a", "--history", "."), "--history"),
-        (("--history", "nowhere"), "no directory"),
         (("a", "nowhere"), "nowhere"),
     ],
 )
