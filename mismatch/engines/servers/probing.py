@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -65,18 +64,16 @@ def expert_layout(spec: EngineSpec, info: ModelInfo) -> ExpertLayout | None:
     """
     if not info.moe:
         return None
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from mismatch.training.routing.capture import moe_layers
+    from mismatch.training.source import skeleton
 
     config = AutoConfig.from_pretrained(
         spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
     )
-    build: Any = AutoModelForCausalLM.from_config
-    with torch.device("meta"):
-        model = build(config, trust_remote_code=spec.trust_remote_code)
-    layers = tuple(layer.index for layer in moe_layers(model.get_decoder()))
+    decoder = skeleton(config, spec.trust_remote_code).get_decoder()
+    layers = tuple(layer.index for layer in moe_layers(decoder))
     return ExpertLayout(layers, info.num_experts, info.top_k) if layers else None
 
 
