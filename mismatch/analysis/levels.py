@@ -12,13 +12,10 @@ from typing import Any
 
 from mismatch.analysis.thresholds import (
     COLUMNS,
-    REFERENCES,
     Level,
-    Reference,
     Thresholds,
     default_thresholds,
     load_thresholds,
-    references_for,
 )
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
@@ -36,16 +33,13 @@ from mismatch.types import (
 
 __all__ = [
     "COLUMNS",
-    "REFERENCES",
     "Level",
-    "Reference",
     "Thresholds",
     "column_for",
     "default_thresholds",
     "exit_code",
     "judge",
     "load_thresholds",
-    "references_for",
     "verdict",
 ]
 

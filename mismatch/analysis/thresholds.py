@@ -18,60 +18,6 @@ from typing import Any
 from mismatch.errors import MismatchError, did_you_mean
 from mismatch.metrics import METRICS
 
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """One published measurement.
-
-    >>> REFERENCES[0].value
-    0.0177
-
-    Attributes:
-        metric: our name of it; where we report no such number, a name that says what it is.
-        column: of the levels table whose class of stack it belongs to; empty: not known.
-        normal: whether it describes a stack that works as meant, rather than a fault.
-    """
-
-    model: str
-    stack: str
-    metric: str
-    value: float
-    column: str
-    source: str
-    note: str = ""
-    normal: bool = True
-
-
-def _published() -> tuple[Reference, ...]:
-    text = resources.files("mismatch.analysis").joinpath("published_values.toml").read_text("utf-8")
-    return tuple(
-        Reference(
-            stack["model"],
-            stack["stack"],
-            metric,
-            value,
-            stack.get("column", ""),
-            stack["source"],
-            note,
-            normal,
-        )
-        for stack in tomllib.loads(text)["measured"]
-        for metric, value, note, normal in stack["values"]
-    )
-
-
-REFERENCES = _published()
-
-
-def references_for(metric: str, column: str) -> tuple[Reference, ...]:
-    """Measured elsewhere on a sound stack of the same class."""
-    return tuple(
-        reference
-        for reference in REFERENCES
-        if reference.normal and (reference.metric, reference.column) == (metric, column)
-    )
-
-
 SHIPPED = "levels.toml"
 COLUMNS = ("fp32", "fp16", "bf16 dense", "bf16 MoE", "quantised")
 

@@ -10,8 +10,8 @@ import numpy as np
 from mismatch.metrics import METRICS, framework_names
 from mismatch.metrics.framework_formulas import value_of
 from mismatch.reports import summary
-from mismatch.reports.contrasts import comparable
 from mismatch.reports.formatting import Format
+from mismatch.reports.tokens_table import comparable
 from mismatch.types import Report
 
 if TYPE_CHECKING:

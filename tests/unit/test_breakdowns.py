@@ -17,7 +17,7 @@ from mismatch.analysis.breakdowns import (
     token_class,
 )
 from mismatch.reports.formatting import percent
-from mismatch.reports.sections import patterns as section
+from mismatch.reports.sections import breakdowns as shown_groups
 from mismatch.types import CACHED, Comparison, Pair, Rollout, Sampling, Scoring
 from tests.reports_fixture import make_report
 from tests.texts import numbers
@@ -273,19 +273,19 @@ def report_with(breakdowns: dict):
 def test_groups_of_few_tokens_are_blank():
     table = {"turn": [1, 2, 3], "mean_abs_delta": [0.1, 0.2, 9.0], "mean_delta": [0.0, 0.0, 9.0],
              "k3_share": [0.2, 0.2, 0.6], "count": [20, 500, 19]}  # fmt: skip
-    (turns,) = section.breakdowns(report_with({"by_turn": table})).parts
+    (turns,) = shown_groups.section(report_with({"by_turn": table})).parts
     assert [row[1].value for row in turns.tables[0].cells()] == [0.1, 0.2, None]
     assert [row[5].value for row in turns.tables[0].cells()] == [0.5, 1.0, None]
     alone = table | {"count": [19, 500, 19]}
-    assert section.breakdowns(report_with({"by_turn": alone})) is None
+    assert shown_groups.section(report_with({"by_turn": alone})) is None
 
 
 def test_the_section_shows_tables_that_say_something(monkeypatch):
-    monkeypatch.setattr(section, "LEAST", 1)
+    monkeypatch.setattr(shown_groups, "LEAST", 1)
     off = ROLLOUT.turn[ROLLOUT.actions] == 2
     report = report_with(tables(off, block_size=4))
-    shown = {part.title: part for part in section.breakdowns(report).parts}
-    titles = {name: title for name, title, *_ in section.TABLES}
+    shown = {part.title: part for part in shown_groups.section(report).parts}
+    titles = {name: title for name, title, *_ in shown_groups.TABLES}
     turns = shown["Turn"].tables[0].cells()
     assert [row[0].value for row in turns] == ["1", "2"]
     assert [row[5].value for row in turns] == [0.0, 1.0]
@@ -294,15 +294,15 @@ def test_the_section_shows_tables_that_say_something(monkeypatch):
     assert shown[titles["by_position"]].folded
     assert titles["by_length"] not in shown  # one bucket
     largest = report.comparisons[0].breakdowns["top_tokens"]["k3_share"][0]
-    assert percent(largest) in section.carriers(report)
-    assert numbers(section.carriers(report))[0] == 4.2
+    assert percent(largest) in shown_groups.carriers(report)
+    assert numbers(shown_groups.carriers(report))[0] == 4.2
 
 
 def test_a_report_of_an_earlier_version_has_no_section():
     assert (
-        section.breakdowns(report_with({"by_probability": {"low": [0.0, 0.5], "count": [1, 2]}}))
+        shown_groups.section(report_with({"by_probability": {"low": [0.0, 0.5], "count": [1, 2]}}))
         is None
     )
-    assert section.carriers(report_with({})) == ""
+    assert shown_groups.carriers(report_with({})) == ""
     empty = Comparison("a", "b", False, {})
-    assert section.breakdowns(replace(make_report(), comparisons=(empty,))) is None
+    assert shown_groups.section(replace(make_report(), comparisons=(empty,))) is None

@@ -115,7 +115,7 @@ def test_the_verdict_comes_first_then_what_to_do_then_the_numbers(page: Page) ->
         "vllm:decode against",
         "Next ",
         "mean |delta|, nats",
-        "Published values",
+        "Noise of this run",
     ]
     places = [page.words.index(text) for text in order]
     assert places == sorted(places)

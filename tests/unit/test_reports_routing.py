@@ -14,12 +14,12 @@ from mismatch.analysis.comparison import compare
 from mismatch.analysis.routing_tables import NOISE_UNKNOWN
 from mismatch.metrics import METRICS as DECLARED
 from mismatch.metrics.routing_pairs import RouterNoise
-from mismatch.reports.contrasts import comparable
 from mismatch.reports.formatting import percent, thousands
 from mismatch.reports.section import Figure, Section
 from mismatch.reports.sections import routing
-from mismatch.reports.sections.patterns import worst_tokens
+from mismatch.reports.sections.worst_tokens import worst_tokens
 from mismatch.reports.svg import OPACITIES
+from mismatch.reports.tokens_table import comparable
 from mismatch.types import Comparison, Estimate, Report
 from tests.reports_fixture import make_report, make_tokens
 from tests.routing_fixture import rollout_of, routing_pair, with_routing

@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from mismatch.analysis.thresholds import Reference
 from mismatch.metrics import METRICS as DECLARED
 from mismatch.reports import summary
 from mismatch.reports.framework_values import FrameworkValues
 from mismatch.reports.metric_labels import metric_label, noise_label
 from mismatch.reports.section import Section, cell_interval, cell_text
-from mismatch.reports.sections import headline, published_values, ran, sections
+from mismatch.reports.sections import headline, noise, ran, sections
 from mismatch.types import Check, Comparison, Estimate, Judgement, NotTested, Report, Verdict
 from tests.report_makers import MAKERS
 from tests.reports_fixture import (
@@ -174,16 +173,15 @@ def test_a_side_against_float32_is_no_pass_that_should_agree_with_it() -> None:
     )
     rows = summary.noise_rows(replace(report, noise_floor=pairs))
     assert [row.agree for row in rows] == [True, False, False]
-    noise = published_values.section(replace(report, noise_floor=pairs))[1]
-    assert numbers(noise.short)[0] == 25
-    assert "trainer: regrouped" in noise.short
-    _, conclusion = noise.sentences[0].split(": ")
+    shown = noise.section(replace(report, noise_floor=pairs))
+    assert len(shown.tables[0].rows) == len(pairs)
+    assert numbers(shown.short)[0] == 25
+    assert "trainer: regrouped" in shown.short
+    _, conclusion = shown.sentences[0].split(": ")
     assert "trainer" in conclusion
     assert numbers(conclusion.replace("×", "")) == [20]
     alike = (pairs[0], noise_pair("vllm:decode", "reference:fp32", 0.98 * mean, 0.1), pairs[2])
-    assert published_values.float32(replace(report, noise_floor=alike))[0].endswith(
-        f": {published_values.NEITHER}."
-    )
+    assert noise.float32(replace(report, noise_floor=alike))[0].endswith(f": {noise.NEITHER}.")
 
 
 def test_next_steps_put_the_failed_check_first() -> None:
@@ -252,24 +250,8 @@ def test_local_paths_are_not_a_models_name() -> None:
     assert summary.model_name(replace(report, model="openai/gpt-oss-20b")) == "openai/gpt-oss-20b"
 
 
-def test_this_run_stands_in_the_ladder_by_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    references = tuple(
-        Reference("m", "s", summary.HEADLINE, value, "bf16 MoE", "src") for value in (1.0, 1e-9)
-    )
-    monkeypatch.setattr("mismatch.analysis.thresholds.REFERENCES", references)
-    section, noise = published_values.section(make_report())
-    assert [item["source"] for item in values(section.tables[0])] == ["src", None, "src"]
-    ours = section.tables[0].cells()[1]
-    assert [cell.tone for cell in ours] == ["strong", "strong", ""]
-    assert (noise.id, len(noise.tables[0].rows)) == ("noise", len(make_report().noise_floor))
-
-
-def test_a_class_of_stack_without_references_says_so() -> None:
-    report = make_report()
-    other = replace(report, verdict=replace(report.verdict, levels="fp64"), noise_floor=())
-    (section, *_) = published_values.section(other)
-    assert (section.tables, section.notes) == ((), ())
-    assert "fp64" in section.short
+def test_no_noise_section_without_passes() -> None:
+    assert noise.section(replace(make_report(), noise_floor=())) is None
 
 
 def test_failed_checks_come_first_with_their_fix() -> None:

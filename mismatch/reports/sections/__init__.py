@@ -29,9 +29,9 @@ CHAPTERS = (
     (
         "normal-or-not",
         "Is this normal?",
-        ("headline", "published_values", "passes:two_passes", "passes:exact"),
+        ("headline", "noise", "passes:two_passes", "passes:exact"),
     ),
-    ("place", "Where does it sit?", ("tokens", "patterns", "patterns:breakdowns")),
+    ("place", "Where does it sit?", ("tokens", "breakdowns")),
     ("why", "Why?", ("causes", "square", "causes:explain", "square:engines", "locate",
                      "passes:variants", "kernels")),
     ("helps", "What helps?", ("fixes", "corrections", "gradients")),

@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.captures import LIKELIEST
-from mismatch.reports.contrasts import comparable
 from mismatch.reports.formatting import count, plural, visible
 from mismatch.reports.section import Section, Widget
-from mismatch.reports.sections.patterns import worst_tokens
+from mismatch.reports.sections.worst_tokens import worst_tokens
+from mismatch.reports.tokens_table import comparable
 from mismatch.types import Floats, Ints, Report
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def pack(tokens: pd.DataFrame, about: dict[str, Any], budget: int = BUDGET) -> P
     """Pack a tokens table.
 
     Args:
-        tokens: as :func:`mismatch.reports.contrasts.comparable` gives them, at least one.
+        tokens: as :func:`mismatch.reports.tokens_table.comparable` gives them, at least one.
         about: JSON data that the page's script is to know beside the tokens.
         budget: most characters of text.
     """

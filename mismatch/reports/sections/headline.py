@@ -24,7 +24,7 @@ from mismatch.reports.formatting import (
 )
 from mismatch.reports.framework_values import FrameworkValues
 from mismatch.reports.section import Answer, Block, Cell, Column, Section, Table, status_cell
-from mismatch.reports.sections import published_values, square
+from mismatch.reports.sections import noise, square
 from mismatch.reports.summary import Row
 from mismatch.types import Report
 
@@ -58,7 +58,7 @@ def answers(report: Report, warnings: Sequence[str] = ()) -> tuple[Answer, ...]:
         "Cause": _cause(report),
         "Ruled out": _ruled_out(report),
         "Side at fault" if result and sides_at_fault(result) else "Each side": (
-            square.sentences(result)[0] if result else "".join(published_values.float32(report))
+            square.sentences(result)[0] if result else "".join(noise.float32(report))
         ),
         "In training": _sentence(_training(report)),
         "How sure": _sure(report),

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch.reports.contrasts import LEAST
 from mismatch.reports.formatting import (
     MISSING,
     count,
@@ -39,6 +38,7 @@ from mismatch.reports.svg import (
     shades,
     ticks,
 )
+from mismatch.reports.tokens_table import LEAST
 from mismatch.types import Comparison, Estimate, Report
 
 if TYPE_CHECKING:

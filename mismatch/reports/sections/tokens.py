@@ -1,4 +1,4 @@
-"""Which tokens the two sides disagree about: where they sit, in sentences and pictures."""
+"""Which tokens the two sides disagree about, in pictures."""
 
 from __future__ import annotations
 
@@ -9,17 +9,6 @@ import numpy as np
 
 from mismatch.metrics.importance_weights import Settings
 from mismatch.metrics.ppo_passes import CLIP
-from mismatch.reports.contrasts import (
-    LEAST,
-    comparable,
-    concentration,
-    flipped,
-    late,
-    off_diagonal,
-    rank_in_response,
-    spread,
-    unlikely,
-)
 from mismatch.reports.formatting import alike, bound, line, number, percent, plural
 from mismatch.reports.section import Figure, Section
 from mismatch.reports.summary import noise_rows
@@ -34,6 +23,7 @@ from mismatch.reports.svg import (
     legend_above,
     shades,
 )
+from mismatch.reports.tokens_table import LEAST, comparable, rank_in_response
 from mismatch.types import Report
 
 if TYPE_CHECKING:
@@ -45,10 +35,11 @@ NEAREST = 6.0  # and at least: every guide is on it
 DEEPEST = -12.0  # log-probability at the edge of the scatter, nats
 NOWHERE = "Nowhere: delta is exactly 0 for every token."
 OF_FIX = "with the best fix"
+ONE_SIDED = 0.75  # share of the far tokens on one side of 0
 
 
 def section(report: Report, tokens: pd.DataFrame) -> Section:
-    """Contrasts between groups of tokens, and their pictures.
+    """Return the pictures of all tokens.
 
     Args:
         tokens: one row per action token, as in tokens.parquet.
@@ -59,7 +50,7 @@ def section(report: Report, tokens: pd.DataFrame) -> Section:
     return Section(
         id="tokens",
         title="By token",
-        sentences=places(tokens),
+        sentences=_nothing_to_show(tokens),
         figures=() if tokens.empty else (histogram(tokens, floor), by_position(tokens)),
         parts=(
             Section(
@@ -74,19 +65,11 @@ def section(report: Report, tokens: pd.DataFrame) -> Section:
     )
 
 
-def places(tokens: pd.DataFrame) -> list[str]:
-    """Where the mismatch sits, one sentence each, the strongest contrast first.
-
-    Every contrast is a ratio of two means of |delta|; groups under 20 tokens say nothing.
-    """
+def _nothing_to_show(tokens: pd.DataFrame) -> list[str]:
+    """Say why no picture shows a difference; empty where one does."""
     if tokens.empty:
         return ["Unknown: the two sides could not be compared token by token."]
-    size = tokens["delta"].abs().to_numpy(dtype=np.float64)
-    if not size.any():
-        return [NOWHERE]
-    pair = (unlikely(tokens), flipped(tokens))  # early and late ones: the picture's title
-    ranked = sorted((each for each in pair if each is not None), key=lambda each: -each.strength)
-    return [concentration(size), *(contrast.sentence for contrast in ranked)]
+    return [] if tokens["delta"].to_numpy(dtype=np.float64).any() else [NOWHERE]
 
 
 # ---------------------------------------------------------------- the ratio of every token
@@ -105,6 +88,22 @@ def histogram(tokens: pd.DataFrame, floor: float | None = None) -> Figure:
         far = float((np.abs(after) > np.log(2)).mean())
         title += f"; with {line(tokens['fix'].iloc[0])} {'none' if far == 0 else percent(far)}"
     return Figure("histogram", title, beyond(tokens), partial(_histogram, tokens, floor, after))
+
+
+def spread(tokens: pd.DataFrame) -> str:
+    """How many tokens are off by over 2×, and on which side they lie."""
+    delta = tokens["delta"].to_numpy(dtype=np.float64)
+    far = delta[np.abs(delta) > np.log(2)]
+    if len(far) == 0:
+        return f"No token of {len(delta):,} is off by over 2×"
+    sentence = f"{percent(len(far) / len(delta))} of {len(delta):,} tokens are off by over 2×"
+    if len(far) < LEAST:
+        return sentence
+    lower = float((far < 0).mean())
+    side = "less" if lower >= 0.5 else "more"
+    share = percent(max(lower, 1.0 - lower))
+    reading = "one-sided" if max(lower, 1.0 - lower) >= ONE_SIDED else "both ways, as noise is"
+    return f"{sentence}; {share} of these are {side} likely in training: {reading}"
 
 
 def beyond(tokens: pd.DataFrame) -> str:
@@ -190,6 +189,15 @@ def probabilities(tokens: pd.DataFrame) -> Figure:
         "more tokens. Another temperature bends the band; misalignment leaves no diagonal.",
         partial(_side_by_side, *grid, "probability, {}"),
     )
+
+
+def off_diagonal(tokens: pd.DataFrame) -> str:
+    """How many tokens' probabilities differ by over 0.05."""
+    sides = [
+        np.exp(tokens[f"{side}_logprob"].to_numpy(np.float64)) for side in ("rollout", "train")
+    ]
+    far = percent(float((np.abs(sides[0] - sides[1]) > 0.05).mean()))
+    return f"{far} of tokens differ by over 0.05 in probability"
 
 
 def probability_grid(tokens: pd.DataFrame, bins: int = 64) -> tuple[Array, Array]:
@@ -317,10 +325,9 @@ def _drift(table: dict[str, Array], axes: Axes) -> str:
 
 def by_position(tokens: pd.DataFrame) -> Figure:
     """What becomes of delta along the response."""
-    change = late(tokens)
     return Figure(
         "by-position",
-        change.sentence if change else "Too few tokens to compare early and late ones.",
+        "Mean |delta| along the response",
         "Mean |delta| (± 2 standard errors) and mean delta in nats, by place in the response; "
         f"places with fewer than {LEAST} tokens are left out. Rounding is flat; a climb points "
         "at positions (rope, sliding window) or a decaying KV cache.",

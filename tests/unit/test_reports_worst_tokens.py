@@ -1,4 +1,4 @@
-"""Patterns of the tokens table: groups that were planted are found, repetitions are one row."""
+"""The worst tokens: repetitions are one row, neighbours come from the same sequence."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mismatch.reports.contrasts import comparable
 from mismatch.reports.section import Excerpt
-from mismatch.reports.sections.patterns import section as section_of
-from mismatch.reports.sections.patterns import worst_tokens
-from tests.reports_fixture import make_empty_report, make_report, make_tokens
+from mismatch.reports.sections.worst_tokens import worst_tokens
+from mismatch.reports.tokens_table import comparable
 from tests.tables import values
 from tests.texts import numbers
 
@@ -36,49 +34,6 @@ def planted() -> pd.DataFrame:
     table.loc[table["position"] == 5, "delta"] = -0.2
     table["train_logprob"] = table["rollout_logprob"] + table["delta"]
     return table
-
-
-def test_the_planted_text_prompt_and_place_carry_most() -> None:
-    tokens = planted()
-    section = section_of(make_report(), tokens)
-    assert section is not None
-    texts, prompts, places = (values(part.tables[0]) for part in section.parts)
-    k3 = np.expm1(tokens["delta"]) - tokens["delta"]
-    bad = tokens["token"] == " bad"
-    assert texts[0]["token"] == "␣bad"
-    assert texts[0]["tokens"] == bad.sum()
-    assert texts[0]["of k3"] == pytest.approx(k3[bad].sum() / k3.sum())
-    assert texts[0]["lower in training"] == 1.0
-    assert prompts[0]["prompt"] == "3"
-    assert [row["sampled token"] for row in places] == [
-        "first",
-        "2–3",
-        "4–7",
-        "8–15",
-        "16–31",
-        "32–63",
-    ]
-    assert sum(row["of k3"] for row in places) == pytest.approx(1.0)
-    assert places[0]["mean |Δ|, nats"] == pytest.approx(0.2)
-    assert "␣bad" in section.sentences[0]
-
-
-def test_small_groups_have_no_direction_and_few_groups_no_sentence() -> None:
-    tokens = planted().iloc[:60]
-    section = section_of(make_report(), tokens)
-    assert section is not None
-    few = [row for row in values(section.parts[0].tables[0]) if row["tokens"] < 20]
-    assert few
-    assert {row["lower in training"] for row in few} == {None}
-    assert not [text for text in section.sentences if "prompts (" in text]
-
-
-def test_nothing_to_group() -> None:
-    assert section_of(*make_empty_report()) is None
-    same = make_tokens().assign(delta=0.0)
-    assert section_of(make_report(), same) is None
-    parts = section_of(make_report(), make_tokens()).parts  # a table of version 1 has no prompts
-    assert [part.id for part in parts] == ["by-text", "by-place"]
 
 
 def test_repetitions_of_a_prompt_are_one_worst_row() -> None:

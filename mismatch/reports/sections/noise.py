@@ -1,0 +1,71 @@
+"""The noise of this run: each side against itself and against float32."""
+
+from __future__ import annotations
+
+import math
+
+from mismatch.reports.formatting import number, percent, text, times
+from mismatch.reports.section import Cell, Column, Section, Table
+from mismatch.reports.summary import HEADLINE, noise_rows
+from mismatch.run.store import REFERENCE, TRAIN
+from mismatch.types import Report
+
+NEITHER = "neither side clearly more"
+NOISE = (
+    "A side against itself, which should agree, and each side against float32, on the same tokens. "
+    "Rows are independent comparisons; they do not sum."
+)
+PASSES = (
+    Column(
+        "pass", text, of=lambda row: Cell(row.words.label, note=f"{row.words.meaning} · {row.pair}")
+    ),
+    Column("mean |delta|", of="mean"),
+    Column("largest", of="largest"),
+    Column("of headline", percent, of="relative", tone="bar"),
+)
+
+
+def section(report: Report) -> Section | None:
+    """Return the passes that repeat a side, or that show its rounding; None without them."""
+    rows = noise_rows(report)
+    if not rows:
+        return None
+    return Section(
+        "noise",
+        "Noise of this run",
+        NOISE,
+        sentences=float32(report),
+        tables=[Table.of(PASSES, rows)],
+        short=_itself(report),
+    )
+
+
+def _itself(report: Report) -> str:
+    noise = [row for row in noise_rows(report) if row.relative is not None and row.agree]
+    if not noise:
+        return ""
+    largest = max(noise, key=lambda row: row.relative or 0.0)
+    if not largest.relative:
+        return "None: every pass that was repeated gave the same numbers."
+    return f"At most {largest.beside} ({largest.words.label})."
+
+
+def float32(report: Report) -> list[str]:
+    """How far each side is from float32: the one that is further off is where to look."""
+    sides = {
+        "trainer" if pair.left.partition(":")[0] == TRAIN else "engine": pair.metrics[HEADLINE]
+        for pair in report.noise_floor
+        if pair.right == REFERENCE and HEADLINE in pair.metrics
+    }
+    if len(sides) < 2:
+        return []
+    near, far = sorted(sides, key=lambda side: sides[side].value)
+    sentence = (
+        f"Against float32 the trainer is off by {number(sides['trainer'].value)} nats, the engine "
+        f"by {number(sides['engine'].value)}"
+    )
+    low, high = sides[far].low, sides[near].high
+    if low is None or high is None or low <= high:
+        return [f"{sentence}: {NEITHER}."]
+    ratio = sides[far].value / sides[near].value if sides[near].value > 0 else math.inf
+    return [f"{sentence}: the {far} is {times(ratio)} as far off."]
