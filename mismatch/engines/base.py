@@ -1,4 +1,7 @@
-"""The protocol that every engine fulfils, and the data that crosses it."""
+"""The protocol of an engine, and the data that it takes and returns.
+
+An engine samples token ids and scores given ones. It never sees text, rewards or the trainer.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def sample_seed(seed: int, prompt: int, sample: int) -> int:
-    """A 31-bit seed for one sample of one prompt.
+    """Derive a 31-bit seed for one sample of one prompt.
 
     Hashed, not counted: with ``seed + sample`` two runs with neighbouring seeds would share most of
     their random streams.
@@ -31,10 +34,10 @@ def sample_seed(seed: int, prompt: int, sample: int) -> int:
 
 
 def requests_of(count: int, sampling: Sampling, turn: int) -> list[tuple[int, int]]:
-    """(context, sample) of every request of a turn; both go into :func:`sample_seed`.
+    """List (context, sample) of every request of a turn, the arguments of :func:`sample_seed`.
 
-    Turn 1 samples each prompt several times. From then on every sequence has a context of its own,
-    continued once; its sample number is none of turn 1's, nor of another turn's.
+    Turn 1 samples each prompt several times. Later turns continue every sequence once, with sample
+    numbers that no other turn uses.
     """
     if turn > 1:
         return [(context, sampling.samples_per_prompt + turn) for context in range(count)]
@@ -54,7 +57,7 @@ def require_starts(starts: Sequence[int]) -> None:
 
 
 def require_ids(sequences: Sequence[Sequence[int]], vocabulary: int) -> None:
-    """Refuse what would end the whole server: ids outside the vocabulary, or no ids at all.
+    """Refuse what would crash an engine: ids outside the vocabulary, or no ids at all.
 
     Raises:
         MismatchError: naming the sequence and the id.
@@ -71,7 +74,7 @@ def require_ids(sequences: Sequence[Sequence[int]], vocabulary: int) -> None:
 
 
 def argument_name(raw: str) -> str:
-    """``--max-num-seqs`` as the engine's own code spells it."""
+    """Spell ``--max-num-seqs`` as the engine's own code does."""
     return raw.lstrip("-").replace("-", "_")
 
 
@@ -83,10 +86,10 @@ def checked_arguments(
     kept: Mapping[str, str],
     help_command: str,
 ) -> dict[str, Any]:
-    """``--engine-arg`` pairs by name, checked against the engine's own list.
+    """Check ``--engine-arg`` pairs against the engine's own list and return them by name.
 
     Args:
-        options: arguments that options of mismatch set: one place to say a thing.
+        options: arguments that options of mismatch set -> these options.
         kept: arguments that must stay as they are -> what mismatch needs.
 
     Raises:
@@ -107,7 +110,7 @@ def checked_arguments(
 
 
 def refuse_own(spec: EngineSpec, options: Mapping[str, str], kept: Mapping[str, str]) -> None:
-    """The part of :func:`checked_arguments` that is known before the engine is imported."""
+    """Do the checks of :func:`checked_arguments` that need no import of the engine."""
     for raw, _ in spec.args:
         name = argument_name(raw)
         if name in options:
@@ -118,7 +121,10 @@ def refuse_own(spec: EngineSpec, options: Mapping[str, str], kept: Mapping[str, 
 
 
 def context_needed(longest: int, limit: int | None) -> int:
-    """As short as these sequences allow (a long context costs memory), rounded for the kernels."""
+    """Return the shortest context for these sequences, because a long one costs memory.
+
+    Rounded up to 64 tokens for the kernels.
+    """
     rounded = -(-longest // 64) * 64
     return min(rounded, limit or rounded)
 
@@ -138,42 +144,36 @@ class Sample:
 
         Sample(token_ids=[7, 2], logprobs=[-0.1, -1.3], finish_reason="stop",
                routed=[[[1, 5]], [[0, 2]], [[3, 1]], [[1, 5]]])
-
-    Attributes:
-        token_ids: the sampled ids, with the EOS or stop token where one was sampled.
-        logprobs: of the sampled ids, float64 nats, one per id.
-        finish_reason: "stop" (EOS or a stop token) or "length".
-        routed: [rows, L, K] experts of the prompt's tokens and then of the sampled ones; the last
-            sampled token is never forwarded, so rows = prompt + sampled - 1. None: not captured.
-        routed_weights: [rows, L, K] float32, their weights as the experts were given them; None:
-            this engine does not say.
-        likeliest: of each sampled token, where the engine was asked for them.
-        cached: tokens of the prompt whose keys and values were read from the prefix cache; 0: all
-            were computed; None: this engine does not say.
     """
 
     token_ids: list[int]
+    """The sampled ids, with the EOS or stop token where one was sampled."""
     logprobs: Floats
+    """Of the sampled ids: float64 nats."""
     finish_reason: str
+    """ "stop" (EOS, a stop token or a stop text) or "length"."""
     routed: NDArray[Any] | None = None
+    """[rows, L, K] experts of the prompt's tokens, then of the sampled ones; None: not captured.
+
+    The last sampled token is never forwarded, so rows = prompt + sampled - 1.
+    """
     routed_weights: NDArray[Any] | None = None
+    """[rows, L, K] float32 weights that the experts were given; None: the engine does not say."""
     likeliest: Likeliest | None = None
+    """The likeliest ids of each sampled token's position, where the engine was asked for them."""
     cached: int | None = None
+    """Prompt tokens whose keys and values came from the prefix cache; None: not said."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """A context continued greedily.
-
-    Attributes:
-        likeliest: for each sampled token the likeliest ids of its position, itself among them, with
-            their logprobs at T = 1, nats.
-        cached: tokens of the context whose keys and values were read from the prefix cache.
-    """
+    """A context continued greedily."""
 
     token_ids: list[int]
     likeliest: list[dict[int, float]]
+    """Per sampled token: the likeliest ids of its position, itself included -> logprob at T = 1."""
     cached: int
+    """Context tokens whose keys and values came from the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,27 +197,24 @@ UNTESTED = {
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do for one spec and sampling law, known before any weight is loaded.
-
-    Attributes:
-        prefill: it can score given token ids at T = 1.
-        prefill_tempered: also at the sampling temperature where that is not 1.
-        processed_logprobs: it reports logprobs after temperature and truncation.
-        deterministic: the same seed gives the same tokens.
-        distributions: it can take whole distributions while it samples.
-        cache_reading: requests may leave its prefix cache unread.
-        reasons: capability -> why it is missing, one sentence each.
-    """
+    """What an engine can do for one spec and its sampling settings, before any weight is loaded."""
 
     decode: bool = True
     prefill: bool = True
+    """It can score given token ids at T = 1."""
     prefill_tempered: bool = True
+    """It can score them at the sampling temperature too, where that is not 1."""
     routed_experts: bool = True
     processed_logprobs: bool = True
+    """It reports logprobs after temperature and truncation."""
     deterministic: bool = True
+    """The same seed gives the same tokens."""
     distributions: bool = False
+    """It can take whole distributions while it samples."""
     cache_reading: bool = False
+    """Requests may leave its prefix cache unread."""
     reasons: dict[str, str] = field(default_factory=dict)
+    """Capability -> why it is missing, one sentence each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,11 +231,13 @@ class LoadedWeights:
 
 
 class Engine(Protocol):
-    """One engine with one model and one sampling law. A context manager: weights live inside it.
+    """One engine with one model and one set of sampling settings.
+
+    A context manager: weights are loaded inside it.
 
     Args of the constructor:
         spec: the model and how to run it.
-        sampling: the law that will sample; engines fix their logprob mode when they load.
+        sampling: how it will sample; engines fix their logprob mode when they load.
         longest: tokens of the longest sequence (prompt and response) that will come.
 
     A class may have ``prepare()``, called first in its process, before transformers is imported.
@@ -251,7 +250,7 @@ class Engine(Protocol):
 
     @classmethod
     def capabilities(cls, spec: EngineSpec, sampling: Sampling) -> Capabilities:
-        """What this engine can do here, without loading weights."""
+        """Return what this engine can do here, without loading weights."""
 
     def __enter__(self) -> Self: ...
 
@@ -260,7 +259,7 @@ class Engine(Protocol):
     def generate(
         self, prompts: Sequence[list[int]], progress: Progress, turn: int = 1
     ) -> list[list[Sample]]:
-        """The samples of every prompt, in the order of the prompts.
+        """Sample and return the samples of every prompt, in the order of the prompts.
 
         Args:
             turn: 1: ``samples_per_prompt`` of each; later: one continuation of each context, with
@@ -277,20 +276,20 @@ class Engine(Protocol):
         temperature: float,
         progress: Progress,
     ) -> list[Floats]:
-        """Logprobs (float64 nats, at ``temperature``) of the tokens ``start:`` of each sequence.
+        """Score the tokens ``start:`` of each sequence: float64 nats, at ``temperature``.
 
         Raises:
             MismatchError: a start below 1 (nothing predicts the first token).
         """
 
     def experts(self) -> ExpertLayout | None:
-        """Layout of the captured experts, or None where none are captured."""
+        """Return the layout of the captured experts; None: none are captured."""
 
     def weights(self) -> LoadedWeights:
-        """Digests of the parameters as they were loaded."""
+        """Return digests of the parameters as they were loaded."""
 
     def fingerprint(self, mode: Mode) -> Fingerprint:
-        """What really ran, resolved by the engine."""
+        """Describe what ran, as the engine resolved it, not as it was asked for."""
 
     # Below: what an engine may leave out. Engines that derive from this class need no more for it
     # than to leave ``Capabilities`` as they are.

@@ -1,16 +1,16 @@
-"""What SGLang is sent and what it answers: its offline engine and its ``/generate`` speak the same.
+"""Requests to SGLang and its answers; the offline engine and ``/generate`` use the same ones.
 
 Written against 0.5.23. One request is ``{"input_ids", "sampling_params", "return_logprob", …}``,
 its answer ``{"output_ids", "meta_info": {…}}``. In ``meta_info``:
 
 - ``output_token_logprobs``: ``[logprob, id, text]`` of every sampled id, of log_softmax(logits / T)
-  over the whole vocabulary, taken before top-k and top-p; at T = 0 of log_softmax(logits).
+  over the whole vocabulary, before top-k and top-p; at T = 0 of log_softmax(logits).
 - ``output_top_logprobs``: per sampled id the likeliest ids, ``[logprob, id, text]`` each, of the
-  same law; with ``top_logprobs_num`` alone.
+  same distribution; only with ``top_logprobs_num``.
 - ``input_token_logprobs``: the same from ``logprob_start_len`` on, always at T = 1; the first entry
   has no logprob, whatever the start.
 - ``routed_experts``: base64 of little-endian int32 [prompt + sampled - 1, layers of the model, K].
-  Left out without a word where the server was started without ``--enable-return-routed-experts``.
+  Silently left out if the server was started without ``--enable-return-routed-experts``.
 - ``cached_tokens``: tokens of the prompt that were read from the radix cache.
 - ``finish_reason``: ``{"type": "stop", "matched": id}`` (the id is among the sampled ones),
   ``{"type": "length"}``, or ``{"type": "abort", "message": …}``.
@@ -44,7 +44,7 @@ from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.specs import TORCH_NAMES, EngineSpec
 from mismatch.types import Floats, Sampling
 
-# Options of mismatch that set these engine arguments: one place to say a thing.
+# Engine argument -> the option of mismatch that sets it.
 OWN_OPTIONS = {
     "model_path": "--model",
     "tokenizer_path": "--model",
@@ -57,7 +57,7 @@ OWN_OPTIONS = {
     "trust_remote_code": "--trust-remote-code",
     "enable_return_routed_experts": "--routing or --no-routing",
 }
-# They would take the engine out of this process's hands.
+# Arguments with which this process would lose control of the engine.
 KEPT = dict.fromkeys(
     (
         *("custom_sigquit_handler", "skip_tokenizer_init", "nnodes", "node_rank", "use_ray"),
@@ -71,24 +71,24 @@ SPARE_TOKENS = 8
 
 
 def require_arguments(spec: EngineSpec) -> None:
-    """Before the engine's process starts: no argument that mismatch sets itself."""
+    """Refuse arguments that mismatch sets itself, before the engine's process starts."""
     refuse_own(spec, OWN_OPTIONS, KEPT)
 
 
 def set_environment() -> None:
-    """What SGLang reads when it is imported; worker process only."""
+    """Set the variables that SGLang reads when it is imported; worker process only."""
     sglang_cpu.prepare()
 
 
 def raw_logprobs() -> bool:
-    """Whether SGLang was told to report output logprobs at T = 1."""
+    """Tell whether SGLang was told to report output logprobs at T = 1."""
     return os.environ.get(RAW, "").lower() in ("1", "true")
 
 
 def engine_arguments(
     spec: EngineSpec, sampling: Sampling, info: ModelInfo, longest: int
 ) -> dict[str, Any]:
-    """Keyword arguments of SGLang's engine; the user's own (``spec.args``) come last and win."""
+    """Return keyword arguments of SGLang's engine; the user's own (``spec.args``) win."""
     context = spec.max_model_len or context_needed(longest + SPARE_TOKENS, info.context)
     if context < longest + SPARE_TOKENS:
         raise MismatchError(
@@ -116,19 +116,19 @@ def engine_arguments(
 
 
 def captures_routes(spec: EngineSpec, info: ModelInfo) -> bool:
-    """Whether routed experts are asked for and exist."""
+    """Tell whether routed experts are asked for and exist."""
     return spec.routing and info.moe
 
 
 def deterministic(spec: EngineSpec) -> bool:
-    """Whether seeds decide tokens: SGLang ignores them unless told to be deterministic."""
+    """Tell whether seeds decide tokens: SGLang ignores them unless told to be deterministic."""
     given = {argument_name(raw): value for raw, value in spec.args}
     named = ("enable_deterministic_inference", "rl_on_policy_target")
     return any(bool(given.get(name)) for name in named)
 
 
 def user_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """``--engine-arg`` pairs, checked against SGLang's own list.
+    """Check ``--engine-arg`` pairs against SGLang's own list and return them.
 
     Raises:
         MismatchError: unknown name, or a name that mismatch has an option for.
@@ -151,7 +151,7 @@ CAPTURE_FIX = (
 def sampling_parameters(
     sampling: Sampling, stop_ids: Sequence[int], stop: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Every parameter of the sampling law, so that no default of a model's files slips in.
+    """Return every sampling parameter, so that no default of a model's files slips in.
 
     Args:
         stop: texts that end a response; ``output_ids`` keep the tokens that complete it.
@@ -180,28 +180,28 @@ def generate_request(
     seed: int | None = None,
     likeliest: int = 0,
 ) -> dict[str, Any]:
-    """Body of a request that samples one continuation, with its logprobs (and experts).
+    """Return the body of a request that samples one continuation, with logprobs (and experts).
 
     Args:
-        seed: of this request; SGLang looks at it in its deterministic mode alone.
-        likeliest: tokens to give with each sampled one.
+        seed: of this request; SGLang uses it in its deterministic mode only.
+        likeliest: tokens to return with each sampled one.
     """
     seeded = {} if seed is None else {"sampling_seed": seed}
     body = {
         "input_ids": list(ids),
         "sampling_params": {**parameters, **seeded},
         "return_logprob": True,
-        "logprob_start_len": -1,  # of the sampled ids alone
+        "logprob_start_len": -1,  # of the sampled ids only
     }
     body |= {"top_logprobs_num": likeliest} if likeliest else {}
     return body | {"return_routed_experts": True} if routes else body
 
 
 def greedy_request(ids: Sequence[int], max_tokens: int, read_cache: bool) -> dict[str, Any]:
-    """Body of a request for the likeliest tokens after a context, whatever they are.
+    """Return the body of a request for the likeliest tokens after a context, whatever they are.
 
-    SGLang reads no prefix cache behind ``logprob_start_len``: 0 has all of the context computed
-    anew, -1 none. Both leave what they wrote in the radix cache.
+    SGLang does not read its prefix cache from ``logprob_start_len`` on: with 0 it computes the
+    whole context again, with -1 nothing of it. Both leave what they wrote in the radix cache.
     """
     parameters = sampling_parameters(Sampling(temperature=0.0, max_tokens=max_tokens), ())
     return {
@@ -214,7 +214,7 @@ def greedy_request(ids: Sequence[int], max_tokens: int, read_cache: bool) -> dic
 
 
 def parse_continued(answer: Mapping[str, Any], where: str) -> Continued:
-    """The tokens after a context, with the likeliest ids of each position.
+    """Read the tokens after a context, with the likeliest ids of each position.
 
     Raises:
         MismatchError: aborted, or ids without logprobs.
@@ -237,7 +237,7 @@ def parse_continued(answer: Mapping[str, Any], where: str) -> Continued:
 
 
 def prefill_request(ids: Sequence[int], start: int) -> dict[str, Any]:
-    """Body of a request that scores the ids from ``start`` on and samples nothing.
+    """Return the body of a request that scores the ids from ``start`` on and samples nothing.
 
     Raises:
         MismatchError: a start below 1: nothing predicts the first token.
@@ -252,10 +252,10 @@ def prefill_request(ids: Sequence[int], start: int) -> dict[str, Any]:
 
 
 def parse_sample(answer: Mapping[str, Any], where: str, routed: NDArray[Any] | None) -> Sample:
-    """The sampled ids, their logprobs and why it ended.
+    """Read the sampled ids, their logprobs and why sampling ended.
 
     Args:
-        where: what is named in errors, such as "prompt 3, sample 1".
+        where: names the request in errors, such as "prompt 3, sample 1".
         routed: of :func:`parse_routes`.
 
     Raises:
@@ -284,7 +284,7 @@ def parse_sample(answer: Mapping[str, Any], where: str, routed: NDArray[Any] | N
 
 
 def _likeliest(facts: Mapping[str, Any], count: int) -> Likeliest | None:
-    """The likeliest ids of every sampled token; None where an answer has them not for all."""
+    """Read the likeliest ids of every sampled token; None: the answer lacks some."""
     rows = facts.get("output_top_logprobs") or []
     if len(rows) != count or len({len(row) for row in rows}) != 1:
         return None
@@ -293,7 +293,7 @@ def _likeliest(facts: Mapping[str, Any], count: int) -> Likeliest | None:
 
 
 def parse_prefill(answer: Mapping[str, Any], ids: Sequence[int], start: int, where: str) -> Floats:
-    """Logprobs of the ids from ``start`` on, float64 nats at T = 1.
+    """Read logprobs of the ids from ``start`` on, float64 nats at T = 1.
 
     Raises:
         MismatchError: of other tokens, or missing.
@@ -309,14 +309,14 @@ def parse_prefill(answer: Mapping[str, Any], ids: Sequence[int], start: int, whe
 
 
 def has_routes(answer: Mapping[str, Any]) -> bool:
-    """Whether an answer holds routed experts, which nothing else tells."""
+    """Tell whether an answer contains routed experts; nothing else says so."""
     return bool((answer.get("meta_info") or {}).get("routed_experts"))
 
 
 def parse_routes(
     answer: Mapping[str, Any], forwarded: int, moe_layers: Sequence[int], top_k: int, where: str
 ) -> NDArray[np.int32]:
-    """Experts [forwarded, L, K] of the MoE layers; the answer has a column for every layer.
+    """Read experts [forwarded, L, K] of the MoE layers; the answer has all layers.
 
     Args:
         forwarded: tokens that went through the model: prompt + sampled - 1.
@@ -343,10 +343,10 @@ def parse_routes(
 
 
 def _same_ids(given: Sequence[int], asked: Sequence[int], largest: int) -> bool:
-    """Whether an answer is about the ids that were asked for.
+    """Tell whether an answer is about the ids that were asked for.
 
-    SGLang 0.5.23 names the last id of the vocabulary 0 in ``input_token_logprobs``, and scores the
-    right one: such an id is the largest of the sequence.
+    SGLang 0.5.23 writes the last id of the vocabulary as 0 in ``input_token_logprobs``, but scores
+    the right one: such an id is the largest of the sequence.
     """
     if len(given) != len(asked):
         return False
