@@ -8,8 +8,9 @@ from mismatch.analysis.diagnosis.catalogue import Entry, catalogue
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.experiments.explanation import TESTS
 from mismatch.experiments.fixes.catalogue import FIXES
-from mismatch.experiments.fixes.guides import VERSIONS, settings_of
+from mismatch.experiments.fixes.guides import settings_of
 from mismatch.experiments.scoring_passes import PROBES
+from mismatch.metrics.frameworks import FRAMEWORKS
 
 DOCS = Path(__file__).parent.parent / "docs"
 MARK = "<!-- Made by tools/cause_page.py; edit mismatch/analysis/causes.toml. -->"
@@ -65,9 +66,9 @@ leading causes apart: fixes of `mismatch fixes` applied and measured, and probes
   goes without the new error of its first module.
 
 First what `--quick` or `--no-noise-floor` left out; then passes of the trainer over the run's
-tokens, in one world; then engines, one start at a time, the best by expected information per second
-first, until nothing is left to be told apart or `--budget-minutes` is used up. The two probes that
-read share a start. The report says which, by what, and how long it took; `report.json` has it under
+tokens, in one world; then engines, one start at a time, those of the leading cause first, until no
+suspected cause is left to ask about, four engines were started or `--budget-minutes` is used up. The
+two probes that read share a start. The report says which, by what, and how long it took; `report.json` has it under
 `explain`. An experiment that fails, whatever the error, is a row with its reason, and the others go
 on.
 
@@ -107,7 +108,8 @@ reference share is not seen.
 
 EVERYWHERE = ("verl", "TRL", "NeMo-RL", "prime-rl", "slime", "SkyRL")
 READ = (  # what `frameworks` of causes.toml was read from
-    f"Read in {VERSIONS['verl']}, {VERSIONS['TRL']}, {VERSIONS['SkyRL']}, NeMo-RL of 2026-08-22, "
+    f"Read in {', '.join(FRAMEWORKS[id].read_in for id in ('verl', 'trl', 'skyrl'))}, NeMo-RL of "
+    "2026-08-22, "
     "prime-rl and slime of 2026-08-21; a line that names a fix has the versions on the fix's page. "
     "What is passed on to vLLM, SGLang, Megatron or transformers is named as it is named there."
 )

@@ -11,6 +11,7 @@ from typing import Literal
 
 from mismatch.cli.flags import REQUIRED, Option, flags_of, switch
 from mismatch.engines.registry import startable_engines
+from mismatch.metrics.frameworks import FRAMEWORKS
 from mismatch.specs import (
     ENGINE,
     MODEL,
@@ -24,9 +25,7 @@ from mismatch.specs import (
     TrainSpec,
 )
 
-Framework = Literal[
-    "verl", "nemo-rl", "trl", "prime-rl", "slime", "miles", "openrlhf", "skyrl", "areal"
-]
+Framework = Literal[tuple(each.id for each in FRAMEWORKS.values() if each.logs)]  # type: ignore[valid-type]
 
 
 def _engines() -> str:

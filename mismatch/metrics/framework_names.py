@@ -12,6 +12,7 @@ from typing import Literal
 
 from mismatch.metrics import framework_formulas as by
 from mismatch.metrics.framework_formulas import Convention
+from mismatch.metrics.frameworks import FRAMEWORKS
 
 Reduction = Literal["token", "sequence", "sequence, by tokens", "sequence product"]
 Sign = Literal["same", "opposite"]
@@ -51,7 +52,7 @@ class Alias:
         >>> of("k2_kl"), of("k3_kl", "verl")[0].label
         ((), 'verl rollout_corr/k3_kl')
         """
-        return f"{FRAMEWORKS[self.framework]} {self.name}"
+        return f"{FRAMEWORKS[self.framework].title} {self.name}"
 
     def remark(self, reduction: str) -> str:
         """How it differs from ours, whose reduction is given; "" where it does not.
@@ -71,20 +72,6 @@ _REDUCTIONS: dict[str, str] = {
     "sequence, by tokens": "a sequence's product of ratios, averaged over tokens",
     "sequence product": "over sequences, each the product of its tokens' ratios",
 }
-FRAMEWORKS = {
-    "verl": "verl",
-    "nemo-rl": "NeMo-RL",
-    "trl": "TRL",
-    "prime-rl": "prime-rl",
-    "slime": "slime",
-    "miles": "miles",
-    "openrlhf": "OpenRLHF",
-    "skyrl": "SkyRL",
-    "areal": "AReaL",
-    "llama.cpp": "llama.cpp",
-    "r3": "R3 paper",
-}
-
 _VERL = "verl 0.9.1, verl/trainer/ppo/rollout_corr_helper.py"
 _VERL_DEBUG = "verl 0.9.1, verl/utils/debug/metrics.py"
 _TRL = "TRL 1.16.0, trl/trainer/grpo_trainer.py"

@@ -20,8 +20,10 @@ from mismatch.models.config import MXFP4_BITS, FoundConfig, ModelConfig
 
 TIMEOUT_S = 180.0  # a cold import of torch from a network file system takes a minute
 # Class names of layers that keep a state of fixed size instead of keys and values.
-RECURRENT = ("mixer", "mamba", "deltanet", "linearattention", "lightningattention", "shortconv")
-RECURRENT += ("rwkv", "recurrent", "timemix")
+RECURRENT = (
+    *("mixer", "mamba", "deltanet", "linearattention", "lightningattention", "shortconv"),
+    *("rwkv", "recurrent", "timemix"),
+)
 
 
 class UnknownSize(MismatchError):

@@ -57,7 +57,7 @@ class ConfigFile:
         """Yield the dotted keys of all values but null, ???, "" and empty lists and mappings."""
         from omegaconf import OmegaConf
 
-        def walk(tree: dict[str, Any], prefix: str) -> Iterator[str]:
+        def walk(tree: Any, prefix: str) -> Iterator[str]:
             for name, value in tree.items():
                 if isinstance(value, dict):
                     yield from walk(value, f"{prefix}{name}.")

@@ -9,6 +9,7 @@ import numpy as np
 
 from mismatch.metrics import METRICS, framework_names
 from mismatch.metrics.framework_formulas import value_of
+from mismatch.metrics.frameworks import FRAMEWORKS
 from mismatch.reports import summary
 from mismatch.reports.formatting import Format
 from mismatch.reports.tokens_table import comparable
@@ -66,7 +67,7 @@ class FrameworkValues:
     @property
     def called(self) -> str:
         """The framework, as it writes itself."""
-        return "" if self.framework is None else framework_names.FRAMEWORKS[self.framework]
+        return "" if self.framework is None else FRAMEWORKS[self.framework].title
 
     def of(self, metric: str, values: bool = True) -> list[FrameworkValue]:
         """What a metric is called; without ``values`` (another comparison's) only that."""

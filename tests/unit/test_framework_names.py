@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import mismatch.metrics
+from mismatch.analysis.corrections import recipes
 from mismatch.cli.options import Framework
 from mismatch.metrics import METRICS, describe, framework_formulas, framework_names
 from mismatch.metrics.framework_formulas import value_of
+from mismatch.metrics.frameworks import CORRECTING, FRAMEWORKS
 
 KNOWN_ARRAYS = {"delta", "rollout", "train", "sequence"}
 EVERY_ALIAS = [
@@ -50,7 +52,7 @@ def test_the_formula_leaves_out_how_it_is_computed():
 @pytest.mark.parametrize(("metric", "alias"), EVERY_ALIAS, ids=lambda x: getattr(x, "label", x))
 def test_an_alias_is_complete(metric, alias):
     assert metric in METRICS
-    assert alias.framework in framework_names.FRAMEWORKS
+    assert alias.framework in FRAMEWORKS
     exact = any(c.isdigit() for c in alias.source)  # a version or a commit
     assert exact or "second-hand" in alias.source
     another = alias.sign == "opposite" or alias.reduction != METRICS[metric].reduction
@@ -68,7 +70,8 @@ def test_a_name_is_given_to_a_metric_only_once():
 
 def test_the_flag_offers_every_framework_whose_source_was_read():
     second_hand = {alias.framework for _, alias in EVERY_ALIAS if "second-hand" in alias.source}
-    assert set(get_args(Framework)) == set(framework_names.FRAMEWORKS) - second_hand
+    assert set(get_args(Framework)) == set(FRAMEWORKS) - second_hand
+    assert set(recipes.FRAMEWORKS) - {"AReaL"} == set(CORRECTING)
 
 
 def test_every_convention_belongs_to_an_alias():

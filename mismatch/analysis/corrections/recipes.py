@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mismatch.metrics.frameworks import FRAMEWORKS as KNOWN
 from mismatch.metrics.importance_weights import Level, Settings
 from mismatch.types import Estimate
 
@@ -109,10 +110,10 @@ class Corrections:
 
 SMALLEST = "1e-9"  # stands for "no lower bound" where a positive one is required
 SOURCES = {
-    "verl": "verl 0.9.1, verl/trainer/config/algorithm/rollout_correction.yaml",
-    "TRL": "TRL 1.16.0, trl/trainer/grpo_config.py",
-    "NeMo-RL": "NeMo-RL main (2026), nemo_rl/algorithms/loss/loss_functions.py",
-    "prime-rl": "prime-rl main (2026), its trainer configuration and trainer/rl/loss.py",
+    "verl": f"{KNOWN['verl'].read_in}, verl/trainer/config/algorithm/rollout_correction.yaml",
+    "TRL": f"{KNOWN['trl'].read_in}, trl/trainer/grpo_config.py",
+    "NeMo-RL": f"{KNOWN['nemo-rl'].read_in}, nemo_rl/algorithms/loss/loss_functions.py",
+    "prime-rl": f"{KNOWN['prime-rl'].read_in}, its trainer configuration and trainer/rl/loss.py",
     "AReaL": "kzhao5/CIS-RL (2026), README.md and areal_patch/cis_areal.patch",
 }
 

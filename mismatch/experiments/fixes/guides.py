@@ -13,6 +13,7 @@ from mismatch.analysis.corrections.recipes import Recipe, recipes
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Chosen, Fix
 from mismatch.experiments.fixes.spec_edits import guides as entries
+from mismatch.metrics.frameworks import BY_TITLE
 from mismatch.metrics.importance_weights import Settings
 
 
@@ -46,17 +47,6 @@ class Guide:
     evidence: tuple[Evidence, ...]
 
 
-VERSIONS = {  # what the keys were read from; a source without a path names itself
-    "verl": "verl 0.9.1",
-    "TRL": "TRL 1.16.0",
-    "SkyRL": "SkyRL 0.3.0",
-    "NeMo-RL": "NeMo-RL main (2026)",
-    "prime-rl": "prime-rl main (2026)",
-    "slime": "slime main (2026)",
-    "miles": "miles main (2026)",
-}
-
-
 def guide_of(name: str) -> Guide:
     """The guide of a fix.
 
@@ -82,8 +72,11 @@ def guides() -> dict[str, Guide]:
 
 
 def _source(framework: str, source: str) -> str:
-    version = VERSIONS.get(framework)
-    return source if version is None or "#" in source.partition(";")[0] else f"{version}, {source}"
+    """Where keys were read; a source without a path names its own commit."""
+    known = BY_TITLE.get(framework)
+    if known is None or not known.version or "#" in source.partition(";")[0]:
+        return source
+    return f"{known.read_in}, {source}"
 
 
 def _guide(id: str, entry: dict[str, Any]) -> Guide:

@@ -10,6 +10,7 @@ from mismatch.analysis.square import sides_at_fault
 from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
 from mismatch.experiments.fixes.catalogue import labels
 from mismatch.experiments.fixes.guides import settings_of
+from mismatch.metrics.frameworks import CORRECTING
 from mismatch.reports import summary
 from mismatch.reports.formatting import (
     alike,
@@ -29,7 +30,6 @@ from mismatch.reports.summary import Row
 from mismatch.types import Report
 
 K3, MEAN = RANKED_BY
-FRAMEWORKS = ("verl", "TRL", "NeMo-RL", "prime-rl")
 NAMED = 6  # detectors, or reasons, that are named; the rest is counted
 WRONG = ("failed", "inconclusive", "warning")
 
@@ -133,7 +133,7 @@ def _settings(best: FixOutcome) -> tuple[Block, ...]:
                 if each
             ),
         )
-        for name in FRAMEWORKS
+        for name in CORRECTING
     )
 
 

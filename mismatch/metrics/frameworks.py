@@ -1,0 +1,53 @@
+"""The RL frameworks that mismatch knows, and the version of each that was read.
+
+Their settings are told by fixes (experiments/fixes/guide-*.toml) and corrections, their metrics by
+metrics/framework_names.py, their trainers by presets/*.toml; all of them name frameworks from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """One framework.
+
+    Attributes:
+        id: as in ``--framework ID``.
+        title: as it writes its name.
+        version: that was read; "" where a source names its own commit.
+        logs: its source was read for the metrics that it logs.
+    """
+
+    id: str
+    title: str
+    version: str = ""
+    logs: bool = True
+
+    @property
+    def read_in(self) -> str:
+        """Title and version."""
+        return f"{self.title} {self.version}".strip()
+
+
+FRAMEWORKS = {
+    framework.id: framework
+    for framework in (
+        Framework("verl", "verl", "0.9.1"),
+        Framework("nemo-rl", "NeMo-RL", "main (2026)"),
+        Framework("trl", "TRL", "1.16.0"),
+        Framework("prime-rl", "prime-rl", "main (2026)"),
+        Framework("slime", "slime", "main (2026)"),
+        Framework("miles", "miles", "main (2026)"),
+        Framework("openrlhf", "OpenRLHF"),
+        Framework("skyrl", "SkyRL", "0.3.0"),
+        Framework("areal", "AReaL"),
+        # Second-hand: what others write of them.
+        Framework("llama.cpp", "llama.cpp", logs=False),
+        Framework("r3", "R3 paper", logs=False),
+    )
+}
+BY_TITLE = {framework.title: framework for framework in FRAMEWORKS.values()}
+# In the order in which a report shows their settings.
+CORRECTING = tuple(FRAMEWORKS[id].title for id in ("verl", "trl", "nemo-rl", "prime-rl"))
