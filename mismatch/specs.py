@@ -122,10 +122,10 @@ class EngineSpec:
         python: interpreter that the engine's process runs under; None: this one.
         weights: the form in which the experts are served, see mismatch/models/derived.py.
         env: environment variables of the engine's process, (name, value) pairs.
-        data_parallel_size: None: by doctor.fit.placed, which also chooses the tensor parallel size
-            where the model needs several GPUs; one replica where nobody asks that.
         servers: addresses of running servers that sample, for the engine "server".
     """
+
+    GONE = frozenset({"data_parallel_size"})
 
     engine: Annotated[
         str,
@@ -139,10 +139,6 @@ class EngineSpec:
     revision: Annotated[str | None, Flag(MODEL, "Revision of a hub model.")] = None
     dtype: Annotated[Dtype, Flag(ENGINE, "Of the engine.")] = "bf16"
     tensor_parallel_size: Annotated[int, Flag(ENGINE, range=RANKS)] = 1
-    data_parallel_size: Annotated[
-        int | None,
-        Flag(ENGINE, "Replicas that share the requests; default: as the GPUs allow.", range=RANKS),
-    ] = None
     max_model_len: Annotated[int | None, Flag(ENGINE, range=Range(2, MANY))] = None
     gpu_memory_utilization: Annotated[float | None, Flag(ENGINE, range=SHARE)] = None
     args: Annotated[
@@ -520,7 +516,7 @@ def load_key(spec: TrainSpec) -> tuple[Any, ...]:
 TURNS = ("environment", "max_turns", "max_observation_tokens")
 PLACES = (
     *("servers", "served_model", "server_concurrency", "server_timeout_s"),
-    *("data_parallel_size", "overlap"),
+    "overlap",
 )
 
 
@@ -555,8 +551,7 @@ def spec_hash(spec: Any) -> str:
     """Twelve hex digits that change whenever anything in the spec does, but the place.
 
     A run may go on with servers at other addresses: that they are the same otherwise is asked of
-    the servers, see mismatch/engines/servers. Requests keep their seeds whichever replica they go
-    to, and passes do not depend on what runs beside them.
+    the servers, see mismatch/engines/servers. Passes do not depend on what runs beside them.
     """
     import hashlib
     import json

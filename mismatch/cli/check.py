@@ -21,7 +21,6 @@ def check(flags: Flags) -> int:
     from mismatch.reports.files import write_report
 
     spec = session.stored_spec(flags)
-    resumed = spec is not None
     if spec is None:
         spec, notes = with_trainer(check_spec(flags), flags)
         for note in notes:
@@ -37,7 +36,7 @@ def check(flags: Flags) -> int:
         raise MismatchError(
             "--gpus plans for other GPUs than these, and nothing can run there", "add --dry-run"
         )
-    spec = session.placed(spec, resumed)
+    spec = session.placed(spec)
     preflight(spec)
     left_out = session.passes_without_room(spec, flags["force"])
     run_dir = session.open_run("check", spec, flags)

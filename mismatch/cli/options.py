@@ -74,7 +74,7 @@ ENGINE_FLAGS = (
         ENGINE,
         "The same for SGLang; default: .venv-sglang beside this environment.",
     ),
-    *flags_of(EngineSpec, "dtype tensor_parallel_size data_parallel_size max_model_len"),
+    *flags_of(EngineSpec, "dtype tensor_parallel_size max_model_len"),
     *flags_of(EngineSpec, "gpu_memory_utilization"),
     *flags_of(EngineSpec, "args weights prefill"),
     *flags_of(RolloutSpec),

@@ -200,21 +200,11 @@ def dry_run(spec: CheckSpec, gpus: str | None = None) -> int:
     return 0 if planned.fits else 2
 
 
-def placed(spec: CheckSpec, resumed: bool = False) -> CheckSpec:
-    """With the engine's replicas on the GPUs of this machine, see :func:`doctor.plan.placed`.
+def placed(spec: CheckSpec) -> CheckSpec:
+    """Return the spec with the engine split over this machine's GPUs where it needs several."""
+    from mismatch.run.machine import local_gpus
 
-    Args:
-        resumed: the number of replicas is of the machine where the run began.
-    """
-    from dataclasses import replace
-
-    from mismatch.run.machine import engine_gpus, local_gpus
-
-    engine, gpus = spec.rollout.engine, local_gpus()
-    if resumed and engine_gpus(engine) > max(gpus, engine.tensor_parallel_size):
-        engine = replace(engine, data_parallel_size=None)
-        spec = replace(spec, rollout=replace(spec.rollout, engine=engine))
-    if gpus < 2:
+    if local_gpus() < 2:
         return spec
     from mismatch.doctor.machine import inspect_machine
     from mismatch.doctor.plan import placed as on_machine

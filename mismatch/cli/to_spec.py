@@ -25,7 +25,7 @@ SERVER_NAMES = frozenset(option.name for option in SERVER_FLAGS)
 # What only an engine that mismatch starts can be told.
 OURS = (
     *("engine_python", "vllm_python", "sglang_python", "max_model_len", "engine_arg"),
-    *("tensor_parallel_size", "data_parallel_size"),
+    "tensor_parallel_size",
     *("gpu_memory_utilization", "rollout_weights", "verl_config", "other_engine_arg"),
 )
 

@@ -123,7 +123,6 @@ def engine_fit(spec: CheckSpec, shape: SizedModel, work: Workload, machine: Mach
             for than there are.
     """
     engine, gpus = spec.rollout.engine, machine.gpus
-    replicas = engine.data_parallel_size or 1
     context = engine.max_model_len or shape.context
     if context is not None and work.longest > context:
         raise MismatchError(
@@ -132,12 +131,11 @@ def engine_fit(spec: CheckSpec, shape: SizedModel, work: Workload, machine: Mach
         )
     if not gpus:
         prediction = predict_engine(shape, engine, work, "cpu")
-        free, most = machine.ram_free_bytes // replicas, machine.ram_bytes // replicas
+        free, most = machine.ram_free_bytes, machine.ram_bytes
         return fits(prediction, free, CPU_ENGINE_RESERVE, most=most)
     if engine_gpus(engine) > len(gpus):
-        times = "" if replicas == 1 else f" × --data-parallel-size {replicas}"
         raise MismatchError(
-            f"--tensor-parallel-size {engine.tensor_parallel_size}{times}: {len(gpus)} GPUs here",
+            f"--tensor-parallel-size {engine.tensor_parallel_size}: {len(gpus)} GPUs here",
             f"use at most {len(gpus)}",
         )
     size, free = (min(getattr(g, name) for g in gpus) for name in ("memory_bytes", "free_bytes"))

@@ -22,7 +22,6 @@ from mismatch.doctor.fit import (
 )
 from mismatch.doctor.machine import Machine, inspect_machine, machine_with, parse_kind
 from mismatch.doctor.memory import Workload
-from mismatch.engines.registry import engine_info
 from mismatch.errors import MismatchError, first_line
 from mismatch.experiments.scoring_passes import float32_engine, training_passes, wants_square
 from mismatch.models.config import FoundConfig, ModelConfig, find_config
@@ -189,27 +188,22 @@ def side_passes(sides: Sequence[Fit]) -> set[str]:
 
 
 def placed(spec: CheckSpec, machine: Machine) -> CheckSpec:
-    """With as many replicas of the engine as the GPUs allow, where nobody said how many.
+    """Return the spec with the smallest tensor parallel size at which the engine fits.
 
-    On the GPUs that the trainer leaves over, if the engine fits there, else on all of them, in
-    turn with the trainer. A model that does not fit on one GPU gets a larger tensor parallel size.
+    It is looked for on the GPUs that the trainer leaves over, then on all of them, which engine and
+    trainer use in turn.
     """
     engine, gpus = spec.rollout.engine, len(machine.gpus)
-    free = gpus - spec.nproc_per_node
-    if engine.data_parallel_size is not None or engine.servers or gpus < 2:
-        return spec
-    if not engine_info(engine.engine).replicas:
+    if engine.servers or gpus < 2:
         return spec
     try:
         shape = sized(find_config(engine.model, engine.revision))
-        work, tokens, _ = work_of(spec)
-        for room in (free, gpus):
-            size = _tensor_parallel(spec, shape, work, machine, room)
-            if size:
-                count = min(room // size, tokens["prompts"])
-                wide = replace(engine, tensor_parallel_size=size, data_parallel_size=count)
+        work = work_of(spec)[0]
+        for room in (gpus - spec.nproc_per_node, gpus):
+            if size := _tensor_parallel(spec, shape, work, machine, room):
+                wide = replace(engine, tensor_parallel_size=size)
                 return replace(spec, rollout=replace(spec.rollout, engine=wide))
-    except MismatchError:  # not for this function to say
+    except MismatchError:  # the plan itself says what is wrong with the model
         pass
     return spec
 
@@ -305,7 +299,6 @@ def _prompts(spec: PromptSpec) -> tuple[int, int, list[str]]:
 
 def _stages(spec: CheckSpec, passes: list[str], gpus: int) -> tuple[Stage, ...]:
     engine, devices = spec.rollout.engine, placement(spec, gpus)
-    replicas = engine.data_parallel_size or 1
     where = in_words(devices.engine)
     prefill = ", then rescores the same tokens by prefill" if engine.prefill else ""
     ranks = f"{spec.nproc_per_node} rank{'s' if spec.nproc_per_node > 1 else ''}"
@@ -313,15 +306,14 @@ def _stages(spec: CheckSpec, passes: list[str], gpus: int) -> tuple[Stage, ...]:
     meanwhile = ", while the engine rescores" if devices.overlap and not spec.fixes else ""
     float32 = Stage(
         "rollout in float32",
-        f"{replicas} × {engine.engine}, float32{where}",
+        f"{engine.engine}, float32{where}",
         "scores the same tokens",
     )
     return (
         Stage(
             "rollout",
             ", ".join(engine.servers)
-            or f"{replicas} × {engine.engine}, tensor parallel {engine.tensor_parallel_size}"
-            f"{where}",
+            or f"{engine.engine}, tensor parallel {engine.tensor_parallel_size}{where}",
             f"samples{prefill}",
         ),
         *([float32] if again else []),

@@ -119,7 +119,6 @@ class CaptureRequest:
         positions: how many action tokens, at most.
         top_k: ids to keep of each distribution, where the vocabulary is too large to keep it whole.
         law: that of the engine's own logprobs.
-        first: place in the rollout of the first sequence that this engine samples.
         places: of every request its sequence and how many action tokens that has already; empty:
             each request begins a sequence.
     """
@@ -128,7 +127,6 @@ class CaptureRequest:
     top_k: int
     seed: int
     law: Sampling
-    first: int = 0
     places: tuple[tuple[int, int], ...] = ()
 
 
@@ -161,7 +159,7 @@ class DistributionRecorder:
             sequence: place of each token's sequence among those of this engine.
             index: from 0, its place among the action tokens of the sequence; below 0: no action.
         """
-        numbers = priority(self.wanted.seed, sequence + self.wanted.first, index)
+        numbers = priority(self.wanted.seed, sequence, index)
         small = index >= 0
         if len(self._largest) == self.wanted.positions:
             small &= numbers < np.uint64(-self._largest[0][0])
@@ -216,7 +214,7 @@ class DistributionRecorder:
             return {}
         import torch
 
-        keys = [(sequence + self.wanted.first, index) for (sequence, index), _ in entries]
+        keys = [(sequence, index) for (sequence, index), _ in entries]
         arrays: dict[str, NDArray[Any]] = {"keys": np.asarray(keys, np.int64)}
         for name in entries[0][1][0]:
             rows = [part[name][column] for _, (part, column) in entries]

@@ -42,8 +42,6 @@ class EngineInfo:
             here, its interpreter is ``.venv-NAME/bin/python`` beside this environment.
         gives_routing_weights: beside the ids of the experts that it used, it gives their weights.
         verl_name: its name in a verl config; None: the same.
-        replicas: several may run side by side, each with a share of the prompts; its class has a
-            ``first_prompt``, see mismatch/engines/replicas.py.
         started: mismatch starts it (``--engine NAME``), in contrast to running servers.
         sync_driver: ``module:class`` of its :class:`mismatch.engines.sync_drivers.Driver`; None:
             its weight sync cannot be probed.
@@ -61,7 +59,6 @@ class EngineInfo:
     own_environment: bool = False
     gives_routing_weights: bool = False
     verl_name: str | None = None
-    replicas: bool = False
     started: bool = True
     sync_driver: str | None = None
     weight_paths: Mapping[str, str] = field(default_factory=dict)

@@ -16,7 +16,6 @@ from mismatch import __version__
 from mismatch.engines.registry import (
     check_machine,
     engine_info,
-    engine_infos,
     require_engine,
     weight_givers,
 )
@@ -24,7 +23,7 @@ from mismatch.errors import MismatchError
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.processes.launch import interpreter_environment, own_python
 from mismatch.run.hub import cache_folder, cached_snapshot, offline, unknown_host
-from mismatch.run.machine import engine_gpus, local_gpus, placement
+from mismatch.run.machine import local_gpus, placement
 from mismatch.specs import (
     AS_STORED,
     CheckSpec,
@@ -121,7 +120,6 @@ def preflight_rollout(spec: RolloutSpec, *, reach: bool = True) -> None:
     for prompt in given if vocabulary else ():
         require_within(prompt, prompt.token_ids or (), vocabulary)
     require_form(spec.engine)
-    require_replicas(spec.engine)
     check_machine(spec.engine)
     if reach:
         require_reachable(spec.engine.model, spec.engine.revision)
@@ -172,27 +170,6 @@ def preflight_training(
         require_free_port(os.environ)
     if reach:
         require_reachable(spec.model, spec.revision)
-
-
-def require_replicas(spec: EngineSpec) -> None:
-    """As many replicas as are asked for can run.
-
-    Raises:
-        MismatchError: the engine has none, or there are too few GPUs.
-    """
-    count, gpus = spec.data_parallel_size or 1, local_gpus()
-    if count > 1 and not engine_info(spec.engine).replicas:
-        able = [name for name, info in engine_infos().items() if info.replicas]
-        raise MismatchError(
-            f"--data-parallel-size {count}: mismatch runs no replicas of {spec.engine}",
-            f"drop it, or --engine {' or '.join(able)}",
-        )
-    if count > 1 and gpus and engine_gpus(spec) > gpus:
-        raise MismatchError(
-            f"--data-parallel-size {count} × --tensor-parallel-size {spec.tensor_parallel_size}: "
-            f"this machine has {gpus} GPUs",
-            "lower one of them",
-        )
 
 
 def require_form(spec: EngineSpec) -> None:

@@ -43,7 +43,7 @@ class Cache:
 
 
 def fresh(spec: RolloutSpec) -> RolloutSpec:
-    """The same engine; it captures nothing, and one replica is enough.
+    """The same engine, which captures nothing.
 
     Raises:
         MismatchError: servers, which run as they were started.
@@ -52,7 +52,7 @@ def fresh(spec: RolloutSpec) -> RolloutSpec:
         raise MismatchError(
             "servers run as they were started", "check a local engine of the same version"
         )
-    engine = replace(spec.engine, routing=False, prefill=True, data_parallel_size=None)
+    engine = replace(spec.engine, routing=False, prefill=True)
     return replace(spec, engine=engine, exact_kl=0)
 
 

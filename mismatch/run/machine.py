@@ -70,7 +70,7 @@ def engine_gpus(engine: EngineSpec) -> int:
     """How many GPUs an engine takes that mismatch starts."""
     if engine.servers:
         return 0
-    return engine.tensor_parallel_size * (engine.data_parallel_size or 1)
+    return engine.tensor_parallel_size
 
 
 def placement(spec: CheckSpec, gpus: int) -> Placement:
@@ -86,7 +86,7 @@ def placement(spec: CheckSpec, gpus: int) -> Placement:
     if gpus and wanted and spec.overlap:
         raise MismatchError(
             f"--overlap: the engine takes {wanted} GPUs and the trainer {ranks}, there are {gpus}",
-            "a smaller --nproc-per-node or --data-parallel-size, or drop --overlap",
+            "a smaller --nproc-per-node or --tensor-parallel-size, or drop --overlap",
         )
     return Placement(overlap=bool(spec.overlap))
 

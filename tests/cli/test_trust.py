@@ -175,7 +175,7 @@ ENGINE_DATA = sorted(
             "revision",
         ),
         *("routing", "served_model", "server_concurrency", "server_timeout_s"),
-        *("data_parallel_size", "tensor_parallel_size", "weights"),
+        *("tensor_parallel_size", "weights"),
     ]
 )
 TRAIN_DATA = sorted(

@@ -1,4 +1,4 @@
-"""Devices of both sides, replicas of an engine, and a trainer that scores while the engine does."""
+"""Devices of both sides, and a trainer that scores while the engine does."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ import psutil
 import pytest
 
 from mismatch.captures import priority
-from mismatch.cli import session
 from mismatch.doctor.plan import plan
 from mismatch.engines.distribution_capture import CaptureRequest, join_collected
-from mismatch.engines.replicas import blocks, replica_environment
 from mismatch.errors import MismatchError
-from mismatch.pipeline.preflight import require_replicas
 from mismatch.processes.launch import started
 from mismatch.processes.stages import START_SIGNAL, Stages
 from mismatch.run.machine import Placement, placement
@@ -30,7 +27,6 @@ from mismatch.specs import (
     CheckSpec,
     EngineSpec,
     Pass,
-    PromptSpec,
     RolloutSpec,
     TrainSpec,
     spec_hash,
@@ -46,7 +42,7 @@ def check(model: str = "openai/gpt-oss-20b", ranks: int = 8, **engine: Any) -> C
 
 
 def sizes(spec: CheckSpec, gpus: str) -> list[float]:
-    """Replicas of the engine, and the tensor parallel size of each."""
+    """Return the numbers of the plan's line about the engine: its tensor parallel size first."""
     (text,) = [stage.processes for stage in plan(spec, gpus=gpus).stages if stage.name == "rollout"]
     assert "vllm" in text
     return numbers(text)
@@ -55,11 +51,10 @@ def sizes(spec: CheckSpec, gpus: str) -> list[float]:
 # ---------------------------------------------------------------- the plan
 
 
-def test_a_model_that_fits_one_gpu_gets_a_replica_on_each():
-    assert sizes(check(), "8xH100-80GB") == [8, 1]
-    assert sizes(check(ranks=1), "1xH100-80GB") == [1, 1]
-    settings = check(data_parallel_size=2, tensor_parallel_size=2)
-    assert sizes(settings, "8xH100-80GB") == [2, 2]
+def test_a_model_that_fits_one_gpu_takes_one():
+    assert sizes(check(), "8xH100-80GB") == [1]
+    assert sizes(check(ranks=1), "1xH100-80GB") == [1]
+    assert sizes(check(tensor_parallel_size=2), "8xH100-80GB") == [2]
 
 
 def test_a_model_that_does_not_fit_one_gpu_is_split(tmp_path: Path):
@@ -67,19 +62,13 @@ def test_a_model_that_does_not_fit_one_gpu_is_split(tmp_path: Path):
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256}
     llama = {"model_type": "llama", "max_position_embeddings": 8192, "torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(llama | size | heads))  # 70 B: 141 GB
-    assert sizes(check(str(tmp_path)), "8xH100-80GB") == [2, 4]
-
-
-def test_replicas_are_no_more_than_prompts():
-    spec = check()
-    few = replace(spec, rollout=replace(spec.rollout, prompts=PromptSpec(num_prompts=3)))
-    assert sizes(few, "8xH100-80GB") == [3, 1]
+    assert sizes(check(str(tmp_path)), "8xH100-80GB") == [4]
 
 
 def test_gpus_that_the_trainer_leaves_are_the_engines_and_both_work_at_once():
     planned = plan(check(ranks=4), gpus="8xH100-80GB")
     stages = {stage.name: stage for stage in planned.stages}
-    assert numbers(stages["rollout"].processes) == [4, 1, 4, 7]  # the last two: its GPUs
+    assert numbers(stages["rollout"].processes) == [1, 7]  # split, and its GPU
     assert numbers(stages["score"].processes) == [4, 0, 3]
     assert "rescores" in stages["score"].work
     shared = {stage.name: stage for stage in plan(check(ranks=8), gpus="8xH100-80GB").stages}
@@ -87,7 +76,7 @@ def test_gpus_that_the_trainer_leaves_are_the_engines_and_both_work_at_once():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "replicas", "gpus", "overlap", "expected"),
+    ("ranks", "split", "gpus", "overlap", "expected"),
     [
         (2, 1, 0, None, Placement()),
         (2, 1, 0, True, Placement(overlap=True)),
@@ -96,58 +85,20 @@ def test_gpus_that_the_trainer_leaves_are_the_engines_and_both_work_at_once():
         (2, 2, 2, None, Placement()),
     ],
 )
-def test_who_gets_which_gpu(ranks, replicas, gpus, overlap, expected):
-    spec = replace(check(ranks=ranks, data_parallel_size=replicas), overlap=overlap)
+def test_who_gets_which_gpu(ranks, split, gpus, overlap, expected):
+    spec = replace(check(ranks=ranks, tensor_parallel_size=split), overlap=overlap)
     assert placement(spec, gpus) == expected
 
 
 def test_both_at_once_is_refused_on_shared_gpus():
     with pytest.raises(MismatchError, match=r"--overlap:.*\b2 GPUs.*trainer 2"):
-        placement(replace(check(ranks=2, data_parallel_size=2), overlap=True), 2)
+        placement(replace(check(ranks=2, tensor_parallel_size=2), overlap=True), 2)
 
 
-def test_a_run_goes_on_with_other_replicas_and_at_other_times():
-    spec, other = check(), replace(check(data_parallel_size=4), overlap=True)
-    assert spec_hash(spec) == spec_hash(other)
-    assert spec_hash(spec.rollout) == spec_hash(other.rollout)
+def test_a_run_goes_on_with_other_overlap():
+    spec = check()
+    assert spec_hash(spec) == spec_hash(replace(spec, overlap=True))
     assert spec_hash(spec) != spec_hash(check(tensor_parallel_size=2))
-
-
-def test_replicas_of_another_machine_are_forgotten_on_resume(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    spec = session.placed(check(data_parallel_size=8), resumed=True)
-    assert spec.rollout.engine.data_parallel_size is None
-    assert session.placed(check(data_parallel_size=8)).rollout.engine.data_parallel_size == 8
-
-
-def test_replicas_that_cannot_run_are_refused(monkeypatch):
-    with pytest.raises(MismatchError, match=r"--data-parallel-size 2:.*sglang"):
-        require_replicas(EngineSpec("sglang", data_parallel_size=2))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    with pytest.raises(MismatchError, match="has 3 GPUs"):
-        require_replicas(EngineSpec("vllm", data_parallel_size=2, tensor_parallel_size=2))
-    require_replicas(EngineSpec("vllm", data_parallel_size=3))
-
-
-def test_each_replica_sees_its_own_gpus(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,6,7")
-    spec = EngineSpec(tensor_parallel_size=2, data_parallel_size=2)
-    assert [replica_environment(index, spec, 2) for index in range(2)] == [
-        {"CUDA_VISIBLE_DEVICES": "2,3"},
-        {"CUDA_VISIBLE_DEVICES": "6,7"},
-    ]
-
-
-# ---------------------------------------------------------------- shares
-
-
-@pytest.mark.parametrize("count", [0, 1, 5, 64])
-@pytest.mark.parametrize("parts", [1, 2, 8])
-def test_blocks_cover_all_in_order(count, parts):
-    items = list(range(count))
-    shares = [items[block] for block in blocks(count, parts)]
-    assert [item for share in shares for item in share] == items
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_joined_watchers_keep_what_one_would():

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from mismatch.captures import priority
-from mismatch.engines import replicas
 from mismatch.engines.artefacts import build_rollout, decode_scoring, prefill_scoring
 from mismatch.engines.base import Capabilities, Sample, requests_of, sample_seed
 from mismatch.engines.distribution_capture import CaptureRequest, DistributionRecorder
@@ -146,17 +145,6 @@ def test_no_two_requests_share_a_seed() -> None:
     jobs = [job for turn in (1, 2, 3) for job in requests_of(12, law, turn)]
     assert len(jobs) == 12 * 3 + 12 + 12
     assert len({sample_seed(0, *job) for job in jobs}) == len(jobs)
-
-
-def test_a_replica_is_told_the_turn_and_its_place() -> None:
-    class Connection:
-        def send(self, message: Any) -> None: ...
-
-    engine: Any = Scripted()
-    samples = replicas.answer(engine, "generate", ([[1], [2]], 3, 5), 4, Connection())  # type: ignore[arg-type]
-    assert [sample.token_ids for (sample,) in samples] == [[103], [103]]
-    assert engine.first_prompt == 4
-    assert engine.likeliest == 5
 
 
 def test_the_hash_of_a_spec_with_one_turn_knows_no_turns() -> None:

@@ -65,16 +65,12 @@ class SequenceState:
     likeliest: list[tuple[NDArray[Any], NDArray[Any]]] = field(default_factory=list)
 
     @classmethod
-    def seeded(cls, seed: int, job: tuple[int, int], first: int = 0) -> Self:
-        """A row that depends on the run's seed and its own place, not on the batch.
-
-        Args:
-            first: place of prompt 0 among those of all replicas.
-        """
+    def seeded(cls, seed: int, job: tuple[int, int]) -> Self:
+        """Return a row that depends on the run's seed and its own place, not on the batch."""
         import torch
 
         prompt, sample = job
-        return cls(job, torch.Generator().manual_seed(sample_seed(seed, first + prompt, sample)))
+        return cls(job, torch.Generator().manual_seed(sample_seed(seed, prompt, sample)))
 
     def finish(self, reason: str) -> Sample:
         logprobs = np.asarray(self.logprobs, np.float64)
@@ -124,7 +120,6 @@ class TransformersEngine(Engine):
     """A plain transformers model; see :class:`mismatch.engines.base.Engine`."""
 
     name: ClassVar[str] = "transformers"
-    first_prompt = 0
     likeliest = 0
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
@@ -241,7 +236,7 @@ class TransformersEngine(Engine):
         logits, routed = self._forward(torch.tensor(prompts, device=self.device), cache)
         cache.batch_repeat_interleave(count)
         logits = logits.repeat_interleave(count, dim=0)
-        rows = [SequenceState.seeded(self.sampling.seed, job, self.first_prompt) for job in jobs]
+        rows = [SequenceState.seeded(self.sampling.seed, job) for job in jobs]
         if routed is not None:
             routed = routed.repeat(count, axis=0)
         while True:

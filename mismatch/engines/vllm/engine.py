@@ -50,7 +50,6 @@ class VllmEngine(Engine):
     """vLLM's offline ``LLM`` with one model; see :class:`mismatch.engines.base.Engine`."""
 
     name: ClassVar[str] = "vllm"
-    first_prompt = 0
     likeliest = 0
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
@@ -142,7 +141,7 @@ class VllmEngine(Engine):
 
         arguments = sampling_arguments(self.sampling, self.info.stop_ids, self._stop)
         if self._seeds_requests:
-            arguments["seed"] = sample_seed(self.sampling.seed, self.first_prompt + prompt, sample)
+            arguments["seed"] = sample_seed(self.sampling.seed, prompt, sample)
         arguments["logprobs"] = self._outcomes
         params = SamplingParams(**arguments, flat_logprobs=True)
         self._sent = {name: getattr(params, name) for name in arguments if name != "seed"}

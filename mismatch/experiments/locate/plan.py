@@ -155,11 +155,11 @@ EAGER = {  # all tokens go through the modules, and no graph hides them
 
 
 def eager(engine: EngineSpec) -> EngineSpec:
-    """The engine as it can be watched: one replica, no graphs, no routes."""
+    """The engine as it can be watched: no graphs, no routes."""
     own = EAGER.get(engine.engine, ())
     args = [pair for pair in engine.args if pair[0].lstrip("-").replace("-", "_") not in own]
     given = (*args, *((name, True) for name in own))
-    return replace(engine, args=given, routing=False, data_parallel_size=None, prefill=True)
+    return replace(engine, args=given, routing=False, prefill=True)
 
 
 # Relative rounding of one operation in each dtype; float32 products differ by their order of sums.

@@ -29,7 +29,6 @@ from mismatch.engines.artefacts import prefill_scoring
 from mismatch.engines.base import Capabilities, Engine
 from mismatch.engines.model_info import CauseInLog
 from mismatch.engines.registry import engine_class
-from mismatch.engines.replicas import make_engine
 from mismatch.errors import CorruptCapture, MismatchError, first_line
 from mismatch.models.derived import in_form
 from mismatch.processes.workers.sampling import (
@@ -112,8 +111,7 @@ def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
     start = time.monotonic()
     kind, ready = engine_class(spec.engine.engine), ready_for(spec)
     capabilities = ready.capabilities
-    making = make_engine(kind, in_form(spec.engine), spec.sampling, ready.longest)
-    with making as engine:
+    with kind(in_form(spec.engine), spec.sampling, ready.longest) as engine:
         stop_at(engine, ready)
         report_ready()
         if not resume.rollout_done(run_dir, spec):
@@ -161,7 +159,7 @@ def score(run_dir: Path, spec: RolloutSpec, name: str | None, cache: str | None 
     prompts = first_prompts(rollout)
     if cache is not None:
         longest = max(longest, artefacts.context_of(max(map(len, prompts))))
-    with make_engine(kind, in_form(spec.engine), spec.sampling, longest) as engine:
+    with kind(in_form(spec.engine), spec.sampling, longest) as engine:
         report_ready()
         if name is not None:
             with timed("prefill"):

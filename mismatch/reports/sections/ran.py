@@ -173,8 +173,6 @@ def _layout(side: dict[str, Any]) -> str:
     parts = [str(side.get("device") or "")]
     if (side.get("tensor_parallel_size") or 1) > 1:
         parts.append(f"tensor parallel {side['tensor_parallel_size']}")
-    if (side.get("data_parallel_size") or 1) > 1:
-        parts.append(f"{side['data_parallel_size']} replicas")
     if side.get("enforce_eager") is not None:
         parts.append("eager" if side["enforce_eager"] else "compiled")
     if side.get("layout"):
