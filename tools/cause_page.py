@@ -67,10 +67,10 @@ leading causes apart: fixes of `mismatch fixes` applied and measured, and probes
 
 First what `--quick` or `--no-noise-floor` left out; then passes of the trainer over the run's
 tokens, in one world; then engines, one start at a time, those of the leading cause first, until no
-suspected cause is left to ask about, four engines were started or `--budget-minutes` is used up. The
-two probes that read share a start. The report says which, by what, and how long it took; `report.json` has it under
-`explain`. An experiment that fails, whatever the error, is a row with its reason, and the others go
-on.
+suspected cause is left to ask about, four engines were started or `--budget-minutes` is used up.
+The two probes that read share a start. The report says which, by what, and how long it took;
+`report.json` has it under `explain`. An experiment that fails, whatever the error, is a row with
+its reason, and the others go on.
 
 How an experiment is judged, whether `--fix` or `--explain` asked for it:
 

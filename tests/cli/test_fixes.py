@@ -7,8 +7,7 @@ from typer.testing import CliRunner
 
 from mismatch.cli.main import app
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.catalogue import FIXES
-from mismatch.experiments.fixes.spec_edits import HIDES
+from mismatch.experiments.fixes.catalogue import FIXES, HIDES
 
 MODEL = ("--model", "tiny-gpt-oss")
 

@@ -57,7 +57,7 @@ SPEC = CheckSpec(
 )
 ENGINES = replace(SPEC, train=TrainSpec(model="m"))
 PLANTED = replace(SPEC, train=TrainSpec(model="m", attention="no-sinks", layout="packing"))
-FACTS = ModelFacts(family="gpt_oss", sinks=True, experts=4)
+FACTS = ModelFacts(sinks=True, experts=4)
 
 
 def suspected(id: str, side: str, *alike: str, effect: float | None = 0.9) -> Causes:

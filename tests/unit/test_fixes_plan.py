@@ -11,6 +11,7 @@ import pytest
 
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
+from mismatch.experiments.fixes.applies import NOT_PACKED
 from mismatch.experiments.fixes.base import Chosen, Context, MachineFacts, ModelFacts
 from mismatch.experiments.fixes.catalogue import FIXES, fix_named
 from mismatch.experiments.fixes.planning import (
@@ -22,13 +23,12 @@ from mismatch.experiments.fixes.planning import (
     plan_pairs,
 )
 from mismatch.experiments.fixes.spec_edits import context_of
-from mismatch.experiments.fixes.trainer_fixes import NOT_PACKED
 from mismatch.pipeline.preflight import require_form
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
 from mismatch.types import Sampling
 from tests.texts import numbers
 
-MOE = ModelFacts(family="gpt_oss", sinks=True, experts=8)
+MOE = ModelFacts(sinks=True, experts=8)
 CPU, H100 = MachineFacts(0, True), MachineFacts(8, False, (9, 0))
 
 
@@ -259,7 +259,7 @@ def test_facts_of_the_embedded_model() -> None:
     spec = check()
     spec = replace(spec, train=replace(spec.train, model=resolve_model("tiny-gpt-oss")))
     facts = context_of(spec).model
-    assert (facts.family, facts.sinks, facts.experts > 1) == ("gpt_oss", True, True)
+    assert (facts.sinks, facts.experts > 1) == (True, True)
 
 
 # ---------------------------------------------------------------- sharing

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from mismatch.errors import MismatchError
+from mismatch.experiments.fixes.applies import NOT_PACKED
 from mismatch.experiments.fixes.base import Context, ModelFacts
 from mismatch.experiments.fixes.planning import plan_fixes
 from mismatch.experiments.fixes.results import STATE, table_of, with_fixes
-from mismatch.experiments.fixes.trainer_fixes import NOT_PACKED
 from mismatch.experiments.scoring_passes import Job, by_load
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.fix_trials import FixRun, sampling_spec
@@ -107,7 +107,7 @@ def run_dir(tmp_path: Path) -> Path:
 def fixed(run_dir: Path, *fixes: str, minutes: float | None = None, **kinds: Any) -> FixRun:
     """Run the fixes on a finished check."""
     spec = spec_of(*fixes, minutes=minutes)
-    context = Context(spec, ModelFacts(family="gpt_oss", sinks=True, experts=8))
+    context = Context(spec, ModelFacts(sinks=True, experts=8))
     with at_work(run_dir, "check", spec, "mismatch check") as journal:
         stages = Pretend(spec, run_dir, Quiet(), journal)
         stages.worlds = []

@@ -28,19 +28,15 @@ class ModelFacts:
     """What a model's configuration says, read without weights.
 
     Attributes:
-        family: transformers' ``model_type``.
         sinks: the attention has sinks, a learned logit beside the keys.
         experts: experts per MoE layer; 0: a dense model.
         stored_dtype: of the engine's weights, as their configuration says; "" where it does not.
-        generation_config: sampling settings of ``generation_config.json`` that are no default.
         described: its configuration is on this machine; without it nothing else here says anything.
     """
 
-    family: str = ""
     sinks: bool = False
     experts: int = 0
     stored_dtype: str = ""
-    generation_config: tuple[tuple[str, object], ...] = ()
     described: bool = True
 
 
@@ -68,16 +64,6 @@ class Context:
     spec: CheckSpec
     model: ModelFacts = field(default_factory=ModelFacts)
     machine: MachineFacts = field(default_factory=MachineFacts)
-
-
-def always(context: Context) -> str:
-    """Applies everywhere."""
-    return ""
-
-
-def unchanged(spec: CheckSpec, value: str) -> CheckSpec:
-    """What a fix of the estimator does to the spec."""
-    return spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +151,8 @@ class Fix:
     cost: str
     flags: Flags = Flags()
     values: tuple[str, ...] = ()
-    apply: Callable[[CheckSpec, str], CheckSpec] = unchanged
-    applies: Callable[[Context], str] = always
+    apply: Callable[[CheckSpec, str], CheckSpec] = lambda spec, value: spec
+    applies: Callable[[Context], str] = lambda context: ""
     corrects: str = ""
     hides: bool = False
 

@@ -12,7 +12,7 @@ from typing import Any
 from mismatch.analysis.corrections.recipes import Recipe, recipes
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Chosen, Fix
-from mismatch.experiments.fixes.spec_edits import guides as entries
+from mismatch.experiments.fixes.catalogue import guides as entries
 from mismatch.metrics.frameworks import BY_TITLE
 from mismatch.metrics.importance_weights import Settings
 

@@ -1,33 +1,20 @@
-"""What fixes are made of: small pure changes of a spec, and the texts of the guides."""
+"""What a check runs on, as fixes need to know it, and small pure changes of its spec."""
 
 from __future__ import annotations
 
-import json
 import re
-import tomllib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from mismatch.engines.registry import versions
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.base import (
-    Context,
-    Fix,
-    Flags,
-    MachineFacts,
-    ModelFacts,
-    Side,
-    always,
-    unchanged,
-)
+from mismatch.experiments.fixes.base import Context, MachineFacts, ModelFacts
 from mismatch.models.config import find_config
 from mismatch.specs import CheckSpec, EngineSpec
 
-SAMPLING_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}
+Change = Callable[[CheckSpec, str], CheckSpec]
+ABSENT = object()
 
 
 def context_of(spec: CheckSpec) -> Context:
@@ -38,19 +25,16 @@ def context_of(spec: CheckSpec) -> Context:
 def model_facts(spec: CheckSpec) -> ModelFacts:
     """Of the trainer's model, unknown where its configuration is not on this machine.
 
-    How the weights are stored and the generation config are the engine's.
+    How the weights are stored is the engine's.
     """
-
     try:
         model = find_config(spec.train.model, spec.train.revision).model
     except MismatchError:
         return ModelFacts(described=False)
     return ModelFacts(
-        family=model.family,
         sinks=model.sinks,
         experts=model.experts,
         stored_dtype=_stored_dtype(spec.rollout.engine),
-        generation_config=_generation(Path(spec.rollout.engine.model)),
     )
 
 
@@ -79,18 +63,6 @@ def _vllm() -> tuple[int, int] | None:
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
-def _generation(directory: Path) -> tuple[tuple[str, object], ...]:
-    try:
-        values: dict[str, Any] = json.loads((directory / "generation_config.json").read_text())
-    except (OSError, ValueError):
-        return ()
-    return tuple(
-        (name, values[name])
-        for name, usual in SAMPLING_DEFAULTS.items()
-        if name in values and values[name] != usual
-    )
-
-
 def _capability() -> tuple[int, int] | None:
     """Compute capability of the first GPU, from its driver's tool."""
     from mismatch.run.machine import nvidia_smi
@@ -100,64 +72,11 @@ def _capability() -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-GUIDES = ("guide-train.toml", "guide-engine.toml", "guide-estimator.toml")
-UNMOVED = "delta stays as it is; gradients are reweighted"
-NO_FLAGS = Flags()
-HIDES = "hides the mismatch: the ratio is 1 by construction"
-
-Change = Callable[[CheckSpec, str], CheckSpec]
-ABSENT = object()
-
-
-@cache
-def guides() -> dict[str, dict[str, Any]]:
-    """What is written of every fix, by its id."""
-    folder = resources.files("mismatch.experiments.fixes")
-    texts = (folder.joinpath(name).read_text("utf-8") for name in GUIDES)
-    return {id: entry for text in texts for id, entry in tomllib.loads(text).items()}
-
-
-def fix(
-    side: Side,
-    id: str,
-    flags: Flags = NO_FLAGS,
-    apply: Change = unchanged,
-    applies: Callable[[Context], str] = always,
-    values: tuple[str, ...] = (),
-    corrects: str = "",
-) -> Fix:
-    """A fix with the texts of its guide."""
-    entry = guides()[id]
-    hides = entry.get("hides", False)
-    return Fix(
-        id=id,
-        side=side,
-        summary=entry["summary"],
-        effect=entry.get("effect", HIDES if hides else UNMOVED),
-        cost=entry["cost"],
-        flags=flags,
-        values=values,
-        apply=apply,
-        applies=applies,
-        corrects=corrects,
-        hides=hides,
-    )
-
-
 def train(**fields: Any) -> Change:
     """Set fields of the trainer."""
 
     def apply(spec: CheckSpec, value: str) -> CheckSpec:
         return replace(spec, train=replace(spec.train, **fields))
-
-    return apply
-
-
-def engine(**fields: Any) -> Change:
-    """Set fields of the engine."""
-
-    def apply(spec: CheckSpec, value: str) -> CheckSpec:
-        return on_engine(spec, **fields)
 
     return apply
 
