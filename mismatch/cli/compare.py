@@ -76,7 +76,7 @@ def compare(flags: Flags) -> int:
     out = None if flags["out"] is None else new_directory(flags["out"], "pair")
     if out is not None:
         write_pair(out, report, tokens)
-    return session.conclude(report, out, flags, None if out is not None else tokens)
+    return session.conclude(report, out, flags)
 
 
 def _against(flags: Flags) -> int:

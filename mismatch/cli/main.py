@@ -33,7 +33,7 @@ COMMANDS = {
     "selftest": "Plant known faults in your own pipeline and see which are named.",
     "report": "Print a run's report, or several runs side by side.",
     "doctor": "What this machine can measure, and whether a model fits.",
-    "metrics": "List every metric, or explain one.",
+    "metrics": "List every metric.",
     "models": "List embedded models and short names.",
 }
 RESUME = "go on where it stopped: the same command with --resume"

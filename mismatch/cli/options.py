@@ -118,7 +118,7 @@ NAME_FLAGS = (
         "names",
         Framework | None,
         OUTPUT,
-        "Also show a framework's names, and values by its conventions.",
+        "Also show a framework's names of the metrics, and how its numbers differ.",
     ),
     switch("details", OUTPUT, "Print every analysis in full."),
     switch("quiet", OUTPUT, "Print the verdict alone."),
@@ -134,8 +134,8 @@ LOG_TO = Option(
     "log_to",
     list[str] | None,
     OUTPUT,
-    "Send the numbers to wandb, tensorboard, mlflow or trackio, with --names by those names too; "
-    "repeatable.",
+    "Send the numbers to wandb, tensorboard, mlflow or trackio; with --names also by those names, "
+    "where the number is the same; repeatable.",
 )
 OVERLAP = flags_of(CheckSpec, "overlap")
 FAIL_ON = Option(

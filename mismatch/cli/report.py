@@ -55,8 +55,8 @@ def _one(run: Path, flags: Flags) -> int:
             f"note: the HTML and Markdown report could not be written: {error.message}; "
             "for these copy the run to a directory that can be written"
         )
-        return session.conclude(document, None, flags, tokens)
-    return session.conclude(document, run, flags, tokens)
+        return session.conclude(document, None, flags)
+    return session.conclude(document, run, flags, written=True)
 
 
 def _several(runs: list[Path], flags: Flags) -> int:

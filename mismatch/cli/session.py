@@ -21,11 +21,9 @@ from mismatch.errors import MismatchError
 from mismatch.reports.formatting import plain_lines
 
 if TYPE_CHECKING:
-    import pandas as pd
     from rich.console import Console
 
     from mismatch.analysis.levels import Thresholds
-    from mismatch.reports.framework_values import FrameworkValues
     from mismatch.reports.section import Page
     from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
     from mismatch.types import Report
@@ -254,32 +252,25 @@ def command() -> str:
     return shlex.join(["mismatch", *redacted_command(sys.argv[1:])])
 
 
-def conclude(
-    report: Report, run_dir: Path | None, flags: Flags, tokens: pd.DataFrame | None = None
-) -> int:
+def conclude(report: Report, run_dir: Path | None, flags: Flags, written: bool = False) -> int:
     """Print the report; the verdict is its last line. Returns the exit code.
 
     Args:
-        tokens: the tokens table, where the report was written with ``--names`` already or no run
-            directory holds it.
+        written: whether the run's HTML and Markdown hold the names of ``--names`` already.
     """
     from mismatch.analysis.levels import exit_code, fails_on
 
-    elsewhere = None
-    if flags.get("names") is not None:
-        from mismatch.reports.framework_values import FrameworkValues
-
-        if tokens is None and run_dir is not None:
-            tokens = written_with_names(report, run_dir, flags["names"])
-        elsewhere = FrameworkValues(tokens, flags["names"])
+    framework = flags.get("names")
+    if framework is not None and run_dir is not None and not written:
+        write_with_names(report, run_dir, framework)
     if flags.get("log_to"):
         from mismatch.reports.sinks import send
 
-        for note in send(flags["log_to"], report, run_dir, elsewhere):
+        for note in send(flags["log_to"], report, run_dir, framework):
             print(f"warning: {plain_lines(note)}", file=sys.stderr)
     quick = bool(report.run.get("spec", {}).get("quick"))
     code: int = exit_code(report.verdict, fails_on(flags["fail_on"], quick))
-    _show(report, run_dir, flags, elsewhere, failing=bool(code))
+    _show(report, run_dir, flags, framework, failing=bool(code))
     return code
 
 
@@ -326,7 +317,7 @@ def _show(
     report: Report,
     run_dir: Path | None,
     flags: Flags,
-    elsewhere: FrameworkValues | None,
+    framework: str | None,
     *,
     failing: bool,
 ) -> None:
@@ -342,19 +333,17 @@ def _show(
         if flags.get("quiet"):
             terminal.print_verdict(report, console)
         else:
-            terminal.print_report(report, console, run_dir, elsewhere, details=details)
+            terminal.print_report(report, console, run_dir, framework, details=details)
     elif form == "markdown":
-        output.write(markdown.to_markdown(report, elsewhere, details))
+        output.write(markdown.to_markdown(report, framework, details))
     else:
         write = {"json": files.to_json, "github": files.to_github, "junit": files.to_junit}
         output.write(write[form](report, failing))
 
 
-def written_with_names(report: Report, run_dir: Path, framework: str) -> pd.DataFrame:
-    """Write the HTML and Markdown of a run again, with a framework's names; its tokens table."""
+def write_with_names(report: Report, run_dir: Path, framework: str) -> None:
+    """Write the HTML and Markdown of a run again, with a framework's names."""
     from mismatch.reports.files import write_rendered
     from mismatch.run import store
 
-    tokens = store.load_tokens(run_dir)
-    write_rendered(run_dir, report, tokens, framework)
-    return tokens
+    write_rendered(run_dir, report, store.load_tokens(run_dir), framework)

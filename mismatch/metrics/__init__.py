@@ -2,7 +2,7 @@
 
     from mismatch.metrics import k3_kl
 
-    k3_kl(train - rollout)  # help(k3_kl) says what it takes, how it is made and what others call it
+    k3_kl(train - rollout)  # help(k3_kl) gives its formula
 
 A dot in a metric's name is an underscore here: ``ratio_outside_1_02``. ``METRICS`` holds the
 declarations by name, in the order of reports.
@@ -19,11 +19,7 @@ from mismatch.metrics.sequence import *
 from mismatch.metrics.routing import *
 # isort: on
 
-from mismatch.metrics.describe import docstring
 from mismatch.metrics.registry import METRICS as METRICS
 from mismatch.metrics.registry import Metric as Metric
 
 __all__ = sorted(["METRICS", "Metric", *(name.replace(".", "_") for name in METRICS)])
-
-for _name, _metric in METRICS.items():
-    globals()[_name.replace(".", "_")].__doc__ = docstring(_metric)

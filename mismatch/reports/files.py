@@ -71,18 +71,14 @@ def write_rendered(
     """Write report.html and report.md.
 
     Args:
-        framework: whose names (and values by its conventions) the tables show; None: everybody's
-            names in the HTML report, nobody's in Markdown.
+        framework: whose names the tables show; None: everybody's in the HTML report, nobody's in
+            Markdown.
     """
-    from mismatch.reports.framework_values import FrameworkValues
     from mismatch.reports.html import to_html
     from mismatch.reports.markdown import to_markdown
 
     for name, text in (
-        (
-            "report.md",
-            to_markdown(report, FrameworkValues(tokens, framework) if framework else None),
-        ),
+        ("report.md", to_markdown(report, framework)),
         ("report.html", to_html(report, tokens, framework)),
     ):
         store.write_text(run_dir / name, text)

@@ -13,7 +13,6 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from mismatch.reports.formatting import MARKS, line, packaged
-from mismatch.reports.framework_values import FrameworkValues
 from mismatch.reports.section import Page, Section, Widget, cell_interval, cell_text
 from mismatch.reports.sections import page
 from mismatch.types import Report
@@ -33,7 +32,7 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
         tokens: one row per action token, as in tokens.parquet.
         framework: whose names the metrics have in the column of aliases; None: everybody's.
     """
-    return show_page(page(report, tokens, FrameworkValues(tokens, framework)))
+    return show_page(page(report, tokens, framework))
 
 
 def show_page(shown: Page) -> str:

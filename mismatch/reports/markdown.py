@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from html import escape
 
 from mismatch.reports.formatting import MARKS, badge, line, visible
-from mismatch.reports.framework_values import FrameworkValues
 from mismatch.reports.section import Answer, Block, Cell, Column, Page, Section, Table, cell_text
 from mismatch.reports.sections import page
 from mismatch.types import Report
@@ -16,16 +15,14 @@ from mismatch.types import Report
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$])")
 
 
-def to_markdown(
-    report: Report, elsewhere: FrameworkValues | None = None, details: bool = False
-) -> str:
+def to_markdown(report: Report, framework: str | None = None, details: bool = False) -> str:
     """GitHub-flavoured Markdown; foreign text is escaped, so that it stays text.
 
     Args:
-        elsewhere: a framework's names, for a table of their own.
+        framework: whose names get a table of their own.
         details: with every section, folded away.
     """
-    return show_page(page(report, names=elsewhere), details)
+    return show_page(page(report, framework=framework), details)
 
 
 def show_page(shown: Page, details: bool = True) -> str:

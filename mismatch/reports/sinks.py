@@ -2,7 +2,8 @@
 
 The client decides where they go: ``WANDB_PROJECT``, ``WANDB_MODE``, ``MLFLOW_TRACKING_URI``,
 ``TRACKIO_PROJECT`` and the like are respected. Our names are ``mismatch/METRIC``, with the interval
-in ``…_low`` and ``…_high``; ``--names`` adds a framework's own names.
+in ``…_low`` and ``…_high``; ``--names`` adds a framework's own names of the
+numbers that are the same there.
 """
 
 from __future__ import annotations
@@ -14,16 +15,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mismatch.errors import MismatchError
+from mismatch.metrics import framework_names
 from mismatch.pipeline.document import headline_of, jq_name
 from mismatch.reports.summary import headline, model_name
 from mismatch.run.provenance import redact
 from mismatch.types import Report
-
-if TYPE_CHECKING:
-    from mismatch.reports.framework_values import FrameworkValues
 
 PROJECT = "mismatch"  # where the client's environment names none
 LONGEST = 250  # characters of a setting: what every tracker takes
@@ -67,10 +66,10 @@ def require_clients(trackers: Iterable[str]) -> None:
 
 
 def send(
-    trackers: Iterable[str], report: Report, run_dir: Path | None, elsewhere: FrameworkValues | None
+    trackers: Iterable[str], report: Report, run_dir: Path | None, framework: str | None
 ) -> list[str]:
     """Send a report to trackers; return a sentence for each that failed."""
-    record = record_of(report, run_dir, elsewhere)
+    record = record_of(report, run_dir, framework)
     failed = []
     for tracker in trackers:
         try:
@@ -80,7 +79,7 @@ def send(
     return failed
 
 
-def record_of(report: Report, run_dir: Path | None, elsewhere: FrameworkValues | None) -> Record:
+def record_of(report: Report, run_dir: Path | None, framework: str | None) -> Record:
     """Return the headline comparison as numbers by name, and what was measured as texts."""
     directory = Path.cwd() if run_dir is None else run_dir.resolve()
     first, flat = headline(report), headline_of(report)
@@ -101,9 +100,12 @@ def record_of(report: Report, run_dir: Path | None, elsewhere: FrameworkValues |
             f"{name}_low": estimate.low,
             f"{name}_high": estimate.high,
         }
-    if elsewhere is not None and elsewhere.measured:
-        for row, other in elsewhere.rows(report):
-            numbers[other.name] = row.estimate.value if other.value is None else other.value
+    if framework is not None:
+        for metric, estimate in first.metrics.items():
+            for alias in framework_names.of(metric, framework):
+                # Under the framework's name only its own number may stand in its charts.
+                if not alias.differs:
+                    numbers[alias.name] = estimate.value
     return Record(
         name=model_name(report) if run_dir is None else directory.name,
         directory=directory,

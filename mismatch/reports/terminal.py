@@ -18,8 +18,6 @@ from mismatch.types import Report
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mismatch.reports.framework_values import FrameworkValues
-
 STEPS = 3  # next steps that are printed
 WRAP = 28  # characters of a column of text
 TONES = {
@@ -31,7 +29,7 @@ def print_report(
     report: Report,
     console: Console,
     run_dir: Path | str | None = None,
-    elsewhere: FrameworkValues | None = None,
+    framework: str | None = None,
     details: bool = True,
 ) -> None:
     """Print a report of a run.
@@ -39,10 +37,10 @@ def print_report(
     Args:
         console: where to; its width and colours are respected.
         run_dir: where the artefacts lie, None where nothing was saved.
-        elsewhere: a framework's names, for a table of their own.
+        framework: whose names get a table of their own.
         details: with every section, not only what is read first.
     """
-    print_page(page(report, names=elsewhere), console, run_dir, details)
+    print_page(page(report, framework=framework), console, run_dir, details)
 
 
 def print_verdict(report: Report, console: Console) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from mismatch.metrics import METRICS as DECLARED
 from mismatch.reports import summary
-from mismatch.reports.framework_values import FrameworkValues
 from mismatch.reports.metric_labels import metric_label, noise_label
 from mismatch.reports.section import Section, cell_interval, cell_text
 from mismatch.reports.sections import headline, noise, ran, sections
@@ -20,7 +19,6 @@ from tests.reports_fixture import (
     estimate,
     make_failing_report,
     make_report,
-    make_tokens,
     noise_pair,
 )
 from tests.tables import values
@@ -81,14 +79,17 @@ def test_a_note_that_concerns_every_metric_is_said_once() -> None:
     assert tail.startswith("k3 KL: heavy-tailed")
 
 
-def test_a_frameworks_names_are_a_table_with_its_values() -> None:
-    shown = headline.section(make_report(), FrameworkValues(make_tokens(), "miles"))
+def test_a_frameworks_names_are_a_table_that_says_where_numbers_differ() -> None:
+    shown = headline.section(make_report(), "miles")
     assert shown is not None
     (names,) = [part for part in shown.parts if part.id == "names"]
     by_name = {item["name there"]: item for item in values(names.tables[0])}
-    assert by_name["train_rollout_kl"]["there"] == pytest.approx(
-        by_name["train_rollout_kl"]["ours"], rel=0.2
-    )
+    k3 = make_report().comparisons[0].metrics["k3_kl"].value
+    assert by_name["train_rollout_kl"]["value"] == k3
+    assert by_name["train_rollout_kl"]["same number"] == "no"
+    (verl,) = headline.names_there(make_report(), "verl")
+    by_name = {item["name there"]: item for item in values(verl.tables[0])}
+    assert by_name["rollout_corr/k3_kl"]["same number"] == "yes"
     assert any("train_rollout_kl" in note for note in names.notes)
     assert headline.section(make_report(), None).parts[0].id == "judged"  # type: ignore[union-attr]
 
@@ -268,7 +269,7 @@ def test_failed_checks_come_first_with_their_fix() -> None:
 
 def test_everything_measured_has_numbers_and_shares_apart() -> None:
     report = make_report()
-    _, everything = ran.section(report, FrameworkValues(None))
+    _, everything = ran.section(report, None)
     assert len(everything.parts) == len(report.comparisons)
     numbers, shares = everything.parts[0].tables
     first = report.comparisons[0]

@@ -2,8 +2,8 @@
 
 ``section(result, report)`` in the module of an analysis's id shows its result; one in
 :data:`CHAPTERS` says ``module:function`` where several share a module. Those that show the report
-itself ask by the names of their parameters for ``report``, ``tokens`` or ``names``. They give one
-section, several, or None.
+itself ask by the names of their parameters for ``report``, ``tokens`` or ``framework``. They give
+one section, several, or None.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from mismatch.types import Report
 if TYPE_CHECKING:
     import pandas as pd
 
-    from mismatch.reports.framework_values import FrameworkValues
 
 # Chapters in their order: id, title, the sections in each.
 CHAPTERS = (
@@ -43,18 +42,16 @@ CHAPTERS = (
 Sections = Section | tuple[Section, ...] | None
 
 
-def page(
-    report: Report, tokens: pd.DataFrame | None = None, names: FrameworkValues | None = None
-) -> Page:
+def page(report: Report, tokens: pd.DataFrame | None = None, framework: str | None = None) -> Page:
     """The report as every renderer shows it.
 
     Args:
         tokens: the tokens table; None: no section that needs one.
-        names: what others call the metrics.
+        framework: whose names of the metrics are shown beside ours; None: in no table of their own.
     """
     comparison, status = summary.headline(report), report.verdict.status
     created = report.run.get("created", "")
-    shown = chapters(report, tokens, names)
+    shown = chapters(report, tokens, framework)
     warnings = [text for chapter in shown for part in chapter.parts for text in part.warnings]
     return Page(
         kind="train–inference check" + (f" · {created}" if created else ""),
@@ -70,14 +67,14 @@ def page(
         lead=headline.lead(report),
         answers=headline.answers(report, warnings),
         table=headline.table(summary.most_telling(report)),
-        asked=headline.names_there(report, names),
+        asked=headline.names_there(report, framework),
         steps=tuple(summary.next_steps(report)),
         command=summary.command(report),
     )
 
 
 def chapters(
-    report: Report, tokens: pd.DataFrame | None = None, names: FrameworkValues | None = None
+    report: Report, tokens: pd.DataFrame | None = None, framework: str | None = None
 ) -> list[Section]:
     """Every section of this report in its chapter; analyses without a place come last."""
     placed = {entry.rpartition(":")[2] for _, _, places in CHAPTERS for entry in places}
@@ -88,7 +85,7 @@ def chapters(
     for id, title, ids in (*CHAPTERS, rest):
         added = tuple(each for each in of_features.get(id, ()) if each not in placed)
         parts = tuple(
-            part for each in (*ids, *added) for part in _sections(each, report, tokens, names)
+            part for each in (*ids, *added) for part in _sections(each, report, tokens, framework)
         )
         if parts:
             shown.append(Section(id, title, parts=parts))
@@ -96,14 +93,14 @@ def chapters(
 
 
 def sections(
-    report: Report, tokens: pd.DataFrame | None = None, names: FrameworkValues | None = None
+    report: Report, tokens: pd.DataFrame | None = None, framework: str | None = None
 ) -> list[Section]:
     """The same without chapters."""
-    return [part for chapter in chapters(report, tokens, names) for part in chapter.parts]
+    return [part for chapter in chapters(report, tokens, framework) for part in chapter.parts]
 
 
 def _sections(
-    entry: str, report: Report, tokens: pd.DataFrame | None, names: FrameworkValues | None
+    entry: str, report: Report, tokens: pd.DataFrame | None, framework: str | None
 ) -> tuple[Section, ...]:
     module, _, id = entry.rpartition(":")
     ours = f"{__name__}.{module or id}:{id if module else 'section'}"
@@ -113,7 +110,7 @@ def _sections(
     if (result := report.result(id)) is not None:
         shown = make(result, report)
     elif "result" not in (wanted := signature(make).parameters):
-        given = {"report": report, "tokens": tokens, "names": names}
+        given = {"report": report, "tokens": tokens, "framework": framework}
         if tokens is not None or "tokens" not in wanted:
             shown = make(*(given[name] for name in wanted))
     return shown if isinstance(shown, tuple) else (shown,) if shown else ()

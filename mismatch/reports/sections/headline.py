@@ -10,7 +10,8 @@ from mismatch.analysis.square import sides_at_fault
 from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
 from mismatch.experiments.fixes.catalogue import labels
 from mismatch.experiments.fixes.guides import settings_of
-from mismatch.metrics.frameworks import CORRECTING
+from mismatch.metrics import framework_names
+from mismatch.metrics.frameworks import CORRECTING, FRAMEWORKS
 from mismatch.reports import summary
 from mismatch.reports.formatting import (
     alike,
@@ -23,7 +24,6 @@ from mismatch.reports.formatting import (
     text,
     times,
 )
-from mismatch.reports.framework_values import FrameworkValues
 from mismatch.reports.section import Answer, Block, Cell, Column, Section, Table, status_cell
 from mismatch.reports.sections import noise, square
 from mismatch.reports.summary import Row
@@ -207,22 +207,18 @@ COLUMNS = (
     ),
 )
 NAMES = (
-    Column("metric", text, of=lambda pair: pair[0].words.label),
-    Column("ours", priority=1, of=lambda pair: Cell(pair[0].estimate.value, format=pair[0].write)),
-    Column("name there", text, of=lambda pair: Cell(pair[1].name, "code")),
-    Column(
-        "there",
-        detail="where its convention differs",
-        of=lambda pair: Cell(pair[1].value, format=pair[0].write),
-    ),
+    Column("metric", text),
+    Column("value", priority=1),
+    Column("name there", text),
+    Column("same number", text),
 )
 
 
-def section(report: Report, names: FrameworkValues | None) -> Section | None:
+def section(report: Report, framework: str | None) -> Section | None:
     """The judged metrics beside their levels; None where nothing was judged.
 
     Args:
-        names: a framework's names are a table of their own.
+        framework: whose names are a table of their own.
     """
     rows = summary.judged_rows(report)
     if not rows:
@@ -242,7 +238,7 @@ def section(report: Report, names: FrameworkValues | None) -> Section | None:
                 sentences=[f"{r.words.label}: {r.judgement.source}" for r in rows if r.judgement],
                 notes=summary.cautions(rows),
             ),
-            *names_there(report, names),
+            *names_there(report, framework),
         ],
         folded=False,
     )
@@ -257,21 +253,34 @@ def _level(row: Row, name: str) -> Cell:
     return Cell(getattr(row.judgement, name, None), format=getattr(row, name))
 
 
-def names_there(report: Report, names: FrameworkValues | None) -> tuple[Section, ...]:
-    """The metrics under a framework's names, where one was asked for."""
-    if names is None or names.framework is None:
+def names_there(report: Report, framework: str | None) -> tuple[Section, ...]:
+    """Return the metrics under a framework's names, where a framework was asked for."""
+    if framework is None:
         return ()
-    rows = names.rows(report)
+    named = [
+        (row, alias)
+        for row in summary.all_rows(summary.headline(report))
+        for alias in framework_names.of(row.metric, framework)
+    ]
     remarks: dict[str, list[str]] = {}
-    for _, other in rows:
-        if other.remark:
-            remarks.setdefault(other.remark, []).append(other.name)
+    for _, alias in named:
+        if alias.remark:
+            remarks.setdefault(alias.remark, []).append(alias.name)
+    rows = [
+        (
+            row.words.label,
+            Cell(row.estimate.value, format=row.write),
+            Cell(alias.name, "code"),
+            "no" if alias.differs else "yes",
+        )
+        for row, alias in named
+    ]
     return (
         Section(
             "names",
-            f"In {names.called}",
+            f"In {FRAMEWORKS[framework].title}",
             "" if rows else "None of these metrics is known to have a name there.",
-            tables=[Table.of(NAMES, rows)],
+            tables=[Table(NAMES, rows)],
             notes=[f"{', '.join(concerned)}: {remark}" for remark, concerned in remarks.items()],
             folded=False,
         ),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from mismatch.metrics import framework_names
+from mismatch.metrics.frameworks import FRAMEWORKS
 from mismatch.models import moe
 from mismatch.reports.formatting import MISSING, bound, line, number, plural, text, wording
-from mismatch.reports.framework_values import FrameworkValues
 from mismatch.reports.section import Cell, Cells, Column, Section, Table, named
 from mismatch.reports.summary import METRICS, all_rows, command, headline, metric_tables
 from mismatch.types import Comparison, Report
@@ -17,11 +18,11 @@ LEAD = "As each side resolved it while it ran (actual kernels and dtypes); diffe
 APART = ("weights", "weights_parameters", "source_files", "engine_args", "not_tested", "seconds")
 
 
-def section(report: Report, names: FrameworkValues | None) -> tuple[Section, ...]:
+def section(report: Report, framework: str | None) -> tuple[Section, ...]:
     """Both sides beside each other; then every number of the headline.
 
     Args:
-        names: what others call the metrics; None: no such column.
+        framework: whose names of the metrics are shown; None: every framework's.
     """
     comparison, aspects = headline(report), what_ran(report)
     titles = ("", "", comparison.rollout, comparison.train)
@@ -43,7 +44,7 @@ def section(report: Report, names: FrameworkValues | None) -> tuple[Section, ...
         ],
         short=f"differs in {', '.join(differing)}" if differing else "alike on both sides",
     )
-    parts = [_everything(index, item, names) for index, item in enumerate(report.comparisons)]
+    parts = [_everything(index, item, framework) for index, item in enumerate(report.comparisons)]
     everything = Section("everything", "Everything measured", parts=parts, page_only=True)
     return (ran, everything) if parts else (ran,)
 
@@ -84,24 +85,31 @@ def _setting(side: dict[str, Any], key: str) -> str:
     return shown if len(shown) <= LONG else f"{shown[: LONG - 1]}…"
 
 
-def _everything(index: int, item: Comparison, names: FrameworkValues | None) -> Section:
-    """Every metric of a comparison; values by others' conventions are the headline's alone."""
+def _everything(index: int, item: Comparison, framework: str | None) -> Section:
+    """Return every metric of a comparison, with its names in frameworks."""
     rows = all_rows(item)
-    counterparts = [] if names is None else [names.of(row.metric, values=not index) for row in rows]
-    aliases = {
-        row.metric: "; ".join(other.text(row.write) for other in others)
-        for row, others in zip(rows, counterparts, strict=bool(counterparts))
+    names = {
+        row.metric: "; ".join(
+            f"{alias.label} ({alias.remark})" if alias.remark else alias.label
+            for alias in framework_names.of(row.metric, framework)
+        )
+        for row in rows
     }
-    columns = (METRICS[0], Column("name", text, of="metric", tone="code"), METRICS[1])
-    title = (
-        () if names is None else (Column(names.title, text, of=lambda row: aliases[row.metric]),)
+    title = "known elsewhere as"
+    if framework is not None:
+        title = f"in {FRAMEWORKS[framework].title}"
+    columns = (
+        METRICS[0],
+        Column("name", text, of="metric", tone="code"),
+        METRICS[1],
+        Column(title, text, of=lambda row: names[row.metric]),
     )
     lead = "" if item.sampled_by_left else "{} is not the law that sampled: its KL are scores."
     return Section(
         f"everything-{index}",
         f"All {len(rows)} numbers of {item.rollout} against {item.train}",
         lead.format(item.rollout),
-        tables=metric_tables(rows, (*columns, *title)),
+        tables=metric_tables(rows, columns),
     )
 
 
