@@ -229,7 +229,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     """Print a dry run; the last line says whether it fits."""
     machine = plan.gpus or plan.device
     _say(console, f"plan for {plan.model} on {machine} (config.json: {plan.config_source})")
-    _table(console, "stages", [(s.name, s.processes, s.work) for s in plan.stages])
+    _table(console, "stages", list(plan.stages.items()))
     _table(console, "tokens", [(name, f"{count:,}") for name, count in plan.tokens.items()])
     _table(console, "what would run", list(plan.kernels.items()))
     print_memory(plan, console)
@@ -257,7 +257,7 @@ def print_memory(plan: Plan, console: Console) -> None:
     _table(console, f"memory per {device}", rows, header)
     engine, *passes = plan.sides
     for fit in (engine, *sorted(passes, key=lambda fit: -fit.needed)[:1]):
-        parts = [(p.name, gib(p.bytes)) for p in fit.prediction.highest.parts]
+        parts = [(name, gib(size)) for name, size in fit.prediction.highest.items()]
         if reserve := fit.needed - fit.prediction.peak_bytes:
             parts.append(("runtime, context, libraries", gib(reserve)))
         _table(console, f"{fit.side}, at its highest", parts)

@@ -12,8 +12,6 @@ from mismatch.doctor.memory import (
     BYTES,
     GIB,
     UTILISATION,
-    Moment,
-    Part,
     Prediction,
     Workload,
     batch_class,
@@ -110,9 +108,9 @@ def fits(
 
 def remedies_of(prediction: Prediction) -> list[str]:
     """Settings for the parts that take at least a fifth of the peak, largest first."""
-    parts = sorted(prediction.highest.parts, key=lambda part: -part.bytes)
-    large = [part for part in parts if part.bytes >= prediction.peak_bytes / 5]
-    return list(dict.fromkeys(REMEDIES[part.name] for part in large if part.name in REMEDIES))
+    parts = sorted(prediction.highest.items(), key=lambda part: -part[1])
+    large = [name for name, size in parts if size >= prediction.peak_bytes / 5]
+    return list(dict.fromkeys(REMEDIES[name] for name in large if name in REMEDIES))
 
 
 def engine_fit(spec: CheckSpec, shape: SizedModel, work: Workload, machine: Machine) -> Fit:
@@ -213,8 +211,8 @@ def trainer_fits(
         for item in passes
     ]
     if gpus and spec.train.offload:  # shards of all ranks in the host's memory
-        shards = Part("sharded parameters", sharded(shape, spec.train, world) * world)
-        host = Prediction("host memory", (Moment("all the time", (shards,)),))
+        shards = {"sharded parameters": sharded(shape, spec.train, world) * world}
+        host = Prediction("host memory", {"all the time": shards})
         sides.append(fits(host, machine.ram_free_bytes, world * CPU_TRAINER_RESERVE))
     return tuple(sides)
 

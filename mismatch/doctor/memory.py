@@ -35,57 +35,36 @@ PROMPT_CHUNK = 1024  # tokens whose prompt logprobs the GPU model runner takes a
 TRANSFORMERS_BATCH = 64  # max_num_seqs of mismatch's own engine
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One thing that takes memory.
-
-    >>> Part("logits chunk", 1 << 20).bytes
-    1048576
-    """
-
-    name: str
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """A point in time, and what is allocated then; parts of no bytes are left out."""
-
-    name: str
-    parts: tuple[Part, ...]
-
-    @classmethod
-    def of(cls, name: str, *parts: Part) -> Moment:
-        return cls(name, tuple(part for part in parts if part.bytes))
-
-    @property
-    def bytes(self) -> int:
-        return sum(part.bytes for part in self.parts)
+Parts = dict[str, int]  # what is allocated at one moment -> bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """Peak memory of one side on one device (GPU, or rank on a CPU).
 
+    >>> Prediction("engine", {"sampling": {"weights": 8, "logits": 2}}).peak_bytes
+    10
+
     Attributes:
         side: "engine" or the name of a pass of the trainer.
-        moments: every point that could be the highest; the highest one decides.
+        moments: every point in time that could be the highest; the highest one decides.
     """
 
     side: str
-    moments: tuple[Moment, ...]
-
-    @property
-    def highest(self) -> Moment:
-        return max(self.moments, key=lambda moment: moment.bytes)
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.highest.bytes
+    moments: dict[str, Parts]
 
     @property
     def moment(self) -> str:
-        return self.highest.name
+        """The name of the highest moment."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def highest(self) -> Parts:
+        return self.moments[self.moment]
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.highest.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +115,19 @@ def predict_trainer(
     layer, hidden = shape.layer_parameters * b, tokens * shape.hidden * act
     shard = sharded(shape, spec, world)
     head_copy = spec.head_dtype not in (None, spec.dtype)
-    stays = (
-        Part("sharded parameters", 0 if spec.offload else shard),
-        Part("gradients and two moments", 3 * shard if trains else 0),
-        Part("unsharded embedding and head", shape.root_parameters * b),
+    stays = {
+        "sharded parameters": 0 if spec.offload else shard,
+        "gradients and two moments": 3 * shard if trains else 0,
+        "unsharded embedding and head": shape.root_parameters * b,
         # FSDP2 keeps a block's all-gather result until the next block has been copied out.
-        Part("all-gather result in flight", layer if world > 1 else 0),
-        Part(
-            "head in its own dtype",
-            shape.vocab * shape.hidden * BYTES[spec.head_dtype or spec.dtype] * head_copy,
+        "all-gather result in flight": layer if world > 1 else 0,
+        "head in its own dtype": (
+            shape.vocab * shape.hidden * BYTES[spec.head_dtype or spec.dtype] * head_copy
         ),
         # Gradient checkpointing keeps one input per layer.
-        Part("kept for the backward pass", shape.layers * hidden if spec.grad else 0),
-    )
-    unsharded = Part("unsharded layer", layer)
+        "kept for the backward pass": shape.layers * hidden if spec.grad else 0,
+    }
+    gathered = stays | {"unsharded layer": layer}
     gathers = 0 if world == 1 else 2 if device == "cpu" else 1
 
     # Attention. Fused kernels hold no scores, but without sinks a mask of packed rows.
@@ -165,39 +143,37 @@ def predict_trainer(
         scores = rows * min(PLAIN_BLOCK, longest) * longest * heads * (8 + 2 * act)
     elif spec.attention in ("auto", "transformers", "sdpa") and not shape.sinks:
         masks = square if spec.layout == "packing" else 0
-    # Rotary embeddings, or the kernel's copies of queries, keys and values.
     kv = shape.kv_heads * (shape.head_dim + shape.value_dim)
-    states = tokens * act * (2 * shape.hidden + 4 * shape.q_width + kv)
-    # The eager kernel returns its weights, and the layer holds them until the MLP is done.
-    held = Part("attention weights held on", returned + masks)
 
     chosen = "grouped_mm" if spec.experts == "auto" else spec.experts
-    mlp = Part("MLP", 3 * tokens * shape.width * act)  # gate, up and their product
-    routes = Part("recorded routes", 0)
+    mlp, routes = {"MLP": 3 * tokens * shape.width * act}, 0  # gate, up and their product
     if shape.experts:
-        workspace = forward_bytes(shape, chosen, tokens, act)
-        mlp = Part(EXPERTS.get(chosen, EXPERTS["grouped_mm"]), workspace)
+        part = EXPERTS.get(chosen, EXPERTS["grouped_mm"])
+        mlp = {part: forward_bytes(shape, chosen, tokens, act)}
         # Ids (8 bytes) and weights (4) of the chosen experts, and of each token its row.
-        recorded = shape.layers * tokens * (12 * shape.top_k + 4) if spec.routing else 0
-        routes = Part("recorded routes", recorded + 8 * tokens * shape.experts)
-    residual = Part("hidden states", 2 * hidden)
-    buffers = Part("all-gather buffers", gathers * layer)
-    moments = (
-        Moment.of("gathering a layer", *stays, unsharded, buffers),
-        Moment.of(
-            "attention",
-            *stays,
-            unsharded,
-            Part("attention scores", scores),
-            Part("attention masks", masks),
-            Part("attention states", states),
-        ),
-        Moment.of(
-            "experts" if shape.experts else "MLP", *stays, unsharded, held, residual, mlp, routes
-        ),
-        Moment.of("logprobs", *stays, *_head(shape, spec, tokens, work), residual, routes),
+        routes = shape.layers * tokens * (12 * shape.top_k + 4) if spec.routing else 0
+        routes += 8 * tokens * shape.experts
+    after = {"hidden states": 2 * hidden, "recorded routes": routes}
+    moments = {
+        "gathering a layer": gathered | {"all-gather buffers": gathers * layer},
+        "attention": gathered
+        | {
+            "attention scores": scores,
+            "attention masks": masks,
+            # Rotary embeddings, or the kernel's copies of queries, keys and values.
+            "attention states": tokens * act * (2 * shape.hidden + 4 * shape.q_width + kv),
+        },
+        # The eager kernel returns its weights, and the layer holds them until the MLP is done.
+        "experts" if shape.experts else "MLP": gathered
+        | {"attention weights held on": returned + masks}
+        | mlp
+        | after,
+        "logprobs": stays | _head(shape, spec, tokens, work) | after,
+    }
+    return Prediction(
+        name,
+        {m: {part: size for part, size in parts.items() if size} for m, parts in moments.items()},
     )
-    return Prediction(name, moments)
 
 
 def sharded(shape: SizedModel, spec: TrainSpec, world: int) -> int:
@@ -211,7 +187,7 @@ def sharded(shape: SizedModel, spec: TrainSpec, world: int) -> int:
     return int(count * BYTES[shape.rests_in(spec.master_dtype)])
 
 
-def _head(shape: SizedModel, spec: TrainSpec, tokens: int, work: Workload) -> tuple[Part, Part]:
+def _head(shape: SizedModel, spec: TrainSpec, tokens: int, work: Workload) -> Parts:
     """While the chunks of logits are turned into logprobs, see mismatch/training/logprobs.py."""
     b = BYTES[spec.head_dtype or spec.autocast or spec.dtype]
     rows = -(-tokens // -(-tokens // max(1, CHUNK_BYTES // (b * shape.vocab))))
@@ -219,10 +195,10 @@ def _head(shape: SizedModel, spec: TrainSpec, tokens: int, work: Workload) -> tu
     # Two float32 buffers serve all strips; with gradients every step is a new tensor. Truncation
     # needs them sorted, as mass, renormalised and summed up.
     each = (16 if spec.grad else 8) + (17 if work.sampling.truncates else 0)
-    return (
-        Part("logits chunk", b * rows * shape.vocab),
-        Part("float32 strips", each * strip * shape.vocab),
-    )
+    return {
+        "logits chunk": b * rows * shape.vocab,
+        "float32 strips": each * strip * shape.vocab,
+    }
 
 
 def forward_bytes(
@@ -275,37 +251,39 @@ def predict_engine(
     b, split, args = BYTES[spec.dtype], spec.tensor_parallel_size, dict(spec.args)
     if spec.engine == "transformers":
         running = min(int(args.get("max_num_seqs", TRANSFORMERS_BATCH)), len(work.lengths))
-        weights = Part("weights", shape.stored_bytes(b, False))
+        weights = {"weights": shape.stored_bytes(b, False)}
         # Every layer keeps all tokens while the cache grows; growing copies one layer's at a time.
         each = shape.kv_heads * (shape.head_dim + shape.value_dim) * work.longest * b
-        cache = Part("KV cache", each * running * (shape.layers + 1))
+        cache = {"KV cache": each * running * (shape.layers + 1)}
         # In the model's dtype, in float32, and a sorted copy with its order (8 bytes).
-        logits = Part("logits", running * shape.vocab * (b + 12))
-        rescored = Part("logits of the prefill", work.longest * shape.vocab * (b + 8))
-        moments = [Moment("sampling", (weights, cache, logits))]
-        return Prediction("engine", (*moments, Moment("prefill rescoring", (weights, rescored))))
+        logits = {"logits": running * shape.vocab * (b + 12)}
+        rescored = {"logits of the prefill": work.longest * shape.vocab * (b + 8)}
+        moments = {"sampling": weights | cache | logits, "prefill rescoring": weights | rescored}
+        return Prediction("engine", moments)
     batched, at_once = vllm_batch(spec, work.longest, device, device_bytes)
     running = min(at_once, len(work.lengths))
     kv_size = 1 if str(args.get("kv_cache_dtype", "auto")).startswith("fp8") else b
     # A KV head is never cut, and MLA's shared vector is on every rank.
     share = 1 if shape.latent else max(1, shape.kv_heads // split) / max(1, shape.kv_heads)
     each = int(shape.kv_elements(spec.max_model_len or work.longest) * kv_size * share)
-    weights = Part("weights", int(shape.stored_bytes(b, True) / split))
-    cache = Part("KV cache", CPU_KV_BYTES if device == "cpu" else running * each)
+    stays = {
+        "weights": int(shape.stored_bytes(b, True) / split),
+        "KV cache": CPU_KV_BYTES if device == "cpu" else running * each,
+    }
     # Compiled kernels keep two states of the residual stream beside the widest intermediate.
     width = max(3 * shape.width, 2 * shape.hidden + shape.q_width)
     rows = batched * (shape.top_k or 1)
     states = (rows * width // split + 2 * batched * shape.hidden) * b
-    adds = {
-        "a full batch": Part("activations", states),
+    moments = {
+        "a full batch": stays | {"activations": states},
         # Logits in the model's dtype, and in float32 twice.
-        "sampling": Part("logits", running * shape.vocab * (b + 8)),
+        "sampling": stays | {"logits": running * shape.vocab * (b + 8)},
     }
     if spec.prefill:
         scored = min(work.longest, batched, batched if device == "cpu" else PROMPT_CHUNK)
-        adds["prefill rescoring"] = Part("logits of the prefill", scored * shape.vocab * (b + 8))
-    moments = [Moment(name, (weights, cache, part)) for name, part in adds.items()]
-    return Prediction("engine", tuple(moments))
+        logits = {"logits of the prefill": scored * shape.vocab * (b + 8)}
+        moments["prefill rescoring"] = stays | logits
+    return Prediction("engine", moments)
 
 
 def batch_class(name: str, size: int) -> int:

@@ -40,24 +40,12 @@ MEASURED = ("gpt_oss", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """One stage of the run, in order.
-
-    Attributes:
-        processes: how many, and what they are.
-    """
-
-    name: str
-    processes: str
-    work: str
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """A dry run.
 
     Attributes:
         config_source: where the model's sizes were read.
+        stages: what runs in which process, in order.
         tokens: "sampled at most", "longest sequence", "scored at most" and so on.
         kernels: what would run: attention, experts, engine.
         sides: memory of the engine and of every pass on one device; () where it cannot be told.
@@ -70,7 +58,7 @@ class Plan:
     model: str
     config_source: str
     device: str
-    stages: tuple[Stage, ...]
+    stages: dict[str, str]
     tokens: dict[str, int]
     kernels: dict[str, str]
     sides: tuple[Fit, ...]
@@ -106,13 +94,13 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
     """
     machine = machine or inspect_machine(try_imports=False)
     config = find_config(spec.train.model, spec.train.revision)
-    # Resolved first: once transformers is imported here, sizes are counted here as well.
-    kernels = _kernels(spec, config, machine.device)
     notes = []
     if gpus:
         count, kind = parse_kind(gpus)
         machine = machine_with(machine, count, kind)
         notes.append(f"{kind.name}: {kind.supported}")
+    # Resolved first: once transformers is imported here, sizes are counted here as well.
+    kernels = _kernels(spec, config, machine.device)
     spec = placed(spec, machine)
     work, tokens, remarks = work_of(spec)
     notes += remarks
@@ -297,34 +285,21 @@ def _prompts(spec: PromptSpec) -> tuple[int, int, list[str]]:
     return len(prompts), max(tokens(prompt) for prompt in prompts), notes
 
 
-def _stages(spec: CheckSpec, passes: list[str], gpus: int) -> tuple[Stage, ...]:
+def _stages(spec: CheckSpec, passes: list[str], gpus: int) -> dict[str, str]:
     engine, devices = spec.rollout.engine, placement(spec, gpus)
     where = in_words(devices.engine)
-    prefill = ", then rescores the same tokens by prefill" if engine.prefill else ""
+    runs = f"{engine.engine}, tensor parallel {engine.tensor_parallel_size}{where}: samples"
+    stages = {"rollout": f"{', '.join(engine.servers)}: samples" if engine.servers else runs}
+    if engine.prefill:
+        stages["rollout"] += ", then rescores the same tokens by prefill"
+    if not engine.servers and wants_square(spec) and float32_engine(spec.rollout) is not None:
+        stages["rollout in float32"] = f"{engine.engine}{where}: scores the same tokens"
     ranks = f"{spec.nproc_per_node} rank{'s' if spec.nproc_per_node > 1 else ''}"
-    again = not engine.servers and wants_square(spec) and float32_engine(spec.rollout) is not None
     meanwhile = ", while the engine rescores" if devices.overlap and not spec.fixes else ""
-    float32 = Stage(
-        "rollout in float32",
-        f"{engine.engine}, float32{where}",
-        "scores the same tokens",
+    stages["score"] = (
+        f"torchrun, {ranks}, FSDP2{in_words(devices.trainer)}: {', '.join(passes)}{meanwhile}"
     )
-    return (
-        Stage(
-            "rollout",
-            ", ".join(engine.servers)
-            or f"{engine.engine}, tensor parallel {engine.tensor_parallel_size}{where}",
-            f"samples{prefill}",
-        ),
-        *([float32] if again else []),
-        Stage(
-            "score",
-            f"torchrun, {ranks}, FSDP2{in_words(devices.trainer)}",
-            f"passes: {', '.join(passes)}{meanwhile}",
-        ),
-        Stage("compare", "this process", "metrics with intervals, semantic checks, noise floor"),
-        Stage("report", "this process", "report.html, report.json, report.md, tokens.parquet"),
-    )
+    return stages
 
 
 def _kernels(spec: CheckSpec, config: FoundConfig, device: str) -> dict[str, str]:

@@ -13,8 +13,7 @@ from benchmarks.memory import CASES, MEASURED, predict
 from mismatch.doctor import fit
 from mismatch.doctor.memory import (
     GIB,
-    Moment,
-    Part,
+    Parts,
     Prediction,
     Workload,
     forward_bytes,
@@ -47,13 +46,8 @@ TOY = {
 ROOT = Path(__file__).parent.parent.parent
 
 
-def moment(prediction: Prediction, name: str) -> Moment:
-    (match,) = [item for item in prediction.moments if item.name == name]
-    return match
-
-
 def part(prediction: Prediction, where: str, name: str) -> int:
-    return sum(p.bytes for p in moment(prediction, where).parts if p.name == name)
+    return prediction.moments[where].get(name, 0)
 
 
 def train(shape: SizedModel, world: int = 1, lengths=(256,) * 4, **spec) -> Prediction:
@@ -179,8 +173,8 @@ def test_gradients_add_one_hidden_state_per_layer():
 
 def test_logprobs_never_hold_tokens_times_vocabulary():
     work = (4096,)
-    head = moment(train(GPT, lengths=work), "logprobs")
-    size = sum(p.bytes for p in head.parts if p.name in ("logits chunk", "float32 strips"))
+    head: Parts = train(GPT, lengths=work).moments["logprobs"]
+    size = head["logits chunk"] + head["float32 strips"]
     assert size < 0.1 * (3 * 4 * 4096 * GPT.vocab)
     assert size > 4 * GPT.vocab
 
@@ -196,8 +190,9 @@ def test_the_largest_micro_batch_decides():
 
 def test_the_highest_moment_is_the_peak():
     prediction = train(GPT, 4)
-    assert prediction.peak_bytes == max(item.bytes for item in prediction.moments)
-    assert all(p.bytes > 0 for item in prediction.moments for p in item.parts)
+    moments = prediction.moments.values()
+    assert prediction.peak_bytes == max(sum(parts.values()) for parts in moments)
+    assert all(size > 0 for parts in moments for size in parts.values())
 
 
 # ---------------------------------------------------------------- engine
@@ -227,14 +222,14 @@ def test_prefill_rescoring_needs_the_logits_of_a_whole_sequence():
     logits = part(prediction, "prefill rescoring", "logits of the prefill")
     assert logits == 1000 * GPT.vocab * (2 + 4 + 4)
     without = predict_engine(GPT, EngineSpec(prefill=False), Workload((1000,) * 10))
-    assert "prefill rescoring" not in [item.name for item in without.moments]
+    assert "prefill rescoring" not in without.moments
 
 
 # ---------------------------------------------------------------- does it fit
 
 
 def prediction_of(gib: float, name: str = "weights") -> Prediction:
-    return Prediction("side", (Moment("then", (Part(name, int(gib * GIB)),)),))
+    return Prediction("side", {"then": {name: int(gib * GIB)}})
 
 
 @pytest.mark.parametrize(
