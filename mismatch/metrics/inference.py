@@ -319,29 +319,6 @@ def jackknife(values: Floats, centre: float, back: Callable[[float], float]) -> 
     return back(centre - arm), back(centre + arm)
 
 
-def jackknife_of_root(squared: Floats) -> Interval | None:
-    """95 % interval of the root of a square that is estimated without bias, and so may be negative.
-
-    Laid out on the square where it reaches 0 there, else on the root, which is less skewed.
-
-    Args:
-        squared: [1 + P] with all prompts, then without each.
-
-    Returns:
-        None: fewer than three prompts, for without one there must be two to tell noise by.
-    """
-    if len(squared) < 4:
-        return None
-    arm = student(len(squared) - 2) * jackknife_error(squared[1:])
-    low, high = float(squared[0]) - arm, float(squared[0]) + arm
-    if low <= 0.0:
-        return 0.0, math.sqrt(max(0.0, high))
-    centre = math.sqrt(float(squared[0]))
-    roots = np.sign(squared[1:]) * np.sqrt(np.abs(squared[1:]))
-    arm = student(len(squared) - 2) * jackknife_error(roots)
-    return max(0.0, centre - arm), centre + arm
-
-
 def jackknife_error(without: Floats) -> float:
     """Standard error from the values without one prompt each, [P]."""
     prompts = len(without)

@@ -20,8 +20,8 @@ from mismatch.analysis.levels import column_for, judge, require_applied, verdict
 from mismatch.analysis.plugins import RunArtefacts, analyses
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
+from mismatch.experiments.gradients.analysis import gradient_checks
 from mismatch.experiments.gradients.files import check_of_run
-from mismatch.experiments.gradients.sentences import gradient_checks
 from mismatch.experiments.kernel_audit import of_run
 from mismatch.experiments.locate.judge import of_run as located
 from mismatch.experiments.scoring_passes import training_passes

@@ -90,8 +90,6 @@ def test_the_report_says_what_the_gradient_lost(without_sinks: Run) -> None:
     whole = {id: rows[id]["groups"][0]["cosine"] for id in ("baseline", "attention-sinks")}
     assert whole["baseline"]["value"] < 0.95
     assert whole["attention-sinks"]["value"] > 0.99
-    assert rows["attention-sinks"]["error_ratio"]["value"] < 0.2
     sinks = next(group for group in rows["baseline"]["groups"] if group["group"] == "sinks")
     assert sinks["cosine"] is None
-    assert sinks["relative_error"]["value"] == 1.0
-    assert any("sinks" in sentence for sentence in section["summary"])
+    assert sinks["norm"] == sinks["norm_ratio"]["value"] == 0.0

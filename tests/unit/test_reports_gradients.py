@@ -31,16 +31,10 @@ def rows(check: GradientCheck, part: int = 0) -> dict[str, dict[str, Cell]]:
 def test_every_gradient_has_its_row_or_is_named_with_its_equal() -> None:
     check = make_check()
     section = gradients.section(check, REPORT)
-    assert section.sentences == check.summary
     for part, loss in zip(section.parts, ("token", "sequence"), strict=True):
         named = " ".join([*(str(row[0].value) for row in part.tables[0].cells()), *part.notes])
         assert all(row.id in named for row in check.rows if row.loss == loss)
     assert [part.folded for part in section.parts] == [False, True]
-    tones = {name: row["beside the trainer's"].tone for name, row in rows(check).items()}
-    assert tones == {
-        "baseline": "", "attention-sinks": "healthy", "fp16": "critical", "tis-token": "healthy",
-        "ppo-ratio": "warn",
-    }  # fmt: skip
 
 
 def test_numbers_of_a_row() -> None:
@@ -51,12 +45,11 @@ def test_numbers_of_a_row() -> None:
     assert (cell_text(off, column), cell_interval(off, column)) == ("28°", "27° … 29°")
     (groups,) = section.parts[0].parts[0].tables
     silent = groups.cells()[0][[c.title for c in groups.columns].index("sinks")]
-    assert (cell_text(silent, groups.columns[1]), silent.note) == ("100 %", "no gradient")
+    assert cell_text(silent, groups.columns[1]) == "no gradient"
 
 
 def test_no_claim_without_an_interval() -> None:
     for row in rows(make_check(prompts=1)).values():
-        assert row["beside the trainer's"].tone in ("", "dim")
         assert row["off"].value.low is None  # type: ignore[union-attr]
 
 
@@ -72,12 +65,7 @@ def test_what_has_to_be_known_before_the_table_is_believed() -> None:
         assert set(gradients.notes(changed)) - usual
 
 
-def test_pictures_show_what_can_be_told_apart() -> None:
-    shown = [row for row in make_check().rows if row.loss == "token" and not row.same_as]
-    names = [row.id for row in gradients.chosen(shown)]
-    assert names == ["baseline", "attention-sinks", "fp16", "tis-token"]
-    without = [row for row in shown if row.kind != "correction"]
-    assert gradients.chosen(without)[-1].id == "ppo-ratio"
+def test_the_picture_marks_groups_without_a_gradient() -> None:
     (directions,) = gradients.section(make_check(), REPORT).figures
     assert ">sinks<" in directions.draw()
     for figure in gradients.section(make_check(prompts=1), REPORT).figures:

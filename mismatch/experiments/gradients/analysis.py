@@ -1,4 +1,4 @@
-"""Gradients beside the float32 reference's: how far, in what direction, by chance or always. Pure.
+"""Gradients beside the float32 reference's: how long, and in what direction. Pure.
 
 Sizes and directions are exact: squared norms and inner products of the whole batch's gradients.
 Only where those cannot tell (two gradients nearer than 1e-5, whose squares cancel), and for
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.gradients.coefficients import Sketched, cosine_of, exp, fisher
-from mismatch.experiments.gradients.sentences import summary
 from mismatch.experiments.gradients.types import (
     ALL,
     LOSSES,
@@ -25,13 +24,13 @@ from mismatch.experiments.gradients.types import (
     GradientCheck,
     GradientRow,
     Gradients,
-    GroupError,
+    GroupGradient,
     Loss,
     Trainer,
 )
 from mismatch.metrics.importance_weights import BY_ID, CORRECTIONS
-from mismatch.metrics.inference import FEW_PROMPTS, jackknife, jackknife_of_root
-from mismatch.types import Bools, Estimate, Floats
+from mismatch.metrics.inference import FEW_PROMPTS, jackknife
+from mismatch.types import Bools, Check, Estimate, Floats
 
 RATIO_LABELS = {
     PPO_RATIO: "PPO, old and new from two passes",
@@ -90,6 +89,7 @@ def row_order(own: Gradients, batch: GradientBatch) -> tuple[int, int, int]:
     )
 
 
+CHECK = "gradients"
 EXACT = 1e-10  # |g - ref|² / |ref|² below which float64 squares have lost it to cancellation
 
 
@@ -119,7 +119,7 @@ def check_gradients(gradients: Sequence[Gradients], batch: GradientBatch) -> Gra
             rows += _of_loss(loss, of_loss, first[loss], batch, missing)
     if not rows:
         raise EmptyComparison("gradients: no finite one to compare", "see the reasons beside it")
-    check = GradientCheck(
+    return GradientCheck(
         reference=reference,
         prompts=len(batch.prompts),
         deciding=batch.deciding,
@@ -130,10 +130,25 @@ def check_gradients(gradients: Sequence[Gradients], batch: GradientBatch) -> Gra
         clip=batch.clip,
         clipped=batch.clipped,
         rows=tuple(rows),
-        summary=(),
         not_tested=tuple(missing),
     )
-    return replace(check, summary=summary(check))
+
+
+def gradient_checks(check: GradientCheck | None) -> list[Check]:
+    """Fail where a group of parameters gets no gradient in the trainer and one in the reference.
+
+    Such a trainer can have all log-probabilities right: it never trains these parameters. No
+    interval is needed, since a sum over a batch is 0 to the last bit only where nothing was added.
+    """
+    baseline = None if check is None else check.row("baseline", check.loss)
+    if baseline is None:
+        return []
+    dead = [group.group for group in baseline.groups[1:] if group.silent]
+    if not dead:
+        return [Check(CHECK, "passed", "no group of parameters is without one")]
+    detail = f"the trainer gives no gradient to: {', '.join(dead)}; the float32 reference does"
+    fix = "a kernel that differentiates them, e.g. --attention eager; mismatch kernels tests one"
+    return [Check(CHECK, "failed", detail, fix)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,93 +206,40 @@ def _of_loss(
         for g in gradients
         if not np.isfinite(g.squared_norm).all()
     ]
-    baseline = next((g for g in finite if row_id(g, batch) == "baseline"), None)
     rows: list[GradientRow] = []
     for own in finite:
         _same_batch(own, reference)
-        row = _row(measure, own)
-        if baseline is not None and own is not baseline:
-            row = _beside(measure, row, own, baseline)
-        rows.append(replace(row, same_as=same_as(own, gradients, batch)))
+        rows.append(
+            GradientRow(
+                id=row_id(own, batch),
+                kind=kind(own, batch),
+                loss=loss,
+                label=label(own, batch),
+                groups=tuple(_group(measure, own, name) for name in (ALL, *own.groups)),
+                same_as=same_as(own, gradients, batch),
+                seconds=own.seconds,
+                peak_bytes=own.peak_bytes,
+            )
+        )
     return rows
 
 
-def _row(measure: _Measure, own: Gradients) -> GradientRow:
-    sketched = measure.sketched(own, slice(None))
-    spread = sketched.log_spread(sketched.weights)
-    return GradientRow(
-        id=row_id(own, measure.batch),
-        kind=kind(own, measure.batch),
-        loss=measure.loss,
-        label=label(own, measure.batch),
-        groups=tuple(_group(measure, own, name) for name in (ALL, *own.groups)),
-        bias=_bias(measure, sketched),
-        variance=None
-        if sketched.prompts < 2
-        else _scaled(measure, spread, math.log(sketched.prompts / measure.size)),
-        seconds=own.seconds,
-        peak_bytes=own.peak_bytes,
-    )
-
-
-def _beside(
-    measure: _Measure, row: GradientRow, own: Gradients, baseline: Gradients
-) -> GradientRow:
-    """The row with its error and noise over the baseline's, prompt by prompt."""
-    sketch, base = (measure.sketched(gradient, slice(None)) for gradient in (own, baseline))
-    weights = sketch.weights
-    errors = [side.log_error(weights) for side in (sketch, base)]
-    exact = [
-        _log(_relative(measure, gradient, slice(None), float(logs[0])))
-        for gradient, logs in zip((own, baseline), errors, strict=True)
-    ]
-    spreads = [side.log_spread(weights) for side in (sketch, base)]
-    return replace(
-        row,
-        error_ratio=_ratio(measure, errors[0], errors[1], exact[0], exact[1]),
-        variance_ratio=_ratio(
-            measure, spreads[0], spreads[1], float(spreads[0][0]), float(spreads[1][0])
-        ),
-    )
-
-
-def _ratio(
-    measure: _Measure, logs: Floats, base: Floats, value: float, below: float
-) -> Estimate | None:
-    if not math.isfinite(below) or math.isnan(value):
-        return None
-    with np.errstate(invalid="ignore"):
-        moved = logs - base
-    return measure.estimate(math.exp(value - below), jackknife(moved, value - below, exp))
-
-
-def _group(measure: _Measure, own: Gradients, name: str) -> GroupError:
+def _group(measure: _Measure, own: Gradients, name: str) -> GroupGradient:
     at = None if name == ALL else own.groups.index(name)
     part = slice(None) if at is None else slice(at, at + 1)
     size = float(own.squared_norm[part].sum())
     reference = float(measure.reference.squared_norm[part].sum())
     if reference == 0.0:
-        return GroupError(name, math.sqrt(size), None, None, None)
+        return GroupGradient(name, math.sqrt(size), None, None)
     sketched = measure.sketched(own, part)
-    weights = sketched.weights
-    errors, norms = sketched.log_error(weights), sketched.log_norm(weights)
-    ratio, off = math.sqrt(size / reference), _relative(measure, own, part, float(errors[0]))
-    return GroupError(
+    weights, ratio = sketched.weights, math.sqrt(size / reference)
+    log = math.log(ratio) if ratio > 0.0 else -math.inf
+    return GroupGradient(
         group=name,
         norm=math.sqrt(size),
-        norm_ratio=measure.estimate(ratio, jackknife(norms, _log(ratio), exp)),
+        norm_ratio=measure.estimate(ratio, jackknife(sketched.log_norm(weights), log, exp)),
         cosine=None if size == 0.0 else _cosine(measure, own, part, sketched.gap(weights)),
-        relative_error=measure.estimate(off, jackknife(errors, _log(off), exp)),
     )
-
-
-def _relative(measure: _Measure, own: Gradients, part: slice, sketched: float) -> float:
-    """|g - ref| / |ref|: exact, or the sketch's (its log is given) where exact squares cancel."""
-    assert own.dot is not None
-    size, dot = float(own.squared_norm[part].sum()), float(own.dot[part].sum())
-    reference = float(measure.reference.squared_norm[part].sum())
-    squared = (size - 2.0 * dot + reference) / reference
-    return math.sqrt(squared) if squared > EXACT else math.exp(sketched)
 
 
 def _cosine(measure: _Measure, own: Gradients, part: slice, gaps: Floats) -> Estimate:
@@ -287,23 +249,6 @@ def _cosine(measure: _Measure, own: Gradients, part: slice, gaps: Floats) -> Est
     gap = min(gap, 2.0) if gap > EXACT else float(gaps[0])
     z = fisher(np.array([gap]))[0]
     return measure.estimate(1.0 - gap, jackknife(fisher(gaps), float(z), cosine_of))
-
-
-def _bias(measure: _Measure, sketched: Sketched) -> Estimate | None:
-    if sketched.prompts < 2:
-        return None
-    squared = sketched.bias(sketched.weights) / (measure.size / sketched.prompts**2)
-    return measure.estimate(math.sqrt(max(0.0, float(squared[0]))), jackknife_of_root(squared))
-
-
-def _scaled(measure: _Measure, values: Floats, shift: float) -> Estimate:
-    """exp(values + shift) with its interval."""
-    centre = float(values[0]) + shift
-    return measure.estimate(math.exp(centre), jackknife(values, centre, exp))
-
-
-def _log(value: float) -> float:
-    return math.log(value) if value > 0.0 else -math.inf
 
 
 def _same_batch(own: Gradients, reference: Gradients) -> None:

@@ -66,13 +66,11 @@ class Sketched:
         """[1 + P, P]: all prompts, then all but each."""
         return np.concatenate([np.ones((1, self.prompts)), 1.0 - np.eye(self.prompts)])
 
-    def log_error(self, weights: Floats) -> Floats:
-        """log of |a - b| / |b|, [R]; -inf where they are equal."""
-        return _half_log(_size(self.apart, weights), _size(self.reference, weights))
-
     def log_norm(self, weights: Floats) -> Floats:
         """log of |a| / |b|, [R]."""
-        return _half_log(_size(self.own, weights), _size(self.reference, weights))
+        with np.errstate(all="ignore"):
+            logs = np.log(_size(self.own, weights)) - np.log(_size(self.reference, weights))
+        return np.asarray(0.5 * logs, np.float64)
 
     def gap(self, weights: Floats) -> Floats:
         """1 - cosine of a and b, [R]; accurate where that is tiny. NaN where one is 0."""
@@ -83,18 +81,6 @@ class Sketched:
         gap[(a == 0.0) | (b == 0.0)] = np.nan
         return np.where(gap < ROUNDING, 0.0, np.minimum(gap, 2.0))
 
-    def bias(self, weights: Floats) -> Floats:
-        """Squared size of the mean of a - b less the noise of that mean, [R]; can be negative."""
-        return _without_noise(self.apart, weights)
-
-    def log_spread(self, weights: Floats) -> Floats:
-        """log of the trace of the covariance of a over prompts, [R]."""
-        n = weights.sum(axis=1)
-        squares = weights**2 @ np.diagonal(self.own)
-        with np.errstate(all="ignore"):
-            spread = (squares - _size(self.own, weights) / n) / (n - 1.0)
-            return np.asarray(np.log(np.where(spread > 1e-14 * squares, spread, 0.0)), np.float64)
-
 
 def _form(table: Floats, weights: Floats) -> Floats:
     """w' table w of every row of weights, [R]."""
@@ -104,19 +90,6 @@ def _form(table: Floats, weights: Floats) -> Floats:
 def _size(table: Floats, weights: Floats) -> Floats:
     """The same of a table of squares: rounding must not make it negative."""
     return np.asarray(np.maximum(_form(table, weights), 0.0), np.float64)
-
-
-def _half_log(above: Floats, below: Floats) -> Floats:
-    with np.errstate(all="ignore"):
-        return np.asarray(0.5 * (np.log(above) - np.log(below)), np.float64)
-
-
-def _without_noise(table: Floats, weights: Floats) -> Floats:
-    """Mean inner product of two different prompts: unbiased for the squared size of the mean."""
-    n = weights.sum(axis=1)
-    with np.errstate(all="ignore"):
-        pairs = _form(table, weights) - weights**2 @ np.diagonal(table)
-        return np.asarray(pairs / (n * (n - 1.0)), np.float64)
 
 
 def fisher(gap: Floats) -> Floats:

@@ -114,91 +114,82 @@ class GradientBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupError:
-    """One parameter group's gradient beside the float32 reference's.
+class GroupGradient:
+    """One parameter group's gradient beside the float32 reference's."""
 
-    Attributes:
-        norm: 2-norm of the batch's gradient.
-        norm_ratio: over the reference's; interval over prompts, as below. None, as the two below,
-            where the reference has no gradient here.
-        cosine: to the reference's; None too where there is no gradient, which has no direction.
-        relative_error: ``|g - ref| / |ref|``.
-    """
+    GONE = frozenset({"relative_error"})  # see mismatch/codec.py
 
     group: str
     norm: float
+    """2-norm of the batch's gradient."""
     norm_ratio: Estimate | None
+    """Over the reference's, with its interval over prompts; None where the reference has none."""
     cosine: Estimate | None
-    relative_error: Estimate | None
+    """To the reference's; None where one of the two is 0, which has no direction."""
+
+    @property
+    def silent(self) -> bool:
+        """Whether there is no gradient where the reference has one."""
+        return self.norm == 0.0 and self.norm_ratio is not None
 
 
 @dataclass(frozen=True, slots=True)
 class GradientRow:
-    """One trainer with one loss and one weight, beside the reference.
+    """One trainer with one loss and one weight, beside the reference."""
 
-    Attributes:
-        id: ``baseline``, a fix's id, a correction's id, ``ppo-ratio``, ``ppo-override``.
-        kind: "baseline", "fix", "correction", "ratio".
-        groups: the first is :data:`ALL`.
-        bias: size of the mean difference from the reference's gradient over prompts, over the
-            reference's size, the sampling noise of that mean taken off; 0 where noise covers it.
-        variance: trace of the covariance of the mean gradient over prompts, over the reference's
-            squared size: the noise of this batch.
-        error_ratio, variance_ratio: relative error and variance over those of the baseline with the
-            same loss, paired by prompt; None for the baseline itself and where that has none.
-        same_as: "reference" or the id of the row with the same loss whose gradient this is by
-            construction; "" where it was taken.
-        seconds, peak_bytes: of the backward passes; None where not measured.
-    """
+    GONE = frozenset({"bias", "variance", "error_ratio", "variance_ratio"})
 
     id: str
+    """``baseline``, a fix's id, a correction's id, ``ppo-ratio``, ``ppo-override``."""
     kind: str
+    """"baseline", "fix", "correction", "ratio"."""
     loss: Loss
     label: str
-    groups: tuple[GroupError, ...]
-    bias: Estimate | None
-    variance: Estimate | None
-    error_ratio: Estimate | None = None
-    variance_ratio: Estimate | None = None
+    groups: tuple[GroupGradient, ...]
+    """The first is :data:`ALL`."""
     same_as: str = ""
+    """The row of the same loss, or "reference", whose gradient this is by construction."""
     seconds: float | None = None
+    """Of the backward passes; None where not measured."""
     peak_bytes: int | None = None
 
     @property
-    def whole(self) -> GroupError:
+    def whole(self) -> GroupGradient:
         """All parameters together."""
         return self.groups[0]
 
 
 @dataclass(frozen=True, slots=True)
 class GradientCheck:
-    """Every row, and what they rest on.
+    """Every row, and what they rest on."""
 
-    Attributes:
-        reference: name of the float32 pass.
-        prompts: P of the batch; ``deciding`` of them have samples of different reward, the others'
-            advantages are 0 and so are their gradients.
-        sequences, tokens: of these prompts, samples and action tokens.
-        advantages: "rewards" (group-normalised), or how they were made where rewards do not differ.
-        clip: PPO's ε.
-        clipped: share of tokens whose gradient the clip removes in ``ppo-ratio``.
-        summary: two or three sentences: what the mismatch does to the gradient and what helps.
-        not_tested: one sentence each.
-    """
+    GONE = frozenset({"summary"})
 
     reference: str
+    """Name of the float32 pass."""
     prompts: int
     deciding: int
+    """How many prompts have samples of different reward; the others have no gradient."""
     sequences: int
+    """Samples of these prompts."""
     tokens: int
+    """Their action tokens."""
     advantages: str
+    """"rewards" (group-normalised), or how they were made where rewards do not differ."""
     sketch_size: int
     clip: float
+    """PPO's ε."""
     clipped: float | None
+    """Share of tokens whose gradient the clip removes in ``ppo-ratio``."""
     rows: tuple[GradientRow, ...]
-    summary: tuple[str, ...]
     not_tested: tuple[str, ...]
+    """One sentence each."""
+
+    @property
+    def loss(self) -> Loss:
+        """The loss that is shown first: the token-level one, where it was taken."""
+        return next(loss for loss in LOSSES if any(row.loss == loss for row in self.rows))
 
     def row(self, id: str, loss: Loss) -> GradientRow | None:
-        """One row, or None where it was not measured."""
+        """Return one row, or None where it was not measured."""
         return next((row for row in self.rows if row.id == id and row.loss == loss), None)

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mismatch.experiments.gradients.analysis import KINDS
-from mismatch.experiments.gradients.sentences import (
-    angle,
-    better,
-    degrees,
-    error_of,
-    joined,
-    main_loss,
-    quieter,
-    share,
-    silent,
-    worse,
-)
 from mismatch.experiments.gradients.types import (
     LOSSES,
     REWARDS,
     GradientCheck,
     GradientRow,
-    GroupError,
+    GroupGradient,
     Loss,
 )
 from mismatch.reports.formatting import (
@@ -37,9 +25,8 @@ from mismatch.reports.formatting import (
     plural,
     seconds,
     text,
-    times,
 )
-from mismatch.reports.section import Cell, Cells, Column, Figure, Section, Table, Tone, not_tested
+from mismatch.reports.section import Cell, Cells, Column, Figure, Section, Table, not_tested
 from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, legend_above, rows_of
 from mismatch.types import Report
 
@@ -59,39 +46,59 @@ AIM = (
     "says how much it changes, not how wrong it is."
 )
 JACKKNIFE = "Intervals: jackknife over prompts, 95 % each, not adjusted for how many there are."
-LEGEND = (
-    "Bias: what all prompts' differences from the reference share, their noise taken off, over the "
-    "reference's size. Variance: how much the gradient of such a batch scatters with the prompts, "
-    "over the reference's size squared."
-)
+
+
+def angle(cosine: float) -> float:
+    """Return degrees.
+
+    >>> angle(0.0), angle(1.0)
+    (90.0, 0.0)
+    """
+    return math.degrees(math.acos(max(-1.0, min(1.0, cosine))))
+
+
+def degrees(cosine: float) -> str:
+    """Write the angle of a cosine.
+
+    >>> degrees(0.8), degrees(1.0)
+    ('37°', '0°')
+    """
+    value = angle(cosine)
+    if value == 0.0:
+        return "0°"
+    if value < 1e-3:
+        return "under 0.001°"
+    return f"{value:.0f}°" if value >= 9.95 else f"{float(f'{value:.2g}'):g}°"
+
+
 COLUMNS = (
     Column("gradient", text),
-    Column("beside the trainer's", text),
-    Column("off", degrees, interval=7, detail="angle to the reference's"),
-    Column("cosine", cosine, 6),
-    Column("length", number, 1, interval=8, detail="of the reference's"),
-    Column("error", share, interval=7, detail="relative to the reference's size"),
-    Column("of the trainer's", times, 5, detail="relative error"),
-    Column("bias", share, 2, interval=8),
-    Column("variance", number, 4),
-    Column("noise", times, 3, detail="variance over the trainer's"),
+    Column("off", degrees, interval=4, detail="angle to the reference's"),
+    Column("cosine", cosine, 3),
+    Column("length", number, 1, interval=2, detail="of the reference's"),
 )
 
 
 def section(result: GradientCheck, report: Report) -> Section:
-    """Sentences, a table per loss (the one that the sentences speak of first), and each group."""
+    """Return a table per loss, with each group of parameters."""
     losses = [loss for loss in LOSSES if any(row.loss == loss for row in result.rows)]
     parts = tuple(_part(result, loss, folded=bool(index)) for index, loss in enumerate(losses))
     return Section(
         id="gradients",
         title="Gradients",
         lead=f"{LEAD} {batch(result)}.",
-        sentences=result.summary,
         figures=_figures(result),
-        notes=(*notes(result), LEGEND, *not_tested(result.not_tested)),
+        notes=(*notes(result), *not_tested(result.not_tested)),
         parts=parts,
-        short=result.summary[0] if result.summary else "",
+        short=_short(result),
     )
+
+
+def _short(check: GradientCheck) -> str:
+    baseline = check.row("baseline", check.loss)
+    if baseline is None or baseline.whole.cosine is None:
+        return ""
+    return f"the trainer's is {degrees(baseline.whole.cosine.value)} off the reference's"
 
 
 def batch(check: GradientCheck) -> str:
@@ -115,8 +122,8 @@ def notes(check: GradientCheck) -> list[str]:
             f"{count(check.deciding)} of {plural(check.prompts, 'prompt')} have samples of "
             "different reward; the others have no gradient."
         )
-    errors = [row.whole.relative_error for row in check.rows]
-    flags = {flag for error in errors if error is not None for flag in error.flags}
+    ratios = [row.whole.norm_ratio for row in check.rows]
+    flags = {flag for ratio in ratios if ratio is not None for flag in ratio.flags}
     if "one-prompt" in flags:
         texts.append("One prompt only: nothing can be told from chance.")
     elif "few-prompts" in flags:
@@ -131,13 +138,13 @@ def _part(check: GradientCheck, loss: Loss, folded: bool) -> Section:
     baseline = check.row("baseline", loss)
     own = [row for row in rows if not row.same_as]
     # A trainer that is the reference itself keeps its line: it is what the check is about.
-    lines = [_row(row, baseline) for row in rows if row is baseline or not row.same_as]
-    columns = [Column(each.group, share) for each in (own[0].groups if own else ())]
+    lines = [_row(row) for row in rows if row is baseline or not row.same_as]
+    columns = [Column(each.group, degrees) for each in (own[0].groups if own else ())]
     by_group: list[Cells] = [(row.id, *map(_group, row.groups)) for row in own]
     groups = Section(
         f"gradients-{loss}-groups",
         "By group of parameters",
-        "Relative error, and the angle, of each group's part of the gradient.",
+        "Angle of each group's part of the gradient to the reference's.",
         tables=(Table((Column("gradient", text), *columns), by_group),),
         page_only=True,
     )
@@ -152,9 +159,9 @@ def _part(check: GradientCheck, loss: Loss, folded: bool) -> Section:
         lead,
         tables=(Table(COLUMNS, lines),),
         notes=[
-            f"{joined(ids)}: the reference's gradient, of the same settings."
+            f"{', '.join(ids)}: the reference's gradient, of the same settings."
             if source == "reference"
-            else f"{joined(ids)}: the gradient of {source}, whose coefficients are the same here."
+            else f"{', '.join(ids)}: the gradient of {source}, whose coefficients are the same."
             for source, ids in same.items()
         ],
         parts=(groups,),
@@ -163,8 +170,7 @@ def _part(check: GradientCheck, loss: Loss, folded: bool) -> Section:
     )
 
 
-def _row(row: GradientRow, baseline: GradientRow | None) -> Cells:
-    whole = row.whole
+def _row(row: GradientRow) -> Cells:
     parts = [f"{row.kind}: {row.label}"]
     if row.same_as == "reference":
         parts.append("the reference itself: the same settings")
@@ -172,35 +178,16 @@ def _row(row: GradientRow, baseline: GradientRow | None) -> Cells:
         parts.append(seconds(row.seconds))
     if row.peak_bytes is not None:
         parts.append(memory(row.peak_bytes))
-    tone, verdict = _verdict(row, baseline)
-    arc = whole.cosine  # the wider the angle, the smaller its cosine
+    arc = row.whole.cosine  # the wider the angle, the smaller its cosine
     off = None if arc is None else replace(arc, low=arc.high, high=arc.low)
-    return (
-        Cell(row.id, "code", "; ".join(parts)), Cell(verdict, tone), Cell(off, "strong"), arc,
-        whole.norm_ratio, whole.relative_error, row.error_ratio, row.bias, row.variance,
-        row.variance_ratio,
-    )  # fmt: skip
+    name = Cell(row.id, "code", "; ".join(parts))
+    return (name, Cell(off, "strong"), arc, row.whole.norm_ratio)
 
 
-def _verdict(row: GradientRow, baseline: GradientRow | None) -> tuple[Tone, str]:
-    if baseline is None or row.id == baseline.id:
-        return "", ""
-    if better(row):
-        return "healthy", "nearer"
-    if worse(row):
-        return ("critical" if row.kind == "fix" else "warn"), "further off"
-    if row.kind == "correction" and quieter(row, baseline):
-        return "healthy", "less noise"
-    return "dim", "no clear change"
-
-
-def _group(error: GroupError) -> Cell:
-    if error.relative_error is None:
-        return Cell(None)
-    if silent(error):
-        return Cell(error.relative_error, note="no gradient")
-    off = "" if error.cosine is None else f"{degrees(error.cosine.value)} off"
-    return Cell(error.relative_error, note=off)
+def _group(group: GroupGradient) -> Cell:
+    if group.silent:
+        return Cell("no gradient", "critical", format=text)
+    return Cell(None if group.cosine is None else group.cosine.value)
 
 
 # ---------------------------------------------------------------- figures
@@ -215,8 +202,7 @@ TICKS = (1e-3, 1e-2, 0.1, 1.0, 10.0, 90.0)
 
 def _figures(check: GradientCheck) -> tuple[Figure, ...]:
     """Those that the rows of one loss allow."""
-    loss = main_loss(check)
-    rows = [row for row in check.rows if row.loss == loss and not row.same_as]
+    rows = [row for row in check.rows if row.loss == check.loss and not row.same_as]
     if not rows:
         return ()
     return (
@@ -226,18 +212,10 @@ def _figures(check: GradientCheck) -> tuple[Figure, ...]:
             "Further left is nearer to the reference; lines are 95 % intervals over prompts. At "
             "90° the two have nothing in common. A cross there: no gradient arrives where one "
             "should.",
-            partial(_directions, chosen(rows)),
+            partial(_directions, rows[:MOST]),
             (6.0, 1.3 + 0.42 * len(rows[0].groups)),
         ),
     )
-
-
-def chosen(rows: Sequence[GradientRow]) -> list[GradientRow]:
-    """As many as can be told apart: the trainer, its nearest fixes and correction, then others."""
-    kinds = {kind: sorted((r for r in rows if r.kind == kind), key=error_of) for kind in KINDS}
-    nearest = [*kinds["baseline"], *kinds["fix"][:2], *kinds["correction"][:1]]
-    others = [row for kind in ("ratio", "fix", "correction") for row in kinds[kind]]
-    return [*nearest, *(row for row in others if row not in nearest)][:MOST]
 
 
 def _directions(rows: Sequence[GradientRow], axes: Axes) -> str:
@@ -256,7 +234,7 @@ def _directions(rows: Sequence[GradientRow], axes: Axes) -> str:
         named = zip(row.groups, placed, strict=True)
         degrees = [f"{g.group} {number(angle(a.value))}°" for g, (_, a) in named if a is not None]
         texts.append(f"{line(row.id)}: {', '.join(degrees)}")
-        crossed = [height + shift for height, each in enumerate(row.groups) if silent(each)]
+        crossed = [height + shift for height, each in enumerate(row.groups) if each.silent]
         axes.plot([90.0] * len(crossed), crossed, "x", color=colour, ms=8, mew=2.2)
     axes.set_xscale("log")
     axes.set_xlim(LEAST * 0.7, 260.0)
