@@ -38,26 +38,11 @@ _PLACES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
-    """One key of the config that took effect.
-
-    >>> str(Used("actor_rollout_ref.rollout.temperature", 0.7, "temperature"))
-    'actor_rollout_ref.rollout.temperature = 0.7 → temperature'
-    """
-
-    key: str
-    value: Any
-    setting: str
-
-    def __str__(self) -> str:
-        return f"{self.key} = {self.value} → {self.setting}"
-
-
-@dataclass(frozen=True, slots=True)
 class VerlApplied:
     """A check with a verl config on.
 
     Attributes:
+        used: keys that took effect, "KEY = VALUE → SETTING".
         kept: keys that lost against a flag of the user, one sentence each.
         not_reproduced: keys that matter and have no counterpart here, and what the preset lacks,
             one sentence each; also in ``spec.not_reproduced``.
@@ -67,7 +52,7 @@ class VerlApplied:
     """
 
     spec: CheckSpec
-    used: tuple[Used, ...]
+    used: tuple[str, ...]
     kept: tuple[str, ...]
     not_reproduced: tuple[str, ...]
     ignored: tuple[str, ...]
@@ -162,10 +147,13 @@ class _Work:
     explicit: set[str]
     packages: frozenset[str]
     cpu_engine: bool
-    used: list[Used] = field(default_factory=list)
+    used: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     gaps: list[str] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)
+    # The model is asked for beforehand; response_length is the longest response, resolved.
+    seen: set[str] = field(
+        default_factory=lambda: {f"{ROOT}model.path", "data.max_response_length"}
+    )
     configured: set[str] = field(default_factory=set)
 
     def value(self, key: str, kind: str) -> Any:
@@ -181,7 +169,7 @@ class _Work:
                 self.kept.append(f"{key} = {shown} gives way to --{parameter.replace('_', '-')}")
         else:
             self.spec = _put(self.spec, target, value)
-            self.used.append(Used(key, shown, f"{parameter} {value}"))
+            self.used.append(f"{key} = {shown} → {parameter} {value}")
         if target.startswith("train."):
             self.configured.add(target.removeprefix("train."))
 
@@ -218,7 +206,7 @@ class _Work:
             self.kept.append(f"{key} = {value} gives way to --engine-arg {name}")
         else:
             self.spec = _put(self.spec, "engine.args", (*engine.args, (name, value)))
-            self.used.append(Used(key, value, f"engine-arg {name}={value}"))
+            self.used.append(f"{key} = {value} → engine-arg {name}={value}")
 
     def engine_kwargs(self) -> None:
         name = self.spec.rollout.engine.engine
@@ -314,7 +302,9 @@ class _Work:
             not_reproduced=(*self.spec.not_reproduced, *gaps),
         )
         misspelt = {key: name for key in ignored if (name := self._near(key))}
-        return VerlApplied(spec, _distinct(self.used), tuple(self.kept), gaps, ignored, misspelt)
+        return VerlApplied(
+            spec, tuple(dict.fromkeys(self.used)), tuple(self.kept), gaps, ignored, misspelt
+        )
 
     def _known(self, key: str) -> bool:
         return key in self.seen or any(key.startswith(f"{prefix}.") for prefix in self.seen)
@@ -356,8 +346,3 @@ def _put(spec: Any, target: str, value: Any) -> Any:
 def _path(target: str) -> tuple[str, ...]:
     group, _, name = target.partition(".")
     return (*_PLACES[group], name)
-
-
-def _distinct(used: list[Used]) -> tuple[Used, ...]:
-    """One line where a key sets the same thing on both sides."""
-    return tuple({str(item): item for item in used}.values())
