@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Literal
 
 import typer
 
@@ -32,13 +31,6 @@ BOUND_FLAGS = (
     Option("cis_lambda", float, BOUNDS, "Lambda of CIS.", default=2.3),
     Option("cis_kappa", float, BOUNDS, "Kappa of CIS: least 1 - p.", default=5e-3),
 )
-TARGET = Option(
-    "target",
-    Literal["token", "sequence"],
-    "",
-    "Rank by the ratio of the token or of the sequence.",
-    default="token",
-)
 BATCH = Option(
     "batch",
     int | None,
@@ -49,12 +41,12 @@ BATCH = Option(
 SCORING = Option("scoring", str, OUTPUT, "The trainer's scoring.", default="fsdp")
 
 
-@with_flags(RUN, TARGET, BATCH, SCORING, JSON, BOUND_FLAGS)
+@with_flags(RUN, BATCH, SCORING, JSON, BOUND_FLAGS)
 def corrections(flags: Flags) -> int:
     """Try TIS, IcePop, MIS, rejection and more on a run's tokens.
 
-    Nothing is sampled or scored again. Kept shares, effective sizes, residual bias, gradient cosine
-    where there are rewards, a ranking, and the setting for verl, TRL, NeMo-RL and prime-rl.
+    Nothing is sampled or scored again. Kept shares, effective sizes, residual bias, a ranking,
+    and the setting for verl, TRL, NeMo-RL and prime-rl.
     A correction changes no delta and no verdict: the exit code is 0.
     """
     from mismatch.analysis.comparison import is_sampling_law
@@ -78,12 +70,11 @@ def corrections(flags: Flags) -> int:
         right,
         sampled_by_left=is_sampling_law(rollout, left),
         settings=settings,
-        target=flags["target"],
         batch=flags["batch"],
         seed=spec.seed,
     )
     if flags["as_json"]:
-        document = {"schema": "mismatch.corrections/1", **to_json(tried)}
+        document = {"schema": "mismatch.corrections/2", **to_json(tried)}
         typer.echo(json.dumps(document, indent=2))
         return 0
     from rich.console import Console

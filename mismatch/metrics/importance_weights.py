@@ -117,10 +117,6 @@ class Ratios:
             clamped=int((np.abs(delta) > CLAMP).sum() + (np.abs(total) > CLAMP).sum()),
         )
 
-    def target(self, level: Level) -> Floats:
-        """The ratio that an exact correction would use as weight of each token, [A]."""
-        return self.token if level == "token" else self.sequence[self.code]
-
 
 def _exp(log_ratio: Floats) -> Floats:
     return floats(np.exp(np.clip(log_ratio, -CLAMP, CLAMP)))

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from mismatch.analysis.corrections.preview import (
-    EQUAL_REWARDS,
     NEGLIGIBLE,
-    NO_REWARDS,
     NOT_LAWFUL,
     ONE_PROMPT,
     preview,
@@ -76,18 +74,15 @@ def test_sides_that_agree_need_no_correction():
     for row in result.previews:
         assert (row.kept_tokens, row.kept_sequences, row.ess.value) == (1.0, 1.0, 1.0)
         assert (row.weight_mean, row.weight_std, row.weight_max) == (1.0, 0.0, 1.0)
-        for against in (row.token, row.sequence):
-            bias = against.bias
-            assert (bias.value, bias.low, bias.high, against.distance.value) == (0, 0, 0, 0)
-            assert against.cosine.value == pytest.approx(1.0, abs=1e-15)
-            assert against.norm_ratio.value == 1.0
-            assert against.error == pytest.approx(1 / math.sqrt(PROMPTS * SAMPLES))
+        bias = row.token.bias
+        assert (bias.value, bias.low, bias.high, row.token.distance.value) == (0, 0, 0, 0)
+        assert row.token.error == pytest.approx(1 / math.sqrt(PROMPTS * SAMPLES))
 
 
 def test_every_figure_by_its_definition():
     sampled = rollout()
     delta = noise(sampled, 0.4)
-    result = tried(delta, sampled, target="sequence", batch=50)
+    result = tried(delta, sampled, batch=50)
     sequence = sampled.sequence_of_token[sampled.actions]
     rho = np.exp(delta)
     product = np.exp(np.bincount(sequence, weights=delta))[sequence]
@@ -105,18 +100,13 @@ def test_every_figure_by_its_definition():
         units = w if per_sequence is None else per_sequence
         assert row.ess.value == pytest.approx(units.sum() ** 2 / len(units) / (units**2).sum())
         assert row.ess.n_tokens == sampled.n_actions
-        for against, exact in ((row.token, rho), (row.sequence, product)):
-            size = np.abs(advantage)
-            distance = (np.abs(w - exact) * size).sum() / size.sum()
-            second = (w**2 * advantage**2).sum() / (advantage**2).sum()
-            own, theirs = w * advantage, exact * advantage
-            lengths = np.linalg.norm(own), np.linalg.norm(theirs)
-            assert against.bias.value == pytest.approx((w - exact).mean())
-            assert against.bias.low < against.bias.value < against.bias.high
-            assert against.distance.value == pytest.approx(distance)
-            assert against.error == pytest.approx(math.sqrt(distance**2 + second / 50))
-            assert against.cosine.value == pytest.approx(own @ theirs / lengths[0] / lengths[1])
-            assert against.norm_ratio.value == pytest.approx(lengths[0] / lengths[1])
+        size = np.abs(advantage)
+        distance = (np.abs(w - rho) * size).sum() / size.sum()
+        second = (w**2 * advantage**2).sum() / (advantage**2).sum()
+        assert row.token.bias.value == pytest.approx((w - rho).mean())
+        assert row.token.bias.low < row.token.bias.value < row.token.bias.high
+        assert row.token.distance.value == pytest.approx(distance)
+        assert row.token.error == pytest.approx(math.sqrt(distance**2 + second / 50))
 
 
 def test_effective_size_counts_sequences_where_they_share_a_weight():
@@ -150,17 +140,9 @@ def test_the_upper_end_of_the_interval_decides():
     assert tried(delta, batch=round(1 / (3.1 * distance.high) ** 2)).favoured == NONE
 
 
-def test_the_target_is_the_ratio_not_the_bare_advantage():
-    """Beside A itself doing nothing would score 1."""
-    bare = tried(noise(rollout(), 0.5)).named(NONE).token
-    assert bare.cosine.high < 0.97
-    assert bare.norm_ratio.value < 1.0
-
-
 def test_a_truncation_that_binds_nowhere_is_exact():
     row = tried(noise(rollout(), 0.05)).named("tis-token")
     assert row.token.bias.value == row.token.distance.value == 0.0
-    assert row.token.cosine.value == pytest.approx(1.0, abs=1e-12)
 
 
 def test_a_planted_spread_calls_for_a_correction_and_a_small_one_does_not():
@@ -178,26 +160,10 @@ def test_a_larger_batch_makes_the_same_bias_matter():
     assert tried(delta, batch=6400).favoured == "tis-token"
 
 
-def test_what_the_other_target_says_is_said():
-    result = tried(noise(rollout(), 0.08))
-    beside = words.TARGET_WORDS["sequence"]
-    best = result.named("tis-sequence").label
-    assert words.BESIDE.format(beside, best) in words.remarks(result)
-    same = tried(batch=1000)
-    agreed = words.remarks(same)
-    assert words.BESIDE.format(beside, same.named(NONE).label) in agreed
-    assert not any("--batch" in remark for remark in agreed)
-    (batch,) = [remark for remark in words.remarks(result) if "--batch" in remark]
+def test_a_batch_as_large_as_the_run_is_said():
+    (batch,) = [remark for remark in words.remarks(tried()) if "--batch" in remark]
     assert numbers(batch) == [PROMPTS * SAMPLES]
-
-
-def test_the_sequence_target_favours_a_sequence_weight():
-    delta = noise(rollout(), 0.08)
-    assert tried(delta).favoured == "tis-token"
-    beside = tried(delta, target="sequence")
-    assert beside.favoured == "tis-sequence"
-    assert beside.named("tis-sequence").sequence.rank == 1
-    assert beside.named("tis-sequence").token.rank > 1
+    assert not any("--batch" in remark for remark in words.remarks(tried(batch=1000)))
 
 
 def test_none_helps_where_every_correction_is_worse():
@@ -217,7 +183,7 @@ def test_none_helps_where_every_correction_is_worse():
 def test_the_override_is_never_favoured_and_never_ranked(scale):
     result = tried(noise(rollout(), scale))
     row = result.named(OVERRIDE)
-    assert row.token.rank is row.sequence.rank is None
+    assert row.token.rank is None
     assert OVERRIDE not in (result.favoured, result.best)
     assert row.same_as == NONE
     assert rows(result)[-1]["name"] == OVERRIDE
@@ -259,45 +225,33 @@ def test_ranks_follow_the_error():
 def test_all_tokens_dropped_is_no_effective_size():
     result = tried(np.full(rollout().n_actions, 0.5))
     none = result.named("geometric")
-    assert (none.kept_tokens, none.kept_sequences, none.ess, none.token.cosine) == (
-        0,
-        0,
-        None,
-        None,
-    )
-    assert none.token.norm_ratio.value == 0.0
+    assert (none.kept_tokens, none.kept_sequences, none.ess) == (0, 0, None)
     row = next(row for row in rows(result) if row["name"] == "geometric")
-    assert (row["ESS"], row["cosine"]) == (None, None)
+    assert row["ESS"] is None
 
 
 def test_without_a_sampling_law_nothing_is_ranked():
     result = tried(noise(rollout(), 0.3), lawful=False)
     assert result.favoured is result.best is None
     assert result.reason == NOT_LAWFUL
-    assert NOT_LAWFUL in result.not_tested
-    assert all(row.token is row.sequence is None for row in result.previews)
+    assert result.not_tested == (NOT_LAWFUL,)
+    assert all(row.token is None for row in result.previews)
     assert 0 < result.named("tis-token").ess.value < 1
     assert [part.id for part in words.shown(result).parts] == ["corrections-effects"]
     assert {row["rank"] for row in rows(result)} == {None}
 
 
-@pytest.mark.parametrize(
-    ("rewards", "reason"),
-    [(None, NO_REWARDS), (np.nan, NO_REWARDS), (1.0, EQUAL_REWARDS)],
-    ids=["none", "unknown", "equal"],
-)
-def test_without_advantages_the_cosine_is_not_tested(rewards, reason):
+@pytest.mark.parametrize("rewards", [None, np.nan, 1.0], ids=["none", "unknown", "equal"])
+def test_without_advantages_all_tokens_weigh_alike(rewards):
     sampled = rollout()
     given = None if rewards is None else np.full(sampled.n_sequences, rewards)
     sampled = replace(sampled, rewards=given)
-    result = tried(noise(sampled, 0.3), sampled)
-    assert result.not_tested == (reason,)
-    assert all(row.token.cosine is row.token.norm_ratio is None for row in result.previews)
-    assert result.favoured == "tis-token"
     delta = noise(sampled, 0.3)
-    away = np.abs(np.exp(delta) - 1.0).mean()
-    assert result.named(NONE).token.distance.value == pytest.approx(away)
-    assert any(reason in remark for remark in words.remarks(result))
+    result = tried(delta, sampled)
+    assert result.favoured == "tis-token"
+    assert result.named(NONE).token.distance.value == pytest.approx(
+        np.abs(np.exp(delta) - 1.0).mean()
+    )
 
 
 def test_advantages_decide_which_tokens_count():
@@ -309,7 +263,6 @@ def test_advantages_decide_which_tokens_count():
     result = tried(delta, sampled)
     assert result.named(NONE).token.distance.value == 0.0
     assert result.favoured == NONE
-    assert result.named(NONE).token.cosine.value == pytest.approx(1.0)
 
 
 def test_one_prompt_is_ranked_but_nothing_is_favoured():

@@ -14,8 +14,8 @@ from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 SPEC = CheckSpec(
     rollout=RolloutSpec(engine=EngineSpec(model="m")), train=TrainSpec("m"), gradients=True
 )
-GPT_OSS = ModelFacts(family="gpt_oss", sinks=True, experts=8)
-DENSE = ModelFacts(family="llama")
+GPT_OSS = ModelFacts(sinks=True, experts=8)
+DENSE = ModelFacts()
 
 
 def planned(spec: CheckSpec, model: ModelFacts = GPT_OSS) -> GradientPlan:

@@ -20,7 +20,6 @@ from mismatch.metrics.importance_weights import (
     NONE,
     OVERRIDE,
     Correction,
-    Level,
     Ratios,
     Settings,
     group_advantages,
@@ -40,14 +39,9 @@ from mismatch.types import Estimate, Floats, Pair, Rollout, Scoring
 
 EQUAL = 1e-12  # relative; errors nearer than this are equal
 NEAR = 1.01  # an error within 1 % of the best is as good
-TARGETS: tuple[Level, ...] = ("token", "sequence")
 NOT_LAWFUL = (
-    "residual bias and ranking: neither side is the law that sampled these tokens, so that the "
-    "ratio is no importance ratio"
-)
-NO_REWARDS = "gradient cosine: the rollout has no rewards"
-EQUAL_REWARDS = (
-    "gradient cosine: all samples of a prompt have equal rewards, so that every advantage is 0"
+    "residual bias and ranking: neither side is the distribution that sampled these tokens, so "
+    "the ratio is no importance ratio"
 )
 
 
@@ -58,7 +52,6 @@ def preview(
     *,
     sampled_by_left: bool,
     settings: Settings | None = None,
-    target: Level = "token",
     batch: int | None = None,
     seed: int = 0,
 ) -> Corrections:
@@ -66,8 +59,7 @@ def preview(
 
     Args:
         left: the rollout side; rho = exp(right - left).
-        sampled_by_left: whether ``left`` is the law that sampled; without it nothing is ranked.
-        target: the ratio to rank by, of the token or of its sequence.
+        sampled_by_left: whether ``left`` is the distribution that sampled; else nothing is ranked.
         batch: sequences of one training batch; default: those of this rollout.
         seed: of the bootstrap.
 
@@ -76,10 +68,6 @@ def preview(
         MismatchError: other token ids, non-finite logprobs, or a batch under 1.
     """
     pair = Pair.of(rollout, left, right)
-    advantage, reason = token_advantages(rollout, pair)
-    missing = [reason] if reason else []
-    if not sampled_by_left:
-        missing.append(NOT_LAWFUL)
     ratios = Ratios.of(pair.delta, pair.sequence, pair.train)
     batch = len(ratios.sequence) if batch is None else batch
     if batch < 1:
@@ -87,14 +75,13 @@ def preview(
     present = np.unique(pair.sequence)
     # A unit is a sequence: to the estimator each is one token.
     estimator = Estimator(np.arange(len(present)), pair.prompt[present], seed=seed)
-    bench = Bench(ratios, estimator, advantage, batch)
+    bench = Bench(ratios, estimator, token_advantages(rollout, pair), batch)
     settings = settings or Settings()
     tried = bench.previews(settings, lawful=sampled_by_left)
-    favoured, best, reason = choose(tried, target, batch) if sampled_by_left else (None, None, "")
+    favoured, best, reason = choose(tried, batch) if sampled_by_left else (None, None, "")
     return Corrections(
         rollout=left.name,
         train=right.name,
-        target=target,
         batch=batch,
         settings=settings,
         previews=tried,
@@ -103,30 +90,22 @@ def preview(
         reason=reason or NOT_LAWFUL,
         clamped=ratios.clamped,
         heavy_tail=heavy_tail(ratios.token),
-        not_tested=tuple(missing),
+        not_tested=() if sampled_by_left else (NOT_LAWFUL,),
         recipes=() if best is None else recipes(best, settings),
     )
 
 
-def token_advantages(rollout: Rollout, pair: Pair) -> tuple[Floats | None, str]:
-    """The advantage of every action token, [A]; or None and the reason."""
-    if rollout.rewards is None or not np.isfinite(rollout.rewards).any():
-        return None, NO_REWARDS
+def token_advantages(rollout: Rollout, pair: Pair) -> Floats | None:
+    """Return the advantage of every action token, [A]; None where no rewards differ."""
+    if rollout.rewards is None:
+        return None
     advantage = group_advantages(rollout.rewards, pair.prompt)[pair.sequence]
-    return (advantage, "") if advantage.any() else (None, EQUAL_REWARDS)
+    return advantage if advantage.any() else None
 
 
 def _effective(means: Floats) -> Floats:
     """(sum w)² / (units · sum w²), from the means of (w, w², units)."""
     return floats(means[..., 0] ** 2 / (means[..., 1] * means[..., 2]))
-
-
-def _cosine(means: Floats) -> Floats:
-    return floats(means[..., 0] / np.sqrt(means[..., 1] * means[..., 2]))
-
-
-def _norm_ratio(means: Floats) -> Floats:
-    return floats(np.sqrt(means[..., 0] / means[..., 1]))
 
 
 @dataclass
@@ -154,9 +133,9 @@ class Bench:
         """Sums per sequence, [N]. A pair's tokens lie in order of their sequence."""
         return floats(np.add.reduceat(values, self.starts))
 
-    def gap(self, w: Floats, target: Level) -> Floats:
-        """Sums of |w - target|, weighted by |A|, [N]."""
-        return self.total(np.abs(w - self.ratios.target(target)) * self.size)
+    def gap(self, w: Floats) -> Floats:
+        """Sums of |w - ratio|, weighted by |A|, [N]."""
+        return self.total(np.abs(w - self.ratios.token) * self.size)
 
     def square(self, w: Floats) -> Floats:
         """Sums of w² A², [N]."""
@@ -184,16 +163,12 @@ class Bench:
                 previews.append(self._preview(correction, weights[correction.id], settings, lawful))
             else:
                 previews.append(self._twin(correction, twin, weights[correction.id], settings))
-        if lawful:
-            for target in TARGETS:
-                previews = self._ranked(previews, weights, target)
-        return tuple(previews)
+        return tuple(self._ranked(previews, weights) if lawful else previews)
 
     def _preview(
         self, correction: Correction, w: Floats, settings: Settings, lawful: bool
     ) -> Preview:
         kept = w > 0.0
-        against = {target: self._against(w, target) if lawful else None for target in TARGETS}
         return Preview(
             id=correction.id,
             label=correction.label,
@@ -206,8 +181,7 @@ class Bench:
             weight_std=float(w.std()),
             weight_max=float(w.max()),
             same_as=None,
-            token=against["token"],
-            sequence=against["sequence"],
+            token=self._against(w) if lawful else None,
         )
 
     def _twin(
@@ -232,46 +206,37 @@ class Bench:
         units = np.ones_like(shared)
         return self.estimate([shared, shared**2, units], _effective, SHARE)
 
-    def _against(self, w: Floats, target: Level) -> Against:
-        exact = self.ratios.target(target)
-        away = w - exact
-        bias = self.estimate([self.total(away), self.tokens], quotient, REAL)
-        distance = self.estimate([self.gap(w, target), self.sizes], quotient, POSITIVE)
+    def _against(self, w: Floats) -> Against:
+        away = self.total(w - self.ratios.token)
+        bias = self.estimate([away, self.tokens], quotient, REAL)
+        distance = self.estimate([self.gap(w), self.sizes], quotient, POSITIVE)
         assert bias is not None  # there are tokens …
         assert distance is not None  # … and where advantages are used, one that is not 0
-        own = self.square(w)
-        second = own.sum() / self.powers.sum()
-        cosine = norm = None
-        if self.advantage is not None:
-            theirs = self.square(exact)
-            norm = self.estimate([own, theirs], _norm_ratio, POSITIVE)
-            if own.any():  # a vector of zeros has no direction
-                both = self.total(w * exact * self.power)
-                cosine = self.estimate([both, own, theirs], _cosine, SHARE)
+        second = self.square(w).sum() / self.powers.sum()
         error = math.sqrt(distance.value**2 + second / self.batch)
-        return Against(bias, distance, error, None, False, cosine, norm)
+        return Against(bias, distance, error, None, False)
 
-    def _ranked(
-        self, previews: list[Preview], weights: dict[str, Floats], target: Level
-    ) -> list[Preview]:
-        """The previews with ranks by error, equal errors sharing one, and ties with the best."""
+    def _ranked(self, previews: list[Preview], weights: dict[str, Floats]) -> list[Preview]:
+        """Return the previews with ranks by error, equal errors sharing one, and ties."""
         ranked = {correction.id for correction in CORRECTIONS if correction.ranked}
-        figures = {shown.id: against for shown in previews if (against := shown.against(target))}
-        errors = {id: against.error for id, against in figures.items() if id in ranked}
+        errors = {
+            shown.id: shown.token.error for shown in previews if shown.token and shown.id in ranked
+        }
         first = min(errors, key=lambda id: errors[id])
         out = []
         for shown in previews:
-            against = replace(figures[shown.id], rank=None, tied=False)
+            assert shown.token is not None
+            # The figures of an equal correction may have been ranked: the override never is.
+            against = replace(shown.token, rank=None, tied=False)
             if shown.id in errors:
                 lower = sum(error < errors[shown.id] * (1.0 - EQUAL) for error in errors.values())
                 near = errors[shown.id] <= errors[first] * NEAR
-                tied = near or self._tied(weights[shown.id], weights[first], target)
+                tied = near or self._tied(weights[shown.id], weights[first])
                 against = replace(against, rank=1 + lower, tied=tied)
-            placed = replace(shown, token=against) if target == "token" else shown
-            out.append(replace(shown, sequence=against) if target == "sequence" else placed)
+            out.append(replace(shown, token=against))
         return out
 
-    def _tied(self, w: Floats, best: Floats, target: Level) -> bool:
+    def _tied(self, w: Floats, best: Floats) -> bool:
         """Whether the paired interval of the difference of squared errors contains 0."""
 
         def difference(means: Floats) -> Floats:
@@ -280,8 +245,8 @@ class Bench:
             return floats(gap + noise)
 
         columns = [
-            self.gap(w, target),
-            self.gap(best, target),
+            self.gap(w),
+            self.gap(best),
             self.square(w),
             self.square(best),
             self.sizes,
@@ -293,7 +258,6 @@ class Bench:
         return change.low <= 0.0 <= change.high
 
 
-TARGET_WORDS: dict[Level, str] = {"token": "token ratio", "sequence": "sequence ratio"}
 # A bias of a third of the noise adds 5.4 % to the root mean square error of a batch.
 NEGLIGIBLE = 1.0 / 3.0
 ONE_PROMPT = (
@@ -302,17 +266,15 @@ ONE_PROMPT = (
 )
 
 
-def choose(
-    previews: Sequence[Preview], target: Level, batch: int
-) -> tuple[str | None, str | None, str]:
+def choose(previews: Sequence[Preview], batch: int) -> tuple[str | None, str | None, str]:
     """The favoured correction, the best real one, and the reason.
 
     None is needed while the worst that the mismatch can do to a batch stays under a third of the
-    batch's sampling noise, or where no correction is measurably nearer to the target. Else the
+    batch's sampling noise, or where no correction is measurably nearer to the ratio. Else the
     least error wins; of those that are as good, the one that interferes least. The override
     never does: it is not ranked. Nothing is favoured where no interval tells it from chance.
     """
-    by_id = {shown.id: figures for shown in previews if (figures := shown.against(target))}
+    by_id = {shown.id: shown.token for shown in previews if shown.token}
     # previews come in the order of interference: the first of those tied interferes least
     real = [id for id in by_id if id not in (NONE, OVERRIDE)]
     leader = min(real, key=lambda id: by_id[id].rank or len(by_id))
@@ -330,12 +292,11 @@ def choose(
     )
     if bare.tied:
         return NONE, best, (
-            f"none helps: {sizes}, but no correction is measurably nearer to the "
-            f"{TARGET_WORDS[target]}"
+            f"none helps: {sizes}, but no correction is measurably nearer to the token ratio"
         )  # fmt: skip
     return best, best, (
         f"{names[best]}: {sizes}; with the correction the error falls from {bare.error:.2g} to "
-        f"{by_id[best].error:.2g}{_company(previews, target, best)}"
+        f"{by_id[best].error:.2g}{_company(previews, best)}"
     )  # fmt: skip
 
 
@@ -356,11 +317,11 @@ def _needless(worst: float, noise: float, batch: int) -> str:
     )
 
 
-def _company(previews: Sequence[Preview], target: Level, best: str) -> str:
+def _company(previews: Sequence[Preview], best: str) -> str:
     """Who is as good."""
     others = [
         shown.label
         for shown in previews
-        if shown.id not in (best, NONE) and (figures := shown.against(target)) and figures.tied
+        if shown.id not in (best, NONE) and shown.token and shown.token.tied
     ]
     return f"; as good: {', '.join(others)}" if others else ""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from mismatch.analysis.corrections.preview import TARGET_WORDS
 from mismatch.analysis.corrections.recipes import Against, Corrections, Preview, Recipe, recipes
-from mismatch.metrics.importance_weights import NONE, OVERRIDE, Level
+from mismatch.metrics.importance_weights import NONE, OVERRIDE
 from mismatch.reports.formatting import (
     brief,
     capital,
@@ -23,25 +21,16 @@ from mismatch.reports.formatting import (
 from mismatch.reports.section import Block, Cell, Cells, Column, Section, Table
 from mismatch.types import Report
 
-if TYPE_CHECKING:
-    pass
-
 LEAD = (
     "What a correction in the trainer's loss would do to the tokens of {rollout} against {train}. "
     "It reweighs or drops them; it changes no delta and no verdict."
 )
-BESIDE = "Judged by the {}: {}."
-STATE_SHIFT = (
-    "The token ratio ignores that the two policies would also have reached other states; the "
-    "sequence ratio counts that, at the price of far more spread."
-)
 METHOD = (
     "Error: √(distance² + mean squared weight / {batch} sequences), the distance being the mean "
-    "|weight - ratio|. “=”: as good as rank 1, within 1 % or within the interval. Cosine and "
-    "length: of the weights times the advantages, beside the ratio times the advantages."
+    "|weight - ratio|. “=”: as good as rank 1, within 1 % or within the interval. The ratio is the "
+    "token's: it ignores that the two policies would also have reached other states."
 )
 HIDES = "hides the mismatch, does not remove it: after it the PPO ratio is 1 whatever happens"
-OTHER: dict[Level, Level] = {"token": "sequence", "sequence": "token"}
 REMARK = {OVERRIDE: HIDES, NONE: "plain policy gradient"}
 
 
@@ -64,7 +53,7 @@ def shown(result: Corrections, asked: Mapping[str, str] | None = None) -> Sectio
     """
 
     def rank(preview: Preview) -> int:
-        figures = preview.against(result.target)
+        figures = preview.token
         return 10**6 if figures is None or figures.rank is None else figures.rank
 
     previews = sorted(result.previews, key=rank)
@@ -98,14 +87,11 @@ def _columns(result: Corrections) -> tuple[Column, ...]:
         Column("kept", percent, 1, detail="of the tokens"),
         Column("ESS", percent, 1, detail="effective sample size"),
         Column("residual bias", signed, 3, interval=2),
-        Column("cosine", near_one, 1, detail="of the gradient"),
-        Column(f"rank by {OTHER[result.target]} ratio", number, 5),
     )
 
 
 def _row(result: Corrections, preview: Preview, asked: str) -> Cells:
-    figures, other = preview.against(result.target), preview.against(OTHER[result.target])
-    length = figures.norm_ratio if figures else None
+    figures = preview.token
     return (
         Cell(_rank(figures), "strong" if preview.id == result.favoured else ""),
         Cell(preview.label, note=asked),
@@ -114,11 +100,6 @@ def _row(result: Corrections, preview: Preview, asked: str) -> Cells:
         Cell(preview.kept_tokens, note=f"{percent(preview.kept_sequences)} of the sequences"),
         preview.ess.value if preview.ess else None,
         figures.bias if figures else None,
-        Cell(
-            figures.cosine.value if figures and figures.cosine else None,
-            note=f"length × {near_one(length.value)}" if length else "",
-        ),
-        _rank(other),
     )
 
 
@@ -144,15 +125,15 @@ def _rank(figures: Against | None) -> str | None:
 
 def headline(result: Corrections) -> str:
     """What the data favour: its error before and after, and what is as good."""
-    plain = result.named(NONE).against(result.target)
+    plain = result.named(NONE).token
     if result.best is None or plain is None or plain.error is None:
         return f"{capital(line(result.reason))}."
     best = result.named(result.best)
-    after = best.against(result.target)
+    after = best.token
     tied = [
         each.label
         for each in result.previews
-        if (figures := each.against(result.target)) and figures.tied and each.id != result.best
+        if (figures := each.token) and figures.tied and each.id != result.best
     ]
     sentence = f"Best correction: {best.label}"
     if result.favoured != result.best:
@@ -165,16 +146,8 @@ def headline(result: Corrections) -> str:
 def remarks(result: Corrections) -> list[str]:
     """What has to be known before the table is believed."""
     texts = []
-    figures = result.named(NONE).against(result.target)
+    figures = result.named(NONE).token
     if figures is not None:
-        other = OTHER[result.target]
-        ranked = [
-            (against.rank, preview.label)
-            for preview in result.previews
-            if (against := preview.against(other)) and against.rank is not None
-        ]
-        first = min(ranked, key=lambda pair: pair[0])[1]
-        texts += [BESIDE.format(TARGET_WORDS[other], first), STATE_SHIFT]
         if result.batch == figures.bias.n_sequences:
             texts.append(
                 f"The batch is taken to be as large as this run, {count(result.batch)} sequences; "
