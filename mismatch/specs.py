@@ -127,14 +127,7 @@ class EngineSpec:
 
     GONE = frozenset({"data_parallel_size"})
 
-    engine: Annotated[
-        str,
-        Flag(
-            ENGINE,
-            "{engines}; twice: each scores the other's tokens.",
-            kind=list[str] | None,
-        ),
-    ] = "vllm"
+    engine: Annotated[str, Flag(ENGINE, "{engines}.")] = "vllm"
     model: str = ""
     revision: Annotated[str | None, Flag(MODEL, "Revision of a hub model.")] = None
     dtype: Annotated[Dtype, Flag(ENGINE, "Of the engine.")] = "bf16"
@@ -145,7 +138,7 @@ class EngineSpec:
         tuple[tuple[str, Any], ...],
         Flag(
             ENGINE,
-            "Any other argument of the (first) engine, key=value (JSON); repeatable.",
+            "Any other argument of the engine, key=value (JSON); repeatable.",
             name="engine_arg",
             kind=list[str] | None,
         ),
@@ -392,11 +385,10 @@ class CheckSpec:
         fixes: what ``--fix`` asked for: ids, "a+b", "all" or a side, see experiments.fixes.
         verdict: which verdict the run ends with; "after-fixes": that of the best combination.
         explain: tell the leading causes apart by experiment, see experiments.explanation.
-        other_engine: a second engine, each rescoring the other's tokens; experiments/engine_pair.
         gradients: also take the policy gradient of one batch, see experiments.gradients.
     """
 
-    GONE = frozenset({"forecast_length"})  # see mismatch/codec.py
+    GONE = frozenset({"forecast_length", "other_engine"})  # see mismatch/codec.py
 
     rollout: RolloutSpec = field(default_factory=RolloutSpec)
     train: TrainSpec = field(default_factory=TrainSpec)
@@ -468,7 +460,6 @@ class CheckSpec:
             switch=True,
         ),
     ] = False
-    other_engine: EngineSpec | None = None
     overlap: Annotated[
         bool | None,
         Flag(

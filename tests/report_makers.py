@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from html.parser import HTMLParser
@@ -25,7 +24,6 @@ from mismatch.types import Report
 from tests import reports_fixture
 from tests.fixes_fixture import make_table
 from tests.kernels_fixture import make_audit_report
-from tests.unit.test_triangle import ODD_A, make, shown
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ("tiny-gpt-oss", "tiny-gpt-oss-no-sinks")
@@ -59,11 +57,6 @@ def _kernels() -> ReportAndTokens:
     return report.with_analyses(kernels=make_audit_report()), tokens
 
 
-def _engines() -> ReportAndTokens:
-    with tempfile.TemporaryDirectory() as folder:
-        return shown(make(Path(folder), ODD_A), Path(folder)), reports_fixture.make_tokens()
-
-
 MAKERS: dict[str, Callable[[], ReportAndTokens]] = {
     "healthy": _healthy,
     "failing": reports_fixture.make_failing_report,
@@ -72,7 +65,6 @@ MAKERS: dict[str, Callable[[], ReportAndTokens]] = {
     "fixes": _fixes,
     "gradients": _gradients,
     "kernels": _kernels,
-    "engines": _engines,
     **{f"example-{name}": (lambda name=name: _example(name)) for name in EXAMPLES},
 }
 

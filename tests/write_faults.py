@@ -35,7 +35,6 @@ SCENARIOS: dict[str, tuple[str, ...]] = {
     "check": (*CHECK, "--quick"),
     "fixes": (*CHECK, "--no-noise-floor", *FIXES),
     "gradients": (*CHECK, "--no-noise-floor", "--gradients", "--gradient-prompts", "2"),
-    "two engines": (*CHECK, "--no-noise-floor", "--engine", "toy", "--dtype", "fp32"),
     "derived": (*CHECK, "--no-noise-floor", "--rollout-weights", "mxfp4"),
 }
 TIMES = {"seconds", "timings", "peak_bytes", "run", "created", "started", "finished"}

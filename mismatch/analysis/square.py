@@ -218,8 +218,6 @@ class _Corners:
         for side, scoring in zip(SIDES, (self.run.decode, self.run.train), strict=True):
             if precision_of(scoring.fingerprint) != "fp32":
                 wanted.append(f"excess-{side}")
-        if self.spec.other_engine is not None and self.spec.other_engine.dtype != "fp32":
-            wanted.append("excess-other-engine")
         return tuple(id for id in wanted if id not in measured)
 
     @property
@@ -244,21 +242,16 @@ class _Corners:
                 leg = self.leg(side, scoring, its_float32)  # type: ignore[arg-type]
                 if leg is not None:
                     yield leg
-        yield from self.other_engine()
+        yield from self.other_engines()
 
-    def other_engine(self) -> Iterator[Leg]:
-        """The second engine of the check, by its scoring of the same tokens."""
-        if self.spec.other_engine is None:
-            return
-        name = f"{self.spec.other_engine.engine}:prefill"
-        scoring = self.usable.get(name)
-        if scoring is None:
-            reason = self.run.refused.get(name, f"the run holds no scoring {name}")
-            self.missing.append(NotTested(f"excess of {name}", reason))
-            return
-        leg = self.leg("other-engine", scoring, self.reference)
-        if leg is not None:
-            yield leg
+    def other_engines(self) -> Iterator[Leg]:
+        """Yield the legs of other engines that scored the same tokens (mismatch score --engine)."""
+        for name, scoring in self.usable.items():
+            engine, _, mode = name.partition(":")
+            if mode == "prefill" and engine != self.engine:
+                leg = self.leg("other-engine", scoring, self.reference)
+                if leg is not None:
+                    yield leg
 
     def leg(self, side: Side, scoring: Scoring, exact: Scoring) -> Leg | None:
         precision = precision_of(scoring.fingerprint)

@@ -245,8 +245,6 @@ def loop_spec(flags: Flags) -> LoopSpec:
     of_check = Flags({name: value for name, value in flags.items() if name != "budget_minutes"})
     of_check.explicit = flags.explicit - {"budget_minutes"}
     spec, _ = with_trainer(check_spec(of_check), of_check)
-    if spec.other_engine is not None:
-        raise MismatchError("a loop has one engine", "name one --engine")
     if spec.rollout.sampling.temperature == 0:
         raise MismatchError(
             "--temperature 0: greedy samples of a prompt are all the same", "--temperature 1"

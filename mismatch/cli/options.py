@@ -79,11 +79,11 @@ ENGINE_FLAGS = (
     *flags_of(EngineSpec, "args weights prefill"),
     *flags_of(RolloutSpec),
 )
-OTHER_ENGINE = Option(
-    "other_engine_arg",
-    list[str] | None,
-    ENGINE,
-    "As --engine-arg, of the second --engine; repeatable.",
+# Of an engine that scores the tokens of a run that it need not have sampled.
+SCORING_ENGINE = tuple(
+    option
+    for option in ENGINE_FLAGS
+    if option.name not in {"prefill", *(each.name for each in flags_of(RolloutSpec))}
 )
 SERVER_FLAGS = flags_of(EngineSpec, "servers served_model server_concurrency server_timeout_s")
 ROUTING = flags_of(EngineSpec, "routing")
@@ -183,7 +183,6 @@ CHECK = (
     TRAIN_MODEL,
     *PROMPT_FLAGS,
     *ENGINE_FLAGS,
-    OTHER_ENGINE,
     *SERVER_FLAGS,
     *ROUTING,
     *TRAIN_FLAGS,

@@ -27,8 +27,7 @@ def rollout(flags: Flags) -> int:
     The engine's own logprobs and routed experts are kept with the tokens.
     """
     from mismatch.cli import session
-    from mismatch.cli.to_spec import engine_names, require_model, rollout_spec
-    from mismatch.errors import MismatchError
+    from mismatch.cli.to_spec import require_model, rollout_spec
     from mismatch.models import resolve_model
     from mismatch.pipeline.commands import run_rollout
     from mismatch.pipeline.preflight import preflight_rollout
@@ -36,8 +35,6 @@ def rollout(flags: Flags) -> int:
 
     spec = session.stored_spec(flags)
     if spec is None:
-        if len(engine_names(flags)) > 1:
-            raise MismatchError("two engines need a check", "mismatch check, or one --engine")
         model = resolve_model(require_model(flags))
         train = TrainSpec(model=model, **flags.pick("revision trust_remote_code"))
         spec = CheckSpec(rollout=rollout_spec(flags, model), train=train, seed=flags["seed"])

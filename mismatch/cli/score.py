@@ -1,4 +1,4 @@
-"""`mismatch score`: the training side alone."""
+"""`mismatch score`: score the tokens of a run again, by the trainer or by another engine."""
 
 from __future__ import annotations
 
@@ -13,25 +13,39 @@ from mismatch.cli.options import (
     MODEL_FLAGS,
     ROUTING,
     RUN,
+    SCORING_ENGINE,
     TRAIN_FLAGS,
     TRUST_RUN,
 )
 from mismatch.errors import MismatchError
 from mismatch.specs import TRAIN
 
+TRAIN_NAME = "fsdp"
 PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9._]*"
 NAME = Option(
-    "name", str, TRAIN, "Of the scoring; another than fsdp is added beside it.", default="fsdp"
+    "name",
+    str | None,
+    TRAIN,
+    "Name of the scoring that is added; default: fsdp, or ENGINE:prefill.",
 )
+# Flags that a scoring by an engine shares with one by the trainer.
+ENGINE_NAMES = frozenset(option.name for option in SCORING_ENGINE)
+SHARED = {"run", "model", "revision", "trust_remote_code", "name", "trust_run", "config"}
 
 
-@with_flags(RUN, MODEL_FLAGS, TRAIN_FLAGS, NAME, ROUTING, GRADIENT_FLAGS, TRUST_RUN, CONFIG)
+@with_flags(
+    *(RUN, MODEL_FLAGS, TRAIN_FLAGS, SCORING_ENGINE, NAME, ROUTING, GRADIENT_FLAGS, TRUST_RUN),
+    CONFIG,
+)
 def score(flags: Flags) -> int:
-    """Score the tokens of a run under FSDP2.
+    """Score the tokens of a run under FSDP2, or with --engine by the prefill of another engine.
 
     Passes that the run holds already are not run again. The run may come from another machine:
     --model says where the checkpoint is here. Under torchrun, srun or Ray it joins the world that
     is there, over any number of machines: docs/clusters.md.
+
+    --engine NAME adds the scoring NAME:prefill, of an engine that need not have sampled. Then:
+    mismatch compare RUN --left vllm:prefill --right sglang:prefill
     """
     import re
 
@@ -44,9 +58,10 @@ def score(flags: Flags) -> int:
     from mismatch.run.directory import load_spec
     from mismatch.specs import CheckSpec
 
-    if not re.fullmatch(PLAIN_NAME, flags["name"]):
+    name = flags["name"]
+    if name is not None and not re.fullmatch(PLAIN_NAME, name):
         raise MismatchError(
-            f"--name {flags['name']!r} is no plain name", "use letters, digits, dots, underscores"
+            f"--name {name!r} is no plain name", "use letters, digits, dots, underscores"
         )
     run: Path = flags["run"]
     stored = load_spec(run)
@@ -55,6 +70,11 @@ def score(flags: Flags) -> int:
         raise MismatchError(
             f"the run's model {model} is not on this machine", "say where it is: --model MODEL"
         )
+    if "engine" in flags.explicit:
+        return _by_engine(flags, run, model)
+    if unused := sorted(flags.explicit & ENGINE_NAMES):
+        flag = unused[0].replace("_", "-")
+        raise MismatchError(f"--{flag} is for a scoring by an engine", "name it: --engine NAME")
     train = train_spec(flags, model)
     if not flags["model"]:  # the run's own model, so as the run names it
         revision = flags["revision"] or stored.train.revision
@@ -76,6 +96,32 @@ def score(flags: Flags) -> int:
     narrator = session.narrator(silent=world is not None and world.rank > 0)
     for note in notes:
         narrator.note(note)
-    run_score(spec, run, narrator, flags["name"], session.command(), world)
+    run_score(spec, run, narrator, name or TRAIN_NAME, session.command(), world)
     narrator.note(f"Compare: mismatch compare {run}")
+    return 0
+
+
+def _by_engine(flags: Flags, run: Path, model: str) -> int:
+    from mismatch.cli import session
+    from mismatch.cli.to_spec import engine_spec
+    from mismatch.pipeline.commands import run_engine_score
+    from mismatch.pipeline.preflight import preflight_engine
+    from mismatch.run.directory import load_spec
+
+    if wrong := sorted(flags.explicit - ENGINE_NAMES - SHARED):
+        flag = wrong[0].replace("_", "-")
+        raise MismatchError(f"--{flag} is for a scoring by the trainer", "drop it, or --engine")
+    stored = load_spec(run).rollout
+    given = engine_spec(flags, model, flags["engine"], flags["engine_arg"])
+    engine = replace(given, routing=False)
+    if not flags["model"]:
+        trusted = session.trusted_code(run, load_spec(run).train, flags)
+        revision = flags["revision"] or stored.engine.revision
+        engine = replace(engine, revision=revision, trust_remote_code=trusted)
+    preflight_engine(engine)
+    narrator, name = session.narrator(), flags["name"] or f"{engine.engine}:prefill"
+    run_engine_score(engine, run, narrator, name, session.command())
+    narrator.note(
+        f"Compare: mismatch compare {run} --left {stored.engine.engine}:prefill --right {name}"
+    )
     return 0

@@ -180,11 +180,6 @@ def dry_run(spec: CheckSpec, gpus: str | None = None) -> int:
 
     planned = plan(spec, gpus=gpus or "")
     print_plan(planned, Console())
-    if spec.other_engine is not None:
-        from mismatch.pipeline.scoring_pair import dry_run_lines as two_engines
-
-        for line in two_engines(spec):
-            say(line)
     if spec.fixes:
         from mismatch.pipeline.fix_trials import dry_run_lines
 

@@ -26,7 +26,7 @@ SERVER_NAMES = frozenset(option.name for option in SERVER_FLAGS)
 OURS = (
     *("engine_python", "vllm_python", "sglang_python", "max_model_len", "engine_arg"),
     "tensor_parallel_size",
-    *("gpu_memory_utilization", "rollout_weights", "verl_config", "other_engine_arg"),
+    *("gpu_memory_utilization", "rollout_weights", "verl_config"),
 )
 
 
@@ -69,7 +69,6 @@ def check_spec(flags: Flags) -> CheckSpec:
         rollout=rollout_spec(flags, model),
         train=train_spec(flags, train_model),
         seed=flags["seed"],
-        other_engine=other_engine(flags, model),
         **training_fields(flags),
         **fix_fields(flags),
         **spec_values(CheckSpec, flags, f"overlap {GRADIENT_FIELDS}"),
@@ -134,12 +133,6 @@ def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
     from mismatch.specs import PromptSpec, RolloutSpec, Sampling
 
     require_companions(flags)
-    names = engine_names(flags)
-    for engine_name in engine_pythons(flags):
-        if engine_name not in names:
-            alias = bool(flags.get(f"{engine_name}_python"))
-            flag = f"--{engine_name}-python" if alias else f"--engine-python {engine_name}=…"
-            raise MismatchError(f"{flag} given with --engine {names[0]}", "drop one of the two")
     sources = [name for name in ("task", "prompts", "dataset") if flags[name] != SOURCES[name]]
     if len(sources) > 1:
         both = " and ".join(map(_flag, sources))
@@ -148,7 +141,7 @@ def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
     if count is None:
         count = PromptSpec().num_prompts if flags["prompts"] is None else ALL_OF_A_FILE
     return RolloutSpec(
-        engine=engine_spec(flags, model, names[0], flags["engine_arg"]),
+        engine=engine_spec(flags, model, engine_name(flags), flags["engine_arg"]),
         prompts=with_partner(PromptSpec(num_prompts=count, **spec_values(PromptSpec, flags))),
         sampling=Sampling(seed=flags["seed"], **spec_values(Sampling, flags)),
         **spec_values(RolloutSpec, flags),
@@ -167,23 +160,9 @@ def with_partner(spec: PromptSpec) -> PromptSpec:
     return replace(spec, environment=partner) if partner and not spec.environment else spec
 
 
-def engine_names(flags: Flags) -> list[str]:
-    """The engines of the flags, one or two.
-
-    Raises:
-        MismatchError: more, or the same twice.
-    """
-    if flags.get("server"):
-        return ["server"]
-    names = list(flags["engine"] or ["vllm"])
-    if len(names) > 2:
-        raise MismatchError(f"--engine given {len(names)} times", "give one engine, or two")
-    if len(set(names)) < len(names):
-        raise MismatchError(
-            f"--engine {names[0]} given twice",
-            "two versions of one engine: make two runs, then mismatch compare NEW --against OLD",
-        )
-    return names
+def engine_name(flags: Flags) -> str:
+    """Return the engine that the flags name."""
+    return "server" if flags.get("server") else str(flags["engine"])
 
 
 def engine_pythons(flags: Flags) -> dict[str, str]:
@@ -204,14 +183,26 @@ def engine_pythons(flags: Flags) -> dict[str, str]:
 
 
 def engine_spec(flags: Flags, model: str, name: str, arguments: list[str] | None) -> EngineSpec:
-    """One engine; all but its own arguments and interpreter is common to both."""
+    """Return the engine that the flags describe.
+
+    Raises:
+        MismatchError: the interpreter of another engine is given.
+    """
+    pythons = engine_pythons(flags)
+    if others := sorted(pythons.keys() - {name}):
+        alias = bool(flags.get(f"{others[0]}_python"))
+        flag = f"--{others[0]}-python" if alias else f"--engine-python {others[0]}=…"
+        raise MismatchError(f"{flag} given with --engine {name}", "drop one of the two")
+    values = spec_values(EngineSpec, flags, auto=lambda: checkpoint_dtype(model, flags["revision"]))
     return EngineSpec(
-        engine=name,
-        model=model,
-        args=tuple(_engine_arg(text) for text in arguments or ()),
-        python=engine_pythons(flags).get(name),
-        servers=server_addresses(flags),
-        **spec_values(EngineSpec, flags, auto=lambda: checkpoint_dtype(model, flags["revision"])),
+        **values
+        | {
+            "engine": name,
+            "model": model,
+            "args": tuple(_engine_arg(text) for text in arguments or ()),
+            "python": pythons.get(name),
+            "servers": server_addresses(flags),
+        }
     )
 
 
@@ -253,29 +244,6 @@ def moved(engine: EngineSpec, flags: Flags) -> EngineSpec:
     explicit = {name: flags[name] for name in SERVER_NAMES & flags.explicit}
     servers = server_addresses(flags) if flags["server"] else engine.servers
     return replace(engine, servers=servers, **spec_values(EngineSpec, explicit))
-
-
-def other_engine(flags: Flags, model: str) -> EngineSpec | None:
-    """The second ``--engine``, or None.
-
-    Raises:
-        MismatchError: flags that only make sense with two engines, or with one.
-    """
-    names, arguments = engine_names(flags), flags.get("other_engine_arg")
-    if len(names) == 1:
-        if arguments:
-            raise MismatchError(
-                "--other-engine-arg with one engine", "--engine-arg, or two --engine"
-            )
-        return None
-    if flags["verl_config"] is not None:
-        raise MismatchError("--verl-config describes one engine, not two", "give one --engine")
-    if not flags["prefill"]:
-        raise MismatchError(
-            "two engines are compared by their prefill, which --no-prefill switches off",
-            "drop --no-prefill",
-        )
-    return engine_spec(flags, model, names[1], arguments)
 
 
 def train_spec(flags: Flags, model: str) -> TrainSpec:

@@ -6,7 +6,6 @@ from typing import Any
 
 from mismatch.analysis.plugins import Analysis
 from mismatch.codec import Misfit, from_json, schema_of, to_json
-from mismatch.experiments.engine_pair import Triangle
 from mismatch.experiments.explanation import Explanation
 from mismatch.experiments.fixes.base import FixTable
 from mismatch.experiments.gradients.types import GradientCheck
@@ -73,7 +72,6 @@ class _Locate(Analysis[Location]):
 
 ANALYSES = (
     _Fixes("fixes", FixTable, order=5),
-    Analysis("engines", Triangle, order=6),
     _Kernels("kernels", AuditReport, order=7),
     Analysis("gradients", GradientCheck, order=8),
     Analysis("explain", Explanation, order=9),

@@ -21,7 +21,7 @@ from mismatch.run.directory import Journal, at_work, load_spec
 from mismatch.run.messages import pass_label, write_error
 from mismatch.run.resume import differences
 from mismatch.run.store import TRAIN
-from mismatch.specs import CheckSpec, Pass, TrainSpec, to_dict
+from mismatch.specs import CheckSpec, EngineSpec, Pass, TrainSpec, to_dict
 from mismatch.types import Report
 
 if TYPE_CHECKING:
@@ -55,15 +55,11 @@ def run_check(
     with at_work(run_dir, "check", spec, command) as journal:
         stages = Stages(spec, run_dir, narrator, journal, gradients_of(spec), wants_square(spec))
         passes = [pass_ for pass_ in training_passes(spec) if pass_.name not in (left_out or {})]
-        if spec.other_engine is not None:
-            from mismatch.pipeline.scoring_pair import measure_two
-
-            measure_two(stages, passes)
         if spec.fixes:
             from mismatch.pipeline.fix_trials import measure_with_fixes
 
             measure_with_fixes(stages, passes)
-        elif spec.other_engine is None:
+        else:
             stages.measure(passes)
         if spec.explain:
             from mismatch.pipeline.explain import explain
@@ -152,6 +148,31 @@ def run_score(
         Stages(spec, run_dir, narrator, journal, plan).measure(passes, sample=False)
 
 
+def run_engine_score(
+    engine: EngineSpec, run_dir: Path, narrator: Narrator, name: str, command: str = ""
+) -> None:
+    """Add the scoring of an engine that need not have sampled the tokens of a run.
+
+    Args:
+        name: of the scoring, e.g. ``sglang:prefill``.
+
+    Raises:
+        MismatchError: no rollout, the run holds a scoring of that name, or the engine failed.
+    """
+    store.load_rollout(run_dir)
+    if name in store.scoring_names(run_dir):
+        raise MismatchError(
+            f"{run_dir} holds a scoring {name!r}", "keep both: --name NAME for this one"
+        )
+    recorded = load_spec(run_dir)
+    spec = replace(recorded.rollout, engine=engine, exact_kl=0)
+    with at_work(run_dir, "score", recorded, command) as journal:
+        stages = Stages(replace(recorded, rollout=spec), run_dir, narrator, journal)
+        label = f"{engine.engine}-prefill"
+        with stages.engine(spec, label, {"label": label, "score": name}) as worker:
+            stages.wait(worker, label, f"score: {engine.engine} scores the same tokens")
+
+
 def run_compare(
     run_dir: Path,
     narrator: Narrator,
@@ -187,10 +208,6 @@ def conclude(
 
     with stages.timed("compare", "compare: metrics with intervals"):
         report, tokens = build_report(stages.run_dir, stages.spec, thresholds, again=again)
-        if stages.spec.other_engine is not None:
-            from mismatch.experiments.engine_pair import with_engines
-
-            report = with_engines(report, stages.run_dir, stages.spec, thresholds)
         report = with_fixes(report, stages.run_dir, stages.spec, thresholds)
         tokens = record_best_fix(stages.run_dir, report, tokens)
         report = with_explanation(report, stages.run_dir, stages.spec)

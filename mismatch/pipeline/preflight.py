@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import tempfile
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
@@ -93,8 +92,6 @@ def preflight(spec: CheckSpec, *, reach: bool = True) -> None:
     """
     require_ranges(spec)
     preflight_rollout(spec.rollout, reach=reach)
-    if spec.other_engine is not None:
-        preflight_rollout(replace(spec.rollout, engine=spec.other_engine), reach=reach)
     preflight_training(spec.train, spec.nproc_per_node, reach=reach)
     placement(spec, local_gpus())
     require_routes(spec, weight_givers())
@@ -109,20 +106,33 @@ def preflight_rollout(spec: RolloutSpec, *, reach: bool = True) -> None:
     """
     from mismatch.prompts.sources import read_prompts, require_within
 
-    require_ranges(spec, spec.engine, spec.prompts, spec.sampling)
-    if own_python(spec.engine) is None:
-        require_engine(spec.engine.engine)
-    else:
-        require_interpreter(spec.engine, dataset=spec.prompts.dataset is not None)
+    require_ranges(spec, spec.prompts, spec.sampling)
+    preflight_engine(spec.engine, reach=reach, dataset=spec.prompts.dataset is not None)
     require_a_law(spec.sampling)
     given = [prompt for prompt in read_prompts(spec.prompts) if prompt.token_ids]
     vocabulary = _vocabulary(spec.engine) if given else 0
     for prompt in given if vocabulary else ():
         require_within(prompt, prompt.token_ids or (), vocabulary)
-    require_form(spec.engine)
-    check_machine(spec.engine)
+
+
+def preflight_engine(spec: EngineSpec, *, reach: bool = True, dataset: bool = False) -> None:
+    """Check one engine before its process starts.
+
+    Args:
+        dataset: its interpreter has to read a data set, too.
+
+    Raises:
+        MismatchError: see :func:`preflight`.
+    """
+    require_ranges(spec)
+    if own_python(spec) is None:
+        require_engine(spec.engine)
+    else:
+        require_interpreter(spec, dataset=dataset)
+    require_form(spec)
+    check_machine(spec)
     if reach:
-        require_reachable(spec.engine.model, spec.engine.revision)
+        require_reachable(spec.model, spec.revision)
 
 
 def _vocabulary(spec: EngineSpec) -> int:

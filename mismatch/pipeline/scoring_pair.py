@@ -1,14 +1,10 @@
-"""Two scorings of the same tokens side by side, from one run or from two.
-
-The first engine samples in the run itself, the second in ``engines/NAME``, a run directory of its
-own; then the first is started once more for the second's tokens. One training world scores both.
-"""
+"""Compare any two scorings of the same tokens, from one run or from two."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,17 +13,11 @@ from mismatch.analysis.corrections.preview import preview
 from mismatch.analysis.diagnosis.semantics import input_checks
 from mismatch.analysis.levels import column_for, judge, verdict
 from mismatch.errors import MismatchError
-from mismatch.experiments.engine_pair import DIRECTORY, other_folder, other_spec
-from mismatch.experiments.scoring_passes import Job
 from mismatch.models import named
 from mismatch.pipeline.build import facts
 from mismatch.pipeline.tokens import token_table
-from mismatch.processes.launch import Worker
-from mismatch.processes.stages import Stages
-from mismatch.run import resume, store
-from mismatch.run.directory import at_work, load_spec
-from mismatch.run.store import TRAIN
-from mismatch.specs import CheckSpec, Pass
+from mismatch.run import store
+from mismatch.run.directory import load_spec
 from mismatch.types import NotTested, Pair, Report, Rollout
 
 if TYPE_CHECKING:
@@ -120,55 +110,3 @@ def require_same_tokens(ours: Rollout, theirs: Rollout, first: Path, second: Pat
 def _labels(left: Path, right: Path) -> tuple[str, str]:
     names = left.resolve().name, right.resolve().name
     return names if names[0] != names[1] else ("A", "B")
-
-
-def measure_two(stages: Stages, passes: list[Pass]) -> None:
-    """Everything that a check with two engines needs.
-
-    Raises:
-        MismatchError: an engine or the training world failed; what is there stays, to be resumed.
-    """
-    stages.measure(passes, extra=SecondEngine(stages))
-
-
-class SecondEngine:
-    """The second engine of a check; a :class:`mismatch.processes.stages.ExtraJobs`."""
-
-    def __init__(self, stages: Stages) -> None:
-        self.stages = stages
-        self.spec = other_spec(stages.spec)
-        self.directory = stages.run_dir / other_folder(stages.spec)
-        train = self.spec.train
-        done = resume.rollout_done(self.directory, self.spec.rollout)
-        scored = done and resume.scoring_done(self.directory, TRAIN, train)
-        self.jobs = [] if scored else [Job(self.directory, Pass(TRAIN, train))]
-
-    def prepare(self, *world: Worker) -> dict[str, Any]:
-        """Sample with the second engine, and have each rescore the other's tokens."""
-        home, engine = self.stages.run_dir, self.spec.rollout.engine.engine
-        self.directory.mkdir(parents=True, exist_ok=True)
-        command = self.stages.journal.entry["command"]
-        try:
-            with at_work(self.directory, "check", self.spec, command) as journal:
-                own = Stages(self.spec, self.directory, self.stages.narrator, journal)
-                own.sample(*world, also=[home])
-        except MismatchError as error:
-            for worker in world:
-                worker.ended()  # raises if it was the world that failed
-            raise MismatchError(
-                f"the second engine, {engine}: {error.message}",
-                error.fix or f"its log is {Path(DIRECTORY) / engine / 'logs/engine.log'}",
-            ) from error
-        self.stages.sample(*world, also=[self.directory])
-        return {}
-
-
-def dry_run_lines(spec: CheckSpec) -> list[str]:
-    """What ``--dry-run`` says about the second engine."""
-    if spec.other_engine is None:
-        return []
-    first, second = spec.rollout.engine.engine, spec.other_engine.engine
-    return [
-        f"two engines: {first} samples, then {second}, and each rescores the other's tokens: "
-        "three engine starts, and one more pass of the trainer; one engine at a time in memory"
-    ]

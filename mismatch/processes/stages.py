@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -170,19 +170,13 @@ class Stages:
             self.narrator.note(f"gradients failed: {lost.message}")
             self.journal.timings[train.label] = train.timings
 
-    def sample(self, *beside: Worker, also: Sequence[Path] = ()) -> None:
-        """The engine alone, unless all that it makes is there.
-
-        Args:
-            also: run directories whose tokens it rescores as well.
-        """
+    def sample(self, *beside: Worker) -> None:
+        """Run the engine alone, unless all that it makes is there."""
         spec = self.spec.rollout
-        also = [other for other in also if not resume.rescored(other, self.run_dir, spec)]
-        done = resume.rollout_done(self.run_dir, spec) and self._rescored()
-        if done and not also:
+        done = resume.rollout_done(self.run_dir, spec)
+        if done and self._rescored():
             return
-        job = {"also": [str(other) for other in also]} if also else {}
-        with self.engine(spec, job=job) as engine:
+        with self.engine(spec) as engine:
             verb = "rescores" if done else "samples"
             title = f"rollout: {spec.engine.engine} {verb}, {self.run_dir.name}"
             self.wait(engine, "rescore" if done else "rollout", title, *beside)

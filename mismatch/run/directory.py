@@ -329,8 +329,6 @@ def code_of(spec: CheckSpec) -> Iterator[str]:
     environment = spec.rollout.prompts.environment or ""
     if ":" in environment:
         yield f"the class {environment} (--environment)"
-    if spec.other_engine is not None:
-        yield from _of_engine(spec.other_engine)
     yield from _of_trainer(spec.train)
 
 

@@ -30,7 +30,6 @@ CASES = {
 
 
 LOOPS = {
-    "two engines": (["--engine", "vllm", "--engine", "transformers"], "one engine", "one --engine"),
     "greedy": (["--temperature", "0"], "--temperature 0", "--temperature 1"),
     "one sample": (["--samples-per-prompt", "1"], "several samples", "--samples-per-prompt 4"),
 }

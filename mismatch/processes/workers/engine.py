@@ -3,7 +3,6 @@
 JOB: ``{"run_dir": …, "spec": RolloutSpec as a dict}``. Samples, writes ``rollout.parquet``, the
 texts of its tokens and the scoring ``<engine>:decode`` (with the routed experts), then the engine's
 own rescoring of the same tokens as ``<engine>:prefill``. What lies there already is not made again.
-With ``"also": [RUN, …]`` it rescores the tokens of those runs likewise, into their directories.
 With ``"score": NAME`` it samples nothing: it scores the run's tokens, as a scoring of that name.
 With ``"cache": FILE`` it continues some of the run's prompts with its prefix cache unread and read.
 Both may be asked for; FILE holds what was read (CachePair), or the reason why nothing was.
@@ -62,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "score" in job or "cache" in job:
             score(run_dir, spec, job.get("score"), job.get("cache"))
         else:
-            run(run_dir, spec, [Path(other) for other in job.get("also", ())])
+            run(run_dir, spec)
 
     return reported(run_dir, label, work)
 
@@ -102,12 +101,8 @@ def own_log(run_dir: Path, label: str) -> str:
     return path.read_text("utf-8", "replace") if path.exists() else ""
 
 
-def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
-    """Sample, rescore, and write every artefact of the rollout stage that is not there yet.
-
-    Args:
-        also: runs of other engines whose tokens this one rescores.
-    """
+def run(run_dir: Path, spec: RolloutSpec) -> None:
+    """Sample, rescore, and write every artefact of the rollout stage that is not there yet."""
     start = time.monotonic()
     kind, ready = engine_class(spec.engine.engine), ready_for(spec)
     capabilities = ready.capabilities
@@ -121,9 +116,6 @@ def run(run_dir: Path, spec: RolloutSpec, also: Sequence[Path] = ()) -> None:
             return
         if not resume.rescored(run_dir, run_dir, spec):
             rescore(run_dir, spec, engine)
-        for other in also:
-            if not resume.rescored(other, run_dir, spec):
-                rescore(other, spec, engine)
 
 
 def stop_at(engine: Engine, ready: Ready) -> None:

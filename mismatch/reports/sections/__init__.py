@@ -31,7 +31,7 @@ CHAPTERS = (
         ("headline", "noise", "passes:two_passes", "passes:exact"),
     ),
     ("place", "Where does it sit?", ("tokens", "breakdowns")),
-    ("why", "Why?", ("causes", "square", "causes:explain", "square:engines", "locate",
+    ("why", "Why?", ("causes", "square", "causes:explain", "locate",
                      "passes:variants", "kernels")),
     ("helps", "What helps?", ("fixes", "corrections", "gradients")),
     ("token-by-token", "Token by token", ("explorer",)),
