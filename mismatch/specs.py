@@ -92,9 +92,11 @@ class Sampling:
     False
     """
 
-    temperature: Annotated[float, Flag(PROMPTS, range=Range(0, 100))] = 1.0
-    top_p: Annotated[float, Flag(PROMPTS, "1: off.", range=SHARE)] = 1.0
-    top_k: Annotated[int, Flag(PROMPTS, "0: off.", range=Range(0, MANY))] = 0
+    temperature: Annotated[float, Flag(PROMPTS, "Sampling temperature.", range=Range(0, 100))] = 1.0
+    top_p: Annotated[float, Flag(PROMPTS, "Nucleus sampling; 1: off.", range=SHARE)] = 1.0
+    top_k: Annotated[
+        int, Flag(PROMPTS, "Sample from the k likeliest; 0: off.", range=Range(0, MANY))
+    ] = 0
     max_tokens: Annotated[int, Flag(PROMPTS, "Longest response.", range=Range(1, 10**7))] = 128
     samples_per_prompt: Annotated[
         int, Flag(PROMPTS, "Samples of each prompt.", range=Range(1, 10**5))
@@ -130,10 +132,17 @@ class EngineSpec:
     engine: Annotated[str, Flag(ENGINE, "{engines}.")] = "vllm"
     model: str = ""
     revision: Annotated[str | None, Flag(MODEL, "Revision of a hub model.")] = None
-    dtype: Annotated[Dtype, Flag(ENGINE, "Of the engine.")] = "bf16"
-    tensor_parallel_size: Annotated[int, Flag(ENGINE, range=RANKS)] = 1
-    max_model_len: Annotated[int | None, Flag(ENGINE, range=Range(2, MANY))] = None
-    gpu_memory_utilization: Annotated[float | None, Flag(ENGINE, range=SHARE)] = None
+    dtype: Annotated[Dtype, Flag(ENGINE, "Dtype of the engine.")] = "bf16"
+    tensor_parallel_size: Annotated[
+        int, Flag(ENGINE, "GPUs that share one engine.", range=RANKS)
+    ] = 1
+    max_model_len: Annotated[
+        int | None,
+        Flag(ENGINE, "Longest sequence; default: as long as needed.", range=Range(2, MANY)),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float | None, Flag(ENGINE, "Share of a GPU's memory that vLLM takes.", range=SHARE)
+    ] = None
     args: Annotated[
         tuple[tuple[str, Any], ...],
         Flag(
@@ -166,7 +175,7 @@ class EngineSpec:
         ),
     ] = ()
     served_model: Annotated[
-        str | None, Flag(SERVERS, "The model's name on the servers, where it is another.")
+        str | None, Flag(SERVERS, "Model name on the servers, if different.")
     ] = None
     server_concurrency: Annotated[
         int, Flag(SERVERS, "Requests at a time, per server.", range=Range(1, 4096))
@@ -212,7 +221,7 @@ class PromptSpec:
             range=Range(1, MANY),
         ),
     ] = 64
-    seed: Annotated[int, Flag(PROMPTS, "Of prompts, sampling and intervals.", range=SEEDS)] = 0
+    seed: Annotated[int, Flag(PROMPTS, "Seed of prompts, sampling and intervals.", range=SEEDS)] = 0
     dataset: Annotated[
         str | None,
         Flag(PROMPTS, "Hub id, file (jsonl, json, parquet, csv) or save_to_disk directory."),
@@ -309,10 +318,12 @@ class TrainSpec:
 
     model: str = ""
     revision: str | None = None
-    dtype: Annotated[Dtype, Flag(TRAIN, "Of the computation.", name="train_dtype")] = "bf16"
+    dtype: Annotated[
+        Dtype, Flag(TRAIN, "Dtype in which the trainer computes.", name="train_dtype")
+    ] = "bf16"
     master_dtype: Annotated[
         MasterDtype,
-        Flag(TRAIN, "Of the sharded parameters; auto: the checkpoint's, where it is the same."),
+        Flag(TRAIN, "Dtype of the sharded parameters; auto: the checkpoint's, if that is exact."),
     ] = "auto"
     offload: Annotated[
         bool, Flag(TRAIN, "Keep the sharded parameters in host memory.", switch=True)
@@ -334,9 +345,11 @@ class TrainSpec:
             name="experts_implementation",
         ),
     ] = "auto"
-    head_dtype: Annotated[Dtype | None, Flag(TRAIN, "Of the LM head.")] = None
-    router_dtype: Annotated[Dtype | None, Flag(TRAIN, "Of the routers.")] = None
-    micro_batch_tokens: Annotated[int, Flag(TRAIN, range=Range(1, MANY))] = 4096
+    head_dtype: Annotated[Dtype | None, Flag(TRAIN, "Dtype of the LM head.")] = None
+    router_dtype: Annotated[Dtype | None, Flag(TRAIN, "Dtype of the routers.")] = None
+    micro_batch_tokens: Annotated[
+        int, Flag(TRAIN, "Tokens per micro-batch.", range=Range(1, MANY))
+    ] = 4096
     layout: Annotated[
         Literal["padding", "packing"], Flag(TRAIN, "One sequence per row, or several.")
     ] = "padding"
@@ -395,7 +408,9 @@ class CheckSpec:
     nproc_per_node: Annotated[
         int, Flag(TRAIN, "Ranks; default: GPUs, or 2 on a CPU.", kind=int | None, range=RANKS)
     ] = 2
-    noise_floor: Annotated[bool, Flag(TRAIN, "Also measure what noise alone does.")] = True
+    noise_floor: Annotated[
+        bool, Flag(TRAIN, "Also run the trainer twice and in float32 to measure noise.")
+    ] = True
     seed: int = 0  # of the bootstrap
     preset: str = ""
     not_reproduced: tuple[str, ...] = ()
@@ -403,8 +418,7 @@ class CheckSpec:
         bool,
         Flag(
             TRAIN,
-            "Leave out plain passes and the engine in float32: nothing then tells a fault from "
-            "rounding; docs/square.md.",
+            "Skip the float32 and plain passes: faster, but a fault cannot be told from rounding.",
             switch=True,
         ),
     ] = False
@@ -444,7 +458,7 @@ class CheckSpec:
         float | None,
         Flag(
             FIXES,
-            "That fixes, or experiments, may take beyond the check; default: no limit.",
+            "Minutes for fixes and experiments, on top of the check; default: no limit.",
             range=Range(0, MANY, above=True),
         ),
     ] = None

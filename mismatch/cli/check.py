@@ -13,6 +13,10 @@ def check(flags: Flags) -> int:
     """Sample, score the same tokens under FSDP2, compare, judge.
 
     Exit code 0: healthy or tolerable. 1: inconclusive, unfit or broken. 2: nothing measured.
+
+    Examples:
+    mismatch check --model gpt-oss-20b
+    mismatch check --model MODEL --fix all --explain
     """
     from mismatch.cli import session
     from mismatch.cli.to_spec import check_spec, with_trainer

@@ -52,6 +52,10 @@ def compare(flags: Flags) -> int:
 
     RUN --against OLD: a new run against an old one, each with tokens of its own, for upgrades.
     Exit code 0: not worse by more than --margin. 1: worse, or unfit by itself. 2: not comparable.
+
+    Examples:
+    mismatch compare runs/A
+    mismatch compare runs/NEW --against runs/OLD
     """
     from mismatch.cli import session
     from mismatch.errors import MismatchError

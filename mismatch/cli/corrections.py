@@ -48,6 +48,9 @@ def corrections(flags: Flags) -> int:
     Nothing is sampled or scored again. Kept shares, effective sizes, residual bias, a ranking,
     and the setting for verl, TRL, NeMo-RL and prime-rl.
     A correction changes no delta and no verdict: the exit code is 0.
+
+    Examples:
+    mismatch corrections runs/A
     """
     from mismatch.analysis.comparison import is_sampling_law
     from mismatch.analysis.corrections.preview import preview

@@ -37,6 +37,10 @@ def doctor(flags: Flags) -> int:
 
     Engines, kernels and GPUs, and what is missing. Exit code 0: `mismatch check` could run here
     (for the model, if given). 2: it could not; the fix is printed.
+
+    Examples:
+    mismatch doctor
+    mismatch doctor --model gpt-oss-20b
     """
     from rich.console import Console
 

@@ -69,6 +69,10 @@ def fixes(flags: Flags) -> int:
 
     With --model and the other flags of your check it also says what applies there, or why not.
     Nothing is loaded and nothing is run.
+
+    Examples:
+    mismatch fixes
+    mismatch fixes attention-sinks
     """
     from rich.console import Console
 

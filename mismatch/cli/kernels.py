@@ -91,6 +91,9 @@ def kernels(flags: Flags) -> int:
 
     Exit code 0: nothing wrong with any that a run could use. 1: one of them, or one of your own,
     is wrong. 2: nothing was audited.
+
+    Examples:
+    mismatch kernels --model gpt-oss-20b
     """
     from rich.console import Console
 

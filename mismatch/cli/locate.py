@@ -60,6 +60,10 @@ def locate(flags: Flags) -> int:
 
     Exit code 0: no module does. 1: one does, or a side is off and none says why. 2: nothing was
     recorded.
+
+    Examples:
+    mismatch locate runs/A
+    mismatch locate --model MODEL
     """
     from rich.console import Console
 

@@ -100,6 +100,10 @@ def loop(flags: Flags) -> int:
     are read back there. Every arm starts from the same weights with the same prompts.
 
     Exit code 0: every arm and seed ran to its end. 2: one did not.
+
+    Examples:
+    mismatch loop --dry-run
+    mismatch loop --model tiny-gpt-oss
     """
     from rich.console import Console
 

@@ -36,6 +36,25 @@ COMMANDS = {
     "metrics": "List every metric.",
     "models": "List embedded models and short names.",
 }
+# Commands by what one wants; those of features come into the group that they name.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Check and its results": ("check", "rollout", "read-rollouts", "score", "compare", "report"),
+    "Dig deeper": ("fixes", "corrections", "locate", "kernels", "loop", "selftest"),
+    "Before upgrades": ("sync-probe", "template"),
+    "Information": ("doctor", "metrics", "models"),
+}
+HELP_ALL = "--help-all"
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+EXAMPLES = "\n\nExamples:\n"  # in a command's docstring
+MOST_FLAGS = 25  # that --help shows; a command with more shows these of them, and --help-all all
+COMMON = frozenset(
+    {
+        *("model", "prompts", "dataset", "num_prompts", "samples_per_prompt", "max_tokens"),
+        *("temperature", "engine", "dtype", "tensor_parallel_size", "engine_arg", "server"),
+        *("nproc_per_node", "trainer", "train_dtype", "attention", "verl_config", "quick"),
+        *("fix", "explain", "resume", "out", "format", "dry_run", "help"),
+    }
+)
 RESUME = "go on where it stopped: the same command with --resume"
 RESUMABLE = (
     "check",
@@ -63,7 +82,10 @@ def _function_of(name: str) -> Any:
 
 
 class Command(TyperCommand):
-    """A command whose help has one section per panel, and whose flags may stand alone."""
+    """A command with its flags in panels, examples at the end, and flags that may stand alone.
+
+    Where a command has many flags, ``--help`` shows the common ones and ``--help-all`` all.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         alone = {option.flag: option.alone for option in self.callback.options if option.alone}  # type: ignore[union-attr]
@@ -72,20 +94,40 @@ class Command(TyperCommand):
             f"{text}={alone[text]}" if text in alone and after.startswith("-") else text
             for text, after in zip(args, following, strict=False)
         ]
+        if HELP_ALL in args:
+            ctx.meta[HELP_ALL] = True
+            args = ["--help"]
         return super().parse_args(ctx, args)
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        whole = self.help or ""
+        self.help = whole.partition(EXAMPLES)[0]
+        super().format_help_text(ctx, formatter)
+        self.help = whole
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            row = parameter.get_help_record(ctx)
+        rows = [(each, row) for each in self.get_params(ctx) if (row := each.get_help_record(ctx))]
+        short = len(rows) > MOST_FLAGS and not ctx.meta.get(HELP_ALL)
+        for parameter, row in rows:
             if parameter.param_type_name == "argument":
                 title = "Arguments"
+            elif short and parameter.name not in COMMON:
+                continue
             else:
                 title = getattr(parameter, "rich_help_panel", None) or "Options"
-            sections.setdefault(title, []).extend([row] if row else [])
-        for title, rows in sections.items():
+            sections.setdefault(title, []).append(row)
+        if short:
+            sections["Options"].append((HELP_ALL, f"Show all {len(rows)} flags."))
+        for title, lines in sections.items():
             with formatter.section(title):
-                formatter.write_dl(rows)
+                formatter.write_dl(lines)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        examples = (self.help or "").partition(EXAMPLES)[2].splitlines()
+        with formatter.section("Examples"):
+            for example in examples:
+                formatter.write(f"  {example.strip()}\n")
 
 
 class Group(TyperGroup):
@@ -99,7 +141,7 @@ class Group(TyperGroup):
         if function is None:
             return None
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(cmd_name, cls=Command)(function)
+        single.command(cmd_name, cls=Command, context_settings=HELP_NAMES)(function)
         return typer.main.get_command(single)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -114,20 +156,31 @@ class Group(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(summaries().items()))
+        known, groups = summaries(), {title: list(names) for title, names in GROUPS.items()}
+        placed = {name for names in GROUPS.values() for name in names}
+        for feature in features():
+            for command in feature.commands:
+                if command.name not in placed:
+                    groups.setdefault(command.group, []).append(command.name)
+        for title, names in groups.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, known[name]) for name in names if name in known])
 
 
+COMPLETE = "_MISMATCH_COMPLETE"  # set by the shell's completion script
+COMPLETION_FLAGS = (["--install-completion"], ["--show-completion"])
 app = typer.Typer(
     name="mismatch",
     cls=Group,
     invoke_without_command=True,
-    add_completion=False,
+    # Its flags import pydantic (0.1 s), so they are there only where completion is asked for.
+    add_completion=COMPLETE in os.environ or sys.argv[1:2] in COMPLETION_FLAGS,
     add_help_option=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Do the inference engine and the trainer give the same tokens the same probabilities? "
-    "Measure it before the run: mismatch check --model MODEL",
+    "Measure it before the run: mismatch check --model MODEL\n\n"
+    "Shell completion: mismatch --install-completion",
 )
 
 
@@ -148,12 +201,13 @@ def _print_help(ctx: typer.Context, wanted: bool) -> None:
 def _root(
     ctx: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show it.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
     ] = False,
     help: Annotated[
         bool,
         typer.Option(
-            "--help", callback=_print_help, is_eager=True, help="Show this message and exit."
+            "--help", "-h", callback=_print_help, is_eager=True, help="Show this message and exit."
         ),
     ] = False,
 ) -> int:
@@ -178,8 +232,8 @@ def main() -> NoReturn:
         _complain(error.message, error.fix)
     except KeyboardInterrupt:
         code = INTERRUPTED
-    except SystemExit:  # typer's answer to an output that nobody reads (mismatch … | head)
-        sys.exit(USAGE)
+    except SystemExit as end:  # after a completion; or nobody reads the output (mismatch … | head)
+        sys.exit(USAGE if end.code else 0)
     except OSError as error:
         _complain(str(error), "check the path, its permissions and the free disk space")
     except Exception as error:

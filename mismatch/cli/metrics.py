@@ -21,7 +21,11 @@ EXPLANATION = (
 
 @with_flags(JSON)
 def metrics(flags: Flags) -> int:
-    """List every metric with its unit, kind and level of reduction."""
+    """List every metric with its unit, kind and level of reduction.
+
+    Examples:
+    mismatch metrics
+    """
     from mismatch.metrics import METRICS
 
     if not flags["as_json"]:

@@ -22,6 +22,9 @@ def models(flags: Flags) -> int:
     """List embedded models and short names.
 
     Parameters, experts, released format and context of each.
+
+    Examples:
+    mismatch models
     """
     from rich.console import Console
     from rich.table import Table

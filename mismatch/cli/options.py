@@ -72,7 +72,7 @@ ENGINE_FLAGS = (
         "sglang_python",
         str | None,
         ENGINE,
-        "The same for SGLang; default: .venv-sglang beside this environment.",
+        "Interpreter of the environment that holds SGLang; default: .venv-sglang.",
     ),
     *flags_of(EngineSpec, "dtype tensor_parallel_size max_model_len"),
     *flags_of(EngineSpec, "gpu_memory_utilization"),
@@ -126,7 +126,7 @@ NAME_FLAGS = (
         "format",
         Literal["text", "json", "markdown", "github", "junit"],
         OUTPUT,
-        "Of the report on standard output (github: annotations); all else goes to standard error.",
+        "Format of the report on standard output; everything else goes to standard error.",
         default="text",
     ),
 )

@@ -25,6 +25,10 @@ def report(flags: Flags) -> int:
 
     A B C: side by side, from report.json and tokens.parquet alone; significant changes from A are
     marked, paired where the tokens are the same. Exit code 0: `compare NEW --against OLD` judges.
+
+    Examples:
+    mismatch report runs/A --details
+    mismatch report runs/A runs/B --out page
     """
     runs = flags["runs"] or []
     if len(runs) == 1:

@@ -25,6 +25,9 @@ def rollout(flags: Flags) -> int:
     """Sample in the engine; score later, here or elsewhere.
 
     The engine's own logprobs and routed experts are kept with the tokens.
+
+    Examples:
+    mismatch rollout --model MODEL --out runs/A
     """
     from mismatch.cli import session
     from mismatch.cli.to_spec import require_model, rollout_spec

@@ -46,6 +46,10 @@ def score(flags: Flags) -> int:
 
     --engine NAME adds the scoring NAME:prefill, of an engine that need not have sampled. Then:
     mismatch compare RUN --left vllm:prefill --right sglang:prefill
+
+    Examples:
+    mismatch score runs/A --attention eager --name eager
+    mismatch score runs/A --engine sglang
     """
     import re
 

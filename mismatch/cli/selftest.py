@@ -45,6 +45,9 @@ def selftest(flags: Flags) -> int:
     The engine samples once (32 prompts, 2 samples of 64 tokens at temperature 0.8, unless flags
     say otherwise).
     Exit code 0: every fault is among the first three causes at its largest size. 1: one is not.
+
+    Examples:
+    mismatch selftest --model MODEL
     """
     from mismatch.cli import session
     from mismatch.cli.to_spec import check_spec, with_trainer

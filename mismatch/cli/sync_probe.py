@@ -74,6 +74,10 @@ def sync_probe(flags: Flags) -> int:
     other weights while it runs, and their own back; of them log-probabilities alone are compared.
 
     Exit code 0: every parameter arrived. 1: one did not, or could not be compared. 2: no verdict.
+
+    Examples:
+    mismatch sync-probe --model MODEL
+    mismatch sync-probe --model MODEL --server http://127.0.0.1:8000
     """
     from rich.console import Console
 

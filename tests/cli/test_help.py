@@ -1,35 +1,97 @@
-"""Every command's `--help`: it fits the terminal and shows every flag."""
+"""Every command's `--help`: it fits the terminal, shows what people need, and has examples."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from mismatch.cli.main import COMMANDS, app
+from mismatch.cli.main import COMMANDS, GROUPS, MOST_FLAGS, app, summaries
+
+NAMES = [*summaries()]
 
 
-def help_of(command: str, columns: int) -> str:
-    arguments = ["--help"] if command == "mismatch" else [command, "--help"]
+def help_of(command: str, columns: int, flag: str = "--help") -> str:
+    arguments = [flag] if command == "mismatch" else [command, flag]
     shown = CliRunner().invoke(app, arguments, prog_name="mismatch", env={"COLUMNS": str(columns)})
     assert shown.exit_code == 0, shown.output
     return shown.output
 
 
+def options_of(command: str) -> list[str]:
+    """The flags of a command."""
+    parameters = get_command(app).get_command(None, command).params  # type: ignore[attr-defined, arg-type]
+    return [each.opts[0] for each in parameters if each.param_type_name == "option"]
+
+
+def flags_in(text: str) -> set[str]:
+    return set(re.findall(r"^  (?:-h, )?(--[a-z0-9-]+)", text, re.MULTILINE))
+
+
 @pytest.mark.parametrize("columns", [80, 100])
-@pytest.mark.parametrize("command", ["mismatch", *COMMANDS])
+@pytest.mark.parametrize("command", ["mismatch", *NAMES])
 def test_help_fits_the_terminal(command: str, columns: int) -> None:
     assert max(map(len, help_of(command, columns).splitlines())) <= columns
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_flag_of_a_command_is_shown(command: str) -> None:
-    text = help_of(command, 100)
-    group = get_command(app)
-    parameters = group.get_command(None, command).params  # type: ignore[attr-defined, arg-type]
-    flags = [parameter for parameter in parameters if parameter.param_type_name == "option"]
-    for parameter in flags:
-        if not getattr(parameter, "hidden", False):
-            assert re.search(rf"{parameter.opts[0]}\b", text), parameter.opts
+@pytest.mark.parametrize("command", NAMES)
+def test_help_shows_few_flags_and_help_all_every_one(command: str) -> None:
+    every = {*options_of(command), "--help"}
+    shown, whole = flags_in(help_of(command, 100)), flags_in(help_of(command, 100, "--help-all"))
+    assert whole == every
+    if len(every) > MOST_FLAGS:
+        assert len(shown - {"--help", "--help-all"}) <= MOST_FLAGS
+        assert "--help-all" in shown
+    else:
+        assert shown == every
+
+
+@pytest.mark.parametrize("command", NAMES)
+def test_every_command_has_examples_that_its_parser_takes(command: str) -> None:
+    examples = help_of(command, 100).partition("Examples:\n")[2].strip().splitlines()
+    assert 1 <= len(examples) <= 3
+    for example in examples:
+        program, verb, *words = example.split()
+        assert (program, verb) == ("mismatch", command)
+        assert {word for word in words if word.startswith("--")} <= {*options_of(command)}
+
+
+def test_every_flag_of_a_check_has_a_help_text() -> None:
+    parameters = get_command(app).get_command(None, "check").params  # type: ignore[attr-defined, arg-type]
+    assert [each.name for each in parameters if not getattr(each, "help", "x")] == []
+
+
+def test_commands_are_listed_once_and_in_groups() -> None:
+    text = help_of("mismatch", 100)
+    listed = re.findall(r"^  ([a-z][a-z-]+)  ", text, re.MULTILINE)
+    assert sorted(listed) == sorted(NAMES)
+    assert [text.index(f"{title}:") for title in GROUPS] == sorted(
+        text.index(f"{title}:") for title in GROUPS
+    )
+    assert set(COMMANDS) <= {name for names in GROUPS.values() for name in names}
+
+
+@pytest.mark.parametrize("command", ["mismatch", "check", "template"])
+def test_h_is_help(command: str) -> None:
+    assert help_of(command, 80, "-h") == help_of(command, 80)
+
+
+def test_the_shell_completes_commands_and_flags() -> None:
+    for typed, wanted in (("mismatch com", "compare"), ("mismatch check --num", "--num-prompts")):
+        words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+        env = {**os.environ, **words, "_MISMATCH_COMPLETE": "complete_bash"}
+        command = [sys.executable, "-m", "mismatch"]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert (done.returncode, done.stdout.split()) == (0, [wanted]), done.stderr
+
+
+def test_the_completion_script_is_printed() -> None:
+    command = [sys.executable, "-m", "mismatch", "--show-completion", "bash"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "_MISMATCH_COMPLETE=complete_bash" in done.stdout

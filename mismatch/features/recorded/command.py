@@ -40,6 +40,9 @@ def read_rollouts(flags: Flags) -> int:
     Then `mismatch score RUN` scores the same tokens under FSDP2, and `mismatch compare RUN` judges.
     Say how the tokens were sampled (--temperature, --top-p, --top-k) and in which dtype. --model
     has to hold the weights that sampled.
+
+    Examples:
+    mismatch read-rollouts dump.jsonl --model MODEL --out runs/A
     """
     from mismatch.cli import session
     from mismatch.cli.to_spec import checkpoint_dtype, require_model

@@ -26,6 +26,9 @@ def template(flags: Flags) -> int:
     """Check a chat template: does a later turn keep the ids of the earlier ones?
 
     Needs only a tokenizer: no weights, no engine. Exit code 1 where a check fails.
+
+    Examples:
+    mismatch template --model MODEL
     """
     from rich.console import Console
 
