@@ -10,7 +10,7 @@ from mismatch.experiments.explanation import TESTS
 from mismatch.experiments.fixes.catalogue import FIXES
 from mismatch.experiments.fixes.guides import settings_of
 from mismatch.experiments.scoring_passes import PROBES
-from mismatch.metrics.frameworks import FRAMEWORKS
+from mismatch.frameworks import FRAMEWORKS
 
 DOCS = Path(__file__).parent.parent / "docs"
 MARK = "<!-- Made by tools/cause_page.py; edit mismatch/analysis/causes.toml. -->"

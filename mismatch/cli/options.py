@@ -11,7 +11,7 @@ from typing import Literal
 
 from mismatch.cli.flags import REQUIRED, Option, flags_of, switch
 from mismatch.engines.registry import startable_engines
-from mismatch.metrics.frameworks import FRAMEWORKS
+from mismatch.frameworks import FRAMEWORKS
 from mismatch.specs import (
     ENGINE,
     MODEL,

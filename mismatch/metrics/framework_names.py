@@ -12,7 +12,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from mismatch.metrics.frameworks import FRAMEWORKS
+from mismatch.frameworks import FRAMEWORKS
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import pytest
 import mismatch.metrics
 from mismatch.analysis.corrections import recipes
 from mismatch.cli.options import Framework
+from mismatch.frameworks import CORRECTING, FRAMEWORKS
 from mismatch.metrics import METRICS, framework_names
-from mismatch.metrics.frameworks import CORRECTING, FRAMEWORKS
 
 EVERY_ALIAS = [
     (metric, alias) for metric, aliases in framework_names.aliases().items() for alias in aliases

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mismatch.metrics.frameworks import FRAMEWORKS as KNOWN
+from mismatch.frameworks import FRAMEWORKS as KNOWN
 from mismatch.metrics.importance_weights import Level, Settings
 from mismatch.types import Estimate
 

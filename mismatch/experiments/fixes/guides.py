@@ -13,7 +13,7 @@ from mismatch.analysis.corrections.recipes import Recipe, recipes
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Chosen, Fix
 from mismatch.experiments.fixes.catalogue import guides as entries
-from mismatch.metrics.frameworks import BY_TITLE
+from mismatch.frameworks import BY_TITLE
 from mismatch.metrics.importance_weights import Settings
 
 

@@ -10,8 +10,8 @@ from mismatch.analysis.square import sides_at_fault
 from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
 from mismatch.experiments.fixes.catalogue import labels
 from mismatch.experiments.fixes.guides import settings_of
+from mismatch.frameworks import CORRECTING, FRAMEWORKS
 from mismatch.metrics import framework_names
-from mismatch.metrics.frameworks import CORRECTING, FRAMEWORKS
 from mismatch.reports import summary
 from mismatch.reports.formatting import (
     alike,

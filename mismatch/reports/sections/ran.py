@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from mismatch.frameworks import FRAMEWORKS
 from mismatch.metrics import framework_names
-from mismatch.metrics.frameworks import FRAMEWORKS
 from mismatch.models import moe
 from mismatch.reports.formatting import MISSING, bound, line, number, plural, text, wording
 from mismatch.reports.section import Cell, Cells, Column, Section, Table, named
