@@ -159,62 +159,60 @@ def _print_list(shown: list[Entry], console: Console) -> None:
         table.add_column()
         for entry in shown:
             if entry.fix.side == side:
-                table.add_row(f"  {entry.fix.id}", _about(entry))
+                about = Text(entry.fix.summary)
+                if entry.applies is not False:
+                    about.append(f"\ncost: {entry.fix.cost}", "dim")
+                if entry.applies is not None:
+                    about.append(f"\n{_answer(entry)}", "green" if entry.applies else "dim")
+                table.add_row(f"  {entry.fix.id}", about)
         console.print(table, highlight=False, markup=False)
         console.print()
     if any(entry.applies is None for entry in shown):
         console.print(NO_MODEL, highlight=False, markup=False)
 
 
-def _about(entry: Entry) -> Any:
-    """What it changes, what it costs, and whether it can be tried."""
-    from rich.text import Text
-
+def _answer(entry: Entry) -> str:
+    """Say whether a check could try it, and why not."""
     from mismatch.reports.formatting import line
 
-    text = Text(entry.fix.summary)
-    if entry.applies is not False:
-        text.append(f"\ncost: {entry.fix.cost}", "dim")
-    if entry.applies is not None:
-        applies = "✓ applies here" if entry.applies else "– not here"
-        more = f" ({line(entry.reason)})" if entry.applies else f": {line(entry.reason)}"
-        style = "green" if entry.applies else "dim"
-        text.append(f"\n{applies}{more if entry.reason else ''}", style)
-    return text
+    answer = "✓ applies here" if entry.applies else "– not here"
+    return f"{answer}: {line(entry.reason)}" if entry.reason else answer
 
 
 def _print_fix(entry: Entry, console: Console) -> None:
-    """The essentials of its page."""
+    """Print the essentials of its page."""
     from rich.text import Text
 
     from mismatch.experiments.fixes.guides import SIDES, guide_of, sentence, trials
-    from mismatch.reports.formatting import line
 
     fix, guide = entry.fix, guide_of(entry.fix.id)
-
-    def part(title: str, *paragraphs: str) -> None:
+    settings = [
+        text
+        for setting in guide.settings
+        for text in (
+            f"- {setting.framework}: {'; '.join(filter(None, (setting.remark, setting.source)))}",
+            *(f"      {line}" for line in setting.lines),
+        )
+    ]
+    evidence = [
+        f"- {fact.text} ({fact.source}{'' if fact.read else '; second-hand'})"
+        for fact in guide.evidence
+    ]
+    parts = {
+        "What it changes": [guide.changes],
+        "What to expect": [sentence(fix.effect), sentence(f"cost: {fix.cost}")],
+        "When it makes things worse": [guide.worse],
+        "How to try it": [f"  {text}" for text in trials(fix)],
+        "How to set it": settings,
+        "Evidence": evidence,
+    }
+    side = SIDES[fix.side].partition(" (")[0].lower()
+    console.print(Text.assemble((fix.id, "bold"), f"  {side}: {fix.summary}"))
+    if entry.applies is not None:
+        console.print(Text(_answer(entry)))
+    for title, lines in parts.items():
         console.print()
         console.print(Text(title, "bold"))
-        for text in paragraphs:
-            console.print(Text(text))
-
-    title = Text(fix.id, "bold")
-    title.append(f"  {SIDES[fix.side].partition(' (')[0].lower()}: {fix.summary}")
-    console.print(title)
-    if entry.applies is not None:
-        answer = "Applies here" if entry.applies else "Does not apply here"
-        console.print(Text(f"{answer}{': ' + line(entry.reason) if entry.reason else ''}."))
-    part("What it changes", guide.changes)
-    part("What to expect", sentence(fix.effect), sentence(f"cost: {fix.cost}"))
-    part("When it makes things worse", guide.worse)
-    part("How to try it", *(f"  {text}" for text in trials(fix)))
-    part("How to set it")
-    for setting in guide.settings:
-        remark = "; ".join(text for text in (setting.remark, setting.source) if text)
-        console.print(Text(f"- {setting.framework}: {remark}"))
-        for text in setting.lines:
-            console.print(f"      {text}", highlight=False, markup=False, soft_wrap=True)
-    part("Evidence")
-    for fact in guide.evidence:
-        source = fact.source if fact.read else f"{fact.source}; second-hand"
-        console.print(Text(f"- {fact.text} ({source})"))
+        for text in lines:
+            # A setting is copied: no line of it is broken.
+            console.print(Text(text), soft_wrap=text.startswith("      "))

@@ -69,7 +69,7 @@ def test_one_fix_in_detail():
     for title in ("What it changes", "When it makes things worse", "How to try it", "Evidence"):
         assert title in text
     assert "GRPOConfig(cast_lm_head_to_fp32=True)" in text
-    assert "Applies here" in text
+    assert "✓ applies here" in text
     assert "second-hand" in text
     row = listed("fp32-lm-head")["fp32-lm-head"]
     assert {setting["framework"] for setting in row["settings"]} >= {"verl", "TRL"}
