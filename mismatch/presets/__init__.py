@@ -14,7 +14,6 @@ from mismatch.presets.frameworks import (
     Gap,
     Preset,
     Setting,
-    Source,
     installed_kernels,
     read_preset,
 )
@@ -28,7 +27,6 @@ __all__ = [
     "Gap",
     "Preset",
     "Setting",
-    "Source",
     "get_preset",
     "installed_kernels",
 ]

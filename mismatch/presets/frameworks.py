@@ -20,23 +20,6 @@ _DEFAULT = TrainSpec()
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Where something was read.
-
-    >>> str(Source("trl", "1.16.0", "trl/trainer/utils.py", "add_fused_lm_head"))
-    'trl 1.16.0 trl/trainer/utils.py: add_fused_lm_head'
-    """
-
-    package: str
-    version: str
-    file: str
-    symbol: str
-
-    def __str__(self) -> str:
-        return f"{self.package} {self.version} {self.file}: {self.symbol}"
-
-
-@dataclass(frozen=True, slots=True)
 class Setting:
     """One thing that the framework does and our trainer can do as well.
 
@@ -49,7 +32,6 @@ class Setting:
     field: str
     value: Any
     what: str
-    source: Source
     needs: str = ""
 
 
@@ -63,7 +45,6 @@ class Gap:
     """
 
     what: str
-    source: Source
     strategy: str = ""
 
 
@@ -152,18 +133,18 @@ def installed_kernels() -> frozenset[str]:
     return frozenset(name for name in KERNEL_PACKAGES if find_spec(name) is not None)
 
 
-def read_preset(name: str) -> Preset:
-    """Read ``NAME.toml`` beside this file."""
+def preset_file(name: str) -> dict[str, Any]:
+    """Return ``NAME.toml`` beside this file; its rows also say where each was read."""
     text = files("mismatch.presets").joinpath(f"{name}.toml").read_text(encoding="utf-8")
-    data = tomllib.loads(text)
+    return tomllib.loads(text)
 
-    def source(row: dict[str, str]) -> Source:
-        package, version = (row.pop(key, data[key]) for key in ("package", "version"))
-        return Source(package, version, row.pop("file"), row.pop("symbol"))
 
-    return Preset(
-        name,
-        data["title"],
-        tuple(Setting(source=source(row), **row) for row in data["setting"]),
-        tuple(Gap(source=source(row), **row) for row in data["gap"]),
-    )
+def read_preset(name: str) -> Preset:
+    """Return the preset of a file."""
+    data = preset_file(name)
+    settings = [
+        Setting(row["field"], row["value"], row["what"], row.get("needs", ""))
+        for row in data["setting"]
+    ]
+    gaps = [Gap(row["what"], row.get("strategy", "")) for row in data["gap"]]
+    return Preset(name, data["title"], tuple(settings), tuple(gaps))

@@ -21,6 +21,7 @@ from mismatch.codec import from_json
 from mismatch.errors import MismatchError, did_you_mean
 from mismatch.experiments.scoring_passes import reference_of
 from mismatch.presets import PRESETS, get_preset
+from mismatch.presets.frameworks import preset_file
 from mismatch.specs import CheckSpec, Pass, TrainSpec, to_dict
 from mismatch.training.distributed import World
 from mismatch.training.load import load
@@ -59,12 +60,12 @@ def test_what_each_framework_runs(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_setting_says_where_it_was_read(name: str) -> None:
-    preset = get_preset(name)
-    for item in (*preset.settings, *preset.gaps):
-        assert item.source.file.endswith((".py", ".yaml"))
-        assert item.source.symbol
-        assert item.source.version[0].isdigit()
-    fields = [item.field for item in preset.settings]
+    data = preset_file(name)
+    for row in (*data["setting"], *data["gap"]):
+        assert row["file"].endswith((".py", ".yaml"))
+        assert row["symbol"]
+        assert row.get("version", data["version"])[0].isdigit()
+    fields = [row["field"] for row in data["setting"]]
     assert len(fields) == len(set(fields))
 
 
@@ -200,10 +201,11 @@ def test_the_same_bits_as_the_frameworks_arithmetic(
 
 def test_the_documentation_names_every_source() -> None:
     text = (Path(__file__).parents[2] / "docs" / "trainer-presets.md").read_text(encoding="utf-8")
-    for preset in PRESETS.values():
-        section = text.split(f"### `--trainer {preset.name}`")[1].split("\n### ")[0]
-        for item in preset.settings:
-            assert f"| `{item.field}` | {item.value}" in section
-        for item in (*preset.settings, *preset.gaps):
-            assert f"`{item.source.file}`: `{item.source.symbol}`" in section
-            assert item.what[1:] in section
+    for name in PRESETS:
+        data = preset_file(name)
+        section = text.split(f"### `--trainer {name}`")[1].split("\n### ")[0]
+        for row in data["setting"]:
+            assert f"| `{row['field']}` | {row['value']}" in section
+        for row in (*data["setting"], *data["gap"]):
+            assert f"`{row['file']}`: `{row['symbol']}`" in section
+            assert row["what"][1:] in section
