@@ -5,9 +5,10 @@ diagnoses for people, plain text where the output is no terminal.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from mismatch.codec import to_json
 from mismatch.doctor.machine import Machine, inspect_machine
 from mismatch.doctor.memory import BYTES
 from mismatch.doctor.plan import Plan, plan, refused, side_passes
@@ -66,17 +67,13 @@ class Diagnosis:
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Return plain JSON data."""
+        plan = self.plan.to_dict() if self.plan else None
         return {
             "schema": "mismatch.doctor/2",
             "ready": self.ready,
-            **{
-                name: [asdict(item) for item in getattr(self, name)]
-                for name in ("engines", "measurable", "problems")
-            },
-            "warnings": list(self.warnings),
-            "machine": self.machine.to_dict(),
-            "plan": self.plan.to_dict() if self.plan else None,
+            **to_json(replace(self, plan=None)),
+            "plan": plan,
         }
 
 

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -77,9 +77,6 @@ class Machine:
     @property
     def device(self) -> str:
         return "cuda" if self.gpus else "cpu"
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def inspect_machine(try_imports: bool = True) -> Machine:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
+from mismatch.codec import to_json
 from mismatch.doctor.fit import (
     SPLITS,
     Fit,
@@ -73,12 +74,8 @@ class Plan:
         return not refused(self.sides)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
-        data = asdict(self)
-        for plain, side in zip(data["sides"], self.sides, strict=True):
-            plain["prediction"]["peak_bytes"] = side.prediction.peak_bytes
-            plain["prediction"]["moment"] = side.prediction.moment
-        return {"schema": "mismatch.plan/2", **data, "fits": self.fits}
+        """Return plain JSON data."""
+        return {"schema": "mismatch.plan/2", **to_json(self), "fits": self.fits}
 
 
 def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Plan:

@@ -227,11 +227,13 @@ def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientP
 def memory_line(spec: CheckSpec) -> str:
     """What gradients need beside their passes, from the model's sizes; see ``require_room``."""
     from mismatch.models.config import find_config
-    from mismatch.models.sizes import sized
+    from mismatch.models.sizes import UnknownSize, sized
     from mismatch.run.machine import gib
 
-    config = find_config(spec.train.model, spec.train.revision)
-    size = 4.0 * sized(config).parameters
+    try:
+        size = 4.0 * sized(find_config(spec.train.model, spec.train.revision)).parameters
+    except UnknownSize as error:
+        return f"  memory beside the passes' is not predicted: {error.message}"
     rank, host = gib(2.0 * size / spec.nproc_per_node), gib(len(LOSSES) * size)
     return (
         f"  memory beside the passes': {rank} per rank (a prompt's gradient and the batch's), "
