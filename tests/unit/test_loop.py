@@ -378,7 +378,7 @@ def test_an_optimiser_takes_three_times_the_parameters_beside_them() -> None:
     shape, work = sized(find_config(model, None)), Workload([100] * 4)
     scores = predict_trainer(shape, train, 2, work, "cpu")
     trains = predict_trainer(shape, train, 2, work, "cpu", trains=True)
-    assert trains.peak_bytes - scores.peak_bytes == 3 * sharded(shape, train, 2).bytes
+    assert trains.peak_bytes - scores.peak_bytes == 3 * sharded(shape, train, 2)
     check = CheckSpec(RolloutSpec(engine=EngineSpec(model=model)), train, nproc_per_node=1)
     engine, trainer = memory_of_loop(check)
     assert (engine.side, trainer.side) == ("engine", "fsdp")
