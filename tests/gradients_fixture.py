@@ -9,8 +9,6 @@ import numpy as np
 
 from mismatch.experiments.gradients.analysis import check_gradients
 from mismatch.experiments.gradients.types import (
-    PPO_OVERRIDE,
-    PPO_RATIO,
     GradientBatch,
     GradientCheck,
     Gradients,
@@ -54,7 +52,6 @@ def sketch(parts: Floats, slots: int = SLOTS) -> Floats:
 
 def taken(
     name: str,
-    coefficients: str,
     parts: Floats,
     reference: Floats | None = None,
     same_as: str = "",
@@ -69,7 +66,7 @@ def taken(
         dot = np.array([float(total[group] @ theirs[group]) for group in slices().values()])
         size = np.array([float((theirs[group] ** 2).sum()) for group in slices().values()])
     return Gradients(
-        name, coefficients, tuple(SIZES), np.array(squares), dot, size,
+        name, tuple(SIZES), np.array(squares), dot, size,
         sketch(parts, slots), np.arange(len(parts)), None if same_as else 1.5,
         None if same_as else 3 << 20, same_as,
     )  # fmt: skip
@@ -84,9 +81,6 @@ def batch_of(prompts: int, trainers: Sequence[Trainer] = TRAINERS) -> GradientBa
         tokens=200 * prompts,
         advantages="rewards",
         sketch_size=SLOTS,
-        clip=0.2,
-        clipped=0.0031,
-        ratio_passes=("fsdp", "fsdp:regrouped"),
         not_tested=("gradient of vllm-fp32: it samples tokens of its own",),
     )
 
@@ -100,31 +94,19 @@ def reference_parts(prompts: int, seed: int = 0) -> Floats:
 
 
 def planted(prompts: int = 16, seed: int = 0) -> tuple[list[Gradients], GradientBatch]:
-    """A trainer without sinks, fixes that mend and worsen it, two corrections, PPO."""
+    """A trainer without sinks, and fixes that repair and worsen it."""
     draw = np.random.default_rng([seed, 1])
-    reference = reference_parts(prompts, seed)
-    bias, noise, passes = (
-        draw.normal(size=DIMENSION),
-        draw.normal(size=reference.shape),
-        draw.normal(size=reference.shape),
-    )
-    gradients: list[Gradients] = []
-    for loss, scale in (("token", 1.0), ("sequence", 0.8)):
-        ref = scale * reference
-        base = ref + scale * (0.5 * bias + 0.4 * noise)
-        base[:, slices()["sinks"]] = 0.0
-        weighed = 0.95 * (base.mean(axis=0) + 0.6 * (base - base.mean(axis=0)))
-        gradients += [
-            taken(REFERENCE, loss, ref),
-            taken(TRAIN, loss, base, ref),
-            taken("fix:attention-sinks", loss, ref + 0.05 * scale * noise, ref),
-            taken("fix:fp16", loss, ref + scale * (0.9 * bias + 0.8 * noise), ref),
-            taken("fix:fp32", loss, ref, ref, same_as=f"{REFERENCE} {loss}"),
-            taken(TRAIN, f"{loss}:tis-token", weighed, ref),
-            taken(TRAIN, f"{loss}:veto", base, ref, same_as=f"{TRAIN} {loss}"),
-            taken(TRAIN, f"{loss}:{PPO_RATIO}", base * (1.0 + 0.3 * np.sign(passes)), ref),
-            taken(TRAIN, f"{loss}:{PPO_OVERRIDE}", base, ref, same_as=f"{TRAIN} {loss}"),
-        ]
+    ref = reference_parts(prompts, seed)
+    bias, noise = draw.normal(size=DIMENSION), draw.normal(size=ref.shape)
+    base = ref + 0.5 * bias + 0.4 * noise
+    base[:, slices()["sinks"]] = 0.0
+    gradients = [
+        taken(REFERENCE, ref),
+        taken(TRAIN, base, ref),
+        taken("fix:attention-sinks", ref + 0.05 * noise, ref),
+        taken("fix:fp16", ref + 0.9 * bias + 0.8 * noise, ref),
+        taken("fix:fp32", ref, ref, same_as=REFERENCE),
+    ]
     return gradients, batch_of(prompts)
 
 

@@ -223,14 +223,13 @@ class GradientJob:
     """One gradient to compute.
 
     Attributes:
-        coefficients: name of the vector ``values`` [A].
+        coefficients: [A] of every action token.
         prompts: [P] prompt indices, in the order of the sketches.
         scoring: the pass, with ``grad`` on and ``routing`` off.
         source: routes to replay, where the spec asks for that.
     """
 
-    coefficients: str
-    values: Floats
+    coefficients: Floats
     prompts: Ints
     scoring: Pass
     source: ReplaySource | None = None
@@ -272,10 +271,10 @@ def batch_gradient(
     job: GradientJob,
     reference: GradientSum | None = None,
 ) -> BatchGradient:
-    """One trainer's gradient for one vector of coefficients; all ranks call it.
+    """One trainer's gradient; all ranks call it.
 
     Args:
-        reference: this rank's shards of the reference's gradient for the same loss.
+        reference: this rank's shards of the reference's gradient.
 
     Raises:
         MismatchError: what cannot be scored, a gradient that is not finite.
@@ -322,7 +321,7 @@ class _Accumulation:
         self.world, self.rollout, self.job, self.shards = world, rollout, job, shards
 
         def coefficients(actions: Ints, logprobs: Floats) -> Floats:
-            return job.values[actions]
+            return job.coefficients[actions]
 
         self.passes = Backward(
             world, loaded, rollout, job.scoring, options, coefficients, job.source
@@ -336,7 +335,7 @@ class _Accumulation:
         lengths = np.diff(self.rollout.offsets)
         members = [np.flatnonzero(self.rollout.prompt_index == p) for p in self.job.prompts]
         tokens = sum(int(lengths[rows].sum()) for rows in members)
-        label = f"gradient {self.job.scoring.name} {self.job.coefficients}"
+        label = f"gradient {self.job.scoring.name}"
         progress, done = Progress(label, tokens, self.world.rank == 0), 0
         for number, rows in enumerate(members):
             self.prompt(number, [int(row) for row in rows])
@@ -346,7 +345,7 @@ class _Accumulation:
     def prompt(self, number: int, rows: list[int]) -> None:
         """Add one prompt's gradient; one without coefficients has none."""
         sequence = self.rollout.sequence_of_token[self.rollout.actions]
-        if not self.job.values[np.isin(sequence, rows)].any():
+        if not self.job.coefficients[np.isin(sequence, rows)].any():
             return
         loss = self.passes.until_finite(rows)
         if loss is None:
@@ -392,11 +391,8 @@ def _products(
     return products[0], *((None, None) if reference is None else (products[1], products[2]))
 
 
-def require_memory(world: World, loaded: LoadedModel, totals: int) -> None:
+def require_memory(world: World, loaded: LoadedModel) -> None:
     """Refuse gradients that cannot fit, before any is computed; all ranks call it and agree.
-
-    Args:
-        totals: gradients of the reference that are kept on the host, one per loss.
 
     Raises:
         OutOfMemory: host or GPU memory is too small, with the numbers.
@@ -405,7 +401,8 @@ def require_memory(world: World, loaded: LoadedModel, totals: int) -> None:
 
     shards: ParameterShards = loaded.once("shards", lambda: ParameterShards(loaded.scorer))
     gradient_bytes = 4.0 * shards.local
-    host, device = totals * gradient_bytes, 2.0 * gradient_bytes  # autograd's and the batch's
+    # The reference's stays on the host; the device holds autograd's and the batch's.
+    host, device = gradient_bytes, 2.0 * gradient_bytes
     if world.device.type == "cpu":
         host, device = host + device, 0.0
     needed = world.sum(torch.tensor([host], dtype=torch.float64))  # ranks share the host

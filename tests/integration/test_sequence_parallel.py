@@ -98,7 +98,7 @@ def _gradients(model: str) -> GradientPlan:
         Planned(Trainer("reference:fp32", "reference", "reference", "float32"), alone),
         Planned(Trainer("fsdp", "baseline", "baseline", "two ranks a sequence"), shared),
     )
-    return GradientPlan(passes, 16, 0, "padded:1", "padded:2", None)
+    return GradientPlan(passes, 16, 0)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -8,20 +8,10 @@ import numpy as np
 import pytest
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.experiments.gradients.coefficients import (
-    Batch,
-    Vectors,
-    add_corrections,
-    add_ratio,
-    choose_batch,
-    normalised,
-    plain_vectors,
-    unclipped,
-)
+from mismatch.experiments.gradients.coefficients import choose_batch, normalised, unclipped
 from mismatch.experiments.gradients.types import REWARDS
-from mismatch.metrics.importance_weights import CORRECTIONS
 from mismatch.training.gradients import GROUPS, group_of
-from mismatch.types import Rollout, Scoring
+from mismatch.types import Rollout
 from tests.checkpoints import rollout
 
 # Two samples of 2 and 4 action tokens, then two of 3 and 1.
@@ -34,10 +24,6 @@ def rollout_of(rewards: list[float] | None = None) -> Rollout:
     return replace(base, rewards=None if rewards is None else np.array(rewards))
 
 
-def scoring(name: str, rollout: Rollout, logprobs: np.ndarray) -> Scoring:
-    return Scoring(name, rollout.token_ids[rollout.actions], logprobs, {})
-
-
 def sequences(rollout: Rollout) -> np.ndarray:
     return rollout.sequence_of_token[rollout.actions]
 
@@ -47,11 +33,10 @@ def test_token_loss_divides_by_all_tokens_and_sequence_loss_by_each_samples() ->
     batch = choose_batch(rollout, 16, 0)
     assert batch.source == REWARDS
     assert batch.deciding == 2
-    vectors = plain_vectors(rollout, batch).values
     signs = np.repeat([SIGN, -SIGN, -SIGN, SIGN], [2, 4, 3, 1])
-    assert vectors["token"] == pytest.approx(signs / 10)
+    assert normalised(batch, sequences(rollout), "token") == pytest.approx(signs / 10)
     lengths = np.repeat([2, 4, 3, 1], [2, 4, 3, 1])
-    assert vectors["sequence"] == pytest.approx(signs / (4 * lengths))
+    assert normalised(batch, sequences(rollout), "sequence") == pytest.approx(signs / (4 * lengths))
 
 
 def test_prompts_that_decide_come_first_and_normalise_alone() -> None:
@@ -94,67 +79,6 @@ def test_nothing_to_take_a_gradient_of_is_refused() -> None:
         choose_batch(rollout(((5, 0),)), 16, 0)
     with pytest.raises(MismatchError, match="no batch"):
         choose_batch(rollout_of(), 0, 0)
-
-
-def plain(rollout: Rollout) -> tuple[Vectors, Batch]:
-    batch = choose_batch(rollout, 16, 0)
-    return plain_vectors(rollout, batch), batch
-
-
-def test_corrections_multiply_the_plain_coefficients() -> None:
-    rollout = rollout_of([1.0, 0.0, 0.0, 1.0])
-    vectors, _ = plain(rollout)
-    delta = np.log([1.0, 3.0, 1.0, 1.0, 1.0, 0.25, 1.0, 1.0, 1.0, 1.0])
-    left = np.full(10, -2.0)
-    add_corrections(
-        vectors,
-        rollout,
-        scoring("vllm:decode", rollout, left),
-        scoring("fsdp", rollout, left + delta),
-    )
-    token = vectors.values["token"]
-    weights = np.exp(delta)
-    assert vectors.values["token:tis-token"] == pytest.approx(token * np.minimum(weights, 2.0))
-    assert vectors.values["token:icepop"] == pytest.approx(token * weights * (weights >= 0.5))
-    # The first sample's ratio is 3: over TRL's bound by rounding or not, the same for its tokens.
-    assert vectors.values["sequence:tis-sequence"] == pytest.approx(
-        vectors.values["sequence"] * np.repeat([2.0, 0.25, 1.0, 1.0], [2, 4, 3, 1])
-    )
-    names = {f"{loss}:{c.id}" for c in CORRECTIONS for loss in ("token", "sequence")}
-    left_out = {f"{loss}:{id}" for id in ("none", "override") for loss in ("token", "sequence")}
-    assert set(vectors.names) == {"token", "sequence"} | names - left_out
-
-
-def test_equal_coefficients_are_kept_once() -> None:
-    rollout = rollout_of([1.0, 0.0, 0.0, 1.0])
-    vectors, _ = plain(rollout)
-    same = np.full(10, -1.0)
-    add_corrections(
-        vectors, rollout, scoring("vllm:decode", rollout, same), scoring("fsdp", rollout, same)
-    )
-    assert list(vectors.values) == ["token", "sequence"]
-    assert set(vectors.same_as.values()) == {"token", "sequence"}
-    assert vectors.same_as["sequence:icepop"] == "sequence"
-
-
-def test_ppo_takes_the_ratio_where_its_branch_is_active() -> None:
-    rollout = rollout_of([1.0, 0.0, 0.0, 1.0])
-    vectors, _ = plain(rollout)
-    ratio = np.array([1.3, 1.1, 1.3, 0.7, 1.0, 1.0, 0.7, 1.3, 1.0, 0.7])
-    old = np.full(10, -2.0)
-    clipped = add_ratio(
-        vectors,
-        rollout,
-        scoring("fsdp", rollout, old),
-        scoring("new", rollout, old + np.log(ratio)),
-    )
-    # A > 0: the first two and the last; there 1.3 is clipped. A < 0 elsewhere: 0.7 is clipped.
-    active = np.array([0, 1, 1, 0, 1, 1, 0, 1, 1, 1])
-    assert vectors.values["token:ppo-ratio"] == pytest.approx(
-        vectors.values["token"] * ratio * active, rel=1e-6
-    )
-    assert clipped == pytest.approx(0.3)
-    assert vectors.same_as["token:ppo-override"] == "token"
 
 
 def test_ppo_gradient_is_the_objectives_derivative() -> None:

@@ -9,19 +9,9 @@ import numpy as np
 import pytest
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.experiments.gradients.analysis import (
-    RATIO_LABELS,
-    check_gradients,
-    gradient_checks,
-)
+from mismatch.experiments.gradients.analysis import check_gradients, gradient_checks
 from mismatch.experiments.gradients.coefficients import Sketched, fisher
-from mismatch.experiments.gradients.types import (
-    PPO_OVERRIDE,
-    PPO_RATIO,
-    GradientCheck,
-    GradientRow,
-    Trainer,
-)
+from mismatch.experiments.gradients.types import GradientCheck, GradientRow
 from mismatch.metrics.inference import jackknife
 from mismatch.types import Estimate, Floats
 from tests.gradients_fixture import (
@@ -37,8 +27,8 @@ from tests.gradients_fixture import (
 )
 
 
-def held(check: GradientCheck, id: str = "baseline", loss: str = "token") -> GradientRow:
-    row = check.row(id, loss)  # type: ignore[arg-type]
+def held(check: GradientCheck, id: str = "baseline") -> GradientRow:
+    row = check.row(id)
     assert row is not None
     return row
 
@@ -58,8 +48,8 @@ def ends(estimate: Estimate | None) -> tuple[float, float]:
 def of(own: Floats, reference: Floats, slots: int = 512) -> GradientRow:
     """The baseline's row where its prompts' gradients are ``own``, [P, D]."""
     gradients = [
-        taken(REFERENCE, "token", reference, slots=slots),
-        taken(TRAIN, "token", own, reference, slots=slots),
+        taken(REFERENCE, reference, slots=slots),
+        taken(TRAIN, own, reference, slots=slots),
     ]
     return held(check_gradients(gradients, batch_of(len(own))))
 
@@ -150,39 +140,16 @@ def test_intervals_cover(what: str) -> None:
 
 def test_what_is_the_same_by_construction_says_so() -> None:
     check = make_check()
-    names = {row.id: row.same_as for row in check.rows if row.loss == "sequence"}
-    assert names["fp32"] == "reference"
-    assert names["veto"] == names[PPO_OVERRIDE] == "baseline"
-    assert names["baseline"] == names[PPO_RATIO] == ""
-    assert held(check, "veto").groups == held(check).groups
-    assert held(check, "veto").seconds is None
+    assert {row.id: row.same_as for row in check.rows if row.same_as} == {"fp32": "reference"}
 
 
 def test_rows_come_in_order_with_their_labels() -> None:
-    rows = [row for row in make_check().rows if row.loss == "token"]
-    assert [(row.id, row.kind) for row in rows] == [
+    assert [(row.id, row.kind) for row in make_check().rows] == [
         ("baseline", "baseline"),
         ("attention-sinks", "fix"),
         ("fp16", "fix"),
         ("fp32", "fix"),
-        ("tis-token", "correction"),
-        ("veto", "correction"),
-        (PPO_RATIO, "ratio"),
-        (PPO_OVERRIDE, "ratio"),
     ]
-    assert rows[-2].label == RATIO_LABELS[PPO_RATIO]
-    assert rows[4].label == "TIS, token"
-
-
-def test_the_pass_with_injected_noise_is_ppos() -> None:
-    gradients, batch = planted(4)
-    noisy = Trainer("fsdp:new", "ppo", "ratio", "PPO's new pass")
-    moved = [
-        replace(gradient, name="fsdp:new") if gradient.weight == PPO_RATIO else gradient
-        for gradient in gradients
-    ]
-    check = check_gradients(moved, replace(batch, trainers=(*batch.trainers, noisy)))
-    assert held(check, PPO_RATIO).kind == "ratio"
 
 
 def test_one_prompt_has_values_and_no_intervals() -> None:
@@ -211,18 +178,18 @@ def test_a_reference_of_zero_is_an_error_with_its_reason() -> None:
 def test_a_group_without_a_gradient_fails_and_a_wrong_direction_alone_does_not() -> None:
     reference = reference_parts(8)
     own = reference + np.random.default_rng(3).normal(size=reference.shape)
-    gradients = [taken(REFERENCE, "token", reference), taken(TRAIN, "token", own, reference)]
+    gradients = [taken(REFERENCE, reference), taken(TRAIN, own, reference)]
     (sound,) = gradient_checks(check_gradients(gradients, batch_of(8)))
     assert sound.status == "passed"
     own[:, slices()["sinks"]] = 0.0
-    gradients[1] = taken(TRAIN, "token", own, reference)
+    gradients[1] = taken(TRAIN, own, reference)
     (dead,) = gradient_checks(check_gradients(gradients, batch_of(8)))
     assert (dead.id, dead.status) == ("gradients", "failed")
     assert "sinks" in dead.detail
     assert "experts" not in dead.detail
     # What the reference does not train either is no fault of the trainer.
     reference[:, slices()["sinks"]] = 0.0
-    gradients = [taken(REFERENCE, "token", reference), taken(TRAIN, "token", own, reference)]
+    gradients = [taken(REFERENCE, reference), taken(TRAIN, own, reference)]
     assert gradient_checks(check_gradients(gradients, batch_of(8)))[0].status == "passed"
     assert gradient_checks(None) == []
 
@@ -231,9 +198,9 @@ def test_a_gradient_that_is_not_finite_is_named_and_left_out() -> None:
     gradients, batch = planted(4)
     broken = replace(gradients[3], squared_norm=np.full(4, np.inf))
     check = check_gradients([*gradients[:3], broken, *gradients[4:]], batch)
-    assert check.row("fp16", "token") is None
+    assert check.row("fp16") is None
     (untested,) = [entry for entry in check.not_tested if "fix:fp16" in entry]
-    assert untested.endswith("token: not finite")
+    assert untested.endswith(": not finite")
 
 
 def test_passes_that_failed_are_not_tested() -> None:

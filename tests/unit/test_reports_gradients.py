@@ -21,9 +21,9 @@ from tests.reports_fixture import make_report
 REPORT = make_report()
 
 
-def rows(check: GradientCheck, part: int = 0) -> dict[str, dict[str, Cell]]:
-    """Name -> column -> cell, of one loss."""
-    (table,) = gradients.section(check, REPORT).parts[part].tables
+def rows(check: GradientCheck) -> dict[str, dict[str, Cell]]:
+    """Name -> column -> cell."""
+    (table,) = gradients.section(check, REPORT).tables
     titles = [column.title for column in table.columns]
     return {str(cells[0].value): dict(zip(titles, cells, strict=True)) for cells in table.cells()}
 
@@ -31,19 +31,17 @@ def rows(check: GradientCheck, part: int = 0) -> dict[str, dict[str, Cell]]:
 def test_every_gradient_has_its_row_or_is_named_with_its_equal() -> None:
     check = make_check()
     section = gradients.section(check, REPORT)
-    for part, loss in zip(section.parts, ("token", "sequence"), strict=True):
-        named = " ".join([*(str(row[0].value) for row in part.tables[0].cells()), *part.notes])
-        assert all(row.id in named for row in check.rows if row.loss == loss)
-    assert [part.folded for part in section.parts] == [False, True]
+    named = " ".join([*(str(row[0].value) for row in section.tables[0].cells()), *section.notes])
+    assert all(row.id in named for row in check.rows)
 
 
 def test_numbers_of_a_row() -> None:
     section = gradients.section(make_check(), REPORT)
-    (table,) = section.parts[0].tables
+    (table,) = section.tables
     column = next(column for column in table.columns if column.title == "off")
     off = rows(make_check())["baseline"]["off"]
     assert (cell_text(off, column), cell_interval(off, column)) == ("28°", "27° … 29°")
-    (groups,) = section.parts[0].parts[0].tables
+    (groups,) = section.parts[0].tables
     silent = groups.cells()[0][[c.title for c in groups.columns].index("sinks")]
     assert cell_text(silent, groups.columns[1]) == "no gradient"
 
@@ -92,7 +90,7 @@ def test_a_report_without_gradients_has_no_field_and_no_section() -> None:
     [
         (["rows", 0, "groups", 0, "cosine", "value"], "0.9"),
         (["rows", 0, "kind"], 1),
-        (["clipped"], "1.5"),
+        (["tokens"], "1"),
     ],
 )
 def test_broken_documents_do_not_validate(path: list[Any], value: object) -> None:
@@ -110,10 +108,9 @@ def saved(run_dir: Path, *, without: str = "") -> None:
     gradients, batch = planted(4)
     work = []
     for gradient in gradients:
-        entry = {"name": gradient.name, "coefficients": gradient.coefficients, "made_by": "test"}
+        entry = {"name": gradient.name, "made_by": "test"}
         if gradient.same_as:
-            name, _, coefficients = gradient.same_as.partition(" ")
-            entry |= {"same_as": name, "same_coefficients": coefficients}
+            entry |= {"same_as": gradient.same_as}
         elif gradient.name != without:
             save_gradients(run_dir, gradient, "test", (), {})
         work.append(entry)

@@ -8,7 +8,7 @@ everything over prompts, sketches speak; see :mod:`mismatch.experiments.gradient
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,87 +17,24 @@ from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.gradients.coefficients import Sketched, cosine_of, exp, fisher
 from mismatch.experiments.gradients.types import (
     ALL,
-    LOSSES,
-    PPO_OVERRIDE,
-    PPO_RATIO,
     GradientBatch,
     GradientCheck,
     GradientRow,
     Gradients,
     GroupGradient,
-    Loss,
-    Trainer,
 )
-from mismatch.metrics.importance_weights import BY_ID, CORRECTIONS
 from mismatch.metrics.inference import FEW_PROMPTS, jackknife
 from mismatch.types import Bools, Check, Estimate, Floats
-
-RATIO_LABELS = {
-    PPO_RATIO: "PPO, old and new from two passes",
-    PPO_OVERRIDE: "PPO, ratio 1 (override)",
-}
-KINDS = ("baseline", "fix", "correction", "ratio")
-_WEIGHTS = [*(correction.id for correction in CORRECTIONS), PPO_RATIO, PPO_OVERRIDE]
-
-
-def trainer_of(own: Gradients, batch: GradientBatch) -> Trainer:
-    """The pass that it was taken of."""
-    trainer = next((candidate for candidate in batch.trainers if candidate.name == own.name), None)
-    return trainer or Trainer(own.name, own.name, "fix", own.name)
-
-
-def row_id(own: Gradients, batch: GradientBatch) -> str:
-    """``baseline``, a fix's id, a correction's id, PPO's."""
-    trainer = trainer_of(own, batch)
-    if not own.weight:
-        return trainer.id
-    return own.weight if trainer.kind in ("baseline", "ratio") else f"{trainer.id}+{own.weight}"
-
-
-def kind(own: Gradients, batch: GradientBatch) -> str:
-    """One of :data:`KINDS`."""
-    if own.weight in RATIO_LABELS:
-        return "ratio"
-    return "correction" if own.weight else trainer_of(own, batch).kind
-
-
-def label(own: Gradients, batch: GradientBatch) -> str:
-    """The row in words."""
-    if not own.weight:
-        return trainer_of(own, batch).label
-    if own.weight in BY_ID:
-        return BY_ID[own.weight].label
-    return RATIO_LABELS.get(own.weight, own.weight)
-
-
-def same_as(own: Gradients, gradients: Iterable[Gradients], batch: GradientBatch) -> str:
-    """Id of the row whose gradient it is by construction, "reference", or ""."""
-    if not own.same_as:
-        return ""
-    name, _, coefficients = own.same_as.partition(" ")
-    source = [g for g in gradients if (g.name, g.coefficients) == (name, coefficients)]
-    return row_id(source[0], batch) if source else "reference"
-
-
-def row_order(own: Gradients, batch: GradientBatch) -> tuple[int, int, int]:
-    """Sorts rows: baseline, fixes and corrections in their own order, PPO last."""
-    names = [trainer.name for trainer in batch.trainers]
-    return (
-        KINDS.index(kind(own, batch)) if kind(own, batch) in KINDS else len(KINDS),
-        names.index(own.name) if own.name in names else len(names),
-        _WEIGHTS.index(own.weight) if own.weight in _WEIGHTS else -1,
-    )
-
 
 CHECK = "gradients"
 EXACT = 1e-10  # |g - ref|² / |ref|² below which float64 squares have lost it to cancellation
 
 
 def check_gradients(gradients: Sequence[Gradients], batch: GradientBatch) -> GradientCheck:
-    """Every gradient beside the reference's of the same loss.
+    """Compare every gradient with the reference's.
 
     Args:
-        gradients: as they were taken; the reference's without weight among them, for every loss.
+        gradients: as they were taken, the reference's among them.
         batch: what they were taken of, with the trainers' labels.
 
     Raises:
@@ -105,18 +42,35 @@ def check_gradients(gradients: Sequence[Gradients], batch: GradientBatch) -> Gra
             are equal.
         MismatchError: gradients of other prompts or groups than the reference's.
     """
+    trainers = {trainer.name: trainer for trainer in batch.trainers}
     reference = next(trainer.name for trainer in batch.trainers if trainer.kind == "reference")
-    first = {g.loss: g for g in gradients if g.name == reference and not g.weight}
+    first = next((g for g in gradients if g.name == reference), None)
     others = [g for g in gradients if g.name != reference]
-    if not first or not others:
+    if first is None or not others:
         why = "; ".join(batch.failed.values()) or "their passes did not come to an end"
         raise EmptyComparison(f"gradients: nothing to compare: {why}", "mismatch check --gradients")
     missing = [*batch.not_tested, *(f"gradients of {k}: {v}" for k, v in batch.failed.items())]
+    measure = _Measure.of(first, batch)
     rows: list[GradientRow] = []
-    for loss in LOSSES:
-        of_loss = sorted((g for g in others if g.loss == loss), key=lambda g: row_order(g, batch))
-        if of_loss and loss in first:
-            rows += _of_loss(loss, of_loss, first[loss], batch, missing)
+    for name, trainer in trainers.items():
+        own = next((g for g in others if g.name == name), None)
+        if own is None:
+            continue
+        if not np.isfinite(own.squared_norm).all():
+            missing.append(f"gradients of {name}: not finite")
+            continue
+        _same_batch(own, first)
+        rows.append(
+            GradientRow(
+                id=trainer.id,
+                kind=trainer.kind,
+                label=trainer.label,
+                groups=tuple(_group(measure, own, group) for group in (ALL, *own.groups)),
+                same_as=trainers[own.same_as].id if own.same_as else "",
+                seconds=own.seconds,
+                peak_bytes=own.peak_bytes,
+            )
+        )
     if not rows:
         raise EmptyComparison("gradients: no finite one to compare", "see the reasons beside it")
     return GradientCheck(
@@ -127,8 +81,6 @@ def check_gradients(gradients: Sequence[Gradients], batch: GradientBatch) -> Gra
         tokens=batch.tokens,
         advantages=batch.advantages,
         sketch_size=batch.sketch_size,
-        clip=batch.clip,
-        clipped=batch.clipped,
         rows=tuple(rows),
         not_tested=tuple(missing),
     )
@@ -140,7 +92,7 @@ def gradient_checks(check: GradientCheck | None) -> list[Check]:
     Such a trainer can have all log-probabilities right: it never trains these parameters. No
     interval is needed, since a sum over a batch is 0 to the last bit only where nothing was added.
     """
-    baseline = None if check is None else check.row("baseline", check.loss)
+    baseline = None if check is None else check.row("baseline")
     if baseline is None:
         return []
     dead = [group.group for group in baseline.groups[1:] if group.silent]
@@ -153,30 +105,28 @@ def gradient_checks(check: GradientCheck | None) -> list[Check]:
 
 @dataclass(frozen=True, slots=True)
 class _Measure:
-    """What all rows of one loss share.
+    """What all rows share.
 
     Attributes:
         prompts: [P] bool, those that have a gradient at all.
         size: of the whole reference, squared.
     """
 
-    loss: Loss
     reference: Gradients
     batch: GradientBatch
     prompts: Bools
     size: float
 
     @classmethod
-    def of(cls, loss: Loss, reference: Gradients, batch: GradientBatch) -> _Measure:
+    def of(cls, reference: Gradients, batch: GradientBatch) -> _Measure:
         size = float(reference.squared_norm.sum())
         if not math.isfinite(size) or size == 0.0:
             raise EmptyComparison(
-                f"gradients: the reference's is {'0' if size == 0.0 else 'not finite'} "
-                f"({loss}-level loss)",
+                f"gradients: the reference's is {'0' if size == 0.0 else 'not finite'}",
                 "samples of one prompt need different rewards: --task, or more --samples",
             )
         deciding = np.asarray(reference.sketches.any(axis=(1, 2)), np.bool_)
-        return cls(loss, reference, batch, deciding, size)
+        return cls(reference, batch, deciding, size)
 
     def sketched(self, own: Gradients, group: slice) -> Sketched:
         rows = self.prompts
@@ -190,38 +140,6 @@ class _Measure:
         return Estimate(
             value, low, high, self.batch.tokens, self.batch.sequences, prompts, flags=flags
         )
-
-
-def _of_loss(
-    loss: Loss,
-    gradients: Sequence[Gradients],
-    reference: Gradients,
-    batch: GradientBatch,
-    missing: list[str],
-) -> list[GradientRow]:
-    measure = _Measure.of(loss, reference, batch)
-    finite = [g for g in gradients if np.isfinite(g.squared_norm).all()]
-    missing += [
-        f"gradients of {g.name}, {g.coefficients}: not finite"
-        for g in gradients
-        if not np.isfinite(g.squared_norm).all()
-    ]
-    rows: list[GradientRow] = []
-    for own in finite:
-        _same_batch(own, reference)
-        rows.append(
-            GradientRow(
-                id=row_id(own, batch),
-                kind=kind(own, batch),
-                loss=loss,
-                label=label(own, batch),
-                groups=tuple(_group(measure, own, name) for name in (ALL, *own.groups)),
-                same_as=same_as(own, gradients, batch),
-                seconds=own.seconds,
-                peak_bytes=own.peak_bytes,
-            )
-        )
-    return rows
 
 
 def _group(measure: _Measure, own: Gradients, name: str) -> GroupGradient:

@@ -1,36 +1,27 @@
-"""The coefficient of every action token in the policy gradient. Pure numpy.
+"""The coefficient of every action token in the policy gradient, and estimates over prompts.
 
 The loss is ``-sum_t c_t · logprob_t``, with everything in c a constant to autograd:
 
-    token-level loss       c = A_i · w_t / (action tokens of the batch)
-    sequence-level loss    c = A_i · w_t / (samples of the batch · action tokens of sample i)
+    token-level loss       c = A_i / (action tokens of the batch)
+    sequence-level loss    c = A_i / (samples of the batch · action tokens of sample i)
 
 A_i is GRPO's advantage of sample i, (r - mean) / (std + 1e-6) within its prompt (Shao et al. 2024,
 arXiv 2402.03300, whose loss is the sequence-level one; the token-level one is DAPO's, arXiv
-2503.14476). w_t is 1, a correction's weight (mismatch/metrics/importance_weights.py), or PPO's: the
-gradient of ``min(ρ A, clip(ρ, 1 - ε, 1 + ε) A)`` is ``ρ A · ∇logprob`` where the first branch is
-the smaller, else 0 (Schulman et al. 2017, arXiv 1707.06347, eq. 7).
+2503.14476). A gradient check takes the token-level loss; the training loop takes either.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.experiments.gradients.types import LOSSES, PPO_OVERRIDE, PPO_RATIO, REWARDS, Loss
-from mismatch.metrics.importance_weights import (
-    CORRECTIONS,
-    NONE,
-    OVERRIDE,
-    Ratios,
-    Settings,
-    group_advantages,
-)
-from mismatch.metrics.ppo_passes import CLIP, ratios
-from mismatch.types import Bools, Floats, Ints, Pair, Rollout, Scoring
+from mismatch.experiments.gradients.types import REWARDS, Loss
+from mismatch.metrics.importance_weights import group_advantages
+from mismatch.metrics.ppo_passes import CLIP
+from mismatch.types import Bools, Floats, Ints, Rollout
 
 ROUNDING = 1e-15  # of a cosine: a gap to 1 of less is none
 
@@ -127,31 +118,6 @@ class Batch:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class Vectors:
-    """Named coefficients, each [A].
-
-    Attributes:
-        values: name -> coefficients; ``token``, ``sequence:icepop`` …
-        same_as: name -> the earlier name of equal coefficients.
-    """
-
-    values: dict[str, Floats] = field(default_factory=dict)
-    same_as: dict[str, str] = field(default_factory=dict)
-
-    def add(self, name: str, coefficients: Floats) -> None:
-        """Keep a vector, or the name of the one that it equals."""
-        for earlier, values in self.values.items():
-            if np.array_equal(values, coefficients):
-                self.same_as[name] = earlier
-                return
-        self.values[name] = coefficients
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (*self.values, *self.same_as)
-
-
 def choose_batch(rollout: Rollout, prompts: int, seed: int) -> Batch:
     """At most ``prompts`` prompts, in seeded order, those with samples of different reward first.
 
@@ -217,55 +183,6 @@ def normalised(batch: Batch, sequence: Ints, loss: Loss) -> Floats:
     out = np.zeros(len(sequence))
     out[batch.member] = share * batch.advantage[inside]
     return out
-
-
-def plain_vectors(rollout: Rollout, batch: Batch) -> Vectors:
-    """Both losses without any weight."""
-    sequence = rollout.sequence_of_token[rollout.actions]
-    vectors = Vectors()
-    for loss in LOSSES:
-        vectors.values[loss] = normalised(batch, sequence, loss)
-    return vectors
-
-
-def add_corrections(vectors: Vectors, rollout: Rollout, left: Scoring, right: Scoring) -> None:
-    """Both losses with the weights of every correction; the override is PPO's, not one of these.
-
-    Raises:
-        MismatchError: scorings that cannot be paired, see :meth:`mismatch.types.Pair.of`.
-    """
-    pair = Pair.of(rollout, left, right)
-    of_tokens = Ratios.of(pair.delta, pair.sequence, pair.train)
-    for correction in CORRECTIONS:
-        if correction.id in (NONE, OVERRIDE):
-            continue
-        weights = correction.weights(of_tokens, Settings())
-        for loss in LOSSES:
-            vectors.add(f"{loss}:{correction.id}", vectors.values[loss] * weights)
-
-
-def add_ratio(
-    vectors: Vectors, rollout: Rollout, old: Scoring, new: Scoring, clip: float = CLIP
-) -> float:
-    """Both losses with PPO's ratio of two passes, and with the ratio set to 1.
-
-    Returns:
-        Share of the tokens with a coefficient whose gradient the clip removes.
-
-    Raises:
-        MismatchError: scorings that cannot be paired.
-    """
-    pair = Pair.of(rollout, old, new)
-    ratio = ratios(pair.rollout, pair.train)
-    removed = 0.0
-    for loss in LOSSES:
-        plain = vectors.values[loss]
-        active = unclipped(ratio, plain, clip)
-        vectors.add(f"{loss}:{PPO_RATIO}", np.where(active, plain * ratio, 0.0))
-        vectors.add(f"{loss}:{PPO_OVERRIDE}", plain)
-        counted = plain != 0.0
-        removed = float(1.0 - active[counted].mean()) if counted.any() else 0.0
-    return removed
 
 
 def unclipped(ratio: Floats, advantage: Floats, clip: float = CLIP) -> Bools:

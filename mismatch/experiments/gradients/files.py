@@ -1,7 +1,7 @@
-"""Gradients in a run directory: ``gradients/batch.json`` and one file per pass and coefficients.
+"""Gradients in a run directory: ``gradients/batch.json`` and one file per pass.
 
-What is equal by construction is written once: settings that are those of the reference, and
-coefficients that turn out the same (a correction that cuts nothing), are kept as names.
+What is equal by construction is written once: a pass with the settings of another, such as the
+reference, is kept as its name.
 """
 
 from __future__ import annotations
@@ -50,16 +50,15 @@ def check_of_run(
 
 GRADIENTS = "gradients"  # what is not tested without any
 BATCH = "gradients/batch.json"
-BATCH_SCHEMA = "mismatch.gradient-batch/1"
-SCHEMA = "mismatch.gradients/1"
+BATCH_SCHEMA = "mismatch.gradient-batch/2"
+SCHEMA = "mismatch.gradients/2"
 ARRAYS = ("squared_norm", "dot", "squared_norm_reference", "sketches", "prompts")
 ALL_PASSES = "gradients"  # under which a reason is left that holds for every pass
 
 
-def gradients_file(name: str, coefficients: str) -> str:
-    """Path inside the run directory, e.g. ``gradients/fix-fp32.sequence-icepop.safetensors``."""
-    stems = (text.replace(":", "-").replace("/", "-") for text in (name, coefficients))
-    return f"gradients/{'.'.join(stems)}.safetensors"
+def gradients_file(name: str) -> str:
+    """Return the path inside the run directory, e.g. ``gradients/fix-fp32.safetensors``."""
+    return f"gradients/{name.replace(':', '-').replace('/', '-')}.safetensors"
 
 
 def failure_label(name: str) -> str:
@@ -74,7 +73,7 @@ def save_gradients(
     inputs: tuple[str, ...],
     facts: dict[str, Any],
 ) -> Path:
-    """Write one pass's gradient for one vector of coefficients; ``facts`` are kept beside it."""
+    """Write one pass's gradient; ``facts`` are kept beside it."""
     run_dir = Path(run_dir)
     arrays = {
         name: np.ascontiguousarray(values)
@@ -83,35 +82,34 @@ def save_gradients(
     }
     header = {
         "name": gradients.name,
-        "coefficients": gradients.coefficients,
         "groups": list(gradients.groups),
         "seconds": gradients.seconds,
         "peak_bytes": gradients.peak_bytes,
         **facts,
     }
     metadata = {"schema": SCHEMA, "header": json.dumps(header)}
-    name = gradients_file(gradients.name, gradients.coefficients)
+    name = gradients_file(gradients.name)
     write_atomic(run_dir / name, lambda target: write_arrays(target, arrays, metadata))
     manifest.record(run_dir, name, SCHEMA, made_by, inputs)
     return run_dir / name
 
 
-def read_gradients(run_dir: Path | str, name: str, coefficients: str) -> Gradients:
+def read_gradients(run_dir: Path | str, name: str) -> Gradients:
     """One artefact.
 
     Raises:
         MismatchError: absent, damaged, or of another schema.
     """
-    header, arrays = _read(Path(run_dir), gradients_file(name, coefficients))
+    header, arrays = _read(Path(run_dir), gradients_file(name))
     held: dict[str, Any] = {name: np.array(arrays[name]) for name in ARRAYS if name in arrays}
-    kept = {name: header[name] for name in ("name", "coefficients", "seconds", "peak_bytes")}
+    kept = {name: header[name] for name in ("name", "seconds", "peak_bytes")}
     absent = dict.fromkeys(("dot", "squared_norm_reference"))
     return Gradients(**{**absent, **held, **kept, "groups": tuple(header["groups"])})
 
 
-def gradient_facts(run_dir: Path | str, name: str, coefficients: str) -> dict[str, Any]:
+def gradient_facts(run_dir: Path | str, name: str) -> dict[str, Any]:
     """What was noted beside one artefact: spec, loss scale, world size …"""
-    return _read(Path(run_dir), gradients_file(name, coefficients))[0]
+    return _read(Path(run_dir), gradients_file(name))[0]
 
 
 def save_batch(
@@ -126,8 +124,8 @@ def save_batch(
     """Write ``gradients/batch.json``.
 
     Args:
-        work: every gradient by ``name`` and ``coefficients``, with ``made_by`` as recorded, or
-            ``same_as`` (name) and ``same_coefficients`` where it is another's.
+        work: every gradient by ``name``, with ``made_by`` as recorded, or ``same_as``, the name
+            of the pass whose gradient it is.
         finished: nothing is left to be taken.
     """
     from mismatch.run.store import write_json
@@ -176,20 +174,13 @@ def load_gradients(run_dir: Path | str) -> list[Gradients]:
         return []
     gradients: list[Gradients] = []
     work = _document(run_dir)["work"]
-    there = {
-        (entry["name"], entry["coefficients"])
-        for entry in work
-        if "made_by" in entry and _is_there(run_dir, entry)
-    }
+    there = {entry["name"] for entry in work if "made_by" in entry and _is_there(run_dir, entry)}
     for entry in work:
-        name, coefficients = entry["name"], entry["coefficients"]
-        source, vector = entry.get("same_as", name), entry.get("same_coefficients", coefficients)
-        if (source, vector) not in there:
+        source = entry.get("same_as", entry["name"])
+        if source not in there:
             continue  # its pass failed, and said why
-        taken = read_gradients(run_dir, source, vector)
-        if (source, vector) != (name, coefficients):
-            taken = _alias(taken, name, coefficients)
-        gradients.append(taken)
+        taken = read_gradients(run_dir, source)
+        gradients.append(taken if source == entry["name"] else _alias(taken, entry["name"]))
     return gradients
 
 
@@ -205,17 +196,16 @@ def gradient_failures(run_dir: Path | str, names: list[str]) -> dict[str, str]:
 
 def _is_there(run_dir: Path, entry: dict[str, str]) -> bool:
     """Whether a gradient is there, and of this batch: one of an earlier batch may be left."""
-    name = gradients_file(entry["name"], entry["coefficients"])
+    name = gradients_file(entry["name"])
     recorded = manifest.entries(run_dir).get(name)
     made_by = entry["made_by"] if recorded is None else recorded["made_by"]
     return (run_dir / name).exists() and made_by == entry["made_by"]
 
 
-def _alias(taken: Gradients, name: str, coefficients: str) -> Gradients:
+def _alias(taken: Gradients, name: str) -> Gradients:
     return replace(
         taken,
         name=name,
-        coefficients=coefficients,
         # The reference has no dot with itself: its own squared norm is that.
         dot=taken.squared_norm if taken.dot is None else taken.dot,
         squared_norm_reference=(
@@ -225,7 +215,7 @@ def _alias(taken: Gradients, name: str, coefficients: str) -> Gradients:
         ),
         seconds=None,
         peak_bytes=None,
-        same_as=f"{taken.name} {taken.coefficients}",
+        same_as=taken.name,
     )
 
 

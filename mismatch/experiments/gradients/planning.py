@@ -9,24 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch.codec import from_json
-from mismatch.experiments.gradients.coefficients import (
-    Batch,
-    Vectors,
-    add_corrections,
-    add_ratio,
-    choose_batch,
-    plain_vectors,
-)
-from mismatch.experiments.gradients.types import LOSSES, PPO_OVERRIDE, PPO_RATIO, Trainer
-from mismatch.metrics.importance_weights import CORRECTIONS, NONE, OVERRIDE
-from mismatch.metrics.ppo_passes import CLIP
-from mismatch.run import store
+from mismatch.experiments.gradients.coefficients import Batch, choose_batch, normalised
+from mismatch.experiments.gradients.types import Trainer
 from mismatch.specs import CheckSpec, Pass, TrainSpec, weights_key
-from mismatch.types import Rollout
+from mismatch.types import Floats, Rollout
 
 if TYPE_CHECKING:
     from mismatch.experiments.fixes.base import Context
@@ -34,85 +23,43 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ScheduledGradient:
-    """One gradient to take, or the earlier one that it equals by construction."""
-
-    planned: Planned
-    coefficients: str
-    vector: str
-    same_as: tuple[str, str] | None = None
-
-    def entry(self, made_by: str) -> dict[str, str]:
-        """As ``batch.json`` lists it."""
-        entry = {"name": self.planned.trainer.name, "coefficients": self.coefficients}
-        if self.same_as is None:
-            return entry | {"made_by": made_by}
-        return entry | {"same_as": self.same_as[0], "same_coefficients": self.same_as[1]}
-
-
-@dataclass(frozen=True)
 class GradientSchedule:
-    """All gradients of a plan, with their coefficients.
-
-    Attributes:
-        items: the reference's first; passes with the same weights next to each other.
-        inputs: recorded artefacts that the coefficients were made from.
-    """
+    """All gradients of a plan, with their coefficients."""
 
     batch: Batch
-    vectors: Vectors
-    clipped: float | None
-    items: tuple[ScheduledGradient, ...]
-    inputs: tuple[str, ...]
+    coefficients: Floats
+    """[A] of every action token, the same for all passes."""
+    passes: tuple[Planned, ...]
+    """The reference first; passes with the same weights next to each other."""
+    same_as: dict[str, str]
+    """Name of a pass -> the earlier pass of equal settings, whose gradient it has."""
 
     @classmethod
-    def of(cls, run_dir: Path, rollout: Rollout, plan: GradientPlan) -> GradientSchedule:
-        """Of the scorings that lie in a run directory.
+    def of(cls, rollout: Rollout, plan: GradientPlan) -> GradientSchedule:
+        """Schedule a plan's gradients on the tokens of a rollout.
 
         Raises:
-            MismatchError: scorings that are missing or cannot be paired.
+            MismatchError: no prompt, or no action token.
         """
         batch = choose_batch(rollout, plan.prompts, plan.seed)
-        vectors = plain_vectors(rollout, batch)
-        right = store.load_scoring(run_dir, plan.right)
-        add_corrections(vectors, rollout, store.load_scoring(run_dir, plan.left), right)
-        clipped = None
-        if plan.new is not None:
-            new = store.load_scoring(run_dir, plan.new)
-            clipped = add_ratio(vectors, rollout, right, new, plan.clip)
-        names = [plan.left, plan.right, *([plan.new] if plan.new else [])]
-        inputs = (store.ROLLOUT, *(store.scoring_file(name) for name in names))
-        return cls(batch, vectors, clipped, tuple(scheduled(plan, vectors)), inputs)
+        sequence = rollout.sequence_of_token[rollout.actions]
+        passes, same_as = in_order(plan)
+        return cls(batch, normalised(batch, sequence, "token"), passes, same_as)
 
 
-def scheduled(plan: GradientPlan, vectors: Vectors) -> list[ScheduledGradient]:
-    """Every gradient of a plan, in the order that they are taken in; the reference's first."""
+def in_order(plan: GradientPlan) -> tuple[tuple[Planned, ...], dict[str, str]]:
+    """Return the passes in the order that they run, and those that equal an earlier one."""
     first: dict[Any, int] = {}
     for number, planned in enumerate(plan.passes):
         first.setdefault(weights_key(planned.spec), number)
-    taken: dict[Any, tuple[str, str]] = {}
-    items = []
-    for planned in sorted(plan.passes, key=lambda other: first[weights_key(other.spec)]):
-        for name in _coefficients(planned, plan):
-            vector = vectors.same_as.get(name, name)
-            key = (planned.trainer.name, name)
-            held = taken.setdefault((planned.spec, vector), key)
-            items.append(ScheduledGradient(planned, name, vector, None if held == key else held))
-    return items
-
-
-def _coefficients(planned: Planned, plan: GradientPlan) -> list[str]:
-    """Names of the vectors of one pass."""
-    kind, noisy = planned.trainer.kind, any(p.trainer.kind == "ratio" for p in plan.passes)
-    ratio = [PPO_RATIO, PPO_OVERRIDE] if plan.new is not None else []
-    if kind == "ratio":
-        weights = ratio
-    elif kind == "baseline":
-        corrections = [c.id for c in CORRECTIONS if c.id not in (NONE, OVERRIDE)]
-        weights = ["", *corrections, *([] if noisy else ratio)]
-    else:
-        weights = [""]
-    return [f"{loss}:{weight}" if weight else loss for weight in weights for loss in LOSSES]
+    passes = tuple(sorted(plan.passes, key=lambda each: first[weights_key(each.spec)]))
+    taken: dict[TrainSpec, str] = {}
+    same_as = {}
+    for planned in passes:
+        source = taken.setdefault(planned.spec, planned.trainer.name)
+        if source != planned.trainer.name:
+            same_as[planned.trainer.name] = source
+    return passes, same_as
 
 
 NATURAL = ("attention-sinks", "router-replay", "fp32-lm-head", "fp16", "fp32")
@@ -144,18 +91,12 @@ class GradientPlan:
         passes: the reference first.
         prompts: of the batch, at most.
         seed: of the choice of prompts, and of signs that stand in for rewards.
-        left, right: scorings whose ratio corrections weigh by: the engine's decode, the trainer.
-        new: PPO's new pass; None where there is none.
         not_tested: one sentence each.
     """
 
     passes: tuple[Planned, ...]
     prompts: int
     seed: int
-    left: str
-    right: str
-    new: str | None
-    clip: float = CLIP
     not_tested: tuple[str, ...] = ()
 
     @property
@@ -167,12 +108,9 @@ class GradientPlan:
     def lines(self) -> list[str]:
         """The plan in words."""
         names = ", ".join(planned.trainer.id for planned in self.passes)
-        noisy = any(planned.trainer.kind == "ratio" for planned in self.passes)
-        ratio = "" if self.new is None or noisy else " and with PPO's ratio of two passes"
         return [
-            f"gradients: of one batch of at most {self.prompts} prompts, both losses, in the "
-            "check's own world",
-            f"  {names}; the baseline also with each correction{ratio}",
+            f"gradients: of one batch of at most {self.prompts} prompts, in the check's own world",
+            f"  {names}",
             *(f"  not tested: {text}" for text in self.not_tested),
         ]
 
@@ -191,10 +129,9 @@ def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientP
     Args:
         context: of the fixes; found out where it is not given.
     """
-    from mismatch.experiments.scoring_passes import reference_of, training_passes
-    from mismatch.run.store import NEW, REFERENCE, REGROUPED, TRAIN
+    from mismatch.experiments.scoring_passes import reference_of
+    from mismatch.run.store import REFERENCE, TRAIN
 
-    specs = {pass_.name: pass_.spec for pass_ in training_passes(spec)}
     # The plain kernels keep every score for the backward pass.
     reference = replace(reference_of(spec.train), attention="auto", experts="auto")
     variants, missing = _variants(spec, context)
@@ -206,20 +143,10 @@ def plan_gradients(spec: CheckSpec, context: Context | None = None) -> GradientP
             for fix in variants
         ),
     ]
-    new = next((name for name in (NEW, REGROUPED) if name in specs), None)
-    if new is None or spec.two_passes is False:
-        new = None
-        missing.append("gradient of PPO's ratio: needs two forward passes: --two-passes")
-    elif new == NEW:
-        label = "PPO's new pass, with injected noise"
-        passes.append(Planned.of(NEW, "ppo", "ratio", label, specs[NEW]))
     return GradientPlan(
         passes=tuple(passes),
         prompts=spec.gradient_prompts,
         seed=spec.seed,
-        left=f"{spec.rollout.engine.engine}:decode",
-        right=TRAIN,
-        new=new,
         not_tested=tuple(missing),
     )
 
@@ -234,7 +161,7 @@ def memory_line(spec: CheckSpec) -> str:
         size = 4.0 * sized(find_config(spec.train.model, spec.train.revision)).parameters
     except UnknownSize as error:
         return f"  memory beside the passes' is not predicted: {error.message}"
-    rank, host = gib(2.0 * size / spec.nproc_per_node), gib(len(LOSSES) * size)
+    rank, host = gib(2.0 * size / spec.nproc_per_node), gib(size)
     return (
         f"  memory beside the passes': {rank} per rank (a prompt's gradient and the batch's), "
         f"{host} of the host's (the reference's)"

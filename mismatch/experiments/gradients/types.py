@@ -1,8 +1,8 @@
 """What a gradient check measures and says; plain data, no torch.
 
 A policy-gradient loss is ``-sum_t c_t · logprob_t`` with a coefficient for every action token: the
-advantage of its sequence, over the loss's normaliser, times whatever weight a correction or a PPO
-ratio puts on it. All that is compared here is a choice of coefficients and of a trainer.
+advantage of its sequence, over the number of tokens of the batch. Trainers are compared, with the
+same coefficients on the same tokens.
 """
 
 from __future__ import annotations
@@ -16,101 +16,74 @@ from numpy.typing import NDArray
 from mismatch.types import Estimate
 
 Loss = Literal["token", "sequence"]
-LOSSES: tuple[Loss, ...] = ("token", "sequence")
 ALL = "all"
 REWARDS = "rewards"
-PPO_RATIO, PPO_OVERRIDE = "ppo-ratio", "ppo-override"
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Gradients of one trainer (one pass) for one vector of coefficients.
-
-    Attributes:
-        name: of the pass, e.g. ``fsdp``, ``reference:fp32``, ``fix:fp32``.
-        coefficients: name of the vector, e.g. ``token``, ``sequence:tis-token``.
-        groups: G names of parameter groups, e.g. ``attention``, those that the model has.
-        squared_norm: [G] of the whole batch's gradient, exact.
-        dot: [G] with the reference's gradient for the same loss, exact; None for the reference.
-        squared_norm_reference: [G] of that reference; None likewise.
-        sketches: [P, G, k] float64, one linear sketch of every prompt's part of the gradient; they
-            sum to the batch's. Inner products of sketches estimate those of gradients without bias.
-        prompts: [P] prompt index of each.
-        seconds, peak_bytes: of the passes that took it (memory: the most of any rank, beyond the
-            loaded weights); None where it is the gradient of another pass, see ``same_as``.
-        same_as: "pass coefficients" whose gradient this is by construction (equal settings, or
-            equal coefficients); "" where it was taken.
-    """
+    """Gradient of one trainer (one pass)."""
 
     name: str
-    coefficients: str
+    """Of the pass, e.g. ``fsdp``, ``reference:fp32``, ``fix:fp32``."""
     groups: tuple[str, ...]
+    """G names of parameter groups, e.g. ``attention``, those that the model has."""
     squared_norm: NDArray[np.float64]
+    """[G] of the whole batch's gradient, exact."""
     dot: NDArray[np.float64] | None
+    """[G] with the reference's gradient, exact; None for the reference."""
     squared_norm_reference: NDArray[np.float64] | None
+    """[G] of that reference; None likewise."""
     sketches: NDArray[np.float64]
+    """[P, G, k] one linear sketch of every prompt's part of the gradient; they sum to the batch's.
+    Inner products of sketches estimate those of gradients without bias."""
     prompts: NDArray[np.int64]
+    """[P] prompt index of each."""
     seconds: float | None = None
+    """Of the passes that took it; None where it is the gradient of another pass."""
     peak_bytes: int | None = None
+    """The most of any rank, beyond the loaded weights; None likewise."""
     same_as: str = ""
-
-    @property
-    def loss(self) -> Loss:
-        """The loss that the coefficients belong to."""
-        return "sequence" if self.coefficients.startswith("sequence") else "token"
-
-    @property
-    def weight(self) -> str:
-        """What else multiplies them: a correction's id, PPO_RATIO, PPO_OVERRIDE; "" for nothing."""
-        return self.coefficients.partition(":")[2]
+    """Name of the pass of equal settings whose gradient this is; "" where it was taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """One pass whose gradient is taken.
-
-    Attributes:
-        name: of the pass, :attr:`Gradients.name`.
-        id: "reference", "baseline", a fix's id, "ppo".
-        kind: "reference", "baseline", "fix", or "ratio" (PPO's new pass with injected noise).
-        label: in words.
-    """
+    """One pass whose gradient is taken."""
 
     name: str
+    """Of the pass, :attr:`Gradients.name`."""
     id: str
+    """"reference", "baseline", or a fix's id."""
     kind: str
+    """"reference", "baseline" or "fix"."""
     label: str
+    """In words."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientBatch:
-    """What the gradients of a run were taken of; the same for every pass.
+    """What the gradients of a run were taken of; the same for every pass."""
 
-    Attributes:
-        trainers: the reference first; not all need have come to their end.
-        prompts: P prompt indices, those whose samples have different rewards first.
-        deciding: how many of them do; the others' coefficients are 0.
-        sequences, tokens: of these prompts, samples and action tokens.
-        advantages: "rewards", or how they were made: "seeded signs: …".
-        clip: PPO's ε.
-        clipped: share of the batch's tokens whose gradient the clip removes; None: no two passes.
-        ratio_passes: names of the old and the new scoring of PPO's ratio; None likewise.
-        failed: pass -> why it has no gradient; "gradients" stands for all.
-        not_tested: one sentence each.
-    """
+    GONE = frozenset({"clip", "clipped", "ratio_passes"})  # see mismatch/codec.py
 
     trainers: tuple[Trainer, ...]
+    """The reference first; not all need have come to their end."""
     prompts: tuple[int, ...]
+    """P prompt indices, those whose samples have different rewards first."""
     deciding: int
+    """How many of them do; the others' coefficients are 0."""
     sequences: int
+    """Samples of these prompts."""
     tokens: int
+    """Their action tokens."""
     advantages: str
+    """"rewards", or how they were made: "seeded signs: …"."""
     sketch_size: int
-    clip: float
-    clipped: float | None
-    ratio_passes: tuple[str, str] | None
     failed: dict[str, str] = field(default_factory=dict)
+    """Pass -> why it has no gradient; "gradients" stands for all."""
     not_tested: tuple[str, ...] = ()
+    """One sentence each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,20 +108,19 @@ class GroupGradient:
 
 @dataclass(frozen=True, slots=True)
 class GradientRow:
-    """One trainer with one loss and one weight, beside the reference."""
+    """One trainer beside the reference."""
 
-    GONE = frozenset({"bias", "variance", "error_ratio", "variance_ratio"})
+    GONE = frozenset({"bias", "variance", "error_ratio", "variance_ratio", "loss"})
 
     id: str
-    """``baseline``, a fix's id, a correction's id, ``ppo-ratio``, ``ppo-override``."""
+    """``baseline`` or a fix's id."""
     kind: str
-    """"baseline", "fix", "correction", "ratio"."""
-    loss: Loss
+    """"baseline" or "fix"."""
     label: str
     groups: tuple[GroupGradient, ...]
     """The first is :data:`ALL`."""
     same_as: str = ""
-    """The row of the same loss, or "reference", whose gradient this is by construction."""
+    """The row, or "reference", whose gradient this is by construction."""
     seconds: float | None = None
     """Of the backward passes; None where not measured."""
     peak_bytes: int | None = None
@@ -163,7 +135,7 @@ class GradientRow:
 class GradientCheck:
     """Every row, and what they rest on."""
 
-    GONE = frozenset({"summary"})
+    GONE = frozenset({"summary", "clip", "clipped"})
 
     reference: str
     """Name of the float32 pass."""
@@ -177,19 +149,10 @@ class GradientCheck:
     advantages: str
     """"rewards" (group-normalised), or how they were made where rewards do not differ."""
     sketch_size: int
-    clip: float
-    """PPO's ε."""
-    clipped: float | None
-    """Share of tokens whose gradient the clip removes in ``ppo-ratio``."""
     rows: tuple[GradientRow, ...]
     not_tested: tuple[str, ...]
     """One sentence each."""
 
-    @property
-    def loss(self) -> Loss:
-        """The loss that is shown first: the token-level one, where it was taken."""
-        return next(loss for loss in LOSSES if any(row.loss == loss for row in self.rows))
-
-    def row(self, id: str, loss: Loss) -> GradientRow | None:
+    def row(self, id: str) -> GradientRow | None:
         """Return one row, or None where it was not measured."""
-        return next((row for row in self.rows if row.id == id and row.loss == loss), None)
+        return next((row for row in self.rows if row.id == id), None)

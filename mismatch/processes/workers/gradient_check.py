@@ -25,9 +25,8 @@ from mismatch.experiments.gradients.planning import (
     GradientPlan,
     GradientSchedule,
     Planned,
-    ScheduledGradient,
 )
-from mismatch.experiments.gradients.types import LOSSES, GradientBatch, Gradients
+from mismatch.experiments.gradients.types import GradientBatch, Gradients
 from mismatch.run import store
 from mismatch.run.manifest import is_current
 from mismatch.run.messages import report_timing, write_error
@@ -86,7 +85,7 @@ def take_gradients(passes: Passes, plan: GradientPlan) -> None:
     passes.world.barrier()  # rank 0 has saved the scorings
     try:
         rollout = store.load_rollout(run_dir)
-        work = GradientSchedule.of(run_dir, rollout, plan)
+        work = GradientSchedule.of(rollout, plan)
     except MismatchError as error:
         if passes.world.rank == 0:
             write_error(run_dir, failure_label(ALL_PASSES), error)
@@ -108,7 +107,7 @@ class _Taking:
         self.passes, self.plan, self.run_dir = passes, plan, run_dir
         self.rollout, self.work, self.world = rollout, work, passes.world
         self.reference = plan.passes[0]
-        self.totals: dict[str, GradientSum] = {}
+        self.total: GradientSum | None = None  # the reference's
         self.failed = False
 
     def all(self) -> None:
@@ -116,43 +115,39 @@ class _Taking:
         self.note(finished=not pending)
         if not pending:
             return
-        reference = [item for item in self.work.items if item.planned is self.reference]
-        if not self.attempt(self.reference, reference, room=True):
+        if not self.attempt(self.reference, room=True):
             return
-        order = list(dict.fromkeys(item.planned.trainer.name for item in pending))
-        for name in order:
-            own = [item for item in pending if item.planned.trainer.name == name]
-            if own[0].planned is not self.reference:
-                self.attempt(own[0].planned, own)
+        for planned in pending:
+            if planned is not self.reference:
+                self.attempt(planned)
         self.note(finished=not self.failed)
 
-    def pending(self) -> list[ScheduledGradient]:
+    def pending(self) -> list[Planned]:
         """What is not there yet; rank 0 looks, so that all ranks do the same."""
         import torch
 
-        todo = [item for item in self.work.items if item.same_as is None]
+        todo = [each for each in self.work.passes if each.trainer.name not in self.work.same_as]
         missing = torch.zeros(len(todo), dtype=torch.int64)
         if self.world.rank == 0:
-            for number, item in enumerate(todo):
-                file = gradients_file(item.planned.trainer.name, item.coefficients)
-                missing[number] = not is_current(self.run_dir, file, self.made_by(item))
+            for number, planned in enumerate(todo):
+                file = gradients_file(planned.trainer.name)
+                missing[number] = not is_current(self.run_dir, file, self.made_by(planned))
         return [i for i, m in zip(todo, self.world.sum(missing).tolist(), strict=True) if m]
 
-    def made_by(self, item: ScheduledGradient) -> str:
-        values = self.work.vectors.values[item.vector]
-        specs = [spec_hash(item.planned.spec), spec_hash(self.reference.spec)]
+    def made_by(self, planned: Planned) -> str:
+        specs = [spec_hash(planned.spec), spec_hash(self.reference.spec)]
         parts = [text.encode() for text in specs]
-        parts += [values.tobytes(), self.work.batch.prompts.tobytes()]
+        parts += [self.work.coefficients.tobytes(), self.work.batch.prompts.tobytes()]
         return hashlib.sha256(b"/".join(parts)).hexdigest()[:12]
 
-    def attempt(self, planned: Planned, items: list[ScheduledGradient], room: bool = False) -> bool:
-        """One pass with all its vectors. Where ranks fail at different places the world ends."""
+    def attempt(self, planned: Planned, room: bool = False) -> bool:
+        """Take one pass. Where ranks fail at different places the world ends."""
         start, name, failed = time.monotonic(), planned.trainer.name, None
         budget = planned.trainer.kind == "fix"
         try:
             if budget and self.passes.late():
                 raise MismatchError("not run, the budget is used up", "raise --budget-minutes")
-            self.run(planned, items, room)
+            self.run(planned, room)
         except Exception as error:
             traceback.print_exc()
             failed = error
@@ -170,46 +165,43 @@ class _Taking:
             report_timing(f"gradient:{name}", time.monotonic() - start)
         return failed is None
 
-    def run(self, planned: Planned, items: list[ScheduledGradient], room: bool) -> None:
+    def run(self, planned: Planned, room: bool) -> None:
         from mismatch.training.gradients import GradientJob, batch_gradient, require_memory
 
         self.passes.load(planned.pass_)
         loaded = self.passes.loaded
         assert loaded is not None
         if room:
-            require_memory(self.world, loaded, len(LOSSES))
+            require_memory(self.world, loaded)
         source = replay_source(self.run_dir, self.rollout, planned.spec)
-        for item in items:
-            values, prompts = self.work.vectors.values[item.vector], self.work.batch.prompts
-            job = GradientJob(item.coefficients, values, prompts, planned.pass_, source)
-            loss = item.coefficients.partition(":")[0]
-            result = batch_gradient(self.world, loaded, self.rollout, job, self.totals.get(loss))
-            if planned is self.reference:
-                self.totals[loss] = result.total.on_host()
-            gradients = Gradients(
-                name=planned.pass_.name,
-                coefficients=item.coefficients,
-                groups=result.groups,
-                squared_norm=result.squared_norm,
-                dot=result.dot,
-                squared_norm_reference=result.squared_norm_reference,
-                sketches=result.sketches,
-                prompts=prompts,
-                seconds=result.seconds,
-                peak_bytes=result.peak_bytes,
-            )
-            facts = {
-                "spec": to_dict(planned.spec),
-                "loss": result.loss,
-                "loss_scale": result.loss_scale,
-                "attention": loaded.attention.label,
-                "experts": loaded.experts,
-                "world_size": self.world.size,
-                "device": self.world.device.type,
-            }
-            if self.world.rank == 0:
-                inputs = (store.ROLLOUT,)
-                save_gradients(self.run_dir, gradients, self.made_by(item), inputs, facts)
+        prompts = self.work.batch.prompts
+        job = GradientJob(self.work.coefficients, prompts, planned.pass_, source)
+        result = batch_gradient(self.world, loaded, self.rollout, job, self.total)
+        if planned is self.reference:
+            self.total = result.total.on_host()
+        if self.world.rank != 0:
+            return
+        gradients = Gradients(
+            name=planned.pass_.name,
+            groups=result.groups,
+            squared_norm=result.squared_norm,
+            dot=result.dot,
+            squared_norm_reference=result.squared_norm_reference,
+            sketches=result.sketches,
+            prompts=prompts,
+            seconds=result.seconds,
+            peak_bytes=result.peak_bytes,
+        )
+        facts = {
+            "spec": to_dict(planned.spec),
+            "loss": result.loss,
+            "loss_scale": result.loss_scale,
+            "attention": loaded.attention.label,
+            "experts": loaded.experts,
+            "world_size": self.world.size,
+            "device": self.world.device.type,
+        }
+        save_gradients(self.run_dir, gradients, self.made_by(planned), (store.ROLLOUT,), facts)
 
     def leave_out(self, planned: Planned, error: Exception) -> None:
         """Note why a gradient is missing."""
@@ -248,10 +240,12 @@ class _Taking:
             tokens=int(batch.member.sum()),
             advantages=batch.source,
             sketch_size=SKETCH_SIZE,
-            clip=plan.clip,
-            clipped=work.clipped,
-            ratio_passes=None if plan.new is None else (plan.right, plan.new),
             not_tested=plan.not_tested,
         )
-        entries = [item.entry(self.made_by(item)) for item in work.items]
-        save_batch(self.run_dir, facts, entries, plan.made_by, work.inputs, finished=finished)
+        entries = []
+        for planned in work.passes:
+            name = planned.trainer.name
+            source = work.same_as.get(name)
+            how = {"made_by": self.made_by(planned)} if source is None else {"same_as": source}
+            entries.append({"name": name, **how})
+        save_batch(self.run_dir, facts, entries, plan.made_by, (store.ROLLOUT,), finished=finished)

@@ -9,12 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mismatch.experiments.gradients.types import (
-    LOSSES,
     REWARDS,
     GradientCheck,
     GradientRow,
     GroupGradient,
-    Loss,
 )
 from mismatch.reports.formatting import (
     cosine,
@@ -34,16 +32,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LEAD = (
-    "The policy gradient of one batch, taken by the trainer, its fixes and the corrections of the "
-    "loss, beside that of the trainer in float32 on the same tokens. One batch, no training."
-)
-LOSS_WORDS: dict[Loss, tuple[str, str]] = {
-    "token": ("Token-level loss", "Every action token of the batch weighs the same."),
-    "sequence": ("Sequence-level loss", "Every sample weighs the same, its tokens share that."),
-}
-AIM = (
-    "A correction aims at another gradient than the plain one of the reference: how far off it is "
-    "says how much it changes, not how wrong it is."
+    "The policy gradient of one batch, taken by the trainer and its fixes, beside that of the "
+    "trainer in float32 on the same tokens. Every token weighs the same. One batch, no training."
 )
 JACKKNIFE = "Intervals: jackknife over prompts, 95 % each, not adjusted for how many there are."
 
@@ -80,22 +70,38 @@ COLUMNS = (
 
 
 def section(result: GradientCheck, report: Report) -> Section:
-    """Return a table per loss, with each group of parameters."""
-    losses = [loss for loss in LOSSES if any(row.loss == loss for row in result.rows)]
-    parts = tuple(_part(result, loss, folded=bool(index)) for index, loss in enumerate(losses))
+    """Return the trainer and its fixes in a table, and each group of parameters in another."""
+    own = [row for row in result.rows if not row.same_as]
+    # A trainer that is the reference itself keeps its line: it is what the check is about.
+    lines = [_row(row) for row in result.rows if row.id == "baseline" or not row.same_as]
+    columns = [Column(each.group, degrees) for each in (own[0].groups if own else ())]
+    by_group: list[Cells] = [(row.id, *map(_group, row.groups)) for row in own]
+    same = [
+        f"{row.id}: the gradient of {row.same_as}, of the same settings."
+        for row in result.rows
+        if row.same_as
+    ]
+    groups = Section(
+        "gradients-groups",
+        "By group of parameters",
+        "Angle of each group's part of the gradient to the reference's.",
+        tables=(Table((Column("gradient", text), *columns), by_group),),
+        page_only=True,
+    )
     return Section(
         id="gradients",
         title="Gradients",
         lead=f"{LEAD} {batch(result)}.",
+        tables=(Table(COLUMNS, lines),),
         figures=_figures(result),
-        notes=(*notes(result), *not_tested(result.not_tested)),
-        parts=parts,
+        notes=(*same, *notes(result), *not_tested(result.not_tested)),
+        parts=(groups,),
         short=_short(result),
     )
 
 
 def _short(check: GradientCheck) -> str:
-    baseline = check.row("baseline", check.loss)
+    baseline = check.row("baseline")
     if baseline is None or baseline.whole.cosine is None:
         return ""
     return f"the trainer's is {degrees(baseline.whole.cosine.value)} off the reference's"
@@ -128,46 +134,7 @@ def notes(check: GradientCheck) -> list[str]:
         texts.append("One prompt only: nothing can be told from chance.")
     elif "few-prompts" in flags:
         texts.append("Few prompts: the intervals are rough. More: --gradient-prompts.")
-    if any(row.kind == "correction" for row in check.rows):
-        texts.append(AIM)
     return [*texts, JACKKNIFE]
-
-
-def _part(check: GradientCheck, loss: Loss, folded: bool) -> Section:
-    rows = [row for row in check.rows if row.loss == loss]
-    baseline = check.row("baseline", loss)
-    own = [row for row in rows if not row.same_as]
-    # A trainer that is the reference itself keeps its line: it is what the check is about.
-    lines = [_row(row) for row in rows if row is baseline or not row.same_as]
-    columns = [Column(each.group, degrees) for each in (own[0].groups if own else ())]
-    by_group: list[Cells] = [(row.id, *map(_group, row.groups)) for row in own]
-    groups = Section(
-        f"gradients-{loss}-groups",
-        "By group of parameters",
-        "Angle of each group's part of the gradient to the reference's.",
-        tables=(Table((Column("gradient", text), *columns), by_group),),
-        page_only=True,
-    )
-    same: dict[str, list[str]] = {}  # whose gradient is another's, by whose it is
-    for row in rows:
-        if row.same_as and row is not baseline:
-            same.setdefault(row.same_as, []).append(row.id)
-    title, lead = LOSS_WORDS[loss]
-    return Section(
-        f"gradients-{loss}",
-        title,
-        lead,
-        tables=(Table(COLUMNS, lines),),
-        notes=[
-            f"{', '.join(ids)}: the reference's gradient, of the same settings."
-            if source == "reference"
-            else f"{', '.join(ids)}: the gradient of {source}, whose coefficients are the same."
-            for source, ids in same.items()
-        ],
-        parts=(groups,),
-        folded=folded,
-        page_only=folded,
-    )
 
 
 def _row(row: GradientRow) -> Cells:
@@ -201,8 +168,8 @@ TICKS = (1e-3, 1e-2, 0.1, 1.0, 10.0, 90.0)
 
 
 def _figures(check: GradientCheck) -> tuple[Figure, ...]:
-    """Those that the rows of one loss allow."""
-    rows = [row for row in check.rows if row.loss == check.loss and not row.same_as]
+    """Return the picture of directions, where a gradient was taken."""
+    rows = [row for row in check.rows if not row.same_as]
     if not rows:
         return ()
     return (
