@@ -28,14 +28,13 @@ from mismatch.metrics.inference import (
     wilson,
 )
 from mismatch.metrics.prompt_terms import Prompts, Sums
-from mismatch.metrics.quantiles import Ranked, quantile_cuts, woodruff_ends
+from mismatch.metrics.quantiles import quantile_cuts, woodruff_ends
 from mismatch.metrics.registry import FLAT, REALS, Array, Metric, plain_array
-from mismatch.metrics.sequence import Ordered
 from mismatch.types import Estimate, Floats, Ints
 
 RESAMPLES = 1000
 LARGEST = 0.01  # share of the tokens by which clustering of rare events is told
-CHUNK = 1 << 16  # tokens whose terms are computed at a time
+BLOCK = 1 << 17  # tokens whose terms are computed at a time: bounds the memory of large runs
 KEPT = 1 << 23  # counts of draws that are kept for the next metric: 64 MiB
 
 
@@ -59,7 +58,7 @@ class Estimator:
         sequence: [A] sequence of each action token.
         prompt: [N] prompt of each sequence.
         seed: of the resamples; the same seed gives the same intervals.
-        chunk: tokens whose terms are computed at a time, about.
+        block: tokens whose terms are computed at a time.
 
     Raises:
         EmptyComparison: no token.
@@ -73,7 +72,7 @@ class Estimator:
         *,
         seed: int = 0,
         resamples: int = RESAMPLES,
-        chunk: int = CHUNK,
+        block: int = BLOCK,
     ) -> None:
         sequence, prompt = _whole("sequence", sequence), _whole("prompt", prompt)
         if not len(sequence):
@@ -84,9 +83,8 @@ class Estimator:
             sequence = sequence[self._order]
         starts = np.concatenate([[0], np.flatnonzero(np.diff(sequence)) + 1])
         _require_prompts(sequence[starts], prompt)
-        self._sequence = sequence.view(Ordered)
-        self._sequence.starts, self._sequence.kept = starts, {}
-        self._by = Prompts(starts, prompt[sequence[starts]], len(sequence), chunk)
+        self._sequence = sequence
+        self._by = Prompts(starts, prompt[sequence[starts]], len(sequence), block)
         self.n_tokens, self.n_sequences = self._by.n_tokens, self._by.n_sequences
         self.n_prompts = self._by.n_prompts
         self._seed, self._resamples = seed, resamples
@@ -104,11 +102,10 @@ class Estimator:
         names = set(arrays) | ({"delta"} if {"rollout", "train"} <= set(arrays) else set())
         wanted = [metric for metric in metrics if names.issuperset(metric.needs)]
         ready = self._ready(wanted, arrays)
-        last: tuple[Any, Floats, Ranked] | None = None  # quantiles of the same terms come in a row
+        last: tuple[Any, Floats, Floats] | None = None  # quantiles of the same terms come in a row
         estimates: dict[str, Estimate | None] = {}
         smooth: list[_Smooth] = []
         with np.errstate(all="ignore"):
-            sums = self._by.sums([m for m in wanted if m.kind in ("mean", "ratio")], ready)
             for metric in wanted:
                 estimates[metric.name] = None  # keeps the order
                 if metric.kind == "extreme":
@@ -116,11 +113,11 @@ class Estimator:
                     estimates[metric.name] = self._bare(metric.value(terms))
                 elif metric.kind == "quantile":
                     if last is None or last[0] is not metric.terms:
-                        terms = self._by.terms(metric, ready)[0]
-                        last = metric.terms, terms, Ranked(terms)
+                        terms = self._by.terms(metric, ready)
+                        last = metric.terms, terms, np.sort(terms)
                     estimates[metric.name] = self._quantile(metric, *last[1:])
                 else:
-                    estimate = self._smooth(metric, sums[metric.name], ready)
+                    estimate = self._smooth(metric, self._by.sums(metric, ready), ready)
                     if isinstance(estimate, _Smooth):
                         smooth.append(estimate)
                     else:
@@ -203,13 +200,13 @@ class Estimator:
     def _few(self) -> list[str]:
         return ["few-prompts"] if self.n_prompts < FEW_PROMPTS else []
 
-    def _quantile(self, metric: Metric, terms: Floats, ordered: Ranked) -> Estimate:
+    def _quantile(self, metric: Metric, terms: Floats, ordered: Floats) -> Estimate:
         value, wider = (cut + 0.0 for cut in quantile_cuts(ordered, metric.probability))
         if not np.isfinite(value):
             return self._bare(value, "overflow")
         if self.n_prompts < 2:
             return self._bare(value, "one-prompt")
-        under, tail = (self._by.total(terms <= cut, metric) for cut in (value, wider))
+        under, tail = (self._by.total(terms <= cut, metric.reduction) for cut in (value, wider))
         count = self._by.counts[metric.reduction]
         interval = woodruff_ends(ordered, under, tail, count, metric.probability)
         flags = [*self._few, *(["few-tokens"] if interval is None else [])]
@@ -247,7 +244,7 @@ class Estimator:
             size = np.abs(ready["delta"])
             top = size >= np.quantile(size, 1.0 - LARGEST)
             share = float(top.mean())
-            sums = self._by.events(top)
+            sums = self._by.total(top, "token")
             away = sums - share * self._by.counts["token"]
             error = prompts / (prompts - 1) * float((away**2).sum()) / self.n_tokens**2
             independent = share * (1.0 - share) / error if error > 0.0 else math.inf

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 
 from mismatch.metrics.inference import Interval, student
 from mismatch.types import Floats
@@ -13,38 +12,8 @@ QUANTILE_PROMPTS = 14.0  # effective number, of those that hold the values in th
 QUANTILE_FREEDOM = 2.5  # prompts of the rarer side for each degree of freedom
 
 
-class Ranked:
-    """Values by rank, of which only those that are asked for are put in their places.
-
-    With many values that takes a fraction of the time of sorting.
-
-    >>> import numpy as np
-    >>> Ranked(np.array([3.0, 1.0, 2.0]))[-1]
-    3.0
-
-    Args:
-        values: [U].
-    """
-
-    def __init__(self, values: Floats) -> None:
-        self._values = values.copy()
-        self._placed = [-1, len(values)]  # what lies between two of them has no order yet
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __getitem__(self, index: int) -> float:
-        index = range(len(self))[index]
-        after = bisect_left(self._placed, index)
-        if self._placed[after] != index:
-            low, high = self._placed[after - 1] + 1, self._placed[after]
-            self._values[low:high].partition(index - low)
-            self._placed.insert(after, index)
-        return float(self._values[index])
-
-
-def quantile_cuts(ordered: Ranked, probability: float) -> tuple[float, float]:
-    """The quantile of some values, and the one that cuts off a tail ``WIDER`` times as large.
+def quantile_cuts(ordered: Floats, probability: float) -> tuple[float, float]:
+    """The quantile of sorted values, and the one that cuts off a tail ``WIDER`` times as large.
 
     Whether prompts share the tail evenly is told from the wider one. To tell it from the values
     beyond the quantile itself would choose the runs in which these happen to be spread evenly,
@@ -52,12 +21,14 @@ def quantile_cuts(ordered: Ranked, probability: float) -> tuple[float, float]:
     """
     rare = min(WIDER * min(probability, 1.0 - probability), 0.5)
     wider = rare if probability < 0.5 else 1.0 - rare
-    first, second = (ordered[rank_of(share, len(ordered)) - 1] for share in (probability, wider))
+    first, second = (
+        float(ordered[rank_of(share, len(ordered)) - 1]) for share in (probability, wider)
+    )
     return first, second
 
 
 def woodruff_ends(
-    ordered: Ranked, under: Floats, tail: Floats, count: Floats, probability: float
+    ordered: Floats, under: Floats, tail: Floats, count: Floats, probability: float
 ) -> Interval | None:
     """Interval of a quantile: that of the distribution function there, inverted.
 
@@ -67,11 +38,12 @@ def woodruff_ends(
     and where too few prompts hold the values of the tail to say how these vary.
 
     Args:
+        ordered: all values, ascending.
         under, tail: how many of a prompt's values lie at or below the :func:`quantile_cuts`, [P].
         count: of all its values, [P].
     """
     if ordered[0] == ordered[-1]:
-        return ordered[0], ordered[0]
+        return float(ordered[0]), float(ordered[0])
     total, prompts = len(ordered), len(count)
     residual = under - under.sum() / total * count
     rare, wide = (side if probability < 0.5 else count - side for side in (under, tail))
@@ -87,7 +59,7 @@ def woodruff_ends(
     if high * total > total - 1:
         return None
     first, last = rank_of(low, total), rank_of(high, total)
-    return ordered[first - 1], ordered[last - 1]
+    return float(ordered[first - 1]), float(ordered[last - 1])
 
 
 def _effective(held: Floats) -> float:

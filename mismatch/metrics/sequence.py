@@ -9,7 +9,6 @@ Formulas and names: docs/metrics.md. Same errors as :class:`Metric`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -30,24 +29,6 @@ from mismatch.types import Floats, Ints
 Terms = Callable[[Floats], Floats]
 
 
-class Ordered(np.ndarray[Any, np.dtype[np.int64]]):
-    """Ascending sequence numbers [A] that know where each begins, which a slice does not.
-
-    Attributes:
-        kept: sums that several metrics take, with the array that they are of.
-    """
-
-    starts: Ints
-    kept: dict[tuple[Terms, int], tuple[Floats, Floats]]
-
-    def sums(self, values: Floats, terms: Terms) -> Floats:
-        """[N] of terms(values), added up once for all metrics."""
-        key = terms, id(values)
-        if key not in self.kept:
-            self.kept[key] = values, floats(np.add.reduceat(terms(values), self.starts))
-        return self.kept[key][1]
-
-
 def per_sequence_sum(values: Floats, sequence: Ints) -> Floats:
     """Sums over each sequence that occurs, in ascending order of its number."""
     return _sums_and_lengths(values, sequence)[0]
@@ -60,13 +41,11 @@ def per_sequence_mean(values: Floats, sequence: Ints, terms: Terms = floats) -> 
 
 
 def _sums_and_lengths(values: Floats, sequence: Ints, terms: Terms = floats) -> tuple[Floats, Ints]:
-    if isinstance(sequence, Ordered):
-        return sequence.sums(values, terms), np.diff(sequence.starts, append=len(sequence))
-    steps = np.diff(sequence)
-    if (steps < 0).any():
+    before, after = sequence[:-1], sequence[1:]
+    if (after < before).any():
         _, code, lengths = np.unique(sequence, return_inverse=True, return_counts=True)
         return floats(np.bincount(code, weights=terms(values))), lengths
-    starts = np.concatenate([[0], np.flatnonzero(steps) + 1])
+    starts = np.concatenate([[0], np.flatnonzero(after != before) + 1])
     return floats(np.add.reduceat(terms(values), starts)), np.diff(starts, append=len(sequence))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mismatch.metrics.inference import PERCENTILE_FROM, PromptSums, central, student, wilson
-from mismatch.metrics.quantiles import Ranked, quantile_cuts, woodruff_ends
+from mismatch.metrics.quantiles import quantile_cuts, woodruff_ends
 from mismatch.metrics.registry import Metric, columns, floats
 from mismatch.metrics.tails import heavy_tail
 from mismatch.types import Estimate
@@ -34,7 +34,7 @@ def plain(
 
 def woodruff(values, cluster, probability):
     """Interval of a quantile, from all values [U] and the prompt of each, numbered from 0."""
-    ordered, count = Ranked(values), floats(np.bincount(cluster))
+    ordered, count = np.sort(values), floats(np.bincount(cluster))
     under, tail = (
         floats(np.bincount(cluster, weights=values <= cut))
         for cut in quantile_cuts(ordered, probability)

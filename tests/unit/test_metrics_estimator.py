@@ -80,7 +80,7 @@ def test_the_estimator_gives_what_plain_formulas_give(case):
     arrays, sequence, prompt = CASES[case]
     want = {metric.name: plain(metric, arrays, sequence, prompt) for metric in ALL}
     assert_same(Estimator(sequence, prompt).all(ALL, arrays), want)
-    assert_same(Estimator(sequence, prompt, chunk=512).all(ALL, arrays), want)
+    assert_same(Estimator(sequence, prompt, block=512).all(ALL, arrays), want)
 
 
 def test_a_sample_that_misleads_changes_nothing():
@@ -91,7 +91,7 @@ def test_a_sample_that_misleads_changes_nothing():
     delta[::40] = 0.5
     metrics = [METRICS[name] for name in ("k2_kl", "ratio_mean", "logprob_abs_diff_mean")]
     want = {m.name: plain(m, {"delta": delta}, sequence, prompt) for m in metrics}
-    got = Estimator(sequence, prompt, chunk=500).all(metrics, {"delta": delta})
+    got = Estimator(sequence, prompt, block=500).all(metrics, {"delta": delta})
     assert_same(got, want)
 
 
@@ -128,7 +128,7 @@ def test_one_token_that_carries_a_fifth_is_found(spike):
     delta[777] += spike
     metrics = [METRICS[name] for name in ("kl", "k2_kl", "ratio_mean", "logprob_abs_diff_mean")]
     want = {m.name: plain(m, {"delta": delta}, sequence, prompt) for m in metrics}
-    assert_same(Estimator(sequence, prompt, chunk=512).all(metrics, {"delta": delta}), want)
+    assert_same(Estimator(sequence, prompt, block=512).all(metrics, {"delta": delta}), want)
     assert any("heavy-tail" in estimate.flags for estimate in want.values()) == (spike > 3.0)
 
 
