@@ -27,10 +27,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.planted_checkpoint import plant
 from mismatch.experiments.locate.judge import judge
 from mismatch.experiments.locate.types import Location
 from mismatch.models import resolve_model
-from mismatch.models.planted import plant
 from mismatch.pipeline import locate_run as pipeline
 from mismatch.pipeline.locate_run import Asked, locate
 from mismatch.run import store
@@ -75,7 +75,7 @@ class Fault:
     Attributes:
         side: that must be named; "": none must.
         sites: of which the first source must be one; ``layer``: the first of its layers.
-        checkpoint: name and size for :func:`mismatch.models.planted.plant`; None: none is changed.
+        checkpoint: name and size for :func:`benchmarks.planted_checkpoint.plant`; None: none is changed.
         planted: for ``MISMATCH_PLANT``.
     """
 

@@ -30,7 +30,6 @@ COMMANDS = {
     "locate": "Name the first module at which engine and trainer part.",
     "sync-probe": "Push known updates into an engine; which parameters arrive?",
     "loop": "Train a few steps with the mismatch and with its fixes; show the curves.",
-    "selftest": "Plant known faults in your own pipeline and see which are named.",
     "report": "Print a run's report, or several runs side by side.",
     "doctor": "What this machine can measure, and whether a model fits.",
     "metrics": "List every metric.",
@@ -39,7 +38,7 @@ COMMANDS = {
 # Commands by what one wants; those of features come into the group that they name.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Check and its results": ("check", "rollout", "read-rollouts", "score", "compare", "report"),
-    "Dig deeper": ("fixes", "corrections", "locate", "kernels", "loop", "selftest"),
+    "Dig deeper": ("fixes", "corrections", "locate", "kernels", "loop"),
     "Before upgrades": ("sync-probe", "template"),
     "Information": ("doctor", "metrics", "models"),
 }
@@ -60,7 +59,6 @@ RESUMABLE = (
     "check",
     "rollout",
     "loop",
-    "selftest",
 )  # other commands keep finished work themselves, or start again
 USAGE = 2
 INTERRUPTED = 130  # what typer makes of a KeyboardInterrupt

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+from benchmarks.planted_checkpoint import plant
 from mismatch.experiments.locate.judge import from_document
 from mismatch.experiments.locate.types import Location
-from mismatch.models.planted import plant
 from mismatch.pipeline.document import schema
 from tests.integration.conftest import Run
 

@@ -21,9 +21,9 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.planted_checkpoint import plant
 from mismatch.engines.base import UNTESTED
 from mismatch.engines.sglang import cpu as sglang_cpu
-from mismatch.models.planted import plant
 from mismatch.processes.launch import interpreter_environment, own_python
 from mismatch.run import store
 from mismatch.specs import EngineSpec

@@ -1,4 +1,4 @@
-"""Checkpoints with a planted fault, for ``mismatch selftest``; the source stays as it is."""
+"""Copy a checkpoint with a planted fault; the source stays as it is."""
 
 from __future__ import annotations
 
