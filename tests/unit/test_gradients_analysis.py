@@ -122,11 +122,8 @@ def covered(prompts: int, seeds: int, what: str) -> float:
         reference = size * (0.3 * common + draw.normal(size=(prompts, 60)))
         own = reference + size * (0.3 * shift + 0.3 * draw.normal(size=(prompts, 60)))
         sketched = Sketched.of(own, reference)
-        scale = {
-            "norm": sketched.log_norm,
-            "cosine": lambda weights, sketched=sketched: fisher(sketched.gap(weights)),
-        }[what]
-        values = scale(sketched.weights)
+        weights = sketched.weights
+        values = sketched.log_norm(weights) if what == "norm" else fisher(sketched.gap(weights))
         drawn.append(float(values[0]))
         intervals.append(jackknife(values, float(values[0]), float))
     truth = float(np.mean(drawn))
