@@ -15,12 +15,10 @@ import numpy as np
 from mismatch.metrics.registry import (
     POSITIVE,
     SHARE,
-    Metric,
     effective_share,
     excess,
     floats,
     metric,
-    register,
     spread,
 )
 from mismatch.metrics.token import CLAMP, TRUNCATION, excess_factor
@@ -226,19 +224,6 @@ def seq_logratio_std(delta: Floats, sequence: Ints) -> tuple[Floats, ...]:
     return total, total * total
 
 
-@metric(
-    "extreme",
-    unit="nats",
-    reduction="sequence",
-    bounds=POSITIVE,
-    label="sequence log-ratio, max",
-    meaning="largest |sum of delta| of a sequence",
-)
-def seq_logratio_abs_max(delta: Floats, sequence: Ints) -> float:
-    """Largest |sum of delta| of a sequence; no interval."""
-    return float(np.abs(per_sequence_sum(delta, sequence)).max())
-
-
 def _mean_factor(delta: Floats, sequence: Ints) -> Floats:
     return per_sequence_mean(delta, sequence, excess_factor)
 
@@ -297,39 +282,6 @@ def seq_logratio_mean(delta: Floats, sequence: Ints) -> Floats:
     return per_sequence_sum(delta, sequence)
 
 
-def _total(delta: Floats, sequence: Ints) -> Floats:
-    return per_sequence_sum(delta, sequence)
-
-
-def _quantile(tag: str, probability: float, label: str, meaning: str) -> Callable[..., float]:
-    return register(
-        Metric(
-            f"seq_logratio_{tag}",
-            _total,
-            "quantile",
-            "nats",
-            "sequence",
-            good="neither",
-            probability=probability,
-            label=label,
-            meaning=meaning,
-            definition=f"Smallest S = sum of delta that at least {probability:.0%} of the "
-            "sequences do not exceed.",
-        )
-    )
-
-
-seq_logratio_p05 = _quantile(
-    "p05", 0.05, "sequence log-ratio, 5 %", "one sequence in 20 sums to less"
-)
-seq_logratio_p50 = _quantile(
-    "p50", 0.5, "sequence log-ratio, 50 %", "half of the sequences sum to less"
-)
-seq_logratio_p95 = _quantile(
-    "p95", 0.95, "sequence log-ratio, 95 %", "one sequence in 20 sums to more"
-)
-
-
 # ---------------------------------------------------------------- geometric mean ratios
 
 
@@ -348,21 +300,6 @@ def seq_ratio_geo(delta: Floats, sequence: Ints) -> Floats:
     Terms hold its excess.
     """
     return np.expm1(per_sequence_mean(delta, sequence))
-
-
-@metric(
-    "ratio",
-    unit="ratio",
-    reduction="sequence",
-    combine=spread,
-    bounds=POSITIVE,
-    label="geometric ratio, spread",
-    meaning="its spread over sequences",
-)
-def seq_ratio_geo_std(delta: Floats, sequence: Ints) -> tuple[Floats, ...]:
-    """Standard deviation over sequences (dividing by their number) of exp(mean delta)."""
-    away = np.expm1(per_sequence_mean(delta, sequence))
-    return away, away * away
 
 
 @metric(
