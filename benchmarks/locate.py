@@ -75,7 +75,7 @@ class Fault:
     Attributes:
         side: that must be named; "": none must.
         sites: of which the first source must be one; ``layer``: the first of its layers.
-        checkpoint: name and size for :func:`benchmarks.planted_checkpoint.plant`; None: none is changed.
+        checkpoint: name and size for ``planted_checkpoint.plant``; None: none is changed.
         planted: for ``MISMATCH_PLANT``.
     """
 
