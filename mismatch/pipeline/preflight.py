@@ -107,8 +107,8 @@ def preflight_rollout(spec: RolloutSpec, *, reach: bool = True) -> None:
     from mismatch.prompts.sources import read_prompts, require_within
 
     require_ranges(spec, spec.prompts, spec.sampling)
-    preflight_engine(spec.engine, reach=reach, dataset=spec.prompts.dataset is not None)
     require_a_law(spec.sampling)
+    preflight_engine(spec.engine, reach=reach, dataset=spec.prompts.dataset is not None)
     given = [prompt for prompt in read_prompts(spec.prompts) if prompt.token_ids]
     vocabulary = _vocabulary(spec.engine) if given else 0
     for prompt in given if vocabulary else ():

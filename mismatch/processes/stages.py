@@ -183,7 +183,7 @@ class Stages:
 
     def _rescored(self) -> bool:
         spec = self.spec.rollout
-        return not spec.engine.prefill or resume.rescored(self.run_dir, self.run_dir, spec)
+        return not spec.engine.prefill or resume.rescored(self.run_dir, spec)
 
     def _title(self, passes: int, plan: GradientPlan | None) -> str:
         world = self.spec.nproc_per_node

@@ -30,17 +30,17 @@ def rollout_done(run_dir: Path, spec: RolloutSpec) -> bool:
     )
 
 
-def rescored(run_dir: Path, home: Path, spec: RolloutSpec) -> bool:
-    """Whether the engine of the run ``home`` has rescored ``run_dir``'s tokens, or never will.
+def rescored(run_dir: Path, spec: RolloutSpec) -> bool:
+    """Whether the engine has rescored the run's tokens, or never will.
 
     An engine that cannot rescore has said so when it sampled: nothing is gained by starting it.
     """
     decode = f"{spec.engine.engine}:decode"
     if _done(run_dir, scoring_file(f"{spec.engine.engine}:prefill"), spec):
         return True
-    if not _done(home, scoring_file(decode), spec):
+    if not _done(run_dir, scoring_file(decode), spec):
         return False
-    return scoring_header(home, decode)["fingerprint"].get("prefill") is False
+    return scoring_header(run_dir, decode)["fingerprint"].get("prefill") is False
 
 
 def scoring_done(run_dir: Path, name: str, spec: TrainSpec) -> bool:

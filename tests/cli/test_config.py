@@ -44,7 +44,7 @@ def test_flags_override_the_file_and_the_file_the_defaults(tmp_path):
 def test_every_flag_of_check_can_stand_in_a_file(tmp_path):
     import re
 
-    listed = mismatch("check", "--help", cwd=tmp_path).stdout
+    listed = mismatch("check", "--help-all", cwd=tmp_path).stdout
     names = {name.replace("-", "_") for name in re.findall(r"^  --([a-z-]+)", listed, re.M)}
     text = mismatch(*CHECK, "--print-config", cwd=tmp_path).stdout
     in_file = set(re.findall(r"^(?:# )?(\w+) (?:=|is not set)", text, re.M))

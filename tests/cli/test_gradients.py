@@ -71,9 +71,8 @@ def test_the_plan_is_shown_without_running_it(monkeypatch, capsys):
     assert "16 prompts" in shown
     names = ("reference", "baseline", "attention-sinks", "router-replay=ids")
     assert ", ".join(names) in shown
-    # 2.2 million parameters, 4 bytes each: twice over two ranks; the reference's for two losses.
-    assert "8 MiB" in shown
-    assert "17 MiB" in shown
+    # 2.2 million parameters, 4 bytes each: two copies over two ranks; the reference's copy.
+    assert shown.count("8 MiB") == 2
     assert dry_run(spec()) == 0
     assert "gradients" not in capsys.readouterr().out
 

@@ -88,10 +88,3 @@ def test_the_shell_completes_commands_and_flags() -> None:
         command = [sys.executable, "-m", "mismatch"]
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert (done.returncode, done.stdout.split()) == (0, [wanted]), done.stderr
-
-
-def test_the_completion_script_is_printed() -> None:
-    command = [sys.executable, "-m", "mismatch", "--show-completion", "bash"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "_MISMATCH_COMPLETE=complete_bash" in done.stdout

@@ -171,10 +171,10 @@ def test_the_sign_test_counts_discordant_units() -> None:
 def test_a_second_engine_is_looked_at_as_well() -> None:
     from tests.unit.test_square import with_second_engine
 
-    run, spec = with_second_engine(1.0)
+    run = with_second_engine(1.0)
     name = next(name for name in run.usable if name.startswith("sglang"))
     faulty = with_fault("every 200th token off by 1 nat", name, run)
-    measured = measure(faulty, spec)
+    measured = measure(faulty, SPEC)
     assert {check.id: check.status for check in square_checks(measured)}[  # type: ignore[arg-type]
         "displaced-other-engine"
     ] == "failed"

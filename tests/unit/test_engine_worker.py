@@ -190,36 +190,3 @@ def test_a_run_that_does_not_say_gets_its_prefill(tmp_path: Path) -> None:
     store.save_rollout(tmp_path, samples, made_by=SPEC)
     store.save_scoring(tmp_path, scoring("stub:decode", samples), samples, made_by=SPEC)
     assert not rescored(tmp_path)
-
-
-def test_an_engine_rescores_the_tokens_of_another_run_once(
-    kind: type[Stub], tmp_path: Path
-) -> None:
-    home, other = tmp_path / "home", tmp_path / "other"
-    worker.run(other, SPEC)
-    rollout = store.load_rollout(other)
-    rollout.fingerprint["engine"] = "another"
-    (other / store.scoring_file("stub:prefill")).unlink()
-    store.save_rollout(other, rollout)
-    worker.run(home, SPEC, [other])
-    rescored = store.load_scoring(other, "stub:prefill")
-    assert rescored.logprobs.tolist() == [-0.5, -1.5] * 4
-    assert resume.rescored(other, home, SPEC)
-    before = (other / store.scoring_file("stub:prefill")).stat().st_mtime_ns
-    worker.run(home, SPEC, [other])
-    assert (other / store.scoring_file("stub:prefill")).stat().st_mtime_ns == before
-    store.save_rollout(other, replace(rollout, token_ids=rollout.token_ids + 1))  # other tokens
-    assert not resume.rescored(other, home, SPEC)
-
-
-def test_an_engine_without_prefill_rescores_nobody_and_is_not_waited_for(
-    kind: type[Stub], tmp_path: Path
-) -> None:
-    home, other = tmp_path / "home", tmp_path / "other"
-    worker.run(other, SPEC)
-    (other / store.scoring_file("stub:prefill")).unlink()
-    kind.can = NO_PREFILL
-    assert not resume.rescored(other, home, SPEC)
-    worker.run(home, SPEC, [other])
-    assert not (other / store.scoring_file("stub:prefill")).exists()
-    assert resume.rescored(other, home, SPEC)

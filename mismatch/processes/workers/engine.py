@@ -114,7 +114,7 @@ def run(run_dir: Path, spec: RolloutSpec) -> None:
         report_timing(SAMPLED, time.monotonic() - start)
         if not wants_prefill(spec, capabilities):
             return
-        if not resume.rescored(run_dir, run_dir, spec):
+        if not resume.rescored(run_dir, spec):
             rescore(run_dir, spec, engine)
 
 
