@@ -112,9 +112,9 @@ def test_routes_and_prefill_are_saved_where_the_engine_has_them(
     assert routing_reasons(tmp_path) == []
     assert decode.fingerprint["prefill"] is True
     assert resume.rollout_done(tmp_path, SPEC)
-    assert resume.rescored(tmp_path, tmp_path, SPEC)
+    assert resume.rescored(tmp_path, SPEC)
     (tmp_path / store.scoring_file("stub:prefill")).unlink()
-    assert not resume.rescored(tmp_path, tmp_path, SPEC)
+    assert not resume.rescored(tmp_path, SPEC)
 
 
 def test_an_engine_that_cannot_capture_routes_samples_without_them(

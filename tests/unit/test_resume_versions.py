@@ -43,7 +43,7 @@ def finished(tmp_path, model):
 def questions(run, asked):
     return {
         "rollout": lambda: resume.rollout_done(run, asked.rollout),
-        "rescored": lambda: resume.rescored(run, run, asked.rollout),
+        "rescored": lambda: resume.rescored(run, asked.rollout),
         "scoring": lambda: resume.scoring_done(run, "fsdp", asked.train),
     }
 
