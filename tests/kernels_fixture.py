@@ -7,10 +7,8 @@ from mismatch.experiments.kernel_audit import (
     EXPERT_COLUMNS,
     Audit,
     AuditReport,
-    Cost,
     Error,
     Finding,
-    ModelImpact,
 )
 
 TAG = "<script>alert(2)</script>"
@@ -49,29 +47,18 @@ def errors(scale: float = 1.0, sinks: float | None = None) -> tuple[Error, ...]:
     )
 
 
-def costs(scale: float, short: str = "") -> tuple[Cost, ...]:
-    last = Cost(16_384, None, None, short) if short else Cost(16_384, 3.1 * scale, 70 << 20)
-    return (
-        Cost(1_024, 0.021 * scale, int((5 << 20) * scale)),
-        Cost(4_096, 0.33 * scale, int((19 << 20) * scale)),
-        last,
-    )
-
-
 def make_audit_report(hostile: str = HOSTILE) -> AuditReport:
-    usual = ModelImpact(2_048, 2.1e-4, 3.1e-8, 0.004, 0.99999, 0.006)
-    harm = ModelImpact(2_048, 0.231, 0.0612, 0.83, 0.612, 1.0, usual)
     audits = (
         Audit("sink-sdpa", "attention", "ours", "sound", "", True, True, findings(), errors(),
-              costs(1.0), None, 2.5),
+              2.5),
         Audit("eager", "attention", "transformers", "sound", "", True, False,
-              findings("batches"), errors(1.4), costs(2.7, "23 GiB do not fit"), None, 3.0),
+              findings("batches"), errors(1.4), 3.0),
         Audit("sdpa", "attention", "transformers", "unusable", "gpt-oss refuses it: no sinks",
               False, False, findings("sinks", "sink_gradient", "forward"), errors(1e4, 1.0)),
         Audit("flash_attention_2", "attention", "transformers", "unusable",
               f"the package flash_attn is not installed {TAG}", False),
         Audit(hostile, "attention", "yours", "wrong", "", True, False,
-              findings("sinks", "sink_gradient", "offsets"), errors(1e5, 1.0), costs(0.8), harm),
+              findings("sinks", "sink_gradient", "offsets"), errors(1e5, 1.0)),
         Audit("my.kernels:dies", "attention", "yours", "unusable",
               "crashed: its process was ended by signal 11 (SIGSEGV)", False, crashed=True),
         Audit("grouped_mm", "experts", "transformers", "sound", "", True, True,

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 AUDIT = "What to audit"
 DEFAULT_MODEL = "tiny-gpt-oss"
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
-SHORTEST, LONGEST = 16, 1 << 20  # tokens of a sequence whose costs are taken
 
 
 AUDIT_FLAGS = (
@@ -55,8 +54,6 @@ AUDIT_FLAGS = (
         AUDIT,
         "fp64, fp32, bf16 or fp16; repeatable. Default: by device.",
     ),
-    Option("tokens", str | None, AUDIT, "Lengths for time and memory: 1024,4096."),
-    Option("harm", bool, AUDIT, "Run what is wrong on the model as a whole.", default=True),
     Option(
         "time_limit",
         float,
@@ -72,12 +69,12 @@ AUDIT_OUTPUT = (
         "run",
         Path | None,
         MODEL,
-        "Run whose model and tokens are taken; its report gets the result.",
+        "Run whose model is audited; its report gets the result.",
     ),
     Option(
         "out", Path | None, OUTPUT, "Directory for kernels.html and kernels.json; default: none."
     ),
-    switch("details", OUTPUT, "Also errors per dtype and costs."),
+    switch("details", OUTPUT, "Also errors per dtype."),
     JSON,
 )
 
@@ -86,8 +83,8 @@ AUDIT_OUTPUT = (
 def kernels(flags: Flags) -> int:
     """Audit attention and expert kernels, and your own.
 
-    Every implementation on this machine, for one model: each runs forward and backward and is
-    held against float64: sinks, window, packing, gradients.
+    Every implementation on this machine, for one model, runs forward and backward and is compared
+    with float64: sinks, window, packing, gradients.
 
     Exit code 0: nothing wrong with any that a run could use. 1: one of them, or one of your own,
     is wrong. 2: nothing was audited.
@@ -142,9 +139,6 @@ def audit_spec(flags: Flags) -> AuditSpec:
         kernels=tuple(flags["kernel"] or ()),
         expert_kernels=tuple(flags["kernel_experts"] or ()),
         dtypes=_dtypes(flags["dtype"] or [], model, revision),
-        tokens=_lengths(flags["tokens"]),
-        harm=flags["harm"],
-        run=None if flags["run"] is None else str(flags["run"]),
         seed=flags["seed"],
         limit_s=flags["time_limit"],
     )
@@ -200,21 +194,6 @@ def _dtypes(texts: list[str], model: str, revision: str | None) -> tuple[str, ..
             raise MismatchError(f"--dtype {name!r} is unknown", f"one of {', '.join(DTYPES)}")
         dtypes.append(dtype)
     return tuple(dict.fromkeys(dtypes))
-
-
-def _lengths(text: str | None) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    try:
-        lengths = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        lengths = []
-    if not lengths or lengths[0] < SHORTEST or lengths[-1] > LONGEST:
-        raise MismatchError(
-            f"--tokens {text!r} names no lengths from {SHORTEST} to {LONGEST:,}",
-            "write them with commas: --tokens 1024,4096",
-        )
-    return tuple(lengths)
 
 
 @contextmanager

@@ -83,46 +83,6 @@ class Error:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
-    """Time and memory of one forward and backward pass of one layer.
-
-    Attributes:
-        tokens: length of the one sequence.
-        seconds: median over repeats; None where it did not run.
-        peak_bytes: most memory beyond inputs and their gradients; None where it did not run.
-        note: why it did not run.
-    """
-
-    tokens: int
-    seconds: float | None
-    peak_bytes: int | None
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelImpact:
-    """The impact of a kernel on the whole model, against the float32 reference.
-
-    Attributes:
-        tokens: action tokens it was measured on.
-        mean_abs_delta: mean |logprob - reference|, nats.
-        k3_kl: nats, KL(reference ‖ kernel) as k3.
-        gradient_error: relative error of the gradient of the mean logprob.
-        gradient_cosine: of that gradient to the reference's.
-        sink_gradient_error: relative error of the sinks' part; None without sinks.
-        baseline: the same numbers of the trainer's default kernel; None for that kernel.
-    """
-
-    tokens: int
-    mean_abs_delta: float
-    k3_kl: float
-    gradient_error: float | None
-    gradient_cosine: float | None
-    sink_gradient_error: float | None
-    baseline: ModelImpact | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Audit:
     """The audit of one implementation.
 
@@ -136,6 +96,8 @@ class Audit:
         crashed: it took its process with it, or had no end.
     """
 
+    GONE = frozenset({"costs", "harm"})  # see mismatch/codec.py
+
     name: str
     kind: Kind
     origin: Origin
@@ -145,8 +107,6 @@ class Audit:
     chosen: bool = False
     findings: tuple[Finding, ...] = ()
     errors: tuple[Error, ...] = ()
-    costs: tuple[Cost, ...] = ()
-    harm: ModelImpact | None = None
     seconds: float = 0.0
     crashed: bool = False
 

@@ -34,8 +34,6 @@ def invoke(*arguments):
     [
         (["--model", "tiny-gpt-osss"], "model not found"),
         (["--dtype", "fp8"], "--dtype 'fp8'"),
-        (["--tokens", "many"], "names no lengths"),
-        (["--tokens", "1024,4"], "names no lengths"),
         (["--time-limit", "0"], "--time-limit"),
         (["--only", "experts", "--kernel", "a:b"], "--only experts"),
         (["--only", "attention", "--kernel-experts", "a:b"], "--kernel-experts"),
@@ -63,7 +61,7 @@ def test_the_flags_become_what_is_asked(monkeypatch):
         "--seed",
         "7",
     ]
-    arguments += ["--dtype", "fp32,bf16", "--dtype", "fp16", "--tokens", "4096,1024", "--no-harm"]
+    arguments += ["--dtype", "fp32,bf16", "--dtype", "fp16"]
     with pytest.raises(AttributeError):  # of the report, which is none here
         invoke(*arguments, "--time-limit", "5", "--model", "qwen3-0.6b")
     assert asked == [
@@ -73,8 +71,6 @@ def test_the_flags_become_what_is_asked(monkeypatch):
             kernels=("a:b@flash",),
             expert_kernels=("c:d",),
             dtypes=("fp32", "bf16", "fp16"),
-            tokens=(1024, 4096),
-            harm=False,
             seed=7,
             limit_s=5.0,
         )
@@ -98,7 +94,7 @@ def test_a_run_of_another_machine_needs_to_be_told_where_its_model_is(tmp_path, 
     monkeypatch.setattr(supervise, "run_audit", lambda spec, folder, progress: asked.append(spec))
     with pytest.raises(AttributeError):
         invoke("--run", str(run), "--model", "tiny-gpt-oss")
-    assert (asked[0].run, Path(asked[0].model).is_dir()) == (str(run), True)
+    assert Path(asked[0].model).is_dir()
 
 
 @pytest.mark.slow
@@ -151,8 +147,8 @@ MINE = """
         os.kill(os.getpid(), signal.SIGSEGV)
 
 """
-ONLY_FLEX = ("--only", "attention", "--name", "flex_attention", "--dtype", "fp32", "--no-harm")
-FAST = ("--only", "attention", "--name", "sink-sdpa", "--dtype", "fp32", "--tokens", "64")
+ONLY_FLEX = ("--only", "attention", "--name", "flex_attention", "--dtype", "fp32")
+FAST = ("--only", "attention", "--name", "sink-sdpa", "--dtype", "fp32")
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +159,7 @@ def audited(tmp_path_factory):
     names = [f"my_kernels:{name}" for name in ("right", "dies", "sinkless")]
     flags = [text for name in names for text in ("--kernel", name)]
     command = [sys.executable, "-m", "mismatch", "kernels", *FAST, *flags]
-    command += ["--no-harm", "--out", "out"]
+    command += ["--out", "out"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500)
     return done, folder / "out"
 
@@ -183,7 +179,6 @@ def test_good_and_bad_kernels_are_told_apart_and_a_crash_stops_nothing(audited):
     assert {"sinks", "sink_gradient"} <= failed
     assert not failed & {"window", "packing", "offsets", "grouped_queries", "scaling"}
     assert wrong["errors"][0]["gradients"]["sinks"] == 1.0
-    assert [cost["tokens"] for cost in wrong["costs"]] == [64]
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ class MadeUp:
 
     def plan(self) -> dict[str, Any]:
         steps = [
-            asdict(Step(number, "audit", name, "attention", "yours"))
+            asdict(Step(number, name, "attention", "yours"))
             for number, name in enumerate(self.spec.kernels)
         ]
         report = make_audit_report()
@@ -45,15 +45,7 @@ class MadeUp:
 
     def audit(self, step: Step) -> dict[str, Any]:
         act(step.name)
-        return to_json(make_audit_report(step.name).audits[4]) | {"harm": None}
-
-    def harmful(self, result: dict[str, Any]) -> bool:
-        return "harm" in result.get("name", "")
-
-    def harm(self, step: Step, result: dict[str, Any]) -> dict[str, Any]:
-        act(step.name.removeprefix("harm:"))
-        harm = make_audit_report().audits[4].harm
-        return to_json(harm)  # type: ignore[arg-type, no-any-return]
+        return to_json(make_audit_report(step.name).audits[4])
 
 
 def act(name: str) -> None:

@@ -14,14 +14,13 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.kernel_audit import ATTENTION_COLUMNS, CONSEQUENCES, Audit
 from mismatch.processes.kernels.attention import COLUMNS, audit_attention
 from mismatch.processes.kernels.cases import NO_BACKWARD, PAGED, Candidate, names_here
-from mismatch.processes.kernels.costs import Runner, costs
 from mismatch.processes.kernels.findings import DIFFERENCES, OWN_GRADIENT
 from mismatch.processes.kernels.geometry import ModelGeometry, Options, geometry_of
 from tests.texts import numbers
 from tests.unit.audit_kernels import NOT_HALF, RAGGED, RAISED
 
 TINY = Path(mismatch.models.__file__).parent / "tiny-gpt-oss"
-QUICK = Options(dtypes=("fp64", "bf16"), tokens=())
+QUICK = Options(dtypes=("fp64", "bf16"))
 HERE = "tests.unit.audit_kernels:"
 PLANTED = {
     "no_sinks": ({"sinks"}, set(CONSEQUENCES), "drops the sinks"),
@@ -170,7 +169,6 @@ def test_no_backward_pass_is_wrong(geometry: ModelGeometry) -> None:
     report = audit(geometry, HERE + "detached")
     assert failed(report) == {"gradient", "sink_gradient"}
     assert [error.gradients for error in report.errors] == [{}, {}]
-    assert report.costs == ()
 
 
 def test_other_rounding_at_every_call_is_told_and_not_wrong(geometry: ModelGeometry) -> None:
@@ -229,7 +227,7 @@ def test_columns_that_a_model_has_no_use_for_are_not_tested(geometry: ModelGeome
     assert left_out == {"sinks", "window", "grouped_queries", "sink_gradient"}
 
 
-# ---------------------------------------------------------------- names and costs
+# ---------------------------------------------------------------- names
 
 
 def test_what_is_here_and_what_is_not(geometry: ModelGeometry) -> None:
@@ -256,19 +254,3 @@ def test_unknown_names_are_refused(geometry: ModelGeometry) -> None:
     with pytest.raises(MismatchError, match="'sdpaa'") as caught:
         names_here(geometry, (), ["sdpaa"])
     assert "eager, sdpa, sink-sdpa" in caught.value.fix
-
-
-def test_costs_are_measured_and_stop_at_the_budget(geometry: ModelGeometry) -> None:
-    runner = Runner(geometry, "eager")
-    options = Options(tokens=(512, 2048), budget_bytes=2**20)
-    measured, left_out = costs(runner, geometry, options, ["fp64", "fp32"])
-    assert measured.tokens == 512
-    assert measured.seconds is not None
-    assert measured.seconds > 0
-    scores = geometry.heads * 512 * 512 * 4
-    assert measured.peak_bytes is not None
-    assert 2 * scores < measured.peak_bytes < 20 * scores
-    assert (left_out.seconds, left_out.peak_bytes) == (None, None)
-    assert numbers(left_out.note)[-1] == measured.tokens
-    (raised,) = costs(Runner(geometry, "paged|eager"), geometry, Options(tokens=(64,)), ["fp32"])
-    assert "ValueError" in raised.note

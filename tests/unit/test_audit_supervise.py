@@ -67,19 +67,6 @@ def test_one_that_hangs_is_ended_and_is_not_waited_for_twice(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_crash_on_the_model_costs_is_the_harm_alone(tmp_path):
-    audits, report, _ = audited(tmp_path, "harm:SIGSEGV", "harm:fine", "good")
-    assert audits["harm:SIGSEGV"].findings
-    assert audits["harm:SIGSEGV"].harm is None
-    (untested,) = report.not_tested
-    assert "harm:SIGSEGV" in untested
-    assert "signal 11 (SIGSEGV)" in untested
-    harm = audits["harm:fine"].harm
-    assert harm is not None
-    assert harm.baseline is not None
-    assert audits["good"].harm is None
-
-
 @pytest.mark.slow
 def test_what_fails_before_any_kernel_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(MismatchError, match="no such model") as caught:

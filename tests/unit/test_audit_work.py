@@ -3,16 +3,14 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernel_audit import Finding
 from mismatch.models import EMBEDDED
 from mismatch.processes.kernels.geometry import geometry_of
-from mismatch.processes.kernels.isolation import AuditSpec, Step
-from mismatch.processes.workers.kernel_audit import TOKENS, AuditPlan, options_of, reduced_to
+from mismatch.processes.kernels.isolation import AuditSpec
+from mismatch.processes.workers.kernel_audit import AuditPlan, reduced_to
 from mismatch.training import source
 from tests.kernels_fixture import make_audit_report
 from tests.texts import numbers
@@ -98,8 +96,6 @@ def test_a_model_that_is_not_here_is_audited_in_the_shapes_that_ship(monkeypatch
     untested = big.plan()["not_tested"]
     assert any("openai/gpt-oss-20b" in entry for entry in untested)
     assert any(numbers(entry)[:3] == [32, 2880, 2880] for entry in untested)
-    with pytest.raises(MismatchError, match="is stored quantised"):  # and asks nobody either
-        big.harm(Step(0, "harm", "sdpa", "attention", "transformers"), SINKLESS)
 
 
 def test_a_model_that_is_here_says_nothing_about_its_weights(work):
@@ -125,22 +121,3 @@ def test_an_architecture_that_cannot_be_built_is_refused_with_a_fix():
         pytest.skip("not applicable: every default configuration of this transformers can be built")
     with pytest.raises(MismatchError, match="'qwen4_exp'"):
         geometry_of(CONFIG_MAPPING["qwen4_exp"]())
-
-
-def test_lengths_are_the_devices_unless_asked_for():
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    assert options_of(SPEC).tokens == TOKENS[here]
-    assert options_of(replace(SPEC, tokens=(64,))).tokens == (64,)
-
-
-def test_only_attention_with_a_fault_goes_to_the_model(work):
-    audits = [to_json(audit) for audit in make_audit_report().audits]
-    asked = [work.harmful(audit) for audit in audits]
-    assert asked == [False, False, True, False, True, False, False]
-    assert not work.harmful({"failed": "crashed: signal 11"})
-    refused = replace(
-        make_audit_report().audits[2], findings=(Finding("accepts", "failed", "needs CUDA"),)
-    )
-    assert not work.harmful(to_json(refused))
-    quiet = AuditPlan(replace(SPEC, harm=False), work.geometry, work.options, [], [])
-    assert not any(quiet.harmful(audit) for audit in audits)

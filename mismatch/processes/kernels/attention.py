@@ -29,7 +29,6 @@ from mismatch.processes.kernels.cases import (
     short_window,
     usual_scale,
 )
-from mismatch.processes.kernels.costs import Runner, costs
 from mismatch.processes.kernels.findings import (
     OUT,
     STEPS,
@@ -41,6 +40,7 @@ from mismatch.processes.kernels.findings import (
     percent,
 )
 from mismatch.processes.kernels.geometry import ModelGeometry, Options
+from mismatch.processes.kernels.runner import Runner
 
 NO_SINKS = "the model has no attention sinks"
 
@@ -71,8 +71,6 @@ def audit_attention(geometry: ModelGeometry, options: Options, candidate: Candid
     findings = (shared.accepted(measured, refusals), *attention.findings(measured))
     wrong = [f for f in findings if f.outcome == "failed" and f.critical]
     verdict: Verdict = "unusable" if candidate.refused else "wrong" if wrong else "sound"
-    runs = [errors.dtype for errors in measured]
-    backward = not all(errors.raised for errors in measured)
     return replace(
         audit,
         verdict=verdict,
@@ -80,7 +78,6 @@ def audit_attention(geometry: ModelGeometry, options: Options, candidate: Candid
         usable=not candidate.refused,
         findings=findings,
         errors=tuple(errors.error for errors in measured),
-        costs=costs(attention.runner, geometry, options, runs) if backward else (),
         seconds=time.monotonic() - start,
     )
 

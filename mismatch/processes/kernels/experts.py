@@ -1,8 +1,7 @@
-"""Experts implementations against float64: output, gradients, determinism, time and memory.
+"""Experts implementations against float64: output, gradients, determinism.
 
 The module is the model family's own with random weights, reduced in size; the router before it has
-fixed choices and differentiable weights. The reference runs every expert on every token. Costs are
-measured at the model's own sizes, where they fit.
+fixed choices and differentiable weights. The reference runs every expert on every token.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from mismatch.experiments.kernel_audit import EXPERT_COLUMNS, Audit, Finding, Or
 from mismatch.processes.kernels import expert_layer as layer
 from mismatch.processes.kernels import findings as shared
 from mismatch.processes.kernels.cases import DTYPES
-from mismatch.processes.kernels.costs import expert_costs
 from mismatch.processes.kernels.findings import OUT, DtypeErrors, Gap, Tensors, relative_error
 from mismatch.processes.kernels.geometry import ModelGeometry, Options
 from mismatch.training.user_kernels import is_user_kernel, register_experts
@@ -42,8 +40,8 @@ def audit_experts(geometry: ModelGeometry, options: Options, name: str) -> Audit
     refused = _refused(geometry, name, origin)
     audit = Audit(name, "experts", origin, "unusable", refused, usable=False)
     try:
-        sizes = layer.sizes_of(geometry)
-        experts = ExpertsAudit(geometry, options, registered, sizes.reduced())
+        sizes = layer.sizes_of(geometry).reduced()
+        experts = ExpertsAudit(geometry, options, registered, sizes)
         measured, refusals = shared.in_dtypes(options.dtypes, experts.measure)
     except MismatchError as error:  # nothing can be measured
         return replace(audit, reason=refused or error.message)
@@ -65,7 +63,6 @@ def audit_experts(geometry: ModelGeometry, options: Options, name: str) -> Audit
         chosen=not refused and name == _chosen(geometry),
         findings=findings,
         errors=tuple(errors.error for errors in measured),
-        costs=tuple(expert_costs(geometry, options, registered, sizes)),
         seconds=time.monotonic() - start,
     )
 

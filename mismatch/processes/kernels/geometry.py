@@ -62,18 +62,12 @@ class Options:
         dtypes: of "fp64", "fp32", "bf16", "fp16"; those that a kernel refuses are left out.
         seed: of all inputs.
         repeats: runs on the same inputs that must agree bit for bit; at least 2.
-        tokens: lengths at which time and memory are measured; empty: none.
-        budget_s: time for the costs of one kernel; further lengths are left out.
-        budget_bytes: limit of memory per length; None: a share of what is free.
     """
 
     device: str = "cpu"
     dtypes: tuple[str, ...] = ("fp64", "fp32", "bf16")
     seed: int = 0
     repeats: int = 2
-    tokens: tuple[int, ...] = (1024, 4096)
-    budget_s: float = 60.0
-    budget_bytes: int | None = None
 
 
 def config_of(model: str, revision: str | None, trust_remote_code: bool) -> tuple[Any, bool]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernel_audit import Audit, AuditReport, Kind, ModelImpact
+from mismatch.experiments.kernel_audit import Audit, AuditReport, Kind
 from mismatch.processes.launch import POLL_S, Worker, started
 from mismatch.run.store import read_json, write_json
 
@@ -24,7 +24,6 @@ LABEL = "kernels"
 WORKER = "mismatch.processes.workers.kernel_audit"
 PLAN, NOW, DONE = "plan.json", "now.json", "done.json"
 START_S = 300.0  # torch, transformers and a model's configuration, on a slow disk
-HARM: Literal["harm"] = "harm"
 Progress = Callable[[str], None]
 
 
@@ -32,8 +31,8 @@ Progress = Callable[[str], None]
 class AuditSpec:
     """What to audit.
 
-    >>> AuditSpec(model="tiny-gpt-oss", kernels=("my.kernels:attend@flash",)).harm
-    True
+    >>> AuditSpec(model="tiny-gpt-oss", kernels=("my.kernels:attend@flash",)).limit_s
+    900.0
 
     Attributes:
         model: path or hub id, resolved.
@@ -42,9 +41,6 @@ class AuditSpec:
             user's own are audited in any case.
         kernels, expert_kernels: the user's own, ``package.module:function``.
         dtypes: "fp32", "bf16" …; empty: by the device.
-        tokens: lengths at which time and memory are measured; empty: by the device.
-        harm: run wrong kernels on the whole model.
-        run: run directory whose tokens that uses; None: the model samples some.
         limit_s: longest time for one implementation.
     """
 
@@ -56,9 +52,6 @@ class AuditSpec:
     kernels: tuple[str, ...] = ()
     expert_kernels: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
-    tokens: tuple[int, ...] = ()
-    harm: bool = True
-    run: str | None = None
     seed: int = 0
     limit_s: float = 900.0
 
@@ -69,11 +62,9 @@ class Step:
 
     Attributes:
         number: of the implementation, in the order of the plan.
-        what: the audit itself, or the impact on the whole model.
     """
 
     number: int
-    what: Literal["audit", "harm"]
     name: str
     kind: Kind
     origin: Literal["ours", "transformers", "yours"]
@@ -81,7 +72,7 @@ class Step:
     @property
     def file(self) -> str:
         """Of its result."""
-        return f"{self.number:03d}-{self.what}.json"
+        return f"{self.number:03d}.json"
 
 
 def run_audit(spec: AuditSpec, out: Path, progress: Progress, worker: str = WORKER) -> AuditReport:
@@ -158,27 +149,18 @@ def collected(folder: Path) -> AuditReport:
         MismatchError: a file is damaged.
     """
     plan = read_json(folder / PLAN)
-    not_tested = list(plan["not_tested"])
     audits = [from_json(Audit, entry) for entry in plan["unavailable"]]
     for entry in plan["steps"]:
         step = Step(**entry)
         result = read_json(folder / step.file)
-        audit = _unusable(step, result) if "failed" in result else from_json(Audit, result)
-        harm = replace(step, what=HARM)
-        if (folder / harm.file).exists():
-            impact = read_json(folder / harm.file)
-            if reason := impact.get("failed"):
-                not_tested.append(f"what {step.name} does to the model: {reason}")
-            else:
-                audit = replace(audit, harm=from_json(ModelImpact, impact))
-        audits.append(audit)
+        audits.append(_unusable(step, result) if "failed" in result else from_json(Audit, result))
     return AuditReport(
         model=plan["model"],
         device=plan["device"],
         geometry=plan["geometry"],
         audits=tuple(audits),
         facts=plan["facts"],
-        not_tested=tuple(not_tested),
+        not_tested=tuple(plan["not_tested"]),
     )
 
 

@@ -24,15 +24,14 @@ import torch
 
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError, named_line
-from mismatch.experiments.kernel_audit import Audit, Kind, Origin, answered
+from mismatch.experiments.kernel_audit import Audit, Kind, Origin
 from mismatch.processes.kernels.cases import PLANTED, Candidate, names_here
 from mismatch.processes.kernels.geometry import ModelGeometry, Options, config_of, geometry_of
-from mismatch.processes.kernels.isolation import DONE, HARM, LABEL, NOW, PLAN, AuditSpec, Step
+from mismatch.processes.kernels.isolation import DONE, LABEL, NOW, PLAN, AuditSpec, Step
 from mismatch.run.messages import PROGRESS, exit_worker, report_ready, say, write_error
 from mismatch.run.store import read_json, write_json
 
 DTYPES = {"cpu": ("fp64", "fp32", "bf16"), "cuda": ("fp64", "fp32", "bf16", "fp16")}
-TOKENS = {"cpu": (512, 2048), "cuda": (1024, 4096)}  # a CPU takes seconds for 4,096 in eager
 NO_WEIGHTS = "they are not on this machine; its shapes are from the config that ships with mismatch"
 NO_GPU = "GPU kernels: this machine has no GPU; flash kernels and their errors show only there"
 
@@ -90,7 +89,7 @@ class AuditPlan:
                 for c in self.attention
                 if c.unavailable
             ],
-            "steps": [asdict(Step(number, "audit", *entry)) for number, entry in enumerate(todo)],
+            "steps": [asdict(Step(number, *entry)) for number, entry in enumerate(todo)],
         }
 
     def _not_tested(self) -> Iterator[str]:
@@ -110,27 +109,6 @@ class AuditPlan:
         document: dict[str, Any] = to_json(
             replace(audit, seconds=round(time.monotonic() - start, 2))
         )
-        return document
-
-    def harmful(self, result: dict[str, Any]) -> bool:
-        """Whether the impact on the whole model is to be measured: attention with a fault."""
-        if not self.spec.harm or "failed" in result:
-            return False
-        audit = from_json(Audit, result)
-        return audit.kind == "attention" and answered(audit) and bool(audit.failed)
-
-    def harm(self, step: Step, result: dict[str, Any]) -> dict[str, Any]:
-        """The impact on the model; leaking documents need packed rows to show."""
-        from mismatch.processes.kernels.model_impact import ImpactSource, measure_impact
-        from mismatch.training.attention.resolve import resolve_for
-
-        device = self.options.device
-        target = torch.device(device)
-        chosen = resolve_for("auto", self.geometry.bare, target, torch.bfloat16).implementation
-        source = ImpactSource(self.spec, device)
-        packed = any(finding.column == "packing" for finding in from_json(Audit, result).failed)
-        harm = measure_impact(source, self._candidate(step.name), chosen, packed)
-        document: dict[str, Any] = to_json(harm)
         return document
 
     def _attention(self, step: Step) -> Audit:
@@ -178,8 +156,7 @@ def reduced_to(geometry: ModelGeometry) -> Iterator[str]:
     if small != full:
         yield (
             f"experts of the model's size ({full.experts} of {full.hidden} x {full.width}): errors "
-            f"are those of {small.experts} of {small.hidden} x {small.width}; time and memory are "
-            "at full size, where that fits"
+            f"are those of {small.experts} of {small.hidden} x {small.width}"
         )
 
 
@@ -187,8 +164,7 @@ def options_of(spec: AuditSpec) -> Options:
     """Options of the spec, with defaults by the device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtypes = spec.dtypes or DTYPES[device]
-    tokens = spec.tokens or TOKENS[device]
-    return Options(device=device, dtypes=dtypes, seed=spec.seed, tokens=tokens)
+    return Options(device=device, dtypes=dtypes, seed=spec.seed)
 
 
 def _selected(
@@ -271,10 +247,6 @@ def run(spec: AuditSpec, folder: Path) -> None:
     for count, step in enumerate(steps, start=1):
         say(f"{PROGRESS}{count}/{len(steps)} {step.name}")
         _do(step, folder, partial(work.audit, step))
-        result = read_json(folder / step.file)
-        if work.harmful(result):
-            say(f"{PROGRESS}{count}/{len(steps)} {step.name}, on the model")
-            _do(replace(step, what=HARM), folder, partial(work.harm, step, result))
     write_json(folder / DONE, {})
 
 

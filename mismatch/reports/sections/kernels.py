@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,6 @@ from mismatch.experiments.kernel_audit import (
     EXPERT_COLUMNS,
     Audit,
     AuditReport,
-    Cost,
     Kind,
     answered,
     causes_of,
@@ -21,15 +19,9 @@ from mismatch.experiments.kernel_audit import (
 from mismatch.reports.formatting import (
     bound,
     brief,
-    count,
     line,
-    memory,
-    number,
-    percent,
     scientific,
-    seconds,
     text,
-    times,
     wording,
 )
 from mismatch.reports.section import (
@@ -51,7 +43,7 @@ if TYPE_CHECKING:
 
 LEAD = (
     "Each implementation ran by itself on inputs of the model's shapes, forward and backward, and "
-    "was held against a plain float64 one."
+    "was compared with a plain float64 one."
 )
 KINDS: dict[Kind, tuple[str, tuple[str, ...]]] = {
     "attention": ("Attention", ATTENTION_COLUMNS),
@@ -63,30 +55,7 @@ LEGEND = (
     "✓ right, ✕ wrong, ! differs and is only reported, · not tested. Repeats: the same bits twice; "
     "batches: the same bits whatever else is in the batch."
 )
-ON_MODEL = (
-    "The whole model in bfloat16 with the kernel, against its float32 reference on the same "
-    "tokens. The gradient is that of the mean log-probability. The last row is the same model with "
-    "the kernel that the trainer takes by itself."
-)
 NAME = Column("implementation", text)
-HARM_COLUMNS = (
-    NAME,
-    Column("tokens", count, 1),
-    Column("mean |delta|", detail="nats"),
-    Column("k3", detail="nats"),
-    Column("gradient off", percent, detail="relative error"),
-    Column("cosine", partial(number, digits=4), detail="of the gradient"),
-    Column("sinks off", percent, detail="relative error of their gradient"),
-)
-TO_THE_BEST = Column("to the best", times)
-COST_COLUMNS = (
-    NAME,
-    Column("tokens", count),
-    Column("time", seconds),
-    TO_THE_BEST,
-    Column("memory", memory),
-    TO_THE_BEST,
-)
 FINDING_COLUMNS = (
     NAME,
     Column("check", text),
@@ -99,7 +68,7 @@ GRADIENTS = ("q", "k", "v", "hidden", "gate_up", "down", "sinks", "router")
 
 
 def section(result: AuditReport, report: Report | None = None) -> Section:
-    """What is wrong, a table of marks for each kind, and the harm on the model.
+    """What is wrong, and a table of marks for each kind.
 
     Raises:
         MismatchError: nothing was audited.
@@ -114,7 +83,7 @@ def section(result: AuditReport, report: Report | None = None) -> Section:
         warnings=[f"kernels: {about}" if verdict.code else ""],
         sentences=texts,
         notes=not_tested(result.not_tested),
-        parts=[*(_kind(result, kind) for kind in KINDS), _harm(result)],
+        parts=[_kind(result, kind) for kind in KINDS],
         short=texts[0] if verdict.code else about,
     )
 
@@ -168,23 +137,11 @@ def sentences(report: AuditReport) -> list[str]:
 
 
 def _fault(audit: Audit) -> str:
-    """One implementation that is wrong: how, and what that does to the model."""
-    causes, harm = causes_of(audit.failed), audit.harm
+    """How one implementation is wrong."""
+    causes = causes_of(audit.failed)
     others = [WORDS[each.column][0] for each in audit.failed if each not in causes]
     wrong = "; ".join(f"{WORDS[each.column][0]}: {each.detail}" for each in causes)
     sentence = f"{audit.name} is wrong: {wrong}{'; also ' + ', '.join(others) if others else ''}."
-    if harm is not None:
-        usual = "" if harm.baseline is None else number(harm.baseline.mean_abs_delta)
-        sentence += (
-            f" On the model: mean |delta| {number(harm.mean_abs_delta)} nats"
-            f"{usual and f' (what auto takes: {usual})'}"
-        )
-        for whose, off in (
-            (", gradient off", harm.gradient_error),
-            (", that of the sinks", harm.sink_gradient_error),
-        ):
-            sentence += "" if off is None else f"{whose} by {percent(off)}"
-        sentence += "."
     if audit.verdict == "unusable":
         sentence += f" It cannot be taken here: {audit.reason}."
     return sentence
@@ -264,26 +221,18 @@ def _details(kind: Kind, title: str, ran: list[Audit], others: list[Audit]) -> l
          each.value, each.limit, each.detail)
         for audit in ran for each in audit.findings if each.outcome != "passed"
     ]  # fmt: skip
-    notes = [
-        f"{short(audit)}, {count(cost.tokens)} tokens: {cost.note}"
-        for audit in ran
-        for cost in audit.costs
-        if cost.note
-    ]
     why = Column("implementation", text, of="name"), Column("why", text, of="reason")
     floor = (
         "Relative, in the 2-norm, against float64. The floor is what rounding inputs and output "
         "alone gives."
     )
-    layer = "One layer, forward and backward, one sequence."
     return [
-        Section(f"kernels-{kind}-{id}", f"{title}: {words}", lead, tables=[table], notes=remarks)
-        for id, words, lead, table, remarks in (
+        Section(f"kernels-{kind}-{id}", f"{title}: {words}", lead, tables=[table])
+        for id, words, lead, table in (
             ("findings", "what differs, and what was not tested", "",
-             Table(FINDING_COLUMNS, findings), []),
-            ("errors", "errors per dtype", floor, _errors(ran), []),
-            ("costs", "time and memory", layer, _costs(ran), notes),
-            ("others", "not run here, or not to the end", "", Table.of(why, others), []),
+             Table(FINDING_COLUMNS, findings)),
+            ("errors", "errors per dtype", floor, _errors(ran)),
+            ("others", "not run here, or not to the end", "", Table.of(why, others)),
         )
     ]  # fmt: skip
 
@@ -308,51 +257,11 @@ def _errors(ran: list[Audit]) -> Table:
     return Table(columns, rows)
 
 
-def _costs(ran: list[Audit]) -> Table:
-    """By length; the best of each length that is sound, if any is, has factor 1.
-
-    One that leaves something out has less to do.
-    """
-    sound = [audit for audit in ran if audit.verdict == "sound"] or ran
-    rows: list[Cells] = []
-    for tokens in sorted({cost.tokens for audit in ran for cost in audit.costs}):
-        here = [(audit, cost) for audit in ran for cost in audit.costs if cost.tokens == tokens]
-        sound_costs = [cost for audit, cost in here if audit in sound]
-        fastest = min((c.seconds for c in sound_costs if c.seconds is not None), default=None)
-        least = min((c.peak_bytes for c in sound_costs if c.peak_bytes), default=None)
-        rows += [
-            (short(audit), tokens, cost.seconds, _over(cost.seconds, fastest), cost.peak_bytes,
-             _over(cost.peak_bytes, least))
-            for audit, cost in here
-        ]  # fmt: skip
-    return Table(COST_COLUMNS, rows)
-
-
-def _over(value: float | None, best: float | None) -> float | None:
-    return value / best if value is not None and best else None
-
-
-def _harm(report: AuditReport) -> Section:
-    """Each that was tried on the model, and below them the kernel the trainer takes by itself."""
-    harmed = [(short(audit), audit.harm) for audit in report.audits if audit.harm is not None]
-    usual = [("what auto takes", harm.baseline) for _, harm in harmed if harm.baseline is not None]
-    rows: list[Cells] = [
-        (name, harm.tokens, harm.mean_abs_delta, harm.k3_kl, harm.gradient_error,
-         harm.gradient_cosine, harm.sink_gradient_error)
-        for name, harm in [*harmed, *usual[:1]]
-    ]  # fmt: skip
-    table = Table(HARM_COLUMNS, rows)
-    return Section("kernels-harm", "On the model", ON_MODEL, tables=(table,), folded=False)
-
-
 # ---------------------------------------------------------------- figures
 
 
-COLOURS = (ACCENT, SECOND, FAINT, INK)
-STYLES = ("-", "--", ":", "-.")
 LONGEST = 24  # characters of a name in a picture
 MOST = 8  # implementations in a picture
-Points = list[tuple[int, float]]
 
 
 def _figures(kind: Kind, ran: list[Audit]) -> list[Figure]:
@@ -373,19 +282,7 @@ def _figures(kind: Kind, ran: list[Audit]) -> list[Figure]:
         partial(_bars, kind, ran, dtypes, worst),
         (6.0, 0.9 + 0.3 * len(ran) * len(dtypes)),
     )
-    caption = "Forward and backward of one layer." + (kind == "attention") * (
-        " Four times the tokens at 16 times the cost: a kernel that holds a number for every "
-        "pair of tokens."
-    )
-    figures = [errors] if worst else []
-    for what in ("time", "memory"):
-        lines = [(_label(audit), _points(audit.costs, what)) for audit in ran]
-        lines = [(label, points) for label, points in lines if len(points) > 1]
-        if lines:
-            title = f"{what.capitalize()} against length"
-            paint = partial(_lines, kind, what, lines)
-            figures.append(Figure(f"{kind}-{what}", title, caption, paint))
-    return figures
+    return [errors] if worst else []
 
 
 def _bars(
@@ -414,34 +311,6 @@ def _bars(
     values = [f"{_label(a)} {d} {bound(worst[a.name, d])}" for a in ran for d in dtypes
             if (a.name, d) in worst]  # fmt: skip
     return f"{kind}, largest error per dtype: {', '.join(values)}"
-
-
-def _points(costs: Iterable[Cost], what: str) -> Points:
-    """(tokens, seconds or MiB), by tokens."""
-    if what == "time":
-        return sorted((cost.tokens, cost.seconds) for cost in costs if cost.seconds)
-    return sorted((cost.tokens, cost.peak_bytes / 2**20) for cost in costs if cost.peak_bytes)
-
-
-def _lines(kind: Kind, what: str, lines: list[tuple[str, Points]], axes: Axes) -> str:
-    """Seconds or MiB of one layer, forward and backward, against the length."""
-    for index, (label, points) in enumerate(lines):
-        colour, style = COLOURS[index % 4], STYLES[index // 4 % 4]
-        x, y = zip(*points, strict=True)
-        axes.plot(x, y, color=colour, linestyle=style, marker="o", markersize=4, label=label)
-    lengths = sorted({tokens for _, points in lines for tokens, _ in points})
-    axes.set(xscale="log", yscale="log", xlabel="tokens of the sequence (log)")
-    axes.set_xticks(lengths, [count(tokens) for tokens in lengths])
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_ylabel(f"{'seconds' if what == 'time' else 'MiB'}, one layer (log)")
-    legend_above(axes, min(3, len(lines)))
-    unit = "s" if what == "time" else "MiB"
-    curves = []
-    for label, points in lines:
-        ends = [f"{number(y)} {unit} at {count(x)}" for x, y in (points[0], points[-1])]
-        curves.append(f"{label} {' to '.join(ends)}")
-    return f"{kind}, {what} against length: {'; '.join(curves)}"
 
 
 def _label(audit: Audit) -> str:
