@@ -28,7 +28,8 @@ from mismatch.probe import EXTENSION
 from mismatch.processes.launch import own_python
 from mismatch.run import store
 from mismatch.specs import EngineSpec
-from mismatch.types import PREFILL, ROUTES
+from mismatch.types import CACHED, PREFILL, ROUTES
+from tests.contract.goes_on import TEXT
 from tests.integration.conftest import Run
 
 MODEL = EMBEDDED["tiny-gpt-oss"]
@@ -57,6 +58,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+TURNS = (
+    *("--environment", "tests.contract.goes_on:GoesOn", "--max-turns", "3"),
+    *("--num-prompts", "6", "--samples-per-prompt", "2", "--max-tokens", "96"),
+    *("--max-observation-tokens", "8"),
+)
 
 
 @dataclass
@@ -281,3 +289,54 @@ def test_a_check_with_an_sglang_server_has_its_routes(
     assert any("sglang.cpu.serve" in e["reason"] for e in done.report["not_tested"])
     for path in [file for file in out.rglob("*") if file.is_file()]:
         assert KEY.encode() not in path.read_bytes(), path
+
+
+def require_turns(directory: Path) -> np.ndarray:
+    """Require several turns, some ended at a text, scored by prefill as they were sampled.
+
+    Returns:
+        [A] tokens of each turn's context that the servers read from their prefix caches.
+    """
+    rollout = store.load_rollout(directory)
+    assert rollout.turn.max() == 3
+    texts = store.load_vocabulary(directory)
+    ids, last = rollout.token_ids, rollout.actions[np.diff(rollout.actions, append=10**9) > 1]
+    assert [texts[int(token)].strip() for token in ids[last]].count(TEXT) >= 3
+    decode = store.load_scoring(directory, "server:decode")
+    prefill = store.load_scoring(directory, "server:prefill")
+    assert np.abs(decode.logprobs - prefill.logprobs).max() < 1e-4
+    read = decode.extra[CACHED]
+    assert np.isfinite(read).all()
+    return read
+
+
+@pytest.mark.grid
+def test_turns_on_an_sglang_server(sglang: Served | None, tmp_path: Path) -> None:
+    if sglang is None:
+        pytest.skip("engine: no SGLang here: make env-sglang")
+    out = tmp_path / "run"
+    sglang.await_ready()
+    done = run(out, "rollout", *FP32, *TURNS, "--server", sglang.url, "--out", str(out))
+    assert done.code == 0, done.output
+    rollout, read = store.load_rollout(out), require_turns(out)
+    assert (read[rollout.turn[rollout.actions] > 1] > 0).all()
+
+
+@pytest.mark.grid
+def test_the_weight_sync_of_an_sglang_server_is_judged_by_scores(
+    sglang: Served | None, tmp_path: Path
+) -> None:
+    """It shows no parameters; both sides move alike, so that nothing wrong is seen."""
+    if sglang is None:
+        pytest.skip("engine: no SGLang here: make env-sglang")
+    out = tmp_path / "probe"
+    sglang.await_ready()
+    done = run(out, "sync-probe", *FP32, "--server", sglang.url, "--out", str(out))
+    assert done.code == 1, done.output
+    report = sync_from_json(json.loads((out / "sync-probe.json").read_text()))
+    assert judge(report).word == "inconclusive"
+    assert len(report.of_status("not_compared")) == 71
+    assert all(row.apart is not None and row.apart < 1e-3 for row in report.scores)
+    assert report.scores[1].engine_moved > 0.1
+    assert report.scores[3].engine_moved < 1e-4
+    assert not kept_caches(report)
