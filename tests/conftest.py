@@ -19,7 +19,7 @@ SKIPS = {
     "GPU": "make test-gpu, on a machine with a GPU",
     "hub": "run it where a model hub can be reached",
     "browser": "apt-get install chromium, then make test again",
-    "client": "make test-clients",
+    "client": "install the package that each reason names; make test-clients has two",
     "engine": "make env env-sglang",
     "machine": "",
     "not applicable": "",
