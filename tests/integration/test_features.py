@@ -1,0 +1,60 @@
+"""The core runs without any feature: their folders can be deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mismatch
+from mismatch.plugins import built_in
+
+PACKAGE = Path(mismatch.__file__).parent
+FEATURES = [feature.name for feature in built_in()]
+TINY = (
+    *("--model", "tiny-gpt-oss", "--engine", "transformers", "--num-prompts", "4"),
+    *("--samples-per-prompt", "2", "--max-tokens", "8", "--nproc-per-node", "1", "--quick"),
+)
+
+
+def without(place: Path, *features: str) -> dict[str, str]:
+    """Copy the package without some features; return the environment that finds the copy."""
+    skipped = shutil.ignore_patterns("__pycache__")
+    copy = shutil.copytree(PACKAGE, place / "mismatch", ignore=skipped)
+    for name in features:
+        shutil.rmtree(copy / "features" / name)
+    return {**os.environ, "PYTHONPATH": str(place)}
+
+
+def run(env: dict[str, str], place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mismatch", *arguments]
+    return subprocess.run(command, env=env, cwd=place, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_a_check_runs_without_any_feature(tmp_path: Path) -> None:
+    env = without(tmp_path, *FEATURES)
+    done = run(env, tmp_path, "check", *TINY, "--out", "run")
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert done.returncode == report["headline"]["exit_code"]
+    assert report["comparisons"][0]["metrics"]["k3_kl"]["value"] > 0
+    again = run(env, tmp_path, "compare", "run")
+    assert again.returncode == done.returncode, again.stderr
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_takes_its_commands_with_it(feature: str, tmp_path: Path) -> None:
+    own = {each.name for one in built_in() if one.name == feature for each in one.commands}
+    env = without(tmp_path, feature)
+    listed = {line.split()[0] for line in run(env, tmp_path, "--help").stdout.splitlines() if line}
+    assert own
+    assert not own & listed
+    assert "check" in listed
+    refused = run(env, tmp_path, sorted(own)[0])
+    assert (refused.returncode, "No such command" in refused.stderr) == (2, True)
