@@ -23,7 +23,8 @@ def invoke(run, *flags):
     return done.output
 
 
-def test_everything_is_said_on_a_terminal(run):
+def test_everything_is_said_on_a_terminal(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     text = invoke(run, "--cis-lambda", "0")
     assert "TIS, token" in text
     assert "rollout_correction:" in text

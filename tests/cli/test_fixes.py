@@ -26,7 +26,8 @@ def listed(*arguments):
     return {row["id"]: row for row in document["fixes"]}
 
 
-def test_all_are_listed_by_side_and_nothing_is_said_of_a_model():
+def test_all_are_listed_by_side_and_nothing_is_said_of_a_model(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     text = invoke()
     assert all(f"  {fix.id} " in text for fix in FIXES)
     assert "applies here" not in text

@@ -30,7 +30,8 @@ def inside(*arguments: str) -> str:
     return printed.getvalue()
 
 
-def test_the_list_has_every_metric_with_unit_kind_and_level():
+def test_the_list_has_every_metric_with_unit_kind_and_level(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     text = output_of("metrics")
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
     for name, metric in METRICS.items():

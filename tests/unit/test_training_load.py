@@ -266,5 +266,6 @@ def test_a_packed_document_does_not_see_its_neighbour(
             return scorer(scorer.hidden, batch)[0, -40:]  # type: ignore[no-any-return]
 
     together = hidden(first, second)
-    assert torch.equal(together, hidden(other, second))
+    # Another neighbour gives the experts other rows, so sums may differ in their last bits.
+    assert torch.allclose(together, hidden(other, second), atol=1e-5)
     assert torch.allclose(together, hidden(second), atol=1e-4)
