@@ -29,6 +29,7 @@ from mismatch.engines.sync_drivers import (
     experts_prefix,
     numbered,
 )
+from mismatch.engines.vllm.private import renamed
 from mismatch.models.weight_states import RANK, A, B, Checkpoint, Prints
 
 if TYPE_CHECKING:
@@ -77,16 +78,7 @@ class WeightSync(HeldWeights):
 
     def mismatch_rename(self, checkpoint_names: list[str]) -> dict[str, str]:
         """vLLM's (unfused) name of every checkpoint name that its loader renames."""
-        mapper = getattr(self._mismatch_model(), "hf_to_vllm_mapper", None)
-        if mapper is None:
-            return {}
-        # Fusing is undone by us, name by name: keep only the renaming.
-        stacked, mapper.orig_to_new_stacked = mapper.orig_to_new_stacked, {}
-        try:
-            names = {mapper.map_name(name): name for name in checkpoint_names}
-        finally:
-            mapper.orig_to_new_stacked = stacked
-        return {name: checkpoint for name, checkpoint in names.items() if name}
+        return renamed(self._mismatch_model(), checkpoint_names)
 
     def mismatch_held_json(self, names: list[str], transposed: list[str]) -> str:
         """What is held, as text, for a server's ``/collective_rpc``."""

@@ -32,6 +32,7 @@ from mismatch.engines.distribution_capture import (
 )
 from mismatch.engines.module_capture import ModuleCalls
 from mismatch.engines.sync_drivers import NO_DIGESTS
+from mismatch.engines.vllm.private import RouteWatch, kernel_of, moe_layers, number_of_experts
 from mismatch.engines.vllm.weight_sync import WeightSync
 from mismatch.models.resolved import resolved
 from mismatch.types import Ints, Sampling
@@ -259,12 +260,12 @@ class WorkerExtension(WeightSync, ModuleCalls):
         backends = {
             layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")
         }
-        moe = [runner_of for _, runner_of in self._mismatch_moe()]
-        kernels = {_moe_kernel(module) for module in moe}
+        moe = moe_layers(self._mismatch_model())
+        kernels = {kernel_of(module) for _, module in moe}
         return {
             "attention": "+".join(sorted(backends)) or "unknown",
             "moe_backend": "+".join(sorted(kernels)) or None,
-            "moe_layers": [layer for layer, _ in self._mismatch_moe()],
+            "moe_layers": [layer for layer, _ in moe],
             "device": str(runner.device),
             "model_runner": f"{type(runner).__module__}.{type(runner).__name__}",
             "model_class": type(self._mismatch_model()).__name__,
@@ -315,9 +316,17 @@ class WorkerExtension(WeightSync, ModuleCalls):
         """Record the experts of every forwarded token from now on (V1 model runner)."""
         self._mismatch_steps: dict[str, list[tuple[int, np.ndarray]]] = {}
         current: dict[int, np.ndarray] = {}
-        moe = self._mismatch_moe()
-        for layer, module in moe:
-            module.router.set_capture_fn(_recorder(current, layer, module.router))
+        moe = moe_layers(self._mismatch_model())
+        narrow = {layer: narrowest(number_of_experts(module.router)) for layer, module in moe}
+
+        def seen(layer: int, ids: Any) -> None:
+            experts = ids.detach().cpu().numpy()
+            # What cannot be an expert must stay visible until it is refused, once all is saved.
+            most = np.iinfo(narrow[layer]).max
+            possible = experts.min(initial=0) == 0 and experts.max(initial=0) <= most
+            current[layer] = experts.astype(narrow[layer] if possible else np.uint16)
+
+        self._mismatch_watch = RouteWatch(moe, seen)
         runner = self.model_runner
         execute = runner.execute_model
 
@@ -334,8 +343,7 @@ class WorkerExtension(WeightSync, ModuleCalls):
     def mismatch_stop_capture(self) -> dict[str, Packed]:
         """Stop recording. Request id -> experts of its tokens, [rows, L, K]."""
         vars(self.model_runner).pop("execute_model", None)
-        for _, module in self._mismatch_moe():
-            module.router.set_capture_fn(None)
+        self._mismatch_watch.close()
         steps, self._mismatch_steps = self._mismatch_steps, {}
         return {request: pack(join_steps(parts)) for request, parts in steps.items()}
 
@@ -352,26 +360,6 @@ class WorkerExtension(WeightSync, ModuleCalls):
                 self._mismatch_steps.setdefault(request, []).append(part)
             row += count
 
-    def _mismatch_moe(self) -> list[tuple[int, Any]]:
-        """(decoder layer, MoE runner) of every MoE layer, in order."""
-        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-
-        modules = self._mismatch_model().modules()
-        layers = [(m.layer_id, m) for m in modules if isinstance(m, MoERunner)]
-        return sorted(layers, key=lambda pair: pair[0])
-
-
-def _recorder(current: dict[int, np.ndarray], layer: int, router: Any) -> Callable[[Any], None]:
-    small = narrowest(router.global_num_experts)
-
-    def record(ids: Any) -> None:
-        experts = ids.detach().cpu().numpy()
-        # What cannot be an expert must stay visible until it is refused, once all is saved.
-        possible = experts.min(initial=0) == 0 and experts.max(initial=0) <= np.iinfo(small).max
-        current[layer] = experts.astype(small if possible else np.uint16)
-
-    return record
-
 
 def tempered_in_place(logits: Any, temperature: float) -> Any:
     """Logits in float32, divided: one buffer beside them, none where they are float32 already.
@@ -379,11 +367,3 @@ def tempered_in_place(logits: Any, temperature: float) -> Any:
     vLLM's profile of memory knows of neither.
     """
     return logits.float().div_(temperature)
-
-
-def _moe_kernel(module: Any) -> str:
-    method = module.routed_experts.quant_method
-    kernel = getattr(method, "moe_kernel", None)
-    implementation = getattr(kernel, "fused_experts", None)
-    chosen = implementation if implementation is not None else method
-    return type(chosen).__name__
