@@ -63,6 +63,22 @@ def interpreter_environment(python: str | None) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(ROOT), *([path] if path else [])])}
 
 
+def worker_path(directory: Path) -> dict[str, str]:
+    """Return what any interpreter needs to import this package and nothing else from here.
+
+    A link in ``directory`` leads to the package alone, so that no other package of this environment
+    takes the place of one of the user's.
+    """
+    room = directory.resolve() / "package"
+    room.mkdir(exist_ok=True)
+    link = room / "mismatch"
+    if not link.is_symlink() or link.resolve() != ROOT / "mismatch":
+        link.unlink(missing_ok=True)
+        link.symlink_to(ROOT / "mismatch", target_is_directory=True)
+    path = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(room), *([path] if path else [])])}
+
+
 def engine_python(spec: EngineSpec) -> str:
     """The interpreter of the engine's process."""
     return own_python(spec) or sys.executable

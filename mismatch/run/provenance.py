@@ -8,7 +8,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -63,7 +63,8 @@ def provenance(command: str, prompts: str | None = None) -> dict[str, Any]:
 
 
 def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    utc = timezone.utc  # noqa: UP017 (workers run on Python 3.10 too)
+    return datetime.now(utc).isoformat(timespec="seconds")
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,67 @@
+"""A user's own function as a trainer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mismatch.errors import MismatchError
+from mismatch.trainers.protocol import Facts, Scored, Tokens, TrainerJob, Variant
+
+
+class FunctionTrainer:
+    """Calls ``function(token_ids, lengths, mask, temperature) -> logprobs`` on each rank's share.
+
+    Args:
+        function: gets token ids [N] int64, lengths [S] int64, action mask [N] bool and the
+            temperature; returns [A] (action tokens alone) or [N] (all tokens) natural
+            log-probabilities. It loads its own model, at the first call.
+        name: as the user wrote it.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, job: TrainerJob) -> None:
+        if job.precision == "fp32":
+            raise MismatchError(
+                f"{name} is a function: it cannot be asked for float32",
+                "write a class that takes a TrainerJob (docs/your-trainer.md)",
+            )
+        self.function, self.name, self.job = function, name, job
+
+    def score(self, tokens: Tokens, variant: Variant) -> Scored:
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        own = list(range(rank, len(tokens.lengths), world))
+        groups = [[number] for number in own] if variant == "alone" else [own]
+        scores: dict[int, Any] = {}
+        for group in groups:
+            scores |= self._call(tokens, group)
+        return Scored(tuple(own), tuple(scores[number] for number in own))
+
+    def _call(self, tokens: Tokens, group: list[int]) -> dict[int, Any]:
+        if not group:
+            return {}
+        sequences, masks = tokens.sequences(), tokens.masks()
+        ids = np.concatenate([sequences[number] for number in group])
+        mask = np.concatenate([masks[number] for number in group])
+        lengths = tokens.lengths[group]
+        answer = self.function(ids, lengths, mask, self.job.temperature)
+        values = np.asarray(
+            answer.detach().float().cpu().numpy() if hasattr(answer, "detach") else answer,
+            np.float32,
+        ).reshape(-1)
+        if len(values) == len(ids) != int(mask.sum()):
+            values = values[mask]
+        if len(values) != int(mask.sum()):
+            raise MismatchError(
+                f"{self.name} returned {len(values)} numbers for {len(ids)} tokens, "
+                f"{int(mask.sum())} of them action tokens",
+                "return one log-probability per action token, or one per token",
+            )
+        counts = [int(masks[number].sum()) for number in group]
+        parts = np.split(values, np.cumsum(counts)[:-1])
+        return dict(zip(group, parts, strict=True))
+
+    def facts(self) -> Facts:
+        return Facts(code=f"the function {self.name}", dtype="unknown")

@@ -1,0 +1,120 @@
+"""What a trainer adapter gets and what it returns.
+
+An adapter is a class that takes a :class:`TrainerJob` and has the methods of :class:`Trainer`; a
+plain function ``(token_ids, lengths, mask, temperature) -> logprobs`` works too. All ranks of a
+torchrun world make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Precision = Literal["own", "fp32"]
+Variant = Literal["own", "repeated", "regrouped", "alone", "fp32"]
+"""How the tokens are scored:
+
+- ``own``: as the run does;
+- ``repeated``: the same once more;
+- ``regrouped``: with other micro-batches;
+- ``alone``: one sequence per forward pass, so that no sequence can see another one;
+- ``fp32``: as ``own``, computed in float32.
+"""
+
+
+@dataclass(frozen=True)
+class TrainerJob:
+    """What an adapter loads, and how."""
+
+    model: str
+    """Directory of the checkpoint, or its name on the hub."""
+    revision: str | None = None
+    trust_remote_code: bool = False
+    precision: Precision = "own"
+    """``own``: as the framework's configuration says; ``fp32``: weights and computation."""
+    config: str | None = None
+    """Path of the framework's own configuration; None: its defaults."""
+    overrides: tuple[str, ...] = ()
+    """``key=value`` over that file, as on the framework's command line."""
+    attention: str = "auto"
+    """transformers' name of the attention implementation; auto: the framework's choice."""
+    temperature: float = 1.0
+    """Logits are divided by it before the softmax."""
+    micro_batch_tokens: int = 4096
+    """Tokens per forward pass where the framework's configuration leaves it open."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Sequences of token ids, one after another, and which of them the policy sampled."""
+
+    ids: NDArray[np.int64]
+    """[N] all sequences' prompts and responses, without padding."""
+    offsets: NDArray[np.int64]
+    """[S + 1] sequence ``s`` is ``ids[offsets[s]:offsets[s + 1]]``."""
+    mask: NDArray[np.bool_]
+    """[N] True for the action tokens; A of them in all."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Return [S] tokens per sequence."""
+        return np.diff(self.offsets)
+
+    def sequences(self) -> list[NDArray[np.int64]]:
+        """Return the ids of every sequence."""
+        return np.split(self.ids, self.offsets[1:-1])
+
+    def masks(self) -> list[NDArray[np.bool_]]:
+        """Return the action mask of every sequence."""
+        return np.split(self.mask, self.offsets[1:-1])
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The scores of the sequences that one rank took."""
+
+    sequences: tuple[int, ...]
+    """Which sequences these are, counted from 0."""
+    logprobs: tuple[NDArray[np.float32], ...]
+    """Of each sequence [a]: natural logarithms of its action tokens' probabilities, in order."""
+    entropy: tuple[NDArray[np.float32], ...] | None = None
+    """Of each sequence [a], nats."""
+    dtype: str = "fp32"
+    """In which the framework returned the log-probabilities."""
+
+
+class Trainer(Protocol):
+    """One loaded model of a framework."""
+
+    def score(self, tokens: Tokens, variant: Variant) -> Scored:
+        """Score this rank's share of the sequences; every rank takes part."""
+
+    def facts(self) -> Facts:
+        """Return what ran, for the fingerprint."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an adapter says of itself."""
+
+    code: str
+    """Whose code computes the log-probabilities, e.g. ``verl 0.9.1, FSDPEngineWithLMHead``."""
+    dtype: str
+    """Of the computation: bf16, fp16 or fp32."""
+    layout: str = "padding"
+    """``padding`` (a row per sequence) or ``packing`` (several sequences in a row)."""
+    attention: str = ""
+    """transformers' name of the attention that ran."""
+    master_dtype: str = ""
+    """Of the parameters at rest."""
+    autocast: str | None = None
+    micro_batch: str = ""
+    """Its rule in words, e.g. ``16384 tokens``."""
+    notes: tuple[str, ...] = ()
+    """What of the configuration was not followed here, one sentence each."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further settings, JSON data."""
