@@ -288,6 +288,9 @@ class RolloutSpec:
         )
 
 
+OWN_SCORER = "fsdp"  # mismatch's own FSDP2 world
+
+
 @dataclass(frozen=True, slots=True)
 class TrainSpec:
     """One way to run the training forward.
@@ -314,10 +317,32 @@ class TrainSpec:
             gate; "ids+weights": its weights too, as constants. None: the model's own choice.
         replay_source: the scoring whose routes are replayed; None: the engine's decode.
         inject: (name, size) of disturbances planted on purpose, see mismatch/models/moe.py.
+        scorer: whose code computes the log-probabilities: "fsdp" is ours, see mismatch/trainers.
+        python: interpreter of the training processes; None: this one.
+        scorer_config: the framework's own configuration, of an adapter.
+        scorer_overrides: ``key=value`` over that file.
     """
 
     model: str = ""
     revision: str | None = None
+    scorer: Annotated[
+        str,
+        Flag(
+            TRAIN,
+            "Whose code scores: fsdp (ours), verl, trl or module:Class; docs/your-trainer.md.",
+        ),
+    ] = OWN_SCORER
+    python: Annotated[
+        str | None,
+        Flag(TRAIN, "Interpreter of your training environment.", name="train_python"),
+    ] = None
+    scorer_config: Annotated[
+        str | None, Flag(TRAIN, "Your verl YAML, or a file of GRPOConfig fields, for --scorer.")
+    ] = None
+    scorer_overrides: tuple[str, ...] = ()
+    accelerate_config: Annotated[
+        str | None, Flag(TRAIN, "Your accelerate file; launches --scorer trl as a run does.")
+    ] = None
     dtype: Annotated[
         Dtype, Flag(TRAIN, "Dtype in which the trainer computes.", name="train_dtype")
     ] = "bf16"

@@ -116,10 +116,17 @@ EXCESS_SIZE = _metric("square_excess_size", _size_ratio, "ratio")
 CORRELATION = _metric("square_correlation", _correlation, "correlation", REAL)
 
 
-UNCALIBRATED = 2.0  # excess from which a side is off on any device
 FILE = "square_levels.toml"
 Side = Literal["engine", "trainer", "other-engine", "either"]
-Standing = Literal["within", "wide", "undecided", "uncalibrated", "beyond"]
+Standing = Literal["within", "wide", "undecided", "beyond"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Up to ``passed`` a value passes, beyond ``failed`` it fails; between: nothing is decided."""
+
+    passed: float
+    failed: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +135,9 @@ class Levels:
 
     Attributes:
         excess: of a side's rounding over a plain forward's, root mean square.
+        excess_failed: from which the side is at fault; between the two nothing is decided.
         gap: mean |delta| of two implementations in float32, times the rounding that is expected.
+        gap_share, gap_share_failed: the same as shares of the plain forward's cost, where gap is 0.
         least_gap: nats under which no gap is beyond its level.
         displaced: factor by which a prompt may lie farther from float32 than in a plain forward.
         chance: of a sign test over prompts, at or below which a side lies beyond that factor.
@@ -137,16 +146,29 @@ class Levels:
     """
 
     excess: float
+    excess_failed: float
     gap: float
+    gap_share: float
+    gap_share_failed: float
     least_gap: float
     displaced: float
     chance: float
     response: float
     source: str
 
-    def gap_level(self, floor: float | None) -> float:
-        """Nats; the rounding that is expected (None: not known) differs by model."""
-        return max(self.least_gap, self.gap * (floor or 0.0))
+    def gap_bounds(self, floor: float | None, plain: float | None) -> Bound:
+        """Return the levels of a gap, nats.
+
+        Args:
+            floor: float32 rounding that is expected of this model; None: not known.
+            plain: cost of the plain forward at the run's precision; None: not known.
+        """
+        if self.gap:
+            level = max(self.least_gap, self.gap * (floor or 0.0))
+            return Bound(level, level)
+        shares = (self.gap_share, self.gap_share_failed)
+        passed, failed = (max(self.least_gap, share * (plain or 0.0)) for share in shares)
+        return Bound(passed, failed)
 
 
 def read_levels() -> dict[str, Levels]:
@@ -156,6 +178,12 @@ def read_levels() -> dict[str, Levels]:
 
 
 LEVELS = read_levels()
+GENERIC = "generic"
+
+
+def levels_for(device: str) -> Levels:
+    """Return the levels of a class of devices, or those that need no calibration."""
+    return LEVELS.get(device, LEVELS[GENERIC])
 
 
 def device_class(engine: Fingerprint, trainer: Fingerprint) -> str:
@@ -165,7 +193,6 @@ def device_class(engine: Fingerprint, trainer: Fingerprint) -> str:
 
 
 Kind = Literal["rare", "shift", "response"]
-CHANCE = 1e-4  # where no level is calibrated
 UNSURE = 1e-3  # chance below which a number of prompts is not passed either
 LONG = 16  # tokens of a response whose median says something about all of it
 
@@ -202,7 +229,7 @@ def displaced(
     yardstick: Floats,
     sequence: Ints,
     prompt: Ints,
-    levels: Levels | None,
+    levels: Levels,
 ) -> Iterator[Displaced]:
     """All kinds of one scoring.
 
@@ -211,10 +238,9 @@ def displaced(
         yardstick: [A] that of the plain forward at its precision.
         sequence: [A] sequence of each token, rising.
         prompt: [A] prompt of each token.
-        levels: None: none are calibrated, so that only a larger factor is beyond.
     """
     prompts = np.unique(prompt, return_inverse=True)[1]
-    factor = levels.displaced if levels else UNCALIBRATED
+    factor = levels.displaced
     yield _judged(side, scoring, "rare", factor, _largest(away, prompts),
                   _largest(yardstick, prompts), levels)  # fmt: skip
     # Over tokens that a side drew itself its mean is a KL, half of its variance: twice that is let
@@ -223,11 +249,10 @@ def displaced(
     yield _judged(side, scoring, "shift", factor,
                   np.maximum(_mean(away, prompts) - drift, 0.0),
                   _mean(yardstick, prompts), levels)  # fmt: skip
-    if levels is not None:
-        moved, plain = (_medians(values, sequence, prompts) for values in (away, yardstick))
-        if len(moved):
-            plain = np.maximum(plain, np.abs(yardstick).mean())  # near 0 where tokens are certain
-            yield _judged(side, scoring, "response", levels.response, moved, plain, levels)
+    moved, plain = (_medians(values, sequence, prompts) for values in (away, yardstick))
+    if len(moved):
+        plain = np.maximum(plain, np.abs(yardstick).mean())  # near 0 where tokens are certain
+        yield _judged(side, scoring, "response", levels.response, moved, plain, levels)
 
 
 def _judged(
@@ -237,13 +262,13 @@ def _judged(
     factor: float,
     moved: Floats,
     plain: Floats,
-    levels: Levels | None,
+    levels: Levels,
 ) -> Displaced:
     test = sign_test(moved / factor, plain, only_largest=kind == "response")
-    standing: Standing = "within" if levels else "uncalibrated"
-    if test.chance <= (levels.chance if levels else CHANCE):
+    standing: Standing = "within"
+    if test.chance <= levels.chance:
         standing = "beyond"
-    elif levels and test.chance <= max(UNSURE, 0.5 ** len(moved)):
+    elif test.chance <= max(UNSURE, 0.5 ** len(moved)):
         standing = "undecided"
     elif kind == "response" and test.beyond:
         standing = "undecided"  # too few prompts to count, and too far to pass

@@ -26,7 +26,7 @@ from mismatch.analysis.displaced import (
     LEVELS,
     RMS,
     SIZE,
-    UNCALIBRATED,
+    Bound,
     Displaced,
     Side,
     Standing,
@@ -34,12 +34,13 @@ from mismatch.analysis.displaced import (
     device_class,
     displaced,
     excess_terms,
+    levels_for,
 )
 from mismatch.analysis.levels import LONG_NAMES, NOT_QUANTISED, PRECISION
 from mismatch.analysis.plugins import Analysis, RunArtefacts
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
-from mismatch.run.store import FLOAT32, PLAIN, REFERENCE, TRAIN
+from mismatch.run.store import FLOAT32, PLAIN, REFERENCE, TRAIN, TRAINER_FLOAT32
 from mismatch.specs import CheckSpec
 from mismatch.types import Estimate, Fingerprint, Floats, NotTested, Scoring
 
@@ -81,6 +82,7 @@ class Gap:
         size, k3, largest: of right - left, nats.
         floor: mean |delta| that float32 rounding is expected to cost: that of a plain forward at
             the run's precision, scaled by the ratio of their roundings. None: no such forward.
+        plain: mean |delta| of that forward itself, nats.
     """
 
     side: Side
@@ -90,6 +92,7 @@ class Gap:
     k3: Estimate
     largest: Estimate
     floor: float | None
+    plain: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +100,14 @@ class Finding:
     """One number of the square against its level.
 
     Attributes:
-        level: None where none is calibrated on this device.
+        level: up to which it passes.
     """
 
     side: Side
     evidence: Evidence
     scoring: str
     value: Estimate
-    level: float | None
+    level: float
     standing: Standing
 
 
@@ -191,12 +194,13 @@ class _Corners:
 
     def square(self) -> Square:
         legs, gaps = tuple(self.legs()), tuple(self.gaps())
-        levels = LEVELS.get(self.device)
-        findings = [judged(leg, levels.excess if levels else None) for leg in legs]
-        findings += [judged(gap, levels.gap_level(gap.floor) if levels else None) for gap in gaps]
+        levels = levels_for(self.device)
+        excess = Bound(levels.excess, levels.excess_failed)
+        findings = [judged(leg, excess) for leg in legs]
+        findings += [judged(gap, levels.gap_bounds(gap.floor, gap.plain)) for gap in gaps]
         return Square(
             device=self.device,
-            calibrated=levels is not None,
+            calibrated=self.device in LEVELS,
             legs=legs,
             gaps=gaps,
             correlation=self.correlation(legs),
@@ -207,14 +211,15 @@ class _Corners:
             seconds={
                 name: float(scoring.fingerprint["seconds"])
                 for name, scoring in self.usable.items()
-                if name.startswith(f"{PLAIN}:") or name in (REFERENCE, self.float32_name)
+                if name.startswith(f"{PLAIN}:")
+                or name in (REFERENCE, self.float32_name, TRAINER_FLOAT32)
                 if "seconds" in scoring.fingerprint
             },
         )
 
     def unmeasured(self, measured: set[str]) -> tuple[str, ...]:
         """Checks that this run should have and has not; a side in float32 has no excess."""
-        wanted = ["implementation-gap"]
+        wanted = ["implementation-gap", "implementation-gap-trainer"]
         for side, scoring in zip(SIDES, (self.run.decode, self.run.train), strict=True):
             if precision_of(scoring.fingerprint) != "fp32":
                 wanted.append(f"excess-{side}")
@@ -231,7 +236,11 @@ class _Corners:
         exact = self.engine_in_float32() or self.reference
         for side, names, its_float32 in (
             ("engine", (self.run.decode.name, f"{self.engine}:prefill"), exact),
-            ("trainer", (TRAIN, f"{TRAIN}:regrouped", f"{TRAIN}:grad"), self.reference),
+            (
+                "trainer",
+                (TRAIN, f"{TRAIN}:regrouped", f"{TRAIN}:grad"),
+                self.trainer_in_float32() or self.reference,
+            ),
         ):
             seen: list[Floats] = []
             for name in names:
@@ -292,7 +301,7 @@ class _Corners:
         actions = self.run.rollout.actions
         sequence = self.run.rollout.sequence_of_token[actions]
         prompt = self.run.rollout.prompt_index[sequence]
-        levels = LEVELS.get(self.device)
+        levels = levels_for(self.device)
         return displaced(leg.side, leg.scoring, away, yardstick, sequence, prompt, levels)
 
     def correlation(self, legs: tuple[Leg, ...]) -> Estimate | None:
@@ -319,6 +328,12 @@ class _Corners:
                 return scoring
         return None
 
+    def trainer_in_float32(self) -> Scoring | None:
+        """Return the trainer's implementation in float32, or None where the run holds none."""
+        if TRAINER_FLOAT32 in self.usable:
+            return self.usable[TRAINER_FLOAT32]
+        return self.run.train if precision_of(self.run.train.fingerprint) == "fp32" else None
+
     def gaps(self) -> Iterator[Gap]:
         exact = self.engine_in_float32()
         what = f"implementation gap of {self.engine}"
@@ -333,24 +348,28 @@ class _Corners:
             self.missing.append(NotTested(what, "the two sides hold weights in different forms"))
         else:
             yield self.gap("engine" if self.same_weights(exact) else "either", exact)
-        if precision_of(self.run.train.fingerprint) == "fp32":
-            yield self.gap("trainer", self.run.train)
+        trainer = self.trainer_in_float32()
+        what = "implementation gap of the trainer"
+        if trainer is None:
+            absent = f"the run holds no scoring {TRAINER_FLOAT32}"
+            self.missing.append(NotTested(what, self.run.refused.get(TRAINER_FLOAT32, absent)))
+        elif _law(trainer) != _law(self.reference):
+            self.missing.append(NotTested(what, "its logprobs are of another law than float32's"))
+        else:
+            yield self.gap("trainer", trainer)
 
     def gap(self, side: Side, scoring: Scoring) -> Gap:
         delta = self.reference.logprobs - scoring.logprobs
         names = ("logprob_abs_diff_mean", "k3_kl", "logprob_abs_diff_max")
         estimates = self.estimator.all([METRICS[name] for name in names], {"delta": delta})
         size, k3, largest = (estimates[name] for name in names)
-        return Gap(side, scoring.name, REFERENCE, size, k3, largest, self.floor())
-
-    def floor(self) -> float | None:
-        """What float32 is expected to cost, from what the lowest precision costs."""
-        for dtype in reversed(PRECISION[1:]):
-            plain = self.usable.get(f"{PLAIN}:{dtype}")
-            if plain is not None:
-                cost = float(np.abs(plain.logprobs - self.reference.logprobs).mean())
-                return cost * 2.0 ** (BITS[dtype] - BITS["fp32"])
-        return None
+        floor = plain = None
+        for dtype in PRECISION[1:]:  # the lowest precision in use is the last
+            scored = self.usable.get(f"{PLAIN}:{dtype}")
+            if scored is not None:
+                plain = float(np.abs(scored.logprobs - self.reference.logprobs).mean())
+                floor = plain * 2.0 ** (BITS[dtype] - BITS["fp32"])
+        return Gap(side, scoring.name, REFERENCE, size, k3, largest, floor, plain)
 
     def same_weights(self, exact: Scoring) -> bool:
         """One model by name, and equal parameters by digest: the reference holds the trainer's."""
@@ -409,33 +428,25 @@ def sides_at_fault(square: Square) -> list[Side]:
     ]
 
 
-def judged(measured: Leg | Gap, level: float | None) -> Finding:
-    """Beyond its level where the whole interval is; undecided where only the value is.
+def judged(measured: Leg | Gap, bound: Bound) -> Finding:
+    """Judge one number: beyond where the whole interval fails, within where all of it passes.
 
-    Within where the whole interval is; wide where only the value is: a fault could hide there.
+    Undecided where the value does not pass; wide where the value passes and its interval does not:
+    a fault could hide there.
     """
     if isinstance(measured, Leg):
-        return Finding(
-            measured.side, "excess", measured.scoring, measured.excess, level,
-            _standing(measured.excess, level, UNCALIBRATED),
-        )  # fmt: skip
-    return Finding(
-        measured.side, "gap", measured.left, measured.size, level,
-        _standing(measured.size, level, None),
-    )  # fmt: skip
-
-
-def _standing(value: Estimate, level: float | None, anywhere: float | None) -> Standing:
-    bound = anywhere if level is None else level
-    if bound is None:
-        return "uncalibrated"
-    if value.low is not None and value.low > bound:
-        return "beyond"
-    if level is None:
-        return "uncalibrated"
-    if not value.value <= bound:  # or not a number
-        return "undecided"
-    return "within" if value.high is not None and value.high <= bound else "wide"
+        kind: Evidence = "excess"
+        scoring, value = measured.scoring, measured.excess
+    else:
+        kind, scoring, value = "gap", measured.left, measured.size
+    standing: Standing = "wide"
+    if value.low is not None and value.low > bound.failed:
+        standing = "beyond"
+    elif not value.value <= bound.passed:  # or not a number
+        standing = "undecided"
+    elif value.high is not None and value.high <= bound.passed:
+        standing = "within"
+    return Finding(measured.side, kind, scoring, value, bound.passed, standing)
 
 
 ANALYSIS = Analysis(

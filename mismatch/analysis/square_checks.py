@@ -12,11 +12,10 @@ STATUS: dict[Standing, CheckStatus] = {
     "within": "passed",
     "wide": "warning",
     "undecided": "inconclusive",
-    "uncalibrated": "warning",
     "beyond": "failed",
 }
 UNSEEN = "let the missing passes run: more memory, a local engine, a dtype that has a yardstick"
-ORDER: tuple[Standing, ...] = ("within", "wide", "uncalibrated", "undecided", "beyond")
+ORDER: tuple[Standing, ...] = ("within", "wide", "undecided", "beyond")
 FIXES = {
     "engine": "look at the engine's kernels, KV cache and quantisation: mismatch fixes",
     "trainer": "look at the trainer's attention and experts: mismatch kernels",
@@ -92,7 +91,7 @@ def detail(finding: Finding) -> str:
     shown = f"{value.value:.3g}"
     if value.low is not None and value.high is not None:
         shown += f" [{value.low:.3g}, {value.high:.3g}]"
-    level = "not calibrated on this device" if finding.level is None else f"level {finding.level:g}"
+    level = f"level {finding.level:g}"
     if finding.evidence == "excess":
         return f"{finding.scoring} rounds {shown} times as much as a plain forward ({level})"
     return f"{finding.scoring} is {shown} nats from the float32 reference ({level})"

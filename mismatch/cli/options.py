@@ -95,6 +95,7 @@ TRAIN_FLAGS = (
         TRAIN,
         "Run what a framework's FSDP trainer runs: verl, verl-legacy, trl, skyrl.",
     ),
+    *flags_of(TrainSpec, "scorer python scorer_config accelerate_config"),
     *flags_of(
         TrainSpec, "dtype master_dtype offload autocast attention experts head_dtype router_dtype"
     ),

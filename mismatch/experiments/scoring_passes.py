@@ -28,19 +28,23 @@ from mismatch.metrics.inference import student
 from mismatch.models.config import is_moe
 from mismatch.models.derived import is_mxfp4
 from mismatch.run.store import (
+    ALONE,
     FIX_PREFIX,
     NEW,
     NEW_REPLAYED,
     PLAIN,
     REFERENCE,
     REGROUPED,
+    REPEATED,
     REPLAYED,
     TRAIN,
+    TRAINER_FLOAT32,
     WEIGHTS,
 )
 from mismatch.specs import (
     AS_STORED,
     DTYPES,
+    OWN_SCORER,
     CheckSpec,
     Dtype,
     EngineSpec,
@@ -68,7 +72,7 @@ def plain_of(train: TrainSpec, dtype: Dtype, fp8_kv: bool = False) -> TrainSpec:
         fp8_kv: keys and values are rounded to fp8, as a cache of that dtype does.
     """
     return replace(
-        train,
+        own_code(train),
         dtype=dtype,
         master_dtype="auto",  # the same numbers, in half the memory for bf16 weights
         autocast=None,
@@ -150,9 +154,69 @@ def _stores_mxfp4(engine: EngineSpec) -> bool:
     return (directory / "config.json").is_file() and is_mxfp4(directory)
 
 
+def own_code(train: TrainSpec) -> TrainSpec:
+    """Return the spec with mismatch's own FSDP2 world in place of an adapter, in this interpreter.
+
+    The interpreter of an adapter's framework is for the framework alone: the passes that everything
+    is measured from do not depend on its versions.
+    """
+    if train.scorer == OWN_SCORER:
+        return train
+    return replace(
+        train,
+        scorer=OWN_SCORER,
+        python=None,
+        scorer_config=None,
+        scorer_overrides=(),
+        accelerate_config=None,
+    )
+
+
+def adapter_passes(spec: CheckSpec) -> list[Pass]:
+    """Return what a trainer adapter scores, the headline first, then our own float32 and plain.
+
+    ``fsdp:alone`` shows whether sequences of one batch see each other.
+    """
+    train = spec.train
+    passes = [Pass(TRAIN, train)]
+    if not spec.noise_floor:
+        return passes
+    passes += [Pass(REGROUPED, regrouped(train)), Pass(REPEATED, train), Pass(ALONE, train)]
+    passes += trainer_in_float32(spec)
+    return [*passes, Pass(REFERENCE, reference_of(train)), *plain_passes(spec)]
+
+
+def trainer_in_float32(spec: CheckSpec) -> list[Pass]:
+    """Return the pass of the trainer's own implementation in float32; none where it runs so anyway.
+
+    Kernels, layout, packing and adapters stay; only what sets a precision changes.
+    """
+    train = spec.train
+    if not wants_square(spec) or precision_of(_facts(train)) == "fp32":
+        return []
+    exact = replace(
+        train,
+        dtype="fp32",
+        master_dtype="auto",
+        autocast=None,
+        head_dtype=None,
+        router_dtype=None,
+        temperature_in="fp32",
+        logprobs_dtype=None,
+        grad=False,
+        routing=False,
+        replay_routing=None,
+        replay_source=None,
+        inject=(),
+    )
+    return [Pass(TRAINER_FLOAT32, exact)]
+
+
 def training_passes(spec: CheckSpec) -> list[Pass]:
     """What one training world has to score: the trainer, and what its noise floor needs."""
     train = spec.train
+    if train.scorer != OWN_SCORER:
+        return adapter_passes(spec)
     passes = [Pass(TRAIN, train)]
     effect = []  # after all passes with the trainer's own weights: one load more, not two
     if spec.weights_effect is not None:
@@ -164,6 +228,7 @@ def training_passes(spec: CheckSpec) -> list[Pass]:
     if not train.grad:
         passes.append(Pass(f"{TRAIN}:grad", replace(train, grad=True, routing=False)))
     passes += second_passes(spec) + effect
+    passes += trainer_in_float32(spec)
     reference = reference_of(train)
     if replace(reference, micro_batch_tokens=train.micro_batch_tokens) != train:
         passes.append(Pass(REFERENCE, reference))

@@ -36,7 +36,14 @@ from mismatch.run import manifest, store
 from mismatch.run.manifest import damage_named
 from mismatch.run.messages import pass_label, read_error
 from mismatch.run.provenance import provenance
-from mismatch.run.store import FLOAT32, REFERENCE, REPLAYED, TRAIN, WEIGHTS
+from mismatch.run.store import (
+    FLOAT32,
+    REFERENCE,
+    REPLAYED,
+    TRAIN,
+    TRAINER_FLOAT32,
+    WEIGHTS,
+)
 from mismatch.specs import CheckSpec, spec_hash, to_dict
 from mismatch.types import (
     EXACT_KL,
@@ -58,7 +65,7 @@ if TYPE_CHECKING:
 
 COMPARISON = "comparison.json"
 COMPARISON_SCHEMA = "mismatch.comparison/1"
-SIDE_PAIRS = ("repeated", "regrouped", "grad")  # the trainer against itself
+SIDE_PAIRS = ("repeated", "regrouped", "alone", "grad")  # the trainer against itself
 
 
 @dataclass(frozen=True)
@@ -193,6 +200,8 @@ def measured(
     usable, refused = by_finiteness(held.scorings)
     if (error := read_error(run_dir, FLOAT32_ENGINE)) is not None:
         refused.setdefault(f"{spec.rollout.engine.engine}:{FLOAT32}", error.message)
+    if (error := read_error(run_dir, pass_label(TRAINER_FLOAT32))) is not None:
+        refused.setdefault(TRAINER_FLOAT32, error.message)
     run = RunArtefacts(held.rollout, held.decode, held.train, comparisons[0], usable, refused)
     results: dict[str, Any] = {}
     missing: list[NotTested] = []

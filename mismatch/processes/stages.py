@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import Job, by_load, float32_engine
+from mismatch.processes.adapter import score_with_adapter
 from mismatch.processes.launch import (
     Worker,
     engine_python,
@@ -30,8 +31,17 @@ from mismatch.run import manifest, resume, store
 from mismatch.run.directory import Journal
 from mismatch.run.machine import Placement, free_gpu_bytes, gib, local_gpus, placement, visible_as
 from mismatch.run.messages import SAMPLED, SCORED, error_path, pass_label, write_error
-from mismatch.run.store import FLOAT32
-from mismatch.specs import CheckSpec, EngineSpec, Pass, RolloutSpec, TrainSpec, spec_hash, to_dict
+from mismatch.run.store import FLOAT32, TRAINER_FLOAT32
+from mismatch.specs import (
+    OWN_SCORER,
+    CheckSpec,
+    EngineSpec,
+    Pass,
+    RolloutSpec,
+    TrainSpec,
+    spec_hash,
+    to_dict,
+)
 
 if TYPE_CHECKING:
     from mismatch.experiments.gradients.planning import GradientPlan
@@ -108,18 +118,30 @@ class Stages:
         if sampled:
             passes = [p for p in passes if not resume.scoring_done(self.run_dir, p.name, p.spec)]
         main = wanted[0].name if wanted else ""
-        jobs = [Job(self.run_dir, pass_, side=pass_.name != main) for pass_ in passes]
+        adapted = [pass_ for pass_ in passes if pass_.spec.scorer != OWN_SCORER]
+        ours = [pass_ for pass_ in passes if pass_.spec.scorer == OWN_SCORER]
+        jobs = [
+            Job(
+                self.run_dir,
+                pass_,
+                optional=pass_.name == TRAINER_FLOAT32,  # kernels may refuse float32
+                side=pass_.name != main,
+            )
+            for pass_ in ours
+        ]
         for pass_ in passes:  # what kept it out before is forgotten
             error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
+        own = set(map(id, jobs))
         jobs = by_load([*jobs, *(extra.jobs if extra else [])])
         if extra is not None:
-            extra.jobs = [job for job in jobs if job.optional]  # in the order they will run in
+            extra.jobs = [job for job in jobs if id(job) not in own]  # in the order they will run
         (self.run_dir / START_SIGNAL).unlink(missing_ok=True)
         plan = self._gradients_to_take(jobs)
         with ExitStack() as stack:
             train = stack.enter_context(self._world(jobs, plan)) if jobs or plan else None
             with_train = [train] if train else []
-            at_once = self.placement.overlap and train is not None and extra is None
+            alone = extra is None and not adapted
+            at_once = self.placement.overlap and train is not None and alone
             if sample and not (sampled and self._rescored()):
                 with self.engine(self.spec.rollout) as engine:
                     name = self.spec.rollout.engine.engine
@@ -135,12 +157,14 @@ class Stages:
                 store.write_json(self.run_dir / START_SIGNAL, {})
             if sample and self.square:
                 score_in_float32(self, *with_train)
+            if adapted:
+                score_with_adapter(self, adapted, *with_train)
             go = {} if extra is None else extra.prepare(*with_train)
             if train is not None:
                 if not at_once:
                     store.write_json(self.run_dir / START_SIGNAL, go)
                 self._score(train, len(jobs), plan)
-            elif wanted:
+            elif wanted and not adapted:
                 self.narrator.note("score: there already")
 
     def _gradients_to_take(self, jobs: list[Job]) -> GradientPlan | None:

@@ -68,6 +68,6 @@ _TRAINER = {
     "grad": MetricLabel(
         "trainer: gradients on", "the training forward against the scoring forward"
     ),
-    "repeat": MetricLabel("trainer: repeated", "the same pass once more"),
+    "alone": MetricLabel("trainer: alone", "one sequence per forward pass"),
     "repeated": MetricLabel("trainer: repeated", "the same pass once more"),
 }

@@ -112,6 +112,15 @@ def headline(report: Report) -> Comparison:
     return Comparison(names.get("decode", "rollout"), names.get("train", "train"), False, {})
 
 
+def trainer_code(report: Report) -> tuple[str, ...]:
+    """Return whose code computed the trainer's log-probabilities, where that is to be said."""
+    facts = report.fingerprints.get(headline(report).train, {})
+    if code := facts.get("code"):
+        return (f"trainer: {line(str(code))} (its own code)",)
+    preset = (report.run.get("spec") or {}).get("preset")
+    return (f"trainer: mismatch's FSDP2 loop with the settings of {line(preset)}",) * bool(preset)
+
+
 def model_name(report: Report) -> str:
     """The model as people call it: the last part of a local path, else the whole hub id."""
     path = PurePath(report.model)

@@ -348,5 +348,12 @@ def _of_trainer(train: TrainSpec) -> Iterator[str]:
     for flag, name in kernels.items():
         if ":" in name or "/" in name:  # a function, or kernels of a hub repository
             yield f"the function {name} ({flag})"
+    if train.python is not None:
+        yield f"the interpreter {train.python} (--train-python)"
+    if ":" in train.scorer:
+        yield f"the trainer {train.scorer} (--scorer)"
+    for name, path in (("scorer", train.scorer_config), ("accelerate", train.accelerate_config)):
+        if path is not None:
+            yield f"the configuration {path} (--{name}-config)"
     if train.trust_remote_code:
         yield f"the code of the model repository {train.model} (--trust-remote-code)"

@@ -62,11 +62,14 @@ if TYPE_CHECKING:
 TRAIN = "fsdp"
 REFERENCE = "reference:fp32"
 REGROUPED = f"{TRAIN}:regrouped"
+REPEATED = f"{TRAIN}:repeated"
+ALONE = f"{TRAIN}:alone"  # one sequence per forward pass, of a trainer adapter
 NEW = f"{TRAIN}:new"  # the second pass with injected noise
 NEW_REPLAYED = f"{TRAIN}:new-replayed"  # the second pass with the first one's routes
 REPLAYED = f"{TRAIN}:replayed"  # the trainer with the engine's routes
 WEIGHTS = f"{TRAIN}:other-weights"  # the same trainer, its experts in another form
 PLAIN = "plain"  # plain:<precision>: a plain forward at the precision of a side
+TRAINER_FLOAT32 = f"{TRAIN}:fp32"  # the trainer's implementation in float32
 FLOAT32 = "fp32"  # <engine>:fp32: the engine's implementation, started in float32
 
 

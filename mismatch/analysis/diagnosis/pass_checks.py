@@ -25,7 +25,8 @@ from mismatch.types import Check, Estimate, NotTested, Pair, Rollout, Scoring
 # Under these a run says nothing about a training run of thousands of prompts.
 LEAST_PROMPTS, LEAST_SEQUENCES, LEAST_TOKENS = 4, 8, 256
 MOST_EMPTY = 0.1  # share of sequences without an action token
-SELF = ("repeated", "regrouped", "grad", "new")  # the trainer's passes that should agree with it
+# The trainer's passes that should agree with it.
+SELF = ("repeated", "regrouped", "alone", "grad", "new")
 CLIPPED = (1e-3, 1e-2)  # share of tokens that PPO would clip at step 0: warning, failure
 APART = 2.0  # times the headline; a GPU trainer's own batches differ by as much as the headline
 NEAR, FAR = 1e-4, 0.08  # nats under which that is no warning, no failure (unfit, by levels.toml)

@@ -186,7 +186,7 @@ class _Passes:
             self.job = self.job | (json.loads(signal) if signal.strip() else {})
             self.began = time.monotonic()
         for item in items:
-            if item.side:
+            if item.side and not item.optional:
                 self.attempt(item)
             elif not item.optional:
                 self.run_pass(item)
@@ -205,7 +205,7 @@ class _Passes:
         try:
             self.run_pass(item)
         except Exception as error:
-            if item.side and not is_out_of_memory(error):
+            if item.side and not item.optional and not is_out_of_memory(error):
                 raise
             traceback.print_exc()
             leave_out(self.job, item, error)

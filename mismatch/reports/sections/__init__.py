@@ -62,6 +62,7 @@ def page(report: Report, tokens: pd.DataFrame | None = None, framework: str | No
         facts=(
             f"{comparison.rollout} against {comparison.train}",
             f"{summary.size(report)}; levels for {report.verdict.levels}",
+            *summary.trainer_code(report),
         ),
         sections=tuple(shown),
         lead=headline.lead(report),

@@ -140,11 +140,15 @@ def what_ran(report: Report) -> list[tuple[str, str, str]]:
         if (left, right) != (MISSING, MISSING):
             rows.append((aspect, left, right))
     preset = (report.run.get("spec") or {}).get("preset")
-    return rows + ([("settings of", MISSING, line(preset))] if preset else [])
+    notes = "; ".join(sides[1].get("notes") or ())
+    more = {"settings of": preset, "not followed": notes}
+    return rows + [(name, MISSING, line(value)) for name, value in more.items() if value]
 
 
 def _software(side: dict[str, Any]) -> str:
-    name = side.get("served_by") or side.get("engine") or side.get("backend") or ""
+    name = (
+        side.get("code") or side.get("served_by") or side.get("engine") or side.get("backend") or ""
+    )
     world = side.get("world_size")
     if servers := side.get("servers"):
         name = f"{plural(len(servers), 'server')}: {name}"

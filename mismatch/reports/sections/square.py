@@ -38,14 +38,12 @@ TONES: dict[Standing, Tone] = {
     "within": "healthy",
     "wide": "warn",
     "undecided": "warn",
-    "uncalibrated": "dim",
     "beyond": "critical",
 }
 WORDS: dict[Standing, str] = {
     "within": "within",
     "wide": "within, but wide",
     "undecided": "undecided",
-    "uncalibrated": "not calibrated",
     "beyond": "beyond",
 }
 WHOSE = {"engine": "The engine", "other-engine": "The second engine"}
@@ -134,7 +132,8 @@ def _clean(result: Square) -> str:
     rounds = "Each side rounds as a plain forward at its precision does and the"
     sentence = f"{rounds if excess else 'The'} implementations agree in float32"
     if not result.calibrated:
-        return f"{sentence}, as far as levels go: none is calibrated on {line(result.device)}."
+        general = f"the levels are general ones, not calibrated on {line(result.device)}"
+        return f"{sentence}; {general}."
     return f"{sentence}: what is measured here is rounding."
 
 

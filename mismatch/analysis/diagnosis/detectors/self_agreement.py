@@ -9,14 +9,14 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair
-from mismatch.run.store import PLAIN, REGROUPED, TRAIN
+from mismatch.run.store import ALONE, PLAIN, REGROUPED, REPEATED, TRAIN
 from mismatch.types import Floats, NotTested
 
-AGAIN = f"{TRAIN}:repeated"
 PASSES = {
+    ALONE: "packing-leak",
     REGROUPED: "microbatch-dependence",
     f"{TRAIN}:grad": "train-eval-paths",
-    AGAIN: "nondeterminism",
+    REPEATED: "nondeterminism",
 }
 OWN = 1.6  # times its own rounding, that a side may move against itself; two roundings: 1.4
 CLEAR = 0.3
@@ -51,12 +51,16 @@ def trainer_itself(case: Case) -> Look | NotTested:
         effect = case.share(case.delta + moved)
         shown = tuple(evidence[-2:] if own is not None else evidence[-1:])
         repair = Repair(case.left, case.right + moved) if above(effect, 0.05) else None
-        if name == AGAIN and case.reference is not None:  # the other pass is as far off
+        if name == REPEATED and case.reference is not None:  # the other pass is as far off
             effect = case.share(case.reference - case.left)
             repair = Repair(case.left, case.reference)
+        if name == REGROUPED and any(finding.cause == PASSES[ALONE] for finding in findings):
+            continue  # other packs leak in another way: the same cause
+        packed = case.trainer.fingerprint.get("layout") == "packing"
+        cause = PASSES[REGROUPED] if name == ALONE and not packed else PASSES[name]
         findings.append(
             Finding(
-                PASSES[name],
+                cause,
                 "trainer",
                 effect,
                 shown,
