@@ -16,7 +16,7 @@ import pandas as pd
 from mismatch.analysis.comparison import compare
 from mismatch.analysis.corrections.preview import preview
 from mismatch.analysis.corrections.recipes import Corrections
-from mismatch.analysis.displaced import LEVELS, Displaced
+from mismatch.analysis.displaced import LEVELS, Bound, Displaced
 from mismatch.analysis.levels import judge, verdict
 from mismatch.analysis.square import Gap as Float32Gap
 from mismatch.analysis.square import Leg, Square, judged
@@ -265,7 +265,10 @@ def square_of(excess: float = 1.01, gap: float = 2.1e-7) -> Square:
         legs=legs,
         gaps=(apart,),
         correlation=near(0.51),
-        findings=(*(judged(leg, 1.2) for leg in legs), judged(apart, 1e-5)),
+        findings=(
+            *(judged(leg, Bound(1.2, 1.2)) for leg in legs),
+            judged(apart, Bound(1e-5, 1e-5)),
+        ),
         not_judged=(NotTested("excess of fsdp:grad", "the run holds no such scoring"),),
         seconds={"plain:bf16": 8.9, "reference:fp32": 6.9, "vllm:fp32": 12.5},
         displaced=moved,

@@ -12,7 +12,7 @@ precision of the run: it sees other weights and other functions at a ten-thousan
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,7 +82,6 @@ class Gap:
         size, k3, largest: of right - left, nats.
         floor: mean |delta| that float32 rounding is expected to cost: that of a plain forward at
             the run's precision, scaled by the ratio of their roundings. None: no such forward.
-        plain: mean |delta| of that forward itself, nats.
     """
 
     side: Side
@@ -92,7 +91,6 @@ class Gap:
     k3: Estimate
     largest: Estimate
     floor: float | None
-    plain: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +134,30 @@ class Square:
     seconds: dict[str, float]
     unmeasured: tuple[str, ...] = ()
     displaced: tuple[Displaced, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlainCost:
+    """What a plain forward costs, and what float32 is expected to cost; None: not measured."""
+
+    nats: float | None
+    """mean |plain - reference|"""
+    floor: float | None
+    """The same, scaled by the ratio of the two precisions' roundings."""
+
+    @classmethod
+    def of(cls, scorings: Mapping[str, Scoring], reference: Floats) -> PlainCost:
+        """Return it for the lowest precision among the scorings.
+
+        Args:
+            reference: [A] log-probabilities in float32.
+        """
+        for dtype in reversed(PRECISION[1:]):
+            plain = scorings.get(f"{PLAIN}:{dtype}")
+            if plain is not None:
+                cost = float(np.abs(plain.logprobs - reference).mean())
+                return cls(cost, cost * 2.0 ** (BITS[dtype] - BITS["fp32"]))
+        return cls(None, None)
 
 
 def measure(run: RunArtefacts, spec: CheckSpec) -> Square | NotTested:
@@ -197,7 +219,8 @@ class _Corners:
         levels = levels_for(self.device)
         excess = Bound(levels.excess, levels.excess_failed)
         findings = [judged(leg, excess) for leg in legs]
-        findings += [judged(gap, levels.gap_bounds(gap.floor, gap.plain)) for gap in gaps]
+        plain = self.plain_cost()
+        findings += [judged(gap, levels.gap_bounds(gap.floor, plain.nats)) for gap in gaps]
         return Square(
             device=self.device,
             calibrated=self.device in LEVELS,
@@ -330,9 +353,9 @@ class _Corners:
 
     def trainer_in_float32(self) -> Scoring | None:
         """Return the trainer's implementation in float32, or None where the run holds none."""
-        if TRAINER_FLOAT32 in self.usable:
-            return self.usable[TRAINER_FLOAT32]
-        return self.run.train if precision_of(self.run.train.fingerprint) == "fp32" else None
+        if precision_of(self.run.train.fingerprint) == "fp32":
+            return self.run.train
+        return self.usable.get(TRAINER_FLOAT32)
 
     def gaps(self) -> Iterator[Gap]:
         exact = self.engine_in_float32()
@@ -363,13 +386,11 @@ class _Corners:
         names = ("logprob_abs_diff_mean", "k3_kl", "logprob_abs_diff_max")
         estimates = self.estimator.all([METRICS[name] for name in names], {"delta": delta})
         size, k3, largest = (estimates[name] for name in names)
-        floor = plain = None
-        for dtype in PRECISION[1:]:  # the lowest precision in use is the last
-            scored = self.usable.get(f"{PLAIN}:{dtype}")
-            if scored is not None:
-                plain = float(np.abs(scored.logprobs - self.reference.logprobs).mean())
-                floor = plain * 2.0 ** (BITS[dtype] - BITS["fp32"])
-        return Gap(side, scoring.name, REFERENCE, size, k3, largest, floor, plain)
+        return Gap(side, scoring.name, REFERENCE, size, k3, largest, self.plain_cost().floor)
+
+    def plain_cost(self) -> PlainCost:
+        """Return what the plain forward at the lowest precision in use costs."""
+        return PlainCost.of(self.usable, self.reference.logprobs)
 
     def same_weights(self, exact: Scoring) -> bool:
         """One model by name, and equal parameters by digest: the reference holds the trainer's."""

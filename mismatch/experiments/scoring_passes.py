@@ -227,8 +227,7 @@ def training_passes(spec: CheckSpec) -> list[Pass]:
     passes.append(Pass(f"{TRAIN}:repeated", train))
     if not train.grad:
         passes.append(Pass(f"{TRAIN}:grad", replace(train, grad=True, routing=False)))
-    passes += second_passes(spec) + effect
-    passes += trainer_in_float32(spec)
+    passes += second_passes(spec) + trainer_in_float32(spec) + effect
     reference = reference_of(train)
     if replace(reference, micro_batch_tokens=train.micro_batch_tokens) != train:
         passes.append(Pass(REFERENCE, reference))
@@ -282,6 +281,15 @@ class Job:
     pass_: Pass
     optional: bool = False
     side: bool = False
+
+    @classmethod
+    def of_check(cls, run_dir: Path, pass_: Pass, main: Pass) -> Job:
+        """Return the job of a check's pass; ``main``: the one that no check can do without.
+
+        Kernels may refuse float32, so the trainer's float32 pass is optional.
+        """
+        optional = pass_.name == TRAINER_FLOAT32
+        return cls(run_dir, pass_, optional=optional, side=pass_.name != main.name)
 
     def entry(self, run_dir: Path) -> dict[str, Any]:
         """As the worker reads it."""

@@ -28,9 +28,15 @@ from mismatch.experiments.locate.plan import (
 )
 from mismatch.experiments.locate.types import Location, SideLocation
 from mismatch.models.config import find_config
-from mismatch.processes.launch import engine_python, finish, interpreter_environment, own_python
+from mismatch.processes.launch import (
+    EXACT,
+    engine_python,
+    finish,
+    interpreter_environment,
+    own_python,
+)
 from mismatch.processes.launch import started as start_worker
-from mismatch.processes.stages import EXACT, Narrator
+from mismatch.processes.stages import Narrator
 from mismatch.run import store
 from mismatch.run.directory import at_work, load_spec
 from mismatch.run.machine import local_gpus, placement, visible_as

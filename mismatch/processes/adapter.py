@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mismatch.errors import MismatchError
-from mismatch.processes.launch import Worker, started, worker_path
+from mismatch.processes.launch import EXACT, rendezvous_args, worker_path
 from mismatch.run import store
 from mismatch.run.machine import visible_as
-from mismatch.run.messages import pass_label, write_error
 from mismatch.run.store import ALONE, REGROUPED, REPEATED, TRAIN, TRAINER_FLOAT32
-from mismatch.specs import Pass, TrainSpec
+from mismatch.specs import CheckSpec, Pass, TrainSpec
 from mismatch.types import ROUTES, NotTested, Rollout, Scoring
-
-if TYPE_CHECKING:
-    from mismatch.processes.stages import Stages
 
 LABEL = "trainer"
 VARIANTS = {
@@ -36,76 +33,69 @@ VARIANTS = {
 }
 
 
-def score_with_adapter(stages: Stages, passes: list[Pass], *beside: Worker) -> None:
-    """Score passes with the adapter of their spec, all in one process per rank.
+@dataclass(frozen=True)
+class AdapterRun:
+    """How an adapter's ranks are started, and where they leave what they scored."""
 
-    Raises:
-        MismatchError: the adapter failed, or its numbers do not fit the rollout.
-    """
-    from mismatch.processes.stages import EXACT, rendezvous_args
+    command: list[str]
+    env: dict[str, str]
+    outputs: dict[str, Path]
+    """Name of a pass -> file."""
 
-    spec, run_dir = passes[0].spec, stages.run_dir
-    jobs = run_dir / "jobs"
-    rollout = store.load_rollout(run_dir)
+
+def prepared(
+    spec: CheckSpec, passes: Sequence[Pass], run_dir: Path, rollout: Rollout, gpus: tuple[int, ...]
+) -> AdapterRun:
+    """Write the tokens and the job of an adapter that scores these passes."""
+    train = passes[0].spec
+    jobs = run_dir.resolve() / "jobs"
     jobs.mkdir(exist_ok=True)
     tokens = jobs / f"{LABEL}-tokens.npz"
     np.savez(tokens, ids=rollout.token_ids, offsets=rollout.offsets, mask=rollout.action_mask)
     outputs = {pass_.name: jobs / f"{LABEL}-{VARIANTS[pass_.name]}.npz" for pass_ in passes}
+    for path in outputs.values():
+        path.unlink(missing_ok=True)
     job = {
         "run_dir": str(run_dir),
         "label": LABEL,
-        "trainer": spec.scorer,
+        "trainer": train.scorer,
         "job": {
-            "model": spec.model,
-            "revision": spec.revision,
-            "trust_remote_code": spec.trust_remote_code,
-            "config": spec.scorer_config,
-            "overrides": list(spec.scorer_overrides),
-            "attention": spec.attention,
+            "model": train.model,
+            "revision": train.revision,
+            "trust_remote_code": train.trust_remote_code,
+            "config": train.scorer_config,
+            "overrides": list(train.scorer_overrides),
+            "attention": train.attention,
             "temperature": rollout.sampling.scored_temperature,
-            "micro_batch_tokens": spec.micro_batch_tokens,
-            "seed": stages.spec.seed,
+            "micro_batch_tokens": train.micro_batch_tokens,
+            "seed": spec.seed,
         },
-        "tokens": str(tokens.resolve()),
-        "passes": [
-            {"variant": VARIANTS[name], "out": str(path.resolve())}
-            for name, path in outputs.items()
-        ],
+        "tokens": str(tokens),
+        "passes": [{"variant": VARIANTS[name], "out": str(path)} for name, path in outputs.items()],
     }
     path = store.write_json(jobs / f"{LABEL}.json", job)
-    ranks = stages.spec.nproc_per_node
     command = [
-        *launcher(spec, ranks, rendezvous_args()),
-        *("-m", "mismatch.trainers.worker", str(path.resolve())),
+        *launcher(train, spec.nproc_per_node),
+        *("-m", "mismatch.trainers.worker", str(path)),
     ]
-    env = {**worker_path(jobs), **EXACT, **visible_as(stages.placement.trainer)}
-    title = f"score: {spec.scorer}'s own code, {ranks} rank{'s' if ranks > 1 else ''}"
-    try:
-        with started(LABEL, command, run_dir, env=env) as worker:
-            stages.wait(worker, LABEL, title, *beside)
-    except MismatchError as error:
-        last = [pass_ for pass_ in passes if pass_.name == TRAINER_FLOAT32]
-        passes = [pass_ for pass_ in passes if pass_ not in last]
-        if not last or not passes or not all(outputs[p.name].exists() for p in passes):
-            raise
-        write_error(run_dir, pass_label(TRAINER_FLOAT32), error)  # a check can do without it
-        stages.narrator.note(f"the trainer in float32: {error.message}")
-    for pass_ in passes:
-        scoring = scoring_of(outputs[pass_.name], pass_, rollout)
-        store.save_scoring(run_dir, scoring, rollout, made_by=pass_.spec)
-        outputs[pass_.name].unlink()
-    tokens.unlink()
+    return AdapterRun(command, {**worker_path(jobs), **EXACT, **visible_as(gpus)}, outputs)
 
 
-def launcher(spec: TrainSpec, ranks: int, rendezvous: Iterable[str]) -> list[str]:
+def missing_corner(passes: Sequence[Pass], run: AdapterRun) -> str:
+    """Return the name of the float32 pass where all others are there and it alone is not."""
+    absent = [pass_.name for pass_ in passes if not run.outputs[pass_.name].exists()]
+    return TRAINER_FLOAT32 if absent == [TRAINER_FLOAT32] and len(passes) > 1 else ""
+
+
+def launcher(spec: TrainSpec, ranks: int) -> list[str]:
     """Return how the adapter's ranks are started: by torchrun, or as accelerate starts a run."""
     python = spec.python or sys.executable
     if spec.accelerate_config is not None:
         config = str(Path(spec.accelerate_config).resolve())
         launch = ["-m", "accelerate.commands.launch", "--config_file", config]
         return [python, *launch, "--num_processes", str(ranks)]
-    torchrun = ["-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(ranks)]
-    return [python, *torchrun]
+    torchrun = ["-m", "torch.distributed.run", *rendezvous_args()]
+    return [python, *torchrun, "--nproc-per-node", str(ranks)]
 
 
 def scoring_of(path: Path, pass_: Pass, rollout: Rollout) -> Scoring:

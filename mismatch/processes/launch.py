@@ -50,6 +50,18 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 
 
+# What containers set to have TF32 in place of float32 (NVIDIA's NGC images).
+EXACT = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "NVIDIA_TF32_OVERRIDE": "0"}
+
+
+def rendezvous_args() -> list[str]:
+    """How the ranks of one machine find each other."""
+    port = os.environ.get("MASTER_PORT")
+    if port is None:
+        return ["--standalone"]
+    return ["--master-addr", "127.0.0.1", "--master-port", port]
+
+
 def package_path() -> dict[str, str]:
     """What a worker needs to find this package where only the working directory holds it."""
     return {} if str(ROOT) in sys.path[1:] else interpreter_environment(sys.executable)

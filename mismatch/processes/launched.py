@@ -15,7 +15,7 @@ from mismatch.errors import MismatchError, first_line
 from mismatch.experiments.scoring_passes import Job, by_load
 from mismatch.run import resume, store
 from mismatch.run.messages import clear_errors, error_path, pass_label
-from mismatch.specs import Pass
+from mismatch.specs import OWN_SCORER, Pass
 
 PORT = "29500"  # torch's own default
 SLURM = {
@@ -84,7 +84,12 @@ def score(run_dir: Path, passes: list[Pass], world: Launched, note: Callable[[st
     if not missing:
         note("score: there already")
         return
-    jobs = by_load([Job(run_dir, pass_, side=pass_.name != passes[0].name) for pass_ in missing])
+    if passes[0].spec.scorer != OWN_SCORER:
+        raise MismatchError(
+            f"--scorer {passes[0].spec.scorer} starts processes of its own",
+            "start mismatch itself, without torchrun or srun",
+        )
+    jobs = by_load([Job.of_check(run_dir, pass_, passes[0]) for pass_ in missing])
     entries = [job.entry(run_dir) for job in jobs]
     job = {"run_dir": str(run_dir), "passes": entries, "same_on_all_ranks": True}
     if world.rank == 0:

@@ -18,20 +18,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import Job, by_load, float32_engine
-from mismatch.processes.adapter import score_with_adapter
+from mismatch.processes.adapter import missing_corner, prepared, scoring_of
 from mismatch.processes.launch import (
+    EXACT,
     Worker,
     engine_python,
     finish,
     interpreter_environment,
     own_python,
+    rendezvous_args,
     started,
 )
 from mismatch.run import manifest, resume, store
 from mismatch.run.directory import Journal
 from mismatch.run.machine import Placement, free_gpu_bytes, gib, local_gpus, placement, visible_as
 from mismatch.run.messages import SAMPLED, SCORED, error_path, pass_label, write_error
-from mismatch.run.store import FLOAT32, TRAINER_FLOAT32
+from mismatch.run.store import FLOAT32
 from mismatch.specs import (
     OWN_SCORER,
     CheckSpec,
@@ -47,8 +49,6 @@ if TYPE_CHECKING:
     from mismatch.experiments.gradients.planning import GradientPlan
 
 
-# What containers set to have TF32 in place of float32 (NVIDIA's NGC images).
-EXACT = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "NVIDIA_TF32_OVERRIDE": "0"}
 START_SIGNAL = "jobs/train.go"  # appears when the engine is done; the training world waits for it
 # What a trainer needs beside an engine at work: both hold the weights, one of them in float32 and
 # with a copy on its way; and what two Python processes with torch take by themselves.
@@ -117,18 +117,9 @@ class Stages:
         sampled = not sample or resume.rollout_done(self.run_dir, self.spec.rollout)
         if sampled:
             passes = [p for p in passes if not resume.scoring_done(self.run_dir, p.name, p.spec)]
-        main = wanted[0].name if wanted else ""
         adapted = [pass_ for pass_ in passes if pass_.spec.scorer != OWN_SCORER]
         ours = [pass_ for pass_ in passes if pass_.spec.scorer == OWN_SCORER]
-        jobs = [
-            Job(
-                self.run_dir,
-                pass_,
-                optional=pass_.name == TRAINER_FLOAT32,  # kernels may refuse float32
-                side=pass_.name != main,
-            )
-            for pass_ in ours
-        ]
+        jobs = [Job.of_check(self.run_dir, pass_, wanted[0]) for pass_ in ours]
         for pass_ in passes:  # what kept it out before is forgotten
             error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
         own = set(map(id, jobs))
@@ -158,7 +149,7 @@ class Stages:
             if sample and self.square:
                 score_in_float32(self, *with_train)
             if adapted:
-                score_with_adapter(self, adapted, *with_train)
+                self._score_with_adapter(adapted, *with_train)
             go = {} if extra is None else extra.prepare(*with_train)
             if train is not None:
                 if not at_once:
@@ -166,6 +157,25 @@ class Stages:
                 self._score(train, len(jobs), plan)
             elif wanted and not adapted:
                 self.narrator.note("score: there already")
+
+    def _score_with_adapter(self, passes: list[Pass], *beside: Worker) -> None:
+        """Let a framework's own code score passes; float32 alone may be missing afterwards."""
+        rollout = store.load_rollout(self.run_dir)
+        run = prepared(self.spec, passes, self.run_dir, rollout, self.placement.trainer)
+        title = f"score: {self._title(len(passes), None, passes[0].spec.scorer)}"
+        try:
+            with started("trainer", run.command, self.run_dir, env=run.env) as worker:
+                self.wait(worker, "trainer", title, *beside)
+        except MismatchError as error:
+            corner = missing_corner(passes, run)
+            if not corner:
+                raise
+            write_error(self.run_dir, pass_label(corner), error)
+            self.narrator.note(f"the trainer in float32: {error.message}")
+        for pass_ in passes:
+            if run.outputs[pass_.name].exists():
+                scoring = scoring_of(run.outputs[pass_.name], pass_, rollout)
+                store.save_scoring(self.run_dir, scoring, rollout, made_by=pass_.spec)
 
     def _gradients_to_take(self, jobs: list[Job]) -> GradientPlan | None:
         """The plan, unless all of it is there; reasons of an earlier attempt are forgotten."""
@@ -185,7 +195,7 @@ class Stages:
         from mismatch.experiments.gradients.files import ALL_PASSES, failure_label
 
         try:
-            self.wait(train, "score", self._title(passes, plan))
+            self.wait(train, "score", f"score: {self._title(passes, plan)}")
         except MismatchError as error:
             if plan is None or SCORED not in train.timings:
                 raise
@@ -209,11 +219,11 @@ class Stages:
         spec = self.spec.rollout
         return not spec.engine.prefill or resume.rescored(self.run_dir, spec)
 
-    def _title(self, passes: int, plan: GradientPlan | None) -> str:
+    def _title(self, passes: int, plan: GradientPlan | None, code: str = "FSDP2") -> str:
         world = self.spec.nproc_per_node
         ranks = f"{world} rank{'s' if world > 1 else ''}"
         then = "" if plan is None else f"; gradients of {len(plan.passes)} trainers"
-        return f"score: FSDP2, {ranks}, {passes} pass{'' if passes == 1 else 'es'}{then}"
+        return f"{code}, {ranks}, {passes} pass{'' if passes == 1 else 'es'}{then}"
 
     @contextmanager
     def engine(
@@ -319,14 +329,6 @@ def weight_bytes(model: str, *patterns: str) -> int:
     """Of the files of a model on this machine; 0: none."""
     files = (file for pattern in patterns for file in Path(model).glob(pattern))
     return sum(file.stat().st_size for file in files)
-
-
-def rendezvous_args() -> list[str]:
-    """How the ranks of one machine find each other."""
-    port = os.environ.get("MASTER_PORT")
-    if port is None:
-        return ["--standalone"]
-    return ["--master-addr", "127.0.0.1", "--master-port", port]
 
 
 LABEL = "float32-engine"

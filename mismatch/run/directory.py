@@ -352,6 +352,7 @@ def _of_trainer(train: TrainSpec) -> Iterator[str]:
         yield f"the interpreter {train.python} (--train-python)"
     if ":" in train.scorer:
         yield f"the trainer {train.scorer} (--scorer)"
+    yield from (f"the override {text} (--verl-override)" for text in train.scorer_overrides)
     for name, path in (("scorer", train.scorer_config), ("accelerate", train.accelerate_config)):
         if path is not None:
             yield f"the configuration {path} (--{name}-config)"

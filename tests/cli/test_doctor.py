@@ -95,14 +95,15 @@ def test_the_plan_counts_what_the_run_would_do():
     assert run_plan.tokens["sampled at most"] == 8 * 100
     longest = run_plan.tokens["longest sequence"]
     assert longest > 100
-    # the trainer, regrouped, repeated, with gradients, float32, and a plain bf16 forward
-    assert run_plan.tokens[SCORED] == 8 * longest * 6
+    # trainer, regrouped, repeated, with gradients, in float32; float32 and bf16 plain forwards
+    assert run_plan.tokens[SCORED] == 8 * longest * 7
     assert [side.prediction.side for side in run_plan.sides] == [
         "engine",
         "fsdp",
         "fsdp:regrouped",
         "fsdp:repeated",
         "fsdp:grad",
+        "fsdp:fp32",
         "reference:fp32",
         "plain:bf16",
     ]

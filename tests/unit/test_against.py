@@ -473,7 +473,7 @@ def with_square(run: Path, seed: int, **sizes: float) -> Path:
     store.write_json(run / "spec.json", to_dict(spec))
     facts = {"device": "cpu", "logprobs_temperature": 1.0, "model": "m", "weights": WEIGHTS}
     modes = {"vllm:decode": "decode", "vllm:fp32": "prefill", "fsdp": "train"}
-    modes |= {"reference:fp32": "reference", "plain:bf16": "plain"}
+    modes |= {"fsdp:fp32": "train32", "reference:fp32": "reference", "plain:bf16": "plain"}
     ids = rollout.token_ids[rollout.actions]
     for name, mode in modes.items():
         dtype = "fp32" if name.endswith("fp32") else "bf16"

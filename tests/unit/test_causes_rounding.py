@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mismatch.analysis.diagnosis.case import Case
+from mismatch.analysis.diagnosis.detector import Look
 from mismatch.analysis.diagnosis.detectors import excess, implementation, packs
 from mismatch.run.store import REFERENCE
 from mismatch.types import Bools, NotTested, Scoring
@@ -51,9 +52,22 @@ def test_a_gap_that_begins_somewhere_is_an_onset() -> None:
     assert first(case).id == "onset"
 
 
-def test_without_levels_of_the_device_the_gap_is_not_judged() -> None:
+def test_a_gap_is_named_on_a_device_without_levels_of_its_own() -> None:
     case = stating(in_float32(0.5), {"device": "H100"}, {"device": "H100"})
-    assert implementation.WHAT in {entry.what for entry in causes(case).not_tested}
+    assert (first(case).id, first(case).side) == ("weights-differ", "engine")
+
+
+def test_a_trainer_that_is_off_in_float32_is_named() -> None:
+    case = in_float32(0.3)
+    exact = case.others["vllm:fp32"].logprobs
+    off = replace(case.others[REFERENCE], name="fsdp:fp32", logprobs=exact)
+    others = {REFERENCE: case.others[REFERENCE], off.name: off}
+    sides = replace(case, left=case.right, right=case.left, others=others)
+    look = implementation.implementation(sides)
+    assert isinstance(look, Look)
+    assert [(finding.cause, finding.side) for finding in look.findings] == [
+        ("weights-differ", "trainer")
+    ]
 
 
 # ---------------------------------------------------------------- beside rounding, and destroyed

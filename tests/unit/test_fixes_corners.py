@@ -45,7 +45,9 @@ def test_the_trainers_corner_is_that_with_the_fix(
     assert status_of["excess-engine"] == status_of["implementation-gap"] == "passed"
     correct = verdict(judge(comparison, "bf16 dense"), checks, "bf16 dense", unmeasured).correctness
     assert correct is not None
-    assert correct.status == {"passed": "healthy", "failed": "broken"}[status]
+    # The trainer with a fix was not scored in float32: nothing unmeasured is healthy.
+    assert status_of["implementation-gap-trainer"] == "warning"
+    assert correct.status == {"passed": "tolerable", "failed": "broken"}[status]
 
 
 def test_tokens_of_their_own_leave_correctness_open(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import jsonschema
 import numpy as np
 import pytest
 
+from mismatch.analysis.displaced import Bound
 from mismatch.analysis.square import judged
 from mismatch.errors import MismatchError
 from mismatch.pipeline.document import SCHEMA, headline_of, report_from_json, report_to_json, schema
@@ -144,7 +145,7 @@ def test_the_headline_is_flat_and_says_what_most_look_up() -> None:
     assert (headline["k3_kl"], headline["k3_kl_low"]) == (k3.value, k3.low)
     assert (headline["status"], headline["exit_code"]) == (report.verdict.status, 1)
     assert report_to_json(report, ["do this"])["next"] == ["do this"]
-    square = replace(square_of(), findings=(judged(square_of(3.0).legs[0], 1.2),))
+    square = replace(square_of(), findings=(judged(square_of(3.0).legs[0], Bound(1.2, 1.2)),))
     assert headline_of(report.with_analyses(square=square)).side_at_fault == "engine"
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mismatch.analysis.displaced import LEVELS, excess_terms
+from mismatch.analysis.displaced import LEVELS, Bound, excess_terms
 from mismatch.analysis.levels import verdict
 from mismatch.analysis.plugins import RunArtefacts
-from mismatch.analysis.square import Square, judged, measure, precision_of
+from mismatch.analysis.square import Square, judged, measure, precision_of, sides_at_fault
 from mismatch.analysis.square_checks import square_checks
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import (
@@ -49,7 +49,11 @@ NAMES = {
     "fsdp": {"mode": "train", "dtype": "bf16", "autocast": None},
     "reference:fp32": {"mode": "reference", "dtype": "fp32", "seconds": 2.5},
     "plain:bf16": {"mode": "plain", "dtype": "bf16", "seconds": 1.5},
+    "fsdp:fp32": {"mode": "train", "dtype": "fp32", "autocast": None},
 }
+
+
+TRAINERS = ("excess-trainer", "gap-trainer")
 
 
 def rollout() -> Rollout:
@@ -103,7 +107,7 @@ def standings(measured: Square) -> dict[str, str]:
 def test_rounding_alone_is_within_on_both_sides() -> None:
     measured = square(run_of())
     assert standings(measured) == dict.fromkeys(
-        ("excess-engine", "excess-trainer", "gap-engine"), "within"
+        ("excess-engine", "excess-trainer", "gap-engine", "gap-trainer"), "within"
     )
     for leg in measured.legs:
         assert leg.excess.value == pytest.approx(1.0, abs=0.06)
@@ -141,7 +145,7 @@ def test_a_lower_yardstick_would_be_seen_as_both_sides_off() -> None:
 
 def test_the_gap_has_the_floor_that_rounding_predicts() -> None:
     run = run_of()
-    (gap,) = square(run).gaps
+    gap, _ = square(run).gaps
     yardstick = run.usable["plain:bf16"].logprobs - run.usable["reference:fp32"].logprobs
     assert gap.floor == pytest.approx(np.abs(yardstick).mean() / 2**16)
     delta = run.usable["reference:fp32"].logprobs - run.usable["vllm:fp32"].logprobs
@@ -205,14 +209,34 @@ def test_another_engine_that_scored_the_tokens_is_judged_by_the_same_yardstick()
     assert "excess of sglang:prefill" in {entry.what for entry in other.not_judged}
 
 
-def test_without_levels_for_the_device_only_a_factor_of_two_is_beyond() -> None:
+def test_a_device_without_levels_of_its_own_is_judged_by_the_general_ones() -> None:
     gpu = {name: {"device": "NVIDIA H100"} for name in NAMES}
-    measured = square(run_of({"vllm:decode": 1.5, "fsdp": 2.5}, gpu))
-    assert not measured.calibrated
-    assert standings(measured) == {
-        "excess-engine": "uncalibrated", "excess-trainer": "beyond", "gap-engine": "uncalibrated"
+    clean = square(run_of(facts=gpu))
+    assert not clean.calibrated
+    assert set(standings(clean).values()) == {"within"}
+    assert {check.status for check in square_checks(clean)} == {"passed"}
+    faulty = square(
+        run_of({"vllm:decode": 1.5, "fsdp": 2.5, "vllm:fp32": 2e4, "fsdp:fp32": 3e3}, gpu)
+    )
+    assert standings(faulty) == {
+        "excess-engine": "undecided", "excess-trainer": "beyond",
+        "gap-engine": "beyond", "gap-trainer": "undecided",
     }  # fmt: skip
-    assert "passed" not in {check.status for check in square_checks(measured)}
+
+
+def test_a_trainer_that_is_off_in_float32_is_at_fault() -> None:
+    measured = square(run_of({"fsdp:fp32": 1e3}))
+    assert standings(measured)["gap-trainer"] == "beyond"
+    assert sides_at_fault(measured) == ["trainer"]
+    assert all(leg.exact == "fsdp:fp32" for leg in measured.legs if leg.side == "trainer")
+
+
+def test_without_the_trainer_in_float32_a_run_is_not_healthy() -> None:
+    run = run_of()
+    fewer = {name: scoring for name, scoring in run.usable.items() if name != "fsdp:fp32"}
+    measured = square(replace(run, usable=fewer, refused={"fsdp:fp32": "no memory"}))
+    assert measured.unmeasured == ("implementation-gap-trainer",)
+    assert verdict((), square_checks(measured), None).correctness.status == "tolerable"
 
 
 def test_a_value_above_its_level_within_its_interval_is_undecided() -> None:
@@ -259,7 +283,8 @@ def test_a_value_is_within_its_level_only_with_its_interval(
 ) -> None:
     value, low, high = ends
     leg = square(run_of()).legs[0]
-    finding = judged(replace(leg, excess=replace(leg.excess, value=value, low=low, high=high)), 1.2)
+    measured = replace(leg, excess=replace(leg.excess, value=value, low=low, high=high))
+    finding = judged(measured, Bound(1.2, 1.2))
     assert finding.standing == standing
 
 
@@ -273,12 +298,12 @@ def test_a_constant_shift_is_an_excess() -> None:
 @pytest.mark.parametrize(
     ("facts", "judged"),
     [
-        ({"vllm:decode": {"logprobs_temperature": 0.7}}, {"excess-trainer", "gap-engine"}),
-        ({"vllm:decode": {"logprobs_truncated": True}}, {"excess-trainer", "gap-engine"}),
-        ({"vllm:decode": {"dtype": None}}, {"excess-trainer", "gap-engine"}),
-        ({"vllm:decode": {"quantization": "fp8"}}, {"excess-trainer", "gap-engine"}),
-        ({"vllm:fp32": {"weights_form": "mxfp4-rounded"}}, {"excess-engine", "excess-trainer"}),
-        ({"vllm:fp32": {"logprobs_temperature": 0.7}}, {"excess-trainer"}),
+        ({"vllm:decode": {"logprobs_temperature": 0.7}}, {*TRAINERS, "gap-engine"}),
+        ({"vllm:decode": {"logprobs_truncated": True}}, {*TRAINERS, "gap-engine"}),
+        ({"vllm:decode": {"dtype": None}}, {*TRAINERS, "gap-engine"}),
+        ({"vllm:decode": {"quantization": "fp8"}}, {*TRAINERS, "gap-engine"}),
+        ({"vllm:fp32": {"weights_form": "mxfp4-rounded"}}, {*TRAINERS, "excess-engine"}),
+        ({"vllm:fp32": {"logprobs_temperature": 0.7}}, {*TRAINERS}),
     ],
 )
 def test_what_has_no_yardstick_is_not_judged_and_not_healthy(
@@ -286,8 +311,8 @@ def test_what_has_no_yardstick_is_not_judged_and_not_healthy(
 ) -> None:
     measured = square(run_of(facts=facts))
     assert standings(measured).keys() == judged
-    assert len(measured.not_judged) == 3 - len(judged)
-    assert len(measured.unmeasured) == 3 - len(judged)
+    assert len(measured.not_judged) == 4 - len(judged)
+    assert len(measured.unmeasured) == 4 - len(judged)
     checks = square_checks(measured)
     assert {check.id for check in checks if check.status == "warning"} == set(measured.unmeasured)
     assert verdict((), checks, None).correctness.status == "tolerable"

@@ -10,9 +10,8 @@ from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Lo
 from mismatch.analysis.diagnosis.detectors.position import first_token, onset
 from mismatch.analysis.diagnosis.detectors.smooth import kind_of
 from mismatch.analysis.displaced import device_class, levels_for
-from mismatch.analysis.levels import PRECISION
-from mismatch.analysis.square import BITS
-from mismatch.run.store import FLOAT32, PLAIN, TRAINER_FLOAT32
+from mismatch.analysis.square import PlainCost
+from mismatch.run.store import FLOAT32, TRAINER_FLOAT32
 from mismatch.types import Floats, NotTested
 
 WHAT = "implementations in float32"
@@ -40,9 +39,9 @@ def _gap(case: Case, side: Side, exact: Floats, reference: Floats) -> Look:
     """Look at one side's implementation: ``exact`` [A] is its float32, nats."""
     off = exact - reference
     size = case.mean(np.abs(off))
-    plain = _plain_cost(case)
+    plain = PlainCost.of(case.others, reference)
     levels = levels_for(device_class(case.engine.fingerprint, case.trainer.fingerprint))
-    level = levels.gap_bounds(*plain).failed
+    level = levels.gap_bounds(plain.floor, plain.nats).failed
     what = f"mean |{side} - reference| in float32, nats"
     evidence: tuple[Evidence, ...] = (Evidence(what, size.value, f"below {level:g}"),)
     if not above(size, level):
@@ -59,16 +58,6 @@ def _gap(case: Case, side: Side, exact: Floats, reference: Floats) -> Look:
     removed = case.share(repair.right - repair.left)
     effect = removed if removed.value > 0 else None  # drowned in the rounding of the precision
     return Look(evidence, (Finding(cause, side, effect, evidence, alike=alike, repair=repair),))
-
-
-def _plain_cost(case: Case) -> tuple[float | None, float | None]:
-    """Return what float32 is expected to cost, and what the plain forward does cost, nats."""
-    for dtype in reversed(PRECISION[1:]):
-        plain = case.others.get(f"{PLAIN}:{dtype}")
-        if plain is not None and case.reference is not None:
-            cost = float(np.abs(plain.logprobs - case.reference).mean())
-            return cost * 2.0 ** (BITS[dtype] - BITS["fp32"]), cost
-    return None, None
 
 
 DETECTORS = (
