@@ -175,8 +175,8 @@ def dry_run(spec: CheckSpec, gpus: str | None = None) -> int:
     """Print what would be run. Exit code 0 if it fits on this machine, or on ``gpus``, else 2."""
     from rich.console import Console
 
-    from mismatch.doctor.examine import print_plan
     from mismatch.doctor.plan import plan
+    from mismatch.doctor.show import print_plan
 
     planned = plan(spec, gpus=gpus or "")
     print_plan(planned, Console())

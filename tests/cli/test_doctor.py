@@ -9,7 +9,6 @@ import transformers.modeling_utils  # noqa: F401  sizes are then counted in this
 from huggingface_hub import constants
 from rich.console import Console
 
-from mismatch.doctor.examine import examine, print_diagnosis, print_plan
 from mismatch.doctor.machine import (
     Gpu,
     Machine,
@@ -21,7 +20,9 @@ from mismatch.doctor.machine import (
 )
 from mismatch.doctor.memory import Workload, batch_class, predict_engine, vllm_batch
 from mismatch.doctor.plan import plan, refused
+from mismatch.doctor.show import print_plan
 from mismatch.errors import MismatchError
+from mismatch.features.doctor.examine import examine, print_diagnosis
 from mismatch.models import EMBEDDED, resolve_model
 from mismatch.models.config import find_config
 from mismatch.models.sizes import sized

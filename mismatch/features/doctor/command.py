@@ -44,7 +44,7 @@ def doctor(flags: Flags) -> int:
     """
     from rich.console import Console
 
-    from mismatch.doctor.examine import examine, print_diagnosis
+    from mismatch.features.doctor.examine import examine, print_diagnosis
 
     examination = examine(_spec(flags), with_model=flags["model"] is not None)
     if flags["as_json"]:

@@ -1,17 +1,15 @@
-"""What this machine could measure, what it could not and why, and what to install; plans and
-diagnoses for people, plain text where the output is no terminal.
-"""
+"""What this machine could measure, what it could not and why, and what to install."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mismatch.codec import to_json
 from mismatch.doctor.machine import Machine, inspect_machine
 from mismatch.doctor.memory import BYTES
-from mismatch.doctor.plan import Plan, plan, refused, side_passes
+from mismatch.doctor.plan import Plan, plan, refused
+from mismatch.doctor.show import print_list, print_memory, print_table, say
 from mismatch.engines.registry import engine_info, engine_infos
 from mismatch.errors import MismatchError
 from mismatch.models.config import find_config
@@ -219,50 +217,9 @@ def _weights(spec: CheckSpec, machine: Machine) -> list[Ability]:
     return []
 
 
-STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
-
-
-def print_plan(plan: Plan, console: Console) -> None:
-    """Print a dry run; the last line says whether it fits."""
-    machine = plan.gpus or plan.device
-    _say(console, f"plan for {plan.model} on {machine} (config.json: {plan.config_source})")
-    _table(console, "stages", list(plan.stages.items()))
-    _table(console, "tokens", [(name, f"{count:,}") for name, count in plan.tokens.items()])
-    _table(console, "what would run", list(plan.kernels.items()))
-    print_memory(plan, console)
-    _list(console, "not measured here", plan.not_measured)
-    _list(console, "assumed", plan.notes)
-    _list(console, "warnings", plan.warnings)
-    _say(console, "")
-    out = sorted(side_passes(plan.sides) & {fit.side for fit in plan.sides if fit.certain})
-    if out and plan.fits:
-        _say(console, f"left out, for want of memory: {', '.join(out)}")
-    unknown = "memory is not predicted: see what is assumed"
-    fits = "it fits" if plan.fits else "it does not fit: see the warnings"
-    _say(console, fits if plan.sides else unknown)
-
-
-def print_memory(plan: Plan, console: Console) -> None:
-    """Both sides' memory on one device: every side's total, and the parts of the highest pass."""
-    if not plan.sides:
-        return
-    device = "GPU" if plan.device == "cuda" else "rank (CPU)"
-    header = ("side", "needed", "there", "", "at its highest")
-    rows = [
-        (f.side, gib(f.needed), gib(f.capacity), f.level, f.prediction.moment) for f in plan.sides
-    ]
-    _table(console, f"memory per {device}", rows, header)
-    engine, *passes = plan.sides
-    for fit in (engine, *sorted(passes, key=lambda fit: -fit.needed)[:1]):
-        parts = [(name, gib(size)) for name, size in fit.prediction.highest.items()]
-        if reserve := fit.needed - fit.prediction.peak_bytes:
-            parts.append(("runtime, context, libraries", gib(reserve)))
-        _table(console, f"{fit.side}, at its highest", parts)
-
-
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     """Print what the doctor found; the last line says whether a check could run here."""
-    _table(console, "machine", _machine(diagnosis.machine))
+    print_table(console, "machine", _machine(diagnosis.machine))
     for title, abilities in (
         ("engines", diagnosis.engines),
         ("what can be measured here", diagnosis.measurable),
@@ -272,21 +229,21 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
             for item in abilities
             for remarks in [(item.why, item.fix)]
         ]
-        _table(console, title, rows)
+        print_table(console, title, rows)
     if diagnosis.plan is not None:
-        _say(console, "")
+        say(console, "")
         print_memory(diagnosis.plan, console)
-        _table(console, "what would run", list(diagnosis.plan.kernels.items()))
-    _list(console, "warnings", diagnosis.warnings)
-    _say(console, "")
+        print_table(console, "what would run", list(diagnosis.plan.kernels.items()))
+    print_list(console, "warnings", diagnosis.warnings)
+    say(console, "")
     if diagnosis.ready:
-        _say(console, "ready: mismatch check can run here")
+        say(console, "ready: mismatch check can run here")
         return
-    _say(console, "not ready: mismatch check cannot run here")
+    say(console, "not ready: mismatch check cannot run here")
     for problem in diagnosis.problems:
-        _say(console, f"  {problem.name}: {problem.why}")
+        say(console, f"  {problem.name}: {problem.why}")
         if problem.fix:
-            _say(console, f"    fix: {problem.fix}")
+            say(console, f"    fix: {problem.fix}")
 
 
 def _machine(machine: Machine) -> list[tuple[str, str]]:
@@ -303,32 +260,3 @@ def _machine(machine: Machine) -> list[tuple[str, str]]:
         *(("GPU", text) for text in gpus or ["none (nvidia-smi lists none)"]),
         *((p.distribution, f"{p.version}{states[p.works]}") for p in installed),
     ]
-
-
-def _table(
-    console: Console, title: str, rows: Sequence[tuple[str, ...]], header: tuple[str, ...] = ()
-) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, show_header=bool(header), padding=(0, 2, 0, 0))
-    width = max((len(row) for row in rows), default=1)
-    for column in range(width):
-        table.add_column(header[column] if header else "", no_wrap=column == 0, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
-    _say(console, "")
-    _say(console, title)
-    console.print(table)
-
-
-def _list(console: Console, title: str, lines: Sequence[str]) -> None:
-    if lines:
-        _say(console, "")
-        _say(console, title)
-        for text in lines:
-            _say(console, f"- {text}")
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False)
