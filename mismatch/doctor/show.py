@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mismatch.doctor.plan import Plan, side_passes
+from mismatch.doctor.plan import Plan, left_out
 from mismatch.run.machine import gib
 
 if TYPE_CHECKING:
@@ -18,48 +18,43 @@ def print_plan(plan: Plan, console: Console) -> None:
     """Print a dry run; the last line says whether it fits."""
     machine = plan.gpus or plan.device
     say(console, f"plan for {plan.model} on {machine} (config.json: {plan.config_source})")
-    print_table(console, "stages", list(plan.stages.items()))
+    stages = [*plan.stages.items(), ("the trainer's attention", plan.attention)]
+    print_table(console, "stages", stages)
     print_table(console, "tokens", [(name, f"{count:,}") for name, count in plan.tokens.items()])
-    print_table(console, "what would run", list(plan.kernels.items()))
-    print_memory(plan, console)
-    print_list(console, "not measured here", plan.not_measured)
-    print_list(console, "assumed", plan.notes)
-    print_list(console, "warnings", plan.warnings)
-    say(console, "")
-    out = sorted(side_passes(plan.sides) & {fit.side for fit in plan.sides if fit.certain})
-    if out and plan.fits:
-        say(console, f"left out, for want of memory: {', '.join(out)}")
-    unknown = "memory is not predicted: see what is assumed"
-    fits = "it fits" if plan.fits else "it does not fit: see the warnings"
-    say(console, fits if plan.sides else unknown)
-
-
-def print_memory(plan: Plan, console: Console) -> None:
-    """Both sides' memory on one device: every side's total, and the parts of the highest pass."""
-    if not plan.sides:
-        return
-    device = "GPU" if plan.device == "cuda" else "rank (CPU)"
-    header = ("side", "needed", "there", "", "at its highest")
     rows = [
         (f.side, gib(f.needed), gib(f.capacity), f.level, f.prediction.moment) for f in plan.sides
     ]
+    device = "GPU" if plan.device == "cuda" else "rank (CPU)"
+    header = ("side", "needed", "there", "", "at its highest")
     print_table(console, f"memory per {device}", rows, header)
-    engine, *passes = plan.sides
-    for fit in (engine, *sorted(passes, key=lambda fit: -fit.needed)[:1]):
-        parts = [(name, gib(size)) for name, size in fit.prediction.highest.items()]
-        if reserve := fit.needed - fit.prediction.peak_bytes:
-            parts.append(("runtime, context, libraries", gib(reserve)))
-        print_table(console, f"{fit.side}, at its highest", parts)
+    for fit in (*plan.sides[:1], *sorted(plan.sides[1:], key=lambda fit: -fit.needed)[:1]):
+        parts = {**fit.prediction.highest}
+        parts["runtime, context, libraries"] = fit.needed - fit.prediction.peak_bytes
+        sizes = [(name, gib(size)) for name, size in parts.items() if size]
+        print_table(console, f"{fit.side}, at its highest", sizes)
+    print_list(console, "assumed", plan.notes)
+    print_list(console, "warnings", plan.warnings)
+    say(console, "")
+    if not plan.sides:
+        say(console, "memory is not predicted: see what is assumed")
+        return
+    out = left_out(plan.sides)
+    if out and plan.fits:
+        say(console, f"left out, for want of memory: {', '.join(sorted(out))}")
+    say(console, "it fits" if plan.fits else "it does not fit: see the warnings")
 
 
 def print_table(
     console: Console, title: str, rows: Sequence[tuple[str, ...]], header: tuple[str, ...] = ()
 ) -> None:
+    """Print a table, if it has rows."""
+    if not rows:
+        return
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, show_header=bool(header), padding=(0, 2, 0, 0))
-    width = max((len(row) for row in rows), default=1)
+    width = max(map(len, rows))
     for column in range(width):
         table.add_column(header[column] if header else "", no_wrap=column == 0, overflow="fold")
     for row in rows:
