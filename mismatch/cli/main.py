@@ -31,7 +31,6 @@ COMMANDS = {
     "sync-probe": "Push known updates into an engine; which parameters arrive?",
     "loop": "Train a few steps with the mismatch and with its fixes; show the curves.",
     "report": "Print a run's report, or several runs side by side.",
-    "doctor": "What this machine can measure, and whether a model fits.",
     "metrics": "List every metric.",
     "models": "List embedded models and short names.",
 }

@@ -175,8 +175,8 @@ def dry_run(spec: CheckSpec, gpus: str | None = None) -> int:
     """Print what would be run. Exit code 0 if it fits on this machine, or on ``gpus``, else 2."""
     from rich.console import Console
 
-    from mismatch.doctor.examine import print_plan
     from mismatch.doctor.plan import plan
+    from mismatch.doctor.show import print_plan
 
     planned = plan(spec, gpus=gpus or "")
     print_plan(planned, Console())
@@ -202,7 +202,7 @@ def placed(spec: CheckSpec) -> CheckSpec:
     from mismatch.doctor.machine import inspect_machine
     from mismatch.doctor.plan import placed as on_machine
 
-    return on_machine(spec, inspect_machine(try_imports=False))
+    return on_machine(spec, inspect_machine())
 
 
 def passes_without_room(spec: CheckSpec, force: bool) -> dict[str, str]:
@@ -214,14 +214,19 @@ def passes_without_room(spec: CheckSpec, force: bool) -> dict[str, str]:
     Raises:
         MismatchError: the engine or the trainer cannot fit, and ``force`` is not set.
     """
-    from mismatch.doctor.plan import memory_of
+    from mismatch.doctor.plan import Memory, left_out, memory_of, refused
 
-    memory = memory_of(spec)
-    if memory.refused and not force:
-        raise MismatchError("\n    ".join(memory.refused), "to start all the same: --force")
-    for warning in memory.warnings:
-        say(f"memory warning: {warning}")
-    return {} if force else memory.left_out
+    try:
+        memory = memory_of(spec)
+    except MismatchError:  # no config.json to go by; the stages themselves say what is wrong
+        memory = Memory()
+    lost = [text for fit in refused(memory.sides, certain=True) for text in fit.warnings]
+    if lost and not force:
+        raise MismatchError("\n    ".join(lost), "to start all the same: --force")
+    warnings = [text for fit in memory.sides for text in fit.warnings]
+    for text in warnings if memory.sides else memory.notes:
+        say(f"memory warning: {text}")
+    return {} if force else left_out(memory.sides)
 
 
 def warn_of_key(spec: RolloutSpec) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 from mismatch.doctor.machine import Machine
 from mismatch.doctor.memory import (
-    BYTES,
     GIB,
     UTILISATION,
     Prediction,
     Workload,
-    batch_class,
-    forward_bytes,
     predict_engine,
     predict_trainer,
     sharded,
@@ -32,18 +29,14 @@ GPU_RESERVE = int(1.5 * GIB)
 CPU_TRAINER_RESERVE = int(0.6 * GIB)
 CPU_ENGINE_RESERVE = int(1.8 * GIB)
 WORLDS = (2, 4, 8, 16, 32, 64)
-SPLITS = (2, 4, 8)
-COPIES = "batched_mm"
 
 _EAGER = "--attention auto (the eager kernel holds every score)"
 _FEWER = "a smaller --micro-batch-tokens"
 REMEDIES = {
     "attention scores": _EAGER,
     "attention weights held on": _EAGER,
-    "weights gathered per token and expert": "--experts-implementation bounded",
     "kept for the backward pass": _FEWER,
     "experts workspace": f"--experts-implementation bounded, or {_FEWER}",
-    "expert by expert": "--experts-implementation bounded",
     "MLP": _FEWER,
     "attention states": _FEWER,
     "sharded parameters": "--master-dtype auto, --offload, or more GPUs",
@@ -72,7 +65,7 @@ class Fit:
     needed: int
     capacity: int
     level: Level
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = ()
     certain: bool = False
 
     @property
@@ -84,24 +77,24 @@ def fits(
     prediction: Prediction,
     capacity: int,
     reserve: int,
-    smaller: Callable[[], str] = lambda: "",
+    smaller: Callable[[], list[str]] = list,
     most: int = 0,
 ) -> Fit:
     """Compare a prediction with the memory of one device.
 
     Args:
         reserve: what the process takes beside its tensors.
-        smaller: called where it does not surely fit; names a setting that would (or "").
+        smaller: called where it does not surely fit; names settings that would.
         most: what there would be if nobody else took any; 0: the same.
     """
     needed = prediction.peak_bytes + reserve
-    level: Level = "does not fit" if needed > capacity else "tight"
     if needed + ERROR * prediction.peak_bytes <= capacity:
         return Fit(prediction, needed, capacity, "fits")
-    remedies = [smaller(), *remedies_of(prediction)]
+    level: Level = "does not fit" if needed > capacity else "tight"
     text = (
         f"{prediction.side}: {gib(needed)} needed at its highest ({prediction.moment}), "
-        f"{gib(capacity)} there: {level}. What would help: {'; '.join(filter(None, remedies))}"
+        f"{gib(capacity)} there: {level}. What would help: "
+        f"{'; '.join([*smaller(), *remedies_of(prediction)])}"
     )
     return Fit(prediction, needed, capacity, level, (text,), needed > max(most, capacity))
 
@@ -137,28 +130,15 @@ def engine_fit(spec: CheckSpec, shape: SizedModel, work: Workload, machine: Mach
             f"use at most {len(gpus)}",
         )
     size, free = (min(getattr(g, name) for g in gpus) for name in ("memory_bytes", "free_bytes"))
-    batches = min(batch_class(gpu.name, gpu.memory_bytes) for gpu in gpus)
     if engine.engine != "vllm":
-        return fits(predict_engine(shape, engine, work, "cuda", batches), free, GPU_RESERVE)
+        return fits(predict_engine(shape, engine, work, "cuda", size), free, GPU_RESERVE)
     # vLLM makes do with less cache than all sequences want: they wait for one another.
     least = Workload((work.longest,), work.sampling)
-    prediction = predict_engine(shape, engine, least, "cuda", batches)
+    prediction = predict_engine(shape, engine, least, "cuda", size)
     asked = int((engine.gpu_memory_utilization or UTILISATION) * size)
-    if free < asked:
-        return _taken(prediction, asked, free, size)
-
-    def split() -> str:
-        for count in SPLITS:
-            wider = replace(engine, tensor_parallel_size=count)
-            if predict_engine(shape, wider, least, "cuda", batches).peak_bytes <= asked:
-                return f"--tensor-parallel-size {count}"
-        return ""
-
-    return fits(prediction, asked, 0, split)
-
-
-def _taken(prediction: Prediction, asked: int, free: int, size: int) -> Fit:
-    """vLLM refuses to start where less is free than its share of the GPU's whole memory."""
+    if free >= asked:
+        return fits(prediction, asked, 0)
+    # It refuses to start where less is free than its share of the GPU's whole memory.
     share = int(100 * free / size) / 100 - 0.01
     text = (
         f"engine: {gib(free)} of the GPU's {gib(size)} are free, vLLM asks for {gib(asked)} and "
@@ -182,7 +162,6 @@ def trainer_fits(
     Args:
         beside: of a trainer that trains: bytes that an engine holds on the same device.
     """
-    trains = beside is not None
     gpus, world = machine.gpus, spec.nproc_per_node
     reserve = GPU_RESERVE if gpus else CPU_TRAINER_RESERVE
     capacity, most = machine.ram_free_bytes // world, machine.ram_bytes // world
@@ -193,18 +172,16 @@ def trainer_fits(
 
     def predict(item: Pass, ranks: int, offload: bool = False) -> Prediction:
         changed = replace(item.spec, offload=offload or item.spec.offload)
+        trains = beside is not None
         return predict_trainer(shape, changed, ranks, work, machine.device, item.name, trains)
 
-    def settings(item: Pass) -> str:
-        if not gpus:
-            return ""
-        room, helps = capacity - reserve, []
+    def settings(item: Pass) -> list[str]:
+        room = capacity - reserve if gpus else 0  # on a CPU neither ranks nor --offload help
         enough = (n for n in WORLDS if n > world and predict(item, n).peak_bytes <= room)
-        if ranks := next(enough, 0):
-            helps.append(f"--nproc-per-node {ranks}, or torchrun over machines")
+        helps = [f"--nproc-per-node {n}, or torchrun over machines" for n in list(enough)[:1]]
         if not item.spec.offload and predict(item, world, offload=True).peak_bytes <= room:
             helps.append("--offload")
-        return "; ".join(helps)
+        return helps
 
     sides = [
         fits(predict(item, world), capacity, reserve, partial(settings, item), most)
@@ -215,26 +192,3 @@ def trainer_fits(
         host = Prediction("host memory", {"all the time": shards})
         sides.append(fits(host, machine.ram_free_bytes, world * CPU_TRAINER_RESERVE))
     return tuple(sides)
-
-
-def copied_experts(
-    shape: SizedModel, passes: Sequence[Pass], world: int, work: Workload, device: str
-) -> str:
-    """Warn of experts whose weights are copied for every token; "" where they are not."""
-    spec = passes[0].spec
-    if not shape.experts or spec.experts != COPIES:
-        return ""
-    rows, longest = work.largest_batch(spec)
-    tokens, b = rows * longest, BYTES[spec.autocast or spec.dtype]
-    token = forward_bytes(shape, COPIES, tokens + 1, b) - forward_bytes(shape, COPIES, tokens, b)
-    same = [item.spec for item in passes if item.spec.experts == COPIES]
-
-    def peak(experts: str) -> str:
-        changed = [replace(each, experts=experts) for each in same]
-        return gib(max(predict_trainer(shape, s, world, work, device).peak_bytes for s in changed))
-
-    return (
-        f"{COPIES} experts copy {token / 1e6:,.1f} MB of weights for every token of a "
-        f"micro-batch: {peak(COPIES)} at the highest. --experts-implementation bounded "
-        f"needs {peak('bounded')}, with the numbers of eager"
-    )

@@ -1,10 +1,9 @@
 """How much memory each side needs, from a model's sizes and the specs: arithmetic, no torch.
 
 A prediction is what stays (weights, KV cache) and the largest of a few *moments*: what a forward
-pass adds at its worst line. ``benchmarks/memory.py`` compares the trainer with measured peaks.
-torch's FSDPMemTracker was tried instead (docs/decisions): under FakeTensorMode it cannot run
-kernels that read values (attention with sinks, two ways to run experts), 9 of 19 measured cases,
-and is 22 % low to 35 % high in the others; these formulas are within 13 %.
+pass adds at its worst line. ``benchmarks/memory.py`` compares the trainer with measured peaks
+(within 13 % in 19 cases); the engine's side was never compared. docs/doctor.md says why torch's
+FSDPMemTracker does not take the place of these formulas.
 """
 
 from __future__ import annotations
@@ -15,25 +14,18 @@ from dataclasses import dataclass, field
 from mismatch.models.sizes import SizedModel
 from mismatch.specs import EngineSpec, TrainSpec
 from mismatch.training.logprobs import CHUNK_BYTES, STRIP_BYTES
-from mismatch.training.packing import EXPERT_ROWS, plan_batches
+from mismatch.training.packing import EXPERT_ROWS
 from mismatch.types import Sampling
 
 GIB = 1 << 30
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 PLAIN_BLOCK = 256  # queries at a time, as mismatch/training/attention has it; a test compares them
-EXPERTS = {  # implementation: name of its part
-    "eager": "expert by expert",
-    "grouped_mm": "experts workspace",
-    "batched_mm": "weights gathered per token and expert",
-    "bounded": "experts in parts",
-}
 # vLLM 0.32/0.33: vllm/config/cache.py, and vllm/engine/arg_utils.py get_batch_defaults (LLM class).
 UTILISATION = 0.92
-LARGE_BYTES = 70 * GIB  # from here on larger batches, but on A100s: see batch_class
+LARGE_BYTES = 70 * GIB  # from here on larger batches (on an A100 vLLM keeps to the smaller)
 CPU_KV_BYTES = GIB  # VLLM_CPU_KVCACHE_SPACE as mismatch sets it
 PROMPT_CHUNK = 1024  # tokens whose prompt logprobs the GPU model runner takes at a time
 TRANSFORMERS_BATCH = 64  # max_num_seqs of mismatch's own engine
-
 
 Parts = dict[str, int]  # what is allocated at one moment -> bytes
 
@@ -79,16 +71,9 @@ class Workload:
         return max(self.lengths)
 
     def largest_batch(self, spec: TrainSpec) -> tuple[int, int]:
-        """(B, T) of the micro-batch that takes most: by tokens², which attention scores cost."""
-        sizes = []
-        for batch in plan_batches(list(self.lengths), spec.micro_batch_tokens, spec.layout):
-            lengths = [self.lengths[index] for index in batch.sequences]
-            packed = spec.layout == "packing"
-            sizes.append((1, sum(lengths)) if packed else (len(lengths), max(lengths)))
-        return max(sizes, key=lambda size: (size[0] * size[1] ** 2, size[0] * size[1]))
-
-
-# ---------------------------------------------------------------- trainer
+        """(B, T) of the micro-batch that takes most, were every sequence as long as the longest."""
+        rows = max(1, min(len(self.lengths), spec.micro_batch_tokens // self.longest))
+        return (1, rows * self.longest) if spec.layout == "packing" else (rows, self.longest)
 
 
 def predict_trainer(
@@ -108,13 +93,13 @@ def predict_trainer(
         trains: gradients and AdamW's moments are allocated beside the parameters.
     """
     b, act = BYTES[spec.dtype], BYTES[spec.autocast or spec.dtype]
+    head = spec.head_dtype or spec.dtype
     rows, longest = work.largest_batch(spec)
     # Ranks that share a sequence have a part of its positions; in attention, of its heads.
     tokens = rows * -(-longest // spec.sequence_parallel)
     heads = shape.heads // spec.sequence_parallel
     layer, hidden = shape.layer_parameters * b, tokens * shape.hidden * act
     shard = sharded(shape, spec, world)
-    head_copy = spec.head_dtype not in (None, spec.dtype)
     stays = {
         "sharded parameters": 0 if spec.offload else shard,
         "gradients and two moments": 3 * shard if trains else 0,
@@ -122,7 +107,7 @@ def predict_trainer(
         # FSDP2 keeps a block's all-gather result until the next block has been copied out.
         "all-gather result in flight": layer if world > 1 else 0,
         "head in its own dtype": (
-            shape.vocab * shape.hidden * BYTES[spec.head_dtype or spec.dtype] * head_copy
+            shape.vocab * shape.hidden * BYTES[head] if head != spec.dtype else 0
         ),
         # Gradient checkpointing keeps one input per layer.
         "kept for the backward pass": shape.layers * hidden if spec.grad else 0,
@@ -145,11 +130,10 @@ def predict_trainer(
         masks = square if spec.layout == "packing" else 0
     kv = shape.kv_heads * (shape.head_dim + shape.value_dim)
 
-    chosen = "grouped_mm" if spec.experts == "auto" else spec.experts
     mlp, routes = {"MLP": 3 * tokens * shape.width * act}, 0  # gate, up and their product
     if shape.experts:
-        part = EXPERTS.get(chosen, EXPERTS["grouped_mm"])
-        mlp = {part: forward_bytes(shape, chosen, tokens, act)}
+        part = "experts in parts" if spec.experts == "bounded" else "experts workspace"
+        mlp = {part: forward_bytes(shape, spec.experts, tokens, act)}
         # Ids (8 bytes) and weights (4) of the chosen experts, and of each token its row.
         routes = shape.layers * tokens * (12 * shape.top_k + 4) if spec.routing else 0
         routes += 8 * tokens * shape.experts
@@ -207,7 +191,8 @@ def forward_bytes(
     """Bytes of one layer's experts in a forward pass, above weights and hidden states.
 
     Counted from the code: which tensors the function still refers to at its worst line.
-    ``benchmarks/experts.py`` compares them with measured peaks (docs/memory.md).
+    ``benchmarks/experts.py`` compares them with measured peaks (docs/memory.md). An implementation
+    that is not named here, "auto" too, is taken for transformers' own choice, grouped_mm.
 
     Args:
         b: bytes of the computation's dtype.
@@ -230,77 +215,53 @@ def forward_bytes(
     return pairs * max(gate, after) * b
 
 
-# ---------------------------------------------------------------- engine
-
-
 def predict_engine(
     shape: SizedModel,
     spec: EngineSpec,
     work: Workload,
     device: str = "cuda",
-    device_bytes: int | None = None,
+    device_bytes: int = 80 * GIB,
 ) -> Prediction:
     """Peak bytes of the engine on one device, with the KV cache that ``work`` can use.
 
     vLLM fills whatever ``gpu_memory_utilization`` leaves with KV cache, so that more than this is
-    resident; less than this makes it wait, and less than one sequence makes it refuse.
+    resident; less than this makes it wait, and less than one sequence makes it refuse. Other
+    engines are taken to work alike.
 
     Args:
         device_bytes: memory of one GPU, which sets vLLM's default batch sizes.
     """
-    b, split, args = BYTES[spec.dtype], spec.tensor_parallel_size, dict(spec.args)
-    if spec.engine == "transformers":
-        running = min(int(args.get("max_num_seqs", TRANSFORMERS_BATCH)), len(work.lengths))
-        weights = {"weights": shape.stored_bytes(b, False)}
-        # Every layer keeps all tokens while the cache grows; growing copies one layer's at a time.
-        each = shape.kv_heads * (shape.head_dim + shape.value_dim) * work.longest * b
-        cache = {"KV cache": each * running * (shape.layers + 1)}
-        # In the model's dtype, in float32, and a sorted copy with its order (8 bytes).
-        logits = {"logits": running * shape.vocab * (b + 12)}
-        rescored = {"logits of the prefill": work.longest * shape.vocab * (b + 8)}
-        moments = {"sampling": weights | cache | logits, "prefill rescoring": weights | rescored}
-        return Prediction("engine", moments)
-    batched, at_once = vllm_batch(spec, work.longest, device, device_bytes)
+    own = spec.engine == "transformers"  # one device, MXFP4 dequantised
+    b, args, split = BYTES[spec.dtype], dict(spec.args), 1 if own else spec.tensor_parallel_size
+    large = device != "cpu" and device_bytes >= LARGE_BYTES
+    batched, at_once = (16384, 1024) if large else (8192, 256)
+    if device == "cpu":  # mismatch switches chunked prefill off there
+        batched = max(batched, spec.max_model_len or work.longest)
+    batched = int(args.get("max_num_batched_tokens") or batched)
+    at_once = int(args.get("max_num_seqs") or (TRANSFORMERS_BATCH if own else at_once))
     running = min(at_once, len(work.lengths))
     kv_size = 1 if str(args.get("kv_cache_dtype", "auto")).startswith("fp8") else b
     # A KV head is never cut, and MLA's shared vector is on every rank.
     share = 1 if shape.latent else max(1, shape.kv_heads // split) / max(1, shape.kv_heads)
     each = int(shape.kv_elements(spec.max_model_len or work.longest) * kv_size * share)
+    if own:  # no window; while the cache grows, one layer's is copied at a time
+        token = shape.kv_heads * (shape.head_dim + shape.value_dim) * b
+        each = token * work.longest * (shape.layers + 1)
     stays = {
-        "weights": int(shape.stored_bytes(b, True) / split),
-        "KV cache": CPU_KV_BYTES if device == "cpu" else running * each,
+        "weights": int(shape.stored_bytes(b, keeps_mxfp4=not own) / split),
+        "KV cache": CPU_KV_BYTES if device == "cpu" and not own else running * each,
     }
     # Compiled kernels keep two states of the residual stream beside the widest intermediate.
     width = max(3 * shape.width, 2 * shape.hidden + shape.q_width)
     rows = batched * (shape.top_k or 1)
     states = (rows * width // split + 2 * batched * shape.hidden) * b
+    logit = shape.vocab * (b + 8)  # in the model's dtype, and in float32 twice
     moments = {
         "a full batch": stays | {"activations": states},
-        # Logits in the model's dtype, and in float32 twice.
-        "sampling": stays | {"logits": running * shape.vocab * (b + 8)},
+        "sampling": stays | {"logits": running * logit},
     }
     if spec.prefill:
-        scored = min(work.longest, batched, batched if device == "cpu" else PROMPT_CHUNK)
-        logits = {"logits of the prefill": scored * shape.vocab * (b + 8)}
-        moments["prefill rescoring"] = stays | logits
+        chunked = device != "cpu" and not own
+        scored = min(work.longest, batched, PROMPT_CHUNK if chunked else batched)
+        moments["prefill rescoring"] = stays | {"logits of the prefill": scored * logit}
     return Prediction("engine", moments)
-
-
-def batch_class(name: str, size: int) -> int:
-    """The memory that vLLM's default batches go by: an A100's counts as small."""
-    return min(size, LARGE_BYTES - 1) if "a100" in name.lower() else size
-
-
-def vllm_batch(
-    spec: EngineSpec, longest: int, device: str, device_bytes: int | None
-) -> tuple[int, int]:
-    """(max_num_batched_tokens, max_num_seqs) that vLLM's ``LLM`` takes."""
-    args = dict(spec.args)
-    if device == "cpu":  # mismatch switches chunked prefill off there
-        tokens, sequences = max(8192, spec.max_model_len or longest), 256
-    elif (device_bytes or 80 * GIB) >= LARGE_BYTES:
-        tokens, sequences = 16384, 1024
-    else:
-        tokens, sequences = 8192, 256
-    batched, at_once = args.get("max_num_batched_tokens"), args.get("max_num_seqs")
-    return int(batched or tokens), int(at_once or sequences)

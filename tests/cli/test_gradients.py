@@ -62,7 +62,7 @@ def test_specs_of_earlier_versions_have_none(tmp_path):
 def test_the_plan_is_shown_without_running_it(monkeypatch, capsys):
     planned = type("Planned", (), {"fits": True})()
     monkeypatch.setattr("mismatch.doctor.plan.plan", lambda asked, **more: planned)
-    monkeypatch.setattr("mismatch.doctor.examine.print_plan", lambda *shown: None)
+    monkeypatch.setattr("mismatch.doctor.show.print_plan", lambda *shown: None)
     asked = replace(spec(), gradients=True)
     model = resolve_model("tiny-gpt-oss")
     asked = replace(asked, train=replace(asked.train, model=model, attention="no-sinks"))

@@ -67,8 +67,6 @@ def test_a_number_out_of_range_is_refused_at_once(flags, dry, tmp_path, monkeypa
         ("kernels", ["--time-limit", "nan"]),
         ("kernels", ["--time-limit", "inf"]),
         ("kernels", ["--seed", "-1"]),
-        ("doctor", ["--num-prompts", "-1"]),
-        ("doctor", ["--nproc-per-node", "0"]),
         ("compare", ["RUN", "--against", "OLD", "--margin", "nan"]),
         ("corrections", ["RUN", "--batch", "0"]),
     ],

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from mismatch.doctor.machine import inspect_package
 from mismatch.engines import registry
 from mismatch.engines.registry import check_machine, model_facts, versions
 from mismatch.engines.sync_drivers import driver_class
 from mismatch.errors import MismatchError
+from mismatch.features.doctor.packages import inspect_package
 from mismatch.models.moe import require_routes
 from mismatch.pipeline.preflight import preflight_rollout
 from mismatch.presets.verl_config import read_verl_config
@@ -78,7 +78,7 @@ def test_its_packages_are_in_fingerprints() -> None:
 
 def test_the_doctor_tries_it() -> None:
     package = inspect_package("toy")
-    assert (package.distribution, package.works) == ("pyarrow", True)
+    assert (package.distribution, package.state) == ("pyarrow", "works")
 
 
 def test_it_may_give_routing_weights() -> None:

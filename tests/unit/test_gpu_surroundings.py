@@ -7,13 +7,14 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mismatch.cli import session
 from mismatch.doctor import plan
+from mismatch.doctor.fit import Fit
+from mismatch.doctor.memory import Prediction
 from mismatch.doctor.plan import Memory
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import training_passes
@@ -104,16 +105,20 @@ def test_a_pass_without_room_is_not_tested_and_says_why(tmp_path: Path) -> None:
 def test_what_cannot_fit_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    memory = Memory(("fsdp: too large",), ("fsdp: too large",), {"reference:fp32": "too large"})
-    monkeypatch.setattr(plan, "memory_of", lambda spec: memory)
+    def lost(side: str) -> Fit:
+        text = f"{side}: too large"
+        return Fit(Prediction(side, {"then": {}}), 2, 1, "does not fit", (text,), certain=True)
+
+    own, reference = lost("fsdp"), lost("reference:fp32")
+    monkeypatch.setattr(plan, "memory_of", lambda spec: Memory((own, reference)))
     with pytest.raises(MismatchError, match="fsdp: too large") as caught:
         session.passes_without_room(CheckSpec(), force=False)
     assert "--force" in caught.value.fix
     assert session.passes_without_room(CheckSpec(), force=True) == {}
     assert "fsdp: too large" in capsys.readouterr().out
-    monkeypatch.setattr(plan, "memory_of", lambda spec: replace(memory, refused=()))
+    monkeypatch.setattr(plan, "memory_of", lambda spec: Memory((reference,)))
     left_out = session.passes_without_room(CheckSpec(), force=False)
-    assert left_out == {"reference:fp32": "too large"}
+    assert left_out == {"reference:fp32": "reference:fp32: too large"}
 
 
 def test_the_environment_for_gpus_has_what_that_for_cpus_has(
