@@ -104,6 +104,12 @@ TRAIN_FLAGS = (
     *flags_of(TrainSpec, "layout sequence_parallel replay_routing"),
     *flags_of(CheckSpec, "noise_floor quick two_passes inject"),
 )
+BOTH_PYTHONS = Option(
+    "python",
+    str | None,
+    ENGINE,
+    "Interpreter of your environment for both sides; mismatch need not be installed there.",
+)
 VERL_FLAGS = (
     Option("verl_config", Path | None, TRAIN, "Your verl run's YAML, for both sides."),
     Option(
@@ -183,6 +189,7 @@ CHECK = (
     *MODEL_FLAGS,
     TRAIN_MODEL,
     *PROMPT_FLAGS,
+    BOTH_PYTHONS,
     *ENGINE_FLAGS,
     *SERVER_FLAGS,
     *ROUTING,

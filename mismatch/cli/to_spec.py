@@ -166,7 +166,7 @@ def engine_name(flags: Flags) -> str:
 
 
 def engine_pythons(flags: Flags) -> dict[str, str]:
-    """Engine -> interpreter, of ``--engine-python NAME=PATH`` and its aliases ``--NAME-python``.
+    """Engine -> interpreter, of ``--engine-python NAME=PATH``, ``--NAME-python`` and ``--python``.
 
     Raises:
         MismatchError: no NAME=PATH.
@@ -179,7 +179,10 @@ def engine_pythons(flags: Flags) -> dict[str, str]:
                 f"--engine-python {text}: no NAME=PATH", "--engine-python vllm=ENV/bin/python"
             )
         pythons[name] = path
-    return {name: path for name, path in pythons.items() if path}
+    given = {name: path for name, path in pythons.items() if path}
+    if (both := flags.get("python")) and not flags.get("server"):
+        given.setdefault(engine_name(flags), both)
+    return given
 
 
 def engine_spec(flags: Flags, model: str, name: str, arguments: list[str] | None) -> EngineSpec:
@@ -252,6 +255,8 @@ def train_spec(flags: Flags, model: str) -> TrainSpec:
 
     shared = flags.pick("revision trust_remote_code routing")
     values = spec_values(TrainSpec, flags, auto=lambda: checkpoint_dtype(model, flags["revision"]))
+    if values.get("python") is None:
+        values["python"] = flags.get("python")
     return TrainSpec(model=model, **shared, **values)
 
 
@@ -337,7 +342,12 @@ def _from_verl(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
     notes += [f"  kept: {line}" for line in applied.kept]
     notes += [f"  unknown: {k} (did you mean {name}?)" for k, name in applied.misspelt.items()]
     notes += [f"  not followed: {line}" for line in sections(applied.ignored)]
-    return applied.spec, notes
+    train = applied.spec.train
+    if train.scorer == "verl" and train.scorer_config is None:  # its own code reads the same file
+        overrides = tuple(flags["verl_override"] or ())
+        path = str(flags["verl_config"])
+        train = replace(train, scorer_config=path, scorer_overrides=overrides)
+    return replace(applied.spec, train=train), notes
 
 
 def _flag(name: str) -> str:

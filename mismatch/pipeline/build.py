@@ -315,7 +315,7 @@ def _unseen(spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring]) -> 
         yield NotTested("noise floor", "switched off")
     elif REFERENCE not in {pass_.name for pass_ in training_passes(spec)}:
         yield NotTested("float32 reference", "the trainer itself is the float32 reference")
-    yield from _without_routes(spec, train.fingerprint)
+    yield from _without_routes(spec, decode, train)
     servers = decode.fingerprint.get("servers")
     if train.fingerprint.get("device") == "cpu" and not servers:  # theirs is not known
         yield NotTested(
@@ -358,13 +358,19 @@ def _without_exact_kl(spec: CheckSpec, decode: Scoring, train: Scoring) -> Itera
         yield NotTested(EXACT_KL, reason)
 
 
-def _without_routes(spec: CheckSpec, train: dict[str, Any]) -> Iterator[NotTested]:
-    if replayed := replay_phrase(train):
+def _without_routes(spec: CheckSpec, decode: Scoring, train: Scoring) -> Iterator[NotTested]:
+    trainer = train.fingerprint
+    given = [*NotTested.of(decode.fingerprint), *NotTested.of(trainer)]
+    if replayed := replay_phrase(trainer):
         yield NotTested(ROUTES, f"replayed ({replayed}), so 0 by construction")
-    elif not spec.train.routing and train.get("moe"):
+    elif not spec.train.routing and trainer.get("moe"):
         yield NotTested(ROUTES, "route capture was switched off")
-    elif train.get("routing", CAPTURED) not in (CAPTURED, NOT_ASKED, DENSE):
-        yield NotTested(ROUTES, f"in the trainer {train['routing']}")
+    elif trainer.get("routing", CAPTURED) not in (CAPTURED, NOT_ASKED, DENSE):
+        yield NotTested(ROUTES, f"in the trainer {trainer['routing']}")
+    elif trainer.get("moe") and ROUTES not in {entry.what for entry in given}:
+        silent = [scoring.name for scoring in (decode, train) if scoring.routing is None]
+        if silent:
+            yield NotTested(ROUTES, f"{' and '.join(silent)} left none, and no reason")
 
 
 def facts(spec: CheckSpec, rollout: Rollout, command: str) -> dict[str, Any]:

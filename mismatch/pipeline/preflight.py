@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
+import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from mismatch import __version__
+from mismatch.engines.known_faults import require_no_fault
 from mismatch.engines.registry import (
     check_machine,
     engine_info,
@@ -20,11 +20,13 @@ from mismatch.engines.registry import (
 )
 from mismatch.errors import MismatchError
 from mismatch.models.moe import require_forms, require_routes
-from mismatch.processes.launch import interpreter_environment, own_python
+from mismatch.processes.launch import own_python
 from mismatch.run.hub import cache_folder, cached_snapshot, offline, unknown_host
+from mismatch.run.interpreters import WORKER_MODULES, look_into, require_modules
 from mismatch.run.machine import local_gpus, placement
 from mismatch.specs import (
     AS_STORED,
+    OWN_SCORER,
     CheckSpec,
     EngineSpec,
     Flag,
@@ -36,16 +38,6 @@ from mismatch.specs import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-PROBE = """
-import importlib.util as u, json, sys
-missing = [name for name in {needed!r} if u.find_spec(name) is None]
-found = None
-if u.find_spec("mismatch") is not None:
-    import mismatch
-    found = mismatch.__version__
-print(json.dumps([missing, found]))
-"""
-LIGHT = ("numpy", "pyarrow", "safetensors", "psutil")  # what every worker imports
 OFFLINE = (
     "without a network: download it where there is one (hf download {model}), copy the cache and "
     "set HF_HUB_OFFLINE=1, or give the directory: --model DIR"
@@ -130,6 +122,7 @@ def preflight_engine(spec: EngineSpec, *, reach: bool = True, dataset: bool = Fa
     else:
         require_interpreter(spec, dataset=dataset)
     require_form(spec)
+    require_sound_version(spec)
     check_machine(spec)
     if reach:
         require_reachable(spec.model, spec.revision)
@@ -157,10 +150,16 @@ def preflight_training(
     Raises:
         MismatchError: torch missing, nothing to run on, a port in use, the model out of reach.
     """
+    if spec.python is not None:
+        own = (*WORKER_MODULES, "transformers")
+        needed = {OWN_SCORER: own, "verl": ("numpy", "verl"), "trl": ("numpy", "trl")}
+        modules = ("torch", *needed.get(spec.scorer, ("numpy",)))
+        require_modules(spec.python, "--train-python", modules, "the trainer")
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
-    if missing:
+    if missing and spec.python is None:
         raise MismatchError(
             f"{' and '.join(missing)} not installed: the training side needs them",
+            "name the interpreter of your training environment: --train-python PATH; or "
             "pip install 'train-infer-mismatch[score]', or `make env` in a clone",
         )
     require_ranges(spec)
@@ -227,48 +226,40 @@ def require_free_port(environment: Mapping[str, str]) -> None:
 
 
 def require_interpreter(spec: EngineSpec, dataset: bool = False) -> None:
-    """Whether the engine's process could start under its own interpreter.
+    """Check that the engine's process could start under its own interpreter.
 
     Args:
         dataset: it has to read a data set as well.
 
     Raises:
-        MismatchError: no such interpreter, the engine or mismatch missing there, or mismatch of
-            another version.
+        MismatchError: no such interpreter, or a package is missing there.
     """
     python = own_python(spec)
     assert python is not None
-    flag = f"--engine-python {spec.engine}="
-    extras = f"{spec.engine},datasets" if dataset else spec.engine
-    install = f"{python} -m pip install 'train-infer-mismatch[{extras}]'"
-    more = ("datasets",) if dataset else ()
-    code = PROBE.format(needed=(*LIGHT, *more, engine_info(spec.engine).module))
-    try:
-        done = subprocess.run(
-            [python, "-c", code],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={**os.environ, **interpreter_environment(python)},
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise MismatchError(
-            f"{flag}{python} cannot be started: {getattr(error, 'strerror', error)}",
-            "give the path of an interpreter, such as ENV/bin/python",
-        ) from error
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise MismatchError(f"{flag}{python} fails: {last}", install)
-    missing, version = json.loads(done.stdout.strip().splitlines()[-1])
-    if missing or version is None:
-        absent = ", ".join([*missing, *([] if version else ["mismatch"])])
-        raise MismatchError(f"{flag}{python}: {absent} not installed there", install)
-    if version != __version__:
-        raise MismatchError(
-            f"{flag}{python} has mismatch {version}, this is {__version__}",
-            f"{install}=={__version__}",
-        )
+    module = engine_info(spec.engine).module
+    needed = [module, "datasets" if dataset else None]
+    modules = (*WORKER_MODULES, *(name for name in needed if name))
+    require_modules(python, f"--engine-python {spec.engine}=", modules, f"the engine {spec.engine}")
+
+
+def require_sound_version(spec: EngineSpec) -> None:
+    """Refuse an engine version with a known fault for this checkpoint.
+
+    Raises:
+        MismatchError: it has one.
+    """
+    from mismatch.models.derived import is_mxfp4
+
+    directory = Path(spec.model)
+    if spec.weights != AS_STORED or not (directory / "config.json").is_file():
+        return
+    names = engine_info(spec.engine).packages
+    packages = look_into(own_python(spec) or sys.executable, packages=tuple(names)).packages
+    versions = [packages[name] for name in names if name in packages]
+    model_type = json.loads((directory / "config.json").read_text()).get("model_type", "")
+    stored = "mxfp4" if is_mxfp4(directory) else "bf16"
+    if versions:
+        require_no_fault(spec.engine, versions[0], model_type, stored)
 
 
 # ---------------------------------------------------------------- the hub

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,10 +25,10 @@ from mismatch.processes.launch import (
     Worker,
     engine_python,
     finish,
-    interpreter_environment,
     own_python,
     rendezvous_args,
     started,
+    worker_path,
 )
 from mismatch.run import manifest, resume, store
 from mismatch.run.directory import Journal
@@ -285,13 +286,24 @@ def world_command(
     spec: CheckSpec, where: Placement, worker: str, job: Path
 ) -> tuple[list[str], dict[str, str]]:
     """How a training world is started that runs one of processes/workers, and its environment."""
-    world = spec.nproc_per_node
+    world, python = spec.nproc_per_node, world_python(spec.train)
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", *rendezvous_args()),
+        *(python or sys.executable, "-m", "torch.distributed.run", *rendezvous_args()),
         *("--nproc-per-node", str(world), "-m", f"mismatch.processes.workers.{worker}", str(job)),
     ]
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
-    return command, {"OMP_NUM_THREADS": threads, **EXACT, **visible_as(where.trainer)}
+    env = worker_path(job.parent) if python else {}
+    return command, {"OMP_NUM_THREADS": threads, **env, **EXACT, **visible_as(where.trainer)}
+
+
+def world_python(train: TrainSpec) -> str | None:
+    """Return the interpreter of the training world where it is not this one.
+
+    Beside an adapter the world scores what everything is measured from, and runs here if it can:
+    then nothing of the framework's versions is in it.
+    """
+    own = train.scorer == OWN_SCORER or find_spec("torch") is None
+    return train.python if own else None
 
 
 def engine_command(
@@ -299,8 +311,8 @@ def engine_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The same of an engine's process."""
     command = [engine_python(spec), "-m", f"mismatch.processes.workers.{worker}", str(job)]
-    env = interpreter_environment(own_python(spec)) | visible_as(where.engine)
-    return command, env | dict(spec.env)
+    env = worker_path(job.parent) if own_python(spec) else {}
+    return command, env | visible_as(where.engine) | dict(spec.env)
 
 
 def still_held(before: list[int], timeout_s: float = FREE_AGAIN_S) -> int:

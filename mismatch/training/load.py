@@ -108,6 +108,8 @@ def load(
     files = replace(files, master_dtype=master)
     with MemoryPeak(device, measure) as peak, _our_sharding(files, mesh, device) as wrapped:
         model, info = _from_pretrained(files, attention, config)
+        if not wrapped:  # FSDP2 moves and cuts parameter by parameter
+            wrapped.append(shard(model, files, mesh))
     _require_complete(spec, info)
     scorer = wrapped[0]
     _settle_dtype(scorer, torch_dtype(master))
@@ -192,10 +194,13 @@ def resident_share(scorer: Scorer) -> float:
 
 def _from_pretrained(spec: TrainSpec, attention: ResolvedAttention, config: Any) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
-    from transformers.distributed.configuration_utils import DistributedConfig
 
     _require_readable_weights(spec, config)
     options = dequantising(config)
+    if loads_shards():
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        options["distributed_config"] = DistributedConfig()
     if spec.experts != "auto":
         options["experts_implementation"] = spec.experts
     try:
@@ -205,7 +210,6 @@ def _from_pretrained(spec: TrainSpec, attention: ResolvedAttention, config: Any)
             dtype=torch_dtype(spec.master_dtype),
             attn_implementation=attention.implementation,
             trust_remote_code=spec.trust_remote_code,
-            distributed_config=DistributedConfig(),
             output_loading_info=True,
             **options,
         )
@@ -218,6 +222,16 @@ def _from_pretrained(spec: TrainSpec, attention: ResolvedAttention, config: Any)
             "check that the weights (*.safetensors and their index) are complete and match "
             "config.json",
         ) from error
+
+
+def loads_shards() -> bool:
+    """Return whether transformers' loader reads shards alone, as it does from 5.10 on.
+
+    An older one reads the whole model into every rank's host memory.
+    """
+    from transformers import PreTrainedModel
+
+    return hasattr(PreTrainedModel, "maybe_distribute_model")
 
 
 def _require_readable_weights(spec: TrainSpec, config: Any) -> None:
@@ -246,16 +260,21 @@ def _our_sharding(
         wrapped.append(shard(model, spec, mesh))
         return model
 
-    def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.nn.Parameter:
+    def dequantise(
+        blocks: torch.Tensor, scales: torch.Tensor, *device: object
+    ) -> torch.nn.Parameter:
         return torch.nn.Parameter(mxfp4.dequantise(blocks, scales, torch_dtype(spec.master_dtype)))
 
     replaced: list[tuple[Any, str, Any]] = [
-        (modeling.PreTrainedModel, "prepare_distribute_model", classmethod(prepare)),
-        (modeling.PreTrainedModel, "maybe_distribute_model", classmethod(distribute)),
         # It reserves the memory of whole tensors, on every rank.
         (modeling, "caching_allocator_warmup", lambda *args, **kwargs: None),
         (mxfp4_integration, "dequantize_convertops", dequantise),
     ]
+    if loads_shards():
+        replaced += [
+            (modeling.PreTrainedModel, "prepare_distribute_model", classmethod(prepare)),
+            (modeling.PreTrainedModel, "maybe_distribute_model", classmethod(distribute)),
+        ]
     saved = [(owner, name, owner.__dict__.get(name)) for owner, name, _ in replaced]
     try:
         for owner, name, value in replaced:

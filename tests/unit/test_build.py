@@ -146,6 +146,18 @@ def test_a_router_that_the_trainer_cannot_read_is_said(tmp_path: Path) -> None:
     assert reason in entry
 
 
+def test_missing_routes_are_said_where_nobody_gave_a_reason(tmp_path: Path) -> None:
+    run, samples = make_run(tmp_path / "run"), rollout()
+    blind = scoring("fsdp", samples, shift=0.01)
+    store.save_scoring(
+        run,
+        replace(blind, fingerprint=blind.fingerprint | {"moe": True, "routing": "captured"}),
+        samples,
+    )
+    (entry,) = mentioned(report_of(run), "routing disagreement")
+    assert "fsdp" in entry
+
+
 @pytest.mark.parametrize(
     ("synchronised", "named"),
     [

@@ -48,6 +48,33 @@ def kernel_of(moe: Any) -> str:
     return type(method if chosen is None else chosen).__name__
 
 
+def serve_float32_sinks() -> None:
+    """Have CPU attention before vLLM 0.31 serve a float32 model's sinks, which it takes in bf16.
+
+    Only sinks that bf16 holds exactly are cast, as those of a bf16 checkpoint are.
+    """
+    try:
+        home: Any = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
+        attention = home.CPUAttentionBackendImpl
+        release = importlib.import_module("vllm").__version_tuple__[:2]
+    except (ImportError, AttributeError):
+        return
+    if release >= (0, 31) or getattr(attention.forward, "casts_sinks", False):
+        return
+    forward = attention.forward
+
+    def cast_first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sinks = getattr(self, "sinks", None)
+        if sinks is not None and sinks.dtype.itemsize == 4:
+            rounded = sinks.bfloat16()
+            if (rounded.float() == sinks).all():
+                self.sinks = rounded
+        return forward(self, *args, **kwargs)
+
+    cast_first.casts_sinks = True  # type: ignore[attr-defined]
+    attention.forward = cast_first
+
+
 def number_of_experts(router: Any) -> int:
     """Return the experts that a router chooses from; the most that 16 bits hold if it is unsaid."""
     return int(getattr(router, "global_num_experts", 0) or 1 << 16)

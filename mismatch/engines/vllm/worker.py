@@ -32,7 +32,13 @@ from mismatch.engines.distribution_capture import (
 )
 from mismatch.engines.module_capture import ModuleCalls
 from mismatch.engines.sync_drivers import NO_DIGESTS
-from mismatch.engines.vllm.private import RouteWatch, kernel_of, moe_layers, number_of_experts
+from mismatch.engines.vllm.private import (
+    RouteWatch,
+    kernel_of,
+    moe_layers,
+    number_of_experts,
+    serve_float32_sinks,
+)
 from mismatch.engines.vllm.weight_sync import WeightSync
 from mismatch.models.resolved import resolved
 from mismatch.types import Ints, Sampling
@@ -142,6 +148,7 @@ def install() -> None:
     """Before a model is built: take what can be taken, and never fail for the rest."""
     take_triton_routes()
     tolerate_refusal()
+    serve_float32_sinks()
 
 
 def take_triton_routes() -> None:

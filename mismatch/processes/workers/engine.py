@@ -28,7 +28,7 @@ from mismatch.engines.artefacts import prefill_scoring
 from mismatch.engines.base import Capabilities, Engine
 from mismatch.engines.model_info import CauseInLog
 from mismatch.engines.registry import engine_class
-from mismatch.errors import CorruptCapture, MismatchError, first_line
+from mismatch.errors import MismatchError, first_line
 from mismatch.models.derived import in_form
 from mismatch.processes.workers.sampling import (
     Ready,
@@ -39,12 +39,11 @@ from mismatch.processes.workers.sampling import (
     timed,
     wants_prefill,
     with_routes,
-    without,
 )
 from mismatch.run import resume, store
 from mismatch.run.messages import SAMPLED, exit_worker, report_ready, report_timing, write_error
 from mismatch.specs import RolloutSpec
-from mismatch.types import ROUTES, NotTested, Rollout, Scoring
+from mismatch.types import Rollout
 
 CACHE_SCHEMA = "mismatch.cache/1"
 LOG_DELAY_S = 1.0  # for the lines on their way to the log
@@ -204,36 +203,15 @@ def rescore(run_dir: Path, spec: RolloutSpec, engine: Engine) -> None:
 def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> None:
     """Sample and save; the decode scoring last, which marks the rollout as complete.
 
-    Raises:
-        CorruptCapture: the routed experts cannot be true; tokens and logprobs are saved by then.
+    Routed experts that cannot be true cost the routes alone: the scoring says why it has none.
     """
     engine.likeliest = LIKELIEST
     rollout, trajectories, decode = sampled(spec, engine, ready, Reporter("rollout"))
     store.save_rollout(run_dir, rollout, made_by=spec)
     save_texts(run_dir, rollout, decode, ready)
     if ready.capabilities.routed_experts:
-        try:
-            decode = with_routes(engine, trajectories, decode, rollout)
-        except CorruptCapture as error:
-            raise keep_without_routes(run_dir, decode, rollout, error) from error
+        decode = with_routes(engine, trajectories, decode, rollout)
     store.save_scoring(run_dir, decode, rollout, made_by=spec)
-
-
-def keep_without_routes(
-    run_dir: Path, decode: Scoring, rollout: Rollout, error: CorruptCapture
-) -> CorruptCapture:
-    """Save the logprobs that were sampled without their experts; returns the error to raise.
-
-    No spec is noted in them, so that they can be compared, but resuming does not take them for the
-    scoring that was asked for.
-    """
-    decode = without(decode, NotTested(ROUTES, error.message))
-    store.save_scoring(run_dir, decode, rollout)
-    return CorruptCapture(
-        error.message,
-        f"{error.fix}; tokens and logprobs are kept, to go on without routes: "
-        f"mismatch score {run_dir}, then mismatch compare {run_dir}",
-    )
 
 
 if __name__ == "__main__":

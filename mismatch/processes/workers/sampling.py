@@ -207,14 +207,14 @@ def with_distributions(
 def with_routes(
     engine: Engine, trajectories: Sequence[Trajectory], decode: Scoring, rollout: Rollout
 ) -> Scoring:
-    """The scoring with its routed experts, or with the reason why the engine has none.
-
-    Raises:
-        CorruptCapture: as :func:`decode_routing`.
-    """
+    """The scoring with its routed experts, or with the reason why there are none to be trusted."""
+    reason = f"{engine.name}: {NEVER_WRITTEN}"
     if not never_written(trajectories):
-        return replace(decode, routing=decode_routing(engine, trajectories, rollout))
-    return without(decode, NotTested(ROUTES, f"{engine.name}: {NEVER_WRITTEN}"))
+        try:
+            return replace(decode, routing=decode_routing(engine, trajectories, rollout))
+        except CorruptCapture as error:
+            reason = error.message
+    return without(decode, NotTested(ROUTES, reason))
 
 
 def without(decode: Scoring, missing: NotTested) -> Scoring:

@@ -1,0 +1,100 @@
+"""Environments of the user: what they hold, and which engines are known to fail."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mismatch.engines.known_faults import faults_of, known_faults
+from mismatch.errors import MismatchError
+from mismatch.models import resolve_model
+from mismatch.pipeline.preflight import preflight_training, require_sound_version
+from mismatch.run.interpreters import look_into, require_modules
+from mismatch.specs import EngineSpec, TrainSpec
+
+
+def environment(folder: Path, **versions: str) -> str:
+    """An interpreter of the standard library alone, beside the metadata of some distributions."""
+    for name, version in versions.items():
+        info = folder / "site" / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (folder / "site" / f"{name}.py").write_text("")
+    python = folder / "python"
+    python.write_text(
+        f'#!/bin/sh\nPYTHONPATH="{folder / "site"}" exec {sys.executable} -s -S "$@"\n'
+    )
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_an_environment_is_read_without_importing_from_it(tmp_path: Path) -> None:
+    python = environment(tmp_path, numpy="2.0.1", vllm="0.24.0")
+    (tmp_path / "site" / "vllm.py").write_text("raise SystemExit('imported')")
+    found = look_into(python, ("numpy", "vllm", "torch"), ("vllm", "torch"))
+    assert found.version == sys.version_info[:3]
+    assert found.packages == {"vllm": "0.24.0"}
+    assert found.missing == ("torch",)
+
+
+def test_what_is_missing_is_named_with_its_command(tmp_path: Path) -> None:
+    python = environment(tmp_path, numpy="2.0.1")
+    with pytest.raises(MismatchError) as caught:
+        require_modules(python, "--train-python", ("numpy", "torch"), "the trainer")
+    assert "torch" in caught.value.message
+    assert "numpy" not in caught.value.message
+    assert f"{python} -m pip install torch" in caught.value.fix
+
+
+@pytest.mark.parametrize("text", ["", "#!/bin/sh\necho broken >&2; exit 3\n"])
+def test_an_interpreter_that_does_not_run_is_refused(tmp_path: Path, text: str) -> None:
+    python = tmp_path / "python"
+    if text:
+        python.write_text(text)
+        python.chmod(0o755)
+    with pytest.raises(MismatchError, match="broken" if text else "No such file"):
+        look_into(str(python))
+
+
+@pytest.mark.parametrize(("scorer", "absent"), [("fsdp", "pyarrow"), ("verl", "verl")])
+def test_a_trainer_s_environment_needs_what_its_code_needs(
+    tmp_path: Path, scorer: str, absent: str
+) -> None:
+    python = environment(tmp_path, numpy="2.0.1", torch="2.11.0", transformers="5.9.0")
+    spec = TrainSpec(model=resolve_model("tiny-gpt-oss"), scorer=scorer, python=python)
+    with pytest.raises(MismatchError, match=absent):
+        preflight_training(spec, 1)
+
+
+def test_a_function_s_environment_needs_numpy_and_torch_alone(tmp_path: Path) -> None:
+    python = environment(tmp_path, numpy="2.0.1", torch="2.11.0")
+    spec = TrainSpec(model=resolve_model("tiny-gpt-oss"), scorer="mine:score", python=python)
+    preflight_training(spec, 1)
+
+
+@pytest.mark.parametrize(
+    ("version", "model_type", "stored", "known"),
+    [
+        ("0.24.0", "gpt_oss", "bf16", True),
+        ("0.24.0+cpu", "gpt_oss", "bf16", True),
+        ("0.24.0", "gpt_oss", "mxfp4", False),
+        ("0.24.0", "qwen3", "bf16", False),
+        ("0.26.0", "gpt_oss", "bf16", False),
+    ],
+)
+def test_known_faults_hold_for_their_version_and_checkpoint(
+    version: str, model_type: str, stored: str, known: bool
+) -> None:
+    assert bool(list(faults_of("vllm", version, model_type, stored))) is known
+
+
+def test_a_version_with_a_known_fault_is_refused_with_its_link(tmp_path: Path) -> None:
+    spec = EngineSpec(
+        model=resolve_model("tiny-gpt-oss"), python=environment(tmp_path, vllm="0.24.0")
+    )
+    with pytest.raises(MismatchError) as caught:
+        require_sound_version(spec)
+    assert caught.value.fix.endswith(known_faults()[0].link)
+    sound = environment(tmp_path / "sound", vllm="0.26.0")
+    require_sound_version(replace(spec, python=sound))
