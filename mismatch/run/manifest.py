@@ -230,6 +230,28 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def require_file(path: Path) -> None:
+    if not path.exists():
+        raise MismatchError(f"{path} does not exist", missing_fix(path))
+
+
+def missing_fix(path: Path) -> str:
+    """The command that makes an artefact."""
+    if path.name == "rollout.parquet":
+        return f"make it: mismatch rollout --model MODEL --out {path.parent}"
+    if path.parent.name == "scores":
+        return f"make it: mismatch score {path.parent.parent}"
+    return "make it: mismatch check --model MODEL"
+
+
+def require_schema(path: Path, schema: str | None, wanted: str) -> None:
+    if schema != wanted:
+        raise MismatchError(
+            f"{path} has schema {schema or 'none'}, this version reads {wanted}",
+            "make it again with this version of mismatch",
+        )
+
+
 def _intact(run_dir: Path, name: str, entry: Entry) -> bool:
     path = run_dir / name
     return (

@@ -28,28 +28,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch.captures import Distributions, Likeliest, narrowest
+from mismatch.captures import Distributions, Likeliest
 from mismatch.errors import MismatchError
-from mismatch.run import manifest, tables
-from mismatch.run.manifest import readable, write_atomic
+from mismatch.run import captured, manifest
+from mismatch.run.manifest import missing_fix, readable, write_atomic
 from mismatch.run.provenance import checkpoint_digest, numeric_versions, redact
 from mismatch.run.tables import (
     flat,
     layers_of,
-    missing_fix,
     plain,
     ragged,
-    read_arrays,
     read_header,
     read_table,
-    require_file,
-    require_schema,
     schema_of,
-    write_arrays,
     write_table,
 )
 from mismatch.specs import RolloutSpec, spec_hash, to_dict
-from mismatch.types import Rollout, Routing, Sampling, Scoring
+from mismatch.types import Rollout, Sampling, Scoring
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,7 +70,6 @@ FLOAT32 = "fp32"  # <engine>:fp32: the engine's implementation, started in float
 
 ROLLOUT_SCHEMA = "mismatch.rollout/1"
 SCORING_SCHEMA = "mismatch.scoring/1"
-ROUTING_SCHEMA = "mismatch.routing/1"
 TOKENS_SCHEMA = "mismatch.tokens/2"
 TOKENS_BEFORE = "mismatch.tokens/1"  # fewer columns, flipped layers as text
 VOCABULARY_SCHEMA = "mismatch.vocabulary/1"
@@ -205,11 +199,11 @@ def save_scoring(
     inputs = [ROLLOUT, *also_from]
     if scoring.routing is not None:
         inputs.append(routing_file(scoring.name))
-        _save_routing(run_dir, inputs[-1], scoring.routing)
+        captured.save_routing(run_dir, inputs[-1], scoring.routing)
         header["routing"] = True
     if scoring.distributions is not None:
         inputs.append(distributions_file(scoring.name))
-        tables.save_distributions(run_dir, inputs[-1], scoring.distributions)
+        captured.save_distributions(run_dir, inputs[-1], scoring.distributions)
         header["distributions"] = True
     name = scoring_file(scoring.name)
     path = write_table(run_dir / name, rows, SCORING_SCHEMA, header)
@@ -232,7 +226,9 @@ def load_scoring(run_dir: Path | str, name: str) -> Scoring:
         fingerprint=header["fingerprint"],
         entropy=columns.get("entropy"),
         top1=columns.get("top1"),
-        routing=_load_routing(run_dir, routing_file(name)) if header.get("routing") else None,
+        routing=captured.load_routing(run_dir, routing_file(name))
+        if header.get("routing")
+        else None,
         extra={k.removeprefix("extra."): v for k, v in columns.items() if k.startswith("extra.")},
         distributions=load_distributions(run_dir, name) if header.get("distributions") else None,
         likeliest=_likeliest(columns),
@@ -247,10 +243,9 @@ def _likeliest(columns: dict[str, np.ndarray]) -> Likeliest | None:
     return Likeliest(ids.reshape(rows, -1), logprobs.reshape(rows, -1))
 
 
-@readable(lambda name: distributions_file(name))
 def load_distributions(run_dir: Path | str, name: str) -> Distributions:
     """The whole distributions of a scoring; MismatchError where it has none."""
-    return tables.load_distributions(Path(run_dir), distributions_file(name))
+    return captured.load_distributions(Path(run_dir), distributions_file(name))
 
 
 @readable(lambda name: scoring_file(name))
@@ -306,41 +301,6 @@ def made_with(spec: RolloutSpec | TrainSpec) -> dict[str, str]:
         return {}  # the fingerprint says what servers ran
     digest = checkpoint_digest(side.model, side.revision)
     return numeric_versions() | ({"weights": digest} if digest else {})
-
-
-def _save_routing(run_dir: Path, name: str, routing: Routing) -> None:
-    arrays = {
-        "ids": routing.ids.astype(narrowest(routing.num_experts), copy=False),
-        "present": routing.present,
-    }
-    if routing.weights is not None:
-        arrays["weights"] = routing.weights.astype(np.float32, copy=False)
-    if routing.margin is not None:
-        arrays["margin"] = routing.margin.astype(np.float32, copy=False)
-    metadata = {
-        "schema": ROUTING_SCHEMA,
-        "layers": json.dumps(routing.layers),
-        "num_experts": str(routing.num_experts),
-    }
-    write_atomic(run_dir / name, lambda target: write_arrays(target, arrays, metadata))
-    manifest.record(run_dir, name, ROUTING_SCHEMA)
-
-
-@readable(lambda name: name)
-def _load_routing(run_dir: Path, name: str) -> Routing:
-    path = run_dir / name
-    require_file(path)
-    manifest.verify(run_dir, name)
-    arrays, metadata = read_arrays(path)
-    require_schema(path, metadata.get("schema"), ROUTING_SCHEMA)
-    return Routing(
-        layers=tuple(json.loads(metadata["layers"])),
-        num_experts=int(metadata["num_experts"]),
-        ids=arrays["ids"],
-        present=arrays["present"],
-        weights=arrays.get("weights"),
-        margin=arrays.get("margin"),
-    )
 
 
 # ---------------------------------------------------------------- token table

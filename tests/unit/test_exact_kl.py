@@ -31,8 +31,8 @@ from mismatch.engines.distribution_capture import (
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
 from mismatch.metrics import METRICS
 from mismatch.metrics.exact import divergences, kl_terms
+from mismatch.run import captured as dists
 from mismatch.run import store
-from mismatch.run import tables as dists
 from mismatch.specs import Sampling
 from mismatch.training.logprobs import DistributionCapture, select_rows, token_stats
 from mismatch.types import Pair, Rollout, Scoring

@@ -6,21 +6,17 @@ reference, is kept as its name.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.gradients.analysis import check_gradients
 from mismatch.experiments.gradients.types import GradientBatch, GradientCheck, Gradients
 from mismatch.run import manifest
-from mismatch.run.manifest import write_atomic
+from mismatch.run.arrays import load_arrays, save_arrays
 from mismatch.run.messages import pass_label, read_error
-from mismatch.run.tables import read_arrays, write_arrays
 from mismatch.types import NotTested
 
 
@@ -75,11 +71,7 @@ def save_gradients(
 ) -> Path:
     """Write one pass's gradient; ``facts`` are kept beside it."""
     run_dir = Path(run_dir)
-    arrays = {
-        name: np.ascontiguousarray(values)
-        for name in ARRAYS
-        if (values := getattr(gradients, name)) is not None
-    }
+    arrays = {name: values for name in ARRAYS if (values := getattr(gradients, name)) is not None}
     header = {
         "name": gradients.name,
         "groups": list(gradients.groups),
@@ -87,10 +79,8 @@ def save_gradients(
         "peak_bytes": gradients.peak_bytes,
         **facts,
     }
-    metadata = {"schema": SCHEMA, "header": json.dumps(header)}
     name = gradients_file(gradients.name)
-    write_atomic(run_dir / name, lambda target: write_arrays(target, arrays, metadata))
-    manifest.record(run_dir, name, SCHEMA, made_by, inputs)
+    save_arrays(run_dir, name, arrays, SCHEMA, {"header": header}, made_by=made_by, inputs=inputs)
     return run_dir / name
 
 
@@ -100,8 +90,9 @@ def read_gradients(run_dir: Path | str, name: str) -> Gradients:
     Raises:
         MismatchError: absent, damaged, or of another schema.
     """
-    header, arrays = _read(Path(run_dir), gradients_file(name))
-    held: dict[str, Any] = {name: np.array(arrays[name]) for name in ARRAYS if name in arrays}
+    file = load_arrays(Path(run_dir), gradients_file(name), SCHEMA)
+    header = file.header["header"]
+    held: dict[str, Any] = {name: each for name, each in file.arrays.items() if name in ARRAYS}
     kept = {name: header[name] for name in ("name", "seconds", "peak_bytes")}
     absent = dict.fromkeys(("dot", "squared_norm_reference"))
     return Gradients(**{**absent, **held, **kept, "groups": tuple(header["groups"])})
@@ -109,7 +100,10 @@ def read_gradients(run_dir: Path | str, name: str) -> Gradients:
 
 def gradient_facts(run_dir: Path | str, name: str) -> dict[str, Any]:
     """What was noted beside one artefact: spec, loss scale, world size …"""
-    return _read(Path(run_dir), gradients_file(name))[0]
+    facts: dict[str, Any] = load_arrays(Path(run_dir), gradients_file(name), SCHEMA).header[
+        "header"
+    ]
+    return facts
 
 
 def save_batch(
@@ -229,14 +223,3 @@ def _document(run_dir: Path) -> dict[str, Any]:
             "read the run with the version of mismatch that made it",
         )
     return data
-
-
-def _read(run_dir: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    from mismatch.run.tables import require_file, require_schema
-
-    require_file(run_dir / name)
-    manifest.verify(run_dir, name)
-    arrays, metadata = read_arrays(run_dir / name)
-    require_schema(run_dir / name, metadata.get("schema"), SCHEMA)
-    header: dict[str, Any] = json.loads(metadata["header"])
-    return header, arrays
