@@ -38,7 +38,7 @@ def save_arrays(
     tensors = {key: np.ascontiguousarray(values) for key, values in arrays.items()}
     # One entry alone: the library writes several in any order.
     metadata = {"mismatch": json.dumps({"schema": schema, **header}, sort_keys=True)}
-    # Not its save_file: that makes a temporary file of its own, which a killed writer leaves behind.
+    # Not its save_file: a killed writer leaves behind the temporary file that it makes.
     data = save(tensors, metadata)
     write_atomic(run_dir / name, lambda target: target.write_bytes(data))
     manifest.record(run_dir, name, schema, **entry)
