@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from mismatch.metrics.registry import (
     POSITIVE,
     SHARE,
     Array,
-    Bounds,
+    Kind,
     Metric,
     metric,
     register,
@@ -62,9 +62,8 @@ def divergences(left: Floats, right: Floats) -> dict[str, Floats]:
     Returns:
         "kl": KL(left ‖ right), infinite where right excludes what left samples. "reverse_kl":
         KL(right ‖ left), absent where left excludes what right allows (top-p, top-k): it is
-        infinite there. "js": Jensen-Shannon divergence in nats, at most log 2. "tv": total
-        variation, half of sum |p - q|. "agree": 1.0 where the most likely outcome is the same.
-        "variance": of log p/q under left.
+        infinite there. "tv": total variation, half of sum |p - q|. "agree": 1.0 where the most
+        likely outcome is the same. "variance": of log p/q under left.
 
     Raises:
         EmptyComparison: no position.
@@ -86,18 +85,14 @@ def divergences(left: Floats, right: Floats) -> dict[str, Floats]:
 
 def _of_rows(left: Floats, right: Floats) -> dict[str, Floats]:
     p, q = np.exp(left), np.exp(right)
-    middle = np.logaddexp(left, right) - math.log(2.0)
     value = kl_terms(left, right)
     with np.errstate(invalid="ignore"):
         square = np.where(p > 0.0, p * (right - left) ** 2, 0.0).sum(axis=1)
         variance = np.maximum(square - value**2, 0.0)
         variance = np.where(np.isfinite(value), variance, np.inf)
-    equal = (left == right).all(axis=1)  # the mixture of equal rows is off by a rounding
-    js = np.where(equal, 0.0, (kl_terms(left, middle) + kl_terms(right, middle)) / 2.0)
     return {
         "kl": value,
         "reverse_kl": kl_terms(right, left),
-        "js": np.asarray(js, np.float64),
         "tv": np.abs(p - q).sum(axis=1) / 2.0,
         "agree": np.asarray(left.argmax(axis=1) == right.argmax(axis=1), np.float64),
         "variance": np.asarray(variance, np.float64),
@@ -138,107 +133,58 @@ def arrays_of(terms: dict[str, Floats], *, whole: bool) -> dict[str, Array]:
 
 # ---------------------------------------------------------------- the metrics
 
-NAMES = ("kl", "reverse_kl", "js", "tv")
-QUANTILES = {"50": 0.5, "90": 0.9, "95": 0.95, "99": 0.99, "99.9": 0.999}
+NAMES = ("kl", "reverse_kl", "tv")
+WHOLE = "the whole vocabulary"
+TOPK = "the engine's k most likely ids and all others as one: a lower bound"
 
 
-def _of(array: str) -> Callable[..., Any]:
-    """Terms that are an array as it is, by its name."""
+def _declare(
+    name: str, label: str, meaning: str, kind: Kind = "mean", unit: str = "nats"
+) -> Function:
+    """A number of an array of terms, which is named like the metric without ``_p99`` or ``_max``.
+
+    Args:
+        meaning: it is the definition as well, with the outcomes that are summed over.
+    """
+    array = name.removesuffix("_p99").removesuffix("_max")
+    outcomes = TOPK if "_topk" in name else WHOLE
 
     def terms(*values: Any, **named: Any) -> Any:
-        return values[0] if values else named[array]
+        each = values[0] if values else named[array]
+        return float(np.max(each)) if kind == "extreme" else each
 
     only = inspect.Parameter(array, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     terms.__signature__ = inspect.Signature([only])  # type: ignore[attr-defined]
-    return terms
-
-
-def _means(suffix: str, remark: str, outcomes: str) -> Iterator[Function]:
-    """KL, reverse KL, Jensen-Shannon, total variation."""
-    tail = ", top-k" if suffix else ""
-    bounds: dict[str, Bounds] = {"js": (0.0, math.log(2.0)), "tv": SHARE}
-    formulas = (
-        "KL(rollout ‖ train)",
-        "KL(train ‖ rollout)",
-        "Jensen-Shannon divergence",
-        "total variation distance",
-    )
-    words = (
-        (f"exact KL, mean{tail}", f"KL(rollout‖train) summed over {outcomes}, nats per token"),
-        (f"reverse KL{tail}", f"KL(train‖rollout) over {outcomes}: a real one, unlike reverse k3"),
-        (f"exact JSD{tail}", f"Jensen-Shannon divergence over {outcomes}, nats"),
-        (f"total variation{tail}", "share of the probability that the sides place elsewhere"),
-    )
-    for name, formula, (label, meaning) in zip(NAMES, formulas, words, strict=True):
-        yield register(
-            Metric(
-                f"exact_{name}{suffix}",
-                _of(f"exact_{name}{suffix}"),
-                unit="probability" if name == "tv" else "nats",
-                bounds=bounds.get(name, POSITIVE),
-                label=label,
-                meaning=meaning,
-                definition=f"Mean {formula}, {remark}.",
-            )
-        )
-
-
-def _over_positions(suffix: str, remark: str) -> Iterator[Function]:
-    """Quantiles of the KL over positions, and the largest."""
-    tail = ", top-k" if suffix else ""
-    array = f"exact_kl{suffix}"
-    terms = _of(array)
-    for label, probability in QUANTILES.items():
-        yield register(
-            Metric(
-                f"{array}_p{label.replace('.', '')}",
-                terms,
-                "quantile",
-                "nats",
-                bounds=POSITIVE,
-                probability=probability,
-                label=f"exact KL, {label} %{tail}",
-                meaning=f"{label} % of the positions have no more",
-                definition=f"Smallest KL that at least {probability:.1%} of the positions do not "
-                f"exceed, {remark}.",
-            )
-        )
-
-    def largest(*values: Any, **named: Any) -> float:
-        return float(np.max(terms(*values, **named)))
-
-    largest.__signature__ = inspect.signature(terms)  # type: ignore[attr-defined]
-    yield register(
+    return register(
         Metric(
-            f"{array}_max",
-            largest,
-            "extreme",
-            "nats",
-            bounds=POSITIVE,
-            label=f"exact KL, max{tail}",
-            meaning="of one position",
-            definition=f"Largest KL of a position, {remark}.",
+            name,
+            terms,
+            kind,
+            unit,
+            bounds=SHARE if unit == "probability" else POSITIVE,
+            probability=0.99,
+            label=label + (", top-k" if "_topk" in name else ""),
+            meaning=meaning,
+            definition=f"{meaning}; over {outcomes}.",
         )
     )
 
 
-_WHOLE = "over the whole vocabulary"
-exact_kl, exact_reverse_kl, exact_js, exact_tv = _means("", _WHOLE, "the whole vocabulary")
-exact_kl_p50, exact_kl_p90, exact_kl_p95, exact_kl_p99, exact_kl_p999, exact_kl_max = (
-    _over_positions("", _WHOLE)
-)
-_TOPK = "over the engine's k most likely ids and all others as one: a lower bound"
-exact_kl_topk, exact_reverse_kl_topk, exact_js_topk, exact_tv_topk = _means(
-    "_topk", _TOPK, "the likeliest ids and all others as one: a lower bound"
-)
-(
-    exact_kl_topk_p50,
-    exact_kl_topk_p90,
-    exact_kl_topk_p95,
-    exact_kl_topk_p99,
-    exact_kl_topk_p999,
-    exact_kl_topk_max,
-) = _over_positions("_topk", _TOPK)
+_KL = "KL(rollout‖train) at a position, mean"
+_REVERSE = "KL(train‖rollout), mean: a real one, unlike a k3 with the sides exchanged"
+_TV = "share of the probability that the sides place elsewhere, half of Σ |p - q|"
+_P99 = "99 % of the positions have no more KL(rollout‖train)"
+_MAX = "KL(rollout‖train) of the position that has most"
+exact_kl = _declare("exact_kl", "exact KL, mean", _KL)
+exact_reverse_kl = _declare("exact_reverse_kl", "reverse KL", _REVERSE)
+exact_tv = _declare("exact_tv", "total variation", _TV, unit="probability")
+exact_kl_p99 = _declare("exact_kl_p99", "exact KL, 99 %", _P99, "quantile")
+exact_kl_max = _declare("exact_kl_max", "exact KL, max", _MAX, "extreme")
+exact_kl_topk = _declare("exact_kl_topk", "exact KL, mean", _KL)
+exact_reverse_kl_topk = _declare("exact_reverse_kl_topk", "reverse KL", _REVERSE)
+exact_tv_topk = _declare("exact_tv_topk", "total variation", _TV, unit="probability")
+exact_kl_topk_p99 = _declare("exact_kl_topk_p99", "exact KL, 99 %", _P99, "quantile")
+exact_kl_topk_max = _declare("exact_kl_topk_max", "exact KL, max", _MAX, "extreme")
 
 
 @metric(

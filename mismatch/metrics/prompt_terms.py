@@ -83,18 +83,15 @@ class Prompts:
         if metric.reduction == "sequence":  # its terms add up whole sequences
             yield np.arange(self.n_sequences), self._parts(metric, ready, self.n_sequences)
             return
-        origin = metric.origin(ready)
         for first, last in pairwise([*self._blocks, self.n_sequences]):
             starts = self._starts[first:last]
             low = int(starts[0])
             high = self.n_tokens if last == self.n_sequences else int(self._starts[last])
             some = {name: ready[name][low:high] for name in metric.needs}
-            yield starts - low, self._parts(metric, some, high - low, **origin)
+            yield starts - low, self._parts(metric, some, high - low)
 
-    def _parts(
-        self, metric: Metric, ready: Mapping[str, Array], units: int, **origin: object
-    ) -> list[Floats]:
-        parts = [floats(part) for part in metric.parts(ready, **origin)]
+    def _parts(self, metric: Metric, ready: Mapping[str, Array], units: int) -> list[Floats]:
+        parts = [floats(part) for part in metric.parts(ready)]
         for part in parts:
             if part.shape != (units,):
                 raise MismatchError(

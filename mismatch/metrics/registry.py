@@ -80,11 +80,6 @@ class Metric:
     meaning: str = ""
     definition: str = ""
 
-    def origin(self, arrays: Mapping[str, Array]) -> dict[str, Any]:
-        """What the terms of a part of the units need of all of them, see :func:`from_origin`."""
-        origin = getattr(self.terms, "origin", None)
-        return {} if origin is None else {"origin": origin(*(arrays[n] for n in self.needs))}
-
     @functools.cached_property
     def needs(self) -> tuple[str, ...]:
         """Names of the arrays that ``terms`` takes; without one of them the metric is absent."""
@@ -138,10 +133,10 @@ class Metric:
         inside = float(np.clip(value, *self.bounds))
         return (inside if abs(inside - value) <= ROUNDING else value) + 0.0  # no -0.0
 
-    def parts(self, arrays: Mapping[str, Array], **origin: Any) -> tuple[Array, ...]:
+    def parts(self, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
         """The terms as M separate arrays [U], without a copy."""
         with np.errstate(all="ignore"):
-            terms = self.terms(**{name: arrays[name] for name in self.needs}, **origin)
+            terms = self.terms(**{name: arrays[name] for name in self.needs})
         if isinstance(terms, tuple):
             return terms
         table: Array = np.asarray(terms)
@@ -246,18 +241,6 @@ def metric(
                 definition=inspect.getdoc(terms) or "",
             )
         )
-
-    return declare
-
-
-def from_origin(
-    origin: Callable[..., tuple[float, ...]],
-) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
-    """For terms that are measured from a typical value of all units, their argument ``origin``."""
-
-    def declare(terms: Callable[P, Any]) -> Callable[P, Any]:
-        terms.origin = origin  # type: ignore[attr-defined]
-        return terms
 
     return declare
 

@@ -20,7 +20,6 @@ from mismatch.errors import MismatchError
 from mismatch.metrics.registry import Array, floats
 from mismatch.types import Bools, Floats, Ints, Rollout, Routing, Scoring
 
-SORTED_ENOUGH = 0.9
 CHUNK = 1 << 20  # expert ids of a side that are worked on at a time
 NOISE_QUANTILE = 0.99  # of the moves; the rest are tokens whose hidden state was already off
 # Unit roundoff: half the distance from 1 to the next number.
@@ -38,7 +37,7 @@ class PairedRouting:
             rollout_load, train_load, shared_load: [L, E] how often an expert was chosen by the
             rollout side, by the train side, and by both for the same token.
             rollout_top_expert, train_top_expert: [R, L]. weight_l1: [R, L] float32.
-            reordered: [R, L] bool. margin: [R, L] float32, train side.
+            margin: [R, L] float32, train side.
     """
 
     layers: tuple[int, ...]
@@ -104,7 +103,7 @@ def pair_routing(
     for start in range(0, len(rows), step):
         chunk = rows[start : start + step]
         pairing.add(slice(start, start + len(chunk)), *(side.read(chunk) for side in sides))
-    arrays = pairing.finished()
+    arrays = pairing.arrays
     if right.margin is not None:
         arrays["margin"] = sides[1].pick(right.margin, rows)
     return PairedRouting(layers, left.num_experts, left.top_k, arrays)
@@ -187,7 +186,6 @@ class _Pairing:
     left: Routing
     right: Routing
     arrays: dict[str, Array] = field(init=False)
-    sorted_sides: list[bool] = field(init=False)
 
     def __post_init__(self) -> None:
         shape = self.tokens, self.n_layers
@@ -195,14 +193,11 @@ class _Pairing:
         self.arrays = {
             "differs": np.zeros(shape, bool),
             "overlap": np.zeros(self.tokens),
-            "reordered": np.zeros(shape, bool),
             "rollout_load": np.zeros(experts, np.int64),
             "train_load": np.zeros(experts, np.int64),
             "shared_load": np.zeros(experts, np.int64),
         }
-        weighed = self.left.weights is not None, self.right.weights is not None
-        self.sorted_sides = [has_weights for has_weights in weighed if has_weights]
-        if all(weighed):
+        if self.left.weights is not None and self.right.weights is not None:
             self.arrays["rollout_top_expert"] = np.zeros(shape, self.left.ids.dtype)
             self.arrays["train_top_expert"] = np.zeros(shape, self.right.ids.dtype)
             self.arrays["weight_l1"] = np.zeros(shape, np.float32)
@@ -216,13 +211,9 @@ class _Pairing:
         in_common = shared.sum(axis=0, dtype=np.int64)
         arrays["differs"][at] = in_common < k
         arrays["overlap"][at] = in_common.mean(axis=1) / k
-        arrays["reordered"][at] = (in_common == k) & (a != b).any(axis=0)
         arrays["rollout_load"] += self._counts(a)
         arrays["train_load"] += self._counts(b)
         arrays["shared_load"] += self._counts(a, shared)
-        given = [weights for weights in (a_weights, b_weights) if weights is not None]
-        falling = [bool((weights[1:] <= weights[:-1]).all()) for weights in given]
-        self.sorted_sides = [x and y for x, y in zip(self.sorted_sides, falling, strict=True)]
         if a_weights is not None and b_weights is not None:
             arrays["rollout_top_expert"][at] = top_expert(a, a_weights)
             arrays["train_top_expert"][at] = top_expert(b, b_weights)
@@ -235,23 +226,6 @@ class _Pairing:
         code = code.ravel() if where is None else code[where]
         counted = np.bincount(code, minlength=self.n_layers * experts)
         return counted.reshape(self.n_layers, experts)
-
-    def finished(self) -> dict[str, Array]:
-        if not self._share_an_order():
-            del self.arrays["reordered"]
-        return self.arrays
-
-    def _share_an_order(self) -> bool:
-        """Whether slot order means the same on both sides: descending weight.
-
-        A side without weights counts as sorted where its order nearly always follows the other's.
-        """
-        if not self.sorted_sides or not all(self.sorted_sides):
-            return False
-        if len(self.sorted_sides) == 2:
-            return True
-        same = int((~self.arrays["differs"]).sum())
-        return bool(same and 1.0 - self.arrays["reordered"].sum() / same > SORTED_ENOUGH)
 
 
 # ---------------------------------------------------------------- near-ties

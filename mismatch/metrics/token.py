@@ -7,7 +7,6 @@ Each metric here is callable on plain arrays and raises what :class:`Metric` say
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -19,18 +18,14 @@ from mismatch.metrics.registry import (
     effective_share,
     excess,
     floats,
-    from_origin,
     metric,
-    quotient,
     register,
-    spread,
 )
 from mismatch.types import Floats, Ints
 
-FAR = 60.0  # nats beyond which log cosh(x / 2) is |x| / 2 - log 2 to the last bit
 CLAMP = 20.0  # nats; verl's bound on a log-ratio before it is squared
 TRUNCATION = 2.0  # of importance weights: TIS's usual C
-ORIGIN_TOKENS = 1 << 16  # from which a correlation's origin is taken: it only keeps digits
+ROUNDED = 1e-10  # of a mean of squares: what sums of a million equal values may be off by
 
 
 # ---------------------------------------------------------------- what terms are made of
@@ -62,12 +57,6 @@ def _series(x: Floats) -> Floats:
 def ratio_excess(delta: Floats) -> Floats:
     """rho - 1, exact where rho is nearly 1."""
     return floats(np.expm1(delta))
-
-
-def excess_factor(delta: Floats) -> Floats:
-    """exp(|delta|) - 1: of rho and 1 / rho, the larger one's."""
-    size = np.abs(delta)
-    return floats(np.expm1(size, out=size))
 
 
 def _probability_gap(rollout: Floats, train: Floats) -> Floats:
@@ -109,38 +98,6 @@ def k2_kl(delta: Floats) -> Floats:
 def k3_kl(delta: Floats) -> Floats:
     """k3: mean of rho - 1 - delta. Estimates KL(rollout ‖ train) where the left side sampled."""
     return exp_minus_linear(delta)
-
-
-@metric(
-    unit="nats",
-    bounds=POSITIVE,
-    label="reverse k3, nats",
-    meaning="the same with the sides exchanged; on sampled tokens no unbiased KL",
-)
-def reverse_k3_kl(delta: Floats) -> Floats:
-    """Mean of 1/rho - 1 + delta. On rollout-sampled tokens *not* an unbiased reverse KL."""
-    return exp_minus_linear(-delta)
-
-
-@metric(
-    unit="nats",
-    bounds=POSITIVE,
-    label="JS divergence, nats",
-    meaning="Jensen-Shannon form on the sampled token only; no unbiased JSD",
-)
-def js_divergence(delta: Floats) -> Floats:
-    """Mean of half of k3 of each side against the mixture m = (e^train + e^rollout)/2.
-
-    Looks at the sampled token only: not an unbiased Jensen-Shannon divergence.
-    """
-    # train - m and rollout - m are h - log cosh h and -h - log cosh h with h = delta / 2, and their
-    # exponentials sum to 2: what remains is log cosh h = log(1 + sinh² h) / 2.
-    near = np.clip(delta, -FAR, FAR)
-    squared_sinh = np.expm1(near)
-    squared_sinh *= np.expm1(-near)
-    squared_sinh /= -4.0
-    size = np.abs(delta)
-    return np.where(size < FAR, 0.5 * np.log1p(squared_sinh), size / 2.0 - math.log(2.0))
 
 
 # ---------------------------------------------------------------- distances of log-probabilities
@@ -219,7 +176,7 @@ def token_mult_prob_error(delta: Floats) -> Floats:
 
     Terms hold its excess.
     """
-    return excess_factor(delta)
+    return floats(np.expm1(np.abs(delta)))
 
 
 @metric(
@@ -245,35 +202,18 @@ def probs_diff_max(rollout: Floats, train: Floats) -> float:
     return float(_probability_gap(rollout, train).max())
 
 
-@metric(
-    "ratio",
-    unit="probability",
-    combine=spread,
-    bounds=SHARE,
-    label="probability gap, spread",
-    meaning="standard deviation of |p(train) - p(rollout)|",
-)
-def probs_diff_std(rollout: Floats, train: Floats) -> tuple[Floats, ...]:
-    """Standard deviation (dividing by A) of |e^train - e^rollout|."""
-    gap = _probability_gap(rollout, train)
-    return gap, gap * gap
-
-
-def _typical(rollout: Floats, train: Floats) -> tuple[float, ...]:
-    """Of e^rollout and e^train - e^rollout: differences from it keep the digits of products."""
-    x = np.exp(rollout[:ORIGIN_TOKENS])
-    return float(np.median(x)), float(np.median(np.exp(train[:ORIGIN_TOKENS]) - x))
-
-
 def _pearson(means: Floats) -> Floats:
     x, gap, xx, xgap, gapgap = np.moveaxis(means, -1, 0)
     variance, covariance = xx - x * x, xgap - x * gap  # of x; of x and y - x
     gap_variance = gapgap - gap * gap
     variance_y = variance + 2.0 * covariance + gap_variance
+    # Constant values leave the rounding of their squares, which is no variance.
+    varies = (variance > ROUNDED * xx) & (variance_y > ROUNDED * (xx + 2.0 * xgap + gapgap))
     unexplained = (variance * gap_variance - covariance**2) / (variance * variance_y)
     size = np.sqrt(np.maximum(1.0 - unexplained, 0.0))
     # 1 - r = (1 - r²) / (1 + r): keeps the digits of a correlation that is nearly 1.
-    return np.where(variance + covariance >= 0.0, 1.0 - unexplained / (1.0 + size), -size)
+    value = np.where(variance + covariance >= 0.0, 1.0 - unexplained / (1.0 + size), -size)
+    return np.where(varies, value, np.nan)
 
 
 @metric(
@@ -285,16 +225,11 @@ def _pearson(means: Floats) -> Floats:
     label="probability correlation",
     meaning="Pearson correlation of the two sides' token probabilities; 1 is perfect",
 )
-@from_origin(_typical)
-def probs_pearson(
-    rollout: Floats, train: Floats, origin: tuple[float, ...] | None = None
-) -> tuple[Floats, ...]:
+def probs_pearson(rollout: Floats, train: Floats) -> tuple[Floats, ...]:
     """Pearson correlation of e^train and e^rollout; undefined where either is constant."""
-    typical, typical_gap = origin or _typical(rollout, train)
-    x = np.exp(rollout)
-    gap = np.exp(train) - x
-    x -= typical
-    gap -= typical_gap
+    # Of e^rollout - 1 and the gap: both keep their digits where a policy is nearly certain.
+    x = np.expm1(rollout)
+    gap = np.expm1(train) - x
     return x, gap, x * x, x * gap, gap * gap
 
 
@@ -315,20 +250,6 @@ def ratio_mean(delta: Floats) -> Floats:
     Terms hold rho - 1.
     """
     return ratio_excess(delta)
-
-
-@metric(
-    "ratio",
-    unit="ratio",
-    combine=spread,
-    bounds=POSITIVE,
-    label="importance ratio, spread",
-    meaning="standard deviation of exp(delta), before any truncation",
-)
-def ratio_std(delta: Floats) -> tuple[Floats, ...]:
-    """Standard deviation (dividing by A) of rho, untruncated."""
-    away = ratio_excess(delta)
-    return away, away * away
 
 
 @metric(
@@ -375,7 +296,6 @@ def _outside(tau: float, label: str, meaning: str) -> Callable[..., float]:
 
 
 ratio_outside_1_02 = _outside(1.02, "tokens off by over 2 %", "ratio outside 1.02×")
-ratio_outside_1_2 = _outside(1.2, "tokens off by over 20 %", "ratio outside 1.2×")
 ratio_outside_2 = _outside(
     2.0,
     "tokens off by over 2×",
@@ -400,30 +320,6 @@ def clip_fraction(delta: Floats, eps_low: float = 0.2, eps_high: float = 0.2) ->
 
 
 @metric(
-    unit="1",
-    bounds=(-1.0, np.inf),
-    label="χ² per token",
-    meaning="mean ratio² - 1, delta clamped ±20",
-)
-def chi2_token(delta: Floats) -> Floats:
-    """Mean of rho² - 1, delta clamped to ±20; estimates chi²(train ‖ rollout)."""
-    away = np.clip(ratio_excess(delta), np.expm1(-CLAMP), np.expm1(CLAMP))
-    return floats(away * (away + 2.0))  # rho² - 1, exact where rho is nearly 1
-
-
-@metric(
-    "extreme",
-    unit="tokens",
-    bounds=POSITIVE,
-    label="χ² per token, clamped",
-    meaning="tokens whose delta was clamped to ±20",
-)
-def chi2_token_clamped(delta: Floats) -> float:
-    """Number of tokens that ``chi2_token`` clamps: |delta| > 20."""
-    return float((np.abs(delta) > CLAMP).sum())
-
-
-@metric(
     "ratio",
     unit="share",
     combine=effective_share,
@@ -436,18 +332,6 @@ def ess_token(delta: Floats) -> tuple[Floats, ...]:
     """Effective share of the sample, (mean w)² / mean w², with w = min(rho, 2)."""
     weight = np.minimum(1.0 + ratio_excess(delta), TRUNCATION)
     return weight, weight * weight
-
-
-@metric(
-    "extreme",
-    unit="tokens",
-    bounds=POSITIVE,
-    label="weights capped, tokens",
-    meaning="tokens whose weight was cut to 2",
-)
-def ess_token_truncated(delta: Floats) -> float:
-    """Number of tokens whose weight ``ess_token`` truncates: rho > 2."""
-    return float((delta > np.log(TRUNCATION)).sum())
 
 
 # ---------------------------------------------------------------- beside the policy's own spread
@@ -463,19 +347,6 @@ def ess_token_truncated(delta: Floats) -> float:
 def entropy_train(train_entropy: Floats) -> Floats:
     """Mean entropy of the train side's distribution over the vocabulary."""
     return train_entropy
-
-
-@metric(
-    "ratio",
-    unit="ratio",
-    combine=quotient,
-    bounds=POSITIVE,
-    label="k3 KL / entropy",
-    meaning="mismatch relative to the entropy",
-)
-def kl_over_entropy(delta: Floats, train_entropy: Floats) -> tuple[Floats, ...]:
-    """``k3_kl`` / ``entropy_train``: mismatch beside the policy's own spread."""
-    return exp_minus_linear(delta), train_entropy
 
 
 @metric(

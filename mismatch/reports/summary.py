@@ -88,15 +88,8 @@ _AROUND_ONE = {
     "token_mult_prob_error",
     "probs_pearson",
     "ratio_mean",
-    "ppl_ratio",
     "ratio_min",
     "ratio_max",
-    "seq_mult_prob_error_max",
-    "seq_mult_prob_error_mean",
-    "seq_mult_prob_error_min",
-    "seq_ratio_geo",
-    "seq_ratio_geo_min",
-    "seq_ratio_geo_max",
 }
 
 

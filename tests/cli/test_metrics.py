@@ -108,7 +108,7 @@ def test_names_in_html_and_markdown_and_without_them(run):
 
 def test_a_pair_takes_names_with_and_without_a_directory(run, tmp_path):
     pair = ("compare", str(run), "--left", "transformers:decode", "--right", "fsdp")
-    assert "mean_seq_mult_prob_error" in inside(*pair, "--names", "nemo-rl")
+    assert "token_mult_prob_error" in inside(*pair, "--names", "nemo-rl")
     inside(*pair, "--names", "nemo-rl", "--out", str(tmp_path / "pair"))
     assert "In NeMo-RL" in (tmp_path / "pair" / "report.html").read_text(encoding="utf-8")
 

@@ -56,9 +56,9 @@ def width(estimate: Estimate) -> float:
 @pytest.mark.parametrize(
     "name",
     [
-        *("k3_kl", "kl", "token_mult_prob_error", "ratio_std", "probs_pearson", "ess_token"),
+        *("k3_kl", "kl", "token_mult_prob_error", "probs_pearson", "ess_token"),
         *("ess_seq", "logprob_abs_diff_p90", "ratio_outside_2", "logprob_abs_diff_max"),
-        *("chi2_seq", "ppl_ratio"),
+        *("seq_logratio_std", "log_ppl_diff"),
     ],
 )
 def test_a_paired_difference_is_the_difference_of_the_two_numbers(name: str) -> None:
@@ -121,7 +121,7 @@ def test_prompts_that_both_runs_hold_are_paired_by_prompt() -> None:
     assert (same.n_tokens, same.n_sequences) == (3200, 320)
 
 
-@pytest.mark.parametrize("name", ["k3_kl", "ess_seq", "logprob_abs_diff_p90", "ratio_std"])
+@pytest.mark.parametrize("name", ["k3_kl", "ess_seq", "logprob_abs_diff_p90", "seq_logratio_std"])
 def test_on_the_same_tokens_the_two_ways_agree(name: str) -> None:
     before, after, metric = sample(noise(0)), sample(1.3 * noise(0) + 0.2 * noise(1)), METRICS[name]
     by_prompt = difference(metric, before, after)

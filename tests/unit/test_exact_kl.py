@@ -61,10 +61,6 @@ def test_two_coins() -> None:
     assert values["kl"] == pytest.approx(0.5 * np.log(2) + 0.5 * np.log(2 / 3), rel=1e-14)
     assert values["reverse_kl"] == pytest.approx(0.25 * np.log(0.5) + 0.75 * np.log(1.5), rel=1e-13)
     assert values["tv"] == pytest.approx(0.25, rel=1e-14)
-    m = 0.375
-    js = (p * np.log(p / m) + p * np.log(p / (1 - m)) + q * np.log(q / m)) / 2
-    js += 0.75 * np.log(0.75 / (1 - m)) / 2
-    assert values["js"] == pytest.approx(js, rel=1e-13)
     assert values["variance"] == pytest.approx(
         (np.log(p / q) - np.log((1 - p) / (1 - q))) ** 2 * p * (1 - p), rel=1e-13
     )
@@ -74,7 +70,7 @@ def test_two_coins() -> None:
 def test_identical_laws_give_exactly_nothing(rng: np.random.Generator) -> None:
     law = laws(rng, 300, VOCABULARY)  # more than are worked on at once
     values = divergences(law, law.copy())
-    assert all((values[name] == 0.0).all() for name in ("kl", "reverse_kl", "js", "tv", "variance"))
+    assert all((values[name] == 0.0).all() for name in ("kl", "reverse_kl", "tv", "variance"))
     assert (values["agree"] == 1.0).all()
 
 
@@ -137,7 +133,7 @@ def test_merging_outcomes_never_raises_a_divergence(k: int, rng: np.random.Gener
     ids = np.argsort(-left, axis=1)[:, :k]
     full = divergences(whole(left).law(), whole(right).law())
     merged = divergences(part(left, ids).law(), part(right, ids).law())
-    for name in ("kl", "reverse_kl", "js", "tv"):
+    for name in ("kl", "reverse_kl", "tv"):
         assert (merged[name] <= full[name] + 1e-6).all()
         assert merged[name].mean() < full[name].mean() or k == 39
     if k == 39:  # the remainder is one token
@@ -392,11 +388,7 @@ def test_a_comparison_holds_the_exact_value_that_its_estimators_estimate() -> No
     assert metrics["kl_at_exact"].value == metrics["kl"].value  # here all positions are sampled
     # What is gained: no chance but that of the positions.
     assert exact.high - exact.low < (metrics["k3_kl"].high - metrics["k3_kl"].low) / 2
-    assert (
-        metrics["exact_kl_max"].value
-        >= metrics["exact_kl_p99"].value
-        > metrics["exact_kl_p50"].value
-    )
+    assert metrics["exact_kl_max"].value >= metrics["exact_kl_p99"].value > exact.value
     assert metrics["exact_tv"].value ** 2 <= exact.value / 2  # Pinsker
     assert 0 < metrics["exact_argmax_agree"].value < 1
     (check,) = exact_checks(compare(pair.rollout, pair.left, pair.right, sampled_by_left=True))
@@ -462,7 +454,7 @@ def test_identical_sides_have_no_divergence_at_all() -> None:
     pair = drawn(4)
     same = dataclasses.replace(pair.left, name="again")
     metrics = compare(pair.rollout, pair.left, same, sampled_by_left=True).metrics
-    for name in ("exact_kl", "exact_reverse_kl", "exact_js", "exact_tv", "exact_kl_max"):
+    for name in ("exact_kl", "exact_reverse_kl", "exact_tv", "exact_kl_max"):
         assert metrics[name].value == 0.0
     assert metrics["exact_argmax_agree"].value == 1.0
 
@@ -507,5 +499,5 @@ def test_a_scoring_carries_them_through_the_store(tmp_path: Path) -> None:
 
 def test_all_of_them_are_declared_with_bounds() -> None:
     names = [name for name in METRICS if name.startswith("exact_")]
-    assert len(names) == 22
+    assert len(names) == 12
     assert all(METRICS[name].bounds[0] == 0 for name in names)

@@ -65,7 +65,7 @@ def test_how_it_differs_in_words():
     sign, condition, *_ = areal.remark.split("; ")
     assert sign == "opposite sign"
     assert "rejection_sampling" in condition
-    (same,) = framework_names.of("chi2_token", "verl")
+    (same,) = framework_names.of("k3_kl", "verl")
     assert (same.remark, same.differs) == ("", False)
     (trl,) = framework_names.of("ratio_mean", "trl")
     assert "product" in trl.remark

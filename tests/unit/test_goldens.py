@@ -83,7 +83,7 @@ def test_numbers_of_a_saved_run_come_again_from_its_tokens(example: str) -> None
     now = comparisons_to_json([again], [])["comparisons"][0]["metrics"]
     now = {{"kl": "k1_kl"}.get(name, name.replace(".", "_")): each for name, each in now.items()}
     golden = {name: each for name, each in headline["metrics"].items() if name in now}
-    assert len(golden) > 40
+    assert len(golden) > 20
     # Flags depend on what only the run knows: how often routes flip, what positions share.
     for metrics in (now, golden):
         for each in metrics.values():

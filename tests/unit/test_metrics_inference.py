@@ -56,7 +56,7 @@ def test_standard_error_of_a_mean_is_the_textbook_one():
     assert got.error == pytest.approx(sums.mean(axis=1).std(ddof=1) / math.sqrt(30))
 
 
-@pytest.mark.parametrize("name", ["ratio_std", "ess_token", "probs_pearson", "kl_over_entropy"])
+@pytest.mark.parametrize("name", ["ess_token", "probs_pearson"])
 def test_a_resample_equals_the_metric_on_the_redrawn_tokens(name):
     """Sums per prompt, reweighted, are the real thing; the error is that of a jackknife."""
     rng = np.random.default_rng(1)
@@ -65,7 +65,6 @@ def test_a_resample_equals_the_metric_on_the_redrawn_tokens(name):
     rollout = np.log(rng.uniform(0.05, 1.0, 3000))
     delta = rng.normal(0, 0.1, 3000)
     arrays = {"rollout": rollout, "train": rollout + delta, "delta": delta}
-    arrays["train_entropy"] = rng.exponential(1.0, 3000)
     terms = columns(metric.terms(**{need: arrays[need] for need in metric.needs}))
     sums = PromptSums.of(terms, cluster, prompts, metric.combine)
 
@@ -86,7 +85,7 @@ def test_identical_sides_have_a_point_interval():
     sequence, prompt = design(20, 2, 10)
     zeros = np.zeros(len(sequence))
     arrays = {"delta": zeros, "sequence": sequence}
-    for name in ("k3_kl", "kl", "ratio_std", "chi2_seq", "logprob_abs_diff_p99", "clip_fraction"):
+    for name in ("k3_kl", "kl", "seq_logratio_std", "logprob_abs_diff_p99", "clip_fraction"):
         got = Estimator(sequence, prompt).one(METRICS[name], arrays)
         assert (got.value, got.low, got.high, got.flags) == (0.0, 0.0, 0.0, ()), name
     for name in ("ratio_mean", "token_mult_prob_error", "ess_token"):
@@ -209,7 +208,7 @@ def test_fast_enough_for_every_run():
     arrays = {"rollout": rollout, "train": rollout + delta, "delta": delta, "sequence": sequence}
     began = time.process_time()
     estimates = Estimator(sequence, prompt).all(METRICS.values(), arrays)
-    assert len(estimates) > 35
+    assert len(estimates) > 20
     assert time.process_time() - began < 2.0
 
 

@@ -45,10 +45,7 @@ GAUSSIAN_TRUTHS = {
     "kl": S2 / 2,
     "k2_kl": (S2 + S2 * S2 / 4) / 2,
     "k3_kl": S2 / 2,
-    "reverse_k3_kl": math.exp(S2) - 1 - S2 / 2,
     "ratio_mean": 1.0,
-    "ratio_std": math.sqrt(math.exp(S2) - 1),
-    "chi2_token": math.exp(S2) - 1,
     "token_mult_prob_error": factor_mean(-S2 / 2, SIGMA),
     "ratio_outside_2": phi((-math.log(2) + S2 / 2) / SIGMA) + phi(-(math.log(2) + S2 / 2) / SIGMA),
     "clip_fraction": phi((math.log(0.8) + S2 / 2) / SIGMA) + phi(-(math.log(1.2) + S2 / 2) / SIGMA),
@@ -69,7 +66,7 @@ def test_quantiles_of_a_gaussian():
 
 
 def test_categorical_policy_whose_sample_has_the_exact_proportions():
-    """Sampled in proportion to p, k1 and k3 *are* KL(p ‖ q), and chi² is chi²(q ‖ p)."""
+    """Sampled in proportion to p, k1 and k3 *are* KL(p ‖ q)."""
     p = np.array([500, 250, 125, 75, 50]) / 1000
     q = np.array([0.4, 0.3, 0.15, 0.05, 0.1])
     token = np.repeat(np.arange(5), (1000 * p).astype(int))
@@ -79,7 +76,6 @@ def test_categorical_policy_whose_sample_has_the_exact_proportions():
     assert METRICS["kl"](delta) == pytest.approx(true_kl)
     assert METRICS["k3_kl"](delta) == pytest.approx(true_kl)
     assert METRICS["ratio_mean"](delta) == pytest.approx(1.0)
-    assert METRICS["chi2_token"](delta) == pytest.approx(float((q * q / p).sum() - 1))
     assert METRICS["probs_diff_mean"](rollout, train) == pytest.approx(
         float((p * abs(p - q)).sum())
     )
@@ -92,13 +88,8 @@ TRAIN = np.log([0.4, 0.5, 0.8, 0.02])
 DELTA = TRAIN - ROLLOUT  # rho = 0.8, 2, 1, 0.2
 GAPS = [0.1, 0.25, 0.0, 0.08]
 SEQUENCE = np.array([3, 3, 7, 7])
-MIX = [0.45, 0.375, 0.8, 0.06]
 WEIGHTS = [0.8, 2.0, 1.0, 0.2]
 FIRST, SECOND = math.log(0.8 * 2), math.log(0.2)  # sums of delta of the two sequences
-
-
-def half_k3(side: float, mix: float) -> float:
-    return 0.5 * (side / mix - 1 - math.log(side / mix))
 
 
 HAND = {
@@ -107,45 +98,18 @@ HAND = {
     "token_mult_prob_error": (1.25 + 2 + 1 + 5) / 4,
     "probs_diff_mean": sum(GAPS) / 4,
     "probs_diff_max": 0.25,
-    "probs_diff_std": float(np.std(GAPS)),
     "ratio_mean": 1.0,
-    "ratio_std": float(np.std(WEIGHTS)),
     "ratio_min": 0.2,
     "ratio_max": 2.0,
     "ratio_outside_1.02": 0.75,
-    "ratio_outside_1.2": 0.75,
     "ratio_outside_2": 0.25,
     "clip_fraction": 0.5,
-    "reverse_k3_kl": sum(1 / w - 1 + math.log(w) for w in WEIGHTS) / 4,
-    "js_divergence": sum(
-        half_k3(t, m) + half_k3(r, m)
-        for t, r, m in zip([0.4, 0.5, 0.8, 0.02], [0.5, 0.25, 0.8, 0.1], MIX, strict=True)
-    )
-    / 4,
     "ess_token": 1 / float(np.mean((np.array(WEIGHTS) / 1.0) ** 2)),
-    "ess_token_truncated": 0.0,
-    "chi2_token_clamped": 0.0,
-    "training_ppl": (1 / math.sqrt(0.4 * 0.5) + 1 / math.sqrt(0.8 * 0.02)) / 2,
-    "rollout_ppl": (1 / math.sqrt(0.5 * 0.25) + 1 / math.sqrt(0.8 * 0.1)) / 2,
     "log_ppl_diff": (-FIRST / 2 - SECOND / 2) / 2,
-    "log_ppl_abs_diff": (FIRST / 2 - SECOND / 2) / 2,
-    "log_ppl_diff_max": -SECOND / 2,
-    "log_ppl_diff_min": -FIRST / 2,
-    "ppl_ratio": (1 / math.sqrt(1.6) + math.sqrt(5)) / 2,
-    "chi2_seq": (1.6**2 + 0.2**2) / 2 - 1,
-    "chi2_seq_clamped": 0.0,
     "ess_seq": (1.6 + 0.2) ** 2 / 4 / ((1.6**2 + 0.2**2) / 2),
-    "ess_seq_truncated": 0.0,
     "seq_logratio_std": (FIRST - SECOND) / 2,
     "seq_logratio_mean": (FIRST + SECOND) / 2,
-    "seq_ratio_geo": (math.sqrt(1.6) + math.sqrt(0.2)) / 2,
-    "seq_ratio_geo_min": math.sqrt(0.2),
-    "seq_ratio_geo_max": math.sqrt(1.6),
-    "seq_mult_prob_error_max": 3.0,
-    "seq_mult_prob_error_mean": (1.625 + 3.0) / 2,
-    "seq_mult_prob_error_min": 1.625,
     "entropy_train": 0.7,
-    "kl_over_entropy": sum(w - 1 - math.log(w) for w in WEIGHTS) / 4 / 0.7,
     "argmax_agree": 0.75,
 }
 ARRAYS = {
@@ -175,16 +139,8 @@ def test_all_token_and_sequence_metrics_are_checked_against_a_truth():
     assert here == names
 
 
-def test_clamps_are_part_of_the_definition_and_counted():
+def test_weights_are_truncated_at_2():
     delta = np.array([25.0, -30.0, 0.0, 0.0])
-    assert METRICS["chi2_token"](delta) == pytest.approx((math.exp(40) + math.exp(-40) + 2) / 4 - 1)
-    assert METRICS["chi2_token_clamped"](delta) == 2.0
-    assert METRICS["ess_token_truncated"](delta) == 1.0
-    sequence = np.array([0, 1, 2, 2])
-    assert METRICS["chi2_seq_clamped"](delta, sequence) == 2.0
-    assert METRICS["ess_seq_truncated"](delta, sequence) == 1.0
-    total = METRICS["chi2_seq"](np.array([7.0, 8.0]), np.array([0, 0]))
-    assert total == pytest.approx(math.exp(30) - 1)  # clamped before doubling: 15 is within ±20
     assert METRICS["ess_token"](delta) == pytest.approx((2 + 0 + 2) ** 2 / 16 / ((4 + 0 + 2) / 4))
 
 
@@ -200,26 +156,13 @@ def test_identical_sides_are_exactly_zero_or_exactly_one():
         "train_top1": np.arange(500),
         "train_entropy": np.abs(logprobs),
     }
-    ones = (
-        "ratio_me",
-        "ratio_mi",
-        "ratio_ma",
-        "ppl_ratio",
-        "token_m",
-        "seq_m",
-        "seq_ratio_geo",
-        "ess_token",
-        "ess_seq",
-    )
-    zero_anyway = ("ess_token_truncated", "ess_seq_truncated")
+    ones = ("ratio_me", "ratio_mi", "ratio_ma", "token_m", "ess_token", "ess_seq")
     for name in METRICS:
-        if name.startswith(("training_ppl", "rollout_ppl", "entropy")):
-            continue
-        if not set(METRICS[name].needs) <= set(arrays):
+        if name == "entropy_train" or not set(METRICS[name].needs) <= set(arrays):
             continue  # experts and whole distributions have tests of their own
         got = value(name, arrays)
         is_share = name.startswith(ones) or name in ("argmax_agree", "probs_pearson")
-        want = 1.0 if is_share and name not in zero_anyway else 0.0
+        want = 1.0 if is_share else 0.0
         assert got == want, name
         assert math.copysign(1, got) == 1, name  # not -0.0
 
@@ -227,10 +170,8 @@ def test_identical_sides_are_exactly_zero_or_exactly_one():
 def test_small_deltas_keep_their_digits():
     """fp32 noise: exp(d) - 1 - d computed naively is rounding error at 1e-9."""
     delta = np.full(10, 1e-9)
-    for name in ("k3_kl", "reverse_k3_kl", "k2_kl"):
+    for name in ("k3_kl", "k2_kl"):
         assert METRICS[name](delta) == pytest.approx(5e-19, rel=1e-6)
-    assert METRICS["js_divergence"](delta) == pytest.approx(1.25e-19, rel=1e-6)
-    assert METRICS["ratio_std"](np.array([1e-9, -1e-9])) == pytest.approx(1e-9)
     x = np.linspace(0.1, 0.9, 50)
     gap = 1e-7 * (-1.0) ** np.arange(50)
     lost = 1 - METRICS["probs_pearson"](np.log(x), np.log(x + gap))
@@ -259,8 +200,6 @@ def test_bad_input_is_an_error():
         METRICS["k3_kl"](np.array([0.0, np.nan]))
     with pytest.raises(MismatchError, match="probs_pearson is undefined"):
         METRICS["probs_pearson"](np.full(3, -1.0), np.array([-1.0, -2.0, -3.0]))
-    with pytest.raises(MismatchError, match="kl_over_entropy is undefined"):
-        METRICS["kl_over_entropy"](np.ones(2), np.zeros(2))
 
 
 def test_every_metric_says_what_it_is():
@@ -289,7 +228,7 @@ LOGPROBS = st.lists(
 def test_order_of_tokens_and_names_of_sequences_do_not_matter(tokens, random):
     shuffled = list(tokens)
     random.shuffle(shuffled)
-    for name in ("k3_kl", "probs_diff_std", "ess_token", "chi2_seq", "log_ppl_abs_diff", "kl"):
+    for name in ("k3_kl", "probs_diff_mean", "ess_token", "ess_seq", "log_ppl_diff", "kl"):
         got = []
         for rows, rename in ((tokens, 1), (shuffled, -5)):
             rollout, train, sequence = (np.array(column) for column in zip(*rows, strict=True))
@@ -302,9 +241,7 @@ def test_order_of_tokens_and_names_of_sequences_do_not_matter(tokens, random):
 @given(st.lists(st.floats(-20, 20), min_size=1, max_size=40))
 def test_inequalities_that_always_hold(deltas):
     delta = np.array(deltas)
-    reversed_k3 = METRICS["k3_kl"](-delta)
-    assert METRICS["reverse_k3_kl"](delta) == reversed_k3
-    assert 0 <= METRICS["js_divergence"](delta) <= METRICS["k3_kl"](delta) + reversed_k3
+    assert METRICS["k3_kl"](delta) >= 0
     assert METRICS["token_mult_prob_error"](delta) >= 1 + METRICS["logprob_abs_diff_mean"](delta)
     assert 1 / len(delta) - 1e-12 <= METRICS["ess_token"](delta) <= 1
     assert METRICS["kl"](delta) <= METRICS["logprob_abs_diff_mean"](delta) + 1e-12
@@ -329,7 +266,7 @@ _TWO_BY_TWO = np.full((2, 2), -0.1)
         (lambda: METRICS["k3_kl"]([1j]), "complex"),
         (lambda: METRICS["k3_kl"]([None, 0.1]), "object"),
         (lambda: METRICS["k3_kl"]([0.1], [0.2]), "too many"),
-        (lambda: METRICS["chi2_seq"]([0.1, 0.2], [0.5, 1.5]), "not whole"),
+        (lambda: METRICS["ess_seq"]([0.1, 0.2], [0.5, 1.5]), "not whole"),
         (lambda: METRICS["entropy_train"]([-1.0]), "never negative"),
         (lambda: METRICS["kl"](delta=[0.1, np.nan]), "not finite"),
     ],
@@ -342,5 +279,5 @@ def test_arrays_that_a_function_is_not_defined_on_are_refused(
 
 
 def test_logprobs_above_zero_are_not_made_to_look_possible() -> None:
-    assert METRICS["training_ppl"]([0.5], [0]) == pytest.approx(math.exp(-0.5))
-    assert METRICS["training_ppl"]([1e-9], [0]) == 1.0  # rounding
+    assert METRICS["probs_diff_mean"]([-9.0], [0.9]) > 1.0
+    assert METRICS["probs_diff_mean"]([-99.0], [1e-9]) == 1.0  # rounding

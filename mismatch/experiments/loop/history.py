@@ -13,6 +13,7 @@ import numpy as np
 
 from mismatch import metrics
 from mismatch.metrics.routing_pairs import pair_routing
+from mismatch.metrics.sequence import per_sequence_mean
 from mismatch.run.store import read_json, write_json
 from mismatch.run.tables import read_table, write_table
 from mismatch.types import Floats, Pair, Rollout, Scoring
@@ -86,9 +87,7 @@ def measure(rollout: Rollout, decode: Scoring, train: Scoring) -> Row:
         "seq_logratio_std": metrics.seq_logratio_std(delta, sequence),
         "ess_token": metrics.ess_token(delta),
         "ess_seq": metrics.ess_seq(delta, sequence),
-        "log_ppl_diff_max": max(
-            metrics.log_ppl_diff_max(delta, sequence), -metrics.log_ppl_diff_min(delta, sequence)
-        ),
+        "log_ppl_diff_max": float(np.abs(per_sequence_mean(delta, sequence)).max()),
         "routing_disagree_layer": None,
         "entropy": _mean(train.entropy),
         "response_length": float(lengths.mean()),

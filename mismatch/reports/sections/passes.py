@@ -24,8 +24,8 @@ GIVEN = {
     KL_TOPK: ("the probabilities of the likeliest tokens and of all others together",
               ": a lower bound"),
 }  # fmt: skip
-ORDER = ("", "_p50", "_p90", "_p95", "_p99", "_p999", "_max")
-OTHERS = ("exact_reverse_kl", "exact_js", "exact_tv")
+ORDER = ("", "_p99", "_max")
+OTHERS = ("exact_reverse_kl", "exact_tv")
 
 
 def exact(report: Report) -> Section | None:
