@@ -45,7 +45,7 @@ from mismatch.experiments.scoring_passes import (
 from mismatch.pipeline.build import Artefacts
 from mismatch.pipeline.fix_trials import FixRun
 from mismatch.pipeline.locate_run import Asked, locate_in
-from mismatch.processes.probes import ask_fresh_engine, cache_of
+from mismatch.processes.fresh_engine import ask_fresh_engine, cache_of
 from mismatch.processes.stages import Stages, score_in_float32
 from mismatch.run import store
 from mismatch.specs import CheckSpec

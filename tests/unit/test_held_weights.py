@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from mismatch.engines.sync_drivers import SPREAD, Ranks, as_stored, held_tensors
+from mismatch.engines.held_weights import SPREAD, Ranks, as_stored, held_tensors
 
 RANKS, HEADS, SIZE, HIDDEN, VOCABULARY, EXPERTS, INNER = 2, 4, 2, 6, 5, 3, 8
 DRAW = torch.Generator().manual_seed(0)

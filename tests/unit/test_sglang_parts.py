@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from mismatch.engines.base import require_ids
+from mismatch.engines.loaded_digests import loaded_digests
 from mismatch.engines.model_info import ModelInfo
 from mismatch.engines.sglang import child as sglang_child
 from mismatch.engines.sglang import cpu as sglang_cpu
@@ -21,7 +22,6 @@ from mismatch.engines.sglang import wire as sglang_args
 from mismatch.engines.sglang import wire as sglang_wire
 from mismatch.engines.sglang.cpu import serve, sgl_kernel
 from mismatch.engines.sglang.cpu.sgl_kernel import attend, visible_tokens
-from mismatch.engines.sync_drivers import loaded_digests
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.processes import launch
 from mismatch.specs import EngineSpec

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.engines.distribution_capture import stable_top_k
+from mismatch.engines.held_weights import HeldWeights, Ranks
+from mismatch.engines.loaded_digests import NO_DIGESTS, loaded_digests
 from mismatch.engines.sglang import cpu as sglang_cpu
 from mismatch.engines.sglang import wire
-from mismatch.engines.sync_drivers import NO_DIGESTS, HeldWeights, Ranks, loaded_digests
 from mismatch.errors import MismatchError
 from mismatch.models.resolved import resolved
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from mismatch.engines.sync_drivers import (
+from mismatch.engines.held_weights import (
     BY_TURNS,
     EXPERT_LEAVES,
     HALVES,

@@ -21,7 +21,6 @@ import numpy as np
 from vllm.model_executor.model_loader import base_loader
 
 from mismatch.captures import narrowest
-from mismatch.engines import sync_drivers
 from mismatch.engines.distribution_capture import (
     CaptureRequest,
     DistributionRecorder,
@@ -30,8 +29,9 @@ from mismatch.engines.distribution_capture import (
     pack,
     stable_top_k,
 )
+from mismatch.engines.loaded_digests import NO_DIGESTS
+from mismatch.engines.loaded_digests import loaded_digests as digests_of
 from mismatch.engines.module_capture import ModuleCalls
-from mismatch.engines.sync_drivers import NO_DIGESTS
 from mismatch.engines.vllm.private import (
     RouteWatch,
     kernel_of,
@@ -204,7 +204,7 @@ def loaded_digests(model: Any) -> tuple[dict[str, list[int]], list[str]]:
     A rank leaves out what another rank counts already (replicated parameters), so that the sum
     over ranks is the digest of the whole parameter.
     """
-    return sync_drivers.loaded_digests(model, _owned)
+    return digests_of(model, _owned)
 
 
 def _owned(module: Any, part: str, leaf: str) -> bool:

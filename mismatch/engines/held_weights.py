@@ -1,0 +1,212 @@
+"""What an engine's kernels compute with, under the checkpoint's names, as prints that travel.
+
+vLLM and SGLang fuse q, k and v, gate and up, and all experts of a layer; they pad with zero rows,
+and tensor-parallel ranks hold slices. Names and slices are undone here. How a kernel lays out one
+tensor is the engine's own affair: its reader gives the values back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from mismatch.models.weight_states import Prints
+
+if TYPE_CHECKING:
+    import torch
+
+# Fallback where a model class does not declare its packed modules.
+PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+EXPERT_LEAVES = {
+    "w13_weight": "gate_up_proj",
+    "w2_weight": "down_proj",
+    "w13_bias": "gate_up_proj_bias",  # vLLM's name, and SGLang's
+    "w13_weight_bias": "gate_up_proj_bias",
+    "w2_bias": "down_proj_bias",
+    "w2_weight_bias": "down_proj_bias",
+}
+UNREADABLE = "its layout in the kernel is not known here"
+SLICED = "a rank holds a slice; whole parameters are compared"
+SPREAD = "the experts are spread over the ranks"
+ROWS = {"ColumnParallelLinear", "VocabParallelEmbedding"}  # classes whose ranks hold some rows
+COLUMNS = {"RowParallelLinear"}  # and some columns, of the weight alone
+COPIED = ("k_proj", "v_proj")  # several ranks may hold the same heads
+BY_TURNS = ("GptOssForCausalLM",)  # rows of gate and up of an expert come by turns
+HALVES = ("gate_proj", "up_proj")  # of an expert's first matrix, in their order
+ROUTED = ".routed_experts"  # a module of vLLM's that checkpoints do not name
+Values = Iterator[tuple[str, "torch.Tensor | str"]]  # or why there are none
+Reader = Callable[[Any, str, Any], "torch.Tensor | str"]
+
+
+class Ranks:
+    """The tensor-parallel ranks of an engine, as one of them sees them; here: one alone."""
+
+    count = 1
+
+    def gather(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        """The slices of all ranks in their order, along an axis; called by all of them."""
+        return tensor
+
+
+def as_stored(module: Any, leaf: str, parameter: Any) -> torch.Tensor | str:
+    """The reader of kernels that compute with the parameter itself."""
+    return parameter.data if parameter.is_floating_point() else UNREADABLE
+
+
+class HeldWeights:
+    """The call of a probe that reads an engine's weights; a part of what is called beside it."""
+
+    mismatch_reader: Reader = staticmethod(as_stored)
+
+    def mismatch_ranks(self) -> Ranks:
+        """Those that hold slices of the model together."""
+        return Ranks()
+
+    def mismatch_rename(self, checkpoint_names: list[str]) -> dict[str, str]:
+        """The engine's (unfused) name of every checkpoint name that its loader renames."""
+        return {}
+
+    def mismatch_held(
+        self, names: list[str], transposed: list[str]
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Prints of all parameters by checkpoint name, and why others could not be read.
+
+        Args:
+            names: of the checkpoint.
+            transposed: of these parameters, the ones held with their last two axes exchanged.
+        """
+        renamed: dict[str, str] = self.mismatch_rename(names)
+        prints, missing = {}, {}
+        model = self._mismatch_model()
+        ranks = self.mismatch_ranks()
+        for name, value in held_tensors(model, self.mismatch_reader, frozenset(names), ranks):
+            checkpoint = renamed.get(name, name)
+            if isinstance(value, str):
+                missing[checkpoint] = value
+                continue
+            turned = value.transpose(-1, -2) if checkpoint in transposed else value
+            prints[checkpoint] = asdict(Prints.of(checkpoint, turned))
+        return prints, missing
+
+    def _mismatch_model(self) -> Any:
+        raise NotImplementedError
+
+
+def held_tensors(
+    model: Any, read: Reader, names: frozenset[str], ranks: Ranks | None = None
+) -> Values:
+    """(the engine's name, unfused; values in the layout of the model's class).
+
+    Args:
+        names: the checkpoint's; decides whether experts have a name each.
+        ranks: that hold slices; None: one holds everything.
+    """
+    ranks, packed = ranks or Ranks(), packed_in(model)
+    for path, module in model.named_modules(remove_duplicate=False):
+        experts = hasattr(module, "w13_weight")
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if not experts:
+                value = read(module, leaf, parameter)
+                yield from _plain(path, leaf, value, module, packed, ranks)
+            elif leaf in EXPERT_LEAVES:
+                value = read(module, leaf, parameter)
+                halves = type(model).__name__ not in BY_TURNS
+                whole = _whole_experts(module, leaf, value, halves, ranks)
+                yield from _experts(path, leaf, whole, names)
+
+
+def _plain(
+    path: str, leaf: str, value: Any, module: Any, packed: dict[str, list[str]], ranks: Ranks
+) -> Values:
+    if isinstance(value, str):
+        yield f"{path}.{leaf}", value
+        return
+    for part, tensor in parts_of(path, value, module, packed):
+        whole = _whole(module, part, leaf, tensor, ranks)
+        size = getattr(module, "org_vocab_size", None)  # without the rows that pad a vocabulary
+        yield f"{part}.{leaf}".lstrip("."), whole if size is None else whole[:size]
+
+
+def _whole(module: Any, part: str, leaf: str, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """A parameter whose slices are gathered, where ranks hold slices of it."""
+    axis = _axis(module, leaf)
+    if ranks.count == 1 or axis is None:
+        return tensor
+    whole = ranks.gather(tensor, axis)
+    copies = getattr(module, "num_kv_head_replicas", 1) if part.endswith(COPIED) else 1
+    if copies == 1:
+        return whole
+    import torch
+
+    return torch.cat(whole.chunk(ranks.count, axis)[::copies], axis)
+
+
+def _axis(module: Any, leaf: str) -> int | None:
+    """Along which ranks hold slices of a parameter; None: each holds all of it."""
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    if leaf == "sinks":  # one a head, in a module that says nothing of ranks
+        return 0
+    # vLLM's layers hold the number of their ranks, SGLang's linear layers their group.
+    group = getattr(module, "tp_group", None)
+    if getattr(module, "tp_size", getattr(group, "world_size", 1)) == 1:
+        return None
+    if kinds & ROWS:
+        return 0
+    return 1 if kinds & COLUMNS and leaf == "weight" else None
+
+
+def _whole_experts(
+    module: Any, leaf: str, value: torch.Tensor | str, halves: bool, ranks: Ranks
+) -> torch.Tensor | str:
+    """[E, out, in] or [E, out] of all ranks, which hold slices of every expert."""
+    if isinstance(value, str) or ranks.count == 1:
+        return value
+    if getattr(module, "use_ep", False) or getattr(module, "moe_ep_size", 1) > 1:
+        return SPREAD
+    import torch
+
+    if leaf.startswith("w2"):  # outputs are added up: the first rank alone adds the bias
+        return ranks.gather(value, 2) if leaf == "w2_weight" else value
+    parts = value.chunk(2, 1) if halves else (value,)
+    return torch.cat([ranks.gather(part, 1) for part in parts], 1)
+
+
+def experts_prefix(path: str) -> str:
+    """Of the names in a checkpoint of what a layer's fused experts hold."""
+    return path.removesuffix(ROUTED)
+
+
+def numbered(prefix: str, names: frozenset[str]) -> bool:
+    """Whether the checkpoint has one name an expert."""
+    return f"{prefix}.0.down_proj.weight" in names
+
+
+def _experts(path: str, leaf: str, value: Any, names: frozenset[str]) -> Values:
+    """Of a layer's fused experts, under fused names or under one name an expert."""
+    prefix = experts_prefix(path)
+    if isinstance(value, str) or not numbered(prefix, names):
+        yield f"{prefix}.{EXPERT_LEAVES[leaf]}", value
+        return
+    for expert, tensor in enumerate(value):
+        parts = ("down_proj",) if leaf.startswith("w2") else HALVES
+        for part, rows in zip(parts, tensor.chunk(len(parts)), strict=True):
+            yield f"{prefix}.{expert}.{part}.weight", rows
+
+
+def packed_in(model: Any) -> dict[str, list[str]]:
+    """Fused module -> the modules of the checkpoint that it holds, in their order."""
+    return {**PACKED, **(getattr(model, "packed_modules_mapping", None) or {})}
+
+
+def parts_of(
+    path: str, tensor: Any, module: Any, packed: dict[str, list[str]]
+) -> Iterator[tuple[str, Any]]:
+    """(path of an unfused module, its values) of one parameter."""
+    parent, _, own = path.rpartition(".")
+    sizes = getattr(module, "output_partition_sizes", None) or []
+    if own in packed and len(sizes) == len(packed[own]) > 1 and sum(sizes) == tensor.shape[0]:
+        for part, piece in zip(packed[own], tensor.split(list(sizes)), strict=True):
+            yield f"{parent}.{part}", piece
+        return
+    yield path, tensor
