@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.engines.vllm.sync_driver import VllmDriver
-from mismatch.experiments.sync.judge import score_rows, sync_to_json
-from mismatch.experiments.sync.types import ADAPTER_PATH, SyncSpec
+from mismatch.features.sync.judge import score_rows, sync_to_json
+from mismatch.features.sync.report import ADAPTER_PATH, SyncSpec
+from mismatch.features.sync.worker import Probe, loaded
 from mismatch.models.weight_states import ALPHA, PUSHES, Adapters, write_adapter
-from mismatch.processes.workers.probe_side import Probe, loaded
 from mismatch.run.messages import exit_worker
 from mismatch.run.store import write_json
 from mismatch.specs import EngineSpec

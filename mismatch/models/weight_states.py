@@ -150,6 +150,19 @@ def state_of(push: int) -> int:
     return push % PUSHES
 
 
+def transposed_names(expected: Mapping[str, Prints], held: Mapping[str, Prints]) -> list[str]:
+    """Parameters that the engine holds, rightly, with their last two axes exchanged."""
+    names = []
+    for name, now in expected.items():
+        own = held.get(name)
+        if own is None or len(own.shape) < MATRIX or own.cells == now.cells:
+            continue
+        flipped = (*own.shape[:-2], *own.shape[:-3:-1])
+        if own.turned == now.cells if own.turned else flipped == now.shape:
+            names.append(name)
+    return names
+
+
 class Checkpoint:
     """Tensors of a checkpoint's files in one of its states, read one at a time.
 

@@ -22,7 +22,7 @@ import httpx
 import numpy as np
 import pytest
 
-from mismatch.experiments.sync.judge import judge, kept_caches, parted, sync_from_json
+from mismatch.features.sync.judge import judge, kept_caches, parted, sync_from_json
 from mismatch.models import EMBEDDED
 from mismatch.probe import EXTENSION
 from mismatch.processes.launch import own_python

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mismatch.experiments.sync.judge import judge, kept_caches, parted, sync_from_json
-from mismatch.experiments.sync.types import SyncReport
+from mismatch.features.sync.judge import judge, kept_caches, parted, sync_from_json
+from mismatch.features.sync.report import SyncReport
 from mismatch.processes.launch import interpreter_environment, own_python
 from mismatch.specs import EngineSpec
 from tests.contract.conftest import MAKE, installed

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from mismatch.engines.servers.engine import ServerEngine
 from mismatch.engines.servers.sync_driver import ServerDriver
 from mismatch.errors import MismatchError
-from mismatch.experiments.sync.judge import judge, parted, score_rows
-from mismatch.experiments.sync.types import SyncSpec
+from mismatch.features.sync.judge import judge, parted, score_rows
+from mismatch.features.sync.report import SyncSpec
+from mismatch.features.sync.worker import Probe
 from mismatch.models.weight_states import PUSHES, Checkpoint, Prints, state_of
 from mismatch.probe import probe as library_call
-from mismatch.processes.workers.probe_side import Probe
 from tests.scripted_server import ScriptedServer, ScriptedSglang, law
 from tests.servers_fixture import LAW, _light, serve, spec
 

@@ -12,7 +12,7 @@ import pytest
 from mismatch.engines.sglang import sync_driver
 from mismatch.engines.sglang.sync_driver import SglangDriver
 from mismatch.errors import MismatchError
-from mismatch.experiments.sync.types import BACK
+from mismatch.features.sync.report import BACK
 from mismatch.models import EMBEDDED
 from mismatch.models.weight_states import Checkpoint
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.sync.judge import (
+from mismatch.features.sync.judge import (
     judge,
     kept_caches,
     kind_of,
@@ -23,10 +23,17 @@ from mismatch.experiments.sync.judge import (
     score_rows,
     sync_from_json,
     sync_to_json,
-    transposed_names,
 )
-from mismatch.experiments.sync.types import CacheRow, Parameter, ScoreRow, SyncReport
-from mismatch.models.weight_states import SCALE, Adapters, B, Prints, state_of, updated
+from mismatch.features.sync.report import CacheRow, Parameter, ScoreRow, SyncReport
+from mismatch.models.weight_states import (
+    SCALE,
+    Adapters,
+    B,
+    Prints,
+    state_of,
+    transposed_names,
+    updated,
+)
 from tests.texts import numbers
 
 Tensors = dict[str, torch.Tensor]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from mismatch.cli.main import app
 from mismatch.errors import MismatchError
-from mismatch.experiments.sync.types import ExportReport, compare, headers
+from mismatch.features.sync.report import ExportReport, compare, headers
 from mismatch.models import EMBEDDED
 from mismatch.models.weight_states import Prints
 from mismatch.probe import judge, probe

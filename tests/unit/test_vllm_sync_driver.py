@@ -10,7 +10,7 @@ import pytest
 from mismatch.engines.vllm import sync_driver
 from mismatch.engines.vllm.sync_driver import SLEEPS, VllmDriver
 from mismatch.errors import MismatchError
-from mismatch.experiments.sync.types import BACK
+from mismatch.features.sync.report import BACK
 from mismatch.models import EMBEDDED
 from mismatch.models.weight_states import Checkpoint
 from mismatch.specs import EngineSpec

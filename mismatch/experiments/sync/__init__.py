@@ -1,1 +1,1 @@
-"""Whether weights arrive: known updates, pushed by an engine's own path, and what it holds then."""
+"""What the training loop asks of a path of weights, until it asks sync_drivers itself."""

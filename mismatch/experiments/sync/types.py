@@ -1,292 +1,38 @@
-"""What a probe of the weight sync is asked, and its results; plain data, no torch."""
+"""A path that the loop tries, and what it lost."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
 
-from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
-from mismatch.types import NotTested
-
-Status = Literal[
-    "arrived",
-    "stale",  # holds the values of an earlier push
-    "partly",  # some experts or blocks arrived, others did not
-    "twice",  # the update was added twice
-    "scaled",  # the update, or the whole parameter, has another factor
-    "rearranged",  # the right values in other places: transposed, exchanged, shuffled again
-    "uninitialised",  # zeros, numbers that are not finite, or of another order of magnitude
-    "missing",  # of an adapter: the kernels add nothing
-    "alias_lost",  # a tied parameter that does not follow its source
-    "altered",  # values of no state
-    "not_compared",
-]
-Word = Literal["healthy", "broken", "inconclusive"]
-ADAPTER_PATH = "lora"
-BACK = 3  # number of the push that brings the first weights back
 
 
 @dataclass(frozen=True, slots=True)
 class SyncSpec:
-    """What to probe.
-
-    Attributes:
-        path: one of the engine's own; "own" with ``push``.
-        push: package.module:function of the user's, called with a state dict and the engine.
-        seed: of the updates and of the tokens.
-        keep_caches: leave the engine's caches to the path; default: reset after every push.
-        trainer: score with transformers too.
-        sequences, length: of the tokens that both sides score.
-    """
+    """The path to try."""
 
     engine: EngineSpec
     path: str = "reload"
-    push: str | None = None
     seed: int = 0
-    keep_caches: bool = False
-    trainer: bool = True
-    sequences: int = 4
+    trainer: bool = False
     length: int = 280
 
-    @property
-    def adapters(self) -> bool:
-        """Whether LoRA adapters are pushed, not the model's own parameters."""
-        return self.path == ADAPTER_PATH and self.push is None
-
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """One parameter after one push.
-
-    >>> Outcome(1, "partly", {"stale": ("expert 3",)}).parts["stale"]
-    ('expert 3',)
-
-    Attributes:
-        push: 1 and 2: two updates; 3: the first weights again.
-        parts: status of parts that did not arrive -> their labels; "exchanged": with which other.
-        factor: of "twice" and "scaled": by how much the update was applied; for a rescaled
-            parameter, by how much the whole was.
-        rounded: it arrived with the engine's own rounding, not bit for bit.
-    """
-
-    push: int
-    status: Status
-    parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    factor: float | None = None
-    rounded: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One parameter of the checkpoint over all pushes.
-
-    Attributes:
-        status: the worst of its pushes.
-        reason: why it was not compared.
-    """
+class Lost:
+    """A parameter that did not arrive."""
 
     name: str
-    status: Status
-    outcomes: tuple[Outcome, ...] = ()
-    reason: str = ""
-
-    @property
-    def arrived(self) -> bool:
-        return self.status == "arrived"
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreRow:
-    """Both sides on the same tokens, in one state. Nats, means over tokens.
-
-    Attributes:
-        push: 0: before any; 1, 2: updates; 3: the first weights again.
-        apart: mean |engine - trainer|.
-        trainer_moved, engine_moved: mean |logprob - the same before any push|.
-    """
-
-    push: int
-    tokens: int
-    apart: float | None
-    trainer_moved: float | None
-    engine_moved: float
-
-
-@dataclass(frozen=True, slots=True)
-class CacheRow:
-    """The same prompts after a push, with what the engine still had in its caches and without.
-
-    Attributes:
-        prompts: how many; each longer than a block of the cache.
-        differ: how many gave another first token or logprob.
-        largest: nats, of the first token's logprob.
-    """
-
-    push: int
-    prompts: int
-    differ: int
-    largest: float
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """A probe of one path of one engine with one model.
+    """What a path lost."""
 
-    Attributes:
-        path: how weights were pushed: "reload", "load", "rpc", or package.module:function.
-        size: of the updates, in each parameter's root mean square.
-        push_failed: push -> what the path raised, from the second on.
-        facts: versions, device, dtype, seconds of the parts.
-    """
-
-    model: str
-    engine: str
     path: str
-    seed: int
-    size: float
-    parameters: tuple[Parameter, ...]
-    scores: tuple[ScoreRow, ...] = ()
-    caches: tuple[CacheRow, ...] = ()
+    faults: tuple[Lost, ...]
     push_failed: dict[int, str] = field(default_factory=dict)
-    not_tested: tuple[NotTested, ...] = ()
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def of_status(self, *status: Status) -> tuple[Parameter, ...]:
-        """Parameters of these statuses."""
-        return tuple(p for p in self.parameters if p.status in status)
-
-    @property
-    def faults(self) -> tuple[Parameter, ...]:
-        """Parameters that were compared and did not arrive."""
-        return tuple(p for p in self.parameters if p.status not in ("arrived", "not_compared"))
-
-
-@dataclass(frozen=True, slots=True)
-class SyncVerdict:
-    """The last line.
-
-    >>> SyncVerdict("broken", "2 parameters are stale").code
-    1
-    """
-
-    word: Word
-    reason: str
-
-    @property
-    def code(self) -> int:
-        """Of the command."""
-        return 0 if self.word == "healthy" else 1
 
     @property
     def line(self) -> str:
-        """As it is printed."""
-        return f"verdict: {self.word} – {self.reason}"
-
-
-Difference = Literal["missing", "unexpected", "transposed", "shape", "dtype"]
-SCHEMA = "mismatch.exported-weights/1"
-WORST: tuple[Difference, ...] = ("missing", "unexpected", "transposed", "shape")
-Header = tuple[tuple[int, ...], str]  # shape, dtype as safetensors writes it
-
-
-@dataclass(frozen=True, slots=True)
-class ExportRow:
-    """One tensor that differs.
-
-    >>> ExportRow("lm_head.weight", "missing", (8, 4), None).difference
-    'missing'
-
-    Attributes:
-        expected: shape in the checkpoint.
-        exported: shape in the folder.
-        detail: both dtypes, where these differ.
-    """
-
-    name: str
-    difference: Difference
-    expected: tuple[int, ...] | None
-    exported: tuple[int, ...] | None
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ExportReport:
-    """A folder held against a checkpoint.
-
-    Attributes:
-        compared: tensors of the checkpoint.
-    """
-
-    model: str
-    folder: str
-    compared: int
-    rows: tuple[ExportRow, ...]
-
-    @property
-    def wrong(self) -> tuple[ExportRow, ...]:
-        """Rows that a loader would not survive, or would pass over; another dtype is converted."""
-        return tuple(row for row in self.rows if row.difference in WORST)
-
-    @property
-    def line(self) -> str:
-        """The verdict, as it is printed."""
-        if not self.wrong:
-            return f"verdict: healthy – all {self.compared} names and shapes are the checkpoint's"
-        counts = {kind: sum(r.difference == kind for r in self.wrong) for kind in WORST}
-        summary = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-        return f"verdict: broken – of {self.compared} tensors {summary}: {self.wrong[0].name}"
-
-
-def headers(directory: Path) -> dict[str, Header]:
-    """Name -> (shape, dtype) of all tensors of a directory's safetensors files.
-
-    Raises:
-        MismatchError: no such files, or a damaged one.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    tensors: dict[str, Header] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="numpy") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    part = file.get_slice(name)
-                    tensors[name] = tuple(part.get_shape()), str(part.get_dtype())
-        except (OSError, SafetensorError) as error:
-            raise MismatchError(f"{path} cannot be read: {error}", "export it again") from error
-    if not tensors:
-        raise MismatchError(
-            f"{directory} holds no *.safetensors", "export the weights as safetensors files"
-        )
-    return tensors
-
-
-def compare(
-    expected: Mapping[str, Header], exported: Mapping[str, Header], tied: Mapping[str, str]
-) -> tuple[ExportRow, ...]:
-    """Rows that differ, worst first.
-
-    Args:
-        tied: name of a tied tensor -> its source; either may stand alone.
-    """
-    pairs = {**tied, **{source: name for name, source in tied.items()}}
-    rows = []
-    for name in sorted({*expected, *exported}):
-        ours, theirs = expected.get(name), exported.get(name)
-        if ours is None or theirs is None:
-            other = pairs.get(name)
-            if other is not None and other in expected and other in exported:
-                continue
-            kind: Difference = "missing" if theirs is None else "unexpected"
-            rows.append(ExportRow(name, kind, ours and ours[0], theirs and theirs[0]))
-        elif ours[0] != theirs[0]:
-            flipped = (*ours[0][:-2], *ours[0][:-3:-1]) == theirs[0]
-            rows.append(ExportRow(name, "transposed" if flipped else "shape", ours[0], theirs[0]))
-        elif ours[1] != theirs[1]:
-            detail = f"{ours[1]} in the checkpoint, {theirs[1]} here"
-            rows.append(ExportRow(name, "dtype", ours[0], theirs[0], detail))
-    order = (*WORST, "dtype")
-    return tuple(sorted(rows, key=lambda row: order.index(row.difference)))
+        return f"{len(self.faults)} parameters do not arrive"

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from mismatch.experiments.sync.judge import WORDS, judge, kept_caches, kind_of
-from mismatch.experiments.sync.types import BACK, ExportReport, Parameter, Status, SyncReport, Word
+from mismatch.features.sync.judge import WORDS, judge, kept_caches, kind_of
+from mismatch.features.sync.report import BACK, ExportReport, Parameter, Status, SyncReport, Word
 from mismatch.reports.formatting import Tone, count, number, text
 from mismatch.reports.section import Cell, Column, Page, Section, Table, named, not_tested
 from mismatch.types import Report

@@ -17,7 +17,7 @@ from mismatch.errors import MismatchError
 from mismatch.specs import OUTPUT, SEEDS, EngineSpec
 
 if TYPE_CHECKING:
-    from mismatch.experiments.sync.types import SyncReport, SyncSpec
+    from mismatch.features.sync.report import SyncReport, SyncSpec
 
 PROBE = "What to probe"
 DEFAULT_MODEL = "tiny-gpt-oss"
@@ -82,9 +82,9 @@ def sync_probe(flags: Flags) -> int:
     from rich.console import Console
 
     from mismatch.cli.session import ConsoleNarrator
-    from mismatch.experiments.sync.judge import judge, sync_to_json
-    from mismatch.processes.probes import run_probe
-    from mismatch.reports.sections.sync_probe import section
+    from mismatch.features.sync.judge import judge, sync_to_json
+    from mismatch.features.sync.processes import run_probe
+    from mismatch.features.sync.section import section
     from mismatch.reports.terminal import print_alone
     from mismatch.run.directory import new_directory
 
@@ -116,7 +116,7 @@ def probe_spec(flags: Flags) -> SyncSpec:
     """
     from mismatch.cli.to_spec import engine_spec
     from mismatch.engines.registry import engine_info, probed_engines
-    from mismatch.experiments.sync.types import SyncSpec
+    from mismatch.features.sync.report import SyncSpec
     from mismatch.models import resolve_model
 
     engine = "server" if flags["server"] else flags["engine"]
@@ -166,9 +166,9 @@ def hold_export(model: str, folder: Path, *, as_json: bool) -> int:
     from rich.console import Console
 
     from mismatch.codec import to_json
-    from mismatch.experiments.sync.types import SCHEMA, ExportReport, compare, headers
+    from mismatch.features.sync.report import SCHEMA, ExportReport, compare, headers
+    from mismatch.features.sync.section import exported_section
     from mismatch.models.weight_states import Checkpoint
-    from mismatch.reports.sections.sync_probe import exported_section
     from mismatch.reports.terminal import print_section, say
 
     checkpoint = checkpoint_of(model)
@@ -225,9 +225,9 @@ def plan(spec: SyncSpec) -> int:
 
 def save(report: SyncReport, out: Path) -> None:
     """Write sync-probe.json and sync-probe.html."""
-    from mismatch.experiments.sync.judge import FILE, SCHEMA, sync_to_json
+    from mismatch.features.sync.judge import FILE, SCHEMA, sync_to_json
+    from mismatch.features.sync.section import page
     from mismatch.reports.html import show_page
-    from mismatch.reports.sections.sync_probe import page
     from mismatch.run import store
 
     store.save_document(out, FILE, sync_to_json(report), schema=SCHEMA)

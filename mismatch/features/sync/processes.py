@@ -11,8 +11,8 @@ import numpy as np
 
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.sync.judge import score_rows
-from mismatch.experiments.sync.types import SyncReport, SyncSpec
+from mismatch.features.sync.judge import score_rows
+from mismatch.features.sync.report import SyncReport, SyncSpec
 from mismatch.processes.launch import (
     engine_python,
     finish,
@@ -24,7 +24,7 @@ from mismatch.run.store import read_json, write_json
 from mismatch.types import Floats, NotTested
 
 FOLDER = "sync"
-WORKER = "mismatch.processes.workers.probe_side"
+WORKER = "mismatch.features.sync.worker"
 Progress = Callable[[str], None]
 
 

@@ -1,0 +1,295 @@
+"""One side of a probe of the weight sync: ``python -m mismatch.features.sync.worker JOB``.
+
+JOB: ``{"run_dir": …, "spec": SyncSpec as a dict, "side": "engine" or "trainer"}``. The engine's
+side pushes, reads back and judges every parameter: ``sync/engine.json`` is a SyncReport without
+scores. Both sides score the same tokens in every state: ``sync/SIDE.npy``.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mismatch.codec import from_json, to_json
+from mismatch.engines.model_info import read_model_info
+from mismatch.engines.registry import engine_class, engine_info, model_directory, versions
+from mismatch.engines.sync_drivers import Answer, Driver, Held, driver_class
+from mismatch.errors import MismatchError, first_line
+from mismatch.features.sync.judge import cache_row, of_adapters, parameters
+from mismatch.features.sync.report import CacheRow, SyncReport, SyncSpec
+from mismatch.models.weight_states import (
+    PUSHES,
+    SIZE,
+    Adapters,
+    Checkpoint,
+    Prints,
+    state_of,
+    transposed_names,
+)
+from mismatch.processes.workers.engine import reported
+from mismatch.run.messages import exit_worker, report_ready, report_timing, say
+from mismatch.run.store import read_json, write_json
+from mismatch.specs import EngineSpec
+from mismatch.types import Floats, NotTested, Sampling
+
+FOLDER = "sync"
+LABEL = "sync-{side}"
+STATES = 4  # before any push, after two, and back
+SPARE = 8  # tokens beyond those that are scored
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one side; 0, or 1 with the error left for the parent."""
+    (path,) = sys.argv[1:] if arguments is None else arguments
+    job = read_json(Path(path))
+    run_dir, side = Path(job["run_dir"]), job["side"]
+    spec = from_json(SyncSpec, job["spec"])
+    (run_dir / FOLDER).mkdir(exist_ok=True)
+    work = {"engine": engine_side, "trainer": trainer_side}[side]
+    label, who = LABEL.format(side=side), f"{side}'s side of the probe"
+    return reported(run_dir, label, lambda: work(run_dir, spec), side=who)
+
+
+def tokens(spec: SyncSpec, vocabulary: int, context: int | None) -> list[list[int]]:
+    """Sequences of random tokens, the same on both sides."""
+    length = min(spec.length, (context or spec.length) - SPARE)
+    ids = np.random.default_rng(spec.seed).integers(0, vocabulary, (spec.sequences, length))
+    rows: list[list[int]] = ids.tolist()
+    return rows
+
+
+@contextmanager
+def loaded(engine: EngineSpec, spec: SyncSpec) -> Any:
+    """(engine, sequences, checkpoint) while the engine lives."""
+    info = read_model_info(engine)
+    sequences = tokens(spec, info.vocab_size, info.context)
+    longest = len(sequences[0]) + SPARE
+    law = Sampling(temperature=0.0, max_tokens=1)
+    with engine_class(engine.engine)(engine, law, longest) as running:
+        report_ready()
+        directory = model_directory(engine)
+        if directory is None or not list(directory.glob("*.safetensors")):
+            raise MismatchError(
+                f"{engine.model} has no safetensors files", "save it again with save_pretrained"
+            )
+        source = Adapters if spec.adapters else Checkpoint
+        yield running, sequences, source(directory, spec.seed)
+
+
+# ---------------------------------------------------------------- the engine
+
+
+@dataclass
+class Probe:
+    """What was seen so far, state by state."""
+
+    driver: Driver
+    engine: Any
+    sequences: list[list[int]]
+    spec: SyncSpec
+    checkpoint: Checkpoint
+    names: list[str]
+    transposed: list[str] = field(default_factory=list)
+    held: list[dict[str, Prints]] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+    scores: list[list[Floats]] = field(default_factory=list)
+    caches: list[CacheRow] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        engine: Any,
+        spec: SyncSpec,
+        checkpoint: Checkpoint,
+        sequences: list[list[int]],
+        run_dir: Path,
+    ) -> Probe:
+        """Of a running engine that holds the checkpoint."""
+        driver = driver_class(spec.engine.engine)(engine, checkpoint, run_dir / FOLDER / "states")
+        return cls(driver, engine, sequences, spec, checkpoint, checkpoint.names())
+
+    def report(self, function: Callable[..., Any] | None = None) -> SyncReport:
+        """See :meth:`run`; what every parameter should be is computed here."""
+        say("expected values of every parameter")
+        return self.run([self.checkpoint.prints(push) for push in range(PUSHES)], function)
+
+    def run(
+        self, expected: Sequence[dict[str, Prints]], function: Callable[..., Any] | None
+    ) -> SyncReport:
+        """All pushes, as far as they can be done.
+
+        Args:
+            expected: what every parameter should be, in the states 0 to 2.
+            function: the user's push; None: the spec's path.
+        """
+        own = self.driver.held(self.names, [])[0]
+        self.transposed = transposed_names(expected[0], own)
+        self.read_back()
+        self.driver.answers(self.sequences)  # fills the cache
+        self.answer(0)
+        for push in range(1, STATES):
+            say(f"push {push} of {STATES - 1}")
+            if not self.push(push, function):
+                break
+            self.answer(push)
+            self.read_back()
+        return _report(self.spec, self, expected, self.engine.fingerprint("prefill"))
+
+    def read_back(self) -> None:
+        """Read back, and score."""
+        prints, missing = self._held()
+        self.held.append(prints)
+        self.reasons |= missing
+        self.scores.append(
+            self.engine.prefill(self.sequences, [1] * len(self.sequences), 1.0, _silent)
+        )
+
+    def _held(self) -> Held:
+        return self.driver.held(self.names, self.transposed)
+
+    def answer(self, push: int) -> None:
+        """The same prompts warm, as the path left the caches, and cold."""
+        warm = self.driver.answers(self.sequences)
+        self.driver.drop_caches()
+        cold = self.driver.answers(self.sequences)
+        if warm is not None and cold is not None:
+            noise = self.caches[0].largest if self.caches else 0.0
+            self.caches.append(cache_row(push, _logprobs(warm), _logprobs(cold), noise))
+
+    def push(self, push: int, function: Callable[..., Any] | None) -> bool:
+        """Whether it could be done; the first that cannot ends the probe."""
+        start = time.monotonic()
+        try:
+            if function is None:
+                self.driver.push(self.spec.path, push)
+            else:
+                self.driver.push_own(function, dict(self.checkpoint.tensors(push)))
+        except Exception as error:
+            traceback.print_exc()
+            if push == 1:
+                raise MismatchError(
+                    f"{self.spec.engine.engine} refused the first push by "
+                    f"{self.spec.push or self.spec.path}: {first_line(error)}",
+                    f"another path: {', '.join(engine_info(self.spec.engine.engine).weight_paths)}",
+                ) from error
+            self.failed[push] = first_line(error)
+            return False
+        report_timing(f"push-{push}", time.monotonic() - start)
+        if function is None and not self.spec.keep_caches:
+            self.driver.drop_caches()
+        return True
+
+
+def _silent(done: int, total: int, count: int) -> None:
+    pass
+
+
+def _logprobs(answers: Sequence[Answer]) -> list[float]:
+    return [answer.logprob for answer in answers]
+
+
+def engine_side(run_dir: Path, spec: SyncSpec) -> None:
+    """Push, read back, score; judge every parameter."""
+    start = time.monotonic()
+    function = own_function(spec)
+    own = spec.engine
+    if spec.push is None:
+        own = driver_class(own.engine).prepared(own, spec.path)
+    with loaded(own, spec) as (engine, sequences, checkpoint):
+        ready = time.monotonic()
+        probe = Probe.of(engine, spec, checkpoint, sequences, run_dir)
+        report = probe.report(function)
+        seconds = {"start": ready - start, "probe": time.monotonic() - ready}
+        report.facts["seconds"] = {name: round(value, 1) for name, value in seconds.items()}
+    write_json(run_dir / FOLDER / "engine.json", to_json(report))
+    save_scores(run_dir, "engine", probe.scores)
+
+
+def own_function(spec: SyncSpec) -> Callable[..., Any] | None:
+    """The user's push, imported before the engine starts.
+
+    Raises:
+        MismatchError: it cannot be.
+    """
+    if spec.push is None:
+        return None
+    from mismatch.training.user_kernels import load_function
+
+    return load_function(spec.push)[0]
+
+
+def _report(
+    spec: SyncSpec, probe: Probe, expected: Sequence[dict[str, Prints]], facts: dict[str, Any]
+) -> SyncReport:
+    states = [expected[state_of(push)] for push in range(len(probe.held))]
+    missing = list(probe.driver.not_tested())
+    if not probe.caches:
+        reason = f"{spec.engine.engine} runs without a prefix cache"
+        missing.append(NotTested("caches after a push", reason, "an engine that keeps one"))
+    compared = parameters(states, probe.held, probe.reasons, probe.checkpoint.tied())
+    if spec.adapters:
+        compared = of_adapters(compared, probe.held)
+    kept = ("engine", "dtype", "device", "attention", "moe_backend", "quantization", "model_class")
+    return SyncReport(
+        model=spec.engine.model,
+        engine=spec.engine.engine,
+        path=spec.push or spec.path,
+        seed=spec.seed,
+        size=SIZE,
+        parameters=compared,
+        caches=tuple(probe.caches),
+        push_failed=probe.failed,
+        not_tested=tuple(missing),
+        facts={name: facts.get(name) for name in kept} | {"versions": versions()},
+    )
+
+
+def save_scores(run_dir: Path, side: str, scores: Sequence[Sequence[Floats]]) -> None:
+    """[states, tokens] of one side, to ``sync/SIDE.npy``."""
+    rows = np.stack([np.concatenate(list(state)) for state in scores])
+    np.save(run_dir / FOLDER / f"{side}.npy", rows)
+
+
+# ---------------------------------------------------------------- the trainer
+
+
+def trainer_side(run_dir: Path, spec: SyncSpec) -> None:
+    """The same tokens under transformers, its weights updated in memory."""
+    from mismatch.engines.transformers.sync_driver import TransformersDriver
+
+    engine = EngineSpec(
+        model=spec.engine.model,
+        engine="transformers",
+        dtype=spec.engine.dtype,
+        revision=spec.engine.revision,
+        trust_remote_code=spec.engine.trust_remote_code,
+        routing=False,
+    )
+    scores = []
+    with loaded(engine, spec) as (running, sequences, checkpoint):
+        driver = TransformersDriver(running, checkpoint, run_dir)
+        direct = spec.adapters or set(checkpoint.names()) <= set(running.model.state_dict())
+        for push in range(PUSHES if direct else 1):
+            if push:
+                driver.push("lora" if spec.adapters else "load", push)
+            scores.append(running.prefill(sequences, [1] * len(sequences), 1.0, _silent))
+    for push in range(len(scores), PUSHES):  # its loader converts this checkpoint's names
+        written = checkpoint.write(push, run_dir / FOLDER / f"trainer-{push}")
+        with loaded(replace(engine, model=str(written)), spec) as (running, sequences, _):
+            scores.append(running.prefill(sequences, [1] * len(sequences), 1.0, _silent))
+        shutil.rmtree(written)
+    save_scores(run_dir, "trainer", scores)
+
+
+if __name__ == "__main__":
+    exit_worker(main())
