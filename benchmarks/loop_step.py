@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mismatch.experiments.loop.history import FILE, load_history
+from mismatch.features.loop.history import FILE, load_history
 from mismatch.types import Floats
 
 STEP_S, WEIGHTS_S, RATIO = 30.0, 2.0, 1.5

@@ -16,10 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mismatch.cli.loop import save_page
 from mismatch.codec import from_json, to_json
-from mismatch.experiments.loop.history import COLUMNS, rows_of
-from mismatch.experiments.loop.judge import (
+from mismatch.features.loop.arms import gather, read_settings
+from mismatch.features.loop.command import save_page
+from mismatch.features.loop.history import COLUMNS, rows_of
+from mismatch.features.loop.judge import (
     WINDOW,
     Arm,
     LoopReport,
@@ -30,11 +31,10 @@ from mismatch.experiments.loop.judge import (
     reward_fall,
     running,
 )
-from mismatch.experiments.loop.types import LoopSpec, arm_of
-from mismatch.pipeline.training_loop import gather, read_settings
+from mismatch.features.loop.section import PANELS, draw, section
+from mismatch.features.loop.spec import LoopSpec, arm_of
 from mismatch.reports.formatting import number
 from mismatch.reports.markdown import show_table, table
-from mismatch.reports.sections.loop import PANELS, draw, section
 from mismatch.reports.svg import ACCENT, FAINT, GRID, INK, SECOND, drawing
 from mismatch.run.resume import differences
 

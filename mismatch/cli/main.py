@@ -28,7 +28,6 @@ COMMANDS = {
     "fixes": "List the fixes that a check can try, or show one of them.",
     "kernels": "Audit attention and expert kernels, and your own.",
     "locate": "Name the first module at which engine and trainer part.",
-    "loop": "Train a few steps with the mismatch and with its fixes; show the curves.",
     "report": "Print a run's report, or several runs side by side.",
     "metrics": "List every metric.",
     "models": "List embedded models and short names.",

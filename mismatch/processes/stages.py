@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from mismatch.experiments.gradients.planning import GradientPlan
 
 
+ENGINE = "mismatch.processes.workers.engine"
+TRAINER = "mismatch.processes.workers.train"
 START_SIGNAL = "jobs/train.go"  # appears when the engine is done; the training world waits for it
 # What a trainer needs beside an engine at work: both hold the weights, one of them in float32 and
 # with a copy on its way; and what two Python processes with torch take by themselves.
@@ -237,7 +239,7 @@ class Stages:
         """
         asked = {"run_dir": str(self.run_dir), "spec": to_dict(spec), **(job or {})}
         path = store.write_json(self.run_dir / "jobs" / f"{label}.json", asked)
-        command, env = engine_command(spec.engine, self.placement, "engine", path)
+        command, env = engine_command(spec.engine, self.placement, ENGINE, path)
         # With GPUs of its own the engine leaves them to nobody, and others' change meanwhile.
         before = [] if self.placement.engine else free_gpu_bytes()
         with started(label, command, self.run_dir, env=env) as worker:
@@ -257,7 +259,7 @@ class Stages:
         }
         job |= {} if plan is None else {"gradients": plan.to_json()}
         path = store.write_json(self.run_dir / "jobs" / "train.json", job)
-        command, env = world_command(self.spec, self.placement, "train", path)
+        command, env = world_command(self.spec, self.placement, TRAINER, path)
         with started("train", command, self.run_dir, env=env) as worker:
             yield worker
 
@@ -283,13 +285,13 @@ class Stages:
 
 
 def world_command(
-    spec: CheckSpec, where: Placement, worker: str, job: Path
+    spec: CheckSpec, where: Placement, module: str, job: Path
 ) -> tuple[list[str], dict[str, str]]:
-    """How a training world is started that runs one of processes/workers, and its environment."""
+    """How a training world is started that runs a module, and its environment."""
     world, python = spec.nproc_per_node, world_python(spec.train)
     command = [
         *(python or sys.executable, "-m", "torch.distributed.run", *rendezvous_args()),
-        *("--nproc-per-node", str(world), "-m", f"mismatch.processes.workers.{worker}", str(job)),
+        *("--nproc-per-node", str(world), "-m", module, str(job)),
     ]
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
     env = worker_path(job.parent) if python else {}
@@ -307,10 +309,10 @@ def world_python(train: TrainSpec) -> str | None:
 
 
 def engine_command(
-    spec: EngineSpec, where: Placement, worker: str, job: Path
+    spec: EngineSpec, where: Placement, module: str, job: Path
 ) -> tuple[list[str], dict[str, str]]:
     """The same of an engine's process."""
-    command = [engine_python(spec), "-m", f"mismatch.processes.workers.{worker}", str(job)]
+    command = [engine_python(spec), "-m", module, str(job)]
     env = worker_path(job.parent) if own_python(spec) else {}
     return command, env | visible_as(where.engine) | dict(spec.env)
 

@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.loop.history import Row, load_history, rows_of
-from mismatch.experiments.loop.judge import LoopReport
-from mismatch.experiments.loop.types import LoopSpec
+from mismatch.features.loop.arm import resume_from, run_arm
+from mismatch.features.loop.arms import run_loop
+from mismatch.features.loop.history import Row, load_history, rows_of
+from mismatch.features.loop.judge import LoopReport
+from mismatch.features.loop.spec import LoopSpec
 from mismatch.models import resolve_model
-from mismatch.pipeline.training_loop import run_loop
-from mismatch.processes.loop_arm import resume_from, run_arm
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
 
 pytestmark = pytest.mark.slow
@@ -146,7 +146,7 @@ def test_a_killed_run_goes_on_to_the_same_curve_and_a_lost_parameter_stops_it(
 
     def ends_the_engine(line: str) -> None:
         if line.startswith("step 1:"):
-            for pid in children_of(arm, "workers.loop_engine"):
+            for pid in children_of(arm, "loop.engine_side"):
                 os.kill(pid, signal.SIGKILL)
 
     with pytest.raises(MismatchError, match="engine"):

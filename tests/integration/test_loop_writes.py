@@ -19,18 +19,19 @@ import torch.distributed as dist
 
 from mismatch.engines.registry import engine_class
 from mismatch.errors import MismatchError, named_line
-from mismatch.experiments.loop import history
-from mismatch.experiments.loop.judge import FILE
-from mismatch.experiments.loop.types import LoopSpec
-from mismatch.pipeline import training_loop as pipeline
-from mismatch.processes.loop_arm import header_of, resume_from
-from mismatch.processes.workers import loop_engine, loop_trainer
+from mismatch.features.loop import arms as pipeline
+from mismatch.features.loop import engine_side as loop_engine
+from mismatch.features.loop import history
+from mismatch.features.loop import trainer_side as loop_trainer
+from mismatch.features.loop.arm import header_of, resume_from
+from mismatch.features.loop.judge import FILE
+from mismatch.features.loop.optimiser import PolicyOptimiser
+from mismatch.features.loop.spec import LoopSpec
 from mismatch.processes.workers.sampling import ready_for
 from mismatch.run.store import read_json
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
 from mismatch.training.distributed import World
 from mismatch.training.load import load
-from mismatch.training.policy import PolicyOptimiser
 from tests.checkpoints import make
 from tests.integration.test_loop import Silent, numbers
 from tests.write_hooks import HOOKS

@@ -14,26 +14,26 @@ import torch
 from typer.testing import CliRunner
 
 from mismatch.cli.flags import Flags
-from mismatch.cli.loop import asked
 from mismatch.cli.main import app
-from mismatch.doctor.loop_cost import flops_here, kind_of, memory_of_loop, seconds_of_step
 from mismatch.doctor.machine import CONTEXT_BYTES, inspect_machine, machine_with, parse_kind
 from mismatch.doctor.memory import Workload, predict_trainer, sharded
 from mismatch.errors import MismatchError
-from mismatch.experiments.loop import history
-from mismatch.experiments.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
-from mismatch.experiments.loop.types import AS_IS, LoopSpec, arm_of, place_of, read_seeds
+from mismatch.features.loop import history
+from mismatch.features.loop import trainer_side as loop_trainer
+from mismatch.features.loop.arm import finish_both, resume_from, shares
+from mismatch.features.loop.arms import require_same_settings
+from mismatch.features.loop.command import asked
+from mismatch.features.loop.cost import flops_here, kind_of, memory_of_loop, seconds_of_step
+from mismatch.features.loop.engine_side import EngineSide, own_rewards
+from mismatch.features.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
+from mismatch.features.loop.spec import AS_IS, LoopSpec, arm_of, place_of, read_seeds
 from mismatch.metrics.importance_weights import group_advantages
 from mismatch.models import resolve_model
 from mismatch.models.config import find_config
 from mismatch.models.digests import digest_tensor
 from mismatch.models.sizes import sized
 from mismatch.models.weight_states import Prints
-from mismatch.pipeline.training_loop import require_same_settings
 from mismatch.processes.launch import started
-from mismatch.processes.loop_arm import finish_both, resume_from, shares
-from mismatch.processes.workers import loop_trainer
-from mismatch.processes.workers.loop_engine import EngineSide, own_rewards
 from mismatch.prompts.prompt import Prompt
 from mismatch.run.machine import Placement
 from mismatch.run.store import write_json
@@ -287,7 +287,7 @@ def test_who_has_no_gpu_of_its_own_shares_and_the_trainer_waits(
     vllm, other = (CheckSpec(RolloutSpec(EngineSpec(name))) for name in ("vllm", "transformers"))
     split = Placement((1,), (0,))
     assert not shares(vllm, Placement())  # there is no GPU
-    monkeypatch.setattr("mismatch.processes.loop_arm.local_gpus", lambda: 1)
+    monkeypatch.setattr("mismatch.features.loop.arm.local_gpus", lambda: 1)
     assert shares(vllm, Placement())
     assert not shares(vllm, split)
     assert not shares(other, Placement())  # it cannot sleep

@@ -14,10 +14,10 @@ import torch
 
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.loop.types import LoopSpec
-from mismatch.processes.workers import loop_trainer
+from mismatch.features.loop import trainer_side as loop_trainer
+from mismatch.features.loop.optimiser import PolicyOptimiser
+from mismatch.features.loop.spec import LoopSpec
 from mismatch.run.messages import read_error
-from mismatch.training.policy import PolicyOptimiser
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 ALONE: Any = SimpleNamespace(rank=0, control=None, barrier=lambda: None)

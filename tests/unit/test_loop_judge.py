@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mismatch.experiments.loop.history import COLUMNS
-from mismatch.experiments.loop.judge import (
+from mismatch.features.loop.history import COLUMNS
+from mismatch.features.loop.judge import (
     Arm,
     Claim,
     LoopReport,
@@ -21,8 +21,8 @@ from mismatch.experiments.loop.judge import (
     reward_fall,
     running,
 )
+from mismatch.features.loop.section import page
 from mismatch.reports.html import show_page
-from mismatch.reports.sections.loop import page
 
 STEPS = 20
 UNFIT = StepVerdict(0, "unfit", "k3", "steps/000000")

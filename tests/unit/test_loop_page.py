@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from mismatch.experiments.loop.judge import Arm, LoopReport, SeedRun
-from mismatch.experiments.loop.types import LoopSpec, settings
-from mismatch.reports.sections.loop import section
+from mismatch.features.loop.judge import Arm, LoopReport, SeedRun
+from mismatch.features.loop.section import section
+from mismatch.features.loop.spec import LoopSpec, settings
 from tools.loop_page import DOCUMENT, EXAMPLE, PICTURE, merged, read, short, text
 
 

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from mismatch.features.loop.optimiser import BETAS, PolicyOptimiser, export
 from mismatch.models.weight_states import Checkpoint
 from mismatch.specs import Pass, Sampling, TrainSpec
 from mismatch.training.backward import Backward
 from mismatch.training.distributed import World
 from mismatch.training.load import LoadedModel, load
-from mismatch.training.policy import BETAS, PolicyOptimiser, export
 from mismatch.training.validate import prepare_pass
 from mismatch.types import Floats, Ints
 from tests.checkpoints import make, rollout

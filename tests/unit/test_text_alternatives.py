@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure as Drawing
 
-from mismatch.experiments.loop.judge import LoopReport, SeedRun
+from mismatch.features.loop import section as loop
+from mismatch.features.loop.judge import LoopReport, SeedRun
 from mismatch.reports import sections
 from mismatch.reports.section import Figure, Section
-from mismatch.reports.sections import locate, loop
+from mismatch.reports.sections import locate
 from tests.report_makers import EMPTY, MAKERS
 from tests.unit.test_loop_page import runs
 from tests.unit.test_reports_locate import located

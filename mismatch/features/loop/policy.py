@@ -13,7 +13,7 @@ import numpy as np
 
 from mismatch.experiments.gradients.coefficients import Batch, normalised, unclipped
 from mismatch.experiments.gradients.types import REWARDS
-from mismatch.experiments.loop.types import LoopSpec
+from mismatch.features.loop.spec import LoopSpec
 from mismatch.metrics.importance_weights import BY_ID, OVERRIDE, Ratios, Settings, group_advantages
 from mismatch.metrics.ppo_passes import ratios
 from mismatch.types import Floats, Ints, Rollout

@@ -27,11 +27,11 @@ from mismatch.cli.options import (
     VERL_FLAGS,
 )
 from mismatch.errors import MismatchError
-from mismatch.experiments.loop.types import AS_IS, LARGE_MODELS, LOOP, LoopSpec
+from mismatch.features.loop.spec import AS_IS, LARGE_MODELS, LOOP, LoopSpec
 from mismatch.specs import MANY, CheckSpec, Range, RolloutSpec
 
 if TYPE_CHECKING:
-    from mismatch.experiments.loop.judge import LoopReport
+    from mismatch.features.loop.judge import LoopReport
 
 # What --resume RUN may have beside it and still go on as the run began.
 BESIDE_RESUME = frozenset(
@@ -108,10 +108,10 @@ def loop(flags: Flags) -> int:
     from rich.console import Console
 
     from mismatch.cli import session
-    from mismatch.experiments.loop.judge import loop_to_json
-    from mismatch.experiments.loop.types import arm_of
-    from mismatch.pipeline.training_loop import run_loop
-    from mismatch.reports.sections.loop import section
+    from mismatch.features.loop.arms import run_loop
+    from mismatch.features.loop.judge import loop_to_json
+    from mismatch.features.loop.section import section
+    from mismatch.features.loop.spec import arm_of
     from mismatch.reports.terminal import print_section, say
 
     base, arms, seeds = asked(flags)
@@ -143,8 +143,8 @@ def asked(flags: Flags) -> tuple[LoopSpec, tuple[str, ...], tuple[int, ...]]:
     Raises:
         MismatchError: flags that a loop cannot honour, no such run, or one that names code.
     """
-    from mismatch.experiments.loop.types import read_arms, read_seeds
-    from mismatch.pipeline.training_loop import read_settings
+    from mismatch.features.loop.arms import read_settings
+    from mismatch.features.loop.spec import read_arms, read_seeds
     from mismatch.run.directory import NEWEST, require_trust
 
     run = flags["resume"]
@@ -178,7 +178,7 @@ def resolved(check: CheckSpec) -> CheckSpec:
 
 def unfit(arm_spec: LoopSpec) -> Iterator[str]:
     """Why engine and trainer, with gradients and moments, can never be here at once."""
-    from mismatch.doctor.loop_cost import memory_of_loop
+    from mismatch.features.loop.cost import memory_of_loop
 
     for fit in memory_of_loop(arm_spec.check):
         if fit.level == "does not fit" and fit.certain:
@@ -193,9 +193,9 @@ def plan(
     Args:
         gpus: in place of this machine's own, e.g. "8xH100-80GB".
     """
-    from mismatch.doctor.loop_cost import memory_of_loop, seconds_of_step
     from mismatch.doctor.machine import inspect_machine, machine_with, parse_kind
-    from mismatch.experiments.loop.types import arm_of
+    from mismatch.features.loop.cost import memory_of_loop, seconds_of_step
+    from mismatch.features.loop.spec import arm_of
     from mismatch.reports.formatting import memory, number
 
     machine = inspect_machine(try_imports=False)
@@ -226,8 +226,8 @@ def plan(
 
 def save_page(run_dir: Path, report: LoopReport) -> None:
     """Write loop.html."""
+    from mismatch.features.loop.section import page
     from mismatch.reports.html import show_page
-    from mismatch.reports.sections.loop import page
     from mismatch.run import store
 
     store.write_text(run_dir / "loop.html", show_page(page(report)))

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mismatch.codec import to_json
-from mismatch.experiments.loop.history import ASLEEP, CHECKPOINTS, Row, rows_of, save_history
-from mismatch.experiments.loop.types import SLEEPERS, LoopSpec
+from mismatch.features.loop.history import ASLEEP, CHECKPOINTS, Row, rows_of, save_history
+from mismatch.features.loop.spec import SLEEPERS, LoopSpec
 from mismatch.processes.launch import POLL_S, Worker, started
 from mismatch.processes.stages import engine_command, world_command
 from mismatch.run.machine import Placement, local_gpus, placement
@@ -17,6 +17,8 @@ from mismatch.run.store import write_json
 from mismatch.specs import CheckSpec
 
 ENGINE, TRAINER = "loop-engine", "loop-trainer"
+ENGINE_MODULE = "mismatch.features.loop.engine_side"
+TRAINER_MODULE = "mismatch.features.loop.trainer_side"
 Progress = Callable[[str], None]
 
 
@@ -41,8 +43,8 @@ def run_arm(
     job["shares"] = shares(loop.check, where)
     (directory / ASLEEP).unlink(missing_ok=True)
     path = write_json(directory / "jobs" / "loop.json", job)
-    engine_start, engine_env = engine_command(loop.check.rollout.engine, where, "loop_engine", path)
-    world_start, world_env = world_command(loop.check, where, "loop_trainer", path)
+    engine_start, engine_env = engine_command(loop.check.rollout.engine, where, ENGINE_MODULE, path)
+    world_start, world_env = world_command(loop.check, where, TRAINER_MODULE, path)
     try:
         with (
             started(ENGINE, engine_start, directory, progress, engine_env) as engine,

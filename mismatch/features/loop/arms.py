@@ -10,8 +10,10 @@ from pathlib import Path
 
 from mismatch.codec import from_json, refused
 from mismatch.errors import MismatchError
-from mismatch.experiments.loop.history import COLUMNS, WEIGHTS, rows_of
-from mismatch.experiments.loop.judge import (
+from mismatch.experiments.scoring_passes import training_passes, wants_square
+from mismatch.features.loop.arm import resume_from, run_arm
+from mismatch.features.loop.history import COLUMNS, WEIGHTS, rows_of
+from mismatch.features.loop.judge import (
     FILE,
     SCHEMA,
     Arm,
@@ -20,10 +22,8 @@ from mismatch.experiments.loop.judge import (
     StepVerdict,
     loop_to_json,
 )
-from mismatch.experiments.loop.types import LoopSpec, arm_of, place_of, settings
-from mismatch.experiments.scoring_passes import training_passes, wants_square
+from mismatch.features.loop.spec import LoopSpec, arm_of, place_of, settings
 from mismatch.pipeline.build import build_report
-from mismatch.processes.loop_arm import resume_from, run_arm
 from mismatch.processes.stages import Narrator, Stages, score_in_float32
 from mismatch.run import store
 from mismatch.run.directory import at_work

@@ -11,7 +11,7 @@ from mismatch.doctor.machine import TYPES, Gpu, GpuType, Machine, inspect_machin
 from mismatch.doctor.memory import sharded
 from mismatch.doctor.plan import work_of
 from mismatch.errors import MismatchError
-from mismatch.experiments.loop.types import SLEEPERS, LoopSpec
+from mismatch.features.loop.spec import SLEEPERS, LoopSpec
 from mismatch.models.config import find_config
 from mismatch.models.sizes import sized
 from mismatch.run.machine import placement

@@ -1,4 +1,4 @@
-"""The trainer of the loop: ``torchrun -m mismatch.processes.workers.loop_trainer JOB``.
+"""The trainer of the loop: ``torchrun -m mismatch.features.loop.trainer_side JOB``.
 
 JOB: ``{"run_dir": …, "loop": LoopSpec as JSON, "start": step}``. All ranks of one FSDP2 world. At
 every step it scores what the engine sampled, takes the optimiser's steps, writes the step's numbers
@@ -20,7 +20,7 @@ import numpy as np
 
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError, OutOfMemory, first_line
-from mismatch.experiments.loop.history import (
+from mismatch.features.loop.history import (
     ASLEEP,
     CHECKPOINTS,
     DONE,
@@ -34,8 +34,8 @@ from mismatch.experiments.loop.history import (
     measure,
     save_row,
 )
-from mismatch.experiments.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
-from mismatch.experiments.loop.types import LoopSpec
+from mismatch.features.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
+from mismatch.features.loop.spec import LoopSpec
 from mismatch.processes.workers.engine import reported
 from mismatch.processes.workers.gradient_check import replay_source
 from mismatch.processes.workers.train import engine_distributions, free_memory, wait_for
@@ -102,7 +102,7 @@ class TrainerSide:
     """A sharded model, its optimiser, and the steps."""
 
     def __init__(self, world: Any, loaded: Any, loop: LoopSpec, run_dir: Path) -> None:
-        from mismatch.training.policy import PolicyOptimiser
+        from mismatch.features.loop.optimiser import PolicyOptimiser
 
         self.world, self.loaded, self.loop, self.run_dir = world, loaded, loop, run_dir
         self.recent: list[Row] = []  # of the last steps, for the time that is left
@@ -122,7 +122,7 @@ class TrainerSide:
 
     def let_go(self, step: int) -> float:
         """Export the weights and let the engine sample this step; seconds."""
-        from mismatch.training.policy import export
+        from mismatch.features.loop.optimiser import export
         from mismatch.training.score import weights_changed
         from mismatch.training.scorer import torch_dtype
 

@@ -1,4 +1,4 @@
-"""The engine of the loop: ``python -m mismatch.processes.workers.loop_engine JOB``.
+"""The engine of the loop: ``python -m mismatch.features.loop.engine_side JOB``.
 
 JOB: ``{"run_dir": …, "loop": LoopSpec as JSON, "start": step, "pool": file}``. It lives for one arm
 and one seed. Before every step it waits for ``go/STEP.json`` and takes the weights that lie in
@@ -22,10 +22,10 @@ from mismatch.engines.registry import engine_class, engine_info, model_directory
 from mismatch.engines.sync_drivers import driver_class
 from mismatch.engines.turns import Trajectory
 from mismatch.errors import MismatchError, named_line
-from mismatch.experiments.loop.history import ASLEEP, DONE, GO, STEPS, WEIGHTS
-from mismatch.experiments.loop.types import AUTO, LoopSpec
 from mismatch.experiments.sync.judge import judge, sync_to_json, transposed_names
 from mismatch.experiments.sync.types import SyncReport, SyncSpec
+from mismatch.features.loop.history import ASLEEP, DONE, GO, STEPS, WEIGHTS
+from mismatch.features.loop.spec import AUTO, LoopSpec
 from mismatch.models.derived import in_form
 from mismatch.models.digests import digest_tensor
 from mismatch.models.weight_states import Checkpoint

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch.experiments.loop.history import COLUMNS
-from mismatch.experiments.loop.judge import (
+from mismatch.features.loop.history import COLUMNS
+from mismatch.features.loop.judge import (
     FALL,
     WARNINGS,
     WINDOW,
