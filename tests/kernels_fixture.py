@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mismatch.experiments.kernel_audit import (
+from mismatch.features.kernels.results import (
     ATTENTION_COLUMNS,
     EXPERT_COLUMNS,
     Audit,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from mismatch.processes.kernels.expert_layer import every_expert, weighed
+from mismatch.features.kernels.expert_layer import every_expert, weighed
 
 Experts = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 REFUSAL = "no kernel for this shape"

@@ -26,7 +26,6 @@ COMMANDS = {
     "compare": "Compare a run again, or any two scorings of the same tokens.",
     "corrections": "Try TIS, IcePop, MIS, rejection and more on a run's tokens.",
     "fixes": "List the fixes that a check can try, or show one of them.",
-    "kernels": "Audit attention and expert kernels, and your own.",
     "locate": "Name the first module at which engine and trainer part.",
     "report": "Print a run's report, or several runs side by side.",
     "metrics": "List every metric.",

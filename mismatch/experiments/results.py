@@ -9,12 +9,6 @@ from mismatch.codec import Misfit, from_json, schema_of, to_json
 from mismatch.experiments.explanation import Explanation
 from mismatch.experiments.fixes.base import FixTable
 from mismatch.experiments.gradients.types import GradientCheck
-from mismatch.experiments.kernel_audit import (
-    AuditReport,
-    kernels_from_json,
-    kernels_schema,
-    kernels_to_json,
-)
 from mismatch.experiments.locate.judge import document_schema, from_document, to_document
 from mismatch.experiments.locate.types import Location
 
@@ -42,20 +36,6 @@ class _Fixes(Analysis[FixTable]):
         return {"fixes": outcomes, "fix_trials": {"$ref": "#/$defs/FixTrials"}}
 
 
-class _Kernels(Analysis[AuditReport]):
-    """The document of ``mismatch kernels``, its schema's name and verdict with it."""
-
-    def write(self, result: AuditReport) -> dict[str, Any]:
-        return {self.id: kernels_to_json(result)}
-
-    def read(self, document: dict[str, Any]) -> AuditReport | None:
-        entry = document.get(self.id)
-        return None if entry is None else kernels_from_json(entry)
-
-    def schema(self, definitions: dict[str, Any]) -> dict[str, Any]:
-        return {self.id: kernels_schema(definitions)}
-
-
 class _Locate(Analysis[Location]):
     """The document of ``mismatch locate``, its schema's name and verdict with it."""
 
@@ -72,7 +52,6 @@ class _Locate(Analysis[Location]):
 
 ANALYSES = (
     _Fixes("fixes", FixTable, order=5),
-    _Kernels("kernels", AuditReport, order=7),
     Analysis("gradients", GradientCheck, order=8),
     Analysis("explain", Explanation, order=9),
     _Locate("locate", Location, order=10),

@@ -22,7 +22,6 @@ from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
 from mismatch.experiments.gradients.analysis import gradient_checks
 from mismatch.experiments.gradients.files import check_of_run
-from mismatch.experiments.kernel_audit import of_run
 from mismatch.experiments.locate.judge import of_run as located
 from mismatch.experiments.scoring_passes import training_passes
 from mismatch.metrics.routing_pairs import router_noise
@@ -146,7 +145,7 @@ def build_report(
     open_question = "" if column == "fp32" else without_square(spec, comparisons, results)
     missing = not_tested(spec, artefacts.rollout, artefacts.scorings, checks) + unseen
     missing += without_room(run_dir, spec, artefacts.scorings)
-    results |= {"kernels": of_run(run_dir), "gradients": gradients}
+    results |= {"gradients": gradients}
     results |= {"locate": located(run_dir)}
     report = Report(
         model=named(spec.rollout.engine.model),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mismatch.features.kernels.section import page as page_of
 from mismatch.reports.html import show_page
-from mismatch.reports.sections.kernels import page as page_of
 from tests.browser.chromium import Browser
 from tests.browser.test_html_report import CONTRAST
 from tests.kernels_fixture import make_audit_report

@@ -10,14 +10,14 @@ import jsonschema
 import pytest
 from typer.testing import CliRunner
 
-from mismatch.cli.kernels import save_in_run
 from mismatch.cli.main import app, main
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernel_audit import schema
+from mismatch.features.kernels import isolation as supervise
+from mismatch.features.kernels.command import save_in_run
+from mismatch.features.kernels.isolation import AuditSpec
+from mismatch.features.kernels.results import schema
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.document import report_from_json
-from mismatch.processes.kernels import isolation as supervise
-from mismatch.processes.kernels.isolation import AuditSpec
 from mismatch.reports.files import write_report
 from mismatch.run import store
 from tests.kernels_fixture import make_audit_report
@@ -197,7 +197,7 @@ def test_the_last_line_is_the_verdict_and_the_page_is_there(audited):
 def test_a_mistake_leaves_nothing_in_the_directory_that_was_asked_for(tmp_path):
     out = tmp_path / "out"
     with pytest.raises(MismatchError, match="is no function"):
-        invoke("--kernel", "mismatch.experiments.kernel_audit:ATTENTION_COLUMNS", "--out", str(out))
+        invoke("--kernel", "mismatch.features.kernels.results:ATTENTION_COLUMNS", "--out", str(out))
     assert not out.exists()  # so that the same command, mended, is not refused
 
 

@@ -9,10 +9,10 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-import mismatch.processes.workers.kernel_audit as worker
+import mismatch.features.kernels.worker as worker
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
-from mismatch.processes.kernels.isolation import AuditSpec, Step
+from mismatch.features.kernels.isolation import AuditSpec, Step
 from mismatch.run.messages import exit_worker
 from tests.kernels_fixture import make_audit_report
 

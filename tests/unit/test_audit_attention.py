@@ -11,11 +11,11 @@ import torch
 
 import mismatch.models
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernel_audit import ATTENTION_COLUMNS, CONSEQUENCES, Audit
-from mismatch.processes.kernels.attention import COLUMNS, audit_attention
-from mismatch.processes.kernels.cases import NO_BACKWARD, PAGED, Candidate, names_here
-from mismatch.processes.kernels.findings import DIFFERENCES, OWN_GRADIENT
-from mismatch.processes.kernels.geometry import ModelGeometry, Options, geometry_of
+from mismatch.features.kernels.attention import COLUMNS, audit_attention
+from mismatch.features.kernels.cases import NO_BACKWARD, PAGED, Candidate, names_here
+from mismatch.features.kernels.findings import DIFFERENCES, OWN_GRADIENT
+from mismatch.features.kernels.geometry import ModelGeometry, Options, geometry_of
+from mismatch.features.kernels.results import ATTENTION_COLUMNS, CONSEQUENCES, Audit
 from tests.texts import numbers
 from tests.unit.audit_kernels import NOT_HALF, RAGGED, RAISED
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernel_audit import EXPERT_COLUMNS, Audit
-from mismatch.processes.kernels import expert_layer
-from mismatch.processes.kernels.expert_layer import Sizes
-from mismatch.processes.kernels.experts import audit_experts
-from mismatch.processes.kernels.geometry import ModelGeometry, Options, geometry_of
+from mismatch.features.kernels import expert_layer
+from mismatch.features.kernels.expert_layer import Sizes
+from mismatch.features.kernels.experts import audit_experts
+from mismatch.features.kernels.geometry import ModelGeometry, Options, geometry_of
+from mismatch.features.kernels.results import EXPERT_COLUMNS, Audit
 from mismatch.training.user_kernels import register_experts
 from tests import checkpoints, families, planted_experts
 from tests.planted_experts import REFUSAL

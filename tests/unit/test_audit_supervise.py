@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.processes.kernels import isolation as supervise
-from mismatch.processes.kernels.isolation import AuditSpec, run_audit
+from mismatch.features.kernels import isolation as supervise
+from mismatch.features.kernels.isolation import AuditSpec, run_audit
 from tests.texts import numbers
 from tests.unit.kernels_worker import NO_SHAPE
 
@@ -82,7 +82,7 @@ def test_what_fails_before_any_kernel_is_an_error(tmp_path, monkeypatch):
 def test_an_interrupt_leaves_no_process_behind(tmp_path):
     code = f"""
         from pathlib import Path
-        from mismatch.processes.kernels.isolation import AuditSpec, run_audit
+        from mismatch.features.kernels.isolation import AuditSpec, run_audit
         spec = AuditSpec(model="made-up", kernels=("hangs",))
         run_audit(spec, Path({str(tmp_path)!r}), print, {WORKER!r})
     """

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import mismatch.models
-from mismatch.processes.kernels import findings as truth
-from mismatch.processes.kernels.cases import Case, Inputs, allowed, full, inputs_of, positions_of
-from mismatch.processes.kernels.geometry import ModelGeometry, geometry_of
-from mismatch.processes.kernels.runner import Runner
+from mismatch.features.kernels import findings as truth
+from mismatch.features.kernels.cases import Case, Inputs, allowed, full, inputs_of, positions_of
+from mismatch.features.kernels.geometry import ModelGeometry, geometry_of
+from mismatch.features.kernels.runner import Runner
 
 TINY = Path(mismatch.models.__file__).parent / "tiny-gpt-oss"
 

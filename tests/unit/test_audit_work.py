@@ -7,10 +7,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
+from mismatch.features.kernels.geometry import geometry_of
+from mismatch.features.kernels.isolation import AuditSpec
+from mismatch.features.kernels.worker import AuditPlan, reduced_to
 from mismatch.models import EMBEDDED
-from mismatch.processes.kernels.geometry import geometry_of
-from mismatch.processes.kernels.isolation import AuditSpec
-from mismatch.processes.workers.kernel_audit import AuditPlan, reduced_to
 from mismatch.training import source
 from tests.kernels_fixture import make_audit_report
 from tests.texts import numbers
@@ -65,7 +65,7 @@ def test_names_and_only_choose(work):
     ("changes", "named"),
     [
         ({"kernels": ("nowhere.at.all:f",)}, "cannot import nowhere"),
-        ({"kernels": ("mismatch.experiments.kernel_audit:ATTENTION_COLUMNS",)}, "is no function"),
+        ({"kernels": ("mismatch.features.kernels.results:ATTENTION_COLUMNS",)}, "is no function"),
         (
             {"kernels": ("tests.planted_attention:no_sinks@wrong",)},
             "mask 'wrong'",

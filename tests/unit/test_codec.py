@@ -18,9 +18,9 @@ from mismatch.codec import Misfit, from_json, hints_of, schema_of, to_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.gradients.planning import GradientPlan
 from mismatch.experiments.regression.types import Against
+from mismatch.features.kernels.isolation import AuditSpec
 from mismatch.metrics.importance_weights import Settings
 from mismatch.pipeline.document import FIELDS
-from mismatch.processes.kernels.isolation import AuditSpec
 from mismatch.specs import CheckSpec
 from mismatch.types import Estimate, Report
 

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernel_audit import (
+from mismatch.features.kernels import section as kernels
+from mismatch.features.kernels.results import (
     ATTENTION_COLUMNS,
     EXPERT_COLUMNS,
     SCHEMA,
@@ -21,11 +22,11 @@ from mismatch.experiments.kernel_audit import (
     kernels_to_json,
     schema,
 )
+from mismatch.features.kernels.section import section
 from mismatch.pipeline import document
 from mismatch.reports.html import show_page
 from mismatch.reports.section import Cell
-from mismatch.reports.sections import kernels, sections
-from mismatch.reports.sections.kernels import section
+from mismatch.reports.sections import sections
 from mismatch.reports.terminal import print_alone
 from tests.kernels_fixture import findings, make_audit_report, sound_report
 from tests.reports_fixture import make_report

@@ -32,7 +32,7 @@ CHAPTERS = (
     ),
     ("place", "Where does it sit?", ("tokens", "breakdowns")),
     ("why", "Why?", ("causes", "square", "causes:explain", "locate",
-                     "passes:variants", "kernels")),
+                     "passes:variants")),
     ("helps", "What helps?", ("fixes", "corrections", "gradients")),
     ("token-by-token", "Token by token", ("explorer",)),
     ("experts", "Expert routing", ("routing",)),

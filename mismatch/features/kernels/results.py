@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from mismatch.analysis.plugins import Analysis
 from mismatch.codec import status_schema, to_json, with_verdict, without_verdict
 from mismatch.errors import MismatchError
+
+if TYPE_CHECKING:
+    from mismatch.specs import CheckSpec
 
 Kind = Literal["attention", "experts"]
 Origin = Literal["ours", "transformers", "yours"]
@@ -177,7 +181,7 @@ def kernels_from_json(document: Any) -> AuditReport:
     return without_verdict(AuditReport, document, SCHEMA, command=COMMAND, page=PAGE)
 
 
-def of_run(run_dir: Path | str) -> AuditReport | None:
+def of_run(run_dir: Path, spec: CheckSpec) -> AuditReport | None:
     """The audit that ``mismatch kernels --run`` left in a run directory; None where there is none.
 
     Raises:
@@ -185,9 +189,35 @@ def of_run(run_dir: Path | str) -> AuditReport | None:
     """
     from mismatch.run import store
 
-    if not (Path(run_dir) / FILE).exists():
+    if not (run_dir / FILE).exists():
         return None
     return kernels_from_json(store.load_document(run_dir, FILE))
+
+
+class _Kernels(Analysis[AuditReport]):
+    """The document of ``mismatch kernels``, its schema's name and verdict with it."""
+
+    def write(self, result: AuditReport) -> dict[str, Any]:
+        return {self.id: kernels_to_json(result)}
+
+    def read(self, document: dict[str, Any]) -> AuditReport | None:
+        entry = document.get(self.id)
+        return None if entry is None else kernels_from_json(entry)
+
+    def schema(self, definitions: dict[str, Any]) -> dict[str, Any]:
+        return {self.id: kernels_schema(definitions)}
+
+
+ANALYSES = (
+    _Kernels(
+        "kernels",
+        AuditReport,
+        section="mismatch.features.kernels.section:section",
+        order=7,
+        from_run=of_run,
+        chapter="why",
+    ),
+)
 
 
 SHORT = {

@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernel_audit import Origin
-from mismatch.processes.kernels.geometry import ModelGeometry
+from mismatch.features.kernels.geometry import ModelGeometry
+from mismatch.features.kernels.results import Origin
 
 PLANTED = "no-sinks"  # audited only where it is named: nobody takes it by accident
 PAGED = "serves continuous batching only, with a paged cache"

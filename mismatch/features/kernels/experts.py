@@ -12,12 +12,12 @@ from dataclasses import replace
 import torch
 
 from mismatch.errors import MismatchError, named_line
-from mismatch.experiments.kernel_audit import EXPERT_COLUMNS, Audit, Finding, Origin
-from mismatch.processes.kernels import expert_layer as layer
-from mismatch.processes.kernels import findings as shared
-from mismatch.processes.kernels.cases import DTYPES
-from mismatch.processes.kernels.findings import OUT, DtypeErrors, Gap, Tensors, relative_error
-from mismatch.processes.kernels.geometry import ModelGeometry, Options
+from mismatch.features.kernels import expert_layer as layer
+from mismatch.features.kernels import findings as shared
+from mismatch.features.kernels.cases import DTYPES
+from mismatch.features.kernels.findings import OUT, DtypeErrors, Gap, Tensors, relative_error
+from mismatch.features.kernels.geometry import ModelGeometry, Options
+from mismatch.features.kernels.results import EXPERT_COLUMNS, Audit, Finding, Origin
 from mismatch.training.user_kernels import is_user_kernel, register_experts
 
 TOKENS = 61

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from mismatch.errors import MismatchError
-from mismatch.processes.kernels.findings import Tensors, gradients
-from mismatch.processes.kernels.geometry import ModelGeometry
+from mismatch.features.kernels.findings import Tensors, gradients
+from mismatch.features.kernels.geometry import ModelGeometry
 
 BIAS = 0.3  # of random biases: large enough to be missed
 SIZES = {  # what families call the three sizes on the module; some code reads them

@@ -19,8 +19,8 @@ from mismatch.errors import MismatchError
 from mismatch.specs import MODEL, OUTPUT, SEEDS, WEEK_S
 
 if TYPE_CHECKING:
-    from mismatch.experiments.kernel_audit import AuditReport
-    from mismatch.processes.kernels.isolation import AuditSpec
+    from mismatch.features.kernels.isolation import AuditSpec
+    from mismatch.features.kernels.results import AuditReport
 
 AUDIT = "What to audit"
 DEFAULT_MODEL = "tiny-gpt-oss"
@@ -95,9 +95,9 @@ def kernels(flags: Flags) -> int:
     from rich.console import Console
 
     from mismatch.cli.session import ConsoleNarrator
-    from mismatch.experiments.kernel_audit import judge, kernels_to_json
-    from mismatch.processes.kernels.isolation import run_audit
-    from mismatch.reports.sections.kernels import section
+    from mismatch.features.kernels.isolation import run_audit
+    from mismatch.features.kernels.results import judge, kernels_to_json
+    from mismatch.features.kernels.section import section
     from mismatch.reports.terminal import print_alone
 
     spec = audit_spec(flags)
@@ -126,7 +126,7 @@ def audit_spec(flags: Flags) -> AuditSpec:
     Raises:
         MismatchError: an unknown model, dtype, length, or flags that exclude each other.
     """
-    from mismatch.processes.kernels.isolation import AuditSpec
+    from mismatch.features.kernels.isolation import AuditSpec
 
     _require_sense(flags)
     model, revision, trust = _model(flags)
@@ -200,7 +200,7 @@ def _dtypes(texts: list[str], model: str, revision: str | None) -> tuple[str, ..
 def _place(out: Path | None, model: str) -> Iterator[Path]:
     """Where the audit works: the user's directory, or one that is gone afterwards."""
     if out is not None:
-        from mismatch.processes.kernels.isolation import LABEL, PLAN
+        from mismatch.features.kernels.isolation import LABEL, PLAN
         from mismatch.run.directory import new_directory
 
         directory = new_directory(out, model)
@@ -217,9 +217,9 @@ def _place(out: Path | None, model: str) -> Iterator[Path]:
 
 def save(report: AuditReport, out: Path) -> None:
     """Write kernels.json and kernels.html."""
-    from mismatch.experiments.kernel_audit import FILE, kernels_to_json
+    from mismatch.features.kernels.results import FILE, kernels_to_json
+    from mismatch.features.kernels.section import page
     from mismatch.reports.html import show_page
-    from mismatch.reports.sections.kernels import page
     from mismatch.run import store
 
     store.write_json(out / FILE, kernels_to_json(report))
@@ -234,7 +234,7 @@ def save_in_run(report: AuditReport, run: Path) -> None:
     """
 
     from mismatch.cli.session import command
-    from mismatch.experiments.kernel_audit import FILE, SCHEMA, kernels_to_json
+    from mismatch.features.kernels.results import FILE, SCHEMA, kernels_to_json
     from mismatch.pipeline.document import report_from_json
     from mismatch.reports.files import write_report
     from mismatch.run import store

@@ -1,6 +1,6 @@
 """Isolation: implementations are audited in a child process that may die; no torch here.
 
-The worker (:mod:`mismatch.processes.workers.kernel_audit`) goes through its steps and writes the
+The worker (:mod:`mismatch.features.kernels.worker`) goes through its steps and writes the
 result of each to a file. Where a kernel crashes, hangs or is killed, that becomes its result, and a
 new process continues with the next step.
 """
@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.kernel_audit import Audit, AuditReport, Kind
+from mismatch.features.kernels.results import Audit, AuditReport, Kind
 from mismatch.processes.launch import POLL_S, Worker, started
 from mismatch.run.store import read_json, write_json
 
 LABEL = "kernels"
-WORKER = "mismatch.processes.workers.kernel_audit"
+WORKER = "mismatch.features.kernels.worker"
 PLAN, NOW, DONE = "plan.json", "now.json", "done.json"
 START_S = 300.0  # torch, transformers and a model's configuration, on a slow disk
 Progress = Callable[[str], None]

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from mismatch.errors import named_line
-from mismatch.experiments.kernel_audit import ATTENTION_COLUMNS, Audit, Finding, Verdict, causes_of
-from mismatch.processes.kernels import findings as shared
-from mismatch.processes.kernels import findings as truth
-from mismatch.processes.kernels.cases import (
+from mismatch.features.kernels import findings as shared
+from mismatch.features.kernels import findings as truth
+from mismatch.features.kernels.cases import (
     DTYPES,
     Candidate,
     Case,
@@ -29,7 +28,7 @@ from mismatch.processes.kernels.cases import (
     short_window,
     usual_scale,
 )
-from mismatch.processes.kernels.findings import (
+from mismatch.features.kernels.findings import (
     OUT,
     STEPS,
     DtypeErrors,
@@ -39,8 +38,9 @@ from mismatch.processes.kernels.findings import (
     limit_of,
     percent,
 )
-from mismatch.processes.kernels.geometry import ModelGeometry, Options
-from mismatch.processes.kernels.runner import Runner
+from mismatch.features.kernels.geometry import ModelGeometry, Options
+from mismatch.features.kernels.results import ATTENTION_COLUMNS, Audit, Finding, Verdict, causes_of
+from mismatch.features.kernels.runner import Runner
 
 NO_SINKS = "the model has no attention sinks"
 

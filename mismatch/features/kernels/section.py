@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mismatch.experiments.kernel_audit import (
+from mismatch.features.kernels.results import (
     ATTENTION_COLUMNS,
     EXPERT_COLUMNS,
     Audit,
@@ -22,7 +22,6 @@ from mismatch.reports.formatting import (
     line,
     scientific,
     text,
-    wording,
 )
 from mismatch.reports.section import (
     Cell,
@@ -50,7 +49,21 @@ KINDS: dict[Kind, tuple[str, tuple[str, ...]]] = {
     "experts": ("Experts", EXPERT_COLUMNS),
 }
 ORIGINS = {"ours": "mismatch", "transformers": "transformers", "yours": "yours"}
-WORDS = wording("kernels")  # column -> its name, and in short lines for a terminal
+WORDS = {  # column -> its name, and in lines of at most five characters for a terminal
+    "accepts": ("accepts", "fits"),
+    "sinks": ("sinks", "sinks"),
+    "window": ("window", "win-\ndow"),
+    "packing": ("packing", "pack-\ning"),
+    "offsets": ("offsets", "off-\nsets"),
+    "grouped_queries": ("grouped queries", "GQA"),
+    "scaling": ("scaling", "sca-\nling"),
+    "forward": ("output", "out-\nput"),
+    "gradient": ("gradient", "grad"),
+    "sink_gradient": ("sinks' gradient", "sink\ngrad"),
+    "router_gradient": ("router's gradient", "rout\ngrad"),
+    "repeats": ("repeats", "re-\npeat"),
+    "batches": ("batches", "bat-\nches"),
+}
 LEGEND = (
     "✓ right, ✕ wrong, ! differs and is only reported, · not tested. Repeats: the same bits twice; "
     "batches: the same bits whatever else is in the batch."

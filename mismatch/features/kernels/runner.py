@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from mismatch.processes.kernels.cases import Case, Inputs, positions_of
-from mismatch.processes.kernels.geometry import ModelGeometry
+from mismatch.features.kernels.cases import Case, Inputs, positions_of
+from mismatch.features.kernels.geometry import ModelGeometry
 
 
 class Runner:

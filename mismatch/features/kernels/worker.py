@@ -1,8 +1,8 @@
 """Audits implementations one by one, in a process that any of them may end.
 
-Started by :mod:`mismatch.processes.kernels.isolation`::
+Started by :mod:`mismatch.features.kernels.isolation`::
 
-    python -m mismatch.processes.workers.kernel_audit JOB.json
+    python -m mismatch.features.kernels.worker JOB.json
 
 JOB.json: ``{"place": DIR, "spec": {…AuditSpec…}}``. What there is to do goes to
 ``DIR/kernels/plan.json``, the result of each step to a file beside it; ``now.json`` holds the step
@@ -24,10 +24,10 @@ import torch
 
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError, named_line
-from mismatch.experiments.kernel_audit import Audit, Kind, Origin
-from mismatch.processes.kernels.cases import PLANTED, Candidate, names_here
-from mismatch.processes.kernels.geometry import ModelGeometry, Options, config_of, geometry_of
-from mismatch.processes.kernels.isolation import DONE, LABEL, NOW, PLAN, AuditSpec, Step
+from mismatch.features.kernels.cases import PLANTED, Candidate, names_here
+from mismatch.features.kernels.geometry import ModelGeometry, Options, config_of, geometry_of
+from mismatch.features.kernels.isolation import DONE, LABEL, NOW, PLAN, AuditSpec, Step
+from mismatch.features.kernels.results import Audit, Kind, Origin
 from mismatch.run.messages import PROGRESS, exit_worker, report_ready, say, write_error
 from mismatch.run.store import read_json, write_json
 
@@ -112,12 +112,12 @@ class AuditPlan:
         return document
 
     def _attention(self, step: Step) -> Audit:
-        from mismatch.processes.kernels.attention import audit_attention
+        from mismatch.features.kernels.attention import audit_attention
 
         return audit_attention(self.geometry, self.options, self._candidate(step.name))
 
     def _experts(self, step: Step) -> Audit:
-        from mismatch.processes.kernels.experts import audit_experts
+        from mismatch.features.kernels.experts import audit_experts
 
         return audit_experts(self.geometry, self.options, step.name)
 
@@ -146,7 +146,7 @@ class AuditPlan:
 
 def reduced_to(geometry: ModelGeometry) -> Iterator[str]:
     """A sentence on the reduced size of the experts; none where it is the model's."""
-    from mismatch.processes.kernels.expert_layer import sizes_of
+    from mismatch.features.kernels.expert_layer import sizes_of
 
     try:
         full = sizes_of(geometry)
@@ -222,7 +222,7 @@ EXIT_FAILED = 2
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
-        print("usage: python -m mismatch.processes.workers.kernel_audit JOB.json", file=sys.stderr)
+        print("usage: python -m mismatch.features.kernels.worker JOB.json", file=sys.stderr)
         return EXIT_FAILED
     job = read_json(Path(arguments[0]))
     try:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from mismatch.errors import MismatchError, named_line
-from mismatch.experiments.kernel_audit import Error, Finding
-from mismatch.processes.kernels.cases import DTYPES, Inputs
+from mismatch.features.kernels.cases import DTYPES, Inputs
+from mismatch.features.kernels.results import Error, Finding
 from mismatch.training.attention.trial import definition
 from mismatch.training.attention.trial import relative_error as relative_error
 

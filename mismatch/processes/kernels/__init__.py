@@ -1,1 +1,0 @@
-"""Audit of kernels: attention and expert implementations against float64, forward and backward."""
