@@ -14,6 +14,7 @@ import argparse
 import datetime
 import json
 import os
+import random
 import subprocess
 import sys
 import tomllib
@@ -133,9 +134,11 @@ def checked(stack: Stack, model: str, python: Path, work: Path) -> dict[str, Any
     run = work / "runs" / stack.folder / model
     if run.exists():
         subprocess.run(["rm", "-rf", str(run)], check=True)
-    directory = model if model == "tiny-gpt-oss" else str(random_model(model, work))
-    command = [sys.executable, "-m", "mismatch", "check", "--model", directory, "--out", str(run)]
+    command = [sys.executable, "-m", "mismatch", "check", "--model", model, "--out", str(run)]
     command += ["--python", str(python), "--scorer", stack.scorer, *SAMPLE]
+    if model != "tiny-gpt-oss":
+        directory = random_model(model, work)
+        command += ["--model", str(directory), "--prompts", str(directory / "prompts.jsonl")]
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(
@@ -187,13 +190,17 @@ ALWAYS = {"GPU kernels", "multi-turn rollouts", "weight synchronisation"}
 
 
 def random_model(family: str, work: Path) -> Path:
-    """Return a tiny checkpoint of a family with random weights."""
+    """Return a tiny checkpoint of a family with random weights, beside prompts for it."""
     directory = work / "models" / family
     if not (directory / "config.json").exists():
         sys.path.insert(0, str(ROOT))
         from tests.checkpoints import make
 
-        make(family, directory)
+        make(family, directory, head_dim=64)  # older CPU kernels of vLLM take no less
+        chosen = random.Random(0)
+        prompts = [[chosen.randrange(3, 300) for _ in range(24)] for _ in range(16)]
+        lines = [json.dumps({"prompt_token_ids": ids}) for ids in prompts]
+        (directory / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     return directory
 
 

@@ -253,10 +253,10 @@ def _our_sharding(
 
     wrapped: list[Scorer] = []
 
-    def prepare(cls: Any, config: Any, device_map: Any = None) -> tuple[Any, Any, None]:
+    def prepare(cls: Any, config: Any, **_: Any) -> tuple[Any, Any, None]:
         return config, torch.device("cpu") if spec.offload else device, None
 
-    def distribute(cls: Any, model: Any, config: Any, mesh_manager: Any) -> Any:
+    def distribute(cls: Any, model: Any, *_: Any, **__: Any) -> Any:
         wrapped.append(shard(model, spec, mesh))
         return model
 
