@@ -253,7 +253,7 @@ def _our_sharding(
 
     wrapped: list[Scorer] = []
 
-    def prepare(cls: Any, config: Any, **_: Any) -> tuple[Any, Any, None]:
+    def prepare(cls: Any, config: Any, /, **_: Any) -> tuple[Any, Any, None]:
         return config, torch.device("cpu") if spec.offload else device, None
 
     def distribute(cls: Any, model: Any, *_: Any, **__: Any) -> Any:

