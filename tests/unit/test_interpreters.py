@@ -8,6 +8,7 @@ import pytest
 
 from mismatch.engines.known_faults import faults_of, known_faults
 from mismatch.errors import MismatchError
+from mismatch.features.doctor.environment import examine_environment
 from mismatch.models import resolve_model
 from mismatch.pipeline.preflight import preflight_training, require_sound_version
 from mismatch.run.interpreters import look_into, require_modules
@@ -98,3 +99,23 @@ def test_a_version_with_a_known_fault_is_refused_with_its_link(tmp_path: Path) -
     assert caught.value.fix.endswith(known_faults()[0].link)
     sound = environment(tmp_path / "sound", vllm="0.26.0")
     require_sound_version(replace(spec, python=sound))
+
+
+WORKERS = {"numpy": "2.0", "pyarrow": "20.0", "safetensors": "0.6", "psutil": "7.0"}
+
+
+def test_the_doctor_says_what_an_environment_can_measure(tmp_path: Path) -> None:
+    stack = {"torch": "2.11.0", "transformers": "5.9.0", "verl": "0.9.1", "vllm": "0.24.0"}
+    found = examine_environment(environment(tmp_path, **WORKERS, **stack))
+    assert found.ready
+    uses = {use.name: use for use in found.uses}
+    assert {name for name, use in uses.items() if use.possible} == {"vllm", "fsdp", "verl"}
+    assert len(uses["vllm"].faults) == 1
+
+
+def test_the_doctor_names_what_an_engine_s_environment_lacks(tmp_path: Path) -> None:
+    found = examine_environment(environment(tmp_path, numpy="2.0", torch="2.11.0", vllm="0.26.0"))
+    assert not found.ready
+    uses = {use.name: use for use in found.uses}
+    assert uses["vllm"].missing == ("pyarrow", "safetensors", "psutil")
+    assert not uses["sglang"].version
