@@ -291,10 +291,10 @@ def not_tested(
     spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring], checks: list[Check]
 ) -> list[NotTested]:
     """What this run could not see, and why, as the report has it."""
-    left_by_engine = scorings[f"{spec.rollout.engine.engine}:decode"].fingerprint
+    sides = (f"{spec.rollout.engine.engine}:decode", TRAIN)
     return [
         *(NotTested(c.id, c.detail) for c in checks if c.status == "not_tested"),
-        *NotTested.of(left_by_engine),
+        *(entry for side in sides for entry in NotTested.of(scorings[side].fingerprint)),
         *(NotTested("settings of the preset", text) for text in spec.not_reproduced),
         *_unseen(spec, rollout, scorings),
     ]

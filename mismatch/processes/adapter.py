@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from mismatch.codec import to_json
 from mismatch.errors import MismatchError
+from mismatch.models.config import is_moe
 from mismatch.processes.launch import EXACT, rendezvous_args, worker_path
 from mismatch.run import store
 from mismatch.run.machine import visible_as
@@ -120,7 +122,9 @@ def scoring_of(path: Path, pass_: Pass, rollout: Rollout) -> Scoring:
             "return natural logarithms of probabilities, which are at most 0",
         )
     facts = said.pop("more") | said
-    missing = NotTested(ROUTES, f"{facts['code']} returns no routed experts")
+    missing = []
+    if is_moe(pass_.spec.model, pass_.spec.revision) is not False:
+        missing.append(NotTested(ROUTES, f"{facts['code']} returns no routed experts"))
     fingerprint = facts | {
         "mode": "train",
         "backend": scorer,
@@ -132,7 +136,7 @@ def scoring_of(path: Path, pass_: Pass, rollout: Rollout) -> Scoring:
         "logprobs_temperature": rollout.sampling.scored_temperature,
         "logprobs_truncated": False,
         "notes": list(facts["notes"]),
-        "not_tested": [{"what": missing.what, "reason": missing.reason, "how": missing.how}],
+        "not_tested": to_json(missing),
     }
     return Scoring(
         name=pass_.name,

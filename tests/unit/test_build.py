@@ -146,6 +146,16 @@ def test_a_router_that_the_trainer_cannot_read_is_said(tmp_path: Path) -> None:
     assert reason in entry
 
 
+def test_what_the_trainer_says_it_lacks_is_in_the_report(tmp_path: Path) -> None:
+    run, samples = make_run(tmp_path / "run"), rollout()
+    lacks = [{"what": "routing disagreement", "reason": "verl returns none", "how": ""}]
+    facts = scoring("fsdp", samples, shift=0.01)
+    facts = replace(facts, fingerprint=facts.fingerprint | {"not_tested": lacks})
+    store.save_scoring(run, facts, samples)
+    (entry,) = mentioned(report_of(run), "routing disagreement")
+    assert "verl" in entry
+
+
 def test_missing_routes_are_said_where_nobody_gave_a_reason(tmp_path: Path) -> None:
     run, samples = make_run(tmp_path / "run"), rollout()
     blind = scoring("fsdp", samples, shift=0.01)
