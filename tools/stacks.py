@@ -216,13 +216,19 @@ def page(rows: list[Stack], work: Path) -> str:
     return "\n".join(lines)
 
 
+def asked(stack: Stack, package: str) -> str:
+    """Return the version of a package that a stack names; "" where it names none."""
+    pairs = (text.partition("==") for text in stack.packages)
+    return next((version for name, _, version in pairs if name == package), "")
+
+
 def row(stack: Stack, model: str, found: dict[str, Any]) -> str:
     """Return one line of the table."""
     versions = found.get("versions", {})
     known = {
         "vllm": versions.get("vllm") or stack.vllm,
         "torch": versions.get("torch", stack.torch).partition("+")[0],
-        "transformers": versions.get("transformers", ""),
+        "transformers": versions.get("transformers") or asked(stack, "transformers"),
     }
     if "refused" in found:
         verdict, delta, untested = f"none: {found['refused']}", "", ""
