@@ -87,7 +87,7 @@ def answers(world: World) -> Iterator[Answer]:
             f"{name}: its sinks are judged right", lambda k=kernel, s=sinks: flash(k, s, device)
         )
     yield ask("triton_kernels route by a stable descending sort", lambda: triton_ties(device))
-    for kernel in ("sink-sdpa", "sink-flex"):
+    for kernel in ("sink-sdpa", "flex_attention"):
         yield ask(f"{kernel} runs all kinds of passes", lambda k=kernel: passes_with(k, device))
     yield ask("bf16 at rest is float32 at rest, bit for bit", lambda: masters(world))
     yield ask("vLLM: a whole check of tiny-gpt-oss", lambda: whole_check(device))
@@ -171,11 +171,12 @@ def counted_graphs() -> Iterator[dict[str, int]]:
 
 def passes_with(kernel: str, device: torch.device) -> str:
     """Padding and packing, recording or not, with gradients or not, in bf16 and fp32."""
-    if kernel == "sink-flex":
+    if kernel == "flex_attention":
         need_cuda(device)
     from transformers import AutoModelForCausalLM
 
     register_kernels()
+    attention = OUR_KERNELS.get(kernel, kernel)
     config = configuration("gpt_oss", head_dim=64)
     draw = np.random.default_rng(0)
     rows = [draw.integers(1, config.vocab_size, int(n)) for n in draw.integers(60, 200, 24)]
@@ -184,7 +185,7 @@ def passes_with(kernel: str, device: torch.device) -> str:
         build: Any = AutoModelForCausalLM.from_config
         with warnings.catch_warnings(record=True) as warned, counted_graphs() as counted:
             warnings.simplefilter("always")
-            model = build(config, dtype=dtype, attn_implementation=OUR_KERNELS[kernel]).to(device)
+            model = build(config, dtype=dtype, attn_implementation=attention).to(device)
             scorer = Scorer(model.eval())
             start = time.monotonic()
             for layout, budget, record, grad in (

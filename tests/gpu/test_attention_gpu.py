@@ -55,8 +55,8 @@ def test_sink_sdpa_is_right(model: Any, geometry: Geometry, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sink_flex_is_right(model: Any, dtype: torch.dtype) -> None:
-    trial = try_kernel(OUR_KERNELS["sink-flex"], GPT_OSS, GPU, dtype)
+def test_flex_attention_is_right(model: Any, dtype: torch.dtype) -> None:
+    trial = try_kernel("flex_attention", GPT_OSS, GPU, dtype)
     if trial.fault.startswith("it does not run"):
         pytest.skip(f"not applicable: {trial.fault}")
     assert trial.passed, trial

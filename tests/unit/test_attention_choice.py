@@ -103,9 +103,10 @@ def test_faults_are_told(model: PreTrainedModel, function: str, fault: str) -> N
     assert "--attention auto" in caught.value.fix
 
 
-def test_the_flex_kernel_needs_a_gpu(model: PreTrainedModel) -> None:
-    with pytest.raises(MismatchError, match=r"sink-flex .*CUDA"):
-        resolve_for("sink-flex", model, CPU, BF16)
+@pytest.mark.slow
+def test_flex_attention_needs_a_gpu(model: PreTrainedModel) -> None:
+    with pytest.raises(MismatchError, match=r"flex_attention: .*CUDA"):
+        resolve_for("flex_attention", model, CPU, BF16)
 
 
 # ---------------------------------------------------------------- auto

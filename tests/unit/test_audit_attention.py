@@ -53,7 +53,7 @@ def failed(report: Audit) -> set[str]:
 
 
 def test_the_kernel_of_the_documentation_drops_the_sinks(geometry: ModelGeometry) -> None:
-    result = audit(geometry, "mismatch.training.attention.planted:no_sinks")
+    result = audit(geometry, "tests.planted_attention:no_sinks")
     own, consequences, _ = PLANTED["no_sinks"]
     assert own <= failed(result) <= own | consequences
 

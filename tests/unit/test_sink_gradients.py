@@ -18,8 +18,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from benchmarks.planted_attention import sinks_forward_only
 from mismatch.training.attention import sink_sdpa
-from mismatch.training.attention.planted import sinks_forward_only
 from mismatch.training.attention.sink_sdpa import BlockedMask, sink_attention, with_sinks
 from mismatch.training.attention.trial import definition, relative_error
 from mismatch.training.distributed import MemoryPeak

@@ -19,7 +19,7 @@ from mismatch.features.kernels.results import Origin
 
 PLANTED = "no-sinks"  # audited only where it is named: nobody takes it by accident
 PAGED = "serves continuous batching only, with a paged cache"
-FLEX = ("flex_attention", "sink-flex")
+FLEX = "flex_attention"
 NO_BACKWARD = "flex attention has no backward pass on a CPU"
 OUR_PREFIX = "mismatch_"  # of the names that we registered
 
@@ -97,7 +97,7 @@ def _candidate(geometry: ModelGeometry, name: str, chosen: str, device: str) -> 
     from mismatch.training.attention.resolve import OUR_KERNELS, resolve_for
 
     origin: Origin = "ours" if name in OUR_KERNELS else "transformers"
-    if name in FLEX and not device.startswith("cuda"):
+    if name == FLEX and not device.startswith("cuda"):
         return Candidate(name, origin, unavailable=NO_BACKWARD)
     if name.startswith("paged|"):
         return Candidate(name, origin, unavailable=PAGED)
@@ -105,7 +105,7 @@ def _candidate(geometry: ModelGeometry, name: str, chosen: str, device: str) -> 
         resolved = resolve_for(name, geometry.bare).implementation
     except MismatchError as error:
         measurable = name in (*OUR_KERNELS, *ALL_ATTENTION_FUNCTIONS.valid_keys(), "eager")
-        if not measurable or "flash" in name or name == "sink-flex":  # for want of a GPU
+        if not measurable or "flash" in name:  # for want of a GPU
             return Candidate(name, origin, unavailable=error.message)
         return Candidate(name, origin, OUR_KERNELS.get(name, name), refused=error.message)
     if resolved != "eager" and resolved not in ALL_ATTENTION_FUNCTIONS.valid_keys():

@@ -26,7 +26,7 @@ RAW = "raw-logprobs"
 PLANTED: Mapping[str, Change] = {  # arms that no fix is
     "fp8-kv-cache": with_argument("kv_cache_dtype", "fp8"),
     RAW: with_argument("logprobs_mode", "raw_logprobs"),
-    "forward-sinks": train(attention="mismatch.training.attention.planted:sinks_forward_only"),
+    "forward-sinks": train(attention="benchmarks.planted_attention:sinks_forward_only"),
 }
 
 

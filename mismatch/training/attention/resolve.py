@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 # Our kernels: name -> name in transformers' registry, where "sdpa" would mean transformers' own.
 OUR_KERNELS = {
     "sink-sdpa": "mismatch_sinks",
-    "sink-flex": "mismatch_sinks_flex",
     "no-sinks": "mismatch_no_sinks",
 }
 # For any model, with sinks or without; see mismatch/training/attention/sink_sdpa.py.
 YARDSTICKS = {"plain": "mismatch_plain", "plain-fp8-kv": "mismatch_plain_fp8_kv"}
 NAMES = (
-    *("auto", "transformers", "eager", "sdpa", "sink-sdpa", "sink-flex", "no-sinks"),
+    *("auto", "transformers", "eager", "sdpa", "sink-sdpa", "no-sinks", "flex_attention"),
     *("flash_attention_2", "flash_attention_3", "package.module:function"),
 )
 Place = tuple["torch.device", "torch.dtype"]
@@ -105,9 +104,6 @@ def resolve_for(
                 "use --attention auto",
             )
         _require_masks_passed_through(name, model)
-        if name == "sink-flex":
-            _require_gpu(device)
-            return _tried(name, OUR_KERNELS[name], model, sinks, target)
         return ResolvedAttention(name, OUR_KERNELS[name], name == "sink-sdpa")
     if sinks and name == "sdpa":
         raise MismatchError(
@@ -187,18 +183,6 @@ def _tried(
     return ResolvedAttention(name, implementation, True if sinks else None, (tried,))
 
 
-def _require_gpu(device: torch.device | None) -> None:
-    import torch
-
-    if device is None and torch.cuda.is_available():
-        return
-    if device is None or device.type != "cuda":
-        raise MismatchError(
-            "--attention sink-flex needs a CUDA device: flex attention has no gradients on a CPU",
-            "use --attention auto",
-        )
-
-
 def has_sinks(model: PreTrainedModel) -> bool:
     """Whether the model learns attention sinks."""
     return any("sink" in name.rpartition(".")[2] for name, _ in model.named_parameters())
@@ -244,7 +228,6 @@ def register_kernels() -> None:
     """Register our kernels with transformers; idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from mismatch.training.attention.sink_flex import flex_mask, sink_flex_attention
     from mismatch.training.attention.sink_sdpa import (
         blocked_mask,
         plain_attention,
@@ -255,7 +238,6 @@ def register_kernels() -> None:
 
     kernels = {
         "sink-sdpa": (sink_attention, blocked_mask),
-        "sink-flex": (sink_flex_attention, flex_mask),
         "no-sinks": (sinkless_attention, blocked_mask),
         "plain": (plain_attention, blocked_mask),
         "plain-fp8-kv": (plain_fp8_attention, blocked_mask),

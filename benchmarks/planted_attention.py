@@ -1,11 +1,10 @@
-"""Planted faults of attention, for experiments; run by name as a user's own kernel."""
+"""A planted fault of attention, for experiments; run by name as a user's own kernel."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from mismatch.training.attention.sink_sdpa import with_sinks
 
@@ -36,23 +35,3 @@ def sinks_forward_only(
     with torch.no_grad():
         right = with_sinks(query, key, value, hidden, scaling, s_aux)
     return without + (right - without).detach() + 0.0 * s_aux.sum(), None
-
-
-def no_sinks(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention without the sinks, as in a fused kernel that has no argument for them.
-
-    Shapes: query [B, H, T, D], key and value [B, Hkv, S, D], attention_mask boolean [B, 1, T, S];
-    returns [B, T, H, D].
-    """
-    share = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(share, 1) for x in (key, value))
-    out = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.transpose(1, 2), None
