@@ -86,26 +86,31 @@ def compare(flags: Flags) -> int:
 def _against(flags: Flags) -> int:
     from mismatch.cli import session
     from mismatch.errors import MismatchError
-    from mismatch.experiments.regression.run_comparison import against
-    from mismatch.experiments.regression.types import against_to_json
-    from mismatch.reports import files
-    from mismatch.reports.saved_runs import against_page
+    from mismatch.pipeline.run_comparison import against
+    from mismatch.reports.ci_formats import runs_to_github, runs_to_junit
+    from mismatch.reports.files import require_fresh
+    from mismatch.reports.saved_runs import runs_page
 
-    new, old = flags["run"], flags["against"]
+    new, old, usage = flags["run"], flags["against"], "mismatch compare NEW --against OLD"
     clash = [name for name in ("other", "left", "right", "names", "log_to") if flags[name]]
     if clash:
         raise MismatchError(
-            f"--against compares two whole runs: {', '.join(clash)} has no place in it",
-            "mismatch compare NEW --against OLD",
+            f"--against compares two whole runs: {', '.join(clash)} has no place in it", usage
         )
     if new.resolve() == old.resolve():
-        raise MismatchError(f"{new} against itself", "mismatch compare NEW --against OLD")
-    fail_on = flags["fail_on"] or "unfit"
-    thresholds = session.levels(flags)
-    regression = against(old, new, margin=flags["margin"], thresholds=thresholds, fail_on=fail_on)
+        raise MismatchError(f"{new} against itself", usage)
+    for run in (old, new):
+        require_fresh(run)
+    result = against(
+        old,
+        new,
+        margin=flags["margin"],
+        thresholds=session.levels(flags),
+        fail_on=flags["fail_on"] or "unfit",
+    )
     machines = {
-        "github": lambda: files.against_to_github(regression),
-        "junit": lambda: files.against_to_junit(regression),
+        "github": lambda: runs_to_github(result),
+        "junit": lambda: runs_to_junit(result),
     }
-    session.conclude_page(against_page(regression), against_to_json(regression), flags, machines)
-    return int(regression.fails)
+    session.conclude_page(runs_page(result), result.to_json(), flags, machines)
+    return int(result.gate is not None and result.gate.fails)

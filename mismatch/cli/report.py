@@ -65,11 +65,11 @@ def _one(run: Path, flags: Flags) -> int:
 
 def _several(runs: list[Path], flags: Flags) -> int:
     from mismatch.cli import session
-    from mismatch.pipeline.side_by_side import side_by_side
-    from mismatch.reports import saved_runs
+    from mismatch.pipeline.run_comparison import compare_runs
+    from mismatch.reports.saved_runs import runs_page
 
     if not runs:
         raise MismatchError("Missing argument 'RUN'", USE)
-    result = side_by_side(runs)
-    session.conclude_page(saved_runs.beside_page(result), result.to_json(), flags)
+    result = compare_runs(runs)
+    session.conclude_page(runs_page(result), result.to_json(), flags)
     return 0

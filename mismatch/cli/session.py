@@ -322,7 +322,7 @@ def _show(
     failing: bool,
 ) -> None:
     """The report on standard output, as ``--format`` asks."""
-    from mismatch.reports import files, markdown, terminal
+    from mismatch.reports import ci_formats, files, markdown, terminal
 
     form, details = flags.get("format", "text"), bool(flags.get("details"))
     output = flags.output or sys.stdout
@@ -337,8 +337,12 @@ def _show(
     elif form == "markdown":
         output.write(markdown.to_markdown(report, framework, details))
     else:
-        write = {"json": files.to_json, "github": files.to_github, "junit": files.to_junit}
-        output.write(write[form](report, failing))
+        write = {
+            "json": lambda: files.to_json(report),
+            "github": lambda: ci_formats.to_github(report, failing),
+            "junit": lambda: ci_formats.to_junit(report, failing),
+        }
+        output.write(write[form]())
 
 
 def write_with_names(report: Report, run_dir: Path, framework: str) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,14 +13,21 @@ import numpy as np
 from mismatch.metrics.difference import Sample
 from mismatch.pipeline.document import report_from_json
 from mismatch.run import store
-from mismatch.types import Comparison, Estimate, Ints, Report
+from mismatch.types import Comparison, Estimate, Floats, Ints, Report
 
 if TYPE_CHECKING:
     import pandas as pd
 
-
 REPORT = "report.json"
-NEEDED = ("sequence", "prompt", "position", "token_id", "rollout_logprob", "train_logprob")
+NEEDED = {"sequence", "prompt", "position", "token_id", "rollout_logprob", "train_logprob"}
+PLACES = ("engine", "trainer", "machine")
+# Of a fingerprint: measured in every run, compared elsewhere, or a place on one machine.
+NOT_SETTINGS = {
+    "weights", "weights_parameters", "unmapped_weights", "seconds", "peak_bytes", "model",
+    "not_tested",
+}  # fmt: skip
+LONGEST = 120  # characters of a value
+ABSENT = "–"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +35,8 @@ class SavedRun:
     """One run, without its rollout and scorings.
 
     Attributes:
-        tokens: its tokens table; None where it was not read, is not there, or is too old to say
-            which prompt a token belongs to.
+        tokens: its tokens table; None where it is not there, or is too old to say which prompt a
+            token belongs to.
     """
 
     path: Path
@@ -38,6 +46,12 @@ class SavedRun:
     @property
     def name(self) -> str:
         return self.path.resolve().name
+
+    @property
+    def model(self) -> str:
+        """The hub id, or the last part of a local path."""
+        path = PurePath(self.report.model)
+        return path.name if path.is_absolute() and path.name else self.report.model
 
     @property
     def created(self) -> str:
@@ -57,41 +71,81 @@ class SavedRun:
 
     @property
     def values(self) -> dict[str, Estimate]:
-        """metric -> estimate of the headline."""
+        """metric -> estimate of the headline; no routing where the trainer replays the engine's."""
         first = self.comparison
-        return {} if first is None else first.metrics | first.routing
+        if first is None:
+            return {}
+        return first.metrics | ({} if self.facts["trainer"].get("replay") else first.routing)
 
     @property
-    def facts(self) -> dict[str, Mapping[str, Any]]:
+    def facts(self) -> dict[str, dict[str, Any]]:
         """What engine, trainer and machine say of themselves."""
         first, prints = self.comparison, self.report.fingerprints
         run = self.report.run
+        own = (run.get("versions") or {}).get("train-infer-mismatch")
+        machine = {key: run[key] for key in ("platform", "environment") if run.get(key)}
         return {
             "engine": {} if first is None else prints.get(first.rollout, {}),
             "trainer": {} if first is None else prints.get(first.train, {}),
-            "machine": {key: run[key] for key in ("platform", "environment") if run.get(key)},
+            "machine": machine | ({"mismatch": own} if own else {}),
         }
 
     @property
+    def sampling(self) -> Mapping[str, Any]:
+        """Temperature, cuts and lengths of the rollout."""
+        spec = self.report.run.get("spec") or {}
+        return (spec.get("rollout") or {}).get("sampling") or {}
+
+    @property
     def weights(self) -> str:
-        """Digest of the parameters that the trainer loaded, "" where it gave none."""
-        return str(self.facts["trainer"].get("weights") or "")
+        """Digest of the parameters that the trainer loaded; "" where it says none to compare."""
+        facts = self.facts["trainer"]
+        return str(facts.get("weights") or "") if facts.get("weights_comparable", True) else ""
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """Checksums of the files of the model itself: its configuration and weights."""
+        return {
+            name: digest
+            for name, digest in (self.facts["trainer"].get("source_files") or {}).items()
+            if name == "config.json" or name.endswith((".safetensors", ".bin"))
+        }
+
+    def flat_facts(self, where: str) -> dict[str, str]:
+        """Settings and versions of one place: dotted name -> value as text."""
+        return dict(_flat(self.facts[where], ""))
 
 
-def load_run(run: Path, tokens: bool = True) -> SavedRun:
+def load_run(run: Path) -> SavedRun:
     """A run from its report, and its tokens where they are there.
 
     Raises:
         MismatchError: no report, or one that is damaged or of another version.
     """
     report = report_from_json(store.load_document(run, REPORT))
-    table = store.load_tokens(run) if tokens and (run / store.TOKENS).exists() else None
-    if table is not None and not set(NEEDED) <= set(table.columns):
+    table = store.load_tokens(run) if (run / store.TOKENS).exists() else None
+    if table is not None and not NEEDED.issubset(table.columns):
         table = None
     if table is not None:
         finite = np.isfinite(table["rollout_logprob"]) & np.isfinite(table["train_logprob"])
         table = table[finite] if finite.any() else None
     return SavedRun(run, report, table)
+
+
+def fact_order(name: str) -> tuple[bool, bool, str]:
+    """The version and versions first: they are what an upgrade is about."""
+    return name != "version", not name.startswith("versions."), name
+
+
+def _flat(facts: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, value in facts.items():
+        if not prefix and key in NOT_SETTINGS:
+            continue
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            yield f"{prefix}{key}", text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
 # ---------------------------------------------------------------- tokens as metrics ask for them
@@ -105,69 +159,66 @@ def same_tokens(first: SavedRun, second: SavedRun) -> bool:
     return all(np.array_equal(a[name], b[name]) for name in ("sequence", "position", "token_id"))
 
 
+def engine_moved(first: SavedRun, second: SavedRun) -> Floats:
+    """|delta| of the second run's engine from the first's, of runs with the same tokens, [A]."""
+    old, new = (
+        run.tokens["rollout_logprob"].to_numpy(np.float64)
+        for run in (first, second)
+        if run.tokens is not None
+    )
+    return np.asarray(np.abs(new - old), np.float64)
+
+
 def samples(left: SavedRun, right: SavedRun) -> tuple[Sample, Sample] | None:
     """The tokens of two runs, prompts numbered alike; None without the tokens of either.
 
-    Prompts whose texts the tables do not hold are taken as different.
+    Prompts whose texts the tables do not hold are taken as different, unless all tokens are the
+    same. How many layers of a token chose other experts is an array where both runs say it.
     """
-    a, b = left.tokens, right.tokens
-    if a is None or b is None:
+    if left.tokens is None or right.tokens is None:
         return None
-    if same_tokens(left, right):
-        return _sample(a, _first_of_sequences(a, "prompt")), _sample(
-            b, _first_of_sequences(a, "prompt")
-        )
+    alike = same_tokens(left, right)
+    routed = all(map(_routed, (left, right)))
     numbers: dict[Any, int] = {}
-    first, second = (
-        np.array([numbers.setdefault(key, len(numbers)) for key in _prompts(table, side)])
-        for side, table in enumerate((a, b))
+    found = []
+    for side, run in enumerate((left, right)):
+        table = run.tokens
+        assert table is not None
+        _, first, sequence = np.unique(table["sequence"], return_index=True, return_inverse=True)
+        rows = table.iloc[first]
+        texts = rows["context"] if "context" in table else [None] * len(rows)
+        keys: list[Any] = [
+            (0 if alike else side, prompt) if text is None or len(text) == 0 else tuple(text)
+            for prompt, text in zip(rows["prompt"].tolist(), texts, strict=True)
+        ]
+        prompt = np.array([numbers.setdefault(key, len(numbers)) for key in keys])
+        found.append(_sample(run, table, sequence, prompt, routed))
+    return found[0], found[1]
+
+
+def _sample(
+    run: SavedRun, table: pd.DataFrame, sequence: Ints, prompt: Ints, routed: bool
+) -> Sample:
+    rollout, train = (
+        table[name].to_numpy(np.float64) for name in ("rollout_logprob", "train_logprob")
     )
-    return _sample(a, first), _sample(b, second)
+    arrays: dict[str, Any] = {
+        "rollout": rollout, "train": train, "delta": train - rollout, "sequence": sequence,
+    }  # fmt: skip
+    if routed:  # which layers is not kept: as many of the L places as the token has flips, [A, L]
+        flips = table["routing_flips"].to_numpy(np.int64)
+        arrays["differs"] = np.arange(_layers(run)) < flips[:, None]
+    return Sample(arrays, sequence, prompt)
 
 
-def routed(run: SavedRun) -> bool:
+def _routed(run: SavedRun) -> bool:
     """Whether the tokens say in how many of the model's MoE layers their experts differ."""
-    return (
-        run.tokens is not None
-        and "routing_flips" in run.tokens
-        and bool(run.tokens["routing_flips"].notna().all())
-        and _layers(run) > 0
-    )
-
-
-def flips(run: SavedRun) -> np.ndarray:
-    """Which of L places differ, [A, L]: as many as the token has; which layers is not kept."""
-    assert run.tokens is not None
-    counts = run.tokens["routing_flips"].to_numpy(dtype=np.int64)
-    return np.arange(_layers(run)) < counts[:, None]
+    table = run.tokens
+    known = table is not None and "routing_flips" in table and table["routing_flips"].notna().all()
+    return bool(known) and _layers(run) > 0
 
 
 def _layers(run: SavedRun) -> int:
     first = run.comparison
-    return (
-        0 if first is None else len(first.breakdowns.get("routing_by_layer", {}).get("layer", ()))
-    )
-
-
-def _sample(table: pd.DataFrame, prompt: Ints) -> Sample:
-    _, sequence = np.unique(table["sequence"], return_inverse=True)
-    rollout, train = (
-        table[name].to_numpy(dtype=np.float64) for name in ("rollout_logprob", "train_logprob")
-    )
-    arrays = {"rollout": rollout, "train": train, "delta": train - rollout, "sequence": sequence}
-    return Sample(arrays, sequence, prompt)
-
-
-def _first_of_sequences(table: pd.DataFrame, column: str) -> Any:
-    _, first = np.unique(table["sequence"], return_index=True)
-    return table[column].iloc[first].to_numpy()
-
-
-def _prompts(table: pd.DataFrame, side: int) -> list[Any]:
-    """A key for the prompt of each sequence: its text, else a number that no other run has."""
-    own = [(side, int(number)) for number in _first_of_sequences(table, "prompt")]
-    if "context" not in table:
-        return own
-    texts = _first_of_sequences(table, "context")
-    return [key if text is None or len(text) == 0 else tuple(text)
-            for key, text in zip(own, texts, strict=True)]  # fmt: skip
+    table = {} if first is None else first.breakdowns.get("routing_by_layer", {})
+    return len(table.get("layer", ()))

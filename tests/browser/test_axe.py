@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mismatch.pipeline.side_by_side import side_by_side
+from mismatch.pipeline.run_comparison import compare_runs
 from mismatch.reports.html import show_page, to_html
-from mismatch.reports.saved_runs import beside_page
+from mismatch.reports.saved_runs import runs_page
 from tests.browser.chromium import Browser
 from tests.report_makers import MAKERS
 
@@ -29,10 +29,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A page of every kind: its address."""
     examples = ROOT / "examples"
     broken = "example-tiny-gpt-oss-no-sinks"
-    both = side_by_side([examples / "tiny-gpt-oss", examples / "tiny-gpt-oss-no-sinks"])
+    both = compare_runs([examples / "tiny-gpt-oss", examples / "tiny-gpt-oss-no-sinks"])
     documents = {
         "report": to_html(*MAKERS[broken]()),
-        "side by side": show_page(beside_page(both)),
+        "side by side": show_page(runs_page(both)),
     }
     folder, addresses = tmp_path_factory.mktemp("axe"), {}
     for name, document in documents.items():

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from mismatch.cli.session import ConsoleNarrator
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
-from mismatch.reports import files
+from mismatch.reports import ci_formats, files
 from tests.command import ROOT, mismatch
 from tests.conftest import grid
 from tests.unit.test_reports_terminal import HOSTILE, REPORTS, hostile_report
@@ -43,7 +43,7 @@ def test_a_format_stands_alone_on_standard_output(run: Path, form: str) -> None:
     elif form == "markdown":
         assert done.stdout == (run / "report.md").read_text()
     elif form == "github":
-        assert done.stdout == files.to_github(report, failing=True)
+        assert done.stdout == ci_formats.to_github(report, failing=True)
     else:
         assert ElementTree.fromstring(done.stdout.encode()).get("name") == "mismatch"
 
@@ -66,7 +66,7 @@ def test_no_color_is_respected(run: Path) -> None:
 
 def test_junit_fails_what_failed_and_skips_what_was_not_tested() -> None:
     for report in REPORTS.values():
-        suite = ElementTree.fromstring(files.to_junit(report, failing=False).encode())
+        suite = ElementTree.fromstring(ci_formats.to_junit(report, failing=False).encode())
         judged = report.verdict.judgements
         assert int(suite.attrib["tests"]) == len(suite) == len(report.checks) + len(judged) + 1
         failed = {case.get("name") for case in suite if case.find("failure") is not None}
@@ -81,15 +81,15 @@ def test_junit_fails_what_failed_and_skips_what_was_not_tested() -> None:
 def test_what_fails_the_command_is_red_for_machines() -> None:
     report = REPORTS["inconclusive"]
     for failing in (True, False):
-        suite = ElementTree.fromstring(files.to_junit(report, failing).encode())
+        suite = ElementTree.fromstring(ci_formats.to_junit(report, failing).encode())
         assert (suite[-1].find("failure") is not None) == failing
-        last = files.to_github(report, failing).splitlines()[-1]
+        last = ci_formats.to_github(report, failing).splitlines()[-1]
         assert last.startswith("::error") == failing
 
 
 def test_annotations_are_one_line_each_and_errors_come_first() -> None:
     for report in REPORTS.values():
-        lines = files.to_github(report, failing=True).splitlines()
+        lines = ci_formats.to_github(report, failing=True).splitlines()
         levels = [line.split(" ")[0] for line in lines[:-1]]
         assert set(levels) <= {"::error", "::warning"}
         assert levels == sorted(levels)
@@ -98,12 +98,12 @@ def test_annotations_are_one_line_each_and_errors_come_first() -> None:
 
 def test_hostile_text_stays_text_for_machines() -> None:
     report = hostile_report()
-    suite = ElementTree.fromstring(files.to_junit(report, failing=True).encode())
+    suite = ElementTree.fromstring(ci_formats.to_junit(report, failing=True).encode())
     assert "<img src=x" in str(suite[0].find("failure").get("message"))  # type: ignore[union-attr]
-    annotations = files.to_github(report, failing=True)
+    annotations = ci_formats.to_github(report, failing=True)
     assert "\x1b" not in annotations
     assert all(line.startswith("::") for line in annotations.splitlines())
-    assert json.loads(files.to_json(report, failing=True))["model"] == HOSTILE
+    assert json.loads(files.to_json(report))["model"] == HOSTILE
     assert report_to_json(report)["model"] == HOSTILE
 
 

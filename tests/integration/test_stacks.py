@@ -93,7 +93,7 @@ def test_an_upgrade_is_no_worse_and_says_what_changed(older: Path, tmp_path: Pat
     done = mismatch("compare", newer, "--against", older, "--format", "json", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     changed = {
-        (row["where"], row["name"]): row["old"] for row in json.loads(done.stdout)["changed"]
+        (row["where"], row["name"]): row["values"][0] for row in json.loads(done.stdout)["facts"]
     }
     assert changed["engine", "version"] == "0.28.0"
     assert changed["trainer", "versions.transformers"] == "5.10.4"

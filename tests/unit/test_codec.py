@@ -17,14 +17,14 @@ from mismatch.analysis.plugins import analyses
 from mismatch.codec import Misfit, from_json, hints_of, schema_of, to_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.gradients.planning import GradientPlan
-from mismatch.experiments.regression.types import Against
 from mismatch.features.kernels.isolation import AuditSpec
 from mismatch.metrics.importance_weights import Settings
 from mismatch.pipeline.document import FIELDS
+from mismatch.pipeline.run_comparison import RunComparison
 from mismatch.specs import CheckSpec
 from mismatch.types import Estimate, Report
 
-DOCUMENTS = [*FIELDS.values(), *(a.result for a in analyses()), Against, CheckSpec, AuditSpec,
+DOCUMENTS = [*FIELDS.values(), *(a.result for a in analyses()), RunComparison, CheckSpec, AuditSpec,
              GradientPlan]  # fmt: skip
 
 

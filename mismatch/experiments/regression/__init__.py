@@ -1,1 +1,0 @@
-"""A new run against an old one: what an upgrade of the engine (or of anything) has changed."""

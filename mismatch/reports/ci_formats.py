@@ -1,0 +1,130 @@
+"""A report, or a comparison of runs, as GitHub annotations and as a JUnit suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from xml.etree import ElementTree
+
+from mismatch.pipeline.run_comparison import Line, RunComparison
+from mismatch.reports.formatting import TONES, alike, chance, line
+from mismatch.reports.summary import checks, judged_rows
+from mismatch.types import Report
+
+LEVELS = {"critical": "error", "warn": "warning"}  # tone -> annotation
+
+
+def to_github(report: Report, failing: bool) -> str:
+    """Workflow commands that GitHub shows as annotations, errors first; the verdict last.
+
+    Args:
+        failing: the command ends with exit code 1; then the verdict is an error.
+    """
+    faults = [(LEVELS[TONES[status]], name, text) for name, status, text in _faults(report)]
+    lines = [
+        _annotation(level, f"mismatch {name}", text)
+        for level, name, text in sorted(faults, key=lambda fault: fault[0])
+    ]
+    verdict = report.verdict
+    level = "error" if failing else LEVELS.get(TONES[verdict.status], "notice")
+    lines.append(_annotation(level, f"mismatch: {verdict.status.upper()}", verdict.reason))
+    return "\n".join(lines) + "\n"
+
+
+def to_junit(report: Report, failing: bool) -> str:
+    """A test case for every check, every judged metric, and the verdict.
+
+    Failed and unfit ones fail; what was not tested is skipped; the rest passes, warnings with
+    their text as output. The verdict fails where the command does: an inconclusive run that no
+    check failed is not green.
+
+    Args:
+        failing: the command ends with exit code 1.
+    """
+    suite = ElementTree.Element("testsuite", name="mismatch")
+    faults = {name: (status, text) for name, status, text in _faults(report)}
+    skipped = {check.id: check.detail for check in checks(report, "not_tested")}
+    names = [("checks", check.id) for check in report.checks]
+    names += [("metrics", row.metric) for row in judged_rows(report)]
+    for kind, name in names:
+        case = _case(suite, f"mismatch.{kind}", name)
+        status, text = faults.get(name, ("", ""))
+        if name in skipped and kind == "checks":
+            ElementTree.SubElement(case, "skipped", message=line(skipped[name]))
+        elif status and TONES[status] == "critical":
+            ElementTree.SubElement(case, "failure", type=status, message=line(text))
+        elif status:
+            ElementTree.SubElement(case, "system-out").text = f"{status}: {line(text)}"
+    verdict = report.verdict
+    return _closed(suite, "verdict", verdict.status, verdict.reason if failing else "")
+
+
+def runs_to_github(result: RunComparison) -> str:
+    """An annotation for every deciding metric that got worse; the outcome last."""
+    assert result.gate is not None
+    lines = [
+        _annotation("error" if move.beyond else "warning", f"mismatch {item.metric}", _moved(item))
+        for item, move in result.second_moves()
+        if move.outcome in ("worse", "undecided")
+    ]
+    level = "error" if result.gate.fails else "notice"
+    return "\n".join([*lines, _annotation(level, "mismatch: against", result.gate.reason)]) + "\n"
+
+
+def runs_to_junit(result: RunComparison) -> str:
+    """A test case for every deciding metric, and the outcome; it fails where the command does."""
+    assert result.gate is not None
+    suite = ElementTree.Element("testsuite", name="mismatch against")
+    for item, move in result.second_moves():
+        case = _case(suite, "mismatch.against", item.metric)
+        outcome, text = str(move.outcome), line(_moved(item))
+        if move.beyond or outcome == "undecided":
+            ElementTree.SubElement(case, "failure", type=outcome, message=text)
+        else:
+            ElementTree.SubElement(case, "system-out").text = f"{outcome}: {text}"
+    fault = result.gate.reason if result.gate.fails else ""
+    return _closed(suite, "against", str(result.outcomes[1]), fault)
+
+
+def _faults(report: Report) -> Iterator[tuple[str, str, str]]:
+    """(name, status, text) of every check that did not pass and metric that is not healthy."""
+    for check in checks(report, "failed", "inconclusive", "warning"):
+        fix = f"; fix: {check.fix}" if check.fix else ""
+        yield check.id, check.status, f"{check.detail}{fix}"
+    for row in judged_rows(report):
+        judgement = row.judgement
+        if judgement is not None and judgement.status != "healthy":
+            bounds = f"healthy {row.healthy(judgement.healthy)}, unfit {row.unfit(judgement.unfit)}"
+            yield row.metric, judgement.status, f"{row.words.label}: {row.value} ({bounds})"
+
+
+def _moved(item: Line) -> str:
+    values = [value.value for value in item.values if value is not None]
+    write, move = alike(values), item.moves[1]
+    p_value = "" if move is None or move.p_value is None else f", p {chance(move.p_value)}"
+    return f"{item.metric} {' → '.join(map(write, values))}{p_value}"
+
+
+def _annotation(level: str, title: str, text: str) -> str:
+    """One workflow command; its separators are escaped as GitHub asks.
+
+    >>> _annotation("error", "a: b", "50 % off")
+    '::error title=a%3A b::50 %25 off'
+    """
+    escaped = line(title).replace("%", "%25").replace(":", "%3A").replace(",", "%2C")
+    return f"::{level} title={escaped}::{line(text).replace('%', '%25')}"
+
+
+def _case(suite: ElementTree.Element, group: str, name: str) -> ElementTree.Element:
+    return ElementTree.SubElement(suite, "testcase", classname=group, name=line(name))
+
+
+def _closed(suite: ElementTree.Element, name: str, kind: str, fault: str) -> str:
+    """The suite as a document, its last case the command's own; it fails where there is a fault."""
+    case = _case(suite, "mismatch", name)
+    if fault:
+        ElementTree.SubElement(case, "failure", type=kind, message=line(fault))
+    suite.set("tests", str(len(suite)))
+    suite.set("failures", str(len(suite.findall("*/failure"))))
+    suite.set("skipped", str(len(suite.findall("*/skipped"))))
+    ElementTree.indent(suite)
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
