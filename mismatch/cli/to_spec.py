@@ -116,7 +116,7 @@ def verl_model(flags: Flags) -> str | None:
     """The model that ``--verl-config`` names, if there is one."""
     if flags["verl_config"] is None:
         return None
-    from mismatch.presets.verl_config import read_verl_config
+    from mismatch.features.presets.verl_config import read_verl_config
 
     return read_verl_config(flags["verl_config"], flags["verl_override"] or ()).model()
 
@@ -318,7 +318,7 @@ def with_trainer(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
 
 
 def _from_preset(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
-    from mismatch.presets import get_preset, installed_kernels
+    from mismatch.features.presets import get_preset, installed_kernels
 
     preset = get_preset(flags["trainer"])
     applied = preset.resolve(spec.train, flags.explicit, installed_kernels())
@@ -332,8 +332,8 @@ def _from_preset(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
 
 def _from_verl(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
     from mismatch.engines.vllm.arguments import is_cpu_build
-    from mismatch.presets import installed_kernels
-    from mismatch.presets.verl_config import read_verl_config, sections
+    from mismatch.features.presets import installed_kernels
+    from mismatch.features.presets.verl_config import read_verl_config, sections
 
     config = read_verl_config(flags["verl_config"], flags["verl_override"] or ())
     applied = config.apply(spec, flags.explicit, installed_kernels(), is_cpu_build())

@@ -16,7 +16,7 @@ from mismatch.errors import MismatchError
 from mismatch.features.doctor.packages import inspect_package
 from mismatch.models.moe import require_routes
 from mismatch.pipeline.preflight import preflight_rollout
-from mismatch.presets.verl_config import read_verl_config
+from mismatch.features.presets.verl_config import read_verl_config
 from mismatch.processes.launch import own_python
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, TrainSpec
 from tests.toy_engine import INFO

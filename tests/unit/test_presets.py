@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError, did_you_mean
 from mismatch.experiments.scoring_passes import reference_of
-from mismatch.presets import PRESETS, get_preset
-from mismatch.presets.frameworks import preset_file
+from mismatch.features.presets import PRESETS, get_preset
+from mismatch.features.presets.frameworks import preset_file
 from mismatch.specs import CheckSpec, Pass, TrainSpec, to_dict
 from mismatch.training.distributed import World
 from mismatch.training.load import load

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.presets.config_file import read_config
-from mismatch.presets.verl_config import VerlApplied, read_verl_config
+from mismatch.features.presets.config_file import read_config
+from mismatch.features.presets.verl_config import VerlApplied, read_verl_config
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec
 from tests.texts import numbers
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from mismatch.engines.registry import engine_infos
 from mismatch.errors import MismatchError
-from mismatch.presets import PRESETS, Preset
-from mismatch.presets.config_file import COMPLETE, MISSING, ConfigFile, read_config
-from mismatch.presets.verl_keys import (
+from mismatch.features.presets import PRESETS, Preset
+from mismatch.features.presets.config_file import COMPLETE, MISSING, ConfigFile, read_config
+from mismatch.features.presets.verl_keys import (
     CONVERSIONS,
     GAPS,
     OWN_ARGUMENTS,

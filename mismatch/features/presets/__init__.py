@@ -1,6 +1,6 @@
 """What the trainers of known RL frameworks really run, as settings of our own trainer.
 
->>> from mismatch.presets import get_preset
+>>> from mismatch.features.presets import get_preset
 >>> from mismatch.specs import TrainSpec
 >>> get_preset("verl").apply(TrainSpec()).autocast
 'bf16'
@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from mismatch.errors import MismatchError, did_you_mean
-from mismatch.presets.frameworks import (
+from mismatch.features.presets.frameworks import (
     Applied,
     Gap,
     Preset,

@@ -135,7 +135,7 @@ def installed_kernels() -> frozenset[str]:
 
 def preset_file(name: str) -> dict[str, Any]:
     """Return ``NAME.toml`` beside this file; its rows also say where each was read."""
-    text = files("mismatch.presets").joinpath(f"{name}.toml").read_text(encoding="utf-8")
+    text = files("mismatch.features.presets").joinpath(f"{name}.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 

@@ -63,7 +63,7 @@ class KeyGap:
         return bool(value) and str(value).lower() not in ("false", "none", "disabled")
 
 
-_TEXT = files("mismatch.presets").joinpath("verl_keys.toml").read_text(encoding="utf-8")
+_TEXT = files("mismatch.features.presets").joinpath("verl_keys.toml").read_text(encoding="utf-8")
 _DATA = tomllib.loads(_TEXT)
 REQUIRED: tuple[str, ...] = tuple(_DATA["required"])
 RULES = tuple(Rule.of(row) for row in _DATA["follow"])
