@@ -44,6 +44,8 @@ class Feature:
     commands: tuple[Command, ...] = ()
     analyses: str = ""
     """Import string ``module:NAME`` of a tuple of :class:`mismatch.analysis.plugins.Analysis`."""
+    configuration: str = ""
+    """Import string of a :class:`mismatch.cli.configuration.Configuration`: flags of a check."""
 
 
 def features() -> tuple[Feature, ...]:

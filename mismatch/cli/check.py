@@ -19,15 +19,17 @@ def check(flags: Flags) -> int:
     mismatch check --model MODEL --fix all --explain
     """
     from mismatch.cli import session
-    from mismatch.cli.to_spec import check_spec, with_trainer
+    from mismatch.cli.configuration import configured
+    from mismatch.cli.to_spec import check_spec
     from mismatch.pipeline.commands import run_check
     from mismatch.pipeline.preflight import preflight
     from mismatch.reports.files import write_report
 
     spec = session.stored_spec(flags)
     if spec is None:
-        spec, notes = with_trainer(check_spec(flags), flags)
-        for note in notes:
+        complete = configured(check_spec(flags), flags)
+        spec = complete.spec
+        for note in complete.notes:
             session.say(note)
     levels = session.levels(flags)
     session.warn_of_key(spec.rollout)

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from mismatch.cli.command import with_flags
+from mismatch.cli.configuration import configured, configured_model
 from mismatch.cli.flags import Flags, Option
 from mismatch.cli.options import (
     CONFIG,
+    CONFIGURATION_FLAGS,
     ENGINE_FLAGS,
     JSON,
     MODEL_FLAGS,
@@ -19,7 +21,6 @@ from mismatch.cli.options import (
     ROUTING,
     TRAIN_FLAGS,
     TRAIN_MODEL,
-    VERL_FLAGS,
 )
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Entry:
     ENGINE_FLAGS,
     ROUTING,
     TRAIN_FLAGS,
-    VERL_FLAGS,
+    CONFIGURATION_FLAGS,
     CONFIG,
     JSON,
 )
@@ -79,7 +80,7 @@ def fixes(flags: Flags) -> int:
     from mismatch.experiments.fixes.catalogue import FIXES, fix_named
 
     chosen = (fix_named(flags["fix"]),) if flags["fix"] else FIXES
-    model = flags["model"] or flags["verl_config"]
+    model = flags["model"] or configured_model(flags)
     listed = entries(_spec(flags)) if model else [Entry(fix) for fix in FIXES]
     shown = [entry for entry in listed if entry.fix in chosen]
     if flags["as_json"]:
@@ -114,12 +115,12 @@ def entries(spec: CheckSpec) -> list[Entry]:
 
 
 def _spec(flags: Flags) -> CheckSpec:
-    from mismatch.cli.to_spec import check_spec, with_trainer
+    from mismatch.cli.to_spec import check_spec
 
     # The flag of the same name asks a check for fixes; here it is the argument.
     of_check = Flags({name: value for name, value in flags.items() if name != "fix"})
     of_check.explicit = flags.explicit - {"fix"}
-    return with_trainer(check_spec(of_check), of_check)[0]
+    return configured(check_spec(of_check), of_check).spec
 
 
 def _plain(entry: Entry, detailed: bool) -> dict[str, Any]:

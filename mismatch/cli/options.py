@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from mismatch.cli.configuration import configurations
 from mismatch.cli.flags import REQUIRED, Option, flags_of, switch
 from mismatch.engines.registry import startable_engines
 from mismatch.frameworks import FRAMEWORKS
@@ -16,7 +17,6 @@ from mismatch.specs import (
     ENGINE,
     MODEL,
     OUTPUT,
-    TRAIN,
     CheckSpec,
     EngineSpec,
     PromptSpec,
@@ -89,12 +89,7 @@ SERVER_FLAGS = flags_of(EngineSpec, "servers served_model server_concurrency ser
 ROUTING = flags_of(EngineSpec, "routing")
 TRAIN_FLAGS = (
     *flags_of(CheckSpec, "nproc_per_node"),
-    Option(
-        "trainer",
-        str | None,
-        TRAIN,
-        "Run what a framework's FSDP trainer runs: verl, verl-legacy, trl, skyrl.",
-    ),
+    *(option for each in configurations() for option in each.trainer_flags),
     *flags_of(TrainSpec, "scorer python scorer_config accelerate_config"),
     *flags_of(
         TrainSpec, "dtype master_dtype offload autocast attention experts head_dtype router_dtype"
@@ -110,15 +105,7 @@ BOTH_PYTHONS = Option(
     ENGINE,
     "Interpreter of your environment for both sides; mismatch need not be installed there.",
 )
-VERL_FLAGS = (
-    Option("verl_config", Path | None, TRAIN, "Your verl run's YAML, for both sides."),
-    Option(
-        "verl_override",
-        list[str] | None,
-        TRAIN,
-        "key=value, as on verl's command line; repeatable.",
-    ),
-)
+CONFIGURATION_FLAGS = tuple(option for each in configurations() for option in each.flags)
 LEVELS = Option("thresholds", Path | None, OUTPUT, "TOML file that overrides levels.")
 NAME_FLAGS = (
     Option(
@@ -195,7 +182,7 @@ CHECK = (
     *ROUTING,
     *TRAIN_FLAGS,
     *OVERLAP,
-    *VERL_FLAGS,
+    *CONFIGURATION_FLAGS,
     LEVELS,
     *NAME_FLAGS,
     LOG_TO,

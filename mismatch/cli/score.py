@@ -54,7 +54,8 @@ def score(flags: Flags) -> int:
     import re
 
     from mismatch.cli import session
-    from mismatch.cli.to_spec import GRADIENT_FIELDS, train_spec, training_fields, with_trainer
+    from mismatch.cli.configuration import configured
+    from mismatch.cli.to_spec import GRADIENT_FIELDS, train_spec, training_fields
     from mismatch.models import resolve_model
     from mismatch.pipeline.commands import run_score
     from mismatch.pipeline.preflight import preflight_training
@@ -91,14 +92,15 @@ def score(flags: Flags) -> int:
         **training_fields(flags),
         **(spec_values(CheckSpec, flags, GRADIENT_FIELDS) if asks_gradients else {}),
     )
-    spec, notes = with_trainer(spec, flags)
+    complete = configured(spec, flags)
+    spec = complete.spec
     world = launched()
     if world is not None:
         spec = replace(spec, nproc_per_node=world.size)
     ranks = spec.nproc_per_node if world is None else world.local_size
     preflight_training(spec.train, ranks, meets=world is None)
     narrator = session.narrator(silent=world is not None and world.rank > 0)
-    for note in notes:
+    for note in complete.notes:
         narrator.note(note)
     run_score(spec, run, narrator, name or TRAIN_NAME, session.command(), world)
     narrator.note(f"Compare: mismatch compare {run}")

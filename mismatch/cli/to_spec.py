@@ -1,4 +1,4 @@
-"""Flags to specs; ``--server``, ``--trainer`` and ``--verl-config`` included."""
+"""Flags to specs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mismatch.cli.configuration import configured_model
 from mismatch.cli.flags import AUTO, DTYPE_NAMES, Flags, spec_values
 from mismatch.cli.options import CHECK, SERVER_FLAGS
 from mismatch.errors import MismatchError
@@ -26,7 +27,7 @@ SERVER_NAMES = frozenset(option.name for option in SERVER_FLAGS)
 OURS = (
     *("engine_python", "vllm_python", "sglang_python", "max_model_len", "engine_arg"),
     "tensor_parallel_size",
-    *("gpu_memory_utilization", "rollout_weights", "verl_config"),
+    *("gpu_memory_utilization", "rollout_weights"),
 )
 
 
@@ -63,7 +64,7 @@ def check_spec(flags: Flags) -> CheckSpec:
     from mismatch.models import resolve_model
     from mismatch.specs import CheckSpec
 
-    model = resolve_model(flags["model"] or verl_model(flags) or require_model(flags))
+    model = resolve_model(flags["model"] or configured_model(flags) or require_model(flags))
     train_model = resolve_model(flags["train_model"]) if flags["train_model"] else model
     return CheckSpec(
         rollout=rollout_spec(flags, model),
@@ -110,15 +111,6 @@ def fix_fields(flags: Flags, stored: tuple[str, ...] = ()) -> dict[str, Any]:
     if flags["verdict"] == "after-fixes" and not fixes:
         raise MismatchError("--verdict after-fixes without fixes", "name some: --fix all")
     return {"fixes": fixes, **spec_values(CheckSpec, flags, FIX_FIELDS)}
-
-
-def verl_model(flags: Flags) -> str | None:
-    """The model that ``--verl-config`` names, if there is one."""
-    if flags["verl_config"] is None:
-        return None
-    from mismatch.features.presets.verl_config import read_verl_config
-
-    return read_verl_config(flags["verl_config"], flags["verl_override"] or ()).model()
 
 
 def require_model(flags: Flags) -> str:
@@ -291,63 +283,6 @@ def _engine_arg(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except (json.JSONDecodeError, RecursionError):
         return name, value
-
-
-def with_trainer(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
-    """The check as the named framework would run it, and what the user should know about it.
-
-    Explicit flags win over a preset or a config.
-
-    Raises:
-        MismatchError: unknown preset, both options at once, or a config that cannot be read.
-    """
-    config = flags.get("verl_config")
-    if flags["trainer"] and config is not None:
-        raise MismatchError(
-            "--trainer and --verl-config both describe the trainer", "drop --trainer"
-        )
-    if config is not None:
-        return _from_verl(spec, flags)
-    if flags.get("verl_override"):
-        raise MismatchError(
-            "--verl-override without --verl-config", "name the file: --verl-config FILE"
-        )
-    if flags["trainer"]:
-        return _from_preset(spec, flags)
-    return spec, []
-
-
-def _from_preset(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
-    from mismatch.features.presets import get_preset, installed_kernels
-
-    preset = get_preset(flags["trainer"])
-    applied = preset.resolve(spec.train, flags.explicit, installed_kernels())
-    notes = [f"trainer: {preset.title}"]
-    notes += [f"  {item.field} = {item.value}: {item.what}" for item in applied.settings]
-    notes += [f"  kept: {line}" for line in applied.kept]
-    missing = applied.not_reproduced
-    spec = replace(spec, train=applied.train, preset=preset.title, not_reproduced=missing)
-    return spec, notes
-
-
-def _from_verl(spec: CheckSpec, flags: Flags) -> tuple[CheckSpec, list[str]]:
-    from mismatch.engines.vllm.arguments import is_cpu_build
-    from mismatch.features.presets import installed_kernels
-    from mismatch.features.presets.verl_config import read_verl_config, sections
-
-    config = read_verl_config(flags["verl_config"], flags["verl_override"] or ())
-    applied = config.apply(spec, flags.explicit, installed_kernels(), is_cpu_build())
-    notes = [f"trainer: {applied.spec.preset}"]
-    notes += [f"  {used}" for used in applied.used]
-    notes += [f"  kept: {line}" for line in applied.kept]
-    notes += [f"  unknown: {k} (did you mean {name}?)" for k, name in applied.misspelt.items()]
-    notes += [f"  not followed: {line}" for line in sections(applied.ignored)]
-    train = applied.spec.train
-    if train.scorer == "verl" and train.scorer_config is None:  # its own code reads the same file
-        overrides = tuple(flags["verl_override"] or ())
-        path = str(flags["verl_config"])
-        train = replace(train, scorer_config=path, scorer_overrides=overrides)
-    return replace(applied.spec, train=train), notes
 
 
 def _flag(name: str) -> str:

@@ -23,6 +23,14 @@ NEUTRAL: dict[str, tuple[float, ...]] = {
     "min_p": (0.0,),
     "repetition_penalty": (1.0,),
 }
+# Framework -> settings that its requests leave to the engine. verl 0.9.1, TRL 1.16, SkyRL 0.3,
+# slime and OpenRLHF 0.11 leave none: they pass a whole SamplingParams, fix generation_config to
+# "vllm", or call SGLang's own API, which does not read the file.
+# Sources: docs/causes/implicit-generation-config.md.
+LEFT_OPEN: dict[str, tuple[str, ...]] = {
+    "prime-rl": ("repetition_penalty",),
+    "nemo-rl": ("min_p", "repetition_penalty"),  # with its HTTP server (expose_http_server)
+}
 
 
 def stated(model: str, revision: str | None) -> dict[str, float]:
@@ -56,9 +64,10 @@ def not_applied(model: str, revision: str | None, sampling: Sampling) -> Iterato
     }
     if other:
         settings = ", ".join(f"{name} {value:g}" for name, value in other.items())
+        appliers = [id for id, names in LEFT_OPEN.items() if other.keys() & set(names)]
+        would = f"{' and '.join(appliers)} would" if appliers else "no framework known here does"
         yield NotTested(
             f"{', '.join(other)} of {FILE}",
-            f"the checkpoint sets {settings}, which this run does not sample with",
-            "an engine applies it where a framework leaves it unset: "
-            "docs/causes/implicit-generation-config.md",
+            f"the checkpoint sets {settings}, which this run does not sample with; {would}",
+            "--sample-as FRAMEWORK; docs/causes/implicit-generation-config.md",
         )

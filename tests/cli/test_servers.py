@@ -54,7 +54,6 @@ def flags(**given: object) -> Flags:
         ("tensor_parallel_size", 2),
         ("max_model_len", 64),
         ("rollout_weights", "bf16"),
-        ("verl_config", Path("x.yaml")),
     ],
 )
 def test_flags_of_an_engine_of_ours_are_refused(name: str, value: object) -> None:

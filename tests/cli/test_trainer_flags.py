@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from mismatch.cli.configuration import configured
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import CHECK
-from mismatch.cli.to_spec import check_spec, with_trainer
+from mismatch.cli.to_spec import check_spec
 from mismatch.errors import MismatchError, did_you_mean
 from mismatch.prompts.sources import read_prompts
 from tests.command import mismatch
@@ -21,7 +22,8 @@ def flags(**given) -> Flags:
 
 def spec_of(**given):
     options = flags(**given)
-    return with_trainer(check_spec(options), options)
+    done = configured(check_spec(options), options)
+    return done.spec, done.notes
 
 
 def test_a_preset_sets_what_the_user_left_open():
@@ -65,7 +67,7 @@ def test_verl_s_own_code_reads_the_config_that_both_sides_follow(tmp_path):
     )
     override = "actor_rollout_ref.model.use_remove_padding=false"
     options = flags(verl_config=path, verl_override=[override], scorer="verl", model=None)
-    spec, _ = with_trainer(check_spec(options), options)
+    spec = configured(check_spec(options), options).spec
     assert spec.train.scorer_config == str(path)
     assert spec.train.scorer_overrides == (override,)
 
@@ -80,7 +82,7 @@ def test_a_verl_config_sets_both_sides(tmp_path):
         "tensor_model_parallel_size: 1}\n"
     )
     options = flags(verl_config=path, model=None)
-    spec, _ = with_trainer(check_spec(options), options)
+    spec = configured(check_spec(options), options).spec
     assert spec.rollout.sampling.temperature == 0.7
     assert spec.rollout.sampling.samples_per_prompt == 8
     assert spec.rollout.engine.dtype == "fp16"

@@ -14,9 +14,9 @@ from mismatch.engines.registry import check_machine, model_facts, versions
 from mismatch.engines.sync_drivers import driver_class
 from mismatch.errors import MismatchError
 from mismatch.features.doctor.packages import inspect_package
+from mismatch.features.presets.verl import follow_verl, read_verl_config
 from mismatch.models.moe import require_routes
 from mismatch.pipeline.preflight import preflight_rollout
-from mismatch.features.presets.verl_config import read_verl_config
 from mismatch.processes.launch import own_python
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, TrainSpec
 from tests.toy_engine import INFO
@@ -94,7 +94,7 @@ def test_a_verl_config_may_name_it(tmp_path: Path) -> None:
         "actor_rollout_ref:\n  actor: {strategy: fsdp2}\n  rollout: {name: toy_rollout, "
         "temperature: 1.0, n: 1, dtype: bfloat16, tensor_model_parallel_size: 1}\n"
     )
-    applied = read_verl_config(config, ()).apply(CheckSpec(), (), ())
+    applied = follow_verl(read_verl_config(config), CheckSpec())
     assert applied.spec.rollout.engine.engine == "toy"
 
 

@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError, did_you_mean
 from mismatch.experiments.scoring_passes import reference_of
-from mismatch.features.presets import PRESETS, get_preset
-from mismatch.features.presets.frameworks import preset_file
+from mismatch.features.presets.frameworks import NAMES, get_preset, preset_file
 from mismatch.specs import CheckSpec, Pass, TrainSpec, to_dict
 from mismatch.training.distributed import World
 from mismatch.training.load import load
@@ -39,13 +38,6 @@ KNOWN = {
         attention="flash_attention_2",
         micro_batch_tokens=16384,
     ),
-    "verl-legacy": replace(
-        BF16,
-        layout="packing",
-        temperature_in="logits",
-        attention="flash_attention_2",
-        micro_batch_tokens=16384,
-    ),
     "trl": replace(BF16, attention="transformers", logprobs_dtype="bf16"),
     "skyrl": replace(
         BF16, layout="packing", temperature_in="logits", attention="flash_attention_2"
@@ -53,12 +45,12 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", NAMES)
 def test_what_each_framework_runs(name: str) -> None:
-    assert get_preset(name).apply(TrainSpec(), packages=FLASH) == KNOWN[name]
+    assert get_preset(name).resolve(TrainSpec(), packages=FLASH).train == KNOWN[name]
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", NAMES)
 def test_every_setting_says_where_it_was_read(name: str) -> None:
     data = preset_file(name)
     for row in (*data["setting"], *data["gap"]):
@@ -93,8 +85,8 @@ def test_the_engines_dtype_flag_is_not_the_trainers() -> None:
     preset = replace(
         get_preset("verl"), settings=(replace(get_preset("verl").settings[0], value="fp16"),)
     )
-    assert preset.apply(own, explicit={"dtype"}).dtype == "fp16"
-    assert preset.apply(own, explicit={"train_dtype"}).dtype == "bf16"
+    assert preset.resolve(own, explicit={"dtype"}).train.dtype == "fp16"
+    assert preset.resolve(own, explicit={"train_dtype"}).train.dtype == "bf16"
 
 
 def test_unknown_trainer_names_the_nearest() -> None:
@@ -104,14 +96,14 @@ def test_unknown_trainer_names_the_nearest() -> None:
 
 
 def test_the_reference_stays_exact_under_a_preset() -> None:
-    for name in PRESETS:
-        reference = reference_of(get_preset(name).apply(TrainSpec()))
+    for name in NAMES:
+        reference = reference_of(get_preset(name).resolve(TrainSpec()).train)
         assert (reference.logprobs_dtype, reference.temperature_in) == (None, "fp32")
         assert (reference.dtype, reference.autocast) == ("fp32", None)
 
 
 def test_specs_with_a_preset_survive_json() -> None:
-    train = get_preset("trl").apply(TrainSpec())
+    train = get_preset("trl").resolve(TrainSpec()).train
     spec = CheckSpec(train=train, preset="TRL", not_reproduced=("left padding", "tiles"))
     assert from_json(CheckSpec, json.loads(json.dumps(to_dict(spec)))) == spec
 
@@ -139,7 +131,6 @@ def _out_of_the_root(logits: Logits, targets: torch.Tensor, temperature: float) 
 
 ARITHMETIC: dict[str, Callable[[Logits, torch.Tensor, float], torch.Tensor]] = {
     "verl": _rounded_twice,
-    "verl-legacy": _in_place,
     "trl": _out_of_the_root,
     "skyrl": _in_place,
 }
@@ -187,13 +178,13 @@ def _scored(world: World, model: Path, rolled: Rollout, train: TrainSpec) -> np.
     return scoring.logprobs
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", NAMES)
 def test_the_same_bits_as_the_frameworks_arithmetic(
     name: str, world: World, model: Path, rolled: Rollout, rows: tuple[Logits, torch.Tensor]
 ) -> None:
     logits, targets = rows
     expected = ARITHMETIC[name](logits, targets, 0.7).double().numpy()
-    preset = get_preset(name).apply(TrainSpec())
+    preset = get_preset(name).resolve(TrainSpec()).train
     assert np.array_equal(_scored(world, model, rolled, preset), expected)
     undone = replace(preset, temperature_in="fp32", logprobs_dtype=None)
     assert (_scored(world, model, rolled, undone) != expected).mean() > 0.5
@@ -201,7 +192,7 @@ def test_the_same_bits_as_the_frameworks_arithmetic(
 
 def test_the_documentation_names_every_source() -> None:
     text = (Path(__file__).parents[2] / "docs" / "trainer-presets.md").read_text(encoding="utf-8")
-    for name in PRESETS:
+    for name in NAMES:
         data = preset_file(name)
         section = text.split(f"### `--trainer {name}`")[1].split("\n### ")[0]
         for row in data["setting"]:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from mismatch.cli.command import with_flags
+from mismatch.cli.configuration import configured, configured_model
 from mismatch.cli.flags import Flags, Option, flags_of, spec_values
 from mismatch.cli.options import (
     CONFIG,
+    CONFIGURATION_FLAGS,
     DRY_RUN,
     ENGINE_FLAGS,
     FORCE,
@@ -24,7 +26,6 @@ from mismatch.cli.options import (
     PROMPT_FLAGS,
     ROUTING,
     TRAIN_FLAGS,
-    VERL_FLAGS,
 )
 from mismatch.errors import MismatchError
 from mismatch.features.loop.spec import AS_IS, LARGE_MODELS, LOOP, LoopSpec
@@ -85,7 +86,7 @@ LOOP_FIELDS = (
     ENGINE_FLAGS,
     ROUTING,
     TRAIN_FLAGS,
-    VERL_FLAGS,
+    CONFIGURATION_FLAGS,
     NEW_RUN,
     replace(DRY_RUN, help="Show arms, steps and memory of both sides; start nothing."),
     GPUS,
@@ -123,7 +124,7 @@ def loop(flags: Flags) -> int:
     if flags["dry_run"]:
         return plan(base, arms, seeds, flags["gpus"])
     narrator = session.ConsoleNarrator(Console(stderr=flags["as_json"]))
-    if not flags.explicit & {"model", "resume", "verl_config"}:
+    if not (flags.explicit & {"model", "resume"} or configured_model(flags)):
         narrator.note(f"no --model was given: the embedded {DEFAULT_MODEL} is taken")
     run_dir = session.open_run("loop", base.check, flags)
     report = run_loop(
@@ -239,16 +240,16 @@ def loop_spec(flags: Flags) -> LoopSpec:
     Raises:
         MismatchError: flags that a loop cannot honour.
     """
-    from mismatch.cli.to_spec import check_spec, verl_model, with_trainer
+    from mismatch.cli.to_spec import check_spec
 
-    flags["model"] = flags["model"] or verl_model(flags) or DEFAULT_MODEL
+    flags["model"] = flags["model"] or configured_model(flags) or DEFAULT_MODEL
     flags["train_model"] = None
     if flags["num_prompts"] is None and flags["prompts"] is None:
         flags["num_prompts"] = POOL
     # A check's flag of this name belongs to its fixes.
     of_check = Flags({name: value for name, value in flags.items() if name != "budget_minutes"})
     of_check.explicit = flags.explicit - {"budget_minutes"}
-    spec, _ = with_trainer(check_spec(of_check), of_check)
+    spec = configured(check_spec(of_check), of_check).spec
     if spec.rollout.sampling.temperature == 0:
         raise MismatchError(
             "--temperature 0: greedy samples of a prompt are all the same", "--temperature 1"

@@ -1,18 +1,22 @@
-"""What the trainer of a framework runs, read from one TOML file per framework.
+"""What the trainers of known RL frameworks run, as settings of our own trainer.
 
-Each setting names its place in the framework's source.
+One TOML file per framework; each setting names its place in the framework's source. verl and TRL
+also have adapters, which run their own code: a preset is for what only our own loop measures.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from mismatch.errors import MismatchError, did_you_mean
 from mismatch.specs import TrainSpec
 
+NAMES = ("verl", "trl", "skyrl")
 # Fields of TrainSpec whose command-line parameter has another name.
 PARAMETERS = {"dtype": "train_dtype", "experts": "experts_implementation"}
 KERNEL_PACKAGES = ("flash_attn",)
@@ -21,76 +25,49 @@ _DEFAULT = TrainSpec()
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One thing that the framework does and our trainer can do as well.
-
-    Attributes:
-        field: of :class:`TrainSpec`.
-        what: what the framework does, in its own terms.
-        needs: Python package without which it cannot run here; "": none.
-    """
+    """One thing that the framework does and our trainer can do as well."""
 
     field: str
+    """Of :class:`TrainSpec`."""
     value: Any
     what: str
+    """What the framework does, in its own terms."""
     needs: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """One thing that the framework does and our trainer does not.
-
-    Attributes:
-        what: the difference and what it can change, one sentence without a full stop.
-        strategy: of FSDP that it belongs to ("fsdp", which is FSDP1); "": to all.
-    """
-
-    what: str
-    strategy: str = ""
+    """Python package without which it cannot run here; "": none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A trainer with a preset on.
-
-    Attributes:
-        settings: those that took effect, or that the trainer had already.
-        kept: choices of the user that differ from the preset, one sentence each.
-        not_reproduced: one sentence each.
-    """
+    """A trainer with a preset on."""
 
     train: TrainSpec
     settings: tuple[Setting, ...]
+    """Those that took effect, or that the trainer had already."""
     kept: tuple[str, ...]
+    """Choices of the user that differ from the preset, one sentence each."""
     not_reproduced: tuple[str, ...]
+    """One sentence each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """What one framework's trainer runs.
-
-    Attributes:
-        title: framework, version and worker, for reports.
-    """
+    """What one framework's trainer runs."""
 
     name: str
     title: str
+    """Framework, version and worker, for reports."""
     settings: tuple[Setting, ...]
-    gaps: tuple[Gap, ...]
-
-    def apply(
-        self, train: TrainSpec, explicit: Collection[str] = (), packages: Iterable[str] = ()
-    ) -> TrainSpec:
-        """The trainer with this preset's settings; arguments as for :meth:`resolve`."""
-        return self.resolve(train, explicit, packages).train
+    gaps: tuple[str, ...]
+    """What the framework does and our trainer does not, one sentence each without a full stop."""
 
     def resolve(
         self,
         train: TrainSpec,
         explicit: Collection[str] = (),
-        packages: Iterable[str] = (),
+        packages: Collection[str] = (),
         settled: Collection[str] = (),
     ) -> Applied:
-        """Like :meth:`apply`, with what took effect, what was kept and what is missing.
+        """Return the trainer with these settings, and what of them took effect.
 
         Args:
             explicit: command-line parameters (``train_dtype``, ``attention`` …) that the user has
@@ -98,16 +75,17 @@ class Preset:
             packages: installed kernel packages, as of :func:`installed_kernels`.
             settled: fields that the framework's own config decides; they are not mentioned.
         """
-        have, used, kept, missing = set(packages), [], [], []
+        used, kept, missing = [], [], []
         for item in self.settings:
             current = getattr(train, item.field)
+            own = PARAMETERS.get(item.field, item.field) in explicit
             if current == item.value:
                 used.append(item)
             elif item.field in settled:
                 continue
-            elif is_users(train, item.field, explicit):
+            elif own or current != getattr(_DEFAULT, item.field):
                 kept.append(f"{item.field} is {current}, by request; {self.name}: {item.what}")
-            elif item.needs and item.needs not in have:
+            elif item.needs and item.needs not in packages:
                 missing.append(
                     f"{self.name}: {item.what}; {item.needs} is not installed here, so "
                     f"{item.field} stays {current}"
@@ -115,19 +93,12 @@ class Preset:
             else:
                 train = replace(train, **{item.field: item.value})
                 used.append(item)
-        gaps = [f"{self.name}: {gap.what}" for gap in self.gaps]
+        gaps = [f"{self.name}: {gap}" for gap in self.gaps]
         return Applied(train, tuple(used), tuple(kept), (*missing, *gaps))
 
 
-def is_users(train: TrainSpec, field: str, explicit: Collection[str]) -> bool:
-    """Whether a field holds the user's own choice."""
-    given = PARAMETERS.get(field, field) in explicit
-    changed: bool = getattr(train, field) != getattr(_DEFAULT, field)
-    return given or changed
-
-
 def installed_kernels() -> frozenset[str]:
-    """Kernel packages that presets ask for and that are installed; imports none of them."""
+    """Return the kernel packages that presets ask for and that are installed; import none."""
     from importlib.util import find_spec
 
     return frozenset(name for name in KERNEL_PACKAGES if find_spec(name) is not None)
@@ -139,12 +110,24 @@ def preset_file(name: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
-def read_preset(name: str) -> Preset:
-    """Return the preset of a file."""
+@cache
+def get_preset(name: str) -> Preset:
+    """Return the preset of that name.
+
+    Raises:
+        MismatchError: no such preset; names the nearest.
+    """
+    if name not in NAMES:
+        hint = did_you_mean(name, NAMES, cutoff=0.4)
+        raise MismatchError(
+            f"--trainer {name!r}: no such preset",
+            f"{hint}use one of {', '.join(NAMES)}; or describe your trainer with --train-dtype, "
+            "--master-dtype, --autocast, --attention, --layout",
+        )
     data = preset_file(name)
     settings = [
         Setting(row["field"], row["value"], row["what"], row.get("needs", ""))
         for row in data["setting"]
     ]
-    gaps = [Gap(row["what"], row.get("strategy", "")) for row in data["gap"]]
-    return Preset(name, data["title"], tuple(settings), tuple(gaps))
+    gaps = tuple(row["what"] for row in data["gap"])
+    return Preset(name, data["title"], tuple(settings), gaps)

@@ -1,4 +1,4 @@
-"""Keys of verl's config that are followed, read from verl_keys.toml, and types of their values."""
+"""Which keys of a framework's configuration a check follows, read from one TOML file each."""
 
 from __future__ import annotations
 
@@ -13,47 +13,33 @@ from mismatch.errors import MismatchError
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A key that is followed.
-
-    Attributes:
-        kind: type of its value, a key of ``READERS``.
-        targets: (place in the spec, command-line parameter) pairs.
-        argument: instead of targets, the engine argument that it becomes (vLLM).
-        skip: a value that asks for nothing.
-        only: name of the preset that it is for; "": all.
-        convert: a key of ``CONVERSIONS``; "": the value as it is.
-    """
+    """A key that is followed."""
 
     key: str
     kind: str
-    targets: tuple[tuple[str, str], ...] = ()
+    """Type of its value, a key of ``READERS``."""
+    to: tuple[str, ...] = ()
+    """Places in the spec, ``train.dtype``; ``:NAME`` follows where the flag has another name."""
     argument: str = ""
+    """Instead of places: the argument of vLLM that it becomes."""
+    env: str = ""
+    """Instead of places: the variable of the engine's environment that it sets to 1."""
     skip: Any = None
-    only: str = ""
+    """A value that asks for nothing."""
     convert: str = ""
-
-    @classmethod
-    def of(cls, row: dict[str, Any]) -> Rule:
-        """Make a rule of a TOML row; a parameter has the name of its place unless ``:NAME``."""
-        pairs = (place.partition(":") for place in row.pop("to", ()))
-        targets = tuple((place, name or place.partition(".")[2]) for place, _, name in pairs)
-        return cls(targets=targets, **row)
+    """A key of ``CONVERSIONS``; "": the value as it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyGap:
-    """A key that matters and cannot be followed.
-
-    Attributes:
-        above: it matters above this number.
-        usual: values at which it does not matter; with neither, it matters where it is switched on.
-    """
+    """A key that matters and cannot be followed."""
 
     key: str
     what: str
     above: int | None = None
+    """It matters above this number."""
     usual: tuple[Any, ...] = ()
-    only: str = ""
+    """Values at which it does not matter; with neither, it matters where it is switched on."""
 
     def matters(self, value: Any) -> bool:
         if self.above is not None:
@@ -63,19 +49,53 @@ class KeyGap:
         return bool(value) and str(value).lower() not in ("false", "none", "disabled")
 
 
-_TEXT = files("mismatch.features.presets").joinpath("verl_keys.toml").read_text(encoding="utf-8")
-_DATA = tomllib.loads(_TEXT)
-REQUIRED: tuple[str, ...] = tuple(_DATA["required"])
-RULES = tuple(Rule.of(row) for row in _DATA["follow"])
-# Engine arguments that have a flag of their own here; in engine_kwargs they win, as in verl.
-OWN_ARGUMENTS = {row["key"]: Rule.of(row) for row in _DATA["engine_argument"]}
-GAPS = tuple(KeyGap(**row) for row in _DATA["gap"])
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What is known of a framework's keys."""
+
+    rules: tuple[Rule, ...]
+    gaps: tuple[KeyGap, ...]
+    always: tuple[str, ...]
+    """What the framework does whatever its configuration says, and this tool does not."""
+    no_effect: tuple[str, ...]
+    """Keys that change no log-probability, and the sections of such keys."""
+    near: tuple[str, ...]
+    """Beginnings of the keys that the report names where they are not followed."""
+    required: tuple[str, ...] = ()
+    """Keys that every complete configuration has."""
+    own_arguments: tuple[Rule, ...] = ()
+    """Arguments of vLLM that have a flag of their own here."""
+    defaults: tuple[tuple[str, Any], ...] = ()
+    """What the framework sends where its configuration does not name a key."""
+
+
+def read_keys(name: str) -> Keys:
+    """Return ``NAME_keys.toml`` beside this file."""
+    text = files("mismatch.features.presets").joinpath(f"{name}_keys.toml").read_text("utf-8")
+    data = tomllib.loads(text)
+
+    def rules(section: str) -> tuple[Rule, ...]:
+        rows = data.get(section, ())
+        return tuple(Rule(**row | {"to": tuple(row.get("to", ()))}) for row in rows)
+
+    return Keys(
+        rules=rules("follow"),
+        gaps=tuple(KeyGap(**row) for row in data["gap"]),
+        always=tuple(data["always"]),
+        no_effect=tuple(data["no_effect"]),
+        near=tuple(data["near"]),
+        required=tuple(data.get("required", ())),
+        own_arguments=rules("engine_argument"),
+        defaults=tuple(data.get("defaults", {}).items()),
+    )
+
 
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "": lambda value: value,
     "layout": lambda value: "packing" if value else "padding",
     "autocast": lambda value: None if value == "fp32" else value,
-    "top_k": lambda value: max(value, 0),  # verl's -1 is off
+    "top_k": lambda value: max(value, 0),  # -1 is off
+    "fp32 head": lambda value: "fp32" if value else None,
 }
 _DTYPES = {
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
@@ -96,7 +116,7 @@ def typed(kind: str, value: Any, key: str) -> Any:
     except (TypeError, ValueError, KeyError) as error:
         raise MismatchError(
             f"{key} is {short(value)}, not {_EXPECTED.get(kind, f'a {kind}')}",
-            f"correct it in the file, or: --verl-override {key}=VALUE",
+            f"correct it in the file; verl: --verl-override {key}=VALUE",
         ) from error
 
 
@@ -128,10 +148,10 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "count": lambda value: _whole(value, least=1),
     "switch": lambda value: {"true": True, "false": False}[str(value).lower()],
     "text": _instance(str),
+    "mapping": _instance(dict),
     "files": lambda value: [
         _instance(str)(item) for item in (value if isinstance(value, list) else [value])
     ],
-    "mapping": _instance(dict),
     "dtype": lambda value: _DTYPES[str(value).lower()],
 }
 

@@ -1,0 +1,120 @@
+"""The feature's flags: a framework's settings, its configuration file, its sampling."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from mismatch.cli.configuration import Configuration, Configured
+from mismatch.cli.flags import Flags, Option
+from mismatch.errors import MismatchError
+from mismatch.features.presets.apply import Followed
+from mismatch.features.presets.frameworks import NAMES, get_preset, installed_kernels
+from mismatch.features.presets.sampling import Name, sample_as
+from mismatch.features.presets.trl import follow_trl, read_trl_config, trl_model
+from mismatch.features.presets.verl import follow_verl, read_verl_config, verl_model
+from mismatch.specs import PROMPTS, TRAIN, CheckSpec
+
+TRAINER = Option(
+    "trainer",
+    str | None,
+    TRAIN,
+    f"Give mismatch's own loop a framework's settings: {', '.join(NAMES)}.",
+)
+FLAGS = (
+    Option("verl_config", Path | None, TRAIN, "Your verl run's YAML, for both sides."),
+    Option(
+        "verl_override",
+        list[str] | None,
+        TRAIN,
+        "key=value, as on verl's command line; repeatable.",
+    ),
+    Option("trl_config", Path | None, TRAIN, "Your GRPOConfig as YAML or JSON, for both sides."),
+    Option(
+        "sample_as",
+        Name | None,
+        PROMPTS,
+        "Sample as a framework does, also in what it leaves to generation_config.json.",
+    ),
+)
+DESCRIBE = ("trainer", "verl_config", "trl_config")
+
+
+def model(flags: Flags) -> str | None:
+    """Return the model that a framework's file names."""
+    if flags.get("verl_config"):
+        return verl_model(read_verl_config(flags["verl_config"], flags["verl_override"] or ()))
+    if flags.get("trl_config"):
+        return trl_model(read_trl_config(flags["trl_config"]))
+    return None
+
+
+def apply(spec: CheckSpec, flags: Flags) -> Configured:
+    """Fill in what a framework's settings, file and sampling say; flags of the user win.
+
+    Raises:
+        MismatchError: two of them at once, an unknown preset, or a file that cannot be read.
+    """
+    given = [f"--{name.replace('_', '-')}" for name in DESCRIBE if flags.get(name)]
+    if len(given) > 1:
+        raise MismatchError(f"{' and '.join(given)} both describe the trainer", f"drop {given[0]}")
+    if flags.get("verl_override") and not flags.get("verl_config"):
+        raise MismatchError(
+            "--verl-override without --verl-config", "name the file: --verl-config FILE"
+        )
+    if flags.get("trainer"):
+        result = from_preset(spec, flags)
+    elif given:
+        if spec.rollout.engine.servers:
+            raise MismatchError(
+                f"{given[0]} describes an engine that mismatch starts, servers run with their own "
+                "settings",
+                f"drop {given[0]}, or --server; --trainer and --scorer describe the trainer alone",
+            )
+        followed = from_file(spec, flags)
+        result = Configured(with_own_code(followed.spec, flags), followed.notes())
+    else:
+        result = Configured(spec)
+    if flags.get("sample_as"):
+        sampled = sample_as(flags["sample_as"], result.spec, flags.explicit)
+        result = Configured(sampled.spec, (*result.notes, *sampled.notes))
+    return result
+
+
+def from_preset(spec: CheckSpec, flags: Flags) -> Configured:
+    """Return the check with ``--trainer NAME``."""
+    preset = get_preset(flags["trainer"])
+    applied = preset.resolve(spec.train, flags.explicit, installed_kernels())
+    notes = (
+        f"trainer: {preset.title}",
+        *(f"  {item.field} = {item.value}: {item.what}" for item in applied.settings),
+        *(f"  kept: {line}" for line in applied.kept),
+    )
+    missing = applied.not_reproduced
+    spec = replace(spec, train=applied.train, preset=preset.title, not_reproduced=missing)
+    return Configured(spec, notes)
+
+
+def from_file(spec: CheckSpec, flags: Flags) -> Followed:
+    """Return the check that ``--verl-config`` or ``--trl-config`` describes."""
+    from mismatch.engines.vllm.arguments import is_cpu_build
+
+    own = flags.explicit, installed_kernels(), is_cpu_build()
+    if flags.get("trl_config"):
+        return follow_trl(read_trl_config(flags["trl_config"]), spec, *own)
+    source = read_verl_config(flags["verl_config"], flags["verl_override"] or ())
+    return follow_verl(source, spec, *own)
+
+
+def with_own_code(spec: CheckSpec, flags: Flags) -> CheckSpec:
+    """Hand the same file to the framework's own code, where that scores (``--scorer``)."""
+    train = spec.train
+    file = {"verl": flags.get("verl_config"), "trl": flags.get("trl_config")}.get(train.scorer)
+    if file is None or train.scorer_config is not None:
+        return spec
+    overrides = tuple(flags.get("verl_override") or ())
+    train = replace(train, scorer_config=str(file), scorer_overrides=overrides)
+    return replace(spec, train=train)
+
+
+CONFIGURATION = Configuration(trainer_flags=(TRAINER,), flags=FLAGS, model=model, apply=apply)

@@ -1,0 +1,81 @@
+"""A user's own GRPOConfig, for both sides: what TRL passes to vLLM, how its trainer computes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+from mismatch.errors import MismatchError
+from mismatch.features.presets.apply import Followed, Work
+from mismatch.features.presets.config_file import ConfigFile, read_config
+from mismatch.features.presets.frameworks import get_preset
+from mismatch.features.presets.rules import Keys, read_keys, typed
+from mismatch.specs import CheckSpec
+
+FLAG = "--trl-config"
+# What TRL's vllm_generation.py sets whatever the configuration says, where it starts vLLM itself.
+BATCHED_TOKENS = 4096
+
+
+def read_trl_config(path: Path) -> ConfigFile:
+    """Read fields of ``GRPOConfig``: a script's YAML, or what ``to_json_string`` wrote.
+
+    Raises:
+        MismatchError: missing file, no YAML or JSON mapping, or pickled arguments.
+    """
+    from omegaconf import OmegaConf
+
+    if path.suffix == ".bin":
+        raise MismatchError(
+            f"{FLAG} {path}: saved arguments are a pickle, which can run code when it is read",
+            "write them as JSON: Path('grpo.json').write_text(trainer.args.to_json_string())",
+        )
+    source = read_config(FLAG, path)
+    present = {name: value for name, value in source.tree.items() if value is not None}
+    tree = OmegaConf.merge(OmegaConf.create(dict(read_keys("trl").defaults)), present)
+    return replace(source, tree=tree)
+
+
+def trl_model(source: ConfigFile) -> str:
+    """Return ``model_name_or_path``.
+
+    Raises:
+        MismatchError: it is not in the file: GRPOTrainer gets the model beside its arguments.
+    """
+    path = source.get("model_name_or_path")
+    if path is None:
+        raise MismatchError(
+            f"{source.origin}: model_name_or_path is not given", "name the model: --model MODEL"
+        )
+    return str(typed("text", path, "model_name_or_path"))
+
+
+def follow_trl(
+    source: ConfigFile,
+    spec: CheckSpec,
+    explicit: Collection[str] = (),
+    packages: frozenset[str] = frozenset(),
+    cpu_engine: bool = False,
+) -> Followed:
+    """Return the check that a GRPOConfig describes; arguments as of :func:`follow_verl`."""
+    keys: Keys = read_keys("trl")
+    work = Work(source, keys, spec, explicit, packages, cpu_engine)
+    work.seen |= {"model_name_or_path", "bf16", "fp16"}
+    work.rules()
+    if source.get("vllm_mode") == "colocate" and work.spec.rollout.engine.engine == "vllm":
+        work.argument("(always)", "max_num_batched_tokens", BATCHED_TOKENS)
+        rows = int(source.get("per_device_train_batch_size"))
+        steps = source.get("steps_per_generation") or source.get("gradient_accumulation_steps")
+        if source.get("generation_batch_size") is None:
+            sequences = rows * work.spec.rollout.engine.tensor_parallel_size * int(steps)
+            work.argument("per_device_train_batch_size", "max_num_seqs", sequences)
+    if source.get("fp16"):
+        for target in ("train.dtype:train_dtype", "train.autocast"):
+            work.set("fp16", True, target, "fp16")
+    elif source.get("bf16") is False:  # no mixed precision: what is loaded computes
+        master = work.spec.train.master_dtype
+        dtype = "fp32" if master == "auto" else master
+        work.set("bf16", False, "train.dtype:train_dtype", dtype)
+        work.settled |= {"autocast", "logprobs_dtype"}
+    return work.result(get_preset("trl"))
