@@ -1,7 +1,7 @@
 """The RL frameworks that mismatch knows, and the version of each that was read.
 
-Fixes (experiments/fixes/guide-*.toml) and corrections hold their settings, presets/*.toml their
-trainers, metrics/framework_names.py their metrics; all of them name frameworks from here.
+Fixes (experiments/fixes/guide-*.toml) and corrections hold their settings, features/presets/*.toml
+their trainers, metrics/framework_names.py their metrics; all of them name frameworks from here.
 """
 
 from __future__ import annotations
