@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -35,28 +34,22 @@ def capture_rng_and_autocast(
     """
     enabled = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type)
-    state = _generator_states(device) if random else None
+    gpu = device.type == "cuda"
+    state = torch.get_rng_state() if random else None
+    gpu_state = torch.cuda.get_rng_state(device) if random and gpu else None
 
     @contextmanager
     def restored() -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(device.type, dtype, enabled=enabled))
             if state is not None:
-                devices = [device] if device.type == "cuda" else []
-                stack.enter_context(torch.random.fork_rng(devices))
-                torch.set_rng_state(state[0])
-                if devices:
-                    torch.cuda.set_rng_state(state[1], device)
+                stack.enter_context(torch.random.fork_rng([device] if gpu else []))
+                torch.set_rng_state(state)
+            if gpu_state is not None:
+                torch.cuda.set_rng_state(gpu_state, device)
             yield
 
     return restored
-
-
-def _generator_states(device: torch.device) -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
 
 
 class MemoryPeak:
@@ -76,64 +69,47 @@ class MemoryPeak:
     def __init__(self, device: torch.device, active: bool) -> None:
         self.bytes: int | None = None
         self.seconds = 0.0
-        self._read: Callable[[], int] | None = None
-        self._device = device
+        self._device, self._active = device, active
+        self._done = threading.Event()
         self._thread: threading.Thread | None = None
-        if active:
-            self._read = _anonymous_bytes if device.type == "cpu" else self._allocated
 
-    def _allocated(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
+    def _read(self) -> int:
+        if self._device.type != "cpu":
+            return torch.cuda.max_memory_allocated(self._device)
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+        return 0
 
     def __enter__(self) -> MemoryPeak:
         self._start = time.monotonic()
-        if self._read is None:
+        if not self._active:
             return self
         if self._device.type == "cpu":
-            _return_free_memory()
+            # glibc's; other C libraries have no call that gives free memory back.
+            getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: None)(0)
             self._thread = threading.Thread(target=self._sample, daemon=True)
         else:
             torch.cuda.reset_peak_memory_stats(self._device)
         self._base, self._highest = self._read(), 0
-        self._done = threading.Event()
         if self._thread is not None:
             self._thread.start()
         return self
 
     def _sample(self) -> None:
-        assert self._read is not None
         while True:
             self._highest = max(self._highest, self._read())
             if self._done.wait(self.INTERVAL_S):
                 return
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.seconds = time.monotonic() - self._start
-        if self._read is None:
+        if not self._active:
             return
         self._done.set()
         if self._thread is not None:
             self._thread.join()
         self.bytes = max(self._highest, self._read()) - self._base
-
-
-def _anonymous_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def _return_free_memory() -> None:
-    """Let glibc return free memory to the system; other C libraries have no such call."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 TIMEOUT = timedelta(minutes=30)

@@ -9,10 +9,11 @@ mixed-precision policy, our mesh, and FSDP2 at world size 1 as well (transformer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -82,11 +83,6 @@ class LoadedModel:
         return result
 
 
-def computing_dtype(spec: TrainSpec) -> torch.dtype:
-    """The dtype that attention computes in."""
-    return torch_dtype(spec.autocast or spec.dtype)
-
-
 def load(
     spec: TrainSpec, mesh: DeviceMesh, device: torch.device, measure: bool = False
 ) -> LoadedModel:
@@ -110,10 +106,15 @@ def load(
         model, info = _from_pretrained(files, attention, config)
         if not wrapped:  # FSDP2 moves and cuts parameter by parameter
             wrapped.append(shard(model, files, mesh))
-    _require_complete(spec, info)
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise MismatchError(
+            f"{spec.model}: the checkpoint lacks {len(missing)} of the model's tensors, "
+            f"e.g. {missing[0]}; they would be random",
+            "use a complete checkpoint of this architecture",
+        )
     scorer = wrapped[0]
-    _settle_dtype(scorer, torch_dtype(master))
-    _move_buffers(scorer, device)
+    _settle(scorer, torch_dtype(master), device)
     running = model.config._attn_implementation
     if running != attention.implementation:
         raise MismatchError(
@@ -138,7 +139,7 @@ def switched(loaded: LoadedModel, spec: TrainSpec) -> LoadedModel | None:
     model: Any = loaded.scorer.model
     _require_experts(spec.experts, model)
     device = loaded.device
-    attention = resolve_for(spec.attention, model, device, computing_dtype(spec))
+    attention = resolve_for(spec.attention, model, device, torch_dtype(spec.autocast or spec.dtype))
     experts = None if spec.experts == "auto" else spec.experts
     if attention.implementation != model.config._attn_implementation:
         if not model._can_set_attn_implementation():
@@ -173,7 +174,7 @@ def require_runnable(
     if Path(spec.model).is_dir():
         require_tokenizer(Path(spec.model))
     bare = skeleton(config, spec.trust_remote_code)
-    attention = resolve_for(spec.attention, bare, device, computing_dtype(spec))
+    attention = resolve_for(spec.attention, bare, device, torch_dtype(spec.autocast or spec.dtype))
     _require_experts(spec.experts, bare)
     if spec.routing:
         require_readable(config, bare)
@@ -195,7 +196,12 @@ def resident_share(scorer: Scorer) -> float:
 def _from_pretrained(spec: TrainSpec, attention: ResolvedAttention, config: Any) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
 
-    _require_readable_weights(spec, config)
+    method = quantisation_of(config)
+    if method not in ("", "mxfp4"):
+        raise MismatchError(
+            f"{spec.model} is quantised ({method}); a trainer needs weights in full precision",
+            "give the unquantised checkpoint",
+        )
     options = dequantising(config)
     if loads_shards():
         from transformers.distributed.configuration_utils import DistributedConfig
@@ -234,15 +240,6 @@ def loads_shards() -> bool:
     return hasattr(PreTrainedModel, "maybe_distribute_model")
 
 
-def _require_readable_weights(spec: TrainSpec, config: Any) -> None:
-    method = quantisation_of(config)
-    if method not in ("", "mxfp4"):
-        raise MismatchError(
-            f"{spec.model} is quantised ({method}); a trainer needs weights in full precision",
-            "give the unquantised checkpoint",
-        )
-
-
 @contextmanager
 def _our_sharding(
     spec: TrainSpec, mesh: DeviceMesh, device: torch.device
@@ -275,17 +272,10 @@ def _our_sharding(
             (modeling.PreTrainedModel, "prepare_distribute_model", classmethod(prepare)),
             (modeling.PreTrainedModel, "maybe_distribute_model", classmethod(distribute)),
         ]
-    saved = [(owner, name, owner.__dict__.get(name)) for owner, name, _ in replaced]
-    try:
+    with ExitStack() as stack:
         for owner, name, value in replaced:
-            setattr(owner, name, value)
+            stack.enter_context(patch.object(owner, name, value))
         yield wrapped
-    finally:
-        for owner, name, value in saved:
-            if value is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
 
 
 def shard(model: Any, spec: TrainSpec, mesh: DeviceMesh) -> Scorer:
@@ -313,25 +303,22 @@ def shard(model: Any, spec: TrainSpec, mesh: DeviceMesh) -> Scorer:
     return scorer
 
 
-def _settle_dtype(scorer: Scorer, dtype: torch.dtype) -> None:
+def _settle(scorer: Scorer, dtype: torch.dtype, device: torch.device) -> None:
     """Cast all parameters to the master dtype: FSDP2 refuses mixed dtypes within a block.
 
     Dequantised experts, and modules that a family keeps in float32, are loaded in other dtypes.
+    Buffers move to the device: with offloading all is loaded to the CPU, and FSDP2 moves
+    parameters alone.
     """
     for module in scorer.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.dtype != dtype and parameter.is_floating_point():
                 cast = torch.nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
                 setattr(module, name, cast)
-    scorer.model.tie_weights(recompute_mapping=False)
-
-
-def _move_buffers(scorer: Scorer, device: torch.device) -> None:
-    """With offloading all was loaded to the CPU; FSDP2 moves parameters alone."""
-    for module in scorer.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.device != device:
                 module._buffers[name] = buffer.to(device)
+    scorer.model.tie_weights(recompute_mapping=False)
 
 
 def _require_experts(name: str, bare: Any) -> None:
@@ -358,13 +345,3 @@ def _require_experts(name: str, bare: Any) -> None:
             f"--experts-implementation {name} cannot run: {first_line(error)}",
             f"use auto, {', '.join(possible)}",
         ) from error
-
-
-def _require_complete(spec: TrainSpec, info: dict[str, Any]) -> None:
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise MismatchError(
-            f"{spec.model}: the checkpoint lacks {len(missing)} of the model's tensors, "
-            f"e.g. {missing[0]}; they would be random",
-            "use a complete checkpoint of this architecture",
-        )

@@ -13,7 +13,7 @@ getting it again costs more than the arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -125,15 +125,12 @@ STRIP_BYTES = 32 << 20  # of each of the two float32 buffers
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Where a trainer rounds on its way from logits to logprobs; the default: nowhere.
-
-    Attributes:
-        temperature_in: as in :class:`mismatch.specs.TrainSpec`.
-        logprobs: dtype that logprobs and entropies are rounded to; None: they stay float32.
-    """
+    """Where a trainer rounds on its way from logits to logprobs; the default: nowhere."""
 
     temperature_in: TemperatureIn = "fp32"
+    """As in :class:`mismatch.specs.TrainSpec`."""
     logprobs: torch.dtype | None = None
+    """The dtype that logprobs and entropies are rounded to; None: they stay float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +154,9 @@ class TokenStats:
     likeliest: torch.Tensor | None = None
 
 
+Columns = tuple[Any, ...]  # the fields of TokenStats
+
+
 def token_stats(
     hidden: torch.Tensor,
     targets: torch.Tensor,
@@ -168,11 +168,9 @@ def token_stats(
     captured: CapturedRows | None = None,
     likeliest: int = 0,
 ) -> TokenStats:
-    """Logprobs and entropies of ``targets`` under the distributions predicted from ``hidden``.
+    """Return logprobs and entropies of ``targets`` [n] as predicted from ``hidden`` [n, H].
 
     Args:
-        hidden: [n, H], the positions that predict the targets.
-        targets: [n] token ids.
         head: hidden states [c, H] to logits [c, V], in the dtype that the trainer would have.
         vocabulary: V, which sets how many rows fit into ``chunk_bytes``.
         sampling: default: temperature 1, nothing cut.
@@ -182,66 +180,61 @@ def token_stats(
 
     With gradients on, each strip is recomputed in the backward pass instead of being kept.
     """
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
     sampling, rounding = sampling or Sampling(), rounding or Rounding()
-    logit_bytes = head(hidden[:0]).element_size()
-    buffers = _Buffers.of(
-        hidden, max(1, min(STRIP_BYTES // (4 * vocabulary), len(targets))), vocabulary
-    )
+    temperature, k = sampling.scored_temperature, min(likeliest, vocabulary)
+    strip_rows = max(1, min(STRIP_BYTES // (4 * vocabulary), len(targets)))
+    chunk_rows = chunk_bytes // (head(hidden[:0]).element_size() * vocabulary)
     slots = targets.new_full((len(targets),), -1) if captured is None else captured.slots
-    ids = None if captured is None else captured.ids
-    settings = _Settings(sampling, rounding, captured is not None, ids, min(likeliest, vocabulary))
-    most = chunk_bytes // (logit_bytes * vocabulary)
-    parts = [
-        _run(_chunk, states, ids_of_chunk, slot, head, settings, buffers)
-        for states, ids_of_chunk, slot in _cut(most, hidden, targets, slots)
-    ]
-    return TokenStats(*_joined(parts))
+    buffers = None  # autograd needs memory of its own for every strip
+    if not torch.is_grad_enabled():
+        buffers = hidden.new_empty(2, strip_rows, vocabulary, dtype=torch.float32)
 
+    def recomputed(work: Callable[..., Columns], *columns: torch.Tensor) -> Columns:
+        if not torch.is_grad_enabled():
+            return work(*columns)
+        result: Columns = checkpoint(work, *columns, use_reentrant=False)
+        return result
 
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """Settings that all rows share."""
+    def chunk(states: torch.Tensor, ids: torch.Tensor, slot: torch.Tensor) -> Columns:
+        return _joined(
+            recomputed(strip, *part) for part in _cut(strip_rows, head(states), ids, slot)
+        )
 
-    sampling: Sampling
-    rounding: Rounding
-    capturing: bool = False
-    ids: torch.Tensor | None = None
-    likeliest: int = 0
+    def strip(raw: torch.Tensor, ids: torch.Tensor, slot: torch.Tensor) -> Columns:
+        # ``first`` holds logits, then divided logits, then probabilities.
+        first, second = (None, None) if buffers is None else buffers[:, : len(raw)]
+        logits = raw.float() if first is None else first.copy_(raw)
+        top1 = logits.detach().max(-1).indices
+        untempered = mass = whole = top_ids = top = None
+        if temperature != 1.0:
+            plain = torch.log_softmax(logits, -1, out=second)
+            untempered = plain.gather(-1, ids[:, None])[:, 0]
+            if rounding.temperature_in == "fp32":
+                logits = torch.div(logits, temperature, out=first)
+            else:
+                divided = divide(raw, temperature, rounding.temperature_in)
+                logits = divided if first is None else first.copy_(divided)
+        logps = torch.log_softmax(logits, -1, out=second)
+        picked = logps.gather(-1, ids[:, None])[:, 0]
+        if sampling.truncates:
+            with torch.no_grad():
+                mass = kept_mass(logps, sampling.top_k, sampling.top_p)
+        if captured is not None:
+            whole = select_rows(logps, slot, captured.ids)
+        if k:
+            best = logps.detach().topk(k, dim=-1)
+            top_ids, top = best.indices.int(), best.values
+        terms = torch.exp(logps, out=first)
+        entropy = -torch.mul(terms, logps, out=first).sum(-1)
+        if rounding.logprobs is not None:
+            picked, entropy = (x.to(rounding.logprobs).float() for x in (picked, entropy))
+        return picked, entropy, top1, untempered, mass, whole, top_ids, top
 
-
-@dataclass(frozen=True, slots=True)
-class _Buffers:
-    """Reused memory for the rows of a strip, [rows, V] float32; None: allocate, as autograd needs.
-
-    Attributes:
-        first: logits, then divided logits, then probabilities.
-        second: log-probabilities.
-    """
-
-    rows: int
-    first: torch.Tensor | None = None
-    second: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, hidden: torch.Tensor, rows: int, vocabulary: int) -> _Buffers:
-        import torch
-
-        if torch.is_grad_enabled():
-            return cls(rows)
-        both = hidden.new_empty(2, rows, vocabulary, dtype=torch.float32)
-        return cls(rows, both[0], both[1])
-
-    def part(self, count: int) -> _Buffers:
-        """The first ``count`` rows."""
-        if self.first is None or self.second is None:
-            return self
-        return _Buffers(count, self.first[:count], self.second[:count])
-
-    def upcast(self, raw: torch.Tensor) -> torch.Tensor:
-        return raw.float() if self.first is None else self.first.copy_(raw)
-
-
-Columns = tuple[Any, ...]  # the fields of TokenStats
+    chunks = _cut(chunk_rows, hidden, targets, slots)
+    return TokenStats(*_joined(recomputed(chunk, *part) for part in chunks))
 
 
 def _cut(most: int, *columns: torch.Tensor) -> Iterator[tuple[Any, ...]]:
@@ -250,71 +243,11 @@ def _cut(most: int, *columns: torch.Tensor) -> Iterator[tuple[Any, ...]]:
     return zip(*(column.tensor_split(count) for column in columns), strict=True)
 
 
-def _run(work: Callable[..., Columns], *args: Any) -> Columns:
-    import torch
-    from torch.utils.checkpoint import checkpoint
-
-    if not torch.is_grad_enabled():
-        return work(*args)
-    columns: Columns = checkpoint(work, *args, use_reentrant=False)
-    return columns
-
-
-def _joined(parts: list[Columns]) -> Columns:
+def _joined(parts: Iterable[Columns]) -> Columns:
     import torch
 
     columns = zip(*parts, strict=True)
     return tuple(None if column[0] is None else torch.cat(column) for column in columns)
-
-
-def _chunk(
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    slots: torch.Tensor,
-    head: Callable[[torch.Tensor], torch.Tensor],
-    settings: _Settings,
-    buffers: _Buffers,
-) -> Columns:
-    strips = _cut(buffers.rows, head(hidden), targets, slots)
-    return _joined([_run(_strip, *columns, settings, buffers) for columns in strips])
-
-
-def _strip(
-    raw: torch.Tensor,
-    targets: torch.Tensor,
-    slots: torch.Tensor,
-    settings: _Settings,
-    buffers: _Buffers,
-) -> Columns:
-    import torch
-
-    sampling, rounding, buffers = settings.sampling, settings.rounding, buffers.part(len(raw))
-    logits = buffers.upcast(raw)
-    top1 = logits.detach().max(-1).indices
-    untempered = None
-    if sampling.scored_temperature != 1.0:
-        plain = torch.log_softmax(logits, -1, out=buffers.second)
-        untempered = plain.gather(-1, targets[:, None])[:, 0]
-        if rounding.temperature_in == "fp32":
-            logits = torch.div(logits, sampling.scored_temperature, out=buffers.first)
-        else:
-            logits = buffers.upcast(
-                divide(raw, sampling.scored_temperature, rounding.temperature_in)
-            )
-    logps = torch.log_softmax(logits, -1, out=buffers.second)
-    picked = logps.gather(-1, targets[:, None])[:, 0]
-    mass = None
-    if sampling.truncates:
-        with torch.no_grad():
-            mass = kept_mass(logps, sampling.top_k, sampling.top_p)
-    whole = select_rows(logps, slots, settings.ids) if settings.capturing else None
-    top = logps.detach().topk(settings.likeliest, dim=-1) if settings.likeliest else None
-    terms = torch.exp(logps, out=buffers.first)
-    entropy = -torch.mul(terms, logps, out=buffers.first).sum(-1)
-    if rounding.logprobs is not None:
-        picked, entropy = (value.to(rounding.logprobs).float() for value in (picked, entropy))
-    ids, values = (None, None) if top is None else (top.indices.int(), top.values)
-    return picked, entropy, top1, untempered, mass, whole, ids, values
 
 
 def divide(logits: torch.Tensor, temperature: float, where: TemperatureIn) -> torch.Tensor:

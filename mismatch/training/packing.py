@@ -76,28 +76,32 @@ def plan_batches(lengths: Sequence[int], budget: int, layout: str) -> list[Micro
     order = list(range(len(lengths)))
     if layout == "padding":
         order.sort(key=lambda index: -lengths[index])  # stable: equal lengths keep their order
+
+    def width(group: list[int]) -> int:
+        sizes = [lengths[index] for index in group]
+        return len(sizes) * max(sizes) if layout == "padding" else sum(sizes)
+
     batches: list[list[int]] = []
     for index in order:
-        if batches and _width([*batches[-1], index], lengths, layout) <= budget:
+        if batches and width([*batches[-1], index]) <= budget:
             batches[-1].append(index)
         else:
             batches.append([index])
     return [MicroBatch(tuple(b), sum(lengths[i] for i in b)) for b in batches]
 
 
-def _width(group: list[int], lengths: Sequence[int], layout: str) -> int:
-    sizes = [lengths[index] for index in group]
-    return len(sizes) * max(sizes) if layout == "padding" else sum(sizes)
-
-
 def collate(sequences: Sequence[Ints], layout: str, device: torch.device | str) -> Batch:
-    """The tensors of a forward pass over some sequences' token ids."""
-    return _packed(sequences, device) if layout == "packing" else _padded(sequences, device)
-
-
-def _padded(sequences: Sequence[Ints], device: torch.device | str) -> Batch:
+    """Return the tensors of a forward pass over some sequences' token ids."""
     import torch
 
+    def on_device(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    if layout == "packing":
+        input_ids = np.concatenate(sequences).astype(np.int64)[None]
+        positions = np.concatenate([np.arange(len(ids)) for ids in sequences])[None]
+        rows = np.arange(input_ids.shape[1])
+        return Batch(on_device(input_ids), None, on_device(positions), on_device(rows))
     width = max(len(ids) for ids in sequences)
     input_ids = np.full((len(sequences), width), PAD_ID, np.int64)
     mask = np.zeros((len(sequences), width), np.int64)
@@ -105,15 +109,4 @@ def _padded(sequences: Sequence[Ints], device: torch.device | str) -> Batch:
         input_ids[row, : len(ids)] = ids
         mask[row, : len(ids)] = 1
     rows = np.flatnonzero(mask)
-    tensors = [torch.from_numpy(a).to(device) for a in (input_ids, mask, rows)]
-    return Batch(tensors[0], tensors[1], None, tensors[2])
-
-
-def _packed(sequences: Sequence[Ints], device: torch.device | str) -> Batch:
-    import torch
-
-    input_ids = np.concatenate(sequences).astype(np.int64)[None]
-    positions = np.concatenate([np.arange(len(ids)) for ids in sequences])[None]
-    rows = np.arange(input_ids.shape[1])
-    tensors = [torch.from_numpy(a).to(device) for a in (input_ids, positions, rows)]
-    return Batch(tensors[0], None, tensors[1], tensors[2])
+    return Batch(on_device(input_ids), on_device(mask), None, on_device(rows))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass, fields, replace
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -18,12 +17,11 @@ from mismatch.errors import MismatchError
 from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
 from mismatch.models.resolved import resolved
 from mismatch.run.store import PLAIN
-from mismatch.specs import Pass, Sampling, TrainSpec
+from mismatch.specs import Pass, Sampling
 from mismatch.training.distributed import MemoryPeak, Progress, World
 from mismatch.training.load import LoadedModel, resident_share
 from mismatch.training.logprobs import DistributionCapture, TokenStats
-from mismatch.training.packing import Batch, plan_batches
-from mismatch.training.routing.capture import LayerRoutes
+from mismatch.training.packing import plan_batches
 from mismatch.training.routing.replay import ReplaySource
 from mismatch.training.scorer import ForwardOptions, Scorer
 from mismatch.training.sequence_parallel import SequenceParallel
@@ -38,17 +36,15 @@ class MicroBatchScores:
     Attributes:
         tokens: [n] indices into T of all forwarded tokens, the rows of ``routes``.
         targets: [a] indices into T of the action tokens, the rows of ``stats``.
-        routes: (ids, weights, margin) stacked over layers: [n, L, K], [n, L, K], [n, L].
+        routes: ids [n, L, K], weights [n, L, K] and margin [n, L], those that were recorded.
         overruled: (token, layer) pairs whose own choice of experts was replaced by replayed ones.
-        distributions: of the captured targets.
     """
 
     tokens: Ints
     targets: Ints
     stats: dict[str, np.ndarray]
-    routes: tuple[np.ndarray, np.ndarray, np.ndarray | None] | None
-    overruled: int = 0
-    distributions: np.ndarray | None = None
+    routes: dict[str, np.ndarray]
+    overruled: int
 
 
 def score_pass(
@@ -83,13 +79,23 @@ def score_pass(
     if gathered is None:
         return None
     parts = [part for rank in gathered for part in rank]
-    facts |= intervention_facts(spec, source, sum(part.overruled for part in parts))
+    facts |= {"replay": None, "injected": None}
+    if source is not None:
+        facts["replay"] = {
+            "mode": source.mode,
+            "source": source.name,
+            **source.rows(),
+            "overruled": sum(part.overruled for part in parts),
+        }
+    if spec.inject:
+        facts["injected"] = {**dict(spec.inject), "seed": spec.inject_seed}
     facts |= {"seconds": round(peak.seconds, 3), "peak_bytes": peaks}
+    distributions = None
+    if capture is not None:
+        taken = [(part.targets, part.stats.pop("distributions")) for part in parts]
+        distributions = capture.joined(taken)
     scoring = _assemble(job.name, rollout, parts, facts, loaded)
-    if options.capture is None:
-        return scoring
-    captured = [(p.targets, p.distributions) for p in parts if p.distributions is not None]
-    return replace(scoring, distributions=options.capture.joined(captured))
+    return replace(scoring, distributions=distributions)
 
 
 def run_batches(
@@ -100,7 +106,7 @@ def run_batches(
     options: ForwardOptions,
     source: ReplaySource | None = None,
 ) -> list[MicroBatchScores]:
-    """This rank's micro-batches: every W-th, and as many forward passes as any other rank.
+    """Run this rank's micro-batches: every W-th, and as many forward passes as any other rank.
 
     Ranks that share their sequences take the same ones, each its own positions.
     """
@@ -127,35 +133,24 @@ def run_batches(
 def _forward(loaded: LoadedModel, inputs: DeviceBatch) -> MicroBatchScores:
     batch, scorer, capture = inputs.batch, loaded.scorer, inputs.options.capture
     captured = None if capture is None else capture.rows(inputs.targets)
-    values, routes = scorer(
+    values, layers = scorer(
         scorer.score, batch, inputs.predicting, inputs.target_ids, inputs.options, captured
     )
     stats = {
-        field.name: _numpy(value)
+        field.name: value.detach().cpu().numpy()
         for field, value in zip(fields(TokenStats), values, strict=True)
         if value is not None
     }
-    id_dtype = narrowest(scorer.moe[0].num_experts) if scorer.moe else None
-    stacked = _stack(routes, batch, id_dtype) if routes is not None else None
-    distributions = stats.pop("distributions", None)
+    routes = {}
+    for name in ("ids", "weights", "margin") if layers else ():
+        by_layer = [getattr(layer, name) for layer in layers]
+        if all(value is not None for value in by_layer):
+            rows = [value.detach()[batch.rows].cpu().numpy() for value in by_layer]
+            routes[name] = np.stack(rows, axis=1)
+    if layers:
+        routes["ids"] = routes["ids"].astype(narrowest(scorer.moe[0].num_experts))
     overruled = 0 if inputs.replay is None else inputs.replay.overruled
-    return MicroBatchScores(inputs.tokens, inputs.targets, stats, stacked, overruled, distributions)
-
-
-def _stack(
-    routes: list[LayerRoutes], batch: Batch, id_dtype: Any
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    ids = np.stack([_numpy(layer.ids[batch.rows]).astype(id_dtype) for layer in routes], axis=1)
-    weights = np.stack([_numpy(layer.weights[batch.rows]) for layer in routes], axis=1)
-    margins = [layer.margin for layer in routes]
-    if any(margin is None for margin in margins):
-        return ids, weights, None
-    rows = [_numpy(margin[batch.rows]) for margin in margins if margin is not None]
-    return ids, weights, np.stack(rows, axis=1)
-
-
-def _numpy(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().cpu().numpy()
+    return MicroBatchScores(inputs.tokens, inputs.targets, stats, routes, overruled)
 
 
 def _assemble(
@@ -176,8 +171,22 @@ def _assemble(
     stats = {
         key: np.concatenate([part.stats[key] for part in parts])[order] for key in parts[0].stats
     }
-    top = stats.pop("likeliest_ids", None), stats.pop("likeliest", None)
+    routing, moe = None, loaded.scorer.moe
+    if parts[0].routes:
+        rows = np.argsort(np.concatenate([part.tokens for part in parts]), kind="stable")
+        margins = all("margin" in part.routes for part in parts)
+        routes = {
+            key: np.concatenate([part.routes[key] for part in parts])[rows]
+            for key in ("ids", "weights", *(("margin",) if margins else ()))
+        }
+        routing = Routing(
+            layers=tuple(layer.index for layer in moe),
+            num_experts=moe[0].num_experts,
+            present=np.ones(len(rollout.token_ids), np.bool_),
+            **routes,
+        )
     extra = {"untempered": "logprobs_untempered", "kept_mass": "kept_mass"}
+    kept = "likeliest" in stats
     return Scoring(
         name=name,
         token_ids=rollout.token_ids[rollout.actions],
@@ -185,28 +194,9 @@ def _assemble(
         entropy=stats["entropy"].astype(np.float64),
         top1=stats["top1"].astype(np.int64),
         fingerprint=facts,
-        routing=_routing(rollout, parts, loaded),
+        routing=routing,
         extra={label: stats[k].astype(np.float64) for k, label in extra.items() if k in stats},
-        likeliest=None if top[0] is None or top[1] is None else Likeliest(top[0], top[1]),
-    )
-
-
-def _routing(
-    rollout: Rollout, parts: list[MicroBatchScores], loaded: LoadedModel
-) -> Routing | None:
-    routes = [part.routes for part in parts if part.routes is not None]
-    if not routes:
-        return None
-    moe = loaded.scorer.moe
-    rows = np.argsort(np.concatenate([part.tokens for part in parts]), kind="stable")
-    margins = [margin for _, _, margin in routes if margin is not None]
-    return Routing(
-        layers=tuple(layer.index for layer in moe),
-        num_experts=moe[0].num_experts,
-        ids=np.concatenate([ids for ids, _, _ in routes])[rows],
-        present=np.ones(len(rollout.token_ids), np.bool_),
-        weights=np.concatenate([weights for _, weights, _ in routes])[rows],
-        margin=np.concatenate(margins)[rows] if len(margins) == len(routes) else None,
+        likeliest=Likeliest(stats["likeliest_ids"], stats["likeliest"]) if kept else None,
     )
 
 
@@ -216,10 +206,20 @@ def fingerprint(
     """Facts about one pass; all ranks must call it (shards and digests are summed over them)."""
     import transformers
 
-    spec, scorer = job.spec, loaded.scorer
+    spec, scorer, device = job.spec, loaded.scorer, world.device
+    kind = job.name.partition(":")[0]
+    head_dtype = spec.head_dtype or spec.autocast or spec.dtype
+    policies = [
+        module._get_fsdp_state()._mp_policy
+        for module in scorer.modules()
+        if isinstance(module, FSDPModule)
+    ]
+    config = resolved(scorer.model, loaded.attention.honours_sinks) | {"head_dtype": head_dtype}
+    if scorer.moe:
+        config["router_dtype"] = spec.router_dtype or spec.autocast or spec.dtype
     shares = world.gather((resident_share(scorer), loaded.peak_bytes)) or []
     facts: Fingerprint = {
-        "mode": _mode(job.name),
+        "mode": kind if kind in ("reference", PLAIN) else "train",
         "backend": "fsdp2",
         "model": spec.model,
         "revision": spec.revision,
@@ -228,15 +228,18 @@ def fingerprint(
         "master_dtype": loaded.master_dtype,
         "offload": spec.offload,
         "autocast": spec.autocast,
-        "head_dtype": spec.head_dtype or spec.autocast or spec.dtype,
+        "head_dtype": head_dtype,
         "router_dtype": spec.router_dtype,
         "temperature_in": spec.temperature_in,
         "logprobs_dtype": spec.logprobs_dtype or "fp32",
         "attention": loaded.attention.label,
         "attention_requested": spec.attention,
         "honours_sinks": loaded.attention.honours_sinks,
-        "cast_forward_inputs": _casts_inputs(scorer),
-        "config": _configuration(loaded, spec),
+        # Whether FSDP2 casts what enters a wrapped module, RoPE tables among it.
+        "cast_forward_inputs": any(
+            policy.cast_forward_inputs and policy.param_dtype is not None for policy in policies
+        ),
+        "config": config,
         "experts": loaded.experts,
         "moe": bool(scorer.moe),
         "routing": routing,
@@ -247,7 +250,7 @@ def fingerprint(
         "logprobs_temperature": sampling.scored_temperature,
         "logprobs_truncated": False,
         "world_size": world.size,
-        "device": _device_name(world.device),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "float32_matmul": torch.get_float32_matmul_precision(),
         "cudnn_tf32": torch.backends.cudnn.allow_tf32,
         "versions": {
@@ -268,33 +271,12 @@ def fingerprint(
     return facts
 
 
-def _casts_inputs(scorer: Scorer) -> bool:
-    """Whether FSDP2 casts what enters a wrapped module, RoPE tables among it."""
-    policies = [m._get_fsdp_state()._mp_policy for m in scorer.modules()
-                if isinstance(m, FSDPModule)]  # fmt: skip
-    return any(p.cast_forward_inputs and p.param_dtype is not None for p in policies)
-
-
-def _configuration(loaded: LoadedModel, spec: TrainSpec) -> dict[str, Any]:
-    """What the loaded model computes with, and the dtypes that this pass sets."""
-    dtype = spec.autocast or spec.dtype
-    return resolved(loaded.scorer.model, loaded.attention.honours_sinks) | {
-        "head_dtype": spec.head_dtype or dtype,
-        **({"router_dtype": spec.router_dtype or dtype} if loaded.scorer.moe else {}),
-    }
-
-
-def _mode(name: str) -> str:
-    """What a pass is for: "reference", "plain" (a yardstick), or "train"."""
-    kind = name.partition(":")[0]
-    return kind if kind in ("reference", PLAIN) else "train"
-
-
 def _contents(world: World, loaded: LoadedModel) -> Fingerprint:
     """Hashes of files and weights, computed once per load: passes do not change them."""
     if loaded.scorer not in _digests:
+        directory = loaded.directory if world.rank == 0 else None
         _digests[loaded.scorer] = {
-            "source_files": _sources(world, loaded),
+            "source_files": {} if directory is None else source_hashes(directory),
             "weights": loaded_digests(world, loaded),
         }
     return _digests[loaded.scorer]
@@ -329,32 +311,3 @@ def loaded_digests(world: World, loaded: LoadedModel) -> dict[str, Digest]:
     return {
         name: tuple(int(value) for value in row) for name, row in zip(tensors, totals, strict=True)
     }
-
-
-def _sources(world: World, loaded: LoadedModel) -> dict[str, str]:
-    if world.rank != 0 or loaded.directory is None:
-        return {}
-    return source_hashes(loaded.directory)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def intervention_facts(spec: TrainSpec, source: ReplaySource | None, overruled: int) -> Fingerprint:
-    """The fingerprint's entries on replayed routes and injected disturbances.
-
-    Args:
-        overruled: (token, layer) pairs whose own choice of experts was replaced.
-    """
-    facts: Fingerprint = {"replay": None, "injected": None}
-    if source is not None:
-        facts["replay"] = {
-            "mode": source.mode,
-            "source": source.name,
-            **source.rows(),
-            "overruled": overruled,
-        }
-    if spec.inject:
-        facts["injected"] = {**dict(spec.inject), "seed": spec.inject_seed}
-    return facts

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -104,13 +104,11 @@ class Scorer(nn.Module):
                 recorder = routers.enter_context(recording(self.moe)) if options.routing else None
                 hidden = self.hidden(batch)
             routes = recorder.finished() if recorder is not None else None
-            rows = hidden.reshape(-1, hidden.shape[-1])[predicting]
-            head, vocabulary = self._head(options), self._vocabulary()
             stats = token_stats(
-                rows,
+                hidden.reshape(-1, hidden.shape[-1])[predicting],
                 targets,
-                head,
-                vocabulary,
+                self._head(options),
+                int(self.model.get_output_embeddings().weight.shape[0]),
                 options.sampling,
                 rounding=options.rounding,
                 captured=captured,
@@ -164,7 +162,11 @@ class Scorer(nn.Module):
             raise MismatchError(
                 f"{family}: no masks for packed documents: {error}", "use --layout padding"
             ) from error
-        if not isinstance(masks, dict) or takes_mask_per_layer_type(self.decoder):
+        if not isinstance(masks, dict):
+            return masks
+        # Whether the decoder's forward accepts ``{"full_attention": mask, …}``.
+        source = inspect.getsource(inspect.unwrap(type(self.decoder).forward))
+        if re.search(r"isinstance\([^)]*attention_mask[^)]*dict\)", source):
             return masks
         if len(masks) == 1:
             return next(iter(masks.values()))
@@ -173,9 +175,6 @@ class Scorer(nn.Module):
             "packed documents would leak",
             "use --layout padding",
         )
-
-    def _vocabulary(self) -> int:
-        return int(self.model.get_output_embeddings().weight.shape[0])
 
     def _head(self, options: ForwardOptions) -> Any:
         """Hidden states [c, H] to logits [c, V], as the family's own forward ends."""
@@ -188,12 +187,7 @@ class Scorer(nn.Module):
 
         def in_dtype(hidden: torch.Tensor) -> torch.Tensor:
             # The requested dtype must not be undone by an enclosing autocast.
-            off = (
-                torch.autocast(hidden.device.type, enabled=False)
-                if options.autocast
-                else nullcontext()
-            )
-            with off:
+            with torch.autocast(hidden.device.type, enabled=False):
                 logits = nn.functional.linear(hidden.to(dtype), weight, bias)
                 return finish_logits(logits, self.decoder_config)
 
@@ -209,12 +203,6 @@ def finish_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
     if cap := getattr(config, "final_logit_softcapping", None):
         logits = torch.tanh(logits / cap) * cap
     return logits
-
-
-def takes_mask_per_layer_type(decoder: nn.Module) -> bool:
-    """Whether the decoder's forward accepts ``{"full_attention": mask, …}``."""
-    source = inspect.getsource(inspect.unwrap(type(decoder).forward))
-    return bool(re.search(r"isinstance\([^)]*attention_mask[^)]*dict\)", source))
 
 
 def torch_dtype(name: str) -> torch.dtype:

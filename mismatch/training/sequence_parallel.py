@@ -94,16 +94,22 @@ class SequenceParallel:
         """This rank's positions of a batch; its ``rows`` stay those of the whole: see `local`."""
         if self.size == 1:
             return batch
-        self.whole = _widened(batch, self.size)
-        width = self.whole.input_ids.shape[1] // self.size
+        # Columns of padding, up to a multiple of N; one more document where rows are packed.
+        more, pad = -batch.input_ids.shape[1] % self.size, torch.nn.functional.pad
+        ids, mask = pad(batch.input_ids, (0, more), value=PAD_ID), batch.attention_mask
+        mask = None if mask is None else pad(mask, (0, more))
+        positions = batch.position_ids
+        if positions is not None:
+            end = torch.arange(more, dtype=positions.dtype, device=positions.device)[None]
+            positions = torch.cat([positions, end], dim=1)
+        self.whole = replace(batch, input_ids=ids, attention_mask=mask, position_ids=positions)
+        width = ids.shape[1] // self.size
         own = slice(self.rank * width, (self.rank + 1) * width)
-        positions = self.whole.position_ids
         if positions is None:
-            positions = torch.arange(self.whole.input_ids.shape[1], device=batch.rows.device)[None]
-        mask = self.whole.attention_mask
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
         return replace(
             self.whole,
-            input_ids=self.whole.input_ids[:, own],
+            input_ids=ids[:, own],
             attention_mask=None if mask is None else mask[:, own],
             position_ids=positions[:, own],
             whole=self.whole,
@@ -170,9 +176,11 @@ class SequenceParallel:
             **options: Any,
         ) -> tuple[torch.Tensor, None]:
             assert self.whole is not None
-            times = _repeats(query.shape[1], key.shape[1], self.size)
+            queries, groups = query.shape[1], key.shape[1]
+            # As often as it takes for every rank to have whole groups of heads.
+            times = next(n for n in range(1, queries // groups + 1) if groups * n % self.size == 0)
             key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
-            heads = slice(*(query.shape[1] // self.size * n for n in (self.rank, self.rank + 1)))
+            heads = slice(*(queries // self.size * n for n in (self.rank, self.rank + 1)))
             if options.get("s_aux") is not None:
                 options["s_aux"] = options["s_aux"][heads]
             if "position_ids" in options:
@@ -181,7 +189,14 @@ class SequenceParallel:
             assert run is not None
             # [B, H, S / N, D] to [B, H / N, S, D], and [B, S, H / N, D] to [B, S / N, H, D]
             parts = (self._exchanged(x) for x in (query, key, value))
-            view = _with_heads(module, heads, query.shape[1], key.shape[1])
+            # The module as its kernel sees it: with this rank's heads and sinks.
+            view = copy.copy(module)
+            view.__dict__["num_key_value_groups"] = queries // key.shape[1]
+            sinks = getattr(module, "sinks", None)
+            if isinstance(sinks, torch.Tensor):
+                own = {name: x for name, x in module._parameters.items() if name != "sinks"}
+                view._parameters = own
+                view.__dict__["sinks"] = sinks[heads]
             return self._exchanged(run(view, *parts, attention_mask, *rest, **options)[0]), None
 
         return attention
@@ -199,38 +214,6 @@ def _group(size: int) -> dist.ProcessGroup:
     subgroups: Any = dist.new_subgroups  # it has no types
     own: dist.ProcessGroup = subgroups(group_size=size)[0]
     return own
-
-
-def _widened(batch: Batch, size: int) -> Batch:
-    """The batch with columns of padding, up to a multiple of ``size``; one more document."""
-    more = -batch.input_ids.shape[1] % size
-    pad = torch.nn.functional.pad
-    mask, positions = batch.attention_mask, batch.position_ids
-    if positions is not None and more:
-        end = torch.arange(more, device=positions.device)[None]
-        positions = torch.cat([positions, end], dim=1)
-    return replace(
-        batch,
-        input_ids=pad(batch.input_ids, (0, more), value=PAD_ID),
-        attention_mask=None if mask is None else pad(mask, (0, more)),
-        position_ids=positions,
-    )
-
-
-def _repeats(heads: int, groups: int, size: int) -> int:
-    """How often keys and values are repeated so that every rank has whole groups of heads."""
-    return next(n for n in range(1, heads // groups + 1) if groups * n % size == 0)
-
-
-def _with_heads(module: torch.nn.Module, heads: slice, queries: int, keys: int) -> torch.nn.Module:
-    """The attention module as its kernel sees it: with this rank's heads and sinks."""
-    view = copy.copy(module)
-    view.__dict__["num_key_value_groups"] = queries // keys
-    sinks = getattr(module, "sinks", None)
-    if isinstance(sinks, torch.Tensor):
-        view._parameters = {k: v for k, v in module._parameters.items() if k != "sinks"}
-        view.__dict__["sinks"] = sinks[heads]
-    return view
 
 
 class _Exchange(torch.autograd.Function):

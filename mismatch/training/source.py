@@ -77,18 +77,11 @@ def dequantising(config: Any) -> dict[str, Any]:
 
 
 def model_directory(spec: TrainSpec) -> Path | None:
-    """Directory of the model's files, in the hub's cache if need be."""
-    from transformers.utils.hub import cached_file
-
+    """Return the directory of the model's files, in the hub's cache if need be."""
     if Path(spec.model).is_dir():
         return Path(spec.model)
-    path = cached_file(
-        spec.model,
-        "config.json",
-        revision=spec.revision,
-        _raise_exceptions_for_missing_entries=False,
-    )
-    return Path(path).parent if path else None
+    config = _file(spec, "config.json")
+    return None if config is None else config.parent
 
 
 def require_tokenizer(directory: Path) -> None:
@@ -148,13 +141,12 @@ def header_dtypes(path: Path) -> set[str]:
 
 
 def buffers_are_fixed(config: Any, trust_remote_code: bool) -> bool:
-    """Whether no floating buffer of the model follows the dtype that it is built in."""
+    """Return whether no floating buffer of the model follows the dtype that it is built in."""
     narrow, wide = (
-        {
-            name: buffer.dtype
-            for name, buffer in skeleton(config, trust_remote_code, dtype).named_buffers()
-        }
-        for dtype in (torch.bfloat16, torch.float32)
+        [(name, buffer.dtype) for name, buffer in bare.named_buffers()]
+        for bare in (
+            skeleton(config, trust_remote_code, dtype) for dtype in (torch.bfloat16, torch.float32)
+        )
     )
     return narrow == wide
 

@@ -7,18 +7,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from mismatch.errors import EmptyComparison, MismatchError
+from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
 from mismatch.models.moe import CAPTURED, DENSE, NOT_ASKED, ROUTER_NOISE
 from mismatch.specs import TrainSpec
 from mismatch.training.distributed import World
 from mismatch.training.load import LoadedModel
 from mismatch.training.logprobs import Rounding
 from mismatch.training.packing import Batch, MicroBatch, collate
-from mismatch.training.routing.interventions import RouterDtype, RouterNoise
+from mismatch.training.routing.interventions import (
+    RouterDtype,
+    RouterIntervention,
+    RouterNoise,
+)
 from mismatch.training.routing.replay import Replay, ReplaySource, require_interventions_work
 from mismatch.training.scorer import ForwardOptions, torch_dtype
 from mismatch.training.sequence_parallel import SequenceParallel
-from mismatch.types import Bools, Ints, Rollout
+from mismatch.types import Ints, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +69,19 @@ def to_device(
     batch = replace(parallel.split(whole), rows=rows)
     targets, tokens = tokens[acting][predicted], tokens[here]
     target_ids = torch.from_numpy(rollout.token_ids[targets]).to(device)
+    interventions: list[RouterIntervention] = []
     replay = None if source is None else source.on(tokens, batch)
-    candidates = (replay, _noise(spec, rollout, group, batch, here), _router_dtype(spec))
-    interventions = tuple(change for change in candidates if change is not None)
-    options = replace(options, interventions=interventions)
-    return DeviceBatch(tokens, targets, batch, predicting, target_ids, options, replay)
-
-
-def _noise(
-    spec: TrainSpec, rollout: Rollout, group: MicroBatch, batch: Batch, here: Bools
-) -> RouterNoise | None:
+    if replay is not None:
+        interventions.append(replay)
     sigma = dict(spec.inject).get(ROUTER_NOISE)
-    if sigma is None:
-        return None
-    return RouterNoise.of(sigma, spec.inject_seed, rollout, group.sequences, batch, here)
-
-
-def _router_dtype(spec: TrainSpec) -> RouterDtype | None:
-    return None if spec.router_dtype is None else RouterDtype(torch_dtype(spec.router_dtype))
+    if sigma is not None:
+        chosen = np.asarray(group.sequences, np.int64)
+        lengths = np.diff(rollout.offsets)[chosen]
+        interventions.append(RouterNoise(sigma, spec.inject_seed, chosen, lengths, batch, here))
+    if spec.router_dtype is not None:
+        interventions.append(RouterDtype(torch_dtype(spec.router_dtype)))
+    options = replace(options, interventions=tuple(interventions))
+    return DeviceBatch(tokens, targets, batch, predicting, target_ids, options, replay)
 
 
 HEAD_TOLERANCE = 0.02  # of the logits' range; our head runs the same matmul as the family's
@@ -105,11 +104,28 @@ def prepare_pass(
         EmptyComparison, MismatchError: no action token, token ids outside the vocabulary, dropout
             in a pass with gradients, a head or layout of a family that is not reproduced.
     """
-    _require_scorable(rollout, loaded)
+    if rollout.n_actions == 0:
+        raise EmptyComparison("the rollout has no action token to score")
+    config = loaded.scorer.decoder_config
+    highest = int(rollout.token_ids.max())
+    if highest >= config.vocab_size or int(rollout.token_ids.min()) < 0:
+        raise MismatchError(
+            f"token id {highest} lies outside the vocabulary of {loaded.spec.model} "
+            f"({config.vocab_size})",
+            "score with the model (and tokenizer) that produced the rollout",
+        )
     if spec.grad:
         _require_no_dropout(loaded)
     loaded.scorer.train(spec.grad)
-    options = _options(spec, rollout, loaded)
+    options = ForwardOptions(
+        sampling=rollout.sampling,
+        autocast=torch_dtype(spec.autocast) if spec.autocast else None,
+        head_dtype=torch_dtype(spec.head_dtype) if spec.head_dtype else None,
+        routing=spec.routing and bool(loaded.scorer.moe),
+        rounding=Rounding(
+            spec.temperature_in, torch_dtype(spec.logprobs_dtype) if spec.logprobs_dtype else None
+        ),
+    )
     with torch.no_grad():
         loaded.once((spec.layout, spec.grad), lambda: _probe_scoring(loaded, spec, world))
         routing_note = loaded.once(
@@ -122,124 +138,80 @@ def prepare_pass(
     return options, routing_note
 
 
-def _options(spec: TrainSpec, rollout: Rollout, loaded: LoadedModel) -> ForwardOptions:
-    return ForwardOptions(
-        sampling=rollout.sampling,
-        autocast=torch_dtype(spec.autocast) if spec.autocast else None,
-        head_dtype=torch_dtype(spec.head_dtype) if spec.head_dtype else None,
-        routing=spec.routing and bool(loaded.scorer.moe),
-        rounding=Rounding(
-            spec.temperature_in, torch_dtype(spec.logprobs_dtype) if spec.logprobs_dtype else None
-        ),
-    )
-
-
-def _require_scorable(rollout: Rollout, loaded: LoadedModel) -> None:
-    if rollout.n_actions == 0:
-        raise EmptyComparison("the rollout has no action token to score")
-    config = loaded.scorer.decoder_config
-    highest = int(rollout.token_ids.max())
-    if highest >= config.vocab_size or int(rollout.token_ids.min()) < 0:
-        raise MismatchError(
-            f"token id {highest} lies outside the vocabulary of {loaded.spec.model} "
-            f"({config.vocab_size})",
-            "score with the model (and tokenizer) that produced the rollout",
-        )
-
-
 def _require_no_dropout(loaded: LoadedModel) -> None:
-    """Train mode must change nothing but gradients, or the pass would measure dropout."""
-    config = loaded.scorer.decoder_config.to_dict()
-    active = {
-        name: value
-        for name, value in config.items()
-        if ("dropout" in name or name.endswith("_pdrop") or "jitter" in name)
-        and isinstance(value, float)
-        and value > 0
-    }
-    if active:
-        name, value = next(iter(active.items()))
-        raise MismatchError(
-            f"{loaded.spec.model} has {name} = {value}: a train-mode pass would be random",
-            f"set {name} to 0 in config.json, as RL trainers do, or leave the grad pass out",
-        )
+    """Refuse dropout: train mode must change nothing but gradients."""
+    for name, value in loaded.scorer.decoder_config.to_dict().items():
+        random = "dropout" in name or name.endswith("_pdrop") or "jitter" in name
+        if random and isinstance(value, float) and value > 0:
+            raise MismatchError(
+                f"{loaded.spec.model} has {name} = {value}: a train-mode pass would be random",
+                f"set {name} to 0 in config.json, as RL trainers do, or leave the grad pass out",
+            )
 
 
 def _probe_scoring(loaded: LoadedModel, spec: TrainSpec, world: World) -> None:
     """Run a few tokens: the head must be reproduced, packed documents must not see each other."""
-    vocabulary = loaded.scorer.decoder_config.vocab_size
-    first, second, third = (np.arange(8) * step % vocabulary for step in (3, 5, 7))
     scorer = loaded.scorer
-    plain = collate([first], "padding", world.device)
-    gap = float(scorer(scorer.head_gap, plain))
+    family, vocabulary = scorer.decoder_config.model_type, scorer.decoder_config.vocab_size
+    first, second, third = (np.arange(8) * step % vocabulary for step in (3, 5, 7))
+    gap = float(scorer(scorer.head_gap, collate([first], "padding", world.device)))
     if not gap <= HEAD_TOLERANCE:
         raise MismatchError(
-            f"{scorer.decoder_config.model_type}: its forward does more to the logits than the "
-            f"language-model head (difference {gap:.3g})",
+            f"{family}: its forward does more to the logits than the language-model head "
+            f"(difference {gap:.3g})",
             "this architecture cannot be scored yet; please report it",
         )
-    if spec.layout == "packing":
-        leak = _leak(loaded, (first, second, third), world)
-        if not leak <= LEAK_TOLERANCE:
-            raise MismatchError(
-                f"{scorer.decoder_config.model_type}: packed documents see each other (changing "
-                f"one moves the next by {leak:.2g} standard deviations)",
-                "use --layout padding",
-            )
+    if spec.layout != "packing":
+        return
+    # The change of a document's hidden states when the document before it changes, as the median
+    # over its tokens, in standard deviations: a leak moves all of them (by 1.4 to 3 for gpt-oss),
+    # while other rows in the experts' matmuls change a few in their last bits.
+    packed = [collate([other, second], "packing", world.device) for other in (first, third)]
+    before, after = (scorer(scorer.hidden, batch)[0, len(first) :].float() for batch in packed)
+    leak = float(((before - after).abs().amax(-1) / before.std()).median())
+    if not leak <= LEAK_TOLERANCE:
+        raise MismatchError(
+            f"{family}: packed documents see each other (changing one moves the next by "
+            f"{leak:.2g} standard deviations)",
+            "use --layout padding",
+        )
 
 
 def _probe_parts(world: World, loaded: LoadedModel, spec: TrainSpec) -> None:
-    """Ranks that share sequences compute the hidden states that each computes alone."""
+    """Ranks that share sequences must compute the hidden states that each computes alone."""
     if spec.sequence_parallel == 1:
         return
-    gap = loaded.once((spec.layout, "parts"), lambda: _gap_of_parts(world, loaded, spec))
+    scorer, config = loaded.scorer, loaded.scorer.decoder_config
+
+    def typical_gap() -> float:
+        """Return the median over tokens: near ties of experts may move a few."""
+        parallel = SequenceParallel.of(world, spec.sequence_parallel)
+        documents = [np.arange(length) * 5 % config.vocab_size for length in (19, 8)]
+        whole = collate(documents, spec.layout, world.device)
+        alone: torch.Tensor = scorer(scorer.hidden, whole).flatten(0, 1).float()
+        here, rows = parallel.local(whole.rows, whole.input_ids.shape[1])
+        with parallel.installed(loaded.attention.implementation):
+            shared = scorer(scorer.hidden, parallel.split(whole)).flatten(0, 1).float()
+        gaps = (alone[whole.rows[torch.from_numpy(here)]] - shared[rows]).abs().amax(-1)
+        gathered = world.gather((gaps / alone[whole.rows].std()).cpu())
+        typical = torch.zeros((), dtype=torch.float64)
+        if gathered is not None:
+            typical += torch.cat(gathered).median()
+        return float(world.sum(typical))
+
+    gap = loaded.once((spec.layout, "parts"), typical_gap)
     if not gap <= PART_TOLERANCE:
         raise MismatchError(
-            f"{loaded.scorer.decoder_config.model_type}: sequences that are split over ranks give "
-            f"other hidden states (by {gap:.2g} standard deviations)",
+            f"{config.model_type}: sequences that are split over ranks give other hidden states "
+            f"(by {gap:.2g} standard deviations)",
             "leave --sequence-parallel out",
         )
-
-
-def _gap_of_parts(world: World, loaded: LoadedModel, spec: TrainSpec) -> float:
-    """The median over tokens, the same on all ranks: near ties of experts may move a few."""
-    scorer, vocabulary = loaded.scorer, loaded.scorer.decoder_config.vocab_size
-    parallel = SequenceParallel.of(world, spec.sequence_parallel)
-    documents = [np.arange(length) * 5 % vocabulary for length in (19, 8)]
-    whole = collate(documents, spec.layout, world.device)
-    alone: torch.Tensor = scorer(scorer.hidden, whole).flatten(0, 1).float()
-    here, rows = parallel.local(whole.rows, whole.input_ids.shape[1])
-    with parallel.installed(loaded.attention.implementation):
-        shared = scorer(scorer.hidden, parallel.split(whole)).flatten(0, 1).float()
-    gaps = (alone[whole.rows[torch.from_numpy(here)]] - shared[rows]).abs().amax(-1) / alone[
-        whole.rows
-    ].std()
-    largest = world.gather(gaps.cpu())
-    typical = torch.zeros((), dtype=torch.float64)
-    if largest is not None:
-        typical += torch.cat(largest).median()
-    return float(world.sum(typical))
-
-
-def _leak(loaded: LoadedModel, documents: tuple[Ints, Ints, Ints], world: World) -> float:
-    """Change of a document's hidden states when the document before it changes.
-
-    The median over its tokens, in standard deviations: a leak moves all of them (by 1.4 to 3 for
-    gpt-oss), while other rows in the experts' matmuls change a few in their last bits.
-    """
-    first, second, third = documents
-    packed = [collate([document, second], "packing", world.device) for document in (first, third)]
-    scorer = loaded.scorer
-    before, after = (scorer(scorer.hidden, batch)[0, len(first) :].float() for batch in packed)
-    return float(((before - after).abs().amax(-1) / before.std()).median())
 
 
 def _probe_routing(
     loaded: LoadedModel, options: ForwardOptions, spec: TrainSpec, world: World
 ) -> str:
-    """ "captured", or why not, from a forward pass of a few tokens."""
-    from mismatch.errors import CorruptCapture
-
+    """Return "captured", or why not, from a forward pass of a few tokens."""
     if not loaded.scorer.moe:
         return DENSE
     if not spec.routing:

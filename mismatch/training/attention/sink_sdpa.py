@@ -181,7 +181,14 @@ class _Blocked(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, rule = ctx.saved_tensors, ctx.rule
         pairs = zip(inputs, ctx.needs_input_grad[:-1], strict=True)
-        sums = _Sums(*(_sum_of(x) if x is not None and need else None for x, need in pairs))
+        sums = _Sums(
+            *(
+                torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+                if x is not None and need
+                else None
+                for x, need in pairs
+            )
+        )
         with ctx.recomputing():
             for span in rule.mask.spans:
                 _backward_of(span, rule, grad, inputs, sums)
@@ -199,10 +206,6 @@ class _Sums(NamedTuple):
     key: torch.Tensor | None
     value: torch.Tensor | None
     sinks: torch.Tensor | None
-
-
-def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 
 class _Parts(NamedTuple):
@@ -234,34 +237,27 @@ def _parts(
     [heads, queries, keys], and fused kernels have no gradient for it.
     """
     (batch, heads, _, size), more = query.shape, 0 if sinks is None else 1
-    width, dtype = max(size + more * EXTRA, value.shape[-1]), _computing(query)
+    device, dtype = query.device.type, query.dtype
+    if dtype == torch.float32 and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)  # inputs are rounded before, not by the kernel
+    width = max(size + more * EXTRA, value.shape[-1])
     rows = query.new_zeros(batch, heads, span.stop - span.start, width, dtype=dtype)
     rows[..., :size] = query[:, :, span.start : span.stop]
-    keys, values = (_by_head(x, heads, span, more, width, dtype) for x in (key, value))
+
+    def by_head(tensor: torch.Tensor) -> torch.Tensor:
+        """[B, H, keys of the span + more, width] of a [B, Hkv, T, D]: a copy for each head."""
+        keys, groups = span.high - span.low, tensor.shape[1]
+        shape = (batch, groups, heads // groups, keys + more, width)
+        out = tensor.new_zeros(shape, dtype=dtype)
+        out[..., :keys, : tensor.shape[-1]] = tensor[:, :, None, span.low : span.high]
+        return out.flatten(1, 2)
+
+    keys, values = by_head(key), by_head(value)
     if sinks is not None:
         rows[..., size : size + EXTRA] = sinks.to(rows.dtype).view(1, heads, 1, 1)
         terms = _inverse(scale, keys.dtype)
         keys[:, :, -1, size : size + len(terms)] = keys.new_tensor(terms)
     return _Parts(rows, keys, values)
-
-
-def _by_head(
-    tensor: torch.Tensor, heads: int, span: Span, more: int, width: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """[B, H, keys of the span + more, width] of a [B, Hkv, T, D]: a copy for each head's group."""
-    batch, groups, _, size = tensor.shape
-    keys = span.high - span.low
-    out = tensor.new_zeros(batch, groups, heads // groups, keys + more, width, dtype=dtype)
-    out[..., :keys, :size] = tensor[:, :, None, span.low : span.high]
-    return out.flatten(1, 2)
-
-
-def _computing(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype of the fused kernel under autocast: inputs are rounded before, not by it."""
-    device = tensor.device.type
-    if tensor.dtype == torch.float32 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return tensor.dtype
 
 
 def _inverse(scale: float, dtype: torch.dtype) -> list[float]:
@@ -310,15 +306,11 @@ def _backward_of(
             columns = rows[..., size : size + EXTRA]
             sums.sinks.add_(columns.sum((0, 2, 3), dtype=sums.sinks.dtype))
     for total in (sums.key, sums.value):
-        if total is not None:
-            _add_keys(total, next(gradients), span)
-
-
-def _add_keys(total: torch.Tensor, part: torch.Tensor, span: Span) -> None:
-    """Add the gradient of a block's keys or values, summed over the heads that share them."""
-    groups = part.reshape(len(part), total.shape[1], -1, *part.shape[2:])
-    own = groups[..., : span.high - span.low, : total.shape[-1]]
-    total[:, :, span.low : span.high] += own.sum(2, dtype=total.dtype)
+        if total is not None:  # summed over the heads that share the keys
+            part = next(gradients)
+            groups = part.reshape(len(part), total.shape[1], -1, *part.shape[2:])
+            own = groups[..., : span.high - span.low, : total.shape[-1]]
+            total[:, :, span.low : span.high] += own.sum(2, dtype=total.dtype)
 
 
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max

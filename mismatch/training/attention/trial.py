@@ -71,7 +71,7 @@ class Trial:
 
 
 def geometry_of(model: Any, sinks: bool) -> Geometry:
-    """From the configuration and the modules of a model, which may be on the meta device."""
+    """Read the configuration and the modules of a model, which may be on the meta device."""
     sizes = ModelConfig.of(model.config)
     return Geometry(
         heads=sizes.heads,
@@ -85,7 +85,7 @@ def geometry_of(model: Any, sinks: bool) -> Geometry:
 
 
 def scaling_of(model: Any) -> float | None:
-    """Of the first attention layer; families set it in many ways."""
+    """Return the scaling of the first attention layer; families set it in many ways."""
     scales = (getattr(module, "scaling", None) for module in model.modules())
     return next((scale for scale in scales if isinstance(scale, float)), None)
 
@@ -101,18 +101,38 @@ def try_kernel(
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    function = ALL_ATTENTION_FUNCTIONS[implementation]
-    limit, worst = LIMITS[dtype], Trial("", "", 0.0, {})
-    for case in _cases(geometry, device):
-        try:
-            with torch.enable_grad():
-                trial = _try_case(function, implementation, geometry, case, dtype)
-        except Exception as error:  # a kernel may raise anything: no build, dtype, head size …
-            return Trial(f"it does not run: {named_line(error)}")
-        worst = _worse(worst, trial, case.name, limit)
-        if worst.fault:
-            break
-    return worst
+    function, limit = ALL_ATTENTION_FUNCTIONS[implementation], LIMITS[dtype]
+    worst, backward_fault = 0.0, ""
+    gradients: dict[str, float] = {}
+    with torch.enable_grad():
+        for case in _cases(geometry, device):
+            inputs = _inputs(geometry, device, dtype)
+            exact = [x.detach().double().requires_grad_() for x in inputs]
+            reference = definition(exact, case.allowed, geometry.scaling)
+            try:
+                layer = _layer(geometry, implementation, inputs, dtype)
+                out = _call(function, layer, inputs, case, geometry, dtype)
+            except Exception as error:  # a kernel may raise anything: no build, dtype, size …
+                return Trial(f"it does not run: {named_line(error)}")
+            off = relative_error(out, reference)
+            worst = max(worst, off)
+            if not off <= limit:
+                fault = f"output off by {_percent(off)} ({case.name})"
+                return Trial(fault, backward_fault, worst, gradients)
+            weights = torch.randn(reference.shape, generator=_draw(device, 1), device=device)
+            expected = torch.autograd.grad(reference, exact, weights.to(reference.dtype))
+            try:
+                given = torch.autograd.grad(out, inputs, weights.to(out.dtype), allow_unused=True)
+            except Exception as error:
+                fault = f"its backward pass does not run: {named_line(error)}"
+                backward_fault = backward_fault or fault
+                continue
+            errors = dict(zip(NAMES, map(relative_error, given, expected), strict=False))
+            gradients = {name: max(gradients.get(name, 0.0), e) for name, e in errors.items()}
+            wrong = [f"{n} by {_percent(e)}" for n, e in errors.items() if not e <= 2 * limit]
+            if wrong and not backward_fault:
+                backward_fault = f"gradient off: {', '.join(wrong)} ({case.name})"
+    return Trial("", backward_fault, worst, gradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,35 +174,6 @@ def _cases(geometry: Geometry, device: torch.device) -> Iterator[_Case]:
     packed = {**plain, "position_ids": (rows - border * document)[None]}
     mask_function = and_masks(causal_mask_function, packed_sequence_mask_function(document[None]))
     yield _Case("two documents in a row", mask_function, own, packed)
-
-
-def _try_case(
-    function: Callable[..., Any],
-    implementation: str,
-    geometry: Geometry,
-    case: _Case,
-    dtype: torch.dtype,
-) -> Trial:
-    inputs = _inputs(geometry, case.allowed.device, dtype)
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    reference = definition(exact, case.allowed, geometry.scaling)
-    layer = _layer(geometry, implementation, inputs, dtype)
-    out = _call(function, layer, inputs, case, geometry, dtype)
-    forward = relative_error(out, reference)
-    if not forward <= LIMITS[dtype]:
-        return Trial("", "", forward)
-    device = reference.device
-    weights = torch.randn(reference.shape, generator=_draw(device, 1), device=device)
-    expected = torch.autograd.grad(reference, exact, weights.to(reference.dtype))
-    try:
-        gradients_of = torch.autograd.grad(out, inputs, weights.to(out.dtype), allow_unused=True)
-    except Exception as error:
-        return Trial("", f"its backward pass does not run: {named_line(error)}", forward)
-    errors = {
-        name: relative_error(ours, theirs)
-        for name, ours, theirs in zip(NAMES, gradients_of, expected, strict=False)
-    }
-    return Trial("", "", forward, errors)
 
 
 def _inputs(geometry: Geometry, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -296,22 +287,6 @@ def _call(
     if out.shape != expected:
         raise ValueError(f"it returns {tuple(out.shape)}, not [B, T, H, Dv] = {expected}")
     return out
-
-
-def _worse(worst: Trial, other: Trial, case: str, limit: float) -> Trial:
-    """The maximum of errors, and the first fault."""
-    forward = max(worst.forward or 0.0, other.forward or 0.0)
-    gradients = {
-        name: max(worst.gradients.get(name, 0.0), error) for name, error in other.gradients.items()
-    }
-    fault = worst.fault
-    if other.forward is not None and not other.forward <= limit:
-        fault = f"output off by {_percent(other.forward)} ({case})"
-    backward = worst.backward_fault or other.backward_fault
-    off = [f"{n} by {_percent(e)}" for n, e in other.gradients.items() if not e <= 2 * limit]
-    if off and not backward:
-        backward = f"gradient off: {', '.join(off)} ({case})"
-    return Trial(fault, backward, forward, gradients or worst.gradients)
 
 
 def _percent(error: float) -> str:

@@ -103,8 +103,12 @@ def experts_call(
     weights = [t for t in inputs[1:] if ids and t.is_floating_point() and t.shape == ids[0].shape]
     if len(ids) != 1 or len(weights) != 1:
         return None
-    same = choice is not None and _same_sets(choice.ids, ids[0])
-    return LayerRoutes(ids[0], weights[0], choice.margin if same and choice is not None else None)
+    gap = None
+    if choice is not None:
+        chosen, used = (x.reshape(-1, x.shape[-1]).sort(-1).values for x in (choice.ids, ids[0]))
+        if chosen.shape == used.shape and torch.equal(chosen.to(used.dtype), used):
+            gap = choice.margin
+    return LayerRoutes(ids[0], weights[0], gap)
 
 
 def _llama4(
@@ -179,36 +183,18 @@ def family_of(config: Any) -> Family:
     return SPECIAL_FAMILIES.get(config.get_text_config().model_type, DEFAULT_FAMILY)
 
 
-def count_experts(module: torch.nn.Module, family: Family) -> int | None:
-    """E of a module of experts (or router); None where it is not one."""
-    for name in COUNTS:
-        count = getattr(module, name, None)
-        if isinstance(count, int):
-            return count + family.extra_choices
-    return None
+# (torch's function, its arguments by place and by name) -> the result of the call
+Override = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def _same_sets(chosen: torch.Tensor, used: torch.Tensor) -> bool:
-    chosen, used = chosen.reshape(-1, chosen.shape[-1]), used.reshape(-1, used.shape[-1])
-    if chosen.shape != used.shape:
-        return False
-    return torch.equal(chosen.sort(-1).values.to(used.dtype), used.sort(-1).values)
+class Overriding(TorchFunctionMode):
+    """While it is entered, a function is called in place of torch's own."""
 
+    def __init__(self, override: Override) -> None:
+        super().__init__()
+        self.override = override
 
-class OverrideMode(TorchFunctionMode):
-    """While it is entered, :meth:`override` is called in place of torch's functions."""
-
-    def override(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of one call; ``func(*args, **kwargs)`` is torch's own."""
-        raise NotImplementedError
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.override(func, args, kwargs or {})
 
 
@@ -236,23 +222,25 @@ def moe_layers(decoder: torch.nn.Module) -> list[MoeLayer]:
     for name, module in decoder.named_modules():
         match = LAYER.search(name)
         if match and name.endswith(family.module):
-            count = count_experts(module, family)
+            counts = (getattr(module, attribute, None) for attribute in COUNTS)
+            count = next((count for count in counts if isinstance(count, int)), None)
             if count is not None:
-                layers.append(MoeLayer(int(match.group(1)), module, count, family))
+                experts = count + family.extra_choices
+                layers.append(MoeLayer(int(match.group(1)), module, experts, family))
     return sorted(layers, key=lambda layer: layer.index)
 
 
-class RouteRecorder(OverrideMode):
-    """Records the routes of one forward pass; use it through :func:`recording`."""
+class RouteRecorder:
+    """The routes of one forward pass; use it through :func:`recording`."""
 
     def __init__(self, layers: list[MoeLayer]) -> None:
-        super().__init__()
         self.layers = layers
         self.routes: dict[int, LayerRoutes] = {}
         self._counts = {layer.num_experts for layer in layers}
         self._choice: TopkChoice | None = None
 
-    def override(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call one of torch's functions, and keep the choice of a top-k over experts."""
         out = func(*args, **kwargs)
         if func in (torch.topk, torch.Tensor.topk):
             scores = args[0] if args else kwargs["input"]
@@ -261,14 +249,23 @@ class RouteRecorder(OverrideMode):
                 self._choice = TopkChoice(out.indices.detach(), margin(scores, k))
         return out
 
-    def read(self, layer: MoeLayer, inputs: list[torch.Tensor], output: Any) -> None:
-        """Called by the hook of a layer's module."""
-        observed, self._choice = layer.family.read(inputs, output, self._choice), None
-        if observed is not None:
-            self.routes[layer.index] = observed.by_row
+    def hook(self, layer: MoeLayer) -> Any:
+        """Read the routes whenever the layer's module runs."""
+
+        def read(module: torch.nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
+            values = (*args, *kwargs.values())
+            inputs = [value for value in values if isinstance(value, torch.Tensor)]
+            observed, self._choice = layer.family.read(inputs, output, self._choice), None
+            if observed is not None:
+                self.routes[layer.index] = observed.by_row
+
+        experts: Any = layer.experts
+        if layer.family.reads_output:
+            return experts.register_forward_hook(read, with_kwargs=True)
+        return experts.register_forward_pre_hook(read, with_kwargs=True)
 
     def finished(self) -> list[LayerRoutes]:
-        """Routes of all layers, in order.
+        """Return the routes of all layers, in order.
 
         Raises:
             CorruptCapture: a layer's experts never ran, or ran in a way that shows no ids.
@@ -287,9 +284,9 @@ def recording(layers: list[MoeLayer]) -> Iterator[RouteRecorder]:
     """Record the routes of the forward pass inside the block."""
     recorder = RouteRecorder(layers)
     token = _current.set(recorder)
-    handles = [_hook(recorder, layer) for layer in layers]
+    handles = [recorder.hook(layer) for layer in layers]
     try:
-        with recorder:
+        with Overriding(recorder.watch):
             yield recorder
     finally:
         _current.reset(token)
@@ -308,22 +305,6 @@ def override_recorded_choice(ids: torch.Tensor) -> None:
     recorder = _current.get()
     if recorder is not None and recorder._choice is not None:
         recorder._choice = TopkChoice(ids.detach(), recorder._choice.margin)
-
-
-def _hook(recorder: RouteRecorder, layer: MoeLayer) -> Any:
-    def hook(
-        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
-    ) -> None:
-        recorder.read(layer, _tensors(args, kwargs), output)
-
-    experts: Any = layer.experts
-    if layer.family.reads_output:
-        return experts.register_forward_hook(hook, with_kwargs=True)
-    return experts.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
 
 
 def why_unreadable(config: Any, decoder: torch.nn.Module) -> str | None:

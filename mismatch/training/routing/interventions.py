@@ -26,8 +26,8 @@ import torch
 
 from mismatch.errors import MismatchError
 from mismatch.training.packing import Batch
-from mismatch.training.routing.capture import MoeLayer, OverrideMode
-from mismatch.types import Bools, Ints, Rollout
+from mismatch.training.routing.capture import MoeLayer, Override, Overriding
+from mismatch.types import Bools, Ints
 
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]  # args, kwargs
 
@@ -143,13 +143,10 @@ def blocks_of(
 
 
 class RouterIntervention:
-    """One change of the routers of a forward pass; fails unless it reached every MoE layer.
-
-    Attributes:
-        unreached: message (with ``{where}`` for the layer) and fix of that error.
-    """
+    """One change of the routers of a forward pass; fails unless it reached every MoE layer."""
 
     unreached: ClassVar[tuple[str, str]]
+    """Message (with ``{where}`` for the layer) and fix of that error."""
 
     def __init__(self) -> None:
         self._entered: set[int] = set()
@@ -158,19 +155,15 @@ class RouterIntervention:
     def mode(self, layer: MoeLayer, block: torch.nn.Module) -> AbstractContextManager[Any]:
         """A context manager around the part of a block that runs before its experts."""
         self._entered.add(layer.index)
-        return self.override_mode(layer, block)
+        return Overriding(self.override(layer, block))
 
-    def override_mode(self, layer: MoeLayer, block: torch.nn.Module) -> OverrideMode:
-        """The mode of one layer."""
+    def override(self, layer: MoeLayer, block: torch.nn.Module) -> Override:
+        """What is called in place of torch's functions in one layer."""
         raise NotImplementedError
 
     def before_experts(self, layer: MoeLayer, arguments: CallArguments) -> CallArguments:
         """The arguments of the experts, changed or not."""
         return arguments
-
-    def reached(self, layer: MoeLayer) -> None:
-        """Record that it took effect in this layer."""
-        self._reached.add(layer.index)
 
     def finish(self) -> None:
         """After the forward pass: raise MismatchError unless every layer was reached."""
@@ -211,22 +204,20 @@ class RouterNoise(RouterIntervention):
         self.sigma, self.seed = sigma, seed
         self.sequences, self.lengths, self.batch, self.own = sequences, lengths, batch, own
 
-    @classmethod
-    def of(
-        cls,
-        sigma: float,
-        seed: int,
-        rollout: Rollout,
-        sequences: tuple[int, ...],
-        batch: Batch,
-        own: Bools | None = None,
-    ) -> RouterNoise:
-        """The noise of a micro-batch of a rollout."""
-        chosen = np.asarray(sequences, np.int64)
-        return cls(sigma, seed, chosen, np.diff(rollout.offsets)[chosen], batch, own)
+    def override(self, layer: MoeLayer, block: torch.nn.Module) -> Override:
+        """Add the noise to the output of the block's first linear map with E outputs."""
+        done = False
 
-    def override_mode(self, layer: MoeLayer, block: torch.nn.Module) -> OverrideMode:
-        return _NoisyLogits(self, layer)
+        def noisy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal done
+            out = func(*args, **kwargs)
+            router = func is torch.nn.functional.linear and out.shape[-1] == layer.num_experts
+            if done or not router:
+                return out
+            done = True
+            return self.added(layer, out)
+
+        return noisy
 
     def draw(self, layer: int, experts: int) -> np.ndarray:
         """Noise of the real tokens (no padding), sequence after sequence: [n, E] float32."""
@@ -245,26 +236,8 @@ class RouterNoise(RouterIntervention):
         noise = torch.zeros(rows, layer.num_experts, device=logits.device)
         drawn = torch.from_numpy(self.draw(layer.index, layer.num_experts))
         noise[self.batch.rows] = drawn.to(logits.device)
-        self.reached(layer)
+        self._reached.add(layer.index)
         return (logits.float() + noise.reshape(logits.shape)).to(logits.dtype)
-
-
-class _NoisyLogits(OverrideMode):
-    """Adds the noise to the output of the block's first linear map with E outputs."""
-
-    def __init__(self, noise: RouterNoise, layer: MoeLayer) -> None:
-        super().__init__()
-        self.noise, self.layer = noise, layer
-        self.done = False
-
-    def override(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
-        if self.done or func is not torch.nn.functional.linear:
-            return out
-        if out.shape[-1] != self.layer.num_experts:
-            return out
-        self.done = True
-        return self.noise.added(self.layer, out)
 
 
 class RouterDtype(RouterIntervention):
@@ -279,28 +252,18 @@ class RouterDtype(RouterIntervention):
         super().__init__()
         self.dtype = dtype
 
-    def override_mode(self, layer: MoeLayer, block: torch.nn.Module) -> OverrideMode:
-        return _Upcast(self, layer)
+    def override(self, layer: MoeLayer, block: torch.nn.Module) -> Override:
+        def cast(value: Any) -> Any:
+            return value.to(self.dtype) if isinstance(value, torch.Tensor) else value
 
+        def upcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if func is not torch.nn.functional.linear:
+                return func(*args, **kwargs)
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            if weight.shape[0] != layer.num_experts:
+                return func(*args, **kwargs)
+            self._reached.add(layer.index)
+            with torch.autocast(weight.device.type, enabled=False):
+                return func(*map(cast, args), **{name: cast(x) for name, x in kwargs.items()})
 
-class _Upcast(OverrideMode):
-    def __init__(self, change: RouterDtype, layer: MoeLayer) -> None:
-        super().__init__()
-        self.change, self.layer = change, layer
-
-    def override(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is not torch.nn.functional.linear:
-            return func(*args, **kwargs)
-        weight = args[1] if len(args) > 1 else kwargs["weight"]
-        if weight.shape[0] != self.layer.num_experts:
-            return func(*args, **kwargs)
-        self.change.reached(self.layer)
-        dtype = self.change.dtype
-        upcast = [_to(value, dtype) for value in args]
-        named = {name: _to(value, dtype) for name, value in kwargs.items()}
-        with torch.autocast(weight.device.type, enabled=False):
-            return func(*upcast, **named)
-
-
-def _to(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) else value
+        return upcast

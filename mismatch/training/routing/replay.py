@@ -12,7 +12,6 @@ cache) and padding keep the model's own choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from mismatch.specs import ReplayMode, TrainSpec
 from mismatch.training.packing import Batch, collate
 from mismatch.training.routing.capture import (
     MoeLayer,
-    OverrideMode,
+    Override,
     moe_layers,
     override_recorded_choice,
     recording,
@@ -76,8 +75,16 @@ class ReplaySource:
                 "use --replay-routing ids: the weights are then recomputed by the model's own gate",
             )
         routing.validate(rollout, scoring.name)
-        if mode == "ids+weights":
-            _require_weights(routing, scoring.name)
+        if mode == "ids+weights" and routing.weights is not None:
+            bad = ~np.isfinite(routing.weights[routing.present]).all(axis=2)
+            if bad.any():
+                row, layer = np.argwhere(bad)[0]
+                token = int(np.flatnonzero(routing.present)[row])
+                raise CorruptCapture(
+                    f"{scoring.name}: corrupt route capture: a weight that is no number for token "
+                    f"{token} at layer {routing.layers[layer]}",
+                    "use --replay-routing ids, or run without routing: --no-routing",
+                )
         return cls(scoring.name, mode, routing)
 
     def require_fits(self, layers: list[MoeLayer]) -> None:
@@ -167,17 +174,57 @@ class Replay(RouterIntervention):
     def top_k(self) -> int:
         return int(self.ids.shape[2])
 
-    def override_mode(self, layer: MoeLayer, block: torch.nn.Module) -> OverrideMode:
-        mode = ROUTER_MODES.get(type(block).__name__, OverrideTopk)
-        return mode(self, layer)
+    def override(self, layer: MoeLayer, block: torch.nn.Module) -> Override:
+        if type(block).__name__ == "PhimoeTopKRouter":
+            return self._override_max_twice(layer)
+
+        def replayed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            """Give the replayed ids and their own scores for a top-k over all experts.
+
+            Calls of other sizes are left alone: some routers score groups of experts first.
+            """
+            out = func(*args, **kwargs)
+            if func not in TOPK:
+                return out
+            scores = args[0] if args else kwargs["input"]
+            if scores.shape[-1] != layer.num_experts or out.indices.shape[-1] != self.top_k:
+                return out
+            ids = self.chosen(layer, out.indices.reshape(-1, self.top_k))
+            override_recorded_choice(ids)
+            values = scores.reshape(-1, layer.num_experts).gather(-1, ids)
+            shape = out.indices.shape
+            return torch.return_types.topk((values.reshape(shape), ids.reshape(shape)))
+
+        return replayed
+
+    def _override_max_twice(self, layer: MoeLayer) -> Override:
+        """For a router that selects one expert after the other by ``max``: Phi-3.5-MoE, K = 2.
+
+        Its mask of near candidates is relative to the selected expert, so it follows the replay.
+        """
+        slots: list[torch.Tensor] = []  # the ids that are still to be given
+
+        def replayed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            out = func(*args, **kwargs)
+            if func not in MAX or not args or args[0].shape[-1] != layer.num_experts:
+                return out
+            scores = args[0]
+            if not slots:  # the router's own second choice: the best of the rest
+                rest = scores.scatter(-1, out.indices, float("-inf"))
+                own = torch.cat([out.indices, rest.argmax(-1, keepdim=True)], -1)
+                chosen = self.chosen(layer, own.reshape(-1, own.shape[-1]))
+                slots.extend(chosen.reshape(own.shape).split(1, dim=-1))
+            ids = slots.pop(0)
+            return torch.return_types.max((scores.gather(-1, ids), ids))
+
+        return replayed
 
     def before_experts(self, layer: MoeLayer, arguments: CallArguments) -> CallArguments:
         """Replace the gate's weights by the replayed ones, in mode "ids+weights"."""
         if self.weights is None:
             return arguments
         args, kwargs = arguments
-        values: dict[int | str, Any] = dict(enumerate(args))
-        values.update(kwargs.items())
+        values: dict[Any, Any] = dict(enumerate(args)) | kwargs
         shape = (len(self.replayed), self.top_k)
         keys = [
             key
@@ -215,7 +262,7 @@ class Replay(RouterIntervention):
         ids = torch.where(self.replayed[:, None], ids, own)
         differ = (ids.sort(-1).values != own.sort(-1).values).any(-1)
         self._overruled[layer.index] = differ.sum()  # a later choice of the same router replaces it
-        self.reached(layer)
+        self._reached.add(layer.index)
         return ids
 
     def finish(self) -> None:
@@ -226,79 +273,6 @@ class Replay(RouterIntervention):
                 f"replay: layer {unweighted[0]} gives its experts no weights to replace",
                 "use --replay-routing ids",
             )
-
-
-class OverrideTopk(OverrideMode):
-    """Replaces the router's top-k over all experts by the replayed ids and their own scores.
-
-    Calls of other sizes are left alone: some routers score groups of experts first.
-    """
-
-    def __init__(self, replay: Replay, layer: MoeLayer) -> None:
-        super().__init__()
-        self.replay, self.layer = replay, layer
-
-    def override(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
-        if func not in TOPK:
-            return out
-        scores = args[0] if args else kwargs["input"]
-        experts, top_k = self.layer.num_experts, self.replay.top_k
-        if scores.shape[-1] != experts or out.indices.shape[-1] != top_k:
-            return out
-        ids = self.replay.chosen(self.layer, out.indices.reshape(-1, top_k))
-        override_recorded_choice(ids)
-        values = scores.reshape(-1, experts).gather(-1, ids)
-        shape = out.indices.shape
-        return torch.return_types.topk((values.reshape(shape), ids.reshape(shape)))
-
-
-class OverrideMaxTwice(OverrideMode):
-    """For routers that select one expert after the other by ``max``: Phi-3.5-MoE, K = 2.
-
-    Its mask of near candidates is relative to the selected expert, so it follows the replay.
-    """
-
-    def __init__(self, replay: Replay, layer: MoeLayer) -> None:
-        super().__init__()
-        self.replay, self.layer = replay, layer
-        self._ids: torch.Tensor | None = None
-        self._slot = 0
-
-    def override(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
-        if func not in MAX or not args or args[0].shape[-1] != self.layer.num_experts:
-            return out
-        scores = args[0]
-        if self._slot == 0:  # the router's own second choice: the best of the rest
-            rest = scores.scatter(-1, out.indices, float("-inf"))
-            own = torch.cat([out.indices, rest.argmax(-1, keepdim=True)], -1)
-            chosen = self.replay.chosen(self.layer, own.reshape(-1, own.shape[-1]))
-            self._ids = chosen.reshape(own.shape)
-        assert self._ids is not None
-        ids = self._ids[..., self._slot : self._slot + 1]
-        self._slot += 1
-        return torch.return_types.max((scores.gather(-1, ids), ids))
-
-
-# Routers that do not choose by one top-k over all experts, by the class of the module that is
-# intercepted (see mismatch.training.routing.interventions.blocks_of).
-ROUTER_MODES: dict[str, Callable[[Replay, MoeLayer], OverrideMode]] = {
-    "PhimoeTopKRouter": OverrideMaxTwice
-}
-
-
-def _require_weights(routing: Routing, source: str) -> None:
-    assert routing.weights is not None
-    bad = ~np.isfinite(routing.weights[routing.present]).all(axis=2)
-    if bad.any():
-        row, layer = np.argwhere(bad)[0]
-        token = int(np.flatnonzero(routing.present)[row])
-        raise CorruptCapture(
-            f"{source}: corrupt route capture: a weight that is no number for token {token} "
-            f"at layer {routing.layers[layer]}",
-            "use --replay-routing ids, or run without routing: --no-routing",
-        )
 
 
 def _listed(layers: tuple[int, ...]) -> str:
@@ -326,7 +300,10 @@ def require_interventions_work(
         return
     source.require_fits(moe)
     batch = collate([np.arange(PROBE_TOKENS)], "padding", device)
-    expected = _every_expert(len(moe), moe[0].num_experts, source.routing.top_k, device)
+    # K consecutive experts, another start in every row and layer.
+    start = torch.arange(PROBE_TOKENS)[:, None, None] + torch.arange(len(moe))[None, :, None]
+    top_k = torch.arange(source.routing.top_k)
+    expected = ((start + top_k) % moe[0].num_experts).to(device)
     columns = {layer.index: column for column, layer in enumerate(moe)}
     replayed = torch.ones(PROBE_TOKENS, dtype=torch.bool, device=device)
     with (
@@ -341,12 +318,6 @@ def require_interventions_work(
                 "other experts than it is told to",
                 "routes of this family cannot be replayed: drop --replay-routing",
             )
-
-
-def _every_expert(layers: int, experts: int, top_k: int, device: torch.device) -> torch.Tensor:
-    """Arbitrary routes [R, L, K]: K consecutive experts, another start in every row and layer."""
-    start = torch.arange(PROBE_TOKENS)[:, None, None] + torch.arange(layers)[None, :, None]
-    return ((start + torch.arange(top_k)) % experts).to(device)
 
 
 def require_interventions_possible(spec: TrainSpec, bare: Any) -> None:
