@@ -102,7 +102,7 @@ def run(job: dict[str, Any], leaves: list[Any], tokens: int) -> None:
     )
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-    from mismatch.training.attention.sink_sdpa import blocked_mask, sink_attention
+    from mismatch.training.attention.sink_sdpa import BlockedMask, sink_attention
 
     query, key, value, sinks = leaves
     module: Any = torch.nn.Module()
@@ -112,7 +112,7 @@ def run(job: dict[str, Any], leaves: list[Any], tokens: int) -> None:
         looks = sliding_window_causal_mask_function(WINDOW)
     eager = job["kernel"] == "eager"
     build, attend = (
-        (eager_mask, eager_attention_forward) if eager else (blocked_mask, sink_attention)
+        (eager_mask, eager_attention_forward) if eager else (BlockedMask, sink_attention)
     )
     mask: Any = build(
         batch_size=1, q_length=tokens, kv_length=tokens, mask_function=looks, dtype=query.dtype

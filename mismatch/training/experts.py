@@ -33,25 +33,16 @@ NAME = "bounded"
 
 
 class Weights(NamedTuple):
-    """The fused weights of a layer's experts; biases None where the family has none.
+    """The fused weights of a layer's experts, or their gradients; None: there is none.
 
     Attributes:
         up: [E, in, out] or, as most families store it, [E, out, in]; gate and up where it is gated.
         down: likewise.
     """
 
-    up: torch.Tensor
+    up: Any
     up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
-
-
-class Grads(NamedTuple):
-    """Gradients of :class:`Weights`; None: not needed."""
-
-    up: torch.Tensor | None
-    up_bias: torch.Tensor | None
-    down: torch.Tensor | None
+    down: Any
     down_bias: torch.Tensor | None
 
 
@@ -160,14 +151,13 @@ class _Bounded(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         hidden, ids, weights, *fused = ctx.saved_tensors
         needed = ctx.needs_input_grad
-        grads = Grads(
-            *(
-                torch.zeros_like(tensor) if tensor is not None and need else None
-                for tensor, need in zip(fused, needed[4:], strict=True)
+        grad_hidden, grad_weights, *buffers = (
+            torch.zeros_like(tensor) if tensor is not None and need else None
+            for tensor, need in zip(
+                (hidden, weights, *fused), (needed[1], *needed[3:]), strict=True
             )
         )
-        grad_hidden = torch.zeros_like(hidden) if needed[1] else None
-        grad_weights = torch.zeros_like(weights) if needed[3] else None
+        grads = Weights(*buffers)
         expert = _Expert(ctx.module, Weights(*fused))
         with ctx.recomputing():
             # Last expert first, as autograd goes through eager's loop: sums round by their order.
@@ -182,7 +172,7 @@ def _backward_of(
     grad: torch.Tensor,
     hidden: torch.Tensor,
     weights: torch.Tensor,
-    grads: Grads,
+    grads: Weights,
     grad_hidden: torch.Tensor | None,
     grad_weights: torch.Tensor | None,
 ) -> None:

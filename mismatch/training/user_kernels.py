@@ -19,7 +19,6 @@ import importlib
 import re
 import sys
 from collections.abc import Callable
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -60,22 +59,11 @@ def load_function(text: str) -> tuple[Callable[..., Any], str]:
         raise MismatchError(
             f"{text}: there is no mask {mask!r}", f"after @ comes one of {', '.join(MASKS)}"
         )
-    function = _import(text, module_name)
-    for part in name.split("."):
-        if not hasattr(function, part):
-            raise MismatchError(f"{text}: {module_name} has no {name}", "check the name after ':'")
-        function = getattr(function, part)
-    if not callable(function):
-        raise MismatchError(f"{text}: {name} is no function", "name something that can be called")
-    return function, mask or DEFAULT_MASK
-
-
-def _import(text: str, module_name: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
     try:
-        return importlib.import_module(module_name)
+        function: Any = importlib.import_module(module_name)
     except Exception as error:  # whatever the user's module raises while it is imported
         fix = "put the folder that holds it on PYTHONPATH, or install the package"
         if not isinstance(error, ModuleNotFoundError):
@@ -83,6 +71,13 @@ def _import(text: str, module_name: str) -> Any:
         raise MismatchError(
             f"{text}: cannot import {module_name}: {named_line(error)}", fix
         ) from error
+    for part in name.split("."):
+        if not hasattr(function, part):
+            raise MismatchError(f"{text}: {module_name} has no {name}", "check the name after ':'")
+        function = getattr(function, part)
+    if not callable(function):
+        raise MismatchError(f"{text}: {name} is no function", "name something that can be called")
+    return function, mask or DEFAULT_MASK
 
 
 def mask_function(mask: str) -> Callable[..., Any] | None:
@@ -97,11 +92,13 @@ def mask_function(mask: str) -> Callable[..., Any] | None:
     if registered is None:
         return None
     builder: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[registered]
-    return builder if mask == "flash" else partial(_always, builder)
+    if mask == "flash":
+        return builder
 
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        return builder(*args, **{**kwargs, "allow_is_causal_skip": False})
 
-def _always(builder: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return builder(*args, **{**kwargs, "allow_is_causal_skip": False})
+    return whole
 
 
 def register_attention(text: str) -> str:

@@ -87,77 +87,75 @@ def resolve_for(
             tried on a few tokens, on a GPU that of ``auto`` too. Without, nothing runs.
     """
     register_kernels()
-    sinks = has_sinks(model)
+    sinks, family = has_sinks(model), model.config.model_type
+    honours = True if sinks else None
     target = None if device is None or dtype is None else (device, dtype)
+    # Families that support flash kernels, which have no 4D masks, hand masks to the kernel
+    # unchanged; DeepSeek-V4 and Hunyuan-V4 append keys of their own and index into eager's mask.
+    passes_masks = bool(model._supports_flash_attn)
+    if name == "auto" and not sinks:
+        return ResolvedAttention(name, "sdpa" if model._supports_sdpa else "eager", None)
+    if name == "auto" and not passes_masks:
+        return ResolvedAttention(name, "eager", True)
     if name == "auto":
-        return _automatic(model, sinks, target)
-    if is_user_kernel(name):
-        return _user_kernel(name, model, sinks, target)
+        # One kernel for all lengths: a pass must not mix two (docs/decisions, number 4). It is
+        # right forward and backward, in bounded memory; which others are faster on a GPU is not
+        # measured yet (decision 7), so there it is tried first.
+        kernel = OUR_KERNELS["sink-sdpa"]
+        if target is None or target[0].type != "cuda":
+            return ResolvedAttention(name, kernel, True)
+        return replace(_tried("sink-sdpa", kernel, model, sinks, target), requested=name)
     if name == "transformers":  # what from_pretrained takes when nobody names a kernel
         name = "sdpa" if model._supports_sdpa else "eager"
     if name in YARDSTICKS:
-        return _yardstick(name, model, sinks)
+        return _yardstick(name, model, sinks, passes_masks)
+    if name in OUR_KERNELS and not sinks:
+        raise MismatchError(
+            f"--attention {name} makes no sense: {family} has no attention sinks",
+            "use --attention auto",
+        )
+    if (name in OUR_KERNELS or is_user_kernel(name)) and not passes_masks:
+        raise MismatchError(
+            f"--attention {name} cannot run {family}, which computes with its masks",
+            "use --attention auto",
+        )
     if name in OUR_KERNELS:
-        if not sinks:
-            raise MismatchError(
-                f"--attention {name} makes no sense: {_family(model)} has no attention sinks",
-                "use --attention auto",
-            )
-        _require_masks_passed_through(name, model)
         return ResolvedAttention(name, OUR_KERNELS[name], name == "sink-sdpa")
+    if is_user_kernel(name):
+        return _tried(name, register_attention(name), model, sinks, target)
     if sinks and name == "sdpa":
         raise MismatchError(
-            f"--attention sdpa ignores the learned attention sinks of {_family(model)}",
+            f"--attention sdpa ignores the learned attention sinks of {family}",
             "use --attention sink-sdpa, eager or auto; to see the damage: --attention no-sinks",
         )
     implementation = _transformers_choice(name, model)
-    if sinks and not _honours(implementation):
+    if not sinks or implementation == "eager":
+        return ResolvedAttention(name, implementation, honours)
+    if implementation != "flex_attention" and not SINK_FLASH.search(implementation):
         raise MismatchError(
             f"--attention {name} resolves to {implementation}, which is not known to honour the "
-            f"attention sinks of {_family(model)}",
+            f"attention sinks of {family}",
             "use --attention auto, eager or sink-sdpa",
         )
-    if sinks and implementation != "eager":
-        return _tried(name, implementation, model, sinks, target)
-    return ResolvedAttention(name, implementation, True if sinks else None)
+    return _tried(name, implementation, model, sinks, target)
 
 
-def _automatic(model: PreTrainedModel, sinks: bool, target: Place | None) -> ResolvedAttention:
-    """One kernel for all lengths: a pass must not mix two (docs/decisions, number 4).
-
-    On a GPU it is tried first; which others are faster there is not measured yet (decision 7).
-    """
-    if not sinks:
-        return ResolvedAttention("auto", "sdpa" if model._supports_sdpa else "eager", None)
-    if not _passes_masks_through(model):
-        return ResolvedAttention("auto", "eager", True)
-    # Until others were measured on GPUs: right forward and backward, in bounded memory.
-    kernel = OUR_KERNELS["sink-sdpa"]
-    if target is None or target[0].type != "cuda":
-        return ResolvedAttention("auto", kernel, True)
-    return replace(_tried("sink-sdpa", kernel, model, sinks, target), requested="auto")
-
-
-def _yardstick(name: str, model: PreTrainedModel, sinks: bool) -> ResolvedAttention:
+def _yardstick(
+    name: str, model: PreTrainedModel, sinks: bool, passes_masks: bool
+) -> ResolvedAttention:
     """Plain attention by blocks of queries; whole, by the family's eager code, where it must be."""
     from mismatch.training.attention.sink_sdpa import eager_of
 
     honours = True if sinks else None
-    if _passes_masks_through(model) and (sinks or eager_of(model)):
+    if passes_masks and (sinks or eager_of(model)):
         return ResolvedAttention(name, YARDSTICKS[name], honours)
     if name == "plain":
         return ResolvedAttention(name, "eager", honours)
     raise MismatchError(
-        f"--attention {name} cannot run {_family(model)}: its keys and values are out of reach",
+        f"--attention {name} cannot run {model.config.model_type}: its keys and values are out of "
+        "reach",
         "use --attention plain",
     )
-
-
-def _user_kernel(
-    name: str, model: PreTrainedModel, sinks: bool, target: Place | None
-) -> ResolvedAttention:
-    _require_masks_passed_through(name, model)
-    return _tried(name, register_attention(name), model, sinks, target)
 
 
 def _tried(
@@ -188,38 +186,13 @@ def has_sinks(model: PreTrainedModel) -> bool:
     return any("sink" in name.rpartition(".")[2] for name, _ in model.named_parameters())
 
 
-def _family(model: PreTrainedModel) -> str:
-    return str(model.config.model_type)
-
-
-def _passes_masks_through(model: PreTrainedModel) -> bool:
-    """Whether the family hands masks to the kernel unchanged.
-
-    Families that support flash kernels, which have no 4D masks, do; DeepSeek-V4 and Hunyuan-V4
-    append keys of their own and index into eager's mask.
-    """
-    return bool(model._supports_flash_attn)
-
-
-def _require_masks_passed_through(name: str, model: PreTrainedModel) -> None:
-    if not _passes_masks_through(model):
-        raise MismatchError(
-            f"--attention {name} cannot run {_family(model)}, which computes with its masks",
-            "use --attention auto",
-        )
-
-
-def _honours(implementation: str) -> bool:
-    return implementation in ("eager", "flex_attention") or bool(SINK_FLASH.search(implementation))
-
-
 def _transformers_choice(name: str, model: PreTrainedModel) -> str:
     """The kernel that transformers resolves the name to: it silently rewrites flash names."""
     try:
         return str(model._check_and_adjust_attn_implementation(name, is_init_check=True))
     except Exception as error:  # unknown name, package not installed, kernel not downloadable …
         raise MismatchError(
-            f"--attention {name} cannot run {_family(model)}: {first_line(error)}",
+            f"--attention {name} cannot run {model.config.model_type}: {first_line(error)}",
             f"use --attention auto, or one of {', '.join(NAMES[1:])}",
         ) from error
 
@@ -228,21 +201,14 @@ def register_kernels() -> None:
     """Register our kernels with transformers; idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from mismatch.training.attention.sink_sdpa import (
-        blocked_mask,
-        plain_attention,
-        plain_fp8_attention,
-        sink_attention,
-        sinkless_attention,
-    )
+    from mismatch.training.attention import sink_sdpa
 
     kernels = {
-        "sink-sdpa": (sink_attention, blocked_mask),
-        "no-sinks": (sinkless_attention, blocked_mask),
-        "plain": (plain_attention, blocked_mask),
-        "plain-fp8-kv": (plain_fp8_attention, blocked_mask),
+        OUR_KERNELS["sink-sdpa"]: sink_sdpa.sink_attention,
+        OUR_KERNELS["no-sinks"]: sink_sdpa.sinkless_attention,
+        YARDSTICKS["plain"]: sink_sdpa.plain_attention,
+        YARDSTICKS["plain-fp8-kv"]: sink_sdpa.plain_fp8_attention,
     }
-    for name, registered in {**OUR_KERNELS, **YARDSTICKS}.items():
-        kernel, mask = kernels[name]
+    for registered, kernel in kernels.items():
         AttentionInterface.register(registered, kernel)
-        AttentionMaskInterface.register(registered, mask)
+        AttentionMaskInterface.register(registered, sink_sdpa.BlockedMask)

@@ -85,11 +85,6 @@ class BlockedMask:
         return torch.stack([visible.argmax(), self._keys - visible.flip(0).argmax()])
 
 
-def blocked_mask(q_length: int, kv_length: int, **arguments: Any) -> BlockedMask:
-    """transformers' mask interface; see :class:`BlockedMask`."""
-    return BlockedMask(q_length, kv_length, **arguments)
-
-
 def sink_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

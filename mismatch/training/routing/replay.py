@@ -213,7 +213,7 @@ class Replay(RouterIntervention):
                 rest = scores.scatter(-1, out.indices, float("-inf"))
                 own = torch.cat([out.indices, rest.argmax(-1, keepdim=True)], -1)
                 chosen = self.chosen(layer, own.reshape(-1, own.shape[-1]))
-                slots.extend(chosen.reshape(own.shape).split(1, dim=-1))
+                slots.extend(torch.tensor_split(chosen.reshape(own.shape), own.shape[-1], dim=-1))
             ids = slots.pop(0)
             return torch.return_types.max((scores.gather(-1, ids), ids))
 
