@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ import numpy as np
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.features.recorded.rollouts import Form, as_run, read_recorded, turns_of
+from mismatch.features.recorded.dumps import Form, read_recorded
+from mismatch.features.recorded.run import as_run, turns_of
 from mismatch.types import Sampling
 
 GENERIC = {"prompt_token_ids": [1, 2], "response_token_ids": [3, 4], "logprobs": [-0.1, -0.2]}
@@ -70,7 +70,8 @@ def written(path: Path, *entries: Any) -> Path:
 
 
 def read(path: Path, *entries: Any, form: Form | None = None) -> Any:
-    return read_recorded(written(path / "a.jsonl", *entries), form)
+    got = read_recorded(written(path / "a.jsonl", *entries), form)
+    return got.form, got.recorded
 
 
 def test_the_plain_form_and_the_masked_one(tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_the_plain_form_and_the_masked_one(tmp_path: Path) -> None:
     assert rollout.prompt_index.tolist() == [0, 1, 1, 2]
     assert rollout.token_ids.tolist()[4:10] == MASKED["token_ids"]
     assert rollout.turn.tolist()[4:10] == [0, 0, 1, 1, 1, 2]
-    assert rollout.finish_reason == ("stop", "length", "length", "stop")
+    assert rollout.finish_reason == ("unknown", "length", "length", "unknown")
     assert rollout.rewards is None  # not every sequence has one
     assert scoring.token_ids.tolist() == [3, 4] * 4
     assert np.array_equal(scoring.logprobs, [-0.1, -0.2] * 4)
@@ -130,12 +131,9 @@ def test_sequences_of_tools_without_a_mask_are_left_out(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[Any, str]] = {
     "no tensors": (titan({"turn_id": 0}), "log_tensors=True"),
     "no logprobs": (titan({"completion_token_ids": [1]}), "log_logprobs=True"),
-    "fewer logprobs": (GENERIC | {"logprobs": [-0.1]}, "1 logprobs for 2 sampled"),
-    "no logprob": (GENERIC | {"logprobs": [-0.1, 0.3]}, "no log-probability"),
-    "NaN": (GENERIC | {"logprobs": [-0.1, float("nan")]}, "no log-probability"),
+    "text for a number": (GENERIC | {"logprobs": [-0.1, "-0.3"]}, "no log-probability"),
     "text ids": (GENERIC | {"response_token_ids": ["a", "b"]}, "no token id"),
     "negative": (GENERIC | {"response_token_ids": [3, -4]}, "no token id"),
-    "nothing sampled": (MASKED | {"action_mask": [0] * 6, "logprobs": []}, "no token was sampled"),
     "first sampled": (GENERIC | {"prompt_token_ids": []}, "nothing predicts it"),
     "short mask": (MASKED | {"action_mask": [0, 1]}, "2 entries for 6"),
     "mask is no list": (MASKED | {"action_mask": 7}, "no list"),
@@ -200,8 +198,10 @@ def test_rows_of_verl_lose_their_padding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gen_batch.dp", "tq_batch.pt"])
-def test_a_pickle_is_never_opened_and_its_error_converts_it(name: str, tmp_path: Path) -> None:
-    """In an environment with tensordict; a file holds its batch as verl's does."""
+def test_a_pickle_is_read_by_torch_in_the_environment_that_wrote_it(
+    name: str, tmp_path: Path
+) -> None:
+    """A file holds its batch as verl's does; what else it holds never runs."""
     import torch
 
     batch = {key: torch.tensor([values] * 2) for key, values in VERL.items()}
@@ -212,21 +212,22 @@ def test_a_pickle_is_never_opened_and_its_error_converts_it(name: str, tmp_path:
         inner = io.BytesIO()
         torch.save(batch, inner)
         dump.write_bytes(pickle.dumps((inner.getvalue(), {"uid": ["a", "a"]}, Hostile())))
-    (tmp_path / "tensordict.py").write_text("")
-    fixes = []
-    for path in (dump, tmp_path):
-        with pytest.raises(MismatchError) as refused:
-            read_recorded(path)
-        fixes.append(refused.value.fix)
-    assert fixes[0] == fixes[1]
-    command = fixes[0][fixes[0].index("python -c") :].replace("python", sys.executable, 1)
-    subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, check=True
-    )
-    form, recorded = read_recorded(tmp_path / "rollouts.jsonl")
-    assert (form, len(recorded.sequences)) == ("verl", 2)
+    with pytest.raises(MismatchError, match="can run code") as refused:
+        read_recorded(dump)
+    assert "--python" in refused.value.fix
+    got = read_recorded(tmp_path, python=sys.executable)
+    assert (got.form, len(got.recorded.sequences)) == ("verl", 2)
     _, plain = read(tmp_path, VERL | {"padded": name == "gen_batch.dp"})
-    assert recorded.sequences[1] == plain.sequences[0]
+    assert got.recorded.sequences[1].logprobs == plain.sequences[0].logprobs
+    assert got.recorded.sequences[1].token_ids == plain.sequences[0].token_ids
+
+
+def test_a_hostile_file_of_torch_is_refused(tmp_path: Path) -> None:
+    import torch
+
+    torch.save({"rollout_data": Hostile()}, tmp_path / "a.pt")
+    with pytest.raises(MismatchError, match=r"a\.pt"):
+        read_recorded(tmp_path / "a.pt", python=sys.executable)
 
 
 class Hostile:
@@ -234,3 +235,109 @@ class Hostile:
 
     def __reduce__(self) -> Any:
         return os._exit, (7,)
+
+
+# ---------------------------------------------------------------- dumps with both sides
+
+NEMO = {
+    "token_ids": [[1, 2, 3, 4, 0, 0]],
+    "token_loss_mask": [[0, 0, 1, 1, 0, 0]],
+    "generation_logprobs": [[0.0, 0.0, -0.1, -0.2, 0.0, 0.0]],
+    "prev_logprobs": [[0.0, 0.0, -0.11, -0.21, 0.0, 0.0]],
+    "input_lengths": [4],
+    "rewards": [1.0],
+    "content": ["text"],
+    "idx": 0,
+}
+PRIME = {
+    "schema_version": 1,
+    "step": 3,
+    "rank": 1,
+    "env_name": "math",
+    "token_ids": [1, 2, 3, 4],
+    "loss_mask": [False, False, True, True],
+    "inference_logprobs": [0.0, 0.0, -0.1, -0.2],
+    "trainer_logprobs": [0.0, -3.0, -0.11, -0.21],
+    "entropy": [0.0, 1.0, 0.5, 0.6],
+    "rewards": [None, None, 1.0, 1.0],
+    "new_column": [1, 2, 3, 4],
+}
+BOTH = MASKED | {"train_logprobs": [-0.11, -0.21], "entropy": [0.5, 0.6], "replica": 2}
+
+
+@pytest.mark.parametrize("entry", [NEMO, PRIME, BOTH], ids=["nemo-rl", "prime-rl", "generic"])
+def test_both_sides_are_read(entry: Any, tmp_path: Path) -> None:
+    form, recorded = read(tmp_path, entry)
+    (row,) = recorded.sequences
+    assert (row.logprobs, row.train_logprobs) == ([-0.1, -0.2], [-0.11, -0.21])
+    assert row.entropy == (None if form == "nemo-rl" else [0.5, 0.6])
+    assert row.reward == 1.0
+    assert recorded.unread == ({"new_column"} if form == "prime-rl" else set())
+    run = as_run(recorded, Sampling(), {}, {})
+    assert run.train is not None
+    assert run.train.logprobs.tolist() == [-0.11, -0.21]
+
+
+def test_attributes_come_from_rows_and_from_names_of_files(tmp_path: Path) -> None:
+    folder = tmp_path / "token_exports" / "step_7"
+    folder.mkdir(parents=True)
+    plain = {key: value for key, value in PRIME.items() if key not in ("step", "rank")}
+    written(folder / "rank_3.jsonl", plain)
+    written(tmp_path / "token_exports" / "step_12.jsonl", PRIME)
+    first, second = read_recorded(tmp_path / "token_exports").recorded.sequences
+    assert first.attributes == {"step": "7", "rank": "3", "environment": "math"}
+    assert second.attributes == {"step": "3", "rank": "1", "environment": "math"}
+
+
+def test_a_parquet_file_is_read_like_its_lines(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist([BOTH, BOTH]), tmp_path / "a.parquet")
+    rows = read_recorded(tmp_path / "a.parquet").recorded.sequences
+    assert rows == read(tmp_path, BOTH, BOTH)[1].sequences
+    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:200])
+    with pytest.raises(MismatchError, match="Parquet"):
+        read_recorded(tmp_path / "b.parquet")
+
+
+def test_slimes_train_dump_is_read(tmp_path: Path) -> None:
+    import torch
+
+    data = {
+        "tokens": [torch.tensor([1, 2, 3, 4])],
+        "response_lengths": [2],
+        "loss_masks": [torch.tensor([1, 1])],
+        "rollout_log_probs": [torch.tensor([-0.5, -0.25])],
+        "log_probs": [torch.tensor([-0.625, -0.25])],
+        "rewards": [1.0],
+    }
+    torch.save({"rollout_id": 4, "rank": 1, "rollout_data": data}, tmp_path / "4_1.pt")
+    got = read_recorded(tmp_path / "4_1.pt", python=sys.executable)
+    (row,) = got.recorded.sequences
+    assert got.form == "slime"
+    assert (row.logprobs, row.train_logprobs) == ([-0.5, -0.25], [-0.625, -0.25])
+    assert row.attributes == {"rank": "1", "step": "4"}
+
+
+def test_values_that_cannot_be_true_are_findings(tmp_path: Path) -> None:
+    """They are the faults of several published issues: the file is read, and they are counted."""
+    nan = BOTH | {"train_logprobs": [float("nan"), -0.2]}
+    null = BOTH | {"rollout_logprobs": [None, float("-inf")], "prompt_id": "b"}
+    short = BOTH | {"train_logprobs": [-0.1]}
+    _, recorded = read(tmp_path, nan, null, short, BOTH)
+    run = as_run(recorded, Sampling(), {}, {})
+    found = {(finding.side, finding.what): finding for finding in run.findings}
+    assert found["trainer", "NaN or null"].tokens == 1
+    assert found["rollout", "NaN or null"].first == 2
+    assert found["rollout", "-inf"].sequences == 1
+    assert sum(recorded.misfits.values()) == 1
+    assert run.rollout.n_actions == 3
+    assert np.isfinite(run.decode.logprobs).all()
+
+
+def test_a_dump_without_a_usable_row_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match="no sequence"):
+        read(tmp_path, MASKED | {"action_mask": [0] * 6, "logprobs": []})
+    with pytest.raises(MismatchError, match="-1 rollout values"):
+        read(tmp_path, GENERIC | {"logprobs": [-0.1]})

@@ -1,4 +1,4 @@
-"""Rollouts that a framework recorded, as a run to score and compare."""
+"""Runs that a framework recorded: judged as they are, or scored again."""
 
 from mismatch.plugins import Command, Feature
 
@@ -6,9 +6,15 @@ FEATURE = Feature(
     "recorded",
     commands=(
         Command(
+            "postmortem",
+            "Judge a run that already happened, from its dump.",
+            "mismatch.features.recorded.command:postmortem",
+        ),
+        Command(
             "read-rollouts",
             "Make a run of rollouts that a framework recorded.",
             "mismatch.features.recorded.command:read_rollouts",
         ),
     ),
+    analyses="mismatch.features.recorded.facts:ANALYSES",
 )

@@ -1,4 +1,4 @@
-"""`mismatch read-rollouts`: make a run of rollouts that a framework recorded."""
+"""`mismatch postmortem` and `mismatch read-rollouts`: runs that a framework recorded."""
 
 from __future__ import annotations
 
@@ -8,107 +8,158 @@ from pathlib import Path
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import REQUIRED, Flags, Option, flags_of, spec_values
-from mismatch.cli.options import MODEL_FLAGS, OUT
-from mismatch.features.recorded.rollouts import ENGINE, Form, Recorded, as_run, read_recorded
+from mismatch.cli.options import FAIL_ON, LEVELS, LOG_TO, MODEL_FLAGS, NAME_FLAGS, OUT
+from mismatch.features.recorded.dumps import Form, Read, read_recorded
 from mismatch.specs import (
+    OUTPUT,
     PROMPTS,
     CheckSpec,
     EngineSpec,
-    PromptSpec,
     RolloutSpec,
     Sampling,
     TrainSpec,
 )
 
-HELP = "JSONL file that a framework recorded; docs/recorded-rollouts.md."
-FILE = Option("file", Path, "", HELP, default=REQUIRED, argument=True)
-FORMAT = Option("format", Form | None, PROMPTS, "Of the file; default: by its fields.")
-NOT_IN_A_FILE = ("routed experts", "weights as the engine holds them")
+HELP = "File or folder that a framework recorded; docs/recorded-rollouts.md."
+DUMP = Option("file", Path, "", HELP, default=REQUIRED, argument=True)
+READING = (
+    Option("format", Form | None, PROMPTS, "Of the dump; default: by its fields."),
+    Option(
+        "python",
+        str | None,
+        PROMPTS,
+        "Interpreter of the environment that wrote it, for files of torch and pickle.",
+    ),
+)
+DUMP_FORMAT = replace(READING[0], name="dump_format", spelling="--dump-format")
+STEP = Option("step", int | None, OUTPUT, "Report this step alone; default: all steps of the dump.")
+SAMPLED = (*flags_of(Sampling, "temperature top_p top_k"), *flags_of(EngineSpec, "dtype"))
+TRAIN_DTYPE = flags_of(TrainSpec, "dtype")
 
 
 @with_flags(
-    FILE,
+    DUMP,
     MODEL_FLAGS,
-    FORMAT,
-    *flags_of(Sampling, "temperature top_p top_k"),
-    *flags_of(EngineSpec, "dtype"),
+    DUMP_FORMAT,
+    READING[1],
+    STEP,
+    *SAMPLED,
+    *TRAIN_DTYPE,
     OUT,
+    LEVELS,
+    NAME_FLAGS,
+    LOG_TO,
+    FAIL_ON,
 )
+def postmortem(flags: Flags) -> int:
+    """Judge a run that already happened, from a dump that holds both log-probabilities.
+
+    No model is loaded. The report names causes that the two arrays show, which rows are off, how
+    the mismatch grew over steps, and what corrections would do. Whether a side is broken needs the
+    model: `mismatch score RUN` or `mismatch check` adds that. Exit code as `check --quick`.
+
+    Examples:
+    mismatch postmortem logs/exp_001/train_data_step12.jsonl
+    mismatch postmortem outputs/token_exports --step 40
+    """
+    from mismatch.cli import session
+    from mismatch.errors import MismatchError
+    from mismatch.features.recorded.run import UNKNOWN_MODEL, keep
+    from mismatch.pipeline.commands import run_compare
+    from mismatch.reports.files import write_report
+    from mismatch.run.directory import new_directory
+
+    read = read_recorded(flags["file"], flags["dump_format"], flags["python"])
+    rows = read.recorded.sequences
+    if flags["step"] is not None:
+        read.recorded.sequences = [
+            row for row in rows if row.attributes.get("step") == str(flags["step"])
+        ]
+        if not read.recorded.sequences:
+            steps = sorted({row.attributes.get("step", "none") for row in rows}, key=len)
+            raise MismatchError(
+                f"--step {flags['step']}: the dump has none of it", f"it has {', '.join(steps)}"
+            )
+    without = sum(row.train_logprobs is None for row in read.recorded.sequences)
+    if without:
+        raise MismatchError(
+            f"{flags['file']}: {without} of {len(read.recorded.sequences)} sequences hold no "
+            "log-probabilities of the trainer",
+            "docs/recorded-rollouts.md says what records them; or score the rollouts again: "
+            "mismatch read-rollouts FILE --model MODEL, then mismatch score RUN",
+        )
+    run_dir = new_directory(flags["out"], flags["model"] or flags["file"].stem)
+    spec = spec_of(flags, flags["model"] or UNKNOWN_MODEL)
+    spec = replace(spec, quick=True, noise_floor=False)
+    keep(spec, run_dir, flags["file"], read, session.command(), both=True)
+    session.say(summary(read))
+    levels = session.levels(flags)
+    report = run_compare(run_dir, session.narrator(), levels, session.command(), write_report)
+    return session.conclude(report, run_dir, flags)
+
+
+@with_flags(DUMP, MODEL_FLAGS, *READING, *SAMPLED, OUT)
 def read_rollouts(flags: Flags) -> int:
     """Make a run of the rollouts that a framework recorded: ids and the sampler's logprobs.
 
     Then `mismatch score RUN` scores the same tokens under FSDP2, and `mismatch compare RUN` judges.
     Say how the tokens were sampled (--temperature, --top-p, --top-k) and in which dtype. --model
-    has to hold the weights that sampled.
+    has to hold the weights that sampled. A dump that holds the trainer's log-probabilities as well
+    is judged by `mismatch postmortem`.
 
     Examples:
     mismatch read-rollouts dump.jsonl --model MODEL --out runs/A
     """
     from mismatch.cli import session
-    from mismatch.cli.to_spec import checkpoint_dtype, require_model
+    from mismatch.cli.to_spec import require_model
+    from mismatch.features.recorded.run import keep
     from mismatch.models import resolve_model
     from mismatch.run.directory import new_directory
 
     model = resolve_model(require_model(flags))
-    auto = partial(checkpoint_dtype, model, flags["revision"])
-    engine = EngineSpec(model=model, **spec_values(EngineSpec, flags, auto=auto))
-    # The trainer takes the checkpoint that sampled.
-    train = TrainSpec(
-        model=model, revision=engine.revision, trust_remote_code=engine.trust_remote_code
-    )
-    engine = replace(engine, engine=ENGINE, routing=False, prefill=False)
-    rollout = RolloutSpec(engine, sampling=Sampling(**spec_values(Sampling, flags)), exact_kl=0)
-    form, recorded = read_recorded(flags["file"], flags["format"])
+    spec = spec_of(flags, model)
+    read = read_recorded(flags["file"], flags["format"], flags["python"])
     run_dir = new_directory(flags["out"], flags["model"])
-    spec = CheckSpec(rollout=rollout, train=train)
-    keep(spec, run_dir, flags["file"].name, form, recorded, session.command())
-    session.say(f"{len(recorded.sequences)} sequences of the format {form}")
-    for remark, count in recorded.remarks.items():
-        session.say(f"{count}: {remark}")
+    keep(spec, run_dir, flags["file"], read, session.command(), both=False)
+    session.say(summary(read))
+    if all(row.train_logprobs is not None for row in read.recorded.sequences):
+        session.say("It holds the trainer's log-probabilities too: mismatch postmortem judges them")
     session.say(f"Everything is in {run_dir}. Score it: mismatch score {run_dir}")
     return 0
 
 
-def keep(
-    spec: CheckSpec, run_dir: Path, file: str, form: Form, recorded: Recorded, command: str
-) -> None:
-    """Write the rollout, the texts of its tokens and the sampler's scoring into a new run.
+def spec_of(flags: Flags, model: str) -> CheckSpec:
+    """Return the spec of a recorded run: sampled as the flags say, by nobody here."""
+    from mismatch.cli.to_spec import checkpoint_dtype
+    from mismatch.features.recorded.run import ENGINE, UNKNOWN_MODEL
+    from mismatch.models import resolve_model
 
-    Raises:
-        MismatchError: the model has no tokenizer, or an id is outside its vocabulary.
-    """
-    from mismatch.codec import to_json
-    from mismatch.models.resolved import load_tokenizer, stop_ids, token_texts
-    from mismatch.run import store
-    from mismatch.run.directory import at_work
-    from mismatch.types import NotTested
+    if model == UNKNOWN_MODEL:
+        engine = EngineSpec(
+            model=model, dtype="bf16" if flags["dtype"] == "auto" else flags["dtype"]
+        )
+    else:
+        model = resolve_model(model)
+        auto = partial(checkpoint_dtype, model, flags["revision"])
+        engine = EngineSpec(model=model, **spec_values(EngineSpec, flags, auto=auto))
+    # The trainer takes the checkpoint that sampled.
+    train = TrainSpec(
+        model=model,
+        revision=engine.revision,
+        trust_remote_code=engine.trust_remote_code,
+        dtype=flags.get("train_dtype") or engine.dtype,
+    )
+    engine = replace(engine, engine=ENGINE, routing=False, prefill=False)
+    sampling = Sampling(**spec_values(Sampling, flags))
+    return CheckSpec(rollout=RolloutSpec(engine, sampling=sampling, exact_kl=0), train=train)
 
-    engine = spec.rollout.engine
-    tokenizer = load_tokenizer(engine.model, engine.revision, engine.trust_remote_code)
-    longest = max(sum(row.sampled) for row in recorded.sequences)
-    sampling = replace(spec.rollout.sampling, max_tokens=longest, samples_per_prompt=1)
-    not_tested = [
-        *(NotTested(what, "the file does not have it") for what in NOT_IN_A_FILE),
-        *(NotTested(remark, f"{count}") for remark, count in recorded.remarks.items()),
-    ]
-    fingerprint = {
-        "engine": ENGINE,
-        "mode": "decode",
-        "model": engine.model,
-        "dtype": engine.dtype,
-        "file": file,
-        "format": form,
-        # At another temperature nobody says whether the logprobs are before or after it.
-        "logprobs_temperature": 1.0 if sampling.temperature == 1 else None,
-        "stop_token_ids": list(stop_ids(engine.model, engine.revision, tokenizer)),
-        "bos_token_id": tokenizer.bos_token_id,
-        "not_tested": to_json(not_tested),
-    }
-    run = as_run(recorded, sampling, fingerprint)
-    prompts = PromptSpec(num_prompts=run.rollout.n_prompts)
-    spec = replace(spec, rollout=replace(spec.rollout, prompts=prompts, sampling=sampling))
-    ids = sorted({token for row in recorded.sequences for token in row.token_ids})
-    with at_work(run_dir, "read-rollouts", spec, command):
-        store.save_rollout(run_dir, run.rollout, made_by=spec.rollout)
-        store.save_vocabulary(run_dir, token_texts(tokenizer, ids))
-        store.save_scoring(run_dir, run.decode, run.rollout, made_by=spec.rollout)
+
+def summary(read: Read) -> str:
+    """Return what was read, and what was noticed, in lines."""
+    recorded = read.recorded
+    lines = [f"{len(recorded.sequences)} sequences of the format {read.form}"]
+    lines += [f"{count}: {remark}" for remark, count in recorded.remarks.items()]
+    lines += [f"{count} left out: {misfit}" for misfit, count in recorded.misfits.items()]
+    if recorded.unread:
+        lines.append(f"not read: the columns {', '.join(sorted(recorded.unread))}")
+    return "\n".join(lines)

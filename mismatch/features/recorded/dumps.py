@@ -1,0 +1,546 @@
+"""Read what a framework recorded: token ids, the sampler's log-probabilities, and the trainer's.
+
+A dump is a JSONL or Parquet file, or a folder of them. Files that hold only text are refused:
+encoded again, text may become other tokens. Files of torch and pickle are read by
+``torch.load(weights_only=True)`` in a child process of the framework's environment (convert.py).
+
+Values that cannot be true (NaN, null, infinities, lengths that do not fit) are faults of the run,
+not of the file: they are kept, counted and reported. Fields were read in the frameworks' sources:
+torchtitan's ``rollout_recorder.py`` (b5bcd76), open-instruct's ``rl_utils.py`` (e6c3044), verl's
+``rollout_skip.py`` (1dda039), NeMo-RL's ``grpo.py`` and ``logger.py`` (7ea279a), prime-rl's
+``token_export.py`` (559b447) and slime's ``train_dump_utils.py`` (624b824), all of August 2026.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mismatch.errors import MismatchError
+from mismatch.features.recorded.convert import converted, json_lines
+
+Entry = dict[str, Any]
+Form = Literal["torchtitan", "open-instruct", "generic", "verl", "nemo-rl", "prime-rl", "slime"]
+SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".dp", ".pkl")
+# First bytes of a file by ``torch.save``, and by ``pickle.dump`` with protocol 2 and later.
+PICKLED = (b"PK\x03\x04", b"\x80")
+# What a row may say of where it came from, in any format; ``step`` also from the file's name.
+ATTRIBUTES = ("replica", "rank", "weight_version", "step", "environment")
+
+
+@dataclass
+class Row:
+    """One recorded sequence."""
+
+    token_ids: list[int]
+    sampled: list[bool]
+    """Per token: whether the policy sampled it."""
+    logprobs: list[float]
+    """The sampler's, of the sampled tokens, nats; NaN where the file holds no number."""
+    train_logprobs: list[float] | None = None
+    """The trainer's, likewise; None: the dump holds one side only."""
+    entropy: list[float] | None = None
+    """Of the trainer's distribution at the sampled tokens, nats."""
+    prompt: Any = None
+    """What the samples of one prompt have in common; None: a prompt of its own."""
+    reward: float | None = None
+    finish_reason: str = "unknown"
+    attributes: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Recorded:
+    """The sequences of a dump, and what was noticed while reading."""
+
+    sequences: list[Row] = field(default_factory=list)
+    remarks: Counter[str] = field(default_factory=Counter)
+    """Remark -> how often."""
+    misfits: Counter[str] = field(default_factory=Counter)
+    """Sequences that were left out because their arrays differ in length: how -> how many."""
+    unread: set[str] = field(default_factory=set)
+    """Columns that no format knows."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """A dump as it was read."""
+
+    form: Form
+    recorded: Recorded
+
+
+def read_recorded(path: Path, form: Form | None = None, python: str | None = None) -> Read:
+    """Return the format of a dump and all its sequences.
+
+    Args:
+        form: None: decided by the fields of the first row.
+        python: interpreter of the framework's environment, for files of torch and pickle.
+
+    Raises:
+        MismatchError: a file cannot be read, needs ``python``, holds no ids and logprobs, or a
+            row is malformed (named).
+    """
+    recorded = Recorded()
+    for file in files_of(path):
+        place = _from_name(file)
+        for number, entry in _entries(file, python):
+            where = f"{file}:{number}"
+            form = form or _form_of(entry, where)
+            before = len(recorded.sequences)
+            try:
+                FORMS[form].read(entry, recorded)
+            except (ValueError, TypeError, AttributeError) as error:
+                raise MismatchError(
+                    f"{where}: no sequence of the format {form}: {error}",
+                    "docs/recorded-rollouts.md lists the fields; --format names another",
+                ) from error
+            recorded.unread |= entry.keys() - FORMS[form].fields
+            rows = recorded.sequences[before:]
+            recorded.sequences[before:] = [row for row in rows if _fits(row, where, recorded)]
+            said = {name: str(entry[name]) for name in ATTRIBUTES if _is_label(entry.get(name))}
+            for row in recorded.sequences[before:]:
+                row.attributes = place | said | row.attributes
+    if form is None:
+        raise MismatchError(f"{path} is empty", "give a file with one JSON object per line")
+    if not recorded.sequences:
+        left = "; ".join((*recorded.remarks, *recorded.misfits)) or "no row has a sampled token"
+        raise MismatchError(f"{path} has no sequence that can be scored: {left}")
+    return Read(form, recorded)
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files of a dump: itself, or those below a folder, by step and name.
+
+    Raises:
+        MismatchError: it does not exist, or the folder holds no file that can be read.
+    """
+    if not path.is_dir():
+        if not path.exists():
+            raise MismatchError(f"{path} does not exist", "give a dump that a framework wrote")
+        return [path]
+    files = [file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file()]
+    if not files:
+        raise MismatchError(
+            f"{path} holds no {', '.join(SUFFIXES)} file", "give the folder that the dump is in"
+        )
+    return sorted(files, key=lambda file: (int(_from_name(file).get("step", 0)), str(file)))
+
+
+def _from_name(file: Path) -> dict[str, str]:
+    """Return what the names of a file and of its folder say: step and rank."""
+    text = f"{file.parent.name}/{file.stem}"
+    found = {name: re.findall(rf"{name}_?(\d+)", text) for name in ("step", "rank")}
+    return {name: numbers[-1] for name, numbers in found.items() if numbers}
+
+
+def _entries(path: Path, python: str | None) -> Iterator[tuple[int, Entry]]:
+    """Yield the number and the fields of every row of a file."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(4)
+    except OSError as error:
+        raise MismatchError(f"{path}: {error.strerror}", "give a file that can be read") from error
+    if start.startswith(PICKLED):
+        yield from converted(path, python)
+    elif start == b"PAR1":
+        yield from _parquet(path)
+    else:
+        yield from json_lines(path)
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, Entry]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        for batch in pq.ParquetFile(path).iter_batches(batch_size=256):
+            for entry in batch.to_pylist():
+                number += 1
+                yield number, entry
+    except (pa.ArrowException, OSError) as error:
+        raise MismatchError(
+            f"{path} is no readable Parquet file: {error}", "was it cut off?"
+        ) from error
+
+
+def _fits(row: Row, where: str, recorded: Recorded) -> bool:
+    """Whether a row can be scored; counts it among the misfits where its arrays do not fit.
+
+    Raises:
+        ValueError: its first token is sampled, which nothing predicts.
+    """
+    count = sum(row.sampled)
+    if count == 0:
+        recorded.remarks["left out: no token was sampled"] += 1
+        return False
+    if row.sampled[0]:
+        raise MismatchError(
+            f"{where}: the first token is sampled, and nothing predicts it",
+            "the mask is shifted, or the prompt is missing: write the prompt's ids too",
+        )
+    sides = {"rollout": row.logprobs, "trainer": row.train_logprobs, "entropy": row.entropy}
+    for side, values in sides.items():
+        if values is not None and len(values) != count:
+            difference = len(values) - count
+            recorded.misfits[f"{difference:+d} {side} values for the sampled tokens"] += 1
+            return False
+    return True
+
+
+# ---------------------------------------------------------------- formats
+
+
+def generic(entry: Entry, recorded: Recorded) -> None:
+    """Read the documented schema: ids with a mask, or the prompt's and the response's ids."""
+    if "token_ids" in entry:
+        ids = _ids(entry, "token_ids")
+        sampled = [bool(value) for value in _list(entry, "action_mask")]
+        if len(sampled) != len(ids):
+            raise ValueError(f"action_mask has {len(sampled)} entries for {len(ids)} token_ids")
+    else:
+        prompt, response = _ids(entry, "prompt_token_ids"), _ids(entry, "response_token_ids")
+        ids = prompt + response
+        sampled = [False] * len(prompt) + [True] * len(response)
+    name = "rollout_logprobs" if "rollout_logprobs" in entry else "logprobs"
+    recorded.sequences.append(
+        Row(
+            ids,
+            sampled,
+            _at_actions(_numbers(entry, name), sampled),
+            _at_actions(_optional(entry, "train_logprobs"), sampled),
+            _at_actions(_optional(entry, "entropy"), sampled),
+            prompt=entry.get("prompt_id"),
+            reward=_reward(entry.get("reward")),
+            finish_reason=str(entry.get("finish_reason") or "unknown"),
+        )
+    )
+
+
+def nemo_rl(entry: Entry, recorded: Recorded) -> None:
+    """Read a line of NeMo-RL's ``train_data_stepN.jsonl``: padded rows, each value in a list of
+    one; the log-probability at index t is that of token t."""
+    for name in ("token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs"):
+        if name not in entry:
+            raise ValueError(f"no {name}: a newer NeMo-RL writes it")
+    length = int(_alone(entry["input_lengths"]))
+    ids = [int(token) for token in _alone(entry["token_ids"])[:length]]
+    sampled = [bool(value) for value in _alone(entry["token_loss_mask"])[:length]]
+    rollout = [_number(value) for value in _alone(entry["generation_logprobs"])[:length]]
+    train = [_number(value) for value in _alone(entry["prev_logprobs"])[:length]]
+    recorded.sequences.append(
+        Row(
+            ids,
+            sampled,
+            _at_actions(rollout, sampled) or [],
+            _at_actions(train, sampled),
+            prompt=tuple(ids[: sampled.index(True)]) if True in sampled else None,
+            reward=_reward(_alone(entry.get("rewards"))),
+        )
+    )
+
+
+def prime_rl(entry: Entry, recorded: Recorded) -> None:
+    """Read a line of prime-rl's token export; every column has a value per token."""
+    ids = _ids(entry, "token_ids")
+    sampled = [bool(value) for value in _list(entry, "loss_mask")]
+    columns = ("inference_logprobs", "trainer_logprobs", "entropy")
+    rollout, train, entropy = (_at_actions(_optional(entry, name), sampled) for name in columns)
+    rewards = [value for value in entry.get("rewards") or () if value is not None]
+    if rollout is None:
+        raise ValueError("inference_logprobs is no list")
+    recorded.sequences.append(
+        Row(
+            ids,
+            sampled,
+            rollout,
+            train,
+            entropy,
+            prompt=tuple(ids[: sampled.index(True)]) if True in sampled else None,
+            reward=_reward(rewards[-1]) if rewards else None,
+            attributes={"environment": str(entry["env_name"])} if entry.get("env_name") else {},
+        )
+    )
+
+
+def slime(entry: Entry, recorded: Recorded) -> None:
+    """Read a sequence of slime's or miles' train dump, as convert.py writes it."""
+    if "rollout_log_probs" not in entry:
+        raise ValueError("no rollout_log_probs: run with --use-rollout-logprobs or --use-tis")
+    ids, count = _ids(entry, "tokens"), int(entry["response_length"])
+    mask = entry.get("loss_mask") or [1] * count
+    sampled = [False] * (len(ids) - count) + [bool(value) for value in mask]
+    response = sampled[len(ids) - count :]
+    recorded.sequences.append(
+        Row(
+            ids,
+            sampled,
+            _at_actions(_numbers(entry, "rollout_log_probs"), response) or [],
+            _at_actions(_optional(entry, "log_probs"), response),
+            _at_actions(_optional(entry, "entropy"), response),
+            prompt=tuple(ids[: len(ids) - count]),
+            reward=_reward(entry.get("reward")),
+        )
+    )
+
+
+def open_instruct(entry: Entry, recorded: Recorded) -> None:
+    """Read a line of open-instruct's ``*_rollouts_*.jsonl``. A sequence that called a tool is left
+    out: the file does not say which tokens of its response were sampled."""
+    if any((entry.get("request_info") or {}).get(name) for name in ("num_calls", "tool_calleds")):
+        recorded.remarks[
+            "left out: it called a tool, and no mask says which tokens were sampled"
+        ] += 1
+        return
+    if entry.get("logprobs") is None:
+        raise ValueError("no logprobs")
+    prompt, response = _ids(entry, "prompt_tokens"), _ids(entry, "response_tokens")
+    recorded.sequences.append(
+        Row(
+            prompt + response,
+            [False] * len(prompt) + [True] * len(response),
+            _numbers(entry, "logprobs"),
+            prompt=(entry.get("step"), entry.get("prompt_idx")),
+            reward=_reward(entry.get("reward")),
+            finish_reason=str(entry.get("finish_reason", "stop")),
+        )
+    )
+
+
+def torchtitan(entry: Entry, recorded: Recorded) -> None:
+    """Read a line of torchtitan's ``rollout_samples.jsonl`` (``log_tensors``, ``log_logprobs``).
+
+    Turns become one sequence as long as the prompt of each turn begins with the ids before it; a
+    turn whose prompt does not is a sequence of its own, with the context that its engine saw.
+    """
+    row: Row | None = None
+    for number, turn in enumerate(_list(entry, "turns"), start=1):
+        for name, switch in (
+            ("completion_token_ids", "log_tensors"),
+            ("completion_logprobs", "log_logprobs"),
+        ):
+            if name not in turn:
+                raise ValueError(f"turn {number} has no {name}: record with {switch}=True")
+        context, ids = _ids(turn, "prompt_token_ids"), _ids(turn, "completion_token_ids")
+        if turn.get("min_policy_version") != turn.get("max_policy_version"):
+            recorded.remarks["turns that were sampled by more than one version of the weights"] += 1
+        if row is None or context[: len(row.token_ids)] != row.token_ids:
+            if row is not None:
+                recorded.remarks["turns whose prompt has other ids than the turns before"] += 1
+            row = Row([], [], [], prompt=entry.get("group_id"), reward=_reward(entry.get("reward")))
+            if turn.get("min_policy_version") is not None:
+                row.attributes["weight_version"] = str(turn["min_policy_version"])
+            recorded.sequences.append(row)
+        observed = len(context) - len(row.token_ids)
+        row.token_ids = context + ids
+        row.sampled += [False] * observed + [True] * len(ids)
+        row.logprobs += _numbers(turn, "completion_logprobs")
+
+
+def verl(entry: Entry, recorded: Recorded) -> None:
+    """Read a row of verl's batch without its padding, as convert.py writes it.
+
+    In a ``gen_batch.dp`` rows are padded, the prompt on the left and the response on the right. In
+    a ``tq_batch.pt`` (``"padded": false``) every row has its own length. ``old_log_probs`` are the
+    trainer's, where the batch has them.
+    """
+    if "rollout_log_probs" not in entry:
+        raise ValueError(
+            "no rollout_log_probs: record with actor_rollout_ref.rollout.calculate_log_probs=True"
+        )
+    prompt, response = _ids(entry, "prompts"), _ids(entry, "responses")
+    mask = _list(entry, "response_mask")
+    whole = len(prompt) + len(response)
+    masked = "attention_mask" in entry
+    attended = _list(entry, "attention_mask") if masked else [1] * whole
+    if len(attended) != whole:
+        raise ValueError(f"attention_mask has {len(attended)} entries for {whole} tokens")
+    there = [bool(value) for value in attended[len(prompt) :]]
+    sampled = [bool(m) for m, here in zip(mask, there, strict=True) if here]
+    prompt = [token for token, here in zip(prompt, attended, strict=False) if here]
+    if not any(sampled):
+        recorded.remarks["left out: no token was sampled"] += 1
+        return
+    both = [bool(m) and here for m, here in zip(mask, there, strict=True)]
+    # A row does not say what ended it. A response that leaves no padding was cut; where the last
+    # token was not sampled, the environment had the last word. Rows of their own lengths do not
+    # tell a response that was cut from one that ended.
+    reason = "stop" if sampled[-1] else "environment"
+    cut = masked and there[-1] and bool(entry.get("padded", True))
+    scores = entry.get("rm_scores")
+    recorded.sequences.append(
+        Row(
+            prompt + [token for token, here in zip(response, there, strict=True) if here],
+            [False] * len(prompt) + sampled,
+            _at_actions(_numbers(entry, "rollout_log_probs"), both) or [],
+            _at_actions(_optional(entry, "old_log_probs"), both),
+            prompt=tuple(prompt),
+            reward=None if scores is None else _reward(float(sum(scores))),
+            finish_reason="length" if cut else reason,
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format of rows."""
+
+    fits: Callable[[Entry], bool]
+    """Whether a row has the fields that tell this format from the others."""
+    read: Callable[[Entry, Recorded], None]
+    """Add the sequences of a row."""
+    fields: frozenset[str]
+    """Columns that are read, or known to say nothing here; others are named in the report."""
+
+
+def _columns(names: str) -> frozenset[str]:
+    return frozenset((*names.split(), *ATTRIBUTES))
+
+
+FORMS: dict[Form, Format] = {
+    "torchtitan": Format(
+        lambda entry: isinstance(entry.get("turns"), list),
+        torchtitan,
+        _columns("turns group_id rollout_id reward"),
+    ),
+    "open-instruct": Format(
+        lambda entry: "response_tokens" in entry,
+        open_instruct,
+        _columns(
+            "prompt_tokens response_tokens logprobs prompt_idx sample_idx reward finish_reason "
+            "request_info dataset ground_truth advantage"
+        ),
+    ),
+    "prime-rl": Format(
+        lambda entry: "inference_logprobs" in entry,
+        prime_rl,
+        _columns(
+            "token_ids loss_mask inference_logprobs trainer_logprobs entropy rewards env_name "
+            "schema_version export_step micro_step micro_sequence_idx export_sequence_idx "
+            "preflight_only sample_id run_id position_ids temperatures advantages env_names "
+            "mismatch_kl log_importance_ratio importance_ratio prob_delta is_masked "
+            "is_masked_high is_masked_low rl_weights ce_weights ref_kl_weights"
+        ),
+    ),
+    "nemo-rl": Format(
+        lambda entry: "generation_logprobs" in entry,
+        nemo_rl,
+        _columns(
+            "token_ids token_loss_mask generation_logprobs prev_logprobs input_lengths rewards "
+            "idx content sample_loss_mask advantages filtered_rewards"
+        ),
+    ),
+    "slime": Format(
+        lambda entry: {"tokens", "response_length"} <= set(entry),
+        slime,
+        _columns("tokens response_length loss_mask rollout_log_probs log_probs entropy reward"),
+    ),
+    "generic": Format(
+        lambda entry: "token_ids" in entry or "response_token_ids" in entry,
+        generic,
+        _columns(
+            "token_ids action_mask prompt_token_ids response_token_ids logprobs rollout_logprobs "
+            "train_logprobs entropy prompt_id reward finish_reason"
+        ),
+    ),
+    "verl": Format(
+        lambda entry: {"responses", "response_mask"} <= set(entry),
+        verl,
+        _columns(
+            "prompts responses attention_mask response_mask rollout_log_probs old_log_probs "
+            "rm_scores padded"
+        ),
+    ),
+}
+# Files that many have and that cannot be scored: fields that mark them, what they are, the remedy.
+TEXT_ONLY = (
+    (
+        {"input", "output", "gts"},
+        "verl's rollout_data_dir holds text alone",
+        "record a batch: skip.rollout.enable=True skip.rollout.steps=[N] skip.rollout.dump_dir=DIR "
+        "and actor_rollout_ref.rollout.calculate_log_probs=True",
+    ),
+    (
+        {"prompt", "completion"},
+        "a record of TRL's completions holds text alone",
+        "no setting of it records ids; a callback can write prompt_ids, completion_ids and "
+        "sampling_per_token_logps",
+    ),
+)
+
+
+def _form_of(entry: Entry, where: str) -> Form:
+    for form, known in FORMS.items():
+        if known.fits(entry):
+            return form
+    for fields, what, remedy in TEXT_ONLY:
+        if fields <= set(entry):
+            raise MismatchError(f"{where}: {what}, and tokens are what is compared", remedy)
+    raise MismatchError(
+        f"{where}: no known format (fields: {', '.join(sorted(entry)) or 'none'})",
+        f"one of {', '.join(FORMS)}: docs/recorded-rollouts.md lists their fields",
+    )
+
+
+# ---------------------------------------------------------------- values
+
+
+def _list(entry: Entry, name: str) -> list[Any]:
+    value = entry.get(name)
+    if not isinstance(value, list):
+        raise ValueError(f"{name} is no list")
+    return value
+
+
+def _alone(value: Any) -> Any:
+    """Return the only entry of a list of one, or the value itself."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _ids(entry: Entry, name: str) -> list[int]:
+    ids = _list(entry, name)
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ValueError(f"{name} holds what is no token id")
+    return ids
+
+
+def _number(value: Any) -> float:
+    """Return a recorded number; null is NaN, which the report counts.
+
+    Raises:
+        ValueError: it is a text, a list or a truth value.
+    """
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{value!r} is no log-probability")
+    return float(value)
+
+
+def _numbers(entry: Entry, name: str) -> list[float]:
+    return [_number(value) for value in _list(entry, name)]
+
+
+def _optional(entry: Entry, name: str) -> list[float] | None:
+    return None if entry.get(name) is None else _numbers(entry, name)
+
+
+def _at_actions(values: list[float] | None, sampled: list[bool]) -> Any:
+    """Return the values at sampled tokens, of a list with one per token; others as they are."""
+    if values is None or len(values) != len(sampled):
+        return values
+    return [value for value, taken in zip(values, sampled, strict=True) if taken]
+
+
+def _is_label(value: Any) -> bool:
+    return isinstance(value, str | int) and not isinstance(value, bool)
+
+
+def _reward(value: Any) -> float | None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if number and math.isfinite(value) else None

@@ -1,0 +1,123 @@
+"""What a dump says beside its numbers, as an artefact of the run and an analysis of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mismatch.analysis.plugins import Analysis
+from mismatch.codec import from_json
+from mismatch.features.recorded.rows import RowGroups, row_groups
+from mismatch.features.recorded.steps import Step, steps_of
+from mismatch.reports.formatting import plural
+from mismatch.types import Check
+
+if TYPE_CHECKING:
+    from mismatch.specs import CheckSpec
+
+FILE = "recorded.json"
+SCHEMA = "mismatch.recorded/1"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Values of a dump that cannot be true."""
+
+    what: str
+    """E.g. ``NaN or null``, or how the lengths of arrays differ."""
+    side: str
+    """rollout or trainer; "": of neither alone."""
+    tokens: int
+    sequences: int
+    first: int | None = None
+    """The first sequence of the run that has it."""
+
+    def __str__(self) -> str:
+        where = f"{self.side}: " if self.side else ""
+        rows = plural(self.sequences, "sequence")
+        return f"{where}{self.what} ({plural(self.tokens, 'token')} in {rows})"
+
+
+@dataclass(frozen=True)
+class RecordedFacts:
+    """The file recorded.json."""
+
+    file: str
+    format: str
+    findings: tuple[Finding, ...] = ()
+    attributes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Attribute -> its value for every sequence of the rollout."""
+    schema: str = SCHEMA
+
+
+@dataclass(frozen=True)
+class RecordedReport:
+    """What a report says of a dump."""
+
+    file: str
+    format: str
+    findings: tuple[Finding, ...] = ()
+    rows: RowGroups | None = None
+    """None: the dump holds one side only."""
+    steps: tuple[Step, ...] = ()
+    """Empty where the dump holds a single step."""
+
+
+def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
+    """Return what a run's dump says; None where the run was not made of one."""
+    from mismatch.run import store
+    from mismatch.types import Pair
+
+    if not (run_dir / FILE).exists():
+        return None
+    facts = from_json(RecordedFacts, store.load_document(run_dir, FILE))
+    rows: RowGroups | None = None
+    steps: tuple[Step, ...] = ()
+    if {store.TRAIN, "recorded:decode"} <= set(store.scoring_names(run_dir)):
+        rollout = store.load_rollout(run_dir)
+        decode = store.load_scoring(run_dir, "recorded:decode")
+        train = store.load_scoring(run_dir, store.TRAIN)
+        pair = Pair.of(rollout, decode, train)
+        rows = row_groups(pair, rollout, facts.attributes)
+        if len(set(labels := facts.attributes.get("step", ()))) > 1:
+            steps = steps_of(pair, labels, train.entropy, rollout.rewards)
+    return RecordedReport(facts.file, facts.format, facts.findings, rows, steps)
+
+
+def checks(result: RecordedReport) -> tuple[Check, ...]:
+    """Return the checks that the verdict reads: values that cannot be true, and rows apart."""
+    return tuple(_checks(result))
+
+
+def _checks(result: RecordedReport) -> Iterator[Check]:
+    if result.findings:
+        yield Check(
+            "recorded-values",
+            "failed",
+            "; ".join(map(str, result.findings)),
+            "find where these values arise; a trainer's NaN is often an overflow of fp16. The "
+            "numbers are of all other tokens",
+        )
+    elif result.format:
+        yield Check("recorded-values", "passed", "every recorded log-probability is a number")
+    if result.rows is not None:
+        found = result.rows.sentence()
+        if found:
+            yield Check("which-rows", "warning", found, result.rows.advice())
+        else:
+            yield Check("which-rows", "passed", "all sequences are equally far apart")
+
+
+ANALYSES = (
+    Analysis(
+        "recorded",
+        RecordedReport,
+        section="mismatch.features.recorded.section:section",
+        from_run=of_run,
+        checks=checks,
+        order=50,
+        chapter="why",
+    ),
+)

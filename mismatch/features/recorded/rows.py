@@ -1,0 +1,261 @@
+"""Which rows are off: sequences that are farther apart than the others, and what they share.
+
+A fault may hold in a part of the rows: one stale replica, one bad rank, rows that span two versions
+of the weights. Its cause then looks like a weak fault of every row. So each row gets a score (how
+far its tokens are apart, beyond what their probabilities explain), the scores are split in two
+groups where that split is far too good for one group, and the split is compared with everything
+that is known of the rows. A second test looks for a change inside rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mismatch.types import Bools, Floats, Ints, Pair, Rollout
+
+LEAST_TOKENS = 8  # of a row that is scored
+LEAST_ROWS = 12  # fewer rows make no groups
+FEW = 3  # rows that a group needs at least
+FACTOR = 3.0  # times as far apart as the others; rows of a clean run split by 1.8
+# Distance of the two groups' means over their spread. A best split of one normal group gives 2.6,
+# that of a clean vLLM and FSDP2 run of 256 rows 2.5.
+GAP = 4.5
+BINS = 10  # of the sampler's log-probability, whose tokens are expected to be equally far apart
+SAME = 0.9  # share of rows on which an attribute and the groups must agree
+CHANCE = 1e-4  # of such an agreement, times the groupings that were tried
+# What a framework splits rows by, and not their content: a weak difference counts there too.
+IN_TURN = "row of the file, modulo"
+SOURCES = ("replica", "rank", "weight_version")
+WEAK_FACTOR = 1.5  # times as far apart, of all rows of a source
+CHANGED = 0.01  # chance of a change inside one row (Pettitt 1979)
+MANY_CHANGED = 0.15  # share of rows with such a change; clean runs have up to 0.05
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the rows that are off have in common."""
+
+    attribute: str
+    values: tuple[str, ...]
+    agreement: float
+    """Share of all rows that the attribute puts into their group."""
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """Rows in two groups, where they fall into two."""
+
+    rows: int
+    """Rows that could be scored."""
+    off: tuple[int, ...] = ()
+    """Sequences that are farther apart than the others; empty: one group."""
+    factor: float = 1.0
+    """How many times as far apart they are."""
+    shared: tuple[Shared, ...] = ()
+    """Attributes that tell the groups apart, the best first."""
+    changed: float = 0.0
+    """Share of rows inside which the distance changes."""
+    change_at: float | None = None
+    """Median place of that change, as a share of the response; None: too few rows change."""
+    change_factor: float = 1.0
+    """Distance after the change over that before it, the median row's."""
+
+    def sentence(self) -> str:
+        """Say which rows are off; "" where all are alike."""
+        if self.off:
+            share = len(self.off) / self.rows
+            text = f"{share:.0%} of the rows are {self.factor:.3g}× as far apart as the others"
+            if not self.shared:
+                return f"{text}; nothing that is known of the rows tells them from the others"
+            best = self.shared[0]
+            which = f"{best.attribute} {', '.join(best.values)}"
+            return f"{text}: {'all' if best.agreement == 1 else 'nearly all'} of {which}"
+        if self.change_at is not None:
+            direction = "grows" if self.change_factor > 1 else "falls"
+            return (
+                f"in {self.changed:.0%} of the rows the distance {direction} in mid-response "
+                f"(median: at {self.change_at:.0%}, by {self.change_factor:.2g}×)"
+            )
+        return ""
+
+    def advice(self) -> str:
+        """Say what to look at first."""
+        if self.off and self.shared:
+            best = self.shared[0]
+            return f"compare weights and settings of {best.attribute} {best.values[0]} with another"
+        if self.off:
+            return "write replica, rank and weight_version of every row into the dump"
+        return "look for weights that are updated while a response is sampled"
+
+
+def row_groups(pair: Pair, rollout: Rollout, known: Mapping[str, Sequence[str]]) -> RowGroups:
+    """Return the rows of a run in two groups, where they fall into two.
+
+    Args:
+        known: attribute -> its value for every row, [N].
+    """
+    surprise = surprises(pair)
+    rows = len(pair.prompt)
+    tokens = np.bincount(pair.sequence, minlength=rows)
+    scored = np.flatnonzero(tokens >= LEAST_TOKENS)
+    if len(scored) < LEAST_ROWS:
+        return RowGroups(len(scored))
+    sums = np.bincount(pair.sequence, surprise, rows)
+    score = np.log(np.maximum(sums[scored] / tokens[scored], 1e-6))
+    changes = _changes(pair, surprise, scored)
+    if changes.change_at is not None:  # such rows are farther apart as a whole, too
+        return changes
+    attributes = {**known, **_of_rollout(rollout, tokens)}
+    held = {name: np.asarray(values)[scored] for name, values in attributes.items()}
+    far = far_group(score)
+    if far is None:
+        return _by_source(score, scored, held) or changes
+    return RowGroups(
+        len(scored),
+        tuple(int(row) for row in scored[far]),
+        float(np.exp(score[far].mean() - score[~far].mean())),
+        _shared(far, held),
+    )
+
+
+def surprises(pair: Pair) -> Floats:
+    """Return [A] how far apart each token is, over the mean of tokens of like probability."""
+    distance = np.abs(pair.delta)
+    edges = np.quantile(pair.rollout, np.linspace(0, 1, BINS + 1)[1:-1])
+    group = np.searchsorted(edges, pair.rollout)
+    count = np.maximum(np.bincount(group, minlength=BINS), 1)
+    expected = (np.bincount(group, distance, BINS) / count)[group]
+    relative: Floats = distance / np.maximum(expected, 1e-12)
+    return relative
+
+
+def far_group(score: Floats) -> Bools | None:
+    """Return which scores form a group far above the others; None where there is one group.
+
+    The split is the one with the least variance inside the groups (Otsu 1979).
+    """
+    order = np.argsort(score)
+    ordered = score[order]
+    n = len(ordered)
+    below, squares = np.cumsum(ordered), np.cumsum(ordered**2)
+    size = np.arange(1, n)
+    inside = (
+        squares[:-1]
+        - below[:-1] ** 2 / size
+        + (squares[-1] - squares[:-1])
+        - (below[-1] - below[:-1]) ** 2 / (n - size)
+    )
+    allowed = (size >= FEW) & (n - size >= FEW)
+    cut = int(np.flatnonzero(allowed)[np.argmin(inside[allowed])]) + 1
+    low, high = ordered[:cut], ordered[cut:]
+    spread = np.sqrt((low.var() + high.var()) / 2)
+    apart = high.mean() - low.mean()
+    if apart < np.log(FACTOR) or apart < GAP * max(spread, 1e-9):
+        return None
+    far = np.zeros(n, np.bool_)
+    far[order[cut:]] = True
+    return far
+
+
+def _by_source(score: Floats, scored: Ints, known: Mapping[str, np.ndarray]) -> RowGroups | None:
+    """Return the rows of sources whose scores are higher than the others', by ranks."""
+    from scipy.stats import mannwhitneyu
+
+    tried = {name: values for name, values in _with_order(known).items() if _is_source(name)}
+    for name, values in tried.items():  # what the dump names comes before the order of its rows
+        kinds, kind = np.unique(values, return_inverse=True)
+        if not 2 <= len(kinds) <= len(score) // FEW:
+            continue
+        order = np.argsort(np.bincount(kind, score) / np.bincount(kind))
+        for cut in range(1, len(kinds)):
+            high = np.isin(kind, order[cut:])
+            factor = float(np.exp(score[high].mean() - score[~high].mean()))
+            if factor < WEAK_FACTOR:
+                continue
+            chance = mannwhitneyu(score[high], score[~high], alternative="greater").pvalue
+            if chance * len(tried) * 2 ** (len(kinds) - 1) < CHANCE:
+                rows = tuple(int(row) for row in scored[high])
+                shared = Shared(name, tuple(kinds[order[cut:]].tolist()), 1.0)
+                return RowGroups(len(score), rows, factor, (shared,))
+    return None
+
+
+def _is_source(name: str) -> bool:
+    return name in SOURCES or name.startswith(IN_TURN)
+
+
+def _of_rollout(rollout: Rollout, tokens: Ints) -> dict[str, Sequence[str]]:
+    """Return what a rollout itself says of its rows."""
+    turns = np.zeros(rollout.n_sequences, np.int64)
+    np.maximum.at(turns, rollout.sequence_of_token, rollout.turn)
+    longest = tokens > np.quantile(tokens, 0.75)
+    return {
+        "finish reason": rollout.finish_reason,
+        "turns": [str(count) for count in turns],
+        "response length": ["the longest quarter" if long else "shorter" for long in longest],
+    }
+
+
+def _shared(far: Bools, known: Mapping[str, np.ndarray]) -> tuple[Shared, ...]:
+    """Return the attributes that tell the far rows from the others, the best first."""
+    tried = _with_order(known)
+    found = []
+    for name, values in tried.items():
+        kinds, kind = np.unique(values, return_inverse=True)
+        if not 2 <= len(kinds) <= len(far) // 2:
+            continue
+        share = np.bincount(kind, far) / np.bincount(kind)
+        predicted = (share > 0.5)[kind]
+        agreement = float((predicted == far).mean())
+        if not predicted.any() or predicted.all() or agreement < SAME:
+            continue
+        if _chance(far, predicted) * len(tried) * 2 ** (len(kinds) - 1) < CHANCE:
+            found.append(Shared(name, tuple(kinds[share > 0.5].tolist()), agreement))
+    found.sort(key=lambda each: (-each.agreement, len(each.values)))
+    return tuple(found)
+
+
+def _with_order(known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the attributes, with those of a row's place in the file instead of its number."""
+    tried = {name: values for name, values in known.items() if name != "row"}
+    if "row" in known:  # ranks and replicas take rows in turn, or in blocks
+        at = known["row"].astype(np.int64)
+        for ways in (2, 4, 8):
+            tried[f"{IN_TURN} {ways}:"] = (at % ways).astype(str)
+            blocks = at * ways // (at.max() + 1)
+            tried[f"block of the file, of {ways}:"] = blocks.astype(str)
+    return tried
+
+
+def _chance(far: Bools, predicted: Bools) -> float:
+    """Return the chance that as many far rows are predicted by a grouping drawn at random."""
+    from scipy.stats import hypergeom
+
+    hits = int((far & predicted).sum())
+    return float(hypergeom.sf(hits - 1, len(far), int(far.sum()), int(predicted.sum())))
+
+
+def _changes(pair: Pair, surprise: Floats, scored: Ints) -> RowGroups:
+    """Look for a change inside rows, by ranks, so that a few far tokens make none."""
+    places, factors = [], []
+    starts = np.searchsorted(pair.sequence, scored)
+    ends = np.searchsorted(pair.sequence, scored, side="right")
+    for start, end in zip(starts, ends, strict=True):
+        values = surprise[start:end]
+        n = len(values)
+        ranks = np.argsort(np.argsort(values, kind="stable"), kind="stable") + 1.0
+        walk = 2 * np.cumsum(ranks) - np.arange(1, n + 1) * (n + 1)
+        cut = int(np.argmax(np.abs(walk[:-1]))) + 1
+        if 2 * np.exp(-6 * walk[cut - 1] ** 2 / (n**3 + n**2)) < CHANGED:
+            places.append(cut / n)
+            factors.append(np.log((values[cut:].mean() + 1e-9) / (values[:cut].mean() + 1e-9)))
+    share = len(places) / len(scored)
+    factor = float(np.exp(np.median(factors))) if factors else 1.0
+    if share < MANY_CHANGED or 1 / FACTOR < factor < FACTOR:
+        return RowGroups(len(scored), changed=share)
+    return RowGroups(
+        len(scored), changed=share, change_at=float(np.median(places)), change_factor=factor
+    )

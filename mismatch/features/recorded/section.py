@@ -1,0 +1,66 @@
+"""What a dump says of its own values, which rows are off, and the steps of a run."""
+
+from __future__ import annotations
+
+from mismatch.features.recorded.facts import RecordedReport
+from mismatch.reports.formatting import capital, count, number, percent, text
+from mismatch.reports.section import Column, Section, Table
+from mismatch.types import Report
+
+FINDINGS = (
+    Column("value", text, of="what"),
+    Column("side", text, of="side"),
+    Column("tokens", count, of="tokens"),
+    Column("sequences", count, of="sequences"),
+)
+STEPS = (
+    Column("step", count, of="step"),
+    Column("tokens", count, 2, of="tokens"),
+    Column("mean |delta|", number, detail="nats", of="abs_diff"),
+    Column("k3 KL", number, detail="nats per token", of="k3"),
+    Column("PPO clips", percent, 1, of="clipped"),
+    Column("effective size", percent, 1, detail="of the sequences", of="ess"),
+    Column("entropy", number, 2, detail="trainer, nats", of="entropy"),
+    Column("reward", number, 2, of="reward"),
+)
+SHARED = (
+    Column("attribute", text, of="attribute"),
+    Column("values", text, of=lambda shared: ", ".join(shared.values)),
+    Column("agrees with the groups", percent, of="agreement"),
+)
+# Bounds of k3 and mean |delta| whose first crossing is said: healthy and unfit (bf16, dense).
+CROSSED = ((2e-3, "k3", "k3"), (0.013, "k3", "k3"), (0.08, "abs_diff", "mean |delta|"))
+
+
+def section(result: RecordedReport, report: Report) -> Section:
+    """Show the values that cannot be true, the rows that are off, and the steps."""
+    found = result.rows.sentence() if result.rows is not None else ""
+    sentences = crossings(result)
+    if result.rows is not None and not found:
+        sentences = [f"All {result.rows.rows} rows are about equally far apart.", *sentences]
+    tables = []
+    if result.findings:
+        tables.append(Table.of(FINDINGS, result.findings))
+    if result.rows is not None and result.rows.shared:
+        tables.append(Table.of(SHARED, result.rows.shared))
+    if result.steps:
+        tables.append(Table.of(STEPS, result.steps))
+    return Section(
+        "recorded",
+        "The recorded run",
+        f"Read from {result.file}, in the format of {result.format}.",
+        warnings=[capital(found)] if found else [],
+        sentences=sentences,
+        tables=tables,
+        short=found or "All rows are about equally far apart.",
+    )
+
+
+def crossings(result: RecordedReport) -> list[str]:
+    """Say at which step each bound was crossed first."""
+    said = []
+    for bound, name, label in CROSSED:
+        step = next((step for step in result.steps if getattr(step, name) > bound), None)
+        if step is not None:
+            said.append(f"{label} is first above {bound:g} at step {step.step}.")
+    return said

@@ -1,0 +1,148 @@
+"""Which rows of a run are off: planted in part of the rows, and silence on clean ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mismatch.features.recorded.rows import row_groups
+from mismatch.features.recorded.steps import steps_of
+from mismatch.types import Pair, Rollout, Sampling
+from tests.command import mismatch
+
+ROWS, TOKENS = 240, 60
+Edit = Callable[[int, np.ndarray, np.random.Generator], None]
+
+
+def drawn(seed: int, edit: Edit | None = None) -> tuple[Pair, Rollout]:
+    """Draw rows whose error grows with the token's surprise, as rounding does; edit some."""
+    rng = np.random.default_rng(seed)
+    left, right = [], []
+    for row in range(ROWS):
+        logprobs = -rng.exponential(0.5 * rng.lognormal(0, 0.3), TOKENS)
+        train = logprobs * np.exp(0.02 * rng.standard_t(4, TOKENS))
+        if edit is not None:
+            edit(row, train, rng)
+        left.append(logprobs)
+        right.append(train)
+    rollout = Rollout(
+        token_ids=np.ones(ROWS * (TOKENS + 1), np.int64),
+        offsets=np.arange(ROWS + 1) * (TOKENS + 1),
+        action_mask=np.tile([False] + [True] * TOKENS, ROWS),
+        turn=np.tile([0] + [1] * TOKENS, ROWS),
+        prompt_index=np.arange(ROWS) // 4,
+        finish_reason=("stop",) * ROWS,
+        sampling=Sampling(),
+        fingerprint={},
+    )
+    sequence = np.repeat(np.arange(ROWS), TOKENS)
+    both = np.concatenate(left), np.concatenate(right)
+    return Pair(*both, sequence, rollout.prompt_index), rollout
+
+
+ORDER = {"row": [str(row) for row in range(ROWS)]}
+REPLICAS = ORDER | {"replica": [str(row % 4) for row in range(ROWS)]}
+
+
+def noisy(size: float) -> Edit:
+    def edit(row: int, train: np.ndarray, rng: np.random.Generator) -> None:
+        if row % 4 == 3:
+            train *= np.exp(size * rng.standard_normal(TOKENS))
+
+    return edit
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_that_differ_by_chance_are_one_group(seed: int) -> None:
+    groups = row_groups(*drawn(seed), REPLICAS)
+    assert groups.sentence() == ""
+    assert groups.rows == ROWS
+
+
+@pytest.mark.parametrize("size", [0.04, 0.3])
+def test_a_bad_replica_is_named(size: float) -> None:
+    """Also where its rows are no group of their own: a weak fault of one source of rows."""
+    groups = row_groups(*drawn(1, noisy(size)), REPLICAS)
+    assert set(groups.off) == set(range(3, ROWS, 4))
+    best = groups.shared[0]
+    assert (best.attribute, best.values) == ("replica", ("3",))
+    assert "replica 3" in groups.sentence()
+
+
+def test_a_rank_that_the_dump_does_not_name_is_seen_by_the_order_of_rows() -> None:
+    groups = row_groups(*drawn(2, noisy(0.3)), ORDER)
+    assert (groups.shared[0].attribute, groups.shared[0].values) == (
+        "row of the file, modulo 4:",
+        ("3",),
+    )
+
+
+def test_bad_rows_that_share_nothing_are_counted() -> None:
+    bad = set(np.random.default_rng(0).choice(ROWS, 40, replace=False).tolist())
+
+    def edit(row: int, train: np.ndarray, rng: np.random.Generator) -> None:
+        if row in bad:
+            train *= np.exp(0.4 * rng.standard_normal(TOKENS))
+
+    groups = row_groups(*drawn(3, edit), REPLICAS)
+    assert set(groups.off) == bad
+    assert groups.shared == ()
+
+
+def test_weights_that_change_inside_rows_are_seen() -> None:
+    def edit(row: int, train: np.ndarray, rng: np.random.Generator) -> None:
+        if row % 3 == 0:
+            train[30:] *= np.exp(0.2 * rng.standard_normal(TOKENS - 30))
+
+    groups = row_groups(*drawn(4, edit), REPLICAS)
+    assert groups.change_at == pytest.approx(0.5, abs=0.05)
+    assert groups.change_factor > 3
+    assert groups.off == ()
+
+
+def test_steps_hold_the_numbers_of_their_rows() -> None:
+    pair, _ = drawn(5, noisy(0.3))
+    labels = ["7" if row % 4 == 3 else "2" for row in range(ROWS)]
+    first, second = steps_of(pair, labels, None, np.ones(ROWS))
+    assert (first.step, second.step) == (2, 7)
+    assert first.tokens == 3 * second.tokens == ROWS // 4 * 3 * TOKENS
+    at = np.isin(pair.sequence, range(3, ROWS, 4))
+    assert second.abs_diff == pytest.approx(np.abs(pair.delta[at]).mean())
+    assert second.abs_diff > 3 * first.abs_diff
+    assert second.reward == 1.0
+
+
+def test_a_dump_becomes_a_report_without_a_model(tmp_path: Path) -> None:
+    """From a file of both sides to a verdict, the replica at fault and an exit code."""
+    pair, _ = drawn(6, noisy(0.5))
+    dump = tmp_path / "dump.jsonl"
+    with dump.open("w") as file:
+        for row in range(ROWS):
+            at = pair.sequence == row
+            entry = {
+                "prompt_token_ids": [1, 2],
+                "response_token_ids": list(range(10, 10 + TOKENS)),
+                "rollout_logprobs": pair.rollout[at].tolist(),
+                "train_logprobs": pair.train[at].tolist(),
+                "prompt_id": row // 4,
+                "replica": row % 4,
+                "step": row // 120,
+            }
+            file.write(json.dumps(entry) + "\n")
+    out = tmp_path / "run"
+    done = mismatch("postmortem", dump, "--out", out, "--fail-on", "inconclusive")
+    assert done.returncode == 1, done.stdout + done.stderr
+    report = json.loads((out / "report.json").read_text())
+    assert report["recorded"]["rows"]["shared"][0]["values"] == ["3"]
+    assert [step["step"] for step in report["recorded"]["steps"]] == [0, 1]
+    assert report["verdict"]["correctness"]["status"] == "inconclusive"
+    assert "replica 3" in (out / "report.html").read_text()
+    one = mismatch("postmortem", dump, "--step", "1", "--out", tmp_path / "one")
+    assert "120 sequences" in one.stdout + one.stderr
+    wrong = mismatch("postmortem", dump, "--step", "9", "--out", tmp_path / "nine")
+    assert wrong.returncode == 2
+    assert not (tmp_path / "nine").exists()
