@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mismatch.features.recorded.rows import row_groups
+from mismatch.features.recorded.rows import IN_TURN, row_groups
 from mismatch.features.recorded.steps import steps_of
 from mismatch.types import Pair, Rollout, Sampling
 from tests.command import mismatch
@@ -75,10 +75,8 @@ def test_a_bad_replica_is_named(size: float) -> None:
 
 def test_a_rank_that_the_dump_does_not_name_is_seen_by_the_order_of_rows() -> None:
     groups = row_groups(*drawn(2, noisy(0.3)), ORDER)
-    assert (groups.shared[0].attribute, groups.shared[0].values) == (
-        "row of the file, modulo 4:",
-        ("3",),
-    )
+    assert groups.shared[0].attribute == f"{IN_TURN} 4:"
+    assert groups.shared[0].values == ("3",)
 
 
 def test_bad_rows_that_share_nothing_are_counted() -> None:
