@@ -283,13 +283,6 @@ PLANTED = {
     "decode-vs-prefill": Planted(
         "in recorded numbers: decoding rounds 8 times as much, the prefill as it should",
         recorded=lambda case: _rounding(case, np.full(len(case.left), 8.0))),
-    "first-token": Planted(
-        "in recorded numbers: the engine rounds 40 times as much at each first token",
-        recorded=lambda case: _without_prefill(_rounding(case, 1 + 39.0 * (case.index == 0)))),
-    "grows-with-position": Planted(
-        "in recorded numbers: the engine's rounding grows with the square of the sampled token's "
-        "place, to 30 times as much at the 64th",
-        recorded=lambda case: _without_prefill(_rounding(case, 1 + 29 * (case.index / 63) ** 2))),
     "turn-context": Planted(
         "in recorded numbers, each response cut in two turns: in the second one the trainer is off "
         "by 0.3 nats where it is not certain", recorded=_two_turns),
@@ -331,8 +324,6 @@ PLANTED = {
                             spec={"head_dtype": "bf16"}, dtype="fp32"),
     "router-precision": Planted("FSDP2 in float32 with its routers in bf16, vLLM in float32",
                                 spec={"router_dtype": "bf16"}, dtype="fp32"),
-    "scattered-tokens": Planted("in recorded numbers: every 150th token of the engine is 1 to 3 "
-                                "nats too low", recorded=_far_tokens),
     "action-mask": Planted("in recorded numbers: six tokens of each prompt count as sampled",
                            recorded=_early_mask),
     "fp8-kv-tile": Planted("in recorded numbers: the engine rounds 15 times as much from position "

@@ -41,13 +41,14 @@ def page(cells: list[dict]) -> str:
     pairs = [cell for cell in cells if "pair" in cell]
     lines = [
         f"Measured {date.today().isoformat()} on a CPU.", "",
-        "| | named first | right side | pairs in the first three |", "| --- | --- | --- | --- |",
+        "| | exact cause first | cause or kind first | right side | pairs in the first three |",
+        "| --- " * 5 + "|",
     ]  # fmt: skip
     for half in ("tuning", "reported"):
         own = [cell for cell in faults if cell["half"] == half]
         two = [cell for cell in pairs if cell["half"] == half]
-        lines.append(f"| {half} half | {share(own, 'first')} | {share(own, 'right side')} | "
-                     f"{share(two, 'pair')} |")  # fmt: skip
+        shares = [share(own, what) for what in ("exact", "first", "right side")]
+        lines.append(f"| {half} half | {' | '.join(shares)} | {share(two, 'pair')} |")
     apart, drawn = (sum(cell["blocks"][n] for cell in clean) for n in (0, 1))
     alarms = sum(len(cell["alarms"]) for cell in clean)
     where = ", ".join(f"{cell['clean']} ({cell['engine']}, {cell['dtype']})" for cell in clean)

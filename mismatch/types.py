@@ -106,6 +106,21 @@ class Rollout:
     def n_prompts(self) -> int:
         return len(np.unique(self.prompt_index))
 
+    @property
+    def distinct_prompts(self) -> Ints:
+        """Prompt of each sequence, [N], for intervals: prompts of equal ids are one."""
+        numbers: dict[bytes, int] = {}
+        of_prompt: dict[int, int] = {}
+        for sequence, prompt in enumerate(self.prompt_index.tolist()):
+            start, stop = self.offsets[sequence : sequence + 2]
+            mask = self.action_mask[start:stop]
+            if prompt in of_prompt or not mask.any():
+                continue
+            ids = self.token_ids[start : start + int(mask.argmax())]
+            of_prompt[prompt] = numbers.setdefault(ids.astype(np.int64).tobytes(), prompt)
+        of_sequence = [of_prompt.get(prompt, prompt) for prompt in self.prompt_index.tolist()]
+        return np.array(of_sequence, np.int64)
+
     def sequences(self) -> list[Ints]:
         """Token ids of each sequence, N arrays."""
         return np.split(self.token_ids, self.offsets[1:-1])
@@ -405,7 +420,7 @@ class Pair:
             left.logprobs.astype(np.float64),
             right.logprobs.astype(np.float64),
             rollout.sequence_of_token[actions],
-            rollout.prompt_index,
+            rollout.distinct_prompts,
         )
 
 

@@ -16,6 +16,7 @@ from mismatch.analysis.diagnosis.case import Case
 from mismatch.types import Rollout, Sampling, Scoring
 
 VOCABULARY, PROMPT = 24, 12
+END = VOCABULARY  # id that ends a turn; those above it name a prompt
 Array = NDArray[np.float64]
 
 
@@ -100,6 +101,11 @@ def gumbel(rng: np.random.Generator, law: Array) -> NDArray[np.int64]:
     return np.asarray((law + rng.gumbel(size=law.shape)).argmax(axis=1), np.int64)
 
 
+def begin_of(prompt: int) -> list[int]:
+    """A prompt's ids; all end in the template's last token."""
+    return [END + 1 + prompt] * (PROMPT - 1) + [0]
+
+
 def rollout_of(
     ids: NDArray[np.int64],
     lengths: NDArray[np.int64],
@@ -107,7 +113,8 @@ def rollout_of(
     temperature: float,
 ) -> Rollout:
     sequences = np.split(ids, np.cumsum(lengths)[:-1])
-    tokens = np.concatenate([np.concatenate([np.zeros(PROMPT, np.int64), s]) for s in sequences])
+    begins = [begin_of(int(number)) for number in prompt]
+    tokens = np.concatenate([part for both in zip(begins, sequences, strict=True) for part in both])
     mask = np.concatenate([np.arange(PROMPT + n) >= PROMPT for n in lengths])
     return Rollout(
         tokens, np.cumsum([0, *(lengths + PROMPT)]), mask, mask.astype(np.int64), prompt,
@@ -252,18 +259,18 @@ def appended_ends(seed: int, share: float) -> Case:
 
 # ---------------------------------------------------------------- several turns
 
-END, GAP = VOCABULARY, 5  # id that ends a turn; tokens of an observation
+GAP = 5  # tokens of an observation
 
 
 def turned(case: Case, turns: int = 3) -> Case:
     """The same action tokens in several turns: each ends in ``END``, ``GAP`` others follow it."""
     ids, mask, turn, offsets, sampled = [], [], [], [0], []
     own = case.rollout.token_ids[case.rollout.actions]
-    for row in case.rows:
+    for prompt, row in zip(case.rollout.prompt_index.tolist(), case.rows, strict=True):
         parts = np.array_split(own[row], turns)
         for part in parts:
             part[-1] = END
-        ids += [0] * PROMPT
+        ids += begin_of(prompt)
         mask += [False] * PROMPT
         turn += [0] * PROMPT
         for number, part in enumerate(parts, 1):

@@ -12,11 +12,12 @@ NOISE = 0.02  # scale of how far a margin moves between two passes of the traine
 
 
 def rollout_of(tokens: pd.DataFrame, samples_per_prompt: int = 4) -> Rollout:
-    """A rollout whose action tokens are the rows of a tokens table; prompts are token 0."""
+    """A rollout whose action tokens are the rows of a tokens table; a prompt is its number."""
     lengths = tokens.groupby("sequence")["position"].max().to_numpy() + 1
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     actions = offsets[tokens["sequence"].to_numpy()] + tokens["position"].to_numpy()
-    token_ids = np.zeros(offsets[-1], np.int64)
+    prompts = np.arange(len(lengths)) // samples_per_prompt
+    token_ids = np.repeat(prompts, lengths)
     token_ids[actions] = tokens["token_id"].to_numpy()
     mask = np.zeros(offsets[-1], bool)
     mask[actions] = True
@@ -25,7 +26,7 @@ def rollout_of(tokens: pd.DataFrame, samples_per_prompt: int = 4) -> Rollout:
         offsets=offsets,
         action_mask=mask,
         turn=mask.astype(np.int64),
-        prompt_index=np.arange(len(lengths)) // samples_per_prompt,
+        prompt_index=prompts,
         finish_reason=("stop",) * len(lengths),
         sampling=Sampling(),
         fingerprint={"engine": "vllm"},

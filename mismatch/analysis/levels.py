@@ -57,8 +57,9 @@ TOO_LITTLE = ("enough-data",)  # checks whose warning leaves both questions open
 PRECISION = ("fp32", "fp16", "bf16")  # falling: 24, 11 and 8 significant bits
 LONG_NAMES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 AS_STORED = "as-stored"
-NOT_QUANTISED = {None, "", "auto", "none", AS_STORED, *PRECISION, *LONG_NAMES}
-# Stored so, and dequantised by the trainer as it loads them: both sides hold the same values.
+NOT_QUANTISED = frozenset((None, "", "auto", "none", AS_STORED, *PRECISION, *LONG_NAMES))
+# Stored so, and dequantised by the trainer as it loads them: both sides hold the same values. vLLM
+# calls GPT-OSS's MXFP4 "gpt_oss_mxfp4" (ModelConfig.quantization); config.json says "mxfp4".
 DEQUANTISED = frozenset(("mxfp4", "gpt_oss_mxfp4"))
 
 

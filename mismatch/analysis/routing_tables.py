@@ -79,7 +79,7 @@ def prompt_routing(
     if not len(rows):
         return {}
     differs = pair_routing(rollout, left, right, rows).differs
-    estimator = Estimator(rollout.sequence_of_token[rows], rollout.prompt_index, seed=seed)
+    estimator = Estimator(rollout.sequence_of_token[rows], rollout.distinct_prompts, seed=seed)
     names = ("routing_prompt_disagree_layer", "routing_prompt_disagree_any")
     wanted = [METRICS[name] for name in names]
     return estimator.all(wanted, {"prompt_differs": differs})

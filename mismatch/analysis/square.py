@@ -1,13 +1,15 @@
-"""Is a side broken, or is it the rounding of its precision? Four scorings of the same tokens.
+"""Is a side broken, or is it the rounding of its precision? Scorings of the same tokens.
 
     engine as it runs     engine in float32       (its own implementation, started in float32)
-    trainer as it runs    reference in float32    (a plain forward of the trainer's weights)
-    plain forward at each precision in use
+    trainer as it runs    trainer in float32      (its own implementation)
+    plain forward         reference in float32    (a plain forward of the trainer's model code)
 
 ``excess`` of a side: spread(side - its float32) / spread(plain at its precision - plain float32).
 About 1 where rounding is all that happens; a broken kernel, setting or cache rounds more. The
-``implementation gap``, engine in float32 against reference in float32, is free of rounding at the
-precision of the run: it sees other weights and other functions at a ten-thousandth of its size.
+trainer's plain forward takes over what the trainer declares (temperature, autocast, dtypes of head,
+router and log-probabilities): a declared setting is no fault. A ``gap``, a side in float32 against
+the reference, is free of rounding at the precision of the run: it sees other weights and other
+functions at a ten-thousandth of its size.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.declared import same_weights
 from mismatch.analysis.displaced import (
     CORRELATION,
     EXCESS,
@@ -36,15 +37,16 @@ from mismatch.analysis.displaced import (
     excess_terms,
     levels_for,
 )
-from mismatch.analysis.levels import LONG_NAMES, NOT_QUANTISED, PRECISION
+from mismatch.analysis.levels import DEQUANTISED, LONG_NAMES, NOT_QUANTISED, PRECISION
 from mismatch.analysis.plugins import Analysis, RunArtefacts
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
-from mismatch.run.store import FLOAT32, PLAIN, REFERENCE, TRAIN, TRAINER_FLOAT32
+from mismatch.run.store import FLOAT32, PLAIN, PLAIN_TRAINER, REFERENCE, TRAIN, TRAINER_FLOAT32
 from mismatch.specs import CheckSpec
 from mismatch.types import Estimate, Fingerprint, Floats, NotTested, Scoring
 
 Evidence = Literal["excess", "gap"]
+OneSide = Literal["engine", "trainer", "either"]
 FP8_KV = "-fp8kv"
 FP8_NAMES = ("fp8", "fp8_e4m3", "float8_e4m3fn", "e4m3")
 BITS = {"bf16": 8, "fp16": 11, "fp32": 24}  # of a significand
@@ -77,8 +79,7 @@ class Gap:
     """Two implementations of one function in float32.
 
     Attributes:
-        side: which is off where they differ; "either": not the same files, or not known to be the
-            same weights, so that the trainer (whose loader the reference shares) may be off.
+        side: which is off where they differ, see :func:`gap_side`.
         size, k3, largest: of right - left, nats.
         floor: mean |delta| that float32 rounding is expected to cost: that of a plain forward at
             the run's precision, scaled by the ratio of their roundings. None: no such forward.
@@ -119,6 +120,8 @@ class Square:
         correlation: of the roundings of engine and trainer; near 0 they add up in quadrature.
         findings: every excess and gap, judged.
         displaced: prompts of every side that lie farther off than in the plain forward.
+        declared: what the trainer's declared settings alone cost, over the plain forward's rounding
+            without them; None: it declares none.
         not_judged: sides and corners that could not be measured, and why.
         seconds: of each pass that only the square needs.
         unmeasured: checks that this leaves without any number ("excess-engine" …).
@@ -134,6 +137,7 @@ class Square:
     seconds: dict[str, float]
     unmeasured: tuple[str, ...] = ()
     displaced: tuple[Displaced, ...] = ()
+    declared: Estimate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +190,7 @@ def precision_of(facts: Fingerprint | dict[str, Any]) -> str | None:
     """
     dtype = _short(facts.get("autocast")) or _short(facts.get("dtype"))
     cache, weights = _short(facts.get("kv_cache_dtype")), _short(facts.get("quantization"))
-    if dtype not in PRECISION or weights not in (*NOT_QUANTISED, "mxfp4"):
+    if dtype not in PRECISION or weights not in NOT_QUANTISED | DEQUANTISED:
         return None
     if cache in NOT_QUANTISED:
         return dtype
@@ -200,6 +204,33 @@ def _short(value: Any) -> str | None:
     return LONG_NAMES.get(name, name)
 
 
+def gap_side(exact: Scoring, scorings: Mapping[str, Scoring], level: float) -> OneSide:
+    """Return the side that is off where a side's float32 differs from the reference.
+
+    The trainer's own gap names the trainer: it shares its model code with the reference. The
+    engine's names neither side: the engine's implementation or the trainer's model code may be the
+    one that is wrong, unless a third implementation in float32 agrees with one of the two.
+
+    Args:
+        level: nats of mean |delta| up to which two implementations agree.
+    """
+    if exact.name.partition(":")[0] == TRAIN:
+        return "trainer"
+    reference = scorings[REFERENCE]
+    for name, third in scorings.items():
+        own = name.partition(":")[0] in (TRAIN, PLAIN, *(s.name.partition(":")[0]
+                                                         for s in (exact, reference)))  # fmt: skip
+        if own or precision_of(third.fingerprint) != "fp32" or _law(third) != _law(reference):
+            continue
+        engine, trainer = (
+            float(np.abs(third.logprobs - other.logprobs).mean()) <= level
+            for other in (exact, reference)
+        )
+        if engine != trainer:
+            return "trainer" if engine else "engine"
+    return "either"
+
+
 class _Corners:
     """The scorings of a run by their place in the square."""
 
@@ -209,18 +240,18 @@ class _Corners:
         self.engine = run.decode.name.partition(":")[0]
         actions = run.rollout.actions
         self.estimator = Estimator(
-            run.rollout.sequence_of_token[actions], run.rollout.prompt_index, seed=spec.seed
+            run.rollout.sequence_of_token[actions], run.rollout.distinct_prompts, seed=spec.seed
         )
         self.missing: list[NotTested] = []
         self.device = device_class(run.decode.fingerprint, run.train.fingerprint)
 
     def square(self) -> Square:
-        legs, gaps = tuple(self.legs()), tuple(self.gaps())
         levels = levels_for(self.device)
+        legs, gaps = tuple(self.legs()), tuple(self.gaps())
         excess = Bound(levels.excess, levels.excess_failed)
         findings = [judged(leg, excess) for leg in legs]
         plain = self.plain_cost()
-        findings += [judged(gap, levels.gap_bounds(gap.floor, plain.nats)) for gap in gaps]
+        findings += [judged(gap, levels.gap_bounds(plain.floor, plain.nats)) for gap in gaps]
         return Square(
             device=self.device,
             calibrated=self.device in LEVELS,
@@ -229,6 +260,7 @@ class _Corners:
             correlation=self.correlation(legs),
             findings=tuple(findings),
             displaced=tuple(displaced for leg in legs for displaced in self.displaced(leg)),
+            declared=self.declared(),
             not_judged=tuple(self.missing),
             unmeasured=self.unmeasured({check_id(finding) for finding in findings}),
             seconds={
@@ -296,9 +328,11 @@ class _Corners:
                 why = "it does not say its dtype"
             self.missing.append(NotTested(what, why))
             return None
-        plain = self.usable.get(f"{PLAIN}:{precision}")
+        name = f"{PLAIN}:{precision}"
+        if side == "trainer" and PLAIN_TRAINER in self.usable:
+            name = PLAIN_TRAINER
+        plain = self.usable.get(name)
         if plain is None:
-            name = f"{PLAIN}:{precision}"
             reason = self.run.refused.get(name, f"the run holds no scoring {name}")
             self.missing.append(NotTested(what, reason))
             return None
@@ -321,11 +355,21 @@ class _Corners:
             self.usable[left].logprobs - self.usable[right].logprobs
             for left, right in ((leg.scoring, leg.exact), (leg.plain, REFERENCE))
         )
-        actions = self.run.rollout.actions
-        sequence = self.run.rollout.sequence_of_token[actions]
-        prompt = self.run.rollout.prompt_index[sequence]
+        rollout = self.run.rollout
+        sequence = rollout.sequence_of_token[rollout.actions]
+        prompt = rollout.distinct_prompts[sequence]
         levels = levels_for(self.device)
         return displaced(leg.side, leg.scoring, away, yardstick, sequence, prompt, levels)
+
+    def declared(self) -> Estimate | None:
+        """Return what the trainer's declared settings cost beside its precision."""
+        own = self.usable.get(PLAIN_TRAINER)
+        precision = precision_of(self.run.train.fingerprint)
+        plain = self.usable.get(f"{PLAIN}:{precision}")
+        if own is None or plain is None:
+            return None
+        terms = excess_terms(*(each.logprobs - self.reference.logprobs for each in (own, plain)))
+        return self.estimator.one(EXCESS, {"terms": terms})
 
     def correlation(self, legs: tuple[Leg, ...]) -> Estimate | None:
         """Of the two sides' roundings, from the first leg of each; None without both."""
@@ -370,7 +414,7 @@ class _Corners:
         elif not self.same_values(exact):
             self.missing.append(NotTested(what, "the two sides hold weights in different forms"))
         else:
-            yield self.gap("engine" if self.same_weights(exact) else "either", exact)
+            yield self.gap(exact)
         trainer = self.trainer_in_float32()
         what = "implementation gap of the trainer"
         if trainer is None:
@@ -379,30 +423,21 @@ class _Corners:
         elif _law(trainer) != _law(self.reference):
             self.missing.append(NotTested(what, "its logprobs are of another law than float32's"))
         else:
-            yield self.gap("trainer", trainer)
+            yield self.gap(trainer)
 
-    def gap(self, side: Side, scoring: Scoring) -> Gap:
+    def gap(self, scoring: Scoring) -> Gap:
+        plain = self.plain_cost()
+        level = levels_for(self.device).gap_bounds(plain.floor, plain.nats).failed
+        side = gap_side(scoring, self.usable, level)
         delta = self.reference.logprobs - scoring.logprobs
         names = ("logprob_abs_diff_mean", "k3_kl", "logprob_abs_diff_max")
         estimates = self.estimator.all([METRICS[name] for name in names], {"delta": delta})
         size, k3, largest = (estimates[name] for name in names)
-        return Gap(side, scoring.name, REFERENCE, size, k3, largest, self.plain_cost().floor)
+        return Gap(side, scoring.name, REFERENCE, size, k3, largest, plain.floor)
 
     def plain_cost(self) -> PlainCost:
         """Return what the plain forward at the lowest precision in use costs."""
         return PlainCost.of(self.usable, self.reference.logprobs)
-
-    def same_weights(self, exact: Scoring) -> bool:
-        """One model by name, and equal parameters by digest: the reference holds the trainer's."""
-        names = [
-            (s.fingerprint.get("model"), s.fingerprint.get("revision"))
-            for s in (exact, self.reference)
-        ]
-        return names[0] == names[1] and any(
-            same_weights(engine.fingerprint, trainer.fingerprint)
-            for engine in (exact, self.run.decode)
-            for trainer in (self.reference, self.run.train)
-        )
 
     def same_values(self, exact: Scoring) -> bool:
         forms = {s.fingerprint.get("weights_form") or "as-stored" for s in (exact, self.reference)}
@@ -423,27 +458,26 @@ def check_id(finding: Finding) -> str:
     """As "excess-engine", "excess-other-engine", "implementation-gap-trainer"."""
     if finding.evidence == "excess":
         return f"excess-{finding.side}"
-    return "implementation-gap" + ("-trainer" if finding.side == "trainer" else "")
+    trainers = finding.scoring.partition(":")[0] == TRAIN
+    return "implementation-gap" + ("-trainer" if trainers else "")
 
 
 def shared(square: Square, finding: Finding | Displaced) -> bool:
-    """Whether the finding rests on the reference, so that a fault of the trainer's loader, which
-    the reference shares, would look the same."""
-    if _is_gap(finding):
-        return finding.side == "engine"
+    """Return whether a finding rests on the trainer's model code being right.
+
+    The reference shares that code: a fault of it would look like the other side's.
+    """
+    if isinstance(finding, Finding) and finding.evidence == "gap":
+        return finding.side == "either"
     legs = {leg.scoring for leg in square.legs if leg.exact == REFERENCE}
     return finding.side != "trainer" and finding.scoring in legs
 
 
-def _is_gap(finding: Finding | Displaced) -> bool:
-    return isinstance(finding, Finding) and finding.evidence == "gap"
-
-
 def sides_at_fault(square: Square) -> list[Side]:
-    """The side of everything that lies beyond its level; "either" where that cannot be told."""
+    """Return the side of everything beyond its level; "either" where that cannot be told."""
     findings: list[Finding | Displaced] = [*square.findings, *square.displaced]
     return [
-        "either" if not _is_gap(finding) and shared(square, finding) else finding.side
+        "either" if shared(square, finding) else finding.side
         for finding in findings
         if finding.standing == "beyond"
     ]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from mismatch.analysis.displaced import Displaced, Standing
-from mismatch.analysis.square import Finding, Square, check_id
+from mismatch.analysis.displaced import Displaced, Side, Standing
+from mismatch.analysis.square import Finding, Square, check_id, shared
 from mismatch.types import Check, CheckStatus
 
 STATUS: dict[Standing, CheckStatus] = {
@@ -16,13 +14,20 @@ STATUS: dict[Standing, CheckStatus] = {
 }
 UNSEEN = "let the missing passes run: more memory, a local engine, a dtype that has a yardstick"
 ORDER: tuple[Standing, ...] = ("within", "wide", "undecided", "beyond")
-FIXES = {
-    "engine": "look at the engine's kernels, KV cache and quantisation: mismatch fixes",
-    "trainer": "look at the trainer's attention and experts: mismatch kernels",
-    "other-engine": "look at the second engine's kernels, KV cache and quantisation",
-    "either": (
-        "compare what both sides loaded: files, parameters, rope, window, norm; the reference "
-        "shares the trainer's loader, so that the engine may be the side that is right"
+# By evidence: float32 excludes what only a lower precision does (a cache, quantisation).
+FIXES: dict[tuple[str, Side], str] = {
+    ("excess", "engine"): "look at the engine's kernels, KV cache and quantisation: mismatch fixes",
+    ("excess", "trainer"): "look at the trainer's attention and experts: mismatch kernels",
+    ("excess", "other-engine"): "look at the second engine's kernels, KV cache and quantisation",
+    ("excess", "either"): "let the engine run in float32 too: it says whose fault it is",
+    ("gap", "either"): (
+        "the engine's implementation or the trainer's model code: mismatch locate names the "
+        "module; compare weights, rope, window and norm there"
+    ),
+    ("gap", "engine"): "the engine's implementation: mismatch locate names the module",
+    ("gap", "trainer"): (
+        "look at the trainer's kernels, packing, adapters and weights: mismatch locate, "
+        "mismatch kernels"
     ),
 }
 
@@ -46,21 +51,18 @@ def square_checks(square: Square | None) -> list[Check]:
         for id in square.unmeasured
     ]
     checks = [
-        Check(id, STATUS[finding.standing], detail(finding), _fix(finding))
+        Check(id, STATUS[finding.standing], detail(finding), _fix(square, finding))
         for id, finding in worst.items()
     ]
-    return unseen + checks + _displacement_checks(square.displaced)
-
-
-def _displacement_checks(displaced: Sequence[Displaced]) -> list[Check]:
-    """One for each side: of its passes and kinds the worst, and of equals the least by chance."""
-    worst: dict[str, Displaced] = {}
-    for worse in sorted(displaced, key=lambda worse: (-ORDER.index(worse.standing), worse.chance)):
-        worst.setdefault(f"displaced-{worse.side}", worse)
-    return [
-        Check(id, STATUS[worse.standing], displacement(worse), _fix(worse))
-        for id, worse in worst.items()
+    # Of a side's passes and kinds of displacement the worst, and of equals the least by chance.
+    farthest: dict[str, Displaced] = {}
+    for worse in sorted(square.displaced, key=lambda d: (-ORDER.index(d.standing), d.chance)):
+        farthest.setdefault(f"displaced-{worse.side}", worse)
+    moved = [
+        Check(id, STATUS[worse.standing], displacement(worse), _fix(square, worse))
+        for id, worse in farthest.items()
     ]
+    return unseen + checks + moved
 
 
 SAID = {
@@ -79,10 +81,14 @@ def displacement(finding: Displaced) -> str:
     )
 
 
-def _fix(finding: Finding | Displaced) -> str:
+def _fix(square: Square, finding: Finding | Displaced) -> str:
     if finding.standing in ("wide", "undecided"):
         return "measure more: --num-prompts"
-    return FIXES[finding.side] if finding.standing == "beyond" else ""
+    if finding.standing == "within":
+        return ""
+    kind = finding.evidence if isinstance(finding, Finding) else "excess"
+    side: Side = "either" if shared(square, finding) else finding.side
+    return FIXES[kind, side]
 
 
 def detail(finding: Finding) -> str:

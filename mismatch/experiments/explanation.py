@@ -40,7 +40,7 @@ class Taken:
 
 KERNEL = Taken(
     "trainer",
-    ("function-differs", "onset", "first-token"),
+    ("function-differs", "onset"),
     ("attention-sinks", "sliding-window", "packing-leak", "yarn-attention-factor"),
 )
 TESTS = {

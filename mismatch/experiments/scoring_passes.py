@@ -33,6 +33,7 @@ from mismatch.run.store import (
     NEW,
     NEW_REPLAYED,
     PLAIN,
+    PLAIN_TRAINER,
     REFERENCE,
     REGROUPED,
     REPEATED,
@@ -91,12 +92,15 @@ def plain_of(train: TrainSpec, dtype: Dtype, fp8_kv: bool = False) -> TrainSpec:
 
 
 def plain_passes(spec: CheckSpec) -> list[Pass]:
-    """One a reduced precision in use, ``plain:<precision>``; none where no yardstick is defined."""
+    """One a reduced precision in use, ``plain:<precision>``; none where no yardstick is defined.
+
+    A trainer that declares more than its precision has a plain forward of its own: what it declares
+    is no fault, and only what is left can be an excess.
+    """
     if not wants_square(spec):
         return []
-    names = {
-        precision_of(facts) for facts in (_engine_facts(spec.rollout.engine), _facts(spec.train))
-    }
+    facts = _facts(spec.train)
+    names = {precision_of(each) for each in (_engine_facts(spec.rollout.engine), facts)}
     passes = []
     for name in sorted(name for name in names if name):
         dtype, _, cache = name.partition("-")
@@ -105,7 +109,29 @@ def plain_passes(spec: CheckSpec) -> list[Pass]:
             continue
         plain = replace(plain_of(spec.train, short, fp8_kv=bool(cache)), routing=False)
         passes.append(Pass(f"{PLAIN}:{name}", plain))
+    if declares_more(spec) and precision_of(facts) not in (None, "fp32"):
+        train = spec.train
+        own = replace(
+            plain_of(train, train.dtype),
+            master_dtype=train.master_dtype,
+            autocast=train.autocast,
+            head_dtype=train.head_dtype,
+            router_dtype=train.router_dtype,
+            temperature_in=train.temperature_in,
+            logprobs_dtype=train.logprobs_dtype,
+            routing=False,
+        )
+        passes.append(Pass(PLAIN_TRAINER, own))
     return passes
+
+
+def declares_more(spec: CheckSpec) -> bool:
+    """Return whether the trainer declares how it rounds beyond its dtype."""
+    train, plain = spec.train, TrainSpec()
+    names = ["logprobs_dtype", "autocast", "head_dtype"]
+    names += ["temperature_in"] * int(spec.rollout.sampling.temperature not in (0.0, 1.0))
+    names += ["router_dtype"] * bool(is_moe(train.model, train.revision))
+    return any(getattr(train, name) != getattr(plain, name) for name in names)
 
 
 def _facts(train: TrainSpec) -> dict[str, object]:

@@ -64,6 +64,7 @@ NEW_REPLAYED = f"{TRAIN}:new-replayed"  # the second pass with the first one's r
 REPLAYED = f"{TRAIN}:replayed"  # the trainer with the engine's routes
 WEIGHTS = f"{TRAIN}:other-weights"  # the same trainer, its experts in another form
 PLAIN = "plain"  # plain:<precision>: a plain forward at the precision of a side
+PLAIN_TRAINER = f"{PLAIN}:trainer"  # with the settings that the trainer declares
 TRAINER_FLOAT32 = f"{TRAIN}:fp32"  # the trainer's implementation in float32
 FLOAT32 = "fp32"  # <engine>:fp32: the engine's implementation, started in float32
 

@@ -22,7 +22,6 @@ from mismatch.analysis.diagnosis.detector import (
     Repair,
     detectors,
 )
-from mismatch.analysis.diagnosis.detectors import smooth
 from mismatch.analysis.diagnosis.ranking import Causes, diagnose
 from mismatch.codec import from_json, to_json
 from mismatch.pipeline.build import build_report
@@ -51,9 +50,9 @@ TOOLS = Path(__file__).parents[2] / "tools"
         (drawn.swapped_rows, (4, 16, 128), "row-pairing", None),
         (drawn.appended_ends, (0.02, 0.1, 1.0), "appended-eos", "engine"),
         (drawn.onset, (5, 10, 20), "onset", "engine"),
-        (drawn.first_tokens, (20, 50, 100), "first-token", "trainer"),
-        (drawn.other_weights, (3, 5, 10), "weights-differ", "trainer"),
-        (drawn.other_function, (1.0, 1.5, 2.0), "function-differs", "trainer"),
+        (drawn.first_tokens, (50, 100, 200), "side-off", "trainer"),
+        (drawn.other_weights, (3, 5, 10), "side-off", "trainer"),
+        (drawn.other_function, (1.0, 1.5, 2.0), "side-off", "trainer"),
         (drawn.rounded_logprobs, (7, 8, 11), "bf16-logprobs", "engine"),
     ],
 )
@@ -73,26 +72,6 @@ def test_a_fault_is_named_first(
         assert leading.effect.value > 0.01
 
 
-@pytest.mark.parametrize("side", ["engine", "trainer"])
-def test_a_softcap_within_the_rounding_is_seen_in_the_side_that_has_it(side: str) -> None:
-    """Its distance from float32 is rounding's; that it follows the side's own law is not."""
-    case = drawn.softcapped(0, 20, side)
-    legs = [np.abs(logprobs - case.reference).mean() for logprobs in (case.left, case.right)]
-    assert max(legs) < 1.3 * min(legs)
-    (only,) = causes(case).ranked
-    assert (only.id, only.side, only.alike[0]) == ("function-differs", side, "logit-softcap")
-    others = {name: scoring for name, scoring in case.others.items() if name != "plain:bf16"}
-    without = causes(replace(case, others=others))
-    assert without.ranked == ()
-    assert smooth.WHAT in {entry.what for entry in without.not_tested}
-
-
-@pytest.mark.parametrize(("cap", "side"), [(2, "trainer"), (12, "engine")])
-def test_a_strong_softcap_is_a_function_and_no_other_weights(cap: float, side: str) -> None:
-    (only,) = causes(drawn.softcapped(0, cap, side)).ranked
-    assert (only.id, only.side, only.alike[0]) == ("function-differs", side, "logit-softcap")
-
-
 def capped_at(temperature: float, cap: float) -> Case:
     """The engine caps its logits, and both sides divide by the temperature."""
     made = drawn.draw(0)
@@ -110,9 +89,9 @@ def capped_at(temperature: float, cap: float) -> Case:
 def test_a_temperature_that_both_sides_apply_is_no_cause() -> None:
     """The trainer at T = 1 is farther off still, so that a softcap's fit is not the temperature."""
     leading = first(capped_at(2.0, 5))
-    assert (leading.id, leading.side) == ("function-differs", "engine")
+    assert (leading.id, leading.side) == ("side-off", "either")
     leading = first(capped_at(1.3, 3))
-    assert (leading.id, leading.side) == ("temperature-semantics", "engine")
+    assert (leading.id, leading.side) == ("temperature-semantics", "either")
     assert leading.alike[0] == "logit-softcap"
 
 
@@ -144,15 +123,6 @@ def test_a_law_that_was_cut_to_one_token_is_no_padding() -> None:
     cut = replace(case, rollout=replace(case.rollout, sampling=sampling), trainer=kept)
     assert first(case).id == "appended-eos"  # nothing says that it was cut
     assert "appended-eos" not in {cause.id for cause in causes(cut).ranked}
-
-
-def test_other_weights_that_choose_their_tokens_are_no_function() -> None:
-    """What an engine of other weights sampled is likelier there: over half of its squared error."""
-    draw = drawn.draw(1, sharpness=6.0)
-    draw.engine = draw.engine + 2.0 * draw.rng.standard_normal(draw.logits.shape)
-    case = draw.case()
-    assert smooth.followed(case, "engine")[0].low > smooth.MOST
-    assert first(case).id == "weights-differ"
 
 
 def test_large_rounding_follows_no_law_of_its_own() -> None:
@@ -198,7 +168,7 @@ def test_raw_logprobs_do_not_hide_a_noisy_engine(times: float) -> None:
     result = causes(drawn.raw_logprobs_and_noise(0, 0.6, times))
     assert [(cause.id, cause.side, cause.status) for cause in result.ranked] == [
         ("temperature-semantics", "engine", "confirmed"),
-        ("weights-differ", "engine", "suspected"),
+        ("side-off", "either", "suspected"),
     ]
 
 
@@ -207,18 +177,8 @@ def test_a_shift_does_not_hide_other_weights() -> None:
     edges = np.cumsum([row.stop - row.start for row in plain.rows])[:-1]
     right = [np.roll(row, -1) for row in np.split(plain.right, edges)]
     case = replace(plain, right=np.concatenate(right))
-    assert [cause.id for cause in causes(case).ranked] == ["misalignment", "weights-differ"]
+    assert [cause.id for cause in causes(case).ranked] == ["misalignment", "side-off"]
     assert [cause.id for cause in causes(moved).ranked] == ["misalignment"]
-
-
-def test_what_a_cause_brings_with_it_is_a_consequence_and_gets_no_advice() -> None:
-    result = causes(drawn.shifted(0, 1))
-    assert [cause.id for cause in result.ranked] == ["misalignment"]
-    assert result.ranked[0].consequences
-    text = " ".join(section(result, make_report()).sentences)
-    assert catalogue()["misalignment"].mend in text
-    for id in result.ranked[0].consequences:
-        assert catalogue()[id].mend not in text
 
 
 # ---------------------------------------------------------------- the frame
@@ -250,11 +210,6 @@ def test_a_few_tokens_end_in_no_cause_and_no_error() -> None:
     for prompts in (1, 2):
         result = causes(healthy(0, prompts=prompts, length=2))
         assert result.ranked == ()
-
-
-def test_equal_sides_have_nothing_to_explain() -> None:
-    case = healthy(0)
-    assert causes(replace(case, right=case.left.copy())).ranked == ()
 
 
 def test_every_detector_is_found_and_its_causes_have_an_entry() -> None:
@@ -289,7 +244,7 @@ def test_an_exact_repair_lets_a_second_cause_be_seen_and_a_curve_does_not() -> N
 
     rest = [detector for detector in detectors() if detector.order >= 50]
     case = drawn.other_weights(0, 10)
-    assert "weights-differ" in {cause.id for cause in diagnose(case, [half(True), *rest]).ranked}
+    assert "side-off" in {cause.id for cause in diagnose(case, [half(True), *rest]).ranked}
     assert len(diagnose(case, [half(False), *rest]).ranked) == 1
 
 

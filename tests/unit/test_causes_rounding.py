@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.diagnosis.detector import Look
-from mismatch.analysis.diagnosis.detectors import excess, implementation, packs
+from mismatch.analysis.diagnosis.detectors import packs
 from mismatch.run.store import REFERENCE
 from mismatch.types import Bools, NotTested, Scoring
 from tests import drawn_pair as drawn
@@ -36,7 +35,7 @@ def in_float32(strength: float, kv_noise: float = 0.0, at: int | None = None) ->
 @pytest.mark.parametrize("strength", [0.02, 0.1, 0.5])
 def test_a_gap_in_float32_is_named_even_below_the_rounding(strength: float) -> None:
     leading = first(in_float32(strength))
-    assert (leading.id, leading.side) == ("weights-differ", "engine")
+    assert (leading.id, leading.side) == ("side-off", "either")
     assert leading.effect is not None
     assert leading.effect.low is not None
     assert leading.effect.low > 0
@@ -54,20 +53,33 @@ def test_a_gap_that_begins_somewhere_is_an_onset() -> None:
 
 def test_a_gap_is_named_on_a_device_without_levels_of_its_own() -> None:
     case = stating(in_float32(0.5), {"device": "H100"}, {"device": "H100"})
-    assert (first(case).id, first(case).side) == ("weights-differ", "engine")
+    assert (first(case).id, first(case).side) == ("side-off", "either")
 
 
 def test_a_trainer_that_is_off_in_float32_is_named() -> None:
+    """It shares its model code with the reference, so that the gap is its own."""
     case = in_float32(0.3)
     exact = case.others["vllm:fp32"].logprobs
     off = replace(case.others[REFERENCE], name="fsdp:fp32", logprobs=exact)
-    others = {REFERENCE: case.others[REFERENCE], off.name: off}
-    sides = replace(case, left=case.right, right=case.left, others=others)
-    look = implementation.implementation(sides)
-    assert isinstance(look, Look)
-    assert [(finding.cause, finding.side) for finding in look.findings] == [
-        ("weights-differ", "trainer")
-    ]
+    others = {name: case.others[name] for name in (REFERENCE, "plain:bf16")} | {off.name: off}
+    leading = first(changed(replace(case, others=others), case.right, case.left))
+    assert (leading.id, leading.side) == ("function-differs", "trainer")
+
+
+@pytest.mark.parametrize(("agrees", "side"), [("engine", "trainer"), ("reference", "engine")])
+def test_a_third_implementation_says_which_side_of_a_gap_is_off(agrees: str, side: str) -> None:
+    case = in_float32(0.3)
+    exact = case.others["vllm:fp32" if agrees == "engine" else REFERENCE]
+    third = replace(exact, name="sglang:prefill", fingerprint={"dtype": "fp32"})
+    assert first(case).side == "either"
+    assert first(replace(case, others=case.others | {third.name: third})).side == side
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_weights_that_are_equal_in_memory_leave_the_function(in_memory: bool) -> None:
+    held = {"weights": {"norm.weight": [1, 2, 3, 4]}}
+    case = stating(in_float32(0.3), held | {"weights_in_memory": in_memory}, held)
+    assert first(case).id == ("function-differs" if in_memory else "side-off")
 
 
 # ---------------------------------------------------------------- beside rounding, and destroyed
@@ -80,33 +92,6 @@ def changed(case: Case, left=None, right=None) -> Case:  # type: ignore[no-untyp
     return Case.of(case.rollout, engine, trainer, case.others)
 
 
-@pytest.mark.parametrize("side", ["engine", "trainer"])
-def test_a_few_far_tokens_are_no_decode_path_and_no_other_weights(side: str) -> None:
-    case = healthy(0)
-    prefill = Scoring("vllm:prefill", case.engine.token_ids, case.left.copy(), {})
-    case = replace(case, others={**case.others, "vllm:prefill": prefill})
-    far = np.zeros(len(case.left))
-    far[::200] = -1.0
-    named = (
-        changed(case, case.left + far)
-        if side == "engine"
-        else changed(case, None, case.right + far)
-    )
-    assert [(c.id, c.side) for c in causes(named).ranked] == [("scattered-tokens", side)]
-    both = changed(case, case.left + far, case.right + np.roll(far, 7))
-    assert causes(both).ranked == ()  # as flips of experts do
-
-
-def test_far_tokens_of_a_few_prompts_are_not_scattered() -> None:
-    """As where an expert flips and the tokens behind it move too."""
-    case = healthy(0)
-    inside = np.flatnonzero(np.isin(case.prompt, [1, 5, 9, 13]))
-    far, spread = np.zeros((2, len(case.left)))
-    far[inside[::8]] = spread[:: len(far) // len(inside[::8])] = -1.0
-    assert causes(changed(case, case.left + far)).ranked == ()
-    assert first(changed(case, case.left + spread)).id == "scattered-tokens"
-
-
 @pytest.mark.parametrize("offset", [-0.05, 0.05, -0.5])
 @pytest.mark.parametrize("side", ["engine", "trainer"])
 def test_a_constant_is_a_law_that_does_not_sum_to_one(offset: float, side: str) -> None:
@@ -117,6 +102,27 @@ def test_a_constant_is_a_law_that_does_not_sum_to_one(offset: float, side: str) 
         else changed(case, None, case.right + offset)
     )
     assert [(c.id, c.side) for c in causes(moved).ranked] == [("unnormalised-law", side)]
+    assert first(moved).status == "suspected"
+    if offset > 0:
+        return  # seen in probabilities above 1
+    name = "vllm:fp32" if side == "engine" else "fsdp:fp32"
+    exact = replace(case.others[REFERENCE], name=name)
+    assert first(replace(moved, others=moved.others | {name: exact})).status == "confirmed"
+
+
+@pytest.mark.parametrize("scale", [1.02, 0.9])
+def test_a_nearly_deterministic_policy_of_other_weights_is_no_other_sum(scale: float) -> None:
+    """Its tokens all lack as much to certainty, so that a scale moves all of them alike."""
+    draw = drawn.draw(1)
+    certain = np.zeros_like(draw.logits)
+    certain[:, 0] = 9.0
+    most = np.arange(len(certain)) % 10 > 0
+    for name in ("logits", "engine", "trainer"):
+        whole = getattr(draw, name)
+        whole[most] = certain[most] + 0.01 * (whole - draw.logits)[most]
+    draw.trainer = draw.trainer * scale
+    ranked = causes(draw.case()).ranked
+    assert "unnormalised-law" not in {cause.id for cause in ranked}
 
 
 def test_a_side_of_which_nothing_is_left_is_given_no_temperature_and_no_place() -> None:
@@ -124,7 +130,7 @@ def test_a_side_of_which_nothing_is_left_is_given_no_temperature_and_no_place() 
     rng = np.random.default_rng(2)
     for level in (-1.0, -5.0):
         lost = changed(case, None, level - rng.exponential(1.0, len(case.right)))
-        assert {c.id for c in causes(lost).ranked} <= {"side-off", "function-differs"}
+        assert {c.id for c in causes(lost).ranked} <= {"side-off"}
         assert first(lost).side == "trainer"
 
 
@@ -158,18 +164,9 @@ def test_a_small_cause_behind_a_shift_is_named() -> None:
     edges = np.cumsum([row.stop - row.start for row in plain.rows])[:-1]
     right = np.concatenate([np.roll(row, -1) for row in np.split(plain.right, edges)])
     ranked = causes(replace(plain, right=right)).ranked
-    assert [cause.id for cause in ranked] == ["misalignment", "weights-differ"]
+    assert [cause.id for cause in ranked] == ["misalignment", "side-off"]
     assert ranked[1].effect is not None
     assert ranked[1].effect.value < 0.05
-
-
-def test_what_the_data_cannot_tell_apart_is_a_side_that_is_off() -> None:
-    """Without tokens that the context makes likely, function and weights leave one mark."""
-    draw = drawn.draw(5, sharpness=0.4)
-    draw.trainer = draw.trainer + 0.1 * draw.rng.standard_normal(draw.logits.shape)
-    leading = first(draw.case())
-    assert (leading.id, leading.side) == ("side-off", "trainer")
-    assert {"stale-weights", "rope-config"} <= set(leading.alike)
 
 
 def in_dtypes(engine: str, trainer: str, fault: float = 0.0, seed: int = 0) -> Case:
@@ -185,7 +182,7 @@ def in_dtypes(engine: str, trainer: str, fault: float = 0.0, seed: int = 0) -> C
 def test_in_float32_small_faults_are_named_on_their_side() -> None:
     assert causes(in_dtypes("fp32", "fp32")).ranked == ()
     leading = first(in_dtypes("fp32", "fp32", fault=0.05))
-    assert (leading.id, leading.side) == ("function-differs", "trainer")
+    assert (leading.id, leading.side) == ("side-off", "trainer")
 
 
 @pytest.mark.parametrize(("engine", "trainer"), [("bf16", "fp32"), ("fp32", "bf16")])
@@ -199,7 +196,7 @@ def test_a_side_that_alone_rounds_is_the_precision(engine: str, trainer: str) ->
 
 def test_a_fault_in_float32_is_told_from_the_rounding_of_the_other_side() -> None:
     leading = first(in_dtypes("bf16", "fp32", fault=0.2))
-    assert (leading.id, leading.side) == ("function-differs", "trainer")
+    assert (leading.id, leading.side) == ("side-off", "trainer")
 
 
 def test_autocast_around_float32_is_named_where_it_is_stated() -> None:
@@ -271,7 +268,7 @@ def test_a_lag_with_few_partners_is_not_taken_before_one_with_many() -> None:
     confident = np.exp(drawn.log_law(draw.logits)).max(axis=1, keepdims=True) ** 3
     draw.trainer = draw.trainer + confident * draw.rng.standard_normal(draw.logits.shape)
     ranked = causes(rolled(draw.case(), 1)).ranked
-    assert [cause.id for cause in ranked] == ["misalignment", "function-differs"]
+    assert [cause.id for cause in ranked] == ["misalignment", "side-off"]
     assert ("best lag", -1) in [(each.what, each.value) for each in ranked[0].evidence]
 
 
@@ -316,7 +313,7 @@ def test_other_weights_are_not_named_that_the_float32_passes_exclude() -> None:
     case = healthy(7)
     assert case.reference is not None
     blind = changed(case, np.minimum(case.reference + 4 * (case.left - case.reference), -1e-6))
-    assert [(c.id, c.side) for c in causes(blind).ranked] == [("weights-differ", "engine")]
+    assert [(c.id, c.side) for c in causes(blind).ranked] == [("side-off", "either")]
     exact = Scoring("vllm:fp32", case.engine.token_ids, case.reference, {})
     seen = replace(blind, others={**blind.others, exact.name: exact})
     assert [(c.id, c.side) for c in causes(seen).ranked] == [("side-off", "engine")]
@@ -347,58 +344,6 @@ def test_what_float32_is_certain_of_may_be_exactly_0() -> None:
     assert "appended-eos" not in {cause.id for cause in causes(off).ranked}
 
 
-def test_a_side_that_is_off_everywhere_is_not_off_at_its_first_tokens() -> None:
-    """As a softcap at a low temperature is: worst at the first tokens, and off at all others."""
-    draw = drawn.draw(10)
-    times = np.where(draw.position - drawn.PROMPT < 2, 1.2, 0.06)[:, None]
-    draw.trainer = draw.trainer + times * draw.rng.standard_normal(draw.logits.shape)
-    leading = first(draw.case())
-    assert leading.id != "first-token"
-    assert leading.side == "trainer"
-
-
-def noisier(seed: int, side: str, times: float, rounding: float = 0.02) -> Case:
-    """A run on a CPU of which one side has so many times the rounding that it should have."""
-    draw = drawn.draw(seed, prompts=96, rounding=rounding)
-    more = drawn.rounded(draw.rng, draw.logits, rounding * np.sqrt(times**2 - 1))
-    setattr(draw, side, getattr(draw, side) + more)
-    return stating(draw.case(), {"device": "cpu"}, {"device": "cpu"})
-
-
-@pytest.mark.parametrize("side", ["engine", "trainer"])
-def test_a_side_that_rounds_a_third_more_than_both_yardsticks_is_named(side: str) -> None:
-    (only,) = causes(noisier(0, side, 1.35)).ranked
-    assert (only.id, only.side) == ("side-off", side)
-    assert only.effect is not None
-    assert only.effect.value < 0.4  # what goes with a plain forward in its place
-    assert {"quantised-rollout", "weights-differ", "function-differs"} <= set(only.alike)
-
-
-def test_a_side_is_not_off_by_one_of_the_two_yardsticks() -> None:
-    """Kernels that round more than a plain forward on both sides, or less on one, are none."""
-    case = noisier(1, "engine", 1.8)
-    exact = case.others[REFERENCE].logprobs
-    assert causes(changed(case, None, exact + 1.8 * (case.right - exact))).ranked == ()
-    finer = noisier(1, "engine", 1.0)
-    exact = finer.others[REFERENCE].logprobs
-    assert causes(changed(finer, None, exact + 0.75 * (finer.right - exact))).ranked == ()
-
-
-def test_without_levels_of_the_device_a_little_more_rounding_is_not_judged() -> None:
-    case = stating(noisier(0, "trainer", 1.35), {"device": "gpu x"}, {"device": "gpu x"})
-    report = causes(case)
-    assert report.ranked == ()
-    assert any(each.what.endswith(excess.WHAT) for each in report.not_tested)
-
-
-def test_a_small_softcap_keeps_its_name_on_a_side_that_is_a_little_off() -> None:
-    case = stating(drawn.softcapped(0, 15.0), {"device": "cpu"}, {"device": "cpu"})
-    (only,) = causes(case).ranked
-    assert (only.id, only.side) == ("function-differs", "trainer")
-    assert only.effect is not None  # of the distance: that it follows its own law has no share
-    assert "logit-softcap" in only.alike
-
-
 def test_an_engine_that_is_nearer_to_float32_than_the_trainer_has_cut_no_law() -> None:
     """A trainer whose law is lower where it is open looks as if the engine's had been cut."""
     case = healthy(2)
@@ -409,12 +354,3 @@ def test_an_engine_that_is_nearer_to_float32_than_the_trainer_has_cut_no_law() -
     assert "sampling-truncation" not in ranked
     assert first(replace(case, others={})).id == "sampling-truncation"
     assert first(drawn.top_k(2, 8)).id == "sampling-truncation"
-
-
-def test_far_tokens_of_a_side_that_is_a_little_off_everywhere_are_not_scattered() -> None:
-    """Of a run with large rounding, where a fifth more of it does not take the others with it."""
-    clean, coarse = noisier(3, "trainer", 1.0, 0.1), noisier(3, "trainer", 1.22, 0.1)
-    few = np.random.default_rng(3).random(len(clean.right)) < 0.01
-    for case, named in ((clean, "scattered-tokens"), (coarse, "side-off")):
-        (only,) = causes(changed(case, None, case.right - 0.8 * few)).ranked
-        assert (only.id, only.side) == (named, "trainer")

@@ -8,34 +8,86 @@ import numpy as np
 import pytest
 
 from mismatch.analysis.diagnosis.case import Case
+from mismatch.analysis.diagnosis.loaded_weights import AS_READ, Difference, weights_as_loaded
 from mismatch.types import Routing, Scoring
 from tests import drawn_pair as drawn
 from tests.diagnosed import causes, first, healthy, stating
+from tests.texts import numbers
 
 # ---------------------------------------------------------------- what sides state
 
 
+NAMES = [
+    f"model.layers.{layer}.{part}"
+    for layer in range(4)
+    for part in ("self_attn.k_proj.bias", "self_attn.q_proj.weight", "mlp.experts.up")
+] + ["lm_head.weight", "model.norm.weight"]
+SAME = {name: [number, 2, 3, number, 5] for number, name in enumerate(NAMES)}
+
+
+def with_weights(case: Case, engine: dict[str, list[int]], **config: object) -> Case:
+    facts = {"config": config} if config else {}
+    return stating(case, {"weights": engine} | facts, {"weights": SAME} | facts)
+
+
 @pytest.mark.parametrize(
-    ("differ", "cause"),
+    ("differ", "config", "cause", "said"),
     [
-        (["lm_head.weight"], "tied-head-stale"),
-        (["layers.0.mlp.experts.up"], "experts-differ"),
-        (["layers.0.q_proj.weight"], "lora-scale"),
-        (["layers.0.q_proj.weight", "norm.weight"], "stale-weights"),
+        (["lm_head.weight"], {"tie_word_embeddings": True}, "tied-head-stale",
+         (1, "lm_head.weight")),
+        (["lm_head.weight"], {}, "weights-differ", (1, "lm_head.weight")),
+        ([n for n in NAMES if "experts" in n], {}, "experts-differ",
+         (4, "model.layers.*.mlp.experts.up")),
+        ([n for n in NAMES if n.endswith("bias")], {}, "weights-differ",
+         (4, "model.layers.*.self_attn.k_proj.bias")),
+        (NAMES, {}, "stale-weights", (14, "more")),
     ],
-)
-def test_digests_give_a_difference_its_name_and_its_share(differ: list[str], cause: str) -> None:
-    names = ["lm_head.weight", "layers.0.mlp.experts.up", "layers.0.q_proj.weight", "norm.weight"]
-    same = {name: [1, 2, 3] for name in names}
+)  # fmt: skip
+def test_digests_that_differ_are_the_first_cause_with_their_list(
+    differ: list[str], config: dict[str, object], cause: str, said: tuple[int, str]
+) -> None:
     case = drawn.other_weights(0, 5)
-    leading = first(
-        stating(case, {"weights": same}, {"weights": same | {n: [9, 2, 3] for n in differ}})
-    )
-    assert (leading.id, leading.side) == (cause, "trainer")
-    assert leading.effect is not None
+    stated = with_weights(case, SAME | {name: [99, 98, 97] for name in differ}, **config)
+    leading = first(stated)
+    assert (leading.id, leading.side, leading.fact) == (cause, "either", True)
+    text = str(leading.evidence[0].value)
+    assert (numbers(text)[:2], text.endswith(said[1])) == ([said[0], 14], True)
     unsaid = first(case)  # evidence, never a precondition
-    assert unsaid.id == "weights-differ"
-    assert unsaid.effect == leading.effect
+    assert (unsaid.id, unsaid.effect) == ("side-off", leading.effect)
+
+
+def test_layers_that_are_exchanged_are_found_by_their_digests() -> None:
+    swapped = dict(SAME)
+    for name in NAMES:
+        if ".layers.1." in name:
+            other = name.replace(".layers.1.", ".layers.3.")
+            swapped[name], swapped[other] = SAME[other], SAME[name]
+    found = Difference.of(swapped, SAME)
+    assert found.exchanged == (("model.layers.1", "model.layers.3"),)
+    assert all(part in found.text() for part in found.exchanged[0])
+    leading = first(with_weights(drawn.other_function(0, 2.0), swapped))
+    assert (leading.id, leading.evidence[0].value) == ("weights-differ", found.text())
+    swapped["lm_head.weight"] = [7, 7, 7]
+    more = Difference.of(swapped, SAME).text()
+    assert more.startswith(found.text())
+    assert more.endswith("lm_head.weight")
+
+
+@pytest.mark.parametrize("kind", ["chance", "shifted"])
+def test_no_detector_comes_before_a_fact(kind: str) -> None:
+    """Exchanged layers choose other experts, which looks like a capture that is broken."""
+    case = with_weights(routed(kind), SAME | {"model.norm.weight": [9, 9, 9]})
+    assert [cause.fact for cause in causes(case).ranked] == [True, False]
+    moved = with_weights(drawn.shifted(0, 1), SAME | {"model.norm.weight": [9, 9, 9]})
+    assert [cause.id for cause in causes(moved).ranked] == ["weights-differ", "misalignment"]
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_digests_of_files_as_read_are_called_that(in_memory: bool) -> None:
+    facts = {"weights": SAME}
+    check = weights_as_loaded(facts | {"weights_in_memory": in_memory}, facts)
+    assert check.status == "passed"
+    assert (AS_READ in check.detail) is not in_memory
 
 
 @pytest.mark.parametrize(("layers", "named"), [((0, 1), False), ((1,), True)])
@@ -67,11 +119,7 @@ def test_experts_that_were_asked_to_be_rounded_are_no_fault_of_loading() -> None
 def test_of_two_stated_differences_the_one_with_the_mark_has_the_share() -> None:
     case = asked_rounded(drawn.softcapped(0, 12, "engine"), config={SOFTCAP: 12.0})
     softcap, rounded = causes(case).ranked
-    assert (softcap.id, softcap.side, rounded.id) == (
-        "logit-softcap",
-        "engine",
-        "quantised-rollout",
-    )
+    assert {softcap.id, rounded.id} == {"logit-softcap", "quantised-rollout"}
     assert softcap.effect is not None
     assert rounded.effect is None
 

@@ -159,7 +159,7 @@ def test_a_stated_cause_has_the_share_of_its_fix_and_something_else_has_the_rest
     """The kernel does ignore the sinks, and the mismatch comes from elsewhere."""
     report = reported(saved(tmp_path / "run", without_sinks(), {"attention-sinks": 0.99}))
     seen, stated = report.result("causes").ranked
-    assert (seen.id, seen.status, seen.side) == ("function-differs", "suspected", "trainer")
+    assert (seen.id, seen.status, seen.side) == ("side-off", "suspected", "trainer")
     assert seen.effect.value > 0.8
     assert (stated.id, stated.status) == ("attention-sinks", "of little weight")
     assert stated.effect.value == pytest.approx(0.01)
@@ -193,7 +193,7 @@ def test_a_fix_that_leaves_the_mismatch_rules_a_look_alike_out(tmp_path: Path) -
     case = without_sinks(attention="sdpa")  # it says nothing of sinks
     report = reported(saved(tmp_path / "run", case, {"attention-sinks": 0.99}))
     cause = first(report)
-    assert (cause.id, cause.status) == ("function-differs", "suspected")
+    assert (cause.id, cause.status) == ("side-off", "suspected")
     assert "attention-sinks" not in cause.alike
     assert explanation_of(report).ruled_out == ("attention-sinks",)
 
@@ -290,7 +290,7 @@ def test_another_kernel_in_place_of_the_users_own_names_no_sinks(tmp_path: Path)
     case = without_sinks(attention="user.kernels:flash")
     run = saved(tmp_path / "run", case, {"attention-sinks": 0.02}, own)
     cause = first(reported(run))
-    assert (cause.id, cause.status, cause.side) == ("function-differs", "confirmed", "trainer")
+    assert (cause.id, cause.status, cause.side) == ("side-off", "confirmed", "trainer")
     assert {"attention-sinks", "packing-leak"} <= set(cause.alike)
     assert "rope-config" not in cause.alike
 

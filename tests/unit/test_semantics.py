@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mismatch.analysis.diagnosis import declared, semantics
+from mismatch.analysis.diagnosis.loaded_weights import weights_as_loaded
 from mismatch.types import Estimate, Rollout, Sampling, Scoring
 from tests.texts import numbers
 
@@ -29,7 +30,7 @@ def make(temperature=1.0, noise=0.01, seed=0):
     ids[RESPONSE - 1 :: RESPONSE] = EOS
     sampled = logprobs[np.arange(len(ids)), ids]
     length = PROMPT + RESPONSE
-    token_ids = np.full((16, length), 5)
+    token_ids = np.repeat(np.arange(16) // 2 + 100, length).reshape(16, length)
     token_ids[:, PROMPT:] = ids.reshape(16, RESPONSE)
     mask = np.zeros((16, length), bool)
     mask[:, PROMPT:] = True
@@ -289,9 +290,9 @@ def test_other_source_files_fail():
 def test_stale_weights_fail_and_unmapped_names_are_listed():
     left, right = make()[1].fingerprint, make()[2].fingerprint
     left = left | {"unmapped_weights": ["odd.weight"]}
-    assert "odd.weight" in declared.weights_as_loaded(left, right).detail
+    assert "odd.weight" in weights_as_loaded(left, right).detail
     right = right | {"weights": right["weights"] | {"lm_head.weight": [1, 2, 4]}}
-    check = declared.weights_as_loaded(left, right)
+    check = weights_as_loaded(left, right)
     assert check.status == "failed"
     assert "lm_head.weight" in check.detail
 
@@ -301,7 +302,7 @@ def test_stale_weights_fail_and_unmapped_names_are_listed():
     [
         lambda r, a, b: declared.source_files({}, {}),
         lambda r, a, b: declared.attention_sinks({}),
-        lambda r, a, b: declared.weights_as_loaded({}, {}),
+        lambda r, a, b: weights_as_loaded({}, {}),
         lambda r, a, b: declared.sampling_parameters(r, replace(a, fingerprint={})),
         lambda r, a, b: declared.special_tokens(r, replace(a, fingerprint={}), b),
         lambda r, a, b: semantics.truncation(r, replace(a, fingerprint={}), b),

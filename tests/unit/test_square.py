@@ -18,7 +18,14 @@ import pytest
 from mismatch.analysis.displaced import LEVELS, Bound, excess_terms
 from mismatch.analysis.levels import verdict
 from mismatch.analysis.plugins import RunArtefacts
-from mismatch.analysis.square import Square, judged, measure, precision_of, sides_at_fault
+from mismatch.analysis.square import (
+    Square,
+    check_id,
+    judged,
+    measure,
+    precision_of,
+    sides_at_fault,
+)
 from mismatch.analysis.square_checks import square_checks
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import (
@@ -28,13 +35,16 @@ from mismatch.experiments.scoring_passes import (
     training_passes,
 )
 from mismatch.pipeline.build import build_report
+from mismatch.pipeline.document import headline_of
 from mismatch.processes.stages import LABEL, score_in_float32
+from mismatch.reports.sections.square import section
 from mismatch.run import store
 from mismatch.run.messages import read_error, write_error
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
-from mismatch.types import Judgement, NotTested, Rollout, Sampling, Scoring
+from mismatch.types import Judgement, NotTested, Pair, Rollout, Sampling, Scoring
 from tests.made_run import make_run
 from tests.made_run import spec as made_spec
+from tests.reports_fixture import make_report
 
 NO_KERNELS = "no kernels for float32"
 
@@ -60,7 +70,7 @@ def rollout() -> Rollout:
     n = PROMPTS * SAMPLES
     mask = np.tile(np.arange(RESPONSE + 1) > 0, n)
     return Rollout(
-        token_ids=np.zeros(len(mask), np.int64),
+        token_ids=np.where(mask, 0, np.repeat(np.arange(PROMPTS), len(mask) // PROMPTS)),
         offsets=np.arange(n + 1) * (RESPONSE + 1),
         action_mask=mask,
         turn=mask.astype(np.int64),
@@ -101,7 +111,10 @@ def square(run: RunArtefacts, spec: CheckSpec = SPEC) -> Square:
 
 
 def standings(measured: Square) -> dict[str, str]:
-    return {f"{f.evidence}-{f.side}": f.standing for f in measured.findings}
+    """By evidence and whose scoring it is, which is not always whose fault it is."""
+    names = {"implementation-gap": "gap-engine", "implementation-gap-trainer": "gap-trainer"}
+    ids = [(check_id(finding), finding.standing) for finding in measured.findings]
+    return {names.get(id, id): standing for id, standing in ids}
 
 
 def test_rounding_alone_is_within_on_both_sides() -> None:
@@ -162,31 +175,26 @@ def test_the_level_of_the_gap_follows_what_rounding_costs_the_model() -> None:
     assert standings(square(run_of({"vllm:fp32": 100.0} | rough)))["gap-engine"] == "within"
 
 
-def test_other_files_name_neither_side() -> None:
-    facts = {"vllm:fp32": {"model": "other"}}
-    measured = square(run_of({"vllm:fp32": 1e3}, facts))
-    assert standings(measured)["gap-either"] == "beyond"
-
-
-@pytest.mark.parametrize(
-    ("engine", "side"),
-    [
-        (WEIGHTS, "engine"),
-        ({}, "either"),  # nothing says that both hold the same parameters
-        (WEIGHTS | {"layers.0.w": [2, 2, 3, 4, 5]}, "either"),
-        (WEIGHTS | {"layers.0.w": [1, 2, 3, 5, 4]}, "either"),  # in another order
-        ({name: [*digest[:3], 0, 0] for name, digest in WEIGHTS.items()}, "either"),  # all of them
-        ({"layers.0.w": WEIGHTS["layers.0.w"]}, "either"),
-    ],
-)
-def test_a_gap_names_the_engine_only_where_both_sides_hold_the_same_weights(
-    engine: dict[str, list[int]], side: str
+@pytest.mark.parametrize("agrees", [None, "vllm:fp32", "reference:fp32"])
+def test_a_gap_of_the_engine_names_a_side_only_where_a_third_implementation_votes(
+    agrees: str | None,
 ) -> None:
-    """The reference has the trainer's loader: what that gets wrong looks like the engine's."""
-    facts = {name: {"weights": engine} for name in ("vllm:decode", "vllm:fp32")}
-    measured = square(run_of({"vllm:fp32": 1e3}, facts))
-    gap = next(finding for finding in measured.findings if finding.evidence == "gap")
-    assert (gap.side, gap.standing) == (side, "beyond")
+    """The reference is the trainer's model code: either of the two may be wrong."""
+    run = run_of({"vllm:fp32": 1e3})
+    if agrees is not None:
+        own = run.usable[agrees]
+        facts = own.fingerprint | {"engine": "sglang", "mode": "prefill"}
+        run.usable["sglang:prefill"] = replace(own, name="sglang:prefill", fingerprint=facts)
+    measured = square(run)
+    side = {None: "either", "vllm:fp32": "trainer", "reference:fp32": "engine"}[agrees]
+    assert sides_at_fault(measured) == [side]
+    (check,) = [check for check in square_checks(measured) if check.status == "failed"]
+    assert check.id == "implementation-gap"
+    assert not {"cache", "quantisation"} & set(check.fix.replace(",", "").split())
+    text = " ".join(section(measured, make_report()).sentences)
+    assert ("model code" in text) == (side == "either")
+    headline = headline_of(make_report().with_analyses(square=measured))
+    assert headline.side_at_fault == side
 
 
 def with_second_engine(size: float, **facts: Any) -> RunArtefacts:
@@ -403,6 +411,45 @@ def test_a_plain_forward_undoes_whatever_the_trainer_does() -> None:
         attention="no-sinks", grad=True, inject=(("router-noise", 0.1),),
     )  # fmt: skip
     assert plain_of(odd, "bf16") == plain_of(TrainSpec(model="m"), "bf16")
+
+
+DECLARED = {"temperature_in": "logits", "autocast": "bf16", "head_dtype": "fp32"}
+
+
+@pytest.mark.parametrize("declared", [{}, *({name: DECLARED[name]} for name in DECLARED)])
+def test_a_trainer_that_declares_how_it_rounds_has_a_yardstick_of_its_own(
+    declared: dict[str, Any],
+) -> None:
+    sampling = Sampling(temperature=0.7)
+    spec = replace(
+        SPEC,
+        rollout=replace(SPEC.rollout, sampling=sampling),
+        train=replace(SPEC.train, **declared),
+    )
+    passes = {pass_.name: pass_.spec for pass_ in plain_passes(spec)}
+    assert ("plain:trainer" in passes) == bool(declared)
+    assert passes["plain:bf16"] == plain_passes(SPEC)[0].spec
+    for name, value in declared.items():
+        assert getattr(passes["plain:trainer"], name) == value
+
+
+def test_what_a_trainer_declares_is_no_excess() -> None:
+    run = run_of({"fsdp": 1.5})
+    assert standings(square(run))["excess-trainer"] == "beyond"
+    own = run_of({"plain:bf16": 1.5}).usable["plain:bf16"]
+    run.usable["plain:trainer"] = replace(own, name="plain:trainer")
+    measured = square(run)
+    assert set(standings(measured).values()) == {"within"}
+    assert measured.declared is not None
+    assert measured.declared.value == pytest.approx(1.5, rel=0.1)
+
+
+def test_equal_prompts_are_one_for_every_interval() -> None:
+    run = run_of()
+    copies = replace(run.rollout, token_ids=np.zeros_like(run.rollout.token_ids))
+    assert {leg.excess.n_prompts for leg in square(replace(run, rollout=copies)).legs} == {1}
+    pair = Pair.of(copies, run.decode, run.train)
+    assert len(np.unique(pair.prompt)) == 1
 
 
 def test_the_engine_in_float32_keeps_all_but_its_precision() -> None:

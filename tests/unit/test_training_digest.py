@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mismatch.analysis.diagnosis.declared import weights_as_loaded
+from mismatch.analysis.diagnosis.loaded_weights import weights_as_loaded
 from mismatch.engines.loaded_digests import NO_DIGESTS, loaded_digests
 from mismatch.models import digests
 from mismatch.models.digests import (

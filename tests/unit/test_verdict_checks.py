@@ -12,8 +12,8 @@ from mismatch.analysis.diagnosis.declared import (
     sharding_checks,
     source_files,
     special_tokens,
-    weights_as_loaded,
 )
+from mismatch.analysis.diagnosis.loaded_weights import weights_as_loaded
 from mismatch.analysis.diagnosis.routes import beyond_chance, routing_checks
 from mismatch.analysis.levels import exit_code, judge_one, verdict
 from mismatch.analysis.thresholds import Level, default_thresholds, load_thresholds

@@ -61,7 +61,7 @@ class Case:
     @cached_property
     def prompt(self) -> Ints:
         """[A] prompt of each action token, numbered from 0 without gaps."""
-        prompts = self.rollout.prompt_index[self.sequence]
+        prompts = self.rollout.distinct_prompts[self.sequence]
         return np.asarray(np.unique(prompts, return_inverse=True)[1], np.int64)
 
     @cached_property

@@ -1,17 +1,12 @@
-"""Checks of what both sides declare: sampling parameters, special tokens, files, loaded weights."""
+"""Checks of what both sides declare: sampling parameters, special tokens, files, ranks."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 
-from mismatch.types import Check, CheckStatus, Fingerprint, Rollout, Scoring
+from mismatch.types import Check, Fingerprint, Rollout, Scoring
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-UNORDERED = 3  # sums of a digest that do not see order
-MOST_UNCOMPARED = 0.5  # share of the parameters beyond which equality of the rest says nothing
 
 
 def failed(id: str, detail: str, fix: str) -> Check:
@@ -147,96 +142,3 @@ def sharding_checks(asked: int, train: Fingerprint) -> list[Check]:
         detail = "one rank: nothing was sharded, so FSDP2's gathers and reductions did not run"
         return [Check("sharding", "not_tested", detail)]
     return [Check("sharding", "passed", f"{ranks} ranks")]
-
-
-def _moved(pairs: dict[str, tuple[list[int], list[int]]]) -> tuple[list[str], list[str]]:
-    """Of parameters with equal values: those whose order differs, and kinds laid out otherwise.
-
-    Only what both digests say of the order counts (see mismatch.models.digests). A kind of
-    parameter that has another order in every layer is an engine's layout; in some layers, a fault.
-    """
-    moved: dict[str, list[str]] = {}
-    members: dict[str, int] = {}
-    for name, (left, right) in pairs.items():
-        kind = _kind(name)
-        members[kind] = members.get(kind, 0) + 1
-        shared = min(len(left), len(right))
-        if list(left[UNORDERED:shared]) != list(right[UNORDERED:shared]):
-            moved.setdefault(kind, []).append(name)
-    layouts = [kind for kind, names in moved.items() if 1 < members[kind] == len(names)]
-    faults = [name for kind, names in moved.items() if kind not in layouts for name in names]
-    return faults, layouts
-
-
-def _kind(name: str) -> str:
-    """A parameter without the numbers of its layer and expert."""
-    return re.sub(r"\.\d+(?=\.|$)", ".N", name)
-
-
-def differing(
-    left: Mapping[str, list[int]], right: Mapping[str, list[int]]
-) -> tuple[list[str], list[str], list[str]]:
-    """Of the parameters of both sides, by their digests: those of other values, those of the same
-    values in another order, and kinds of parameters that one side lays out otherwise throughout.
-    """
-    common = sorted(left.keys() & right.keys())
-    other = [n for n in common if list(left[n][:UNORDERED]) != list(right[n][:UNORDERED])]
-    moved, layouts = _moved({n: (left[n], right[n]) for n in common if n not in other})
-    return other, moved, layouts
-
-
-def same_weights(left: Fingerprint, right: Fingerprint) -> bool:
-    """Whether every parameter of both sides was compared, in its order, and is equal."""
-    a, b = left.get("weights"), right.get("weights")
-    sound = all(side.get("weights_comparable") is not False for side in (left, right))
-    if not a or not b or not sound or left.get("unmapped_weights") or a.keys() != b.keys():
-        return False
-    return not any(differing(a, b))
-
-
-def asked_apart(left: Fingerprint, right: Fingerprint, differ: Sequence[str]) -> list[str]:
-    """Both sides' forms of the experts, where they alone differ and were asked to; else []."""
-    forms = [side.get("weights_form", "as-stored") for side in (left, right)]
-    asked = bool(differ) and forms[0] != forms[1] and all(".experts" in name for name in differ)
-    return forms if asked else []
-
-
-def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
-    """Parameters hold the same values after loading, by digest, where names can be mapped."""
-    a, b = left.get("weights"), right.get("weights")
-    lossy = [side["dtype"] for side in (left, right) if side.get("weights_comparable") is False]
-    if lossy or not a or not b:
-        detail = (
-            f"held in {lossy[0]}, which the checkpoint's values do not fit"
-            if lossy
-            else (left.get("weights_not_comparable") or "a side gave no digest of its parameters")
-        )
-        return Check("weights-as-loaded", "not_tested", detail)
-    common = sorted(a.keys() & b.keys())
-    if not common:
-        return Check("weights-as-loaded", "not_tested", "no parameter name could be mapped")
-    differ, moved, layouts = differing(a, b)
-    unmapped = sorted((a.keys() ^ b.keys()) | set(left.get("unmapped_weights", ())))
-    rest = f"; not compared: {', '.join(unmapped[:6])}" if unmapped else ""
-    rest += f" and {len(unmapped) - 6} more" if len(unmapped) > 6 else ""
-    if forms := asked_apart(left, right, differ):
-        detail = (
-            f"asked for: experts {forms[0]} in the engine, {forms[1]} in the trainer; "
-            f"{len(differ)} of {len(common)} parameters differ, all of them experts{rest}"
-        )
-        return Check("weights-as-loaded", "warning", detail, "train and sample in one form")
-    if differ:
-        detail = f"{len(differ)} of {len(common)} parameters differ: {', '.join(differ[:4])}{rest}"
-        fix = "the weight sync lost them, or they were loaded from another checkpoint: reload"
-        return failed("weights-as-loaded", detail, fix)
-    if moved:
-        detail = f"{len(moved)} of {len(common)} parameters hold the same values in another order"
-        fix = "experts, rows or columns were permuted as they were loaded: look at the loader"
-        return failed("weights-as-loaded", f"{detail}: {', '.join(moved[:4])}", fix)
-    if layouts:
-        rest += f"; order not compared: {', '.join(layouts[:4])}, laid out otherwise in the engine"
-    total, unordered = len(common) + len(unmapped), sum(_kind(name) in layouts for name in common)
-    detail = f"{len(common)} of {total} parameters equal{rest}"
-    little = len(unmapped) + unordered > MOST_UNCOMPARED * total
-    status: CheckStatus = "not_tested" if little else "passed"
-    return Check("weights-as-loaded", status, detail)

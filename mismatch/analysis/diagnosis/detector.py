@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Literal
@@ -66,7 +66,9 @@ class Finding:
         alike: other causes that these data cannot tell from it.
         repair: what is left without it; None: it cannot be taken out.
         certain: shown even where no share was measured.
-        stated: a difference in what the sides state of weights or settings: it explains any mark.
+        stated: what the sides state of weights or settings: it explains any mark.
+        fact: a difference between the two sides' digests or resolved settings: no other cause comes
+            before it.
     """
 
     cause: str
@@ -78,14 +80,20 @@ class Finding:
     repair: Repair | None = None
     certain: bool = True
     stated: bool = False
+    fact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What one detector saw: its numbers, and the causes that they speak for (often none)."""
+    """What one detector saw: its numbers, and the causes that they speak for (often none).
+
+    Attributes:
+        looked_for: the causes that it could see in these data; None: all that it can name.
+    """
 
     evidence: tuple[Evidence, ...]
-    findings: tuple[Finding, ...] = field(default=())
+    findings: tuple[Finding, ...] = ()
+    looked_for: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +104,6 @@ class Detector:
         id: unique; the cause that it looks for, or the kind.
         causes: ids that it can name.
         needs: data beyond two arrays of log-probabilities, as words for a user; "" for none.
-        alone: asked only while nothing has been taken out: what repairs leave looks like it.
         order: of two explanations that are equally good, the one of the lower number is taken.
     """
 
@@ -106,7 +113,6 @@ class Detector:
     find: Callable[[Case], Look | NotTested]
     needs: str = ""
     order: int = 100
-    alone: bool = False
 
 
 def detectors() -> list[Detector]:

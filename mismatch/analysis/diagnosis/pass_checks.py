@@ -66,7 +66,7 @@ def enough_data(rollout: Rollout) -> Check:
     actions = rollout.actions
     sequences = np.unique(rollout.sequence_of_token[actions])
     sizes = {
-        "prompts": (len(np.unique(rollout.prompt_index[sequences])), LEAST_PROMPTS),
+        "prompts": (len(np.unique(rollout.distinct_prompts[sequences])), LEAST_PROMPTS),
         "sequences": (len(sequences), LEAST_SEQUENCES),
         "action tokens": (len(actions), LEAST_TOKENS),
     }

@@ -1,9 +1,9 @@
 """From what detectors saw to causes in their order: one is explained away, the rest is looked at.
 
-Of two explanations the more specific one is taken first (a shift before "another function"); its
+Of two explanations the more specific one is taken first (a shift before a side that is off); its
 repair is applied, and all detectors look at what is left. What they saw before and see no more
-was a consequence and gets no advice. Settings and digests that differ are joined to the cause of
-the numbers that they explain.
+was a consequence and gets no advice. Settings and digests that differ are facts: they come first,
+and take the share of the cause that they explain.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ PAIRING = 1  # tens digit of detectors whose repair gives every token its partne
 TERMINAL = 40  # where a side computes another function, its rest says nothing about a second cause
 WHOLE = ("by-turn",)  # such detectors of a lower order: another context is another function
 KINDS = ("function-differs", "weights-differ", "side-off")  # of cause, where none is named
-MARKS = (*KINDS, "onset", "grows-with-position", "first-token")  # what a stated fact explains
+MARKS = (*KINDS, "onset")  # what a stated difference explains
 FUNCTION = 50  # detectors from here on ask only how far a side is off
 # What these see is wrong, however little it costs.
-SURE = ("padding", "ends", "scattered", "constant", "implementation", "unsampled", "lag")
+SURE = ("padding", "ends", "constant", "implementation", "unsampled", "lag")
 TURNS = "turns that it moves"
 SMALL = 0.05  # share of the mismatch below which a cause is not worth a name
 
@@ -48,6 +48,7 @@ class Cause:
         consequences: what other detectors saw and no longer see once this is taken out.
         stated: a difference in what the sides state: it is there, whatever its share.
         kind: what the data alone would call it, where such a statement gave it its name; else "".
+        fact: digests or resolved settings of the two sides differ: no other cause comes before it.
     """
 
     id: str
@@ -59,6 +60,7 @@ class Cause:
     consequences: tuple[str, ...] = ()
     stated: bool = False
     kind: str = ""
+    fact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,57 +101,56 @@ Looks = dict[str, Look | NotTested]
 
 
 def diagnose(case: Case, detectors: Sequence[Detector]) -> Causes:
-    """All causes that these detectors can name, in their order."""
+    """Return all causes that these detectors can name, facts first, then by share."""
     failures: dict[str, Failure] = {}
     first = _look(case, detectors, failures)
     whole = _size(case)
     causes: list[Cause] = []
     rest, looks, left, fitted = case, first, list(detectors), False
-    if whole > NEGLIGIBLE:
-        for _ in range(ROUNDS):
-            before = _size(rest) / whole
-            # Behind a re-pairing the rest is a run of its own, however small a part it is.
-            worth = before if fitted else 1.0
-            taken = _next(left, looks, {cause.id for cause in causes}, worth)
-            if taken is None:
-                break
-            detector, finding = taken
-            repair = finding.repair
-            assert repair is not None
-            # What is more specific was not there before, and a repair can only imitate it.
-            left = [d for d in left if d.order // TIER >= detector.order // TIER]
-            fitted |= detector.order // TIER > PAIRING
-            left = [d for d in left if not d.alone]
-            if not repair.exact:  # its misfit looks like another function
-                left = [d for d in left if d.order < FUNCTION]
-            left = [] if detector.order >= TERMINAL or detector.id in WHOLE else left
-            cause = _cause(finding, before, first, _turns_moved(rest, repair))
-            rest = rest.repaired(repair.left, repair.right, repair.kept)
-            again = _look(rest, left, failures)
-            causes.append(replace(cause, consequences=_gone(looks, again, finding)))
-            looks = again
-    facts = [f for look in first.values() if isinstance(look, Look) for f in look.findings]
-    stated = [fact for fact in facts if fact.effect is None] if whole > NEGLIGIBLE else []
+    for _ in range(ROUNDS if whole > NEGLIGIBLE else 0):
+        before = _size(rest) / whole
+        # Behind a re-pairing the rest is a run of its own, however small a part it is.
+        worth = before if fitted else 1.0
+        taken = _next(left, looks, {cause.id for cause in causes}, worth)
+        if taken is None:
+            break
+        detector, finding = taken
+        repair = finding.repair
+        assert repair is not None
+        # What is more specific was not there before, and a repair can only imitate it.
+        left = [d for d in left if d.order // TIER >= detector.order // TIER]
+        fitted |= detector.order // TIER > PAIRING
+        if not repair.exact:  # its misfit looks like another function
+            left = [d for d in left if d.order < FUNCTION]
+        left = [] if detector.order >= TERMINAL or detector.id in WHOLE else left
+        cause = _cause(finding, before, _turns_moved(rest, repair))
+        if detector.family != "function":  # of those "either" is what float32 says
+            cause = _with_side(cause, first)
+        rest = rest.repaired(repair.left, repair.right, repair.kept)
+        again = _look(rest, left, failures)
+        gone = _named(looks) - {finding.cause} - _named(again)
+        causes.append(replace(cause, consequences=tuple(sorted(gone))))
+        looks = again
+    found = [f for look in first.values() if isinstance(look, Look) for f in look.findings]
+    stated = [f for f in found if f.effect is None and (whole > NEGLIGIBLE or f.fact)]
     if causes:  # a kind without a share is only said where nothing better is
-        open_ = {each for cause in causes if cause.id == "side-off" for each in cause.alike}
-        stated = [fact for fact in stated if fact.cause not in KINDS or fact.cause in open_]
+        stated = [each for each in stated if each.cause not in KINDS or each.fact]
     causes = _joined(causes, stated)
-    causes.sort(
-        key=lambda cause: -1.0 if cause.effect is None else cause.effect.value, reverse=True
-    )
+    causes.sort(key=lambda each: (not each.fact, -each.effect.value if each.effect else 1.0))
     named = {cause.id for cause in causes}
+    ruled_out = [
+        RuledOut(detector.id, ids, look.evidence)
+        for detector in detectors
+        if isinstance(look := first.get(detector.id), Look) and not look.findings
+        if (ids := detector.causes if look.looked_for is None else look.looked_for)
+        and not named & set(ids)
+    ]
     return Causes(
         tuple(
             replace(cause, consequences=tuple(id for id in cause.consequences if id not in named))
             for cause in causes
         ),
-        tuple(
-            RuledOut(detector.id, detector.causes, look.evidence)
-            for detector in detectors
-            if isinstance(look := first.get(detector.id), Look)
-            and not look.findings
-            and not named & set(detector.causes)
-        ),
+        tuple(ruled_out),
         tuple(look for look in first.values() if isinstance(look, NotTested)),
         tuple(failures.values()),
         whole,
@@ -217,26 +218,25 @@ def _turns_moved(case: Case, repair: Repair) -> tuple[Evidence, ...]:
     return (Evidence(TURNS, " to ".join(named)),) if mean.any() else ()
 
 
-def _cause(finding: Finding, before: float, first: Looks, turns: tuple[Evidence, ...]) -> Cause:
+def _cause(finding: Finding, before: float, turns: tuple[Evidence, ...]) -> Cause:
     """A finding of what was left, its share scaled to the whole mismatch."""
     effect = finding.effect
     if effect is not None:
         low = None if effect.low is None else effect.low * before
         high = None if effect.high is None else effect.high * before
         effect = replace(effect, value=effect.value * before, low=low, high=high)
-    side = finding.side
-    evidence = finding.evidence + turns
-    if side == "either" and isinstance(look := first.get("far-side"), Look):  # float32 may know
-        for other in look.findings:
-            side, evidence = other.side, evidence + other.evidence[:1]
     status: Status = "confirmed" if finding.confirmed else "suspected"
-    return Cause(finding.cause, status, side, effect, evidence, finding.alike)
+    evidence = finding.evidence + turns
+    return Cause(finding.cause, status, finding.side, effect, evidence, finding.alike)
 
 
-def _gone(before: Looks, after: Looks, finding: Finding) -> tuple[str, ...]:
-    """Causes that were seen before a repair and are not seen after it."""
-    seen = _named(before) - {finding.cause}
-    return tuple(sorted(seen - _named(after)))
+def _with_side(cause: Cause, first: Looks) -> Cause:
+    """Return the cause with the side that is far from float32, where it names none."""
+    look = first.get("far-side")
+    found = look.findings if isinstance(look, Look) and cause.side == "either" else ()
+    for far in found:
+        cause = replace(cause, side=far.side, evidence=cause.evidence + far.evidence[:1])
+    return cause
 
 
 def _named(looks: Looks) -> set[str]:
@@ -250,59 +250,65 @@ def _named(looks: Looks) -> set[str]:
 
 
 def _joined(causes: list[Cause], stated: list[Finding]) -> list[Cause]:
-    """Differences without a share, joined to the cause that they explain, else added.
+    """Join differences without a share to the cause that they explain; add those that are certain.
 
-    A difference that is certain wins over one that is only a setting in use, and of those the one
-    whose mark is most like the cause's.
+    Facts come first, then what is certain, and of these the one that is most like the cause.
     """
     joined = list(causes)
-    free: list[Finding] = []
 
-    def order(fact: Finding) -> tuple[bool, int]:
-        alike = [(c.id, *c.alike) for c in causes if c.id != "side-off" and _explains(fact, c)]
-        places = [names.index(fact.cause) for names in alike if fact.cause in names]
-        return not fact.certain, min(places, default=len(alike) * 99)
+    def order(each: Finding) -> tuple[bool, bool, int]:
+        alike = [(c.id, *c.alike) for c in causes if c.id != "side-off" and _explains(each, c)]
+        places = [names.index(each.cause) for names in alike if each.cause in names]
+        return not each.fact, not each.certain, min(places, default=len(alike) * 99)
 
-    for fact in sorted(stated, key=order):
-        index = next((n for n, cause in enumerate(joined) if _explains(fact, cause)), None)
-        if index is None:
-            free.append(fact)
-        else:
-            joined[index] = _merged(joined[index], fact)
-    for fact in free:
-        if fact.certain:
-            index = next((n for n, cause in enumerate(joined) if _explains(fact, cause)), None)
-            if index is None:
-                joined.append(
-                    Cause(fact.cause, "suspected", fact.side, None, fact.evidence, fact.alike,
-                          stated=fact.stated)
-                )  # fmt: skip
-            else:
-                joined[index] = _merged(joined[index], fact)
+    for each in sorted(stated, key=order):
+        index = next((n for n, cause in enumerate(joined) if _explains(each, cause)), None)
+        if index is not None:
+            joined[index] = _merged(joined[index], each)
+        elif each.certain:
+            joined.append(
+                Cause(
+                    each.cause,
+                    "suspected",
+                    each.side,
+                    None,
+                    each.evidence,
+                    each.alike,
+                    stated=each.stated,
+                    fact=each.fact,
+                )
+            )
     return joined
 
 
-def _explains(fact: Finding, cause: Cause) -> bool:
-    """Whether a stated difference is one of those that a cause could be."""
-    meant = fact.cause == cause.id or fact.cause in cause.alike or cause.id in fact.alike
-    meant |= fact.stated and fact.certain and cause.id in MARKS
-    return meant and _agree(fact.side, cause.side)
+def _explains(each: Finding, cause: Cause) -> bool:
+    """Return whether a stated difference is one of those that a cause could be."""
+    meant = each.cause == cause.id or each.cause in cause.alike or cause.id in each.alike
+    meant |= each.stated and each.certain and cause.id in MARKS and not cause.fact
+    return meant and (each.fact or cause.fact or _agree(each.side, cause.side))
 
 
 def _agree(side: Side, other: Side) -> bool:
     return "either" in (side, other) or side == other
 
 
-def _merged(cause: Cause, fact: Finding) -> Cause:
-    """The cause under the name of the difference that explains it."""
-    alike = tuple(fact.alike) if fact.certain else cause.alike
-    side = cause.side if cause.side != "either" else fact.side
-    id = fact.cause if fact.certain or fact.cause == cause.id else cause.id
-    if cause.effect is None and fact.cause not in cause.alike:
+def _merged(cause: Cause, each: Finding) -> Cause:
+    """Return the cause under the name of the difference that explains it."""
+    evidence = tuple(item for item in each.evidence if item not in cause.evidence)
+    if cause.fact:
+        return replace(cause, evidence=cause.evidence + evidence)
+    alike = tuple(each.alike) if each.certain else cause.alike
+    side = cause.side if cause.side != "either" and not each.fact else each.side
+    id = each.cause if each.certain or each.cause == cause.id else cause.id
+    if cause.effect is None and each.cause not in cause.alike and not each.fact:
         id = cause.id
-    evidence = cause.evidence + tuple(e for e in fact.evidence if e not in cause.evidence)
     return replace(
-        cause, id=id, side=side, evidence=evidence, alike=tuple(a for a in alike if a != id),
-        stated=cause.stated or (fact.stated and fact.certain and id == fact.cause),
+        cause,
+        id=id,
+        side=side,
+        alike=tuple(a for a in alike if a != id),
+        fact=each.fact,
+        evidence=evidence + cause.evidence if each.fact else cause.evidence + evidence,
+        stated=cause.stated or (each.stated and each.certain and id == each.cause),
         kind=cause.kind or (cause.id if id != cause.id else ""),
-    )  # fmt: skip
+    )

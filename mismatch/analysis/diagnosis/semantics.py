@@ -17,7 +17,6 @@ from mismatch.analysis.diagnosis.declared import (
     sampling_parameters,
     source_files,
     special_tokens,
-    weights_as_loaded,
 )
 from mismatch.analysis.diagnosis.detector import Look
 from mismatch.analysis.diagnosis.detectors import law
@@ -29,6 +28,7 @@ from mismatch.analysis.diagnosis.detectors.pairing import (
     padding,
 )
 from mismatch.analysis.diagnosis.detectors.stated import NOTHING_CUT
+from mismatch.analysis.diagnosis.loaded_weights import weights_as_loaded
 from mismatch.analysis.diagnosis.ranking import Failure, look_of
 from mismatch.types import Bools, Check, Estimate, NotTested, Rollout, Scoring
 

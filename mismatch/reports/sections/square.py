@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mismatch.analysis.displaced import Displaced, Standing
+from mismatch.analysis.displaced import Displaced, Side, Standing
 from mismatch.analysis.square import Finding, Gap, Leg, Square, shared
 from mismatch.analysis.square_checks import displacement
 from mismatch.reports.formatting import (
@@ -30,10 +30,6 @@ LEAD = (
     "About 1 is rounding; a broken kernel, cache or setting rounds more. Two implementations in "
     "float32 differ by next to nothing, unless weights or functions differ."
 )
-SHARED = (
-    "The float32 reference is the trainer's model code: a fault that both share would look like "
-    "the engine's."
-)
 TONES: dict[Standing, Tone] = {
     "within": "healthy",
     "wide": "warn",
@@ -46,7 +42,12 @@ WORDS: dict[Standing, str] = {
     "undecided": "undecided",
     "beyond": "beyond",
 }
-WHOSE = {"engine": "The engine", "other-engine": "The second engine"}
+WHOSE: dict[Side, str] = {
+    "engine": "The engine",
+    "trainer": "The trainer",
+    "other-engine": "The second engine",
+    "either": "A side",
+}
 KINDS = {
     "rare": "largest token of a prompt",
     "shift": "mean of a prompt",
@@ -74,14 +75,16 @@ def sentences(result: Square) -> list[str]:
     texts = [_off(result, finding) for finding in beyond if finding in first.values()]
     displaced = [each for each in result.displaced if each.standing == "beyond"]
     texts += [
-        _displaced(each) for each in {each.side: each for each in reversed(displaced)}.values()
+        _displaced(result, each)
+        for each in {each.side: each for each in reversed(displaced)}.values()
     ]
     if not texts:
         texts.append(_clean(result))
-    elif any(shared(result, each) for each in beyond) or any(
-        shared(result, each) for each in displaced
-    ):
-        texts.append(SHARED)
+    if result.declared is not None:
+        texts.append(
+            f"What the trainer declares beside its precision costs {times(result.declared.value)} "
+            "what that precision alone does, and is no fault: its yardstick has it too."
+        )
     if result.correlation is not None:
         texts.append(
             f"The roundings of the two sides correlate by {number(result.correlation.value, 2)} "
@@ -93,27 +96,32 @@ def sentences(result: Square) -> list[str]:
 def _off(result: Square, finding: Finding) -> str:
     name, value = line(finding.scoring), finding.value
     if finding.evidence == "excess":
-        whose = WHOSE.get(finding.side, "The trainer")
         return (
-            f"{whose} is off: {name} is {times(value.value)} as far from its own float32 as a "
-            f"plain forward at its precision ({interval(value, times)})."
+            f"{_whose(result, finding)} is off: {name} is {times(value.value)} as far from its own "
+            f"float32 as a plain forward at its precision ({interval(value, times)})."
         )
     gap = next(gap for gap in result.gaps if gap.left == finding.scoring)
     times_floor = count(round(value.value / gap.floor)) if gap.floor else ""
     over = f", {times_floor} times the rounding that is expected" if times_floor else ""
-    subject = {
-        "engine": "The engine computes another function than the float32 reference",
-        "trainer": "The trainer computes another function than the float32 reference",
-        "either": "The two sides compute different functions; which of them is off cannot be told",
-    }[str(finding.side)]
-    return f"{subject}: mean |delta| {number(value.value)} nats in float32{over}."
+    apart = f"mean |delta| {number(value.value)} nats in float32{over}"
+    if finding.side == "either":
+        who = "the engine's implementation or the trainer's model code is off"
+        return f"{name} and the float32 reference compute different functions: {who}; {apart}."
+    return f"{WHOSE[finding.side]} computes another function than the float32 reference: {apart}."
 
 
-def _displaced(moved: Displaced) -> str:
+def _displaced(result: Square, moved: Displaced) -> str:
     return (
-        f"{WHOSE.get(moved.side, 'The trainer')} is off: {line(displacement(moved))}, more than "
+        f"{_whose(result, moved)} is off: {line(displacement(moved))}, more than "
         f"{times(moved.factor)} as far as in a plain forward."
     )
+
+
+def _whose(result: Square, finding: Finding | Displaced) -> str:
+    """Name the side; both where the finding rests on the trainer's model code."""
+    if shared(result, finding):
+        return f"{WHOSE[finding.side]} or the trainer's model code"
+    return WHOSE[finding.side]
 
 
 def _clean(result: Square) -> str:

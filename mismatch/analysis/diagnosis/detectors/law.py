@@ -11,7 +11,7 @@ import numpy as np
 from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, above, below, correlation
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
 from mismatch.captures import Distributions
-from mismatch.run.store import REFERENCE
+from mismatch.run.store import FLOAT32, REFERENCE, TRAINER_FLOAT32
 from mismatch.types import Estimate, Floats, NotTested
 
 KNOTS = 8
@@ -20,6 +20,7 @@ SAME_LAW = 0.5  # correlation of the sides; another law of the same logits keeps
 LEAST_SHARE = 0.1  # of mean |delta|, that goes with a constant
 MOST = 0.5  # of mean |delta|, that goes with what confirms a cause
 STEADY = 0.25  # of the constant, that near-certain tokens vary by
+BEYOND_ROOM = 3.0  # times what near-certain tokens lack to certainty, that a constant moves them
 ONE_LAW = 0.9  # correlation of the sides, where a constant alone tells them apart
 CERTAIN = float(np.log(0.99))
 MIN_CERTAIN = 20  # tokens on which a constant shows: no healthy law moves them
@@ -208,7 +209,9 @@ def truncation(case: Case) -> Look | NotTested:
 def constant(case: Case) -> Look | NotTested:
     """Whether one side's log-probabilities are off by a constant: its law does not sum to 1.
 
-    Near-certain tokens tell it from all else: there a normalised law has nothing to give away.
+    Near-certain tokens tell it from all else: there a normalised law has nothing to give away, so
+    that a constant beyond what they lack to certainty is none of that law. It is confirmed where
+    the side's own implementation does not have it in float32.
     """
     certain = (np.maximum(case.left, case.right) > CERTAIN) & case.kept
     if certain.sum() < MIN_CERTAIN:
@@ -220,7 +223,8 @@ def constant(case: Case) -> Look | NotTested:
         Evidence("share of mean |delta| gone without it", effect.value, "0"),
     )
     spread = float(np.median(np.abs(case.delta[certain] - offset)))
-    steady = spread < STEADY * abs(offset) and correlation(case) > ONE_LAW
+    room = float(np.quantile(-np.maximum(case.left, case.right)[certain], 0.25))
+    steady = max(spread / STEADY, BEYOND_ROOM * room) < abs(offset) and correlation(case) > ONE_LAW
     if not above(effect, LEAST_SHARE) or not steady:
         return Look(evidence)
     exact = case.reference
@@ -228,7 +232,13 @@ def constant(case: Case) -> Look | NotTested:
         abs(float(np.median((side - exact)[certain]))) for side in (case.left, case.right)
     ]  # fmt: skip
     side: Side = "either" if off[0] == off[1] else "engine" if off[0] > off[1] else "trainer"
-    finding = Finding("unnormalised-law", side, effect, evidence, confirmed=True,
+    engine = f"{case.engine.name.partition(':')[0]}:{FLOAT32}"
+    own = case.others.get(engine if side == "engine" else TRAINER_FLOAT32)
+    confirmed = False
+    if exact is not None and own is not None:  # its weights and its function do not do it
+        left_over = float(np.median((own.logprobs - exact)[certain]))
+        confirmed = abs(left_over) < STEADY * abs(offset) and max(off) > MOST * abs(offset)
+    finding = Finding("unnormalised-law", side, effect, evidence, confirmed=confirmed,
                       repair=_taken_out(case, side, np.full(len(case.delta), offset)))  # fmt: skip
     return Look(evidence, (finding,))
 

@@ -1,4 +1,4 @@
-"""Where in a sequence the two sides part: an onset, growth, the first token, blocks.
+"""Where in a sequence the two sides part: an onset, perhaps at a stated boundary, and blocks.
 
 |delta| is first divided by what tokens of that probability have on average, so that an unlikely
 token is not taken for a place.
@@ -6,32 +6,34 @@ token is not taken for a place.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
 import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, above, correlation
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
-from mismatch.analysis.diagnosis.detectors.displacement import CALM, UNLIKE, imbalance, legs_of
-from mismatch.analysis.diagnosis.detectors.excess import excess
-from mismatch.types import Bools, Floats, NotTested
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair
+from mismatch.analysis.diagnosis.legs import CALM, farther, imbalance, legs_of
+from mismatch.types import Floats, NotTested
 
 MIN_TOKENS = 400
 JUMP = 2.2  # times, that |delta| must rise by; clean blocks reach 1.5
-FIRST = 4.0
 OPENS = 3.0  # times the others, of tokens that open a block; the best of many lengths
 BLOCKS = (16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048)
-SPIKE = 0.5  # nats from float32, of a token that is far off
-MOST_SPIKES = 0.03  # of the tokens; more are no few
-MORE = 3.0  # times the prompts of the other side, whose router may round less
-BY_CHANCE = 0.01  # 0.2 at least in 1,750 clean blocks
-KINDS = {
+LEAST = 20  # tokens past a boundary, without which nothing behind it was seen
+OPENING = 24  # tokens that open a block
+UNLIKE = 0.5  # correlation of the sides, below which nothing of one side is left in the other
+BOUNDARIES = {
     "sliding_window": "sliding-window",
     "max_num_batched_tokens": "chunked-prefill",
     "block_size": "kv-block",
-}
+    "original_max_position_embeddings": "rope-config",
+}  # what a side states in tokens -> the cause of an onset there
 
 
 def size(case: Case) -> Floats:
-    """|delta| over its mean among tokens of like probability, [A]; 1 on average."""
+    """Return |delta| over its mean among tokens of like probability, [A]; 1 on average."""
     level = case.left + case.right
     edges = np.quantile(level[case.kept], np.linspace(0, 1, 11)[1:-1])
     group = np.searchsorted(edges, level)
@@ -43,64 +45,18 @@ def size(case: Case) -> Floats:
     return np.asarray(a / np.maximum(mean, floor)[group])
 
 
-def onset(case: Case) -> Look | NotTested:
-    """The absolute position from which |delta| is larger, by a scan of all of them."""
-    position = case.position
-    scan = change(case, size(case), position)
-    if scan is None:
-        return NotTested("onset", f"needs {MIN_TOKENS} tokens at more than 16 positions")
-    at, before, after, steep = scan
-    evidence: tuple[Evidence, ...] = (
-        Evidence("position of the onset", at),
-        Evidence("|delta| after over before", after / before if before else float("inf"), "1"),
-        Evidence("share of the rise at that place", steep),
-    )
-    if correlation(case) < UNLIKE:  # where nothing of the law is left a place says nothing
-        return Look(evidence)
-    later = position >= at
-    u = size(case)
-    rise = case.ratio(np.where(later, u, 0.0), np.where(later, before, 0.0) + 1e-12)
-    if not above(rise, JUMP) or not case.beyond_rounding(later):
-        return Look(evidence)
-    scale = np.where(later, before / after, 1.0)
-    effect = case.share(case.delta * scale)
-    if not above(effect, 0.2):
-        return Look(evidence)
-    repair = Repair(case.left, case.left + case.delta * scale)
-    if steep < 0.5:
-        finding = Finding("grows-with-position", "either", effect, evidence, repair=repair,
-                          alike=("rope-config", "fsdp-cast-inputs", "template-drift"))  # fmt: skip
-        return Look(evidence, (finding,))
-    if case.reference is not None and case.beyond_rounding(~later):
-        return Look(evidence)  # what begins somewhere leaves nothing before it
-    if _opens_blocks(case):
-        return Look(evidence)
-    cause, stated = _boundary(case, at)
-    evidence += stated
-    alike = ("fp8-kv-tile", "sliding-window", "chunked-prefill")
-    finding = Finding(cause, _side(case, later), effect, evidence, repair=repair,
-                      alike=tuple(name for name in alike if name != cause))  # fmt: skip
-    return Look(evidence, (finding,))
+class Change(NamedTuple):
+    """A place where a value along the sequence rises most."""
+
+    at: int
+    before: float
+    after: float
+    steep: float
+    """Share of the rise that is a step at that place."""
 
 
-def _side(case: Case, where: Bools) -> Side:
-    """The side that is farther from float32 in these tokens, by its whole interval."""
-    if (legs := legs_of(case)) is None:
-        return "either"
-    engine, trainer = (np.where(where, np.abs(leg), 0.0) for leg in legs)
-    if above(case.ratio(engine, trainer), CALM):
-        return "engine"
-    return "trainer" if above(case.ratio(trainer, engine), CALM) else "either"
-
-
-def _opens_blocks(case: Case) -> bool:
-    """Whether float32 shows that tokens which open a block are off, and no others."""
-    look = blocks(case) if legs_of(case) is not None else None
-    return isinstance(look, Look) and bool(look.findings)
-
-
-def change(case: Case, u: Floats, position: np.ndarray) -> tuple[int, float, float, float] | None:
-    """Where u changes most, its mean before and after, and the share of the rise that is a step."""
+def change(case: Case, u: Floats, position: np.ndarray) -> Change | None:
+    """Return the position where u changes most; None where too few tokens or places are there."""
     kept = case.kept
     if kept.sum() < MIN_TOKENS:
         return None
@@ -120,69 +76,120 @@ def change(case: Case, u: Floats, position: np.ndarray) -> tuple[int, float, flo
     # A step keeps its height close by; growth has only a part of it there.
     near = max(4, int(0.08 * width))
     low, high = slice(max(0, best + 1 - near), best + 1), slice(best + 1, best + 1 + near)
-    if min(count[low].sum(), count[high].sum()) < 20 or after <= before:
-        return best + 1, max(before, 1e-9), max(after, 1e-9), 0.0
-    jump = total[high].sum() / count[high].sum() - total[low].sum() / count[low].sum()
-    return best + 1, max(before, 1e-9), max(after, 1e-9), float(jump / (after - before))
+    steep = 0.0
+    if min(count[low].sum(), count[high].sum()) >= 20 and after > before:
+        jump = total[high].sum() / count[high].sum() - total[low].sum() / count[low].sum()
+        steep = float(jump / (after - before))
+    return Change(best + 1, max(before, 1e-9), max(after, 1e-9), steep)
 
 
-def _boundary(case: Case, at: int) -> tuple[str, tuple[Evidence, ...]]:
-    """What both sides say of their windows, blocks and chunks, held against an onset."""
-    for name, cause in KINDS.items():
-        for side in (case.engine, case.trainer):
-            length = side.fingerprint.get(name)
-            if not isinstance(length, int) or length <= 1:
-                continue
-            if abs(at - length) <= 2 and (cause != "kv-block" or at <= length + 2):
-                return cause, (Evidence(name, length),)
-    return "onset", ()
-
-
-def first_token(case: Case) -> Look | NotTested:
-    """Whether the first sampled token is far worse than the others, and how it falls off."""
-    first = (case.index == 0) & case.kept
-    rest = (case.index > 0) & case.kept
-    if first.sum() < 8 or rest.sum() < 64:
-        return NotTested("first token", "needs 8 rows of several tokens")
-    u = size(case)
-    elsewhere = float(u[rest].mean())
-    ratio = case.ratio(np.where(first, u, 0.0), np.where(first, elsewhere, 0.0) + 1e-12)
-    early = (case.index >= 1) & (case.index < 8) & case.kept
-    late = (case.index >= 24) & case.kept
-    falls = float(u[early].mean() / u[late].mean()) if early.any() and late.sum() >= 64 else 1.0
-    evidence = (
-        Evidence("|delta| of the first token over the others", ratio.value, "1"),
-        Evidence("tokens 2 to 8 over those after 24", falls, "1"),
+def scan(case: Case) -> Look | NotTested:
+    """Look at all absolute positions for that from which |delta| is larger."""
+    position, u = case.position, size(case)
+    found = change(case, u, position)
+    if found is None:
+        return NotTested("onset", f"needs {MIN_TOKENS} tokens at more than 16 positions")
+    evidence: tuple[Evidence, ...] = (
+        Evidence("position of the onset", found.at),
+        Evidence("|delta| after over before", found.after / found.before, "1"),
+        Evidence("share of the rise at that place", found.steep),
     )
-    if not above(ratio, FIRST) or not case.beyond_rounding(first):
-        return Look(evidence)
-    if _far(case, case.index >= 8):  # what the first tokens alone have leaves the others right
-        return Look(evidence)
-    scale = np.where(case.index == 0, 1 / ratio.value, 1.0)
+    later = position >= found.at
+    rise = case.ratio(np.where(later, u, 0.0), np.where(later, found.before, 0.0) + 1e-12)
+    scale = np.where(later, found.before / found.after, 1.0)
     effect = case.share(case.delta * scale)
-    if not above(effect, 0.05):
+    if (
+        correlation(case) < UNLIKE  # then a place says nothing
+        or found.steep < 0.5  # growth is no onset
+        or not above(rise, JUMP)
+        or not case.beyond_rounding(later)
+        or not above(effect, 0.2)
+        # What begins somewhere leaves nothing before it.
+        or (case.reference is not None and case.beyond_rounding(~later))
+        or _opens_blocks(case)
+    ):
         return Look(evidence)
     repair = Repair(case.left, case.left + case.delta * scale)
-    finding = Finding("first-token", "either", effect, evidence, repair=repair,
-                      alike=("attention-sinks", "packing-leak", "position-ids"))  # fmt: skip
+    alike = ("fp8-kv-tile", "sliding-window", "chunked-prefill", "rope-config")
+    finding = Finding("onset", farther(case, later), effect, evidence, alike=alike, repair=repair)
     return Look(evidence, (finding,))
 
 
-def _far(case: Case, where: Bools) -> bool:
-    """Whether one side is far from float32 in these tokens, where that is known."""
-    return legs_of(case) is not None and imbalance(case, where) > CALM
+def lengths(case: Case, name: str) -> list[int]:
+    """Return what both sides state of a boundary, in tokens, ascending."""
+    found: set[int] = set()
+    for side in (case.engine, case.trainer):
+        config = side.fingerprint.get("config")
+        tables = [side.fingerprint, config if isinstance(config, dict) else {}]
+        tables += [
+            table[key]
+            for table in tables
+            for key in ("rope_scaling", "rope_parameters")
+            if isinstance(table.get(key), dict)
+        ]
+        for value in (table.get(name) for table in tables):
+            several = value if isinstance(value, list) else [value]
+            found |= {each for each in several if isinstance(each, int) and each > 1}
+    return sorted(found)
+
+
+def at_boundary(name: str, cause: str) -> Callable[[Case], Look | NotTested]:
+    """Make the detector of an onset at one kind of boundary."""
+
+    def find(case: Case) -> Look | NotTested:
+        stated = lengths(case, name)
+        if not stated:
+            return NotTested(cause, "no side states where it lies")
+        if (case.position[case.kept] >= stated[0]).sum() < LEAST:
+            longest = int(case.position[case.kept].max(initial=-1)) + 1
+            reason = f"it lies at {stated[0]} tokens, no sequence is longer than {longest}"
+            return NotTested(cause, reason, "measure longer sequences: --max-tokens")
+        look = scan(case)
+        if isinstance(look, NotTested) or not look.findings:
+            return look
+        (finding,) = look.findings
+        at = look.evidence[0].value
+        here = [length for length in stated if abs(int(at) - length) <= 2]
+        if not here:
+            return replace(look, findings=())
+        evidence = (*finding.evidence, Evidence(name, here[0]))
+        alike = ("onset", *(each for each in finding.alike if each != cause))
+        return Look(evidence, (replace(finding, cause=cause, evidence=evidence, alike=alike),))
+
+    return find
+
+
+def onset(case: Case) -> Look | NotTested:
+    """Look for an onset, under the name of the stated boundary that it lies at."""
+    look = scan(case)
+    if isinstance(look, NotTested) or not look.findings:
+        return look
+    return next(_named(case), look)
+
+
+def _named(case: Case) -> Iterator[Look]:
+    for name, cause in BOUNDARIES.items():
+        look = at_boundary(name, cause)(case)
+        if isinstance(look, Look) and look.findings:
+            yield look
+
+
+def _opens_blocks(case: Case) -> bool:
+    """Return whether float32 shows that tokens which open a block are off, and no others."""
+    look = blocks(case) if legs_of(case) is not None else None
+    return isinstance(look, Look) and bool(look.findings)
 
 
 def blocks(case: Case) -> Look | NotTested:
-    """Whether tokens that open a block of the KV cache or a chunk are worse than the others."""
+    """Look whether tokens that open a block of the KV cache or a chunk are worse than others."""
     if case.kept.sum() < MIN_TOKENS:
         return NotTested("block boundaries", f"needs {MIN_TOKENS} tokens")
     u = size(case)
     forward = case.position - 1  # the forward that predicts a token is that of the one before
     fits: list[tuple[float, float, int]] = []
-    for length in BLOCKS:
-        opens = (forward % length == 0) & case.kept
-        if opens.sum() < 24:
+    for length in lengths(case, "block_size") or BLOCKS:
+        opens = (forward % length == 0) & (forward > 0) & case.kept
+        if opens.sum() < OPENING:
             continue
         ratio = case.ratio(np.where(opens, u, 0.0), opens + 1e-12)
         if ratio.low is not None:
@@ -196,71 +203,33 @@ def blocks(case: Case) -> Look | NotTested:
         Evidence("block length that fits best", length),
         Evidence("|delta| of tokens that open one, at least", times, "1"),
     )
-    opens = forward % length == 0
-    if times < OPENS or not case.beyond_rounding(opens) or _far(case, ~opens):
+    opens = np.asarray(forward % length == 0)
+    far = legs_of(case) is not None and imbalance(case, ~opens) > CALM
+    if times < OPENS or not case.beyond_rounding(opens) or far:
         return Look(evidence)
     scale = np.where(opens, 1 / times, 1.0)
     effect = case.share(case.delta * scale)
     if not above(effect, 0.05):
         return Look(evidence)
     repair = Repair(case.left, case.left + case.delta * scale)
-    finding = Finding("kv-block", "engine", effect, evidence, repair=repair,
-                      alike=("chunked-prefill",))  # fmt: skip
-    return Look(evidence, (finding,))
-
-
-def scattered(case: Case) -> Look | NotTested:
-    """Whether a few tokens of one side are far from float32 while all its others are not.
-
-    Rounding and flips of experts make such tokens on both sides; a kernel, a setting or weights
-    move the others as well.
-    """
-    legs = legs_of(case)
-    if legs is None:
-        return NotTested("scattered tokens", "needs float32 and both sides in one dtype")
-    sizes = [np.abs(leg) for leg in legs]
-    far = [(a > SPIKE) & (b < a / 4) & case.kept for a, b in (sizes, sizes[::-1])]
-    counts = [int(tokens.sum()) for tokens in far]
-    n = int(counts[1] > counts[0])
-    side: Side = ("engine", "trainer")[n]
-    rest = case.kept & ~far[0] & ~far[1]
-    calm = imbalance(case, rest)
-    evidence = (
-        Evidence(f"tokens of the {side} that alone are far from float32", counts[n], "few"),
-        Evidence("the same, on the other side", counts[1 - n]),
-        Evidence("distances from float32 of the others, larger over smaller", calm, "1 to 1.1"),
+    finding = Finding(
+        "kv-block", "engine", effect, evidence, repair=repair, alike=("chunked-prefill",)
     )
-    if (
-        not _in_more_prompts(case, far[n], far[1 - n])
-        or counts[n] > MOST_SPIKES * case.kept.sum()
-        or calm > CALM
-    ):
-        return Look(evidence)
-    # At some place, or on a side whose other tokens are off as well, they are not scattered.
-    others = excess(case.repaired(case.left, case.right, rest))
-    if _opens_blocks(case) or any(isinstance(look, Look) and look.findings
-                                  for look in (onset(case), others)):  # fmt: skip
-        return Look(evidence)
-    repair = Repair(case.left, case.right, ~far[n])
-    effect = case.share(np.where(far[n], 0.0, case.delta))
-    finding = Finding("scattered-tokens", side, effect, evidence, confirmed=True, repair=repair)
     return Look(evidence, (finding,))
-
-
-def _in_more_prompts(case: Case, tokens: Bools, others: Bools) -> bool:
-    """Whether some tokens lie in over :data:`MORE` times as many prompts as others (binomial test
-    at 1 %). Prompts are counted, for a flip of experts moves several tokens of one."""
-    from scipy.special import bdtrc
-
-    more, fewer = (len(np.unique(case.prompt[some])) for some in (tokens, others))
-    return more > fewer and float(bdtrc(more - 1, more + fewer, MORE / (1.0 + MORE))) < BY_CHANCE
 
 
 DETECTORS = (
-    Detector("scattered", "position", ("scattered-tokens",), scattered,
-             "float32 and both sides in one dtype", 16, alone=True),
-    Detector("onset", "position", ("onset", *KINDS.values(), "grows-with-position"), onset,
-             order=40),
-    Detector("first-token", "position", ("first-token",), first_token, order=41),
+    *(
+        Detector(
+            f"at-{cause}",
+            "position",
+            (cause,),
+            at_boundary(name, cause),
+            f"tokens past the stated {name}",
+            40,
+        )
+        for name, cause in BOUNDARIES.items()
+    ),
+    Detector("onset", "position", ("onset",), scan, order=41),
     Detector("blocks", "position", ("kv-block",), blocks, order=42),
-)  # fmt: skip
+)

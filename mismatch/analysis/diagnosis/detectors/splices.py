@@ -11,7 +11,7 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
-from mismatch.analysis.diagnosis.detectors.displacement import CALM, imbalance
+from mismatch.analysis.diagnosis.legs import CALM, imbalance
 from mismatch.types import Floats, NotTested
 
 SHIFTS = (-4, -3, -2, -1, 1, 2, 3, 4)

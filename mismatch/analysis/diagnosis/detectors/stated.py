@@ -1,7 +1,8 @@
 """What both sides state of themselves: digests of their weights, and their settings as resolved.
 
 Evidence, never a precondition: a side that states nothing is judged by its numbers alone. A
-difference that is stated is certain; how much of the mismatch is its own, other detectors say.
+difference of digests or of resolved settings is a fact, and no detector comes before it; how much
+of the mismatch is its own, other detectors say. Which side is right, digests do not tell.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from typing import Any
 import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.diagnosis.declared import asked_apart, differing
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Side
+from mismatch.analysis.diagnosis.loaded_weights import Difference, asked_apart, comparable
+from mismatch.analysis.levels import NOT_QUANTISED
 from mismatch.types import Fingerprint, NotTested
 
 HEADS = ("lm_head", "embed_out", "output_layer")
-ADAPTERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+DIFFER = "what differs"
+ALIKE: tuple[str, ...] = ("stale-weights", "double-load", "lora-scale")
+NEARLY_ALL = 0.9  # share of the parameters, from which a whole sync is missing
 LONGEST = 60  # characters of a value in the evidence
-SHOWN = 3  # names of parameters in the evidence
-UNQUANTISED = (None, "", "none", "None")
 WIDE = ("bf16", "fp16", "fp32", "auto", None)
 
 CLOSE = 0.01  # relative: tables in bf16 hold 0.4 %
@@ -59,48 +61,34 @@ FIELDS = {
 
 
 def weights(case: Case) -> Look | NotTested:
-    """Digests of every parameter, and what kind of parameter differs."""
+    """Compare the digests of every parameter; the first evidence lists those that differ."""
     engine, trainer = case.engine.fingerprint, case.trainer.fingerprint
-    a, b = engine.get("weights"), trainer.get("weights")
-    lossy = False in (engine.get("weights_comparable"), trainer.get("weights_comparable"))
-    common = sorted(a.keys() & b.keys()) if a and b else []
-    if lossy or not common or a is None or b is None:
+    held = comparable(engine, trainer)
+    found = None if held is None else Difference.of(*held)
+    if found is None or not found.common:
         return NotTested(
             "digests of the weights",
             "a side gave none, or holds them in a dtype that lost bits",
             "keep them in bf16 or fp32",
         )
-    values, moved, _ = differing(a, b)
-    differ = values + moved
-    evidence: tuple[Evidence, ...] = (
-        Evidence("parameters that differ", len(differ), "0"),
-        Evidence("parameters compared", len(common)),
-    )
-    if not differ:
-        return Look(evidence)
-    evidence += (Evidence("first of them", ", ".join(differ[:SHOWN])),)
-    cause, alike = _kind(differ, common)
-    if forms := asked_apart(engine, trainer, differ):
+    compared = Evidence("parameters compared", len(found.common))
+    if not found.differ:
+        return Look((Evidence("parameters that differ", 0, "0"), compared))
+    evidence: tuple[Evidence, ...] = (Evidence(DIFFER, found.text(), "none"), compared)
+    tied = any(_resolved(side, 0).get("tie_word_embeddings") for side in (engine, trainer))
+    cause, alike = "weights-differ", ALIKE
+    if forms := asked_apart(engine, trainer, found.differ):
         asked = f"{forms[0]} in the engine, {forms[1]} in the trainer"
         evidence += (Evidence("form of the experts, as asked", asked, "equal"),)
         cause, alike = "quantised-rollout", ()
-    return Look(evidence, (Finding(cause, "either", None, evidence, alike=alike, stated=True),))
-
-
-def _kind(differ: list[str], common: list[str]) -> tuple[str, tuple[str, ...]]:
-    """The cause that explains exactly these parameters."""
-    if all(any(head in name for head in HEADS) for name in differ):
-        return "tied-head-stale", ("stale-weights",)
-    if all(name.endswith("sinks") for name in differ):
-        return "attention-sinks", ("stale-weights",)
-    if all(".experts" in name for name in differ):
-        return "experts-differ", ("double-load", "quantised-rollout")
-    projections = [n for n in common if any(part in n for part in ADAPTERS)]
-    if all(any(part in name for part in ADAPTERS) for name in differ) and len(differ) <= len(
-        projections
-    ) < len(common):
-        return "lora-scale", ("stale-weights",)
-    return "stale-weights", ("sleep-level-2", "double-load")
+    elif all(".experts" in name for name in found.differ):
+        cause, alike = "experts-differ", ("double-load", "quantised-rollout")
+    elif tied and all(any(head in name for head in HEADS) for name in found.differ):
+        cause, alike = "tied-head-stale", ("stale-weights",)
+    elif len(found.differ) > NEARLY_ALL * len(found.common):
+        cause, alike = "stale-weights", ("sleep-level-2", "double-load")
+    finding = Finding(cause, "either", None, evidence, alike=alike, stated=True, fact=True)
+    return Look(evidence, (finding,))
 
 
 def configurations(case: Case) -> Look | NotTested:
@@ -116,7 +104,8 @@ def configurations(case: Case) -> Look | NotTested:
         Evidence("fields of the model's configuration compared", len(common)),
         Evidence("settings that differ", len(findings), "0"),
     )
-    return Look(evidence, tuple(findings))
+    looked_for = tuple(dict.fromkeys(FIELDS[name] for name in common))
+    return Look(evidence, tuple(findings), looked_for)
 
 
 def _resolved(fingerprint: Fingerprint, longest: int) -> dict[str, Any]:
@@ -140,8 +129,10 @@ def _differing(a: dict[str, Any], b: dict[str, Any], common: list[str]) -> list[
             values = f"{_shown(a[name])} in the engine, {_shown(b[name])} in the trainer"
             key = FIELDS[name], name not in LEADS
             causes.setdefault(key, []).append(Evidence(name, values, "equal"))
-    return [Finding(cause, "either", None, tuple(fields), certain=certain, stated=True)
-            for (cause, certain), fields in causes.items()]  # fmt: skip
+    return [
+        Finding(cause, "either", None, tuple(fields), certain=certain, stated=True, fact=certain)
+        for (cause, certain), fields in causes.items()
+    ]
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -175,7 +166,7 @@ def _one_sided(engine: Fingerprint, trainer: Fingerprint) -> list[Finding]:
             trainer.get("attention"), "honours them")  # fmt: skip
     if engine.get("kv_cache_dtype") not in WIDE:
         add("fp8-kv", "engine", "dtype of the KV cache", engine["kv_cache_dtype"], "bf16")
-    if engine.get("quantization") not in UNQUANTISED:
+    if str(engine.get("quantization") or "none").lower() not in NOT_QUANTISED:
         # The two sides may hold the same values all the same: a lead, not a difference.
         kind = engine["quantization"]
         add("quantised-rollout", "engine", "quantisation", kind, "none", certain=False)
@@ -207,8 +198,8 @@ def _sampled(case: Case) -> list[Finding]:
 
 
 DETECTORS = (
-    Detector("weights", "weights", ("stale-weights", "tied-head-stale", "experts-differ",
-             "lora-scale", "attention-sinks", "quantised-rollout"), weights,
+    Detector("weights", "weights", ("weights-differ", "stale-weights", "tied-head-stale",
+             "experts-differ", "quantised-rollout"), weights,
              "digests of both sides' parameters", 60),
     Detector("configurations", "function", (*dict.fromkeys(FIELDS.values()), "attention-sinks",
              "fp8-kv", "quantised-rollout", "fsdp-cast-inputs", "trainer-autocast", "precision",

@@ -11,8 +11,8 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
-from mismatch.analysis.diagnosis.detectors.displacement import imbalance, legs_of
 from mismatch.analysis.diagnosis.detectors.position import JUMP, change, size
+from mismatch.analysis.diagnosis.legs import imbalance, legs_of
 from mismatch.types import CACHED, Bools, Floats, Ints, NotTested
 
 HITS = "turns from the prefix cache against others"
@@ -239,8 +239,8 @@ def context(case: Case) -> Look | NotTested:
         Evidence("|delta| from it on over before", after / max(before, 1e-9), "1"),
     )
     rise = case.ratio(np.where(later, u, 0.0), np.where(later, before, 0.0) + 1e-12)
-    scan = change(case, u, case.position)
-    placed = scan is not None and _gain(case, u, case.position >= scan[0]) > gains[turn]
+    place = change(case, u, case.position)
+    placed = place is not None and _gain(case, u, case.position >= place.at) > gains[turn]
     if placed or not above(rise, JUMP) or not case.beyond_rounding(later):
         return Look(evidence)
     if case.reference is not None and case.beyond_rounding(~later):
@@ -315,7 +315,7 @@ def _side(case: Case, later: Bools) -> Side:
     legs = legs_of(case)
     if legs is None or imbalance(case, later) < 1.5:
         return "either"
-    engine, trainer = (float(np.abs(leg[later & case.kept]).mean()) for leg in legs)
+    engine, trainer = (float(np.abs(leg[later & case.kept]).mean()) for leg in legs[:2])
     return "engine" if engine > trainer else "trainer"
 
 

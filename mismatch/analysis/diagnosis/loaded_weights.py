@@ -1,0 +1,179 @@
+"""Do both sides hold the same weights? Digests of their parameters, compared name by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from mismatch.types import Check, CheckStatus, Fingerprint
+
+Digests = Mapping[str, Sequence[int]]
+UNORDERED = 3  # sums of a digest that do not see order
+MOST_UNCOMPARED = 0.5  # share of the parameters beyond which equality of the rest says nothing
+SHOWN = 4  # kinds of parameters, or exchanges, that are named; the rest is counted
+CHECK = "weights-as-loaded"
+AS_READ = "as read from disk, before the engine rearranges them"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What digests say of the parameters that both sides name.
+
+    Attributes:
+        values: parameters of other values, exchanged ones among them.
+        moved: of the same values in another order.
+        layouts: kinds of parameters that one side lays out otherwise in every layer.
+        exchanged: what stands in the other's place on one side, as pairs of names' beginnings.
+    """
+
+    common: tuple[str, ...]
+    values: tuple[str, ...]
+    moved: tuple[str, ...]
+    layouts: tuple[str, ...]
+    exchanged: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, left: Digests, right: Digests) -> Difference:
+        common = sorted(left.keys() & right.keys())
+        values = [n for n in common if list(left[n][:UNORDERED]) != list(right[n][:UNORDERED])]
+        # Only what both digests say of the order counts (see mismatch.models.digests). A kind of
+        # parameter that has another order in every layer is an engine's layout; in some, a fault.
+        moved: dict[str, list[str]] = {}
+        members: dict[str, int] = {}
+        for name in (name for name in common if name not in set(values)):
+            kind = kind_of(name)
+            members[kind] = members.get(kind, 0) + 1
+            shared = min(len(left[name]), len(right[name]))
+            if list(left[name][UNORDERED:shared]) != list(right[name][UNORDERED:shared]):
+                moved.setdefault(kind, []).append(name)
+        layouts = [kind for kind, names in moved.items() if 1 < members[kind] == len(names)]
+        faults = [name for kind, names in moved.items() if kind not in layouts for name in names]
+        return cls(
+            tuple(common), tuple(values), tuple(faults), tuple(layouts),
+            tuple(_exchanged(left, right, values)),
+        )  # fmt: skip
+
+    @property
+    def differ(self) -> tuple[str, ...]:
+        return self.values + self.moved
+
+    def text(self) -> str:
+        """Say what differs: exchanged parts first, then the other parameters by their kinds."""
+        swapped = [f"{first} and {second}" for first, second in self.exchanged]
+        inside = {name for pair in self.exchanged for name in pair}
+        rest = [
+            name
+            for name in self.values
+            if not any(name == part or name.startswith(f"{part}.") for part in inside)
+        ]
+        parts = [f"{_some(swapped)} are exchanged"] if swapped else []
+        if rest:
+            kinds = _some(_kinds(rest))
+            parts.append(f"{len(rest)} of {len(self.common)} parameters differ: {kinds}")
+        if self.moved:
+            kinds = _some(_kinds(self.moved))
+            parts.append(f"{len(self.moved)} of {len(self.common)} parameters hold the same values "
+                         f"in another order: {kinds}")  # fmt: skip
+        return "; ".join(parts)
+
+
+def kind_of(name: str) -> str:
+    """Return a parameter's name without the numbers of its layer and expert.
+
+    >>> kind_of("layers.3.mlp.up")
+    'layers.*.mlp.up'
+    """
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _kinds(names: Sequence[str]) -> list[str]:
+    """Return the kinds of these parameters; a kind that one parameter has by its whole name."""
+    groups = groupby(sorted(names, key=kind_of), key=kind_of)
+    held = [(kind, list(group)) for kind, group in groups]
+    return [kind if len(group) > 1 else group[0] for kind, group in held]
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return ", ".join(texts[:SHOWN]) + more
+
+
+def _exchanged(left: Digests, right: Digests, differ: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the parts of the model that hold each other's values, as pairs of their names."""
+    holders = {tuple(right[name]): name for name in differ}
+    pairs: dict[tuple[str, str], int] = {}
+    for name in differ:
+        other = holders.get(tuple(left[name]))
+        if other is None or other <= name or tuple(left[other]) != tuple(right[name]):
+            continue
+        parts = name.split("."), other.split(".")
+        apart = [n for n, (a, b) in enumerate(zip(*parts, strict=False)) if a != b]
+        if len(parts[0]) == len(parts[1]) and len(apart) == 1:
+            until = apart[0] + 1
+            pair = ".".join(parts[0][:until]), ".".join(parts[1][:until])
+        else:
+            pair = name, other
+        pairs[pair] = pairs.get(pair, 0) + 1
+
+    def below(part: str) -> int:
+        return sum(name == part or name.startswith(f"{part}.") for name in differ)
+
+    return [pair for pair, count in pairs.items() if below(pair[0]) == below(pair[1]) == count]
+
+
+def comparable(left: Fingerprint, right: Fingerprint) -> tuple[Digests, Digests] | None:
+    """Return both sides' digests; None where a side gave none or lost bits of its weights."""
+    a, b = left.get("weights"), right.get("weights")
+    sound = all(side.get("weights_comparable") is not False for side in (left, right))
+    return (a, b) if a and b and sound else None
+
+
+def same_weights(left: Fingerprint, right: Fingerprint) -> bool:
+    """Return whether every parameter of both sides was compared, in its order, and is equal."""
+    held = comparable(left, right)
+    if held is None or left.get("unmapped_weights") or held[0].keys() != held[1].keys():
+        return False
+    difference = Difference.of(*held)
+    return not difference.differ and not difference.layouts
+
+
+def asked_apart(left: Fingerprint, right: Fingerprint, differ: Sequence[str]) -> list[str]:
+    """Return both forms of the experts, where they alone differ and were asked to; else []."""
+    forms = [side.get("weights_form", "as-stored") for side in (left, right)]
+    asked = bool(differ) and forms[0] != forms[1] and all(".experts" in name for name in differ)
+    return forms if asked else []
+
+
+def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
+    """Check that parameters hold the same values, by digest, where names can be mapped."""
+    held = comparable(left, right)
+    if held is None:
+        lossy = [side["dtype"] for side in (left, right) if side.get("weights_comparable") is False]
+        detail = left.get("weights_not_comparable") or "a side gave no digest of its parameters"
+        if lossy:
+            detail = f"held in {lossy[0]}, which the checkpoint's values do not fit"
+        return Check(CHECK, "not_tested", detail)
+    found = Difference.of(*held)
+    if not found.common:
+        return Check(CHECK, "not_tested", "no parameter name could be mapped")
+    names = held[0].keys() ^ held[1].keys()
+    unmapped = sorted(names | set(left.get("unmapped_weights", ())))
+    rest = f"; not compared: {_some(unmapped)}" if unmapped else ""
+    rest += "" if left.get("weights_in_memory") else f" ({AS_READ})"
+    if forms := asked_apart(left, right, found.values):
+        detail = f"asked for: experts {forms[0]} in the engine, {forms[1]} in the trainer; "
+        fix = "train and sample in one form"
+        return Check(CHECK, "warning", detail + found.text() + rest, fix)
+    if found.differ:
+        fix = "reload both sides from one checkpoint; look at the weight sync and at the loader"
+        return Check(CHECK, "failed", found.text() + rest, fix)
+    if found.layouts:
+        kinds = _some(found.layouts)
+        rest = f"; order not compared: {kinds}, laid out otherwise in the engine{rest}"
+    total = len(found.common) + len(unmapped)
+    unordered = sum(kind_of(name) in found.layouts for name in found.common)
+    little = len(unmapped) + unordered > MOST_UNCOMPARED * total
+    status: CheckStatus = "not_tested" if little else "passed"
+    return Check(CHECK, status, f"{len(found.common)} of {total} parameters equal{rest}")
