@@ -40,7 +40,7 @@ class Taken:
 
 KERNEL = Taken(
     "trainer",
-    ("function-differs", "onset"),
+    ("function-differs", "side-off", "onset"),
     ("attention-sinks", "sliding-window", "packing-leak", "yarn-attention-factor"),
 )
 TESTS = {
