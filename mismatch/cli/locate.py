@@ -72,7 +72,8 @@ def locate(flags: Flags) -> int:
     from mismatch.pipeline.locate_run import Asked, locate
     from mismatch.reports.sections.locate import section
     from mismatch.reports.terminal import print_alone
-    from mismatch.run.directory import load_spec, require_trust
+    from mismatch.run.directory import load_spec
+    from mismatch.run.trust import require_trust
 
     narrator = session.narrator(silent=flags["as_json"])
     run = small_run(flags, narrator) if flags["run"] is None else flags["run"]

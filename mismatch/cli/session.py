@@ -38,7 +38,8 @@ PLAIN_INTERVAL_S = 15.0  # between progress lines where lines cannot be rewritte
 
 def stored_spec(flags: Flags) -> CheckSpec | None:
     """The spec of the run that ``--resume RUN`` names, where no other flag says what to run."""
-    from mismatch.run.directory import NEWEST, load_spec, require_trust
+    from mismatch.run.directory import NEWEST, load_spec
+    from mismatch.run.trust import require_trust
 
     resume = flags["resume"]
     if resume in (None, NEWEST) or flags.explicit - BESIDE_RESUME:
@@ -75,7 +76,7 @@ def trusted_code(run_dir: Path, train: TrainSpec, flags: Flags) -> bool:
     Raises:
         MismatchError: the run was made with it, and nobody says so here.
     """
-    from mismatch.run.directory import require_trust
+    from mismatch.run.trust import require_trust
     from mismatch.specs import CheckSpec, TrainSpec
 
     if flags["trust_remote_code"]:

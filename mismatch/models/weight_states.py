@@ -14,7 +14,9 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -215,7 +217,9 @@ class Checkpoint:
 
 
 def link_others(source: Path, target: Path) -> None:
-    """A folder for weights of this checkpoint: its other files as links.
+    """Make a folder for weights of this checkpoint, its other files as hard links or copies.
+
+    A run directory holds no symbolic links (mismatch/run/trust.py).
 
     Raises:
         MismatchError: too little space for the weights.
@@ -225,7 +229,10 @@ def link_others(source: Path, target: Path) -> None:
     for path in source.iterdir():
         weights = path.name.endswith((".safetensors", ".bin", INDEX))
         if path.is_file() and not weights and not (target / path.name).exists():
-            (target / path.name).symlink_to(path.resolve())
+            try:
+                os.link(path.resolve(), target / path.name)
+            except OSError:  # another file system, or one without links
+                shutil.copyfile(path, target / path.name)
 
 
 @dataclass(frozen=True, slots=True)

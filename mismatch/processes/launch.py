@@ -14,6 +14,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,6 +85,9 @@ def worker_path(directory: Path) -> dict[str, str]:
     room = directory.resolve() / "package"
     room.mkdir(exist_ok=True)
     link = room / "mismatch"
+    for other in room.iterdir():  # of a copied run: a module here would be imported
+        if other != link or not link.is_symlink():
+            shutil.rmtree(other) if other.is_dir() and not other.is_symlink() else other.unlink()
     if not link.is_symlink() or link.resolve() != ROOT / "mismatch":
         link.unlink(missing_ok=True)
         link.symlink_to(ROOT / "mismatch", target_is_directory=True)

@@ -1,9 +1,4 @@
-"""Run directories: making one, finding one to resume, who is at work in it, and what is trusted.
-
-A run directory is data: ``spec.json`` of a copied run is as foreign as any file. Numbers, names and
-paths of data in it are used; an interpreter, environment variables, engine arguments, functions and
-code of model repositories only if the caller gives them again, or says ``--trust-run``.
-"""
+"""Run directories: make one, find one to resume, and hold it while a command writes there."""
 
 from __future__ import annotations
 
@@ -23,7 +18,8 @@ from mismatch.run import store
 from mismatch.run.manifest import WRONG, damage_named, sha256
 from mismatch.run.provenance import now, provenance
 from mismatch.run.resume import differences
-from mismatch.specs import CheckSpec, EngineSpec, TrainSpec, portable, spec_hash, to_dict
+from mismatch.run.trust import require_no_links
+from mismatch.specs import CheckSpec, portable, spec_hash, to_dict
 
 RUN, SPEC = "run.json", "spec.json"
 RUN_SCHEMA = "mismatch.run/1"
@@ -70,7 +66,7 @@ def at_work(run_dir: Path, verb: str, spec: CheckSpec, command: str) -> Iterator
     """Hold a run directory while a command writes into it, and note what the command was.
 
     Raises:
-        MismatchError: another process is at work there.
+        MismatchError: another process is at work there, or the directory holds symbolic links.
     """
     with _lock(run_dir) as free:
         if not free:
@@ -78,6 +74,7 @@ def at_work(run_dir: Path, verb: str, spec: CheckSpec, command: str) -> Iterator
                 f"another mismatch process is at work in {run_dir}",
                 "wait until it ends, or choose another directory: --out DIR",
             )
+        require_no_links(run_dir)
         for partial in [*run_dir.rglob("*.partial")]:  # of writers that were killed
             if partial.is_dir():
                 shutil.rmtree(partial)
@@ -287,7 +284,7 @@ def invocations(run_dir: Path) -> list[dict[str, Any]]:
 def _lock(run_dir: Path) -> Iterator[bool]:
     """Whether nobody else holds the directory; the kernel lets go of it when a process dies."""
     try:
-        descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise MismatchError(
             f"cannot write in {run_dir}: {error.strerror}",
@@ -302,59 +299,3 @@ def _lock(run_dir: Path) -> Iterator[bool]:
         yield free
     finally:
         os.close(descriptor)
-
-
-FLAG = "--trust-run"
-KEY_VARIABLE = "MISMATCH_API_KEY"  # as in mismatch.engines.servers.address
-
-
-def require_trust(run_dir: Path, spec: CheckSpec, trusted: bool) -> None:
-    """Called with a stored spec, before anything that it names is used.
-
-    Raises:
-        MismatchError: it names what could run code here, and nobody said that it may.
-    """
-    needs = [] if trusted else list(code_of(spec))
-    if needs:
-        raise MismatchError(
-            f"the spec of {run_dir} names what could run code here, or be sent your key:\n    "
-            + "\n    ".join(needs),
-            f"if that is yours: {FLAG}; or give the flags of the run again, with --resume",
-        )
-
-
-def code_of(spec: CheckSpec) -> Iterator[str]:
-    """Yield what a spec would execute, import, or send to others; one line each."""
-    yield from _of_engine(spec.rollout.engine)
-    environment = spec.rollout.prompts.environment or ""
-    if ":" in environment:
-        yield f"the class {environment} (--environment)"
-    yield from _of_trainer(spec.train)
-
-
-def _of_engine(engine: EngineSpec) -> Iterator[str]:
-    if engine.python is not None:
-        yield f"the interpreter {engine.python} (--engine-python {engine.engine}={engine.python})"
-    yield from (f"the environment variable {name}" for name, _ in engine.env)
-    yield from (f"the engine argument {name} (--engine-arg)" for name, _ in engine.args)
-    if engine.trust_remote_code:
-        yield f"the code of the model repository {engine.model} (--trust-remote-code)"
-    if engine.servers and os.environ.get(KEY_VARIABLE):
-        yield f"requests with your {KEY_VARIABLE} to {', '.join(engine.servers)} (--server)"
-
-
-def _of_trainer(train: TrainSpec) -> Iterator[str]:
-    kernels = {"--attention": train.attention, "--experts-implementation": train.experts}
-    for flag, name in kernels.items():
-        if ":" in name or "/" in name:  # a function, or kernels of a hub repository
-            yield f"the function {name} ({flag})"
-    if train.python is not None:
-        yield f"the interpreter {train.python} (--train-python)"
-    if ":" in train.scorer:
-        yield f"the trainer {train.scorer} (--scorer)"
-    yield from (f"the override {text} (--verl-override)" for text in train.scorer_overrides)
-    for name, path in (("scorer", train.scorer_config), ("accelerate", train.accelerate_config)):
-        if path is not None:
-            yield f"the configuration {path} (--{name}-config)"
-    if train.trust_remote_code:
-        yield f"the code of the model repository {train.model} (--trust-remote-code)"

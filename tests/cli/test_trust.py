@@ -1,13 +1,17 @@
 """A run directory is data: nothing in a copied spec executes, is imported, or is sent a key."""
 
 import stat
+from dataclasses import fields
 
 import pytest
 from typer.testing import CliRunner
 
 from mismatch.cli.main import app
 from mismatch.errors import MismatchError
+from mismatch.processes.launch import worker_path
 from mismatch.run import store
+from mismatch.run.directory import at_work
+from mismatch.run.trust import DATA, NEEDS_TRUST
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, TrainSpec, to_dict
 
 from ..unit.test_launch import python, run_worker
@@ -50,7 +54,6 @@ def started(monkeypatch):
         seen.append(spec)
         raise MismatchError("far enough")
 
-    monkeypatch.setenv("MISMATCH_API_KEY", "key")
     monkeypatch.setattr("mismatch.pipeline.preflight.preflight", go)
     monkeypatch.setattr("mismatch.pipeline.preflight.preflight_rollout", go)
     return seen
@@ -81,9 +84,53 @@ def test_a_class_that_a_copied_spec_names_is_not_imported(tmp_path, started):
     assert len(started) == 1
 
 
-def test_a_spec_without_code_needs_no_word(tmp_path, started, monkeypatch):
-    monkeypatch.delenv("MISMATCH_API_KEY")
-    run = copied(tmp_path, {"servers": ("http://127.0.0.1:8000",)}, {"attention": "sdpa"})
+@pytest.mark.parametrize("spec", NEEDS_TRUST)
+def test_every_field_of_every_spec_is_classified(spec):
+    """A new field fails here until somebody has said whether a stranger may set it."""
+    needs, data = set(NEEDS_TRUST[spec]), DATA[spec]
+    assert needs | data == {field.name for field in fields(spec)}
+    assert not needs & data
+
+
+@pytest.mark.parametrize("source", ["path", "dataset"])
+def test_a_copied_spec_sends_no_file_to_a_server(tmp_path, started, source):
+    private = tmp_path / "private.jsonl"
+    private.write_text('{"prompt": "secret"}\n')
+    run = copied(tmp_path, {"servers": ("http://203.0.113.9:80",)}, prompts={source: str(private)})
+    done = CliRunner().invoke(app, ["check", "--resume", str(run)])
+    assert isinstance(done.exception, MismatchError)
+    assert str(private) in done.exception.message
+    assert not started
+    run = copied(tmp_path, prompts={source: str(private)})  # read here, sent nowhere
+    CliRunner().invoke(app, ["check", "--resume", str(run)])
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize("name", ["logs", "errors", "logs/train.log", ".lock"])
+def test_a_run_that_holds_a_link_is_not_written(tmp_path, name):
+    """What is written, emptied or deleted through a link would be a file of the reader's."""
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "train-x.json").write_text("mine")
+    run = copied(tmp_path)
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(victim / "train-x.json" if "." in name else victim)
+    with pytest.raises(MismatchError), at_work(run, "compare", CheckSpec(), "mismatch compare"):
+        pass
+    assert [path.read_text() for path in victim.iterdir()] == ["mine"]
+
+
+def test_a_module_beside_the_workers_package_is_not_imported(tmp_path):
+    room = tmp_path / "package"
+    (room / "numpy").mkdir(parents=True)
+    (room / "torch.py").write_text("")
+    worker_path(tmp_path)
+    assert [path.name for path in room.iterdir()] == ["mismatch"]
+    assert (room / "mismatch").is_symlink()
+
+
+def test_a_spec_without_code_needs_no_word(tmp_path, started):
+    run = copied(tmp_path, {}, {"attention": "sdpa"})
     CliRunner().invoke(app, ["check", "--resume", str(run)])
     assert len(started) == 1
 

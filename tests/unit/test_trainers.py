@@ -18,7 +18,7 @@ from mismatch.experiments.scoring_passes import plain_of, training_passes
 from mismatch.processes.adapter import VARIANTS, missing_corner, prepared, scoring_of
 from mismatch.processes.launch import ROOT, worker_path
 from mismatch.run import store
-from mismatch.run.directory import code_of
+from mismatch.run.trust import code_of
 from mismatch.specs import CheckSpec, EngineSpec, Pass, RolloutSpec, TrainSpec
 from mismatch.trainers import worker
 from mismatch.trainers.function import FunctionTrainer

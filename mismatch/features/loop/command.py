@@ -146,7 +146,8 @@ def asked(flags: Flags) -> tuple[LoopSpec, tuple[str, ...], tuple[int, ...]]:
     """
     from mismatch.features.loop.arms import read_settings
     from mismatch.features.loop.spec import read_arms, read_seeds
-    from mismatch.run.directory import NEWEST, require_trust
+    from mismatch.run.directory import NEWEST
+    from mismatch.run.trust import require_trust
 
     run = flags["resume"]
     if run in (None, NEWEST) or flags.explicit - BESIDE_RESUME:

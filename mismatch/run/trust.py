@@ -1,0 +1,134 @@
+"""What of a stored spec is taken only from the command line, or after ``--trust-run``.
+
+A run directory is data: ``spec.json`` of a copied run is as foreign as any file. Every field of
+every spec stands in one of two tables here (tests/cli/test_trust.py holds that). What is in
+:data:`NEEDS_TRUST` could run code, send something to a host, or read a file to send it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mismatch.errors import MismatchError
+from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
+
+FLAG = "--trust-run"
+# The package that workers import, below a run's jobs: the one link that a run may hold.
+PACKAGE_LINK = "mismatch"
+
+Rule = Callable[[Any, CheckSpec], str]
+"""(value, the whole spec) -> what it would do, with its flag; "": nothing."""
+
+
+def _if_set(text: str) -> Rule:
+    return lambda value, spec: text.format(value) if value else ""
+
+
+def _if_named(text: str, marks: str = ":") -> Rule:
+    """Ask where a name is that of a function or of a hub repository."""
+    return lambda value, spec: (
+        text.format(value) if value and any(mark in value for mark in marks) else ""
+    )
+
+
+def _each(text: str) -> Rule:
+    return lambda pairs, spec: ", ".join(
+        text.format(pair if isinstance(pair, str) else pair[0]) for pair in pairs
+    )
+
+
+def _if_sent(text: str) -> Rule:
+    """Ask for a file of prompts where a server would get it."""
+    return lambda value, spec: text.format(value) if value and spec.rollout.engine.servers else ""
+
+
+NEEDS_TRUST: dict[type, dict[str, Rule]] = {
+    CheckSpec: {},
+    RolloutSpec: {},
+    Sampling: {},
+    EngineSpec: {
+        "python": _if_set("the interpreter {} (--engine-python)"),
+        "env": _each("the environment variable {}"),
+        "args": _each("the engine argument {} (--engine-arg)"),
+        "trust_remote_code": _if_set("code of the engine's model (--trust-remote-code)"),
+        "servers": _each("requests to {} (--server)"),
+    },
+    PromptSpec: {
+        "environment": _if_named("the class {} (--environment)"),
+        "path": _if_sent("the file {}, sent to the servers (--prompts)"),
+        "dataset": _if_sent("the data set {}, sent to the servers (--dataset)"),
+    },
+    TrainSpec: {
+        "attention": _if_named("the function {} (--attention)", ":/"),
+        "experts": _if_named("the function {} (--experts-implementation)", ":/"),
+        "python": _if_set("the interpreter {} (--train-python)"),
+        "scorer": _if_named("the trainer {} (--scorer)"),
+        "scorer_overrides": _each("the override {} (--verl-override)"),
+        "scorer_config": _if_set("the configuration {} (--scorer-config)"),
+        "accelerate_config": _if_set("the configuration {} (--accelerate-config)"),
+        "trust_remote_code": _if_set("code of the trainer's model (--trust-remote-code)"),
+    },
+}
+
+
+# All other fields: numbers, choices, switches, names of columns, and models and revisions, whose
+# files are read as data.
+DATA: dict[type, frozenset[str]] = {
+    spec: frozenset(names.split())
+    for spec, names in {
+        CheckSpec: "rollout train nproc_per_node noise_floor seed preset not_reproduced quick "
+        "two_passes weights_effect inject fixes budget_minutes verdict explain overlap gradients "
+        "gradient_prompts",
+        RolloutSpec: "engine prompts sampling exact_kl exact_kl_top_k",
+        Sampling: "temperature top_p top_k max_tokens samples_per_prompt seed",
+        EngineSpec: "engine model revision dtype tensor_parallel_size max_model_len "
+        "gpu_memory_utilization routing prefill weights served_model server_concurrency "
+        "server_timeout_s",
+        PromptSpec: "task num_prompts seed dataset_config dataset_split prompt_column "
+        "answer_column max_turns max_observation_tokens",
+        TrainSpec: "model revision dtype master_dtype offload autocast head_dtype router_dtype "
+        "micro_batch_tokens layout sequence_parallel grad routing temperature_in logprobs_dtype "
+        "weights replay_routing replay_source inject inject_seed",
+    }.items()
+}
+
+
+def require_trust(run_dir: Path, spec: CheckSpec, trusted: bool) -> None:
+    """Refuse a stored spec that names what needs trust, before anything of it is used.
+
+    Raises:
+        MismatchError: nobody said that the run may do so; every such field is listed.
+    """
+    needs = [] if trusted else list(code_of(spec))
+    if needs:
+        raise MismatchError(
+            f"the spec of {run_dir} names what could run code here, or be sent your data:\n    "
+            + "\n    ".join(needs),
+            f"if that is yours: {FLAG}; or give the flags of the run again, with --resume",
+        )
+
+
+def code_of(spec: CheckSpec) -> Iterator[str]:
+    """Yield what a spec would run, import, or send to others; a line per field."""
+    for part in (spec.rollout.engine, spec.rollout.prompts, spec.train):
+        for name, rule in NEEDS_TRUST[type(part)].items():
+            if text := rule(getattr(part, name), spec):
+                yield text
+
+
+def require_no_links(run_dir: Path) -> None:
+    """Refuse a run directory that holds symbolic links: what is written would go elsewhere.
+
+    The link to this package, by which workers find it, is made again by each command.
+
+    Raises:
+        MismatchError: a link, which is named.
+    """
+    for path in run_dir.rglob("*"):  # does not follow links to directories
+        if path.is_symlink() and path.name != PACKAGE_LINK:
+            raise MismatchError(
+                f"{path} is a symbolic link, and a run directory must not hold any",
+                "copy the run without links (rsync --no-links, cp without -a), or delete the link",
+            )
