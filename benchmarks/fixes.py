@@ -55,8 +55,8 @@ def prepare(place: Path, sequences: int, tokens: int) -> tuple[Path, int]:
     """A rollout and the job of one world; how many loads it should take."""
     import numpy as np
 
+    from mismatch.experiments.fixes.context import context_of
     from mismatch.experiments.fixes.planning import parse_requests, plan_fixes
-    from mismatch.experiments.fixes.spec_edits import context_of
     from mismatch.models import resolve_model
     from mismatch.processes.stages import Job, by_load
     from mismatch.run import store

@@ -9,7 +9,7 @@ from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.experiments.explanation import TESTS
 from mismatch.experiments.fixes.catalogue import FIXES
 from mismatch.experiments.fixes.guides import settings_of
-from mismatch.experiments.scoring_passes import PROBES
+from mismatch.experiments.probes import PROBES
 from mismatch.frameworks import FRAMEWORKS
 
 DOCS = Path(__file__).parent.parent / "docs"

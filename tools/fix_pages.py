@@ -5,10 +5,9 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from mismatch.analysis.corrections.recipes import Recipe
 from mismatch.experiments.fixes.base import Fix
 from mismatch.experiments.fixes.catalogue import FIXES
-from mismatch.experiments.fixes.guides import SIDES, Evidence, guide_of, sentence, trials
+from mismatch.experiments.fixes.guides import SIDES, Evidence, Recipe, guide_of, sentence, trials
 
 FOLDER = Path(__file__).parent.parent / "docs" / "fixes"
 

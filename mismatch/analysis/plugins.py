@@ -80,6 +80,7 @@ class Analysis(Generic[R]):
             directory; it is in the report whether or not anything was compared.
         checks: what a result adds to the checks that the verdict reads.
         chapter: id of the chapter of the page that shows the section (``reports/sections``).
+        of_pairs: it is also measured where ``mismatch compare`` takes any two scorings.
     """
 
     id: str
@@ -91,6 +92,7 @@ class Analysis(Generic[R]):
     from_run: Callable[[Path, CheckSpec], R | None] = nothing_saved
     checks: Callable[[R], tuple[Check, ...]] = no_checks
     chapter: str = "more"
+    of_pairs: bool = False
 
     def write(self, result: R) -> dict[str, Any]:
         """The keys of report.json that hold it."""

@@ -96,8 +96,8 @@ def fixes(flags: Flags) -> int:
 def entries(spec: CheckSpec) -> list[Entry]:
     """Every fix, and whether this check could try it."""
     from mismatch.experiments.fixes.catalogue import FIXES
+    from mismatch.experiments.fixes.context import context_of
     from mismatch.experiments.fixes.planning import SIDES, plan_fixes
-    from mismatch.experiments.fixes.spec_edits import context_of
 
     with_all = replace(spec, fixes=SIDES)
     planned = plan_fixes(with_all, context_of(with_all))

@@ -24,7 +24,6 @@ COMMANDS = {
     "rollout": "Sample in the engine; score later, here or elsewhere.",
     "score": "Score the tokens of a run under FSDP2.",
     "compare": "Compare a run again, or any two scorings of the same tokens.",
-    "corrections": "Try TIS, IcePop, MIS, rejection and more on a run's tokens.",
     "fixes": "List the fixes that a check can try, or show one of them.",
     "locate": "Name the first module at which engine and trainer part.",
     "report": "Print a run's report, or several runs side by side.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,9 +30,10 @@ def gone(before: Case, after: Case) -> Estimate:
         before.engine.token_ids, after.engine.token_ids
     ):
         return before.share(after.delta)
-    sums = [_by_prompt(case) for case in (before, after)]
-    common = np.intersect1d(np.flatnonzero(sums[0][1] > 0), np.flatnonzero(sums[1][1] > 0))
-    (s0, n0), (s1, n1) = ((total[common], count[common]) for total, count in sums)
+    (s0, n0), (s1, n1) = _by_prompt(before), _by_prompt(after)
+    size = min(len(n0), len(n1))
+    common = np.flatnonzero((n0[:size] > 0) & (n1[:size] > 0))
+    s0, n0, s1, n1 = s0[common], n0[common], s1[common], n1[common]
 
     def value(a: Floats, b: Floats, c: Floats, d: Floats) -> Floats:
         return np.asarray(1 - (c / d) / (a / b))
@@ -56,7 +58,7 @@ def _by_prompt(case: Case) -> tuple[Floats, Floats]:
 
 
 def judged(experiment: Experiment, before: Case, after: Case, seconds: float) -> Experiment:
-    """An experiment with what it said."""
+    """Return an experiment with what it said."""
     share = gone(before, after)
     outcome: Outcome = "undecided"
     if above(share, GONE):
@@ -67,21 +69,27 @@ def judged(experiment: Experiment, before: Case, after: Case, seconds: float) ->
 
 
 def settled(causes: Causes, experiments: Sequence[Experiment]) -> list[Experiment]:
-    """The experiments; undecided where less went than rules out, yet a cause would take no more."""
-    return [
-        replace(experiment, outcome="undecided")
-        if experiment.outcome == "ruled out"
-        and (asked := [c for c in causes.ranked if _asks(experiment, c)])
-        and not any(_contradicts(experiment, cause, causes) for cause in asked)
-        else experiment
-        for experiment in experiments
-    ]
+    """Return the experiments; one is undecided where less went than rules out, yet no cause that
+    it asks about would take more."""
+
+    def open_still(experiment: Experiment) -> bool:
+        about = [cause for cause in causes.ranked if _asks(experiment, cause)]
+        contradicted = any(_contradicts(experiment, cause, causes) for cause in about)
+        return experiment.outcome == "ruled out" and bool(about) and not contradicted
+
+    return [replace(e, outcome="undecided") if open_still(e) else e for e in experiments]
 
 
-def applied(
-    causes: Causes, experiments: Sequence[Experiment]
-) -> tuple[Causes, tuple[str, ...], tuple[str, ...]]:
-    """The causes after their experiments, and the ids that were confirmed and ruled out.
+class Applied(NamedTuple):
+    """The causes after their experiments."""
+
+    causes: Causes
+    confirmed: tuple[str, ...]
+    ruled_out: tuple[str, ...]
+
+
+def applied(causes: Causes, experiments: Sequence[Experiment]) -> Applied:
+    """Return the causes after their experiments, and the ids that were confirmed and ruled out.
 
     The share of a cause is that of the experiment that confirms it, where no other cause goes with
     the same one.
@@ -93,65 +101,71 @@ def applied(
     by: dict[str, list[int]] = {}  # experiment -> places of what it confirms
     for cause in causes.ranked:
         against = _against(cause, causes, experiments)
-        names = (cause.id, *cause.alike)
-        gone_names = {n for n in names if _sides(cause.side) <= against.get(n, set())}
-        yes = _confirming(cause, experiments, against)
-        ruled_out |= gone_names
-        alike = tuple(n for n in cause.alike if n not in gone_names)
-        if yes is not None:
-            experiment, name, left = yes
+        out = {n for n in (cause.id, *cause.alike) if _sides(cause.side) <= against.get(n, set())}
+        ruled_out |= out
+        alike = tuple(name for name in cause.alike if name not in out)
+        proof = _narrowest_proof(cause, experiments, against)
+        if proof is not None:
+            experiment, name, left = proof
             confirmed.append(name)
             by.setdefault(experiment.id, []).append(len(kept))
-            kept.append(replace(
-                cause, id=name, status="confirmed", side=experiment.side,
-                evidence=(*cause.evidence, *_evidence(experiment)),
-                alike=tuple(n for n in alike if n in left and n != name),
-            ))  # fmt: skip
-        elif cause.stated and cause.id in gone_names:
+            kept.append(
+                replace(
+                    cause,
+                    id=name,
+                    status="confirmed",
+                    side=experiment.side,
+                    evidence=(*cause.evidence, *_evidence(experiment)),
+                    alike=tuple(other for other in alike if other in left and other != name),
+                )
+            )
+        elif cause.stated and cause.id in out:
             kept += _of_little(cause, experiments)
-        elif cause.id not in gone_names or cause.status == "confirmed":
+        elif cause.id not in out or cause.status == "confirmed":
             kept.append(_with_evidence(replace(cause, alike=alike), experiments))
         elif alike:  # what it could also be is what is left
             left_of = replace(cause, id=alike[0], alike=alike[1:])
             kept.append(_with_evidence(left_of, experiments))
         else:
-            evidence = tuple(
-                item for e in experiments
-                if e.outcome == "ruled out" and cause.id in e.tests
-                for item in _evidence(e)
-            )  # fmt: skip
+            tried = [e for e in experiments if e.outcome == "ruled out" and cause.id in e.tests]
+            evidence = tuple(item for experiment in tried for item in _evidence(experiment))
             dropped.append(RuledOut("experiment", (cause.id,), evidence))
     for experiment in experiments:
         places = by.get(experiment.id, [])
         if experiment.gone is not None and len(places) == 1:
             kept[places[0]] = replace(kept[places[0]], effect=experiment.gone)
-    for experiment in _of_their_own(experiments, confirmed):
-        out = {
-            n
-            for e in experiments
-            if (e.outcome, e.side) == ("ruled out", "engine")
-            for n in e.tests
-        }
-        confirmed.append(experiment.names)
-        kept.append(
-            Cause(experiment.names, "confirmed", experiment.side, experiment.gone,
-                  _evidence(experiment), tuple(n for n in experiment.tests[1:] if n not in out))
-        )  # fmt: skip
+    # Experiments that confirm what no detector suspected, the narrowest first.
+    out_of_engine = {
+        name
+        for experiment in experiments
+        if experiment.outcome == "ruled out" and experiment.side == "engine"
+        for name in experiment.tests
+    }
+    for experiment in sorted(experiments, key=lambda each: len(each.tests)):
+        yes = experiment.names and experiment.outcome == "confirmed"
+        if yes and not set(confirmed) & set(experiment.tests):
+            confirmed.append(experiment.names)
+            alike = tuple(name for name in experiment.tests[1:] if name not in out_of_engine)
+            evidence = _evidence(experiment)
+            side, share = experiment.side, experiment.gone
+            kept.append(Cause(experiment.names, "confirmed", side, share, evidence, alike))
     kept.sort(key=lambda cause: -1.0 if cause.effect is None else cause.effect.value, reverse=True)
     result = replace(causes, ranked=tuple(kept), ruled_out=(*causes.ruled_out, *dropped))
-    return result, tuple(confirmed), tuple(sorted(ruled_out - {cause.id for cause in kept}))
+    left_out = ruled_out - {cause.id for cause in kept}
+    return Applied(result, tuple(confirmed), tuple(sorted(left_out)))
 
 
 def weighed(causes: Causes, experiments: Sequence[Experiment]) -> list[Experiment]:
-    """The experiments; of little weight where a cause that stays was found to be so."""
+    """Return the experiments; of little weight where a cause that stays was found to be so."""
     little = [cause for cause in causes.ranked if cause.status == LITTLE]
-    return [
-        replace(experiment, outcome=LITTLE)
-        if experiment.outcome == "ruled out"
-        and any(c.id in experiment.tests and experiment.side in _sides(c.side) for c in little)
-        else experiment
-        for experiment in experiments
-    ]
+
+    def light(experiment: Experiment) -> bool:
+        about = [c for c in little if c.id in experiment.tests]
+        return experiment.outcome == "ruled out" and any(
+            experiment.side in _sides(cause.side) for cause in about
+        )
+
+    return [replace(e, outcome=LITTLE) if light(e) else e for e in experiments]
 
 
 def _sides(side: Side) -> set[str]:
@@ -159,13 +173,13 @@ def _sides(side: Side) -> set[str]:
 
 
 def _asks(experiment: Experiment, cause: Cause) -> bool:
-    """Whether an experiment says something of a cause."""
+    """Return whether an experiment says something of a cause."""
     tested = not {cause.id, *cause.alike}.isdisjoint(experiment.tests)
     return tested and experiment.side in _sides(cause.side)
 
 
 def _contradicts(experiment: Experiment, cause: Cause, causes: Causes) -> bool:
-    """Whether less went with an experiment than this cause would take along, or half of that.
+    """Return whether less went with an experiment than half of what this cause would take along.
 
     Errors of several causes add in quadrature where they are independent: a cause of share s alone
     takes 1 - sqrt(1 - s^2) of the whole with it at least. A share that is not known is what the
@@ -184,7 +198,7 @@ def _contradicts(experiment: Experiment, cause: Cause, causes: Causes) -> bool:
 def _against(
     cause: Cause, causes: Causes, experiments: Sequence[Experiment]
 ) -> dict[str, set[str]]:
-    """Name -> sides on which an experiment has ruled it out, as what this cause is."""
+    """Return name -> sides on which an experiment has ruled it out, as what this cause is."""
     ruled_out: dict[str, set[str]] = {}
     for experiment in experiments:
         if _contradicts(experiment, cause, causes):
@@ -193,41 +207,44 @@ def _against(
     return ruled_out
 
 
-def _confirming(
+class Proof(NamedTuple):
+    """An experiment that confirms a cause."""
+
+    experiment: Experiment
+    name: str
+    """That it gives the cause."""
+    left: tuple[str, ...]
+    """What it takes out and no other experiment has ruled out."""
+
+
+def _narrowest_proof(
     cause: Cause, experiments: Sequence[Experiment], against: dict[str, set[str]]
-) -> tuple[Experiment, str, tuple[str, ...]] | None:
-    """The narrowest experiment that takes this cause out, the name that it gives it, and what it
-    takes out and no other experiment has ruled out."""
-    fitting = []
+) -> Proof | None:
+    proofs = []
     for experiment in experiments:
         if experiment.outcome != "confirmed" or experiment.side not in _sides(cause.side):
             continue
         left = tuple(n for n in experiment.tests if experiment.side not in against.get(n, set()))
         for rank, name in enumerate((cause.id, *cause.alike)):
             if name in left and (name not in experiment.wide or len(left) == 1):
-                fitting.append((len(left), rank, experiment, name, left))
-    if not fitting:
-        return None
-    _, _, experiment, name, left = min(fitting, key=lambda row: row[:2])
-    return experiment, name, left
+                proofs.append((len(left), rank, Proof(experiment, name, left)))
+    return min(proofs, key=lambda row: row[:2])[2] if proofs else None
 
 
 def _of_little(cause: Cause, experiments: Sequence[Experiment]) -> list[Cause]:
-    """What a side states and an experiment finds of little weight, with the share that went; and
-    what the data see under another name, which is not it."""
+    """Return what a side states and an experiment finds of little weight, and before it what the
+    data see under another name."""
     tried = [e for e in experiments if cause.id in e.tests and e.outcome == "ruled out"]
     tried = [e for e in tried if e.side in _sides(cause.side)]
     narrow = min(tried, key=lambda e: len(e.tests))
-    stated = replace(
-        cause, status=LITTLE, effect=narrow.gone, evidence=(*cause.evidence, *_evidence(narrow)),
-        kind="",
-    )  # fmt: skip
+    evidence = (*cause.evidence, *_evidence(narrow))
+    stated = replace(cause, status=LITTLE, effect=narrow.gone, evidence=evidence, kind="")
     seen = replace(cause, id=cause.kind, alike=(), consequences=(), stated=False, kind="")
     return [seen, stated] if cause.kind else [stated]
 
 
 def _with_evidence(cause: Cause, experiments: Sequence[Experiment]) -> Cause:
-    """What went with experiments that take this cause out and others too."""
+    """Add what went with experiments that take this cause out and others too."""
     wide = [e for e in experiments if e.outcome == "confirmed" and _asks(e, cause)]
     evidence = tuple(
         replace(item, normal=f"takes out {', '.join(n for n in e.tests if n != cause.id)} too")
@@ -237,17 +254,6 @@ def _with_evidence(cause: Cause, experiments: Sequence[Experiment]) -> Cause:
     sides = {e.side for e in wide}
     side = sides.pop() if len(sides) == 1 else cause.side
     return replace(cause, side=side, evidence=(*cause.evidence, *evidence))
-
-
-def _of_their_own(experiments: Sequence[Experiment], confirmed: Sequence[str]) -> list[Experiment]:
-    """Experiments that confirm what no detector suspected, the narrowest first."""
-    yes = [e for e in experiments if e.names and e.outcome == "confirmed"]
-    own: list[Experiment] = []
-    for experiment in sorted(yes, key=lambda e: len(e.tests)):
-        named = {*confirmed, *(e.names for e in own)}
-        if not named & set(experiment.tests):
-            own.append(experiment)
-    return own
 
 
 def _evidence(experiment: Experiment) -> tuple[Evidence, ...]:

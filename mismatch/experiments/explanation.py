@@ -13,12 +13,13 @@ from typing import Literal
 
 from mismatch.analysis.diagnosis.detector import Evidence, Side
 from mismatch.analysis.diagnosis.ranking import KINDS, Causes
-from mismatch.experiments.fixes.base import Context
+from mismatch.experiments.fixes.context import Context
 from mismatch.experiments.fixes.planning import Builder, Variant, chosen_of
 from mismatch.specs import CheckSpec
 from mismatch.types import Estimate
 
 Outcome = Literal["confirmed", "ruled out", "of little weight", "undecided", "not run"]
+Names = list[tuple[str, Side]]
 GONE, STAYS = 0.3, 0.1  # share of mean |delta| that goes: at least, for yes; at most, for no
 
 
@@ -51,8 +52,17 @@ TESTS = {
     "fp32-lm-head": Taken("trainer", ("bf16-lm-head",)),
     "fp32-router": Taken("trainer", ("router-precision",)),
     "no-autocast": Taken("trainer", ("trainer-autocast", "precision")),
-    "fp32": Taken("trainer", ("precision",), ("bf16-lm-head", "router-precision",
-                  "trainer-autocast", "fsdp-cast-inputs", "microbatch-dependence")),
+    "fp32": Taken(
+        "trainer",
+        ("precision",),
+        (
+            "bf16-lm-head",
+            "router-precision",
+            "trainer-autocast",
+            "fsdp-cast-inputs",
+            "microbatch-dependence",
+        ),
+    ),
     "processed-logprobs": Taken("engine", (), ("temperature-semantics", "sampling-truncation")),
     "explicit-generation-config": Taken("engine", ("implicit-generation-config", "sampling-law")),
     "sampling-mask": Taken("engine", ("sampling-truncation", "sampling-law")),
@@ -63,7 +73,7 @@ TESTS = {
     "engine-fp32-lm-head": Taken("engine", ("bf16-lm-head",)),
     "engine-fp32": Taken("engine", ("precision", "decode-vs-prefill"), ("bf16-lm-head", "fp8-kv")),
     "regenerate": Taken("engine", (), ("sleep-level-2", "double-load")),
-}  # fmt: skip
+}
 
 
 def taken(id: str, spec: CheckSpec) -> Taken | None:
@@ -87,53 +97,44 @@ def taken(id: str, spec: CheckSpec) -> Taken | None:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """One experiment, with what it said where it was made.
-
-    Attributes:
-        id: of its fix.
-        side: whose fault it would show.
-        tests: causes that it takes out.
-        seconds: of its passes and of its engine; None where it was not made.
-        gone: share of mean |delta| that goes with it.
-        same_tokens: on the tokens of the run; False: the engine samples again.
-        reason: why it was not made, or failed.
-        evidence: what it measured, where that is no share of mean |delta|.
-        names: the cause that it names where it confirms and no detector suspected one.
-        wide: those of ``tests`` that it does not tell from one another: it confirms one only where
-            no other of ``tests`` is left.
-    """
-
-    id: str
-    side: Side
-    tests: tuple[str, ...]
-    outcome: Outcome = "not run"
-    seconds: float | None = None
-    gone: Estimate | None = None
-    same_tokens: bool = True
-    reason: str = ""
-    evidence: tuple[Evidence, ...] = ()
-    names: str = ""
-    wide: tuple[str, ...] = ()
+    """One experiment, with what it said where it was made."""
 
     GONE = frozenset({"bits", "expected_s"})  # see mismatch/codec.py
+
+    id: str
+    """Of its fix."""
+    side: Side
+    """Whose fault it would show."""
+    tests: tuple[str, ...]
+    """Causes that it takes out."""
+    outcome: Outcome = "not run"
+    seconds: float | None = None
+    """Of its passes and of its engine; None where it was not made."""
+    gone: Estimate | None = None
+    """Share of mean |delta| that goes with it."""
+    same_tokens: bool = True
+    """On the tokens of the run; False: the engine samples again."""
+    reason: str = ""
+    """Why it was not made, or failed."""
+    evidence: tuple[Evidence, ...] = ()
+    """What it measured, where that is no share of mean |delta|."""
+    names: str = ""
+    """The cause that it names where it confirms and no detector suspected one."""
+    wide: tuple[str, ...] = ()
+    """Those of ``tests`` that it cannot tell from one another: it confirms one of them only where
+    no other of ``tests`` is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What the experiments of one run said.
-
-    Attributes:
-        confirmed: causes that they confirm; ``ruled_out`` likewise.
-        seconds: that they took together, with the starts of processes and passes left out before.
-    """
+    """What the experiments of one run said."""
 
     experiments: tuple[Experiment, ...]
     confirmed: tuple[str, ...]
+    """Causes that they confirm."""
     ruled_out: tuple[str, ...]
     seconds: float
-
-
-Names = list[tuple[str, Side]]
+    """That they took together, with the starts of processes and passes left out before."""
 
 
 def names_of(causes: Causes) -> Names:
@@ -149,21 +150,25 @@ def names_of(causes: Causes) -> Names:
     return list(dict.fromkeys(names))
 
 
+def leading_names(causes: Causes) -> Names:
+    """Return the names that the leading one of the causes that are not settled could have."""
+    each = (names_of(replace(causes, ranked=(cause,))) for cause in causes.ranked)
+    return next(filter(None, each), [])
+
+
 def rank_of(names: Names, side: Side, tests: Sequence[str]) -> int | None:
     """Return the place of the first of these names that an experiment asks about; None: of none."""
-    return next(
-        (rank for rank, (name, of) in enumerate(names) if name in tests and of in (side, "either")),
-        None,
-    )
+    for rank, (name, of) in enumerate(names):
+        if name in tests and of in (side, "either"):
+            return rank
+    return None
 
 
 def asked(id: str, spec: CheckSpec, names: Names) -> Experiment | None:
     """Return what applying one fix asks; None where it says nothing of these causes."""
     entry = taken(id, spec)
-    if entry is None:
-        return None
-    tests = (*entry.own, *entry.wide)
-    if rank_of(names, entry.side, tests) is None:
+    tests = () if entry is None else (*entry.own, *entry.wide)
+    if entry is None or rank_of(names, entry.side, tests) is None:
         return None
     return Experiment(id, entry.side, tests, wide=entry.wide)
 
@@ -171,27 +176,19 @@ def asked(id: str, spec: CheckSpec, names: Names) -> Experiment | None:
 def plan(
     spec: CheckSpec, context: Context, causes: Causes, done: Sequence[str] = ()
 ) -> list[tuple[Experiment, Variant]]:
-    """Return the experiments of these causes: on the run's own tokens first, the leading cause's
-    first, and of one cause the narrowest first.
+    """Return the experiments of the leading cause: on the run's own tokens first, of these the
+    likelier name first, and of one name the narrowest first.
 
     Args:
         done: ids of those that are made already.
     """
-    names, builder = names_of(causes), Builder(spec, context)
+    names, builder = leading_names(causes), Builder(spec, context)
     planned = []
     for id in TESTS:
         probe = None if id in done else asked(id, spec, names)
-        if probe is None:
-            continue
-        before = len(builder.variants)
-        builder.add(chosen_of(id))
-        if len(builder.variants) > before:  # it applies to this check
-            variant = builder.variants[-1]
-            planned.append((replace(probe, same_tokens=not variant.folder), variant))
-
-    def order(pair: tuple[Experiment, Variant]) -> tuple[bool, int, int]:
-        probe = pair[0]
-        rank = rank_of(names, probe.side, probe.tests)
-        return not probe.same_tokens, rank or 0, len(probe.tests)
-
-    return sorted(planned, key=order)
+        variant = None if probe is None else builder.add(chosen_of(id))
+        if probe is not None and variant is not None:  # it applies to this check
+            rank = rank_of(names, probe.side, probe.tests) or 0
+            probe = replace(probe, same_tokens=not variant.folder)
+            planned.append((bool(variant.folder), rank, len(probe.tests), probe, variant))
+    return [(probe, variant) for *_, probe, variant in sorted(planned, key=lambda row: row[:3])]

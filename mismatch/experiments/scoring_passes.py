@@ -1,35 +1,18 @@
-"""The scorings of one training world: trainer, noise floor, second pass, fourth of the square.
-
-Also those of a fresh engine (--explain), which change nothing: ``engine-rescoring`` reads the run's
-tokens at once (what goes with it belongs to decoding, or to the state of the process that sampled);
-``prefix-cache`` continues the same contexts with the prefix cache unread, and read.
-"""
+"""The scorings of one training world: trainer, noise floor, second pass, fourth of the square."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from mismatch.analysis.diagnosis.case import NOTABLE, Case
-from mismatch.analysis.diagnosis.detector import Evidence, Side
-from mismatch.analysis.diagnosis.ranking import KINDS, Causes
 from mismatch.analysis.square import precision_of
-from mismatch.captures import CacheKind, CachePair
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.explanation import GONE, Experiment, Outcome, names_of, rank_of
-from mismatch.experiments.locate.judge import judge
-from mismatch.experiments.locate.types import TITLES, Location
-from mismatch.metrics.inference import student
 from mismatch.models.config import is_moe
 from mismatch.models.derived import is_mxfp4
 from mismatch.run.store import (
     ALONE,
-    FIX_PREFIX,
     NEW,
     NEW_REPLAYED,
     PLAIN,
@@ -56,7 +39,6 @@ from mismatch.specs import (
     to_dict,
     weights_key,
 )
-from mismatch.types import Estimate, Floats
 
 REDUCING = ("kv_cache_dtype", "calculate_kv_scales", "quantization")  # engine arguments
 
@@ -347,131 +329,3 @@ def by_load(jobs: list[Job]) -> list[Job]:
         return weights[weights_key(spec)], kernels[load_key(spec)], job.optional
 
     return sorted(jobs, key=load_order)
-
-
-RESCORING, CACHE, LOCATE = "engine-rescoring", "prefix-cache", "locate"
-FRESH = f"{FIX_PREFIX}{RESCORING}"  # scoring of the fresh engine
-CACHE_FILE = "fixes/prefix-cache.json"
-DECODE: tuple[str, Side] = ("decode-vs-prefill", "engine")
-OWN_ROUNDING = 1.6  # times the engine's own rounding; two roundings of one size differ by 1.4
-PROBES: dict[str, tuple[str, ...]] = {
-    RESCORING: (
-        "decode-vs-prefill", "fp8-kv-tile", "spec-decode", "prefix-cache-stale",
-        "sleep-level-2", "double-load",
-    ),
-    CACHE: ("prefix-cache-stale",),
-}  # fmt: skip
-
-
-def plan_probes(case: Case, causes: Causes, done: Sequence[str] = ()) -> list[Experiment]:
-    """Return the experiments of a fresh engine that say something of these causes.
-
-    Where the run holds no rescoring by its engine, a decode path at fault is part of what no
-    detector could see.
-    """
-    names = names_of(causes)
-    if names and f"{case.engine.name.partition(':')[0]}:prefill" not in case.others:
-        names.append(DECODE)
-    possible = {RESCORING: True, CACHE: case.engine.fingerprint.get("prefix_caching") is True}
-    return [
-        Experiment(id, "engine", tests, names=tests[0], wide=tests[1:])
-        for id, tests in PROBES.items()
-        if possible[id] and id not in done and rank_of(names, "engine", tests) is not None
-    ]
-
-
-def judged_cache(
-    experiment: Experiment, case: Case, pairs: Sequence[CachePair], seconds: float
-) -> Experiment:
-    """What reading the cache changed, against the engine's own distance from float32.
-
-    Confirmed where log-probabilities move by more than that rounding, by the whole interval over
-    prompts; ruled out where they move by less, read after prefill and after decode.
-    """
-    bound = OWN_ROUNDING * own_rounding(case)
-    kinds: tuple[CacheKind, ...] = ("warm prompt", "warm decode")
-    moved = {kind: _moved([p for p in pairs if p.kind == kind and p.was_read]) for kind in kinds}
-    sizes = [estimate for estimate in moved.values() if estimate is not None]
-    if not sizes:
-        return replace(experiment, seconds=seconds, reason="nothing was read from the cache")
-    outcome: Outcome = "undecided"
-    if any(estimate.low is not None and estimate.low > bound for estimate in sizes):
-        outcome = "confirmed"
-    elif len(sizes) == len(kinds) and all(
-        estimate.high is not None and estimate.high <= bound for estimate in sizes
-    ):
-        outcome = "ruled out"
-    evidence = tuple(
-        Evidence(
-            f"mean |{kind} - cold|, nats",
-            "nothing was read" if estimate is None else estimate.value,
-            f"below {bound:.3g}",
-        )
-        for kind, estimate in moved.items()
-    )
-    return replace(experiment, outcome=outcome, seconds=seconds, evidence=evidence)
-
-
-def own_rounding(case: Case) -> float:
-    """Mean distance from float32 of the nearest pass of both sides, nats.
-
-    The decode itself may have read the cache that is in question. A fixed size where the run holds
-    no float32.
-    """
-    if case.reference is None:
-        return NOTABLE
-    prefill = case.others.get(f"{case.engine.name.partition(':')[0]}:prefill")
-    passes = [scoring for scoring in (case.engine, prefill, case.trainer) if scoring is not None]
-    return min(float(np.abs(scoring.logprobs - case.reference).mean()) for scoring in passes)
-
-
-def _moved(pairs: Sequence[CachePair]) -> Estimate | None:
-    """Mean over contexts of their mean |warm - cold|, with its 95 % interval.
-
-    By context, not by token: one whose continuations part at once holds a single token.
-    """
-    if not pairs:
-        return None
-    means: Floats = np.array([np.abs(np.subtract(p.warm, p.cold)).mean() for p in pairs])
-    value, low, high = float(means.mean()), None, None
-    if len(pairs) > 1:
-        arm = student(len(pairs) - 1) * float(means.std(ddof=1)) / len(pairs) ** 0.5
-        low, high = value - arm, value + arm
-    count = sum(len(pair.cold) for pair in pairs)
-    return Estimate(value, low, high, count, len(pairs), len(pairs))
-
-
-def to_locate(causes: Causes) -> Experiment | None:
-    """`mismatch locate`, where another function or other weights are named without a place."""
-    for cause in causes.ranked:
-        if cause.status == "suspected" and cause.id in KINDS:
-            side: Side = "engine" if cause.side == "engine" else "trainer"
-            return Experiment(LOCATE, side, (cause.id, *cause.alike))
-    return None
-
-
-def judged_location(experiment: Experiment, location: Location) -> Experiment:
-    """Confirmed where a module of a side errs on right inputs, and the distance goes with it.
-
-    Its name stays that of the kind: a module is no cause.
-    """
-    sides = [side for side in location.sides if side.source is not None]
-    sides.sort(key=lambda side: (side.role != experiment.side, -side.distance))
-    if not sides:
-        reason = (
-            judge(location).reason if location.sides else "; ".join(map(str, location.not_tested))
-        )
-        return replace(experiment, seconds=location.seconds, outcome="undecided", reason=reason)
-    side = sides[0]
-    source = side.source
-    assert source is not None
-    layers = ", ".join(map(str, source.layers))
-    module = f"{TITLES[source.site]}, layer {layers}" if layers else TITLES[source.site]
-    evidence = (
-        Evidence(f"first module of the {side.role} that errs", module, "none"),
-        Evidence("share of that side's distance from float32 gone without it", source.removed),
-    )
-    outcome: Outcome = "confirmed" if source.removed > GONE else "undecided"
-    return replace(
-        experiment, side=side.role, outcome=outcome, seconds=location.seconds, evidence=evidence
-    )

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mismatch.analysis.comparison import compare, is_sampling_law
-from mismatch.analysis.corrections.preview import preview
 from mismatch.analysis.diagnosis.semantics import input_checks
 from mismatch.analysis.levels import column_for, judge, verdict
+from mismatch.analysis.plugins import RunArtefacts, analyses
 from mismatch.errors import MismatchError
 from mismatch.models import named
 from mismatch.pipeline.build import facts
@@ -66,6 +66,10 @@ def build_pair(
     checks = input_checks(rollout, left, right)
     column = column_for(left.fingerprint, right.fingerprint)
     judgements = judge(comparison, column, thresholds)
+    usable = {left.name: left, right.name: right}
+    run = RunArtefacts(rollout, left, right, comparison, usable, {})
+    measured = {each.id: each.measure(run, spec) for each in analyses() if each.of_pairs}
+    results = {id: each for id, each in measured.items() if not isinstance(each, NotTested)}
     report = Report(
         model=named(spec.rollout.engine.model),
         verdict=verdict(judgements, checks, column),
@@ -75,9 +79,7 @@ def build_pair(
         checks=tuple(checks),
         not_tested=(UNTESTED,),
         run=named(facts(spec, rollout, command)) | {"runs": [str(left_run), str(right_run)]},
-    ).with_analyses(
-        corrections=preview(rollout, left, right, sampled_by_left=law, seed=spec.seed),
-    )
+    ).with_analyses(**results)
     return report, token_table(left_run, rollout, left, right)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from mismatch.captures import CachePair
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.scoring_passes import CACHE, CACHE_FILE, FRESH, RESCORING
+from mismatch.experiments.probes import CACHE, CACHE_FILE, FRESH, RESCORING
 from mismatch.processes.stages import Stages
 from mismatch.run import manifest, store
 from mismatch.run.messages import error_path

@@ -22,7 +22,7 @@ from mismatch.captures import CachePair
 from mismatch.codec import from_json
 from mismatch.experiments.confirmation import applied, judged
 from mismatch.experiments.explanation import Experiment
-from mismatch.experiments.scoring_passes import (
+from mismatch.experiments.probes import (
     CACHE,
     CACHE_FILE,
     FRESH,

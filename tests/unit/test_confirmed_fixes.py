@@ -25,6 +25,7 @@ from mismatch.experiments.fixes.results import STATE, STATE_SCHEMA
 from mismatch.pipeline import explain
 from mismatch.pipeline.commands import run_compare
 from mismatch.pipeline.document import report_from_json, report_to_json
+from mismatch.pipeline.fix_trials import FixRun
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
 from mismatch.reports.section import Answer
@@ -335,33 +336,51 @@ def test_where_each_has_its_own_fix_both_are_confirmed_with_their_shares() -> No
 # ---------------------------------------------------------------- beside --explain
 
 
+def explained(run: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[str]:
+    """Explain a run whose world scores nothing; return the ids that it was asked to score."""
+    asked: list[str] = []
+
+    def measure(trials: FixRun, passes: list[Any], sample: bool) -> None:
+        asked.extend(variant.id for variant in trials.pending())
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(FixRun, "measure", measure)
+    monkeypatch.setattr(explain, "plan_probes", lambda *rest: [])
+    monkeypatch.setattr(explain, "score_in_float32", lambda stages: None)
+    journal = SimpleNamespace(seconds={}, entry={"command": ""})
+    spec = replace(load_spec(run), explain=True)
+    stages: Any = SimpleNamespace(spec=spec, run_dir=run, narrator=Quiet(), journal=journal)
+    explain.explain(stages)
+    store.write_json(run / "spec.json", to_dict(spec))
+    return asked
+
+
 def test_explain_makes_nothing_that_a_fix_has_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rows stand once, and its failure is not tried again."""
     run = saved(tmp_path / "run", without_sinks(), {"attention-sinks": 0.05})
-    spec = replace(SPEC, explain=True)
-    asked: list[str] = []
-    monkeypatch.setattr(explain, "_passes_left_out", lambda *rest: None)
-    monkeypatch.setattr(explain, "_measure", lambda run, chosen: asked.extend(v.id for v in chosen))
-    monkeypatch.setattr(explain, "_probed", lambda *rest: [])
-    monkeypatch.setattr(explain, "plan_probes", lambda *rest: [])
-    journal = SimpleNamespace(seconds={}, entry={"command": ""})
-    stages: Any = SimpleNamespace(spec=spec, run_dir=run, narrator=Quiet(), journal=journal)
-    explain.explain(stages)
-    assert asked == []
+    assert explained(run, monkeypatch, None) == []
     assert store.load_document(run, explain.STATE)["experiments"] == []
-    store.write_json(run / "spec.json", to_dict(spec))
-    report = reported(run)
-    assert [experiment.id for experiment in explanation_of(report).experiments] == [
-        "attention-sinks"
-    ]
-    assert explanation_of(report).confirmed == ("attention-sinks",)
-
+    explanation = explanation_of(reported(run))
+    assert [experiment.id for experiment in explanation.experiments] == ["attention-sinks"]
+    assert explanation.confirmed == ("attention-sinks",)
     failed = saved(tmp_path / "failed", without_sinks(), {"attention-sinks": "cannot run"})
-    stages.run_dir = failed
-    explain.explain(stages)
-    assert "attention-sinks" not in asked
+    assert "attention-sinks" not in explained(failed, monkeypatch, None)
+
+
+def test_an_error_that_nobody_foresaw_ends_experiments_and_not_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = saved(tmp_path / "run", without_sinks(), {"fp32": 0.9})
+    assert explained(run, monkeypatch, KeyError("planted")) != []
+    rows = store.load_document(run, explain.STATE)["experiments"]
+    assert rows
+    assert all(
+        row["reason"].startswith("KeyError") and explain.LOG in row["reason"] for row in rows
+    )
+    assert "planted" in (run / explain.LOG).read_text()
 
 
 def test_a_fix_stands_for_the_experiment_that_had_no_time(tmp_path: Path) -> None:

@@ -7,15 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mismatch.analysis.corrections.preview import (
+from mismatch.codec import from_json, to_json
+from mismatch.errors import EmptyComparison, MismatchError
+from mismatch.features.corrections import section as words
+from mismatch.features.corrections.preview import (
     NEGLIGIBLE,
     NOT_LAWFUL,
     ONE_PROMPT,
     preview,
 )
-from mismatch.analysis.corrections.recipes import Corrections
-from mismatch.codec import from_json, to_json
-from mismatch.errors import EmptyComparison, MismatchError
+from mismatch.features.corrections.results import Corrections
 from mismatch.metrics.importance_weights import (
     CORRECTIONS,
     NONE,
@@ -23,7 +24,6 @@ from mismatch.metrics.importance_weights import (
     Settings,
     group_advantages,
 )
-from mismatch.reports.sections import corrections as words
 from mismatch.types import Rollout, Sampling, Scoring
 from tests.tables import values
 from tests.texts import numbers

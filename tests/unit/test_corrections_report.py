@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from mismatch.features.corrections import section as corrections
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.document import report_from_json, report_to_json
-from mismatch.reports.sections import corrections
 from mismatch.run.directory import load_spec
 from tests.fixes_fixture import make_table
 from tests.made_run import make_run

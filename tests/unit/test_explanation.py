@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,29 +26,23 @@ from mismatch.experiments.explanation import (
     rank_of,
     taken,
 )
-from mismatch.experiments.fixes.base import Context, ModelFacts
 from mismatch.experiments.fixes.catalogue import fix_named
-from mismatch.experiments.locate.types import Group, Location, SideLocation
-from mismatch.experiments.scoring_passes import (
+from mismatch.experiments.fixes.context import Context, ModelFacts
+from mismatch.experiments.probes import (
     CACHE,
     PROBES,
     RESCORING,
     judged_cache,
-    judged_location,
     own_rounding,
     plan_probes,
-    to_locate,
 )
-from mismatch.pipeline import explain
 from mismatch.reports.sections.causes import explain as section
 from mismatch.run.directory import load_spec, require_same_spec
-from mismatch.run.store import load_document
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 from mismatch.types import Estimate
 from tests import drawn_pair as drawn
 from tests.made_run import make_run
 from tests.reports_fixture import make_report
-from tests.texts import numbers
 
 SPEC = CheckSpec(
     rollout=RolloutSpec(engine=EngineSpec(engine="vllm", model="m")),
@@ -403,112 +396,6 @@ def test_the_triple_reads_what_prefill_and_what_decode_had_written() -> None:
     engine.always = 8
     with pytest.raises(MismatchError, match="cache"):  # a cold pass that is none compares nothing
         measure(engine, [[1, 2, 3]], 16, lambda *_: None)  # type: ignore[arg-type]
-
-
-# ---------------------------------------------------------------- a module
-
-
-def location(removed: float | None, role: str = "engine") -> Location:
-    """One side that parts at the second layer's router, with so much gone without it."""
-    groups = () if removed is None else (Group("router", (1,), 9.0, 0.8, removed),)
-    side = SideLocation(
-        "vllm:prefill" if role == "engine" else "fsdp", role, "bf16", 0.2, 0.01, 0.0, (),  # type: ignore[arg-type]
-        groups=groups, first=None if removed is None else 0,
-    )  # fmt: skip
-    return Location("m", "m", (), 100, 2, 0.2, (side,), (), seconds=33.0)
-
-
-def test_an_error_that_nobody_foresaw_ends_its_own_experiment_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two variants of one world, two probes of one engine, and locate: one of each raises."""
-    spec = replace(SPEC, noise_floor=True)
-    context = Context(spec, FACTS)
-    kernel = suspected("function-differs", "trainer", "attention-sinks", "packing-leak")
-    (bad, good), same = zip(*plan(spec, context, kernel), strict=True)
-    probes = [Experiment(id, "engine", PROBES[id]) for id in PROBES]
-    scored: set[str] = set()
-
-    def measure(run: explain.FixRun, passes: list[object], sample: bool) -> None:
-        if same[0] in run.pending():
-            raise KeyError("planted in the world")
-        scored.update(variant.id for variant in run.pending())
-
-    def probed(stages: object, probe: Experiment) -> Experiment:
-        if probe.id == RESCORING:
-            raise ValueError("planted in a probe")
-        return replace(probe, outcome="ruled out", seconds=1.0)
-
-    def planned(
-        stages: object, context: object, experiments: list[Experiment]
-    ) -> tuple[list, list]:
-        ids = [experiment.id for experiment in experiments]
-        variants = [] if bad.id in ids else [(bad, same[0]), (good, same[1])]
-        return variants, [probe for probe in probes if probe.id not in ids]
-
-    def located(*rest: object) -> None:
-        raise ZeroDivisionError("planted in locate")
-
-    case = drawn.draw(0).case()
-    held = {
-        "context_of": lambda spec: context, "_passes_left_out": lambda *rest: None,
-        "_planned": planned, "ask_fresh_engine": lambda *rest: None, "_probe_result": probed,
-        "case_of": lambda *rest: case, "to_locate": lambda causes: replace(good, id="locate"),
-        "of_run": located, "_result": lambda run, test, variant: replace(
-            test, seconds=1.0, reason=run.failed.get(variant.id, "")),
-    }  # fmt: skip
-    for name, value in held.items():
-        monkeypatch.setattr(explain, name, value)
-    monkeypatch.setattr(explain.FixRun, "measure", measure)
-    monkeypatch.setattr(explain.FixRun, "scored", lambda run, variant: variant.id in scored)
-    narrator = SimpleNamespace(note=lambda text: None)
-    stages = SimpleNamespace(
-        spec=spec, run_dir=tmp_path, narrator=narrator, journal=SimpleNamespace(seconds={})
-    )
-    explain.explain(stages)  # type: ignore[arg-type]
-    state = load_document(tmp_path, explain.STATE)
-    reasons = {entry["id"]: entry["reason"] for entry in state["experiments"]}
-    assert reasons.pop(good.id) == "" == reasons.pop(CACHE)
-    assert {id: reason.partition(":")[0] for id, reason in reasons.items()} == {
-        bad.id: "KeyError", RESCORING: "ValueError", "locate": "ZeroDivisionError",
-    }  # fmt: skip
-    assert all(explain.LOG in reason for reason in reasons.values())
-    log = (tmp_path / explain.LOG).read_text()
-    assert all(reason.partition(";")[0] in log for reason in reasons.values())
-
-
-def test_a_function_without_a_name_is_located_and_nothing_else_is() -> None:
-    asked = to_locate(suspected("function-differs", "engine", "rope-config"))
-    assert asked is not None
-    assert (asked.side, asked.tests) == ("engine", ("function-differs", "rope-config"))
-    assert to_locate(suspected("attention-sinks", "trainer")) is None
-    named = suspected("weights-differ", "engine")
-    done = replace(named, ranked=(replace(named.ranked[0], status="confirmed"),))
-    assert to_locate(done) is None
-
-
-@pytest.mark.parametrize(("removed", "outcome"), [(0.7, "confirmed"), (0.1, "undecided")])
-def test_a_module_that_the_distance_goes_with_confirms_its_side(
-    removed: float, outcome: str
-) -> None:
-    causes = suspected("function-differs", "engine", "rope-config")
-    asked = to_locate(causes)
-    assert asked is not None
-    experiment = judged_location(asked, location(removed))
-    assert (experiment.outcome, experiment.seconds, experiment.reason) == (outcome, 33.0, "")
-    after, confirmed, _ = applied(causes, [experiment])
-    assert confirmed == (("function-differs",) if outcome == "confirmed" else ())
-    assert after.ranked[0].alike == ("rope-config",)  # a module is no cause
-    other = judged_location(asked, location(removed, "trainer"))
-    assert other.side == "trainer"
-    assert applied(causes, [other])[1] == ()  # nothing is said of the engine
-    nowhere = judged_location(asked, location(None))
-    assert nowhere.outcome == "undecided"
-    assert nowhere.reason
-    elsewhere = location(None)
-    side = replace(elsewhere.sides[0], held=0.5)  # nats from what the run recorded
-    elsewhere = replace(elsewhere, sides=(side, *elsewhere.sides[1:]))
-    assert 0.5 in numbers(judged_location(asked, elsewhere).reason)
 
 
 def test_a_fresh_engine_does_not_rule_out_weights_that_it_loads_again() -> None:

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mismatch.analysis.corrections.recipes import recipes
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.catalogue import FIXES
-from mismatch.experiments.fixes.guides import guide_of, guides, sentence, settings_of
+from mismatch.experiments.fixes.guides import guide_of, guides, recipes, sentence, settings_of
 from mismatch.metrics.importance_weights import Settings
 from tools.fix_pages import HEADINGS, pages
 

@@ -11,9 +11,9 @@ import pytest
 
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.applies import NOT_PACKED
-from mismatch.experiments.fixes.base import Chosen, Context, MachineFacts, ModelFacts
+from mismatch.experiments.fixes.base import Chosen
 from mismatch.experiments.fixes.catalogue import FIXES, fix_named
+from mismatch.experiments.fixes.context import Context, MachineFacts, ModelFacts, context_of
 from mismatch.experiments.fixes.planning import (
     FixPlan,
     Variant,
@@ -22,7 +22,6 @@ from mismatch.experiments.fixes.planning import (
     plan_fixes,
     plan_pairs,
 )
-from mismatch.experiments.fixes.spec_edits import context_of
 from mismatch.pipeline.preflight import require_form
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
 from mismatch.types import Sampling
@@ -267,7 +266,6 @@ def test_facts_of_the_embedded_model() -> None:
 
 def test_fixes_of_the_trainer_need_no_engine() -> None:
     plan = planned(check("fp32", "router-replay"))
-    assert plan.engines == ()
     assert {variant.folder for variant in plan.variants} == {""}
     assert all(variant.spec.rollout == check().rollout for variant in plan.variants)
     assert [variant.scoring.name for variant in plan.variants] == [
@@ -280,15 +278,14 @@ def test_variants_with_one_engine_share_its_tokens() -> None:
     plan = planned(check("fp32+engine-fp32", "engine-fp32", "router-replay+engine-fp32"))
     assert len(plan.variants) == 3
     assert {variant.folder for variant in plan.variants} == {"fixes/engine-fp32"}
-    assert len(plan.engines) == 1
-    assert [variant.side for variant in plan.variants] == ["both", "engine", "both"]
+    assert [variant.outcome().side for variant in plan.variants] == ["both", "engine", "both"]
 
 
 def test_the_order_of_engine_fixes_makes_no_second_rollout() -> None:
     order, other = "engine-fp16+no-prefix-cache", "no-prefix-cache+engine-fp16+fp32"
     plan = planned(check(order, other), ModelFacts())
     assert ids(plan) == [order, other]
-    assert len(plan.engines) == 1
+    assert len({variant.folder for variant in plan.variants}) == 1
 
 
 def test_variants_carry_no_fixes_of_their_own() -> None:
@@ -349,7 +346,7 @@ def test_the_plan_says_what_it_will_start() -> None:
     lines = planned(check("fp32", "engine-fp16", "no-packing")).lines(3)
     variants, passes, starts = numbers(lines[0])
     assert (variants, passes, starts) == (2, 2, 1)
-    assert any(f"no-packing: {NOT_PACKED}" in line for line in lines)
+    assert any("no-packing: sequences are not packed" in line for line in lines)
     assert "3 minutes" in lines[-1]
 
 

@@ -10,27 +10,33 @@ import pytest
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.fixes.base import FixOutcome, FixTable
 from mismatch.experiments.fixes.significance import (
-    TokenDeltas,
     Tried,
     best_of,
-    change_of,
     held_out,
     judged,
-    p_value,
     ranked,
-    removed_share,
 )
 from mismatch.metrics import METRICS
+from mismatch.metrics.difference import Sample
 from mismatch.metrics.permutation import LEVEL, holm
 from mismatch.types import Estimate
 
 ABS, K3 = "logprob_abs_diff_mean", "k3_kl"
 
 
-def measured(delta: np.ndarray, per_prompt: int = 10) -> TokenDeltas:
+def measured(delta: np.ndarray, per_prompt: int = 10) -> Sample:
     """One sequence per prompt."""
     sequence = np.arange(len(delta)) // per_prompt
-    return TokenDeltas(np.asarray(delta, np.float64), sequence, np.arange(sequence[-1] + 1))
+    deltas = {"delta": np.asarray(delta, np.float64)}
+    return Sample(deltas, sequence, np.arange(sequence[-1] + 1))
+
+
+def pair(before: Sample, after: Sample, same_tokens: bool = True) -> Tried:
+    return Tried(FixOutcome("a", "train", ""), before, after, same_tokens)
+
+
+def p_value(metric: str, before: Sample, after: Sample, seed: int = 0) -> float:
+    return pair(before, after).p_values(seed)[metric]
 
 
 def row(name: str, k3: float, change: float, absolute: float = 1.0) -> FixOutcome:
@@ -124,12 +130,12 @@ def test_by_chance_a_false_claim_is_as_rare_as_promised() -> None:
 def test_runs_without_a_common_prompt_are_refused() -> None:
     deltas = measured(np.ones(20))
     with pytest.raises(MismatchError, match="no prompt"):
-        p_value(ABS, deltas, TokenDeltas(deltas.delta, deltas.sequence, deltas.prompt + 5))
+        p_value(ABS, deltas, replace(deltas, prompt=deltas.prompt + 5))
 
 
 def test_nothing_measured_is_an_error() -> None:
     deltas = measured(np.ones(20))
-    empty = TokenDeltas(np.empty(0), np.empty(0, np.int64), deltas.prompt)
+    empty = Sample({"delta": np.empty(0)}, np.empty(0, np.int64), deltas.prompt)
     with pytest.raises(EmptyComparison):
         p_value(ABS, deltas, empty)
 
@@ -146,7 +152,7 @@ def test_holm() -> None:
 @pytest.mark.parametrize("same", [True, False])
 def test_a_change_has_its_interval(same: bool) -> None:
     delta = np.random.default_rng(0).normal(0, 0.1, 640)
-    change = change_of(ABS, measured(delta), measured(delta / 2), same_tokens=same, seed=0)
+    change = pair(measured(delta), measured(delta / 2), same).change(ABS, seed=0)
     assert change.value == pytest.approx(-np.abs(delta).mean() / 2)
     assert change.low is not None
     assert change.high is not None
@@ -178,42 +184,33 @@ def test_what_a_change_means(
     assert after.significant is (outcome != "none")
 
 
-def pair(before: np.ndarray, after: np.ndarray) -> tuple[TokenDeltas, TokenDeltas]:
-    return measured(before), measured(after)
-
-
 def test_the_share_removed_is_one_minus_after_over_before() -> None:
     before = np.random.default_rng(0).normal(0, 0.1, 640)
-    old, new = pair(before, before * np.where(np.arange(640) % 2, 0.4, 0.2))
-    change = change_of(ABS, old, new, same_tokens=True, seed=0)
-    truth = 1 - np.abs(new.delta).mean() / np.abs(old.delta).mean()
+    after = before * np.where(np.arange(640) % 2, 0.4, 0.2)
+    truth = 1 - np.abs(after).mean() / np.abs(before).mean()
+    widths = []
     for same in (True, False):
-        share = removed_share(ABS, old, new, change, same_tokens=same, seed=0)
+        share = pair(measured(before), measured(after), same).removed(ABS, seed=0)
         assert share is not None
         assert share.value == pytest.approx(truth)
         assert share.low is not None
         assert share.high is not None
         assert share.low < truth < share.high
-    paired = removed_share(ABS, old, new, change, same_tokens=True, seed=0)
-    apart = removed_share(ABS, old, new, change, same_tokens=False, seed=0)
-    assert paired is not None
-    assert apart is not None
-    width = [share.high - share.low for share in (paired, apart)]  # type: ignore[operator]
-    assert width[0] < width[1]  # what both sides share cancels
+        widths.append(share.high - share.low)
+    assert widths[0] < widths[1]  # what both sides share cancels
     nothing = measured(np.zeros(640))
-    assert removed_share(ABS, nothing, nothing, change, same_tokens=True, seed=0) is None
+    assert pair(nothing, nothing).removed(ABS, seed=0) is None
 
 
 # ---------------------------------------------------------------- held-out prompts
 
 
 def tried_on(name: str, before: np.ndarray, after: np.ndarray) -> Tried:
-    old, new = pair(before, after)
-    changes = {m: change_of(m, old, new, same_tokens=True, seed=0) for m in (K3, ABS)}
     values = [{m: Estimate(METRICS[m](delta=d), None, None, 1, 1, 1) for m in (K3, ABS)}
               for d in (before, after)]  # fmt: skip
-    outcome = FixOutcome(name, "train", "", before=values[0], after=values[1], changes=changes)
-    return Tried(replace(outcome, paired=changes[K3]), old, new)
+    outcome = FixOutcome(name, "train", "", before=values[0], after=values[1])
+    tried = Tried(outcome, measured(before), measured(after), same_tokens=True)
+    return replace(tried, row=tried.measured(seed=0))
 
 
 def test_a_fix_that_helps_everywhere_is_confirmed_where_it_was_not_chosen() -> None:

@@ -8,10 +8,11 @@ from typing import get_args
 import pytest
 
 import mismatch.metrics
-from mismatch.analysis.corrections import recipes
 from mismatch.cli.options import Framework
+from mismatch.experiments.fixes.guides import recipes
 from mismatch.frameworks import CORRECTING, FRAMEWORKS
 from mismatch.metrics import METRICS, framework_names
+from mismatch.metrics.importance_weights import Settings
 
 EVERY_ALIAS = [
     (metric, alias) for metric, aliases in framework_names.aliases().items() for alias in aliases
@@ -51,7 +52,7 @@ def test_a_name_is_given_to_a_metric_only_once():
 def test_the_flag_offers_every_framework_whose_source_was_read():
     second_hand = {alias.framework for _, alias in EVERY_ALIAS if "second-hand" in alias.source}
     assert set(get_args(Framework)) == set(FRAMEWORKS) - second_hand
-    assert set(recipes.FRAMEWORKS) - {"AReaL"} == set(CORRECTING)
+    assert [recipe.framework for recipe in recipes("tis-token", Settings())] == list(CORRECTING)
 
 
 def test_names_of_one_framework():

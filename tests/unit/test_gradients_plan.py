@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mismatch.experiments.fixes.base import Context, ModelFacts
+from mismatch.experiments.fixes.context import Context, ModelFacts
 from mismatch.experiments.gradients.planning import GradientPlan, in_order, plan_gradients
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 

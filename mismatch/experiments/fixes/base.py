@@ -24,49 +24,6 @@ VALUE = "VALUE"  # in the flags of a fix that takes a value: where the value goe
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What a model's configuration says, read without weights.
-
-    Attributes:
-        sinks: the attention has sinks, a learned logit beside the keys.
-        experts: experts per MoE layer; 0: a dense model.
-        stored_dtype: of the engine's weights, as their configuration says; "" where it does not.
-        described: its configuration is on this machine; without it nothing else here says anything.
-    """
-
-    sinks: bool = False
-    experts: int = 0
-    stored_dtype: str = ""
-    described: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class MachineFacts:
-    """What there is to run on.
-
-    Attributes:
-        gpus: GPUs that a process here would see.
-        cpu_build: vLLM here is its CPU build.
-        capability: (major, minor) of the first GPU, or None.
-        vllm: (major, minor) of the installed vLLM; None without one, or with one elsewhere.
-    """
-
-    gpus: int = 0
-    cpu_build: bool = False
-    capability: tuple[int, int] | None = None
-    vllm: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What decides whether a fix applies."""
-
-    spec: CheckSpec
-    model: ModelFacts = field(default_factory=ModelFacts)
-    machine: MachineFacts = field(default_factory=MachineFacts)
-
-
-@dataclass(frozen=True, slots=True)
 class Flags:
     """How a check is made with a fix.
 
@@ -139,7 +96,7 @@ class Fix:
         flags: how a check is made with it.
         values: of a fix that takes one: the values that ``--fix all`` tries, the first by default.
         apply: (spec, value) -> spec. Pure. Raises MismatchError for a value that means nothing.
-        applies: "" or why it cannot be tried here, one sentence, known before weights load.
+        needs: what a check has to have, by names of :data:`.applies.NEEDS`.
         corrects: of an estimator fix: its name in the corrections table.
         hides: of an estimator fix: makes the mismatch invisible and does not weigh it.
     """
@@ -152,7 +109,7 @@ class Fix:
     flags: Flags = Flags()
     values: tuple[str, ...] = ()
     apply: Callable[[CheckSpec, str], CheckSpec] = lambda spec, value: spec
-    applies: Callable[[Context], str] = lambda context: ""
+    needs: tuple[str, ...] = ()
     corrects: str = ""
     hides: bool = False
 

@@ -1,54 +1,65 @@
 """What is known of each fix: why it helps, when it hurts, how each framework sets it, evidence.
 
-Read from guide-*.toml, the one source of ``mismatch fixes`` and of docs/fixes.
+Read from guide-*.toml and corrections.toml, the one source of ``mismatch fixes``, of docs/fixes and
+of the settings that a report shows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
-from mismatch.analysis.corrections.recipes import Recipe, recipes
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Chosen, Fix
-from mismatch.experiments.fixes.catalogue import guides as entries
+from mismatch.experiments.fixes.catalogue import GUIDES, read
 from mismatch.frameworks import BY_TITLE
 from mismatch.metrics.importance_weights import Settings
+
+SIDES = {
+    "train": "Trainer",
+    "engine": "Engine",
+    "estimator": "Loss (changes weights, removes nothing)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What to write into one framework's configuration."""
+
+    framework: str
+    lines: tuple[str, ...]
+    """The setting, as lines of its file; empty where the framework lacks it."""
+    remark: str
+    """What to know about it, or why there is none."""
+    source: str
+    """What the keys were read from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One published or measured fact.
-
-    Attributes:
-        read: it was read in the source; False: second-hand.
-    """
+    """One published or measured fact."""
 
     text: str
     source: str
     read: bool = True
+    """It was read in the source; False: second-hand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """The page of one fix.
-
-    Attributes:
-        changes: what it changes, and why that removes mismatch.
-        worse: when it makes things worse, or hides something.
-        settings: how each framework is told.
-    """
+    """The page of one fix."""
 
     id: str
     changes: str
+    """What it changes, and why that removes mismatch."""
     worse: str
+    """When it makes things worse, or hides something."""
     settings: tuple[Recipe, ...]
     evidence: tuple[Evidence, ...]
 
 
 def guide_of(name: str) -> Guide:
-    """The guide of a fix.
+    """Return the guide of a fix.
 
     Raises:
         MismatchError: there is none.
@@ -60,62 +71,70 @@ def guide_of(name: str) -> Guide:
 
 
 def settings_of(name: str) -> tuple[Recipe, ...]:
-    """How frameworks set a fix; empty where nothing is known of it."""
+    """Return how frameworks set a fix; empty where nothing is known of it."""
     guide = guides().get(name)
     return guide.settings if guide else ()
 
 
 @cache
 def guides() -> dict[str, Guide]:
-    """All of them, by id of the fix."""
-    return {id: _guide(id, entry) for id, entry in entries().items()}
+    """Return all of them, by id of the fix."""
+    found = {}
+    for file in GUIDES.values():
+        for id, entry in read(file).items():
+            settings = [
+                _recipe(setting["framework"], setting, setting["source"])
+                for setting in entry.get("settings", ())
+            ]
+            if correction := entry.get("correction"):
+                settings = [*recipes(correction, Settings()), *settings]
+            found[id] = Guide(
+                id,
+                " ".join(entry["changes"].split()),
+                " ".join(entry["worse"].split()),
+                tuple(settings),
+                tuple(Evidence(**evidence) for evidence in entry["evidence"]),
+            )
+    return found
 
 
-def _source(framework: str, source: str) -> str:
-    """Where keys were read; a source without a path names its own commit."""
-    known = BY_TITLE.get(framework)
-    if known is None or not known.version or "#" in source.partition(";")[0]:
-        return source
-    return f"{known.read_in}, {source}"
+def recipes(correction: str, settings: Settings) -> tuple[Recipe, ...]:
+    """Return how each framework switches a correction of the loss on, with these bounds.
+
+    A framework that has no such correction says so: a near miss is not offered as the same.
+    """
+    tables = read("corrections.toml")
+    low, high = settings.geometric
+    bounds = {"s": settings, "inverse": (1.0 / high, 1.0 / low)}
+    found = []
+    for framework, source in tables["sources"].items():
+        entry = tables.get(correction, {}).get(framework)
+        if entry is not None:
+            entry = entry | {"lines": entry["lines"].format(**bounds)}
+        elif framework in tables["missing"]:
+            entry = {"remark": tables["missing"][framework]}
+        if entry is not None:
+            found.append(_recipe(framework, entry, source))
+    return tuple(found)
 
 
-def _guide(id: str, entry: dict[str, Any]) -> Guide:
-    settings = [
-        Recipe(
-            setting["framework"],
-            tuple(setting.get("lines", "").strip("\n").splitlines()),
-            setting.get("remark", ""),
-            _source(setting["framework"], setting["source"]),
-        )
-        for setting in entry.get("settings", ())
-    ]
-    if correction := entry.get("correction"):
-        settings = [*recipes(correction, Settings()), *settings]
-    return Guide(
-        id,
-        " ".join(entry["changes"].split()),
-        " ".join(entry["worse"].split()),
-        tuple(settings),
-        tuple(Evidence(**evidence) for evidence in entry["evidence"]),
-    )
-
-
-SIDES = {
-    "train": "Trainer",
-    "engine": "Engine",
-    "estimator": "Loss (changes weights, removes nothing)",
-}
+def _recipe(framework: str, entry: dict[str, str], source: str) -> Recipe:
+    """Return an entry as a recipe; a source without a path names its own commit."""
+    lines, known = entry.get("lines", "").strip("\n").splitlines(), BY_TITLE.get(framework)
+    if known is not None and known.version and "#" not in source.partition(";")[0]:
+        source = f"{known.read_in}, {source}"
+    return Recipe(framework, tuple(lines), entry.get("remark", ""), source)
 
 
 def trials(fix: Fix) -> list[str]:
-    """The commands that try it."""
+    """Return the commands that try it."""
     asked = [Chosen(fix, value).label for value in fix.values] or [fix.id]
     lines = [f"mismatch check --model MODEL --fix {name}" for name in asked]
     return [*lines, "mismatch corrections RUN"] if fix.side == "estimator" else lines
 
 
 def sentence(text: str) -> str:
-    """A phrase as a sentence; a first word that is a setting's name stays as it is."""
+    """Return a phrase as a sentence; a first word that is a setting's name stays as it is."""
     first = text.partition(" ")[0]
     start = text[:1] if set(first) & set("_=.") else text[:1].upper()
     return f"{start}{text[1:]}."

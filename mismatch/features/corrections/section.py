@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mismatch.analysis.corrections.recipes import Against, Corrections, Preview, Recipe, recipes
+from mismatch.experiments.fixes.guides import recipes
+from mismatch.features.corrections.results import Corrections, Preview
 from mismatch.metrics.importance_weights import NONE, OVERRIDE
 from mismatch.reports.formatting import (
     brief,
@@ -18,7 +19,8 @@ from mismatch.reports.formatting import (
     signed,
     text,
 )
-from mismatch.reports.section import Block, Cell, Cells, Column, Section, Table
+from mismatch.reports.section import Cell, Cells, Column, Section, Table
+from mismatch.reports.sections.fixes import recipe_block
 from mismatch.types import Report
 
 LEAD = (
@@ -64,7 +66,20 @@ def shown(result: Corrections, asked: Mapping[str, str] | None = None) -> Sectio
         "Corrections, previewed",
         LEAD.format(rollout=result.rollout, train=result.train),
         sentences=[best, *remarks(result)],
-        tables=[Table(_columns(result), rows)],
+        tables=[
+            Table(
+                (
+                    Column("rank"),
+                    Column("correction", text),
+                    Column("name", text, 9),
+                    Column("error", number, detail=f"of a batch of {count(result.batch)}"),
+                    Column("kept", percent, 1, detail="of the tokens"),
+                    Column("ESS", percent, 1, detail="effective sample size"),
+                    Column("residual bias", signed, 3, interval=2),
+                ),
+                rows,
+            )
+        ],
         notes=[METHOD.format(batch=count(result.batch))],
         parts=[
             Section(
@@ -78,22 +93,13 @@ def shown(result: Corrections, asked: Mapping[str, str] | None = None) -> Sectio
     )
 
 
-def _columns(result: Corrections) -> tuple[Column, ...]:
-    return (
-        Column("rank"),
-        Column("correction", text),
-        Column("name", text, 9),
-        Column("error", number, detail=f"of a batch of {count(result.batch)}"),
-        Column("kept", percent, 1, detail="of the tokens"),
-        Column("ESS", percent, 1, detail="effective sample size"),
-        Column("residual bias", signed, 3, interval=2),
-    )
-
-
 def _row(result: Corrections, preview: Preview, asked: str) -> Cells:
-    figures = preview.token
+    figures, rank = preview.token, None
+    if figures is not None and figures.rank is not None:
+        as_good = figures.tied and figures.rank > 1
+        rank = f"{figures.rank}{' =' if as_good else ''}"
     return (
-        Cell(_rank(figures), "strong" if preview.id == result.favoured else ""),
+        Cell(rank, "strong" if preview.id == result.favoured else ""),
         Cell(preview.label, note=asked),
         Cell(preview.id, "code"),
         figures.error if figures else None,
@@ -116,17 +122,10 @@ def _effect(result: Corrections, preview: Preview) -> str:
     return f"{preview.label}: {'; '.join(filter(None, parts))}"
 
 
-def _rank(figures: Against | None) -> str | None:
-    """By error beside a target; "=" marks one that is as good as rank 1."""
-    if figures is None or figures.rank is None:
-        return None
-    return f"{figures.rank}{' =' if figures.tied and figures.rank > 1 else ''}"
-
-
 def headline(result: Corrections) -> str:
     """What the data favour: its error before and after, and what is as good."""
     plain = result.named(NONE).token
-    if result.best is None or plain is None or plain.error is None:
+    if result.best is None or plain is None:
         return f"{capital(line(result.reason))}."
     best = result.named(result.best)
     after = best.token
@@ -138,7 +137,7 @@ def headline(result: Corrections) -> str:
     sentence = f"Best correction: {best.label}"
     if result.favoured != result.best:
         sentence = f"None is needed; the least error has {best.label}"
-    if after is not None and after.error is not None:
+    if after is not None:
         sentence += f": error {brief(plain.error)} → {brief(after.error)}"
     return f"{sentence}{'; as good: ' + ', '.join(tied) if tied else ''}."
 
@@ -174,9 +173,3 @@ def _settings(result: Corrections) -> tuple[Section, ...]:
     blocks = [recipe_block(item) for item in recipes(result.best, result.settings)]
     title = f"How to switch it on: {best.label}"
     return (Section("corrections-settings", title, f"{best.setting}{wish}", blocks=blocks),)
-
-
-def recipe_block(recipe: Recipe) -> Block:
-    """One framework's setting, with what to know about it."""
-    remark = "; ".join(filter(None, (recipe.remark, recipe.source)))
-    return Block(f"{recipe.framework}: {remark}", recipe.lines)
