@@ -11,6 +11,7 @@ import pytest
 
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
+from mismatch.experiments.fixes.applies import NEEDS
 from mismatch.experiments.fixes.base import Chosen
 from mismatch.experiments.fixes.catalogue import FIXES, fix_named
 from mismatch.experiments.fixes.context import Context, MachineFacts, ModelFacts, context_of
@@ -346,7 +347,7 @@ def test_the_plan_says_what_it_will_start() -> None:
     lines = planned(check("fp32", "engine-fp16", "no-packing")).lines(3)
     variants, passes, starts = numbers(lines[0])
     assert (variants, passes, starts) == (2, 2, 1)
-    assert any("no-packing: sequences are not packed" in line for line in lines)
+    assert any(f"no-packing: {NEEDS['packing'][1]}" in line for line in lines)
     assert "3 minutes" in lines[-1]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mismatch.errors import MismatchError
+from mismatch.experiments.fixes.applies import NEEDS
 from mismatch.experiments.fixes.context import Context, ModelFacts
 from mismatch.experiments.fixes.planning import plan_fixes
 from mismatch.experiments.fixes.results import STATE, table_of, with_fixes
@@ -271,7 +272,7 @@ def test_the_table_finds_what_was_planted(run_dir: Path) -> None:
     assert best.difference is None
     assert (best.cost.seconds, best.cost.peak_bytes) == (2.0, 7)
     assert table.best == table.best_together == "fp32"
-    assert table.outcomes[-1].reason == "sequences are not packed"
+    assert table.outcomes[-1].reason == NEEDS["packing"][1]
     assert [(row.id, row.hides) for row in table.estimators] == [
         ("tis", False),
         ("on-policy-ratio", True),
