@@ -107,7 +107,7 @@ def artefact(random: Random, run: Path) -> str:
 
 def report(random: Random, run: Path) -> str:
     """A report.json with one thing wrong."""
-    names = ("healthy", "failing", "gradients", "fixes", "kernels")
+    names = ("healthy", "failing", "gradients", "fixes")
     document = report_to_json(report_of(random.choice(names))[0])
     try:
         report_from_json(mutated(document, random))

@@ -23,7 +23,6 @@ from mismatch.run import store
 from mismatch.types import Report
 from tests import reports_fixture
 from tests.fixes_fixture import make_table
-from tests.kernels_fixture import make_audit_report
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ("tiny-gpt-oss", "tiny-gpt-oss-no-sinks")
@@ -52,11 +51,6 @@ def _fixes() -> ReportAndTokens:
     return report.with_analyses(fixes=make_table("after-fixes"), gradients=None), tokens
 
 
-def _kernels() -> ReportAndTokens:
-    report, tokens = _healthy()
-    return report.with_analyses(kernels=make_audit_report()), tokens
-
-
 MAKERS: dict[str, Callable[[], ReportAndTokens]] = {
     "healthy": _healthy,
     "failing": reports_fixture.make_failing_report,
@@ -64,7 +58,6 @@ MAKERS: dict[str, Callable[[], ReportAndTokens]] = {
     "inconclusive": reports_fixture.make_inconclusive_report,
     "fixes": _fixes,
     "gradients": _gradients,
-    "kernels": _kernels,
     **{f"example-{name}": (lambda name=name: _example(name)) for name in EXAMPLES},
 }
 

@@ -14,7 +14,6 @@ A run directory holds::
     comparison.json           two scorings side by side, every metric with its interval
     tokens.parquet            one row per action token: all that was measured about it
     report.json, report.html, report.md
-    kernels.json              what `mismatch kernels --run` found
     locate.json               what `mismatch locate` found
     jobs/, logs/, errors/     what the child processes were asked and said
 """

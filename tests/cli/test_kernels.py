@@ -4,24 +4,14 @@ import json
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
-import jsonschema
 import pytest
 from typer.testing import CliRunner
 
 from mismatch.cli.main import app, main
 from mismatch.errors import MismatchError
 from mismatch.features.kernels import isolation as supervise
-from mismatch.features.kernels.command import save_in_run
 from mismatch.features.kernels.isolation import AuditSpec
-from mismatch.features.kernels.results import schema
-from mismatch.pipeline.build import build_report
-from mismatch.pipeline.document import report_from_json
-from mismatch.reports.files import write_report
-from mismatch.run import store
-from tests.kernels_fixture import make_audit_report
-from tests.made_run import make_run, spec
 
 
 def invoke(*arguments):
@@ -37,7 +27,6 @@ def invoke(*arguments):
         (["--time-limit", "0"], "--time-limit"),
         (["--only", "experts", "--kernel", "a:b"], "--only experts"),
         (["--only", "attention", "--kernel-experts", "a:b"], "--kernel-experts"),
-        (["--run", "nowhere"], "in nowhere"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(arguments, words, tmp_path, monkeypatch):
@@ -75,50 +64,6 @@ def test_the_flags_become_what_is_asked(monkeypatch):
             limit_s=5.0,
         )
     ]
-
-
-def test_another_model_than_the_runs_is_refused(tmp_path):
-    run = make_run(tmp_path / "run")
-    with pytest.raises(MismatchError, match=r"qwen3-0\.6b.*tiny-gpt-oss"):
-        invoke("--run", str(run), "--model", "qwen3-0.6b")
-
-
-def test_a_run_of_another_machine_needs_to_be_told_where_its_model_is(tmp_path, monkeypatch):
-    run = make_run(tmp_path / "run")
-    text = (run / "spec.json").read_text().replace("tiny-gpt-oss", "/elsewhere/tiny-gpt-oss")
-    (run / "spec.json").write_text(text)
-    with pytest.raises(MismatchError, match="machine: /elsewhere/tiny-gpt-oss") as caught:
-        invoke("--run", str(run))
-    assert "--model" in caught.value.fix
-    asked = []
-    monkeypatch.setattr(supervise, "run_audit", lambda spec, folder, progress: asked.append(spec))
-    with pytest.raises(AttributeError):
-        invoke("--run", str(run), "--model", "tiny-gpt-oss")
-    assert Path(asked[0].model).is_dir()
-
-
-@pytest.mark.slow
-def test_a_run_gets_the_audit_and_keeps_it(tmp_path):
-    run = make_run(tmp_path / "run")
-    write_report(run, *build_report(run, spec()))
-    before = store.load_document(run, "report.json")
-    save_in_run(make_audit_report(), run)
-    after = store.load_document(run, "report.json")
-    assert report_from_json(after).result("kernels") == make_audit_report()
-    assert {key: after[key] for key in before} == before  # the verdict too
-    assert 'id="kernels"' in (run / "report.html").read_text()
-    assert store.load_document(run, "kernels.json") == after["kernels"]
-    assert (
-        build_report(run, spec())[0].result("kernels") == make_audit_report()
-    )  # made again, it stays
-    assert json.loads((run / "run.json").read_text())["invocations"][-1]["verb"] == "kernels"
-
-
-def test_a_run_without_a_report_gets_the_file_alone(tmp_path):
-    run = make_run(tmp_path / "run")
-    save_in_run(make_audit_report(), run)
-    assert not (run / "report.html").exists()
-    assert build_report(run, spec())[0].result("kernels") is not None
 
 
 # ---------------------------------------------------------------- a real audit
@@ -169,7 +114,6 @@ def test_good_and_bad_kernels_are_told_apart_and_a_crash_stops_nothing(audited):
     done, out = audited
     assert done.returncode == 1, done.stdout + done.stderr
     document = json.loads((out / "kernels.json").read_text())
-    jsonschema.Draft202012Validator(schema()).validate(document)
     audits = {audit["name"]: audit for audit in document["audits"]}
     assert audits["sink-sdpa"]["verdict"] == "sound"
     assert audits["my_kernels:right"]["verdict"] == "sound"
@@ -182,14 +126,13 @@ def test_good_and_bad_kernels_are_told_apart_and_a_crash_stops_nothing(audited):
 
 
 @pytest.mark.slow
-def test_the_last_line_is_the_verdict_and_the_page_is_there(audited):
-    done, out = audited
+def test_the_last_line_is_the_verdict(audited):
+    done, _ = audited
     last = done.stdout.strip().splitlines()[-1]
     assert last.startswith("verdict: wrong")
     assert "my_kernels:dies: crashed" in last
     assert "my_kernels:sinkless: sinks, output" in last
     assert max(len(row) for row in done.stdout.splitlines()[:-1]) <= 80
-    assert "✕ Wrong" in (out / "kernels.html").read_text()
     assert "my_kernels:right is" not in done.stdout
 
 

@@ -6,13 +6,12 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict
-from typing import Any
+from dataclasses import replace
 
 import mismatch.features.kernels.worker as worker
-from mismatch.codec import to_json
 from mismatch.errors import MismatchError
-from mismatch.features.kernels.isolation import AuditSpec, Step
+from mismatch.features.kernels.isolation import AuditSpec
+from mismatch.features.kernels.results import Audit, AuditReport
 from mismatch.run.messages import exit_worker
 from tests.kernels_fixture import make_audit_report
 
@@ -23,7 +22,7 @@ class MadeUp:
     """Does what the name of a step says."""
 
     def __init__(self, spec: AuditSpec) -> None:
-        self.spec = spec
+        self.names = spec.kernels
 
     @classmethod
     def of(cls, spec: AuditSpec) -> MadeUp:
@@ -32,20 +31,16 @@ class MadeUp:
         act(spec.model)
         return cls(spec)
 
-    def plan(self) -> dict[str, Any]:
-        steps = [
-            asdict(Step(number, name, "attention", "yours"))
-            for number, name in enumerate(self.spec.kernels)
+    def report(self) -> AuditReport:
+        made = make_audit_report()
+        audits = [
+            Audit(name, "attention", "yours", "unusable", "", False) for name in self.spec.kernels
         ]
-        report = make_audit_report()
-        return {
-            "model": "made-up", "device": "cpu", "geometry": {}, "facts": {}, "not_tested": [],
-            "steps": steps, "unavailable": [to_json(report.audits[3])],
-        }  # fmt: skip
+        return replace(made, audits=(made.audits[3], *audits))
 
-    def audit(self, step: Step) -> dict[str, Any]:
-        act(step.name)
-        return to_json(make_audit_report(step.name).audits[4])
+    def audit(self, planned: Audit) -> Audit:
+        act(planned.name)
+        return make_audit_report(planned.name).audits[4]
 
 
 def act(name: str) -> None:

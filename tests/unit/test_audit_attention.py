@@ -10,28 +10,27 @@ import pytest
 import torch
 
 import mismatch.models
-from mismatch.errors import MismatchError
-from mismatch.features.kernels.attention import COLUMNS, audit_attention
-from mismatch.features.kernels.cases import NO_BACKWARD, PAGED, Candidate, names_here
-from mismatch.features.kernels.findings import DIFFERENCES, OWN_GRADIENT
-from mismatch.features.kernels.geometry import ModelGeometry, Options, geometry_of
-from mismatch.features.kernels.results import ATTENTION_COLUMNS, CONSEQUENCES, Audit
-from tests.texts import numbers
+from mismatch.features.kernels.attention import UNNAMED, audit_attention
+from mismatch.features.kernels.candidates import NO_BACKWARD, PAGED, Candidate, names_here
+from mismatch.features.kernels.findings import Options
+from mismatch.features.kernels.geometry import ModelGeometry, geometry_of
+from mismatch.features.kernels.results import ATTENTION_COLUMNS, Audit
 from tests.unit.audit_kernels import NOT_HALF, RAGGED, RAISED
 
 TINY = Path(mismatch.models.__file__).parent / "tiny-gpt-oss"
+CONSEQUENCES = {"forward", "gradient", "sink_gradient"}
 QUICK = Options(dtypes=("fp64", "bf16"))
 HERE = "tests.unit.audit_kernels:"
 PLANTED = {
-    "no_sinks": ({"sinks"}, set(CONSEQUENCES), "drops the sinks"),
+    "no_sinks": ({"sinks"}, CONSEQUENCES, "drops the sinks"),
     "no_sink_gradient": ({"sink_gradient"}, set(), "no gradient arrives at sinks"),
     "wrong_gradient_scale": ({"gradient"}, set(), "gradient of q off by 50 %"),
-    "window_off_by_one": ({"window"}, set(CONSEQUENCES), "sees one key more than the window"),
-    "leaking_packing": ({"packing"}, set(CONSEQUENCES), "lets documents of one row see each other"),
+    "window_off_by_one": ({"window"}, CONSEQUENCES, "sees one key more than the window"),
+    "leaking_packing": ({"packing"}, CONSEQUENCES, "lets documents of one row see each other"),
     "wrong_offset": ({"offsets"}, set(), "puts the first query at the first key"),
-    "wrong_groups": ({"grouped_queries"}, set(CONSEQUENCES), "hands key heads out in turn"),
+    "wrong_groups": ({"grouped_queries"}, CONSEQUENCES, "hands key heads out in turn"),
     "wrong_scaling": ({"scaling"}, set(), "uses head_dim ** -0.5 whatever scale is given"),
-    "non_deterministic": ({"repeats"}, set(CONSEQUENCES), "differs from run to run"),
+    "non_deterministic": ({"repeats"}, CONSEQUENCES, "differs from run to run"),
 }
 
 
@@ -44,18 +43,12 @@ def geometry() -> ModelGeometry:
 
 def audit(geometry: ModelGeometry, name: str, options: Options = QUICK) -> Audit:
     own = [name] if ":" in name else []
-    candidates = names_here(geometry, own, [] if own else [name])
-    return audit_attention(geometry, options, candidates[-1])
+    candidates = {each.name: each for each in names_here(geometry, own)}
+    return audit_attention(geometry, options, candidates[name])
 
 
 def failed(report: Audit) -> set[str]:
     return {finding.column for finding in report.failed}
-
-
-def test_the_kernel_of_the_documentation_drops_the_sinks(geometry: ModelGeometry) -> None:
-    result = audit(geometry, "tests.planted_attention:no_sinks")
-    own, consequences, _ = PLANTED["no_sinks"]
-    assert own <= failed(result) <= own | consequences
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -91,8 +84,8 @@ def test_the_kernel_that_transformers_takes_by_default_drops_the_sinks(
 ) -> None:
     report = audit(geometry, "sdpa")
     assert (report.verdict, report.usable) == ("unusable", False)
-    (asked,) = names_here(geometry, (), ["sdpa"])
-    assert report.reason == asked.refused != ""
+    refused = {each.name: each.refused for each in names_here(geometry)}
+    assert report.reason == refused["sdpa"] != ""
     assert failed(report) == {"sinks", *CONSEQUENCES}
     assert [error.gradients["sinks"] for error in report.errors] == [1.0, 1.0]
 
@@ -102,21 +95,6 @@ def test_no_gradient_to_the_sinks_is_an_error_of_100_percent(geometry: ModelGeom
     finding = report.finding("sink_gradient")
     assert finding is not None
     assert finding.value == 1.0
-    assert numbers(finding.detail) == [100.0]  # by finite differences too
-
-
-def test_a_wrong_output_with_its_own_gradient_is_told_from_a_wrong_gradient(
-    geometry: ModelGeometry,
-) -> None:
-    sinkless = audit(geometry, "tests.planted_attention:no_sinks").finding("gradient")
-    halved = audit(geometry, "tests.planted_attention:wrong_gradient_scale").finding("gradient")
-    assert sinkless is not None
-    assert halved is not None
-    assert sinkless.detail.endswith(OWN_GRADIENT)
-    assert OWN_GRADIENT not in halved.detail
-    against_float64, _, differences = numbers(halved.detail)
-    assert against_float64 == 50
-    assert 100 * DIFFERENCES[torch.float64] < differences <= 50
 
 
 @pytest.mark.parametrize(
@@ -182,16 +160,9 @@ def test_other_rounding_at_every_call_is_told_and_not_wrong(geometry: ModelGeome
     assert report.verdict == "sound"
 
 
-def test_a_gradient_of_another_output_is_found_by_finite_differences(
-    geometry: ModelGeometry,
-) -> None:
+def test_the_right_gradient_of_another_output_is_wrong(geometry: ModelGeometry) -> None:
     report = audit(geometry, HERE + "half_detached")
-    assert failed(report) == set(CONSEQUENCES)
-    gradient = report.finding("gradient")
-    assert gradient is not None
-    assert gradient.limit == DIFFERENCES[torch.float64]
-    assert gradient.value is not None
-    assert gradient.limit < gradient.value < 0.02
+    assert failed(report) == {"forward"}
     assert max(report.errors[0].gradients.values()) < 1e-13
 
 
@@ -216,11 +187,12 @@ def test_a_fault_without_a_name_is_found_all_the_same(geometry: ModelGeometry) -
     assert {"scaling", "forward"} <= failed(report)
     scaling = report.finding("scaling")
     assert scaling is not None
-    assert scaling.detail.startswith(COLUMNS["scaling"].wrong)
+    assert scaling.detail.startswith(UNNAMED)
 
 
 def test_columns_that_a_model_has_no_use_for_are_not_tested(geometry: ModelGeometry) -> None:
-    plain = replace(geometry, sinks=False, window=None, kv_heads=geometry.heads)
+    sizes = replace(geometry.sizes, window=None, kv_heads=geometry.sizes.heads)
+    plain = replace(geometry, sinks=False, sizes=sizes)
     report = audit_attention(plain, QUICK, Candidate("sdpa", "transformers", "sdpa"))
     assert report.verdict == "sound"
     left_out = {finding.column for finding in report.findings if finding.outcome == "not_tested"}
@@ -239,18 +211,9 @@ def test_what_is_here_and_what_is_not(geometry: ModelGeometry) -> None:
     if not torch.cuda.is_available():
         assert candidates["flash_attention_2"].unavailable
         assert candidates["flex_attention"].unavailable == NO_BACKWARD
-    assert "no-sinks" not in candidates
-    gone = audit_attention(geometry, QUICK, candidates["paged|eager"])
-    assert (gone.verdict, gone.usable, gone.findings) == ("unusable", False, ())
 
 
 def test_the_planted_kernel_of_the_trainer_is_audited_where_it_is_named(
     geometry: ModelGeometry,
 ) -> None:
     assert failed(audit(geometry, "no-sinks")) == {"sinks", *CONSEQUENCES}
-
-
-def test_unknown_names_are_refused(geometry: ModelGeometry) -> None:
-    with pytest.raises(MismatchError, match="'sdpaa'") as caught:
-        names_here(geometry, (), ["sdpaa"])
-    assert "eager, sdpa, sink-sdpa" in caught.value.fix

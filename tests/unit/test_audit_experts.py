@@ -13,7 +13,8 @@ from mismatch.errors import MismatchError
 from mismatch.features.kernels import expert_layer
 from mismatch.features.kernels.expert_layer import Sizes
 from mismatch.features.kernels.experts import audit_experts
-from mismatch.features.kernels.geometry import ModelGeometry, Options, geometry_of
+from mismatch.features.kernels.findings import Options
+from mismatch.features.kernels.geometry import ModelGeometry, geometry_of
 from mismatch.features.kernels.results import EXPERT_COLUMNS, Audit
 from mismatch.training.user_kernels import register_experts
 from tests import checkpoints, families, planted_experts
@@ -23,7 +24,6 @@ OPTIONS = Options(dtypes=("fp64", "fp32", "bf16"))
 OURS = ("eager", "grouped_mm", "batched_mm", "bounded")
 # Biases and transposed weights; plain; no gate.
 KINDS = ("gpt_oss", "qwen3_moe", "nemotron_h")
-REAL = (expert_layer.random_inputs, expert_layer.run)
 
 
 def _geometry(family: str) -> ModelGeometry:
@@ -84,8 +84,8 @@ FORWARD = ("forward", "gradient", "router_gradient")
         ("dropped_bias", FORWARD),
         ("equal_weights", FORWARD),
         ("last_slot_lost", FORWARD),
-        ("noisy", (*FORWARD, "repeats", "batches")),
-        ("looks_at_the_batch", (*FORWARD, "batches")),
+        ("noisy", ("repeats", *FORWARD)),
+        ("looks_at_the_batch", ("batches", *FORWARD)),
     ],
 )
 def test_planted_faults_are_found(
@@ -125,7 +125,6 @@ def test_other_bits_are_told_and_not_blamed(geometries: dict[str, ModelGeometry]
     assert audit.verdict == "sound"
     repeats = audit.finding("repeats")
     assert repeats is not None
-    assert repeats.detail in audit.reason
 
 
 def test_what_does_not_run_is_unusable(geometries: dict[str, ModelGeometry]) -> None:
@@ -145,18 +144,12 @@ def test_dtypes_that_are_not_taken_are_left_out(geometries: dict[str, ModelGeome
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "reason"),
-    [
-        ("llama", "eager", "llama is dense"),
-        ("dbrx", "eager", "behind no interface"),
-        ("dbrx", "grouped_mm", "dbrx takes eager"),
-    ],
+    ("family", "reason"), [("llama", "llama is dense"), ("dbrx", "behind no interface")]
 )
-def test_where_there_is_nothing_to_choose(family: str, name: str, reason: str) -> None:
+def test_where_there_is_nothing_to_choose(family: str, reason: str) -> None:
     source = checkpoints if family == "llama" else families
-    audit = audit_experts(geometry_of(source.configuration(family)), OPTIONS, name)
-    assert (audit.verdict, audit.usable, audit.findings) == ("unusable", False, ())
-    assert reason in audit.reason or "takes none" in audit.reason
+    with pytest.raises(MismatchError, match=reason):
+        audit_experts(geometry_of(source.configuration(family)), OPTIONS, "eager")
 
 
 @pytest.mark.parametrize("family", KINDS)

@@ -10,10 +10,18 @@ import pytest
 import torch
 
 import mismatch.models
-from mismatch.features.kernels import findings as truth
-from mismatch.features.kernels.cases import Case, Inputs, allowed, full, inputs_of, positions_of
+from mismatch.features.kernels.cases import (
+    Case,
+    Inputs,
+    allowed,
+    attention,
+    full,
+    inputs_of,
+    positions_of,
+)
 from mismatch.features.kernels.geometry import ModelGeometry, geometry_of
 from mismatch.features.kernels.runner import Runner
+from mismatch.training.attention.trial import relative_error
 
 TINY = Path(mismatch.models.__file__).parent / "tiny-gpt-oss"
 
@@ -47,8 +55,8 @@ def test_one_key_and_one_sink_by_hand() -> None:
     )
     looks = torch.ones(1, 1, dtype=torch.bool)
     share = math.exp(score) / (math.exp(score) + math.exp(sink))
-    assert float(truth.attention(inputs, looks, 0.5)) == pytest.approx(share * value, rel=1e-15)
-    assert float(truth.attention(inputs, looks, 0.5, sinks=False)) == pytest.approx(value)
+    assert float(attention(inputs, looks, 0.5)) == pytest.approx(share * value, rel=1e-15)
+    assert float(attention(inputs, looks, 0.5, sinks=False)) == pytest.approx(value)
 
 
 CASES = {
@@ -65,7 +73,7 @@ def test_gradients_of_the_truth_are_finite_differences(name: str) -> None:
     looks = allowed(case, "cpu")
 
     def attend(*tensors: torch.Tensor) -> torch.Tensor:
-        return truth.attention(Inputs(*tensors), looks, case.scaling)
+        return attention(Inputs(*tensors), looks, case.scaling)
 
     assert torch.autograd.gradcheck(attend, tuple(small(case)), atol=1e-8, rtol=1e-6)
 
@@ -90,21 +98,21 @@ def test_the_family_s_own_eager_gives_the_truth(geometry: ModelGeometry) -> None
     cached = replace(full(geometry)[0], queries=5)
     for case in (*full(geometry), cached):
         inputs = inputs_of(geometry, case, "cpu", torch.float64, 0)
-        wanted = truth.attention(inputs, allowed(case, "cpu"), case.scaling)
-        assert truth.relative_error(eager(case, inputs), wanted) < 1e-14, case.label
+        wanted = attention(inputs, allowed(case, "cpu"), case.scaling)
+        assert relative_error(eager(case, inputs), wanted) < 1e-14, case.label
 
 
 def test_a_neutral_sink_takes_no_share(geometry: ModelGeometry) -> None:
     case = replace(full(geometry)[0], sinks="off")
     inputs = inputs_of(geometry, case, "cpu", torch.float64, 0)
     looks = allowed(case, "cpu")
-    with_sinks, without = (truth.attention(inputs, looks, 0.2, sinks=use) for use in (True, False))
+    with_sinks, without = (attention(inputs, looks, 0.2, sinks=use) for use in (True, False))
     assert torch.equal(with_sinks, without)
 
 
 def test_relative_error_of_nothing_and_of_no_numbers() -> None:
     wanted = torch.tensor([3.0, 4.0])
-    assert truth.relative_error(None, wanted) == 1.0
-    assert truth.relative_error(torch.zeros(2), wanted) == 1.0
-    assert truth.relative_error(torch.tensor([3.0, 4.5]), wanted) == pytest.approx(0.1)
-    assert truth.relative_error(torch.tensor([3.0, float("nan")]), wanted) == float("inf")
+    assert relative_error(None, wanted) == 1.0
+    assert relative_error(torch.zeros(2), wanted) == 1.0
+    assert relative_error(torch.tensor([3.0, 4.5]), wanted) == pytest.approx(0.1)
+    assert relative_error(torch.tensor([3.0, float("nan")]), wanted) == float("inf")

@@ -5,19 +5,15 @@ from dataclasses import replace
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.features.kernels.geometry import geometry_of
 from mismatch.features.kernels.isolation import AuditSpec
-from mismatch.features.kernels.worker import AuditPlan, reduced_to
+from mismatch.features.kernels.worker import NO_WEIGHTS, REDUCED, UNEVEN, AuditPlan
 from mismatch.models import EMBEDDED
 from mismatch.training import source
-from tests.kernels_fixture import make_audit_report
-from tests.texts import numbers
 
 TINY = str(EMBEDDED["tiny-gpt-oss"])
 SPEC = AuditSpec(model=TINY)
-SINKLESS = to_json(make_audit_report().audits[2])
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +27,13 @@ def work():
 
 
 def names(work, kind):
-    return [step["name"] for step in work.plan()["steps"] if step["kind"] == kind]
+    return [a.name for a in work.report().audits if a.kind == kind and not a.reason]
 
 
 def test_the_plan_has_what_runs_here_and_says_why_others_do_not(work):
-    plan = work.plan()
-    assert plan["model"] == "tiny-gpt-oss"
-    assert plan["geometry"]["sinks"] is True
+    report = work.report()
+    assert report.model == "tiny-gpt-oss"
+    assert report.geometry["sinks"] is True
     assert {"eager", "sdpa", "sink-sdpa"} <= set(names(work, "attention"))
     assert names(work, "attention")[-1] == "tests.planted_attention:no_sinks"
     assert "no-sinks" not in names(work, "attention")  # a planted fault is audited on request only
@@ -45,12 +41,11 @@ def test_the_plan_has_what_runs_here_and_says_why_others_do_not(work):
         *("eager", "grouped_mm", "batched_mm", "bounded"),
         "tests.planted_experts:right",
     ]
-    origins = {step["name"]: step["origin"] for step in plan["steps"]}
+    origins = {audit.name: audit.origin for audit in report.audits}
     assert origins["sink-sdpa"] == origins["bounded"] == "ours"
     assert origins["grouped_mm"] == "transformers"
     assert origins["tests.planted_experts:right"] == "yours"
-    assert [step["number"] for step in plan["steps"]] == list(range(len(plan["steps"])))
-    assert all(entry["reason"] for entry in plan["unavailable"])
+    assert any(audit.reason for audit in report.audits)
 
 
 def test_names_and_only_choose(work):
@@ -89,31 +84,28 @@ def test_a_model_that_is_not_here_is_audited_in_the_shapes_that_ship(monkeypatch
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(source, "read_config", lambda spec: pytest.fail("it asks the hub"))
     big = AuditPlan.of(replace(SPEC, model="openai/gpt-oss-20b"))
-    shape = big.geometry
-    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.window) == (64, 8, 64, 128)
+    shape, sizes = big.geometry, big.geometry.sizes
+    assert (sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.window) == (64, 8, 64, 128)
     assert shape.sinks
-    assert (shape.experts, shape.top_k) == (32, 4)
-    untested = big.plan()["not_tested"]
-    assert any("openai/gpt-oss-20b" in entry for entry in untested)
-    assert any(numbers(entry)[:3] == [32, 2880, 2880] for entry in untested)
+    assert (sizes.experts, sizes.top_k) == (32, 4)
+    untested = big.report().not_tested
+    assert any("openai/gpt-oss-20b" in entry and NO_WEIGHTS in entry for entry in untested)
+    assert REDUCED in untested
 
 
 def test_a_model_that_is_here_says_nothing_about_its_weights(work):
-    assert not any("weights of" in entry for entry in work.plan()["not_tested"])
-    dense = geometry_of(CONFIG_MAPPING["llama"](num_hidden_layers=1))
-    assert list(reduced_to(dense)) == []
+    assert not any(NO_WEIGHTS in entry for entry in work.report().not_tested)
 
 
-def test_layers_of_other_shapes_are_named():
+def test_layers_of_other_shapes_are_named(work):
     if "gemma4_text" not in CONFIG_MAPPING:
         pytest.skip("not applicable: this transformers has no model whose layers differ")
     small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "head_dim": 16}
     more = {"global_head_dim": 32, "vocab_size_per_layer_input": 64, "num_hidden_layers": 6}
     shape = geometry_of(CONFIG_MAPPING["gemma4_text"](**small, **more))
-    assert (shape.head_dim, shape.window, shape.layers) == (16, 512, 6)
-    assert numbers(shape.unlike) == [1, 6, 32, 16]
-    assert "head_dim" in shape.unlike
-    assert geometry_of(CONFIG_MAPPING["llama"](num_hidden_layers=1)).unlike == ""
+    assert (shape.sizes.head_dim, shape.sizes.window, shape.sizes.layers) == (16, 512, 6)
+    assert UNEVEN in replace(work, geometry=shape).report().not_tested
+    assert not geometry_of(CONFIG_MAPPING["llama"](num_hidden_layers=1)).uneven
 
 
 def test_an_architecture_that_cannot_be_built_is_refused_with_a_fix():

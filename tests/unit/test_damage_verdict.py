@@ -23,7 +23,7 @@ from ..fuzz import mutated, mutated_bytes
 from ..report_makers import report_of
 
 TRIALS = int(os.environ.get("MISMATCH_DAMAGE_TRIALS", "6"))  # of each file
-REPORTS = ("healthy", "failing", "gradients", "fixes", "kernels")
+REPORTS = ("healthy", "failing", "gradients", "fixes")
 
 
 def verdict(run):

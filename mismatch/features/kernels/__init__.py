@@ -11,5 +11,4 @@ FEATURE = Feature(
             "mismatch.features.kernels.command:kernels",
         ),
     ),
-    analyses="mismatch.features.kernels.results:ANALYSES",
 )

@@ -1,4 +1,4 @@
-"""Test cases of attention: inputs, and which keys each query may attend to.
+"""Test cases of attention: inputs, which keys each query may attend to, and the right output.
 
 A case turns one feature on and leaves the others without effect, so that each fault shows in one
 column: sinks so low that they have no share; the same keys and values for all heads, so that any
@@ -7,118 +7,13 @@ grouping reads the same; the default scale. Shapes: B rows, H heads, T queries, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
 
-from mismatch.errors import MismatchError
 from mismatch.features.kernels.geometry import ModelGeometry
-from mismatch.features.kernels.results import Origin
-
-PLANTED = "no-sinks"  # audited only where it is named: nobody takes it by accident
-PAGED = "serves continuous batching only, with a paged cache"
-FLEX = "flex_attention"
-NO_BACKWARD = "flex attention has no backward pass on a CPU"
-OUR_PREFIX = "mismatch_"  # of the names that we registered
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One implementation.
-
-    Attributes:
-        name: as in ``--attention NAME``.
-        registered: its name in transformers' registry; "" where it cannot run.
-        unavailable: why it cannot run on this machine; "" where it can.
-        refused: why the model does not take it; it can be measured by itself.
-        chosen: whether ``--attention auto`` resolves to it.
-    """
-
-    name: str
-    origin: Origin
-    registered: str = ""
-    unavailable: str = ""
-    refused: str = ""
-    chosen: bool = False
-
-
-def names_here(
-    geometry: ModelGeometry,
-    users: Sequence[str] = (),
-    names: Sequence[str] = (),
-    device: str = "cpu",
-) -> list[Candidate]:
-    """Every attention implementation, those that cannot run here too, with the reason.
-
-    Args:
-        users: ``package.module:function[@MASK]`` each.
-        names: only these, beside the user's; empty: all.
-        device: where they will run: ``auto`` may choose by it.
-
-    Raises:
-        MismatchError: an unknown name, or a user's function that cannot be imported.
-    """
-    import torch
-
-    from mismatch.training.attention.resolve import register_kernels, resolve_for
-
-    register_kernels()
-    available = list(dict.fromkeys(_names(geometry)))
-    unknown = [name for name in names if name not in (*available, PLANTED)]
-    if unknown:
-        raise MismatchError(
-            f"there is no attention implementation {unknown[0]!r} here",
-            f"one of {', '.join(available)}, {PLANTED}",
-        )
-    target = torch.device(device)
-    chosen = resolve_for("auto", geometry.bare, target, torch.bfloat16).implementation
-    candidates = [_candidate(geometry, name, chosen, device) for name in (names or available)]
-    return candidates + [_user_kernel(text) for text in users]
-
-
-def _names(geometry: ModelGeometry) -> Iterator[str]:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from mismatch.training.attention.resolve import OUR_KERNELS
-
-    yield from ("eager", "sdpa")
-    if geometry.sinks:
-        yield from (name for name in OUR_KERNELS if name != PLANTED)
-    for name in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        if not name.startswith(OUR_PREFIX):
-            yield name
-
-
-def _candidate(geometry: ModelGeometry, name: str, chosen: str, device: str) -> Candidate:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from mismatch.training.attention.resolve import OUR_KERNELS, resolve_for
-
-    origin: Origin = "ours" if name in OUR_KERNELS else "transformers"
-    if name == FLEX and not device.startswith("cuda"):
-        return Candidate(name, origin, unavailable=NO_BACKWARD)
-    if name.startswith("paged|"):
-        return Candidate(name, origin, unavailable=PAGED)
-    try:
-        resolved = resolve_for(name, geometry.bare).implementation
-    except MismatchError as error:
-        measurable = name in (*OUR_KERNELS, *ALL_ATTENTION_FUNCTIONS.valid_keys(), "eager")
-        if not measurable or "flash" in name:  # for want of a GPU
-            return Candidate(name, origin, unavailable=error.message)
-        return Candidate(name, origin, OUR_KERNELS.get(name, name), refused=error.message)
-    if resolved != "eager" and resolved not in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        reason = f"transformers takes {resolved} for it, which is not installed here"
-        return Candidate(name, origin, unavailable=reason)
-    return Candidate(name, origin, resolved, chosen=resolved == chosen)
-
-
-def _user_kernel(text: str) -> Candidate:
-    from mismatch.training.user_kernels import register_attention
-
-    return Candidate(text, "yours", register_attention(text))
-
+from mismatch.training.attention.trial import definition
 
 LONGEST_WINDOW = 96  # a fault in a window does not need a long one
 SHORTEST = 97  # tokens; no multiple of any kernel's tile
@@ -132,88 +27,71 @@ DTYPES = {
 
 
 class Inputs(NamedTuple):
-    """The tensors that a layer passes to its kernel.
-
-    Attributes:
-        query: [B, H, T, D].
-        key: [B, Hkv, S, D].
-        value: [B, Hkv, S, Dv].
-        sinks: [H]; None for a model without.
-    """
+    """The tensors that a layer passes to its kernel."""
 
     query: torch.Tensor
+    """[B, H, T, D]."""
     key: torch.Tensor
+    """[B, Hkv, S, D]."""
     value: torch.Tensor
+    """[B, Hkv, S, Dv]."""
     sinks: torch.Tensor | None
+    """[H]; None for a model without."""
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
-        """Those that are not None, by the names of ``experiments.kernels.Error``."""
+        """Those that are not None, by the names of ``results.Error``."""
         pairs = zip(("q", "k", "v", "sinks"), self, strict=True)
         return {name: x for name, x in pairs if x is not None}
 
-    def given(self, sinks: bool = True) -> list[torch.Tensor]:
-        """Those that are not None, perhaps without the sinks."""
-        return [x for x in self[: 4 if sinks else 3] if x is not None]
-
-    def shifted(self, name: str, by: torch.Tensor) -> Inputs:
-        """With ``by`` added to one of them."""
-        named = {**self.named, name: self.named[name] + by}
+    def leaves(self, dtype: torch.dtype | None = None) -> Inputs:
+        """Return copies that require gradients, in another dtype if one is given."""
+        named = {
+            name: x.detach().to(dtype or x.dtype, copy=True).requires_grad_()
+            for name, x in self.named.items()
+        }
         return Inputs(named["q"], named["k"], named["v"], named.get("sinks"))
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One case.
-
-    Attributes:
-        queries, keys: lengths; fewer queries than keys: the last positions, as with a cache.
-        scaling: of the scores.
-        rows: of the batch.
-        window: keys that a query sees, itself among them; None: all before it.
-        documents: lengths of the documents in the (one) row; (): one document.
-        lengths: real tokens of each row, the rest is padding at its end; (): no padding.
-        sinks: "off": so low that they have no share.
-        grouped: each key head differs; otherwise all are the same.
-    """
+    """One case."""
 
     queries: int
     keys: int
+    """Fewer queries than keys: the last positions, as with a cache."""
     scaling: float
     rows: int = 1
     window: int | None = None
+    """Keys that a query sees, itself among them; None: all before it."""
     documents: tuple[int, ...] = ()
+    """Lengths of the documents in the (one) row; (): one document."""
     lengths: tuple[int, ...] = ()
+    """Real tokens of each row, the rest is padding at its end; (): no padding."""
     sinks: Literal["on", "off"] = "off"
+    """Off: so low that they have no share."""
     grouped: bool = False
+    """Whether each key head differs."""
 
     @property
     def label(self) -> str:
         """For messages."""
-        parts = [
-            "documents in one row" if self.documents else "",
-            f"a window of {self.window}" if self.window else "",
-            f"{self.queries} queries after {self.keys - self.queries} cached keys"
-            if self.queries < self.keys
-            else "",
-        ]
-        return " and ".join(part for part in parts if part) or "full attention"
+        cached = self.keys - self.queries
+        parts = ["documents in one row"] if self.documents else []
+        parts += [f"a window of {self.window}"] if self.window else []
+        parts += [f"{self.queries} queries after {cached} cached keys"] if cached else []
+        return " and ".join(parts) or "full attention"
 
 
 def plain(geometry: ModelGeometry) -> Case:
-    """One causal row without any feature."""
+    """Return one causal row without any feature, with the default scale of kernels."""
     tokens = max(SHORTEST, 2 * short_window(geometry) + 5)
-    return Case(tokens, tokens, usual_scale(geometry))
-
-
-def usual_scale(geometry: ModelGeometry) -> float:
-    """The default scale of kernels: head_dim ** -0.5."""
-    return float(geometry.head_dim**-0.5)
+    return Case(tokens, tokens, float(geometry.sizes.head_dim**-0.5))
 
 
 def short_window(geometry: ModelGeometry) -> int:
     """The model's window, or a shorter one; for models without, any."""
-    return min(geometry.window or LONGEST_WINDOW // 3, LONGEST_WINDOW)
+    return min(geometry.sizes.window or LONGEST_WINDOW // 3, LONGEST_WINDOW)
 
 
 def full(geometry: ModelGeometry) -> tuple[Case, ...]:
@@ -222,7 +100,7 @@ def full(geometry: ModelGeometry) -> tuple[Case, ...]:
     third = base.keys // 3
     documents = (third, 5, base.keys - third - 5)
     kinds: list[int | None] = [None]
-    if geometry.window is not None:
+    if geometry.sizes.window is not None:
         kinds.append(short_window(geometry))
     return tuple(
         replace(base, window=window, documents=parts)
@@ -243,16 +121,33 @@ def inputs_of(
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
-    heads, groups = geometry.heads, geometry.kv_heads if case.grouped else 1
-    query = normal(case.rows, heads, case.queries, geometry.head_dim)
-    key = normal(case.rows, groups, case.keys, geometry.head_dim)
-    value = normal(case.rows, groups, case.keys, geometry.value_dim)
+    heads, groups = geometry.sizes.heads, geometry.sizes.kv_heads if case.grouped else 1
+    query = normal(case.rows, heads, case.queries, geometry.sizes.head_dim)
+    key = normal(case.rows, groups, case.keys, geometry.sizes.head_dim)
+    value = normal(case.rows, groups, case.keys, geometry.sizes.value_dim)
     if not case.grouped:
-        key, value = (x.repeat(1, geometry.kv_heads, 1, 1) for x in (key, value))
+        key, value = (x.repeat(1, geometry.sizes.kv_heads, 1, 1) for x in (key, value))
     # Scores are about normal: their log-sum-exp is near log(S) + 0.5. A sink there takes half.
     sinks = 4.0 + 0.7 * normal(heads) if case.sinks == "on" else torch.full((heads,), NO_SHARE)
     tensors = (query, key, value, sinks if geometry.sinks else None)
     return Inputs(*(None if x is None else x.to(device, dtype) for x in tensors))  # type: ignore[arg-type]
+
+
+def attention(
+    inputs: Inputs, mask: torch.Tensor, scaling: float, sinks: bool = True, neighbours: bool = True
+) -> torch.Tensor:
+    """[B, T, H, Dv] by :func:`definition`; without ``sinks`` as in a kernel that drops them."""
+    given = list(inputs.named.values())[: 4 if sinks else 3]
+    return definition(given, mask, scaling, neighbours=neighbours)
+
+
+def rounded(inputs: Inputs, mask: torch.Tensor, scaling: float) -> torch.Tensor:
+    """The same in the inputs' dtype with a float32 softmax, as a trainer's plain attention.
+
+    Its error is the floor: what rounding alone costs in this dtype. In float64 too the softmax is
+    in float32, as in the families' own eager attention.
+    """
+    return definition(list(inputs.named.values()), mask, scaling, softmax=torch.float32)
 
 
 def allowed(
@@ -264,13 +159,11 @@ def allowed(
     from_start: bool = False,
     causal: bool = True,
 ) -> torch.Tensor:
-    """[T, S] True where a query may attend; the arguments describe a faulty kernel.
+    """[T, S] True where a query may attend; the other arguments describe a faulty kernel.
 
     Args:
-        window: instead of the case's.
         documents: False: documents of one row are not separated.
         from_start: the first query is placed at the first key, despite cached keys.
-        causal: False: queries see the keys that come after them too.
     """
     offset = 0 if from_start else case.keys - case.queries
     rows = torch.arange(case.queries, device=device)[:, None] + offset

@@ -1,4 +1,4 @@
-"""A family's own module of experts, reduced or at the model's size, and its definition.
+"""A family's own module of experts, reduced in size, and its definition.
 
 Letters: E experts, T tokens, K of them per token, H hidden size, I width of an expert.
 """
@@ -6,14 +6,13 @@ Letters: E experts, T tokens, K of them per token, H hidden size, I width of an 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from mismatch.errors import MismatchError
-from mismatch.features.kernels.findings import Tensors, gradients
+from mismatch.features.kernels.findings import OUT, Tensors, gradients
 from mismatch.features.kernels.geometry import ModelGeometry
 
 BIAS = 0.3  # of random biases: large enough to be missed
@@ -35,58 +34,74 @@ class Sizes:
 
     def reduced(self) -> Sizes:
         """Small enough for float64 and every dtype; H and I differ, so that no mix-up fits."""
-        experts, hidden = min(self.experts, 8), min(self.hidden, 64)
-        width = min(self.width, 48)
-        return Sizes(experts, hidden, width, max(1, min(self.top_k, experts - 2, 4)))
+        experts = min(self.experts, 8)
+        top_k = max(1, min(self.top_k, experts - 2, 4))
+        return Sizes(experts, min(self.hidden, 64), min(self.width, 48), top_k)
 
 
 class ExpertInputs(NamedTuple):
-    """Inputs of the layer, and a router before it.
-
-    Attributes:
-        hidden: [T, H].
-        router: [E, H], whose logits weigh the chosen experts.
-        ids: [T, K], fixed: rounding must not change the choice.
-        weights: [T, H] that reduce the output to one number.
-    """
+    """Inputs of the layer, and a router before it."""
 
     hidden: torch.Tensor
+    """[T, H]."""
     router: torch.Tensor
+    """[E, H], whose logits weigh the chosen experts."""
     ids: torch.Tensor
+    """[T, K], fixed: rounding must not change the choice."""
     weights: torch.Tensor
+    """[T, H] that reduce the output to one number."""
+
+    def routed(self) -> torch.Tensor:
+        """[T, K] softmax over the logits of the chosen experts, in float32 or float64.
+
+        The hidden states are detached: a fault in the router's gradient would show in theirs too.
+        """
+        wide = torch.promote_types(self.hidden.dtype, torch.float32)
+        logits = self.hidden.detach().to(wide) @ self.router.to(wide).T
+        return logits.gather(1, self.ids).softmax(-1).to(self.hidden.dtype)
 
 
 def module_of(geometry: ModelGeometry) -> Any:
-    """The first module of experts that transformers' interface serves, on the meta device.
+    """Return the first module of experts that transformers' interface serves, without weights.
 
     Raises:
         MismatchError: a dense model, or one whose experts are behind no interface.
     """
+    from mismatch.training.experts import implementations_for
+
     for module in geometry.bare.modules():
         if hasattr(module, "is_concatenated"):
             return module
-    from mismatch.training.experts import implementations_for
-
     family, loop = geometry.model_type, implementations_for(geometry.bare)
     message = f"the experts of {family} are behind no interface of transformers"
     raise MismatchError(message if loop else f"{family} is dense", "there is nothing to choose")
 
 
 def sizes_of(geometry: ModelGeometry) -> Sizes:
-    """The sizes of the model."""
+    """Return the sizes of the model."""
     module = module_of(geometry)
     experts, first, second = module.down_proj.shape
     width, hidden = (first, second) if module.is_transposed else (second, first)
-    return Sizes(experts, hidden, width, geometry.top_k or 1)
+    return Sizes(experts, hidden, width, geometry.sizes.top_k or 1)
 
 
 def build(geometry: ModelGeometry, sizes: Sizes, device: str, dtype: torch.dtype, seed: int) -> Any:
-    """The family's module in other sizes, with random weights that are equal up to rounding."""
+    """Make the family's module in other sizes, with random weights, equal in all dtypes."""
     module = copy.deepcopy(module_of(geometry))
     draw = torch.Generator().manual_seed(seed)
-    for name, shape in _shapes(module, sizes).items():
-        scale = BIAS if name.endswith("_bias") else _fan_in(module, name, sizes) ** -0.5
-        values = _normal(shape, draw, dtype) * scale
+    e, h, i = sizes.experts, sizes.hidden, sizes.width
+    up, out = ("gate_up_proj", 2 * i) if module.has_gate else ("up_proj", i)
+    swap = module.is_transposed
+    shapes: dict[str, tuple[int, ...]] = {
+        up: (e, h, out) if swap else (e, out, h),
+        "down_proj": (e, i, h) if swap else (e, h, i),
+    }
+    if module.has_bias:
+        shapes |= {f"{up}_bias": (e, out), "down_proj_bias": (e, h)}
+    for name, shape in shapes.items():
+        fan_in = i if name == "down_proj" else h
+        scale = BIAS if name.endswith("_bias") else fan_in**-0.5
+        values = torch.randn(shape, generator=draw, dtype=torch.float64) * scale
         setattr(module, name, torch.nn.Parameter(values.to(device, dtype)))
     for size, names in SIZES.items():
         for name in names:
@@ -101,66 +116,29 @@ def build(geometry: ModelGeometry, sizes: Sizes, device: str, dtype: torch.dtype
     return module.train()
 
 
-def _normal(shape: tuple[int, ...], draw: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """Drawn in float64 for small tensors, so that every dtype rounds the same numbers."""
-    small = torch.Size(shape).numel() < 1 << 22
-    return torch.randn(shape, generator=draw, dtype=torch.float64 if small else dtype)
-
-
-def _shapes(module: Any, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    e, h, i = sizes.experts, sizes.hidden, sizes.width
-    out = 2 * i if module.has_gate else i
-    up = "gate_up_proj" if module.has_gate else "up_proj"
-    swap = bool(module.is_transposed)
-    shapes: dict[str, tuple[int, ...]] = {
-        up: (e, h, out) if swap else (e, out, h),
-        "down_proj": (e, i, h) if swap else (e, h, i),
-    }
-    if module.has_bias:
-        shapes |= {f"{up}_bias": (e, out), "down_proj_bias": (e, h)}
-    return shapes
-
-
-def _fan_in(module: Any, name: str, sizes: Sizes) -> int:
-    return sizes.width if name == "down_proj" else sizes.hidden
-
-
 def random_inputs(
     sizes: Sizes, tokens: int, device: str, dtype: torch.dtype, seed: int
 ) -> ExpertInputs:
-    """Random inputs; the last expert gets no token, the one before it a single one."""
+    """Draw inputs; the last expert gets no token, the expert before it a single one."""
     draw = torch.Generator().manual_seed(seed + 1)
-    wide = torch.float64 if tokens * sizes.hidden < 1 << 22 else torch.float32
-    hidden = torch.randn(tokens, sizes.hidden, generator=draw, dtype=wide)
-    router = torch.randn(sizes.experts, sizes.hidden, generator=draw, dtype=wide)
+
+    def normal(rows: int) -> torch.Tensor:
+        return torch.randn(rows, sizes.hidden, generator=draw, dtype=torch.float64)
+
+    hidden, router = normal(tokens), normal(sizes.experts) * sizes.hidden**-0.5
     usual = max(sizes.top_k, sizes.experts - 2)
     ids = torch.rand(tokens, usual, generator=draw).topk(sizes.top_k).indices
     if sizes.experts > usual:
         ids[tokens // 2, 0] = usual
-    weights = 1 + torch.randn(tokens, sizes.hidden, generator=draw, dtype=wide)
-    hidden, router = (x.to(device, dtype) for x in (hidden, router * sizes.hidden**-0.5))
+    weights = 1 + normal(tokens)
+    hidden, router = hidden.to(device, dtype), router.to(device, dtype)
     return ExpertInputs(hidden, router, ids.to(device), weights.to(device))
 
 
-def routed(inputs: ExpertInputs) -> torch.Tensor:
-    """[T, K] softmax over the logits of the chosen experts, in float32 or float64.
-
-    The hidden states are detached: a fault in the router's gradient would show in theirs too.
-    """
-    wide = torch.promote_types(inputs.hidden.dtype, torch.float32)
-    logits = inputs.hidden.detach().to(wide) @ inputs.router.to(wide).T
-    return logits.gather(1, inputs.ids).softmax(-1).to(inputs.hidden.dtype)
-
-
 def run(module: Any, registered: str, inputs: ExpertInputs) -> torch.Tensor:
-    """[T, H] by one implementation.
-
-    Raises:
-        Exception: whatever it raises.
-        ValueError: it returns another shape.
-    """
+    """[T, H] by one implementation; raises what that raises, and ValueError for another shape."""
     module.config._experts_implementation = registered
-    out = module(inputs.hidden, inputs.ids, routed(inputs))
+    out = module(inputs.hidden, inputs.ids, inputs.routed())
     if not isinstance(out, torch.Tensor) or out.shape != inputs.hidden.shape:
         shape = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
         raise ValueError(f"it returns {shape}, not [T, H] = {tuple(inputs.hidden.shape)}")
@@ -172,53 +150,47 @@ def definition(module: Any, inputs: ExpertInputs) -> torch.Tensor:
 
     out_t = Σ_k w_tk · (down_e(gate(up_e(x_t)))) with e = ids_tk; the gate is the family's own.
     """
-    return weighed(every_expert(module, inputs.hidden), inputs.ids, routed(inputs))
+    return weighed(every_expert(module, inputs.hidden), inputs.ids, inputs.routed())
 
 
 def every_expert(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     """[T, E, H]: each expert's output on each token."""
-    experts = range(module.down_proj.shape[0])
-    return torch.stack([_expert(module, expert, hidden) for expert in experts], 1)
 
-
-def weighed(every: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """[T, H]: of [T, E, H] the chosen ones, times their weights."""
-    chosen = every.gather(1, ids[..., None].expand(-1, -1, every.shape[-1]))
-    return (chosen * weights[..., None]).sum(1)
-
-
-def _expert(module: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
-    def linear(name: str, x: torch.Tensor) -> torch.Tensor:
+    def linear(name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
         weight: torch.Tensor = getattr(module, name)[expert]
         out = x @ (weight if module.is_transposed else weight.T)
         return out + getattr(module, f"{name}_bias")[expert] if module.has_bias else out
 
-    if module.has_gate:
-        state = module._apply_gate(linear("gate_up_proj", rows))
-    else:
-        state = module.act_fn(linear("up_proj", rows))
-    return linear("down_proj", state)
+    def output(expert: int) -> torch.Tensor:
+        if module.has_gate:
+            state = module._apply_gate(linear("gate_up_proj", expert, hidden))
+        else:
+            state = module.act_fn(linear("up_proj", expert, hidden))
+        return linear("down_proj", expert, state)
+
+    return torch.stack([output(expert) for expert in range(module.down_proj.shape[0])], 1)
 
 
-def leaves(module: Any, inputs: ExpertInputs) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that get gradients, by the names of ``experiments.kernels.Error``."""
-    yield "hidden", inputs.hidden
-    yield "router", inputs.router
-    for name, parameter in module.named_parameters():
-        yield name.replace("_proj", ""), parameter
+def weighed(every: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """[T, H]: of [T, E, H] the chosen outputs, times their weights."""
+    chosen = every.gather(1, ids[..., None].expand(-1, -1, every.shape[-1]))
+    return (chosen * weights[..., None]).sum(1)
 
 
-def run_backward(
+def results(
     module: Any, registered: str | None, inputs: ExpertInputs
-) -> tuple[torch.Tensor, Tensors, Exception | None]:
-    """Output, gradients, and the error of the backward pass.
+) -> tuple[Tensors, Exception | None]:
+    """Return output and gradients by the names of ``results.Error``, and the backward pass' error.
 
-    ``registered`` None: by the definition.
+    Args:
+        registered: the implementation's name; None: by the definition.
     """
     hidden, router = (x.detach().clone().requires_grad_() for x in inputs[:2])
     inputs = inputs._replace(hidden=hidden, router=router)
+    leaves = {"hidden": hidden, "router": router}
+    leaves |= {name.replace("_proj", ""): x for name, x in module.named_parameters()}
     out = definition(module, inputs) if registered is None else run(module, registered, inputs)
     try:
-        return out.detach(), gradients(dict(leaves(module, inputs)), out, inputs.weights), None
+        return {OUT: out.detach(), **gradients(leaves, out, inputs.weights)}, None
     except Exception as error:
-        return out.detach(), {}, error
+        return {OUT: out.detach()}, error

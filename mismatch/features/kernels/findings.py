@@ -1,16 +1,15 @@
-"""What audits of attention and of experts share: errors by dtype, and findings from them."""
+"""What audits of attention and of experts share: errors by dtype, and the findings from them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from mismatch.errors import MismatchError, named_line
-from mismatch.features.kernels.cases import DTYPES, Inputs
-from mismatch.features.kernels.results import Error, Finding
-from mismatch.training.attention.trial import definition
+from mismatch.features.kernels.results import Audit, Error, Finding, causes_of
 from mismatch.training.attention.trial import relative_error as relative_error
 
 # A right kernel rounds in other places than plain attention with a float32 softmax does, and may
@@ -19,102 +18,24 @@ from mismatch.training.attention.trial import relative_error as relative_error
 TIMES_FLOOR = 8.0
 # A missing gradient has an error of 1: no floor may pass it.
 HIGHEST = 0.5
-# Central differences: truncation goes with the square of the step, rounding with its inverse. Also
-# in float64 the rounding may be float32's: most families' eager attention has its softmax there.
-STEPS = {torch.float64: 2e-3, torch.float32: 2e-2}
-DIFFERENCES = {torch.float64: 1e-3, torch.float32: 2e-2}
-OWN_GRADIENT = "; it is the gradient of its own output, which is wrong itself"
-
-
-def attention(
-    inputs: Inputs,
-    mask: torch.Tensor,
-    scaling: float,
-    *,
-    sinks: bool = True,
-    neighbours: bool = True,
-) -> torch.Tensor:
-    """[B, T, H, Dv] by :func:`definition`; without ``sinks`` as in a kernel that drops them."""
-    return definition(inputs.given(sinks), mask, scaling, neighbours=neighbours)
-
-
-def rounded(inputs: Inputs, mask: torch.Tensor, scaling: float) -> torch.Tensor:
-    """The same in the inputs' dtype with a float32 softmax, as a trainer's plain attention.
-
-    Its error is the floor: what rounding alone costs in this dtype. In float64 too the softmax is
-    in float32, as in the families' own eager attention.
-    """
-    return definition(inputs.given(), mask, scaling, softmax=torch.float32)
-
-
-def leaves_of(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
-    """Copies of the kernel's inputs that require gradients, in another dtype if one is given."""
-    return Inputs(
-        *(
-            None if x is None else x.detach().to(dtype or x.dtype, copy=True).requires_grad_()
-            for x in inputs
-        )  # type: ignore[arg-type]
-    )
-
-
-def limit_of(floor: float) -> float:
-    """Limit of a relative error, from the floor: rounding alone on the same inputs."""
-    return min(TIMES_FLOOR * floor, HIGHEST)
-
-
 OUT = "out"
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 Tensors = dict[str, torch.Tensor | None]
 
 
-@dataclass
-class DtypeErrors:
-    """Errors of an implementation in one dtype, the maximum over the cases.
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How an audit is done."""
 
-    Attributes:
-        off, floors: "out" and the names of the inputs that get gradients -> relative error of the
-            implementation, of a plain one in the same dtype (rounding alone).
-        differences: name -> relative difference of the gradient from finite differences of the
-            implementation's own output.
-        lost: name -> a sentence, where no gradient arrives or it is 0.
-        raised: error of its backward pass, one line.
-        least: what a floor cannot be below.
-    """
-
-    dtype: str
-    off: dict[str, float] = field(default_factory=dict)
-    floors: dict[str, float] = field(default_factory=dict)
-    differences: dict[str, float] = field(default_factory=dict)
-    lost: dict[str, str] = field(default_factory=dict)
-    raised: str = ""
-    least: float = 0.0
-
-    def limit(self, name: str) -> float:
-        return limit_of(max(self.floors[name], self.least))
-
-    def beyond(self, name: str) -> float:
-        """1 at the limit."""
-        return self.off[name] / self.limit(name)
-
-    def add(self, name: str, off: float, floor: float) -> None:
-        self.off[name] = max(off, self.off.get(name, 0.0))
-        self.floors[name] = max(floor, self.floors.get(name, 0.0))
-
-    def add_gradients(self, own: Tensors, plain: Tensors, exact: Tensors) -> None:
-        for name, truth in exact.items():
-            assert truth is not None
-            gradient = own.get(name)
-            if gradient is None:
-                self.lost[name] = f"no gradient arrives at {name}"
-            elif not gradient.any():
-                self.lost[name] = f"the gradient of {name} is 0 everywhere"
-            self.add(name, relative_error(gradient, truth), relative_error(plain[name], truth))
-
-    @property
-    def error(self) -> Error:
-        """For the report, without infinite values."""
-        finite = {name: x for name, x in self.off.items() if x < float("inf")}
-        gradients = {name: x for name, x in finite.items() if name != OUT}
-        return Error(self.dtype, finite.get(OUT), gradients, self.floors.get(OUT))
+    device: str = "cpu"
+    dtypes: tuple[str, ...] = ("fp64", "fp32", "bf16")
+    """Those that a kernel refuses are left out."""
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +48,73 @@ class Gap:
     limit: float
 
 
-def in_dtypes(
-    dtypes: Iterable[str], measure: Callable[[str], DtypeErrors]
-) -> tuple[list[DtypeErrors], dict[str, str]]:
-    """Errors by dtype, and why the other dtypes do not run."""
-    measured, refusals = [], {}
+@dataclass
+class DtypeErrors:
+    """Errors of an implementation in one dtype, the maximum over the cases."""
+
+    dtype: str
+    least: float = 0.0
+    """What a floor cannot be below."""
+    off: dict[str, float] = field(default_factory=dict)
+    """"out" and the names of the inputs that get gradients -> relative error."""
+    floors: dict[str, float] = field(default_factory=dict)
+    """Likewise, of a plain implementation in the same dtype: rounding alone."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """Name -> a sentence, where no gradient arrives or it is 0."""
+    raised: str = ""
+    """Error of its backward pass, one line."""
+    repeats: list[Gap] = field(default_factory=list)
+    """Differences between two runs on the same inputs."""
+    batches: list[Gap] = field(default_factory=list)
+    """Differences between a row alone and in a batch."""
+    alone: str = ""
+    """Why it does not run on a batch; "" where it does."""
+
+    def limit(self, name: str) -> float:
+        return limit_of(max(self.floors[name], self.least))
+
+    def compare(self, own: Tensors, exact: Tensors, plain: Tensors) -> None:
+        """Add the errors of one case: of the output, and of gradients where there are any."""
+        for name in [OUT] if self.raised else exact:
+            truth, result = exact[name], own.get(name)
+            assert truth is not None
+            if result is None:
+                self.lost[name] = f"no gradient arrives at {name}"
+            elif name != OUT and not result.any():
+                self.lost[name] = f"the gradient of {name} is 0 everywhere"
+            off, floor = relative_error(result, truth), relative_error(plain[name], truth)
+            self.off[name] = max(off, self.off.get(name, 0.0))
+            self.floors[name] = max(floor, self.floors.get(name, 0.0))
+
+    def repeat(self, first: Tensors, again: Tensors) -> None:
+        """Note where output or gradients of the same inputs are not the same bits."""
+        for name, tensor in first.items():
+            if off := difference(again.get(name), tensor):
+                what = "the output" if name == OUT else f"the gradient of {name}"
+                self.repeats.append(Gap(what, self.dtype, off, self.limit(name)))
+
+
+def limit_of(floor: float) -> float:
+    """Limit of a relative error, from the floor: rounding alone on the same inputs."""
+    return min(TIMES_FLOOR * floor, HIGHEST)
+
+
+def audited(
+    about: Audit,
+    columns: Sequence[str],
+    dtypes: Iterable[str],
+    measure: Callable[[str], DtypeErrors],
+    findings: Callable[[list[DtypeErrors]], Iterable[Finding]],
+) -> Audit:
+    """Measure an implementation in each dtype that it takes, and judge it.
+
+    Args:
+        about: the implementation; its reason: why the model refuses it, "" where it does not.
+        findings: of the columns after "accepts".
+    """
+    start = time.monotonic()
+    measured: list[DtypeErrors] = []
+    refusals: dict[str, str] = {}
     for dtype in dtypes:
         try:
             measured.append(measure(dtype))
@@ -139,32 +122,42 @@ def in_dtypes(
             raise
         except Exception as error:  # an implementation may raise anything
             refusals[dtype] = named_line(error)
-    return measured, refusals
-
-
-def not_accepted(columns: Sequence[str], refusals: dict[str, str]) -> tuple[Finding, ...]:
-    """Findings on what runs in no dtype; the first has the reason."""
-    detail = f"does not run in {', '.join(refusals)}: {next(iter(refusals.values()))}"
-    absent = (Finding(column, "not_tested", "it does not run") for column in columns[1:])
-    return Finding("accepts", "failed", detail), *absent
-
-
-def accepted(measured: list[DtypeErrors], refusals: dict[str, str]) -> Finding:
-    detail = f"runs in {', '.join(errors.dtype for errors in measured)}"
-    parts = (f"; not in {dtype}: {reason}" for dtype, reason in refusals.items())
-    return Finding("accepts", "passed", detail + "".join(parts))
+    if measured:
+        detail = f"runs in {', '.join(errors.dtype for errors in measured)}"
+        detail += "".join(f"; not in {dtype}: {reason}" for dtype, reason in refusals.items())
+        found = (Finding("accepts", "passed", detail), *findings(measured))
+    else:
+        detail = f"does not run in {', '.join(refusals)}: {next(iter(refusals.values()))}"
+        absent = (Finding(column, "not_tested", "it does not run") for column in columns[1:])
+        found = (Finding("accepts", "failed", detail), *absent)
+    errors = []
+    for each in measured:  # without infinite values
+        known = {name: x for name, x in each.off.items() if x < float("inf")}
+        gradients = {name: x for name, x in known.items() if name != OUT}
+        errors.append(Error(each.dtype, known.get(OUT), gradients, each.floors.get(OUT)))
+    wrong = [finding for finding in found if finding.outcome == "failed" and finding.critical]
+    usable = bool(measured) and not about.reason
+    return replace(
+        about,
+        verdict="unusable" if not usable else "wrong" if wrong else "sound",
+        reason=about.reason or next((finding.detail for finding in causes_of(wrong)), ""),
+        usable=usable,
+        findings=found,
+        errors=tuple(errors),
+        seconds=round(time.monotonic() - start, 2),
+    )
 
 
 def forward_finding(measured: list[DtypeErrors]) -> Finding:
-    """The dtype that is furthest beyond its limit, or nearest to it."""
-    worst = max(measured, key=lambda errors: errors.beyond(OUT))
-    return _compared("forward", worst, OUT, f"output off by {percent(worst.off[OUT])}")
+    """Judge the output in the dtype that is furthest beyond its limit, or nearest to it."""
+    worst = max(measured, key=lambda errors: errors.off[OUT] / errors.limit(OUT))
+    return _compared("forward", worst, OUT, "output")
 
 
 def backward_finding(
     measured: list[DtypeErrors], column: str, names: Sequence[str], absent: str = ""
 ) -> Finding:
-    """Gradients of some inputs; ``absent``: why there are none to test."""
+    """Judge the gradients of some inputs; ``absent``: why there are none to test."""
     if absent:
         return Finding(column, "not_tested", absent)
     for errors in measured:
@@ -172,74 +165,38 @@ def backward_finding(
             detail = f"its backward pass does not run in {errors.dtype}: {errors.raised}"
             return Finding(column, "failed", detail)
     pairs = [(errors, name) for errors in measured for name in names]
-    worst, name = max(pairs, key=lambda pair: pair[0].beyond(pair[1]))
-    finding = _compared(
-        column, worst, name, f"gradient of {name} off by {percent(worst.off[name])}"
-    )
-    return finding if finding.outcome == "failed" else _unlike(pairs, column) or finding
+    worst, name = max(pairs, key=lambda pair: pair[0].off[pair[1]] / pair[0].limit(pair[1]))
+    return _compared(column, worst, name, f"gradient of {name}")
 
 
-def _compared(column: str, worst: DtypeErrors, name: str, words: str) -> Finding:
-    off, limit = worst.off[name], worst.limit(name)
-    detail = f"{words} in {worst.dtype}; rounding alone: {percent(worst.floors[name])}"
+def _compared(column: str, worst: DtypeErrors, name: str, what: str) -> Finding:
+    off, limit, floor = worst.off[name], worst.limit(name), worst.floors[name]
+    detail = f"{what} off by {percent(off)} in {worst.dtype}; rounding alone: {percent(floor)}"
     if off <= limit:
         return Finding(column, "passed", detail, off, limit)
-    detail = worst.lost.get(name, detail) + _origin(worst, name)
-    return Finding(column, "failed", detail, finite(off), limit)
+    return Finding(column, "failed", worst.lost.get(name, detail), finite(off), limit)
 
 
-def _unlike(pairs: list[tuple[DtypeErrors, str]], column: str) -> Finding | None:
-    """Failed, where a gradient is not that of the implementation's own output."""
-    for errors, name in pairs:
-        gap = errors.differences.get(name)
-        limit = DIFFERENCES.get(DTYPES[errors.dtype], float("inf"))
-        if gap is not None and not gap <= limit:
-            where = f"of its own output in {errors.dtype}"
-            detail = f"gradient of {name} off by {percent(gap)} from finite differences {where}"
-            return Finding(column, "failed", detail, finite(gap), limit)
-    return None
+def determinism(measured: list[DtypeErrors]) -> tuple[Finding, Finding]:
+    """Judge "repeats" and "batches".
 
-
-def _origin(errors: DtypeErrors, name: str) -> str:
-    """Whether the fault is in the backward pass or before it."""
-    gap = errors.differences.get(name)
-    if gap is None:
-        return ""
-    if gap <= DIFFERENCES[DTYPES[errors.dtype]]:
-        return OWN_GRADIENT
-    return f"; and off by {percent(gap)} from finite differences of its own output"
-
-
-def repeat_gaps(errors: DtypeErrors, first: Tensors, others: Iterable[Tensors]) -> list[Gap]:
-    """Where output or gradients of the same inputs are not the same bits."""
-    return [
-        Gap(
-            "the output" if name == OUT else f"the gradient of {name}",
-            errors.dtype,
-            off,
-            errors.limit(name),
-        )
-        for results in others
-        for name, tensor in first.items()
-        if (off := difference(results.get(name), tensor))
-    ]
-
-
-def repeats_finding(gaps: list[Gap], times: int) -> Finding:
-    """A difference is reported. It makes an implementation wrong only beyond rounding: sums in any
-    order (atomic adds) are common in backward passes of fast kernels.
+    Other bits are reported. They make an implementation wrong only beyond rounding: sums in any
+    order (atomic adds) are common in backward passes of fast kernels, and matrix products of other
+    shapes sum in another order. Beyond rounding a row depends on its neighbours.
     """
-    same = f"the same bits in {times} runs, output and gradients"
-    return _gaps("repeats", gaps, same, "{} differs from run to run")
-
-
-def batches_finding(gaps: list[Gap]) -> Finding:
-    """A difference is reported: matrix products of other shapes sum in another order. Beyond
-    rounding it makes an implementation wrong: then a row depends on its neighbours.
-    """
-    return _gaps(
-        "batches", gaps, "the same bits alone and in a batch", "gives a row other numbers {}"
-    )
+    gaps = [gap for errors in measured for gap in errors.repeats]
+    same = "the same bits in 2 runs, output and gradients"
+    repeats = _gaps("repeats", gaps, same, "{} differs from run to run")
+    if repeats.outcome == "failed" and repeats.critical:
+        detail = "its numbers change from run to run"
+        return repeats, Finding("batches", "not_tested", detail)
+    for errors in measured:
+        if errors.alone:
+            detail = f"does not run on three rows in {errors.dtype}: {errors.alone}"
+            return repeats, Finding("batches", "failed", detail)
+    gaps = [gap for errors in measured for gap in errors.batches]
+    same = "the same bits alone and in a batch"
+    return repeats, _gaps("batches", gaps, same, "gives a row other numbers {}")
 
 
 def _gaps(column: str, gaps: list[Gap], same: str, words: str) -> Finding:
@@ -254,7 +211,7 @@ def _gaps(column: str, gaps: list[Gap], same: str, words: str) -> Finding:
 
 
 def difference(left: torch.Tensor | None, right: torch.Tensor | None) -> float:
-    """0 for the same bits; otherwise the relative difference, never 0."""
+    """Return 0 for the same bits; otherwise the relative difference, never 0."""
     if left is None or right is None:
         return 0.0 if left is right else 1.0
     if torch.equal(left, right):

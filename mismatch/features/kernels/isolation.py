@@ -1,8 +1,8 @@
 """Isolation: implementations are audited in a child process that may die; no torch here.
 
-The worker (:mod:`mismatch.features.kernels.worker`) goes through its steps and writes the
-result of each to a file. Where a kernel crashes, hangs or is killed, that becomes its result, and a
-new process continues with the next step.
+The worker (:mod:`mismatch.features.kernels.worker`) writes its plan, an audit of each
+implementation without results, and then the result of each to a file of its number. Where a kernel
+crashes, hangs or is killed, that is its result, and a new process goes on with the next one.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
 
-from mismatch.codec import from_json
+from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError
 from mismatch.features.kernels.results import Audit, AuditReport, Kind
 from mismatch.processes.launch import POLL_S, Worker, started
@@ -23,64 +22,39 @@ from mismatch.run.store import read_json, write_json
 LABEL = "kernels"
 WORKER = "mismatch.features.kernels.worker"
 PLAN, NOW, DONE = "plan.json", "now.json", "done.json"
-START_S = 300.0  # torch, transformers and a model's configuration, on a slow disk
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class AuditSpec:
-    """What to audit.
-
-    >>> AuditSpec(model="tiny-gpt-oss", kernels=("my.kernels:attend@flash",)).limit_s
-    900.0
-
-    Attributes:
-        model: path or hub id, resolved.
-        only: attention or experts; None: both.
-        names: implementations, as the trainer's flags name them; empty: all of this machine. The
-            user's own are audited in any case.
-        kernels, expert_kernels: the user's own, ``package.module:function``.
-        dtypes: "fp32", "bf16" …; empty: by the device.
-        limit_s: longest time for one implementation.
-    """
+    """What to audit."""
 
     model: str
+    """Path or hub id, resolved."""
     revision: str | None = None
     trust_remote_code: bool = False
     only: Kind | None = None
+    """Attention or experts; None: both."""
     names: tuple[str, ...] = ()
+    """As the trainer's flags name them; empty: all of this machine. The user's own are always
+    audited."""
     kernels: tuple[str, ...] = ()
+    """The user's own attention, ``package.module:function``; likewise ``expert_kernels``."""
     expert_kernels: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
+    """Empty: by the device."""
     seed: int = 0
     limit_s: float = 900.0
+    """Longest time for one implementation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step of the worker.
-
-    Attributes:
-        number: of the implementation, in the order of the plan.
-    """
-
-    number: int
-    name: str
-    kind: Kind
-    origin: Literal["ours", "transformers", "yours"]
-
-    @property
-    def file(self) -> str:
-        """Of its result."""
-        return f"{self.number:03d}.json"
+def result_file(folder: Path, number: int) -> Path:
+    """Return where the result of the plan's audit of this number is."""
+    return folder / f"{number:03d}.json"
 
 
 def run_audit(spec: AuditSpec, out: Path, progress: Progress, worker: str = WORKER) -> AuditReport:
-    """Audit everything that ``spec`` asks for.
-
-    Args:
-        out: an empty or new directory for jobs, logs and results of the steps.
-        worker: module of the child process.
+    """Audit everything that ``spec`` asks for, in a new directory.
 
     Raises:
         MismatchError: planning failed: unknown model, a function that cannot be imported …
@@ -93,20 +67,28 @@ def run_audit(spec: AuditSpec, out: Path, progress: Progress, worker: str = WORK
         (folder / NOW).unlink(missing_ok=True)
         with started(LABEL, command, out, progress) as process:
             fate = _wait(process, folder, spec.limit_s)
-        if fate:
-            write_json(folder / _current(folder).file, {"failed": fate, "crashed": True})
-    return collected(folder)
+        number = _running(folder)
+        if number is not None:
+            audit = _plan(folder).audits[number]
+            ended = replace(audit, reason=fate, crashed=True)
+            write_json(result_file(folder, number), to_json(ended))
+    plan = _plan(folder)
+    audits = (
+        audit if audit.reason else from_json(Audit, read_json(result_file(folder, number)))
+        for number, audit in enumerate(plan.audits)
+    )
+    return replace(plan, audits=tuple(audits))
+
+
+def _plan(folder: Path) -> AuditReport:
+    return from_json(AuditReport, read_json(folder / PLAN))
 
 
 def _wait(worker: Worker, folder: Path, limit_s: float) -> str:
-    """Wait for a worker; returns how the current step ended its process, "" where all are done.
-
-    Raises:
-        MismatchError: it failed outside of any step.
-    """
-    step, since = None, time.monotonic()
+    """Wait for a worker; return how the current step ended its process, "" where all are done."""
+    step, since, watch = None, time.monotonic(), worker.watch()
     while True:
-        now = _running_step(folder)
+        now = _running(folder)
         if now != step:
             step, since = now, time.monotonic()
         try:
@@ -115,56 +97,22 @@ def _wait(worker: Worker, folder: Path, limit_s: float) -> str:
                     return ""
                 raise MismatchError("the process of the audit ended before its work was done")
         except MismatchError:
-            if _running_step(folder) is None:
+            if _running(folder) is None:
                 raise
             often = "; often that is out of memory" if "SIGKILL" in worker.fate else ""
             return f"crashed: its process {worker.fate}{often}"
         waited = time.monotonic() - since
-        if step is None and waited > max(limit_s, START_S):
-            raise MismatchError(
-                f"the audit did nothing for {waited:.0f} s", "is one of your modules waiting?"
-            )
-        if step is not None and waited > limit_s:
+        if step is None:
+            worker.require_activity(watch)
+        elif waited > limit_s:
             worker.stop()
             return f"timed out: no end after {limit_s:g} s"
         time.sleep(POLL_S)
 
 
-def _running_step(folder: Path) -> str | None:
-    """The step that is running, from a file that the worker writes and removes."""
+def _running(folder: Path) -> int | None:
+    """Return the number at work, from a file that the worker writes and removes."""
     try:
-        return (folder / NOW).read_text(encoding="utf-8")
+        return int((folder / NOW).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-
-
-def _current(folder: Path) -> Step:
-    return Step(**read_json(folder / NOW))
-
-
-def collected(folder: Path) -> AuditReport:
-    """The report, from the results of the steps.
-
-    Raises:
-        MismatchError: a file is damaged.
-    """
-    plan = read_json(folder / PLAN)
-    audits = [from_json(Audit, entry) for entry in plan["unavailable"]]
-    for entry in plan["steps"]:
-        step = Step(**entry)
-        result = read_json(folder / step.file)
-        audits.append(_unusable(step, result) if "failed" in result else from_json(Audit, result))
-    return AuditReport(
-        model=plan["model"],
-        device=plan["device"],
-        geometry=plan["geometry"],
-        audits=tuple(audits),
-        facts=plan["facts"],
-        not_tested=tuple(plan["not_tested"]),
-    )
-
-
-def _unusable(step: Step, result: dict[str, Any]) -> Audit:
-    """An implementation whose step failed, or ended its process: it cannot be used here."""
-    reason, crashed = result["failed"], result.get("crashed", False)
-    return Audit(step.name, step.kind, step.origin, "unusable", reason, False, crashed=crashed)

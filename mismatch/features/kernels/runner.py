@@ -14,64 +14,65 @@ from mismatch.features.kernels.geometry import ModelGeometry
 
 
 class Runner:
-    """One registered attention implementation at a model's geometry.
-
-    Args:
-        registered: its name in transformers' registry.
-    """
+    """One registered attention implementation at a model's geometry."""
 
     def __init__(self, geometry: ModelGeometry, registered: str) -> None:
         self.geometry, self.registered = geometry, registered
         self._function = function_of(geometry, registered)
 
     def __call__(self, case: Case, inputs: Inputs) -> torch.Tensor:
-        """[B, T, H, Dv].
-
-        Raises:
-            Exception: whatever the kernel raises.
-            ValueError: it returns another shape.
-        """
-        device = str(inputs.query.device)
-        config = self._config(case, inputs.query.dtype)
-        extra = {} if inputs.sinks is None else {"s_aux": inputs.sinks}
+        """[B, T, H, Dv]; raises what the kernel raises, and ValueError for another shape."""
+        query, sizes = inputs.query, self.geometry.sizes
+        config = SimpleNamespace(
+            _attn_implementation=self.registered,
+            sliding_window=case.window,
+            dtype=query.dtype,
+            is_causal=True,
+        )
+        # What kernels ask of the attention layer that calls them; flash looks for a weight's dtype.
+        layer: Any = torch.nn.Linear(1, 1, dtype=query.dtype).train()
+        layer.config, layer.layer_idx, layer.is_causal = config, 0, True
+        layer.num_key_value_groups = sizes.heads // sizes.kv_heads
+        layer.head_dim, layer.scaling = sizes.head_dim, self.geometry.scaling
+        layer.sliding_window = case.window
+        extra = {}
+        if inputs.sinks is not None:
+            layer.sinks = inputs.sinks  # eager reads it here
+            extra = {"s_aux": inputs.sinks}
         result = self._function(
-            _layer(self.geometry, config, inputs),
+            layer,
             *inputs[:3],
-            self.mask(case, config, inputs),
+            _mask(case, config, query),
             dropout=0.0,
             scaling=case.scaling,
             sliding_window=case.window,
-            position_ids=positions_of(case, device),
+            position_ids=positions_of(case, str(query.device)),
             **extra,
         )
         out = result[0] if isinstance(result, tuple) else result
-        wanted = (case.rows, case.queries, self.geometry.heads, self.geometry.value_dim)
+        wanted = (case.rows, case.queries, sizes.heads, sizes.value_dim)
         if not isinstance(out, torch.Tensor) or tuple(out.shape) != wanted:
             shape = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
             raise ValueError(f"it returns {shape}, not [B, T, H, Dv] = {wanted}")
         return out
 
-    def mask(self, case: Case, config: Any, inputs: Inputs) -> Any:
-        """What transformers makes for this implementation, from positions, padding and cache."""
-        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-        query = inputs.query
-        build: Any = create_sliding_window_causal_mask if case.window else create_causal_mask
-        return build(
-            config=config,
-            inputs_embeds=query.new_empty(case.rows, case.queries, 1),
-            attention_mask=_padding(case, query.device),
-            past_key_values=_Cache(case) if case.queries < case.keys else None,
-            position_ids=positions_of(case, str(query.device)),
-        )
+def _mask(case: Case, config: Any, query: torch.Tensor) -> Any:
+    """What transformers makes for this implementation, from positions, padding and cache."""
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-    def _config(self, case: Case, dtype: torch.dtype) -> Any:
-        return SimpleNamespace(
-            _attn_implementation=self.registered,
-            sliding_window=case.window,
-            dtype=dtype,
-            is_causal=True,
-        )
+    build: Any = create_sliding_window_causal_mask if case.window else create_causal_mask
+    real = None  # [B, S] 1 for real tokens; None where there is no padding
+    if case.lengths:
+        lengths = torch.tensor(case.lengths, device=query.device)
+        real = (torch.arange(case.keys, device=query.device) < lengths[:, None]).long()
+    return build(
+        config=config,
+        inputs_embeds=query.new_empty(case.rows, case.queries, 1),
+        attention_mask=real,
+        past_key_values=_Cache(case) if case.queries < case.keys else None,
+        position_ids=positions_of(case, str(query.device)),
+    )
 
 
 class _Cache:
@@ -93,42 +94,16 @@ class _Cache:
 
 
 def function_of(geometry: ModelGeometry, registered: str) -> Callable[..., Any]:
-    """The function behind a name; ``eager`` is the family's own.
-
-    Raises:
-        KeyError: no such name, or a family without a function for eager attention.
-    """
+    """Return the function behind a name; ``eager`` is the family's own."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if registered != "eager":
         function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[registered]
         return function
     for module in geometry.bare.modules():
-        home = sys.modules[type(module).__module__]
-        if "attention" in type(module).__name__.lower() and hasattr(
-            home, "eager_attention_forward"
-        ):
+        home: Any = sys.modules[type(module).__module__]
+        named = "attention" in type(module).__name__.lower()
+        if named and hasattr(home, "eager_attention_forward"):
             own: Callable[..., Any] = home.eager_attention_forward
             return own
     raise KeyError(f"{geometry.model_type} has no eager attention behind transformers' interface")
-
-
-def _layer(geometry: ModelGeometry, config: Any, inputs: Inputs) -> torch.nn.Module:
-    """What kernels ask of the attention layer that calls them."""
-    layer: Any = torch.nn.Linear(1, 1, dtype=inputs.query.dtype)  # flash looks for a weight's dtype
-    layer.config, layer.layer_idx, layer.is_causal = config, 0, True
-    layer.num_key_value_groups = geometry.heads // geometry.kv_heads
-    layer.head_dim, layer.scaling = geometry.head_dim, geometry.scaling
-    layer.sliding_window = config.sliding_window
-    layer.train()
-    if inputs.sinks is not None:
-        layer.sinks = inputs.sinks  # eager reads it here
-    return layer  # type: ignore[no-any-return]
-
-
-def _padding(case: Case, device: torch.device) -> torch.Tensor | None:
-    """[B, S] 1 for real tokens; None where there is no padding."""
-    if not case.lengths:
-        return None
-    lengths = torch.tensor(case.lengths, device=device)
-    return (torch.arange(case.keys, device=device) < lengths[:, None]).long()
