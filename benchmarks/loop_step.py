@@ -18,16 +18,14 @@ from pathlib import Path
 
 import numpy as np
 
-from mismatch.features.loop.history import FILE, load_history
-from mismatch.types import Floats
+from mismatch.features.loop.history import Row, rows_of
 
 STEP_S, WEIGHTS_S, RATIO = 30.0, 2.0, 1.5
 FLOOR = ("generate_s", "update_s")
 PARTS = ("export_s", "push_s", "verify_s", "generate_s", "score_s", "update_s")
 SETTINGS = (
     *("--prompts-per-step", "32", "--samples-per-prompt", "4", "--max-tokens", "96"),
-    *("--nproc-per-node", "1", "--no-perfectible", "--no-prefill", "--checkpoint-every", "1000"),
-    "--no-full-check",
+    *("--nproc-per-node", "1", "--no-perfectible", "--checkpoint-every", "1000"),
 )
 
 
@@ -42,9 +40,9 @@ def run(engine: str, steps: int, out: Path) -> Path:
     return out / "as-is" / "seed-0"
 
 
-def medians(columns: dict[str, Floats]) -> dict[str, float]:
+def medians(rows: list[Row]) -> dict[str, float]:
     """Of every part, the whole step and its floor; without the first step."""
-    rest = {name: columns[name][1:] for name in (*PARTS, "seconds")}
+    rest = {name: np.array([row[name] for row in rows[1:]]) for name in (*PARTS, "seconds")}
     rest["floor"] = np.sum([rest[name] for name in FLOOR], axis=0)
     rest["weights"] = rest["export_s"] + rest["push_s"]
     return {name: float(np.median(values)) for name, values in rest.items()}
@@ -58,7 +56,7 @@ def main() -> int:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         place = asked.run or run(asked.engine, asked.steps, Path(scratch) / "run")
-        found = medians(load_history(place / FILE)[0])
+        found = medians(rows_of(place))
     for name in PARTS:
         print(f"{name:12} {found[name]:8.2f} s")
     ratio = found["seconds"] / found["floor"]

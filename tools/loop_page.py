@@ -148,10 +148,9 @@ def rows(report: LoopReport) -> Iterator[list[str]]:
                 for name in ("reward", "k3_kl", "entropy", "ess_seq")
             ]
             norm = number(float(max(run.curve("grad_norm"))))
-            first = "–" if run.first is None else run.first.status
             falls, at = reward_fall(run), fired(run)["grad_norm"]
             told = (learnt(run), *("–" if step is None else str(step) for step in (at, falls)))
-            yield [f"`{arm.name}`", str(run.seed), str(run.steps), first, *ends, norm, *told]
+            yield [f"`{arm.name}`", str(run.seed), str(run.steps), *ends, norm, *told]
 
 
 def missing(report: LoopReport) -> Iterator[str]:
@@ -166,7 +165,7 @@ def missing(report: LoopReport) -> Iterator[str]:
 
 def text(report: LoopReport) -> str:
     """What stands between the markers."""
-    titles = ("arm", "seed:", "steps:", "check at step 0", "reward", "k3 KL, nats", "entropy")
+    titles = ("arm", "seed:", "steps:", "reward", "k3 KL, nats", "entropy")
     more = ("ESS of sequences", "largest gradient norm:", f"reward {LEARNT:g} at step:")
     more += ("gradient norm warns at:", "reward falls at:")
     shown = section(report)

@@ -23,7 +23,7 @@ from mismatch.features.loop import arms as pipeline
 from mismatch.features.loop import engine_side as loop_engine
 from mismatch.features.loop import history
 from mismatch.features.loop import trainer_side as loop_trainer
-from mismatch.features.loop.arm import header_of, resume_from
+from mismatch.features.loop.arm import resume_from
 from mismatch.features.loop.judge import FILE
 from mismatch.features.loop.optimiser import PolicyOptimiser
 from mismatch.features.loop.spec import LoopSpec
@@ -79,12 +79,11 @@ def in_turns(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
         start = resume_from(arm)
         spec = loop.check.rollout
         ready[:] = ready or [ready_for(spec)]
-        base = Path(spec.engine.model)
         kind = engine_class("transformers")
         torch.manual_seed(loop.seed)
         try:
             with kind(spec.engine, spec.sampling, 256) as engine:
-                left = loop_engine.EngineSide(arm, loop, engine, ready[0], base, path="load")
+                left = loop_engine.EngineSide(arm, loop, engine, ready[0], ["load"])
                 left.choose_pool(pool)
                 loaded = load(loop.check.train, world.mesh, world.device)
                 right = loop_trainer.TrainerSide(world, loaded, loop, arm)
@@ -94,10 +93,7 @@ def in_turns(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
                     right.step(step)
         except OSError as error:  # as workers leave it for the parent
             raise MismatchError(named_line(error)) from error
-        finally:
-            if rows := history.rows_of(arm):
-                history.save_history(arm, rows, header_of(loop))
-        return rows
+        return history.rows_of(arm)
 
     monkeypatch.setattr(pipeline, "run_arm", run_arm)
     HOOKS.install()
@@ -108,14 +104,12 @@ def run(asked: LoopSpec, folder: Path) -> None:
 
 
 def curves(root: Path) -> list[list[float | None]]:
-    """Of the rows, and of the report and the table that were written from them."""
+    """Of the rows, and of the report that was written from them."""
     folder = root / "as-is" / "seed-0"
     rows = history.rows_of(folder)
     (arm,) = read_json(root / FILE)["arms"]
     assert arm["runs"][0]["curves"]["loss"] == [row["loss"] for row in rows]
     assert arm["runs"][0]["stopped"] == ""
-    table, _ = history.load_history(folder / history.FILE)
-    assert table["loss"].tolist() == [row["loss"] for row in rows]
     assert not [*root.rglob("*.partial")]
     return numbers(rows)
 
@@ -176,6 +170,5 @@ def test_a_loss_that_is_not_finite_stops_its_arm_and_the_others_go_on(
     first, other = (arm["runs"][0] for arm in read_json(tmp_path / FILE)["arms"])
     assert "step 1" in first["stopped"]
     assert first["curves"]["step"] == [0.0]
-    assert first["first"]["step"] == 0  # the check of its first step is there all the same
     assert len(other["curves"]["step"]) == STEPS
     assert other["stopped"] == ""

@@ -6,25 +6,25 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from mismatch.cli.flags import Flags
 from mismatch.cli.main import app
-from mismatch.doctor.machine import CONTEXT_BYTES, inspect_machine, machine_with, parse_kind
+from mismatch.doctor.machine import inspect_machine, machine_with, parse_kind
 from mismatch.doctor.memory import Workload, predict_trainer, sharded
 from mismatch.errors import MismatchError
 from mismatch.features.loop import history
-from mismatch.features.loop import trainer_side as loop_trainer
-from mismatch.features.loop.arm import finish_both, resume_from, shares
+from mismatch.features.loop.arm import finish_both, resume_from
 from mismatch.features.loop.arms import require_same_settings
-from mismatch.features.loop.command import asked
-from mismatch.features.loop.cost import flops_here, kind_of, memory_of_loop, seconds_of_step
+from mismatch.features.loop.command import asked, loop, loop_spec
 from mismatch.features.loop.engine_side import EngineSide, own_rewards
+from mismatch.features.loop.memory import memory_of_loop
 from mismatch.features.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
 from mismatch.features.loop.spec import AS_IS, LoopSpec, arm_of, place_of, read_seeds
 from mismatch.metrics.importance_weights import group_advantages
@@ -35,11 +35,12 @@ from mismatch.models.sizes import sized
 from mismatch.models.weight_states import Prints
 from mismatch.processes.launch import started
 from mismatch.prompts.prompt import Prompt
-from mismatch.run.machine import Placement
-from mismatch.run.store import write_json
+from mismatch.run.directory import load_spec
+from mismatch.run.store import read_json
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, Sampling, TrainSpec
 from mismatch.types import Floats, Rollout, Scoring
 from tests.checkpoints import rollout
+from tests.made_run import make_run
 from tests.texts import numbers
 
 BASE = LoopSpec(arm=AS_IS)
@@ -61,11 +62,11 @@ def sides(seed: int = 0, spread: float = 0.3) -> tuple[Floats, Floats, Floats]:
 @pytest.mark.parametrize("loss", ["token", "sequence"])
 @pytest.mark.parametrize("arm", [AS_IS, "tis", "seq-tis", "on-policy-ratio"])
 def test_coefficients_are_the_derivative_of_the_clipped_objective(loss: Any, arm: str) -> None:
-    loop = arm_of(replace(BASE, loss=loss), arm)
+    asked_loop = arm_of(replace(BASE, loss=loss), arm)
     engine, old, new = sides()
     everyone = np.array([0, 1])
-    plain = plain_coefficients(ROLLOUT, old, engine, everyone, loop)
-    policy = PolicyLoss(plain, old_logprobs(old, engine, loop), loop.clip)
+    plain = plain_coefficients(ROLLOUT, old, engine, everyone, asked_loop)
+    policy = PolicyLoss(plain, old_logprobs(old, engine, asked_loop), asked_loop.clip)
     got = policy(np.arange(len(new)), new)
 
     sequence = torch.from_numpy(ROLLOUT.sequence_of_token[ROLLOUT.actions])
@@ -146,59 +147,64 @@ def test_a_history_holds_what_was_measured_and_forgets_what_is_made_again(tmp_pa
     rows = history.rows_of(tmp_path)
     timed = [row | {"seconds": 30.0} for row in rows]
     assert numbers(history.in_words(timed, steps=12))[-2:] == [30, 5]  # s a step, min to its end
-    path = history.save_history(tmp_path, rows, {"arm": AS_IS})
-    columns, header = history.load_history(path)
-    assert columns["step"].tolist() == [0.0, 1.0]
-    assert np.isnan(columns["routing_disagree_layer"]).all()
-    assert header["arm"] == AS_IS
+    assert [row["step"] for row in rows] == [0.0, 1.0]
 
 
 # ---------------------------------------------------------------- the engine's side
 
 
-class Weights:
-    """Two tensors of an exported checkpoint."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.own = {name: torch.randn(8, 8, generator=generator) for name in ("a", "b")}
-
-    def tensors(self, push: int) -> Any:
-        return iter(self.own.items())
-
-    def prints(self, push: int) -> dict[str, Prints]:
-        return {name: Prints.of(name, tensor) for name, tensor in self.own.items()}
+NAMES = ("a", "b")
 
 
-class Held:
-    """A driver of an engine that holds these tensors."""
+class Engine:
+    """A driver of an engine whose paths bring some of the pushed weights."""
 
-    def __init__(self, own: dict[str, torch.Tensor]) -> None:
-        self.own = own
+    brings: ClassVar = {"reload": ("a",), "rpc": NAMES}
+
+    def __init__(self, engine: Any, checkpoint: Any, scratch: Path) -> None:
+        self.checkpoint, self.own = checkpoint, {name: torch.zeros(8, 8) for name in NAMES}
+
+    def push(self, path: str, push: int) -> None:
+        pushed = dict(self.checkpoint.tensors(push))
+        self.own |= {name: pushed[name] for name in self.brings[path]}
 
     def held(self, names: list[str], transposed: list[str]) -> Any:
         return {name: Prints.of(name, tensor) for name, tensor in self.own.items()}, {}
 
+    def drop_caches(self) -> None:
+        pass
+
 
 def engine_side(tmp_path: Path, loop: LoopSpec = BASE) -> EngineSide:
-    return EngineSide(tmp_path, loop, None, None, tmp_path, path="rpc", pool=list(range(6)))  # type: ignore[arg-type]
+    return EngineSide(tmp_path, loop, None, None, ["reload", "rpc"], list(range(6)))  # type: ignore[arg-type]
 
 
-def test_a_parameter_that_a_sync_loses_is_named_with_the_place(tmp_path: Path) -> None:
-    weights: Any = Weights()
-    digests = {name: list(digest_tensor(t)) for name, t in weights.own.items()}
+def test_weights_go_by_the_path_that_brings_all_and_a_lost_parameter_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(8, 8, generator=generator) for name in NAMES}
+    (tmp_path / "weights").mkdir()
+    save_file(weights, tmp_path / "weights" / "model.safetensors", {"format": "pt"})
+    config = Path(resolve_model("tiny-gpt-oss")) / "config.json"
+    (tmp_path / "weights" / "config.json").write_text(config.read_text())
+    digests = {name: list(digest_tensor(tensor)) for name, tensor in weights.items()}
+    monkeypatch.setattr("mismatch.features.loop.engine_side.driver_class", lambda _: Engine)
     side = engine_side(tmp_path)
-    assert side.verify(3, Held(weights.own), weights, digests) == (2, 0)
-    stale = {**weights.own, "b": weights.own["b"].clone().index_fill(0, torch.tensor([1]), 0.0)}
+    assert side.take(3, digests).verified == 2
+    assert side.paths == ["rpc"]  # reload lost a parameter
+    assert read_json(tmp_path / "path.json") == {"path": "rpc"}
     with pytest.raises(MismatchError) as lost:
-        side.verify(3, Held(stale), weights, digests)
+        side.take(3, digests | {"a": [0] * 6})
+    assert lost.value.message.endswith("export lost a")
+    monkeypatch.setattr(Engine, "brings", {"rpc": ("a",)})
+    with pytest.raises(MismatchError) as lost:
+        side.take(3, digests)
     assert lost.value.message.startswith("step 3:")
     assert lost.value.message.endswith("rpc lost b")
-    with pytest.raises(MismatchError) as lost:
-        side.verify(3, Held(weights.own), weights, digests | {"a": [0] * 6})
-    assert lost.value.message.endswith("export lost a")
+    monkeypatch.setattr(Engine, "held", lambda *_: ({}, {}))
     with pytest.raises(MismatchError, match="no parameter"):
-        side.verify(3, Held({}), weights, digests)
+        side.take(3, digests)
 
 
 def test_arms_of_one_seed_see_the_same_prompts(tmp_path: Path) -> None:
@@ -230,77 +236,6 @@ def test_a_reward_function_that_raises_stops_with_its_words() -> None:
     assert got.tolist() == [4.0, 6.0, 5.0, 2.0]
     with pytest.raises(MismatchError, match=r"\b0 .*\b1: KeyError"):
         own_rewards(f"{__name__}:failing_reward", prompts, given, Tokenizer(), "of step 1")
-
-
-class Called:
-    """A driver that notes what is asked of it."""
-
-    def __init__(self, calls: list[str]) -> None:
-        self.calls, self.checkpoint = calls, None
-
-    def push(self, path: str, push: int) -> None:
-        self.calls.append(f"push {path}")
-
-    def wake(self, part: str) -> None:
-        self.calls.append(f"wake {part}")
-
-    def sleep(self) -> None:
-        self.calls.append("sleep")
-
-    def drop_caches(self) -> None:
-        self.calls.append("drop caches")
-
-
-@pytest.mark.parametrize("shares", [False, True])
-def test_an_engine_that_shares_its_gpu_sleeps_while_the_trainer_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: bool
-) -> None:
-    calls: list[str] = []
-    saved: list[Any] = []
-
-    def noted(name: str, result: object = None) -> Any:
-        return lambda *_, **__: (calls.append(name), result)[1]
-
-    side = engine_side(tmp_path, replace(BASE, prompts=2))
-    side.shares = shares
-    monkeypatch.setattr(EngineSide, "driver", lambda *_: Called(calls))
-    monkeypatch.setattr(EngineSide, "verify", noted("verify", (71, 0)))
-    monkeypatch.setattr(EngineSide, "sample", noted("sample", (ROLLOUT, [], scorings()[0])))
-    monkeypatch.setattr(EngineSide, "rewards", noted("rewards", ROLLOUT.rewards))
-    monkeypatch.setattr(
-        EngineSide, "save", lambda *rest: (calls.append("save"), saved.extend(rest))
-    )
-    write_json(tmp_path / "go" / "000000.json", {"digests": {}, "whole": True})
-    side.step(0)
-    work = ["push rpc", "verify", "drop caches", "sample", "rewards", "save"]
-    if shares:  # the cache comes back only when the weights are in and verified
-        work = ["wake weights", *work[:2], "wake kv_cache", *work[2:], "sleep"]
-    assert calls == work
-    assert (tmp_path / "steps" / "000000" / "engine.json").exists()  # the trainer's sign, last
-    (decode,) = [item for item in saved if isinstance(item, Scoring)]
-    assert decode.fingerprint["synchronised"] == {"path": "rpc", "verified": 71, "not_compared": 0}
-
-
-def test_who_has_no_gpu_of_its_own_shares_and_the_trainer_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vllm, other = (CheckSpec(RolloutSpec(EngineSpec(name))) for name in ("vllm", "transformers"))
-    split = Placement((1,), (0,))
-    assert not shares(vllm, Placement())  # there is no GPU
-    monkeypatch.setattr("mismatch.features.loop.arm.local_gpus", lambda: 1)
-    assert shares(vllm, Placement())
-    assert not shares(vllm, split)
-    assert not shares(other, Placement())  # it cannot sleep
-    waited: list[Path] = []
-
-    def wait(path: Path) -> None:
-        waited.append(path)
-        raise MismatchError("enough")
-
-    monkeypatch.setattr(loop_trainer, "wait_for", wait)
-    with pytest.raises(MismatchError, match="enough"):
-        loop_trainer.run(tmp_path, BASE, 0, shares=True)
-    assert waited == [tmp_path / "asleep"]
 
 
 # ---------------------------------------------------------------- a run goes on
@@ -363,15 +298,6 @@ def test_a_run_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
     assert place_of("no-sinks+seq-tis", 1) == "no-sinks+seq-tis/seed-1"
 
 
-def test_a_budget_ends_an_arm_that_goes_on(tmp_path: Path) -> None:
-    waits = [sys.executable, "-c", "import time; time.sleep(60)"]
-    began = time.monotonic()
-    with started("engine", waits, tmp_path) as engine:
-        finish_both(engine, most_s=0.1)
-        assert not engine.ended()
-    assert time.monotonic() - began < 50
-
-
 def test_an_optimiser_takes_three_times_the_parameters_beside_them() -> None:
     model = resolve_model("tiny-gpt-oss")
     train = TrainSpec(model, master_dtype="fp32", grad=True)
@@ -385,54 +311,42 @@ def test_an_optimiser_takes_three_times_the_parameters_beside_them() -> None:
     assert trainer.capacity < engine.capacity
 
 
-def test_sides_that_share_a_gpu_are_counted_one_beside_the_others_rest() -> None:
+def test_sides_on_one_gpu_share_its_memory() -> None:
     model = resolve_model("tiny-gpt-oss")
-    h100 = parse_kind("H100")[1]
     one_gpu, two_gpus = (
-        machine_with(inspect_machine(try_imports=False), count, h100) for count in (1, 2)
+        machine_with(inspect_machine(try_imports=False), count, parse_kind("H100")[1])
+        for count in (1, 2)
     )
-    whole = 1.0 - CONTEXT_BYTES / (h100.mib << 20)  # all that is free, a byte more or less
-    engine = EngineSpec("vllm", model, gpu_memory_utilization=whole - 1e-5)
-    check = CheckSpec(RolloutSpec(engine), TrainSpec(model, master_dtype="fp32"), nproc_per_node=1)
+    check = CheckSpec(
+        RolloutSpec(EngineSpec("vllm", model)),
+        TrainSpec(model, master_dtype="fp32"),
+        nproc_per_node=1,
+    )
     shared, apart = memory_of_loop(check, one_gpu), memory_of_loop(check, two_gpus)
-    assert (shared[0].level, apart[0].level) == ("does not fit", "fits")
-    assert "--gpu-memory-utilization" in shared[0].warnings[0]
-    assert shared[1].capacity == apart[1].capacity  # the engine sleeps meanwhile
-    sleepless = replace(check, rollout=RolloutSpec(EngineSpec("transformers", model)))
-    assert memory_of_loop(sleepless, one_gpu)[1].capacity < shared[1].capacity
-
-
-def test_the_time_of_a_step_follows_the_work_and_the_machine() -> None:
-    model = resolve_model("tiny-gpt-oss")
-    check = CheckSpec(RolloutSpec(EngineSpec(model=model)), TrainSpec(model), nproc_per_node=1)
-    loop, here = LoopSpec(check, prompts=8), replace(inspect_machine(try_imports=False), gpus=())
-
-    def between(asked: LoopSpec, flops: float) -> tuple[float, float]:
-        seconds = seconds_of_step(asked, here, lambda: flops)
-        assert seconds is not None
-        return seconds
-
-    low, high = between(loop, 1e9)
-    assert 0 < low < high
-    assert between(loop, 1e10)[1] < high
-    assert between(replace(loop, prompts=16), 1e9)[1] > 1.5 * high
-    gpus = machine_with(here, 1, parse_kind("H100")[1])
-    assert seconds_of_step(loop, gpus) is not None
-    named = replace(gpus.gpus[0], name="NVIDIA A100-SXM4-40GB", memory_bytes=40 << 30)
-    kind = kind_of(named)
-    assert kind is not None
-    assert kind.name == "A100-40GB"
-    assert kind_of(replace(named, name="Graphics 9000")) is None
-    assert flops_here() > 1e6
+    assert shared[1].capacity < apart[1].capacity
 
 
 def test_the_command_reads_its_flags_and_starts_nothing_on_a_dry_run() -> None:
-    flags = ["loop", "--dry-run", "--budget-minutes", "3", "--arms", "as-is,no-sinks+seq-tis"]
+    flags = ["loop", "--dry-run", "--arms", "as-is,no-sinks+seq-tis"]
     shown = CliRunner().invoke(app, [*flags, "--steps", "7", "--seeds", "0,1"])
     assert shown.exit_code in (0, 2), shown.output
     assert "28" in shown.output  # 7 steps of two arms with two seeds
     refused = CliRunner().invoke(app, ["loop", "--dry-run", "--arms", "attention-sinks"])
     assert isinstance(refused.exception, MismatchError)  # it changes nothing
+
+
+def test_a_loop_takes_the_sides_of_a_check(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    spec = load_spec(run)
+    flags = Flags({option.name: option.default for option in loop.options} | {"like": run})  # type: ignore[attr-defined]
+    made = loop_spec(flags).check
+    assert made.rollout.engine.model == spec.rollout.engine.model
+    assert (made.train.dtype, made.noise_floor) == (spec.train.dtype, False)
+    flags.explicit = frozenset({"dtype"})
+    with pytest.raises(MismatchError, match="--dtype") as caught:
+        loop_spec(flags)
+    assert caught.value.fix
+    assert len(loop.options) <= 30  # type: ignore[attr-defined]
 
 
 def test_what_a_kill_left_half_written_goes_with_the_steps_that_are_made_again(

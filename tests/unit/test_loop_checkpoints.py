@@ -79,11 +79,7 @@ def test_whatever_fails_in_the_trainer_reaches_the_parent(
 
     monkeypatch.setattr(loop_trainer, "run", full)
     job = tmp_path / "loop.json"
-    job.write_text(
-        json.dumps(
-            {"run_dir": str(tmp_path), "loop": to_json(LoopSpec()), "start": 0, "shares": False}
-        )
-    )
+    job.write_text(json.dumps({"run_dir": str(tmp_path), "loop": to_json(LoopSpec()), "start": 0}))
     assert loop_trainer.main([str(job)]) == 1
     error = read_error(tmp_path, "loop-trainer-rank0")
     assert error is not None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -13,10 +11,8 @@ from mismatch.features.loop.judge import (
     Claim,
     LoopReport,
     SeedRun,
-    StepVerdict,
     claims,
     fired,
-    lead_time,
     loop_to_json,
     reward_fall,
     running,
@@ -25,13 +21,12 @@ from mismatch.features.loop.section import page
 from mismatch.reports.html import show_page
 
 STEPS = 20
-UNFIT = StepVerdict(0, "unfit", "k3", "steps/000000")
 
 
 def run(seed: int, reward: list[float], **curves: list[float]) -> SeedRun:
     flat = dict.fromkeys(COLUMNS, [0.001] * len(reward)) | {"ess_seq": [0.9] * len(reward)}
     columns = flat | {"step": list(range(len(reward))), "reward": reward} | curves
-    return SeedRun(seed, {name: tuple(map(float, v)) for name, v in columns.items()}, first=UNFIT)
+    return SeedRun(seed, {name: tuple(map(float, v)) for name, v in columns.items()})
 
 
 RISE = np.linspace(0.4, 0.7, STEPS).tolist()
@@ -43,10 +38,6 @@ def test_a_fall_is_named_at_its_step_and_a_rise_is_none() -> None:
     assert falls is not None
     smooth = running(np.array(COLLAPSE))
     assert smooth[:falls].max() - smooth[falls] > 0.1 >= smooth[:falls].max() - smooth[falls - 1]
-    assert lead_time(run(0, COLLAPSE)) == falls
-    assert lead_time(replace(run(0, COLLAPSE), first=None)) is None
-    open_question = replace(UNFIT, status="inconclusive")
-    assert lead_time(replace(run(0, COLLAPSE), first=open_question)) is None
     assert reward_fall(run(0, RISE)) is None
     assert reward_fall(run(0, RISE[:2])) is None
 

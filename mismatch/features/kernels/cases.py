@@ -18,12 +18,6 @@ from mismatch.training.attention.trial import definition
 LONGEST_WINDOW = 96  # a fault in a window does not need a long one
 SHORTEST = 97  # tokens; no multiple of any kernel's tile
 NO_SHARE = -1e4  # as a sink logit: exp() of it is 0, and float16 still holds it
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 
 class Inputs(NamedTuple):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from mismatch.codec import to_json
-from mismatch.features.loop.history import ASLEEP, CHECKPOINTS, Row, rows_of, save_history
-from mismatch.features.loop.spec import SLEEPERS, LoopSpec
+from mismatch.features.loop.history import CHECKPOINTS, Row, rows_of
+from mismatch.features.loop.spec import LoopSpec
 from mismatch.processes.launch import POLL_S, Worker, started
 from mismatch.processes.stages import engine_command, world_command
-from mismatch.run.machine import Placement, local_gpus, placement
+from mismatch.run.machine import local_gpus, placement
 from mismatch.run.store import write_json
-from mismatch.specs import CheckSpec
 
 ENGINE, TRAINER = "loop-engine", "loop-trainer"
 ENGINE_MODULE = "mismatch.features.loop.engine_side"
@@ -22,13 +20,10 @@ TRAINER_MODULE = "mismatch.features.loop.trainer_side"
 Progress = Callable[[str], None]
 
 
-def run_arm(
-    directory: Path, loop: LoopSpec, pool: Path, progress: Progress, most_s: float = math.inf
-) -> list[Row]:
-    """Every step that is not there yet; what was measured is saved however it ends.
+def run_arm(directory: Path, loop: LoopSpec, pool: Path, progress: Progress) -> list[Row]:
+    """Run every step that is not there yet; what was measured stays however it ends.
 
     Args:
-        most_s: seconds after which no further step is waited for; a later run goes on.
         directory: the folder of this arm and seed.
         pool: file of the prompts, which the first arm writes and all others read.
 
@@ -36,43 +31,28 @@ def run_arm(
         MismatchError: engine or trainer failed, with its own reason; the last checkpoint stays.
     """
     start = resume_from(directory)
-    if start >= loop.steps:
-        return rows_of(directory)
-    where = placement(loop.check, local_gpus())
-    job = {"run_dir": str(directory), "loop": to_json(loop), "start": start, "pool": str(pool)}
-    job["shares"] = shares(loop.check, where)
-    (directory / ASLEEP).unlink(missing_ok=True)
-    path = write_json(directory / "jobs" / "loop.json", job)
-    engine_start, engine_env = engine_command(loop.check.rollout.engine, where, ENGINE_MODULE, path)
-    world_start, world_env = world_command(loop.check, where, TRAINER_MODULE, path)
-    try:
+    if start < loop.steps:
+        where = placement(loop.check, local_gpus())
+        job = {"run_dir": str(directory), "loop": to_json(loop), "start": start, "pool": str(pool)}
+        path = write_json(directory / "jobs" / "loop.json", job)
+        engine, engine_env = engine_command(loop.check.rollout.engine, where, ENGINE_MODULE, path)
+        world, world_env = world_command(loop.check, where, TRAINER_MODULE, path)
         with (
-            started(ENGINE, engine_start, directory, progress, engine_env) as engine,
-            started(TRAINER, world_start, directory, progress, world_env) as trainer,
+            started(ENGINE, engine, directory, progress, engine_env) as sampling,
+            started(TRAINER, world, directory, progress, world_env) as training,
         ):
-            finish_both(engine, trainer, most_s=most_s)
-    finally:
-        rows = rows_of(directory)
-        if rows:
-            save_history(directory, rows, header_of(loop))
-    return rows
+            finish_both(sampling, training)
+    return rows_of(directory)
 
 
-def shares(check: CheckSpec, where: Placement) -> bool:
-    """Whether both sides take the same GPUs in turns: the engine sleeps while the trainer works."""
-    able = check.rollout.engine.engine in SLEEPERS
-    return able and bool(local_gpus()) and not where.trainer
-
-
-def finish_both(*workers: Worker, most_s: float = math.inf) -> None:
-    """Until all are done, or the time is over; they wait in turns, so that one is at work.
+def finish_both(*workers: Worker) -> None:
+    """Wait until all are done; they wait in turns, so that one is at work.
 
     Raises:
         MismatchError: the first that failed, or all stalled.
     """
     at_work = {worker: worker.watch() for worker in workers}
-    until = time.monotonic() + most_s
-    while at_work and time.monotonic() < until:
+    while at_work:
         for worker in [*at_work]:
             if worker.ended():
                 del at_work[worker]
@@ -83,11 +63,6 @@ def finish_both(*workers: Worker, most_s: float = math.inf) -> None:
 
 
 def resume_from(directory: Path) -> int:
-    """Steps that the last whole checkpoint holds; 0 without one."""
+    """Return the steps that the last whole checkpoint holds; 0 without a checkpoint."""
     whole = [path.name for path in (directory / CHECKPOINTS).glob("*") if path.name.isdecimal()]
     return max(map(int, whole), default=0)
-
-
-def header_of(loop: LoopSpec) -> dict[str, object]:
-    """What a history says of itself."""
-    return {"arm": loop.arm, "seed": loop.seed, "loop": to_json(loop)}

@@ -11,88 +11,52 @@ from typing import TYPE_CHECKING
 import typer
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.configuration import configured, configured_model
 from mismatch.cli.flags import Flags, Option, flags_of, spec_values
-from mismatch.cli.options import (
-    CONFIG,
-    CONFIGURATION_FLAGS,
-    DRY_RUN,
-    ENGINE_FLAGS,
-    FORCE,
-    GPUS,
-    JSON,
-    MODEL_FLAGS,
-    NEW_RUN,
-    PROMPT_FLAGS,
-    ROUTING,
-    TRAIN_FLAGS,
-)
+from mismatch.cli.options import CHECK, DRY_RUN, FORCE, JSON, MODEL_FLAGS, NEW_RUN, TRUST_RUN
 from mismatch.errors import MismatchError
-from mismatch.features.loop.spec import AS_IS, LARGE_MODELS, LOOP, LoopSpec
-from mismatch.specs import MANY, CheckSpec, Range, RolloutSpec
+from mismatch.features.loop.spec import AS_IS, LARGE_MODELS, LOOP, PATHS, LoopSpec
+from mismatch.specs import MODEL, CheckSpec
 
 if TYPE_CHECKING:
     from mismatch.features.loop.judge import LoopReport
 
 # What --resume RUN may have beside it and still go on as the run began.
-BESIDE_RESUME = frozenset(
-    (
-        *("resume", "arms", "seeds", "steps", "checkpoint_every"),
-        *("budget_minutes", "dry_run", "force", "as_json"),
-    )
-)
+BESIDE_RESUME = {
+    *("resume", "arms", "seeds", "steps", "checkpoint_every", "dry_run", "force", "as_json"),
+}
 DEFAULT_MODEL = "tiny-gpt-oss"
-EXACT_KL = RolloutSpec().exact_kl
 POOL, SAMPLES = 24, 8  # few prompts that come again soon: what can be learnt in some steps
-ARMS = (
-    Option(
-        "arms",
-        str,
-        LOOP,
-        "as-is, and fixes by name (mismatch fixes), several joined by +; also frozen-attention, "
-        "fp8-kv-cache, raw-logprobs, router-noise=SIZE, no-sinks, forward-sinks.",
-        default=AS_IS,
-    ),
-    Option("seeds", str, LOOP, "Each a run of its own, over all arms.", default="0"),
-    Option(
-        "full_check",
-        bool,
-        LOOP,
-        "The first and the last step's tokens get all passes of a check.",
-        default=True,
-    ),
-    Option(
-        "budget_minutes",
-        float | None,
-        LOOP,
-        "Stop then; arms and seeds share it. --resume goes on.",
-        range=Range(0, MANY, above=True),
-    ),
+NAMES = (
+    "as-is, and fixes by name (mismatch fixes), several joined by +; also frozen-attention, "
+    "fp8-kv-cache, raw-logprobs, router-noise=SIZE, no-sinks, forward-sinks."
 )
+EACH = "Each a run of its own, over all arms."
+OF_CHECK = "Run of a check: its model, engine, trainer and prompts, in place of the flags for them."
 LOOP_FIELDS = (
-    "steps prompts mini_batches learning_rate loss clip max_norm old path perfectible "
-    "checkpoint_every reward"
+    "steps prompts mini_batches learning_rate loss clip old perfectible checkpoint_every reward"
+)
+SIDES = (
+    *("prompts", "num_prompts", "samples_per_prompt", "max_tokens", "temperature"),
+    *("engine", "dtype", "train_dtype", "attention", "nproc_per_node"),
 )
 
 
 @with_flags(
-    MODEL_FLAGS,
-    ARMS,
+    MODEL_FLAGS[0],
+    Option("like", Path | None, MODEL, OF_CHECK),
+    Option("arms", str, LOOP, NAMES, default=AS_IS),
+    Option("seeds", str, LOOP, EACH, default="0"),
     flags_of(LoopSpec, LOOP_FIELDS),
     tuple(
         replace(flag, default=SAMPLES) if flag.name == "samples_per_prompt" else flag
-        for flag in PROMPT_FLAGS
+        for flag in CHECK
+        if flag.name in SIDES
     ),
-    ENGINE_FLAGS,
-    ROUTING,
-    TRAIN_FLAGS,
-    CONFIGURATION_FLAGS,
     NEW_RUN,
+    TRUST_RUN,
     replace(DRY_RUN, help="Show arms, steps and memory of both sides; start nothing."),
-    GPUS,
     FORCE,
     JSON,
-    CONFIG,
 )
 def loop(flags: Flags) -> int:
     """Train a few steps on-policy, with the mismatch and with its fixes, and show the curves.
@@ -104,7 +68,7 @@ def loop(flags: Flags) -> int:
 
     Examples:
     mismatch loop --dry-run
-    mismatch loop --model tiny-gpt-oss
+    mismatch loop --like RUN --arms as-is,seq-tis
     """
     from rich.console import Console
 
@@ -118,18 +82,15 @@ def loop(flags: Flags) -> int:
     base, arms, seeds = asked(flags)
     for arm_spec in (arm_of(base, arm) for arm in arms):
         refused = [*unfit(arm_spec)]
-        if flags["dry_run"] or not refused or flags["force"]:
-            continue
-        raise MismatchError("\n    ".join(refused), "to start all the same: --force")
+        if refused and not (flags["dry_run"] or flags["force"]):
+            raise MismatchError("\n    ".join(refused), "to start all the same: --force")
     if flags["dry_run"]:
-        return plan(base, arms, seeds, flags["gpus"])
+        return plan(base, arms, seeds)
     narrator = session.ConsoleNarrator(Console(stderr=flags["as_json"]))
-    if not (flags.explicit & {"model", "resume"} or configured_model(flags)):
+    if not flags.explicit & {"model", "resume", "like"}:
         narrator.note(f"no --model was given: the embedded {DEFAULT_MODEL} is taken")
     run_dir = session.open_run("loop", base.check, flags)
-    report = run_loop(
-        base, arms, seeds, run_dir, narrator, session.command(), save_page, flags["budget_minutes"]
-    )
+    report = run_loop(base, arms, seeds, run_dir, narrator, session.command(), save_page)
     if flags["as_json"]:
         typer.echo(json.dumps(loop_to_json(report), indent=2, allow_nan=False))
     else:
@@ -139,7 +100,7 @@ def loop(flags: Flags) -> int:
 
 
 def asked(flags: Flags) -> tuple[LoopSpec, tuple[str, ...], tuple[int, ...]]:
-    """Settings, arms and seeds: of the flags, or of the run that ``--resume RUN`` alone names.
+    """Return settings, arms and seeds: of the flags, or of the run that ``--resume RUN`` names.
 
     Raises:
         MismatchError: flags that a loop cannot honour, no such run, or one that names code.
@@ -159,18 +120,17 @@ def asked(flags: Flags) -> tuple[LoopSpec, tuple[str, ...], tuple[int, ...]]:
             f"{run} has a reward function of its own: {base.reward}",
             "if that is yours: give the flags of the run again, with --resume",
         )
-    changed = {name: flags[name] for name in {"steps", "checkpoint_every"} & flags.explicit}
-    base = replace(base, check=resolved(base.check), **changed)
     given = flags.explicit
+    changed = {name: flags[name] for name in {"steps", "checkpoint_every"} & given}
     return (
-        base,
+        replace(base, check=resolved(base.check), **changed),
         read_arms(flags["arms"]) if "arms" in given or not arms else tuple(arms),
         read_seeds(flags["seeds"]) if "seeds" in given or not seeds else tuple(seeds),
     )
 
 
 def resolved(check: CheckSpec) -> CheckSpec:
-    """A stored spec with the models of this installation."""
+    """Return a stored spec with the models of this installation."""
     from mismatch.models import resolve_model
 
     engine, train = check.rollout.engine, check.train
@@ -179,45 +139,28 @@ def resolved(check: CheckSpec) -> CheckSpec:
 
 
 def unfit(arm_spec: LoopSpec) -> Iterator[str]:
-    """Why engine and trainer, with gradients and moments, can never be here at once."""
-    from mismatch.features.loop.cost import memory_of_loop
+    """Say why engine and trainer, with gradients and moments, can never be here at once."""
+    from mismatch.features.loop.memory import memory_of_loop
 
     for fit in memory_of_loop(arm_spec.check):
         if fit.level == "does not fit" and fit.certain:
             yield from fit.warnings
 
 
-def plan(
-    base: LoopSpec, arms: tuple[str, ...], seeds: tuple[int, ...], gpus: str | None = None
-) -> int:
-    """Print what would be run; 0 if it fits here, else 2.
-
-    Args:
-        gpus: in place of this machine's own, e.g. "8xH100-80GB".
-    """
-    from mismatch.doctor.machine import inspect_machine, machine_with, parse_kind
-    from mismatch.features.loop.cost import memory_of_loop, seconds_of_step
+def plan(base: LoopSpec, arms: tuple[str, ...], seeds: tuple[int, ...]) -> int:
+    """Print what would be run; 0 if it fits here, else 2."""
+    from mismatch.features.loop.memory import memory_of_loop
     from mismatch.features.loop.spec import arm_of
-    from mismatch.reports.formatting import memory, number
+    from mismatch.reports.formatting import memory
 
-    machine = inspect_machine(try_imports=False)
-    if gpus:
-        machine = machine_with(machine, *parse_kind(gpus))
     samples = base.check.rollout.sampling.samples_per_prompt
     steps = len(arms) * len(seeds) * base.steps
     typer.echo(f"arms     {', '.join(arms)}; seeds {', '.join(map(str, seeds))}")
     typer.echo(f"steps    {base.steps} of each, {steps} in all")
     typer.echo(f"a step   {base.prompts} prompts x {samples}, {base.mini_batches} updates")
-    if (times := seconds_of_step(base, machine)) is None:
-        typer.echo("time     unknown: neither the model's sizes nor the GPU's kind may be missing")
-    else:
-        least, most = (number(each) for each in times)
-        whole = " to ".join(number(each * steps / 60) for each in times)
-        estimate = "an estimate from sizes"
-        typer.echo(f"time     {least} to {most} s a step, {whole} min in all: {estimate}")
     code = 0
     for arm in arms:
-        for fit in memory_of_loop(arm_of(base, arm).check, machine):
+        for fit in memory_of_loop(arm_of(base, arm).check):
             need, room = memory(fit.needed), memory(fit.capacity)
             typer.echo(f"memory   {arm}, {fit.side}: {need} of {room}: {fit.level}")
             for warning in fit.warnings:
@@ -236,39 +179,51 @@ def save_page(run_dir: Path, report: LoopReport) -> None:
 
 
 def loop_spec(flags: Flags) -> LoopSpec:
-    """What all arms share.
+    """Return what all arms share.
 
     Raises:
         MismatchError: flags that a loop cannot honour.
     """
     from mismatch.cli.to_spec import check_spec
+    from mismatch.run.directory import load_spec, require_trust
 
-    flags["model"] = flags["model"] or configured_model(flags) or DEFAULT_MODEL
-    flags["train_model"] = None
-    if flags["num_prompts"] is None and flags["prompts"] is None:
-        flags["num_prompts"] = POOL
-    # A check's flag of this name belongs to its fixes.
-    of_check = Flags({name: value for name, value in flags.items() if name != "budget_minutes"})
-    of_check.explicit = flags.explicit - {"budget_minutes"}
-    spec = configured(check_spec(of_check), of_check).spec
-    if spec.rollout.sampling.temperature == 0:
+    values, small = spec_values(LoopSpec, flags, LOOP_FIELDS), False
+    if flags["like"] is not None:
+        if given := flags.explicit & {"model", *SIDES}:
+            raise MismatchError(
+                f"--like takes model, engine, trainer and prompts of {flags['like']}",
+                f"drop --{min(given).replace('_', '-')}, or --like",
+            )
+        spec = load_spec(flags["like"])
+        require_trust(flags["like"], spec, flags["trust_run"])
+    else:
+        flags["model"] = flags["model"] or DEFAULT_MODEL
+        small = flags["model"] == DEFAULT_MODEL
+        if flags["num_prompts"] is None and flags["prompts"] is None:
+            flags["num_prompts"] = POOL
+        whole = Flags({flag.name: flag.default for flag in CHECK} | flags)
+        whole.explicit = flags.explicit
+        spec = check_spec(whole)
+        # An optimiser's steps are smaller than bf16's.
+        spec = replace(spec, train=replace(spec.train, master_dtype="fp32"))
+    engine, sampling = spec.rollout.engine, spec.rollout.sampling
+    if engine.servers or engine.engine not in PATHS:
+        raise MismatchError(
+            f"the loop has no way to bring weights into {engine.engine}",
+            f"--engine {', '.join(PATHS)}",
+        )
+    if sampling.temperature == 0:
         raise MismatchError(
             "--temperature 0: greedy samples of a prompt are all the same", "--temperature 1"
         )
-    if spec.rollout.sampling.samples_per_prompt < 2:
+    if sampling.samples_per_prompt < 2:
         raise MismatchError(
             "group-normalised advantages need several samples of a prompt",
             "--samples-per-prompt 4",
         )
-    train = spec.train
-    if "master_dtype" not in flags.explicit:  # an optimiser's steps are smaller than bf16's
-        train = replace(train, master_dtype="fp32")
-    engine, full = spec.rollout.engine, flags["full_check"]
-    float32 = (engine.dtype, train.dtype) == ("fp32", "fp32")  # nothing rounds
-    rollout = replace(spec.rollout, exact_kl=EXACT_KL if full else 0)
-    check = replace(spec, train=train, rollout=rollout, two_passes=False)
-    check = replace(check, noise_floor=full and not float32)
-    values = spec_values(LoopSpec, flags, LOOP_FIELDS)
-    if flags["model"] != DEFAULT_MODEL and "learning_rate" not in flags.explicit:
+    # The loop measures decode against the trainer; the other passes are a check's.
+    rollout = replace(spec.rollout, exact_kl=0, engine=replace(engine, prefill=False))
+    check = replace(spec, rollout=rollout, two_passes=False, noise_floor=False)
+    if not small and "learning_rate" not in flags.explicit:
         values["learning_rate"] = LARGE_MODELS
     return LoopSpec(check=check, **values)

@@ -1,13 +1,12 @@
-"""What is measured at every step of the loop, and its file."""
+"""What is measured at every step of the loop, one JSON file a step."""
 
 from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,25 +14,18 @@ from mismatch import metrics
 from mismatch.metrics.routing_pairs import pair_routing
 from mismatch.metrics.sequence import per_sequence_mean
 from mismatch.run.store import read_json, write_json
-from mismatch.run.tables import read_table, write_table
 from mismatch.types import Floats, Pair, Rollout, Scoring
 
-SCHEMA = "mismatch.loop-history/1"
-FILE = "history.parquet"
 ROWS, STEPS, WEIGHTS, CHECKPOINTS = "rows", "steps", "weights", "checkpoints"
 GO, DONE = "go", "engine.json"  # what the two sides wait for
-ASLEEP = "asleep"  # the engine has left the GPU that both share, for the first time
+PATH = "path.json"  # the way of the weights into the engine
 PACE = 5  # steps whose median says how long one takes
 Row = dict[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One number of a step.
-
-    Attributes:
-        unit: "" for plain numbers.
-    """
+    """One number of a step; its unit is "" for plain numbers."""
 
     label: str
     unit: str = ""
@@ -70,11 +62,7 @@ COLUMNS: Mapping[str, Column] = {
 
 
 def measure(rollout: Rollout, decode: Scoring, train: Scoring) -> Row:
-    """The numbers of one rollout, before the trainer's update.
-
-    Raises:
-        MismatchError: log-probabilities that are not finite.
-    """
+    """Measure one rollout, before the trainer's update."""
     pair = Pair.of(rollout, decode, train)
     delta, sequence = pair.delta, pair.sequence
     lengths = np.bincount(sequence, minlength=rollout.n_sequences)
@@ -121,30 +109,6 @@ def forget_from(folder: Path, step: int) -> None:
         for path in (folder / name).glob("*"):
             if path.name.startswith(".") or int(path.stem) >= step:
                 path.unlink() if path.is_file() else shutil.rmtree(path)
-
-
-def save_history(folder: Path, rows: Sequence[Row], header: Mapping[str, Any]) -> Path:
-    """Write all steps as one table; what was not measured is null."""
-    columns = {name: [_number(row.get(name)) for row in rows] for name in COLUMNS}
-    return write_table(folder / FILE, columns, SCHEMA, dict(header))
-
-
-def _number(value: float | None) -> float | None:
-    return None if value is None else float(value)
-
-
-def load_history(path: Path) -> tuple[dict[str, Floats], dict[str, Any]]:
-    """Columns by name, NaN where nothing was measured, and the header.
-
-    Raises:
-        MismatchError: absent, damaged, or of another schema.
-    """
-    table, header = read_table(path, SCHEMA, set(COLUMNS))
-    return {name: _floats(table[name].to_pylist()) for name in COLUMNS}, header
-
-
-def _floats(values: Iterable[float | None]) -> Floats:
-    return np.asarray([math.nan if value is None else value for value in values], np.float64)
 
 
 def in_words(rows: Sequence[Row], steps: int) -> str:

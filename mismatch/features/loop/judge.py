@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mismatch.codec import to_json
-from mismatch.types import Floats, Status
+from mismatch.types import Floats
 
 SCHEMA = "mismatch.loop/1"
 FILE = "loop.json"
@@ -22,12 +22,7 @@ Over = Literal["end", "run"]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """When a curve counts as a warning.
-
-    Attributes:
-        above: the value itself; None: by growth alone.
-        growth: over the mean of the first steps; None: by the value alone.
-    """
+    """When a curve counts as a warning: above a value, or by growth over its first steps."""
 
     column: str
     above: float | None = None
@@ -44,35 +39,18 @@ WARNINGS = (
 
 
 @dataclass(frozen=True, slots=True)
-class StepVerdict:
-    """The check of one step's tokens.
-
-    Attributes:
-        place: of its files, in the run directory.
-    """
-
-    step: int
-    status: Status
-    reason: str
-    place: str
-
-
-@dataclass(frozen=True, slots=True)
 class SeedRun:
-    """One arm with one seed.
+    """One arm with one seed."""
 
-    Attributes:
-        curves: column -> a value for every step.
-        path: of the weight sync.
-        stopped: why it ended before its last step.
-    """
+    GONE = frozenset({"first", "last"})  # see mismatch/codec.py
 
     seed: int
     curves: dict[str, Curve]
+    """Column -> a value for every step."""
     path: str = ""
-    first: StepVerdict | None = None
-    last: StepVerdict | None = None
+    """Of the weight sync."""
     stopped: str = ""
+    """Why it ended before its last step."""
 
     def curve(self, name: str) -> Floats:
         """[steps], NaN where nothing was measured."""
@@ -96,11 +74,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class LoopReport:
-    """A whole loop.
-
-    Attributes:
-        settings: LoopSpec as data, as all arms share it.
-    """
+    """A whole loop; the settings are LoopSpec as data, as all arms share it."""
 
     model: str
     engine: str
@@ -110,21 +84,18 @@ class LoopReport:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The rewards of two arms as far as both went, over the seeds of both.
-
-    Attributes:
-        over: "end": the last steps; "run": the mean of all steps, which says who learns faster.
-        differences: reward of ``better`` less that of ``worse``, a value a seed.
-        errors: standard error of each over its steps, as if those were independent; NaN for one.
-        agree: there are several seeds, and with each ``better`` leads by over twice the error.
-    """
+    """The rewards of two arms as far as both went, over the seeds of both."""
 
     better: str
     worse: str
     over: Over
+    """"end": the last steps; "run": the mean of all steps, which says who learns faster."""
     differences: tuple[float, ...]
+    """Reward of ``better`` less that of ``worse``, a value a seed."""
     errors: tuple[float, ...]
+    """Standard error of each over its steps, as if those were independent; NaN for one step."""
     agree: bool
+    """There are several seeds, and with each ``better`` leads by over twice the error."""
 
 
 def running(values: Floats, window: int = WINDOW) -> Floats:
@@ -166,13 +137,6 @@ def reward_fall(run: SeedRun) -> int | None:
     return int(np.argmax(below)) + WINDOW - 1 if below.any() else None
 
 
-def lead_time(run: SeedRun) -> int | None:
-    """Steps from a verdict of unfit or broken at step 0 to the fall of the reward."""
-    if run.first is None or run.first.status not in ("unfit", "broken"):
-        return None
-    return reward_fall(run)
-
-
 def at_end(run: SeedRun, column: str, end: int | None = None) -> float:
     """Running mean of a curve at a step; the last by default."""
     values = running(run.curve(column))[: run.steps if end is None else end]
@@ -211,17 +175,13 @@ def _error(steps: Floats) -> float:
 
 
 def loop_to_json(report: LoopReport) -> dict[str, Any]:
-    """The report as JSON data, with what follows from it."""
-    arms = {
+    """Return the report as JSON data, with what follows from it."""
+    found = {
         arm.name: {
-            str(run.seed): {
-                "fired": fired(run),
-                "reward_fall": reward_fall(run),
-                "lead_time": lead_time(run),
-            }
+            str(run.seed): {"fired": fired(run), "reward_fall": reward_fall(run)}
             for run in arm.runs
         }
         for arm in report.arms
     }
-    judged = {"found": arms, "claims": [to_json(claim) for claim in claims(report)]}
+    judged = {"found": found, "claims": [to_json(claim) for claim in claims(report)]}
     return {"schema": SCHEMA, **judged, **to_json(report)}

@@ -21,13 +21,11 @@ from mismatch.features.loop.judge import (
     at_end,
     claims,
     fired,
-    lead_time,
     reward_fall,
 )
 from mismatch.reports.formatting import capital, count, number, plural, text
-from mismatch.reports.section import Cell, Cells, Column, Figure, Page, Section, Table, status_cell
+from mismatch.reports.section import Cell, Cells, Column, Figure, Page, Section, Table
 from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, legend_above
-from mismatch.types import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +47,6 @@ STYLES: list[tuple[str, Any]] = [
     for dashes in ("-", (0, (4, 2)), (0, (1, 1)))
     for colour in (ACCENT, SECOND, INK, FAINT)
 ]
-TIMES = ("push_s", "verify_s", "generate_s", "score_s", "update_s", "export_s", "seconds")
 NEVER = "never"
 OVER = {"end": f"last {WINDOW} steps", "run": "all steps"}
 BETTER = {"end": "ends with a higher reward than", "run": "has more reward over all steps than"}
@@ -65,34 +62,19 @@ def _ends(name: str) -> Callable[[Trained], str]:
     return lambda row: f"{number(at_end(row[1], name, WINDOW))} → {number(at_end(row[1], name))}"
 
 
-def _median(name: str) -> Callable[[Trained], float | None]:
-    def median(row: Trained) -> float | None:
-        values = row[1].curve(name)
-        values = values[np.isfinite(values)]
-        return float(np.median(values)) if len(values) else None
-
-    return median
-
-
 def _step(at: int | None) -> str:
     return NEVER if at is None else str(at)
-
-
-def _first(row: Trained) -> Cell:
-    return Cell("–") if row[1].first is None else status_cell(row[1].first.status)
 
 
 ARMS = (
     ARM,
     SEED,
     Column("steps", count, 1, of=lambda row: row[1].steps),
-    Column("check at step 0", text, of=_first),
     Column("reward", text, detail="first and last 5 steps", of=_ends("reward")),
     Column("k3 KL", text, 1, detail="nats", of=_ends("k3_kl")),
     Column("entropy", text, 1, detail="nats", of=_ends("entropy")),
     Column("gradient norm", text, 2, of=_ends("grad_norm")),
     Column("reward falls", text, detail="at step", of=lambda row: _step(reward_fall(row[1]))),
-    Column("lead time", text, 1, detail="steps", of=lambda row: _step(lead_time(row[1]))),
 )
 CLAIMS = (
     Column("higher", text, of="better", tone="code"),
@@ -108,10 +90,9 @@ CLAIMS = (
     ),
     Column("claimed", text, of=lambda claim: "yes" if claim.agree else "no"),
 )
-TIMED = (ARM, SEED, *(Column(COLUMNS[name].label, of=_median(name)) for name in TIMES))
 
 
-def section(result: LoopReport, report: Report | None = None) -> Section:
+def section(result: LoopReport) -> Section:
     """Arms and seeds, the pictures, warnings and times below."""
     rows = [(arm, run) for arm in result.arms for run in arm.runs]
     titles = (COLUMNS.get(warning.column) for warning in WARNINGS)
@@ -141,12 +122,6 @@ def section(result: LoopReport, report: Report | None = None) -> Section:
                 "loop-warnings",
                 "First step of each warning",
                 tables=[Table((ARM, SEED, *columns), fires)],
-            ),
-            Section(
-                "loop-times",
-                "Seconds of a step",
-                tables=[Table.of(TIMED, rows)],
-                notes=["Medians over the steps."],
             ),
         ],
     )

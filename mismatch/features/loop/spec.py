@@ -17,10 +17,10 @@ from mismatch.specs import MANY, SEEDS, SHARE, CheckSpec, Flag, Range, portable
 
 LOOP = "Training loop"
 AS_IS = "as-is"
-AUTO = "auto"
 LARGE_MODELS = 1e-6  # a learning rate that such models are trained with
+# Ways of the weights into an engine; its own first.
+PATHS = {"vllm": ("reload", "rpc"), "sglang": ("disk", "tensor"), "transformers": ("load",)}
 FROZEN_ATTENTION = "frozen-attention"
-SLEEPERS = ("vllm",)  # engines that leave a shared GPU to the trainer between their turns
 Old = Literal["trainer", "engine"]
 RAW = "raw-logprobs"
 PLANTED: Mapping[str, Change] = {  # arms that no fix is
@@ -32,24 +32,12 @@ PLANTED: Mapping[str, Change] = {  # arms that no fix is
 
 @dataclass(frozen=True, slots=True)
 class LoopSpec:
-    """One arm of a loop, with one seed.
+    """One arm of a loop, with one seed."""
 
-    Attributes:
-        check: engine, trainer, prompts and law, as a check has them, with the arm's changes.
-        prompts: of a step, drawn from the pool.
-        mini_batches: optimiser steps on one rollout; prompts are dealt out among them.
-        old: whose log-probabilities PPO's ratio divides by: the trainer's own pass before the
-            update, or the engine's.
-        corrections: ids of mismatch.metrics.importance_weights; their weights are multiplied.
-        frozen: parts of names of parameters that are not trained.
-        path: of the weight sync; "auto": the engine's own, else the worker extension's, whichever
-            the probe finds whole.
-        perfectible: the pool is what the model solves sometimes, before any step.
-        reward: package.module:function(text, answer) -> number; None: the task's own.
-        plant: (name, value) of faults planted on purpose, for tests.
-    """
+    GONE = frozenset({"path"})  # see mismatch/codec.py
 
     check: CheckSpec = field(default_factory=CheckSpec)
+    """Engine, trainer, prompts and sampling, with the arm's changes."""
     arm: str = AS_IS
     seed: int = 0
     steps: Annotated[int, Flag(LOOP, "Steps of each arm and seed.", range=Range(1, MANY))] = 60
@@ -64,11 +52,9 @@ class LoopSpec:
     ] = 3e-4
     loss: Annotated[Loss, Flag(LOOP, "Mean over tokens, or over sequences of theirs.")] = "token"
     clip: Annotated[float, Flag(LOOP, "Of PPO's ratio.", range=SHARE)] = 0.2
-    max_norm: Annotated[
-        float, Flag(LOOP, "Gradients are cut to this norm.", range=Range(0, MANY, above=True))
-    ] = 1.0
+    max_norm: float = 1.0
+    """Gradients are cut to this norm."""
     old: Annotated[Old, Flag(LOOP, "Whose logprobs PPO's ratio divides by.")] = "trainer"
-    path: Annotated[str, Flag(LOOP, "Of the weight sync, as in sync-probe.", name="path")] = AUTO
     perfectible: Annotated[
         bool, Flag(LOOP, "Train on the prompts that the model solves sometimes.")
     ] = True
@@ -79,11 +65,11 @@ class LoopSpec:
         str | None, Flag(LOOP, "Your own, package.module:function(text, answer).")
     ] = None
     corrections: tuple[str, ...] = ()
+    """Of mismatch.metrics.importance_weights; their weights are multiplied."""
     frozen: tuple[str, ...] = ()
+    """Parts of names of parameters that are not trained."""
     plant: tuple[tuple[str, str], ...] = ()
-
-
-SEED_RANGE = SEEDS
+    """(name, value) of faults planted on purpose, for tests."""
 
 
 def arm_of(base: LoopSpec, name: str) -> LoopSpec:
@@ -136,7 +122,7 @@ def _size(value: str) -> float:
 
 
 def settings(loop: LoopSpec) -> dict[str, Any]:
-    """As data that is the same in every installation."""
+    """Return the spec as data that is the same in every installation."""
     return portable(to_json(loop))
 
 
@@ -162,7 +148,7 @@ def read_seeds(text: str) -> tuple[int, ...]:
         MismatchError: none, or one that is no seed.
     """
     parts: Sequence[str] = [part.strip() for part in text.split(",") if part.strip()]
-    bad = [part for part in parts if not part.isdecimal() or int(part) not in SEED_RANGE]
+    bad = [part for part in parts if not part.isdecimal() or int(part) not in SEEDS]
     if bad or not parts:
         raise MismatchError(f"--seeds {text!r}: no seeds", "whole numbers: --seeds 0,1")
     return tuple(dict.fromkeys(map(int, parts)))

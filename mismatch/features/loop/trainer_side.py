@@ -12,16 +12,14 @@ import shutil
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError, OutOfMemory, first_line
 from mismatch.features.loop.history import (
-    ASLEEP,
     CHECKPOINTS,
     DONE,
     GO,
@@ -38,50 +36,39 @@ from mismatch.features.loop.policy import PolicyLoss, deal, old_logprobs, plain_
 from mismatch.features.loop.spec import LoopSpec
 from mismatch.processes.workers.engine import reported
 from mismatch.processes.workers.gradient_check import replay_source
-from mismatch.processes.workers.train import engine_distributions, free_memory, wait_for
+from mismatch.processes.workers.train import wait_for
 from mismatch.run import store
 from mismatch.run.messages import exit_worker, report_ready, say
 from mismatch.run.store import TRAIN
 from mismatch.specs import Pass
-from mismatch.types import Floats, Rollout, Scoring
-
-if TYPE_CHECKING:
-    from mismatch.captures import Distributions
+from mismatch.types import Floats, Rollout
 
 LABEL = "loop-trainer"
 MINI_STREAM = 104729  # the order of mini-batches, apart from the choice of prompts
 
 
 def main(arguments: list[str]) -> int:
-    """All steps; 0, or 1 with the error left for the parent."""
+    """Run all steps; 0, or 1 with the error left for the parent."""
     job = store.read_json(Path(arguments[0]))
     run_dir, loop = Path(job["run_dir"]), from_json(LoopSpec, job["loop"])
     rank, start = os.environ.get("RANK", "0"), int(job["start"])
-    work = partial(run, run_dir, loop, start, bool(job["shares"]))
-    return reported(run_dir, LABEL, work, rank, "trainer")
+    return reported(run_dir, LABEL, lambda: run(run_dir, loop, start), rank, "trainer")
 
 
-def run(run_dir: Path, loop: LoopSpec, start: int, shares: bool) -> None:
-    """Every step from ``start``; all ranks call it.
-
-    Args:
-        shares: GPUs with the engine, which is waited for until it sleeps.
+def run(run_dir: Path, loop: LoopSpec, start: int) -> None:
+    """Run every step from ``start``; all ranks call it.
 
     Raises:
         MismatchError: see the trainer's side of each step; also out of memory.
     """
-    if shares:
-        wait_for(run_dir / ASLEEP)
-
     import torch
-    import transformers
+    from transformers.utils import logging
 
     from mismatch.training.distributed import World
     from mismatch.training.load import load
 
-    logging: Any = transformers.utils.logging
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     world = World.start()
     torch.manual_seed(loop.seed)
     try:
@@ -132,12 +119,9 @@ class TrainerSide:
         digests = weights_changed(self.world, self.loaded)
         dtype = torch_dtype(self.loop.check.rollout.engine.dtype)
         export(self.world, self.loaded, self.loaded.directory, self.run_dir / WEIGHTS, dtype)
-        if (self.run_dir / ASLEEP).exists():
-            free_memory()  # for the engine, which wakes up
         if self.world.rank == 0:
             self.plant(step)
-            whole = step in (0, self.loop.steps - 1)
-            order = {"digests": {n: list(d) for n, d in digests.items()}, "whole": whole}
+            order = {"digests": {name: list(digest) for name, digest in digests.items()}}
             store.write_json(self.run_dir / GO / f"{step:06d}.json", order)
         return time.monotonic() - began
 
@@ -158,6 +142,8 @@ class TrainerSide:
 
     def step(self, step: int) -> None:
         """Score, update, measure, hand on."""
+        from mismatch.training.score import score_pass
+
         folder = self.run_dir / STEPS / f"{step:06d}"
         wait_for(folder / DONE)
         began = time.monotonic()
@@ -166,22 +152,20 @@ class TrainerSide:
         name = f"{rollout.fingerprint['engine']}:decode"
         decode = store.load_scoring(folder, name)
         row: Row = {"step": float(step)}
-        row |= {k: float(v) for k, v in engine.items() if k != "path" and k != "not_compared"}
-        asked = engine_distributions({"run_dir": folder}, rollout)
-        train = self.score(folder, rollout, asked)
-        whole = step in (0, self.loop.steps - 1)
-        if train is not None:
+        row |= {name: float(value) for name, value in engine.items()}
+        spec = self.loop.check.train
+        source = replay_source(folder, rollout, spec)
+        train = score_pass(self.world, self.loaded, rollout, Pass(TRAIN, spec), source)
+        if train is not None:  # on rank 0
             require_finite(step, "the trainer's scoring", train.logprobs)
             row |= measure(rollout, decode, train)
-            if whole:
-                store.save_scoring(folder, train, rollout, made_by=self.loop.check.train)
         scored = time.monotonic()
         own = self.everywhere(None if train is None else train.logprobs, rollout.n_actions)
         row |= self.update(step, folder, rollout, own, decode.logprobs)
         updated = time.monotonic()
         row["score_s"], row["update_s"] = scored - began, updated - scored
         self.hand_on(step, row)
-        if self.world.rank == 0 and not whole:
+        if self.world.rank == 0:
             shutil.rmtree(folder)
 
     def hand_on(self, step: int, row: Row) -> None:
@@ -199,18 +183,6 @@ class TrainerSide:
             save_row(self.run_dir, row)
             self.recent = [*self.recent[1 - PACE :], row]
             say(f"progress {in_words(self.recent, self.loop.steps)}")
-
-    def score(self, folder: Path, rollout: Rollout, asked: Distributions | None) -> Scoring | None:
-        """The trainer's own pass before the update; the scoring on rank 0.
-
-        Args:
-            asked: the engine's whole distributions, whose places are kept here too.
-        """
-        from mismatch.training.score import score_pass
-
-        spec = self.loop.check.train
-        source = replay_source(folder, rollout, spec)
-        return score_pass(self.world, self.loaded, rollout, Pass(TRAIN, spec), source, asked)
 
     def everywhere(self, values: Floats | None, count: int) -> Floats:
         """What rank 0 has, on every rank."""
