@@ -17,11 +17,9 @@ from mismatch.engines.base import Engine
 from mismatch.engines.registry import engine_info, probed_engines
 from mismatch.errors import MismatchError
 from mismatch.models.weight_states import (
-    PUSHES,
     Checkpoint,
     Prints,
     state_of,
-    transposed_names,
 )
 from mismatch.specs import EngineSpec
 from mismatch.types import NotTested
@@ -129,22 +127,3 @@ def driver_class(engine: str) -> type[Driver]:
     module, _, name = named.partition(":")
     driver: type[Driver] = getattr(import_module(module), name)
     return driver
-
-
-def lost_by(driver: Driver, path: str, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Push two known updates and the first weights again; return the parameters that were lost.
-
-    A parameter that cannot be read, or that differs before any push, is left out.
-    """
-    expected = [checkpoint.prints(push) for push in range(PUSHES)]
-    names = list(expected[0])
-    transposed = transposed_names(expected[0], driver.held(names, [])[0])
-    before, _ = driver.held(names, transposed)
-    compared = [n for n in names if n in before and before[n].cells == expected[0][n].cells]
-    lost: dict[str, None] = {}
-    for push in range(1, PUSHES + 1):
-        driver.push(path, push)
-        held, _ = driver.held(names, transposed)
-        now = expected[state_of(push)]
-        lost |= dict.fromkeys(n for n in compared if held[n].cells != now[n].cells)
-    return tuple(lost)

@@ -18,7 +18,6 @@ from tests.conftest import SKIPS, last_line
 ROOT = Path(mismatch.__file__).parent
 # Lines with 3 % room (docs/decisions/0034-core-and-features.md); whoever deletes lowers them.
 MOST_LINES, MOST_LINES_OF_A_FEATURE = 64_000, 2_060
-NOT_SHRUNK_YET = {"loop": 2_480}  # goal: 1,500; it may not grow
 MOST_PHRASES, MOST_MATCHES = 7, 0  # of the tests, of four words or more: lowered likewise
 SPINE = {
     *("__init__", "__main__", "captures", "codec", "errors", "frameworks", "plugins", "specs"),
@@ -92,8 +91,7 @@ def test_the_package_does_not_grow_unnoticed() -> None:
     assert lines_below(ROOT) <= MOST_LINES
     features = [folder for folder in (ROOT / "features").iterdir() if folder.is_dir()]
     sizes = {folder.name: lines_below(folder) for folder in features}
-    most = {name: NOT_SHRUNK_YET.get(name, MOST_LINES_OF_A_FEATURE) for name in sizes}
-    assert {name: n for name, n in sizes.items() if n > most[name]} == {}
+    assert {name: n for name, n in sizes.items() if n > MOST_LINES_OF_A_FEATURE} == {}
 
 
 def test_no_module_name_is_used_in_three_rooms() -> None:

@@ -21,12 +21,11 @@ from mismatch.codec import from_json
 from mismatch.engines.registry import engine_class, model_directory
 from mismatch.engines.sync_drivers import driver_class
 from mismatch.errors import MismatchError, named_line
-from mismatch.experiments.sync.judge import transposed_names
 from mismatch.features.loop.history import DONE, GO, PATH, STEPS, WEIGHTS
 from mismatch.features.loop.spec import PATHS, LoopSpec
 from mismatch.models.derived import in_form
 from mismatch.models.digests import digest_tensor
-from mismatch.models.weight_states import Checkpoint
+from mismatch.models.weight_states import Checkpoint, transposed_names
 from mismatch.processes.workers.engine import reported, stop_at
 from mismatch.processes.workers.sampling import Ready, Reporter, ready_for, sampled, with_routes
 from mismatch.processes.workers.train import wait_for
@@ -48,15 +47,6 @@ class Sampled(NamedTuple):
 
     rollout: Rollout
     decode: Scoring
-
-
-class Taken(NamedTuple):
-    """How new weights came into the engine."""
-
-    verified: int
-    """Parameters that were read back and are the trainer's."""
-    push_s: float
-    verify_s: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,11 +92,7 @@ class EngineSide:
     pool: list[int] = field(default_factory=list)
 
     def choose_pool(self, file: Path) -> None:
-        """Choose the prompts to train on: all, or those that the first weights solve sometimes.
-
-        Raises:
-            MismatchError: it solves none of them sometimes.
-        """
+        """Choose the prompts to train on: all, or those that the first weights solve sometimes."""
         if not self.loop.perfectible:
             self.pool = list(range(len(self.ready.prompts)))
             return
@@ -115,7 +101,9 @@ class EngineSide:
             count, progress = len(self.ready.prompts), Reporter("pool")
             for first in range(0, count, BATCH):
                 part = list(range(first, min(first + BATCH, count)))
-                rollout = self.sample(part, POOL_SAMPLES, POOL_STREAM + first, ignored).rollout
+                rollout = self.sample(
+                    part, POOL_SAMPLES, POOL_STREAM + first, lambda *_: None
+                ).rollout
                 rewards = self.rewards(rollout, part, "of the pool")
                 rates += rewards.reshape(len(part), POOL_SAMPLES).mean(axis=1).tolist()
                 progress(part[-1] + 1, count, 0)
@@ -131,28 +119,24 @@ class EngineSide:
     def step(self, step: int) -> None:
         """Take the weights, verify them, sample."""
         order = store.read_json(self.run_dir / GO / f"{step:06d}.json")
-        taken = self.take(step, order["digests"])
+        done = self.take(step, order["digests"])
         began = time.monotonic()
         chosen = self.chosen(step)
         count = self.loop.check.rollout.sampling.samples_per_prompt
         progress = Reporter(f"step {step}")
         rollout, decode = self.sample(chosen, count, seed_of(self.loop.seed, step), progress)
-        generate_s = time.monotonic() - began
+        done["generate_s"] = time.monotonic() - began
         rollout = replace(rollout, rewards=self.rewards(rollout, chosen, f"of step {step}"))
         folder, spec = self.run_dir / STEPS / f"{step:06d}", self.loop.check.rollout
         store.save_rollout(folder, rollout, made_by=spec)
         store.save_scoring(folder, decode, rollout, made_by=spec)
-        done = {"parameters_verified": taken.verified, "generate_s": generate_s}
-        store.write_json(folder / DONE, done | {"push_s": taken.push_s, "verify_s": taken.verify_s})
+        store.write_json(folder / DONE, done)
 
-    def take(self, step: int, digests: dict[str, list[int]]) -> Taken:
+    def take(self, step: int, digests: dict[str, list[int]]) -> dict[str, float]:
         """Push the weights by each path until one brings all of them into the kernels.
 
         Args:
             digests: of the trainer's parameters, taken before they were gathered.
-
-        Raises:
-            MismatchError: the export or every path lost a parameter, which is named.
         """
         weights = Checkpoint(self.run_dir / WEIGHTS, 0)
         kind: Any = driver_class(self.loop.check.rollout.engine.engine)
@@ -187,7 +171,11 @@ class EngineSide:
             del self.paths[0]
         driver.drop_caches()
         store.write_json(self.run_dir / PATH, {"path": path})
-        return Taken(len(compared), pushed - began, time.monotonic() - pushed)
+        return {
+            "parameters_verified": len(compared),
+            "push_s": pushed - began,
+            "verify_s": time.monotonic() - pushed,
+        }
 
     def chosen(self, step: int) -> list[int]:
         """Prompts of a step, the same in every arm."""
@@ -235,11 +223,7 @@ def seed_of(seed: int, step: int) -> int:
 def own_rewards(
     name: str, prompts: Sequence[Prompt], rollout: Rollout, tokenizer: Any, where: str
 ) -> Floats:
-    """By the user's function, of each response's text and its prompt's answer.
-
-    Raises:
-        MismatchError: it raised, or gave no finite number.
-    """
+    """Ask the user's function about each response's text and its prompt's answer."""
     from mismatch.training.user_kernels import load_function
 
     function = load_function(name)[0]
@@ -269,10 +253,6 @@ def lost(step: int, names: Sequence[str], where: str) -> MismatchError:
         f"{where} lost {in_list(names)}",
         NOWHERE,
     )
-
-
-def ignored(*progress: object) -> None:
-    """Progress that nobody reads."""
 
 
 def in_list(names: Sequence[str], most: int = 3) -> str:

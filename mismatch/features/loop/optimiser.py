@@ -26,14 +26,7 @@ BETAS = 0.9, 0.95
 
 
 class PolicyOptimiser:
-    """AdamW without weight decay, gradients cut to a norm.
-
-    Args:
-        frozen: parts of names of parameters that stay as they are.
-
-    Raises:
-        MismatchError: nothing is left to train.
-    """
+    """AdamW without weight decay, gradients cut to a norm; ``frozen``: parts of names."""
 
     def __init__(
         self,
@@ -54,7 +47,7 @@ class PolicyOptimiser:
         self.optimiser = torch.optim.AdamW(trained, learning_rate, BETAS, weight_decay=0.0)
 
     def step(self, backward: Backward, rows: Sequence[int]) -> tuple[float, float] | None:
-        """One optimiser step on these samples; all ranks call it.
+        """Take one step on these samples; all ranks call it.
 
         Returns:
             Loss of all ranks, and the gradient's norm before it is cut; None: it is not finite,
@@ -66,30 +59,21 @@ class PolicyOptimiser:
         if own is None or loss != loss:
             backward.clear()
             return None
+        gradients = [g for each in self.trained if (g := local_gradient(each)) is not None]
         squared = torch.zeros((), dtype=torch.float64)
-        for parameter in self.trained:
-            gradient = local_gradient(parameter)
-            if gradient is not None:
-                gradient.mul_(backward.factor)
-                squared += gradient.double().square().sum().cpu()
+        for gradient in gradients:
+            gradient.mul_(backward.factor)
+            squared += gradient.double().square().sum().cpu()
         norm = float(self.world.sum(squared).sqrt())
         if norm > self.max_norm:
-            for parameter in self.trained:
-                gradient = local_gradient(parameter)
-                if gradient is not None:
-                    gradient.mul_(self.max_norm / norm)
+            for gradient in gradients:
+                gradient.mul_(self.max_norm / norm)
         self.optimiser.step()
         backward.clear()
         return loss, norm
 
-    # ------------------------------------------------------------ checkpoints
-
     def save(self, folder: Path) -> None:
-        """Weights and moments, by torch.distributed.checkpoint; whole or not there at all.
-
-        Raises:
-            MismatchError: it cannot be written.
-        """
+        """Write weights and moments by torch.distributed.checkpoint; whole or not at all."""
         partial = folder.with_name(f"{folder.name}.partial")
         try:
             if self.world.rank == 0:
@@ -107,11 +91,7 @@ class PolicyOptimiser:
             ) from error
 
     def load(self, folder: Path) -> None:
-        """What :meth:`save` wrote, in a world of any size.
-
-        Raises:
-            MismatchError: it cannot be read.
-        """
+        """Read what :meth:`save` wrote, in a world of any size."""
         state = self._state()
         moments = state["optimiser"]["state"]
         try:
@@ -145,11 +125,7 @@ def _cause(error: BaseException) -> str:
 
 
 def export(world: World, loaded: LoadedModel, base: Path, target: Path, dtype: torch.dtype) -> None:
-    """The weights as a checkpoint of their own under the base's names; all ranks call it.
-
-    Raises:
-        MismatchError: names of the checkpoint that the loaded model has not.
-    """
+    """Write the weights as a checkpoint under the base's names; all ranks call it."""
     names = Checkpoint(base, 0).names()
     held: dict[str, Any] = loaded.scorer.model.state_dict()
     unknown = sorted(set(names) - set(held))

@@ -7,7 +7,7 @@ is the smaller, else 0, with ρ = exp(new - old); see mismatch/experiments/gradi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,21 +21,19 @@ from mismatch.types import Floats, Ints, Rollout
 
 @dataclass
 class PolicyLoss:
-    """Coefficients of one mini-batch.
-
-    Attributes:
-        plain: [A] advantage times correction over the loss's normaliser; 0 outside.
-        old: [A] the log-probabilities that the ratio divides by; None: the ratio is 1.
-        tokens, clipped: how many had a coefficient, and of how many the clip removed it.
-        largest: of the ratios seen.
-    """
+    """Coefficients of one mini-batch."""
 
     plain: Floats
+    """[A] advantage times correction over the loss's normaliser; 0 outside."""
     old: Floats | None
+    """[A] the log-probabilities that the ratio divides by; None: the ratio is 1."""
     clip: float
     tokens: int = 0
+    """How many had a coefficient."""
     clipped: int = 0
-    largest: float = field(default=0.0)
+    """Of how many the clip removed it."""
+    largest: float = 0.0
+    """Of the ratios seen."""
 
     def __call__(self, actions: Ints, new: Floats) -> Floats:
         """c of these tokens, [a], from this pass's log-probabilities [a]."""

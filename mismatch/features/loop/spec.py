@@ -127,13 +127,10 @@ def settings(loop: LoopSpec) -> dict[str, Any]:
 
 
 def read_arms(text: str) -> tuple[str, ...]:
-    """Names between commas, each once.
+    """Return the names between commas, each once.
 
     >>> read_arms("as-is, attention-sinks,as-is")
     ('as-is', 'attention-sinks')
-
-    Raises:
-        MismatchError: none.
     """
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names:
@@ -142,11 +139,7 @@ def read_arms(text: str) -> tuple[str, ...]:
 
 
 def read_seeds(text: str) -> tuple[int, ...]:
-    """Whole numbers between commas, each once.
-
-    Raises:
-        MismatchError: none, or one that is no seed.
-    """
+    """Return the whole numbers between commas, each once."""
     parts: Sequence[str] = [part.strip() for part in text.split(",") if part.strip()]
     bad = [part for part in parts if not part.isdecimal() or int(part) not in SEEDS]
     if bad or not parts:
@@ -155,9 +148,5 @@ def read_seeds(text: str) -> tuple[int, ...]:
 
 
 def place_of(arm: str, seed: int) -> str:
-    """The folder of an arm and a seed in the run directory.
-
-    >>> place_of("no-sinks+seq-tis", 1)
-    'no-sinks+seq-tis/seed-1'
-    """
+    """Return the folder of an arm and a seed in the run directory."""
     return f"{arm.replace('/', '-')}/seed-{seed}"

@@ -44,6 +44,7 @@ from mismatch.specs import Pass
 from mismatch.types import Floats, Rollout
 
 LABEL = "loop-trainer"
+PARTS = ("push_s", "verify_s", "generate_s", "score_s", "update_s", "export_s")
 MINI_STREAM = 104729  # the order of mini-batches, apart from the choice of prompts
 
 
@@ -56,11 +57,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(run_dir: Path, loop: LoopSpec, start: int) -> None:
-    """Run every step from ``start``; all ranks call it.
-
-    Raises:
-        MismatchError: see the trainer's side of each step; also out of memory.
-    """
+    """Run every step from ``start``; all ranks call it."""
     import torch
     from transformers.utils import logging
 
@@ -138,10 +135,10 @@ class TrainerSide:
                         tensors[name] = tensors[name].roll(1, 0)
                         save_file(tensors, file, {"format": "pt"})
 
-    # ------------------------------------------------------------ a step
-
     def step(self, step: int) -> None:
         """Score, update, measure, hand on."""
+        import torch
+
         from mismatch.training.score import score_pass
 
         folder = self.run_dir / STEPS / f"{step:06d}"
@@ -160,8 +157,9 @@ class TrainerSide:
             require_finite(step, "the trainer's scoring", train.logprobs)
             row |= measure(rollout, decode, train)
         scored = time.monotonic()
-        own = self.everywhere(None if train is None else train.logprobs, rollout.n_actions)
-        row |= self.update(step, folder, rollout, own, decode.logprobs)
+        own = np.zeros(rollout.n_actions) if train is None else train.logprobs.copy()
+        shared: Floats = self.world.sum(torch.from_numpy(own)).numpy()  # rank 0 alone has it
+        row |= self.update(step, folder, rollout, shared, decode.logprobs)
         updated = time.monotonic()
         row["score_s"], row["update_s"] = scored - began, updated - scored
         self.hand_on(step, row)
@@ -170,36 +168,28 @@ class TrainerSide:
 
     def hand_on(self, step: int, row: Row) -> None:
         """Keep what was measured, then the weights, then let the engine go on."""
-        parts = ("push_s", "verify_s", "generate_s", "score_s", "update_s", "export_s")
-        first = self.world.rank == 0
+        first, done = self.world.rank == 0, step + 1
         if first:
             save_row(self.run_dir, row)
-        done = step + 1
         if done % self.loop.checkpoint_every == 0 or done == self.loop.steps:
-            self.checkpoint(done)
+            folder = self.run_dir / CHECKPOINTS
+            self.optimiser.save(folder / f"{done:06d}")
+            for older in folder.iterdir() if first else ():
+                if older.name != f"{done:06d}":
+                    shutil.rmtree(older)
         row["export_s"] = self.let_go(done)
-        row["seconds"] = sum(row[part] or 0.0 for part in parts)
+        row["seconds"] = sum(row[part] or 0.0 for part in PARTS)
         if first:
             save_row(self.run_dir, row)
             self.recent = [*self.recent[1 - PACE :], row]
             say(f"progress {in_words(self.recent, self.loop.steps)}")
 
-    def everywhere(self, values: Floats | None, count: int) -> Floats:
-        """What rank 0 has, on every rank."""
-        import torch
-
-        own = np.zeros(count) if values is None else values
-        shared: Floats = self.world.sum(torch.from_numpy(own.copy())).numpy()
-        return shared
-
     def update(
         self, step: int, folder: Path, rollout: Rollout, train: Floats, engine: Floats
     ) -> Row:
-        """The optimiser's steps on one rollout.
+        """Take the optimiser's steps on one rollout; refuse what is not finite."""
+        import torch
 
-        Raises:
-            MismatchError: a loss or gradient that is not finite.
-        """
         from mismatch.training.backward import Backward
         from mismatch.training.validate import prepare_pass
 
@@ -228,29 +218,19 @@ class TrainerSide:
             losses.append(taken[0])
             norms.append(taken[1])
             policies.append(policy)
-        return {"loss": float(np.mean(losses)), "grad_norm": max(norms), **self.clipped(policies)}
-
-    def clipped(self, policies: list[PolicyLoss]) -> Row:
-        """Over all mini-batches and ranks; the largest ratio is gathered on rank 0."""
-        import torch
-
         counts = [[policy.clipped, policy.tokens] for policy in policies]
         removed, counted = self.world.sum(torch.tensor(counts).sum(0)).tolist()
         largest = self.world.gather(max(policy.largest for policy in policies)) or [0.0]
-        return {"clip_share": removed / max(counted, 1), "ratio_max": max(largest)}
-
-    def checkpoint(self, done: int) -> None:
-        """After ``done`` steps; the one before goes when this one is whole."""
-        folder = self.run_dir / CHECKPOINTS
-        self.optimiser.save(folder / f"{done:06d}")
-        if self.world.rank == 0:
-            for older in folder.iterdir():
-                if older.name != f"{done:06d}":
-                    shutil.rmtree(older)
+        return {
+            "loss": float(np.mean(losses)),
+            "grad_norm": max(norms),
+            "clip_share": removed / max(counted, 1),
+            "ratio_max": max(largest),
+        }
 
 
 def require_finite(step: int, what: str, values: Floats) -> None:
-    """Raises MismatchError where a number is not finite: the model has diverged."""
+    """Refuse numbers that are not finite: the model has diverged."""
     bad = int((~np.isfinite(values)).sum())
     if bad:
         raise MismatchError(

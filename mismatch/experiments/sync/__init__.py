@@ -1,1 +1,0 @@
-"""What the training loop asks of a path of weights, until it asks sync_drivers itself."""
