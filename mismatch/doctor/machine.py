@@ -35,12 +35,8 @@ class Machine:
         return "cuda" if self.gpus else "cpu"
 
 
-def inspect_machine(try_imports: bool = False) -> Machine:
-    """Look at this machine.
-
-    Args:
-        try_imports: no longer read; ``mismatch loop`` still passes it.
-    """
+def inspect_machine() -> Machine:
+    """Look at this machine."""
     import psutil
 
     memory = psutil.virtual_memory()

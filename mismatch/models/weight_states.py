@@ -13,11 +13,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -233,53 +231,6 @@ def link_others(source: Path, target: Path) -> None:
                 os.link(path.resolve(), target / path.name)
             except OSError:  # another file system, or one without links
                 shutil.copyfile(path, target / path.name)
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What a probe of a checkpoint moves.
-
-    Attributes:
-        largest: bytes of the largest tensor.
-        seconds: for updates and digests on this machine, by a trial on a small tensor.
-    """
-
-    tensors: int
-    bytes: int
-    largest: int
-    seconds: float
-
-
-BITS = re.compile(r"\d+")  # of safetensors' names: BF16, F8_E4M3; BOOL has none
-TRIAL = 1 << 20  # elements
-LOOKS = 7  # every value is digested: expected in three states, held in four
-
-
-def cost_of(checkpoint: Checkpoint) -> Cost:
-    """From the files' headers and a trial."""
-    sizes, elements = [], 0
-    with ExitStack() as stack:
-        for name, file in open_tensors(checkpoint.directory, stack).items():
-            part = file.get_slice(name)
-            count = math.prod(part.get_shape())
-            bits = BITS.search(part.get_dtype())
-            sizes.append(count * int(bits[0] if bits else 8) // 8)
-            elements += count
-    return Cost(len(sizes), sum(sizes), max(sizes, default=0), seconds_of(elements))
-
-
-def seconds_of(elements: int) -> float:
-    """For updates and digests of so many on this machine: the best of trials on a small tensor."""
-    import torch
-
-    trial = torch.ones(TRIAL // 1024, 1024, dtype=torch.bfloat16)
-    Prints.of("trial", trial)  # the first makes its tables
-    took = []
-    for push in range(1, PUSHES):
-        start = time.monotonic()
-        Prints.of("trial", updated("trial", trial, 0, push))
-        took.append(time.monotonic() - start)
-    return min(took) / TRIAL * elements * LOOKS
 
 
 RANK, ALPHA = 8, 16

@@ -314,8 +314,7 @@ def test_an_optimiser_takes_three_times_the_parameters_beside_them() -> None:
 def test_sides_on_one_gpu_share_its_memory() -> None:
     model = resolve_model("tiny-gpt-oss")
     one_gpu, two_gpus = (
-        machine_with(inspect_machine(try_imports=False), count, parse_kind("H100")[1])
-        for count in (1, 2)
+        machine_with(inspect_machine(), count, parse_kind("H100")[1]) for count in (1, 2)
     )
     check = CheckSpec(
         RolloutSpec(EngineSpec("vllm", model)),

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from mismatch.cli.main import app
 from mismatch.errors import MismatchError
-from mismatch.features.sync.report import ExportReport, compare, headers
-from mismatch.models import EMBEDDED
 from mismatch.models.weight_states import Prints
 from mismatch.probe import judge, probe
 
@@ -84,52 +80,10 @@ def test_an_engine_of_another_model_is_refused() -> None:
         probe(lambda: {n: torch.zeros_like(t) for n, t in model.items()}, model, lambda: None)
 
 
-def test_an_export_is_held_against_names_and_shapes() -> None:
-    expected = {
-        "a": ((4, 8), "BF16"),
-        "b": ((4,), "BF16"),
-        "c": ((2, 2), "BF16"),
-        "d": ((3,), "F32"),
-    }
-    exported = {
-        "a": ((8, 4), "BF16"),
-        "b": ((5,), "BF16"),
-        "c": ((2, 2), "F32"),
-        "e": ((1,), "F32"),
-    }
-    rows = {row.name: row.difference for row in compare(expected, exported, {})}
-    assert rows == {
-        "d": "missing", "e": "unexpected", "a": "transposed", "b": "shape", "c": "dtype",
-    }  # fmt: skip
-    assert compare(expected, expected, {}) == ()
-    tied = {HEAD: EMBED}
-    both = {HEAD: ((4, 2), "BF16"), EMBED: ((4, 2), "BF16")}
-    assert compare(both, {EMBED: both[EMBED]}, tied) == ()
-    assert len(compare(both, {EMBED: both[EMBED]}, {})) == 1
-    assert not ExportReport("m", "f", 4, compare({"c": expected["c"]}, exported, {})[-1:]).wrong
-
-
 def run(*arguments: str) -> tuple[int, str]:
     done = CliRunner().invoke(app, ["sync-probe", *arguments], standalone_mode=False)
     assert done.exception is None, done.exception
     return done.return_value, done.output
-
-
-def test_the_command_holds_a_folder_against_the_embedded_model(tmp_path: Path) -> None:
-    source = EMBEDDED["tiny-gpt-oss"]
-    assert run("--state-dict", str(source))[0] == 0
-    tensors = load_file(next(source.glob("*.safetensors")))
-    assert len(headers(source)) == len(tensors)
-    del tensors["lm_head.weight"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    code, output = run("--state-dict", str(tmp_path), "--json")
-    document = json.loads(output)
-    assert code == 1
-    assert [(row["name"], row["difference"]) for row in document["rows"]] == [
-        ("lm_head.weight", "missing")
-    ]
-    with pytest.raises(MismatchError):
-        headers(tmp_path / "nothing")
 
 
 def test_a_plan_starts_nothing() -> None:

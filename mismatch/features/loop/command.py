@@ -185,7 +185,8 @@ def loop_spec(flags: Flags) -> LoopSpec:
         MismatchError: flags that a loop cannot honour.
     """
     from mismatch.cli.to_spec import check_spec
-    from mismatch.run.directory import load_spec, require_trust
+    from mismatch.run.directory import load_spec
+    from mismatch.run.trust import require_trust
 
     values, small = spec_values(LoopSpec, flags, LOOP_FIELDS), False
     if flags["like"] is not None:

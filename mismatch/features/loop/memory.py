@@ -23,7 +23,7 @@ def memory_of_loop(spec: CheckSpec, machine: Machine | None = None) -> tuple[Fit
     Args:
         machine: where it would run; None: this machine.
     """
-    machine = machine or inspect_machine(try_imports=False)
+    machine = machine or inspect_machine()
     try:
         shape = sized(find_config(spec.train.model, spec.train.revision))
         work = work_of(spec)[0]

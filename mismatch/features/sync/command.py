@@ -44,12 +44,6 @@ PROBE_FLAGS = (
         "Leave the prefix cache to the path; without this it is reset after a push by --path.",
     ),
     Option("trainer", bool, PROBE, "Score with transformers too.", default=True),
-    Option(
-        "state_dict",
-        Path | None,
-        PROBE,
-        "Start nothing: hold this folder's safetensors against the checkpoint's names and shapes.",
-    ),
 )
 ENGINE_OPTIONS = (
     *(option for option in ENGINE_FLAGS if option.name in ("vllm_python", "sglang_python")),
@@ -58,7 +52,7 @@ ENGINE_OPTIONS = (
 PROBE_OUTPUT = (
     Option("out", Path | None, OUTPUT, "Directory of the probe; default: runs/TIME-MODEL."),
     switch("details", OUTPUT, "Also scores and caches."),
-    replace(DRY_RUN, help="Show what would be pushed and how long it takes; start nothing."),
+    replace(DRY_RUN, help="Show what would be pushed; start nothing."),
     JSON,
 )
 ON_DISK = ("reload", "sleep-1", "sleep-2", "disk", "update")  # paths that read a checkpoint
@@ -89,8 +83,6 @@ def sync_probe(flags: Flags) -> int:
     from mismatch.run.directory import new_directory
 
     spec = probe_spec(flags)
-    if flags["state_dict"] is not None:
-        return hold_export(spec.engine.model, flags["state_dict"], as_json=flags["as_json"])
     if flags["dry_run"]:
         return plan(spec)
     narrator = ConsoleNarrator(Console(stderr=flags["as_json"]))
@@ -147,79 +139,30 @@ def probe_spec(flags: Flags) -> SyncSpec:
     )
 
 
-def checkpoint_of(model: str) -> Path:
-    """The directory of a model's files.
-
-    Raises:
-        MismatchError: it is not on this machine.
-    """
-    from mismatch.engines.registry import model_directory
-
-    directory = model_directory(EngineSpec(model=model))
-    if directory is None:
-        raise MismatchError(f"{model} is not on this machine", "fetch it: hf download " + model)
-    return directory
-
-
-def hold_export(model: str, folder: Path, *, as_json: bool) -> int:
-    """Print how an exported folder differs from the checkpoint; 0 or 1."""
-    from rich.console import Console
-
-    from mismatch.codec import to_json
-    from mismatch.features.sync.report import SCHEMA, ExportReport, compare, headers
-    from mismatch.features.sync.section import exported_section
-    from mismatch.models.weight_states import Checkpoint
-    from mismatch.reports.terminal import print_section, say
-
-    checkpoint = checkpoint_of(model)
-    expected = headers(checkpoint)
-    rows = compare(expected, headers(folder), Checkpoint(checkpoint, 0).tied())
-    report = ExportReport(model, str(folder), len(expected), rows)
-    if as_json:
-        typer.echo(json.dumps({"schema": SCHEMA, **to_json(report)}, indent=2))
-    else:
-        console = Console()
-        print_section(exported_section(report), console)
-        say(console, report.line, "bold red" if report.wrong else "green")
-    return 1 if report.wrong else 0
-
-
 def plan(spec: SyncSpec) -> int:
-    """Print what a probe would do and cost; of a model that is not here, by its config.json."""
+    """Print what a probe would do and take; of a model that is not here, by its config.json."""
     import psutil
 
     from mismatch.doctor.memory import BYTES
     from mismatch.engines.registry import model_directory
     from mismatch.models.config import find_config
     from mismatch.models.sizes import sized
-    from mismatch.models.weight_states import Checkpoint, cost_of, seconds_of
-    from mismatch.reports.formatting import memory, seconds
+    from mismatch.models.weight_states import Checkpoint
+    from mismatch.reports.formatting import memory
 
     engine, directory = spec.engine, model_directory(spec.engine)
     shape = sized(find_config(engine.model, engine.revision))
-    size, elements, tensors = (
-        shape.parameters * BYTES[engine.dtype],
-        shape.parameters,
-        "weights not here",
-    )
-    beside = {"trainer": size * spec.trainer, "largest tensor": shape.largest_tensor * UPDATE_BYTES}
-    took = None
-    if directory is not None and list(directory.glob("*.safetensors")):
-        cost = cost_of(Checkpoint(directory, spec.seed))
-        size, took, tensors = cost.bytes, cost.seconds, f"{cost.tensors} tensors"
-    typer.echo(f"model    {engine.model}: {tensors}, {memory(size)}")
+    size = shape.parameters * BYTES[engine.dtype]
+    here = directory is not None and any(directory.glob("*.safetensors"))
+    names = len(Checkpoint(directory, spec.seed).names()) if here else 0  # type: ignore[arg-type]
+    typer.echo(f"model    {engine.model}: {f'{names} tensors' if here else 'weights not here'}")
     typer.echo(f"push     3 times by {spec.push or spec.path} of {engine.engine}")
     if spec.path in ON_DISK and spec.push is None:
         typer.echo(f"disk     {memory(size)}, one state at a time")
+    beside = {"trainer": size * spec.trainer, "largest tensor": shape.largest_tensor * UPDATE_BYTES}
     parts = " and ".join(f"{name} {memory(part)}" for name, part in beside.items() if part)
-    free = memory(psutil.virtual_memory().available)
-    needed = memory(sum(beside.values()))
+    needed, free = memory(sum(beside.values())), memory(psutil.virtual_memory().available)
     typer.echo(f"memory   the engine's own, {needed} beside it ({parts}); {free} are free")
-    if spec.adapters:
-        typer.echo("time     the engine's start: adapters are small")
-        return 0
-    took = seconds_of(elements) if took is None else took
-    typer.echo(f"time     about {seconds(took)} and the engine's start")
     return 0
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import NotTested
 
@@ -184,109 +181,3 @@ class SyncVerdict:
     def line(self) -> str:
         """As it is printed."""
         return f"verdict: {self.word} – {self.reason}"
-
-
-Difference = Literal["missing", "unexpected", "transposed", "shape", "dtype"]
-SCHEMA = "mismatch.exported-weights/1"
-WORST: tuple[Difference, ...] = ("missing", "unexpected", "transposed", "shape")
-Header = tuple[tuple[int, ...], str]  # shape, dtype as safetensors writes it
-
-
-@dataclass(frozen=True, slots=True)
-class ExportRow:
-    """One tensor that differs.
-
-    >>> ExportRow("lm_head.weight", "missing", (8, 4), None).difference
-    'missing'
-
-    Attributes:
-        expected: shape in the checkpoint.
-        exported: shape in the folder.
-        detail: both dtypes, where these differ.
-    """
-
-    name: str
-    difference: Difference
-    expected: tuple[int, ...] | None
-    exported: tuple[int, ...] | None
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ExportReport:
-    """A folder held against a checkpoint.
-
-    Attributes:
-        compared: tensors of the checkpoint.
-    """
-
-    model: str
-    folder: str
-    compared: int
-    rows: tuple[ExportRow, ...]
-
-    @property
-    def wrong(self) -> tuple[ExportRow, ...]:
-        """Rows that a loader would not survive, or would pass over; another dtype is converted."""
-        return tuple(row for row in self.rows if row.difference in WORST)
-
-    @property
-    def line(self) -> str:
-        """The verdict, as it is printed."""
-        if not self.wrong:
-            return f"verdict: healthy – all {self.compared} names and shapes are the checkpoint's"
-        counts = {kind: sum(r.difference == kind for r in self.wrong) for kind in WORST}
-        summary = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-        return f"verdict: broken – of {self.compared} tensors {summary}: {self.wrong[0].name}"
-
-
-def headers(directory: Path) -> dict[str, Header]:
-    """Name -> (shape, dtype) of all tensors of a directory's safetensors files.
-
-    Raises:
-        MismatchError: no such files, or a damaged one.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    tensors: dict[str, Header] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="numpy") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    part = file.get_slice(name)
-                    tensors[name] = tuple(part.get_shape()), str(part.get_dtype())
-        except (OSError, SafetensorError) as error:
-            raise MismatchError(f"{path} cannot be read: {error}", "export it again") from error
-    if not tensors:
-        raise MismatchError(
-            f"{directory} holds no *.safetensors", "export the weights as safetensors files"
-        )
-    return tensors
-
-
-def compare(
-    expected: Mapping[str, Header], exported: Mapping[str, Header], tied: Mapping[str, str]
-) -> tuple[ExportRow, ...]:
-    """Rows that differ, worst first.
-
-    Args:
-        tied: name of a tied tensor -> its source; either may stand alone.
-    """
-    pairs = {**tied, **{source: name for name, source in tied.items()}}
-    rows = []
-    for name in sorted({*expected, *exported}):
-        ours, theirs = expected.get(name), exported.get(name)
-        if ours is None or theirs is None:
-            other = pairs.get(name)
-            if other is not None and other in expected and other in exported:
-                continue
-            kind: Difference = "missing" if theirs is None else "unexpected"
-            rows.append(ExportRow(name, kind, ours and ours[0], theirs and theirs[0]))
-        elif ours[0] != theirs[0]:
-            flipped = (*ours[0][:-2], *ours[0][:-3:-1]) == theirs[0]
-            rows.append(ExportRow(name, "transposed" if flipped else "shape", ours[0], theirs[0]))
-        elif ours[1] != theirs[1]:
-            detail = f"{ours[1]} in the checkpoint, {theirs[1]} here"
-            rows.append(ExportRow(name, "dtype", ours[0], theirs[0], detail))
-    order = (*WORST, "dtype")
-    return tuple(sorted(rows, key=lambda row: order.index(row.difference)))

@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from mismatch.features.sync.judge import WORDS, judge, kept_caches, kind_of
-from mismatch.features.sync.report import BACK, ExportReport, Parameter, Status, SyncReport, Word
+from mismatch.features.sync.report import BACK, Parameter, Status, SyncReport, Word
 from mismatch.reports.formatting import Tone, count, number, text
 from mismatch.reports.section import Cell, Column, Page, Section, Table, named, not_tested
-from mismatch.types import Report
 
 LEAD = (
     "Known updates of every parameter, two of them, then the first weights again; after each push "
@@ -59,9 +58,8 @@ CACHE_COLUMNS = (
 )
 
 
-def section(result: SyncReport, report: Report | None = None) -> Section:
+def section(result: SyncReport) -> Section:
     """Faults by kind of parameter; every parameter, scores and caches below."""
-    verdict = judge(result)
     kinds: dict[tuple[str, Status], list[Parameter]] = {}  # gathered over layers and experts
     for each in (*result.faults, *result.of_status("not_compared")):
         kinds.setdefault((kind_of(each.name), each.status), []).append(each)
@@ -81,7 +79,6 @@ def section(result: SyncReport, report: Report | None = None) -> Section:
                 ("parameters", "Every parameter", KIND_COLUMNS, every, True),
             )
         ],
-        short=f"{verdict.word}: {verdict.reason}",
     )
 
 
@@ -138,34 +135,3 @@ def page(result: SyncReport) -> Page:
         sections=(section(result), Section("probe", "This probe", tables=(facts,))),
         file="sync-probe",
     )
-
-
-EXPORTED = (
-    Column("tensor", text, of="name", tone="code"),
-    Column(
-        "difference",
-        text,
-        of=lambda row: Cell(
-            row.detail or row.difference, "warn" if row.difference == "dtype" else "critical"
-        ),
-    ),
-    Column("checkpoint", text, of=lambda row: _shape(row.expected)),
-    Column("exported", text, of=lambda row: _shape(row.exported)),
-)
-
-
-def exported_section(result: ExportReport) -> Section:
-    """The first rows that differ, worst first."""
-    more = len(result.rows) - 12  # on a screen
-    return Section(
-        "exported-weights",
-        "Exported weights",
-        f"{result.folder} beside {result.compared} tensors of {result.model}.",
-        tables=[Table.of(EXPORTED, result.rows[:12])],
-        notes=[f"and {more} more: --json has all of them" if more > 0 else ""],
-        short=result.line,
-    )
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "–" if shape is None else " × ".join(map(str, shape))
