@@ -11,6 +11,11 @@ FEATURE = Feature(
             "mismatch.features.recorded.command:postmortem",
         ),
         Command(
+            "watch",
+            "Follow the mismatch of a run that is going on.",
+            "mismatch.features.recorded.command:watch",
+        ),
+        Command(
             "read-rollouts",
             "Make a run of rollouts that a framework recorded.",
             "mismatch.features.recorded.command:read_rollouts",

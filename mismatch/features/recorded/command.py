@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import REQUIRED, Flags, Option, flags_of, spec_values
+from mismatch.cli.flags import REQUIRED, Flags, Option, flags_of, spec_values, switch
 from mismatch.cli.options import FAIL_ON, LEVELS, LOG_TO, MODEL_FLAGS, NAME_FLAGS, OUT
 from mismatch.features.recorded.dumps import Form, Read, read_recorded
 from mismatch.specs import (
@@ -15,6 +15,7 @@ from mismatch.specs import (
     PROMPTS,
     CheckSpec,
     EngineSpec,
+    Range,
     RolloutSpec,
     Sampling,
     TrainSpec,
@@ -125,6 +126,42 @@ def read_rollouts(flags: Flags) -> int:
     if all(row.train_logprobs is not None for row in read.recorded.sequences):
         session.say("It holds the trainer's log-probabilities too: mismatch postmortem judges them")
     session.say(f"Everything is in {run_dir}. Score it: mismatch score {run_dir}")
+    return 0
+
+
+@with_flags(
+    Option(
+        "file", Path, "", "Folder that a run writes its dumps to.", default=REQUIRED, argument=True
+    ),
+    READING[1],
+    Option("every", float, OUTPUT, "Seconds between looks.", default=5.0, range=Range(0.1, 86400)),
+    switch("once", OUTPUT, "Show the steps that are there, and stop."),
+)
+def watch(flags: Flags) -> int:
+    """Follow the dumps of a run that is going on: a line per step.
+
+    A line says the headline numbers, whether they grew, and which rows are off. docs/monitor.md
+    shows how verl and TRL write such a folder. Ctrl-C ends it.
+
+    Examples:
+    mismatch watch outputs/token_exports
+    mismatch watch runs/watch --once
+    """
+    from mismatch.cli import session
+    from mismatch.errors import MismatchError
+    from mismatch.features.recorded.watch import follow
+
+    if not flags["file"].is_dir():
+        raise MismatchError(f"{flags['file']} is no folder", "give the folder of the dumps")
+    lines = 0
+    for text in follow(flags["file"], flags["every"], flags["once"], flags["python"]):
+        lines += 1
+        session.say(text)
+    if not lines:
+        raise MismatchError(
+            f"{flags['file']} holds no step with both log-probabilities",
+            "docs/monitor.md says how verl and TRL write them",
+        )
     return 0
 
 

@@ -1,0 +1,138 @@
+"""Record some rows of a training run while it trains, and log its headline numbers.
+
+Runs inside a framework's process: it imports numpy and this package's metrics. Nothing that goes
+wrong here ends the run; the first failure is written to standard error. Set by the environment:
+
+- ``MISMATCH_WATCH_DIR``: where rows are written (``step_N.jsonl``, read by ``mismatch watch`` and
+  ``mismatch postmortem``); unset: nothing happens;
+- ``MISMATCH_WATCH_EVERY``: steps between records, 10 by default;
+- ``MISMATCH_WATCH_ROWS``: rows of a record, 64 by default.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DIRECTORY, EVERY, ROWS = "MISMATCH_WATCH_DIR", "MISMATCH_WATCH_EVERY", "MISMATCH_WATCH_ROWS"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one step, as a framework holds them: padded arrays or tensors, a row per sequence."""
+
+    prompt_ids: Any
+    """[N, P]"""
+    response_ids: Any
+    """[N, R]"""
+    response_mask: Any
+    """[N, R] 1 where the policy sampled the token."""
+    rollout_logprobs: Any
+    """[N, R] nats."""
+    train_logprobs: Any
+    """[N, R] nats."""
+    prompt_mask: Any = None
+    """[N, P] 0 at padding; None: no padding."""
+
+
+@dataclass
+class Monitor:
+    """Counts the steps of a run, and records every n-th."""
+
+    directory: Path
+    every: int = 10
+    rows: int = 64
+    step: int = 0
+    _failed: bool = field(default=False, repr=False)
+
+    @classmethod
+    def from_environment(cls) -> Monitor | None:
+        """Return a monitor as the environment asks; None where it asks for none."""
+        folder = os.environ.get(DIRECTORY)
+        if not folder:
+            return None
+        every, rows = (int(os.environ.get(name, n)) for name, n in ((EVERY, 10), (ROWS, 64)))
+        return cls(Path(folder), max(1, every), max(1, rows))
+
+    def see(self, batch_of: Callable[[], Batch], step: int | None = None) -> dict[str, float]:
+        """Record a step if it is one to record.
+
+        Args:
+            batch_of: gives the batch; called only for a step that is recorded.
+            step: None: counted from the calls.
+
+        Returns:
+            Headline numbers by their names in a tracker; empty for other steps, and after a
+            failure.
+        """
+        self.step = self.step + 1 if step is None else step
+        if self.step % self.every and self.step != 1:
+            return {}
+        try:
+            batch = batch_of()
+            rows = [*range(min(self.rows, len(batch.response_ids)))]
+            self._write(batch, rows)
+            return numbers(batch, rows)
+        except Exception as error:  # whatever a framework of another version holds
+            if not self._failed:
+                print(f"mismatch: this step is not recorded: {error!r}", file=sys.stderr)
+            self._failed = True
+            return {}
+
+    def _write(self, batch: Batch, rows: Sequence[int]) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory / f"step_{self.step}.jsonl"
+        partial = path.with_suffix(".partial")
+        with partial.open("w") as file:
+            for row in rows:
+                prompt = as_array(batch.prompt_ids[row])
+                if batch.prompt_mask is not None:
+                    prompt = prompt[as_array(batch.prompt_mask[row]) > 0]
+                mask = as_array(batch.response_mask[row]) > 0
+                end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
+                response = as_array(batch.response_ids[row])[:end]
+                entry = {
+                    "token_ids": [*prompt.tolist(), *response.tolist()],
+                    "action_mask": [0] * len(prompt) + mask[:end].astype(int).tolist(),
+                    "rollout_logprobs": as_array(batch.rollout_logprobs[row])[mask].tolist(),
+                    "train_logprobs": as_array(batch.train_logprobs[row])[mask].tolist(),
+                    "prompt_id": str(hash(tuple(prompt.tolist()))),
+                    "step": self.step,
+                }
+                file.write(json.dumps(entry) + "\n")
+        partial.replace(path)
+
+
+def numbers(batch: Batch, rows: Sequence[int]) -> dict[str, float]:
+    """Return the headline numbers of some rows, by their names in a tracker."""
+    from mismatch.metrics import ess_seq, k3_kl, logprob_abs_diff_mean
+
+    deltas, sequences = [], []
+    for row in rows:
+        mask = as_array(batch.response_mask[row]) > 0
+        train, rollout = as_array(batch.train_logprobs[row]), as_array(batch.rollout_logprobs[row])
+        deltas.append((train.astype(np.float64) - rollout.astype(np.float64))[mask])
+        sequences.append(np.full(len(deltas[-1]), row))
+    delta, sequence = np.concatenate(deltas), np.concatenate(sequences)
+    finite = np.isfinite(delta)
+    found = {"mismatch/not_finite": float((~finite).sum())}
+    if finite.any():
+        found["mismatch/logprob_abs_diff_mean"] = logprob_abs_diff_mean(delta[finite])
+        found["mismatch/k3_kl"] = k3_kl(delta[finite])
+        found["mismatch/ess_seq"] = ess_seq(delta[finite], sequence[finite])
+    return found
+
+
+def as_array(values: Any) -> np.ndarray[Any, Any]:
+    """Return a tensor (on any device, of any float type) or a list as an array."""
+    if hasattr(values, "detach"):
+        values = values.detach().to("cpu")
+        values = values.float() if values.is_floating_point() else values
+    return np.asarray(values)

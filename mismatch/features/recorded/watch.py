@@ -1,0 +1,72 @@
+"""`mismatch watch`: follow the dumps of a run that is going on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from mismatch.features.recorded.dumps import SUFFIXES, read_recorded
+from mismatch.features.recorded.rows import row_groups
+from mismatch.features.recorded.run import as_run
+from mismatch.features.recorded.steps import Step, steps_of
+from mismatch.types import Pair, Sampling
+
+SETTLED_S = 2.0  # since its last change: a file is complete
+WORSE = 3.0  # times the mean |delta| of the first steps: said to grow
+FIRST = 3  # steps that the others are compared with
+
+
+def follow(folder: Path, every_s: float, once: bool, python: str | None = None) -> Iterator[str]:
+    """Yield a line for every step that is complete, as files of a dump appear.
+
+    Args:
+        once: stop after the files that are there.
+    """
+    seen: set[Path] = set()
+    first: list[float] = []
+    while True:
+        for path in _new(folder, seen, 0 if once else SETTLED_S):
+            seen.add(path)
+            for step, rows in _steps(path, python):
+                usual = float(np.median(first)) if len(first) == FIRST else None
+                if len(first) < FIRST:
+                    first.append(step.abs_diff)
+                yield _line(step, rows, usual)
+        if once:
+            return
+        time.sleep(every_s)
+
+
+def _new(folder: Path, seen: set[Path], settled_s: float) -> list[Path]:
+    files = [path for path in folder.rglob("*") if path.suffix in SUFFIXES and path not in seen]
+    now = time.time()
+    ready = [path for path in files if now - path.stat().st_mtime >= settled_s]
+    return sorted(ready, key=lambda path: path.stat().st_mtime)
+
+
+def _steps(path: Path, python: str | None) -> Iterator[tuple[Step, str]]:
+    """Yield the steps of a file that holds both sides, and which of its rows are off."""
+    recorded = read_recorded(path, python=python).recorded
+    run = as_run(recorded, Sampling(), {}, {})
+    if run.train is None:
+        return
+    pair = Pair.of(run.rollout, run.decode, run.train)
+    labels = run.attributes.get("step") or ("0",) * run.rollout.n_sequences
+    rows = row_groups(pair, run.rollout, run.attributes).sentence()
+    for step in steps_of(pair, labels, run.train.entropy, run.rollout.rewards):
+        yield step, rows
+
+
+def _line(step: Step, rows: str, usual: float | None) -> str:
+    from mismatch.reports.formatting import number, percent
+
+    text = (
+        f"step {step.step}: mean |delta| {number(step.abs_diff)}, k3 {number(step.k3)}, PPO clips "
+        f"{percent(step.clipped)}, effective size {percent(step.ess)} ({step.tokens:,} tokens)"
+    )
+    if usual is not None and step.abs_diff > WORSE * usual:
+        text += f"; {step.abs_diff / usual:.1f}× the first steps"
+    return f"{text}; {rows}" if rows else text
