@@ -45,7 +45,7 @@ from mismatch.run.provenance import redact
 from mismatch.specs import EngineSpec
 
 if TYPE_CHECKING:
-    import psutil
+    pass
 
 
 ROOT = Path(__file__).parents[2]
@@ -331,12 +331,18 @@ def kill_tree(process: subprocess.Popen[bytes], tag: str) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    family = _tagged(tag)
+    family = []  # processes started under this worker, also those whose parent is already gone
+    for candidate in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if candidate.environ().get(TAG) == tag:
+                family.append(candidate)
     for child in family:
-        _quietly(child.terminate)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.terminate()
     _, alive = psutil.wait_procs(family, timeout=GRACE_S / 2)
     for child in alive:
-        _quietly(child.kill)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 @contextmanager
@@ -359,27 +365,6 @@ def _interrupts_held() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if came:
             signal.raise_signal(came[0])
-
-
-def _tagged(tag: str) -> list[psutil.Process]:
-    """Processes started under this worker, also those whose parent is already gone."""
-    import psutil
-
-    processes = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(TAG) == tag:
-                processes.append(process)
-        except psutil.Error:
-            continue
-    return processes
-
-
-def _quietly(action: Callable[[], object]) -> None:
-    import psutil
-
-    with contextlib.suppress(psutil.NoSuchProcess):
-        action()
 
 
 def _meaning(code: int) -> str:
@@ -438,18 +423,13 @@ class StallWatch:
 
 
 def processor_seconds(pid: int) -> float:
-    """Of all descendants, user and system."""
+    """Return the processor time of all descendants, user and system."""
     import psutil
 
     total = 0.0
-    try:
-        family = psutil.Process(pid).children(recursive=True)
-    except psutil.Error:
-        return total
-    for process in family:
-        try:
-            times = process.cpu_times()
-        except psutil.Error:
-            continue
-        total += times.user + times.system
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                total += times.user + times.system
     return total

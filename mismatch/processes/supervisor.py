@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import psutil
 
@@ -35,12 +34,26 @@ STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 def main() -> int:
-    """Run one worker and end its family; the worker's exit code."""
-    job = json.loads(_first_line())
-    wake = _wakeups()
+    """Run one worker and end its family; the worker's exit code, or its signal."""
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
+        line += byte
+    job = json.loads(line)
+    reading, writing = os.pipe()  # it can be read when a signal has come
+    for end in (reading, writing):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, *STOPPING):
+        signal.signal(number, lambda number, frame: None)
     with temporary_files():
-        status = _run(job, wake)
-    return _leave_as(status)
+        status = _run(job["command"], job["grace_s"], reading)
+    if os.WIFSIGNALED(status):  # end by the signal that ended the worker
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core of the supervisor helps nobody
+        killer = os.WTERMSIG(status)
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to take away
+            signal.signal(killer, signal.SIG_DFL)
+        os.kill(os.getpid(), killer)
+    return os.waitstatus_to_exitcode(status)
 
 
 @contextlib.contextmanager
@@ -61,9 +74,12 @@ def temporary_files() -> Iterator[None]:
         yield
 
 
-def _run(job: dict[str, Any], wake: int) -> int:
-    """The wait status of a worker that has ended, and its family with it."""
-    control = _prctl()
+def _run(command: list[str], grace_s: float, wake: int) -> int:
+    """Return the wait status of a worker that has ended, and its family with it."""
+    try:
+        control: Callable[..., object] = ctypes.CDLL(None).prctl
+    except (AttributeError, OSError):  # not Linux
+        control = lambda *arguments: None  # noqa: E731
     control(PR_SET_CHILD_SUBREAPER, 1)
     supervisor = os.getpid()
 
@@ -74,45 +90,18 @@ def _run(job: dict[str, Any], wake: int) -> int:
 
     try:
         worker = subprocess.Popen(
-            job["command"],
+            command,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=die_with_supervisor,
         )
     except OSError as error:
-        what = f"cannot start {job['command'][0]}: {error.strerror}"
+        what = f"cannot start {command[0]}: {error.strerror}"
         print("error", json.dumps({"message": what, "fix": "is it an executable file?"}))
         return 1 << 8
     status = _wait(worker.pid, wake)
-    ended = end_family(worker.pid, 0.0 if status is None else QUIET_S, job["grace_s"])
+    ended = end_family(worker.pid, 0.0 if status is None else QUIET_S, grace_s)
     return ended if status is None else status
-
-
-def _first_line() -> bytes:
-    line = b""
-    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
-        line += byte
-    return line
-
-
-def _wakeups() -> int:
-    """A file descriptor that can be read when a signal has come."""
-    reading, writing = os.pipe()
-    for end in (reading, writing):
-        os.set_blocking(end, False)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    for number in (signal.SIGCHLD, *STOPPING):
-        signal.signal(number, lambda number, frame: None)
-    return reading
-
-
-def _prctl() -> Callable[..., object]:
-    """prctl(2); does nothing where there is none."""
-    try:
-        control: Callable[..., object] = ctypes.CDLL(None).prctl
-        return control
-    except (AttributeError, OSError):
-        return lambda *arguments: None
 
 
 def _wait(worker: int, wake: int) -> int | None:
@@ -169,17 +158,6 @@ def end_family(worker: int, quiet_s: float, grace_s: float) -> int:
                     asked.add(process.pid)
                     process.terminate()
         time.sleep(POLL_S)
-
-
-def _leave_as(status: int) -> int:
-    """End by the signal that ended the worker; or its exit code."""
-    if os.WIFSIGNALED(status):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core of the supervisor helps nobody
-        number = os.WTERMSIG(status)
-        with contextlib.suppress(OSError):  # SIGKILL has no handler to take away
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-    return os.waitstatus_to_exitcode(status)
 
 
 if __name__ == "__main__":

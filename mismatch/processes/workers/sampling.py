@@ -37,7 +37,7 @@ from mismatch.prompts.sources import read_prompts, render_prompts
 from mismatch.run import store
 from mismatch.run.messages import report_timing, say
 from mismatch.specs import RolloutSpec
-from mismatch.types import EXACT_KL, ROUTES, Floats, Ints, NotTested, Rollout, Scoring
+from mismatch.types import EXACT_KL, ROUTES, Floats, NotTested, Rollout, Scoring
 
 NEVER_WRITTEN = "its MoE kernel does not write them (all are 0)"
 LIKELY = 8  # outcomes of a position whose texts are kept
@@ -69,7 +69,12 @@ def ready_for(spec: RolloutSpec) -> Ready:
     environment = environment_class(spec)
     prompts = prepared(environment, read_prompts(spec.prompts))
     info, tokenizer = read_model_info(spec.engine), load_tokenizer(spec.engine)
-    require_vocabulary(tokenizer, info, spec.engine.model)
+    if tokenizer.vocab_size > info.vocab_size:  # padding above the tokenizer's own is usual
+        raise MismatchError(
+            f"tokenizer/model vocabulary mismatch: the tokenizer of {spec.engine.model} knows "
+            f"{tokenizer.vocab_size} tokens, the model {info.vocab_size}",
+            "save the model's own tokenizer beside the weights: tokenizer.save_pretrained(DIR)",
+        )
     ids = render_prompts(prompts, tokenizer, info.vocab_size)
     longest = require_context(spec, prompts, ids, info)
     return Ready(prompts, ids, tokenizer, info, capabilities, longest, environment)
@@ -83,7 +88,11 @@ def sampled(
     Args:
         pushed: why the engine's weights are none of a checkpoint.
     """
-    captured = capture_turns(engine, spec) if ready.capabilities.distributions else None
+    captured = None
+    if ready.capabilities.distributions and spec.exact_kl >= 1:
+        law = reported_law(engine.fingerprint("decode"), spec.sampling)
+        wanted = CaptureRequest(spec.exact_kl, spec.exact_kl_top_k, spec.sampling.seed, law)
+        captured = TurnDistributions(engine, wanted)
     with timed("generate"):
         samples = engine.generate(ready.ids, progress)
         require_complete(samples, len(ready.ids), spec.sampling.samples_per_prompt, engine.name)
@@ -110,9 +119,19 @@ def sampled(
 
 
 def save_texts(run_dir: Path, rollout: Rollout, decode: Scoring, ready: Ready) -> None:
-    """Texts of all tokens that a report may show."""
-    ids = known_ids(rollout, decode, ready.info.vocab_size)
-    store.save_vocabulary(run_dir, token_texts(ready.tokenizer, ids.tolist()))
+    """Save the texts of all tokens that a report may show.
+
+    They are those of the rollout, and what the engine thought likeliest in their places.
+    """
+    parts = [rollout.token_ids]
+    if decode.likeliest is not None:
+        parts.append(np.unique(decode.likeliest.ids).astype(np.int64))
+    if (law := decode.distributions) is not None:
+        columns = np.argsort(-law.logprobs, axis=1)[:, :LIKELY]
+        parts.append(columns if law.ids is None else np.take_along_axis(law.ids, columns, axis=1))
+    ids = np.unique(np.concatenate([part.reshape(-1) for part in parts]))
+    known = ids[ids < ready.info.vocab_size].tolist()
+    store.save_vocabulary(run_dir, token_texts(ready.tokenizer, known))
 
 
 def environment_class(spec: RolloutSpec) -> Callable[[Prompt], Environment] | None:
@@ -183,19 +202,10 @@ def untested_turns(spec: RolloutSpec, replies: Replies) -> Iterator[NotTested]:
         yield NotTested("whole replies", cut)
 
 
-def capture_turns(engine: Engine, spec: RolloutSpec) -> TurnDistributions | None:
-    """Have the engine take whole distributions while it samples, where that is asked for."""
-    if spec.exact_kl < 1:
-        return None
-    law = reported_law(engine.fingerprint("decode"), spec.sampling)
-    wanted = CaptureRequest(spec.exact_kl, spec.exact_kl_top_k, spec.sampling.seed, law)
-    return TurnDistributions(engine, wanted)
-
-
 def with_distributions(
     captured: TurnDistributions, decode: Scoring, rollout: Rollout, vocabulary: int
 ) -> Scoring:
-    """The scoring with what the engine took, or with the reason why it cannot be used."""
+    """Return the scoring with what the engine took, or with the reason why it cannot be used."""
     taken = captured.collected()
     try:
         distributions = build_distributions(taken, rollout, decode.logprobs, vocabulary)
@@ -207,9 +217,12 @@ def with_distributions(
 def with_routes(
     engine: Engine, trajectories: Sequence[Trajectory], decode: Scoring, rollout: Rollout
 ) -> Scoring:
-    """The scoring with its routed experts, or with the reason why there are none to be trusted."""
+    """Return the scoring with its routed experts, or with why there are none to be trusted."""
+    routed = [sample.routed for trajectory in trajectories for sample in trajectory.responses]
+    several = any(rows is not None and rows.shape[-1] > 1 for rows in routed)
     reason = f"{engine.name}: {NEVER_WRITTEN}"
-    if not never_written(trajectories):
+    # A buffer that the MoE kernel does not fill: every id of every sequence is 0.
+    if not several or any(rows is None or rows.any() for rows in routed):
         try:
             return replace(decode, routing=decode_routing(engine, trajectories, rollout))
         except CorruptCapture as error:
@@ -218,30 +231,9 @@ def with_routes(
 
 
 def without(decode: Scoring, missing: NotTested) -> Scoring:
-    """The scoring, which says that it lacks something."""
+    """Return the scoring, which says that it lacks something."""
     entries = [*decode.fingerprint["not_tested"], to_json(missing)]
     return replace(decode, fingerprint=decode.fingerprint | {"not_tested": entries})
-
-
-def never_written(trajectories: Sequence[Trajectory]) -> bool:
-    """Whether every id of every sequence is 0: a buffer that the MoE kernel does not fill."""
-    routed = [sample.routed for trajectory in trajectories for sample in trajectory.responses]
-    several = any(rows is not None and rows.shape[-1] > 1 for rows in routed)
-    return several and all(rows is not None and not rows.any() for rows in routed)
-
-
-def known_ids(rollout: Rollout, decode: Scoring, vocabulary: int) -> Ints:
-    """The ids whose texts are kept, sorted: those of the rollout, and what the engine thought
-    likeliest in their places."""
-    parts = [rollout.token_ids]
-    if decode.likeliest is not None:
-        parts.append(np.unique(decode.likeliest.ids).astype(np.int64))
-    if (law := decode.distributions) is not None:
-        columns = np.argsort(-law.logprobs, axis=1)[:, :LIKELY]
-        parts.append(columns if law.ids is None else np.take_along_axis(law.ids, columns, axis=1))
-    ids = np.unique(np.concatenate([part.reshape(-1) for part in parts]))
-    in_vocabulary: Ints = ids[ids < vocabulary]
-    return in_vocabulary
 
 
 @contextmanager
@@ -304,20 +296,6 @@ def require_context(
             f"use --max-tokens {room - prompt} or fewer, or raise --max-model-len",
         )
     return min(all_turns, room)
-
-
-def require_vocabulary(tokenizer: Any, info: ModelInfo, model: str) -> None:
-    """A tokenizer of another model is found out before anything is sampled.
-
-    Raises:
-        MismatchError: its own vocabulary is larger than the model's (padding above it is usual).
-    """
-    if tokenizer.vocab_size > info.vocab_size:
-        raise MismatchError(
-            f"tokenizer/model vocabulary mismatch: the tokenizer of {model} knows "
-            f"{tokenizer.vocab_size} tokens, the model {info.vocab_size}",
-            "save the model's own tokenizer beside the weights: tokenizer.save_pretrained(DIR)",
-        )
 
 
 def require_complete(
