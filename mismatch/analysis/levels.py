@@ -27,6 +27,8 @@ from mismatch.types import (
     Estimate,
     Fingerprint,
     Judgement,
+    NotTested,
+    Rollout,
     Status,
     Verdict,
 )
@@ -47,12 +49,14 @@ NO_COLUMN = "not judged"
 TAILS = {"heavy-tail", "heavy-prompts"}
 UNEVEN = ("k3_kl",)  # metrics whose intervals are too short where few prompts carry them
 ARMS, FEW, UNDRAWN = 2.0, 32, 10.0
+LEAST_LENGTH = 0.25  # of the planned response length, that responses have on average: our judgement
 MOST_PROMPTS = 10_000  # advice beyond this is none
 FAIL_ON = ("tolerable", "inconclusive", "unfit", "broken")
 SEVERITY: dict[str, int] = {
     status: rank
     for rank, status in enumerate(("healthy", "tolerable", "inconclusive", "unfit", "broken"))
 }
+ENTROPY = "policy-entropy"  # a check that leaves fitness open, and says nothing of correctness
 TOO_LITTLE = ("enough-data",)  # checks whose warning leaves both questions open
 PRECISION = ("fp32", "fp16", "bf16")  # falling: 24, 11 and 8 significant bits
 LONG_NAMES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
@@ -130,6 +134,23 @@ def judge(
         for metric, columns in table.items()
         if column is not None and column in columns and metric in measured
     )
+
+
+def without_short(
+    judgements: Sequence[Judgement], rollout: Rollout
+) -> tuple[tuple[Judgement, ...], list[NotTested]]:
+    """Leave out what is judged of whole sequences where responses are far shorter than planned.
+
+    The spread of a sequence's log-ratio grows with its length, so that weights of short responses
+    say nothing of long ones.
+    """
+    mean, planned = rollout.n_actions / rollout.n_sequences, rollout.sampling.max_tokens
+    if mean >= LEAST_LENGTH * planned:
+        return tuple(judgements), []
+    kept = tuple(each for each in judgements if METRICS[each.metric].reduction == "token")
+    reason = f"responses have {mean:.0f} tokens on average, and {planned} are planned"
+    missing = NotTested(f"sequence weights at {planned} tokens", reason, "let responses be longer")
+    return kept, [missing] if len(kept) < len(judgements) else []
 
 
 def require_applied(
@@ -268,7 +289,9 @@ def _correctness(checks: Sequence[Check], unmeasured: str) -> Answer:
     failed = [check for check in checks if check.status == "failed"]
     warned = [check for check in checks if check.status == "warning"]
     little = [check for check in warned if check.id in TOO_LITTLE]
-    undecided = [check for check in checks if check.status == "inconclusive"]
+    undecided = [
+        check for check in checks if check.status == "inconclusive" and check.id != ENTROPY
+    ]
     if failed:
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         return Answer("broken", f"check {failed[0].id} failed{more}: {failed[0].detail}")
@@ -299,6 +322,7 @@ def _fitness(
     deciding = [item for item in judgements if item.status == status]
     deciding.sort(key=lambda item: item.inconclusive)  # what is certain comes first
     little = [check for check in checks if check.id in TOO_LITTLE and check.status == "warning"]
+    little += [check for check in checks if check.id == ENTROPY]
     if little and SEVERITY[status] < SEVERITY["inconclusive"]:
         return Answer("inconclusive", little[0].detail)
     if status == "healthy" and column == "quantised":

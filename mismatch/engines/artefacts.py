@@ -49,6 +49,8 @@ def decode_fingerprint(
     weights = engine.weights()
     facts["weights"] = {name: list(digest) for name, digest in weights.digests.items()}
     facts["unmapped_weights"] = list(weights.unmapped)
+    if weights.in_memory:
+        facts["weights_in_memory"] = True
     return facts
 
 

@@ -224,10 +224,12 @@ class LoadedWeights:
     Attributes:
         digests: checkpoint name -> digest.
         unmapped: the engine's names for which no checkpoint name is known.
+        in_memory: digested as they run; False: as read, before the engine rearranged them.
     """
 
     digests: dict[str, Any]
     unmapped: tuple[str, ...] = ()
+    in_memory: bool = False
 
 
 class Engine(Protocol):

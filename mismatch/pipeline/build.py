@@ -10,13 +10,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mismatch import __version__
+from mismatch.analysis.causes import cause_checks
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.declared import sharding_checks
-from mismatch.analysis.diagnosis.pass_checks import by_finiteness, not_finite, pass_checks
+from mismatch.analysis.diagnosis.pass_checks import (
+    by_finiteness,
+    not_finite,
+    pass_checks,
+    policy_entropy,
+)
 from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.exact_kl import exact_checks, exact_reason
-from mismatch.analysis.levels import column_for, judge, require_applied, verdict
+from mismatch.analysis.levels import column_for, judge, require_applied, verdict, without_short
 from mismatch.analysis.plugins import RunArtefacts, analyses
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
@@ -136,15 +142,17 @@ def build_report(
     if comparisons:
         require_applied(comparisons[0], column, thresholds)
     judgements = judge(comparisons[0], column, thresholds) if comparisons else ()
+    judgements, too_short = without_short(judgements, artefacts.rollout)
     results, unseen = measured(run_dir, spec, artefacts, comparisons)
     gradients, without_gradients = check_of_run(run_dir, asked=spec.gradients)
     checks += [*square_checks(results.get("square")), *gradient_checks(gradients)]
+    checks += cause_checks(results.get("causes"))
     for analysis in analyses():
         if (saved := analysis.from_run(run_dir, spec)) is not None:
             results[analysis.id] = saved
             checks += analysis.checks(saved)
     open_question = "" if column == "fp32" else without_square(spec, comparisons, results)
-    missing = not_tested(spec, artefacts.rollout, artefacts.scorings, checks) + unseen
+    missing = not_tested(spec, artefacts.rollout, artefacts.scorings, checks) + unseen + too_short
     missing += without_room(run_dir, spec, artefacts.scorings)
     results |= {"gradients": gradients}
     results |= {"locate": located(run_dir)}
@@ -171,6 +179,7 @@ def checks_of(spec: CheckSpec, artefacts: Artefacts, headline: Comparison) -> li
         *exact_checks(headline),
         *routing_checks(*sides),
         *pass_checks(*sides, artefacts.scorings),
+        *policy_entropy(headline),
         *sharding_checks(spec.nproc_per_node, artefacts.train.fingerprint),
     ]
 
@@ -326,6 +335,10 @@ def _unseen(spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring]) -> 
             "both sides ran on a CPU, where results hardly depend on batch size",
             "batch variance, fused kernels and tensor parallelism show only on a GPU",
         )
+    longest = int(np.diff(rollout.offsets).max())
+    yield NotTested(
+        f"positions beyond {longest}", "no sequence of the run is longer", "--max-tokens"
+    )
     if rollout.turn.max() <= 1:
         template = "mismatch template --model MODEL looks at the chat template"
         yield NotTested("multi-turn rollouts", "every sequence has one turn", template)
@@ -362,18 +375,22 @@ def _without_exact_kl(spec: CheckSpec, decode: Scoring, train: Scoring) -> Itera
 
 
 def _without_routes(spec: CheckSpec, decode: Scoring, train: Scoring) -> Iterator[NotTested]:
-    trainer = train.fingerprint
-    given = [*NotTested.of(decode.fingerprint), *NotTested.of(trainer)]
-    if replayed := replay_phrase(trainer):
+    """Say why routes were not compared; a MoE model without them always has a reason."""
+    sides = (decode, train)
+    given = {each.what for side in sides for each in NotTested.of(side.fingerprint)}
+    silent = [side.name for side in sides if side.routing is None]
+    if replayed := replay_phrase(train.fingerprint):
         yield NotTested(ROUTES, f"replayed ({replayed}), so 0 by construction")
-    elif not spec.train.routing and trainer.get("moe"):
+    elif not any(side.fingerprint.get("moe") for side in sides) or not silent or ROUTES in given:
+        return
+    elif not spec.train.routing:
         yield NotTested(ROUTES, "route capture was switched off")
-    elif trainer.get("routing", CAPTURED) not in (CAPTURED, NOT_ASKED, DENSE):
-        yield NotTested(ROUTES, f"in the trainer {trainer['routing']}")
-    elif trainer.get("moe") and ROUTES not in {entry.what for entry in given}:
-        silent = [scoring.name for scoring in (decode, train) if scoring.routing is None]
-        if silent:
-            yield NotTested(ROUTES, f"{' and '.join(silent)} left none, and no reason")
+    else:
+        stated = train.fingerprint.get("routing", CAPTURED)
+        reason = f"{' and '.join(silent)} left none, and no reason"
+        if stated not in (CAPTURED, NOT_ASKED, DENSE):
+            reason = f"in the trainer {stated}"
+        yield NotTested(ROUTES, reason)
 
 
 def facts(spec: CheckSpec, rollout: Rollout, command: str) -> dict[str, Any]:

@@ -17,13 +17,15 @@ from mismatch.analysis.diagnosis.declared import failed
 from mismatch.analysis.diagnosis.detector import Look
 from mismatch.analysis.diagnosis.detectors import turns
 from mismatch.analysis.diagnosis.ranking import Failure, look_of
+from mismatch.analysis.levels import ENTROPY
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.run.store import TRAIN
-from mismatch.types import Check, Estimate, NotTested, Pair, Rollout, Scoring
+from mismatch.types import Check, Comparison, Estimate, NotTested, Pair, Rollout, Scoring
 
 # Under these a run says nothing about a training run of thousands of prompts.
 LEAST_PROMPTS, LEAST_SEQUENCES, LEAST_TOKENS = 4, 8, 256
+LEAST_ENTROPY = 0.05  # nats per token; our judgement: 99 % of the mass on one token has 0.06
 MOST_EMPTY = 0.1  # share of sequences without an action token
 # The trainer's passes that should agree with it.
 SELF = ("repeated", "regrouped", "alone", "grad", "new")
@@ -80,6 +82,19 @@ def enough_data(rollout: Rollout) -> Check:
         return Check("enough-data", "warning", reason, "look at the action mask and the prompts")
     detail = ", ".join(f"{have} {what}" for what, (have, _) in sizes.items())
     return Check("enough-data", "passed", detail + (f"; {reason}" if empty else ""))
+
+
+def policy_entropy(headline: Comparison) -> list[Check]:
+    """Check that the policy has an entropy: what is certain cannot be moved, and says little."""
+    entropy = headline.metrics.get("entropy_train")
+    if entropy is None or entropy.value >= LEAST_ENTROPY:
+        return []
+    detail = (
+        f"the policy is nearly deterministic ({entropy.value:.2g} nats of entropy per token): how "
+        "training bears a mismatch is not tested"
+    )
+    fix = "measure a policy that is not certain: other prompts, an earlier checkpoint"
+    return [Check(ENTROPY, "inconclusive", detail, fix)]
 
 
 def turns_agree(

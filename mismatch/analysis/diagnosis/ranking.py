@@ -138,13 +138,25 @@ def diagnose(case: Case, detectors: Sequence[Detector]) -> Causes:
     causes = _joined(causes, stated)
     causes.sort(key=lambda each: (not each.fact, -each.effect.value if each.effect else 1.0))
     named = {cause.id for cause in causes}
-    ruled_out = [
-        RuledOut(detector.id, ids, look.evidence)
+    # Equal settings do not rule out what shows behind a boundary that no token reached.
+    unreached = {
+        cause
         for detector in detectors
-        if isinstance(look := first.get(detector.id), Look) and not look.findings
-        if (ids := detector.causes if look.looked_for is None else look.looked_for)
-        and not named & set(ids)
-    ]
+        if detector.family == "position" and isinstance(first.get(detector.id), NotTested)
+        for cause in detector.causes
+    }
+    ruled_out = []
+    for detector in detectors:
+        look = first.get(detector.id)
+        if isinstance(look, Look) and not look.findings:
+            able = detector.causes if look.looked_for is None else look.looked_for
+            seen = (
+                able
+                if detector.family == "position"
+                else tuple(cause for cause in able if cause not in unreached)
+            )
+            if seen and not named & set(able):
+                ruled_out.append(RuledOut(detector.id, seen, look.evidence))
     return Causes(
         tuple(
             replace(cause, consequences=tuple(id for id in cause.consequences if id not in named))

@@ -345,7 +345,8 @@ class TransformersEngine(Engine):
         from mismatch.models.digests import digest_tensor
 
         tensors = self.model.state_dict().items()
-        return LoadedWeights({n: digest_tensor(t) for n, t in tensors if t.is_floating_point()})
+        digests = {n: digest_tensor(t) for n, t in tensors if t.is_floating_point()}
+        return LoadedWeights(digests, in_memory=True)
 
     def fingerprint(self, mode: Mode) -> Fingerprint:
         law = self.sampling

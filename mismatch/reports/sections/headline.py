@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from mismatch.analysis.diagnosis.catalogue import catalogue, title_of
+from mismatch.analysis.diagnosis.detectors.stated import DIFFER
 from mismatch.analysis.diagnosis.ranking import LITTLE
 from mismatch.analysis.square import sides_at_fault
 from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
@@ -38,7 +39,16 @@ def lead(report: Report) -> str:
     """What is wrong, or how far apart the two sides are, in one sentence."""
     causes, failed = report.result("causes"), summary.checks(report, "failed")
     if causes and causes.ranked:
-        return f"{line(title_of(causes.ranked[0].id)).rstrip('.')}."
+        first = causes.ranked[0]
+        title = line(title_of(first.id)).rstrip(".")
+        if first.fact and first.evidence:  # the headline is the list of what differs
+            item = first.evidence[0]
+            title += (
+                f": {line(str(item.value))}"
+                if item.what == DIFFER
+                else (f": {line(item.what)}, {line(str(item.value))}")
+            )
+        return f"{title}."
     if failed:
         return capital(f"{line(failed[0].detail).rstrip('.')}.")
     if report.verdict.status == "healthy":

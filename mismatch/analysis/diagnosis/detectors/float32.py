@@ -40,6 +40,7 @@ COARSER: tuple[str, ...] = (
     *("precision", "trainer-autocast", "bf16-lm-head", "router-precision"),
     *("fsdp-cast-inputs", "fp8-kv"),
 )
+KINDS = ("function-differs", "side-off")
 IN_FLOAT32 = FUNCTIONS + WEIGHTS  # what float32 on both sides leaves possible
 ANY = (*IN_FLOAT32, "fp8-kv")
 
@@ -58,6 +59,7 @@ def implementation(case: Case) -> Look | NotTested:
     return Look(
         tuple(item for look in looks for item in look.evidence),
         tuple(finding for look in looks for finding in look.findings),
+        KINDS,
     )
 
 
