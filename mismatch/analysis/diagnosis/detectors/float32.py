@@ -10,7 +10,7 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, above, below
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
-from mismatch.analysis.diagnosis.detectors.position import onset
+from mismatch.analysis.diagnosis.detectors.position import BOUNDARIES, onset
 from mismatch.analysis.diagnosis.legs import (
     EXACT_FLOOR,
     NO_ROUNDING,
@@ -186,7 +186,7 @@ DETECTORS = (
     Detector(
         "implementation",
         "function",
-        ("function-differs", "side-off", "onset", "sliding-window", "chunked-prefill", "kv-block"),
+        ("function-differs", "side-off", "onset", *BOUNDARIES.values()),
         implementation,
         "both implementations in float32",
         39,
