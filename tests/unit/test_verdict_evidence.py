@@ -93,7 +93,7 @@ def test_quantisations_go_by_the_names_that_vllm_gives_them() -> None:
     assert precision_of({"dtype": "bf16", "quantization": "fp8"}) is None
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
-        pytest.skip("not installed: vllm")
+        pytest.skip("engine: vllm is not installed")
     source = Path(found.origin).parent / "model_executor/layers/quantization/__init__.py"
     words = {node.value for node in ast.walk(ast.parse(source.read_text("utf-8")))
              if isinstance(node, ast.Constant)}  # fmt: skip
