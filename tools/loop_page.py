@@ -32,7 +32,7 @@ from mismatch.features.loop.judge import (
     running,
 )
 from mismatch.features.loop.section import PANELS, draw, section
-from mismatch.features.loop.spec import LoopSpec, arm_of
+from mismatch.features.loop.spec import Asked, LoopSpec, arm_of
 from mismatch.reports.formatting import number
 from mismatch.reports.markdown import show_table, table
 from mismatch.reports.svg import ACCENT, FAINT, GRID, INK, SECOND, drawing
@@ -65,11 +65,11 @@ def take(runs: Sequence[Path]) -> None:
 
 def taken(run: Path) -> LoopReport:
     """All arms and seeds of a run directory."""
-    base = read_settings(run)[0]
+    base = read_settings(run).loop
     places = [path for path in sorted(run.glob("*/seed-*")) if rows_of(path)]
-    arms = dict.fromkeys(path.parent.name for path in places)
-    seeds = sorted({int(path.name.removeprefix("seed-")) for path in places})
-    report = gather(base, run, [*arms], seeds)
+    arms = tuple(dict.fromkeys(path.parent.name for path in places))
+    seeds = tuple(sorted({int(path.name.removeprefix("seed-")) for path in places}))
+    report = gather(Asked(base, arms, seeds), run)
     return from_json(LoopReport, short(to_json(report)))
 
 

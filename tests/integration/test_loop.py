@@ -17,7 +17,7 @@ from mismatch.features.loop.arm import resume_from, run_arm
 from mismatch.features.loop.arms import run_loop
 from mismatch.features.loop.history import Row, rows_of
 from mismatch.features.loop.judge import LoopReport
-from mismatch.features.loop.spec import LoopSpec
+from mismatch.features.loop.spec import Asked, LoopSpec
 from mismatch.models import resolve_model
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
 
@@ -75,7 +75,7 @@ def silent(line: str) -> None:
 def test_two_arms_with_vllm(tmp_path: Path) -> None:
     pages: list[LoopReport] = []
     report = run_loop(
-        *(loop("vllm"), ("as-is", "no-sinks"), (0,), tmp_path, Silent(), "test"),
+        *(Asked(loop("vllm"), ("as-is", "no-sinks"), (0,)), tmp_path, Silent(), "test"),
         lambda folder, page: pages.append(page),
     )
     assert pages == [report]
@@ -91,8 +91,8 @@ def test_two_arms_with_vllm(tmp_path: Path) -> None:
 
 @pytest.mark.grid
 def test_an_arm_with_sglang(tmp_path: Path) -> None:
-    asked = loop("sglang", steps=2)
-    report = run_loop(asked, ("as-is",), (0,), tmp_path, Silent(), "test", lambda *page: None)
+    asked = Asked(loop("sglang", steps=2), ("as-is",), (0,))
+    report = run_loop(asked, tmp_path, Silent(), "test", lambda *page: None)
     (run,) = report.arms[0].runs
     assert (run.path, run.steps) == ("disk", 2)
     assert set(run.curves["parameters_verified"]) == {71.0}

@@ -26,7 +26,7 @@ from mismatch.features.loop import trainer_side as loop_trainer
 from mismatch.features.loop.arm import resume_from
 from mismatch.features.loop.judge import FILE
 from mismatch.features.loop.optimiser import PolicyOptimiser
-from mismatch.features.loop.spec import LoopSpec
+from mismatch.features.loop.spec import Asked, LoopSpec
 from mismatch.processes.workers.sampling import ready_for
 from mismatch.run.store import read_json
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
@@ -100,7 +100,8 @@ def in_turns(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
 
 
 def run(asked: LoopSpec, folder: Path) -> None:
-    pipeline.run_loop(asked, ("as-is",), (0,), folder, Silent(), "test", lambda *_: None)
+    wanted = Asked(asked, ("as-is",), (0,))
+    pipeline.run_loop(wanted, folder, Silent(), "test", lambda *_: None)
 
 
 def curves(root: Path) -> list[list[float | None]]:
@@ -164,7 +165,7 @@ def test_a_loss_that_is_not_finite_stops_its_arm_and_the_others_go_on(
     monkeypatch.setattr(PolicyOptimiser, "step", diverges)
     with pytest.raises(MismatchError, match=r"1, mini-batch 0.*finite"):
         pipeline.run_loop(
-            *(asked, ("as-is", "on-policy-ratio"), (0,), tmp_path, Silent(), "test"),
+            *(Asked(asked, ("as-is", "on-policy-ratio"), (0,)), tmp_path, Silent(), "test"),
             lambda *_: None,
         )
     first, other = (arm["runs"][0] for arm in read_json(tmp_path / FILE)["arms"])

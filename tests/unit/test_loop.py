@@ -26,7 +26,7 @@ from mismatch.features.loop.command import asked, loop, loop_spec
 from mismatch.features.loop.engine_side import EngineSide, own_rewards
 from mismatch.features.loop.memory import memory_of_loop
 from mismatch.features.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
-from mismatch.features.loop.spec import AS_IS, LoopSpec, arm_of, place_of, read_seeds
+from mismatch.features.loop.spec import AS_IS, Asked, LoopSpec, arm_of, place_of, read_seeds
 from mismatch.metrics.importance_weights import group_advantages
 from mismatch.models import resolve_model
 from mismatch.models.config import find_config
@@ -252,24 +252,25 @@ def test_a_run_goes_on_in_another_installation_with_the_arms_it_was_asked(tmp_pa
     tiny = resolve_model("tiny-gpt-oss")
     engine = RolloutSpec(engine=EngineSpec(model=tiny))
     base = replace(BASE, steps=9, check=CheckSpec(engine, TrainSpec(tiny, dtype="fp32")))
-    require_same_settings(base, ["as-is"], [0], tmp_path)
+    require_same_settings(Asked(base, ("as-is",), (0,)), tmp_path)
     text = (tmp_path / "settings.json").read_text("utf-8")
     assert tiny not in text
     (tmp_path / "settings.json").write_text(
         text.replace('"tiny-gpt-oss"', '"/elsewhere/mismatch/models/tiny-gpt-oss"'), "utf-8"
     )
     longer = replace(base, steps=12)
-    assert require_same_settings(longer, ["tis"], [0, 1], tmp_path) == (["as-is", "tis"], [0, 1])
+    every = require_same_settings(Asked(longer, ("tis",), (0, 1)), tmp_path)
+    assert every == (longer, ("as-is", "tis"), (0, 1))
     again, arms, seeds = asked(resuming(tmp_path, seeds="5"))
     assert (again.steps, arms, seeds) == (12, ("as-is", "tis"), (5,))
     assert again.check.train.model == tiny
     other = replace(base, check=replace(base.check, train=TrainSpec(tiny, dtype="fp16")))
     with pytest.raises(MismatchError, match=r"train\.dtype: 'fp32' .*'fp16'"):
-        require_same_settings(other, ["as-is"], [0], tmp_path)
+        require_same_settings(Asked(other, ("as-is",), (0,)), tmp_path)
     with pytest.raises(MismatchError, match="holds no loop"):
         asked(resuming(tmp_path / "nothing"))
     own = replace(base, reward="my.task:reward")
-    require_same_settings(own, ["as-is"], [0], tmp_path / "own")
+    require_same_settings(Asked(own, ("as-is",), (0,)), tmp_path / "own")
     with pytest.raises(MismatchError, match=r"my\.task:reward"):
         asked(resuming(tmp_path / "own"))
 

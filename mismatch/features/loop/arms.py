@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from mismatch.errors import MismatchError
 from mismatch.features.loop.arm import resume_from, run_arm
 from mismatch.features.loop.history import COLUMNS, PATH, rows_of
 from mismatch.features.loop.judge import FILE, SCHEMA, Arm, LoopReport, SeedRun, loop_to_json
-from mismatch.features.loop.spec import LoopSpec, arm_of, place_of, settings
+from mismatch.features.loop.spec import Asked, LoopSpec, arm_of, place_of, settings
 from mismatch.processes.stages import Narrator
 from mismatch.run import store
 from mismatch.run.directory import at_work
@@ -22,9 +22,7 @@ SETTINGS, POOL, STOPPED = "settings.json", "pool.json", "stopped.json"
 
 
 def run_loop(
-    base: LoopSpec,
-    arms: Sequence[str],
-    seeds: Sequence[int],
+    asked: Asked,
     run_dir: Path,
     narrator: Narrator,
     command: str,
@@ -39,10 +37,11 @@ def run_loop(
         MismatchError: an arm that means nothing or changes nothing, settings other than those the
             run began with, or an engine or trainer that failed: what was measured is kept.
     """
-    planned = [arm_of(replace(base, seed=seed), arm) for seed in seeds for arm in arms]
+    base = asked.loop
+    planned = [arm_of(replace(base, seed=seed), arm) for seed in asked.seeds for arm in asked.arms]
     failed: MismatchError | None = None
     with at_work(run_dir, "loop", base.check, command):
-        asked = require_same_settings(base, arms, seeds, run_dir)
+        every = require_same_settings(asked, run_dir)
         try:
             for number, loop in enumerate(planned, 1):
                 folder = run_dir / place_of(loop.arm, loop.seed)
@@ -60,7 +59,7 @@ def run_loop(
                     narrator.note(f"{loop.arm}, seed {loop.seed}, stopped: {error.headline}")
                     failed = error
         finally:
-            report = gather(base, run_dir, *asked)
+            report = gather(every, run_dir)
             if report.arms:
                 store.write_json(run_dir / FILE, loop_to_json(report))
                 write(run_dir, report)
@@ -69,18 +68,15 @@ def run_loop(
     return report
 
 
-def gather(base: LoopSpec, run_dir: Path, arms: Sequence[str], seeds: Sequence[int]) -> LoopReport:
+def gather(asked: Asked, run_dir: Path) -> LoopReport:
     """Collect what lies in the run directory, of these arms and seeds."""
     gathered = []
-    for arm in arms:
-        runs = [_run(run_dir / place_of(arm, seed), seed) for seed in seeds]
+    for arm in asked.arms:
+        runs = [_run(run_dir / place_of(arm, seed), seed) for seed in asked.seeds]
         gathered.append(Arm(arm, tuple(run for run in runs if run.steps)))
-    return LoopReport(
-        model=base.check.rollout.engine.model,
-        engine=base.check.rollout.engine.engine,
-        arms=tuple(arm for arm in gathered if arm.runs),
-        settings=settings(base),
-    )
+    engine = asked.loop.check.rollout.engine
+    arms = tuple(arm for arm in gathered if arm.runs)
+    return LoopReport(engine.model, engine.engine, arms, settings(asked.loop))
 
 
 def _run(directory: Path, seed: int) -> SeedRun:
@@ -93,43 +89,31 @@ def _run(directory: Path, seed: int) -> SeedRun:
     )
 
 
-def require_same_settings(
-    base: LoopSpec, arms: Sequence[str], seeds: Sequence[int], run_dir: Path
-) -> tuple[list[str], list[int]]:
-    """A run goes on as it began; more steps, arms and seeds may be asked of it.
-
-    Returns:
-        All arms and seeds that it was ever asked.
-
-    Raises:
-        MismatchError: other settings, by name.
-    """
-    path, every = run_dir / SETTINGS, (list(arms), list(seeds))
+def require_same_settings(asked: Asked, run_dir: Path) -> Asked:
+    """Return all arms and seeds that the run was ever asked; other settings are refused by name."""
+    path, base = run_dir / SETTINGS, asked.loop
     if path.exists():
-        earlier, before, used = read_settings(run_dir)
-        every = list(dict.fromkeys([*before, *arms])), list(dict.fromkeys([*used, *seeds]))
+        before = read_settings(run_dir)
         free = {"steps": base.steps, "checkpoint_every": base.checkpoint_every}
-        other = differences(settings(replace(earlier, **free)), settings(base))  # type: ignore[arg-type]
-        if other:
+        earlier = settings(replace(before.loop, **free))  # type: ignore[arg-type]
+        if other := differences(earlier, settings(base)):
             raise MismatchError(
                 f"{run_dir} was begun with other settings:\n    " + "\n    ".join(other),
                 "the same flags, or none but --resume RUN; or a new --out",
             )
-    asked = {"arms": every[0], "seeds": every[1]}
-    store.write_json(path, {"schema": SCHEMA, "loop": settings(base), **asked})
-    return every
+        arms = tuple(dict.fromkeys([*before.arms, *asked.arms]))
+        asked = Asked(base, arms, tuple(dict.fromkeys([*before.seeds, *asked.seeds])))
+    every = {"arms": list(asked.arms), "seeds": list(asked.seeds)}
+    store.write_json(path, {"schema": SCHEMA, "loop": settings(base), **every})
+    return asked
 
 
-def read_settings(run_dir: Path) -> tuple[LoopSpec, list[str], list[int]]:
-    """What a run was asked: settings as of the last time, all arms and seeds.
-
-    Raises:
-        MismatchError: no run of a loop, or of another version.
-    """
+def read_settings(run_dir: Path) -> Asked:
+    """Return what a run was asked: settings as of the last time, all arms and seeds."""
     path = run_dir / SETTINGS
     if not path.exists():
         raise MismatchError(f"{run_dir} holds no loop", "a folder that `mismatch loop` made")
-    settings = store.read_json(path)
+    stored = store.read_json(path)
     with refused(SCHEMA, command="mismatch loop", page="docs/loop.md"):
-        loop = from_json(LoopSpec, portable(settings["loop"]))
-    return loop, settings.get("arms", []), settings.get("seeds", [])
+        loop = from_json(LoopSpec, portable(stored["loop"]))
+    return Asked(loop, tuple(stored.get("arms", ())), tuple(stored.get("seeds", ())))

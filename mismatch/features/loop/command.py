@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +14,11 @@ from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option, flags_of, spec_values
 from mismatch.cli.options import CHECK, DRY_RUN, FORCE, JSON, MODEL_FLAGS, NEW_RUN, TRUST_RUN
 from mismatch.errors import MismatchError
-from mismatch.features.loop.spec import AS_IS, LARGE_MODELS, LOOP, PATHS, LoopSpec
-from mismatch.specs import MODEL, CheckSpec
+from mismatch.features.loop.spec import AS_IS, LARGE_MODELS, LOOP, PATHS, Asked, LoopSpec
+from mismatch.specs import MODEL
 
 if TYPE_CHECKING:
+    from mismatch.doctor.fit import Fit
     from mismatch.features.loop.judge import LoopReport
 
 # What --resume RUN may have beside it and still go on as the run began.
@@ -75,22 +76,24 @@ def loop(flags: Flags) -> int:
     from mismatch.cli import session
     from mismatch.features.loop.arms import run_loop
     from mismatch.features.loop.judge import loop_to_json
+    from mismatch.features.loop.memory import memory_of_loop
     from mismatch.features.loop.section import section
     from mismatch.features.loop.spec import arm_of
     from mismatch.reports.terminal import print_section, say
 
-    base, arms, seeds = asked(flags)
-    for arm_spec in (arm_of(base, arm) for arm in arms):
-        refused = [*unfit(arm_spec)]
-        if refused and not (flags["dry_run"] or flags["force"]):
-            raise MismatchError("\n    ".join(refused), "to start all the same: --force")
+    wanted = asked(flags)
+    fits = {arm: memory_of_loop(arm_of(wanted.loop, arm).check) for arm in wanted.arms}
     if flags["dry_run"]:
-        return plan(base, arms, seeds)
+        return plan(wanted, fits)
+    never = [fit for each in fits.values() for fit in each if fit.level == "does not fit"]
+    refused = dict.fromkeys(text for fit in never if fit.certain for text in fit.warnings)
+    if refused and not flags["force"]:
+        raise MismatchError("\n    ".join(refused), "to start all the same: --force")
     narrator = session.ConsoleNarrator(Console(stderr=flags["as_json"]))
     if not flags.explicit & {"model", "resume", "like"}:
         narrator.note(f"no --model was given: the embedded {DEFAULT_MODEL} is taken")
-    run_dir = session.open_run("loop", base.check, flags)
-    report = run_loop(base, arms, seeds, run_dir, narrator, session.command(), save_page)
+    run_dir = session.open_run("loop", wanted.loop.check, flags)
+    report = run_loop(wanted, run_dir, narrator, session.command(), save_page)
     if flags["as_json"]:
         typer.echo(json.dumps(loop_to_json(report), indent=2, allow_nan=False))
     else:
@@ -99,73 +102,54 @@ def loop(flags: Flags) -> int:
     return 0
 
 
-def asked(flags: Flags) -> tuple[LoopSpec, tuple[str, ...], tuple[int, ...]]:
-    """Return settings, arms and seeds: of the flags, or of the run that ``--resume RUN`` names.
-
-    Raises:
-        MismatchError: flags that a loop cannot honour, no such run, or one that names code.
-    """
+def asked(flags: Flags) -> Asked:
+    """Return what the flags ask, or what the run was asked that ``--resume RUN`` names."""
     from mismatch.features.loop.arms import read_settings
     from mismatch.features.loop.spec import read_arms, read_seeds
+    from mismatch.models import resolve_model
     from mismatch.run.directory import NEWEST
     from mismatch.run.trust import require_trust
 
-    run = flags["resume"]
-    if run in (None, NEWEST) or flags.explicit - BESIDE_RESUME:
-        return loop_spec(flags), read_arms(flags["arms"]), read_seeds(flags["seeds"])
-    base, arms, seeds = read_settings(Path(run))
-    require_trust(Path(run), base.check, trusted=False)
-    if base.reward is not None:
+    run, given = flags["resume"], flags.explicit
+    if run in (None, NEWEST) or given - BESIDE_RESUME:
+        return Asked(loop_spec(flags), read_arms(flags["arms"]), read_seeds(flags["seeds"]))
+    before = read_settings(Path(run))
+    check, reward = before.loop.check, before.loop.reward
+    require_trust(Path(run), check, trusted=False)
+    if reward is not None:
         raise MismatchError(
-            f"{run} has a reward function of its own: {base.reward}",
+            f"{run} has a reward function of its own: {reward}",
             "if that is yours: give the flags of the run again, with --resume",
         )
-    given = flags.explicit
+    engine, train = check.rollout.engine, check.train  # with the models of this installation
+    engine = replace(engine, model=resolve_model(engine.model))
+    train = replace(train, model=resolve_model(train.model))
+    check = replace(check, rollout=replace(check.rollout, engine=engine), train=train)
     changed = {name: flags[name] for name in {"steps", "checkpoint_every"} & given}
-    return (
-        replace(base, check=resolved(base.check), **changed),
-        read_arms(flags["arms"]) if "arms" in given or not arms else tuple(arms),
-        read_seeds(flags["seeds"]) if "seeds" in given or not seeds else tuple(seeds),
+    return Asked(
+        replace(before.loop, check=check, **changed),
+        read_arms(flags["arms"]) if "arms" in given or not before.arms else before.arms,
+        read_seeds(flags["seeds"]) if "seeds" in given or not before.seeds else before.seeds,
     )
 
 
-def resolved(check: CheckSpec) -> CheckSpec:
-    """Return a stored spec with the models of this installation."""
-    from mismatch.models import resolve_model
-
-    engine, train = check.rollout.engine, check.train
-    rollout = replace(check.rollout, engine=replace(engine, model=resolve_model(engine.model)))
-    return replace(check, rollout=rollout, train=replace(train, model=resolve_model(train.model)))
-
-
-def unfit(arm_spec: LoopSpec) -> Iterator[str]:
-    """Say why engine and trainer, with gradients and moments, can never be here at once."""
-    from mismatch.features.loop.memory import memory_of_loop
-
-    for fit in memory_of_loop(arm_spec.check):
-        if fit.level == "does not fit" and fit.certain:
-            yield from fit.warnings
-
-
-def plan(base: LoopSpec, arms: tuple[str, ...], seeds: tuple[int, ...]) -> int:
+def plan(wanted: Asked, fits: Mapping[str, Sequence[Fit]]) -> int:
     """Print what would be run; 0 if it fits here, else 2."""
-    from mismatch.features.loop.memory import memory_of_loop
-    from mismatch.features.loop.spec import arm_of
     from mismatch.reports.formatting import memory
 
-    samples = base.check.rollout.sampling.samples_per_prompt
-    steps = len(arms) * len(seeds) * base.steps
+    loop, arms, seeds = wanted
+    samples = loop.check.rollout.sampling.samples_per_prompt
+    steps = len(arms) * len(seeds) * loop.steps
     typer.echo(f"arms     {', '.join(arms)}; seeds {', '.join(map(str, seeds))}")
-    typer.echo(f"steps    {base.steps} of each, {steps} in all")
-    typer.echo(f"a step   {base.prompts} prompts x {samples}, {base.mini_batches} updates")
+    typer.echo(f"steps    {loop.steps} of each, {steps} in all")
+    typer.echo(f"a step   {loop.prompts} prompts x {samples}, {loop.mini_batches} updates")
     code = 0
-    for arm in arms:
-        for fit in memory_of_loop(arm_of(base, arm).check):
-            need, room = memory(fit.needed), memory(fit.capacity)
-            typer.echo(f"memory   {arm}, {fit.side}: {need} of {room}: {fit.level}")
-            for warning in fit.warnings:
-                typer.echo(f"         {warning}")
-            code = 2 if fit.level == "does not fit" else code
+    for arm, fit in ((name, each) for name in arms for each in fits[name]):
+        need, room = memory(fit.needed), memory(fit.capacity)
+        typer.echo(f"memory   {arm}, {fit.side}: {need} of {room}: {fit.level}")
+        for warning in fit.warnings:
+            typer.echo(f"         {warning}")
+        code = 2 if fit.level == "does not fit" else code
     return code
 
 
@@ -179,11 +163,7 @@ def save_page(run_dir: Path, report: LoopReport) -> None:
 
 
 def loop_spec(flags: Flags) -> LoopSpec:
-    """Return what all arms share.
-
-    Raises:
-        MismatchError: flags that a loop cannot honour.
-    """
+    """Return what all arms share; flags that a loop cannot honour are refused."""
     from mismatch.cli.to_spec import check_spec
     from mismatch.run.directory import load_spec
     from mismatch.run.trust import require_trust

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
@@ -140,11 +140,19 @@ def read_arms(text: str) -> tuple[str, ...]:
 
 def read_seeds(text: str) -> tuple[int, ...]:
     """Return the whole numbers between commas, each once."""
-    parts: Sequence[str] = [part.strip() for part in text.split(",") if part.strip()]
-    bad = [part for part in parts if not part.isdecimal() or int(part) not in SEEDS]
-    if bad or not parts:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) in SEEDS for part in parts):
         raise MismatchError(f"--seeds {text!r}: no seeds", "whole numbers: --seeds 0,1")
     return tuple(dict.fromkeys(map(int, parts)))
+
+
+class Asked(NamedTuple):
+    """What a run of the loop is asked."""
+
+    loop: LoopSpec
+    """What all arms share."""
+    arms: tuple[str, ...]
+    seeds: tuple[int, ...]
 
 
 def place_of(arm: str, seed: int) -> str:
