@@ -14,7 +14,7 @@ from mismatch.engines.base import Continued, Engine, ExpertLayout, Progress
 from mismatch.engines.model_info import ModelInfo
 from mismatch.engines.turns import Trajectory
 from mismatch.errors import CorruptCapture, MismatchError
-from mismatch.models.resolved import special_texts
+from mismatch.models.tokenizers import special_texts
 from mismatch.prompts.prompt import Prompt, grade
 from mismatch.specs import RolloutSpec
 from mismatch.types import CACHED, Fingerprint, Floats, Rollout, Routing, Scoring

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError, first_line
-from mismatch.models import resolved
+from mismatch.models import tokenizers
 from mismatch.models.config import ModelConfig
 from mismatch.specs import EngineSpec
 
@@ -71,8 +71,8 @@ def require_model(spec: EngineSpec) -> None:
 
 
 def load_tokenizer(spec: EngineSpec) -> Any:
-    """:func:`mismatch.models.resolved.load_tokenizer` of an engine's model."""
-    return resolved.load_tokenizer(spec.model, spec.revision, spec.trust_remote_code)
+    """:func:`mismatch.models.tokenizers.load_tokenizer` of an engine's model."""
+    return tokenizers.load_tokenizer(spec.model, spec.revision, spec.trust_remote_code)
 
 
 def read_model_info(spec: EngineSpec) -> ModelInfo:
@@ -100,7 +100,7 @@ def read_model_info(spec: EngineSpec) -> ModelInfo:
         model_type=config.model_type,
         vocab_size=model.vocab,
         context=model.context,
-        stop_ids=resolved.stop_ids(
+        stop_ids=tokenizers.stop_ids(
             spec.model, spec.revision, config.get_text_config(), load_tokenizer(spec)
         ),
         num_experts=model.experts + model.extra_experts if model.top_k else 0,

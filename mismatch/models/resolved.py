@@ -8,14 +8,10 @@ classes do not show is left out.
 
 from __future__ import annotations
 
-import contextlib
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-
-from mismatch.errors import MismatchError, first_line
 
 DIGITS = 5  # significant ones that are kept
 ORIGINAL = "original_inv_freq"  # transformers keeps it beside the one in use
@@ -174,60 +170,3 @@ def _rounded(values: np.ndarray) -> tuple[float, ...]:
 
 def _short(value: Any) -> float:
     return float(f"{float(value):.{DIGITS}g}")
-
-
-def load_tokenizer(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a directory or hub id.
-
-    Raises:
-        MismatchError: it is missing or cannot be read.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            model, revision=revision, trust_remote_code=trust_remote_code
-        )
-    except Exception as error:  # transformers raises many kinds here
-        raise MismatchError(
-            f"tokenizer of {model} cannot be loaded: {first_line(error)}",
-            "save it beside the model: tokenizer.save_pretrained(DIR)",
-        ) from error
-
-
-def stop_ids(model: str, revision: str | None, *sources: Any) -> tuple[int, ...]:
-    """End tokens of generation_config.json and of ``sources``: tokenizer, config; sorted."""
-    from transformers import GenerationConfig
-
-    generation: Any = None
-    with contextlib.suppress(OSError):  # many models have none
-        generation = GenerationConfig.from_pretrained(model, revision=revision or "main")
-    ids: set[int] = set()
-    for source in (generation, *sources):
-        given = getattr(source, "eos_token_id", None)
-        ids.update(given if isinstance(given, list) else [] if given is None else [given])
-    return tuple(sorted(ids))
-
-
-def token_texts(tokenizer: Any, ids: Iterable[int]) -> dict[int, str]:
-    """The text of every id; a token that is no whole character as the vocabulary spells it."""
-    texts = {}
-    for token in ids:
-        text = str(tokenizer.decode([token]))
-        if not text or "\ufffd" in text:
-            spelled = tokenizer.convert_ids_to_tokens(token)
-            text = str(spelled) if spelled else f"<{token}>"
-        texts[int(token)] = text
-    return texts
-
-
-def special_texts(tokenizer: Any) -> list[str]:
-    """Texts that the tokenizer reads as control tokens, the longest first.
-
-    Those that it calls special, and those written like them (Qwen's ``<tool_call>`` is not).
-    """
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    marks = {
-        str(t.content) for t in added if t.special or re.fullmatch(r"[<\[]\S+[>\]]", t.content)
-    }
-    return sorted(marks | set(tokenizer.all_special_tokens), key=len, reverse=True)

@@ -35,7 +35,7 @@ from typing import Any, ClassVar, Protocol, cast
 import numpy as np
 
 from mismatch.errors import MismatchError, named_line
-from mismatch.models.resolved import special_texts
+from mismatch.models.tokenizers import special_texts
 from mismatch.prompts.prompt import Prompt, grade
 from mismatch.prompts.tools import calculate, tool_call
 from mismatch.types import Floats

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mismatch.models.resolved import load_tokenizer
+from mismatch.models.tokenizers import load_tokenizer
 from mismatch.specs import EngineSpec, PromptSpec, RolloutSpec
 from mismatch.types import CACHED
 from tests.contract.conftest import MODEL, PLAIN, Reference, Run, installed, work

@@ -12,7 +12,7 @@ import pytest
 from mismatch.errors import MismatchError
 from mismatch.features.turns.template import TemplateReport, examine
 from mismatch.models import EMBEDDED
-from mismatch.models.resolved import load_tokenizer, stop_ids
+from mismatch.models.tokenizers import load_tokenizer, stop_ids
 from tests.command import mismatch
 
 MODEL = str(EMBEDDED["tiny-gpt-oss"])

@@ -63,7 +63,7 @@ def test_the_sibling_calls_its_tool_part_of_the_time() -> None:
 
 def test_the_sibling_s_template_is_harmony_as_it_samples() -> None:
     """A rendered history is the sampled tokens, with the calls that the tool reads."""
-    from mismatch.models.resolved import load_tokenizer
+    from mismatch.models.tokenizers import load_tokenizer
     from mismatch.prompts.environments import Calculator, between_turns
     from mismatch.prompts.prompt import Prompt
 

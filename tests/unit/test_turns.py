@@ -189,7 +189,7 @@ def test_what_follows_the_end_token_is_appended_and_the_end_token_is_not() -> No
 def test_the_ids_between_turns_are_those_of_the_template() -> None:
     """With an append-only template, prompt + answer + between = the whole conversation rendered."""
     from mismatch.models import resolve_model
-    from mismatch.models.resolved import load_tokenizer
+    from mismatch.models.tokenizers import load_tokenizer
 
     chat = load_tokenizer(resolve_model("tiny-gpt-oss"))
     messages = [

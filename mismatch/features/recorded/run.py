@@ -210,13 +210,13 @@ class _Tokenizer:
 
     def texts(self, ids: Sequence[int]) -> dict[int, str]:
         """Return the text of every id."""
-        from mismatch.models.resolved import token_texts
+        from mismatch.models.tokenizers import token_texts
 
         return token_texts(self.tokenizer, list(ids))
 
 
 def _tokenizer(spec: CheckSpec) -> _Tokenizer:
-    from mismatch.models.resolved import load_tokenizer, stop_ids
+    from mismatch.models.tokenizers import load_tokenizer, stop_ids
 
     engine = spec.rollout.engine
     tokenizer = load_tokenizer(engine.model, engine.revision, engine.trust_remote_code)

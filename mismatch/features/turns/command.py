@@ -35,7 +35,7 @@ def template(flags: Flags) -> int:
     from mismatch.features.turns.section import shown
     from mismatch.features.turns.template import examine
     from mismatch.models import resolve_model
-    from mismatch.models.resolved import load_tokenizer, stop_ids
+    from mismatch.models.tokenizers import load_tokenizer, stop_ids
     from mismatch.reports.terminal import print_section
 
     if not flags["model"]:

@@ -30,7 +30,7 @@ from mismatch.engines.model_info import ModelInfo, load_tokenizer, read_model_in
 from mismatch.engines.registry import engine_class
 from mismatch.engines.turns import Trajectory, TurnDistributions, play, starting
 from mismatch.errors import CorruptCapture, MismatchError
-from mismatch.models.resolved import token_texts
+from mismatch.models.tokenizers import token_texts
 from mismatch.prompts.environments import Environment, Replies, built_in, prepared
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts, render_prompts

@@ -385,7 +385,7 @@ def engine_distributions(job: dict[str, Any], rollout: Rollout) -> Distributions
 
 def name_likeliest(run_dir: Path, likeliest: Likeliest, spec: TrainSpec) -> None:
     """Add the texts of ids that the trainer thinks likeliest, and the engine nowhere."""
-    from mismatch.models.resolved import load_tokenizer, token_texts
+    from mismatch.models.tokenizers import load_tokenizer, token_texts
 
     texts = load_vocabulary(run_dir)
     unnamed = sorted(set(np.unique(likeliest.ids).tolist()) - texts.keys())
