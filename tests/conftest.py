@@ -7,6 +7,7 @@ may measure the memory and the CPU time of its own processes, never those of the
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
 from collections.abc import Iterable
@@ -24,6 +25,9 @@ SKIPS = {
     "machine": "",
     "not applicable": "",
 }
+
+# The real SGLang runs on a CPU with what tests/sglang_cpu adds to its processes (docs/sglang.md).
+os.environ.setdefault("MISMATCH_SGLANG_HOOK", "tests.sglang_cpu")
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would every process
 # that they start; some tests send one.

@@ -1,7 +1,7 @@
 """A tiny HTTP server that says what a test tells it to: a vLLM server as seen from outside.
 
-It samples from a law of its own (token after token a function of the last id), so that every number
-is known; faults are planted per request.
+It samples from a distribution of its own (a function of the last id alone), so that every number is
+known; faults are planted per request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,12 +25,12 @@ VERSION = "0.32.0"
 
 
 def logits(last: int, weights: int = 0) -> np.ndarray:
-    """Of the next token after ``last``; ``weights`` names a checkpoint."""
+    """Return those of the next token after ``last``; ``weights`` names a checkpoint."""
     return np.random.default_rng([last, weights]).normal(0.0, 1.5, VOCABULARY)
 
 
 def law(last: int, temperature: float = 1.0, top_k: int = 0, weights: int = 0) -> np.ndarray:
-    """Logprobs [V] of the law that samples, -inf where it never goes."""
+    """Return logprobs [V] of the distribution that samples, -inf where it never goes."""
     scaled = logits(last, weights) / (temperature or 1.0)
     if top_k:
         scaled[scaled < np.sort(scaled)[-top_k]] = -np.inf
@@ -60,7 +59,6 @@ class ScriptedServer:
         self.delay_s = 0.0
         self.key: str | None = None
         self.shows: Callable[[list[str], list[str]], str] | None = None  # its parameters
-        self.developer = False  # whether it takes new weights: those named push-N
         self.version = VERSION
         self.max_model_len = 512
         self.configuration = "vllm-0.32.0-abc"
@@ -128,11 +126,6 @@ class ScriptedServer:
             return self.send(http, 200, f"process_start_time_seconds {self.started}\n")
         if self.shows is not None and body.get("method") == "mismatch_held_json":
             return self.send(http, 200, {"results": [self.shows(*body["args"])]})
-        if self.developer and path == "/collective_rpc" and body["method"] == "reload_weights":
-            self.load(body["kwargs"]["weights_path"])
-            return self.send(http, 200, {"results": [None]})
-        if self.developer and path == "/reset_prefix_cache":
-            return self.send(http, 200, {"success": True})
         if path != "/v1/completions":
             return self.send(http, 404, {"detail": "Not Found"})
         with self._lock:
@@ -143,11 +136,6 @@ class ScriptedServer:
         finally:
             with self._lock:
                 self._flying -= 1
-
-    def load(self, folder: str) -> None:
-        """Another law for ``…/push-N``, the first one for any other folder."""
-        _, _, push = Path(folder).name.partition("push-")
-        self.weights = int(push or 0)
 
     def complete(self, http: Any, body: dict[str, Any]) -> None:
         probing = body["max_tokens"] < 3  # probes and scoring; runs of the tests sample more
@@ -278,11 +266,6 @@ class ScriptedSglang(ScriptedServer):
             return self.send(http, 200, info | {"startup_time": took})
         if http.path == "/v1/models":
             return self.send(http, 200, {"data": [{"max_model_len": self.max_model_len}]})
-        if self.developer and http.path == "/update_weights_from_disk":
-            self.load(body["model_path"])
-            return self.send(http, 200, {"success": True, "message": ""})
-        if self.developer and http.path.startswith("/flush_cache?"):
-            return self.send(http, 200, "Cache flushed.\n")
         if http.path != "/generate":
             return self.send(http, 404, {})
         return self.generate(http, body)

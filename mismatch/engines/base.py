@@ -79,23 +79,13 @@ def argument_name(raw: str) -> str:
 
 
 def checked_arguments(
-    spec: EngineSpec,
-    engine: str,
-    names: Collection[str],
-    options: Mapping[str, str],
-    kept: Mapping[str, str],
-    help_command: str,
+    spec: EngineSpec, engine: str, names: Collection[str], help_command: str
 ) -> dict[str, Any]:
-    """Check ``--engine-arg`` pairs against the engine's own list and return them by name.
-
-    Args:
-        options: arguments that options of mismatch set -> these options.
-        kept: arguments that must stay as they are -> what mismatch needs.
+    """Return ``--engine-arg`` pairs by name, checked against the engine's own list.
 
     Raises:
-        MismatchError: an unknown name, or one of ``options`` or ``kept``.
+        MismatchError: an unknown name.
     """
-    refuse_own(spec, options, kept)
     arguments: dict[str, Any] = {}
     for raw, value in spec.args:
         name = argument_name(raw)
@@ -110,7 +100,15 @@ def checked_arguments(
 
 
 def refuse_own(spec: EngineSpec, options: Mapping[str, str], kept: Mapping[str, str]) -> None:
-    """Do the checks of :func:`checked_arguments` that need no import of the engine."""
+    """Refuse engine arguments that mismatch sets; needs no import of the engine.
+
+    Args:
+        options: arguments that options of mismatch set -> these options.
+        kept: arguments that must stay as they are -> what mismatch needs.
+
+    Raises:
+        MismatchError: one of ``options`` or ``kept``.
+    """
     for raw, _ in spec.args:
         name = argument_name(raw)
         if name in options:
@@ -183,6 +181,15 @@ class ExpertLayout:
     layers: tuple[int, ...]
     num_experts: int
     top_k: int
+
+    def columns(self, experts: NDArray[Any]) -> NDArray[Any]:
+        """Return [rows, L, K] of experts [rows, layers of the model, K].
+
+        Another shape is returned as it is: it is refused once all tokens are saved.
+        """
+        if experts.ndim == 3 and experts.shape[1] > max(self.layers):
+            return experts[:, list(self.layers)]
+        return experts
 
 
 # Capability -> what is not tested without it.

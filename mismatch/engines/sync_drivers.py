@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from mismatch.engines.base import Engine
 from mismatch.engines.registry import engine_info, probed_engines
@@ -24,11 +24,13 @@ from mismatch.models.weight_states import (
 from mismatch.specs import EngineSpec
 from mismatch.types import NotTested
 
-if TYPE_CHECKING:
-    pass
-
-
 Held = tuple[dict[str, Prints], dict[str, str]]  # by checkpoint name; name -> why not
+
+
+def held_from_plain(answer: Any) -> Held:
+    """Read what :meth:`mismatch.engines.held_weights.HeldWeights.mismatch_held` answers."""
+    prints, missing = answer
+    return {name: Prints.from_plain(plain) for name, plain in prints.items()}, missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +95,7 @@ class CalledDriver(AsGiven):
         self.scratch = scratch
 
     def held(self, names: list[str], transposed: list[str]) -> Held:
-        return self.called("mismatch_held", names, transposed)
-
-    def called(self, method: str, *args: Any) -> Held:
-        """What a call answers that gives prints, and reasons for those it does not."""
-        prints, missing = self.engine._call(method, *args)[0]
-        return {name: Prints.from_plain(plain) for name, plain in prints.items()}, missing
+        return held_from_plain(self.engine._call("mismatch_held", names, transposed)[0])
 
     @contextmanager
     def files(self, push: int) -> Iterator[str]:

@@ -114,7 +114,6 @@ def test_durations_are_not_of_a_clock_that_can_be_set():
         if (calls := re.findall(r"\btime\.time\(|\bdatetime\.now\(", path.read_text("utf-8")))
     }
     assert used == {
-        "mismatch/engines/servers/client.py": ["time.time("],  # a date in Retry-After; it is capped
         "mismatch/run/directory.py": ["datetime.now("],  # names of runs
         "mismatch/run/provenance.py": ["datetime.now("],
     }

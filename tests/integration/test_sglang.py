@@ -23,11 +23,10 @@ import pytest
 
 from benchmarks.planted_checkpoint import plant
 from mismatch.engines.base import UNTESTED
-from mismatch.engines.sglang import cpu as sglang_cpu
 from mismatch.processes.launch import interpreter_environment, own_python
 from mismatch.run import store
 from mismatch.specs import EngineSpec
-from tests import checkpoints, families
+from tests import checkpoints, families, sglang_cpu
 from tests.conftest import grid
 from tests.contract.conftest import MAKE, installed
 from tests.integration.conftest import Run, run_check
@@ -206,8 +205,8 @@ def test_a_bad_argument_is_refused_with_its_reason(
 def test_the_branch_of_triton_kernels_is_captured_too() -> None:
     """SGLang's router as shipped, on the branch that runs gpt-oss on a GPU, with its kernel out."""
     script = """
-    from mismatch.engines.sglang import cpu, child
-    cpu.prepare()
+    from mismatch.engines.sglang import private
+    private.hook().prepare()
     import types
     import torch
     from sglang.srt.layers.moe import topk
@@ -225,7 +224,7 @@ def test_the_branch_of_triton_kernels_is_captured_too() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0]])
     router.forward_cuda(torch.ones(1, 2), logits)
     assert taken == []  # if SGLang captures here by itself now, drop the wrapper
-    child._capture_triton_routes()
+    assert private.capture_triton_routes() == ""
     assert router.forward_cuda(torch.ones(1, 2), logits).n_expts_act == 3
     (given,) = taken
     assert given["layer_id"] == 5 and given["topk_indices"].tolist() == [[1, 2, 4]]

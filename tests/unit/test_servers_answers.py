@@ -16,7 +16,7 @@ import pytest
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.servers.address import parse_address
 from mismatch.engines.servers.client import RequestFailed, usable_answer, wait_for
-from mismatch.engines.servers.server_api import SampleRequest, ServerFacts
+from mismatch.engines.servers.server import SampleRequest, ServerFacts
 from mismatch.engines.servers.sglang_api import SglangServer
 from mismatch.engines.servers.vllm_api import VllmServer
 from mismatch.errors import MismatchError
@@ -46,6 +46,7 @@ GOOD = {
                 "logprobs": {
                     "tokens": ["token_id:4"] * 4,
                     "token_logprobs": [-1.0, -2.0, -0.5, -0.1],
+                    "top_logprobs": [{"token_id:4": -1.0, "token_id:5": -2.0}] * 4,
                 },
                 "routed_experts": npy(np.zeros((6, 2, 2), np.uint8)),
             }
@@ -60,14 +61,12 @@ GOOD = {
             }
         ]
     },
-    (VllmServer, "top_logprobs"): {
-        "choices": [{"logprobs": {"top_logprobs": [{"token_id:4": -1.0, "token_id:5": -2.0}]}}]
-    },
     (SglangServer, "generate"): {
         "output_ids": [4, 5, 6, 7],
         "meta_info": {
             "finish_reason": {"type": "length", "length": 4},
             "output_token_logprobs": SGLANG_TOKENS,
+            "output_top_logprobs": [[[-1.0, 4, None], [-2.0, 5, None]]] * 4,
             "routed_experts": packed(np.zeros((6, 2, 2))),
             "weight_version": "default",
         },
@@ -76,9 +75,6 @@ GOOD = {
         "meta_info": {
             "input_token_logprobs": [[None, 1, None], [-1.0, 2, None], [-2.0, 3, None]],
         }
-    },
-    (SglangServer, "top_logprobs"): {
-        "meta_info": {"output_top_logprobs": [[[-1.0, 4, None], [-2.0, 5, None]]]}
     },
 }
 FACTS = {
@@ -177,8 +173,7 @@ def ask(kind, what, answer):
     settings = api.settings(Sampling(max_tokens=4))
     if what == "score":
         return wait_for(api.score(IDS, 1))
-    request = SampleRequest(IDS, settings, layout=LAYOUT, likeliest=2)
-    return wait_for(getattr(api, what)(request))
+    return wait_for(api.generate(SampleRequest(IDS, settings, layout=LAYOUT, likeliest=2)))
 
 
 def described(kind, documents):
@@ -200,6 +195,8 @@ def test_an_answer_with_one_thing_wrong_is_a_failed_request(kind, what):
             assert all(type(i) is int and 0 <= i < 2**31 for i in given.sample.token_ids), answer
             assert np.isfinite(given.sample.logprobs).all(), answer
             assert len(given.sample.logprobs) == len(given.sample.token_ids)
+            top = given.sample.likeliest
+            assert top is None or len(top.ids) == len(given.sample.token_ids)
         elif what == "score":
             assert given.shape == (2,)  # finite or not: the engine looks at that
     assert outcomes["RequestFailed"] > 50, outcomes

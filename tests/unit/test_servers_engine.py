@@ -13,18 +13,15 @@ import numpy as np
 import pytest
 
 from mismatch.engines.base import ExpertLayout, Sample
-from mismatch.engines.model_info import ModelInfo
-from mismatch.engines.servers import discovery, probing
+from mismatch.engines.servers import discovery
 from mismatch.engines.servers import engine as engines
 from mismatch.engines.servers.address import KEY_VARIABLE
 from mismatch.engines.servers.engine import ServerEngine
 from mismatch.errors import MismatchError
-from mismatch.specs import EngineSpec
 from mismatch.types import Fingerprint, NotTested, Sampling
 from tests.scripted_server import VOCABULARY, law
 from tests.servers_fixture import (
     LAW,
-    MODEL,
     PROMPTS,
     STOP,
     _light,
@@ -377,8 +374,3 @@ def test_the_key_is_nowhere_to_be_found(serve: Any, monkeypatch: pytest.MonkeyPa
     assert any(head.get("Authorization") == f"Bearer {secret}" for _, head, _ in server.seen)
     assert secret not in json.dumps(facts_of(engine))
     assert secret not in repr(engine.servers)
-
-
-def test_the_layout_is_none_for_a_dense_model() -> None:
-    info = ModelInfo("x", VOCABULARY, 512, (STOP,), num_experts=0, top_k=0)
-    assert probing.expert_layout(EngineSpec(model=MODEL), info) is None

@@ -16,16 +16,16 @@ import torch
 from mismatch.engines.base import require_ids
 from mismatch.engines.loaded_digests import loaded_digests
 from mismatch.engines.model_info import ModelInfo
-from mismatch.engines.sglang import child as sglang_child
-from mismatch.engines.sglang import cpu as sglang_cpu
 from mismatch.engines.sglang import wire as sglang_args
 from mismatch.engines.sglang import wire as sglang_wire
-from mismatch.engines.sglang.cpu import serve, sgl_kernel
-from mismatch.engines.sglang.cpu.sgl_kernel import attend, visible_tokens
+from mismatch.engines.sglang.child import ErrorFile
+from mismatch.engines.sglang.private import HOOK, moe_layers
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.processes import launch
 from mismatch.specs import EngineSpec
 from mismatch.types import Sampling
+from tests import sglang_cpu
+from tests.sglang_cpu.kernels import assign_req_to_token_pool_cpu, attend, visible_tokens
 
 INFO = ModelInfo("gpt_oss", vocab_size=320, context=512, stop_ids=(2,), num_experts=8, top_k=2)
 
@@ -157,24 +157,22 @@ def test_ids_that_would_end_the_server_are_not_sent() -> None:
 
 
 def test_the_context_leaves_the_room_that_sglang_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_cpu, "on_cpu", lambda: True)
+    monkeypatch.delenv(HOOK, raising=False)
     arguments = sglang_args.engine_arguments(EngineSpec("sglang", "m"), Sampling(seed=3), INFO, 120)
     assert arguments["context_length"] == 128
     assert arguments["enable_return_routed_experts"] is True
-    assert (arguments["dtype"], arguments["random_seed"], arguments["device"]) == (
-        "bfloat16",
-        3,
-        "cpu",
-    )
+    assert (arguments["dtype"], arguments["random_seed"]) == ("bfloat16", 3)
+    assert not {"device", "attention_backend"} & arguments.keys()
     with pytest.raises(MismatchError, match="free") as raised:
         sglang_args.engine_arguments(EngineSpec("sglang", "m"), Sampling(), INFO, 510)
     assert "by 6" in raised.value.fix
-    monkeypatch.setattr(sglang_cpu, "on_cpu", lambda: False)
+    monkeypatch.setenv(HOOK, sglang_cpu.__name__)
+    monkeypatch.setenv(sglang_cpu.CPU_SWITCH, "1")
     spec = EngineSpec("sglang", "m", routing=False, gpu_memory_utilization=0.5)
     arguments = sglang_args.engine_arguments(spec, Sampling(), INFO, 120)
     assert arguments["enable_return_routed_experts"] is False
     assert arguments["mem_fraction_static"] == 0.5
-    assert not {"device", "attention_backend"} & arguments.keys()
+    assert arguments["device"] == "cpu"
 
 
 def test_seeds_count_only_in_deterministic_mode() -> None:
@@ -236,7 +234,17 @@ def test_fused_parameters_are_told_apart_by_name() -> None:
     }
     weight = model.layers[1].qkv_proj.weight
     assert digests["layers.1.k_proj.weight"] == list(digest_tensor(weight[4:6]))
-    assert [layer for layer, _ in sglang_child.moe_layers(model)] == [1]
+    assert [layer for layer, _ in moe_layers(model)] == [1]
+
+
+class FusedMoE(torch.nn.Module):
+    """Holds no weights as loaded any more, as SGLang's after its triton_kernel backend."""
+
+
+def test_layers_with_experts_are_found_where_a_kernel_has_dropped_their_weights() -> None:
+    layers = [torch.nn.Identity(), torch.nn.Sequential(FusedMoE())]
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
+    assert [layer for layer, _ in moe_layers(model)] == [1]
 
 
 # ---------------------------------------------------------------- CPU support
@@ -272,7 +280,7 @@ def test_a_window_is_the_token_and_those_before_it() -> None:
 
 def test_new_tokens_get_their_cache_slots() -> None:
     table = torch.zeros(3, 6, dtype=torch.int32)
-    sgl_kernel.assign_req_to_token_pool_cpu(
+    assign_req_to_token_pool_cpu(
         torch.tensor([2, 0]),
         table,
         torch.tensor([1, 0]),
@@ -283,47 +291,6 @@ def test_new_tokens_get_their_cache_slots() -> None:
     assert table.tolist() == [[13, 0, 0, 0, 0, 0], [0] * 6, [0, 11, 12, 0, 0, 0]]
 
 
-def test_a_kernel_that_is_missing_refuses_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, sgl_kernel.NAME, raising=False)
-    sgl_kernel.install()
-    try:
-        assert sgl_kernel.installed()
-        from sgl_kernel import fused_experts_cpu  # type: ignore[import-not-found]
-
-        with pytest.raises(NotImplementedError, match="fused_experts_cpu"):
-            fused_experts_cpu(1, key=2)
-    finally:
-        del sys.modules[sgl_kernel.NAME]
-
-
-def test_nothing_of_it_is_used_where_sglang_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(sglang_cpu.CPU_SWITCH, raising=False)
-    monkeypatch.setattr(sglang_cpu, "_version", lambda package: "2.14.0")
-    before = set(sys.modules)
-    assert not sglang_cpu.needed()
-    sglang_cpu.prepare()
-    sglang_cpu.register()
-    assert sgl_kernel.NAME not in sys.modules
-    assert not {name for name in set(sys.modules) - before if name.startswith("sglang.")}
-
-
-def test_nothing_of_it_is_used_where_sglang_has_its_own_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sglang_cpu, "on_cpu", lambda: True)
-    monkeypatch.setattr(sglang_cpu, "find_spec", lambda name: object())
-    assert not sglang_cpu.needed()
-    monkeypatch.setattr(sglang_cpu, "find_spec", lambda name: None)
-    assert sglang_cpu.needed()
-
-
-def test_the_server_gets_what_a_cpu_needs_unless_it_is_given() -> None:
-    arguments = serve.with_cpu_arguments(["--model-path", "m", "--max-total-tokens=64"])
-    assert arguments[:3] == ["--model-path", "m", "--max-total-tokens=64"]
-    assert "--max-total-tokens" not in arguments
-    assert arguments[arguments.index("--device") + 1] == "cpu"
-
-
 # ---------------------------------------------------------------- failures
 
 
@@ -331,7 +298,7 @@ def test_the_last_error_of_a_child_is_kept(tmp_path: Path) -> None:
     import logging
 
     logger = logging.getLogger("test-sglang-child")
-    handler = sglang_child.ErrorFile(str(tmp_path / "error"))
+    handler = ErrorFile(str(tmp_path / "error"))
     logger.addHandler(handler)
     logger.warning("not this")
     assert not (tmp_path / "error").exists()

@@ -6,8 +6,4 @@ INFO = EngineInfo(
     engine="mismatch.engines.servers.engine:ServerEngine",
     preflight="mismatch.engines.servers.discovery:recognise",
     started=False,
-    sync_driver="mismatch.engines.servers.sync_driver:ServerDriver",
-    weight_paths={
-        "update": "vLLM: /collective_rpc reload_weights; SGLang: /update_weights_from_disk",
-    },
 )

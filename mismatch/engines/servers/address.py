@@ -13,11 +13,7 @@ HIDDEN = "***"
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is.
-
-    >>> parse_address("http://127.0.0.1:8000/v1").text
-    'http://127.0.0.1:8000'
-    """
+    """Where a server is."""
 
     scheme: str
     host: str
@@ -33,27 +29,32 @@ class Address:
 def parse_address(text: str) -> Address:
     """Read a ``--server`` address.
 
+    >>> parse_address("http://127.0.0.1:8000/v1").text
+    'http://127.0.0.1:8000'
+
     Raises:
         MismatchError: no http(s) URL, or one that holds a name, a password, a query or a fragment:
             addresses are written into artefacts, secrets are not. The message shows neither.
     """
-    fix = "give scheme, host and port: --server http://127.0.0.1:8000"
+    refused = MismatchError(
+        f"--server {redacted(text)}: no address",
+        "give scheme, host and port: --server http://127.0.0.1:8000",
+    )
     try:
         parts = urlsplit(text.strip())
         port = parts.port
         (parts.hostname or "").encode("idna")
-        if not text.strip().isprintable() or " " in text.strip():
-            raise ValueError
     except ValueError:  # UnicodeError is one
-        raise MismatchError(f"--server {redacted(text)}: no address", fix) from None
+        raise refused from None
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise MismatchError(
             f"--server {redacted(text)}: an address with a password or a query is not taken, "
             "because addresses are kept in the run",
             f"put the key into the environment: {KEY_VARIABLE}=… mismatch …",
         )
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise MismatchError(f"--server {redacted(text)}: no address", fix)
+    plain = text.strip().isprintable() and " " not in text.strip()
+    if not plain or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise refused
     path = parts.path.rstrip("/").removesuffix("/v1")
     default = 443 if parts.scheme == "https" else 80
     return Address(parts.scheme, parts.hostname, default if port is None else port, path)
@@ -68,8 +69,6 @@ def unprotected(address: Address) -> bool:
 def redacted(text: str) -> str:
     """Return an address as it may be shown: without user, password, query and fragment."""
     _, at, rest = text.rpartition("@")
-    shown = text.partition("?")[0].partition("#")[0]
-    if not at:
-        return shown
-    scheme = text.partition("://")[0] if "://" in text else ""
-    return f"{scheme}://{HIDDEN}@" + rest.partition("?")[0].partition("#")[0]
+    shown = (rest if at else text).partition("?")[0].partition("#")[0]
+    scheme = text.partition("://")[0] + "://" if "://" in text else "://"
+    return f"{scheme}{HIDDEN}@{shown}" if at else shown

@@ -13,26 +13,23 @@ import math
 import os
 import random
 import ssl
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import httpx
 
-from mismatch.engines.servers.address import HIDDEN, KEY_VARIABLE, Address, redacted
+from mismatch.engines.servers.address import HIDDEN, KEY_VARIABLE, Address
 from mismatch.errors import MismatchError
 
 T = TypeVar("T")
 CONNECT_S = 10.0
 DESCRIBE_S = 30.0  # deadline of a request for what a server says about itself
 LARGEST_ANSWER = 1 << 30  # bytes of a sample with its routed experts
-LARGEST_OTHER = 16 << 20  # of what a server says about itself, and of an error
 HIDDEN_FROM = 8  # characters: a shorter key is a word that answers contain anyway
 # Statuses after which the same request may succeed later. Proxies have 5xx statuses of their own;
 # 501 alone is final.
@@ -108,21 +105,6 @@ def backoff_s(failures: int, retry_after_s: float | None) -> float:
     return min(LONGEST_BACKOFF_S, doubled) * (0.5 + random.random())
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How often one request is sent before its server is given up."""
-
-    failures: int = 4
-    busy: int = 30
-    """A server that others use too is busy for minutes."""
-    unreached: bool = True
-    """Whether to retry without a connection and after the deadline."""
-
-
-# At the start an address may simply be wrong; a busy moment must not be read as a missing feature.
-FIRST_CONTACT = Patience(busy=4, unreached=False)
-
-
 @dataclass
 class Client:
     """Sends requests to one server."""
@@ -132,7 +114,12 @@ class Client:
     """Deadline of one request, from connecting to the last byte."""
     key: str | None = field(default=None, repr=False)
     """Sent as a bearer token, and removed from everything the server says."""
-    patience: Patience = FIRST_CONTACT
+    attempts: int = 4
+    """How often a request that failed is sent in all."""
+    busy_attempts: int = 4
+    """The same of a request to a busy server; few, so that an error at the start comes soon."""
+    unreached: bool = False
+    """Whether to retry without a connection and after the deadline: an address may be wrong."""
     failures: Counter[Kind] = field(default_factory=Counter)
     """Requests that failed, by kind."""
 
@@ -156,7 +143,7 @@ class Client:
             RequestFailed: no usable answer.
             MismatchError: the key or the certificate is not accepted, or ``read`` raised it.
         """
-        return await self._ask(path, body, lambda data: read(self._json(data, float)))
+        return await self._ask(path, body, lambda data: read(self._json(data)))
 
     async def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[bytes], T]) -> T:
         tried: Counter[bool] = Counter()  # busy or not -> attempts
@@ -169,14 +156,15 @@ class Client:
                 self.failures[error.kind] += 1
                 busy = error.kind == "busy"
                 tried[busy] += 1
-                most = self.patience.busy if busy else self.patience.failures
-                final = ["refused"] if self.patience.unreached else ["refused", "slow", "absent"]
+                most = self.busy_attempts if busy else self.attempts
+                final = ["refused"] if self.unreached else ["refused", "slow", "absent"]
                 if tried[busy] >= most or error.kind in final:
                     raise
                 wait_s = backoff_s(tried.total(), error.retry_after_s)
             await asyncio.sleep(wait_s)
 
     async def _exchange(self, path: str, body: dict[str, Any] | None) -> bytes:
+        """Return the body of one answer, with the key cut out of it."""
         # No compression: a small answer could be unpacked to any size.
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         if self.key is not None:
@@ -185,32 +173,40 @@ class Client:
         if body is None:
             method, allowed_s = "GET", min(DESCRIBE_S, self.timeout_s)
         timeout = httpx.Timeout(None, connect=min(CONNECT_S, allowed_s))
+        url, data = self.address.text + path, bytearray()
         try:
             async with (
                 asyncio.timeout(allowed_s),
                 # No proxies of the environment.
                 httpx.AsyncClient(verify=self._tls, timeout=timeout, trust_env=False) as http,
-                http.stream(
-                    method, self.address.text + path, headers=headers, json=body
-                ) as response,
+                http.stream(method, url, headers=headers, json=body) as response,
             ):
-                data = await _read(response, LARGEST_ANSWER if body else LARGEST_OTHER)
+                async for chunk in response.aiter_raw():
+                    data += chunk
+                    if len(data) > LARGEST_ANSWER:
+                        raise RequestFailed(f"the answer has more than {LARGEST_ANSWER} bytes")
         except TimeoutError as error:
             raise RequestFailed(f"no answer in {allowed_s:g} s", "slow") from error
-        except httpx.ConnectTimeout as error:
-            raise RequestFailed(f"no connection in {timeout.connect:g} s", "absent") from error
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-            raise self._lost(error) from error
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                raise MismatchError(
+                    f"{self.address.text}: its certificate is not accepted: {error}",
+                    "name the authority that signed it: SSL_CERT_FILE=FILE.pem mismatch …",
+                ) from error
+            unreached = (httpx.ConnectError, httpx.ConnectTimeout, httpx.InvalidURL)
+            reason = self._one_line(str(error) or "the connection was lost").lower()
+            kind: Kind = "absent" if isinstance(error, unreached) else "failed"
+            raise RequestFailed(reason, kind) from error
         if self.key and len(self.key) >= HIDDEN_FROM:
             data = data.replace(self.key.encode(), HIDDEN.encode())
         if response.status_code != 200:
-            raise self._failure(response, data)
-        return data
+            raise self._failure(response, bytes(data[:2000]))
+        return bytes(data)
 
-    def _json(self, data: bytes, constant: Callable[[str], Any] | None = None) -> Any:
-        """Parse JSON without the key, however it is written; ``constant`` reads NaN, infinity."""
+    def _json(self, data: bytes) -> Any:
+        """Parse JSON without the key, also where that is written with escapes."""
         try:
-            answer = json.loads(data, parse_constant=constant or _no_number)
+            answer = json.loads(data)
         except ValueError as error:
             raise RequestFailed(f"the answer is no JSON ({len(data)} bytes)") from error
         if self.key and len(self.key) >= HIDDEN_FROM and b"\\" in data:
@@ -218,45 +214,23 @@ class Client:
             answer = json.loads(json.dumps(answer).replace(written, HIDDEN))
         return answer
 
-    def _lost(self, error: Exception) -> Exception:
-        """Say why no answer came."""
-        causes = [error]
-        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
-            causes += cause.exceptions[-1:] if isinstance(cause, ExceptionGroup) else [cause]  # type: ignore[list-item]
-        for cause in causes:
-            if isinstance(cause, ssl.SSLCertVerificationError):
-                return MismatchError(
-                    f"{self.address.text}: its certificate is not accepted: {cause.verify_message}",
-                    "name the authority that signed it: SSL_CERT_FILE=FILE.pem mismatch …",
-                )
-        connected = not isinstance(error, httpx.ConnectError | httpx.InvalidURL)
-        # asyncio's own texts name sockets; a resolver's numbers are negative.
-        system = [each for each in causes if isinstance(each, OSError) and each.errno]
-        why = str(error) or "the connection was lost"
-        if system:
-            number = int(system[-1].errno or 0)
-            why = os.strerror(number) if number > 0 else str(system[-1].strerror)
-        return RequestFailed(self._one_line(why.lower()), "failed" if connected else "absent")
-
     def _failure(self, response: httpx.Response, data: bytes) -> Exception:
         """Say what a status other than 200 means."""
         status = response.status_code
-        message = self._one_line(_error_message(data) or response.reason_phrase)
         if status in (401, 403):
             has = "does not accept the key in" if self.key else "asks for a key: set"
             return MismatchError(
                 f"{self.address.text} {has} {KEY_VARIABLE} (HTTP {status})",
                 f"{KEY_VARIABLE}=… mismatch …; it is read from the environment only",
             )
+        says = self._one_line(_error_message(data) or response.reason_phrase)
         if status in TEMPORARY:
-            wait_s = _retry_after(response.headers.get("Retry-After"))
-            return RequestFailed(
-                f"HTTP {status}: {message}", "busy" if status in BUSY else "failed", wait_s
-            )
+            kind: Kind = "busy" if status in BUSY else "failed"
+            wait_s = _retry_after(response.headers.get("Retry-After", ""))
+            return RequestFailed(f"HTTP {status}: {says}", kind, wait_s)
         if 300 <= status < 400:
-            target = self._one_line(redacted(response.headers.get("Location", "elsewhere")))
-            message = f"moved to {target}; redirections are not followed"
-        return RequestFailed(f"HTTP {status}: {message}", "refused")
+            says = "moved; redirections are not followed"
+        return RequestFailed(f"HTTP {status}: {says}", "refused")
 
     def _one_line(self, text: str) -> str:
         """Shorten what a server said to one line, without the key that it may repeat."""
@@ -264,24 +238,9 @@ class Client:
         return " ".join(shown.split())[:300]
 
 
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
-async def _read(response: httpx.Response, most: int) -> bytes:
-    """Return the whole body as it was sent, of an error no more than is shown."""
-    most = most if response.status_code == 200 else LARGEST_OTHER
-    data = bytearray()
-    async for chunk in response.aiter_raw():
-        data += chunk
-        if len(data) > most:
-            raise RequestFailed(f"the answer has more than {most} bytes")
-    return bytes(data)
-
-
 def _error_message(data: bytes) -> str:
     """Return what an error's body says, in vLLM's, SGLang's or anybody's form."""
-    text = data[:2000].decode("utf-8", "replace")
+    text = data.decode("utf-8", "replace")
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
@@ -292,13 +251,10 @@ def _error_message(data: bytes) -> str:
     return body if isinstance(body, str) else text
 
 
-def _retry_after(value: str | None) -> float | None:
-    """Return the seconds of a Retry-After header: a number, or a date."""
+def _retry_after(value: str) -> float | None:
+    """Return the seconds of a Retry-After header; None: none, or a date."""
     try:
-        seconds = float(value or "nan")
+        seconds = float(value)
     except ValueError:
-        try:
-            seconds = parsedate_to_datetime(str(value)).timestamp() - time.time()
-        except (TypeError, ValueError, OverflowError):
-            return None
+        return None
     return None if math.isnan(seconds) else max(0.0, seconds)

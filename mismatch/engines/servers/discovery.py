@@ -22,7 +22,7 @@ from mismatch.engines.servers.probing import (
     make_probes,
     mean_abs_diff,
 )
-from mismatch.engines.servers.server_api import Server, ServerFacts
+from mismatch.engines.servers.server import Server, ServerFacts
 from mismatch.engines.servers.sglang_api import SglangServer
 from mismatch.engines.servers.vllm_api import VllmServer
 from mismatch.errors import MismatchError
@@ -50,17 +50,6 @@ def recognise(spec: EngineSpec) -> list[Server]:
     if not spec.servers:
         raise MismatchError("--engine server: no address", "--server http://127.0.0.1:8000")
     return wait_for(_recognise(spec))
-
-
-@functools.lru_cache(maxsize=4)
-def discover(spec: EngineSpec) -> ServerGroup:
-    """Recognise and probe all servers of a spec; they are asked once in a process.
-
-    Raises:
-        MismatchError: as :func:`recognise`; or a server that gives no logprobs of sampled tokens,
-            or has other weights than the first.
-    """
-    return wait_for(_discover(spec))
 
 
 async def _recognise(spec: EngineSpec) -> list[Server]:
@@ -104,25 +93,31 @@ async def _describe(client: Client, spec: EngineSpec) -> Server:
 
 def _require_model(url: str, facts: ServerFacts, spec: EngineSpec) -> None:
     """Compare the server's names of its model with the one that was asked for."""
-    if spec.served_model is not None:
-        if spec.served_model in facts.names:
-            return
-        asked, fix = f"--served-model {spec.served_model}", "name one that it has"
-    else:
-        wanted = _last_part(spec.model)
-        if any(name == spec.model or _last_part(name) == wanted for name in facts.names):
-            return
+    served = {PurePosixPath(name.replace("\\", "/")).name.casefold() for name in facts.names}
+    wanted = PurePosixPath(spec.model.replace("\\", "/")).name.casefold()
+    if spec.served_model is None and wanted not in served:
         asked = f"--model {wanted}"
         fix = (
             f"is it the same checkpoint under another name? --served-model {facts.model}; "
             "else name the model that it serves"
         )
-    served = " or ".join(dict.fromkeys(_last_part(name) for name in facts.names))
-    raise MismatchError(f"{url} serves {served}, not {asked}: the wrong model", fix)
+    elif spec.served_model is not None and spec.served_model not in facts.names:
+        asked, fix = f"--served-model {spec.served_model}", "name one that it has"
+    else:
+        return
+    names = " or ".join(sorted(served))
+    raise MismatchError(f"{url} serves {names}, not {asked}: the wrong model", fix)
 
 
-def _last_part(name: str) -> str:
-    return PurePosixPath(name.replace("\\", "/")).name.casefold()
+@functools.lru_cache(maxsize=4)
+def discover(spec: EngineSpec) -> ServerGroup:
+    """Recognise and probe all servers of a spec; they are asked once in a process.
+
+    Raises:
+        MismatchError: as :func:`recognise`; or a server that gives no logprobs of sampled tokens,
+            or has other weights than the first.
+    """
+    return wait_for(_discover(spec))
 
 
 async def _discover(spec: EngineSpec) -> ServerGroup:
@@ -138,22 +133,19 @@ async def _discover(spec: EngineSpec) -> ServerGroup:
                 "look into the server's log; --server-timeout gives a request more time. If the "
                 "server refuses it, compare --model with what it loaded",
             ) from error
-    for server in servers[1:]:
-        _require_same_answers(servers[0], server)
+    first = servers[0]
+    for other in servers[1:]:
+        difference = mean_abs_diff(first.probe, other.probe)
+        if difference > allowed_drift(max(first.noise, other.noise)):
+            raise MismatchError(
+                f"the servers have other weights or settings: probe logprobs of {first.url} and "
+                f"{other.url} are {difference:.3g} apart on average",
+                "give servers that loaded the same checkpoint in the same way",
+            )
+        if first.mode != other.mode:
+            raise MismatchError(
+                f"the servers differ: logprobs are {first.mode.name} at {first.url}, "
+                f"{other.mode.name} at {other.url}",
+                "start them with the same logprobs mode",
+            )
     return ServerGroup(tuple(servers), probes, layout)
-
-
-def _require_same_answers(first: Server, other: Server) -> None:
-    difference = mean_abs_diff(first.probe, other.probe)
-    if difference > allowed_drift(max(first.noise, other.noise)):
-        raise MismatchError(
-            f"the servers have other weights or settings: probe logprobs of {first.url} and "
-            f"{other.url} are {difference:.3g} apart on average",
-            "give servers that loaded the same checkpoint in the same way",
-        )
-    if first.mode != other.mode:
-        raise MismatchError(
-            f"the servers differ: logprobs are {first.mode.name} at {first.url}, "
-            f"{other.mode.name} at {other.url}",
-            "start them with the same logprobs mode",
-        )

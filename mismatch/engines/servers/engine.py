@@ -1,16 +1,18 @@
 """Running servers as one engine; see :class:`mismatch.engines.base.Engine`.
 
-Requests wait in one queue. The server with the fewest requests in flight takes the next one. A
-server that stays unavailable gets no more work and the others do the rest; a server that becomes
-another one (model, version, weights) ends the run. Partial work is not kept.
+Requests wait in one queue, and every server takes the next request when it has room. A server that
+stays unavailable gets no more work and the others do the rest; a server that becomes another one
+(model, version, weights) ends the run. Partial work is not kept.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
@@ -31,15 +33,16 @@ from mismatch.engines.base import (
 )
 from mismatch.engines.model_info import read_model_info
 from mismatch.engines.registry import model_facts
-from mismatch.engines.servers.client import Patience, RequestFailed, wait_for
+from mismatch.engines.servers.client import RequestFailed, wait_for
 from mismatch.engines.servers.discovery import discover
 from mismatch.engines.servers.probing import SAME_WEIGHTS, changed, verify
-from mismatch.engines.servers.server_api import SampleRequest, Server
+from mismatch.engines.servers.server import SampleRequest, Server
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import Fingerprint, Floats, NotTested, Sampling
 
 VERIFY_EVERY_S = 60.0
+BUSY_ATTEMPTS = 30  # a server that others use too is busy for minutes
 T = TypeVar("T")
 
 
@@ -53,32 +56,26 @@ class ServerEngine(Engine):
         self.spec = spec
         self.sampling = sampling
         self.info = read_model_info(spec)
-        self.at_end: Callable[[], None] | None = None  # called while the servers are still asked
-        self._longest = longest
         self._sent: dict[str, Any] = {}
         self._stop: tuple[str, ...] = ()
-        self._meet()
-
-    def _meet(self) -> None:
-        group = discover(self.spec)
+        self._verified = 0.0  # when, by time.monotonic()
+        group = discover(spec)
         self.probes, self.layout = group.probes, group.layout
-        self.servers = [server.asked_with(Patience()) for server in group.servers]
-        for server in self.servers:
+        # What happened while they were examined is not counted as a part of the run.
+        self.servers: list[Server] = []
+        for each in group.servers:
+            client = replace(each.client, busy_attempts=BUSY_ATTEMPTS, unreached=True)
+            client.failures = Counter()
+            server = replace(each, client=client)
+            self.servers.append(server)
             limit = server.facts.max_model_len
-            scoring = self.spec.prefill and server.prefill  # samples one token more
-            needed = self._longest + server.facts.spare + scoring
+            scoring = spec.prefill and server.prefill  # samples one token more
+            needed = longest + server.facts.spare + scoring
             if limit is not None and needed > limit:
                 raise MismatchError(
                     f"{server.url} takes sequences of {limit} tokens, these may have {needed}",
                     "lower --max-tokens, or start the server with a longer context",
                 )
-
-    def meet_again(self) -> None:
-        """Probe the servers again: they were given other weights."""
-        discover.cache_clear()
-        self._meet()
-
-    # ------------------------------------------------------------ Engine protocol
 
     @classmethod
     def capabilities(cls, spec: EngineSpec, sampling: Sampling) -> Capabilities:
@@ -103,8 +100,7 @@ class ServerEngine(Engine):
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self.at_end is not None:  # servers are not ours to stop
-            self.at_end()
+        """Leave the servers running: they are not ours to stop."""
 
     def stop_at(self, texts: Sequence[str]) -> None:
         self._stop = tuple(texts)
@@ -194,7 +190,7 @@ class ServerEngine(Engine):
                 "seeding": "none" if self._seed(server, 0, 0) is None else "per sample",
                 "sampling": self._sent,
                 "servers": [_record(each) for each in self.servers],
-                "not_tested": to_json(list(not_tested(self.servers, self.info.model_type))),
+                "not_tested": to_json(list(not_tested(self.servers))),
             }
         )
 
@@ -217,61 +213,51 @@ class ServerEngine(Engine):
         """
         answers: dict[int, T] = {}
         waiting, tokens = deque(range(count)), 0
-        in_flight: dict[asyncio.Future[Any], tuple[Server, int]] = {}
-        watch = asyncio.ensure_future(self._watch())
-        try:
-            while waiting or in_flight:
-                while waiting and (server := self._next_server()) is not None:
-                    job = waiting.popleft()
-                    in_flight[asyncio.ensure_future(ask(server, job))] = (server, job)
-                    server.in_flight += 1
-                await asyncio.wait({watch, *in_flight}, return_when=asyncio.FIRST_COMPLETED)
-                if watch.done():
-                    watch.result()
-                for future in [each for each in in_flight if each.done()]:
-                    server, job = in_flight.pop(future)
-                    server.in_flight -= 1
-                    try:
-                        answers[job] = future.result()
-                    except RequestFailed as error:
-                        if error.kind == "refused":
-                            raise MismatchError(
-                                f"{server.url} refuses a request: {error.reason}",
-                                "look into the server's log; its version may not know this request",
-                            ) from error
-                        _drop(server, error.reason)
-                        waiting.appendleft(job)
-                        continue
-                    server.unconfirmed += 1
-                    tokens += size(answers[job])
-                    progress(len(answers), count, tokens)
-            await self._verify()
-        finally:
-            for future in (watch, *in_flight):
-                future.cancel()
-            await asyncio.gather(watch, *in_flight, return_exceptions=True)
+        self._verified = time.monotonic()
+
+        async def take(server: Server) -> None:
+            nonlocal tokens
+            while waiting and server.dropped is None:
+                job = waiting.popleft()
+                try:
+                    answers[job] = await ask(server, job)
+                except RequestFailed as error:
+                    if error.kind == "refused":
+                        raise MismatchError(
+                            f"{server.url} refuses a request: {error.reason}",
+                            "look into the server's log; its version may not know this request",
+                        ) from error
+                    _drop(server, error.reason)
+                    waiting.appendleft(job)
+                    return
+                server.unconfirmed += 1
+                tokens += size(answers[job])
+                progress(len(answers), count, tokens)
+                if time.monotonic() > self._verified + VERIFY_EVERY_S:
+                    await self._verify()  # a long run ends early where a server changed
+
+        while waiting:  # again, where a server was dropped after the others had ended
+            alive = [server for server in self.servers if server.dropped is None]
+            if not alive:
+                reasons = "; ".join(f"{server.url}: {server.dropped}" for server in self.servers)
+                raise MismatchError(
+                    f"no server is left ({reasons})",
+                    "look into the servers' logs and start them again; then sample again: --resume",
+                )
+            turns = [server for _ in range(self.spec.server_concurrency) for server in alive]
+            tasks = [asyncio.ensure_future(take(server)) for server in turns]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        await self._verify()
         return [answers[job] for job in range(count)]
-
-    def _next_server(self) -> Server | None:
-        """Return the server that takes the next request; None: all have as many as they may."""
-        alive = [server for server in self.servers if server.dropped is None]
-        if not alive:
-            reasons = "; ".join(f"{server.url}: {server.dropped}" for server in self.servers)
-            raise MismatchError(
-                f"no server is left ({reasons})",
-                "look into the servers' logs and start them again; then sample again: --resume",
-            )
-        server = min(alive, key=lambda each: each.in_flight)
-        return server if server.in_flight < self.spec.server_concurrency else None
-
-    async def _watch(self) -> None:
-        """End a long run early where a server becomes another one."""
-        while True:
-            await asyncio.sleep(VERIFY_EVERY_S)
-            await self._verify()
 
     async def _verify(self) -> None:
         """Confirm that the servers are what they were, and so the answers that they gave before."""
+        self._verified = time.monotonic()
         for server in self.servers:
             answers = server.unconfirmed
             if server.dropped is None and answers:
@@ -310,7 +296,7 @@ class ServerEngine(Engine):
 
 
 def _drop(server: Server, reason: str) -> None:
-    """Give a server no more requests, and tell the user in the progress line and in the log."""
+    """Give a server no more requests, and say so in the progress line and in the log."""
     if server.dropped is None:
         server.dropped = reason
         line = f"{server.url} is dropped: {reason}"
@@ -321,32 +307,20 @@ def _drop(server: Server, reason: str) -> None:
 def _record(server: Server) -> dict[str, Any]:
     """Return one server's part in a run."""
     failures = server.client.failures
+    kept = ("configuration", "sequences", "unconfirmed", "noise", "drift", "dropped")
     return {
         "url": server.url,
         "version": server.facts.version,
-        "configuration": server.configuration,
-        "sequences": server.sequences,
-        "unconfirmed": server.unconfirmed,
-        "noise": server.noise,
-        "drift": server.drift,
-        "dropped": server.dropped,
+        **{name: getattr(server, name) for name in kept},
         "failures": failures["failed"] + failures["absent"],
         "timeouts": failures["slow"],
         "busy": failures["busy"],
     }
 
 
-def not_tested(servers: Sequence[Server], model_type: str) -> Iterator[NotTested]:
+def not_tested(servers: Sequence[Server]) -> Iterator[NotTested]:
     """List what is not known about these servers."""
-    first = servers[0].facts
-    portable = (first.details.get("device"), first.details.get("attention"))
-    if (first.kind, model_type, portable) == ("sglang", "gpt_oss", ("cpu", "torch_native")):
-        yield NotTested(
-            "attention sinks of the server",
-            "SGLang's portable attention has none, that of mismatch.engines.sglang.cpu.serve is "
-            "a substitute, and a server does not say which it runs",
-        )
-    if first.dtype is None:
+    if servers[0].facts.dtype is None:
         yield NotTested("the dtype that the server computes in", "it does not say")
     if servers[0].mode.tempered is None:
         yield NotTested(
@@ -358,8 +332,7 @@ def not_tested(servers: Sequence[Server], model_type: str) -> Iterator[NotTested
         if server.noise > SAME_WEIGHTS:
             yield NotTested(
                 f"that one model answers at {server.url}",
-                f"its probe logprobs differ by {server.noise:.2g} on average from one look to the "
-                "next",
+                f"two probes in a row differ by {server.noise:.2g} on average",
             )
         if server.unconfirmed:
             yield NotTested(

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mismatch.captures import ABSENT_LOGPROB
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.model_info import ModelInfo, load_tokenizer, read_model_info
 from mismatch.engines.servers.client import RequestFailed
-from mismatch.engines.servers.server_api import LogprobsMode, SampleRequest, Server
+from mismatch.engines.servers.server import LogprobsMode, SampleRequest, Server
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import Floats, Sampling
@@ -30,7 +29,7 @@ TEXTS = (
 )
 TOP = 5
 PROBE_TOKENS = 64  # of each text at most
-COLD = 0.5  # temperature at which tempered logprobs are told from raw ones
+COLD = 0.5  # temperature at which tempered logprobs are distinguished from raw ones
 # Mean |difference| of probe logprobs up to which two probes are of the same weights. On the
 # embedded model two engines in bf16 differ by 0.011, an 8-bit KV cache makes it 0.046.
 SAME_WEIGHTS = 0.03
@@ -110,7 +109,10 @@ async def examine(server: Server, probes: Probes, layout: ExpertLayout | None) -
         _require_conclusive(error)
         server.prefill = False
         server.reasons["prefill"] = f"the {kind} server gives no prompt logprobs ({error})"
-    server.mode = await _logprobs_mode(server, probes)
+    try:
+        server.mode = await _logprobs_mode(server, probes)
+    except RequestFailed as error:
+        _require_conclusive(error)
     server.probe = await probe_logprobs(server, probes)
     server.noise = mean_abs_diff(server.probe, await probe_logprobs(server, probes))
     if not np.isfinite(server.noise):
@@ -126,6 +128,16 @@ def _require_conclusive(error: RequestFailed) -> None:
         raise error
 
 
+async def _likeliest(server: Server, ids: Sequence[int], law: Sampling) -> dict[int, float]:
+    """Return id -> logprob of the likeliest next tokens, as decoding reports it."""
+    request = SampleRequest(ids, server.settings(law), likeliest=TOP)
+    top = (await server.generate(request)).sample.likeliest
+    if top is None:
+        raise RequestFailed("an answer without the likeliest tokens")
+    pairs = zip(top.ids[0].tolist(), top.logprobs[0].tolist(), strict=True)
+    return {token: logprob for token, logprob in pairs if logprob > -np.inf}
+
+
 async def _logprobs_mode(server: Server, probes: Probes) -> LogprobsMode:
     """Find out which distribution the logprobs are of.
 
@@ -134,41 +146,32 @@ async def _logprobs_mode(server: Server, probes: Probes) -> LogprobsMode:
 
     Raises:
         MismatchError: they are no logprobs: their probabilities sum to more than one.
-        RequestFailed: the server has no time, or is gone.
+        RequestFailed: the server gives none of the likeliest tokens.
     """
-
-    async def ask(ids: Sequence[int], sampling: Sampling) -> dict[int, float]:
-        request = SampleRequest(ids, server.settings(sampling), likeliest=TOP)
-        top = await server.top_logprobs(request)
-        return {token: lp for token, lp in top.items() if lp > ABSENT_LOGPROB}
 
     at_one: list[float] = []  # distances to the likeliest token
     at_cold: list[float] = []
     renormalised: list[bool] = []
-    try:
-        for ids in probes.openings:
-            plain = await ask(ids, Sampling(max_tokens=1))
-            cold = await ask(ids, Sampling(COLD, max_tokens=1))
-            cut = await ask(ids, Sampling(top_k=2, max_tokens=1))
-            if plain and sum(np.exp(list(plain.values()))) > 1.01:
-                raise MismatchError(
-                    f"{server.url} reports logits, not logprobs",
-                    "vLLM: --logprobs-mode raw_logprobs or processed_logprobs",
-                )
-            ranked = sorted(plain, key=plain.__getitem__, reverse=True)
-            if ranked and ranked[0] in cold:
-                others = [token for token in ranked[1:] if token in cold]
-                at_one += [plain[ranked[0]] - plain[token] for token in others]
-                at_cold += [cold[ranked[0]] - cold[token] for token in others]
-            kept = ranked[:2]
-            mass = float(sum(np.exp(plain[token]) for token in kept))
-            # Where two tokens have nearly all the mass, renormalising changes nothing.
-            if len(kept) == 2 and mass <= 0.98 and all(token in cut for token in kept):
-                rise = float(np.mean([cut[token] - plain[token] for token in kept]))
-                renormalised.append(bool(rise > -np.log(mass) / 2))
-    except RequestFailed as error:
-        _require_conclusive(error)
-        return LogprobsMode(None, None)
+    for ids in probes.openings:
+        plain = await _likeliest(server, ids, Sampling(max_tokens=1))
+        cold = await _likeliest(server, ids, Sampling(COLD, max_tokens=1))
+        cut = await _likeliest(server, ids, Sampling(top_k=2, max_tokens=1))
+        if plain and sum(np.exp(list(plain.values()))) > 1.01:
+            raise MismatchError(
+                f"{server.url} reports logits, not logprobs",
+                "vLLM: --logprobs-mode raw_logprobs or processed_logprobs",
+            )
+        ranked = sorted(plain, key=plain.__getitem__, reverse=True)
+        if ranked and ranked[0] in cold:
+            others = [token for token in ranked[1:] if token in cold]
+            at_one += [plain[ranked[0]] - plain[token] for token in others]
+            at_cold += [cold[ranked[0]] - cold[token] for token in others]
+        kept = ranked[:2]
+        mass = float(sum(np.exp(plain[token]) for token in kept))
+        # Where two tokens have nearly all the mass, renormalising changes nothing.
+        if len(kept) == 2 and mass <= 0.98 and all(token in cut for token in kept):
+            rise = float(np.mean([cut[token] - plain[token] for token in kept]))
+            renormalised.append(bool(rise > -np.log(mass) / 2))
     truncated = 2 * sum(renormalised) > len(renormalised) if renormalised else None
     squares = float(np.dot(at_one, at_one))
     if squares == 0.0:
@@ -186,10 +189,8 @@ async def probe_logprobs(server: Server, probes: Probes) -> Floats:
     """Return logprobs of the probe tokens by prefill, or of the likeliest next tokens."""
     if server.prefill:
         return np.concatenate([await server.score(ids, 1) for ids in probes.whole if len(ids) > 1])
-    settings = server.settings(Sampling(max_tokens=1))
-    requests = [SampleRequest(ids, settings, likeliest=TOP) for ids in probes.openings]
-    tops = [await server.top_logprobs(request) for request in requests]
-    return np.asarray([lp for top in tops for lp in sorted(top.values())[-TOP:]], np.float64)
+    tops = [await _likeliest(server, ids, Sampling(max_tokens=1)) for ids in probes.openings]
+    return np.asarray([logprob for top in tops for logprob in top.values()], np.float64)
 
 
 async def verify(server: Server, probes: Probes) -> None:

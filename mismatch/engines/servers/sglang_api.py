@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ClassVar
 
 from mismatch.engines.registry import short_dtype
 from mismatch.engines.servers.client import Client, RequestFailed, usable_answer
-from mismatch.engines.servers.server_api import (
+from mismatch.engines.servers.server import (
     Answer,
     SampleRequest,
     Server,
@@ -18,11 +17,9 @@ from mismatch.engines.servers.server_api import (
     context_length,
 )
 from mismatch.engines.sglang import wire
-from mismatch.engines.sglang.wire import SPARE_TOKENS
 from mismatch.errors import MismatchError
 from mismatch.types import Floats, Sampling
 
-IDLE_S = 10.0  # that the server may wait for its requests to end before it drops its cache
 # Settings that belong into a fingerprint; the server's whole answer may hold its API key.
 SETTINGS = {
     "device": "device",
@@ -41,7 +38,6 @@ A_SEQUENCE = "the request"
 
 class SglangServer(Server):
     kind: ClassVar[str] = "sglang"
-    allow: ClassVar[str] = "these endpoints may ask for the admin key: see the server's log"
 
     @classmethod
     async def describe(cls, client: Client, served: str | None) -> ServerFacts | None:
@@ -59,13 +55,17 @@ class SglangServer(Server):
             names = (model.get("served_model_name"), model["model_path"], info.get("model_path"))
             served_names = tuple(dict.fromkeys(str(name) for name in names if name))
             dtype = info.get("dtype")  # "auto": it does not say what that became
+            try:  # says it whatever the flags were
+                context = (await client.get("/v1/models"))["data"][0].get("max_model_len")
+            except (RequestFailed, KeyError, IndexError):
+                context = info.get("context_length")
             return ServerFacts(
                 kind=cls.kind,
                 version=str(info["version"]),
                 model=served_names[0],
                 names=served_names,
-                max_model_len=await _context(client, info),
-                spare=SPARE_TOKENS,
+                max_model_len=context_length(context),
+                spare=wire.SPARE_TOKENS,
                 dtype=None if dtype in (None, "", "auto") else short_dtype(dtype),
                 weight_version=_text(model.get("weight_version")),
                 details={
@@ -108,27 +108,6 @@ class SglangServer(Server):
 
         return await self.client.post("/generate", wire.prefill_request(ids, start), read)
 
-    async def top_logprobs(self, request: SampleRequest) -> dict[int, float]:
-        def read(answer: Any) -> dict[int, float]:
-            entries = _one(answer)["meta_info"]["output_top_logprobs"][0]
-            return {int(entry[1]): float(entry[0]) for entry in entries if entry[0] is not None}
-
-        settings = request.settings | {"max_new_tokens": 1}
-        body = wire.generate_request(request.ids, settings, routes=False)
-        asked = {"top_logprobs_num": request.likeliest}
-        return await self.client.post("/generate", body | asked, read)
-
-    async def update_weights(self, directory: Path) -> None:
-        def read(answer: Any) -> None:
-            if not answer["success"]:
-                raise RequestFailed("the weights were not loaded: the server's log says why")
-
-        body = {"model_path": str(directory), "flush_cache": False}
-        await self.client.post("/update_weights_from_disk", body, read)
-
-    async def drop_caches(self) -> None:
-        await self.client.text(f"/flush_cache?timeout={IDLE_S}")
-
 
 @contextmanager
 def _retried() -> Iterator[None]:
@@ -145,15 +124,6 @@ def _one(answer: Any) -> dict[str, Any]:
     if not isinstance(entry, dict):
         raise RequestFailed("an answer that is no sample")
     return entry
-
-
-async def _context(client: Client, info: dict[str, Any]) -> int | None:
-    """Return the tokens of the longest sequence; /v1/models says it, whatever the flags were."""
-    try:
-        length = (await client.get("/v1/models"))["data"][0].get("max_model_len")
-    except (RequestFailed, KeyError, IndexError):
-        length = info.get("context_length")
-    return context_length(length)
 
 
 def _text(value: Any) -> str | None:

@@ -7,7 +7,6 @@ import io
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +16,7 @@ from mismatch.captures import Likeliest
 from mismatch.engines.base import ExpertLayout, Sample
 from mismatch.engines.registry import short_dtype
 from mismatch.engines.servers.client import Client, RequestFailed, usable_answer
-from mismatch.engines.servers.server_api import (
+from mismatch.engines.servers.server import (
     Answer,
     SampleRequest,
     Server,
@@ -25,10 +24,9 @@ from mismatch.engines.servers.server_api import (
     checked,
     context_length,
 )
-from mismatch.engines.sync_drivers import Held
-from mismatch.engines.vllm.arguments import WITH_STOP
+from mismatch.engines.sync_drivers import Held, held_from_plain
+from mismatch.engines.vllm.arguments import request_law
 from mismatch.errors import MismatchError
-from mismatch.models.weight_states import Prints
 from mismatch.types import Floats, Sampling
 
 COMPLETIONS = "/v1/completions"
@@ -39,7 +37,6 @@ ID_TEXT = "token_id:"  # how ids are written where texts are usual (return_token
 
 class VllmServer(Server):
     kind: ClassVar[str] = "vllm"
-    allow: ClassVar[str] = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
 
     @classmethod
     async def describe(cls, client: Client, served: str | None) -> ServerFacts | None:
@@ -66,30 +63,17 @@ class VllmServer(Server):
     def settings(
         self, sampling: Sampling, stop_ids: Sequence[int] = (), stop: Sequence[str] = ()
     ) -> dict[str, Any]:
-        return {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": 0.0,
-            "max_tokens": sampling.max_tokens,
-            "min_tokens": 0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "repetition_penalty": 1.0,
-            "stop": list(stop),
-            "stop_token_ids": list(stop_ids),
-            "ignore_eos": False,
-        } | (WITH_STOP if stop else {})
+        return request_law(sampling, stop_ids, stop)
 
     async def generate(self, request: SampleRequest) -> Answer:
-        """vLLM adds routes by itself where it was told to capture them."""
+        """Sample; vLLM adds routes by itself where it was told to capture them."""
         body = self._body(request.ids) | request.settings | {"logprobs": request.likeliest}
         if request.seed is not None:
             body["seed"] = request.seed
         return await self.client.post(COMPLETIONS, body, lambda answer: _sample(answer, request))
 
     async def score(self, ids: Sequence[int], start: int) -> Floats:
-        """vLLM samples one token at least; it is thrown away."""
+        """Score; vLLM samples one token at least, which is thrown away."""
 
         def read(answer: Any) -> Floats:
             rows = _choice(answer, ids).get("prompt_logprobs")
@@ -101,28 +85,6 @@ class VllmServer(Server):
         settings = self.settings(Sampling(temperature=0.0, max_tokens=1))
         body = self._body(ids) | settings | {"prompt_logprobs": 0}
         return await self.client.post(COMPLETIONS, body, read)
-
-    async def top_logprobs(self, request: SampleRequest) -> dict[int, float]:
-        def read(answer: Any) -> dict[int, float]:
-            return _by_id(_choice(answer, request.ids)["logprobs"]["top_logprobs"][0])
-
-        asked = {"logprobs": request.likeliest, "max_tokens": 1}
-        body = self._body(request.ids) | request.settings | asked
-        return await self.client.post(COMPLETIONS, body, read)
-
-    async def update_weights(self, directory: Path) -> None:
-        call = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
-        await self.client.post("/collective_rpc", call, lambda answer: None)
-
-    async def drop_caches(self) -> None:
-        def read(answer: Any) -> None:
-            if not answer["success"]:
-                raise RequestFailed("blocks of the prefix cache are in use", "busy")
-
-        await self.client.post("/reset_prefix_cache", {}, read)
-
-    async def held(self, names: list[str], transposed: list[str]) -> Held | None:
-        return await held_by(self.client, names, transposed)
 
     def _body(self, ids: Sequence[int]) -> dict[str, Any]:
         return {
@@ -140,12 +102,8 @@ async def held_by(client: Client, names: list[str], transposed: list[str]) -> He
 
     None: they have not, or the server is not in its development mode.
     """
-
-    def read(answer: Any) -> Held:
-        prints, missing = json.loads(answer["results"][0])
-        return {name: Prints.from_plain(plain) for name, plain in prints.items()}, missing
-
     call = {"method": "mismatch_held_json", "args": [names, transposed]}
+    read = lambda answer: held_from_plain(json.loads(answer["results"][0]))  # noqa: E731
     try:
         return await client.post("/collective_rpc", call, read)
     except RequestFailed:
@@ -208,10 +166,7 @@ def _experts(packed: str | None, layout: ExpertLayout | None) -> NDArray[Any] | 
     if packed is None or layout is None:
         return None
     data = io.BytesIO(base64.b64decode(packed, validate=True))
-    experts = np.asarray(np.load(data, allow_pickle=False))
-    if experts.ndim == 3 and experts.shape[1] > max(layout.layers):
-        return experts[:, list(layout.layers)]
-    return experts  # another shape is refused once all is saved
+    return layout.columns(np.asarray(np.load(data, allow_pickle=False)))
 
 
 async def _settings(client: Client) -> dict[str, Any]:
@@ -238,10 +193,9 @@ async def _cache(client: Client) -> dict[str, Any]:
     except RequestFailed:
         return {}
     labels = dict(LABEL.findall(match[1])) if match else {}
+    switch = {"True": True, "False": False}
     return {
         "kv_cache_dtype": labels.get("cache_dtype"),
-        "prefix_caching": {"True": True, "False": False}.get(
-            labels.get("enable_prefix_caching", "")
-        ),
+        "prefix_caching": switch.get(labels.get("enable_prefix_caching", "")),
         "block_size": labels.get("block_size"),
     }

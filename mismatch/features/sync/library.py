@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from mismatch.engines.sync_drivers import Held, held_from_plain
 from mismatch.errors import MismatchError
 from mismatch.features.sync.judge import judge
 from mismatch.features.sync.judge import parameters as judged
@@ -23,8 +24,6 @@ from mismatch.types import NotTested
 
 if TYPE_CHECKING:
     import torch
-
-    from mismatch.engines.sync_drivers import Held
 
 __all__ = ["EXTENSION", "judge", "probe", "sglang_engine"]
 SERVER_S = 600.0  # for a server's digests of all its parameters
@@ -90,9 +89,9 @@ def probe(
 def sglang_engine(**arguments: Any) -> Any:
     """``sglang.Engine(**arguments)`` that shows its parameters to :func:`probe`."""
     from mismatch.engines.sglang.child import offline
-    from mismatch.engines.sglang.wire import set_environment
+    from mismatch.engines.sglang.private import hook
 
-    set_environment()
+    hook().prepare()
     return offline()(**arguments)
 
 
@@ -106,8 +105,7 @@ def held_by(engine: Any, names: list[str], transposed: list[str]) -> Held:
         return _held_by_server(engine, names, transposed)
     kinds = type(engine).__mro__
     if hasattr(engine, "mismatch_called"):
-        prints, missing = engine.mismatch_called("mismatch_held", names, transposed)
-        return {name: Prints.from_plain(plain) for name, plain in prints.items()}, missing
+        return held_from_plain(engine.mismatch_called("mismatch_held", names, transposed))
     if any(kind.__module__.partition(".")[0] == "sglang" for kind in kinds):
         fix = "make it with mismatch.probe.sglang_engine(**arguments)"
         raise MismatchError("this SGLang engine does not show its parameters", fix)
@@ -115,16 +113,15 @@ def held_by(engine: Any, names: list[str], transposed: list[str]) -> Held:
         tensors = dict(engine())
         turned = {n: t.transpose(-1, -2) if n in transposed else t for n, t in tensors.items()}
         return {name: Prints.of(name, tensor) for name, tensor in turned.items()}, {}
-    prints, missing = engine.collective_rpc("mismatch_held", args=(names, transposed))[0]
-    return {name: Prints.from_plain(plain) for name, plain in prints.items()}, missing
+    return held_from_plain(engine.collective_rpc("mismatch_held", args=(names, transposed))[0])
 
 
 def _held_by_server(url: str, names: list[str], transposed: list[str]) -> Held:
     from mismatch.engines.servers.address import parse_address
-    from mismatch.engines.servers.client import Client, Patience, RequestFailed, api_key, wait_for
+    from mismatch.engines.servers.client import Client, RequestFailed, api_key, wait_for
     from mismatch.engines.servers.vllm_api import held_by as asked
 
-    client = Client(parse_address(url), SERVER_S, api_key(), Patience(failures=1, busy=1))
+    client = Client(parse_address(url), SERVER_S, api_key(), attempts=1, busy_attempts=1)
     fix = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
     try:
         held = wait_for(asked(client, names, transposed))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mismatch.engines.base import ExpertLayout, Sample
-from mismatch.engines.servers.client import Client, Patience
-from mismatch.engines.sync_drivers import Held
+from mismatch.engines.servers.client import Client
 from mismatch.types import Floats, Sampling
 
 LARGEST_ID = 1 << 31
@@ -47,7 +44,7 @@ class ServerFacts:
     def difference(self, other: ServerFacts) -> str | None:
         """Name the first fact in which two servers of one run differ, with both values.
 
-        Their names of the model may differ: which checkpoint it is, probes tell.
+        Their names of the model may differ: probes show which checkpoint it is.
         """
         for name in ("kind", "version", "max_model_len", "dtype", "weight_version"):
             first, second = getattr(self, name), getattr(other, name)
@@ -62,7 +59,7 @@ class SampleRequest:
 
     ids: Sequence[int]
     settings: dict[str, Any]
-    """Of :meth:`ServerAPI.settings`."""
+    """Of :meth:`Server.settings`."""
     seed: int | None = None
     layout: ExpertLayout | None = None
     """Return the routed experts of these layers; None: none."""
@@ -128,7 +125,6 @@ class Server(ABC):
     """
 
     kind: ClassVar[str]
-    allow: ClassVar[str]  # how an operator allows new weights
     client: Client
     facts: ServerFacts
     configuration: str | None = None
@@ -146,7 +142,6 @@ class Server(ABC):
     """Mean |difference| of two probes then."""
     drift: float = 0.0
     """Largest mean |difference| from the first probe."""
-    in_flight: int = 0
     sequences: int = 0
     unconfirmed: int = 0
     """Answers since its weights were last seen to be the same."""
@@ -156,11 +151,6 @@ class Server(ABC):
     @property
     def url(self) -> str:
         return self.client.address.text
-
-    def asked_with(self, patience: Patience) -> Self:
-        """Return this server with a client of its own, that counts failures from here on."""
-        client = replace(self.client, patience=patience, failures=Counter())
-        return replace(self, client=client)
 
     @classmethod
     @abstractmethod
@@ -184,19 +174,3 @@ class Server(ABC):
     @abstractmethod
     async def score(self, ids: Sequence[int], start: int) -> Floats:
         """Return logprobs at T = 1 of the tokens ``start:`` (at least 1), by prefill."""
-
-    @abstractmethod
-    async def top_logprobs(self, request: SampleRequest) -> dict[int, float]:
-        """Return id -> logprob of the likeliest next tokens, as decoding reports it."""
-
-    @abstractmethod
-    async def update_weights(self, directory: Path) -> None:
-        """Load other weights from a folder that the server can read; caches are kept."""
-
-    @abstractmethod
-    async def drop_caches(self) -> None:
-        """Forget the keys and values of earlier prompts."""
-
-    async def held(self, names: list[str], transposed: list[str]) -> Held | None:
-        """Return what it holds (see mismatch/engines/sync_drivers.py); None: it does not say."""
-        return None

@@ -30,7 +30,7 @@ def attend(
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Softmax attention of one request, scores and softmax in float32.
+    """Return softmax attention of one request, scores and softmax in float32.
 
     Args:
         query: [T, Q heads, D] of the new tokens.
@@ -55,7 +55,7 @@ def attend(
 
 
 def visible_tokens(computed: int, total: int, window: int | None) -> torch.Tensor:
-    """[total - computed, total]: new tokens see themselves and ``window`` tokens before them."""
+    """Return [total - computed, total]: new tokens see themselves and ``window`` tokens before."""
     new = torch.arange(computed, total).unsqueeze(1)
     token = torch.arange(total).unsqueeze(0)
     seen = token <= new
@@ -64,7 +64,7 @@ def visible_tokens(computed: int, total: int, window: int | None) -> torch.Tenso
 
 @lru_cache(1)
 def backend_class() -> Any:
-    """SGLang's portable backend with sinks; made late, as SGLang takes seconds to import."""
+    """Return SGLang's portable backend with sinks; made late, as SGLang takes seconds to import."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
@@ -125,7 +125,7 @@ WITH_SINKS = frozenset({"GptOssForCausalLM"})
 
 
 def register(used: list[str], sinks: str) -> None:
-    """Apply both; a second call changes nothing.
+    """Give SGLang plain memory and attention with sinks; a second call changes nothing.
 
     Args:
         used: where ``sinks`` is noted once the attention is built.
@@ -142,8 +142,6 @@ def register(used: list[str], sinks: str) -> None:
         names = set(runner.model_config.hf_config.architectures or ())
         if not names & WITH_SINKS:
             return portable(runner)
-        from mismatch.engines.sglang.cpu.sgl_kernel import backend_class
-
         used.append(sinks)
         return backend_class()(runner)
 
@@ -154,17 +152,12 @@ def register(used: list[str], sinks: str) -> None:
 def _plain_memory(
     dims: Any, dtype: Any, device: Any, pin_memory: bool, allocator: Any, *rest: Any, **more: Any
 ) -> Any:
-    """Host memory that no GPU has to reach: SGLang's own allocation without its registration."""
+    """Allocate host memory that no GPU has to reach, as SGLang does but for its registration."""
     return allocator.allocate(dims, dtype=dtype, device=device)
 
 
 NAME = "sgl_kernel"
 MARK = "mismatch's stand-in for SGLang's CPU kernels"
-
-
-def installed() -> bool:
-    """Whether ``sgl_kernel`` in this process is ours."""
-    return getattr(sys.modules.get(NAME), "__doc__", None) == MARK
 
 
 def install() -> None:
@@ -179,7 +172,7 @@ def install() -> None:
 
 
 def refusing(name: str) -> Callable[..., NoReturn]:
-    """A function of that name which only says that it is missing.
+    """Return a function of that name which only says that it is missing.
 
     Raises:
         AttributeError: a name that Python itself asks for.

@@ -1,0 +1,105 @@
+"""SGLang's private names, written against 0.5.23: what stands where, and what a version lacks.
+
+A name that is missing costs its own measurement, never the run: functions return why they could do
+nothing, and "" where they did. Runs in SGLang's scheduler, but for :func:`hook`.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+from mismatch.engines.distribution_capture import stable_top_k
+from mismatch.engines.loaded_digests import loaded_digests
+
+# A module that adds to SGLang's processes; docs/sglang.md says what it holds. For development: the
+# tests run SGLang on a CPU by it.
+HOOK = "MISMATCH_SGLANG_HOOK"
+
+
+def hook() -> Any:
+    """Return the module that ``MISMATCH_SGLANG_HOOK`` names, or one that adds nothing."""
+    name = os.environ.get(HOOK)
+    if name:
+        return import_module(name)
+    nothing = {"prepare": lambda: None, "register": lambda: None, "arguments": lambda context: {}}
+    return SimpleNamespace(**nothing, used=[])
+
+
+def load_in_one_dtype() -> None:
+    """Load every parameter in the dtype that was asked for.
+
+    SGLang's gpt-oss takes the dtype of its linear layers from config.json and of all else from the
+    engine's argument: asked for float32 of a bfloat16 checkpoint it fails in its first forward.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    make = ModelConfig.__init__
+
+    def make_with_one_dtype(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        for name in ("hf_config", "hf_text_config"):
+            config: Any = getattr(self, name, None)
+            if getattr(config, "dtype", None) is not None:
+                config.dtype = self.dtype
+
+    ModelConfig.__init__ = make_with_one_dtype
+
+
+def digest_before_repacking() -> str:
+    """Digest weights right after loading, before kernels repack them."""
+    try:
+        from sglang.srt.model_loader.loader import DefaultModelLoader
+
+        load = DefaultModelLoader.load_weights_only
+    except (ImportError, AttributeError):
+        return "its loader has no step between loading and repacking (load_weights_only)"
+
+    def load_then_digest(model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(model, *args, **kwargs)
+        model.mismatch_loaded = loaded_digests(model)
+        return result
+
+    DefaultModelLoader.load_weights_only = staticmethod(load_then_digest)
+    return ""
+
+
+def capture_triton_routes() -> str:
+    """Capture routes of SGLang's triton_kernels router, which does not capture them itself.
+
+    This router runs gpt-oss where that package is installed; the buffer of routes would stay zero.
+    With ``renormalize`` it takes the top k of the logits themselves.
+    """
+    try:
+        from sglang.srt.layers.moe import topk
+
+        forward, capture = topk.TopK.forward_cuda, topk.capture_routed_experts_if_allowed
+        kernels = topk.TopKOutputFormat.TRITON_KERNEL
+    except (ImportError, AttributeError):
+        return "its router of triton_kernels cannot be watched (capture_routed_experts_if_allowed)"
+
+    def forward_then_capture(self: Any, hidden: Any, logits: Any, **kwargs: Any) -> Any:
+        output = forward(self, hidden, logits, **kwargs)
+        config = self.topk_config
+        if output.format is kernels and config.renormalize:
+            capture(config, self.layer_id, stable_top_k(logits, config.top_k))
+        return output
+
+    topk.TopK.forward_cuda = forward_then_capture
+    return ""
+
+
+def moe_layers(model: Any) -> list[tuple[int, Any]]:
+    """Return (decoder layer, module that holds its experts) of every MoE layer, in order.
+
+    A kernel may have dropped the weights as loaded (``triton_kernel`` does), so the class counts.
+    """
+    layers: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        numbers = [part for part in name.split(".") if part.isdigit()]
+        fused = any(kind.__name__ == "FusedMoE" for kind in type(module).__mro__)
+        if numbers and (fused or hasattr(module, "w13_weight")):
+            layers.setdefault(int(numbers[0]), module)
+    return sorted(layers.items())
