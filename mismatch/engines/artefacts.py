@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mismatch.captures import CacheKind, CachePair, Likeliest, narrowest
 from mismatch.engines.base import Continued, Engine, ExpertLayout, Progress
 from mismatch.engines.model_info import ModelInfo
-from mismatch.engines.turns import Trajectory
+from mismatch.engines.turns import Trajectory, joined
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.models.tokenizers import special_texts
 from mismatch.prompts.prompt import Prompt, grade
@@ -25,7 +25,7 @@ CAPTURE_FIX = "upgrade the engine, or run without routing: --no-routing"
 def decode_fingerprint(
     engine: Engine, spec: RolloutSpec, tokenizer: Any, info: ModelInfo, pushed: str = ""
 ) -> Fingerprint:
-    """The engine's fingerprint with the weights as loaded.
+    """Return the engine's fingerprint with the weights as loaded.
 
     Args:
         pushed: why its weights are none of a checkpoint; they are not digested then.
@@ -40,11 +40,9 @@ def decode_fingerprint(
             f"use --dtype {facts['dtype']}",
         )
     facts |= {"stop_token_ids": list(info.stop_ids), "bos_token_id": tokenizer.bos_token_id}
-    if facts["dtype"] == "fp16":
-        facts["weights_not_comparable"] = "fp16 weights have lost bits that the checkpoint has"
-        return facts
-    if pushed:
-        facts["weights_not_comparable"] = pushed
+    lost = "fp16 weights have lost bits that the checkpoint has"
+    if reason := lost if facts["dtype"] == "fp16" else pushed:
+        facts["weights_not_comparable"] = reason
         return facts
     weights = engine.weights()
     facts["weights"] = {name: list(digest) for name, digest in weights.digests.items()}
@@ -57,7 +55,7 @@ def decode_fingerprint(
 def build_rollout(
     trajectories: Sequence[Trajectory], spec: RolloutSpec, fingerprint: Fingerprint
 ) -> Rollout:
-    """All sequences as one flat rollout; the digests stay with the scoring."""
+    """Return all sequences as one flat rollout; the digests stay with the scoring."""
     sequences = [trajectory.token_ids for trajectory in trajectories]
     digests = ("weights", "unmapped_weights")
     return Rollout(
@@ -75,14 +73,16 @@ def build_rollout(
 def decode_scoring(
     engine: Engine, trajectories: Sequence[Trajectory], rollout: Rollout, fingerprint: Fingerprint
 ) -> Scoring:
-    """What the engine said while it sampled; the experts it used are :func:`decode_routing`."""
+    """Return what the engine said while it sampled; :func:`decode_routing` has the experts."""
     cached = np.concatenate([trajectory.cached for trajectory in trajectories])
     return Scoring(
         name=f"{engine.name}:decode",
         token_ids=rollout.token_ids[rollout.actions],
         logprobs=np.concatenate([trajectory.logprobs for trajectory in trajectories]),
         fingerprint=fingerprint,
-        likeliest=Likeliest.joined(trajectory.likeliest for trajectory in trajectories),
+        likeliest=Likeliest.joined(
+            sample.likeliest for trajectory in trajectories for sample in trajectory.responses
+        ),
         extra={} if np.isnan(cached).all() else {CACHED: cached},
     )
 
@@ -90,7 +90,7 @@ def decode_scoring(
 def decode_routing(
     engine: Engine, trajectories: Sequence[Trajectory], rollout: Rollout
 ) -> Routing | None:
-    """The experts that the engine used while it sampled; None where it captures none.
+    """Return the experts that the engine used while it sampled; None where it captures none.
 
     Raises:
         CorruptCapture: as :func:`build_routing`.
@@ -100,25 +100,17 @@ def decode_routing(
         return None
     rows = [trajectory.routed for trajectory in trajectories]
     routing = build_routing(rows, layout, rollout, f"{engine.name}:decode")
-    weights = [trajectory.routed_weights for trajectory in trajectories]
-    given = [rows for rows in weights if rows is not None]
-    return replace(routing, weights=_weights(given, routing, rollout)) if given else routing
-
-
-def _weights(
-    rows: Sequence[NDArray[Any]], routing: Routing, rollout: Rollout
-) -> NDArray[np.float32] | None:
-    """Weights of all sequences, [T, L, K]; None where a sequence has none of its experts."""
+    given = [joined(sample.routed_weights for sample in each.responses) for each in trajectories]
+    parts = [part for part in given if part is not None]
+    if [len(part) for part in parts] != (np.diff(rollout.offsets) - 1).tolist():
+        return routing  # the engine gives no weights, or not of every token
     weights = np.zeros(routing.ids.shape, np.float32)
-    forwarded = np.diff(rollout.offsets) - 1
-    if [len(experts) for experts in rows] != forwarded.tolist():
-        return None
-    weights[routing.present] = np.concatenate(rows)
-    return weights
+    weights[routing.present] = np.concatenate(parts)
+    return replace(routing, weights=weights)
 
 
 def prefill_scoring(engine: Engine, rollout: Rollout, progress: Progress) -> Scoring:
-    """The engine's own rescoring of the sampled ids by prefill."""
+    """Return the engine's own rescoring of the sampled ids by prefill."""
     sequences = [ids.tolist() for ids in rollout.sequences()]
     masks = np.split(rollout.action_mask, rollout.offsets[1:-1])
     starts = [int(np.flatnonzero(mask)[0]) for mask in masks]
@@ -137,23 +129,30 @@ def prefill_scoring(engine: Engine, rollout: Rollout, progress: Progress) -> Sco
 def build_routing(
     rows: Sequence[NDArray[Any] | None], layout: ExpertLayout, rollout: Rollout, source: str
 ) -> Routing:
-    """Experts of all sequences, [T, L, K]; the last token of a sequence has no row.
+    """Return experts of all sequences, [T, L, K]; the last token of a sequence has no row.
 
     Raises:
         CorruptCapture: a sequence without experts, of another shape, or impossible ids.
     """
-    captured = [part for part in rows if part is not None]
-    if len(captured) < len(rows):
-        first = next(index for index, part in enumerate(rows) if part is None)
-        missing = f"{len(rows) - len(captured)} of {len(rows)} sequences have no routed experts"
-        raise CorruptCapture(f"{source}, sequence {first}: {missing}", CAPTURE_FIX)
+    missing = [index for index, part in enumerate(rows) if part is None]
+    if missing:
+        says = f"{len(missing)} of {len(rows)} sequences have no routed experts"
+        raise CorruptCapture(f"{source}, sequence {missing[0]}: {says}", CAPTURE_FIX)
     shape = (len(rollout.token_ids), len(layout.layers), layout.top_k)
     ids = np.zeros(shape, narrowest(layout.num_experts))
     present = np.zeros(shape[0], bool)
     bounds = zip(rollout.offsets[:-1], rollout.offsets[1:], strict=True)
-    for sequence, (part, (start, end)) in enumerate(zip(captured, bounds, strict=True)):
-        forwarded = int(end - start) - 1
-        experts = _require_rows(part, forwarded, layout, f"{source}, sequence {sequence}")
+    for sequence, (part, (start, end)) in enumerate(zip(rows, bounds, strict=True)):
+        experts, forwarded = np.asarray(part), int(end - start) - 1
+        where, wanted = f"{source}, sequence {sequence}", (forwarded, *shape[1:])
+        # Some engines also return a row for the last token, which no forward made: not used.
+        if experts.shape[1:] != wanted[1:] or len(experts) - forwarded not in (0, 1):
+            says = f"{where}: routed experts {experts.shape}, expected {wanted}"
+            raise CorruptCapture(says, CAPTURE_FIX)
+        # Before they are narrowed to the smallest dtype.
+        if experts.max(initial=0) >= layout.num_experts or experts.min(initial=0) < 0:
+            says = f"{where}: expert {experts.max()} of {layout.num_experts}"
+            raise CorruptCapture(says, CAPTURE_FIX)
         ids[start : end - 1] = experts[:forwarded]
         present[start : end - 1] = True
     routing = Routing(layout.layers, layout.num_experts, ids, present)
@@ -161,23 +160,8 @@ def build_routing(
     return routing
 
 
-def _require_rows(
-    experts: NDArray[Any], forwarded: int, layout: ExpertLayout, where: str
-) -> NDArray[Any]:
-    """Experts of one sequence, checked before they are narrowed to the smallest dtype."""
-    wanted = (forwarded, len(layout.layers), layout.top_k)
-    # Some engines also return a row for the last token, which no forward made: not used.
-    if experts.shape[1:] != wanted[1:] or len(experts) - forwarded not in (0, 1):
-        says = f"{where}: routed experts {experts.shape}, expected {wanted}"
-        raise CorruptCapture(says, CAPTURE_FIX)
-    if experts.max(initial=0) >= layout.num_experts or experts.min(initial=0) < 0:
-        says = f"{where}: expert {experts.max()} of {layout.num_experts}"
-        raise CorruptCapture(says, CAPTURE_FIX)
-    return experts
-
-
 def response_rewards(prompts: Sequence[Prompt], rollout: Rollout, tokenizer: Any) -> Floats | None:
-    """The reward of every sequence, 0 to 1; None where nothing says what is right."""
+    """Return the reward of every sequence, 0 to 1; None where nothing says what is right."""
     if not all(prompts[index].gradable for index in rollout.prompt_index):
         return None
     masks = np.split(rollout.action_mask, rollout.offsets[1:-1])
@@ -194,14 +178,14 @@ BLOCK = 128  # largest block of a cache that contexts are made long enough for
 
 
 def context_of(longest: int) -> int:
-    """Tokens of the longest sequence that the triple needs, for prompts of at most ``longest``."""
+    """Return the tokens that the triple needs, for prompts of at most ``longest``."""
     return max(longest, BLOCK + 1) + BLOCK + 2 * NEW
 
 
 def measure(
     engine: Engine, prompts: Sequence[list[int]], block: int, progress: Progress
 ) -> list[CachePair]:
-    """Both pairs of every prompt.
+    """Return both pairs of every prompt.
 
     Args:
         block: tokens of a block of the cache; only whole blocks are read from it.
@@ -232,7 +216,7 @@ def measure(
 
 
 def lengthened(ids: list[int], least: int) -> list[int]:
-    """A prompt, repeated until it has ``least`` tokens.
+    """Repeat a prompt until it has ``least`` tokens.
 
     >>> lengthened([1, 2], 5)
     [1, 2, 1, 2, 1, 2]
@@ -243,7 +227,7 @@ def lengthened(ids: list[int], least: int) -> list[int]:
 def pair_of(
     kind: CacheKind, context: tuple[int, int], cold: Continued, warm: Continued
 ) -> CachePair:
-    """Log-probabilities of the cold continuation's tokens, up to where the warm one parts.
+    """Compare the logprobs of the cold continuation's tokens, up to where the warm one parts.
 
     A token that is not among the likeliest of the warm one is given the least of those: an upper
     bound of its log-probability, so that the two are at least that far apart.

@@ -118,6 +118,12 @@ def refuse_own(spec: EngineSpec, options: Mapping[str, str], kept: Mapping[str, 
             raise MismatchError(f"--engine-arg {raw}: mismatch needs {kept[name]}", "drop it")
 
 
+def by_prompt(samples: Sequence[Sample], prompts: int) -> list[list[Sample]]:
+    """Cut a turn's samples, in the order of :func:`requests_of`, into those of each prompt."""
+    size = len(samples) // prompts
+    return [list(samples[i : i + size]) for i in range(0, len(samples), size)]
+
+
 def context_needed(longest: int, limit: int | None) -> int:
     """Return the shortest context for these sequences, because a long one costs memory.
 
@@ -253,7 +259,7 @@ class Engine(Protocol):
     """
 
     name: ClassVar[str]
-    likeliest: int  # most likely tokens to give with each sampled one; 0, the default: none
+    likeliest: int = 0  # most likely tokens to give with each sampled one
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None: ...
 

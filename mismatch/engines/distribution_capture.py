@@ -1,11 +1,10 @@
-"""Taking whole distributions out of an engine while it samples, at few positions; routed experts.
+"""Take whole distributions out of an engine while it samples, at few positions; routed experts.
 
 Nothing waits for the device here: what is taken stays there until sampling has ended.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,18 +24,18 @@ Packed = tuple[tuple[int, ...], str, bytes]
 
 
 def pack(array: NDArray[Any]) -> Packed:
-    """An array as plain data that every serialiser can carry."""
+    """Return an array as plain data that every serialiser can carry."""
     return array.shape, array.dtype.str, array.tobytes()
 
 
 def unpack(packed: Packed) -> NDArray[Any]:
-    """The inverse of :func:`pack`; the tuple may have become a list on its way."""
+    """Undo :func:`pack`; the tuple may have become a list on its way."""
     shape, dtype, data = packed
     return np.frombuffer(data, dtype=dtype).reshape(tuple(shape))
 
 
 def join_steps(parts: list[tuple[int, NDArray[Any]]]) -> NDArray[Any]:
-    """Rows by position, from the steps (first position, rows [tokens, L, K]) that forwarded them.
+    """Join the steps (first position, rows [tokens, L, K]) of one request: rows by position.
 
     A preempted request is forwarded again from its start: the first forward is the one whose
     logits were sampled from, so the first row of a position stays.
@@ -58,7 +57,7 @@ def join_steps(parts: list[tuple[int, NDArray[Any]]]) -> NDArray[Any]:
 
 
 def stable_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Ids of the k largest logits of each row, [T, E] -> [T, k]; of equal ones the lower id wins.
+    """Return ids of the k largest logits of each row, [T, k]; of equal ones the lower id wins.
 
     The tie rule of the package triton_kernels (``topk_details/_topk_forward.py``), whose fused
     kernels say no ids. ``torch.topk`` promises none, and router logits in bf16 do tie.
@@ -67,7 +66,7 @@ def stable_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def keep_mask(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Which tokens survive top-k and then top-p, [..., V] bool; ``logits`` are tempered already.
+    """Tell which tokens survive top-k and then top-p, [..., V] bool; ``logits`` are tempered.
 
     Top-k keeps all that equal the k-th largest. Top-p is over what top-k left, renormalised: the
     smallest set of most likely tokens whose mass reaches ``top_p``, and always the most likely one.
@@ -89,9 +88,9 @@ def keep_mask(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def law_logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Log-probabilities of the law that samples, float32, -inf where it never goes.
+    """Return logprobs of the distribution that samples, float32, -inf for what it never samples.
 
-    At T = 0 (greedy) there is no such law: the raw log-probabilities at T = 1.
+    At T = 0 (greedy) there is none: the raw log-probabilities at T = 1.
     """
     import torch
 
@@ -131,7 +130,7 @@ class CaptureRequest:
 
 
 def reported_law(facts: Fingerprint, sampling: Sampling) -> Sampling:
-    """The law whose logprobs an engine reports while decoding, by its own fingerprint."""
+    """Return the sampling whose logprobs an engine reports while decoding, by its fingerprint."""
     cut = bool(facts["logprobs_truncated"])
     return Sampling(
         temperature=float(facts["logprobs_temperature"]),
@@ -145,79 +144,59 @@ def reported_law(facts: Fingerprint, sampling: Sampling) -> Sampling:
 class DistributionRecorder:
     """Keeps the distributions of the positions with the smallest priorities seen so far.
 
-    Of A action tokens it takes about M (1 + log(A / M)) and keeps M.
+    Of A action tokens it takes about M (1 + log(A / M)), holds at most 2 M, and gives M.
     """
 
     wanted: CaptureRequest
     taken: dict[tuple[int, int], Any] = field(default_factory=dict)
-    _largest: list[tuple[int, tuple[int, int]]] = field(default_factory=list)  # a heap, negated
-
-    def choose(self, sequence: Ints, index: Ints) -> list[int]:
-        """Which of these tokens to take now, as indices into the arguments.
-
-        Args:
-            sequence: place of each token's sequence among those of this engine.
-            index: from 0, its place among the action tokens of the sequence; below 0: no action.
-        """
-        numbers = priority(self.wanted.seed, sequence, index)
-        small = index >= 0
-        if len(self._largest) == self.wanted.positions:
-            small &= numbers < np.uint64(-self._largest[0][0])
-        keys = [(int(sequence[row]), int(index[row])) for row in np.flatnonzero(small)]
-        rows = zip(np.flatnonzero(small).tolist(), keys, strict=True)
-        return [row for row, key in rows if self._admit(key, int(numbers[row]))]
-
-    def _admit(self, key: tuple[int, int], number: int) -> bool:
-        if key in self.taken:  # forwarded again after a preemption: the first one was sampled from
-            return False
-        if len(self._largest) == self.wanted.positions:
-            if number >= -self._largest[0][0]:
-                return False
-            del self.taken[heapq.heapreplace(self._largest, (-number, key))[1]]
-        else:
-            heapq.heappush(self._largest, (-number, key))
-        self.taken[key] = None
-        return True
+    """(sequence, index) -> (priority, columns of its step, its row there)."""
+    largest: int = (1 << 64) - 1
+    """Priorities above it are not among the M smallest."""
 
     def take(self, sequence: Ints, index: Ints, logits: torch.Tensor) -> None:
-        """Look at one step of sampling: row i of ``logits`` [B, V] gives token i its law.
+        """Look at one step of sampling: row i of ``logits`` [B, V] gives token i its distribution.
 
         Args:
             sequence: of each token, the place of its request among those of this call.
             index: from 0, its place in the response; below 0: no action.
         """
-        sequence, index = self._placed(sequence, index)
-        rows = self.choose(sequence, index)
+        if self.wanted.places:
+            places = np.asarray(self.wanted.places, np.int64)
+            inside = (index >= 0) & (sequence >= 0) & (sequence < len(places))
+            sequence, before = places[np.where(inside, sequence, 0)].T
+            index = np.where(inside, before + index, -1)
+        numbers = priority(self.wanted.seed, sequence, index)
+        keys = list(zip(sequence.tolist(), index.tolist(), strict=True))
+        small = np.flatnonzero((index >= 0) & (numbers <= np.uint64(self.largest)))
+        ranked = small[np.argsort(numbers[small], kind="stable")].tolist()
+        # One that is there was forwarded again after a preemption: the first was sampled from.
+        rows = [row for row in ranked if keys[row] not in self.taken][: self.wanted.positions]
         if not rows:
             return
         part = kept_columns(law_logprobs(logits[rows], self.wanted.law), self.wanted.top_k)
         for column, row in enumerate(rows):
-            key = (int(sequence[row]), int(index[row]))
-            if key in self.taken:  # not dropped again within this very step
-                self.taken[key] = (part, column)
+            self.taken[keys[row]] = (int(numbers[row]), part, column)
+        if len(self.taken) >= 2 * self.wanted.positions:
+            self._drop_largest()
 
-    def _placed(self, sequence: Ints, index: Ints) -> tuple[Ints, Ints]:
-        if not self.wanted.places:
-            return sequence, index
-        places = np.asarray(self.wanted.places, np.int64)
-        inside = (index >= 0) & (sequence >= 0) & (sequence < len(places))
-        own, before = places[np.where(inside, sequence, 0)].T
-        return own, np.where(inside, before + index, -1)
+    def _drop_largest(self) -> None:
+        ranked = sorted(self.taken.items(), key=lambda item: item[1][0])
+        self.taken = dict(ranked[: self.wanted.positions])
+        if len(ranked) >= self.wanted.positions:
+            self.largest = ranked[self.wanted.positions - 1][1][0]
 
     def collected(self) -> dict[str, NDArray[Any]]:
-        """Everything kept, as arrays: "keys" [M, 2] and the columns of :func:`kept_columns`."""
-        entries = sorted(
-            ((key, spot) for key, spot in self.taken.items() if spot is not None),
-            key=lambda item: item[0],
-        )
-        if not entries:
+        """Return all as arrays: "keys" [M, 2] and the columns of :func:`kept_columns`."""
+        self._drop_largest()
+        if not self.taken:
             return {}
         import torch
 
-        keys = [(sequence, index) for (sequence, index), _ in entries]
+        keys = sorted(self.taken)
+        spots = [self.taken[key][1:] for key in keys]
         arrays: dict[str, NDArray[Any]] = {"keys": np.asarray(keys, np.int64)}
-        for name in entries[0][1][0]:
-            rows = [part[name][column] for _, (part, column) in entries]
+        for name in spots[0][0]:
+            rows = [part[name][column] for part, column in spots]
             arrays[name] = torch.stack(rows).cpu().numpy()
         return arrays
 
@@ -225,7 +204,7 @@ class DistributionRecorder:
 def join_collected(
     parts: Sequence[dict[str, NDArray[Any]]], wanted: CaptureRequest
 ) -> dict[str, NDArray[Any]]:
-    """What one recorder would have collected of all sequences, from those of several engines."""
+    """Return what one recorder would have collected, from several of other sequences."""
     filled = [part for part in parts if part]
     if not filled:
         return {}
@@ -236,7 +215,7 @@ def join_collected(
 
 
 def kept_columns(logprobs: torch.Tensor, top_k: int) -> dict[str, torch.Tensor]:
-    """Of rows [B, V] what is kept: all, or the ``top_k`` most likely ids and the rest's mass."""
+    """Return what is kept of rows [B, V]: all, or the ``top_k`` likeliest and the rest's mass."""
     if logprobs.shape[-1] <= max(WHOLE_VOCABULARY, top_k):
         return {"logprobs": logprobs}
     import torch
@@ -249,7 +228,7 @@ def kept_columns(logprobs: torch.Tensor, top_k: int) -> dict[str, torch.Tensor]:
 def build_distributions(
     collected: dict[str, NDArray[Any]], rollout: Rollout, logprobs: NDArray[Any], vocabulary: int
 ) -> Distributions:
-    """What a recorder has collected, in the rollout's order and compared with what was reported.
+    """Return what a recorder has collected, in the rollout's order and compared with reports.
 
     Args:
         logprobs: [A] as the engine reported them for the tokens that it sampled.
@@ -275,30 +254,22 @@ def build_distributions(
         ids=None if ids is None else ids.astype(np.int64),
         rest=parts.get("rest"),
     )
-    require_reported(distributions, rollout, logprobs)
-    return distributions
-
-
-def require_reported(taken: Distributions, rollout: Rollout, logprobs: NDArray[Any]) -> None:
-    """The sampled token must have the log-probability there that the engine reported for it.
-
-    Raises:
-        CorruptCapture: it has another: rows were mixed up, or the law is not the one reported.
-    """
-    tokens = rollout.token_ids[rollout.actions][taken.positions]
+    # The sampled token must have the log-probability there that the engine reported for it; with
+    # another one rows were mixed up, or the distribution is not the one reported.
+    tokens = rollout.token_ids[rollout.actions][distributions.positions]
     try:
-        law = taken.law("the engine")
+        law = distributions.law("the engine")
     except MismatchError as error:
         raise CorruptCapture(error.message, error.fix) from error
-    column = taken.column(tokens)
-    kept = np.ones(len(column), bool) if taken.whole else column < law.shape[1] - 1
+    column = distributions.column(tokens)
+    kept = np.ones(len(column), bool) if distributions.whole else column < law.shape[1] - 1
     given = law[np.arange(len(law)), column][kept]
-    reported = logprobs[taken.positions][kept]
     with np.errstate(invalid="ignore"):
-        off = ~(np.abs(given - reported) <= SAME)
+        off = ~(np.abs(given - logprobs[distributions.positions][kept]) <= SAME)
     if off.any():
         raise CorruptCapture(
             f"{int(off.sum())} of {len(off)} distributions give the sampled token another "
             "log-probability than the engine reported",
             "--exact-kl 0 switches it off",
         )
+    return distributions

@@ -45,12 +45,12 @@ class Ranks:
     count = 1
 
     def gather(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        """The slices of all ranks in their order, along an axis; called by all of them."""
+        """Return the slices of all ranks in their order, along an axis; called by all of them."""
         return tensor
 
 
 def as_stored(module: Any, leaf: str, parameter: Any) -> torch.Tensor | str:
-    """The reader of kernels that compute with the parameter itself."""
+    """Read kernels that compute with the parameter itself."""
     return parameter.data if parameter.is_floating_point() else UNREADABLE
 
 
@@ -60,21 +60,21 @@ class HeldWeights:
     mismatch_reader: Reader = staticmethod(as_stored)
 
     def mismatch_ranks(self) -> Ranks:
-        """Those that hold slices of the model together."""
+        """Return those that hold slices of the model together."""
         return Ranks()
 
     def mismatch_rename(self, checkpoint_names: list[str]) -> dict[str, str]:
-        """The engine's (unfused) name of every checkpoint name that its loader renames."""
+        """Return the engine's (unfused) name -> checkpoint name, of what its loader renames."""
         return {}
 
     def mismatch_held(
         self, names: list[str], transposed: list[str]
     ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Prints of all parameters by checkpoint name, and why others could not be read.
+        """Return prints of all parameters by checkpoint name, and why others could not be read.
 
         Args:
             names: of the checkpoint.
-            transposed: of these parameters, the ones held with their last two axes exchanged.
+            transposed: of these parameters, those held with their last two axes exchanged.
         """
         renamed: dict[str, str] = self.mismatch_rename(names)
         prints, missing = {}, {}
@@ -96,41 +96,44 @@ class HeldWeights:
 def held_tensors(
     model: Any, read: Reader, names: frozenset[str], ranks: Ranks | None = None
 ) -> Values:
-    """(the engine's name, unfused; values in the layout of the model's class).
+    """Yield (the engine's name, unfused; values in the layout of the model's class).
 
     Args:
         names: the checkpoint's; decides whether experts have a name each.
         ranks: that hold slices; None: one holds everything.
     """
     ranks, packed = ranks or Ranks(), packed_in(model)
+    halves = type(model).__name__ not in BY_TURNS
     for path, module in model.named_modules(remove_duplicate=False):
-        experts = hasattr(module, "w13_weight")
+        of_experts = hasattr(module, "w13_weight")
         for leaf, parameter in module.named_parameters(recurse=False):
-            if not experts:
-                value = read(module, leaf, parameter)
-                yield from _plain(path, leaf, value, module, packed, ranks)
-            elif leaf in EXPERT_LEAVES:
-                value = read(module, leaf, parameter)
-                halves = type(model).__name__ not in BY_TURNS
+            if of_experts and leaf not in EXPERT_LEAVES:
+                continue
+            value = read(module, leaf, parameter)
+            if of_experts:
                 whole = _whole_experts(module, leaf, value, halves, ranks)
-                yield from _experts(path, leaf, whole, names)
-
-
-def _plain(
-    path: str, leaf: str, value: Any, module: Any, packed: dict[str, list[str]], ranks: Ranks
-) -> Values:
-    if isinstance(value, str):
-        yield f"{path}.{leaf}", value
-        return
-    for part, tensor in parts_of(path, value, module, packed):
-        whole = _whole(module, part, leaf, tensor, ranks)
-        size = getattr(module, "org_vocab_size", None)  # without the rows that pad a vocabulary
-        yield f"{part}.{leaf}".lstrip("."), whole if size is None else whole[:size]
+                yield from _experts(experts_prefix(path), leaf, whole, names)
+            elif isinstance(value, str):
+                yield f"{path}.{leaf}", value
+            else:
+                size = getattr(module, "org_vocab_size", None)  # without the rows that pad it
+                for part, tensor in parts_of(path, value, module, packed):
+                    own = _whole(module, part, leaf, tensor, ranks)
+                    yield f"{part}.{leaf}".lstrip("."), own if size is None else own[:size]
 
 
 def _whole(module: Any, part: str, leaf: str, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """A parameter whose slices are gathered, where ranks hold slices of it."""
-    axis = _axis(module, leaf)
+    """Gather the slices of a parameter, where ranks hold slices of it."""
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    # vLLM's layers hold the number of their ranks, SGLang's linear layers their group.
+    group = getattr(module, "tp_group", None)
+    alone = getattr(module, "tp_size", getattr(group, "world_size", 1)) == 1
+    axis: int | None = None
+    # Sinks are one a head, in a module that says nothing of ranks.
+    if leaf == "sinks" or (kinds & ROWS and not alone):
+        axis = 0
+    elif not alone and kinds & COLUMNS and leaf == "weight":
+        axis = 1
     if ranks.count == 1 or axis is None:
         return tensor
     whole = ranks.gather(tensor, axis)
@@ -142,24 +145,10 @@ def _whole(module: Any, part: str, leaf: str, tensor: torch.Tensor, ranks: Ranks
     return torch.cat(whole.chunk(ranks.count, axis)[::copies], axis)
 
 
-def _axis(module: Any, leaf: str) -> int | None:
-    """Along which ranks hold slices of a parameter; None: each holds all of it."""
-    kinds = {kind.__name__ for kind in type(module).__mro__}
-    if leaf == "sinks":  # one a head, in a module that says nothing of ranks
-        return 0
-    # vLLM's layers hold the number of their ranks, SGLang's linear layers their group.
-    group = getattr(module, "tp_group", None)
-    if getattr(module, "tp_size", getattr(group, "world_size", 1)) == 1:
-        return None
-    if kinds & ROWS:
-        return 0
-    return 1 if kinds & COLUMNS and leaf == "weight" else None
-
-
 def _whole_experts(
     module: Any, leaf: str, value: torch.Tensor | str, halves: bool, ranks: Ranks
 ) -> torch.Tensor | str:
-    """[E, out, in] or [E, out] of all ranks, which hold slices of every expert."""
+    """Return [E, out, in] or [E, out] of all ranks, which hold slices of every expert."""
     if isinstance(value, str) or ranks.count == 1:
         return value
     if getattr(module, "use_ep", False) or getattr(module, "moe_ep_size", 1) > 1:
@@ -173,36 +162,40 @@ def _whole_experts(
 
 
 def experts_prefix(path: str) -> str:
-    """Of the names in a checkpoint of what a layer's fused experts hold."""
+    """Return the beginning of the checkpoint's names of what a layer's fused experts hold."""
     return path.removesuffix(ROUTED)
 
 
 def numbered(prefix: str, names: frozenset[str]) -> bool:
-    """Whether the checkpoint has one name an expert."""
+    """Tell whether the checkpoint has one name an expert."""
     return f"{prefix}.0.down_proj.weight" in names
 
 
-def _experts(path: str, leaf: str, value: Any, names: frozenset[str]) -> Values:
-    """Of a layer's fused experts, under fused names or under one name an expert."""
-    prefix = experts_prefix(path)
+def expert_parts(leaf: str) -> tuple[str, ...]:
+    """Return the checkpoint's matrices of one expert that a fused tensor holds, in their order."""
+    return ("down_proj",) if leaf.startswith("w2") else HALVES
+
+
+def _experts(prefix: str, leaf: str, value: Any, names: frozenset[str]) -> Values:
+    """Yield a layer's fused experts, under fused names or under one name an expert."""
     if isinstance(value, str) or not numbered(prefix, names):
         yield f"{prefix}.{EXPERT_LEAVES[leaf]}", value
         return
+    parts = expert_parts(leaf)
     for expert, tensor in enumerate(value):
-        parts = ("down_proj",) if leaf.startswith("w2") else HALVES
         for part, rows in zip(parts, tensor.chunk(len(parts)), strict=True):
             yield f"{prefix}.{expert}.{part}.weight", rows
 
 
 def packed_in(model: Any) -> dict[str, list[str]]:
-    """Fused module -> the modules of the checkpoint that it holds, in their order."""
+    """Return fused module -> the modules of the checkpoint that it holds, in their order."""
     return {**PACKED, **(getattr(model, "packed_modules_mapping", None) or {})}
 
 
 def parts_of(
     path: str, tensor: Any, module: Any, packed: dict[str, list[str]]
 ) -> Iterator[tuple[str, Any]]:
-    """(path of an unfused module, its values) of one parameter."""
+    """Yield (path of an unfused module, its values) of one parameter."""
     parent, _, own = path.rpartition(".")
     sizes = getattr(module, "output_partition_sizes", None) or []
     if own in packed and len(sizes) == len(packed[own]) > 1 and sum(sizes) == tensor.shape[0]:

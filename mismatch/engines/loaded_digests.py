@@ -7,10 +7,10 @@ packed experts is known, and the slices of a rank have none.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from mismatch.engines.held_weights import EXPERT_LEAVES, packed_in, parts_of
+from mismatch.engines.held_weights import EXPERT_LEAVES, experts_prefix, packed_in, parts_of
 
 Owned = Callable[[Any, str, str], bool]  # (module, its unfused name, leaf)
 Digests = tuple[dict[str, list[int]], list[str]]
@@ -18,7 +18,7 @@ NO_DIGESTS: Digests = ({}, ["(all)"])
 
 
 def loaded_digests(model: Any, owned: Owned | None = None) -> Digests:
-    """Name (the engine's, unfused) -> digest, and the names of parameters not understood.
+    """Return name (the engine's, unfused) -> digest, and parameters that are not understood.
 
     It runs while the engine loads its weights, so a failure must not cost the engine: the log has
     it, and no weight is compared.
@@ -41,14 +41,20 @@ def _digests(model: Any, owned: Owned | None) -> Digests:
     unknown: list[str] = []
     modules = dict(model.named_modules(remove_duplicate=False))
     packed = packed_in(model)
-    for name, parameter in _named_once(model):
+    seen: set[int] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        # Under its first name; a tied head also under its own, as trainers name it.
+        if id(parameter) in seen and not name.endswith("lm_head.weight"):
+            continue
+        seen.add(id(parameter))
         if not parameter.is_floating_point():
             unknown.append(name)  # quantised: packed integers, not the checkpoint's values
             continue
         path, _, leaf = name.rpartition(".")
         if leaf in EXPERT_LEAVES:  # of all ranks: each holds a share of its own
-            own_name = f"{path.removesuffix('.routed_experts')}.{EXPERT_LEAVES[leaf]}"
-            digests[own_name] = list(digest_tensor(parameter.data)[:OF_EXPERTS])
+            digests[f"{experts_prefix(path)}.{EXPERT_LEAVES[leaf]}"] = list(
+                digest_tensor(parameter.data)[:OF_EXPERTS]
+            )
             continue
         module = modules[path]
         parts = UNORDERED if getattr(module, "tp_size", 1) > 1 else None
@@ -56,12 +62,3 @@ def _digests(model: Any, owned: Owned | None) -> Digests:
             if owned is None or owned(module, part.rpartition(".")[2], leaf):
                 digests[f"{part}.{leaf}".lstrip(".")] = list(digest_tensor(tensor)[:parts])
     return digests, unknown
-
-
-def _named_once(model: Any) -> Iterator[tuple[str, Any]]:
-    """Every parameter under its first name; a tied head also under its own, as trainers name it."""
-    seen: set[int] = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) not in seen or name.endswith("lm_head.weight"):
-            yield name, parameter
-        seen.add(id(parameter))

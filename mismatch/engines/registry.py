@@ -19,7 +19,6 @@ from mismatch.specs import TORCH_NAMES, EngineSpec
 
 if TYPE_CHECKING:
     from mismatch.engines.base import Engine
-    from mismatch.specs import EngineSpec
 
 
 @dataclass(frozen=True, slots=True)

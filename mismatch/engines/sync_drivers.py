@@ -6,12 +6,13 @@ How what its kernels compute with is read is in mismatch/engines/held_weights.py
 from __future__ import annotations
 
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mismatch.engines.base import Engine
 from mismatch.engines.registry import engine_info, probed_engines
@@ -46,60 +47,50 @@ class Answer:
     cached: int
 
 
-class Driver(Protocol):
+class Driver(ABC):
     """One loaded engine whose weights are pushed by its ``EngineInfo.weight_paths``."""
-
-    def __init__(self, engine: Engine, checkpoint: Checkpoint, scratch: Path) -> None: ...
-
-    @staticmethod
-    def prepared(engine: EngineSpec, path: str) -> EngineSpec:
-        """What to start so that this path can be taken.
-
-        Raises:
-            MismatchError: it cannot be on this machine or with this model.
-        """
-
-    def push(self, path: str, push: int) -> None:
-        """Give the engine the state of this push; 3: the first weights again."""
-
-    def push_own(self, function: Callable[..., Any], weights: dict[str, Any]) -> None:
-        """The same by a function of the user's."""
-
-    def held(self, names: list[str], transposed: list[str]) -> Held:
-        """What the engine holds now."""
-
-    def answers(self, prompts: Sequence[list[int]]) -> list[Answer] | None:
-        """First tokens, with whatever is cached; None: this engine keeps no cache."""
-
-    def drop_caches(self) -> None:
-        """What is computed from older weights is forgotten."""
-
-    def not_tested(self) -> list[NotTested]:
-        """Ways to new weights that this engine has and this machine does not."""
-
-
-class AsGiven:
-    """A driver all of whose paths can be taken by the engine as it was asked for."""
-
-    @staticmethod
-    def prepared(engine: EngineSpec, path: str) -> EngineSpec:
-        return engine
-
-
-class CalledDriver(AsGiven):
-    """What drivers share whose engine answers calls beside its model, in other processes."""
 
     def __init__(self, engine: Engine, checkpoint: Checkpoint, scratch: Path) -> None:
         self.engine: Any = engine
         self.checkpoint = checkpoint
         self.scratch = scratch
 
+    @staticmethod
+    def prepared(engine: EngineSpec, path: str) -> EngineSpec:
+        """Return what to start so that this path can be taken.
+
+        Raises:
+            MismatchError: it cannot be on this machine or with this model.
+        """
+        return engine
+
+    @abstractmethod
+    def push(self, path: str, push: int) -> None:
+        """Give the engine the state of this push; 3: the first weights again."""
+
+    @abstractmethod
+    def push_own(self, function: Callable[..., Any], weights: dict[str, Any]) -> None:
+        """Do the same by a function of the user's."""
+
     def held(self, names: list[str], transposed: list[str]) -> Held:
+        """Return what the engine holds now; the default: by a call beside its model."""
         return held_from_plain(self.engine._call("mismatch_held", names, transposed)[0])
+
+    def answers(self, prompts: Sequence[list[int]]) -> list[Answer] | None:
+        """Return first tokens, with whatever is cached; None: this engine keeps no cache."""
+        return None
+
+    @abstractmethod
+    def drop_caches(self) -> None:
+        """Forget what was computed from older weights."""
+
+    def not_tested(self) -> list[NotTested]:
+        """Return ways to new weights that this engine has and this machine does not."""
+        return []
 
     @contextmanager
     def files(self, push: int) -> Iterator[str]:
-        """A directory of this state's files, within the block."""
+        """Yield a directory of this state's files, which is there within the block."""
         if not state_of(push):
             yield str(self.checkpoint.directory)
             return
@@ -111,7 +102,7 @@ class CalledDriver(AsGiven):
 
 
 def driver_class(engine: str) -> type[Driver]:
-    """The driver of an engine.
+    """Return the driver of an engine.
 
     Raises:
         MismatchError: it has none.

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch.captures import Likeliest
 from mismatch.engines.base import Engine, Progress, Sample
 from mismatch.engines.distribution_capture import CaptureRequest, join_collected
 from mismatch.types import Bools, Floats, Ints
@@ -97,16 +96,6 @@ class Trajectory:
         token and the observation went to. None: a turn has none.
         """
         return joined(sample.routed for sample in self.responses)
-
-    @property
-    def routed_weights(self) -> NDArray[np.generic] | None:
-        """As :attr:`routed`, the weights of these experts."""
-        return joined(sample.routed_weights for sample in self.responses)
-
-    @property
-    def likeliest(self) -> Likeliest | None:
-        """Of the sampled tokens of all turns; None: a turn has none."""
-        return Likeliest.joined(sample.likeliest for sample in self.responses)
 
 
 def joined(parts: Iterable[NDArray[np.generic] | None]) -> NDArray[np.generic] | None:

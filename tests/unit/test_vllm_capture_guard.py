@@ -66,7 +66,8 @@ def test_of_equal_logits_the_lower_expert_wins() -> None:
 def test_the_shipped_kernel_writes_the_experts_it_routes_to() -> None:
     in_vllm("""
     assert not kernel().supports_routing_replay_capture()  # what vLLM 0.32 and 0.33 refuse
-    from mismatch.engines.vllm import worker as capture  # installs
+    from mismatch.engines.vllm import private as capture
+    capture.install()
     capture.install()  # once is enough
     assert kernel().supports_routing_replay_capture()
     assert not kernel(renormalize=False).supports_routing_replay_capture()
@@ -123,7 +124,8 @@ def test_vllms_binder_takes_the_shipped_kernel_and_a_refusal_does_not_end_the_en
         assert "monolithic" in str(error)
     else:
         raise AssertionError("vLLM captures from this kernel by itself now: drop the wrapper")
-    from mismatch.engines.vllm import worker as capture  # installs
+    from mismatch.engines.vllm import private as capture
+    capture.install()
     bind = connector.bind_routed_experts_capturer  # by the name that vLLM calls
     model, experts = model_with(kernel())
     bind(model, source)

@@ -26,6 +26,7 @@ from mismatch.engines.base import (
     Mode,
     Progress,
     Sample,
+    by_prompt,
     requests_of,
     require_ids,
     require_starts,
@@ -50,7 +51,6 @@ class ServerEngine(Engine):
     """One or more running servers of one model."""
 
     name: ClassVar[str] = "server"
-    likeliest = 0
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
         self.spec = spec
@@ -131,8 +131,7 @@ class ServerEngine(Engine):
         samples = wait_for(
             self._work(len(requests), ask, lambda sample: len(sample.token_ids), progress)
         )
-        per_prompt = len(requests) // len(prompts)
-        return [samples[i : i + per_prompt] for i in range(0, len(samples), per_prompt)]
+        return by_prompt(samples, len(prompts))
 
     def prefill(
         self,

@@ -24,6 +24,7 @@ from mismatch.engines.base import (
     Mode,
     Progress,
     Sample,
+    by_prompt,
     requests_of,
     require_ids,
     sample_seed,
@@ -58,7 +59,6 @@ class SglangEngine(Engine):
     """SGLang's ``Engine`` with one model; see :class:`mismatch.engines.base.Engine`."""
 
     name: ClassVar[str] = "sglang"
-    likeliest = 0
 
     @staticmethod
     def prepare() -> None:
@@ -126,23 +126,27 @@ class SglangEngine(Engine):
         require_ids(prompts, self.info.vocab_size)
         self._sent = wire.sampling_parameters(self.sampling, self.info.stop_ids, self._stop)
         jobs = requests_of(len(prompts), self.sampling, turn)
-        per_prompt = len(jobs) // len(prompts)
-        bodies = [self._body(prompts[p], p, s) for p, s in jobs]
+        bodies = []
+        for p, s in jobs:
+            seed = sample_seed(self.sampling.seed, p, s) if self._seeded else None
+            bodies.append(
+                wire.generate_request(
+                    prompts[p],
+                    self._sent,
+                    routes=self._capture,
+                    seed=seed,
+                    likeliest=self.likeliest,
+                )
+            )
         answers = self._run(bodies, progress)
         samples = [
             self._sample(answer, len(prompts[p]), f"prompt {p}, sample {s}")
             for answer, (p, s) in zip(answers, jobs, strict=True)
         ]
-        return [samples[i : i + per_prompt] for i in range(0, len(samples), per_prompt)]
+        return by_prompt(samples, len(prompts))
 
     def stop_at(self, texts: Sequence[str]) -> None:
         self._stop = tuple(texts)
-
-    def _body(self, ids: list[int], prompt: int, sample: int) -> dict[str, Any]:
-        seed = sample_seed(self.sampling.seed, prompt, sample) if self._seeded else None
-        return wire.generate_request(
-            ids, self._sent, routes=self._capture, seed=seed, likeliest=self.likeliest
-        )
 
     def _sample(self, answer: dict[str, Any], prompt: int, where: str) -> Sample:
         routed: NDArray[Any] | None = None

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
 from mismatch.engines.sglang import wire
-from mismatch.engines.sync_drivers import Answer, CalledDriver
+from mismatch.engines.sync_drivers import Answer, Driver
 from mismatch.errors import MismatchError
 from mismatch.types import NotTested, Sampling
 
 AT_ONCE = 16  # tensors in one message
 IDLE_SECONDS = 60.0  # to wait until SGLang has put away the batch that it last answered
-ONE_TOKEN = Sampling(temperature=0.0, max_tokens=1)
 
 
-class SglangDriver(CalledDriver):
+class SglangDriver(Driver):
     """See :class:`mismatch.engines.sync_drivers.Driver`."""
 
     def push(self, path: str, push: int) -> None:
@@ -27,14 +26,24 @@ class SglangDriver(CalledDriver):
             with self.files(push) as source:
                 _require(engine.update_weights_from_disk(source))
             return
-        push_tensors(engine, self.checkpoint.tensors(push))
+        # One update as frameworks send it: begun, in parts, ended. Older versions have no sessions.
+        begin = getattr(engine, "begin_weight_update", None)
+        if begin is not None:
+            _require(begin())
+        try:
+            rest = iter(self.checkpoint.tensors(push))
+            while part := list(islice(rest, AT_ONCE)):
+                _require(engine.update_weights_from_tensor(part, flush_cache=False))
+        finally:
+            if begin is not None:
+                _require(engine.end_weight_update())
 
     def push_own(self, function: Callable[..., Any], weights: dict[str, Any]) -> None:
         self.wait_until_idle()
         function(weights, self.engine.engine)
 
     def wait_until_idle(self) -> None:
-        """Until SGLang can drop its cache.
+        """Wait until SGLang can drop its cache.
 
         It answers a request before it puts its batch away. A push that comes in between brings
         the weights and is refused all the same, for the cache that it could not drop.
@@ -46,10 +55,14 @@ class SglangDriver(CalledDriver):
     def answers(self, prompts: Sequence[list[int]]) -> list[Answer] | None:
         if self.engine._server.get("disable_radix_cache"):
             return None
-        law = wire.sampling_parameters(ONE_TOKEN, self.engine.info.stop_ids)
-        bodies = [wire.generate_request(ids, law, routes=False) for ids in prompts]
-        answers = self.engine._run(bodies, lambda *done: None)
-        return [_answer(answer["meta_info"]) for answer in answers]
+        one_token = Sampling(temperature=0.0, max_tokens=1)
+        settings = wire.sampling_parameters(one_token, self.engine.info.stop_ids)
+        bodies = [wire.generate_request(ids, settings, routes=False) for ids in prompts]
+        facts = [answer["meta_info"] for answer in self.engine._run(bodies, lambda *done: None)]
+        return [
+            Answer(float(each["output_token_logprobs"][0][0]), int(each["cached_tokens"]))
+            for each in facts
+        ]
 
     def drop_caches(self) -> None:
         engine = self.engine.engine
@@ -67,31 +80,7 @@ class SglangDriver(CalledDriver):
         ]
 
 
-def push_tensors(
-    engine: Any, weights: Iterable[tuple[str, Any]], *, flush_cache: bool = False
-) -> None:
-    """One update of an SGLang engine, as frameworks send it: begun, in parts, ended.
-
-    Raises:
-        MismatchError: SGLang refused a part of it.
-    """
-    begin = getattr(engine, "begin_weight_update", None)  # older versions have no sessions
-    if begin is not None:
-        _require(begin())
-    try:
-        rest = iter(weights)
-        while part := list(islice(rest, AT_ONCE)):
-            _require(engine.update_weights_from_tensor(part, flush_cache=flush_cache))
-    finally:
-        if begin is not None:
-            _require(engine.end_weight_update())
-
-
 def _require(answer: Any) -> None:
     success, message = answer[:2]
     if not success:
         raise MismatchError(f"SGLang refused new weights: {message}", wire.LOG_FIX)
-
-
-def _answer(facts: dict[str, Any]) -> Answer:
-    return Answer(float(facts["output_token_logprobs"][0][0]), int(facts["cached_tokens"]))

@@ -38,9 +38,6 @@ from mismatch.types import Fingerprint, Floats, Sampling
 
 if TYPE_CHECKING:
     import torch
-    from numpy.typing import NDArray
-
-    from mismatch.training.routing.capture import LayerRoutes
 
 
 # An expert that a token went to: its id, and its weight among the token's experts.
@@ -81,15 +78,6 @@ class SequenceState:
         return Sample(self.ids, logprobs, reason, routed["id"], routed["weight"], top, cached=0)
 
 
-def experts_of(layers: Sequence[LayerRoutes]) -> NDArray[Any]:
-    """The experts of R rows in all layers, [R, L, K] of ``EXPERT``."""
-    experts = np.empty((len(layers[0].ids), len(layers), layers[0].ids.shape[-1]), EXPERT)
-    for column, routes in enumerate(layers):
-        experts["id"][:, column] = routes.ids.cpu().numpy()
-        experts["weight"][:, column] = routes.weights.cpu().numpy()
-    return experts
-
-
 def draw(rows: Sequence[SequenceState], logprobs: torch.Tensor, greedy: bool) -> None:
     """Append one token to every row: argmax of p / q with exponential q, which samples p.
 
@@ -120,13 +108,24 @@ class TransformersEngine(Engine):
     """A plain transformers model; see :class:`mismatch.engines.base.Engine`."""
 
     name: ClassVar[str] = "transformers"
-    likeliest = 0
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
         self.spec = spec
         self.sampling = sampling
         self.info: ModelInfo = read_model_info(spec)
-        self.options = _options(spec)
+        self.options: dict[str, Any] = dict(ARGUMENTS)
+        for name, value in spec.args:
+            if name not in self.options:
+                raise MismatchError(
+                    f"--engine-arg {name}: the transformers engine has no such argument",
+                    f"it has {', '.join(self.options)}",
+                )
+            self.options[name] = value
+        if spec.tensor_parallel_size != 1:
+            raise MismatchError(
+                "the transformers engine runs on one device",
+                "drop --tensor-parallel-size, or use --engine vllm",
+            )
         self._prefill_temperature = 1.0
         self._stop: tuple[str, ...] = ()
         self._recorder: DistributionRecorder | None = None
@@ -134,18 +133,23 @@ class TransformersEngine(Engine):
 
     @classmethod
     def capabilities(cls, spec: EngineSpec, sampling: Sampling) -> Capabilities:
-        """See the protocol: it can do all of it."""
+        """See the protocol; it can do all of it."""
         return Capabilities(distributions=True)
 
     def __enter__(self) -> Self:
         import torch
+        from transformers import AutoConfig
 
         from mismatch.training.attention.resolve import resolve_for
         from mismatch.training.routing.capture import moe_layers, require_readable
         from mismatch.training.source import skeleton
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        config = self._config()
+        config = AutoConfig.from_pretrained(
+            self.spec.model,
+            revision=self.spec.revision,
+            trust_remote_code=self.spec.trust_remote_code,
+        )
         bare = skeleton(config, self.spec.trust_remote_code)
         self._attention = resolve_for(str(self.options["attention"]), bare)
         if self.spec.routing:
@@ -156,15 +160,6 @@ class TransformersEngine(Engine):
 
     def __exit__(self, *exc: object) -> None:
         del self.model
-
-    def _config(self) -> Any:
-        from transformers import AutoConfig
-
-        return AutoConfig.from_pretrained(
-            self.spec.model,
-            revision=self.spec.revision,
-            trust_remote_code=self.spec.trust_remote_code,
-        )
 
     def _load(self, config: Any) -> Any:
         import torch
@@ -215,7 +210,7 @@ class TransformersEngine(Engine):
         return [[done[p, s] for s in samples] for p in range(len(prompts))]
 
     def _groups(self, prompts: Sequence[list[int]], count: int) -> Iterator[list[int]]:
-        """Prompts that decode together: of one length, with at most max_num_seqs samples."""
+        """Yield prompts that decode together: of one length, with at most max_num_seqs samples."""
         width = max(1, int(self.options["max_num_seqs"]) // count)
         by_length: dict[int, list[int]] = {}
         for index, ids in enumerate(prompts):
@@ -243,7 +238,10 @@ class TransformersEngine(Engine):
             if routed is not None:
                 for row, part in zip(rows, routed, strict=True):
                     row.routed.append(part)
-            self._look(rows, logits)
+            if self._recorder is not None:
+                places = [self._places[row.job] for row in rows]
+                taken = [len(row.ids) for row in rows]
+                self._recorder.take(np.asarray(places), np.asarray(taken), logits)
             law = law_logprobs(logits, self.sampling)
             draw(rows, law, self.sampling.temperature == 0)
             if self.likeliest:
@@ -271,7 +269,7 @@ class TransformersEngine(Engine):
         self._tokenizer = load_tokenizer(self.spec)
 
     def _ends_at_text(self, ids: list[int]) -> bool:
-        """Whether the last token of a response completes a text that ends it."""
+        """Tell whether the last token of a response completes a text that ends it."""
         if not self._stop:
             return False
         tail = ids[-TAIL - max(map(len, self._stop)) :]  # a token may be a part of a character
@@ -284,26 +282,22 @@ class TransformersEngine(Engine):
     def captured_distributions(self) -> dict[str, NDArray[Any]]:
         return self._recorder.collected() if self._recorder else {}
 
-    def _look(self, rows: list[SequenceState], logits: torch.Tensor) -> None:
-        if self._recorder is None:
-            return
-        sequence = [self._places[row.job] for row in rows]
-        index = [len(row.ids) for row in rows]
-        self._recorder.take(np.asarray(sequence), np.asarray(index), logits)
-
     def _forward(self, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, NDArray[Any] | None]:
-        """Logits after the last token, [B, V], and the experts of all tokens, [B, tokens, L, K]."""
-        with self._recording() as recorder:
+        """Return logits after the last token, [B, V], and experts of all, [B, tokens, L, K]."""
+        from mismatch.training.routing.capture import recording
+
+        with recording(self._moe) if self._moe else contextlib.nullcontext() as recorder:
             out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits = out.logits[:, -1]
         if recorder is None:
             return logits, None
-        return logits, experts_of(recorder.finished()).reshape(*ids.shape, len(self._moe), -1)
-
-    def _recording(self) -> Any:
-        from mismatch.training.routing.capture import recording
-
-        return recording(self._moe) if self._moe else contextlib.nullcontext()
+        layers = recorder.finished()
+        experts = np.empty((*ids.shape, len(layers), layers[0].ids.shape[-1]), EXPERT)
+        for column, routes in enumerate(layers):
+            shape = (*ids.shape, -1)
+            experts["id"][:, :, column] = routes.ids.cpu().numpy().reshape(shape)
+            experts["weight"][:, :, column] = routes.weights.cpu().numpy().reshape(shape)
+        return logits, experts
 
     # ------------------------------------------------------------ prefill
 
@@ -314,7 +308,7 @@ class TransformersEngine(Engine):
         temperature: float,
         progress: Progress,
     ) -> list[Floats]:
-        """See the protocol. One forward per sequence, without a cache."""
+        """See the protocol; one forward per sequence, without a cache."""
         import torch
 
         require_starts(starts)
@@ -349,7 +343,8 @@ class TransformersEngine(Engine):
         return LoadedWeights(digests, in_memory=True)
 
     def fingerprint(self, mode: Mode) -> Fingerprint:
-        law = self.sampling
+        law, decode = self.sampling, mode == "decode"
+        temperature = (law.temperature or 1.0) if decode else self._prefill_temperature
         dtype = short_dtype(self.model.dtype)
         config = self.model.config
         quantization = getattr(config, "quantization_config", None)
@@ -359,11 +354,9 @@ class TransformersEngine(Engine):
             "dtype": dtype,
             "kv_cache_dtype": dtype,
             "quantization": getattr(quantization, "quant_method", None),
-            "logprobs_mode": "processed_logprobs" if mode == "decode" else "raw_logprobs",
-            "logprobs_temperature": (law.temperature or 1.0)
-            if mode == "decode"
-            else self._prefill_temperature,
-            "logprobs_truncated": mode == "decode" and law.truncates and law.temperature > 0,
+            "logprobs_mode": "processed_logprobs" if decode else "raw_logprobs",
+            "logprobs_temperature": temperature,
+            "logprobs_truncated": decode and law.truncates and law.temperature > 0,
             "attention": self._attention.label,
             "honours_sinks": self._attention.honours_sinks,
             "moe": self.info.moe,
@@ -388,25 +381,3 @@ class TransformersEngine(Engine):
             },
             "engine_args": dict(self.spec.args),
         }
-
-
-def _options(spec: EngineSpec) -> dict[str, Any]:
-    """This engine's options with the user's changes.
-
-    Raises:
-        MismatchError: an option that it does not have.
-    """
-    options: dict[str, Any] = dict(ARGUMENTS)
-    for name, value in spec.args:
-        if name not in options:
-            raise MismatchError(
-                f"--engine-arg {name}: the transformers engine has no such argument",
-                f"it has {', '.join(options)}",
-            )
-        options[name] = value
-    if spec.tensor_parallel_size != 1:
-        raise MismatchError(
-            "the transformers engine runs on one device",
-            "drop --tensor-parallel-size, or use --engine vllm",
-        )
-    return options

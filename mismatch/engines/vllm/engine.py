@@ -23,6 +23,7 @@ from mismatch.engines.base import (
     Mode,
     Progress,
     Sample,
+    by_prompt,
     requests_of,
     require_starts,
     sample_seed,
@@ -50,7 +51,6 @@ class VllmEngine(Engine):
     """vLLM's offline ``LLM`` with one model; see :class:`mismatch.engines.base.Engine`."""
 
     name: ClassVar[str] = "vllm"
-    likeliest = 0
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
         set_environment()
@@ -70,7 +70,7 @@ class VllmEngine(Engine):
 
     @classmethod
     def capabilities(cls, spec: EngineSpec, sampling: Sampling) -> Capabilities:
-        """See the protocol. vLLM's GPU kernels depend on the batch, so seeds do not fix tokens."""
+        """See the protocol; vLLM's GPU kernels depend on the batch, so seeds do not fix tokens."""
         reasons = {}
         if not is_cpu_build():
             reasons["deterministic"] = (
@@ -105,6 +105,14 @@ class VllmEngine(Engine):
         self.config = self.llm.llm_engine.vllm_config
         self._facts: dict[str, Any] = self._call("mismatch_describe")[0]
         self._refused = self._refused or self._facts["capture_refused"]
+        runner = self._facts["model_runner"]
+        if self._capture and not self._refused:
+            if not self._facts["moe_layers"]:
+                self._refused = f"no layer with experts was found in {self._facts['model_class']}"
+            elif is_cpu_build() and not runner.startswith("vllm.v1.worker.cpu_model_runner"):
+                self._refused = (
+                    f"routes cannot be captured in {runner}; set VLLM_USE_V2_MODEL_RUNNER=0"
+                )
         self._capture = self._capture and not self._refused
         return self
 
@@ -118,20 +126,22 @@ class VllmEngine(Engine):
         self, prompts: Sequence[list[int]], progress: Progress, turn: int = 1
     ) -> list[list[Sample]]:
         jobs = requests_of(len(prompts), self.sampling, turn)
-        per_prompt = len(jobs) // len(prompts)
         params = [self._params(prompt, sample) for prompt, sample in jobs]
         on_cpu = self._capture and is_cpu_build()
         if on_cpu:
-            self._start_capture()
-        self._start_distributions([len(prompts[p]) for p, _ in jobs])
+            self._call("mismatch_start_capture")
+        if self._wanted is not None:
+            sizes = [len(prompts[p]) for p, _ in jobs]
+            self._call("mismatch_start_distributions", asdict(self._wanted), self._next_id, sizes)
         outputs = self._run([prompts[p] for p, _ in jobs], params, progress)
-        self._stop_distributions()
+        if self._wanted is not None:
+            self._distributions = self._stop_distributions()
         rows = self._captured(outputs) if on_cpu else [None] * len(jobs)
         samples = [
             self._sample(request, output, routed, job)
             for (request, output), routed, job in zip(outputs, rows, jobs, strict=True)
         ]
-        return [samples[i : i + per_prompt] for i in range(0, len(samples), per_prompt)]
+        return by_prompt(samples, len(prompts))
 
     def stop_at(self, texts: Sequence[str]) -> None:
         self._stop = tuple(texts)
@@ -187,16 +197,8 @@ class VllmEngine(Engine):
             )
         return [done[index] for index in range(len(order))]
 
-    def _start_capture(self) -> None:
-        if not self._facts["model_runner"].startswith("vllm.v1.worker.cpu_model_runner"):
-            raise MismatchError(
-                f"routed experts cannot be captured in {self._facts['model_runner']}",
-                "set VLLM_USE_V2_MODEL_RUNNER=0, or run without routing: --no-routing",
-            )
-        self._call("mismatch_start_capture")
-
     def _captured(self, outputs: list[tuple[str, Any]]) -> list[NDArray[Any] | None]:
-        """Experts of each request; None where there are none: refused once the tokens are saved."""
+        """Return experts of each request; None: there are none, refused once all is saved."""
         try:
             packed = self._call("mismatch_stop_capture")[0]
         except Exception:  # a hole in the capture must not cost what was sampled
@@ -232,10 +234,7 @@ class VllmEngine(Engine):
                 "use a version of vLLM that this one was tested with",
             )
         if self._capture and getattr(completion, "routed_experts", None) is not None:
-            routed = np.asarray(completion.routed_experts)
-            layers = list(self._facts["moe_layers"])
-            if routed.ndim == 3 and routed.shape[1] > max(layers, default=0):
-                routed = routed[:, layers]  # another shape is refused once all is saved
+            routed = self._layout.columns(np.asarray(completion.routed_experts))
         return Sample(
             token_ids=ids,
             logprobs=logprobs[:, 0],
@@ -253,19 +252,14 @@ class VllmEngine(Engine):
     def captured_distributions(self) -> dict[str, NDArray[Any]]:
         return self._distributions
 
-    def _start_distributions(self, prompts: list[int]) -> None:
-        if self._wanted is not None:
-            self._distributions = {}
-            self._call("mismatch_start_distributions", asdict(self._wanted), self._next_id, prompts)
-
-    def _stop_distributions(self) -> None:
-        if self._wanted is None:
-            return
+    def _stop_distributions(self) -> dict[str, NDArray[Any]]:
+        """Return what was taken; tensor-parallel ranks have the same, or none."""
+        found: dict[str, NDArray[Any]] = {}
         for packed, failed in self._call("mismatch_stop_distributions"):
             if failed:
                 print(f"distributions could not be taken: {failed}", file=sys.stderr)
-            if packed and not self._distributions:  # tensor-parallel ranks have the same, or none
-                self._distributions = {name: unpack(array) for name, array in packed.items()}
+            found = found or {name: unpack(array) for name, array in packed.items()}
+        return found
 
     # ------------------------------------------------------------ prefill
 
@@ -276,12 +270,12 @@ class VllmEngine(Engine):
         temperature: float,
         progress: Progress,
     ) -> list[Floats]:
-        """See the protocol. vLLM skips its prefix cache for requests with prompt logprobs."""
+        """See the protocol; vLLM skips its prefix cache for requests with prompt logprobs."""
         from vllm import SamplingParams
 
         require_starts(starts)
         # Greedy for the one token that vLLM insists on sampling; it is thrown away.
-        arguments = sampling_arguments(Sampling(temperature=0.0, max_tokens=1), ())
+        arguments = sampling_arguments(Sampling(temperature=0.0, max_tokens=1))
         arguments |= {"logprobs": None, "prompt_logprobs": 0}
         self._prefill_temperature = temperature or 1.0
         self._call("mismatch_set_temperature", self._prefill_temperature)
@@ -303,7 +297,7 @@ class VllmEngine(Engine):
     ) -> list[Continued]:
         from vllm import SamplingParams
 
-        arguments = sampling_arguments(Sampling(temperature=0.0, max_tokens=max_tokens), ())
+        arguments = sampling_arguments(Sampling(temperature=0.0, max_tokens=max_tokens))
         arguments |= {"logprobs": GREEDY_TOP, "ignore_eos": True}
         params = SamplingParams(**arguments, skip_reading_prefix_cache=not read_cache)
         outputs = self._run(list(contexts), [params] * len(contexts), progress)
@@ -321,25 +315,24 @@ class VllmEngine(Engine):
 
     # ------------------------------------------------------------ what ran
 
+    @property
+    def _layout(self) -> ExpertLayout:
+        layers = tuple(self._facts["moe_layers"])
+        return ExpertLayout(layers, self.info.num_experts, self.info.top_k)
+
     def experts(self) -> ExpertLayout | None:
-        if not self._capture or not self._facts["moe_layers"]:
-            return None
-        return ExpertLayout(
-            tuple(self._facts["moe_layers"]), self.info.num_experts, self.info.top_k
-        )
+        return self._layout if self._capture else None
 
     def weights(self) -> LoadedWeights:
-        """See the protocol: summed over tensor-parallel ranks, under the checkpoint's names."""
+        """Return digests summed over tensor-parallel ranks, under the checkpoint's names."""
         from mismatch.models.digests import combine
 
-        renamed = self._call("mismatch_rename", checkpoint_names(self.spec))[0]
         total: dict[str, Any] = {}
         unmapped: set[str] = set()
-        for digests, unknown in self._call("mismatch_digests"):
+        for digests, unknown in self._call("mismatch_digests", checkpoint_names(self.spec)):
             unmapped.update(unknown)
             for name, digest in digests.items():
-                named = renamed.get(name, name)
-                total[named] = combine([total[named], digest]) if named in total else digest
+                total[name] = combine([total[name], digest]) if name in total else digest
         return LoadedWeights(total, tuple(sorted(unmapped)))
 
     def fingerprint(self, mode: Mode) -> Fingerprint:
@@ -347,24 +340,20 @@ class VllmEngine(Engine):
         dtype = short_dtype(model.dtype)
         cache = str(config.cache_config.cache_dtype)
         processed = model.logprobs_mode == "processed_logprobs"
-        decode_temperature = (self.sampling.temperature or 1.0) if processed else 1.0
+        decode = mode == "decode"
+        temperature = (self.sampling.temperature or 1.0) if processed else 1.0
+        described = ("attention", "moe_backend", "device", "model_runner", "model_class")
         return model_facts(self.spec) | {
             "mode": mode,
             "engine": self.name,
             "dtype": dtype,
             "kv_cache_dtype": dtype if cache == "auto" else cache,
             "quantization": model.quantization,
-            "logprobs_mode": model.logprobs_mode if mode == "decode" else "prompt_logprobs",
-            "logprobs_temperature": decode_temperature
-            if mode == "decode"
-            else self._prefill_temperature,
-            "logprobs_truncated": mode == "decode" and processed and self.sampling.truncates,
-            "attention": self._facts["attention"],
+            "logprobs_mode": model.logprobs_mode if decode else "prompt_logprobs",
+            "logprobs_temperature": temperature if decode else self._prefill_temperature,
+            "logprobs_truncated": decode and processed and self.sampling.truncates,
             "moe": self.info.moe,
-            "moe_backend": self._facts["moe_backend"],
-            "device": self._facts["device"],
-            "model_runner": self._facts["model_runner"],
-            "model_class": self._facts["model_class"],
+            **{name: self._facts[name] for name in described},
             "config": self._facts["config"] | {"head_dtype": short_dtype(model.head_dtype)},
             "enforce_eager": model.enforce_eager,
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
@@ -380,11 +369,10 @@ class VllmEngine(Engine):
             "generation_config": model.generation_config,
             "sampling": self._sent,
             "engine_args": dict(self.spec.args),
-            "not_tested": to_json(self._untested()),
+            "not_tested": to_json(
+                [NotTested(ROUTES, f"{self.name}: {self._refused}")] if self._refused else []
+            ),
         }
-
-    def _untested(self) -> list[NotTested]:
-        return [NotTested(ROUTES, f"{self.name}: {self._refused}")] if self._refused else []
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         call: Callable[..., list[Any]] = self.llm.collective_rpc

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mismatch.engines.distribution_capture import stable_top_k
+from mismatch.engines.loaded_digests import loaded_digests
 from mismatch.types import Ints
+
+if TYPE_CHECKING:
+    import torch
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 # Modules whose ``select_experts`` vLLM's CPU kernels call themselves. These kernels choose their
@@ -22,6 +28,146 @@ CPU_CHOOSERS = (
     "vllm.model_executor.layers.fused_moe.cpu_fused_moe",  # 0.22 to 0.26
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe",  # 0.27 to 0.30
 )
+TRITON_MODULE = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
+BINDER_MODULE = "vllm.model_executor.layers.fused_moe.routed_experts_capturer"
+BINDER = "bind_routed_experts_capturer"
+REFUSED = "mismatch_capture_refused"  # attribute of a model whose routes cannot be captured
+OURS = "of_mismatch"  # attribute of a function that stands in the place of vLLM's
+
+
+def found(module: str, name: str) -> Any:
+    """Return what a module of vLLM holds under a (dotted) name; None: this version lacks it."""
+    try:
+        value = importlib.import_module(module)
+        for part in name.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError):
+        return None
+    return value
+
+
+# ---------------------------------------------------------------- before a model is built
+
+
+def install() -> None:
+    """Take what can be taken, and never fail for the rest; again: change nothing."""
+    digest_before_repacking()
+    take_triton_routes()
+    tolerate_refusal()
+    serve_float32_sinks()
+
+
+def digest_before_repacking() -> None:
+    """Have the loader digest the weights just after loading.
+
+    A moment later kernels repack or drop them (oneDNN on CPU keeps no readable copy), and a worker
+    extension is not called in between: the loader's own step is the only place.
+    """
+    home = "vllm.model_executor.model_loader.base_loader"
+    repack = found(home, "process_weights_after_loading")
+    if repack is None or hasattr(repack, OURS):
+        return
+
+    def digest_then_repack(model: Any, *args: Any, **kwargs: Any) -> Any:
+        model.mismatch_loaded = loaded_digests(model, _owned)
+        return repack(model, *args, **kwargs)
+
+    setattr(digest_then_repack, OURS, True)
+    vars(sys.modules[home])["process_weights_after_loading"] = digest_then_repack
+
+
+def _owned(module: Any, part: str, leaf: str) -> bool:
+    """Tell whether this rank counts a part: sliced parts always, copies on the first rank only.
+
+    The sum over ranks is then the digest of the whole parameter.
+    """
+    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    rank = get_tensor_model_parallel_rank()
+    if part in ("k_proj", "v_proj"):
+        return bool(rank % getattr(module, "num_kv_head_replicas", 1) == 0)
+    sliced = isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding))
+    sliced |= isinstance(module, RowParallelLinear) and leaf == "weight"
+    sliced |= leaf == "sinks"
+    return (sliced and getattr(module, "tp_size", 2) > 1) or rank == 0
+
+
+def take_triton_routes() -> None:
+    """Have vLLM's monolithic Triton kernel write the experts that it routes to.
+
+    With ``renormalize`` the kernel takes the top k of the logits themselves; of equal logits the
+    lower expert wins (``triton_kernels/topk_details``).
+    """
+    kernel = found(TRITON_MODULE, "OAITritonMxfp4ExpertsMonolithic")
+    if kernel is None or hasattr(kernel.apply, OURS):
+        return
+    apply = kernel.apply
+
+    def apply_and_write(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = kwargs.get("routing_replay_out")
+        if out is not None:
+            out.copy_(stable_top_k(kwargs["router_logits"], self.topk))
+        return apply(self, *args, **kwargs)
+
+    setattr(apply_and_write, OURS, True)
+    kernel.apply = apply_and_write
+    kernel.supports_routing_replay_capture = lambda self: bool(self.renormalize)
+
+
+def tolerate_refusal() -> None:
+    """Where vLLM refuses to capture a model's routes, note why on the model and go on."""
+    bind = found(BINDER_MODULE, BINDER)
+    if bind is None or hasattr(bind, OURS):
+        return
+
+    def bind_or_note(model: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            bind(model, *args, **kwargs)
+        except ValueError as error:
+            setattr(model, REFUSED, str(error))
+
+    setattr(bind_or_note, OURS, True)
+    for module in list(sys.modules.values()):  # those that imported it by name, and its own
+        if getattr(module, "__dict__", {}).get(BINDER) is bind:
+            setattr(module, BINDER, bind_or_note)
+
+
+def serve_float32_sinks() -> None:
+    """Have CPU attention before vLLM 0.31 serve a float32 model's sinks, which it takes in bf16.
+
+    Only sinks that bf16 holds exactly are cast, as those of a bf16 checkpoint are.
+    """
+    attention = found("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackendImpl")
+    release = found("vllm", "__version_tuple__")
+    if not attention or not release or release[:2] >= (0, 31) or hasattr(attention.forward, OURS):
+        return
+    forward = attention.forward
+
+    def cast_first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sinks = getattr(self, "sinks", None)
+        if sinks is not None and sinks.dtype.itemsize == 4:
+            rounded = sinks.bfloat16()
+            if (rounded.float() == sinks).all():
+                self.sinks = rounded
+        return forward(self, *args, **kwargs)
+
+    setattr(cast_first, OURS, True)
+    attention.forward = cast_first
+
+
+# ---------------------------------------------------------------- of a loaded model
+
+
+def attention_backends(runner: Any) -> str:
+    """Return the names of the attention backends in use, "unknown" where they are not found."""
+    try:
+        layers = runner.vllm_config.compilation_config.static_forward_context.values()
+        names = {each.attn_backend.get_name() for each in layers if hasattr(each, "attn_backend")}
+    except AttributeError:
+        return "unknown"
+    return "+".join(sorted(names)) or "unknown"
 
 
 def moe_layers(model: Any) -> list[tuple[int, Any]]:
@@ -43,36 +189,32 @@ def kernel_of(moe: Any) -> str:
     """Return the name of the class or function that computes a MoE layer's experts."""
     experts = getattr(moe, "routed_experts", moe)  # the layer itself in 0.22
     method = getattr(experts, "quant_method", None)
-    kernel = getattr(method, "moe_kernel", None)
-    chosen = getattr(kernel, "fused_experts", None) or getattr(method, "cpu_fused_moe", None)
+    chosen = experts_kernel(experts) or getattr(method, "cpu_fused_moe", None)
     return type(method if chosen is None else chosen).__name__
 
 
-def serve_float32_sinks() -> None:
-    """Have CPU attention before vLLM 0.31 serve a float32 model's sinks, which it takes in bf16.
+def experts_kernel(experts: Any) -> Any:
+    """Return the kernel object of a module that holds experts; None: it has none."""
+    kernel = getattr(getattr(experts, "quant_method", None), "moe_kernel", None)
+    return getattr(kernel, "fused_experts", None)
 
-    Only sinks that bf16 holds exactly are cast, as those of a bf16 checkpoint are.
-    """
-    try:
-        home: Any = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
-        attention = home.CPUAttentionBackendImpl
-        release = importlib.import_module("vllm").__version_tuple__[:2]
-    except (ImportError, AttributeError):
-        return
-    if release >= (0, 31) or getattr(attention.forward, "casts_sinks", False):
-        return
-    forward = attention.forward
 
-    def cast_first(self: Any, *args: Any, **kwargs: Any) -> Any:
-        sinks = getattr(self, "sinks", None)
-        if sinks is not None and sinks.dtype.itemsize == 4:
-            rounded = sinks.bfloat16()
-            if (rounded.float() == sinks).all():
-                self.sinks = rounded
-        return forward(self, *args, **kwargs)
+def expert_packer(experts: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return the function that shuffled a module's experts on a CPU; None: they lie as loaded."""
+    kernel = experts_kernel(experts)
+    pack = found("vllm._custom_ops", "cpu_prepack_moe_weight")
+    if getattr(kernel, "isa", None) is None or getattr(kernel, "_use_zentorch", False):
+        return None
+    return pack and (lambda weight: pack(weight, kernel.isa))
 
-    cast_first.casts_sinks = True  # type: ignore[attr-defined]
-    attention.forward = cast_first
+
+def sinks_in_use(module: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the attention backend's own sinks, which may be a copy of the parameter."""
+    for child in module.modules():
+        sinks = getattr(getattr(child, "impl", None), "sinks", None)
+        if sinks is not None:
+            return sinks.data  # type: ignore[no-any-return]
+    return parameter
 
 
 def number_of_experts(router: Any) -> int:
@@ -110,13 +252,11 @@ class RouteWatch:
             self._undo.append(partial(module.router.set_capture_fn, None))
             self._undo.append(module.register_forward_pre_hook(partial(self._enter, layer)).remove)
         for name in CPU_CHOOSERS:
-            try:
-                home: Any = importlib.import_module(name)
-                choose = home.select_experts
-            except (ImportError, AttributeError):
-                continue  # this version's kernels ask the router
-            home.select_experts = partial(self._chosen, choose)
-            self._undo.append(partial(setattr, home, "select_experts", choose))
+            choose = found(name, "select_experts")
+            if choose is not None:  # else this version's kernels ask the router
+                home = sys.modules[name]
+                vars(home)["select_experts"] = partial(self._chosen, choose)
+                self._undo.append(partial(setattr, home, "select_experts", choose))
 
     def close(self) -> None:
         """Stop watching; vLLM is as it was."""

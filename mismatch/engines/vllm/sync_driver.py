@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mismatch.engines.base import Engine, argument_name
 from mismatch.engines.model_info import read_model_info
-from mismatch.engines.sync_drivers import Answer, CalledDriver, Held, held_from_plain
+from mismatch.engines.sync_drivers import Answer, Driver, Held, held_from_plain
 from mismatch.engines.vllm.arguments import is_cpu_build
 from mismatch.errors import MismatchError
 from mismatch.models.weight_states import RANK, Adapters, Checkpoint, state_of
@@ -26,7 +25,7 @@ IGNORED = "vLLM's CPU build ignores it with a warning only"
 ROOM = (("enable_lora", True), ("max_lora_rank", RANK), ("max_loras", 1), ("max_num_seqs", 1))
 
 
-class VllmDriver(CalledDriver):
+class VllmDriver(Driver):
     """See :class:`mismatch.engines.sync_drivers.Driver`."""
 
     reloads = True  # an adapter under a number that vLLM has already
@@ -37,7 +36,7 @@ class VllmDriver(CalledDriver):
 
     @staticmethod
     def prepared(engine: EngineSpec, path: str) -> EngineSpec:
-        """See the protocol: room for an adapter, or the ability to sleep."""
+        """Return it with room for an adapter, or the ability to sleep; see the protocol."""
         if path == "rpc" and engine.tensor_parallel_size > 1:
             raise MismatchError(
                 "--path rpc writes whole tensors, and each rank holds slices",
@@ -64,9 +63,13 @@ class VllmDriver(CalledDriver):
             self._push_adapter(push)
         elif path == "reload":
             self._reload(push)
-        elif path in SLEEPS:
-            with asleep(self.engine.llm, SLEEPS[path]):
+        elif path in SLEEPS:  # between rollouts, as frameworks do it
+            self.engine.llm.sleep(level=SLEEPS[path])
+            self.wake("weights")
+            try:
                 self._reload(push)
+            finally:
+                self.wake("kv_cache")
             self.slept.add(SLEEPS[path])
         else:
             directory, seed = str(self.checkpoint.directory), self.checkpoint.seed
@@ -120,7 +123,12 @@ class VllmDriver(CalledDriver):
         outputs = self.engine.llm.generate(
             given, greedy, use_tqdm=False, lora_request=self.engine.adapter
         )
-        return [_answer(output) for output in outputs]
+        answers = []
+        for output in outputs:
+            completion = output.outputs[0]
+            logprob = completion.logprobs[0][completion.token_ids[0]].logprob
+            answers.append(Answer(float(logprob), int(output.num_cached_tokens or 0)))
+        return answers
 
     def drop_caches(self) -> None:
         self.engine.llm.reset_prefix_cache()
@@ -135,24 +143,7 @@ class VllmDriver(CalledDriver):
 
 
 def with_arguments(engine: EngineSpec, wanted: tuple[tuple[str, Any], ...]) -> EngineSpec:
-    """The engine with these arguments, unless the user gave them."""
+    """Return the engine with these arguments, unless the user gave them."""
     given = {argument_name(raw) for raw, _ in engine.args}
     kept = tuple(pair for pair in wanted if pair[0] not in given)
     return replace(engine, args=(*engine.args, *kept))
-
-
-@contextmanager
-def asleep(llm: Any, level: int) -> Iterator[None]:
-    """Between rollouts, as frameworks do it: weights are back within the block, the cache after."""
-    llm.sleep(level=level)
-    llm.wake_up(tags=["weights"])
-    try:
-        yield
-    finally:
-        llm.wake_up(tags=["kv_cache"])
-
-
-def _answer(output: Any) -> Answer:
-    completion = output.outputs[0]
-    token = completion.token_ids[0]
-    return Answer(float(completion.logprobs[0][token].logprob), int(output.num_cached_tokens or 0))

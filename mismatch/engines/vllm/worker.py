@@ -3,22 +3,15 @@
 vLLM imports this module by name in every worker (``worker_extension_cls``) and mixes the class
 into its own worker, whose ``model_runner`` is used here. Answers travel between processes, so they
 are plain data.
-
-Both keep what a step has to sample in ``execute_model_state`` between ``execute_model`` and
-``sample_tokens``. The older runner has the logits there already. The newer one computes them on the
-way to its sampler, so they are picked up where the model makes them. Either way they are the very
-logits that are sampled from, before any sampler has written into them.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from vllm.model_executor.model_loader import base_loader
 
 from mismatch.captures import narrowest
 from mismatch.engines.distribution_capture import (
@@ -27,27 +20,25 @@ from mismatch.engines.distribution_capture import (
     Packed,
     join_steps,
     pack,
-    stable_top_k,
 )
-from mismatch.engines.loaded_digests import NO_DIGESTS
-from mismatch.engines.loaded_digests import loaded_digests as digests_of
+from mismatch.engines.loaded_digests import NO_DIGESTS, Digests
 from mismatch.engines.module_capture import ModuleCalls
-from mismatch.engines.vllm.private import (
-    RouteWatch,
-    kernel_of,
-    moe_layers,
-    number_of_experts,
-    serve_float32_sinks,
-)
+from mismatch.engines.vllm import private
 from mismatch.engines.vllm.weight_sync import WeightSync
 from mismatch.models.resolved import resolved
 from mismatch.types import Ints, Sampling
 
 Rows = tuple[Ints, Ints]  # of a batch: sequence in the rollout, index among its action tokens
+private.install()
 
 
 class RunnerCapture:
     """Records distributions of one model runner between :meth:`start` and :meth:`stop`.
+
+    vLLM's runners keep what a step has to sample in ``execute_model_state`` between
+    ``execute_model`` and ``sample_tokens``. The older one has the logits there already. The newer
+    one computes them on the way to its sampler, so they are picked up where the model makes them.
+    Either way they are the very logits that are sampled from.
 
     Args:
         first: vLLM's number of the request that is sequence 0 of the rollout.
@@ -89,13 +80,13 @@ class RunnerCapture:
         vars(self.model)["compute_logits"] = compute_logits
 
     def stop(self) -> dict[str, Any]:
-        """Everything that was taken; see :meth:`DistributionRecorder.collected`."""
+        """Return everything that was taken; see :meth:`DistributionRecorder.collected`."""
         vars(self.runner).pop("sample_tokens", None)
         vars(self.model).pop("compute_logits", None)
         return {} if self.failed else self.recorder.collected()
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        """A failure ends the recording, never the sampling."""
+        """Do a part of the recording; a failure ends the recording, never the sampling."""
         if self.failed:
             return
         try:
@@ -109,20 +100,17 @@ class RunnerCapture:
             return
         logits = getattr(state, "logits", None)
         if logits is not None:
-            self._take(self._of_scheduled(state.scheduler_output), logits)
+            batch, scheduled = self.runner.input_batch, state.scheduler_output
+            counts = [scheduled.num_scheduled_tokens[request] for request in batch.req_ids]
+            self._take(self._of(batch.req_ids, batch.num_computed_tokens_cpu, counts), logits)
         elif hasattr(state, "input_batch"):
             batch = state.input_batch
             self._rows = self._of(
                 batch.req_ids, batch.num_computed_tokens_np, batch.num_scheduled_tokens
             )
 
-    def _of_scheduled(self, scheduled: Any) -> Rows:
-        batch = self.runner.input_batch
-        counts = [scheduled.num_scheduled_tokens[request] for request in batch.req_ids]
-        return self._of(batch.req_ids, batch.num_computed_tokens_cpu, counts)
-
     def _of(self, requests: Sequence[str], computed: Any, counts: Any) -> Rows:
-        """The tokens that a batch samples: one per request, right behind what is computed then."""
+        """Place the tokens that a batch samples: one a request, right behind what is computed."""
         size = len(requests)
         numbers = [int(request.split("-", 1)[0]) - self.first for request in requests]
         sequence = np.asarray(numbers, np.int64)
@@ -137,150 +125,38 @@ class RunnerCapture:
         self.recorder.take(*rows, logits)
 
 
-TRITON_MODULE = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
-TRITON_CLASS = "OAITritonMxfp4ExpertsMonolithic"
-BINDER_MODULE = "vllm.model_executor.layers.fused_moe.routed_experts_capturer"
-BINDER = "bind_routed_experts_capturer"
-REFUSED = "mismatch_capture_refused"  # attribute of a model whose routes cannot be captured
-
-
-def install() -> None:
-    """Before a model is built: take what can be taken, and never fail for the rest."""
-    take_triton_routes()
-    tolerate_refusal()
-    serve_float32_sinks()
-
-
-def take_triton_routes() -> None:
-    """Have vLLM's monolithic Triton kernel write the experts that it routes to.
-
-    With ``renormalize`` the kernel takes the top k of the logits themselves; of equal logits the
-    lower expert wins (``triton_kernels/topk_details``). Other versions without this class are left
-    as they are.
-    """
-    try:
-        kernel: Any = getattr(importlib.import_module(TRITON_MODULE), TRITON_CLASS)
-    except (ImportError, AttributeError):
-        return
-    apply = kernel.apply
-    if getattr(apply, "writes_routes", False):
-        return
-
-    def apply_and_write(self: Any, *args: Any, **kwargs: Any) -> Any:
-        out = kwargs.get("routing_replay_out")
-        if out is not None:
-            out.copy_(stable_top_k(kwargs["router_logits"], self.topk))
-        return apply(self, *args, **kwargs)
-
-    apply_and_write.writes_routes = True  # type: ignore[attr-defined]
-    kernel.apply = apply_and_write
-    kernel.supports_routing_replay_capture = lambda self: bool(self.renormalize)
-
-
-def tolerate_refusal() -> None:
-    """Where vLLM refuses to capture a model's routes, note why on the model and go on."""
-    try:
-        bind: Any = getattr(importlib.import_module(BINDER_MODULE), BINDER)
-    except (ImportError, AttributeError):
-        return
-    if getattr(bind, "tolerant", False):
-        return
-
-    def bind_or_note(model: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            bind(model, *args, **kwargs)
-        except ValueError as error:
-            setattr(model, REFUSED, str(error))
-
-    bind_or_note.tolerant = True  # type: ignore[attr-defined]
-    for module in list(sys.modules.values()):  # those that imported it by name, and its own
-        if getattr(module, "__dict__", {}).get(BINDER) is bind:
-            setattr(module, BINDER, bind_or_note)
-
-
-def loaded_digests(model: Any) -> tuple[dict[str, list[int]], list[str]]:
-    """Name (vLLM's, unfused) -> digest of this rank's own share, and parameters not understood.
-
-    A rank leaves out what another rank counts already (replicated parameters), so that the sum
-    over ranks is the digest of the whole parameter.
-    """
-    return digests_of(model, _owned)
-
-
-def _owned(module: Any, part: str, leaf: str) -> bool:
-    """Whether this rank counts this part: sliced parts always, copies on the first rank only."""
-    from vllm.distributed import get_tensor_model_parallel_rank
-    from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-    rank = get_tensor_model_parallel_rank()
-    if part in ("k_proj", "v_proj"):
-        return bool(rank % getattr(module, "num_kv_head_replicas", 1) == 0)
-    sliced = isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding))
-    sliced |= isinstance(module, RowParallelLinear) and leaf == "weight"
-    sliced |= leaf == "sinks"
-    return (sliced and getattr(module, "tp_size", 2) > 1) or rank == 0
-
-
-def _digest_before_repacking() -> None:
-    """Make the loader digest the weights just after loading.
-
-    A moment later kernels repack or drop them (oneDNN on CPU keeps no readable copy), and a worker
-    extension is not called in between: the loader's own step is the only place.
-    """
-    loader: Any = base_loader
-    repack: Callable[..., Any] = loader.process_weights_after_loading
-    if getattr(repack, "digests_first", False):
-        return
-
-    def digest_then_repack(model: Any, *args: Any, **kwargs: Any) -> Any:
-        model.mismatch_loaded = loaded_digests(model)
-        return repack(model, *args, **kwargs)
-
-    digest_then_repack.digests_first = True  # type: ignore[attr-defined]
-    loader.process_weights_after_loading = digest_then_repack
-
-
-_digest_before_repacking()
-install()
-
-
 class WorkerExtension(WeightSync, ModuleCalls):
     """Calls that the engine makes by ``collective_rpc``; every name starts with ``mismatch_``."""
 
     model_runner: Any
     rank: int
 
-    # ------------------------------------------------------------ weights
-
-    def mismatch_digests(self) -> tuple[dict[str, list[int]], list[str]]:
-        """This rank's share of the digests by name, and the names that are not understood."""
-        digests, unknown = getattr(self._mismatch_model(), "mismatch_loaded", NO_DIGESTS)
-        return digests, unknown
-
-    # ------------------------------------------------------------ what runs
-
     def mismatch_describe(self) -> dict[str, Any]:
-        """Kernels and devices as resolved."""
-        runner = self.model_runner
-        layers = runner.vllm_config.compilation_config.static_forward_context.values()
-        backends = {
-            layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")
-        }
-        moe = moe_layers(self._mismatch_model())
-        kernels = {kernel_of(module) for _, module in moe}
+        """Return kernels and devices as resolved."""
+        runner, model = self.model_runner, self._mismatch_model()
+        moe = private.moe_layers(model)
+        kernels = {private.kernel_of(module) for _, module in moe}
         return {
-            "attention": "+".join(sorted(backends)) or "unknown",
+            "attention": private.attention_backends(runner),
             "moe_backend": "+".join(sorted(kernels)) or None,
             "moe_layers": [layer for layer, _ in moe],
-            "device": str(runner.device),
+            "device": str(getattr(runner, "device", "unknown")),
             "model_runner": f"{type(runner).__module__}.{type(runner).__name__}",
-            "model_class": type(self._mismatch_model()).__name__,
-            "capture_refused": getattr(self._mismatch_model(), REFUSED, ""),
-            "config": resolved(self._mismatch_model()),
+            "model_class": type(model).__name__,
+            "capture_refused": getattr(model, private.REFUSED, ""),
+            "config": resolved(model),
         }
 
-    # ------------------------------------------------------------ tempered prefill
+    def mismatch_digests(self, checkpoint_names: list[str]) -> Digests:
+        """Return this rank's share of the digests by checkpoint name, and names not understood."""
+        model = self._mismatch_model()
+        digests, unknown = getattr(model, "mismatch_loaded", NO_DIGESTS)
+        try:
+            names = private.renamed(model, checkpoint_names)
+        except Exception:  # costs the comparison of weights, never the run
+            traceback.print_exc()
+            return NO_DIGESTS
+        return {names.get(name, name): digest for name, digest in digests.items()}, unknown
 
     def mismatch_set_temperature(self, temperature: float) -> None:
         """Divide all logits by ``temperature`` from now on (1.0: stop doing it).
@@ -296,7 +172,8 @@ class WorkerExtension(WeightSync, ModuleCalls):
 
         def tempered(*args: Any, **kwargs: Any) -> Any:
             logits = compute(*args, **kwargs)
-            return None if logits is None else tempered_in_place(logits, temperature)
+            # In float32: one buffer beside them, which vLLM's profile of memory does not know.
+            return None if logits is None else logits.float().div_(temperature)
 
         vars(model)["compute_logits"] = tempered
 
@@ -313,7 +190,7 @@ class WorkerExtension(WeightSync, ModuleCalls):
         self._mismatch_recording.start()
 
     def mismatch_stop_distributions(self) -> tuple[dict[str, Packed], str]:
-        """Stop it. What was taken (nothing on ranks without logits), and what went wrong."""
+        """Stop; return what was taken (nothing on ranks without logits), and what went wrong."""
         taken = self._mismatch_recording.stop()
         return {name: pack(array) for name, array in taken.items()}, self._mismatch_recording.failed
 
@@ -323,8 +200,10 @@ class WorkerExtension(WeightSync, ModuleCalls):
         """Record the experts of every forwarded token from now on (V1 model runner)."""
         self._mismatch_steps: dict[str, list[tuple[int, np.ndarray]]] = {}
         current: dict[int, np.ndarray] = {}
-        moe = moe_layers(self._mismatch_model())
-        narrow = {layer: narrowest(number_of_experts(module.router)) for layer, module in moe}
+        moe = private.moe_layers(self._mismatch_model())
+        narrow = {
+            layer: narrowest(private.number_of_experts(module.router)) for layer, module in moe
+        }
 
         def seen(layer: int, ids: Any) -> None:
             experts = ids.detach().cpu().numpy()
@@ -333,7 +212,7 @@ class WorkerExtension(WeightSync, ModuleCalls):
             possible = experts.min(initial=0) == 0 and experts.max(initial=0) <= most
             current[layer] = experts.astype(narrow[layer] if possible else np.uint16)
 
-        self._mismatch_watch = RouteWatch(moe, seen)
+        self._mismatch_watch = private.RouteWatch(moe, seen)
         runner = self.model_runner
         execute = runner.execute_model
 
@@ -348,7 +227,7 @@ class WorkerExtension(WeightSync, ModuleCalls):
         runner.execute_model = recording
 
     def mismatch_stop_capture(self) -> dict[str, Packed]:
-        """Stop recording. Request id -> experts of its tokens, [rows, L, K]."""
+        """Stop recording; return request id -> experts of its tokens, [rows, L, K]."""
         vars(self.model_runner).pop("execute_model", None)
         self._mismatch_watch.close()
         steps, self._mismatch_steps = self._mismatch_steps, {}
@@ -366,11 +245,3 @@ class WorkerExtension(WeightSync, ModuleCalls):
                 part = (start, experts[row : row + count])
                 self._mismatch_steps.setdefault(request, []).append(part)
             row += count
-
-
-def tempered_in_place(logits: Any, temperature: float) -> Any:
-    """Logits in float32, divided: one buffer beside them, none where they are float32 already.
-
-    vLLM's profile of memory knows of neither.
-    """
-    return logits.float().div_(temperature)
