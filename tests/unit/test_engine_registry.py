@@ -110,7 +110,7 @@ def test_an_argument_that_is_ours_is_refused_before_the_engine_is_imported(
 
 
 def test_every_engine_that_takes_weights_has_a_driver() -> None:
-    assert set(registry.probed_engines()) == {"vllm", "sglang", "transformers", "server"}
+    assert set(registry.probed_engines()) == {"vllm", "sglang", "transformers"}
     for name in registry.probed_engines():
         assert callable(driver_class(name).push)
         assert next(iter(registry.engine_info(name).weight_paths.values()))

@@ -7,7 +7,6 @@ import sys
 import types
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mismatch.engines.model_info import ModelInfo
@@ -49,9 +48,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("vllm")
     module.EngineArgs = EngineArgs  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", module)
-    flat = types.ModuleType("vllm.logprobs")
-    flat.FlatLogprobs = list  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm.logprobs", flat)
     monkeypatch.setattr(vllm_args, "is_cpu_build", lambda: True)
 
 
@@ -111,20 +107,14 @@ def test_routes_are_captured_by_us_on_a_cpu_and_by_vllm_on_a_gpu(
     assert "enable_return_routed_experts" not in arguments(EngineSpec(model="m", routing=False))
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_size", "pipeline-parallel-size"])
-def test_no_routes_are_captured_over_a_pipeline(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mismatch.engines.vllm import engine as vllm
-
-    split, whole = with_args(**{name: 2}), with_args(**{name: 1})
-    monkeypatch.setattr(vllm, "read_model_info", lambda spec: MOE)
-    for cpu in (True, False):
-        monkeypatch.setattr(vllm_args, "is_cpu_build", lambda cpu=cpu: cpu)
-        routed = "enable_prefix_caching" if cpu else "enable_return_routed_experts"
-        assert routed in arguments(whole)
-        assert routed not in arguments(split)
-    for spec, captures in ((split, False), (whole, True)):
-        assert vllm.VllmEngine.capabilities(spec, Sampling()).routed_experts is captures
-        assert vllm.VllmEngine(spec, Sampling(), 200)._capture is captures
+@pytest.mark.parametrize("cpu", [True, False])
+def test_no_routes_are_captured_over_a_pipeline(cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_args, "is_cpu_build", lambda: cpu)
+    routed = "enable_prefix_caching" if cpu else "enable_return_routed_experts"
+    for size, captures in ((2, False), (1, True)):
+        spec = with_args(**{"pipeline-parallel-size": size})
+        assert (routed in arguments(spec)) is captures
+        assert vllm_args.captures_routes(spec, MOE) is captures
 
 
 @pytest.mark.parametrize(
@@ -207,48 +197,6 @@ def test_the_environment_is_a_default_and_not_an_order(monkeypatch: pytest.Monke
     vllm_args.set_environment()
     assert vllm_args.os.environ["VLLM_CPU_KVCACHE_SPACE"] == "7"
     assert vllm_args.os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-
-
-class Flat:
-    """As vLLM's FlatLogprobs: of each token itself, here without likelier ones."""
-
-    token_ids, logprobs = (3,), (-0.5,)
-
-    def __len__(self) -> int:
-        return 1
-
-
-class Request:
-    def __init__(self, routed: Any) -> None:
-        self.token_ids, self.finish_reason, self.routed_experts = [3], "stop", routed
-        self.logprobs = Flat()
-        self.outputs, self.num_cached_tokens = [self], 0
-
-
-def test_a_broken_capture_costs_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is missing or misshapen is handed on as it is; it is refused once tokens are saved."""
-    from mismatch.engines.distribution_capture import pack
-    from mismatch.engines.vllm import engine as vllm
-
-    monkeypatch.setattr(vllm, "read_model_info", lambda spec: MOE)
-    engine: Any = vllm.VllmEngine(EngineSpec(model="m"), Sampling(), 200)
-    engine._facts = {"moe_layers": [0, 2]}
-    outputs = [("a", None), ("b", None)]
-    rows = np.ones((2, 2, 1), np.uint16)
-    engine._call = lambda method: [{"a": pack(rows)}]
-    routed, missing = engine._captured(outputs)
-    assert routed.tolist() == rows.tolist()
-    assert missing is None
-
-    def fail(method: str) -> list[Any]:
-        raise ValueError("no experts for position 3")
-
-    engine._call = fail
-    assert engine._captured(outputs) == [None, None]
-    for layers, kept in ((3, 2), (2, 2), (1, 1)):  # layer 2 exists only in the first
-        sample = engine._sample("a", Request(np.zeros((4, layers, 1))), None, (0, 0))
-        assert sample.routed.shape == (4, kept, 1)
-        assert sample.token_ids == [3]
 
 
 CAPTURING = {"model": "m", vllm_args.CAPTURE: True}

