@@ -232,30 +232,23 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """Digests of the parameters as loaded (see mismatch.models.digests).
-
-    Attributes:
-        digests: checkpoint name -> digest.
-        unmapped: the engine's names for which no checkpoint name is known.
-        in_memory: digested as they run; False: as read, before the engine rearranged them.
-    """
+    """Digests of the parameters as loaded (see mismatch.models.digests)."""
 
     digests: dict[str, Any]
+    """Checkpoint name -> digest."""
     unmapped: tuple[str, ...] = ()
+    """The engine's names for which no checkpoint name is known."""
     in_memory: bool = False
+    """Digested as they run; False: as read, before the engine rearranged them."""
 
 
 class Engine(Protocol):
     """One engine with one model and one set of sampling settings.
 
-    A context manager: weights are loaded inside it.
-
-    Args of the constructor:
-        spec: the model and how to run it.
-        sampling: how it will sample; engines fix their logprob mode when they load.
-        longest: tokens of the longest sequence (prompt and response) that will come.
-
-    A class may have ``prepare()``, called first in its process, before transformers is imported.
+    A context manager: weights are loaded inside it. It is made with ``sampling``, because engines
+    fix their logprob mode when they load, and with ``longest``, the tokens of the longest sequence
+    (prompt and response) that will come. A class may have ``prepare()``, called first in its
+    process, before transformers is imported.
     """
 
     name: ClassVar[str]
@@ -306,8 +299,7 @@ class Engine(Protocol):
     def fingerprint(self, mode: Mode) -> Fingerprint:
         """Describe what ran, as the engine resolved it, not as it was asked for."""
 
-    # Below: what an engine may leave out. Engines that derive from this class need no more for it
-    # than to leave ``Capabilities`` as they are.
+    # Below: what an engine may leave out, as its ``Capabilities`` then say.
 
     def stop_at(self, texts: Sequence[str]) -> None:
         """End responses behind these texts too: the token that completes one is the last.

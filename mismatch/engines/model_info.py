@@ -71,7 +71,7 @@ def require_model(spec: EngineSpec) -> None:
 
 
 def load_tokenizer(spec: EngineSpec) -> Any:
-    """:func:`mismatch.models.tokenizers.load_tokenizer` of an engine's model."""
+    """Load the tokenizer of an engine's model; see :mod:`mismatch.models.tokenizers`."""
     return tokenizers.load_tokenizer(spec.model, spec.revision, spec.trust_remote_code)
 
 
@@ -94,7 +94,13 @@ def read_model_info(spec: EngineSpec) -> ModelInfo:
             "check the model's name and config.json; a model with code of its own needs "
             "--trust-remote-code, a new architecture a newer transformers",
         ) from error
-    _require_causal(spec, config)
+    names = list(config.architectures or [])
+    generates = any(kind in name for name in names for kind in GENERATIVE)
+    if names and not generates and not spec.trust_remote_code:
+        raise MismatchError(
+            f"model {spec.model} is a {names[0]}: not a causal language model",
+            "choose a model that generates text (…ForCausalLM)",
+        )
     model = ModelConfig.of(config)
     return ModelInfo(
         model_type=config.model_type,
@@ -112,17 +118,14 @@ class CauseInLog(MismatchError):
     """A process that the engine started has failed, and only the log of this worker says why."""
 
     def explained(self, log: str) -> MismatchError:
-        """With the cause, where the log has it."""
-        cause = logged_cause(log)
-        return (
-            MismatchError(f"{self.message}: {cause}", load_fix(ValueError(cause)))
-            if cause
-            else self
-        )
+        """Return the error with its cause, where the log has it."""
+        if cause := logged_cause(log):
+            return MismatchError(f"{self.message}: {cause}", load_fix(ValueError(cause)))
+        return self
 
 
 def logged_cause(log: str) -> str:
-    """The last error that a child process wrote with its traceback, in one line; "": none.
+    """Return the last error that a child process wrote with its traceback, in one line; "": none.
 
     Errors that only point to another one ("see root cause above") are passed over.
 
@@ -137,18 +140,8 @@ def logged_cause(log: str) -> str:
     return textwrap.shorten(causes[-1], 400, placeholder=" …") if causes else ""
 
 
-def _require_causal(spec: EngineSpec, config: Any) -> None:
-    names = list(config.architectures or [])
-    generates = any(kind in name for name in names for kind in GENERATIVE)
-    if names and not generates and not spec.trust_remote_code:
-        raise MismatchError(
-            f"model {spec.model} is a {names[0]}: not a causal language model",
-            "choose a model that generates text (…ForCausalLM)",
-        )
-
-
 def load_fix(error: BaseException) -> str:
-    """What may help when an engine cannot load a model."""
+    """Say what may help when an engine cannot load a model."""
     text = str(error).lower()
     if "routed" in text or "auxoutput" in text:
         return "run without routing: --no-routing"

@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,44 +74,46 @@ ENTRY_POINT_GROUP = "mismatch.engines"
 
 
 def engine_infos() -> dict[str, EngineInfo]:
-    """Declarations of the registered engines; those of entry points are read when asked for."""
+    """Return declarations of the registered engines; those of entry points are read when asked."""
     return {name: engine_info(name) for name in ENGINES}
 
 
 def probed_engines() -> list[str]:
-    """Engines into which weights can be pushed and read back."""
+    """Return engines into which weights can be pushed and read back."""
     return [name for name, info in engine_infos().items() if info.weight_paths]
 
 
 def weight_givers() -> list[str]:
-    """Engines that give the weights of the experts that they used, beside their ids."""
+    """Return engines that give the weights of the experts that they used, beside their ids."""
     return [name for name, info in engine_infos().items() if info.gives_routing_weights]
 
 
 def engine_packages() -> tuple[str, ...]:
-    """Distributions of all registered engines."""
+    """Return distributions of all registered engines."""
     packages = (package for info in engine_infos().values() for package in info.packages)
     return tuple(dict.fromkeys(packages))
 
 
 def startable_engines() -> list[str]:
-    """Names that ``--engine`` takes, without third parties."""
+    """Return the names that ``--engine`` takes, without third parties."""
     return [name for name, info in engine_infos().items() if info.started]
 
 
 def engine_names() -> list[str]:
-    """Names of all engines, our own and those of installed third parties, sorted."""
+    """Return names of all engines, ours and those of installed third parties, sorted."""
     return sorted({*ENGINES, *(point.name for point in _entry_points())})
 
 
 def engine_info(name: str) -> EngineInfo:
-    """The declaration of an engine.
+    """Return the declaration of an engine.
 
     Raises:
         MismatchError: unknown name (with near misses), or it cannot be imported.
     """
     if name in ENGINES:
-        return _registered(ENGINES[name])
+        module, _, attribute = ENGINES[name].partition(":")
+        info: EngineInfo = getattr(importlib.import_module(module), attribute)
+        return info
     for point in _entry_points():
         if point.name == name:
             hint = f"repair the package that provides {point.value}"
@@ -138,7 +139,7 @@ def require_engine(name: str) -> None:
 
 
 def engine_class(name: str) -> type[Engine]:
-    """The class of an engine.
+    """Return the class of an engine.
 
     Raises:
         MismatchError: as :func:`require_engine`, or the engine's own package fails to import.
@@ -166,13 +167,6 @@ def _entry_points() -> Any:
     return entry_points(group=ENTRY_POINT_GROUP)
 
 
-@lru_cache
-def _registered(target: str) -> EngineInfo:
-    module, _, attribute = target.partition(":")
-    info: EngineInfo = getattr(importlib.import_module(module), attribute)
-    return info
-
-
 def _load(name: str, target: str, fix: str) -> Any:
     module, _, attribute = target.partition(":")
     try:
@@ -193,7 +187,7 @@ def short_dtype(dtype: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on, of the packages that are installed."""
+    """Return versions of what the numbers depend on, of the packages that are installed."""
     import platform
     from importlib import metadata
 
@@ -208,7 +202,7 @@ def versions() -> dict[str, str]:
 
 
 def model_facts(spec: EngineSpec) -> dict[str, Any]:
-    """Model, versions and hashes of the source files."""
+    """Return model, versions and hashes of the source files."""
     from mismatch.models.digests import source_hashes
 
     directory = model_directory(spec)
@@ -224,14 +218,14 @@ def model_facts(spec: EngineSpec) -> dict[str, Any]:
 
 
 def model_directory(spec: EngineSpec) -> Path | None:
-    """Where the model's files are on this machine, also for a hub id that was downloaded."""
+    """Return where the model's files are on this machine, also for a hub id that was downloaded."""
     if Path(spec.model).is_dir():
         return Path(spec.model)
     return cached_snapshot(spec.model, spec.revision)
 
 
 def checkpoint_names(spec: EngineSpec) -> list[str]:
-    """Names of all tensors in the model's safetensors files, from their headers."""
+    """Return names of all tensors in the model's safetensors files, from their headers."""
     from safetensors import safe_open
 
     directory = model_directory(spec)

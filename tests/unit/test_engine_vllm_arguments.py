@@ -117,29 +117,6 @@ def test_no_routes_are_captured_over_a_pipeline(cpu: bool, monkeypatch: pytest.M
         assert vllm_args.captures_routes(spec, MOE) is captures
 
 
-@pytest.mark.parametrize(
-    ("args", "reason"),
-    [
-        ({"enable_prefix_caching": False}, "prefix caching"),
-        ({"enable-prefix-caching": False}, "prefix caching"),
-        ({"decode_context_parallel_size": 2}, "context parallelism"),
-        ({"prefill_context_parallel_size": 2}, "context parallelism"),
-        ({"enable_prefix_caching": True, "decode_context_parallel_size": 1}, None),
-    ],
-)
-def test_what_vllm_refuses_on_a_gpu_is_known_before_it_loads(
-    args: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from mismatch.engines.vllm import engine as vllm
-
-    spec = with_args(**args)
-    monkeypatch.setattr(vllm_args, "is_cpu_build", lambda: False)
-    able = vllm.VllmEngine.capabilities(spec, Sampling())
-    assert able.routed_experts is (reason is None)
-    assert (reason or "") in able.reasons.get("routed_experts", "")
-    assert vllm_args.captures_routes(spec, MOE) is (reason is None)
-
-
 def test_prefix_caching_with_routes_on_a_cpu_is_refused() -> None:
     spec = with_args(enable_prefix_caching=True)
     with pytest.raises(MismatchError, match="prefix caching") as caught:

@@ -1,4 +1,4 @@
-"""The parts of the SGLang engine that need no SGLang: wire format, arguments, CPU support."""
+"""The parts of the SGLang engine that need no SGLang: wire format, arguments, weights."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from mismatch.engines.sglang import wire as sglang_wire
 from mismatch.engines.sglang.child import ErrorFile
 from mismatch.engines.sglang.private import HOOK, moe_layers
 from mismatch.errors import CorruptCapture, MismatchError
-from mismatch.processes import launch
 from mismatch.specs import EngineSpec
 from mismatch.types import Sampling
 from tests import sglang_cpu
-from tests.sglang_cpu.kernels import assign_req_to_token_pool_cpu, attend, visible_tokens
 
 INFO = ModelInfo("gpt_oss", vocab_size=320, context=512, stop_ids=(2,), num_experts=8, top_k=2)
 
@@ -189,26 +187,6 @@ def test_the_original_logprobs_switch_is_seen(monkeypatch: pytest.MonkeyPatch) -
     assert sglang_args.raw_logprobs()
 
 
-# ---------------------------------------------------------------- its environment
-
-
-def test_the_environment_beside_this_one_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
-    monkeypatch.setattr(launch, "find_spec", lambda name: None)
-    spec = EngineSpec("sglang")
-    assert launch.own_python(spec) is None
-    python = tmp_path / ".venv-sglang" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.symlink_to(sys.executable)
-    assert launch.own_python(spec) == launch.engine_python(spec) == str(python)
-    assert launch.own_python(replace(spec, python="else/python")) == "else/python"
-    assert launch.own_python(EngineSpec("vllm")) is None
-    monkeypatch.setattr(launch, "find_spec", lambda name: object())
-    assert launch.own_python(spec) is None  # installed here
-
-
 # ---------------------------------------------------------------- weights
 
 
@@ -245,50 +223,6 @@ def test_layers_with_experts_are_found_where_a_kernel_has_dropped_their_weights(
     layers = [torch.nn.Identity(), torch.nn.Sequential(FusedMoE())]
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
     assert [layer for layer, _ in moe_layers(model)] == [1]
-
-
-# ---------------------------------------------------------------- CPU support
-
-
-def test_attention_gives_its_sinks_their_share() -> None:
-    generator = torch.Generator().manual_seed(1)
-    query = torch.randn(3, 4, 8, generator=generator)
-    keys, values = torch.randn(2, 5, 2, 8, generator=generator).unbind()
-    sinks = torch.randn(4, generator=generator)
-    seen = visible_tokens(2, 5, 1)
-    output = attend(query, keys, values, seen, 0.3, sinks)
-    for token in range(3):
-        for head in range(4):
-            tokens = np.flatnonzero(seen[token].numpy())
-            scores = (keys[tokens, head // 2] @ query[token, head]).double().numpy() * 0.3
-            mass = np.exp(scores)
-            want = mass @ values[tokens, head // 2].double().numpy()
-            want /= mass.sum() + np.exp(float(sinks[head]))
-            assert np.abs(output[token, head].numpy() - want).max() < 1e-6
-    without = attend(query, keys, values, seen, 0.3, None)
-    assert (without - output).abs().max() > 0.01
-
-
-def test_a_window_is_the_token_and_those_before_it() -> None:
-    assert visible_tokens(2, 5, None).int().tolist() == [
-        [1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 0],
-        [1, 1, 1, 1, 1],
-    ]
-    assert visible_tokens(4, 5, 2).int().tolist() == [[0, 0, 1, 1, 1]]
-
-
-def test_new_tokens_get_their_cache_slots() -> None:
-    table = torch.zeros(3, 6, dtype=torch.int32)
-    assign_req_to_token_pool_cpu(
-        torch.tensor([2, 0]),
-        table,
-        torch.tensor([1, 0]),
-        torch.tensor([3, 1]),
-        torch.tensor([11, 12, 13]),
-        6,
-    )
-    assert table.tolist() == [[13, 0, 0, 0, 0, 0], [0] * 6, [0, 11, 12, 0, 0, 0]]
 
 
 # ---------------------------------------------------------------- failures

@@ -169,23 +169,12 @@ def without_refused_capture(arguments: dict[str, Any]) -> tuple[dict[str, Any], 
 
 
 def no_capture(spec: EngineSpec) -> str | None:
-    """Say why vLLM returns no routed experts with these arguments; None where it does.
+    """Say why no routed experts can be had with these arguments; None: nothing is known.
 
-    What its own checks refuse (vLLM 0.32, ``_verify_aux_output_compatibility``), known here before
-    it is imported. On a CPU the routes come from our worker extension, which needs one pipeline
-    stage too.
+    The rest is for vLLM's own checks, see :func:`without_refused_capture`.
     """
-    given = {argument_name(raw): value for raw, value in spec.args}
-    if given.get("pipeline_parallel_size", 1) != 1:
-        return "vLLM returns no routed experts with pipeline parallelism"
-    if is_cpu_build():
-        return None
-    if given.get("enable_prefix_caching", True) is False:
-        return "vLLM returns routed experts on a GPU only with prefix caching"
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if given.get(name, 1) != 1:
-            return "vLLM returns no routed experts with context parallelism"
-    return None
+    stages = {argument_name(raw): value for raw, value in spec.args}.get("pipeline_parallel_size")
+    return None if stages in (None, 1) else "no worker sees the experts of all pipeline stages"
 
 
 def captures_routes(spec: EngineSpec, info: ModelInfo) -> bool:
