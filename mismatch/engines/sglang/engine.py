@@ -10,6 +10,7 @@ import tempfile
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 from numpy.typing import NDArray
@@ -106,7 +107,10 @@ class SglangEngine(Engine):
             raise MismatchError(
                 f"SGLang cannot load {self.spec.model}: {shown}", load_fix(RuntimeError(reason))
             ) from error
-        self.engine.tokenizer_manager.signal_handler_class = self._signals
+        # SGLang's own signal handlers would kill this process silently.
+        self.engine.tokenizer_manager.signal_handler_class = lambda manager: SimpleNamespace(
+            sigterm_handler=_end, running_phase_sigquit_handler=lambda *_: self._fail()
+        )
         infos = self.engine._scheduler_init_result.scheduler_infos
         self._facts: dict[str, Any] = infos[0][FACTS]
         self._server: dict[str, Any] = self.engine.get_server_info()
@@ -304,11 +308,8 @@ class SglangEngine(Engine):
 
     # ------------------------------------------------------------ failures
 
-    def _signals(self, manager: Any) -> Any:
-        """Replace SGLang's signal handlers, which would kill this process silently."""
-        return _Signals(self._fail)
-
     def _fail(self) -> None:
+        """Fail the requests in flight: a child process failed."""
         if self._failed is not None and not self._failed.done():
             reason = self._scheduler_error()
             error = MismatchError(
@@ -328,18 +329,8 @@ class SglangEngine(Engine):
         self._error.unlink(missing_ok=True)
 
 
-class _Signals:
-    """The methods that SGLang calls on a signal handler class."""
+def _end(*_: Any) -> None:
+    """End at once with all children; SGLang's own handler would answer all requests first."""
+    from sglang.srt.utils import kill_process_tree
 
-    def __init__(self, fail: Any) -> None:
-        self._fail = fail
-
-    def sigterm_handler(self, number: Any = None, frame: Any = None) -> None:
-        """End at once with all children; SGLang's own handler would answer all requests first."""
-        from sglang.srt.utils import kill_process_tree
-
-        kill_process_tree(os.getpid())
-
-    def running_phase_sigquit_handler(self, number: Any = None, frame: Any = None) -> None:
-        """Fail the requests in flight: a child process failed."""
-        self._fail()
+    kill_process_tree(os.getpid())
