@@ -289,14 +289,14 @@ def parse_prefill(answer: Mapping[str, Any], ids: Sequence[int], start: int, whe
     given = (_facts(answer, where).get("input_token_logprobs") or [])[1:]
     # SGLang 0.5.23 writes the last id of the vocabulary as 0 here, but scores the right one; an id
     # that it names 0 is accepted where it is the largest of the sequence.
-    right = [
-        entry[1] in (want, 0 if want == max(ids) else want)
-        for entry, want in zip(given, ids[start:], strict=False)
+    largest, asked = max(ids), ids[start:]
+    names = [
+        largest if entry[1] == 0 and want == largest else entry[1]
+        for entry, want in zip(given, asked, strict=False)
     ]
-    if len(given) != len(ids) - start or not all(right):
+    if len(given) != len(asked) or names != list(asked):
         raise MismatchError(
-            f"SGLang scored {len(given)} other tokens than the {len(ids) - start} asked for "
-            f"({where})",
+            f"SGLang scored {len(given)} other tokens than the {len(asked)} asked for ({where})",
             LOG_FIX,
         )
     return _values(given, where)
