@@ -1,0 +1,12 @@
+# For GPU machines: vLLM's own image, mismatch on top. Not built or run by this project's CI.
+FROM vllm/vllm-openai:v0.32.0
+# The trainer compiles small kernels with Triton.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc python3-dev \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /opt/mismatch
+COPY . .
+RUN python3 -m pip install --no-cache-dir ".[datasets]"
+WORKDIR /work
+ENTRYPOINT ["mismatch"]
+CMD ["--help"]
