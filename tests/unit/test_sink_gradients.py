@@ -42,7 +42,8 @@ def _mask(name: str, tokens: int) -> BlockedMask:
     elif name == "documents":
         document = (torch.arange(tokens) * 3 // tokens)[None]
         looks = and_masks(causal_mask_function, packed_sequence_mask_function(document))
-    return BlockedMask(tokens, tokens, batch_size=1, mask_function=looks)
+    real = torch.arange(tokens)[None] < 2 * tokens // 3 if name == "padding" else None
+    return BlockedMask(tokens, tokens, batch_size=1, mask_function=looks, attention_mask=real)
 
 
 def _inputs(tokens: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -93,7 +94,7 @@ def test_gradients_are_those_of_small_differences(
 
 
 @pytest.mark.parametrize("dtype", list(LIMITS))
-@pytest.mark.parametrize("name", ["causal", "window", "documents"])
+@pytest.mark.parametrize("name", ["causal", "window", "documents", "padding"])
 def test_errors_are_those_of_rounding(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
 ) -> None:
@@ -103,6 +104,58 @@ def test_errors_are_those_of_rounding(
     # The sinks' gradient is what is left of a sum of terms of both signs.
     limits = [limit] * 4 + [limit if dtype == torch.float64 else 8 * limit]
     assert all(error <= most for error, most in zip(errors, limits, strict=True)), errors
+
+
+def test_no_sinks_is_attention_without_them_and_so_is_a_layer_that_has_none() -> None:
+    inputs, mask = _inputs(40), _mask("window", 40)
+    looks = mask.part(0, 40, 0, 40)[0, 0]
+    without, _ = sink_sdpa.sinkless_attention(
+        torch.nn.Module(), *inputs[:3], mask, SCALE, s_aux=inputs[3]
+    )
+    assert relative_error(without, definition(inputs[:3], looks, SCALE)) < LIMITS[torch.float64]
+    assert torch.equal(without, _run(inputs[:3], mask))
+    assert relative_error(without, definition(inputs, looks, SCALE)) > 0.01
+
+
+def test_the_sink_is_not_rounded_away() -> None:
+    # bfloat16 rounds 8.97 to 9.0, which would move a sink of 24 by 0.08.
+    tokens = 300
+    query, key, value, _ = _inputs(tokens, torch.bfloat16)
+    sinks = torch.full((HEADS,), 24.0)
+    nothing, mask = torch.zeros_like(query), _mask("causal", tokens)
+    out, _ = sink_attention(torch.nn.Module(), nothing, key, value, mask, 1 / 8.97, s_aux=sinks)
+    seen = torch.arange(1, tokens + 1)[:, None, None]  # all their scores are 0
+    total = value.double().repeat_interleave(HEADS // KV_HEADS, 1).cumsum(2).transpose(1, 2)
+    wanted = total / (seen + torch.tensor(24.0).double().exp())
+    assert (out - wanted).abs().max() < 0.02 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("window", 16 + 30 - 1),  # a block, and the window before its first query
+        ("documents", 40 + 16),  # a document, and the one that the block shares
+    ],
+)
+def test_blocks_read_no_more_keys_than_they_see(
+    monkeypatch: pytest.MonkeyPatch, name: str, keys: int
+) -> None:
+    monkeypatch.setattr(sink_sdpa, "BLOCK", 16)
+    spans = _mask(name, 120).spans
+    assert [span.start for span in spans] == list(range(0, 120, 16))
+    assert spans[-1].stop == 120
+    assert max(span.high - span.low for span in spans) <= keys
+    assert max(span.high - span.low for span in _mask("causal", 120).spans) == 120
+
+
+def test_no_row_of_the_mask_is_empty() -> None:
+    # Far behind the text, a window holds nothing but padding.
+    padding = torch.arange(80)[None] < 2
+    window = sliding_window_causal_mask_function(4)
+    mask = BlockedMask(80, 80, batch_size=1, attention_mask=padding, mask_function=window)
+    looks = mask.part(0, 80, 0, 80)
+    assert looks.any(-1).all()
+    assert not looks[0, 0, 50, 48]  # still, padding sees no other padding
 
 
 @pytest.mark.slow
