@@ -210,7 +210,7 @@ class EngineSide:
         if rollout.rewards is None:
             raise MismatchError(
                 "these prompts have no answers, so that there is no reward",
-                "--answer-column, or your own: --reward package.module:function",
+                "prompts with answers, or your own: --reward package.module:function",
             )
         return rollout.rewards
 

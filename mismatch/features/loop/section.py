@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from mismatch.features.loop.judge import (
 from mismatch.reports.formatting import capital, count, number, plural, text
 from mismatch.reports.section import Cell, Cells, Column, Figure, Page, Section, Table
 from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, legend_above
+from mismatch.types import Floats, Ints
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -169,18 +170,17 @@ def _figure(result: LoopReport, name: str, log: bool) -> Figure:
 
 
 def draw(result: LoopReport, name: str, log: bool, label: str, axes: Axes) -> str:
-    """Curves and bands of every arm; a logarithmic axis leaves out what is 0."""
+    """Draw curves and bands of every arm; a logarithmic axis leaves out what is 0."""
     curves = []
     for arm, (colour, dashes) in zip(result.arms, cycle(STYLES), strict=False):
-        steps, *bounds = _band(arm, name)
-        if not len(steps):
+        band = _band(arm, name, log)
+        if not len(band.steps):
             continue
-        low, middle, high = (np.where(b > 0, b, np.nan) for b in bounds) if log else bounds
-        axes.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
-        axes.plot(steps, middle, color=colour, ls=dashes, lw=1.5, label=arm.name)
-        ends = [f"{number(float(middle[at]))} at step {int(steps[at])}" for at in (0, -1)]
+        axes.fill_between(band.steps, band.low, band.high, color=colour, alpha=0.15, lw=0)
+        axes.plot(band.steps, band.middle, color=colour, ls=dashes, lw=1.5, label=arm.name)
+        ends = [f"{number(float(band.middle[at]))} at step {int(band.steps[at])}" for at in (0, -1)]
         curves.append(f"{arm.name} {' to '.join(ends)}")
-    if log and any((_band(arm, name)[1] > 0).any() for arm in result.arms):
+    if log and any(np.isfinite(_band(arm, name, log).low).any() for arm in result.arms):
         axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -189,16 +189,25 @@ def draw(result: LoopReport, name: str, log: bool, label: str, axes: Axes) -> st
     return f"{COLUMNS[name].label}: {'; '.join(curves)}"
 
 
-def _band(arm: Arm, name: str) -> tuple[Any, Any, Any, Any]:
-    """Steps, lowest, mean and highest seed; as far as every seed goes."""
-    length = min((run.steps for run in arm.runs), default=0)
-    if not length:
-        return (np.zeros(0),) * 4
+class Band(NamedTuple):
+    """A curve of an arm: lowest, mean and highest seed at these steps."""
+
+    steps: Ints
+    low: Floats
+    middle: Floats
+    high: Floats
+
+
+def _band(arm: Arm, name: str, log: bool) -> Band:
+    """Return the curve as far as every seed goes; on a logarithmic axis 0 is left out."""
+    length = min(run.steps for run in arm.runs)
     table = np.stack([run.curve(name)[:length] for run in arm.runs])
-    finite = np.isfinite(table).any(axis=0)
-    rows = table[:, finite]
-    low, high = np.nanmin(rows, axis=0), np.nanmax(rows, axis=0)
-    return np.flatnonzero(finite), low, np.nanmean(rows, axis=0), high
+    steps = np.flatnonzero(np.isfinite(table).any(axis=0))
+    if not len(steps):
+        return Band(steps, *[np.zeros(0)] * 3)
+    rows = table[:, steps]
+    bounds = np.nanmin(rows, axis=0), np.nanmean(rows, axis=0), np.nanmax(rows, axis=0)
+    return Band(steps, *(np.where(bound > 0, bound, np.nan) if log else bound for bound in bounds))
 
 
 def page(result: LoopReport) -> Page:

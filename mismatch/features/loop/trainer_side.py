@@ -77,7 +77,7 @@ def run(run_dir: Path, loop: LoopSpec, start: int) -> None:
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             f"rank {world.rank} is out of GPU memory: {first_line(error)}",
-            "lower --micro-batch-tokens, or use more GPUs: --nproc-per-node",
+            "use more GPUs (--nproc-per-node), or --like a check with a lower --micro-batch-tokens",
         ) from error
     world.close()
 
