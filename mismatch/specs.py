@@ -289,6 +289,7 @@ class RolloutSpec:
 
 
 OWN_SCORER = "fsdp"  # mismatch's own FSDP2 world
+FILE_SCORER = "file"  # a trainer on another machine, whose numbers come in a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +330,7 @@ class TrainSpec:
         str,
         Flag(
             TRAIN,
-            "Whose code scores: fsdp (ours), verl, trl or module:Class; docs/your-trainer.md.",
+            "Whose code scores: fsdp (ours), verl, trl, module:Class, file; docs/your-trainer.md.",
         ),
     ] = OWN_SCORER
     python: Annotated[
@@ -337,7 +338,7 @@ class TrainSpec:
         Flag(TRAIN, "Interpreter of your training environment.", name="train_python"),
     ] = None
     scorer_config: Annotated[
-        str | None, Flag(TRAIN, "Your verl YAML, or a file of GRPOConfig fields, for --scorer.")
+        str | None, Flag(TRAIN, "For --scorer: your verl YAML, GRPOConfig fields, or logprobs.")
     ] = None
     scorer_overrides: tuple[str, ...] = ()
     accelerate_config: Annotated[

@@ -9,7 +9,7 @@ import difflib
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from numpy.typing import NDArray
 
@@ -18,6 +18,8 @@ from mismatch.errors import MismatchError
 from mismatch.types import EXACT_KL, PREFILL, ROUTES, Fingerprint, Floats
 
 if TYPE_CHECKING:
+    from typing import Self  # Python 3.11; workers run on 3.10 too
+
     from mismatch.engines.distribution_capture import CaptureRequest
     from mismatch.specs import EngineSpec
     from mismatch.types import Sampling

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from mismatch.errors import MismatchError
 from mismatch.models.config import read_config
@@ -28,6 +28,8 @@ from mismatch.models.derived import INDEX, Shards, open_tensors, require_space
 from mismatch.models.digests import Digest, digest_tensor
 
 if TYPE_CHECKING:
+    from typing import Self  # Python 3.11; workers run on 3.10 too
+
     import torch
 
 

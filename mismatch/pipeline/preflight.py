@@ -20,12 +20,14 @@ from mismatch.engines.registry import (
 )
 from mismatch.errors import MismatchError
 from mismatch.models.moe import require_forms, require_routes
+from mismatch.processes.exchange import require_file
 from mismatch.processes.launch import own_python
 from mismatch.run.hub import cache_folder, cached_snapshot, offline, unknown_host
 from mismatch.run.interpreters import WORKER_MODULES, look_into, require_modules
 from mismatch.run.machine import local_gpus, placement
 from mismatch.specs import (
     AS_STORED,
+    FILE_SCORER,
     OWN_SCORER,
     CheckSpec,
     EngineSpec,
@@ -83,6 +85,11 @@ def preflight(spec: CheckSpec, *, reach: bool = True) -> None:
         MismatchError: engine not installed, prompts file malformed, nothing to sample …
     """
     require_ranges(spec)
+    if spec.train.scorer == FILE_SCORER:
+        raise MismatchError(
+            f"--scorer {FILE_SCORER}: tokens that are not sampled yet have no scores",
+            "mismatch rollout; mismatch tokens RUN FILE; then mismatch score RUN --scorer file",
+        )
     preflight_rollout(spec.rollout, reach=reach)
     preflight_training(spec.train, spec.nproc_per_node, reach=reach)
     placement(spec, local_gpus())
@@ -152,7 +159,10 @@ def preflight_training(
     """
     if spec.python is not None:
         own = (*WORKER_MODULES, "transformers")
-        needed = {OWN_SCORER: own, "verl": ("numpy", "verl"), "trl": ("numpy", "trl")}
+        needed = {
+            **dict.fromkeys((OWN_SCORER, FILE_SCORER), own),
+            **{name: ("numpy", name) for name in ("verl", "trl")},
+        }
         modules = ("torch", *needed.get(spec.scorer, ("numpy",)))
         require_modules(spec.python, "--train-python", modules, "the trainer")
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
@@ -163,6 +173,8 @@ def preflight_training(
             "pip install 'train-infer-mismatch[score]', or `make env` in a clone",
         )
     require_ranges(spec)
+    if spec.scorer == FILE_SCORER:
+        require_file(spec.scorer_config)
     gpus = local_gpus()
     if gpus and nproc_per_node > gpus:
         raise MismatchError(

@@ -101,15 +101,26 @@ def launcher(spec: TrainSpec, ranks: int) -> list[str]:
 
 
 def scoring_of(path: Path, pass_: Pass, rollout: Rollout) -> Scoring:
-    """Return what an adapter's process left in a file.
+    """Return what an adapter's process left in a file; errors as of :func:`scoring_from`."""
+    with np.load(path) as file:
+        facts: dict[str, Any] = json.loads(str(file["facts"]))
+        arrays = {name: file[name] for name in ("logprobs", "entropy") if name in file}
+    return scoring_from(arrays, facts.pop("more") | facts, pass_, rollout)
+
+
+def scoring_from(
+    arrays: dict[str, Any], facts: dict[str, Any], pass_: Pass, rollout: Rollout
+) -> Scoring:
+    """Return a scoring of another trainer's numbers.
+
+    Args:
+        arrays: ``logprobs`` [A], and ``entropy`` [A] where there is one.
 
     Raises:
-        MismatchError: not one finite number per action token, or one above 0.
+        MismatchError: not one number per action token, or one above 0.
     """
-    with np.load(path) as arrays:
-        logprobs = arrays["logprobs"].astype(np.float64)
-        entropy = arrays["entropy"].astype(np.float64) if "entropy" in arrays else None
-        said: dict[str, Any] = json.loads(str(arrays["facts"]))
+    logprobs = arrays["logprobs"].astype(np.float64)
+    entropy = arrays["entropy"].astype(np.float64) if "entropy" in arrays else None
     scorer = pass_.spec.scorer
     if len(logprobs) != rollout.n_actions:
         raise MismatchError(
@@ -121,7 +132,6 @@ def scoring_of(path: Path, pass_: Pass, rollout: Rollout) -> Scoring:
             f"{scorer} returned {np.nanmax(logprobs):.3g} as a log-probability",
             "return natural logarithms of probabilities, which are at most 0",
         )
-    facts = said.pop("more") | said
     missing = []
     if is_moe(pass_.spec.model, pass_.spec.revision) is not False:
         missing.append(NotTested(ROUTES, f"{facts['code']} returns no routed experts"))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import Job, by_load, float32_engine
 from mismatch.processes.adapter import missing_corner, prepared, scoring_of
+from mismatch.processes.exchange import column_of, read_scores, require_file
 from mismatch.processes.launch import (
     EXACT,
     Worker,
@@ -36,6 +37,7 @@ from mismatch.run.machine import Placement, free_gpu_bytes, gib, local_gpus, pla
 from mismatch.run.messages import SAMPLED, SCORED, error_path, pass_label, write_error
 from mismatch.run.store import FLOAT32
 from mismatch.specs import (
+    FILE_SCORER,
     OWN_SCORER,
     CheckSpec,
     EngineSpec,
@@ -48,6 +50,7 @@ from mismatch.specs import (
 
 if TYPE_CHECKING:
     from mismatch.experiments.gradients.planning import GradientPlan
+    from mismatch.types import Rollout
 
 
 ENGINE = "mismatch.processes.workers.engine"
@@ -164,6 +167,9 @@ class Stages:
     def _score_with_adapter(self, passes: list[Pass], *beside: Worker) -> None:
         """Let a framework's own code score passes; float32 alone may be missing afterwards."""
         rollout = store.load_rollout(self.run_dir)
+        if passes[0].spec.scorer == FILE_SCORER:
+            self._score_from_file(passes, rollout)
+            return
         run = prepared(self.spec, passes, self.run_dir, rollout, self.placement.trainer)
         title = f"score: {self._title(len(passes), None, passes[0].spec.scorer)}"
         try:
@@ -179,6 +185,19 @@ class Stages:
             if run.outputs[pass_.name].exists():
                 scoring = scoring_of(run.outputs[pass_.name], pass_, rollout)
                 store.save_scoring(self.run_dir, scoring, rollout, made_by=pass_.spec)
+
+    def _score_from_file(self, passes: list[Pass], rollout: Rollout) -> None:
+        """Keep the scores that another machine left in a file; side passes may be missing."""
+        file = require_file(passes[0].spec.scorer_config)
+        scores = read_scores(file, passes, rollout)
+        for pass_ in passes:
+            if pass_.name in scores:
+                scoring = scores[pass_.name]
+                store.save_scoring(self.run_dir, scoring, rollout, made_by=pass_.spec)
+            else:
+                lacking = MismatchError(f"{file.name} has no column {column_of(pass_.name)}")
+                write_error(self.run_dir, pass_label(pass_.name), lacking)
+        self.narrator.note(f"score: {len(scores)} passes from {file}")
 
     def _gradients_to_take(self, jobs: list[Job]) -> GradientPlan | None:
         """The plan, unless all of it is there; reasons of an earlier attempt are forgotten."""

@@ -22,6 +22,7 @@ from mismatch.reports.formatting import (
 from mismatch.reports.metric_labels import MetricLabel, metric_label, noise_label
 from mismatch.reports.section import Cell, Column, Table
 from mismatch.run.store import REFERENCE
+from mismatch.specs import FILE_SCORER
 from mismatch.types import Check, Comparison, Estimate, Judgement, NotTested, Report
 
 HEADLINE, MEDIAN = "logprob_abs_diff_mean", "logprob_abs_diff_p50"
@@ -109,7 +110,8 @@ def trainer_code(report: Report) -> tuple[str, ...]:
     """Return whose code computed the trainer's log-probabilities, where that is to be said."""
     facts = report.fingerprints.get(headline(report).train, {})
     if code := facts.get("code"):
-        return (f"trainer: {line(str(code))} (its own code)",)
+        own = "" if facts.get("backend") == FILE_SCORER else " (its own code)"
+        return (f"trainer: {line(str(code))}{own}",)
     preset = (report.run.get("spec") or {}).get("preset")
     return (f"trainer: mismatch's FSDP2 loop with the settings of {line(preset)}",) * bool(preset)
 

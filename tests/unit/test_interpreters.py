@@ -1,5 +1,7 @@
 """Environments of the user: what they hold, and which engines are known to fail."""
 
+import ast
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +101,37 @@ def test_a_version_with_a_known_fault_is_refused_with_its_link(tmp_path: Path) -
     assert caught.value.fix.endswith(known_faults()[0].link)
     sound = environment(tmp_path / "sound", vllm="0.26.0")
     require_sound_version(replace(spec, python=sound))
+
+
+IMPORTS = """
+import sys
+sys.modules["tomllib"] = None  # as on 3.10
+import mismatch.processes.workers.engine, mismatch.trainers.worker, mismatch.trainers.function
+import mismatch.engines.vllm.engine, mismatch.engines.sglang.engine
+print(*sorted(module.__file__ for name, module in sys.modules.items() if name[:9] == "mismatch."))
+"""
+NEWER = {
+    "Self",
+    "Never",
+    "assert_never",
+    "LiteralString",
+    "StrEnum",
+    "UTC",
+    "TaskGroup",
+    "override",
+}
+
+
+def test_workers_in_the_users_environments_run_on_python_3_10() -> None:
+    """Every file that they import has its grammar, and imports nothing that came later."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    files = done.stdout.split()
+    assert len(files) > 30
+    for path in files:
+        tree = ast.parse(Path(path).read_text("utf-8"), feature_version=(3, 10))
+        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+        assert not {name.name for node in imports for name in node.names} & NEWER, path
 
 
 WORKERS = {"numpy": "2.0", "pyarrow": "20.0", "safetensors": "0.6", "psutil": "7.0"}

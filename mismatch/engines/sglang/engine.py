@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 
@@ -91,7 +91,7 @@ class SglangEngine(Engine):
             reasons=reasons,
         )
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> SglangEngine:
         descriptor, path = tempfile.mkstemp(prefix="mismatch-sglang-")
         os.close(descriptor)
         self._error = Path(path)

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +62,7 @@ class SequenceState:
     likeliest: list[tuple[NDArray[Any], NDArray[Any]]] = field(default_factory=list)
 
     @classmethod
-    def seeded(cls, seed: int, job: tuple[int, int]) -> Self:
+    def seeded(cls, seed: int, job: tuple[int, int]) -> SequenceState:
         """Return a row that depends on the run's seed and its own place, not on the batch."""
         import torch
 
@@ -136,7 +136,7 @@ class TransformersEngine(Engine):
         """See the protocol; it can do all of it."""
         return Capabilities(distributions=True)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> TransformersEngine:
         import torch
         from transformers import AutoConfig
 

@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,7 +88,7 @@ class VllmEngine(Engine):
             reasons=reasons,
         )
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> VllmEngine:
         try:
             from vllm import LLM
 

@@ -1,0 +1,39 @@
+"""`mismatch tokens`: write a run's tokens into a file, for a trainer on another machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mismatch.cli.command import with_flags
+from mismatch.cli.flags import REQUIRED, Flags, Option
+from mismatch.cli.options import RUN
+from mismatch.errors import MismatchError
+
+FILE = Option("file", Path, "", "A .parquet or .jsonl file.", default=REQUIRED, argument=True)
+
+
+@with_flags(RUN, FILE)
+def tokens(flags: Flags) -> int:
+    """Write a run's tokens into a file: a row per sequence, with its ids and its action mask.
+
+    Score them wherever your trainer is, add a column logprobs (natural logarithms, one per action
+    token or one per token), and bring the file back. docs/your-trainer.md lists what else it may
+    hold.
+
+    Examples:
+    mismatch rollout --model MODEL --out runs/A
+    mismatch tokens runs/A tokens.parquet
+    mismatch score runs/A --scorer file --scorer-config scored.parquet
+    mismatch compare runs/A
+    """
+    from mismatch.cli import session
+    from mismatch.processes.exchange import SUFFIXES, write_tokens
+    from mismatch.run import store
+
+    path: Path = flags["file"]
+    if path.suffix not in SUFFIXES:
+        raise MismatchError(f"{path}: no {' or '.join(SUFFIXES)} file", "tokens.parquet")
+    rollout = store.load_rollout(flags["run"])
+    write_tokens(path, rollout)
+    session.say(f"{rollout.n_sequences} sequences, {rollout.n_actions} action tokens: {path}")
+    return 0
