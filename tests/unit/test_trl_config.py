@@ -10,7 +10,7 @@ import pytest
 
 from mismatch.errors import MismatchError
 from mismatch.features.presets.apply import Followed
-from mismatch.features.presets.trl import follow_trl, read_trl_config, trl_model
+from mismatch.features.presets.trl import MODEL, follow_trl, read_trl_config
 from mismatch.specs import CheckSpec
 
 # As a script's YAML has it: script, model and training arguments together.
@@ -50,8 +50,9 @@ def test_both_sides(tmp_path: Path) -> None:
     train = followed.spec.train
     assert (train.attention, train.master_dtype, train.autocast) == ("sdpa", "bf16", "bf16")
     assert train.logprobs_dtype == "bf16"  # from the preset
-    assert trl_model(read_trl_config(tmp_path / "grpo.yaml")) == "Qwen/Qwen3-0.6B"
-    assert {"dataset_name", "learning_rate"} == set(followed.ignored)
+    assert read_trl_config(tmp_path / "grpo.yaml").model(MODEL) == "Qwen/Qwen3-0.6B"
+    assert followed.ignored == ()
+    assert {"dataset_name", "learning_rate"} == set(followed.others)
 
 
 def test_arguments_that_a_trainer_saved_as_json(tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ def test_arguments_that_a_trainer_saved_as_json(tmp_path: Path) -> None:
     assert followed.spec.rollout.sampling.temperature == 0.7
     assert (followed.spec.train.dtype, followed.spec.train.autocast) == ("fp32", None)
     with pytest.raises(MismatchError, match="model_name_or_path"):
-        trl_model(read_trl_config(path))
+        read_trl_config(path).model(MODEL)
     with pytest.raises(MismatchError, match="pickle"):
         read_trl_config(tmp_path / "training_args.bin")
 

@@ -12,7 +12,7 @@ from mismatch.errors import MismatchError
 from mismatch.features.presets.apply import Followed
 from mismatch.features.presets.config_file import read_config
 from mismatch.features.presets.rules import read_keys
-from mismatch.features.presets.verl import follow_verl, read_verl_config, verl_model
+from mismatch.features.presets.verl import MODEL, follow_verl, read_verl_config
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 from tests.texts import numbers
 
@@ -107,7 +107,7 @@ def test_both_sides(tmp_path: Path) -> None:
     assert (train.dtype, train.autocast, train.master_dtype) == ("fp16", "fp16", "bf16")
     assert (train.layout, train.attention, train.micro_batch_tokens) == ("packing", "sdpa", 3072)
     assert train.temperature_in == "logits-rounded"  # from the preset
-    assert verl_model(read_verl_config(tmp_path / "ppo.yaml")) == "Qwen/Qwen3-30B-A3B"
+    assert read_verl_config(tmp_path / "ppo.yaml").model(MODEL) == "Qwen/Qwen3-30B-A3B"
 
 
 def test_every_key_is_accounted_for(tmp_path: Path) -> None:
@@ -120,6 +120,7 @@ def test_every_key_is_accounted_for(tmp_path: Path) -> None:
     } <= used
     assert "actor_rollout_ref.actor.optim.lr" not in applied.ignored  # changes no logprob
     assert "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype" in applied.ignored
+    assert applied.others == ("trainer.default_local_dir",)
     assert not any("rollout.temperature" in key for key in applied.ignored)
     assert "actor_rollout_ref.model.path" not in applied.ignored
     assert not any("default_local_dir" in line for line in applied.not_reproduced)
@@ -300,7 +301,7 @@ def test_without_omegaconf_the_command_that_installs_it(
 def test_a_model_that_is_not_given(tmp_path: Path) -> None:
     config = read_verl_config(_write(tmp_path, PRINTED.replace("Qwen/Qwen3-30B-A3B", "???")))
     with pytest.raises(MismatchError, match=r"actor_rollout_ref\.model\.path") as caught:
-        verl_model(config)
+        config.model(MODEL)
     assert "--model MODEL" in caught.value.fix
 
 

@@ -5,11 +5,12 @@ The order of precedence is: flags of the user, keys of the configuration, the fr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mismatch.features.presets.config_file import MISSING, ConfigFile
+from mismatch.features.presets.config_file import ConfigFile
 from mismatch.features.presets.frameworks import Preset
 from mismatch.features.presets.rules import CONVERSIONS, Keys, Rule, short, typed
 from mismatch.specs import CheckSpec
@@ -37,7 +38,9 @@ class Followed:
     not_reproduced: tuple[str, ...]
     """Keys that matter and have no counterpart here; also in ``spec.not_reproduced``."""
     ignored: tuple[str, ...]
-    """Keys that are given and change nothing here, or that are unknown."""
+    """Keys near the engine and the trainer that are not followed."""
+    others: tuple[str, ...]
+    """All other keys that are not followed: critics, rewards, logging."""
 
     def notes(self) -> tuple[str, ...]:
         """Return lines for the terminal."""
@@ -46,6 +49,7 @@ class Followed:
             *(f"  {line}" for line in self.used),
             *(f"  kept: {line}" for line in self.kept),
             *(f"  not followed: {line}" for line in sections(self.ignored)),
+            *(f"  not read: {line}" for line in counted(self.others)),
         )
 
 
@@ -132,8 +136,12 @@ class Work:
                 self.gaps.append(f"{gap.key} = {short(value)}: {gap.what}")
         known = self.seen | set(self.keys.no_effect)
         ignored = tuple(key for key in self.source.given() if not _below(key, known))
-        near = [key for key in ignored if key.startswith(self.keys.near)]
-        near = [key for key in near if not (own_code and key.startswith(TRAINER))]
+        others = tuple(key for key in ignored if not key.startswith(self.keys.near))
+        near = tuple(
+            key
+            for key in ignored
+            if key not in others and not (own_code and key.startswith(TRAINER))
+        )
         if near:
             self.gaps.append(f"keys that this run does not follow: {'; '.join(sections(near))}")
         gaps = tuple(dict.fromkeys(self.gaps))
@@ -143,12 +151,8 @@ class Work:
             preset=f"{preset.title}, as {self.source.origin} sets it",
             not_reproduced=(*self.spec.not_reproduced, *gaps),
         )
-        return Followed(spec, tuple(dict.fromkeys(self.used)), tuple(self.kept), gaps, ignored)
-
-
-def given(value: Any) -> bool:
-    """Whether a value of an engine's own arguments asks for anything."""
-    return value is not None and value != MISSING
+        used = tuple(dict.fromkeys(self.used))
+        return Followed(spec, used, tuple(self.kept), gaps, near, others)
 
 
 def sections(keys: Iterable[str]) -> list[str]:
@@ -158,6 +162,12 @@ def sections(keys: Iterable[str]) -> list[str]:
         section, _, name = key.rpartition(".")
         names.setdefault(section or "top level", []).append(name)
     return [f"{section}: {', '.join(inside)}" for section, inside in names.items()]
+
+
+def counted(keys: Iterable[str]) -> list[str]:
+    """Return the sections at the top of these keys with their numbers: "critic (31)"."""
+    counts = Counter(key.partition(".")[0] for key in keys)
+    return [", ".join(f"{name} ({count})" for name, count in counts.items())] if counts else []
 
 
 def _below(key: str, known: set[str]) -> bool:

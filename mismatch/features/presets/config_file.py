@@ -46,6 +46,20 @@ class ConfigFile:
                 f"give the value of {key} in the file, or as --verl-override {key}=VALUE",
             ) from error
 
+    def model(self, key: str) -> str:
+        """Return the text at the key that names the model, with ``~`` expanded.
+
+        Raises:
+            MismatchError: it is not in the file, or no text.
+        """
+        path = self.get(key)
+        if not isinstance(path, str):
+            raise MismatchError(
+                f"{self.origin}: {key} is {'not given' if path is None else path}",
+                f"name the model: --model MODEL, or {key} in the file",
+            )
+        return str(Path(path).expanduser()) if path.startswith("~") else path
+
     def given(self) -> Iterator[str]:
         """Yield the dotted keys of all values but null, ???, "" and empty lists and mappings."""
         from omegaconf import OmegaConf

@@ -11,8 +11,10 @@ from mismatch.errors import MismatchError
 from mismatch.features.presets.apply import Followed
 from mismatch.features.presets.frameworks import NAMES, get_preset, installed_kernels
 from mismatch.features.presets.sampling import Name, sample_as
-from mismatch.features.presets.trl import follow_trl, read_trl_config, trl_model
-from mismatch.features.presets.verl import follow_verl, read_verl_config, verl_model
+from mismatch.features.presets.trl import MODEL as TRL_MODEL
+from mismatch.features.presets.trl import follow_trl, read_trl_config
+from mismatch.features.presets.verl import MODEL as VERL_MODEL
+from mismatch.features.presets.verl import follow_verl, read_verl_config
 from mismatch.specs import PROMPTS, TRAIN, CheckSpec
 
 TRAINER = Option(
@@ -37,15 +39,17 @@ FLAGS = (
         "Sample as a framework does, also in what it leaves to generation_config.json.",
     ),
 )
-DESCRIBE = ("trainer", "verl_config", "trl_config")
+DESCRIBE = ("trainer", "verl_config", "trl_config")  # the trainer
+SAMPLE = ("verl_config", "trl_config", "sample_as")  # the sampling
 
 
 def model(flags: Flags) -> str | None:
     """Return the model that a framework's file names."""
     if flags.get("verl_config"):
-        return verl_model(read_verl_config(flags["verl_config"], flags["verl_override"] or ()))
+        source = read_verl_config(flags["verl_config"], flags["verl_override"] or ())
+        return source.model(VERL_MODEL)
     if flags.get("trl_config"):
-        return trl_model(read_trl_config(flags["trl_config"]))
+        return read_trl_config(flags["trl_config"]).model(TRL_MODEL)
     return None
 
 
@@ -55,21 +59,22 @@ def apply(spec: CheckSpec, flags: Flags) -> Configured:
     Raises:
         MismatchError: two of them at once, an unknown preset, or a file that cannot be read.
     """
-    given = [f"--{name.replace('_', '-')}" for name in DESCRIBE if flags.get(name)]
-    if len(given) > 1:
-        raise MismatchError(f"{' and '.join(given)} both describe the trainer", f"drop {given[0]}")
+    for names, what in ((DESCRIBE, "trainer"), (SAMPLE, "sampling")):
+        both = [f"--{name.replace('_', '-')}" for name in names if flags.get(name)]
+        if len(both) > 1:
+            raise MismatchError(f"{' and '.join(both)} both describe the {what}", f"drop {both[0]}")
     if flags.get("verl_override") and not flags.get("verl_config"):
         raise MismatchError(
             "--verl-override without --verl-config", "name the file: --verl-config FILE"
         )
     if flags.get("trainer"):
         result = from_preset(spec, flags)
-    elif given:
+    elif file := next((name for name in ("verl", "trl") if flags.get(f"{name}_config")), None):
         if spec.rollout.engine.servers:
             raise MismatchError(
-                f"{given[0]} describes an engine that mismatch starts, servers run with their own "
-                "settings",
-                f"drop {given[0]}, or --server; --trainer and --scorer describe the trainer alone",
+                f"--{file}-config describes an engine that mismatch starts, servers run with "
+                "settings of their own",
+                f"drop --{file}-config, or --server; --trainer describes the trainer alone",
             )
         followed = from_file(spec, flags)
         result = Configured(with_own_code(followed.spec, flags), followed.notes())

@@ -10,10 +10,11 @@ from mismatch.errors import MismatchError
 from mismatch.features.presets.apply import Followed, Work
 from mismatch.features.presets.config_file import ConfigFile, read_config
 from mismatch.features.presets.frameworks import get_preset
-from mismatch.features.presets.rules import Keys, read_keys, typed
+from mismatch.features.presets.rules import read_keys
 from mismatch.specs import CheckSpec
 
 FLAG = "--trl-config"
+MODEL = "model_name_or_path"  # a script's; GRPOTrainer itself gets it beside its arguments
 # What TRL's vllm_generation.py sets whatever the configuration says, where it starts vLLM itself.
 BATCHED_TOKENS = 4096
 
@@ -37,20 +38,6 @@ def read_trl_config(path: Path) -> ConfigFile:
     return replace(source, tree=tree)
 
 
-def trl_model(source: ConfigFile) -> str:
-    """Return ``model_name_or_path``.
-
-    Raises:
-        MismatchError: it is not in the file: GRPOTrainer gets the model beside its arguments.
-    """
-    path = source.get("model_name_or_path")
-    if path is None:
-        raise MismatchError(
-            f"{source.origin}: model_name_or_path is not given", "name the model: --model MODEL"
-        )
-    return str(typed("text", path, "model_name_or_path"))
-
-
 def follow_trl(
     source: ConfigFile,
     spec: CheckSpec,
@@ -59,9 +46,8 @@ def follow_trl(
     cpu_engine: bool = False,
 ) -> Followed:
     """Return the check that a GRPOConfig describes; arguments as of :func:`follow_verl`."""
-    keys: Keys = read_keys("trl")
-    work = Work(source, keys, spec, explicit, packages, cpu_engine)
-    work.seen |= {"model_name_or_path", "bf16", "fp16"}
+    work = Work(source, read_keys("trl"), spec, explicit, packages, cpu_engine)
+    work.seen |= {MODEL, "bf16", "fp16"}
     work.rules()
     if source.get("vllm_mode") == "colocate" and work.spec.rollout.engine.engine == "vllm":
         work.argument("(always)", "max_num_batched_tokens", BATCHED_TOKENS)

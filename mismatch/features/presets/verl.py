@@ -8,14 +8,15 @@ from pathlib import Path
 
 from mismatch.engines.registry import engine_infos
 from mismatch.errors import MismatchError
-from mismatch.features.presets.apply import Followed, Work, given
-from mismatch.features.presets.config_file import ConfigFile, read_config
+from mismatch.features.presets.apply import Followed, Work
+from mismatch.features.presets.config_file import MISSING, ConfigFile, read_config
 from mismatch.features.presets.frameworks import get_preset
 from mismatch.features.presets.rules import read_keys, typed
 from mismatch.specs import CheckSpec
 
 FLAG = "--verl-config"
 ROOT = "actor_rollout_ref."
+MODEL = f"{ROOT}model.path"
 COMPLETE = (
     "give the config that hydra saved when the run started, outputs/DATE/TIME/.hydra/config.yaml; "
     "or print it: python -m verl.trainer.main_ppo YOUR_OVERRIDES --cfg job --resolve > config.yaml"
@@ -40,23 +41,6 @@ def read_verl_config(path: Path, overrides: Sequence[str] = ()) -> ConfigFile:
     return source
 
 
-def verl_model(source: ConfigFile) -> str:
-    """Return ``actor_rollout_ref.model.path``, with ``~`` expanded.
-
-    Raises:
-        MismatchError: it is not in the config, or no text.
-    """
-    key = f"{ROOT}model.path"
-    path = source.get(key)
-    if path is None:
-        raise MismatchError(
-            f"{source.origin}: {key} is not given",
-            f"name the model: --model MODEL, or --verl-override {key}=MODEL",
-        )
-    text: str = typed("text", path, key)
-    return str(Path(text).expanduser()) if text.startswith("~") else text
-
-
 def follow_verl(
     source: ConfigFile,
     spec: CheckSpec,
@@ -77,11 +61,12 @@ def follow_verl(
     """
     work = _Verl(source, read_keys("verl"), spec, explicit, packages, cpu_engine)
     # The model is asked for beforehand; response_length is the longest response, resolved.
-    work.seen |= {f"{ROOT}model.path", "data.max_response_length"}
+    work.seen |= {MODEL, "data.max_response_length"}
     work.engine()
     work.rules()
     work.engine_kwargs()
-    work.micro_batch()
+    if spec.train.scorer != "verl":  # its own code reads the budget itself
+        work.micro_batch()
     work.prompts()
     return work.result(get_preset("verl"))
 
@@ -108,7 +93,7 @@ class _Verl(Work):
         own = {rule.key: rule for rule in self.keys.own_arguments}
         for option, value in (self.value(prefix, "mapping") or {}).items():
             key = f"{prefix}.{option}"
-            if not given(value):
+            if value in (None, MISSING):
                 continue
             if option in own:
                 self.follow(own[option], key, typed(own[option].kind, value, key))
