@@ -34,13 +34,6 @@ def test_a_preset_sets_what_the_user_left_open():
     assert check_spec(flags()).train.autocast is None
 
 
-def test_a_given_flag_wins_over_the_preset_and_is_said():
-    spec, notes = spec_of(trainer="verl", autocast="fp16")
-    assert spec.train.autocast == "fp16"
-    (kept,) = [note for note in notes if note.startswith("  kept: autocast ")]
-    assert "fp16" in kept
-
-
 def test_an_unknown_trainer_names_the_near_miss():
     with pytest.raises(MismatchError, match="no such preset") as caught:
         spec_of(trainer="verll")

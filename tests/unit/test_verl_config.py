@@ -330,8 +330,3 @@ def test_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert values == ["org/name", "x-5-5", None, None, [1, 5], 5, {"d": 5, "e": 5}]
     assert config.get("no.such") is None
     assert config.get("j.1") == 5
-
-
-def test_circles_end(tmp_path: Path) -> None:
-    with pytest.raises(MismatchError, match="Recursive"):
-        read_config("--verl-config", _write(tmp_path, "a: ${b}\nb: ${a}\n")).get("a")
