@@ -17,14 +17,12 @@ def tokens(flags: Flags) -> int:
     """Write a run's tokens into a file: a row per sequence, with its ids and its action mask.
 
     Score them wherever your trainer is, add a column logprobs (natural logarithms, one per action
-    token or one per token), and bring the file back. docs/your-trainer.md lists what else it may
+    token or one per token), and bring the file back: mismatch score RUN --scorer file
+    --scorer-config FILE, then mismatch compare RUN. docs/your-trainer.md lists what else it may
     hold.
 
     Examples:
-    mismatch rollout --model MODEL --out runs/A
     mismatch tokens runs/A tokens.parquet
-    mismatch score runs/A --scorer file --scorer-config scored.parquet
-    mismatch compare runs/A
     """
     from mismatch.cli import session
     from mismatch.processes.exchange import SUFFIXES, write_tokens
