@@ -78,12 +78,14 @@ def test_verls_packed_rows_of_gpt_oss_see_each_other(tmp_path: Path) -> None:
     assert gaps_of(report)["trainer"] > 0.1  # in float32 as well
 
 
-def test_verls_padded_rows_are_healthy(tmp_path: Path) -> None:
+def test_verls_padded_rows_round_and_nothing_more(tmp_path: Path) -> None:
+    """On a CPU autocast leaves the log-softmax in bf16, which may be suspected."""
     config = tmp_path / "verl.yaml"
     config.write_text("actor_rollout_ref: {model: {use_remove_padding: false}}\n")
     own = ("--python", python_of(VERL), "--scorer", "verl", "--scorer-config", str(config))
     report = checked(tmp_path / "run", *own)
-    assert report["verdict"]["status"] == "healthy"
+    assert report["verdict"]["status"] in ("healthy", "tolerable")
+    assert {cause["id"] for cause in report["causes"]["ranked"]} <= {"bf16-logprobs"}
     assert report["fingerprints"]["fsdp"]["code"].startswith("verl 0.9.1")
     assert gaps_of(report)["trainer"] < 1e-5
 
