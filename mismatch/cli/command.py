@@ -7,7 +7,7 @@ several commands: keys of flags that another command has are passed over.
 from __future__ import annotations
 
 import inspect
-import math
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -21,18 +21,22 @@ from mismatch.cli.flags import Flags, Option
 from mismatch.cli.options import CHECK
 from mismatch.errors import MismatchError, did_you_mean
 
-KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 Verb = Callable[[Flags], int]
+NOT_IN_FILES = ("config", "print_config")
+EXPLICIT = ("COMMANDLINE", "DEFAULT_MAP", "ENVIRONMENT")  # where click read a value
 
 
 def with_flags(*groups: Option | tuple[Option, ...]) -> Callable[[Verb], Callable[..., int]]:
     """Turn ``verb(flags) -> exit code`` into a command that typer understands."""
-    options = tuple(_flat(groups))
+    options: list[Option] = []
+    for group in groups:
+        options += (group,) if isinstance(group, Option) else group
 
     def decorate(verb: Verb) -> Callable[..., int]:
         def command(ctx: typer.Context, **values: Any) -> int:
             flags = Flags(values)
-            flags.explicit = frozenset(name for name in values if _is_explicit(ctx, name))
+            sources = {name: ctx.get_parameter_source(name) for name in values}
+            flags.explicit = frozenset(n for n, at in sources.items() if at and at.name in EXPLICIT)
             if flags.get("print_config"):
                 typer.echo(to_toml(options, flags), nl=False)
                 return 0
@@ -43,21 +47,21 @@ def with_flags(*groups: Option | tuple[Option, ...]) -> Callable[[Verb], Callabl
                 ctx.default_map = {**(ctx.default_map or {}), **read_config(value, options)}
             return value
 
-        context = inspect.Parameter("ctx", KEYWORD_ONLY, annotation=typer.Context)
-        parameters = [
-            option.parameter(take_config if option.name == "config" else None) for option in options
-        ]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters = [inspect.Parameter("ctx", kind, annotation=typer.Context)]
+        for option in options:
+            parameters.append(option.parameter(take_config if option.name == "config" else None))
         # typer reads a command's parameters from its signature.
-        command.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__name__, command.__doc__ = verb.__name__, verb.__doc__
-        command.options = options  # type: ignore[attr-defined]
+        command.options = tuple(options)  # type: ignore[attr-defined]
         return command
 
     return decorate
 
 
 def _run(verb: Verb, flags: Flags) -> int:
-    """The command; with ``--format`` or ``--quiet`` its report stands alone on standard output.
+    """Run the command; with ``--format`` or ``--quiet`` its report alone is on standard output.
 
     Raises:
         MismatchError: a tracker's client is missing: said before anything is run.
@@ -76,21 +80,8 @@ def _run(verb: Verb, flags: Flags) -> int:
         return verb(flags)
 
 
-def _flat(groups: Iterable[Option | tuple[Option, ...]]) -> Iterable[Option]:
-    for group in groups:
-        yield from (group,) if isinstance(group, Option) else group
-
-
-def _is_explicit(ctx: typer.Context, name: str) -> bool:
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP", "ENVIRONMENT")
-
-
-NOT_IN_FILES = ("config", "print_config")
-
-
 def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
-    """The flags that a file sets, for the command that has ``options``.
+    """Return the flags that a file sets, for the command that has ``options``.
 
     Raises:
         MismatchError: no readable TOML, a key that no command knows (with the nearest flag), or a
@@ -110,12 +101,12 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
             'a line looks like: attention = "eager"; --print-config writes a whole file',
         ) from error
     own = _in_files(options)
-    readable = _in_files(CHECK) | own
+    known = _in_files(CHECK) | own
     values: dict[str, Any] = {}
     for key, value in data.items():
         name = key.replace("-", "_")
-        if name not in readable:
-            guess = did_you_mean(name, readable, most=1)
+        if name not in known:
+            guess = did_you_mean(name, known, most=1)
             raise MismatchError(
                 f"config file {path}: unknown key {key!r}",
                 f"{guess}mismatch check --print-config lists all of them",
@@ -124,17 +115,16 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
             raise MismatchError(
                 f"config file {path}: {name} stands twice, with - and with _", "drop one of them"
             )
-        option, where = readable[name], f"config file {path}, key {key!r}:"
-        if option.is_list:  # most files name one engine: a string is a list of one
-            items = value if isinstance(value, list) else [value]
-            values[name] = [option.convert(item, where) for item in items]
-        else:
-            values[name] = option.convert(value, where)
+        option, where = known[name], f"config file {path}, key {key!r}:"
+        # Most files name one engine: a string is a list of one.
+        items = value if option.is_list and isinstance(value, list) else [value]
+        read = [option.convert(item, where) for item in items]
+        values[name] = read if option.is_list else read[0]
     return {name: value for name, value in values.items() if name in own}
 
 
 def to_toml(options: Iterable[Option], values: Mapping[str, Any]) -> str:
-    """All flags of a command as a file; those that are not set as comments."""
+    """Return all flags of a command as a file; those that are not set as comments."""
     lines = ["# mismatch COMMAND --config FILE.toml"]
     for name in _in_files(options):
         value = values[name]
@@ -148,23 +138,13 @@ def to_toml(options: Iterable[Option], values: Mapping[str, Any]) -> str:
 
 
 def _in_files(options: Iterable[Option]) -> dict[str, Option]:
-    return {
-        option.name: option
-        for option in options
-        if not option.argument and option.name not in NOT_IN_FILES
-    }
+    return {o.name: o for o in options if not o.argument and o.name not in NOT_IN_FILES}
 
 
 def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, float):
-        return repr(value) if math.isfinite(value) else str(value)
-    if isinstance(value, int):
-        return str(value)
-    import json
-
+    if isinstance(value, bool | int | float):
+        return str(value).lower()  # of numbers the same text as in Python, inf and nan too
     # A JSON string is a TOML string, but for one character.
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -27,44 +27,36 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mismatch.experiments.fixes.base import Fix
-    from mismatch.specs import CheckSpec
 
 SCHEMA = "mismatch.fixes/1"
 NO_MODEL = (
     "Which apply depends on the check: give its flags, --model MODEL … . "
     "One fix in detail: mismatch fixes ID. Try them: mismatch check --fix all."
 )
-
-
 FIX = Option("fix", str | None, "", "Id of one fix, to see it in detail.", argument=True)
+OF_A_CHECK = (PROMPT_FLAGS, ENGINE_FLAGS, ROUTING, TRAIN_FLAGS, CONFIGURATION_FLAGS)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One fix in the list.
-
-    Attributes:
-        applies: whether a check of the given flags could try it; None: no model was given.
-        reason: why not; or of some of its values why not.
-    """
+    """One fix in the list."""
 
     fix: Fix
     applies: bool | None = None
+    """Whether a check of the given flags could try it; None: no model was given."""
     reason: str = ""
+    """Why not; or of some of its values why not."""
+
+    @property
+    def answer(self) -> str:
+        """Whether a check could try it, and why not."""
+        from mismatch.reports.formatting import line
+
+        answer = "✓ applies here" if self.applies else "– not here"
+        return f"{answer}: {line(self.reason)}" if self.reason else answer
 
 
-@with_flags(
-    FIX,
-    MODEL_FLAGS,
-    TRAIN_MODEL,
-    PROMPT_FLAGS,
-    ENGINE_FLAGS,
-    ROUTING,
-    TRAIN_FLAGS,
-    CONFIGURATION_FLAGS,
-    CONFIG,
-    JSON,
-)
+@with_flags(FIX, MODEL_FLAGS, TRAIN_MODEL, *OF_A_CHECK, CONFIG, JSON)
 def fixes(flags: Flags) -> int:
     """List the fixes that a check can try, or show one of them.
 
@@ -79,48 +71,41 @@ def fixes(flags: Flags) -> int:
 
     from mismatch.experiments.fixes.catalogue import FIXES, fix_named
 
-    chosen = (fix_named(flags["fix"]),) if flags["fix"] else FIXES
-    model = flags["model"] or configured_model(flags)
-    listed = entries(_spec(flags)) if model else [Entry(fix) for fix in FIXES]
-    shown = [entry for entry in listed if entry.fix in chosen]
+    asked = flags["fix"]
+    chosen = (fix_named(asked),) if asked else FIXES
+    named = flags["model"] or configured_model(flags)
+    entries = entries_of(flags) if named else {fix.id: Entry(fix) for fix in FIXES}
+    shown = [entries[fix.id] for fix in chosen]
     if flags["as_json"]:
-        rows = [_plain(entry, detailed=flags["fix"] is not None) for entry in shown]
+        rows = [_plain(entry, detailed=asked is not None) for entry in shown]
         typer.echo(json.dumps({"schema": SCHEMA, "model": flags["model"], "fixes": rows}, indent=2))
-    elif flags["fix"]:
+    elif asked:
         _print_fix(shown[0], Console())
     else:
         _print_list(shown, Console())
     return 0
 
 
-def entries(spec: CheckSpec) -> list[Entry]:
-    """Every fix, and whether this check could try it."""
+def entries_of(flags: Flags) -> dict[str, Entry]:
+    """Return every fix by its id, and whether the check of these flags could try it."""
+    from mismatch.cli.to_spec import check_spec
     from mismatch.experiments.fixes.catalogue import FIXES
     from mismatch.experiments.fixes.context import context_of
     from mismatch.experiments.fixes.planning import SIDES, plan_fixes
 
-    with_all = replace(spec, fixes=SIDES)
-    planned = plan_fixes(with_all, context_of(with_all))
-    possible = {variant.chosen[0].fix.id for variant in planned.variants}
-    possible |= {fix.id for fix in planned.estimators}
-    reasons: dict[str, list[str]] = {}
-    for row in planned.refused:
-        name, _, value = row.id.partition("=")
-        why = f"{value}: {row.reason}" if value and name in possible else row.reason
-        reasons.setdefault(name, []).append(why)
-    return [
-        Entry(fix, fix.id in possible, "; ".join(dict.fromkeys(reasons.get(fix.id, ()))))
-        for fix in FIXES
-    ]
-
-
-def _spec(flags: Flags) -> CheckSpec:
-    from mismatch.cli.to_spec import check_spec
-
     # The flag of the same name asks a check for fixes; here it is the argument.
     of_check = Flags({name: value for name, value in flags.items() if name != "fix"})
     of_check.explicit = flags.explicit - {"fix"}
-    return configured(check_spec(of_check), of_check).spec
+    spec = replace(configured(check_spec(of_check), of_check).spec, fixes=SIDES)
+    planned = plan_fixes(spec, context_of(spec))
+    possible = {variant.chosen[0].fix.id for variant in planned.variants}
+    possible |= {fix.id for fix in planned.estimators}
+    reasons: dict[str, dict[str, None]] = {fix.id: {} for fix in FIXES}
+    for row in planned.refused:
+        name, _, value = row.id.partition("=")
+        why = f"{value}: {row.reason}" if value and name in possible else row.reason
+        reasons[name][why] = None
+    return {fix.id: Entry(fix, fix.id in possible, "; ".join(reasons[fix.id])) for fix in FIXES}
 
 
 def _plain(entry: Entry, detailed: bool) -> dict[str, Any]:
@@ -137,13 +122,7 @@ def _plain(entry: Entry, detailed: bool) -> dict[str, Any]:
         "reason": entry.reason,
     }
     if detailed:
-        guide = guide_of(fix.id)
-        row |= {
-            "changes": guide.changes,
-            "worse": guide.worse,
-            "settings": [asdict(setting) for setting in guide.settings],
-            "evidence": [asdict(fact) for fact in guide.evidence],
-        }
+        row |= asdict(guide_of(fix.id))
     return row
 
 
@@ -164,20 +143,12 @@ def _print_list(shown: list[Entry], console: Console) -> None:
                 if entry.applies is not False:
                     about.append(f"\ncost: {entry.fix.cost}", "dim")
                 if entry.applies is not None:
-                    about.append(f"\n{_answer(entry)}", "green" if entry.applies else "dim")
+                    about.append(f"\n{entry.answer}", "green" if entry.applies else "dim")
                 table.add_row(f"  {entry.fix.id}", about)
         console.print(table, highlight=False, markup=False)
         console.print()
     if any(entry.applies is None for entry in shown):
         console.print(NO_MODEL, highlight=False, markup=False)
-
-
-def _answer(entry: Entry) -> str:
-    """Say whether a check could try it, and why not."""
-    from mismatch.reports.formatting import line
-
-    answer = "✓ applies here" if entry.applies else "– not here"
-    return f"{answer}: {line(entry.reason)}" if entry.reason else answer
 
 
 def _print_fix(entry: Entry, console: Console) -> None:
@@ -187,14 +158,11 @@ def _print_fix(entry: Entry, console: Console) -> None:
     from mismatch.experiments.fixes.guides import SIDES, guide_of, sentence, trials
 
     fix, guide = entry.fix, guide_of(entry.fix.id)
-    settings = [
-        text
-        for setting in guide.settings
-        for text in (
-            f"- {setting.framework}: {'; '.join(filter(None, (setting.remark, setting.source)))}",
-            *(f"      {line}" for line in setting.lines),
-        )
-    ]
+    settings = []
+    for setting in guide.settings:
+        about = "; ".join(filter(None, (setting.remark, setting.source)))
+        settings.append(f"- {setting.framework}: {about}")
+        settings += [f"      {line}" for line in setting.lines]
     evidence = [
         f"- {fact.text} ({fact.source}{'' if fact.read else '; second-hand'})"
         for fact in guide.evidence
@@ -210,7 +178,7 @@ def _print_fix(entry: Entry, console: Console) -> None:
     side = SIDES[fix.side].partition(" (")[0].lower()
     console.print(Text.assemble((fix.id, "bold"), f"  {side}: {fix.summary}"))
     if entry.applies is not None:
-        console.print(Text(_answer(entry)))
+        console.print(Text(entry.answer))
     for title, lines in parts.items():
         console.print()
         console.print(Text(title, "bold"))

@@ -9,9 +9,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType
 from typing import Annotated, Any, Literal, TextIO, get_args, get_origin, get_type_hints
 
 import typer
@@ -81,50 +82,55 @@ class Option:
         return self.spelling or f"--{self.name.replace('_', '-')}"
 
     @property
+    def bare_kind(self) -> Any:
+        """The kind without None."""
+        parts = get_args(self.kind)
+        return parts[0] if NoneType in parts else self.kind
+
+    @property
     def is_list(self) -> bool:
-        return get_origin(_without_none(self.kind)) is list
+        return get_origin(self.bare_kind) is list
 
     @property
     def item(self) -> Any:
         """Type of one value."""
-        kind = _without_none(self.kind)
+        kind = self.bare_kind
         return get_args(kind)[0] if get_origin(kind) in (list, tuple) else kind
 
     def convert(self, value: Any, where: str) -> Any:
-        """One value, from text (command line) or from a TOML value.
+        """Return one value, from text (command line) or from a TOML value.
 
         Raises:
             MismatchError: it is of another type, no choice of the flag, or outside of its range.
         """
-        item, wanted, near = self.item, NAMES_OF_TYPES.get(self.item, "a path"), []
+        item, guess = self.item, ""
+        wanted = NAMES_OF_TYPES.get(item, "a path")
         if get_origin(item) is Literal:
-            names = (
-                DTYPE_NAMES
-                if item in (Dtype, MasterDtype)
-                else {name: name for name in get_args(item)}
-            )
-            choices = tuple(dict.fromkeys(names.values()))
+            names = {name: name for name in get_args(item)}
+            names = DTYPE_NAMES if item in (Dtype, MasterDtype) else names
             if isinstance(value, str) and value in names:
                 return names[value]
-            wanted = f"one of {', '.join(choices)}"
-            from difflib import get_close_matches
-
+            wanted = f"one of {', '.join(dict.fromkeys(names.values()))}"
             near = get_close_matches(str(value), names, n=1)
-        elif item is bool:
-            if isinstance(value, bool):
-                return value
+            guess = f"did you mean {near[0]}? " if near else ""
+        elif item is bool and isinstance(value, bool):
+            return value
         elif item in (int, float):
-            number = _number(value, item)
-            if number is not None and (self.range is None or number in self.range):
-                return number
             wanted += f" {self.range}" if self.range is not None else ""
-        elif isinstance(value, str | Path):
+            whole = item is float or not isinstance(value, float)
+            if isinstance(value, str | int | float) and not isinstance(value, bool) and whole:
+                try:
+                    number = item(value)
+                except (ValueError, OverflowError):
+                    number = None
+                if number is not None and (self.range is None or number in self.range):
+                    return number
+        elif item is not bool and isinstance(value, str | Path):
             return item(value)
-        guess = f"did you mean {near[0]}? " if near else ""
         raise MismatchError(f"{where} {value!r} is not {wanted}", f"{guess}write {wanted}")
 
     def parameter(self, callback: Callable[..., Any] | None = None) -> inspect.Parameter:
-        """What typer reads.
+        """Return what typer reads.
 
         Args:
             callback: called with the value before all other flags are read.
@@ -138,44 +144,22 @@ class Option:
             about["metavar"] = f"<{'|'.join((*DTYPES, AUTO))}>"
         if self.metavar:
             about["metavar"] = self.metavar
-        if self.argument:
-            info = typer.Argument(**about)
-        else:
-            info = typer.Option(*([self.flag] if self.switch or self.spelling else ()), **about)
+        names = (self.flag,) if self.switch or self.spelling else ()
+        info = typer.Argument(**about) if self.argument else typer.Option(*names, **about)
+        kind = Annotated[self.kind, info]
         return inspect.Parameter(
-            self.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=self.default,
-            annotation=Annotated[self.kind, info],
+            self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=kind
         )
 
 
 def switch(name: str, panel: str, help: str) -> Option:
-    """A flag that is off until it is given, without a --no-NAME."""
+    """Return a flag that is off until it is given, without a --no-NAME."""
     return Option(name, bool, panel, help, default=False, switch=True)
-
-
-def _without_none(kind: Any) -> Any:
-    if isinstance(kind, UnionType) or NoneType in get_args(kind):
-        return next(part for part in get_args(kind) if part is not NoneType)
-    return kind
-
-
-def _number(value: Any, kind: type) -> Any:
-    """The value as an int or a float; None: it is none."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        return None
-    if kind is int and isinstance(value, float):
-        return None
-    try:
-        return kind(value)
-    except (ValueError, OverflowError):
-        return None
 
 
 @cache
 def _fields(spec: type) -> Mapping[str, tuple[Option, bool]]:
-    """Flags of a spec by field, and whether the flag's value is the field's."""
+    """Return the flags of a spec by field, and whether the flag's value is the field's."""
     options: dict[str, tuple[Option, bool]] = {}
     hints = get_type_hints(spec, include_extras=True)
     for field in fields(spec):
@@ -197,7 +181,7 @@ def _fields(spec: type) -> Mapping[str, tuple[Option, bool]]:
 
 
 def flags_of(spec: type, names: str = "") -> tuple[Option, ...]:
-    """Flags of a spec's fields, or of those named (separated by spaces)."""
+    """Return the flags of a spec's fields, or of those named (separated by spaces)."""
     table = _fields(spec)
     return tuple(table[name][0] for name in names.split() or table)
 
@@ -205,7 +189,7 @@ def flags_of(spec: type, names: str = "") -> tuple[Option, ...]:
 def spec_values(
     spec: type, flags: Mapping[str, Any], names: str = "", auto: Callable[[], str] | None = None
 ) -> dict[str, Any]:
-    """Fields of a spec that the flags of a command set as they are.
+    """Return the fields of a spec that the flags of a command set as they are.
 
     Flags of a kind of their own are left to the command.
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -37,33 +38,34 @@ PLAIN_INTERVAL_S = 15.0  # between progress lines where lines cannot be rewritte
 
 
 def stored_spec(flags: Flags) -> CheckSpec | None:
-    """The spec of the run that ``--resume RUN`` names, where no other flag says what to run."""
+    """Return the spec of the run that ``--resume RUN`` names, where no other flag says what to run.
+
+    Raises:
+        MismatchError: code or interpreters of the run that nobody trusts, or flags that the run
+            cannot follow.
+    """
+    from mismatch.cli.to_spec import fix_fields
     from mismatch.run.directory import NEWEST, load_spec
     from mismatch.run.trust import require_trust
-
-    resume = flags["resume"]
-    if resume in (None, NEWEST) or flags.explicit - BESIDE_RESUME:
-        return None
-    spec = load_spec(Path(resume))
-    from dataclasses import replace
-
-    from mismatch.cli.to_spec import fix_fields
     from mismatch.specs import CheckSpec
 
-    asked = spec
-    if flags.explicit & SERVER_NAMES:
+    resume, explicit = flags["resume"], flags.explicit
+    if resume in (None, NEWEST) or explicit - BESIDE_RESUME:
+        return None
+    asked = spec = load_spec(Path(resume))
+    if explicit & SERVER_NAMES:
         engine = moved(spec.rollout.engine, flags)
         spec = replace(spec, rollout=replace(spec.rollout, engine=engine))
-        if "server" in flags.explicit:  # said again
+        if "server" in explicit:  # said again
             asked = replace(spec, rollout=replace(spec.rollout, engine=replace(engine, servers=())))
     require_trust(Path(resume), asked, bool(flags.get("trust_run")))
-    if flags.explicit & FIX_NAMES:
+    if explicit & FIX_NAMES:
         fields = fix_fields(flags, spec.fixes)
-        kept = set() if "fix" in flags.explicit else FIX_NAMES - flags.explicit
+        kept = set() if "fix" in explicit else FIX_NAMES - explicit
         spec = replace(spec, **{name: fields[name] for name in fields.keys() - kept})
-    if flags.explicit & GRADIENT_NAMES:  # a flag that is not set again stays the run's
-        explicit = {name: flags[name] for name in GRADIENT_NAMES & flags.explicit}
-        spec = replace(spec, **spec_values(CheckSpec, explicit))
+    if explicit & GRADIENT_NAMES:  # a flag that is not set again stays the run's
+        gradients = {name: flags[name] for name in GRADIENT_NAMES & explicit}
+        spec = replace(spec, **spec_values(CheckSpec, gradients))
         if not spec.gradients:
             fault = f"--gradient-prompts: {resume} takes no gradient"
             raise MismatchError(fault, "add --gradients")
@@ -71,7 +73,7 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
 
 
 def trusted_code(run_dir: Path, train: TrainSpec, flags: Flags) -> bool:
-    """Whether code of a run's model may run: where the caller says so, not where its spec does.
+    """Return whether code of a run's model may run: the caller decides, not the run's spec.
 
     Raises:
         MismatchError: the run was made with it, and nobody says so here.
@@ -133,29 +135,26 @@ class ConsoleNarrator:
             with self._bar(title) as show:
                 yield show
         else:
-            self.console.print(f"{title} …", highlight=False)
+            self.note(f"{title} …")
             yield self._plain_lines()
-        elapsed = time.monotonic() - start
-        self.console.print(f"{title}: done in {elapsed:.0f} s", highlight=False, markup=False)
+        self.note(f"{title}: done in {time.monotonic() - start:.0f} s")
 
     def note(self, text: str) -> None:
-        """One line between stages."""
+        """Print one line between stages."""
         self.console.print(plain_lines(text), highlight=False, markup=False)
 
     @contextmanager
     def _bar(self, title: str) -> Iterator[Callable[[str], None]]:
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-        text = TextColumn("{task.description}", markup=False)
-        columns = SpinnerColumn(), text, BarColumn(bar_width=20)
+        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20)
         with Progress(*columns, console=self.console, transient=True) as progress:
             task = progress.add_task(title, total=None)
 
             def show(line: str) -> None:
                 text = plain_lines(line)
                 if done := DONE.search(text):
-                    completed, total = int(done[1]), int(done[2])
-                    progress.update(task, completed=completed, total=total)
+                    progress.update(task, completed=int(done[1]), total=int(done[2]))
                 progress.update(task, description=f"{title}: {text}")
 
             yield show
@@ -167,7 +166,7 @@ class ConsoleNarrator:
             nonlocal last
             if time.monotonic() - last >= PLAIN_INTERVAL_S:
                 last = time.monotonic()
-                self.console.print(f"  {plain_lines(line)}", highlight=False, markup=False)
+                self.note(f"  {line}")
 
         return show
 
@@ -254,16 +253,18 @@ def command() -> str:
 
 
 def conclude(report: Report, run_dir: Path | None, flags: Flags, written: bool = False) -> int:
-    """Print the report; the verdict is its last line. Returns the exit code.
+    """Print the report; the verdict is its last line. Return the exit code.
 
     Args:
         written: whether the run's HTML and Markdown hold the names of ``--names`` already.
     """
     from mismatch.analysis.levels import exit_code, fails_on
+    from mismatch.reports import ci_formats, files, markdown, terminal
+    from mismatch.run import store
 
     framework = flags.get("names")
     if framework is not None and run_dir is not None and not written:
-        write_with_names(report, run_dir, framework)
+        files.write_rendered(run_dir, report, store.load_tokens(run_dir), framework)
     if flags.get("log_to"):
         from mismatch.reports.sinks import send
 
@@ -271,7 +272,18 @@ def conclude(report: Report, run_dir: Path | None, flags: Flags, written: bool =
             print(f"warning: {plain_lines(note)}", file=sys.stderr)
     quick = bool(report.run.get("spec", {}).get("quick"))
     code: int = exit_code(report.verdict, fails_on(flags["fail_on"], quick))
-    _show(report, run_dir, flags, framework, failing=bool(code))
+    details = bool(flags.get("details"))
+    writers = {
+        "json": lambda: files.to_json(report),
+        "markdown": lambda: markdown.to_markdown(report, framework, details),
+        "github": lambda: ci_formats.to_github(report, bool(code)),
+        "junit": lambda: ci_formats.to_junit(report, bool(code)),
+    }
+    console = _write(flags, writers)
+    if console is not None and flags.get("quiet"):
+        terminal.print_verdict(report, console)
+    elif console is not None:
+        terminal.print_report(report, console, run_dir, framework, details=details)
     return code
 
 
@@ -281,7 +293,7 @@ def conclude_page(
     flags: Flags,
     machines: Mapping[str, Callable[[], str]] = MappingProxyType({}),
 ) -> None:
-    """A page that is no report of one run: written to ``--out``, and shown as ``--format`` asks.
+    """Write a page that is no report of one run to ``--out``; show it as ``--format`` asks.
 
     Args:
         document: its numbers, with their schema.
@@ -297,58 +309,24 @@ def conclude_page(
     out = None if flags["out"] is None else new_directory(flags["out"], shown.file)
     if out is not None:
         write_page(out, shown, document)
-    form, output = flags.get("format", "text"), flags.output or sys.stdout
+    writers = {
+        "json": lambda: json.dumps(document, indent=1, allow_nan=False) + "\n",
+        "markdown": lambda: markdown.show_page(shown),
+        **machines,
+    }
+    console = _write(flags, writers)
+    if console is not None and flags.get("quiet"):
+        terminal.print_tail(shown, console)
+    elif console is not None:
+        terminal.print_page(shown, console, out, bool(flags.get("details")))
+
+
+def _write(flags: Flags, writers: Mapping[str, Callable[[], str]]) -> Console | None:
+    """Write what ``--format`` asks for; return the console to print on where that is text."""
+    from rich.console import Console
+
+    output, form = flags.output or sys.stdout, flags.get("format", "text")
     if form == "text":
-        from rich.console import Console
-
-        console = Console(file=output)
-        if flags.get("quiet"):
-            terminal.print_tail(shown, console)
-        else:
-            terminal.print_page(shown, console, out, bool(flags.get("details")))
-    elif form == "json":
-        output.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    elif form == "markdown":
-        output.write(markdown.show_page(shown))
-    else:
-        output.write(machines[form]())
-
-
-def _show(
-    report: Report,
-    run_dir: Path | None,
-    flags: Flags,
-    framework: str | None,
-    *,
-    failing: bool,
-) -> None:
-    """The report on standard output, as ``--format`` asks."""
-    from mismatch.reports import ci_formats, files, markdown, terminal
-
-    form, details = flags.get("format", "text"), bool(flags.get("details"))
-    output = flags.output or sys.stdout
-    if form == "text":
-        from rich.console import Console
-
-        console = Console(file=output)
-        if flags.get("quiet"):
-            terminal.print_verdict(report, console)
-        else:
-            terminal.print_report(report, console, run_dir, framework, details=details)
-    elif form == "markdown":
-        output.write(markdown.to_markdown(report, framework, details))
-    else:
-        write = {
-            "json": lambda: files.to_json(report),
-            "github": lambda: ci_formats.to_github(report, failing),
-            "junit": lambda: ci_formats.to_junit(report, failing),
-        }
-        output.write(write[form]())
-
-
-def write_with_names(report: Report, run_dir: Path, framework: str) -> None:
-    """Write the HTML and Markdown of a run again, with a framework's names."""
-    from mismatch.reports.files import write_rendered
-    from mismatch.run import store
-
-    write_rendered(run_dir, report, store.load_tokens(run_dir), framework)
+        return Console(file=output)
+    output.write(writers[form]())
+    return None

@@ -160,12 +160,6 @@ def test_a_larger_batch_makes_the_same_bias_matter():
     assert tried(delta, batch=6400).favoured == "tis-token"
 
 
-def test_a_batch_as_large_as_the_run_is_said():
-    (batch,) = [remark for remark in words.remarks(tried()) if "--batch" in remark]
-    assert numbers(batch) == [PROMPTS * SAMPLES]
-    assert not any("--batch" in remark for remark in words.remarks(tried(batch=1000)))
-
-
 def test_none_helps_where_every_correction_is_worse():
     """Ratios of 50 on one sample of each prompt: all that is left is cut or dropped."""
     sampled = rollout(rewards=False, length=1)
@@ -289,14 +283,6 @@ def test_bad_input_is_refused():
     bare = replace(sampled, action_mask=np.zeros_like(sampled.action_mask))
     with pytest.raises(EmptyComparison):
         preview(bare, left, right, sampled_by_left=True)
-
-
-def test_the_seed_decides_the_intervals_and_nothing_else():
-    delta = noise(rollout(), 0.4)
-    first, second = tried(delta, seed=1), tried(delta, seed=2)
-    assert to_json(first) == to_json(tried(delta, seed=1))
-    assert first.named("icepop").token.bias.value == second.named("icepop").token.bias.value
-    assert first.named("icepop").token.bias.low != second.named("icepop").token.bias.low
 
 
 @pytest.mark.parametrize("lawful", [True, False])

@@ -1,16 +1,14 @@
 """The section that every report has."""
 
-import json
-
 import pytest
 
 from mismatch.features.corrections import section as corrections
 from mismatch.pipeline.build import build_report
-from mismatch.pipeline.document import report_from_json, report_to_json
+from mismatch.pipeline.document import report_to_json
 from mismatch.run.directory import load_spec
 from tests.fixes_fixture import make_table
 from tests.made_run import make_run
-from tests.reports_fixture import make_failing_report, make_report, make_tokens
+from tests.reports_fixture import make_failing_report, make_report
 from tests.tables import values
 
 FAVOURED, _ = make_failing_report()
@@ -19,12 +17,6 @@ NEEDLESS = make_report()
 
 def section(report):
     return corrections.section(report.result("corrections"), report)
-
-
-def test_the_sentence_comes_first_and_stands_for_the_section():
-    shown = section(FAVOURED)
-    assert shown.sentences[0] == corrections.headline(FAVOURED.result("corrections"))
-    assert shown.short == shown.sentences[0]
 
 
 def test_the_table_has_the_preview_best_first():
@@ -58,20 +50,9 @@ def test_the_preview_touches_neither_metrics_nor_verdict():
     assert not {"k3_kl", "verdict", "status"} & set(section["previews"][0])
 
 
-def test_older_documents_have_no_preview():
-    document = json.loads(json.dumps(report_to_json(NEEDLESS)))
-    assert report_from_json(document).result("corrections") == NEEDLESS.result("corrections")
-    del document["corrections"]
-    assert report_from_json(document).result("corrections") is None
-
-
 def test_a_run_is_previewed(tmp_path):
     run = make_run(tmp_path / "run")
     report, _ = build_report(run, load_spec(run))
     table = report.result("corrections")
     assert (table.rollout, table.train, table.batch) == ("transformers:decode", "fsdp", 16)
     assert table.named("tis-token").weight_mean == pytest.approx(1.01005, abs=1e-5)
-
-
-def test_the_same_tokens_give_the_same_preview():
-    assert make_report(make_tokens()).result("corrections") == NEEDLESS.result("corrections")

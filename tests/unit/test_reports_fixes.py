@@ -13,7 +13,7 @@ from mismatch.experiments.fixes.planning import chosen_of
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.reports import summary
 from mismatch.reports.formatting import alike
-from mismatch.reports.sections import fixes, page, sections
+from mismatch.reports.sections import fixes, page
 from mismatch.types import Answer, Estimate
 from tests.fixes_fixture import K3, MEAN, make_table, make_useless_table, number, verdict
 from tests.reports_fixture import make_failing_report, make_report
@@ -126,11 +126,6 @@ def test_what_worsens_and_what_fails_is_said():
     assert reasons[left.id] == left.reason != ""
     assert others.notes == make_table().left_out
     assert part(TRIED, "fixes-numbers").notes == (make_table().method,)
-
-
-def test_a_report_without_fixes_has_no_section():
-    assert "fixes" in [section.id for section in sections(TRIED)]
-    assert "fixes" not in [section.id for section in sections(FAILING)]
 
 
 def test_no_help_is_said_as_such():
@@ -278,13 +273,6 @@ def test_a_fix_that_ends_well_leaves_nothing_else_to_do():
         assert summary.next_steps(tried)[0].startswith(f"Apply {best.id}")
 
 
-def test_labels_of_a_combination():
-    assert labels("router-replay=ids+weights+fp32-router") == [
-        "router-replay=ids+weights", "fp32-router",
-    ]  # fmt: skip
-    assert labels("fp32+engine-fp32") == ["fp32", "engine-fp32"]
-
-
 @pytest.mark.parametrize(
     "report",
     [TRIED, USELESS, FAILING.with_analyses(fixes=make_table("after-fixes"))],
@@ -309,12 +297,6 @@ def test_json_has_the_fields_that_readers_rely_on():
     )
     assert document["fix_trials"]["best"] == "attention-sinks"
     assert not {"before", "after"} & set(document["fix_trials"]["estimators"][0])
-
-
-def test_older_documents_have_no_fixes():
-    document = report_to_json(FAILING)
-    assert not {"fixes", "fix_trials"} & set(document)
-    assert report_from_json(document).result("fixes") is None
 
 
 def test_one_field_without_the_other_is_no_report():
