@@ -146,9 +146,11 @@ class Option:
             about["metavar"] = self.metavar
         names = (self.flag,) if self.switch or self.spelling else ()
         info = typer.Argument(**about) if self.argument else typer.Option(*names, **about)
-        kind = Annotated[self.kind, info]
         return inspect.Parameter(
-            self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=kind
+            self.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=self.default,
+            annotation=Annotated[self.kind, info],
         )
 
 

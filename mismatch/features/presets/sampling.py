@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from mismatch.cli.configuration import Configured
-from mismatch.models.sampling_defaults import FILE, LEFT_OPEN, stated
 from mismatch.specs import CheckSpec, Sampling
 
 Name = Literal["verl", "trl", "skyrl", "openrlhf", "slime", "nemo-rl", "prime-rl"]
@@ -20,6 +19,8 @@ def sample_as(name: str, spec: CheckSpec, explicit: Collection[str]) -> Configur
     All frameworks here sample at temperature 1 from the whole vocabulary unless their user says
     otherwise. They differ in what they leave to the engine, which takes it from the checkpoint.
     """
+    from mismatch.models.sampling_defaults import FILE, LEFT_OPEN, stated  # numpy: not for a help
+
     engine = spec.rollout.engine
     taken = {
         key: value
