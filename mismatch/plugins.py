@@ -46,6 +46,12 @@ class Feature:
     """Import string ``module:NAME`` of a tuple of :class:`mismatch.analysis.plugins.Analysis`."""
     configuration: str = ""
     """Import string of a :class:`mismatch.cli.configuration.Configuration`: flags of a check."""
+    check_flags: str = ""
+    """Import string of a tuple of :class:`mismatch.cli.flags.Option`: flags of ``check``, whose
+    values its spec keeps in ``extras``."""
+    check_step: str = ""
+    """Import string of ``step(stages)``, which a check calls once it has its scorings. A
+    MismatchError that it raises is reported as not tested."""
 
 
 def features() -> tuple[Feature, ...]:
@@ -86,6 +92,11 @@ def of_other_packages() -> tuple[Feature, ...]:
                 f"repair or uninstall the package that provides {point.value}",
             ) from error
     return tuple(found)
+
+
+def step_label(feature: Feature) -> str:
+    """Return under which name a run keeps the error of a feature's step."""
+    return f"step-{feature.name}"
 
 
 def load(name: str) -> object:

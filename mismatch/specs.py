@@ -424,10 +424,12 @@ class CheckSpec:
         fixes: what ``--fix`` asked for: ids, "a+b", "all" or a side, see experiments.fixes.
         verdict: which verdict the run ends with; "after-fixes": that of the best combination.
         explain: tell the leading causes apart by experiment, see experiments.explanation.
-        gradients: also take the policy gradient of one batch, see experiments.gradients.
+        extras: flags of features that were set, by name; see mismatch/plugins.py.
     """
 
-    GONE = frozenset({"forecast_length", "other_engine"})  # see mismatch/codec.py
+    GONE = frozenset(  # see mismatch/codec.py
+        {"forecast_length", "other_engine", "gradients", "gradient_prompts"}
+    )
 
     rollout: RolloutSpec = field(default_factory=RolloutSpec)
     train: TrainSpec = field(default_factory=TrainSpec)
@@ -507,18 +509,11 @@ class CheckSpec:
             "Score while the engine rescores; default: where both have GPUs of their own.",
         ),
     ] = None
-    gradients: Annotated[
-        bool,
-        Flag(
-            TRAIN,
-            "Also take the policy gradient of one batch under the trainer, the float32 reference "
-            "and each fix of the trainer.",
-            switch=True,
-        ),
-    ] = False
-    gradient_prompts: Annotated[
-        int, Flag(TRAIN, "Prompts of that batch, at most.", range=Range(1, MANY))
-    ] = 16
+    extras: tuple[tuple[str, Any], ...] = ()
+
+    def extra(self, name: str) -> Any:
+        """Return the value of a feature's flag; None where it was not set."""
+        return dict(self.extras).get(name)
 
 
 def to_dict(spec: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import io
 import json
@@ -20,6 +19,7 @@ from tests.write_hooks import HOOKS
 WORKERS = {
     "mismatch.processes.workers.engine": "engine",
     "mismatch.processes.workers.train": "train",
+    "mismatch.features.gradients.worker": "gradients",
 }
 
 
@@ -107,10 +107,12 @@ class InlineWorker:
             os.close(self._writer)
 
     def _run(self, command: list[str]) -> int:
+        from mismatch.features.gradients import worker as gradients
         from mismatch.processes.workers import engine, train
 
         module = next(part for part in command if part in WORKERS)
-        main = {"engine": engine.main, "train": train.main}[WORKERS[module]]
+        programs = {"engine": engine.main, "train": train.main, "gradients": gradients.main}
+        main = programs[WORKERS[module]]
         stderr, before = sys.stderr, dict(os.environ)
         sys.stderr = io.TextIOWrapper(os.fdopen(os.dup(self._writer), "wb"), write_through=True)
         try:
@@ -128,15 +130,15 @@ class InlineWorker:
 def play(recording: Recording) -> None:
     """Have this process run its workers inline, with what was recorded; for its whole life."""
     from mismatch.engines import registry
+    from mismatch.features.gradients import worker as gradients
     from mismatch.processes import launch
-    from mismatch.processes.workers import engine, gradient_check, sampling, train
+    from mismatch.processes.workers import engine, sampling, train
     from mismatch.reports import html
     from mismatch.training import distributed, score
-    from mismatch.training import gradients as batch
 
     registry.ENGINES["toy"] = "tests.toy_engine:INFO"
     real_class, real_score, real_load = engine.engine_class, score.score_pass, train._Passes.load
-    real_gradient = batch.batch_gradient
+    real_take = gradients.take
 
     def engine_class(name: str) -> Any:
         kind = real_class(name)
@@ -165,24 +167,9 @@ def play(recording: Recording) -> None:
         key = ("score", repr(pass_), digest(rollout.token_ids))
         return recording.of(key, lambda: real_score(world, loaded, rollout, pass_, *rest))
 
-    def batch_gradient(world: Any, loaded: Any, rollout: Any, job: Any, total: Any) -> Any:
-        def real() -> Any:
-            result = real_gradient(world, loaded, rollout, job, total)
-            totals[job.coefficients] = result.total
-            return dataclass_without_total(result)
-
-        totals: dict[str, Any] = {}
-        values = [digest(job.values), digest(job.prompts)]
-        facts = recording.of(("gradient", repr(job.scoring), job.coefficients, *values), real)
-        kept = totals.get(job.coefficients) or SimpleNamespace(on_host=lambda: None)
-        return SimpleNamespace(**facts, total=kept)
-
-    def dataclass_without_total(result: Any) -> dict[str, Any]:
-        return {
-            field.name: getattr(result, field.name)
-            for field in dataclasses.fields(result)
-            if field.name != "total"
-        }
+    def take(world: Any, run_dir: Any, rollout: Any, plan: Any, *rest: Any) -> Any:
+        key = ("gradients", repr(plan), digest(rollout.token_ids))
+        return recording.of(key, lambda: real_take(world, run_dir, rollout, plan, *rest))
 
     launch.subprocess = SimpleNamespace(  # type: ignore[assignment]
         Popen=InlineWorker, PIPE=-1, STDOUT=-2, TimeoutExpired=TimeoutError
@@ -193,11 +180,9 @@ def play(recording: Recording) -> None:
     score.score_pass = score_pass
     engine.LOG_DELAY_S = 0.0
     train._Passes.load = load
-    batch.batch_gradient = batch_gradient
+    gradients.take = take
     if recording.playing:
-        batch.require_memory = lambda *rest: None
         distributed.World.start = classmethod(lambda cls: PlayedWorld())
-    assert gradient_check  # its functions import what they use when they are called
 
 
 class PlayedWorld:

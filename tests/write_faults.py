@@ -34,7 +34,7 @@ FIXES = ("--fix", "fp32-lm-head,fp32-router")
 SCENARIOS: dict[str, tuple[str, ...]] = {
     "check": (*CHECK, "--quick"),
     "fixes": (*CHECK, "--no-noise-floor", *FIXES),
-    "gradients": (*CHECK, "--no-noise-floor", "--gradients", "--gradient-prompts", "2"),
+    "gradients": (*CHECK, "--no-noise-floor", "--gradients", "2"),
     "derived": (*CHECK, "--no-noise-floor", "--rollout-weights", "mxfp4"),
 }
 TIMES = {"seconds", "timings", "peak_bytes", "run", "created", "started", "finished"}

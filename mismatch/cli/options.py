@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from mismatch.cli.configuration import configurations
 from mismatch.cli.flags import REQUIRED, Option, flags_of, switch
 from mismatch.engines.registry import startable_engines
 from mismatch.frameworks import FRAMEWORKS
+from mismatch.plugins import features, load
 from mismatch.specs import (
     ENGINE,
     MODEL,
@@ -155,7 +156,12 @@ TRUST_RUN = switch(
     "Let the run's spec name interpreters, engine arguments, functions and remote code.",
 )
 FIX_FLAGS = flags_of(CheckSpec, "fixes budget_minutes verdict explain")
-GRADIENT_FLAGS = flags_of(CheckSpec, "gradients gradient_prompts")
+FEATURE_FLAGS: tuple[Option, ...] = tuple(
+    option
+    for feature in features()
+    if feature.check_flags
+    for option in cast(tuple[Option, ...], load(feature.check_flags))
+)
 DRY_RUN = switch(
     "dry_run", OUTPUT, "Show the plan (stages, kernels, memory of both sides) and start nothing."
 )
@@ -188,7 +194,7 @@ CHECK = (
     LOG_TO,
     FAIL_ON,
     *FIX_FLAGS,
-    *GRADIENT_FLAGS,
+    *FEATURE_FLAGS,
     *NEW_RUN,
     TRUST_RUN,
     DRY_RUN,

@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags, Option, spec_values
+from mismatch.cli.flags import Flags, Option
 from mismatch.cli.options import (
     CONFIG,
-    GRADIENT_FLAGS,
     MODEL_FLAGS,
     ROUTING,
     RUN,
@@ -34,7 +33,7 @@ SHARED = {"run", "model", "revision", "trust_remote_code", "name", "trust_run", 
 
 
 @with_flags(
-    *(RUN, MODEL_FLAGS, TRAIN_FLAGS, SCORING_ENGINE, NAME, ROUTING, GRADIENT_FLAGS, TRUST_RUN),
+    *(RUN, MODEL_FLAGS, TRAIN_FLAGS, SCORING_ENGINE, NAME, ROUTING, TRUST_RUN),
     CONFIG,
 )
 def score(flags: Flags) -> int:
@@ -55,13 +54,12 @@ def score(flags: Flags) -> int:
 
     from mismatch.cli import session
     from mismatch.cli.configuration import configured
-    from mismatch.cli.to_spec import GRADIENT_FIELDS, train_spec, training_fields
+    from mismatch.cli.to_spec import train_spec, training_fields
     from mismatch.models import resolve_model
     from mismatch.pipeline.commands import run_score
     from mismatch.pipeline.preflight import preflight_training
     from mismatch.processes.launched import launched
     from mismatch.run.directory import load_spec
-    from mismatch.specs import CheckSpec
 
     name = flags["name"]
     if name is not None and not re.fullmatch(PLAIN_NAME, name):
@@ -85,12 +83,10 @@ def score(flags: Flags) -> int:
         revision = flags["revision"] or stored.train.revision
         trusted = session.trusted_code(run, stored.train, flags)
         train = replace(train, revision=revision, trust_remote_code=trusted)
-    asks_gradients = flags.explicit & set(GRADIENT_FIELDS.split())
     spec = replace(
         stored,
         train=train,
         **training_fields(flags),
-        **(spec_values(CheckSpec, flags, GRADIENT_FIELDS) if asks_gradients else {}),
     )
     complete = configured(spec, flags)
     spec = complete.spec

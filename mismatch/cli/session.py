@@ -15,9 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mismatch.cli.flags import Flags, spec_values
-from mismatch.cli.options import AROUND_A_RUN, FIX_FLAGS, GRADIENT_FLAGS
-from mismatch.cli.to_spec import SERVER_NAMES, moved
+from mismatch.cli.flags import Flags
+from mismatch.cli.options import AROUND_A_RUN, FEATURE_FLAGS, FIX_FLAGS
+from mismatch.cli.to_spec import SERVER_NAMES, extras, moved
 from mismatch.errors import MismatchError
 from mismatch.reports.formatting import plain_lines
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 # What a finished run may be asked for as well, by the flags' names.
 FIX_NAMES = frozenset(option.name for option in FIX_FLAGS)
-GRADIENT_NAMES = frozenset(option.name for option in GRADIENT_FLAGS)
-BESIDE_RESUME = AROUND_A_RUN | FIX_NAMES | GRADIENT_NAMES | SERVER_NAMES
+FEATURE_NAMES = frozenset(option.name for option in FEATURE_FLAGS)
+BESIDE_RESUME = AROUND_A_RUN | FIX_NAMES | FEATURE_NAMES | SERVER_NAMES
 DONE = re.compile(r"\b(\d+)/(\d+)\b")  # of a progress line
 PLAIN_INTERVAL_S = 15.0  # between progress lines where lines cannot be rewritten
 
@@ -47,7 +47,6 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
     from mismatch.cli.to_spec import fix_fields
     from mismatch.run.directory import NEWEST, load_spec
     from mismatch.run.trust import require_trust
-    from mismatch.specs import CheckSpec
 
     resume, explicit = flags["resume"], flags.explicit
     if resume in (None, NEWEST) or explicit - BESIDE_RESUME:
@@ -63,12 +62,8 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
         fields = fix_fields(flags, spec.fixes)
         kept = set() if "fix" in explicit else FIX_NAMES - explicit
         spec = replace(spec, **{name: fields[name] for name in fields.keys() - kept})
-    if explicit & GRADIENT_NAMES:  # a flag that is not set again stays the run's
-        gradients = {name: flags[name] for name in GRADIENT_NAMES & explicit}
-        spec = replace(spec, **spec_values(CheckSpec, gradients))
-        if not spec.gradients:
-            fault = f"--gradient-prompts: {resume} takes no gradient"
-            raise MismatchError(fault, "add --gradients")
+    if explicit & FEATURE_NAMES:  # a flag that is not set again stays the run's
+        spec = replace(spec, extras=extras(flags, spec.extras))
     return spec
 
 
@@ -184,11 +179,6 @@ def dry_run(spec: CheckSpec, gpus: str | None = None) -> int:
         from mismatch.pipeline.fix_trials import dry_run_lines
 
         for line in dry_run_lines(spec):
-            say(line)
-    if spec.gradients:
-        from mismatch.experiments.gradients.planning import memory_line, plan_gradients
-
-        for line in (*plan_gradients(spec).lines(), memory_line(spec)):
             say(line)
     return 0 if planned.fits else 2
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch.cli.configuration import configured_model
 from mismatch.cli.flags import AUTO, DTYPE_NAMES, Flags, spec_values
-from mismatch.cli.options import CHECK, SERVER_FLAGS
+from mismatch.cli.options import CHECK, FEATURE_FLAGS, SERVER_FLAGS
 from mismatch.errors import MismatchError
 from mismatch.run.provenance import require_no_secret
 from mismatch.specs import MANY, EngineSpec
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 NO_MODEL = "name one: --model tiny-gpt-oss, a hub id (org/name) or a directory"
 FIX_FIELDS = "fixes budget_minutes verdict explain"
-GRADIENT_FIELDS = "gradients gradient_prompts"
 ALL_OF_A_FILE = MANY  # prompts
 
 # Where servers are, and not what is run: a resumed run may go on elsewhere.
@@ -40,7 +39,6 @@ COMPANIONS = {
     "prompt_column": "dataset",
     "answer_column": "dataset",
     "budget_minutes": "fix explain",
-    "gradient_prompts": "gradients",
     "exact_kl_top_k": "exact_kl",
 }
 
@@ -72,7 +70,17 @@ def check_spec(flags: Flags) -> CheckSpec:
         seed=flags["seed"],
         **training_fields(flags),
         **fix_fields(flags),
-        **spec_values(CheckSpec, flags, f"overlap {GRADIENT_FIELDS}"),
+        extras=extras(flags),
+        **spec_values(CheckSpec, flags, "overlap"),
+    )
+
+
+def extras(flags: Flags, stored: tuple[tuple[str, Any], ...] = ()) -> tuple[tuple[str, Any], ...]:
+    """Return the flags of features that were set here, or are stored and were not set again."""
+    defaults = {option.name: option.default for option in FEATURE_FLAGS}
+    values = dict(stored) | {name: flags[name] for name in defaults.keys() & flags.explicit}
+    return tuple(
+        (name, value) for name, value in sorted(values.items()) if value != defaults.get(name)
     )
 
 

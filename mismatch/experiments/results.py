@@ -8,7 +8,6 @@ from mismatch.analysis.plugins import Analysis
 from mismatch.codec import Misfit, from_json, schema_of, to_json
 from mismatch.experiments.explanation import Explanation
 from mismatch.experiments.fixes.base import FixTable
-from mismatch.experiments.gradients.types import GradientCheck
 from mismatch.experiments.locate.judge import document_schema, from_document, to_document
 from mismatch.experiments.locate.types import Location
 
@@ -52,7 +51,6 @@ class _Locate(Analysis[Location]):
 
 ANALYSES = (
     _Fixes("fixes", FixTable, order=5),
-    Analysis("gradients", GradientCheck, order=8),
     Analysis("explain", Explanation, order=9),
     _Locate("locate", Location, order=10),
 )

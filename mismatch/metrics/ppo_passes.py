@@ -17,7 +17,7 @@ import numpy as np
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.registry import POSITIVE, SHARE, Array, Metric, floats
-from mismatch.types import Estimate, Floats, Ints
+from mismatch.types import Bools, Estimate, Floats, Ints
 
 AS_RUN, REPLAY, OVERRIDE = "as-run", "router-replay", "on-policy-override"
 CLIP = 0.2
@@ -184,3 +184,13 @@ def sizes(ratio: Floats) -> dict[str, list[Any]]:
         "high": [*EDGES, None],
         "count": np.bincount(bucket, minlength=len(EDGES) + 1).tolist(),
     }
+
+
+def unclipped(ratio: Floats, advantage: Floats, clip: float) -> Bools:
+    """Return where PPO's clipped objective has a gradient, [A]; of the advantage the sign counts.
+
+    >>> unclipped(np.array([1.3, 1.3, 0.7, 0.7]), np.array([1.0, -1.0, 1.0, -1.0]), 0.2)
+    array([False,  True,  True, False])
+    """
+    outside = ((advantage > 0) & (ratio > 1.0 + clip)) | ((advantage < 0) & (ratio < 1.0 - clip))
+    return np.asarray(~outside, np.bool_)

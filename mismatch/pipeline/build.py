@@ -26,8 +26,6 @@ from mismatch.analysis.levels import column_for, judge, require_applied, verdict
 from mismatch.analysis.plugins import RunArtefacts, analyses
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
-from mismatch.experiments.gradients.analysis import gradient_checks
-from mismatch.experiments.gradients.files import check_of_run
 from mismatch.experiments.locate.judge import of_run as located
 from mismatch.experiments.scoring_passes import training_passes
 from mismatch.metrics.routing_pairs import router_noise
@@ -37,6 +35,7 @@ from mismatch.models.sampling_defaults import not_applied
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
 from mismatch.pipeline.preflight import require_a_law
 from mismatch.pipeline.tokens import token_table
+from mismatch.plugins import features, step_label
 from mismatch.processes.stages import LABEL as FLOAT32_ENGINE
 from mismatch.run import manifest, store
 from mismatch.run.manifest import damage_named
@@ -144,17 +143,19 @@ def build_report(
     judgements = judge(comparisons[0], column, thresholds) if comparisons else ()
     judgements, too_short = without_short(judgements, artefacts.rollout)
     results, unseen = measured(run_dir, spec, artefacts, comparisons)
-    gradients, without_gradients = check_of_run(run_dir, asked=spec.gradients)
-    checks += [*square_checks(results.get("square")), *gradient_checks(gradients)]
+    checks += square_checks(results.get("square"))
     checks += cause_checks(results.get("causes"))
     for analysis in analyses():
         if (saved := analysis.from_run(run_dir, spec)) is not None:
             results[analysis.id] = saved
             checks += analysis.checks(saved)
+            unseen += [NotTested(analysis.id, reason) for reason in analysis.unseen(saved)]
+    for feature in features():
+        if feature.check_step and (error := read_error(run_dir, step_label(feature))) is not None:
+            unseen.append(NotTested(feature.name, error.message, error.fix))
     open_question = "" if column == "fp32" else without_square(spec, comparisons, results)
     missing = not_tested(spec, artefacts.rollout, artefacts.scorings, checks) + unseen + too_short
     missing += without_room(run_dir, spec, artefacts.scorings)
-    results |= {"gradients": gradients}
     results |= {"locate": located(run_dir)}
     report = Report(
         model=named(spec.rollout.engine.model),
@@ -165,7 +166,7 @@ def build_report(
         comparisons=tuple(comparisons),
         noise_floor=tuple(floor),
         checks=tuple(checks),
-        not_tested=(*missing, *without_gradients),
+        not_tested=tuple(missing),
         run=named(facts(spec, artefacts.rollout, "")),
     ).with_analyses(**results)
     return report, store.load_tokens(run_dir)

@@ -6,19 +6,20 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mismatch.codec import from_json
 from mismatch.engines.registry import weight_givers
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import training_passes, wants_square
 from mismatch.models.moe import require_forms, require_routes
+from mismatch.plugins import features, load, step_label
 from mismatch.processes.launched import Launched
 from mismatch.processes.launched import score as score_launched
 from mismatch.processes.stages import Narrator, Stages
 from mismatch.run import store
 from mismatch.run.directory import Journal, at_work, load_spec
-from mismatch.run.messages import pass_label, write_error
+from mismatch.run.messages import error_path, pass_label, write_error
 from mismatch.run.resume import differences
 from mismatch.run.store import TRAIN
 from mismatch.specs import CheckSpec, EngineSpec, Pass, TrainSpec, to_dict
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from mismatch.analysis.levels import Thresholds
-    from mismatch.experiments.gradients.planning import GradientPlan
 
 Writer = Callable[[Path, Report, "pd.DataFrame"], None]
 
@@ -53,7 +53,7 @@ def run_check(
         MismatchError: a stage failed; what was written before stays, to be resumed.
     """
     with at_work(run_dir, "check", spec, command) as journal:
-        stages = Stages(spec, run_dir, narrator, journal, gradients_of(spec), wants_square(spec))
+        stages = Stages(spec, run_dir, narrator, journal, wants_square(spec))
         passes = [pass_ for pass_ in training_passes(spec) if pass_.name not in (left_out or {})]
         if spec.fixes:
             from mismatch.pipeline.fix_trials import measure_with_fixes
@@ -61,6 +61,7 @@ def run_check(
             measure_with_fixes(stages, passes)
         else:
             stages.measure(passes)
+        run_steps(stages)
         if spec.explain:
             from mismatch.pipeline.explain import explain
 
@@ -70,13 +71,19 @@ def run_check(
         return conclude(stages, thresholds, write)
 
 
-def gradients_of(spec: CheckSpec) -> GradientPlan | None:
-    """What ``--gradients`` asks for; None without it."""
-    if not spec.gradients:
-        return None
-    from mismatch.experiments.gradients.planning import plan_gradients
-
-    return plan_gradients(spec)
+def run_steps(stages: Stages) -> None:
+    """Run what features add to a check; a step that fails leaves its reason and ends nothing."""
+    for feature in features():
+        if not feature.check_step:
+            continue
+        label = step_label(feature)
+        error_path(stages.run_dir, label).unlink(missing_ok=True)
+        step = cast(Callable[[Stages], None], load(feature.check_step))
+        try:
+            step(stages)
+        except MismatchError as error:
+            write_error(stages.run_dir, label, error)
+            stages.narrator.note(f"{feature.name}: {error.headline}")
 
 
 def run_rollout(spec: CheckSpec, run_dir: Path, narrator: Narrator, command: str = "") -> None:
@@ -120,11 +127,6 @@ def run_score(
             "drop --name, or drop --inject",
         )
     recorded = load_spec(run_dir)
-    if name != TRAIN and spec.gradients and not recorded.gradients:
-        raise MismatchError(
-            f"--gradients are of the scoring {TRAIN!r} and its fixes, not of {name!r}",
-            "drop --name, or drop --gradients",
-        )
     passes = training_passes(spec) if name == TRAIN else [Pass(name, spec.train)]
     _require_free_name(run_dir, passes[0])
     kept = replace(  # its fixes stay: a later compare shows their table
@@ -134,18 +136,12 @@ def run_score(
     if name != TRAIN:
         kept = replace(kept, train=recorded.train)
     if world is not None:
-        if spec.gradients:
-            raise MismatchError(
-                "--gradients cannot be taken in a world of another launcher",
-                "drop --gradients, or score on one machine",
-            )
         held = nullcontext() if world.rank else at_work(run_dir, "score", kept, command)
         with held:
             score_launched(run_dir.resolve(), passes, world, narrator.note)
         return
     with at_work(run_dir, "score", kept, command) as journal:
-        plan = gradients_of(spec) if name == TRAIN else None
-        Stages(spec, run_dir, narrator, journal, plan).measure(passes, sample=False)
+        Stages(spec, run_dir, narrator, journal).measure(passes, sample=False)
 
 
 def run_engine_score(

@@ -35,7 +35,6 @@ from mismatch.run.messages import (
     OUT_OF_MEMORY,
     PROGRESS,
     READY,
-    SCORED,
     TIMING_LINE,
     clear_errors,
     error_files,
@@ -316,8 +315,7 @@ def finish(worker: Worker, *beside: Worker, more_s: float = 0.0, until: str = ""
     while not worker.ended() and until not in worker.timings:
         worker.require_activity(watch)
         for other in beside:
-            if SCORED not in other.timings:  # what comes then costs the gradients alone
-                other.ended()
+            other.ended()
         time.sleep(POLL_S)
 
 

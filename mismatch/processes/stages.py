@@ -34,7 +34,7 @@ from mismatch.processes.launch import (
 from mismatch.run import manifest, resume, store
 from mismatch.run.directory import Journal
 from mismatch.run.machine import Placement, free_gpu_bytes, gib, local_gpus, placement, visible_as
-from mismatch.run.messages import SAMPLED, SCORED, error_path, pass_label, write_error
+from mismatch.run.messages import SAMPLED, error_path, pass_label, write_error
 from mismatch.run.store import FLOAT32
 from mismatch.specs import (
     FILE_SCORER,
@@ -49,7 +49,6 @@ from mismatch.specs import (
 )
 
 if TYPE_CHECKING:
-    from mismatch.experiments.gradients.planning import GradientPlan
     from mismatch.types import Rollout
 
 
@@ -98,7 +97,6 @@ class Stages:
     run_dir: Path
     narrator: Narrator
     journal: Journal
-    gradients: GradientPlan | None = None  # taken by the training world after its passes
     square: bool = False  # whether the engine is started once more, in float32
 
     @cached_property
@@ -133,9 +131,8 @@ class Stages:
         if extra is not None:
             extra.jobs = [job for job in jobs if id(job) not in own]  # in the order they will run
         (self.run_dir / START_SIGNAL).unlink(missing_ok=True)
-        plan = self._gradients_to_take(jobs)
         with ExitStack() as stack:
-            train = stack.enter_context(self._world(jobs, plan)) if jobs or plan else None
+            train = stack.enter_context(self._world(jobs)) if jobs else None
             with_train = [train] if train else []
             alone = extra is None and not adapted
             at_once = self.placement.overlap and train is not None and alone
@@ -160,7 +157,7 @@ class Stages:
             if train is not None:
                 if not at_once:
                     store.write_json(self.run_dir / START_SIGNAL, go)
-                self._score(train, len(jobs), plan)
+                self.wait(train, "score", f"score: {self._title(len(jobs))}")
             elif wanted and not adapted:
                 self.narrator.note("score: there already")
 
@@ -171,7 +168,7 @@ class Stages:
             self._score_from_file(passes, rollout)
             return
         run = prepared(self.spec, passes, self.run_dir, rollout, self.placement.trainer)
-        title = f"score: {self._title(len(passes), None, passes[0].spec.scorer)}"
+        title = f"score: {self._title(len(passes), passes[0].spec.scorer)}"
         try:
             with started("trainer", run.command, self.run_dir, env=run.env) as worker:
                 self.wait(worker, "trainer", title, *beside)
@@ -199,33 +196,6 @@ class Stages:
                 write_error(self.run_dir, pass_label(pass_.name), lacking)
         self.narrator.note(f"score: {len(scores)} passes from {file}")
 
-    def _gradients_to_take(self, jobs: list[Job]) -> GradientPlan | None:
-        """The plan, unless all of it is there; reasons of an earlier attempt are forgotten."""
-        from mismatch.experiments.gradients.files import ALL_PASSES, failure_label, is_finished
-
-        plan = self.gradients
-        if plan is None:
-            return None
-        own = any(not job.optional for job in jobs)  # what the gradients rest on is made anew
-        finished = not own and is_finished(self.run_dir, plan.made_by)
-        for name in (ALL_PASSES, *(planned.trainer.name for planned in plan.passes)):
-            error_path(self.run_dir, failure_label(name)).unlink(missing_ok=True)
-        return None if finished else plan
-
-    def _score(self, train: Worker, passes: int, plan: GradientPlan | None) -> None:
-        """Wait for the training world. Where it ends in its gradients, the scorings stand."""
-        from mismatch.experiments.gradients.files import ALL_PASSES, failure_label
-
-        try:
-            self.wait(train, "score", f"score: {self._title(passes, plan)}")
-        except MismatchError as error:
-            if plan is None or SCORED not in train.timings:
-                raise
-            lost = MismatchError(error.message.splitlines()[0], error.fix)
-            write_error(self.run_dir, failure_label(ALL_PASSES), lost)
-            self.narrator.note(f"gradients failed: {lost.message}")
-            self.journal.timings[train.label] = train.timings
-
     def sample(self, *beside: Worker) -> None:
         """Run the engine alone, unless all that it makes is there."""
         spec = self.spec.rollout
@@ -241,11 +211,10 @@ class Stages:
         spec = self.spec.rollout
         return not spec.engine.prefill or resume.rescored(self.run_dir, spec)
 
-    def _title(self, passes: int, plan: GradientPlan | None, code: str = "FSDP2") -> str:
+    def _title(self, passes: int, code: str = "FSDP2") -> str:
         world = self.spec.nproc_per_node
         ranks = f"{world} rank{'s' if world > 1 else ''}"
-        then = "" if plan is None else f"; gradients of {len(plan.passes)} trainers"
-        return f"{code}, {ranks}, {passes} pass{'' if passes == 1 else 'es'}{then}"
+        return f"{code}, {ranks}, {passes} pass{'' if passes == 1 else 'es'}"
 
     @contextmanager
     def engine(
@@ -269,14 +238,13 @@ class Stages:
             )
 
     @contextmanager
-    def _world(self, jobs: list[Job], plan: GradientPlan | None) -> Iterator[Worker]:
+    def _world(self, jobs: list[Job]) -> Iterator[Worker]:
         job = {
             "run_dir": str(self.run_dir),
             "wait_for": str(self.run_dir / START_SIGNAL),
             "load_first": bool(self.placement.trainer) or may_load_early(self.spec.train),
             "passes": [job.entry(self.run_dir) for job in jobs],
         }
-        job |= {} if plan is None else {"gradients": plan.to_json()}
         path = store.write_json(self.run_dir / "jobs" / "train.json", job)
         command, env = world_command(self.spec, self.placement, TRAINER, path)
         with started("train", command, self.run_dir, env=env) as worker:

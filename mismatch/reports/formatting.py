@@ -294,23 +294,6 @@ def badge(tone: str) -> str:
     return f"{MARKS[tone]} " if tone in MARKS else ""
 
 
-def cosine(value: float) -> str:
-    """A cosine, with the digits that its distance from 1 needs.
-
-    >>> cosine(0.8), cosine(0.99987), cosine(1.0), cosine(1 - 3e-9)
-    ('0.800', '0.99987', '1', '1 - 3e-9')
-    """
-    gap = 1.0 - value
-    if gap == 0.0:
-        return "1"
-    if gap < 1e-6:
-        return f"1 - {gap:.0e}".replace("e-0", "e-")
-    digits = 3
-    while digits < 8 and gap < 10.0 ** (1 - digits):
-        digits += 1
-    return f"{value:.{digits}f}"
-
-
 # ---------------------------------------------------------------- foreign text
 
 # A sampled token can be anything: a newline, an escape sequence that recolours the terminal, a

@@ -199,15 +199,14 @@ def require_same_spec(run_dir: Path, spec: CheckSpec) -> None:
         MismatchError: it names every setting that differs.
     """
     recorded = load_spec(run_dir)
-    # Fixes, experiments and gradients add to a run; what is there stays what it is.
+    # Fixes, experiments and features add to a run; what is there stays what it is.
     recorded = replace(
         recorded,
         fixes=spec.fixes,
         budget_minutes=spec.budget_minutes,
         verdict=spec.verdict,
         explain=spec.explain,
-        gradients=spec.gradients,
-        gradient_prompts=spec.gradient_prompts,
+        extras=spec.extras,
     )
     if spec_hash(recorded) == spec_hash(spec):
         return

@@ -22,7 +22,6 @@ from mismatch.errors import MismatchError, OutOfMemory
 from mismatch.run.provenance import redact
 
 PROGRESS, READY, TIMING, ERROR = "progress ", "ready", "timing ", "error "
-SCORED = "scored"  # timing of a training world that goes on with gradients: no scoring is missing
 SAMPLED = "sampled"  # timing of an engine that goes on with its prefill: the tokens are saved
 TIMING_LINE = re.compile(TIMING + r"(\S+) (\d+\.\d+)")
 MEMORY = "out-of-memory"  # kind of an error in a file

@@ -10,7 +10,7 @@ A run directory holds::
     scores/<name>.parquet     one row per sequence: logprobs, entropy … of its action tokens
     routing/<name>.safetensors  experts per token and layer
     dists/<name>.safetensors  whole distributions at a sample of positions
-    gradients/                what --gradients took, see mismatch/experiments/gradients/files.py
+    gradients.json            what --gradients measured
     comparison.json           two scorings side by side, every metric with its interval
     tokens.parquet            one row per action token: all that was measured about it
     report.json, report.html, report.md

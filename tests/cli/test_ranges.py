@@ -42,7 +42,7 @@ REFUSED = """
 --gpu-memory-utilization 7; --gpu-memory-utilization nan; --gpu-memory-utilization 0
 --max-model-len -1; --max-model-len 1; --micro-batch-tokens 0
 --budget-minutes nan; --budget-minutes inf; --budget-minutes 0
---exact-kl -1; --exact-kl-top-k 0; --gradient-prompts 0
+--exact-kl -1; --exact-kl-top-k 0; --gradients 0
 --server-timeout nan; --server-timeout inf; --server-timeout 0; --server-concurrency 0
 """
 CASES = [case.split() for line in REFUSED.strip().splitlines() for case in line.split("; ")]
@@ -85,7 +85,6 @@ NOTHING = {
     "split without a data set": (["--dataset-split", "test"], "--dataset"),
     "configuration without a data set": (["--dataset-config", "x"], "--dataset"),
     "budget without fixes": (["--budget-minutes", "3"], "--fix"),
-    "batch without gradients": (["--gradient-prompts", "3"], "--gradients"),
     "no fix": (["--fix", ""], "--fix"),
     "top-k of nothing": (["--exact-kl", "0", "--exact-kl-top-k", "3"], "--exact-kl"),
     "too many built-in prompts": (["--num-prompts", "1000000000"], "--prompts FILE"),

@@ -21,7 +21,7 @@ CASES = {
     "unknown dtype": (["check", "--dtype", "bfloat17"], "--dtype", "mean bfloat16?"),
     "no number": (["check", "--num-prompts", "x"], "--num-prompts", "a whole number"),
     "no time": (["check", "--budget-minutes", "0"], "--budget-minutes", "a number above 0"),
-    "no batch": (["check", "--gradient-prompts", "0"], "--gradient-prompts", "from 1 to"),
+    "no batch": (["check", "--gradients", "0"], "--gradients", "from 1 to"),
     "no requests": (["check", "--server-concurrency", "0"], "--server-concurrency", "from 1 to"),
     "endless": (["check", "--server-timeout", "inf"], "--server-timeout", "above 0"),
     "no value": (["check", "--num-prompts"], "--num-prompts", "mismatch check --help"),

@@ -8,11 +8,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mismatch
-from mismatch.plugins import built_in
+from mismatch.plugins import Feature, built_in, load
 
 PACKAGE = Path(mismatch.__file__).parent
 FEATURES = [feature.name for feature in built_in()]
@@ -48,13 +49,16 @@ def test_a_check_runs_without_any_feature(tmp_path: Path) -> None:
     assert again.returncode == done.returncode, again.stderr
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-def test_a_feature_takes_its_commands_with_it(feature: str, tmp_path: Path) -> None:
-    own = {each.name for one in built_in() if one.name == feature for each in one.commands}
-    env = without(tmp_path, feature)
+@pytest.mark.parametrize("feature", built_in(), ids=lambda feature: feature.name)
+def test_a_feature_takes_its_commands_and_flags_with_it(feature: Feature, tmp_path: Path) -> None:
+    env = without(tmp_path, feature.name)
     listed = {line.split()[0] for line in run(env, tmp_path, "--help").stdout.splitlines() if line}
-    assert own
-    assert not own & listed
     assert "check" in listed
-    refused = run(env, tmp_path, sorted(own)[0])
-    assert (refused.returncode, "No such command" in refused.stderr) == (2, True)
+    for command in feature.commands:
+        refused = run(env, tmp_path, command.name)
+        assert command.name not in listed
+        assert (refused.returncode, "No such command" in refused.stderr) == (2, True)
+    if feature.check_flags:
+        flags: Any = load(feature.check_flags)
+        shown = run(env, tmp_path, "check", "--help-all").stdout
+        assert not [flag for flag in flags if f"--{flag.name}" in shown]

@@ -1,4 +1,4 @@
-"""Two ranks that share every sequence compute what each computes alone, gradients included."""
+"""Two ranks that share every sequence compute what each computes alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,9 +15,6 @@ import pytest
 from transformers import Qwen3Config, Qwen3NextConfig
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.gradients.files import load_batch, load_gradients
-from mismatch.experiments.gradients.planning import GradientPlan, Planned
-from mismatch.experiments.gradients.types import Trainer
 from mismatch.run.store import load_scoring, save_rollout
 from mismatch.specs import Pass, TrainSpec, to_dict
 from mismatch.training.sequence_parallel import SequenceParallel, require_splittable
@@ -72,7 +69,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         "run_dir": str(root),
         "rollout": "rollout.parquet",
         "passes": [to_dict(each) for each in passes],
-        "gradients": _gradients(gpt_oss).to_json(),
     }
     save_rollout(root, ROLLOUT)
     (root / "job.json").write_text(json.dumps(job))
@@ -89,16 +85,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     )
     assert done.returncode == 0, done.stderr
     return Ran(root)
-
-
-def _gradients(model: str) -> GradientPlan:
-    alone = TrainSpec(model, dtype="fp32", master_dtype="fp32", grad=True, routing=False)
-    shared = replace(alone, sequence_parallel=2, micro_batch_tokens=64)
-    passes = (
-        Planned(Trainer("reference:fp32", "reference", "reference", "float32"), alone),
-        Planned(Trainer("fsdp", "baseline", "baseline", "two ranks a sequence"), shared),
-    )
-    return GradientPlan(passes, 16, 0)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -127,18 +113,6 @@ def test_what_should_differ_differs(ran: Ran) -> None:
     padded = ran.scoring("padded", 2).logprobs
     for way in ("wrong", "noise"):
         assert np.abs(ran.scoring(way, 2).logprobs - padded).mean() > 1e-3
-
-
-def test_gradients_are_those_of_one_rank(ran: Ran) -> None:
-    batch = load_batch(ran.root)
-    assert batch is not None
-    assert batch.failed == {}
-    shared = next(g for g in load_gradients(ran.root) if g.name == "fsdp")
-    assert shared.dot is not None
-    assert shared.squared_norm_reference is not None
-    # By group: embedding, attention with its sinks, routers, experts, head.
-    assert shared.squared_norm == pytest.approx(shared.squared_norm_reference, rel=1e-4)
-    assert shared.dot == pytest.approx(shared.squared_norm_reference, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,6 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from mismatch.experiments.gradients.files import (
-    gradient_facts,
-    is_finished,
-    load_batch,
-    load_gradients,
-)
-from mismatch.experiments.gradients.planning import GradientPlan, Planned
-from mismatch.experiments.gradients.types import Trainer
 from mismatch.models.digests import combine, digest_tensor
 from mismatch.run.store import load_scoring, save_rollout
 from mismatch.specs import Pass, TrainSpec, to_dict
@@ -75,7 +67,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
             "run_dir": str(root / world),
             "resident_report": True,
             "passes": [to_dict(each) for each in _passes(models)],
-            "gradients": _gradients(models["gpt_oss"]).to_json(),
         }
         jobs[world] = root / f"{world}.json"
         jobs[world].write_text(json.dumps(job))
@@ -105,18 +96,6 @@ def _passes(models: dict[str, str]) -> list[Pass]:
     for name in ("qwen3_moe", "tied"):
         passes.append(Pass(f"reference:{name}", TrainSpec(models[name], dtype="fp32")))
     return [*passes, Pass("big", TrainSpec(models["big"], master_dtype="fp32"))]
-
-
-def _gradients(model: str) -> GradientPlan:
-    """Of the reference, the trainer, and a fix that is the reference."""
-    low = TrainSpec(model, master_dtype="fp32", grad=True, routing=False)
-    high = replace(low, dtype="fp32")
-    passes = (
-        Planned(Trainer("reference:fp32", "reference", "reference", "float32"), high),
-        Planned(Trainer("fsdp", "baseline", "baseline", "as it is"), low),
-        Planned(Trainer("fix:fp32", "fp32", "fix", "float32"), high),
-    )
-    return GradientPlan(passes, 16, 0)
 
 
 def _with(spec: TrainSpec, model: str) -> TrainSpec:
@@ -294,43 +273,6 @@ def test_fingerprint_says_what_ran(ran: Ran) -> None:
     assert "model.safetensors" in facts["source_files"]
     assert ran.scoring("reference:fp32").fingerprint["mode"] == "reference"
     assert ran.scoring("reference:tied").fingerprint["routing"] == "dense"
-
-
-def test_gradients_are_the_same_in_both_worlds(ran: Ran) -> None:
-    single, two = load_gradients(ran.single), load_gradients(ran.two)
-    assert [g.name for g in single] == [g.name for g in two]
-    assert {g.name for g in single} == {"reference:fp32", "fsdp", "fix:fp32"}
-    for left, right in zip(single, two, strict=True):
-        # The last prompt has one sample: of two ranks one adds a gradient of 0.
-        assert left.prompts.tolist() == right.prompts.tolist() == single[0].prompts.tolist()
-        assert sorted(left.prompts) == [0, 1, 2, 3]
-        gap = np.sqrt(((left.sketches - right.sketches) ** 2).sum())
-        rounding = 0.02 if left.name == "fsdp" else 1e-5  # of bf16, of float32
-        assert gap <= rounding * np.sqrt((left.sketches**2).sum())
-        assert left.squared_norm == pytest.approx(right.squared_norm, rel=5 * rounding)
-    low = next(g for g in two if g.name == "fsdp")
-    assert low.dot is not None
-    assert low.squared_norm_reference is not None
-    sizes = low.squared_norm.sum() * low.squared_norm_reference.sum()
-    assert 0.99 < low.dot.sum() / np.sqrt(sizes) < 1.0 - 1e-6
-    same = next(g for g in two if g.name == "fix:fp32")
-    assert same.same_as == "reference:fp32"
-    assert same.dot is not None
-    assert np.array_equal(same.dot, same.squared_norm)
-
-
-def test_gradients_say_what_they_are_of(ran: Ran) -> None:
-    batch = load_batch(ran.two)
-    assert batch is not None
-    assert batch.failed == {}
-    assert batch.deciding == 4
-    assert batch.sequences == 6  # of seven, one has no action
-    assert batch.tokens == ROLLOUT.n_actions
-    assert batch.advantages.startswith("seeded signs: ")
-    facts = gradient_facts(ran.two, "fsdp")
-    assert facts["world_size"] == 2
-    assert facts["spec"]["dtype"] == "bf16"
-    assert is_finished(ran.two, _gradients(ran.models["gpt_oss"]).made_by)
 
 
 def test_progress_ends_at_the_total(ran: Ran) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mismatch.analysis.plugins import analyses
 from mismatch.codec import Misfit, from_json, hints_of, schema_of, to_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.gradients.planning import GradientPlan
+from mismatch.features.gradients.plan import GradientPlan
 from mismatch.features.kernels.isolation import AuditSpec
 from mismatch.metrics.importance_weights import Settings
 from mismatch.pipeline.document import FIELDS

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import mismatch
 from mismatch import plugins
 from mismatch.analysis import plugins as analyses
 from mismatch.analysis.plugins import Analysis
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags
+from mismatch.cli.flags import Flags, Option
 from mismatch.cli.main import app
 from mismatch.errors import MismatchError
 from mismatch.pipeline.build import build_report
+from mismatch.pipeline.commands import run_steps
 from mismatch.pipeline.document import report_from_json, report_to_json
 from mismatch.plugins import Command, Feature
+from mismatch.processes.stages import Stages
 from mismatch.reports.section import Section
 from mismatch.reports.sections import chapters
+from mismatch.run.directory import Journal
 from mismatch.specs import CheckSpec
 from mismatch.types import Check, Report
 from tests.made_run import make_run, spec
@@ -55,6 +62,17 @@ def forecast(flags: Flags) -> int:
     return 0
 
 
+def look_outside(stages: Stages) -> None:
+    where = stages.spec.extra("weather_at")
+    if where == "the moon":
+        raise MismatchError("no weather there", "--weather-at Paris")
+    if where:
+        (stages.run_dir / "weather").write_text("20")
+
+
+FLAGS = (Option("weather_at", str | None, "Weather", "Where."),)
+
+
 def module_of_another_package() -> types.ModuleType:
     module = types.ModuleType("weather_for_mismatch")
     analysis = Analysis(
@@ -64,11 +82,15 @@ def module_of_another_package() -> types.ModuleType:
     module.__dict__.update(
         forecast=forecast,
         section=section,
+        look_outside=look_outside,
+        FLAGS=FLAGS,
         ANALYSES=(analysis,),
         FEATURE=Feature(
             "weather",
             (Command("weather", "Say what the weather is.", "weather_for_mismatch:forecast"),),
             "weather_for_mismatch:ANALYSES",
+            check_flags="weather_for_mismatch:FLAGS",
+            check_step="weather_for_mismatch:look_outside",
         ),
     )
     return module
@@ -115,6 +137,55 @@ def test_its_result_is_judged_shown_and_written(installed: None, tmp_path: Path)
     (why,) = [chapter for chapter in chapters(report) if chapter.id == "why"]
     assert "weather" in [part.id for part in why.parts]
     assert report_from_json(report_to_json(report)).result("weather") == Weather(-3.0)
+
+
+@pytest.mark.parametrize("where", ["Paris", None, "the moon"])
+def test_a_check_runs_its_step(installed: None, tmp_path: Path, where: str | None) -> None:
+    run, notes = make_run(tmp_path / "run"), Notes()
+    asked = replace(spec(), extras=(("weather_at", where),) if where else ())
+    run_steps(Stages(asked, run, notes, Journal(run, "check", asked, "")))
+    report, _ = build_report(run, asked)
+    assert (report.result("weather") is not None) == (where == "Paris")
+    failed = where == "the moon"
+    assert [entry.how for entry in report.not_tested if entry.what == "weather"] == (
+        ["--weather-at Paris"] if failed else []
+    )
+    assert len(notes.notes) == failed
+
+
+PACKAGE = """
+from mismatch.cli.flags import Option
+from mismatch.plugins import Feature
+FLAGS = (Option("weather_at", str | None, "Weather", "Where."),)
+FEATURE = Feature("weather", check_flags="weather_package:FLAGS")
+"""
+
+
+def test_its_flag_is_one_of_a_check(tmp_path: Path) -> None:
+    (tmp_path / "weather_package.py").write_text(PACKAGE)
+    metadata = tmp_path / "weather_package-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: weather-package\nVersion: 1\n")
+    entry = "[mismatch.features]\nweather = weather_package:FEATURE\n"
+    (metadata / "entry_points.txt").write_text(entry)
+    path = os.pathsep.join([str(tmp_path), str(Path(mismatch.__file__).parents[1])])
+    command = [sys.executable, "-m", "mismatch", "check", "--help-all"]
+    env = os.environ | {"PYTHONPATH": path}
+    shown = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    assert "--weather-at" in shown
+
+
+class Notes:
+    """A narrator that keeps its notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def stage(self, title: str) -> Any:
+        raise AssertionError(title)
 
 
 def test_without_it_a_report_that_holds_its_result_is_still_read(

@@ -1,7 +1,7 @@
 """GRPO's coefficients with PPO's clipped ratio, for one mini-batch. Pure numpy.
 
 The gradient of ``min(ρ A, clip(ρ, 1 - ε, 1 + ε) A)`` is ``ρ A · ∇logprob`` where the first branch
-is the smaller, else 0, with ρ = exp(new - old); see mismatch/experiments/gradients/coefficients.py.
+is the smaller, else 0, with ρ = exp(new - old).
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mismatch.experiments.gradients.coefficients import Batch, normalised, unclipped
-from mismatch.experiments.gradients.types import REWARDS
 from mismatch.features.loop.spec import LoopSpec
-from mismatch.metrics.importance_weights import BY_ID, OVERRIDE, Ratios, Settings, group_advantages
-from mismatch.metrics.ppo_passes import ratios
+from mismatch.metrics.importance_weights import (
+    BY_ID,
+    OVERRIDE,
+    Ratios,
+    Settings,
+    group_advantages,
+    per_token,
+)
+from mismatch.metrics.ppo_passes import ratios, unclipped
 from mismatch.types import Floats, Ints, Rollout
 
 
@@ -66,8 +71,7 @@ def plain_coefficients(
     inside = np.isin(rollout.prompt_index, prompts)
     assert rollout.rewards is not None
     advantage = np.where(inside, group_advantages(rollout.rewards, rollout.prompt_index), 0.0)
-    batch = Batch(prompts, 0, advantage, inside[sequence], REWARDS)
-    plain = normalised(batch, sequence, loop.loss)
+    plain = per_token(advantage, inside[sequence], sequence, loop.loss)
     of_tokens = Ratios.of(train - engine, sequence, train)
     for id in loop.corrections:
         plain = plain * BY_ID[id].weights(of_tokens, Settings())

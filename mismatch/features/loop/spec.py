@@ -11,7 +11,6 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Chosen
 from mismatch.experiments.fixes.catalogue import fix_named, labels
 from mismatch.experiments.fixes.spec_edits import Change, train, with_argument
-from mismatch.experiments.gradients.types import Loss
 from mismatch.models.moe import ROUTER_NOISE
 from mismatch.specs import MANY, SEEDS, SHARE, CheckSpec, Flag, Range, portable
 
@@ -22,6 +21,7 @@ LARGE_MODELS = 1e-6  # a learning rate that such models are trained with
 PATHS = {"vllm": ("reload", "rpc"), "sglang": ("disk", "tensor"), "transformers": ("load",)}
 FROZEN_ATTENTION = "frozen-attention"
 Old = Literal["trainer", "engine"]
+Loss = Literal["token", "sequence"]
 RAW = "raw-logprobs"
 PLANTED: Mapping[str, Change] = {  # arms that no fix is
     "fp8-kv-cache": with_argument("kv_cache_dtype", "fp8"),

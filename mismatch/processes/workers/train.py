@@ -14,8 +14,7 @@ A "side" pass that runs out of memory leaves its reason like an optional one, an
 A pass may have a "run_dir" of its own, whose rollout it scores, and be "optional": one that cannot
 run leaves its reason in ``errors/pass-<name>.json`` of the job's run directory and the others go
 on; "optional_s" is the time that optional passes may take, and those that would exceed it are left
-out. They note their seconds and memory in their fingerprints. "gradients", a GradientPlan, are
-taken after all passes, see mismatch/processes/workers/gradient_check.py.
+out. They note their seconds and memory in their fingerprints.
 
 Each pass becomes ``scores/<name>.parquet`` (and ``routing/<name>.safetensors``). Passes that need
 the same weights in the same form share one load, whatever kernels they run. With "wait_for", what
@@ -43,9 +42,8 @@ import numpy as np
 from mismatch.captures import LIKELIEST
 from mismatch.errors import MismatchError, OutOfMemory, first_line, named_line
 from mismatch.experiments.scoring_passes import Job
-from mismatch.processes.workers.gradient_check import replay_source, routes_from
+from mismatch.processes.workers.replayed_routes import replay_source, routes_from
 from mismatch.run.messages import (
-    SCORED,
     exit_worker,
     pass_label,
     report_ready,
@@ -122,10 +120,7 @@ def run(job: dict[str, Any]) -> None:
     if job.get("same_on_all_ranks"):
         require_same(world, job)
     try:
-        passes = _Passes(world, job)
-        passes.score(items)
-        if "gradients" in job:
-            take_gradients(passes, job)
+        _Passes(world, job).score(items)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             f"rank {world.rank} is out of GPU memory: {first_line(error)}",
@@ -150,17 +145,6 @@ def require_same(world: World, job: dict[str, Any]) -> None:
             "the run directory must be on a file system that all machines share, and the command "
             "the same everywhere",
         )
-
-
-def take_gradients(passes: _Passes, job: dict[str, Any]) -> None:
-    """Those of a job's plan, and before them a word to the parent: all scorings are saved."""
-    from mismatch.experiments.gradients.planning import GradientPlan
-    from mismatch.processes.workers.gradient_check import take_gradients
-
-    passes.world.barrier()
-    if passes.world.rank == 0:
-        report_timing(SCORED, time.monotonic() - passes.began)
-    take_gradients(passes, GradientPlan.from_json(job["gradients"]))
 
 
 class _Passes:

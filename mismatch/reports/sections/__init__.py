@@ -33,7 +33,7 @@ CHAPTERS = (
     ("place", "Where does it sit?", ("tokens", "breakdowns")),
     ("why", "Why?", ("causes", "square", "causes:explain", "locate",
                      "passes:variants")),
-    ("helps", "What helps?", ("fixes", "gradients")),
+    ("helps", "What helps?", ("fixes",)),
     ("token-by-token", "Token by token", ("explorer",)),
     ("experts", "Expert routing", ("routing",)),
     ("unseen", "Checks, and what was not tested", ("headline:checks",)),

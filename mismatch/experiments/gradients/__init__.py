@@ -1,1 +1,0 @@
-"""What mismatch does to the policy gradient: gradients of one batch, taken and compared."""

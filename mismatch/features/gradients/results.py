@@ -1,0 +1,223 @@
+"""Gradients beside the float32 reference's: how long, and in what direction. Pure.
+
+Norms and inner products are of the whole batch's gradient, summed in float64, so that they hold
+exactly for this batch. Angles below 0.001° are lost to the cancellation of squares. What another
+batch would give is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from mismatch.analysis.plugins import Analysis
+from mismatch.codec import from_json
+from mismatch.errors import EmptyComparison
+from mismatch.features.gradients.plan import BASELINE, REFERENCE, Batch, GradientPlan
+from mismatch.run import store
+from mismatch.specs import CheckSpec
+from mismatch.types import Check
+
+ID = "gradients"
+FILE, SCHEMA = "gradients.json", "mismatch.gradients/3"
+ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class PassSums:
+    """What the training world measures of one pass, by group of parameters.
+
+    Attributes:
+        id: of the pass in the plan.
+        squared: [G] squared norm of the gradient.
+        dot: [G] inner product with the reference's gradient.
+    """
+
+    id: str
+    squared: tuple[float, ...]
+    dot: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What the training world leaves.
+
+    Attributes:
+        groups: G names of parameter groups, those that the model has.
+        sums: the reference's first.
+        failed: id of a pass -> why it has no gradient.
+    """
+
+    groups: tuple[str, ...]
+    sums: tuple[PassSums, ...]
+    failed: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupGradient:
+    """One parameter group's gradient beside the float32 reference's.
+
+    Attributes:
+        norm: 2-norm of the batch's gradient.
+        norm_ratio: over the reference's; None where the reference has none.
+        cosine: to the reference's; None where one of the two is 0, which has no direction.
+    """
+
+    group: str
+    norm: float
+    norm_ratio: float | None
+    cosine: float | None
+
+    @property
+    def silent(self) -> bool:
+        """Whether there is no gradient where the reference has one."""
+        return self.norm == 0.0 and self.norm_ratio is not None
+
+
+@dataclass(frozen=True, slots=True)
+class GradientRow:
+    """One trainer beside the reference.
+
+    Attributes:
+        id: "baseline" or a fix's id.
+        groups: the first is :data:`ALL`.
+    """
+
+    id: str
+    label: str
+    groups: tuple[GroupGradient, ...]
+
+    @property
+    def whole(self) -> GroupGradient:
+        """All parameters together."""
+        return self.groups[0]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientCheck:
+    """Every row, and what they rest on.
+
+    Attributes:
+        prompts, sequences, tokens: of the batch; its samples and their action tokens.
+        deciding: how many prompts have samples of different reward; the others have no gradient.
+        advantages: "rewards" (group-normalised), or how they were made where rewards do not differ.
+        same: fix -> the row, or "reference", whose gradient it has by construction.
+        not_tested: one sentence each.
+    """
+
+    prompts: int
+    deciding: int
+    sequences: int
+    tokens: int
+    advantages: str
+    rows: tuple[GradientRow, ...]
+    same: dict[str, str]
+    not_tested: tuple[str, ...]
+
+    def row(self, id: str) -> GradientRow | None:
+        """Return one row, or None where it was not measured."""
+        return next((row for row in self.rows if row.id == id), None)
+
+
+def compare_gradients(taken: Taken, plan: GradientPlan, batch: Batch) -> GradientCheck:
+    """Compare every gradient with the reference's.
+
+    Raises:
+        EmptyComparison: no gradient beside the reference's, or a reference of 0: all advantages
+            are equal.
+    """
+    sums = {each.id: each for each in taken.sums}
+    reference = sums.pop(REFERENCE, None)
+    if reference is None or not sums:
+        why = "; ".join(taken.failed.values())
+        raise EmptyComparison(f"gradients: nothing to compare: {why}", "see logs/gradients.log")
+    if not sum(reference.squared):
+        raise EmptyComparison(
+            "gradients: the reference's is 0",
+            "samples of one prompt need different rewards: --task, or more --samples",
+        )
+    whole = _summed(reference)
+    rows = tuple(
+        GradientRow(
+            planned.id,
+            planned.label,
+            (
+                _group(ALL, _summed(own), whole, 0),
+                *(_group(name, own, reference, g) for g, name in enumerate(taken.groups)),
+            ),
+        )
+        for planned in plan.passes
+        if (own := sums.get(planned.id)) is not None
+    )
+    failed = tuple(f"gradient of {id}: {reason}" for id, reason in taken.failed.items())
+    return GradientCheck(
+        prompts=len(batch.prompts),
+        deciding=batch.deciding,
+        sequences=batch.sequences,
+        tokens=batch.tokens,
+        advantages=batch.advantages,
+        rows=rows,
+        same=plan.same,
+        not_tested=(*plan.not_tested, *failed),
+    )
+
+
+def _summed(sums: PassSums) -> PassSums:
+    """Return the sums over all groups."""
+    return PassSums(sums.id, (sum(sums.squared),), (sum(sums.dot),))
+
+
+def _group(name: str, own: PassSums, reference: PassSums, group: int) -> GroupGradient:
+    squared, theirs = own.squared[group], reference.squared[group]
+    if theirs == 0.0:
+        return GroupGradient(name, math.sqrt(squared), None, None)
+    cosine = own.dot[group] / math.sqrt(squared * theirs) if squared else None
+    return GroupGradient(
+        group=name,
+        norm=math.sqrt(squared),
+        norm_ratio=math.sqrt(squared / theirs),
+        cosine=None if cosine is None else max(-1.0, min(1.0, cosine)),
+    )
+
+
+def gradient_checks(check: GradientCheck) -> tuple[Check, ...]:
+    """Fail where a group of parameters gets no gradient in the trainer and one in the reference.
+
+    Such a trainer can have all log-probabilities right: it never trains these parameters. No
+    interval is needed, since a sum over a batch is 0 to the last bit only where nothing was added.
+    """
+    baseline = check.row(BASELINE)
+    if baseline is None:
+        return ()
+    dead = [group.group for group in baseline.groups[1:] if group.silent]
+    if not dead:
+        return (Check(ID, "passed", "no group of parameters is without one"),)
+    detail = f"the trainer gives no gradient to: {', '.join(dead)}; the float32 reference does"
+    fix = "a kernel that differentiates them, e.g. --attention eager; mismatch kernels tests one"
+    return (Check(ID, "failed", detail, fix),)
+
+
+def of_run(run_dir: Path, spec: CheckSpec) -> GradientCheck | None:
+    """Return what a check left in its run directory; None where it took no gradient.
+
+    Raises:
+        MismatchError: it is damaged.
+    """
+    if not (run_dir / FILE).exists():
+        return None
+    return from_json(GradientCheck, store.load_document(run_dir, FILE)[ID])
+
+
+ANALYSES = (
+    Analysis(
+        ID,
+        GradientCheck,
+        section="mismatch.features.gradients.section:section",
+        unseen=lambda check: check.not_tested,
+        order=8,
+        from_run=of_run,
+        checks=gradient_checks,
+        chapter="helps",
+    ),
+)
