@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -51,14 +52,14 @@ class Silent:
     note = __call__
 
 
-def loop(engine: str, **fields: object) -> LoopSpec:
+def loop(engine: str, routing: bool = False, **fields: object) -> LoopSpec:
     rollout = RolloutSpec(
-        engine=EngineSpec(engine, TINY, routing=False, prefill=False),
+        engine=EngineSpec(engine, TINY, routing=routing, prefill=False),
         prompts=PromptSpec(num_prompts=4),
         sampling=Sampling(max_tokens=64, samples_per_prompt=3),
         exact_kl=0,
     )
-    train = TrainSpec(TINY, dtype="fp32", master_dtype="fp32", routing=False)
+    train = TrainSpec(TINY, dtype="fp32", master_dtype="fp32", routing=routing)
     check = CheckSpec(rollout, train, nproc_per_node=1, noise_floor=False)
     given = {"steps": STEPS, "prompts": 2, "perfectible": False, "checkpoint_every": 1}
     return LoopSpec(check, **(given | fields))  # type: ignore[arg-type]
@@ -118,7 +119,8 @@ def test_a_killed_run_goes_on_to_the_same_curve_and_a_lost_parameter_stops_it(
     straight = tmp_path / "straight"
     straight.mkdir()
     name = "model.layers.1.self_attn.o_proj.weight"
-    lost = loop("transformers", plant=(("lost", f"{STEPS} {name}"),), steps=STEPS + 1)
+    same = loop("transformers", routing=True)  # as FLAGS say
+    lost = replace(same, plant=(("lost", f"{STEPS} {name}"),), steps=STEPS + 1)
     with pytest.raises(MismatchError, match=f"step {STEPS}: .*{name}"):
         run_arm(straight, lost, tmp_path / "pool.json", silent)
     expected = rows_of(straight)[:STEPS]
@@ -146,8 +148,8 @@ def test_a_killed_run_goes_on_to_the_same_curve_and_a_lost_parameter_stops_it(
                 os.kill(pid, signal.SIGKILL)
 
     with pytest.raises(MismatchError, match="engine"):
-        run_arm(arm, loop("transformers"), out / "pool.json", ends_the_engine)
+        run_arm(arm, same, out / "pool.json", ends_the_engine)
     assert children_of(out) == []
     assert 0 < resume_from(arm) < STEPS
-    rows = run_arm(arm, loop("transformers"), out / "pool.json", silent)
+    rows = run_arm(arm, same, out / "pool.json", silent)
     assert numbers(rows) == numbers(expected)
