@@ -45,6 +45,8 @@ OFFLINE = (
     "set HF_HUB_OFFLINE=1, or give the directory: --model DIR"
 )
 
+LEAST_TRANSFORMERS = (5, 5)  # 4.57 loads weights by other functions than those that we take
+
 
 def require_a_law(sampling: Sampling) -> None:
     """Tokens that were sampled, so that there is a law to compare with.
@@ -165,6 +167,8 @@ def preflight_training(
         }
         modules = ("torch", *needed.get(spec.scorer, ("numpy",)))
         require_modules(spec.python, "--train-python", modules, "the trainer")
+        if spec.scorer == OWN_SCORER:
+            require_transformers(spec.python)
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing and spec.python is None:
         raise MismatchError(
@@ -191,6 +195,22 @@ def preflight_training(
         require_free_port(os.environ)
     if reach:
         require_reachable(spec.model, spec.revision)
+
+
+def require_transformers(python: str) -> None:
+    """Refuse a transformers that our own FSDP2 loop cannot load a model with.
+
+    Raises:
+        MismatchError: it is older than the oldest that was run.
+    """
+    version = look_into(python, (), ("transformers",)).packages.get("transformers", "")
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if numbers and numbers < LEAST_TRANSFORMERS:
+        raise MismatchError(
+            f"transformers {version} in {python}: mismatch's own FSDP2 loop needs "
+            f"{'.'.join(map(str, LEAST_TRANSFORMERS))} or newer",
+            "let your framework's code score: --scorer trl, verl or package.module:Class",
+        )
 
 
 def require_form(spec: EngineSpec) -> None:

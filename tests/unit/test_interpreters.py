@@ -70,6 +70,14 @@ def test_a_trainer_s_environment_needs_what_its_code_needs(
         preflight_training(spec, 1)
 
 
+def test_our_own_loop_refuses_a_transformers_that_it_cannot_load_with(tmp_path: Path) -> None:
+    held = dict.fromkeys(("torch", "numpy", "pyarrow", "safetensors", "psutil"), "2.0")
+    python = environment(tmp_path, **held, transformers="4.57.6")
+    with pytest.raises(MismatchError, match=r"4\.57\.6"):
+        preflight_training(TrainSpec(model="m", python=python), 1, reach=False)
+    preflight_training(TrainSpec(model="m", python=python, scorer="my:trainer"), 1, reach=False)
+
+
 def test_a_function_s_environment_needs_numpy_and_torch_alone(tmp_path: Path) -> None:
     python = environment(tmp_path, numpy="2.0.1", torch="2.11.0")
     spec = TrainSpec(model=resolve_model("tiny-gpt-oss"), scorer="mine:score", python=python)
