@@ -13,9 +13,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from mismatch import __version__
 from mismatch.errors import MismatchError
 from mismatch.plugins import features, find_command, load
+from mismatch.version import __version__
 
 # The core's commands, in the order of the help. Each lives in the module of its name, imported
 # when it is run; :func:`summaries` adds the commands of features.

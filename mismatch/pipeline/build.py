@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch import __version__
 from mismatch.analysis.causes import cause_checks
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.declared import sharding_checks
@@ -62,6 +61,7 @@ from mismatch.types import (
     Scoring,
     SidePair,
 )
+from mismatch.version import __version__
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,0 +1,236 @@
+"""Use mismatch from Python: the commands with the same names for their flags, results as objects.
+
+import mismatch
+
+run = mismatch.check(model="tiny-gpt-oss", num_prompts=16)
+run.verdict.status          # "healthy"
+run.tokens                  # a DataFrame, a row per token
+run.to_html()               # the report's page
+
+pair = mismatch.score_pair(rollout_logprobs, train_logprobs)   # two arrays, no engine
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mismatch.errors import MismatchError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from mismatch.analysis.diagnosis.ranking import Cause
+    from mismatch.pipeline.run_comparison import RunComparison
+    from mismatch.types import Report, Verdict
+
+__all__ = ["Run", "check", "load", "score_pair"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory and what its report says."""
+
+    directory: Path
+
+    @cached_property
+    def report(self) -> Report:
+        """The whole report, as report.json holds it.
+
+        Raises:
+            MismatchError: report.json is missing or damaged.
+        """
+        from mismatch.pipeline.document import report_from_json
+        from mismatch.run import store
+
+        return report_from_json(store.load_document(self.directory, "report.json"))
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict: ``status`` (healthy to broken), ``reason``, and both answers."""
+        return self.report.verdict
+
+    @property
+    def causes(self) -> tuple[Cause, ...]:
+        """The causes that the data support, the most likely first."""
+        found = self.report.result("causes")
+        return () if found is None else tuple(found.ranked)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Values of the headline comparison, engine against trainer, by metric."""
+        if not self.report.comparisons:
+            return {}
+        headline = self.report.comparisons[0]
+        both = {**headline.metrics, **headline.routing}
+        return {name: estimate.value for name, estimate in both.items()}
+
+    @cached_property
+    def tokens(self) -> pd.DataFrame:
+        """A row per action token: both log-probabilities (nats), their difference, its place."""
+        from mismatch.run import store
+
+        return store.load_tokens(self.directory)
+
+    def compare(self, *others: Run) -> RunComparison:
+        """Compare other runs with this one, metric by metric.
+
+        Raises:
+            MismatchError: they cannot be compared.
+        """
+        from mismatch.pipeline.run_comparison import compare_runs
+
+        return compare_runs([self.directory, *(other.directory for other in others)])
+
+    def to_html(self) -> str:
+        """Return the report's page: one document without external parts."""
+        return (self.directory / "report.html").read_text(encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        """Show the page in a notebook."""
+        from html import escape
+
+        return (
+            f'<iframe srcdoc="{escape(self.to_html())}" style="width:100%;height:40em;border:0">'
+            "</iframe>"
+        )
+
+
+def check(*, verbose: bool = False, **flags: Any) -> Run:
+    """Run ``mismatch check`` and return its run.
+
+    Args:
+        verbose: print what the command prints.
+        flags: those of ``mismatch check``, with underscores; lists for flags that repeat.
+
+    Raises:
+        MismatchError: bad input, or nothing was measured. A broken verdict raises nothing.
+
+    Example:
+        ``mismatch.check(model="gpt-oss-20b", python="~/verl/bin/python", scorer="verl")``
+    """
+    return _command("check", [], flags, verbose)
+
+
+def load(directory: str | os.PathLike[str]) -> Run:
+    """Return a saved run.
+
+    Raises:
+        MismatchError: the directory holds no report.
+    """
+    run = Run(Path(directory))
+    if not (run.directory / "report.json").exists():
+        raise MismatchError(
+            f"{run.directory} holds no report.json", f"mismatch compare {run.directory}"
+        )
+    return run
+
+
+def score_pair(
+    rollout_logprobs: Sequence[Sequence[float]],
+    train_logprobs: Sequence[Sequence[float]],
+    mask: Sequence[Sequence[float]] | None = None,
+    *,
+    token_ids: Sequence[Sequence[int]] | None = None,
+    entropy: Sequence[Sequence[float]] | None = None,
+    prompts: Sequence[Any] | None = None,
+    rewards: Sequence[float] | None = None,
+    attributes: Mapping[str, Sequence[Any]] | None = None,
+    verbose: bool = False,
+    **flags: Any,
+) -> Run:
+    """Judge two arrays of log-probabilities of the same tokens, without an engine or a model.
+
+    All arrays have a row per response and a column per token of it; rows may differ in length.
+
+    Args:
+        rollout_logprobs: [N, T] the sampler's, nats.
+        train_logprobs: [N, T] the trainer's, nats.
+        mask: [N, T] 1 where the policy sampled the token; None: everywhere.
+        token_ids: [N, T] the responses' ids; None: unknown, so nothing is said of ids.
+        entropy: [N, T] of the trainer's distribution, nats.
+        prompts: [N] what the samples of one prompt have in common; None: all rows differ.
+        rewards: [N].
+        attributes: further facts per row, ``replica``, ``rank``, ``weight_version``, ``step`` or
+            ``environment``: named where the rows that are off share one.
+        flags: of ``mismatch postmortem``, such as ``dtype``, ``temperature`` and ``out``.
+
+    Raises:
+        MismatchError: rows without tokens, or of different lengths.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        dump = Path(folder) / "pair.jsonl"
+        with dump.open("w") as file:
+            for row, values in enumerate(rollout_logprobs):
+                columns = {"rollout_logprobs": values, "train_logprobs": train_logprobs[row]}
+                columns |= {} if entropy is None else {"entropy": entropy[row]}
+                columns |= {} if mask is None else {"action_mask": mask[row]}
+                columns |= {} if token_ids is None else {"token_ids": token_ids[row]}
+                entry: dict[str, Any] = {name: _plain(held) for name, held in columns.items()}
+                size = len(entry["rollout_logprobs"])
+                for name, held in entry.items():
+                    if len(held) != size:
+                        raise MismatchError(
+                            f"row {row}: {len(held)} {name} for {size} rollout_logprobs",
+                            "give one value per token of the response in every array",
+                        )
+                sampled = [int(bool(value)) for value in entry.pop("action_mask", [1] * size)]
+                ids = entry.pop("token_ids", [0] * size)
+                entry = {name: [0.0, *held] for name, held in entry.items()}
+                # Something has to predict the first token, so a prompt of one token comes first.
+                entry |= {"token_ids": [0, *ids], "action_mask": [0, *sampled]}
+                entry |= {name: held[row] for name, held in (attributes or {}).items()}
+                entry |= {} if prompts is None else {"prompt_id": str(prompts[row])}
+                entry |= {} if rewards is None else {"reward": float(rewards[row])}
+                file.write(json.dumps(entry) + "\n")
+        return _command("postmortem", [str(dump)], flags, verbose)
+
+
+def _plain(values: Any) -> list[Any]:
+    """Return an array, a tensor or a list as a list."""
+    if hasattr(values, "detach"):
+        values = values.detach().to("cpu")
+    return values.tolist() if hasattr(values, "tolist") else list(values)
+
+
+def _command(verb: str, positional: list[str], flags: dict[str, Any], verbose: bool) -> Run:
+    """Run a command in this process, and return the run that it made."""
+    import typer
+
+    from mismatch.cli.main import app
+    from mismatch.run.directory import DEFAULT_PARENT
+
+    directory = flags.pop("out", None) or _free_directory(
+        DEFAULT_PARENT, flags.get("model") or verb
+    )
+    arguments = [verb, *positional, "--out", str(directory)]
+    for name, value in flags.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            arguments.append(flag if value else f"--no-{flag[2:]}")
+        elif value is not None:
+            several = value if isinstance(value, list | tuple) else [value]
+            arguments += [part for each in several for part in (flag, str(each))]
+    command = typer.main.get_command(app)
+    with nullcontext() if verbose else redirect_stdout(io.StringIO()):
+        try:
+            command.main(arguments, prog_name="mismatch", standalone_mode=False)
+        except Exception as error:
+            if not hasattr(error, "format_message"):  # a usage error of typer
+                raise
+            raise MismatchError(error.format_message(), f"mismatch {verb} --help-all") from error
+    return load(directory)
+
+
+def _free_directory(parent: Path, name: str) -> Path:
+    from datetime import datetime
+
+    return parent / f"{datetime.now():%Y%m%d-%H%M%S-%f}-{Path(name).name}"

@@ -1,0 +1,73 @@
+"""The functions of the package: what the notebook and the documentation show, and wrong input."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mismatch
+from mismatch.errors import MismatchError
+
+ROOT = Path(mismatch.__file__).parents[1]
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells, one after another; runs/ is made in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((ROOT / "examples" / "score_pair.ipynb").read_text())
+    names: dict[str, Any] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert names["found"].shared[0].values == ("3",)
+    run = names["run"]
+    assert run.verdict.status in ("inconclusive", "unfit")
+    assert run.metrics["k3_kl"] == pytest.approx(
+        mismatch.load(run.directory).report.comparisons[0].metrics["k3_kl"].value
+    )
+    assert len(run.tokens) == 200 * 60
+    assert "<iframe" in run._repr_html_()
+    assert run.to_html().startswith("<!doctype html>")
+
+
+def test_rows_of_different_lengths_and_a_mask(tmp_path: Path) -> None:
+    rollout = [[-0.5] * (20 + row % 3) for row in range(40)]
+    train = [[value - 0.01 for value in row] for row in rollout]
+    mask = [[1] * 10 + [0] * (len(row) - 10) for row in rollout]
+    run = mismatch.score_pair(rollout, train, mask, out=tmp_path / "run", dtype="fp32")
+    assert len(run.tokens) == 400
+    assert run.metrics["logprob_abs_diff_mean"] == pytest.approx(0.01)
+    same = mismatch.score_pair(rollout, rollout, mask, out=tmp_path / "same")
+    assert same.metrics["logprob_abs_diff_mean"] == 0
+    comparison = run.compare(same)
+    assert comparison.metrics
+
+
+def test_wrong_input_is_an_error_with_its_fix(tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match="1 train_logprobs"):
+        mismatch.score_pair([[-0.1, -0.2]], [[-0.1]], out=tmp_path / "a")
+    with pytest.raises(MismatchError, match="no-such-flag"):
+        mismatch.check(model="tiny-gpt-oss", no_such_flag=1, out=tmp_path / "b")
+    with pytest.raises(MismatchError, match=r"report\.json"):
+        mismatch.load(tmp_path)
+    with pytest.raises(AttributeError):
+        mismatch.nothing  # noqa: B018
+
+
+def test_the_examples_of_the_page_name_what_there_is() -> None:
+    page = (ROOT / "docs" / "python.md").read_text()
+    names = set(re.findall(r"mismatch\.(\w+)\(", page))
+    assert names <= set(mismatch.__all__)
+    assert {"check", "load", "score_pair"} <= names
+
+
+def test_a_number_of_the_arrays_is_that_of_the_metric() -> None:
+    from mismatch.metrics import k3_kl
+
+    delta = np.array([0.1, -0.2, 0.0])
+    assert k3_kl(delta) == pytest.approx(float(np.mean(np.exp(delta) - 1 - delta)))
