@@ -57,8 +57,9 @@ def prepare(place: Path, sequences: int, tokens: int) -> tuple[Path, int]:
 
     from mismatch.experiments.fixes.context import context_of
     from mismatch.experiments.fixes.planning import parse_requests, plan_fixes
+    from mismatch.experiments.scoring_passes import Job, by_load
     from mismatch.models import resolve_model
-    from mismatch.processes.stages import Job, by_load
+    from mismatch.processes.tasks import TrainerSession, write_session
     from mismatch.run import store
     from mismatch.run.store import TRAIN
     from mismatch.specs import CheckSpec, EngineSpec, Pass, RolloutSpec, TrainSpec, weights_key
@@ -82,17 +83,17 @@ def prepare(place: Path, sequences: int, tokens: int) -> tuple[Path, int]:
     variants = plan_fixes(spec, context_of(spec)).variants
     jobs = [Job(place, Pass(TRAIN, spec.train))]
     jobs = by_load([*jobs, *(Job(place, one.scoring, optional=True) for one in variants)])
-    entries: list[dict[str, Any]] = [job.entry(place) for job in jobs]
-    path = store.write_json(place / "job.json", {"run_dir": str(place), "passes": entries})
+    path = write_session(TrainerSession(place, tuple(jobs)))
     return path, len({weights_key(job.pass_.spec) for job in jobs})
 
 
 def worker(path: str) -> int:
     """A rank: the product's own worker with a timer around its forward passes and loads."""
+    import mismatch.training.load as load
     import mismatch.training.score as score
-    from mismatch.processes.workers import train
+    from mismatch.processes.workers import session, train
 
-    spent = {"forward": 0.0, "load": 0.0, "loads": 0, "passes": 0, "begin": 0.0}
+    spent = {"forward": 0.0, "load": 0.0, "loads": 0, "passes": 0, "total": 0.0}
 
     def timed(function: Any, key: str, count: str) -> Any:
         def call(*args: Any, **named: Any) -> Any:
@@ -109,16 +110,16 @@ def worker(path: str) -> int:
         world.barrier()  # a pass takes what its slowest rank takes
         return made
 
-    def score_them(self: Any, items: Any) -> None:
+    def run(*args: Any) -> None:
         start = time.monotonic()
-        own(self, items)
-        spent["total"] = time.monotonic() - start
+        own(*args)
+        spent["total"] += time.monotonic() - start
 
-    own, alone = train._Passes.score, score.run_batches
+    own, alone = train.Passes.score, score.run_batches
     score.run_batches = timed(together, "forward", "passes")
-    train._load = timed(train._load, "load", "loads")
-    train._Passes.score = score_them  # type: ignore[method-assign]
-    code = train.main([path])
+    load.load = timed(load.load, "load", "loads")
+    train.Passes.score = run  # type: ignore[method-assign]
+    code = session.main([path])
     if os.environ.get("RANK") == "0" and code == 0:
         total = spent["total"] - spent["load"]
         facts = {"total": total, "forward": spent["forward"], "load_s": spent["load"]}

@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py [--only NAME] [--json FILE]
 
-Each case runs the real worker (``mismatch.processes.workers.train`` under torchrun) on a checkpoint
+Each case runs the real worker (``mismatch.processes.workers.session``, torchrun) on a checkpoint
 with random weights (or on tiny-gpt-oss) and compares its peak with ``mismatch.doctor.memory``.
 
 What is measured: the kernel's own high-water mark of each rank's resident memory (VmHWM), set back
@@ -130,7 +130,7 @@ def rank_main(job_path: str) -> int:
     """Run the worker; leave the marks of this rank beside the job."""
     import mismatch.training.load as loading
     import mismatch.training.score as scoring
-    from mismatch.processes.workers import train
+    from mismatch.processes.workers import session
 
     touch_libraries()
     marks: dict[str, int] = {}
@@ -149,7 +149,7 @@ def rank_main(job_path: str) -> int:
         return result
 
     loading.load, scoring.score_pass = load, score_pass
-    code = train.main([job_path])
+    code = session.main([job_path])
     out = Path(job_path).with_name(f"marks-{os.environ.get('RANK', '0')}.json")
     out.write_text(json.dumps(marks))
     return code
@@ -180,8 +180,10 @@ def status(name: str) -> int:
 
 def measure(case: Case, folder: Path) -> dict[str, int]:
     """Peak bytes above the base, the largest over the ranks: of the pass, and of the loading."""
+    from mismatch.experiments.scoring_passes import Job
+    from mismatch.processes.tasks import TrainerSession, write_session
     from mismatch.run import store
-    from mismatch.specs import TrainSpec, to_dict
+    from mismatch.specs import Pass, TrainSpec
     from tests import checkpoints
 
     model = checkpoint(case, folder)
@@ -191,12 +193,8 @@ def measure(case: Case, folder: Path) -> dict[str, int]:
     )
     store.save_rollout(folder, rollout)
     spec = TrainSpec(model=str(model), **case.spec)
-    job = {
-        "run_dir": str(folder),
-        "resident_report": True,
-        "passes": [{"name": "fsdp", "spec": to_dict(spec)}],
-    }
-    path = store.write_json(folder / "job.json", job)
+    passes = (Job(folder, Pass("fsdp", spec)),)
+    path = write_session(TrainerSession(folder, passes, resident_report=True))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(case.world), __file__, "--rank", str(path)]
     environment = {
@@ -209,7 +207,7 @@ def measure(case: Case, folder: Path) -> dict[str, int]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{case}: failed\n{done.stderr[-3000:]}")
-    ranks = [json.loads(p.read_text()) for p in sorted(folder.glob("marks-*.json"))]
+    ranks = [json.loads(p.read_text()) for p in sorted(path.parent.glob("marks-*.json"))]
     return {
         "pass": max(marks["peak"] - marks["base"] for marks in ranks),
         "load": max(marks["load"] for marks in ranks),

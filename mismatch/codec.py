@@ -17,6 +17,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from mismatch.errors import MismatchError
@@ -150,6 +151,8 @@ def _read(kind: Any, value: Any, path: str) -> Any:
         return _read_float(value, path)
     if kind is dict:
         return _require(isinstance(value, dict), value, path, "an object")
+    if kind is Path:
+        return Path(_require(isinstance(value, str), value, path, "a path"))
     if kind in _SCALARS:
         fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         return _require(fits, value, path, f"a {_SCALARS[kind]}")

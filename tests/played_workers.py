@@ -17,8 +17,7 @@ from typing import Any
 from tests.write_hooks import HOOKS
 
 WORKERS = {
-    "mismatch.processes.workers.engine": "engine",
-    "mismatch.processes.workers.train": "train",
+    "mismatch.processes.workers.session": "session",
     "mismatch.features.gradients.worker": "gradients",
 }
 
@@ -78,6 +77,14 @@ class PlayedEngine:
         return call
 
 
+def handed_on(job: Path) -> bool:
+    """Whether a worker can run in one piece: no pass of its session is still to be handed on."""
+    if not json.loads(job.read_text()).get("guided"):
+        return True
+    turns = sorted(job.parent.glob(f"{job.stem}-[0-9]*.json"))
+    return any(json.loads(turn.read_text())["number"] is None for turn in turns)
+
+
 class InlineWorker:
     """Stands for ``subprocess.Popen``: runs a worker's ``main`` here, when it is first polled."""
 
@@ -89,8 +96,7 @@ class InlineWorker:
     def poll(self) -> int | None:
         if self.code is None:
             command = json.loads(self.stdin.getvalue().splitlines()[0])["command"]
-            job = json.loads(Path(command[-1]).read_text())
-            if "wait_for" not in job or Path(job["wait_for"]).exists():
+            if handed_on(Path(command[-1])):
                 self._end(self._run(command))
         return self.code
 
@@ -108,10 +114,10 @@ class InlineWorker:
 
     def _run(self, command: list[str]) -> int:
         from mismatch.features.gradients import worker as gradients
-        from mismatch.processes.workers import engine, train
+        from mismatch.processes.workers import session
 
         module = next(part for part in command if part in WORKERS)
-        programs = {"engine": engine.main, "train": train.main, "gradients": gradients.main}
+        programs = {"session": session.main, "gradients": gradients.main}
         main = programs[WORKERS[module]]
         stderr, before = sys.stderr, dict(os.environ)
         sys.stderr = io.TextIOWrapper(os.fdopen(os.dup(self._writer), "wb"), write_through=True)
@@ -137,7 +143,7 @@ def play(recording: Recording) -> None:
     from mismatch.training import distributed, score
 
     registry.ENGINES["toy"] = "tests.toy_engine:INFO"
-    real_class, real_score, real_load = engine.engine_class, score.score_pass, train._Passes.load
+    real_class, real_score, real_load = engine.engine_class, score.score_pass, train.Passes.load
     real_take = gradients.take
 
     def engine_class(name: str) -> Any:
@@ -179,7 +185,7 @@ def play(recording: Recording) -> None:
     engine.engine_class = sampling.engine_class = engine_class
     score.score_pass = score_pass
     engine.LOG_DELAY_S = 0.0
-    train._Passes.load = load
+    train.Passes.load = load
     gradients.take = take
     if recording.playing:
         distributed.World.start = classmethod(lambda cls: PlayedWorld())

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from mismatch.processes.tasks import EngineSession, write_session
 from mismatch.types import NotTested
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +44,7 @@ def engine_trial(family: str) -> dict[str, Any]:
         experts differs) and ``max_delta`` (nats).
     """
     from mismatch.run import store
-    from mismatch.specs import EngineSpec, PromptSpec, RolloutSpec, to_dict
+    from mismatch.specs import EngineSpec, PromptSpec, RolloutSpec
     from mismatch.types import Sampling
 
     with tempfile.TemporaryDirectory() as place:
@@ -54,10 +55,9 @@ def engine_trial(family: str) -> dict[str, Any]:
             Sampling(max_tokens=TOKENS, samples_per_prompt=SAMPLES),
         )
         run = Path(place) / "run"
-        run.mkdir()
-        (run / "job.json").write_text(json.dumps({"run_dir": str(run), "spec": to_dict(spec)}))
+        session = write_session(EngineSession(run, spec))
         done = subprocess.run(
-            [sys.executable, "-m", "mismatch.processes.workers.engine", str(run / "job.json")],
+            [sys.executable, "-m", "mismatch.processes.workers.session", str(session)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.analysis.square import precision_of
-from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.models.config import is_moe
 from mismatch.models.derived import is_mxfp4
@@ -36,7 +35,6 @@ from mismatch.specs import (
     RolloutSpec,
     TrainSpec,
     load_key,
-    to_dict,
     weights_key,
 )
 
@@ -298,20 +296,6 @@ class Job:
         """
         optional = pass_.name == TRAINER_FLOAT32
         return cls(run_dir, pass_, optional=optional, side=pass_.name != main.name)
-
-    def entry(self, run_dir: Path) -> dict[str, Any]:
-        """As the worker reads it."""
-        entry: dict[str, Any] = {"name": self.pass_.name, "spec": to_dict(self.pass_.spec)}
-        entry |= {"run_dir": str(self.run_dir)} if self.run_dir != run_dir else {}
-        marks = {"optional": self.optional, "side": self.side}
-        return entry | {name: True for name, value in marks.items() if value}
-
-    @classmethod
-    def of(cls, entry: dict[str, Any], run_dir: str) -> Job:
-        """The inverse of :meth:`entry`."""
-        pass_ = Pass(entry["name"], from_json(TrainSpec, entry["spec"]))
-        marks = bool(entry.get("optional")), bool(entry.get("side"))
-        return cls(Path(entry.get("run_dir", run_dir)), pass_, *marks)
 
 
 def by_load(jobs: list[Job]) -> list[Job]:

@@ -17,6 +17,7 @@ from mismatch.plugins import features, load, step_label
 from mismatch.processes.launched import Launched
 from mismatch.processes.launched import score as score_launched
 from mismatch.processes.stages import Narrator, Stages
+from mismatch.processes.tasks import Score
 from mismatch.run import store
 from mismatch.run.directory import Journal, at_work, load_spec
 from mismatch.run.messages import error_path, pass_label, write_error
@@ -165,7 +166,7 @@ def run_engine_score(
     with at_work(run_dir, "score", recorded, command) as journal:
         stages = Stages(replace(recorded, rollout=spec), run_dir, narrator, journal)
         label = f"{engine.engine}-prefill"
-        with stages.engine(spec, label, {"label": label, "score": name}) as worker:
+        with stages.engine(spec, label, Score(name)) as worker:
             stages.wait(worker, label, f"score: {engine.engine} scores the same tokens")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.catalogue import is_combination
@@ -125,7 +124,7 @@ class FixRun:
         self.variants.remove(variant)
         self.left_out.append(f"{variant.id}: not run, {what} is used up")
 
-    def prepare(self, *world: Worker) -> dict[str, Any]:
+    def prepare(self, *world: Worker) -> float | None:
         """Sample with every engine that is needed; return how long the passes may take."""
         start = time.monotonic()
         longest = self.stages.journal.seconds.get("rollout", 0.0)
@@ -141,8 +140,8 @@ class FixRun:
             self.sample(sharing, world)
             longest = max(longest, time.monotonic() - began)
         if self.stages.spec.budget_minutes is None:
-            return {}
-        return {"optional_s": max(0.0, self.allowed_s - self.spent_s - time.monotonic() + start)}
+            return None
+        return max(0.0, self.allowed_s - self.spent_s - time.monotonic() + start)
 
     def sample(self, variants: list[Variant], world: tuple[Worker, ...]) -> None:
         """Sample the tokens that some variants share; a failure is noted for all of them."""

@@ -11,6 +11,7 @@ from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.probes import CACHE, CACHE_FILE, FRESH, RESCORING
 from mismatch.processes.stages import Stages
+from mismatch.processes.tasks import ReadCache, Score
 from mismatch.run import manifest, store
 from mismatch.run.messages import error_path
 from mismatch.specs import RolloutSpec, spec_hash
@@ -48,16 +49,17 @@ def ask_fresh_engine(stages: Stages, ids: Sequence[str]) -> None:
         MismatchError: the engine cannot, or failed.
     """
     run_dir, spec = stages.run_dir, fresh(stages.spec.rollout)
-    made_by, job = spec_hash(spec), {}
-    if RESCORING in ids and not manifest.is_current(run_dir, store.scoring_file(FRESH), made_by):
-        job["score"] = FRESH
+    tasks: list[Score | ReadCache] = []
+    current = manifest.is_current(run_dir, store.scoring_file(FRESH), spec_hash(spec))
+    if RESCORING in ids and not current:
+        tasks.append(Score(FRESH))
     if CACHE in ids and not (run_dir / CACHE_FILE).exists():
-        job["cache"] = CACHE_FILE
-    if not job:
+        tasks.append(ReadCache(CACHE_FILE))
+    if not tasks:
         return
     error_path(run_dir, LABEL).unlink(missing_ok=True)
     title = f"rollout: a fresh {spec.engine.engine}: {', '.join(ids)}"
-    with stages.engine(spec, LABEL, {"label": LABEL, **job}) as worker:
+    with stages.engine(spec, LABEL, *tasks) as worker:
         stages.wait(worker, LABEL, title)
 
 

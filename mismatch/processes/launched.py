@@ -13,7 +13,8 @@ from pathlib import Path
 
 from mismatch.errors import MismatchError, first_line
 from mismatch.experiments.scoring_passes import Job, by_load
-from mismatch.run import resume, store
+from mismatch.processes.tasks import TrainerSession, write_session
+from mismatch.run import resume
 from mismatch.run.messages import clear_errors, error_path, pass_label
 from mismatch.specs import OWN_SCORER, Pass
 
@@ -90,16 +91,15 @@ def score(run_dir: Path, passes: list[Pass], world: Launched, note: Callable[[st
             "start mismatch itself, without torchrun or srun",
         )
     jobs = by_load([Job.of_check(run_dir, pass_, passes[0]) for pass_ in missing])
-    entries = [job.entry(run_dir) for job in jobs]
-    job = {"run_dir": str(run_dir), "passes": entries, "same_on_all_ranks": True}
+    session = TrainerSession(run_dir, tuple(jobs), same_on_all_ranks=True)
     if world.rank == 0:
         clear_errors(run_dir, "train")
         for pass_ in missing:
             error_path(run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
-        store.write_json(run_dir / "jobs" / "train.json", job)
+        write_session(session)
         note(f"score: {world.size} ranks, {len(jobs)} passes")
     try:
-        run(job)
+        run(session)
     except RuntimeError as error:
         raise MismatchError(
             f"rank {world.rank} lost the others: {first_line(error)}",

@@ -31,6 +31,15 @@ from mismatch.processes.launch import (
     started,
     worker_path,
 )
+from mismatch.processes.tasks import (
+    EngineSession,
+    Guide,
+    ReadCache,
+    Sample,
+    Score,
+    TrainerSession,
+    write_session,
+)
 from mismatch.run import manifest, resume, store
 from mismatch.run.directory import Journal
 from mismatch.run.machine import Placement, free_gpu_bytes, gib, local_gpus, placement, visible_as
@@ -45,16 +54,13 @@ from mismatch.specs import (
     RolloutSpec,
     TrainSpec,
     spec_hash,
-    to_dict,
 )
 
 if TYPE_CHECKING:
     from mismatch.types import Rollout
 
 
-ENGINE = "mismatch.processes.workers.engine"
-TRAINER = "mismatch.processes.workers.train"
-START_SIGNAL = "jobs/train.go"  # appears when the engine is done; the training world waits for it
+WORKER = "mismatch.processes.workers.session"
 # What a trainer needs beside an engine at work: both hold the weights, one of them in float32 and
 # with a copy on its way; and what two Python processes with torch take by themselves.
 EARLY_FACTOR, EARLY_BYTES = 8, 6 * 2**30
@@ -81,11 +87,11 @@ class ExtraJobs(Protocol):
 
     jobs: list[Job]
 
-    def prepare(self, *world: Worker) -> dict[str, Any]:
+    def prepare(self, *world: Worker) -> float | None:
         """Called when the check's own tokens are there and before anything is scored.
 
         Returns:
-            What the world is told, e.g. ``{"optional_s": 60.0}``.
+            Seconds that optional passes may take; None: no limit.
         """
 
 
@@ -130,34 +136,44 @@ class Stages:
         jobs = by_load([*jobs, *(extra.jobs if extra else [])])
         if extra is not None:
             extra.jobs = [job for job in jobs if id(job) not in own]  # in the order they will run
-        (self.run_dir / START_SIGNAL).unlink(missing_ok=True)
         with ExitStack() as stack:
-            train = stack.enter_context(self._world(jobs)) if jobs else None
+            session, train = None, None
+            if jobs:
+                early = bool(self.placement.trainer) or may_load_early(self.spec.train)
+                session = TrainerSession(self.run_dir, tuple(jobs), guided=True, load_first=early)
+                train = stack.enter_context(self._world(session))
             with_train = [train] if train else []
-            alone = extra is None and not adapted
-            at_once = self.placement.overlap and train is not None and alone
+            overlap = self.placement.overlap and extra is None and not adapted
             if sample and not (sampled and self._rescored()):
                 with self.engine(self.spec.rollout) as engine:
                     name = self.spec.rollout.engine.engine
-                    title, until = f"rollout: {name} samples", SAMPLED if at_once else ""
+                    until = SAMPLED if overlap and train else ""
+                    title = f"rollout: {name} samples"
                     self.wait(engine, "rollout", title, *with_train, until=until)
-                    if at_once:
-                        store.write_json(self.run_dir / START_SIGNAL, {})
+                    if overlap and train and session:
+                        hand_on(session, train)
+                        session = None
                         title = f"rollout: {name} rescores, the trainer scores meanwhile"
                         self.wait(engine, "rescore", title, *with_train)
             elif sample:
                 self.narrator.note("rollout: there already")
-            if at_once:
-                store.write_json(self.run_dir / START_SIGNAL, {})
+            if overlap and train and session:
+                hand_on(session, train)
+                session = None
             if sample and self.square:
                 score_in_float32(self, *with_train)
             if adapted:
                 self._score_with_adapter(adapted, *with_train)
-            go = {} if extra is None else extra.prepare(*with_train)
+            allowed_s = None if extra is None else extra.prepare(*with_train)
             if train is not None:
-                if not at_once:
-                    store.write_json(self.run_dir / START_SIGNAL, go)
-                self.wait(train, "score", f"score: {self._title(len(jobs))}")
+                title = f"score: {self._title(len(jobs))}"
+                with self.timed("score", title) as progress:
+                    train.on_progress = progress
+                    if session is not None:
+                        hand_on(session, train, allowed_s)
+                    finish(train)
+                self.journal.timings[train.label] = train.timings
+                self.journal.save()
             elif wanted and not adapted:
                 self.narrator.note("score: there already")
 
@@ -218,16 +234,16 @@ class Stages:
 
     @contextmanager
     def engine(
-        self, spec: RolloutSpec, label: str = "engine", job: dict[str, Any] | None = None
+        self, spec: RolloutSpec, label: str = "engine", *tasks: Score | ReadCache
     ) -> Iterator[Worker]:
         """An engine's process at work; behind the block the GPUs' memory is free again.
 
         Args:
-            job: what it is asked beyond the spec, see mismatch/processes/workers/engine.py.
+            tasks: what it is asked for; default: to sample, and to rescore what it sampled.
         """
-        asked = {"run_dir": str(self.run_dir), "spec": to_dict(spec), **(job or {})}
-        path = store.write_json(self.run_dir / "jobs" / f"{label}.json", asked)
-        command, env = engine_command(spec.engine, self.placement, ENGINE, path)
+        session = EngineSession(self.run_dir, spec, tasks or (Sample(),), label)
+        path = write_session(session)
+        command, env = engine_command(spec.engine, self.placement, WORKER, path)
         # With GPUs of its own the engine leaves them to nobody, and others' change meanwhile.
         before = [] if self.placement.engine else free_gpu_bytes()
         with started(label, command, self.run_dir, env=env) as worker:
@@ -238,16 +254,10 @@ class Stages:
             )
 
     @contextmanager
-    def _world(self, jobs: list[Job]) -> Iterator[Worker]:
-        job = {
-            "run_dir": str(self.run_dir),
-            "wait_for": str(self.run_dir / START_SIGNAL),
-            "load_first": bool(self.placement.trainer) or may_load_early(self.spec.train),
-            "passes": [job.entry(self.run_dir) for job in jobs],
-        }
-        path = store.write_json(self.run_dir / "jobs" / "train.json", job)
-        command, env = world_command(self.spec, self.placement, TRAINER, path)
-        with started("train", command, self.run_dir, env=env) as worker:
+    def _world(self, session: TrainerSession) -> Iterator[Worker]:
+        path = write_session(session)
+        command, env = world_command(self.spec, self.placement, WORKER, path)
+        with started(session.label, command, self.run_dir, env=env) as worker:
             yield worker
 
     def wait(self, worker: Worker, key: str, title: str, *beside: Worker, until: str = "") -> None:
@@ -269,6 +279,31 @@ class Stages:
         with self.narrator.stage(title) as progress:
             yield progress
         self.journal.seconds[key] = round(time.monotonic() - start, 2)
+
+
+def hand_on(session: TrainerSession, world: Worker, allowed_s: float | None = None) -> None:
+    """Hand the passes to a guided world, in order, optional ones as long as their time lasts.
+
+    Args:
+        allowed_s: that optional passes may take; None: all are handed on at once.
+
+    Raises:
+        MismatchError: the world failed meanwhile.
+    """
+    guide = Guide(session)
+    seconds: list[float] = []  # of the optional passes so far
+    for number, job in enumerate(session.passes):
+        expected = sum(seconds) + max(seconds[-2:], default=0.0)
+        late = allowed_s is not None and expected > allowed_s
+        if job.optional and (late or not (job.run_dir / store.ROLLOUT).exists()):
+            continue
+        start = time.monotonic()
+        guide.hand_on(number)
+        if allowed_s is not None:
+            finish(world, until=job.pass_.name)
+            if job.optional:
+                seconds.append(time.monotonic() - start)
+    guide.hand_on(None)
 
 
 def world_command(
@@ -346,9 +381,8 @@ def score_in_float32(stages: Stages, *beside: Worker) -> None:
             return
         error_path(run_dir, LABEL).unlink(missing_ok=True)
         require_memory(spec)
-        job = {"label": LABEL, "score": name}
         title = f"rollout: {spec.engine.engine} in float32 scores the same tokens"
-        with stages.engine(spec, LABEL, job) as worker:
+        with stages.engine(spec, LABEL, Score(name)) as worker:
             stages.wait(worker, LABEL, title, *beside)
     except MismatchError as error:
         for worker in beside:

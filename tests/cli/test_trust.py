@@ -161,7 +161,7 @@ def test_nothing_of_a_copied_run_is_executed(tmp_path, monkeypatch):
 
 # ---------------------------------------------------------------- the working directory of workers
 
-WORKER = "mismatch.processes.workers.train"
+WORKER = "mismatch.processes.workers.session"
 
 
 def test_files_of_the_working_directory_do_not_stand_in_for_modules(tmp_path, monkeypatch):

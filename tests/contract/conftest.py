@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import os
 import subprocess
 from collections.abc import Callable
@@ -22,8 +21,9 @@ import pytest
 
 from mismatch.models import EMBEDDED
 from mismatch.processes.launch import engine_python, interpreter_environment, own_python
+from mismatch.processes.tasks import EngineSession, ReadCache, Sample, Score, write_session
 from mismatch.run import store
-from mismatch.specs import EngineSpec, PromptSpec, RolloutSpec, to_dict
+from mismatch.specs import EngineSpec, PromptSpec, RolloutSpec
 from mismatch.types import Rollout, Sampling, Scoring
 from tests.shared import once
 
@@ -100,13 +100,14 @@ class Run:
         return [ids[mask].tolist() for ids, mask in pairs]
 
 
-def work(directory: Path, spec: RolloutSpec, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run the engine's worker to its end; ``more`` of its job is asked for too."""
-    job = directory / "job.json"
+def work(
+    directory: Path, spec: RolloutSpec, *tasks: Score | ReadCache
+) -> subprocess.CompletedProcess[str]:
+    """Run the engine's worker to its end; default: it samples."""
     directory.mkdir(parents=True, exist_ok=True)
-    job.write_text(json.dumps({"run_dir": str(directory), "spec": to_dict(spec)} | more))
+    job = write_session(EngineSession(directory, spec, tasks or (Sample(),)))
     return subprocess.run(
-        [engine_python(spec.engine), "-m", "mismatch.processes.workers.engine", str(job)],
+        [engine_python(spec.engine), "-m", "mismatch.processes.workers.session", str(job)],
         env={**os.environ, "OMP_NUM_THREADS": "1"}
         | interpreter_environment(own_python(spec.engine)),
         stdout=subprocess.PIPE,

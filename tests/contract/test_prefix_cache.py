@@ -30,6 +30,7 @@ from mismatch.experiments.probes import (
     RESCORING,
     judged_cache,
 )
+from mismatch.processes.tasks import ReadCache
 from mismatch.run import store
 from mismatch.run.store import REFERENCE
 from mismatch.specs import EngineSpec, RolloutSpec, to_dict
@@ -146,7 +147,7 @@ def test_sglang_reads_its_radix_cache_after_prefill_and_after_decode(
                        sampling=case[1].rollout.sampling, exact_kl=0)  # fmt: skip
     store.save_rollout(tmp_path, case[1].rollout)
     (tmp_path / "fixes").mkdir()
-    done = work(tmp_path, spec, cache=CACHE_FILE)
+    done = work(tmp_path, spec, ReadCache(CACHE_FILE))
     assert done.returncode == 0, done.stdout[-3000:]
     document = store.load_document(tmp_path, CACHE_FILE)
     assert document["reason"] == ""

@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 
 from mismatch.doctor.memory import forward_bytes
+from mismatch.experiments.scoring_passes import Job
 from mismatch.models.config import FoundConfig
 from mismatch.models.sizes import sized
+from mismatch.processes.tasks import TrainerSession, write_session
 from mismatch.run.store import load_scoring, save_rollout
-from mismatch.specs import Pass, TrainSpec, to_dict
+from mismatch.specs import Pass, TrainSpec
 from mismatch.types import Scoring
 from tests.checkpoints import make, rollout
 
@@ -74,9 +76,8 @@ def run_dir(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     passes.append(
         Pass("bounded:grad", TrainSpec(str(model), dtype="fp32", experts="bounded", grad=True))
     )
-    job = {"run_dir": str(root), "passes": [to_dict(each) for each in passes]}
-    (root / "job.json").write_text(json.dumps(job))
-    torchrun("-m", "mismatch.processes.workers.train", str(root / "job.json"))
+    session = write_session(TrainerSession(root, tuple(Job(root, each) for each in passes)))
+    torchrun("-m", "mismatch.processes.workers.session", str(session))
     return root
 
 

@@ -35,7 +35,11 @@ def start(directory: Path, *flags: str) -> subprocess.Popen[str]:
     )
 
 
-def workers_of(directory: Path, module: str) -> list[psutil.Process]:
+ENGINE, TRAINER = "jobs/engine.json", "jobs/train.json"
+HANDED_ON = "jobs/train-0000.json"  # the engine is done
+
+
+def workers_of(directory: Path, session: str) -> list[psutil.Process]:
     """Worker processes of this run, by their job file."""
     processes = []
     for process in psutil.process_iter():
@@ -43,19 +47,19 @@ def workers_of(directory: Path, module: str) -> list[psutil.Process]:
             command = process.cmdline()
         except psutil.Error:
             continue
-        if any(str(directory) in part for part in command) and module in command:
+        if any(str(directory) in part and part.endswith(session) for part in command):
             processes.append(process)
     return processes
 
 
-def wait_for_workers(directory: Path, module: str, count: int) -> list[psutil.Process]:
+def wait_for_workers(directory: Path, session: str, count: int) -> list[psutil.Process]:
     end = time.monotonic() + 120
     while time.monotonic() < end:
-        processes = workers_of(directory, module)
+        processes = workers_of(directory, session)
         if len(processes) >= count:
             return processes
         time.sleep(0.05)
-    raise AssertionError(f"{module} never started")
+    raise AssertionError(f"{session} never started")
 
 
 def wait_for_file(path: Path) -> None:
@@ -72,15 +76,14 @@ def assert_ended(process: subprocess.Popen[str], directory: Path, *expected: str
     for text in expected:
         assert text in output, output
     time.sleep(0.5)
-    modules = ("mismatch.processes.workers.engine", "mismatch.processes.workers.train")
-    left = [p for module in modules for p in workers_of(directory, module)]
+    left = [p for session in (ENGINE, TRAINER) for p in workers_of(directory, session)]
     assert not left, left
     assert not (directory / "report.json").exists()
 
 
 def test_a_killed_engine_is_named(tmp_path):
     process = start(tmp_path / "run", *SMALL)
-    (worker,) = wait_for_workers(tmp_path, "mismatch.processes.workers.engine", 1)
+    (worker,) = wait_for_workers(tmp_path, ENGINE, 1)
     time.sleep(3)
     worker.kill()
     assert_ended(process, tmp_path / "run", "engine process", "SIGKILL", "fix:")
@@ -88,9 +91,9 @@ def test_a_killed_engine_is_named(tmp_path):
 
 def test_a_killed_rank_is_named_and_nothing_that_was_sampled_is_lost(tmp_path):
     process = start(tmp_path / "run", *QUICK)
-    wait_for_file(tmp_path / "run" / "jobs" / "train.go")  # the engine is done
-    # torchrun and two ranks carry the module's name
-    workers = wait_for_workers(tmp_path, "mismatch.processes.workers.train", 3)
+    wait_for_file(tmp_path / "run" / HANDED_ON)
+    # torchrun and two ranks carry the session's path
+    workers = wait_for_workers(tmp_path, TRAINER, 3)
     max(workers, key=lambda p: p.pid).kill()
     assert_ended(process, tmp_path / "run", "train process", "fix:")
     assert (tmp_path / "run" / "rollout.parquet").exists()
@@ -100,22 +103,19 @@ def test_a_killed_rank_is_named_and_nothing_that_was_sampled_is_lost(tmp_path):
 def test_a_stopped_rank_ends_the_run_and_not_never(tmp_path, monkeypatch):
     monkeypatch.setenv("MISMATCH_STALL_S", "12")
     process = start(tmp_path / "run", *QUICK)
-    wait_for_file(tmp_path / "run" / "jobs" / "train.go")
-    workers = wait_for_workers(tmp_path, "mismatch.processes.workers.train", 3)
+    wait_for_file(tmp_path / "run" / HANDED_ON)
+    workers = wait_for_workers(tmp_path, TRAINER, 3)
     max(workers, key=lambda p: p.pid).suspend()
     assert_ended(process, tmp_path / "run", "train process stalled", "fix:")
 
 
 @pytest.mark.parametrize(
-    "module",
-    grid(
-        ["mismatch.processes.workers.engine", "mismatch.processes.workers.train"],
-        "mismatch.processes.workers.train",
-    ),
+    "session",
+    grid([ENGINE, TRAINER], TRAINER),
 )
-def test_ctrl_c_leaves_nothing_running(tmp_path, module):
+def test_ctrl_c_leaves_nothing_running(tmp_path, session):
     process = start(tmp_path / "run", *QUICK)
-    wait_for_workers(tmp_path, module, 1)
+    wait_for_workers(tmp_path, session, 1)
     time.sleep(2)
     os.kill(process.pid, signal.SIGINT)
     assert_ended(process, tmp_path / "run", "interrupted", "fix:")
@@ -223,7 +223,7 @@ def test_a_trainer_that_cannot_run_is_refused_before_vllm_has_sampled(tmp_path):
     assert "--attention sdpa" in run.output
     assert "sink-sdpa" in run.output.partition("fix:")[2]
     assert not (tmp_path / "run" / "rollout.parquet").exists()
-    assert not workers_of(tmp_path, "mismatch.processes.workers.engine")
+    assert not workers_of(tmp_path, ENGINE)
 
 
 # ---------------------------------------------------------------- engines of third parties

@@ -21,8 +21,10 @@ import numpy as np
 import pytest
 
 from mismatch.analysis.comparison import paired_routing
+from mismatch.experiments.scoring_passes import Job
+from mismatch.processes.tasks import TrainerSession, write_session
 from mismatch.run.store import load_rollout, load_scoring, save_rollout, save_scoring
-from mismatch.specs import Pass, TrainSpec, to_dict
+from mismatch.specs import Pass, TrainSpec
 from mismatch.types import Routing, Scoring
 from tests.checkpoints import make, rollout
 
@@ -68,13 +70,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     actions = ROLLOUT.token_ids[ROLLOUT.actions]
     made_up = Scoring("none:decode", actions, np.zeros(len(actions)), {}, routing=_made_up_routes())
     save_scoring(root, made_up, ROLLOUT)
-    passes = [to_dict(Pass(name, replace(base, **fields))) for name, fields in PASSES.items()]
-    job = root / "job.json"
-    job.write_text(json.dumps({"run_dir": str(root), "passes": passes}))
+    passes = [Pass(name, replace(base, **fields)) for name, fields in PASSES.items()]
+    job = write_session(TrainerSession(root, tuple(Job(root, each) for each in passes)))
     outside = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, *torchrun, "-m", "mismatch.processes.workers.train", str(job)],
+        [sys.executable, *torchrun, "-m", "mismatch.processes.workers.session", str(job)],
         env={**outside, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -28,7 +28,7 @@ Kill = tuple[str, int]
 KILLS: tuple[Kill, ...] = (
     ("transformers-decode.parquet", 2),  # the engine, its tokens already saved
     ("transformers-prefill.parquet", 2),  # the engine, while the trainer waits
-    ("jobs/train.go", -signal.SIGKILL),  # the tool, while the trainer waits
+    ("jobs/train-0000.json", -signal.SIGKILL),  # the tool, while the trainer waits
     ("fsdp-regrouped.parquet", 2),  # rank 0, in the second of five passes
     ("manifest.json", 2),  # rank 0, recording
     ("comparison.json", -signal.SIGKILL),  # the tool

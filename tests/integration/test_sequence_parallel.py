@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,8 +14,10 @@ import pytest
 from transformers import Qwen3Config, Qwen3NextConfig
 
 from mismatch.errors import MismatchError
+from mismatch.experiments.scoring_passes import Job
+from mismatch.processes.tasks import TrainerSession, write_session
 from mismatch.run.store import load_scoring, save_rollout
-from mismatch.specs import Pass, TrainSpec, to_dict
+from mismatch.specs import Pass, TrainSpec
 from mismatch.training.sequence_parallel import SequenceParallel, require_splittable
 from mismatch.types import Sampling, Scoring
 from tests.checkpoints import make, rollout
@@ -65,15 +66,10 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         for ranks in (1, 2)
         for way, settings in WAYS.items()
     ]
-    job = {
-        "run_dir": str(root),
-        "rollout": "rollout.parquet",
-        "passes": [to_dict(each) for each in passes],
-    }
     save_rollout(root, ROLLOUT)
-    (root / "job.json").write_text(json.dumps(job))
+    session = write_session(TrainerSession(root, tuple(Job(root, each) for each in passes)))
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "mismatch.processes.workers.train", str(root / "job.json")]
+    command += ["-m", "mismatch.processes.workers.session", str(session)]
     outside = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
         [sys.executable, *command],

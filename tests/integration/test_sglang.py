@@ -30,7 +30,13 @@ from tests import checkpoints, families, sglang_cpu
 from tests.conftest import grid
 from tests.contract.conftest import MAKE, installed
 from tests.integration.conftest import Run, run_check
-from tests.integration.test_failures import assert_ended, start, wait_for_workers, workers_of
+from tests.integration.test_failures import (
+    ENGINE,
+    assert_ended,
+    start,
+    wait_for_workers,
+    workers_of,
+)
 from tests.integration.test_locate import located, location_of
 
 SAME_IN_FP32 = 1e-4
@@ -155,7 +161,7 @@ def children_of(directory: Path) -> list[psutil.Process]:
     """SGLang's own processes, its scheduler first; they start after the engine's worker."""
     end = time.monotonic() + 180
     while time.monotonic() < end:
-        for worker in workers_of(directory, "mismatch.processes.workers.engine"):
+        for worker in workers_of(directory, ENGINE):
             spawned = [child for child in worker.children(recursive=True) if is_sglangs(child)]
             if len(spawned) >= 2:
                 return sorted(spawned, key=lambda child: child.pid)
@@ -176,7 +182,7 @@ def test_a_killed_scheduler_ends_the_run_and_leaves_nothing(tmp_path: Path) -> N
 @pytest.mark.grid
 def test_ctrl_c_ends_sglangs_own_processes_too(tmp_path: Path) -> None:
     process = start(tmp_path / "run", "--model", "tiny-gpt-oss", "--engine", "sglang")
-    wait_for_workers(tmp_path, "mismatch.processes.workers.engine", 1)
+    wait_for_workers(tmp_path, ENGINE, 1)
     family = children_of(tmp_path)
     os.kill(process.pid, signal.SIGINT)
     assert_ended(process, tmp_path / "run", "interrupted", "fix:")

@@ -6,7 +6,6 @@ Both are measured on a checkpoint of 51 million parameters, where they are far a
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,8 +15,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from mismatch.experiments.scoring_passes import Job
+from mismatch.processes.tasks import TrainerSession, write_session
 from mismatch.run.store import load_scoring, save_rollout
-from mismatch.specs import Pass, TrainSpec, to_dict
+from mismatch.specs import Pass, TrainSpec
 from mismatch.types import Scoring
 from tests.checkpoints import make_mxfp4, rollout
 
@@ -49,16 +50,16 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Pass(name, TrainSpec(str(root / model), dtype=dtype, master_dtype=dtype))  # type: ignore[arg-type]
         for name, (model, dtype) in PASSES.items()
     ]
-    job = {"run_dir": str(root), "resident_report": True, "passes": [to_dict(p) for p in passes]}
-    (root / "job.json").write_text(json.dumps(job))
+    jobs = tuple(Job(root, each) for each in passes)
+    session = write_session(TrainerSession(root, jobs, resident_report=True))
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD), "-m"]
     done = subprocess.run(
         [
             sys.executable,
             "-m",
             *torchrun,
-            "mismatch.processes.workers.train",
-            str(root / "job.json"),
+            "mismatch.processes.workers.session",
+            str(session),
         ],
         # Freed tensors leave the process at once: what a pass left behind would hide the next one.
         env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},

@@ -20,7 +20,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from mismatch.experiments.scoring_passes import Job
 from mismatch.models.digests import combine, digest_tensor
+from mismatch.processes.tasks import TrainerSession, write_session
 from mismatch.run.store import load_scoring, save_rollout
 from mismatch.specs import Pass, TrainSpec, to_dict
 from mismatch.training.attention.resolve import PLANTED
@@ -63,18 +65,13 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     for world in ("one", "two"):
         (root / world).mkdir()
         save_rollout(root / world, ROLLOUT)
-        job = {
-            "run_dir": str(root / world),
-            "resident_report": True,
-            "passes": [to_dict(each) for each in _passes(models)],
-        }
-        jobs[world] = root / f"{world}.json"
-        jobs[world].write_text(json.dumps(job))
+        passes = tuple(Job(root / world, each) for each in _passes(models))
+        jobs[world] = write_session(TrainerSession(root / world, passes, resident_report=True))
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    done = _python("-m", *torchrun, "mismatch.processes.workers.train", str(jobs["two"]))
+    done = _python("-m", *torchrun, "mismatch.processes.workers.session", str(jobs["two"]))
     assert done.returncode == 0, done.stderr
     progress = done.stderr
-    done = _python("-m", "mismatch.processes.workers.train", str(jobs["one"]))
+    done = _python("-m", "mismatch.processes.workers.session", str(jobs["one"]))
     assert done.returncode == 0, done.stderr
     return Ran(models, root / "one", root / "two", progress)
 
@@ -286,7 +283,7 @@ def test_a_rank_that_fails_leaves_its_reason(tmp_path: Path) -> None:
     spec = TrainSpec(str(make("llama", tmp_path / "llama")), attention="no-sinks")
     job = {"run_dir": str(tmp_path), "passes": [to_dict(Pass("fsdp", spec))]}
     (tmp_path / "job.json").write_text(json.dumps(job))
-    done = _python("-m", "mismatch.processes.workers.train", str(tmp_path / "job.json"))
+    done = _python("-m", "mismatch.processes.workers.session", str(tmp_path / "job.json"))
     assert done.returncode == 2
     error = json.loads((tmp_path / "errors" / "train-rank0.json").read_text())
     assert "attention sinks" in error["message"]

@@ -15,7 +15,7 @@ from mismatch.engines.base import Capabilities, ExpertLayout, Sample
 from mismatch.engines.model_info import ModelInfo, load_fix, read_model_info, require_model
 from mismatch.engines.turns import starting
 from mismatch.errors import CorruptCapture, MismatchError
-from mismatch.processes.workers.engine import main
+from mismatch.processes.tasks import EngineSession, write_session
 from mismatch.processes.workers.sampling import (
     Reporter,
     not_tested,
@@ -23,6 +23,7 @@ from mismatch.processes.workers.sampling import (
     require_context,
     wants_prefill,
 )
+from mismatch.processes.workers.session import main
 from mismatch.prompts.prompt import Prompt
 from mismatch.specs import EngineSpec, RolloutSpec
 from mismatch.types import EXACT_KL, PREFILL, ROUTES, NotTested, Rollout, Sampling
@@ -222,16 +223,16 @@ def test_a_load_failure_gets_a_fix(says: str, fix: str) -> None:
 
 
 def test_a_failure_is_left_for_the_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = tmp_path / "job.json"
-    spec = {"engine": {"engine": "transformers", "model": str(tmp_path / "none")}}
-    job.write_text(json.dumps({"run_dir": str(tmp_path), "spec": spec}))
+    model = str(tmp_path / "none")
+    session = EngineSession(tmp_path, RolloutSpec(EngineSpec(engine="transformers", model=model)))
+    path = write_session(session)
 
     def left() -> dict[str, str]:
-        assert main([str(job)]) == 1
+        assert main([str(path)]) == 1
         return json.loads((tmp_path / "errors" / "engine.json").read_text())
 
     error = left()
-    assert spec["engine"]["model"] in error["message"]
+    assert model in error["message"]
     assert error["fix"]
 
     def crash(*_: object) -> None:

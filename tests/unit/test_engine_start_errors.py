@@ -8,10 +8,10 @@ import pytest
 
 from mismatch.engines.model_info import CauseInLog, logged_cause
 from mismatch.errors import MismatchError
+from mismatch.processes.tasks import EngineSession
 from mismatch.processes.workers import engine as worker
-from mismatch.run import store
 from mismatch.run.messages import read_error
-from mismatch.specs import EngineSpec, RolloutSpec, to_dict
+from mismatch.specs import EngineSpec, RolloutSpec
 
 # As vLLM 0.32 logged it, shortened.
 LOG = """\
@@ -54,9 +54,8 @@ def test_a_start_error_carries_it_to_the_user(
     monkeypatch.setattr(worker, "LOG_DELAY_S", 0.0)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "engine.log").write_text(log)
-    job = {"run_dir": str(tmp_path), "spec": to_dict(RolloutSpec(EngineSpec("vllm", "m")))}
-    path = store.write_json(tmp_path / "job.json", job)
-    assert worker.main([str(path)]) == 1
+    session = EngineSession(tmp_path, RolloutSpec(EngineSpec("vllm", "m")))
+    assert worker.work(session) == 1
     error = read_error(tmp_path, "engine")
     assert isinstance(error, MismatchError)
     assert (CAUSE in error.message) == bool(log)

@@ -60,7 +60,7 @@ class Pretend(Stages):
     worlds: list[list[str]]
 
     def measure(self, passes: list[Pass], sample: bool = True, extra: Any = None) -> None:
-        limits = extra.prepare()
+        allowed_s = extra.prepare()
         if not extra.jobs:
             return
         first = [Job(self.run_dir, Pass(TRAIN, self.spec.train))]  # kernels of the check first
@@ -72,7 +72,7 @@ class Pretend(Stages):
                 raise MismatchError(KILLED, log="    line")
             if name in self.broken:
                 write_error(self.run_dir, pass_label(job.pass_.name), MismatchError("cannot run"))
-            elif not (job.run_dir / store.ROLLOUT).exists() or limits.get("optional_s", 1) <= 0:
+            elif not (job.run_dir / store.ROLLOUT).exists() or allowed_s == 0:
                 continue
             else:
                 self.score(job, SHIFTS.get(name, 0.001))

@@ -13,7 +13,8 @@ import torch
 
 from mismatch.errors import MismatchError, OutOfMemory
 from mismatch.experiments.scoring_passes import Job
-from mismatch.processes.workers.train import _Passes
+from mismatch.processes.tasks import TrainerSession
+from mismatch.processes.workers.train import Passes
 from mismatch.run.messages import pass_label, read_error
 from mismatch.specs import Pass, TrainSpec
 
@@ -54,8 +55,8 @@ class Ranks:
             raise RuntimeError("wait timeout")
 
 
-def passes(run_dir: Path, world: Ranks, fails: bool) -> tuple[_Passes, Job]:
-    world_passes: Any = _Passes(world, {"run_dir": str(run_dir)})  # type: ignore[arg-type]
+def passes(run_dir: Path, world: Ranks, fails: bool) -> tuple[Passes, Job]:
+    world_passes: Any = Passes(world, TrainerSession(run_dir, ()))  # type: ignore[arg-type]
 
     def run_pass(item: Job) -> None:
         if fails:
@@ -68,8 +69,8 @@ def passes(run_dir: Path, world: Ranks, fails: bool) -> tuple[_Passes, Job]:
 def test_a_failure_of_all_ranks_is_noted_and_the_world_goes_on(tmp_path: Path) -> None:
     world = Ranks(parted=False)
     runner, item = passes(tmp_path, world, fails=True)
-    runner.attempt(item)
-    runner.attempt(item)
+    runner.score(item)
+    runner.score(item)
     noted = read_error(tmp_path, pass_label("fix:fp32"))
     assert noted is not None
     assert noted.message == f"RuntimeError: {NO_MEMORY}"
@@ -103,11 +104,13 @@ def test_a_side_pass_may_lack_memory_and_nothing_else(
     items = [Job(tmp_path, Pass(n, TrainSpec()), side=n != "fsdp") for n in names]
     noted = pass_label("reference:fp32")
     if not goes_on:
+        runner.score(items[0])
         with pytest.raises(type(error)):
-            runner.score(items)
+            runner.score(items[1])
         assert read_error(tmp_path, noted) is None
         return
-    runner.score(items)
+    for item in items:
+        runner.score(item)
     assert scored == ["fsdp", "fsdp:grad"]
     assert runner.loaded is None  # what is half gathered is not used again
     assert read_error(tmp_path, noted) is not None
@@ -120,7 +123,7 @@ def test_ranks_that_part_end_the_world(
     monkeypatch.setenv("RANK", "1")
     runner, item = passes(tmp_path, Ranks(parted=True), fails)
     with pytest.raises(MismatchError, match=r"parted .*fix:fp32"):
-        runner.attempt(item)
+        runner.score(item)
     noted = read_error(tmp_path, pass_label("fix:fp32"))
     assert (noted is not None) is fails  # the rank that failed says why
 

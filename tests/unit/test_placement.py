@@ -21,7 +21,7 @@ from mismatch.doctor.plan import plan
 from mismatch.engines.distribution_capture import CaptureRequest, join_collected
 from mismatch.errors import MismatchError
 from mismatch.processes.launch import started
-from mismatch.processes.stages import START_SIGNAL, Stages
+from mismatch.processes.stages import Stages
 from mismatch.run.machine import Placement, placement
 from mismatch.specs import (
     CheckSpec,
@@ -148,18 +148,18 @@ class Scripts(Stages):
     def scripts(self, engine: str, trainer: str) -> Scripts:
         run = str(self.run_dir)
         self.engine_script = ENGINE.format(run=run, then=engine)
-        self.trainer_script = TRAINER.format(run=run, go=START_SIGNAL, then=trainer)
+        self.trainer_script = TRAINER.format(run=run, go="jobs/train-0000.json", then=trainer)
         self.workers: list[Any] = []
         return self
 
     @contextmanager
-    def engine(self, spec, label="engine", job=None):
+    def engine(self, spec, label="engine", *tasks):
         with started(label, [sys.executable, "-c", self.engine_script], self.run_dir) as worker:
             self.workers.append(worker)
             yield worker
 
     @contextmanager
-    def _world(self, jobs, plan):
+    def _world(self, session):
         with started("train", [sys.executable, "-c", self.trainer_script], self.run_dir) as worker:
             self.workers.append(worker)
             yield worker
@@ -223,13 +223,3 @@ def test_one_that_fails_ends_the_other(tmp_path: Path, failing: str):
     assert time.monotonic() - start < 120
     assert not stages.alive()
     assert os.path.exists(tmp_path / "scoring")
-
-
-def test_gradients_that_fail_meanwhile_cost_no_scoring(tmp_path: Path):
-    """After its scorings a world's failure is noted, whatever the engine still does."""
-    scored = 'sys.stderr.write("timing scored 0.2\\n"); time.sleep(0.3); sys.exit(7)'
-    stages = scripts(tmp_path, True, engine=WAIT_FOR_TRAINER + "time.sleep(2)", trainer=scored)
-    stages._gradients_to_take = lambda jobs: SimpleNamespace(passes=())  # type: ignore[method-assign]
-    stages.measure(PASSES)
-    assert (tmp_path / "rescored").exists()
-    assert list((tmp_path / "errors").glob("*"))

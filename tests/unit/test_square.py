@@ -509,7 +509,7 @@ class Starter:
         self.notes.append(text)
 
     @contextmanager
-    def engine(self, spec: RolloutSpec, label: str, job: dict[str, Any]) -> Iterator[Any]:
+    def engine(self, spec: RolloutSpec, label: str, *tasks: Any) -> Iterator[Any]:
         self.started.append(spec)
         yield None
 

@@ -1,12 +1,8 @@
-"""The engine's process: ``python -m mismatch.processes.workers.engine JOB.json``.
+"""An engine's session: sample and rescore, score tokens, read the prefix cache.
 
-JOB: ``{"run_dir": …, "spec": RolloutSpec as a dict}``. Samples, writes ``rollout.parquet``, the
-texts of its tokens and the scoring ``<engine>:decode`` (with the routed experts), then the engine's
-own rescoring of the same tokens as ``<engine>:prefill``. What lies there already is not made again.
-With ``"score": NAME`` it samples nothing: it scores the run's tokens, as a scoring of that name.
-With ``"cache": FILE`` it continues some of the run's prompts with its prefix cache unread and read.
-Both may be asked for; FILE holds what was read (CachePair), or the reason why nothing was.
-A failure is left in ``errors/<label>.json``, label being the job's "label" or "engine".
+Sampling leaves ``rollout.parquet``, the texts of its tokens and the scoring ``<engine>:decode``
+(with the routed experts), then the engine's own rescoring as ``<engine>:prefill``. What is there
+already is not made again.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mismatch.captures import LIKELIEST
-from mismatch.codec import from_json, to_json
+from mismatch.codec import to_json
 from mismatch.engines import artefacts
 from mismatch.engines.artefacts import prefill_scoring
 from mismatch.engines.base import Capabilities, Engine
@@ -30,6 +26,7 @@ from mismatch.engines.model_info import CauseInLog
 from mismatch.engines.registry import engine_class
 from mismatch.errors import MismatchError, first_line
 from mismatch.models.derived import in_form
+from mismatch.processes.tasks import EngineSession, ReadCache, Sample, Score
 from mismatch.processes.workers.sampling import (
     Ready,
     Reporter,
@@ -41,7 +38,7 @@ from mismatch.processes.workers.sampling import (
     with_routes,
 )
 from mismatch.run import resume, store
-from mismatch.run.messages import SAMPLED, exit_worker, report_ready, report_timing, write_error
+from mismatch.run.messages import SAMPLED, report_ready, report_timing, write_error
 from mismatch.specs import RolloutSpec
 from mismatch.types import Rollout
 
@@ -49,20 +46,19 @@ CACHE_SCHEMA = "mismatch.cache/1"
 LOG_DELAY_S = 1.0  # for the lines on their way to the log
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one job; 0, or 1 with the error left for the parent."""
-    (path,) = sys.argv[1:] if arguments is None else arguments
-    job = store.read_json(Path(path))
-    run_dir, label = Path(job["run_dir"]), job.get("label", "engine")
-    spec = from_json(RolloutSpec, job["spec"])
+def work(session: EngineSession) -> int:
+    """Run one session; 0, or 1 with the error left for the parent."""
+    run_dir, spec, tasks = session.run_dir, session.rollout, session.tasks
 
-    def work() -> None:
-        if "score" in job or "cache" in job:
-            score(run_dir, spec, job.get("score"), job.get("cache"))
-        else:
+    def tasks_done() -> None:
+        if Sample() in tasks:
             run(run_dir, spec)
+        else:
+            name = next((task.name for task in tasks if isinstance(task, Score)), None)
+            cache = next((task.file for task in tasks if isinstance(task, ReadCache)), None)
+            score(run_dir, spec, name, cache)
 
-    return reported(run_dir, label, work)
+    return reported(run_dir, session.label, tasks_done)
 
 
 def reported(
@@ -212,7 +208,3 @@ def sample(run_dir: Path, spec: RolloutSpec, engine: Engine, ready: Ready) -> No
     if ready.capabilities.routed_experts:
         decode = with_routes(engine, trajectories, decode, rollout)
     store.save_scoring(run_dir, decode, rollout, made_by=spec)
-
-
-if __name__ == "__main__":
-    exit_worker(main())

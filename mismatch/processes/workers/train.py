@@ -1,27 +1,10 @@
-"""The training world: load the model under FSDP2, score a rollout in one or more passes.
-
-Started by the tool, or by your own torchrun::
-
-    torchrun --nproc-per-node 2 -m mismatch.processes.workers.train JOB.json
-
-JOB.json::
-
-    {"run_dir": "runs/x", "resident_report": false,
-     "passes": [{"name": "fsdp", "spec": {…TrainSpec…}}, {"name": "reference:fp32", "spec": {…}}],
-     "wait_for": "runs/x/jobs/train.go", "load_first": true}
-
-A "side" pass that runs out of memory leaves its reason like an optional one, and the others go on.
-A pass may have a "run_dir" of its own, whose rollout it scores, and be "optional": one that cannot
-run leaves its reason in ``errors/pass-<name>.json`` of the job's run directory and the others go
-on; "optional_s" is the time that optional passes may take, and those that would exceed it are left
-out. They note their seconds and memory in their fingerprints.
+"""A training world's session: load the model under FSDP2, score a rollout in one or more passes.
 
 Each pass becomes ``scores/<name>.parquet`` (and ``routing/<name>.safetensors``). Passes that need
-the same weights in the same form share one load, whatever kernels they run. With "wait_for", what
-cannot run is refused at once, and scoring begins when that file appears (the engine is done);
-"load_first" loads the first pass's weights before that, without it no GPU is touched until then. A
-rank that fails leaves its reason in ``errors/<label>-rank<N>.json``, label being the job's "label"
-or "train".
+the same weights in the same form share one load, whatever kernels they run. An optional pass that
+cannot run, or a "side" pass that runs out of memory, leaves its reason in
+``errors/pass-<name>.json`` and the others go on. A rank that fails leaves its reason in
+``errors/<label>-rank<N>.json``.
 """
 
 from __future__ import annotations
@@ -31,7 +14,6 @@ import gc
 import hashlib
 import json
 import os
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -40,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mismatch.captures import LIKELIEST
+from mismatch.codec import to_json
 from mismatch.errors import MismatchError, OutOfMemory, first_line, named_line
 from mismatch.experiments.scoring_passes import Job
+from mismatch.processes.tasks import TrainerSession, turn_path, turns, wait_for
 from mismatch.processes.workers.replayed_routes import replay_source, routes_from
 from mismatch.run.messages import (
-    exit_worker,
     pass_label,
     report_ready,
     report_timing,
@@ -54,13 +37,11 @@ from mismatch.run.messages import (
 from mismatch.run.store import (
     NEW_REPLAYED,
     REPLAYED,
-    ROLLOUT,
     TRAIN,
     distributions_file,
     load_distributions,
     load_rollout,
     load_vocabulary,
-    read_json,
     routing_file,
     save_scoring,
     save_vocabulary,
@@ -75,33 +56,27 @@ if TYPE_CHECKING:
     from mismatch.types import Rollout
 
 EXIT_FAILED = 2
-POLL_S = 0.05
 
 
-def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        print("usage: python -m mismatch.processes.workers.train JOB.json", file=sys.stderr)
-        return EXIT_FAILED
-    job = read_json(Path(arguments[0]))
+def work(session: TrainerSession) -> int:
+    """Run one session; 0, or another code with the error left for the parent."""
     rank = os.environ.get("RANK", "0")
     try:
-        run(job)
+        run(session)
     except MismatchError as error:
         say(f"rank {rank}: {error}")
-        write_error(job["run_dir"], f"{job.get('label', 'train')}-rank{rank}", error)
+        write_error(session.run_dir, f"{session.label}-rank{rank}", error)
         return EXIT_FAILED
     return 0
 
 
-def run(job: dict[str, Any]) -> None:
-    """Score all passes of a job; every rank calls it.
+def run(session: TrainerSession) -> None:
+    """Score the passes of a session; every rank calls it.
 
     Raises:
         MismatchError: see :func:`mismatch.training.load.load` and
             :func:`mismatch.training.score.score_pass`; also out of memory.
     """
-    items = [Job.of(entry, job["run_dir"]) for entry in job["passes"]]
-
     import pyarrow.parquet  # noqa: F401 (start-up, not part of the first pass)
     import torch
     import transformers
@@ -111,16 +86,28 @@ def run(job: dict[str, Any]) -> None:
     logging: Any = transformers.utils.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    if "wait_for" in job:
+    refused: set[int] = set()
+    if session.guided:
         require_usable_gpus()
-        items = runnable(items, job)
-        if not job.get("load_first"):
-            wait_for(Path(job["wait_for"]))
+        refused = refused_passes(session)
+        if not session.load_first:
+            wait_for(turn_path(session, 0))
     world = World.start()
-    if job.get("same_on_all_ranks"):
-        require_same(world, job)
+    if session.same_on_all_ranks:
+        require_same(world, session)
     try:
-        _Passes(world, job).score(items)
+        passes = Passes(world, session)
+        first = session.passes[0]
+        if not (first.optional or first.side):
+            passes.load(first.pass_)
+        if world.rank == 0:
+            report_ready()
+        for number in turns(session) if session.guided else range(len(session.passes)):
+            item = session.passes[number]
+            if number in refused:
+                passes.note_time(item, 0.0)
+            else:
+                passes.score(item)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             f"rank {world.rank} is out of GPU memory: {first_line(error)}",
@@ -129,104 +116,77 @@ def run(job: dict[str, Any]) -> None:
     world.close()
 
 
-def require_same(world: World, job: dict[str, Any]) -> None:
-    """Ranks that worked out the job for themselves agree on it.
+def require_same(world: World, session: TrainerSession) -> None:
+    """Require that ranks which worked out the session for themselves agree on it.
 
     Raises:
         MismatchError: they do not: they see different files.
     """
     import torch
 
-    text = json.dumps(job, sort_keys=True, default=str)
+    text = json.dumps(to_json(session), sort_keys=True)
     own = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
     if int(world.sum(torch.tensor(own))) != own * world.size:
         raise MismatchError(
-            f"the ranks see different things in {job['run_dir']}",
+            f"the ranks see different things in {session.run_dir}",
             "the run directory must be on a file system that all machines share, and the command "
             "the same everywhere",
         )
 
 
-class _Passes:
-    """Scores the passes of a job one after the other, with as few loads as there are weights."""
+class Passes:
+    """Scores passes one after the other, with as few loads as there are weights."""
 
-    def __init__(self, world: World, job: dict[str, Any]) -> None:
-        self.world, self.job = world, job
+    def __init__(self, world: World, session: TrainerSession) -> None:
+        self.world, self.session = world, session
         self.loaded: LoadedModel | None = None
-        self.seconds: list[float] = []  # of the optional passes so far
         self.attempts = 0
         self.rollouts: dict[Path, Rollout] = {}
-        self.began = time.monotonic()
 
-    def score(self, items: list[Job]) -> None:
-        first = items[0] if items else None
-        if first is not None and not (first.optional or first.side):
-            self.load(first.pass_)
-        if self.world.rank == 0:
-            report_ready()
-        if "wait_for" in self.job:
-            wait_for(Path(self.job["wait_for"]))
-            signal = Path(self.job["wait_for"]).read_text()
-            self.job = self.job | (json.loads(signal) if signal.strip() else {})
-            self.began = time.monotonic()
-        for item in items:
-            if item.side and not item.optional:
-                self.attempt(item)
-            elif not item.optional:
-                self.run_pass(item)
-            elif (item.run_dir / ROLLOUT).exists() and not self.late():
-                self.attempt(item)
+    def score(self, item: Job) -> None:
+        """Score one pass; one that may fail leaves its reason and the others go on.
 
-    def attempt(self, item: Job) -> None:
-        """One pass that may fail. Where ranks fail at different places the world ends.
-
-        A rank that went on alone would meet the others in the middle of another pass, and their
-        numbers would mix.
+        Where ranks fail at different places the world ends: a rank that went on alone would meet
+        the others in the middle of another pass, and their numbers would mix.
         """
-        start = time.monotonic()
+        if not (item.optional or item.side):
+            self.run_pass(item)
+            return
         self.attempts += 1
         failed: Exception | None = None
         try:
             self.run_pass(item)
         except Exception as error:
-            if item.side and not item.optional and not is_out_of_memory(error):
+            if not item.optional and not is_out_of_memory(error):
                 raise
             traceback.print_exc()
-            leave_out(self.job, item, error)
+            leave_out(self.session, item, error)
             failed = error
-            if is_out_of_memory(error):
-                self.drop(error)
+            if is_out_of_memory(error):  # give back weights half gathered, and frames
+                self.loaded = None
+                traceback.clear_frames(error.__traceback__)
+                error.__traceback__ = error.__context__ = error.__cause__ = None
+                free_memory()
         try:
             self.world.meet(f"{self.attempts}:{item.pass_.name}")
         except RuntimeError as lost:
             if failed is not None:
-                leave_out(self.job, item, failed, any_rank=True)
+                leave_out(self.session, item, failed, any_rank=True)
             raise MismatchError(
                 f"the ranks parted in the pass {item.pass_.name}", "see logs/train.log"
             ) from lost
-        if item.optional:
-            self.seconds.append(time.monotonic() - start)
+        if failed is not None:
+            self.note_time(item, 0.0)
 
-    def drop(self, error: Exception) -> None:
-        """Give back what a pass without enough memory holds: weights half gathered, its frames."""
-        self.loaded = None
-        traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = error.__context__ = error.__cause__ = None
-        free_memory()
-
-    def late(self) -> bool:
-        """Whether one more optional pass would exceed their time; all ranks say the same."""
-        import torch
-
-        allowed = self.job.get("optional_s")
-        if allowed is None:
-            return False
-        expected = sum(self.seconds) + (max(self.seconds[-2:]) if self.seconds else 0.0)
-        over = self.world.rank == 0 and expected > allowed
-        return bool(self.world.sum(torch.tensor(int(over))))
+    def note_time(self, item: Job, seconds: float) -> None:
+        """Tell the parent that a pass is over, and how long it took."""
+        if self.world.rank == 0:
+            report_timing(item.pass_.name, seconds)
 
     def load(self, pass_: Pass) -> None:
-        from mismatch.training.load import switched
+        import torch
+
+        from mismatch.training.load import load, switched
 
         if self.loaded is not None and load_key(self.loaded.spec) == load_key(pass_.spec):
             return
@@ -236,7 +196,19 @@ class _Passes:
             return
         del held
         free_memory()  # the old weights must be gone before the new ones come
-        self.loaded = _load(self.world, pass_, self.job)
+        start = time.monotonic()
+        try:
+            self.loaded = load(
+                pass_.spec, self.world.mesh, self.world.device, self.session.resident_report
+            )
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"rank {self.world.rank} is out of GPU memory while it loads the weights of "
+                f"{pass_.name}: {first_line(error)}",
+                "--master-dtype auto, --offload, or more GPUs: --nproc-per-node",
+            ) from error
+        if self.world.rank == 0:
+            report_timing(f"load:{pass_.name}", time.monotonic() - start)
 
     def run_pass(self, item: Job) -> None:
         from mismatch.training.score import score_pass
@@ -246,11 +218,12 @@ class _Passes:
         assert self.loaded is not None
         rollout = self.rollout(item)
         # Fixes are compared by their log-ratios alone.
-        asked = None if item.optional else engine_distributions(self.job, rollout)
+        asked = None if item.optional else engine_distributions(self.session.run_dir, rollout)
         start = time.monotonic()
         if pass_.spec.replay_routing is not None:
             world.barrier()  # the routes may come from an earlier pass, which rank 0 saves
         if left_out(item.run_dir, rollout, pass_):
+            self.note_time(item, 0.0)
             return
         source = replay_source(item.run_dir, rollout, pass_.spec)
         likeliest = LIKELIEST if pass_.name == TRAIN and not item.optional else 0
@@ -270,73 +243,47 @@ class _Passes:
         return self.rollouts[item.run_dir]
 
 
-def runnable(items: list[Job], job: dict[str, Any]) -> list[Job]:
-    """The passes without those optional ones that are refused before any weight is loaded.
+def refused_passes(session: TrainerSession) -> set[int]:
+    """Return the optional passes that cannot run, before any weight is loaded.
 
     Raises:
-        MismatchError: see :func:`validate`, of one that is not optional.
+        MismatchError: model or tokenizer missing, an architecture, attention or experts
+            implementation that cannot run it, in a pass that is not optional.
     """
-    validate([item.pass_ for item in items if not item.optional])
-    kept = []
-    for item in items:
+    from mismatch.training.load import require_runnable
+
+    refused, seen = set(), set()
+    for number, item in sorted(enumerate(session.passes), key=lambda pair: pair[1].optional):
+        spec = item.pass_.spec
+        key = (*load_key(spec), spec.replay_routing, bool(spec.inject))
+        if key in seen:
+            continue
         try:
-            if item.optional:
-                validate([item.pass_])
-            kept.append(item)
+            require_runnable(spec)
+            seen.add(key)
         except MismatchError as error:
-            leave_out(job, item, error)
-    return kept
+            if not item.optional:
+                raise
+            leave_out(session, item, error)
+            refused.add(number)
+    return refused
 
 
-def leave_out(job: dict[str, Any], item: Job, error: Exception, *, any_rank: bool = False) -> None:
+def leave_out(
+    session: TrainerSession, item: Job, error: Exception, *, any_rank: bool = False
+) -> None:
     """Note why an optional pass is missing; rank 0 does, where all ranks fail alike."""
     if os.environ.get("RANK", "0") != "0" and not any_rank:
         return
     if not isinstance(error, MismatchError):
         error = MismatchError(named_line(error), "see logs/train.log")
-    write_error(job["run_dir"], pass_label(item.pass_.name), error)
-
-
-def _load(world: World, pass_: Pass, job: dict[str, Any]) -> LoadedModel:
-    import torch
-
-    from mismatch.training.load import load
-
-    start = time.monotonic()
-    try:
-        loaded = load(pass_.spec, world.mesh, world.device, bool(job.get("resident_report")))
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemory(
-            f"rank {world.rank} is out of GPU memory while it loads the weights of {pass_.name}: "
-            f"{first_line(error)}",
-            "--master-dtype auto, --offload, or more GPUs: --nproc-per-node",
-        ) from error
-    if world.rank == 0:
-        report_timing(f"load:{pass_.name}", time.monotonic() - start)
-    return loaded
+    write_error(session.run_dir, pass_label(item.pass_.name), error)
 
 
 def is_out_of_memory(error: Exception) -> bool:
     import torch
 
     return isinstance(error, (torch.OutOfMemoryError, OutOfMemory))
-
-
-def validate(passes: list[Pass]) -> None:
-    """Refuse before any weight is loaded what could not run.
-
-    Raises:
-        MismatchError: model or tokenizer missing, an architecture, attention or experts
-            implementation that cannot run it.
-    """
-    from mismatch.training.load import require_runnable
-
-    seen = set()
-    for pass_ in passes:
-        key = (*load_key(pass_.spec), pass_.spec.replay_routing, bool(pass_.spec.inject))
-        if key not in seen:
-            seen.add(key)
-            require_runnable(pass_.spec)
 
 
 def left_out(run_dir: Path | str, rollout: Rollout, pass_: Pass) -> bool:
@@ -349,18 +296,8 @@ def left_out(run_dir: Path | str, rollout: Rollout, pass_: Pass) -> bool:
     return not scoring_header(run_dir, routes_from(rollout, pass_.spec)).get("routing")
 
 
-def wait_for(path: Path) -> None:
-    """Sleep until a file appears, or until whoever started this process is gone."""
-    parent = os.getppid()
-    while not path.exists():
-        if os.getppid() != parent:
-            raise MismatchError(f"nobody is left to make {path}", "start the run again: --resume")
-        time.sleep(POLL_S)
-
-
-def engine_distributions(job: dict[str, Any], rollout: Rollout) -> Distributions | None:
-    """What the engine took while it sampled; None where it took nothing."""
-    run_dir = Path(job["run_dir"])
+def engine_distributions(run_dir: Path, rollout: Rollout) -> Distributions | None:
+    """Return what the engine took while it sampled; None where it took nothing."""
     name = f"{rollout.fingerprint.get('engine')}:decode"
     if not (run_dir / distributions_file(name)).exists():
         return None
@@ -387,7 +324,3 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    exit_worker(main(sys.argv[1:]))
