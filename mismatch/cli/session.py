@@ -250,6 +250,7 @@ def conclude(report: Report, run_dir: Path | None, flags: Flags, written: bool =
     """
     from mismatch.analysis.levels import exit_code, fails_on
     from mismatch.reports import ci_formats, files, markdown, terminal
+    from mismatch.reports.sections import page
     from mismatch.run import store
 
     framework = flags.get("names")
@@ -271,7 +272,7 @@ def conclude(report: Report, run_dir: Path | None, flags: Flags, written: bool =
     }
     console = _write(flags, writers)
     if console is not None and flags.get("quiet"):
-        terminal.print_verdict(report, console)
+        terminal.print_tail(page(report), console)
     elif console is not None:
         terminal.print_report(report, console, run_dir, framework, details=details)
     return code

@@ -145,7 +145,8 @@ def report_to_json(report: Report, next_steps: Sequence[str] = ()) -> dict[str, 
     document["fingerprints"] = {
         name: _with_one_digest(side) for name, side in document["fingerprints"].items()
     }
-    document |= _readable(comparisons_to_json(report.comparisons, report.noise_floor))
+    pairs = comparisons_to_json(report.comparisons, report.noise_floor)
+    document |= {key: _renamed(held, jq_name) for key, held in pairs.items()}
     for analysis in analyses():
         if (result := report.result(analysis.id)) is not None:
             document |= analysis.write(result)
@@ -164,7 +165,13 @@ def report_from_json(document: Any) -> Report:
         missing = [key for key in FIELDS if key not in fields]
         if missing:
             raise Misfit(f"field {missing[0]!r} is missing")
-        comparisons, noise_floor = comparisons_from_json(_own_names(fields))
+        own = {
+            key: _renamed(
+                from_json(list[dict[str, Any]], fields[key], key), lambda n: _OWN.get(n, n)
+            )
+            for key in ("comparisons", "noise_floor")
+        }
+        comparisons, noise_floor = comparisons_from_json(own)
         values = {
             key: from_json(kind, fields[key], key)
             for key, kind in FIELDS.items()
@@ -195,29 +202,17 @@ def _with_one_digest(side: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _readable(document: dict[str, Any]) -> dict[str, Any]:
-    """Comparisons with names of metrics that jq reads without quotes, and that say k1."""
-    return {key: [_renamed(pair, jq_name) for pair in pairs] for key, pairs in document.items()}
-
-
-def _own_names(document: dict[str, Any]) -> dict[str, Any]:
-    """The inverse."""
-    return {
-        key: [
-            _renamed(pair, lambda name: _OWN.get(name, name))
-            for pair in from_json(list[dict[str, Any]], document[key], key)
-        ]
-        for key in ("comparisons", "noise_floor")
-    }
-
-
-def _renamed(pair: dict[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
-    tables = {
-        key: {rename(name): value for name, value in pair[key].items()}
-        for key in ("metrics", "routing")
-        if key in pair
-    }
-    return pair | tables
+def _renamed(pairs: list[dict[str, Any]], rename: Callable[[str], str]) -> list[dict[str, Any]]:
+    """Comparisons with other names of their metrics."""
+    return [
+        pair
+        | {
+            key: {rename(name): value for name, value in pair[key].items()}
+            for key in ("metrics", "routing")
+            if key in pair
+        }
+        for pair in pairs
+    ]
 
 
 def jq_name(name: str) -> str:

@@ -195,22 +195,13 @@ def compare_runs(paths: Sequence[Path]) -> RunComparison:
         raise MismatchError("two or more different runs are needed", "mismatch report A B C")
     runs = [load_run(path) for path in paths]
     first, others = runs[0], runs[1:]
-    notes = [error.message for run in others for error in obstacles(first, run)]
-    least = prompts_to_tell(len(DECIDING) * len(others))
-    for run in runs:
-        if run.tokens is None:
-            notes.append(f"{run.name} has no table of tokens: its changes are compared by interval")
-    for run in others:
-        shared = prompts_of(first, run).shared
-        if shared == 0:
-            notes.append(
-                f"{run.name} and {first.name} share no prompt: no p-value, changes by interval"
-            )
-        elif shared is not None and shared < least:
-            notes.append(
-                f"{run.name} and {first.name} share {shared} prompts; with fewer than {least} no "
-                "change could be significant"
-            )
+    notes = [
+        f"{run.name} has no table of tokens: its changes are compared by interval"
+        for run in runs
+        if run.tokens is None
+    ]
+    tests = len(DECIDING) * len(others)
+    notes += [error.message for run in others for error in obstacles(first, run, tests)]
     return compared(runs, notes)
 
 
@@ -238,7 +229,7 @@ def against(
                 f"{run.path} has no table of tokens, or one without prompts",
                 f"make it again from the scorings: mismatch compare {run.path}",
             )
-    for error in (*obstacles(old, new), *too_few_prompts(old, new)):
+    for error in obstacles(old, new, len(DECIDING)):
         raise MismatchError(f"not comparable: {error.message}", error.fix)
     result = compared([old, new], [], margin)
     changes = {
@@ -433,26 +424,12 @@ def judged_by(run: SavedRun, thresholds: Thresholds | None) -> SavedRun:
 # ---------------------------------------------------------------- what stands in the way
 
 
-@dataclass(frozen=True, slots=True)
-class PromptCounts:
-    """Prompts of two runs; None where a run has no tokens."""
+def obstacles(first: SavedRun, other: SavedRun, tests: int) -> Iterator[MismatchError]:
+    """Yield why a comparison of two runs says little about an engine or a trainer.
 
-    first: int | None
-    other: int | None
-    shared: int | None
-
-
-def prompts_of(first: SavedRun, other: SavedRun) -> PromptCounts:
-    """Count the prompts of two runs, and those that are the same tokens in both."""
-    tokens = samples(first, other)
-    if tokens is None:
-        return PromptCounts(None, None, None)
-    ours, theirs = (set(sample.prompt.tolist()) for sample in tokens)
-    return PromptCounts(len(ours), len(theirs), len(ours & theirs))
-
-
-def obstacles(first: SavedRun, other: SavedRun) -> Iterator[MismatchError]:
-    """Yield why a comparison of the two runs says nothing about an engine or a trainer."""
+    Args:
+        tests: number of tests that the p-values are adjusted for.
+    """
     pair = f"{other.name} and {first.name}"
     differing: list[str] = []
     if first.weights and other.weights:
@@ -485,23 +462,22 @@ def obstacles(first: SavedRun, other: SavedRun) -> Iterator[MismatchError]:
             f"{pair} sampled with other settings: {'; '.join(changed)}",
             "make the new run with the old one's flags: mismatch check --config FILE for both",
         )
-
-
-def too_few_prompts(old: SavedRun, new: SavedRun) -> Iterator[MismatchError]:
-    """Yield why two runs with tokens cannot be tested: other prompts, or too few of them."""
-    count = prompts_of(old, new)
-    if not count.first == count.other == count.shared:
+    tokens = samples(first, other)
+    if tokens is None:
+        return
+    ours, theirs = (set(sample.prompt.tolist()) for sample in tokens)
+    shared, least = len(ours & theirs), prompts_to_tell(tests)
+    if not len(ours) == len(theirs) == shared:
         yield MismatchError(
-            f"other prompts: {old.name} has {count.first}, {new.name} {count.other}, and "
-            f"{count.shared} are the same tokens in both",
+            f"other prompts: {first.name} has {len(ours)}, {other.name} {len(theirs)}, and "
+            f"{shared} are the same tokens in both",
             "use the same prompts, --num-prompts and --seed; where these are the same, the "
             "tokeniser or its chat template has changed",
         )
-    least = prompts_to_tell(len(DECIDING))
-    if count.shared is not None and count.shared < least:
+    if shared < least:
         yield MismatchError(
-            f"{count.shared} different prompts, and with fewer than {least} no change, however "
-            "large, could be significant",
+            f"{other.name} and {first.name} share {shared} prompts; with fewer than {least} no "
+            "change, however large, could be significant",
             f"make both runs with --num-prompts {least} at the least; the default is a better one",
         )
 

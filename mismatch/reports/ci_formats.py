@@ -8,25 +8,36 @@ from xml.etree import ElementTree
 from mismatch.pipeline.run_comparison import Line, RunComparison
 from mismatch.reports.formatting import TONES, alike, chance, line
 from mismatch.reports.summary import checks, judged_rows
-from mismatch.types import Report
+from mismatch.types import Check, Report
 
 LEVELS = {"critical": "error", "warn": "warning"}  # tone -> annotation
+MOST = 3  # checks with a GitHub annotation of their own
 
 
 def to_github(report: Report, failing: bool) -> str:
-    """Workflow commands that GitHub shows as annotations, errors first; the verdict last.
+    """Workflow commands that GitHub shows as annotations: the verdict, then the worst faults.
+
+    GitHub keeps ten annotations of a step, so all metrics share a line.
 
     Args:
         failing: the command ends with exit code 1; then the verdict is an error.
     """
-    faults = [(LEVELS[TONES[status]], name, text) for name, status, text in _faults(report)]
-    lines = [
-        _annotation(level, f"mismatch {name}", text)
-        for level, name, text in sorted(faults, key=lambda fault: fault[0])
-    ]
     verdict = report.verdict
     level = "error" if failing else LEVELS.get(TONES[verdict.status], "notice")
-    lines.append(_annotation(level, f"mismatch: {verdict.status.upper()}", verdict.reason))
+    lines = [_annotation(level, f"mismatch: {verdict.status.upper()}", verdict.reason)]
+    found = checks(report, "failed", "inconclusive", "warning")
+    for check in found[:MOST]:
+        lines.append(
+            _annotation(LEVELS[TONES[check.status]], f"mismatch {check.id}", _of_check(check))
+        )
+    if more := found[MOST:]:
+        names = ", ".join(check.id for check in more)
+        lines.append(_annotation("warning", f"mismatch: {len(more)} more checks", names))
+    judged = [row.judgement for row in judged_rows(report) if row.judgement]
+    unfit = [f"{each.metric} is {each.status}" for each in judged if each.status != "healthy"]
+    if unfit:
+        title = f"mismatch: {len(unfit)} of {len(judged)} metrics are not healthy"
+        lines.append(_annotation("warning", title, "; ".join(unfit)))
     return "\n".join(lines) + "\n"
 
 
@@ -88,13 +99,16 @@ def runs_to_junit(result: RunComparison) -> str:
 def _faults(report: Report) -> Iterator[tuple[str, str, str]]:
     """(name, status, text) of every check that did not pass and metric that is not healthy."""
     for check in checks(report, "failed", "inconclusive", "warning"):
-        fix = f"; fix: {check.fix}" if check.fix else ""
-        yield check.id, check.status, f"{check.detail}{fix}"
+        yield check.id, check.status, _of_check(check)
     for row in judged_rows(report):
         judgement = row.judgement
         if judgement is not None and judgement.status != "healthy":
             bounds = f"healthy {row.healthy(judgement.healthy)}, unfit {row.unfit(judgement.unfit)}"
             yield row.metric, judgement.status, f"{row.words.label}: {row.value} ({bounds})"
+
+
+def _of_check(check: Check) -> str:
+    return f"{check.detail}; fix: {check.fix}" if check.fix else check.detail
 
 
 def _moved(item: Line) -> str:

@@ -6,7 +6,7 @@ import math
 import tomllib
 import unicodedata
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import Any, Literal
 
@@ -44,28 +44,53 @@ def wording(table: str) -> dict[str, Any]:
     return words
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """A value to ``digits`` significant digits.
+def number(value: float | None, digits: int = 3, sign: bool = False) -> str:
+    """A value to ``digits`` significant digits; a difference may carry its sign.
 
     >>> number(0.011123), number(3.1e-4), number(12345.6), number(0.0), number(-2.5)
     ('0.0111', '3.10e-4', '12,346', '0', '−2.50')
+    >>> signed(0.25), brief(0.0123), change(-0.0123)
+    ('+0.250', '0.012', '−0.012')
     """
     if value is None or math.isnan(value):
         return MISSING
     if value < 0:
         return f"−{number(-value, digits)}"
+    plus = "+" if sign and value > 0 else ""
     if math.isinf(value):
-        return "inf"
+        return f"{plus}inf"
     if value == 0:
         return "0"
-    if abs(value) >= 1e7 or abs(value) < 1e-3:
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        return f"{mantissa}e{int(exponent)}"
-    rounded = float(f"{value:.{digits}g}")
-    if abs(rounded) >= 10 ** (digits - 1):
-        return f"{value:,.0f}"
-    decimals = digits - 1 - math.floor(math.log10(abs(rounded)))
-    return f"{value:.{decimals}f}"
+    if value >= 1e7 or value < 1e-3:
+        return plus + _powers(f"{value:.{digits - 1}e}")
+    return f"{plus}{value:,.{_places(value, digits)}f}"
+
+
+def _powers(scientific: str) -> str:
+    mantissa, exponent = scientific.split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def _places(value: float, digits: int) -> int:
+    """Decimals that show a positive value to so many significant digits."""
+    return max(0, digits - 1 - math.floor(math.log10(float(f"{value:.{digits}g}"))))
+
+
+signed = partial(number, sign=True)
+brief = partial(number, digits=2)
+change = partial(number, digits=2, sign=True)
+
+
+def near_one(value: float | None) -> str:
+    """A factor; close to 1 three significant digits hide what matters.
+
+    >>> near_one(1.00123), near_one(0.5)
+    ('1.0012', '0.500')
+    """
+    return f"{value:.4f}" if value is not None and 0.9 < value < 1.1 else number(value)
+
+
+NUMBERS: tuple[Format, ...] = (number, signed, brief, change, near_one)  # of :func:`alike`
 
 
 def alike(values: Iterable[float | None], write: Format = number) -> Format:
@@ -83,18 +108,16 @@ def alike(values: Iterable[float | None], write: Format = number) -> Format:
         return write
     if min(sizes) < 1e-6 and max(sizes) < 1e-3:
         return write
+    options = getattr(write, "keywords", {})
 
     def shown(value: float | None) -> str:
-        if value is None or value == 0 or not abs(value) < 1e7:
+        if value is None or not 0 < abs(value) < 1e-3:
             return write(value)
         if abs(value) < 1e-7:
             return "< 0.0000001" if value > 0 else "> −0.0000001"
-        if write is near_one and 0.9 < value < 1.1:
-            return write(value)
-        digits = 2 if write in (brief, change) or abs(value) < 1e-4 else 3
-        sign = "−" if value < 0 else "+" if write in (signed, change) else ""
-        places = digits - 1 - math.floor(math.log10(abs(float(f"{value:.{digits}g}"))))
-        return f"{sign}{abs(value):,.{max(0, places)}f}"
+        digits = 2 if abs(value) < 1e-4 else options.get("digits", 3)
+        sign = "−" if value < 0 else "+" if options.get("sign") else ""
+        return f"{sign}{abs(value):.{_places(abs(value), digits)}f}"
 
     return shown
 
@@ -131,12 +154,17 @@ def percent(share: float | None, digits: int = 2) -> str:
     return f"{number(scaled, digits)} %"
 
 
-def count(value: int) -> str:
-    """A whole number with thousands separated.
+def points(share: float) -> str:
+    """A difference of shares in percentage points, with its sign.
 
-    >>> count(8192)
-    '8,192'
+    >>> points(0.012), points(-0.5)
+    ('+1.2 pp', '−50 pp')
     """
+    return f"{'+' if share > 0 else '−' if share < 0 else ''}{percent(abs(share))[:-1]}pp"
+
+
+def count(value: int) -> str:
+    """A whole number with thousands separated."""
     return f"{value:,}"
 
 
@@ -158,25 +186,6 @@ def times(factor: float) -> str:
     return f"{number(factor, 2 if abs(factor) < 100 else 3)}×"
 
 
-def text(value: object) -> str:
-    """A string as it stands in a column of text."""
-    return line(value)
-
-
-def capital(sentence: str) -> str:
-    """With its first letter large, the others as they are."""
-    return sentence[:1].upper() + sentence[1:]
-
-
-def signed(value: float, digits: int = 3) -> str:
-    """A difference, with its sign.
-
-    >>> signed(0.25), signed(-0.25), signed(0.0)
-    ('+0.250', '−0.250', '0')
-    """
-    return ("+" if value > 0 else "") + number(value, digits)
-
-
 def chance(p: float) -> str:
     """A p-value.
 
@@ -184,24 +193,6 @@ def chance(p: float) -> str:
     ('< 0.001', '0.040')
     """
     return "< 0.001" if p < 0.001 else brief(p)
-
-
-def brief(value: float | None) -> str:
-    """A value to two significant digits.
-
-    >>> brief(0.0123), brief(None)
-    ('0.012', '–')
-    """
-    return number(value, 2)
-
-
-def change(value: float) -> str:
-    """A difference to two significant digits, with its sign.
-
-    >>> change(-0.0123)
-    '−0.012'
-    """
-    return signed(value, 2)
 
 
 def scientific(value: float | None) -> str:
@@ -212,8 +203,7 @@ def scientific(value: float | None) -> str:
     """
     if value is None or not math.isfinite(value) or value == 0:
         return brief(value)
-    mantissa, exponent = f"{value:.1e}".split("e")
-    return f"{mantissa}e{int(exponent)}"
+    return _powers(f"{value:.1e}")
 
 
 def seconds(value: float | None) -> str:
@@ -236,48 +226,6 @@ def memory(size: float | None) -> str:
     return f"{brief(size / 2**30)} GiB" if size >= 2**30 else f"{number(size / 2**20)} MiB"
 
 
-def points(share: float) -> str:
-    """A difference of shares in percentage points, with its sign.
-
-    >>> points(0.012), points(-0.5)
-    ('+1.2 pp', '−50 pp')
-    """
-    return f"{'+' if share > 0 else '−' if share < 0 else ''}{percent(abs(share))[:-1]}pp"
-
-
-def thousands(value: int) -> str:
-    """A count in a picture.
-
-    >>> thousands(9_999), thousands(12_345)
-    ('9,999', '12.3k')
-    """
-    return count(value) if value < 10_000 else f"{number(value / 1000)}k"
-
-
-def near_one(value: float | None) -> str:
-    """A factor; close to 1 three significant digits hide what matters.
-
-    >>> near_one(1.00123), near_one(0.5)
-    ('1.0012', '0.500')
-    """
-    return f"{value:.4f}" if value is not None and 0.9 < value < 1.1 else number(value)
-
-
-NUMBERS = (number, signed, brief, change, near_one)  # what :func:`alike` may write otherwise
-
-
-def tenths(share: float) -> str:
-    """A share that may be negative, with one decimal.
-
-    >>> tenths(0.6), tenths(-1e-9)
-    ('60.0 %', '0 %')
-    """
-    if not math.isfinite(share):
-        return MISSING
-    text = f"{100.0 * share:.1f}"
-    return f"{'0' if text in ('-0.0', '0.0') else text} %"
-
-
 def interval(estimate: Any, write: Format = number, to: str = " … ") -> str:
     """The 95 % interval of an estimate; "–" where it has none.
 
@@ -287,6 +235,16 @@ def interval(estimate: Any, write: Format = number, to: str = " … ") -> str:
     if not isinstance(estimate, Estimate) or estimate.low is None or estimate.high is None:
         return MISSING
     return f"{write(estimate.low)}{to}{write(estimate.high)}"
+
+
+def text(value: object) -> str:
+    """A string as it stands in a column of text."""
+    return line(value)
+
+
+def capital(sentence: str) -> str:
+    """With its first letter large, the others as they are."""
+    return sentence[:1].upper() + sentence[1:]
 
 
 def badge(tone: str) -> str:

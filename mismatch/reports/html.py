@@ -9,7 +9,6 @@ import base64
 import hashlib
 from collections.abc import Iterable, Iterator
 from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from mismatch.reports.formatting import MARKS, line, packaged
@@ -65,13 +64,6 @@ def script(name: str) -> str:
     return text
 
 
-def own_scripts() -> str:
-    """The digests of all scripts that pages may hold, for a Content-Security-Policy."""
-    folder = resources.files("mismatch.reports").joinpath("templates")
-    names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".js"))
-    return " ".join(f"'sha256-{_digest(script(name.removesuffix('.js')))}'" for name in names)
-
-
 def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
@@ -90,15 +82,12 @@ def template(name: str) -> Template:
         finalize=_unbroken,
     )
     environment.filters["line"] = line
-    environment.filters["parts"] = lambda text: batched(text, PART)
+    environment.filters["parts"] = lambda text: [
+        text[start : start + PART] for start in range(0, len(text), PART)
+    ]
     environment.globals.update(marks=MARKS, cell_text=cell_text, cell_interval=cell_interval)
     environment.filters["percent"] = lambda share: f"{100 * share:.2f}%"
     return environment.get_template(name)
-
-
-def batched(text: str, size: int) -> list[str]:
-    """A text in pieces of at most ``size`` characters."""
-    return [text[start : start + size] for start in range(0, len(text), size)]
 
 
 def _unbroken(value: Any) -> Any:

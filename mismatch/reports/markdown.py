@@ -106,8 +106,8 @@ def _block(block: Block) -> str:
 def show_table(item: Table) -> str:
     """All columns; an estimate's interval stands in a column of its own."""
     columns = item.spread()
-    titles = [plain(column.title) + ("" if column.left else ":") for column, _, _ in columns]
-    shown = [[_cell(cell, column) for cell in cells] for column, cells, _ in columns]
+    titles = [plain(each.column.title) + ("" if each.column.left else ":") for each in columns]
+    shown = [[_cell(cell, each.column) for cell in each.cells] for each in columns]
     return table(titles, zip(*shown, strict=True))
 
 

@@ -114,12 +114,20 @@ class Table:
         return cls(columns, tuple(tuple(column.cell(it) for column in columns) for it in items))
 
     def __post_init__(self) -> None:
-        """The plain numbers of a column are written alike."""
-        rows = self.cells()
+        """Make cells of bare values; write the plain numbers of a column alike.
+
+        Raises:
+            ValueError: a row has not as many cells as there are columns.
+        """
+        rows = [[c if isinstance(c, Cell) else Cell(c) for c in row] for row in self.rows]
+        for row in rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"{len(row)} cells for {len(self.columns)} columns")
         columns = list(self.columns)
         for at, column in enumerate(self.columns):
-            cells = [row[at] for row in rows]
-            numbers = [each for cell in cells for each in _numbers(cell, column)]
+            numbers = [each for row in rows for each in _numbers(row[at], column)]
+            if not numbers:
+                continue
             styles: dict[Format, Format] = {each: alike(numbers, each) for each in NUMBERS}
             columns[at] = replace(column, format=styles.get(column.format, column.format))
             for row in rows:
@@ -129,31 +137,29 @@ class Table:
         object.__setattr__(self, "rows", tuple(map(tuple, rows)))
 
     def cells(self) -> list[list[Cell]]:
-        """Every row as cells.
+        """Every row as cells."""
+        return [[cell for cell in row if isinstance(cell, Cell)] for row in self.rows]
 
-        Raises:
-            ValueError: a row has not as many cells as there are columns.
-        """
-        rows = [[c if isinstance(c, Cell) else Cell(c) for c in row] for row in self.rows]
-        for row in rows:
-            if len(row) != len(self.columns):
-                raise ValueError(f"{len(row)} cells for {len(self.columns)} columns")
-        return rows
-
-    def spread(self) -> list[tuple[Column, list[Cell], Column | None]]:
-        """Each column with its cells, and after it the intervals of its estimates as a column.
-
-        The third of such a column is the one whose intervals they are.
-        """
-        rows = self.cells()
-        shown: list[tuple[Column, list[Cell], Column | None]] = []
-        for at, column in enumerate(self.columns):
-            cells = [row[at] for row in rows]
-            shown.append((column, cells, None))
+    def spread(self) -> list[Spread]:
+        """Each column with its cells, and after it the intervals of its estimates as a column."""
+        shown: list[Spread] = []
+        for column, *cells in zip(self.columns, *self.cells(), strict=True):
+            shown.append(Spread(column, cells))
             if column.interval is not None:
                 ends = [Cell(cell_interval(cell, column)) for cell in cells]
-                shown.append((Column("95 % interval", priority=column.interval), ends, column))
+                shown.append(
+                    Spread(Column("95 % interval", priority=column.interval), ends, column)
+                )
         return shown
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A column with its cells; ``of``: the column whose intervals it holds."""
+
+    column: Column
+    cells: Sequence[Cell]
+    of: Column | None = None
 
 
 def _numbers(cell: Cell, column: Column) -> list[float]:
@@ -248,21 +254,19 @@ class Section:
     def __post_init__(self) -> None:
         """What is empty is not shown: a sentence "", a table without rows, a part of only those."""
         kept: dict[str, Iterable[Any]] = {
-            "tables": [table for table in self.tables if table.rows],
-            "parts": [part for part in self.parts if part.holds],
-            **{name: filter(None, getattr(self, name)) for name in _LISTS},
+            name: filter(None, getattr(self, name))
+            for name in ("warnings", "sentences", "figures", "blocks", "notes")
         }
+        kept["tables"] = (table for table in self.tables if table.rows)
+        kept["parts"] = (part for part in self.parts if part.holds)
         for name, items in kept.items():
             object.__setattr__(self, name, tuple(items))
 
     @property
     def holds(self) -> bool:
         """Whether there is anything below the lead."""
-        lists = (getattr(self, name) for name in ("tables", "parts", *_LISTS))
-        return any(lists) or self.widget is not None
-
-
-_LISTS = ("warnings", "sentences", "figures", "blocks", "notes")
+        shown = (self.warnings, self.sentences, self.tables, self.figures, self.blocks, self.notes)
+        return any(shown) or bool(self.parts) or self.widget is not None
 
 
 @dataclass(frozen=True, slots=True)

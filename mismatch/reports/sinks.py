@@ -2,8 +2,7 @@
 
 The client decides where they go: ``WANDB_PROJECT``, ``WANDB_MODE``, ``MLFLOW_TRACKING_URI``,
 ``TRACKIO_PROJECT`` and the like are respected. Our names are ``mismatch/METRIC``, with the interval
-in ``…_low`` and ``…_high``; ``--names`` adds a framework's own names of the
-numbers that are the same there.
+in ``…_low`` and ``…_high``; ``--names`` adds a framework's own names of the same numbers.
 """
 
 from __future__ import annotations
@@ -33,17 +32,25 @@ CLIENTS = {
     "mlflow": "mlflow",
     "trackio": "trackio",
 }
+# The command line, the packages and the repository may say more than a report does.
+WANDB_SILENT = {
+    "console": "off",
+    "disable_git": True,
+    "save_code": False,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_save_requirements": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is sent."""
+    """What is sent: settings say what was measured, and the verdict."""
 
     name: str
     directory: Path
     """For files that a client writes."""
     settings: dict[str, str]
-    """What was measured, and the verdict."""
     numbers: dict[str, float]
 
 
@@ -51,16 +58,15 @@ def require_clients(trackers: Iterable[str]) -> None:
     """Refuse a tracker whose client is not installed; nothing is imported.
 
     Raises:
-        MismatchError: it names the package to install; or there is no such tracker.
+        MismatchError: it names the package to install; or there is no tracker of that name.
     """
     for tracker in trackers:
+        fault = f"--log-to {tracker}: "
         if tracker not in CLIENTS:
-            raise MismatchError(
-                f"--log-to {tracker}: no such tracker", f"use one of {', '.join(CLIENTS)}"
-            )
+            raise MismatchError(f"{fault}no such tracker", f"use one of {', '.join(CLIENTS)}")
         if find_spec(CLIENTS[tracker]) is None:
             raise MismatchError(
-                f"--log-to {tracker}: its client, {CLIENTS[tracker]}, is not installed",
+                f"{fault}its client, {CLIENTS[tracker]}, is not installed",
                 f"pip install 'train-infer-mismatch[{tracker}]'",
             )
 
@@ -92,20 +98,14 @@ def record_of(report: Report, run_dir: Path | None, framework: str | None) -> Re
         "best_fix": flat.best_fix or "",
         "created": str(report.run.get("created") or ""),
     }
-    numbers: dict[str, Any] = {"mismatch/exit_code": flat.exit_code}
+    numbers: dict[str, float | None] = {"mismatch/exit_code": flat.exit_code}
     for metric, estimate in {**first.metrics, **first.routing}.items():
         name = f"mismatch/{jq_name(metric)}"
-        numbers |= {
-            name: estimate.value,
-            f"{name}_low": estimate.low,
-            f"{name}_high": estimate.high,
-        }
-    if framework is not None:
-        for metric, estimate in first.metrics.items():
-            for alias in framework_names.of(metric, framework):
-                # Under the framework's name only its own number may stand in its charts.
-                if not alias.differs:
-                    numbers[alias.name] = estimate.value
+        numbers[name] = estimate.value
+        numbers[f"{name}_low"], numbers[f"{name}_high"] = estimate.low, estimate.high
+        for alias in framework_names.of(metric, framework) if framework else ():
+            if not alias.differs:  # in the framework's charts only its own number may stand
+                numbers[alias.name] = estimate.value
     return Record(
         name=model_name(report) if run_dir is None else directory.name,
         directory=directory,
@@ -126,29 +126,20 @@ def _log(client: Any, tracker: str, record: Record) -> None:
                 writer.add_scalar(name, value, 0)
             for name, text in record.settings.items():
                 writer.add_text(name, text, 0)
-        return
-    if tracker == "mlflow":
+    elif tracker == "mlflow":
         if not os.environ.keys() & {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"}:
             client.set_experiment(PROJECT)
         with client.start_run(run_name=record.name):
             client.log_params(record.settings)
             client.log_metrics(record.numbers)
-        return
-    more: dict[str, Any] = {}
-    if tracker == "wandb":
-        # The command line, the packages and the repository may say more than a report does.
-        settings = client.Settings(
-            console="off",
-            disable_git=True,
-            save_code=False,
-            x_disable_meta=True,
-            x_disable_stats=True,
-            x_save_requirements=False,
-        )
-        more = {"dir": str(record.directory), "settings": settings}
-    project = os.environ.get(f"{tracker.upper()}_PROJECT", PROJECT)
-    client.init(project=project, name=record.name, config=record.settings, **more)
-    try:
-        client.log(record.numbers)
-    finally:
-        client.finish()
+    else:
+        more: dict[str, Any] = {}
+        if tracker == "wandb":
+            more["dir"] = str(record.directory)
+            more["settings"] = client.Settings(**WANDB_SILENT)
+        project = os.environ.get(f"{tracker.upper()}_PROJECT", PROJECT)
+        client.init(project=project, name=record.name, config=record.settings, **more)
+        try:
+            client.log(record.numbers)
+        finally:
+            client.finish()

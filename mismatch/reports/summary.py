@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Any
 
 from mismatch.reports.formatting import (
     Format,
@@ -25,6 +26,8 @@ from mismatch.run.store import REFERENCE
 from mismatch.specs import FILE_SCORER
 from mismatch.types import Check, Comparison, Estimate, Judgement, NotTested, Report
 
+# Close to 1 three significant digits hide everything that matters.
+AROUND_ONE = {"token_mult_prob_error", "probs_pearson", "ratio_mean", "ratio_min", "ratio_max"}
 HEADLINE, MEDIAN = "logprob_abs_diff_mean", "logprob_abs_diff_p50"
 TELLING = (HEADLINE, "k3_kl", "ratio_outside_2", "clip_fraction", "ess_seq", "exact_kl")
 
@@ -81,17 +84,7 @@ class Row:
         """How its values are written."""
         if self.words.share:
             return percent
-        return near_one if self.metric in _AROUND_ONE else number
-
-
-# Close to 1 three significant digits hide everything that matters.
-_AROUND_ONE = {
-    "token_mult_prob_error",
-    "probs_pearson",
-    "ratio_mean",
-    "ratio_min",
-    "ratio_max",
-}
+        return near_one if self.metric in AROUND_ONE else number
 
 
 def headline(report: Report) -> Comparison:
@@ -176,15 +169,11 @@ def size(report: Report) -> str:
 
     Example: "5,063 tokens, 64 sequences, 16 prompts".
     """
-    estimate = next(iter(headline(report).metrics.values()), None)
-    if estimate is None:
+    first = next(iter(headline(report).metrics.values()), None)
+    if first is None:
         return "nothing compared"
-    counts = {
-        "token": estimate.n_tokens,
-        "sequence": estimate.n_sequences,
-        "prompt": estimate.n_prompts,
-    }
-    return ", ".join(plural(value, noun) for noun, value in counts.items())
+    counts = ("token", first.n_tokens), ("sequence", first.n_sequences), ("prompt", first.n_prompts)
+    return ", ".join(plural(value, noun) for noun, value in counts)
 
 
 def in_plain_words(report: Report) -> str:
@@ -238,17 +227,10 @@ class Noise:
     @property
     def beside(self) -> str:
         """Its size against the headline's, as a phrase."""
-        of = " of" if self.relative is not None and self.relative < 1 else ""
-        return f"{relative(self.relative)}{of} the headline's mean |delta|"
-
-
-def relative(share: float | None) -> str:
-    """Percent below 1, a factor above.
-
-    >>> relative(0.25), relative(2.0)
-    ('25 %', '2.0×')
-    """
-    return percent(share) if share is None or share < 1 else times(share)
+        share = self.relative
+        if share is not None and share >= 1:
+            return f"{times(share)} the headline's mean |delta|"
+        return f"{percent(share)} of the headline's mean |delta|"
 
 
 def noise_rows(report: Report) -> list[Noise]:
@@ -256,18 +238,11 @@ def noise_rows(report: Report) -> list[Noise]:
     whole = headline(report).metrics.get(HEADLINE)
     rows = []
     for pair in report.noise_floor:
-        mean = pair.metrics.get(HEADLINE)
+        mean, largest = pair.metrics.get(HEADLINE), pair.metrics.get("logprob_abs_diff_max")
         share = mean.value / whole.value if mean and whole and whole.value > 0 else None
-        rows.append(
-            Noise(
-                noise_label(pair),
-                f"{pair.left} / {pair.right}",
-                REFERENCE not in (pair.left, pair.right),
-                mean,
-                pair.metrics.get("logprob_abs_diff_max"),
-                share,
-            )
-        )
+        agree = REFERENCE not in (pair.left, pair.right)
+        names = f"{pair.left} / {pair.right}"
+        rows.append(Noise(noise_label(pair), names, agree, mean, largest, share))
     return rows
 
 
@@ -297,20 +272,34 @@ def untested(report: Report) -> list[NotTested]:
 def next_steps(report: Report) -> list[str]:
     """What to do now, most urgent first; never empty.
 
-    Warnings wait until what failed is mended: they may be consequences of it. A fix that was
-    measured to end well leaves nothing else to do.
+    Fix failures first, then warnings, which may be consequences of them. A fix that was measured
+    to end well leaves nothing else to do.
     """
-    best, mends = _best_fix(report)
-    steps = list(best)
+    steps, ends_well = [], False
+    spec, verdict = report.run.get("spec") or {}, report.verdict
+    if report.result("square") is None and (flag := _without_float32(spec)):
+        correct = verdict.correctness
+        if verdict.status == "inconclusive" and correct and correct.status == "inconclusive":
+            steps.append(
+                f"Run again without {flag}: only the float32 passes tell a fault from rounding"
+            )
+    fixes = report.result("fixes")
+    if fixes is not None and fixes.best_together is not None:
+        best = fixes.outcome(fixes.best_together)
+        how = f" ({line(best.flags)})" if best.flags else ""
+        steps.append(f"Apply {line(best.id)}{how}")
+        after = best.verdict_after
+        ends_well = after is not None and after.status in ("healthy", "tolerable")
+    known = bool(steps)
     wrong = checks(report, "failed", "inconclusive") or checks(report, "warning")
-    wrong = [] if mends else wrong
+    wrong = [] if ends_well else wrong
     steps += [f"Fix {line(check.id)}: {line(check.fix or check.detail)}" for check in wrong]
     wanted = [
-        row.judgement.deciding_prompts or 0
-        for row in judged_rows(report)
-        if row.judgement and row.judgement.inconclusive
+        item.deciding_prompts or 0
+        for item in report.verdict.judgements
+        if item.inconclusive and item.metric in headline(report).metrics
     ]
-    if report.verdict.status in ("tolerable", "inconclusive") and wanted:
+    if verdict.status in ("tolerable", "inconclusive") and wanted:
         if all(wanted):
             steps.append(f"Measure more: --num-prompts {max(wanted)} would decide the verdict")
         elif not any(check.id == "enough-data" for check in wrong):  # its fix says so
@@ -319,7 +308,7 @@ def next_steps(report: Report) -> list[str]:
             )
     # Weights in two forms are a cause already, and the float32 reference holds only one of them.
     two_forms = any(check.id == "weights-as-loaded" for check in checks(report, "warning"))
-    if report.verdict.status != "healthy" and not (two_forms or checks(report, "failed") or best):
+    if verdict.status != "healthy" and not (two_forms or checks(report, "failed") or known):
         steps.append(_where_to_look(report))
     return steps or [
         "No action needed. Re-run after a change of engine, kernel, dtype, model or trainer: "
@@ -327,19 +316,16 @@ def next_steps(report: Report) -> list[str]:
     ]
 
 
-def _best_fix(report: Report) -> tuple[list[str], bool]:
-    """The best fix, where some were tried and one helped; whether the verdict with it passes."""
-    fixes = report.result("fixes")
-    if fixes is None or fixes.best_together is None:
-        return [], False
-    best = fixes.outcome(fixes.best_together)
-    how = f" ({line(best.flags)})" if best.flags else ""
-    after = best.verdict_after
-    return [f"Apply {line(best.id)}{how}"], bool(after and after.status in ("healthy", "tolerable"))
+def _without_float32(spec: dict[str, Any]) -> str:
+    """The flag that left the float32 passes out; "" where they were asked for."""
+    if spec.get("quick"):
+        return "--quick"
+    return "" if spec.get("noise_floor", True) else "--no-noise-floor"
 
 
 def _where_to_look(report: Report) -> str:
-    noise = [row for row in noise_rows(report) if row.relative is not None]
+    """Of passes that should agree: a side's distance from float32 may be healthy rounding."""
+    noise = [row for row in noise_rows(report) if row.agree and row.relative is not None]
     largest = max(noise, key=lambda row: row.relative or 0.0, default=None)
     if largest is None or not largest.relative or largest.relative < 0.1:
         return (

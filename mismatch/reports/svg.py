@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch.reports.formatting import number, thousands
+from mismatch.reports.formatting import count, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -232,12 +232,13 @@ def bars(
     reach = float(ends[1].max()) if drawn.any() else top
     ceiling = 1.15 * min(max(top, reach), 1.6 * top)
     axes.set_ylim(0, ceiling)
-    for index, (end, count) in enumerate(zip(np.fmax(height, high), counts, strict=True)):
+    for index, (end, size) in enumerate(zip(np.fmax(height, high), counts, strict=True)):
         cut = end > 0.93 * ceiling  # the interval leaves the drawing: beside it, not on it
         left, up = (index + 0.05, 0.945 * ceiling) if cut else (index, end + 0.015 * ceiling)
         if np.isfinite(end):
             side = "left" if cut else "center"
-            axes.text(left, up, thousands(count), ha=side, color=FAINT, fontsize=10)
+            shown = count(size) if size < 10_000 else f"{number(size / 1000)}k"
+            axes.text(left, up, shown, ha=side, color=FAINT, fontsize=10)
     ticks(axes.xaxis, labels)
     axes.set_xlabel(words[0])
     axes.set_ylabel(words[1])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from mismatch.reports.formatting import badge, line, visible
-from mismatch.reports.section import Cell, Column, Page, Section, Table, cell_text
+from mismatch.reports.section import Page, Section, Spread, Table, cell_text
 from mismatch.reports.sections import page
 from mismatch.types import Report
 
@@ -43,13 +43,8 @@ def print_report(
     print_page(page(report, framework=framework), console, run_dir, details)
 
 
-def print_verdict(report: Report, console: Console) -> None:
-    """The last words alone."""
-    print_tail(page(report), console)
-
-
 def print_tail(shown: Page, console: Console) -> None:
-    """The last words of a page alone."""
+    """Print the last words of a page alone."""
     _tail(replace(shown, steps=()), console, None)
 
 
@@ -103,13 +98,6 @@ def say(console: Console, text: str, style: str = "") -> None:
     console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
-def heading(console: Console, title: str) -> None:
-    from rich.text import Text
-
-    say(console, "")
-    console.print(Text(title, "bold"), highlight=False)
-
-
 def paragraph(console: Console, text: str, indent: int = 2, style: str = "") -> None:
     """Wrapped text; a list's mark ("- ") stays left of the following lines."""
     mark = text[:2] if text[:2] in {"- ", "✕ ", "! "} else ""
@@ -132,9 +120,8 @@ def print_section(section: Section, console: Console, details: bool = True) -> N
     """
     if section.page_only:
         return
-    heading(console, line(section.title))
-    if section.lead:
-        paragraph(console, line(section.lead), style="dim")
+    say(console, "")
+    say(console, line(section.title), "bold")
     _contents(section, console, details)
 
 
@@ -174,6 +161,8 @@ def print_alone(
 
 
 def _contents(section: Section, console: Console, details: bool) -> None:
+    if section.lead:
+        paragraph(console, line(section.lead), style="dim")
     for warning in section.warnings:
         paragraph(console, f"! {line(warning)}", style="yellow")
     for sentence in section.sentences:
@@ -191,56 +180,47 @@ def _contents(section: Section, console: Console, details: bool) -> None:
         if part.page_only or (part.folded and not details):
             continue
         say(console, f"  {line(part.title)}", "bold")
-        if part.lead:
-            paragraph(console, line(part.lead), style="dim")
         _contents(part, console, details)
 
 
-class _Texts:
-    """One column as it is printed; names to be copied do not wrap."""
-
-    def __init__(self, column: Column, cells: list[Cell], of: Column | None) -> None:
-        self.of, self.left, self.priority = of and _title(of), column.left, column.priority
-        self.title = _title(column)
-        self.wraps = column.left and not all(cell.tone == "code" for cell in cells)
-        self.texts = [(badge(cell.tone) + cell_text(cell, column)).rstrip() for cell in cells]
-        self.styles = [TONES.get(cell.tone, "") for cell in cells]
-
-    @property
-    def width(self) -> int:
-        """Characters, were text to wrap beyond ``WRAP``."""
-        width = max(map(len, [*self.title.split("\n"), *self.texts]))
-        return min(width, WRAP) if self.wraps else width
-
-
-def _title(column: Column) -> str:
-    return column.narrow or line(column.title)
-
-
 def print_table(table: Table, console: Console) -> None:
-    """As many columns as fit, those of priority 0 always; the first text column may wrap."""
+    """As many columns as fit, those of priority 0 always; names to be copied do not wrap."""
     from rich.padding import Padding
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    columns = [_Texts(*column) for column in table.spread()]
+    columns = [_Texts(each) for each in table.spread()]
     while 1 + sum(c.width + 1 for c in columns) > console.width:
-        if not any(c.priority for c in columns):
+        if not any(c.column.priority for c in columns):
             break
-        columns.remove(max(reversed(columns), key=lambda c: c.priority))
-        kept = {column.title for column in columns}
-        for column in columns:
-            if column.of and column.of not in kept:
-                column.title = f"{column.of}, 95 %"
+        columns.remove(max(reversed(columns), key=lambda c: c.column.priority))
+    kept = [each.column for each in columns]
     shown = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for column in columns:
+    for each in columns:
+        title = each.title
+        if each.of is not None and each.of not in kept:  # else it would be unclear whose it is
+            title = f"{each.of.narrow or line(each.of.title)}, 95 %"
         shown.add_column(
-            column.title,
-            justify="left" if column.left else "right",
-            no_wrap=not column.wraps,
+            title,
+            justify="left" if each.column.left else "right",
+            no_wrap=not each.wraps,
             overflow="fold",
         )
     for row in range(len(table.rows)):
-        shown.add_row(*(Text(column.texts[row], column.styles[row]) for column in columns))
+        shown.add_row(*(Text(each.texts[row], each.styles[row]) for each in columns))
     indented = Padding(shown, (0, 0, 0, 2), expand=False)
     console.print(indented, highlight=False, markup=False)
+
+
+class _Texts:
+    """One column as it is printed."""
+
+    def __init__(self, spread: Spread) -> None:
+        column, cells = spread.column, spread.cells
+        self.column, self.of = column, spread.of
+        self.title = column.narrow or line(column.title)
+        self.wraps = column.left and not all(cell.tone == "code" for cell in cells)
+        self.texts = [(badge(cell.tone) + cell_text(cell, column)).rstrip() for cell in cells]
+        self.styles = [TONES.get(cell.tone, "") for cell in cells]
+        width = max(map(len, [*self.title.split("\n"), *self.texts]))
+        self.width = min(width, WRAP) if self.wraps else width

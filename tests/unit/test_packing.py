@@ -116,13 +116,10 @@ def test_every_one_of_the_worst_has_its_likeliest_and_so_have_others() -> None:
     assert len(unpacked(packed)["exact"]["top"]) == EXACT + 512
 
 
-def test_a_budget_takes_columns_then_whole_sequences() -> None:
+def test_a_budget_takes_whole_sequences() -> None:
     table = many()
     whole = pack(table, {})
-    assert (whole.tokens, whole.left_out) == (len(table), ())
-    less = pack(table, {}, budget=len(whole.text) - 10)
-    assert less.left_out == ("margin",)
-    assert less.tokens == len(table)
+    assert whole.tokens == len(table)
     table.loc[5 * 100 + 7, "delta"] = 9.0
     few = pack(table, {}, budget=len(whole.text) // 3)
     assert len(few.text) <= len(whole.text) // 3

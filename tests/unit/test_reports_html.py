@@ -25,42 +25,13 @@ from tests.texts import numbers
 TOKEN_LINK = re.compile(r"#s\d+t\d+")  # of the explorer, whose script follows it
 TEMPLATE = "{{ 7 * 7 }}"  # of HOSTILE
 VOID = {"meta", "br", "img", "hr", "link", "input"}
-ALLOWED = {
-    *(
-        "html",
-        "head",
-        "meta",
-        "title",
-        "style",
-        "body",
-        "header",
-        "main",
-        "footer",
-        "section",
-        "nav",
-        "a",
-    ),
-    *(
-        "div",
-        "span",
-        "p",
-        "h1",
-        "h2",
-        "h3",
-        "h4",
-        "strong",
-        "small",
-        "code",
-        "pre",
-        "mark",
-        "bdi",
-        "i",
-    ),
-    *("ul", "li", "dl", "dt", "dd", "table", "caption", "thead", "tbody", "tr", "th", "td"),
-    *("details", "summary", "figure", "figcaption"),
-    *("label", "select", "option", "input", "button", "b", "script"),  # of the token explorer
-    *("svg", "g", "path", "text", "tspan", "use", "defs", "clippath", "rect"),
-}
+TAGS = """
+    html head meta title style body header main footer section nav a div span p h1 h2 h3 h4 strong
+    small code pre mark bdi i ul li dl dt dd table caption thead tbody tr th td details summary
+    figure figcaption svg g path text tspan use defs clippath rect
+"""
+OF_EXPLORER = "label select option input button b script"
+ALLOWED = {*TAGS.split(), *OF_EXPLORER.split()}
 
 
 class Page(HTMLParser):
@@ -121,12 +92,6 @@ def test_the_verdict_comes_first_then_what_to_do_then_the_numbers(page: Page) ->
     assert places == sorted(places)
 
 
-def test_every_metric_and_every_alias_is_on_the_page(page: Page) -> None:
-    for name in make_report().comparisons[0].metrics:
-        assert name in page.words
-    assert "NeMo-RL gen_kl_error" in page.words
-
-
 def test_links_lead_to_sections_of_the_page_and_nowhere_else(document: str) -> None:
     links = re.findall(r'<a href="([^"]*)"', document)
     links = [link for link in links if not TOKEN_LINK.fullmatch(link)]
@@ -172,12 +137,6 @@ def test_nothing_is_fetched(page: Page, document: str) -> None:
     assert all(value.startswith("#") for value in links)
     assert not re.search(r"@import|url\((?!#)", document)
     assert "default-src 'none'" in document
-
-
-def test_no_path_of_this_machine_and_no_date(document: str) -> None:
-    assert "site-packages" not in document
-    assert "dc:date" not in document
-    assert "Matplotlib v" not in document
 
 
 def test_ids_are_unique(page: Page) -> None:
@@ -236,19 +195,11 @@ def test_histogram_counts_every_token_and_is_centred_on_ratio_one() -> None:
 def test_the_histograms_words_are_counts_of_its_ratios() -> None:
     tokens = pd.DataFrame({"delta": np.log([1.0] * 70 + [1.3] * 10 + [3.0] * 10 + [6.0] * 10)})
     counts = figures.beyond(tokens)
-    for wanted in ("100 tokens", "(0.8 to 1.2) 30 %", "cap of 2 20 %", "0.5 to 5 10 %"):
+    for wanted in ("100 tokens", "30 % lie outside", "20 % over TIS's cap of 2;", "10 % outside"):
         assert wanted in counts
     far = figures.beyond(tokens.assign(delta=-9.0))
     assert len(numbers(far)) == len(numbers(counts)) + 1  # and how many are beyond the axis
-    assert numbers(far)[-1] == 100
-
-
-def test_probability_grid_has_the_rollout_on_its_first_axis() -> None:
-    tokens = pd.DataFrame({"rollout_logprob": [np.log(0.9)], "train_logprob": [np.log(0.2)]})
-    counts, edges = figures.probability_grid(tokens, bins=10)
-    assert counts.sum() == 1
-    assert counts[8, 1] + counts[9, 2] + counts[8, 2] + counts[9, 1] == 1
-    assert edges[[0, -1]].tolist() == [0, 1]
+    assert numbers(far)[-1] == 100  # the tokens beyond the axis
 
 
 @pytest.mark.slow
@@ -259,10 +210,3 @@ def test_failing_and_empty_reports_render(make) -> None:  # type: ignore[no-unty
     assert "Broken" in page.words
     assert report.checks[-1].fix in page.words
     assert ("svg" in page.tags) == bool(report.comparisons)
-
-
-@pytest.mark.slow
-def test_identical_sides_render() -> None:
-    tokens = make_tokens().assign(delta=0.0)
-    tokens["train_logprob"] = tokens["rollout_logprob"]
-    assert figures.NOWHERE in Page(to_html(make_report(), tokens)).words

@@ -13,7 +13,16 @@ from mismatch.reports import summary
 from mismatch.reports.metric_labels import metric_label, noise_label
 from mismatch.reports.section import Section, cell_interval, cell_text
 from mismatch.reports.sections import headline, noise, ran, sections
-from mismatch.types import Check, Comparison, Estimate, Judgement, NotTested, Report, Verdict
+from mismatch.types import (
+    Answer,
+    Check,
+    Comparison,
+    Estimate,
+    Judgement,
+    NotTested,
+    Report,
+    Verdict,
+)
 from tests.report_makers import MAKERS
 from tests.reports_fixture import (
     estimate,
@@ -159,7 +168,8 @@ def test_noise_is_named_and_set_against_the_headline() -> None:
         noise_pair("fsdp", "reference:fp32", mean, 0.1),
     )
     rows = summary.noise_rows(replace(report, noise_floor=pairs))
-    assert [summary.relative(item.relative) for item in rows] == ["0 %", "25 %", "2.0×", "1.0×"]
+    phrases = [item.beside.partition(" the ")[0] for item in rows]
+    assert phrases == ["0 % of", "25 % of", "2.0×", "1.0×"]
     assert [item.words for item in rows] == [noise_label(pair) for pair in pairs]
     assert len({item.words for item in rows}) == len(pairs)
 
@@ -205,7 +215,16 @@ def test_next_steps_name_the_deciding_number_of_prompts() -> None:
         with_verdict(make_report(), replace(base, deciding_prompts=180), other)
     )
     assert "--num-prompts 180" in steps[0]
-    assert "trainer vs float32" in steps[1]
+    assert not any("float32" in step for step in steps)  # rounding blames no side
+
+
+def test_without_float32_passes_the_first_step_is_to_make_them() -> None:
+    report = make_report().with_analyses(square=None)
+    status = Answer("inconclusive", "the float32 passes were left out (--quick)")
+    verdict = replace(report.verdict, status="inconclusive", correctness=status)
+    for spec, flag in (({"quick": True}, "--quick"), ({"noise_floor": False}, "--no-noise-floor")):
+        asked = replace(report, verdict=verdict, run={**report.run, "spec": spec})
+        assert flag in summary.next_steps(asked)[0]
 
 
 def test_a_healthy_run_has_nothing_to_mend() -> None:
@@ -235,7 +254,7 @@ def test_what_ran_is_what_the_fingerprints_resolved() -> None:
 
 
 def test_differing_settings_come_first() -> None:
-    resolved = ran.section(make_report(), None)[0]
+    resolved = ran.section(make_report())
     for table in (resolved.tables[0], resolved.parts[0].tables[0]):
         marks = [cells[1].value for cells in table.cells()]
         assert marks == sorted(marks, reverse=True)
@@ -243,6 +262,8 @@ def test_differing_settings_come_first() -> None:
             both = "–" not in (left.value, right.value)
             assert bool(mark.value) == (both and left.value != right.value)
     assert "attention" in resolved.short
+    facts = dict(tuple(item.value for item in row) for row in resolved.parts[-1].tables[0].cells())
+    assert facts["command"] == summary.command(make_report())
 
 
 def test_local_paths_are_not_a_models_name() -> None:
@@ -265,24 +286,6 @@ def test_failed_checks_come_first_with_their_fix() -> None:
     assert (checked.folded, passed.folded) == (False, True)
     assert [item["result"] for item in values(passed.tables[0])] == ["passed"] * 5
     assert unseen.sentences == tuple(map(str, summary.untested(make_failing_report()[0])))
-
-
-def test_everything_measured_has_numbers_and_shares_apart() -> None:
-    report = make_report()
-    _, everything = ran.section(report, None)
-    assert len(everything.parts) == len(report.comparisons)
-    numbers, shares = everything.parts[0].tables
-    first = report.comparisons[0]
-    names = [[item["name"] for item in values(table)] for table in (numbers, shares)]
-    assert sorted(names[0] + names[1]) == sorted([*first.metrics, *first.routing])
-    written = [cell_text(row[2], shares.columns[2]) for row in shares.cells()]
-    assert all(text.endswith(" %") for text in written)
-    assert not any(cell_text(row[2], numbers.columns[2])[-1] == "%" for row in numbers.cells())
-    resolved = ran.section(report, None)[0]
-    facts = dict(
-        tuple(item.value for item in cells) for cells in resolved.parts[-1].tables[0].cells()
-    )
-    assert facts["command"] == summary.command(report)
 
 
 def every(parts: Iterable[Section]) -> Iterator[Section]:

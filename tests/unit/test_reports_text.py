@@ -10,14 +10,9 @@ from hypothesis import strategies as st
 
 from mismatch.reports.formatting import (
     alike,
-    bound,
-    line,
     near_one,
     number,
-    percent,
-    plural,
     signed,
-    times,
     token_text,
     visible,
 )
@@ -54,23 +49,6 @@ def test_a_written_number_reads_back_within_its_digits(value: float) -> None:
     assert float(number(value).replace(",", "")) == pytest.approx(value, rel=5.1e-3)
 
 
-def test_percent_keeps_what_is_missing_to_a_hundred() -> None:
-    assert [percent(share) for share in (0.0, 0.0373, 0.998, 0.99991, 1.0, 12.5)] == [
-        "0 %",
-        "3.7 %",
-        "99.80 %",
-        "99.99 %",
-        "100 %",
-        "1,250 %",
-    ]
-
-
-def test_bounds_counts_and_factors() -> None:
-    assert [bound(value) for value in (0.03, 1e-5, 1.08, 0.0)] == ["0.03", "1e-5", "1.08", "0"]
-    assert (plural(1, "prompt"), plural(2048, "token")) == ("1 prompt", "2,048 tokens")
-    assert (times(0.63), times(137.0)) == ("0.63×", "137×")
-
-
 @given(st.text())
 def test_nothing_invisible_or_moving_survives(text: str) -> None:
     shown = visible(text)
@@ -96,14 +74,6 @@ def test_nothing_invisible_or_moving_survives(text: str) -> None:
 )
 def test_tokens_are_spelled_out(token: str, shown: str) -> None:
     assert token_text(token) == shown
-
-
-def test_long_tokens_are_cut() -> None:
-    assert token_text("a" * 500, limit=20) == "a" * 19 + "…"
-
-
-def test_a_line_is_one_line() -> None:
-    assert line("killed\n  by\tsignal 9\x07") == "killed by signal 9⟨7⟩"
 
 
 def test_the_numbers_of_a_column_are_written_alike() -> None:

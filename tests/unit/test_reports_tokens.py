@@ -9,7 +9,6 @@ import pytest
 from mismatch.reports.formatting import number
 from mismatch.reports.sections import tokens as figures
 from mismatch.reports.sections.tokens import section
-from mismatch.reports.tokens_table import comparable
 from tests.reports_fixture import make_empty_report, make_report, make_tokens
 from tests.texts import numbers
 
@@ -62,14 +61,6 @@ def test_drift_adds_delta_up_along_each_sequence() -> None:
     assert figures.drift_title(table).split(" (")[0] in svg
 
 
-def test_lengths_that_few_sequences_reach_are_left_out() -> None:
-    tokens = pd.DataFrame({"sequence": np.repeat(np.arange(30), [8] * 29 + [500])})
-    tokens["delta"] = 1.0
-    table = figures.drift_table(tokens)
-    assert table is not None
-    assert table["length"].max() == 8
-
-
 def test_the_histogram_tells_before_and_after_the_best_fix() -> None:
     tokens = make_tokens()
     tokens["delta"] = np.where(np.arange(len(tokens)) % 4 == 0, -1.0, 0.0)
@@ -84,14 +75,6 @@ def test_the_histogram_tells_before_and_after_the_best_fix() -> None:
     assert f"{number(0.01)}, largest {number(0.01)}" in after.draw()
     half = fixed.assign(fix_logprob=fixed["rollout_logprob"] + np.arange(len(tokens)) % 2)
     assert section(make_report(), half).figures[0].title.endswith("attention-sinks 50 %")
-
-
-def test_the_noise_floor_is_drawn_where_passes_that_should_agree_end() -> None:
-    tokens = comparable(make_tokens())
-    assert "noise floor" in figures.histogram(tokens, 0.05).draw()
-    assert "noise floor" not in figures.histogram(tokens, 0.0).draw()
-    assert "noise floor" not in figures.histogram(tokens, None).draw()
-    assert "noise floor" in section(make_report(), make_tokens()).figures[0].draw()
 
 
 def test_the_scatter_says_how_far_sure_and_unlikely_tokens_are_off() -> None:

@@ -1,45 +1,73 @@
 """The sections of a report, in their order.
 
-``section(result, report)`` in the module of an analysis's id shows its result; one in
-:data:`CHAPTERS` says ``module:function`` where several share a module. Those that show the report
-itself ask by the names of their parameters for ``report``, ``tokens`` or ``framework``. They give
-one section, several, or None.
+Three tables say what is shown: :data:`CHAPTERS` the order, :data:`OF_REPORT` the sections of the
+report itself, :data:`OF_RESULT` those of an analysis's result. A feature names its section where it
+registers its analysis (:class:`mismatch.analysis.plugins.Analysis`).
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from inspect import signature
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from mismatch.analysis import plugins
+from mismatch.plugins import load
 from mismatch.reports import summary
 from mismatch.reports.formatting import TONES
 from mismatch.reports.section import Page, Section
-from mismatch.reports.sections import headline
+from mismatch.reports.sections import (
+    breakdowns,
+    causes,
+    explorer,
+    fixes,
+    headline,
+    locate,
+    noise,
+    passes,
+    ran,
+    routing,
+    square,
+)
+from mismatch.reports.sections import tokens as by_token
 from mismatch.types import Report
 
 if TYPE_CHECKING:
     import pandas as pd
 
-
+Sections = Section | tuple[Section, ...] | None
 # Chapters in their order: id, title, the sections in each.
 CHAPTERS = (
-    (
-        "normal-or-not",
-        "Is this normal?",
-        ("headline", "noise", "passes:two_passes", "passes:exact"),
-    ),
+    ("normal-or-not", "Is this normal?", ("headline", "noise", "two_passes", "exact")),
     ("place", "Where does it sit?", ("tokens", "breakdowns")),
-    ("why", "Why?", ("causes", "square", "causes:explain", "locate",
-                     "passes:variants")),
+    ("why", "Why?", ("causes", "square", "explain", "locate", "variants")),
     ("helps", "What helps?", ("fixes",)),
     ("token-by-token", "Token by token", ("explorer",)),
     ("experts", "Expert routing", ("routing",)),
-    ("unseen", "Checks, and what was not tested", ("headline:checks",)),
-    ("reproduce", "Reproduce", ("ran", "ran:glossary")),
-)  # fmt: skip
-Sections = Section | tuple[Section, ...] | None
+    ("unseen", "Checks, and what was not tested", ("checks",)),
+    ("reproduce", "Reproduce", ("ran", "glossary")),
+)
+# Of a report, its tokens (None: there is no table of them) and the framework that was asked for.
+OF_REPORT: dict[str, Callable[[Report, pd.DataFrame | None, str | None], Sections]] = {
+    "headline": lambda report, tokens, framework: headline.section(report, framework),
+    "noise": lambda report, *_: noise.section(report),
+    "exact": lambda report, *_: passes.exact(report),
+    "tokens": lambda report, tokens, _: by_token.section(report, tokens),
+    "breakdowns": lambda report, *_: breakdowns.section(report),
+    "variants": lambda report, *_: passes.variants(report),
+    "explorer": lambda report, tokens, _: explorer.section(report, tokens),
+    "routing": lambda report, *_: routing.section(report),
+    "checks": lambda report, *_: headline.checks(report),
+    "ran": lambda report, *_: ran.section(report),
+    "glossary": lambda *_: ran.glossary(),
+}
+OF_RESULT: dict[str, Callable[[Any, Report], Sections]] = {
+    "two_passes": passes.two_passes,
+    "causes": causes.section,
+    "square": square.section,
+    "explain": causes.explain,
+    "locate": locate.section,
+    "fixes": fixes.section,
+}
 
 
 def page(report: Report, tokens: pd.DataFrame | None = None, framework: str | None = None) -> Page:
@@ -78,18 +106,18 @@ def chapters(
     report: Report, tokens: pd.DataFrame | None = None, framework: str | None = None
 ) -> list[Section]:
     """Every section of this report in its chapter; analyses without a place come last."""
-    placed = {entry.rpartition(":")[2] for _, _, places in CHAPTERS for entry in places}
-    of_features = {id: plugins.in_chapter(id) for id, _, _ in CHAPTERS}
-    elsewhere = placed.union(*of_features.values())
-    rest = ("more", "Also measured", tuple(id for id in report.analyses if id not in elsewhere))
+    added = {id: plugins.in_chapter(id) for id, _, _ in CHAPTERS}
+    order = [(id, title, (*ids, *added[id])) for id, title, ids in CHAPTERS]
+    placed = {id for _, _, ids in order for id in ids}
+    order.append(("more", "Also measured", tuple(id for id in report.analyses if id not in placed)))
     shown = []
-    for id, title, ids in (*CHAPTERS, rest):
-        added = tuple(each for each in of_features.get(id, ()) if each not in placed)
-        parts = tuple(
-            part for each in (*ids, *added) for part in _sections(each, report, tokens, framework)
-        )
+    for chapter, title, ids in order:
+        parts: list[Section] = []
+        for id in dict.fromkeys(ids):
+            made = _sections(id, report, tokens, framework)
+            parts += made if isinstance(made, tuple) else [made] if made else []
         if parts:
-            shown.append(Section(id, title, parts=parts))
+            shown.append(Section(chapter, title, parts=parts))
     return shown
 
 
@@ -101,17 +129,13 @@ def sections(
 
 
 def _sections(
-    entry: str, report: Report, tokens: pd.DataFrame | None, framework: str | None
-) -> tuple[Section, ...]:
-    module, _, id = entry.rpartition(":")
-    ours = f"{__name__}.{module or id}:{id if module else 'section'}"
-    home, _, name = (plugins.section_of(id) or ours).partition(":")
-    make = getattr(import_module(home), name)
-    shown: Sections = None
-    if (result := report.result(id)) is not None:
-        shown = make(result, report)
-    elif "result" not in (wanted := signature(make).parameters):
-        given = {"report": report, "tokens": tokens, "framework": framework}
-        if tokens is not None or "tokens" not in wanted:
-            shown = make(*(given[name] for name in wanted))
-    return shown if isinstance(shown, tuple) else (shown,) if shown else ()
+    id: str, report: Report, tokens: pd.DataFrame | None, framework: str | None
+) -> Sections:
+    if id in OF_REPORT:
+        return OF_REPORT[id](report, tokens, framework)
+    result = report.result(id)
+    if result is None:
+        return None
+    make: Any = OF_RESULT.get(id) or load(plugins.section_of(id))
+    shown: Sections = make(result, report)
+    return shown

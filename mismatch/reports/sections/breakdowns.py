@@ -56,8 +56,8 @@ def carriers(report: Report) -> str:
     if not shares or None in shares:
         return ""
     return (
-        f"The token of the largest k3 term carries {percent(shares[0])} of k3; the "
-        f"{plural(len(shares), 'token')} of the largest: {percent(min(sum(shares), 1.0))}."
+        f"The worst token makes {percent(shares[0])} of k3, the worst {len(shares)} make "
+        f"{percent(min(sum(shares), 1.0))}."
     )
 
 

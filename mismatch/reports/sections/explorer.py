@@ -3,8 +3,7 @@
 The page's script draws it (templates/explorer.js); without scripts, and on paper, the worst tokens
 stand there as a table. Its data are columns of bytes, deflated, as lines of text: the largest
 differences are kept exactly; of every other token each value is one byte, a place on a logarithmic
-scale. Where even that is more than a page should hold, columns that can be missed are left out,
-then whole sequences.
+scale. Where even that is more than a page should hold, whole sequences are left out.
 
 A line is ``name base64``: base64url of a zlib stream of JSON or of bytes. (Base64 with "+" and "/"
 could hold what looks like an access key, and keys are struck out of what is written.)
@@ -13,6 +12,7 @@ could hold what looks like an access key, and keys are struck out of what is wri
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import zlib
 from dataclasses import dataclass
@@ -36,17 +36,21 @@ FINE = 200_000  # tokens up to which every value has all steps of a byte; delta 
 EXACT = 1000  # tokens of largest |delta| whose values are kept as they are
 LONGEST = 60  # characters of a token that are shown
 CONTEXT = 200_000  # tokens of prompts and tool outputs, all together
-SMALLEST = {"delta": 1e-4, "left": 1e-5, "entropy": 1e-3, "reference": 1e-4, "fix": 1e-4,
-            "margin": 1e-5}  # fmt: skip
+# The least value of a scale that is not 0.
+SMALLEST = {
+    "delta": 1e-4,
+    "left": 1e-5,
+    "entropy": 1e-3,
+    "reference": 1e-4,
+    "fix": 1e-4,
+    "margin": 1e-5,
+}
 SIGNED = ("delta", "reference", "fix")
-SOURCES = {"fix": "fix_logprob", "entropy": "entropy", "reference": "reference_logprob",
-           "margin": "routing_margin"}  # fmt: skip
-OPTIONAL = {  # what is missed most comes first
-    "layers": "flipped layers",
-    "fix": "the best fix",
+SOURCES = {
     "entropy": "entropy",
-    "reference": "float32",
-    "margin": "router margins",
+    "margin": "routing_margin",
+    "reference": "reference_logprob",
+    "fix": "fix_logprob",
 }
 LEAD = (
     "Every sampled token, coloured by how far the two sides are apart. Choose a strip, then a "
@@ -56,12 +60,14 @@ LEAD = (
 Bytes = NDArray[np.uint8]
 
 
-def section(report: Report, tokens: pd.DataFrame) -> Section | None:
+def section(report: Report, tokens: pd.DataFrame | None) -> Section | None:
     """The explorer; None where nothing was compared.
 
     Args:
         tokens: as in tokens.parquet, of either version.
     """
+    if tokens is None:
+        return None
     rows = comparable(tokens)
     if rows.empty:
         return None
@@ -80,14 +86,12 @@ def section(report: Report, tokens: pd.DataFrame) -> Section | None:
 
 def notes(packed: Packed, tokens: int, sequences: int) -> tuple[str, ...]:
     """What the page does not hold, and how exactly it holds the rest."""
-    names = ", ".join(OPTIONAL[name] for name in packed.left_out)
     parts = {
         f"A sample: {count(packed.sequences)} of {plural(sequences, 'sequence')} "
         f"({count(packed.tokens)} of {plural(tokens, 'token')}), the worst ones first, then "
         "any. All of them are in tokens.parquet.": packed.tokens < tokens,
         f"The {count(min(EXACT, tokens))} tokens of largest |Δ| have the measured values; those of "
         "the others (≈) are rounded to one byte each.": tokens > EXACT,
-        f"For lack of room only those of largest |Δ| have: {names}.": bool(names),
         f"What both sides think likeliest is kept at {count(packed.with_tops)} of the "
         f"{plural(packed.worst, 'token')} of largest |Δ|: a side gave no likeliest tokens, as in "
         "runs of earlier versions and in recorded ones.": packed.worst > packed.with_tops,
@@ -105,16 +109,14 @@ class Packed:
     Attributes:
         text: the lines; ASCII without quotes and angle brackets.
         tokens, sequences: that are in it.
-        left_out: names of columns for which there was no room.
         worst, with_tops: tokens of largest |delta|; how many of them have the likeliest tokens.
     """
 
     text: str
     tokens: int
     sequences: int
-    left_out: tuple[str, ...] = ()
-    worst: int = 0
-    with_tops: int = 0
+    worst: int
+    with_tops: int
 
 
 def pack(tokens: pd.DataFrame, about: dict[str, Any], budget: int = BUDGET) -> Packed:
@@ -125,34 +127,15 @@ def pack(tokens: pd.DataFrame, about: dict[str, Any], budget: int = BUDGET) -> P
         about: JSON data that the page's script is to know beside the tokens.
         budget: most characters of text.
     """
-    kept, seed = tokens, 0
-    lines, left_out = _within(kept, about, budget)
-    while (size := _size(lines)) > budget and kept["sequence"].nunique() > 1:
-        kept = _sampled(kept, 0.95 * budget / size, seed)
-        lines, left_out = _within(kept, about, budget)
-        seed += 1
-    text = "\n".join(f"{name} {value}" for name, value in lines.items())
-    worst, tops = _worst(kept["delta"].abs().to_numpy()), _lengths(kept, "top_ids")
-    with_tops = 0 if tops is None else int(np.count_nonzero(tops[worst]))
-    return Packed(text, len(kept), kept["sequence"].nunique(), left_out, len(worst), with_tops)
-
-
-def _within(
-    tokens: pd.DataFrame, about: dict[str, Any], budget: int
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """All lines, less those of optional columns for which there is no room."""
-    lines = _lines(tokens, about)
-    spare = {name: lines.pop(name) for name in OPTIONAL if name in lines}
-    room = budget - _size(lines)
-    for name, value in spare.items():
-        if room < 0 or (need := _size({name: value})) <= room:
-            lines[name] = value
-            room -= 0 if room < 0 else need
-    return lines, tuple(name for name in spare if name not in lines)
-
-
-def _size(lines: dict[str, str]) -> int:
-    return sum(len(name) + len(value) + 2 for name, value in lines.items())
+    kept, text = tokens, _lines(tokens, about)
+    for seed in itertools.count():
+        if len(text) <= budget or kept["sequence"].nunique() == 1:
+            break
+        kept = _sampled(kept, 0.95 * budget / len(text), seed)
+        text = _lines(kept, about)
+    worst, tops = _worst(kept["delta"].abs().to_numpy()), flat_lists(kept, "top_ids")
+    with_tops = 0 if tops is None else int(np.count_nonzero(np.diff(tops[1])[worst]))
+    return Packed(text, len(kept), kept["sequence"].nunique(), len(worst), with_tops)
 
 
 def _sampled(tokens: pd.DataFrame, share: float, seed: int) -> pd.DataFrame:
@@ -168,14 +151,14 @@ def _sampled(tokens: pd.DataFrame, share: float, seed: int) -> pd.DataFrame:
     return kept
 
 
-def _lines(tokens: pd.DataFrame, about: dict[str, Any]) -> dict[str, str]:
+def _lines(tokens: pd.DataFrame, about: dict[str, Any]) -> str:
     words = _Words(tokens)
     left = tokens["rollout_logprob"].to_numpy(np.float64)
     # Differences to the rollout side, as delta is, but for entropy and margin; NaN: not measured.
     values = {"delta": tokens["delta"].to_numpy(np.float64), "left": -left}
-    for name in ("entropy", "margin", "reference", "fix"):
-        if SOURCES[name] in tokens and not tokens[SOURCES[name]].isna().all():
-            column = tokens[SOURCES[name]].to_numpy(np.float64)
+    for name, source in SOURCES.items():
+        if source in tokens and not tokens[source].isna().all():
+            column = tokens[source].to_numpy(np.float64)
             values[name] = column - left if name in SIGNED else column
     fine = len(tokens) <= FINE
     scales = {name: _scale(name, array, fine) for name, array in values.items()}
@@ -199,7 +182,7 @@ def _lines(tokens: pd.DataFrame, about: dict[str, Any]) -> dict[str, str]:
         data["layers"] = masks
     if len(turns) > 1:
         data["turn"] = np.minimum(turn, 255).astype(np.uint8)  # the 256th and later are one
-    return {name: _encoded(each) for name, each in data.items()}
+    return "\n".join(f"{name} {_encoded(each)}" for name, each in data.items())
 
 
 def _encoded(data: Any) -> str:
@@ -237,8 +220,14 @@ def _sequences(tokens: pd.DataFrame) -> dict[str, list[Any]]:
     """Of each sequence: its number, how many tokens, prompt, sample and reward."""
     groups = tokens.groupby("sequence", sort=False)
     columns: dict[str, list[Any]] = {"lengths": groups.size().tolist()}
-    for name, column in (("numbers", "sequence"), ("prompts", "prompt"), ("samples", "sample"),
-                         ("rewards", "reward"), ("starts", "position")):  # fmt: skip
+    named = {
+        "numbers": "sequence",
+        "prompts": "prompt",
+        "samples": "sample",
+        "rewards": "reward",
+        "starts": "position",
+    }
+    for name, column in named.items():
         if column in tokens:
             first = groups[column].first().tolist()
             columns[name] = [None if value != value else value for value in first]
@@ -271,12 +260,6 @@ def flat_lists(tokens: pd.DataFrame, name: str) -> tuple[NDArray[Any], Ints] | N
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
     values = pc.list_flatten(column).to_numpy()
     return values, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-
-
-def _lengths(tokens: pd.DataFrame, name: str) -> Ints | None:
-    """Of the lists of a column, [A]."""
-    lists = flat_lists(tokens, name)
-    return None if lists is None else np.diff(lists[1])
 
 
 class _Words:
@@ -354,8 +337,8 @@ def _worst(size: Floats) -> Ints:
 def _exact(tokens: pd.DataFrame, values: dict[str, Floats], words: _Words) -> dict[str, Any]:
     """The worst tokens and those with both sides' likeliest outcomes, as they were measured."""
     size = np.abs(values["delta"])
-    worst, lengths = _worst(size), _lengths(tokens, "top_ids")
-    tops = np.zeros(0, np.int64) if lengths is None else np.flatnonzero(lengths)
+    worst, lists = _worst(size), flat_lists(tokens, "top_ids")
+    tops = np.zeros(0, np.int64) if lists is None else np.flatnonzero(np.diff(lists[1]))
     others = np.setdiff1d(tops, worst)
     others = others[np.argsort(-size[others], kind="stable")][:EXACT]
     tops = np.union1d(np.intersect1d(tops, worst), others)
@@ -363,10 +346,10 @@ def _exact(tokens: pd.DataFrame, values: dict[str, Floats], words: _Words) -> di
     exact: dict[str, Any] = {"at": rows.tolist()}
     for name, array in values.items():
         exact[name] = [None if x != x else float(f"{x:.7g}") for x in array[rows].tolist()]
-    if lengths is None:
+    if lists is None:
         return exact
     columns = [flat_lists(tokens, f"top_{name}") for name in ("tokens", "rollout", "train")]
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    offsets = lists[1]
     exact["top"] = {}
     for row in tops.tolist():
         texts, left, right = (

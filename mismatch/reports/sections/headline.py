@@ -131,17 +131,11 @@ def effect(best: FixOutcome, report: Report) -> str:
 def _settings(best: FixOutcome) -> tuple[Block, ...]:
     """How each framework is told; what is known of none says so."""
     settings = [settings_of(label.partition("=")[0]) for label in labels(best.id)]
+    known = [item for items in settings for item in items]
     return tuple(
         Block(
             name,
-            tuple(
-                each
-                for items in settings
-                for item in items
-                if item.framework == name
-                for each in item.lines
-                if each
-            ),
+            tuple(each for item in known if item.framework == name for each in item.lines if each),
         )
         for name in CORRECTING
     )
@@ -155,7 +149,7 @@ def _cause(report: Report) -> str:
     cause = causes.ranked[0]
     share = "share not measured"
     if cause.effect is not None:
-        share = f"{percent(cause.effect.value)} of mean |delta| goes with it"
+        share = f"explains {percent(cause.effect.value)} of mean |delta|"
     how = "suspected, --explain confirms or rules it out"
     if cause.status == "confirmed":
         how = "confirmed by experiment"
@@ -165,23 +159,24 @@ def _cause(report: Report) -> str:
 
 
 def _ruled_out(report: Report) -> str:
-    """What detectors looked for and did not see; said where no cause is."""
+    """How many known causes were looked for; said where none was found."""
     causes = report.result("causes")
     if not causes or causes.ranked:
         return ""
-    ids = dict.fromkeys(line(id) for each in causes.ruled_out for id in each.causes)
-    missing = f"; {plural(len(causes.not_tested), 'detector')} lacked data"
-    looked = f"{plural(len(causes.ruled_out), 'detector')}{missing if causes.not_tested else ''}"
-    return _some([*ids], f" ({looked}).")
+    known = len({id for each in causes.ruled_out for id in each.causes})
+    missing = len(causes.not_tested)
+    unchecked = f"; {plural(missing, 'detector')} lacked data" if missing else ""
+    return f"{plural(known, 'known cause')} looked for, none found{unchecked}."
 
 
 def _training(report: Report) -> Iterator[str]:
     """Yield what the first step would clip and what sequence weights would keep."""
     metrics = summary.headline(report).metrics
     if "clip_fraction" in metrics:
-        yield f"PPO clips {percent(metrics['clip_fraction'].value)} of tokens at step 0"
+        share = percent(metrics["clip_fraction"].value)
+        yield f"PPO would clip {share} of tokens before the first update"
     if "ess_seq" in metrics:
-        yield f"sequence ESS {percent(metrics['ess_seq'].value)}"
+        yield f"sequence weights keep {percent(metrics['ess_seq'].value)} of the batch"
 
 
 def _sure(report: Report) -> str:

@@ -120,19 +120,30 @@ def passes_sentences(result: TwoPasses) -> list[str]:
     plain, replayed = result.named(AS_RUN), result.named(REPLAY)
     assert plain is not None
     share, off = _value(plain, "ratio_not_one"), _value(plain, "ratio_off_mean")
-    clipped = _value(plain, "ratio_clipped")
-    sentences = [
-        f"{percent(share)} of the ratios are not exactly 1 (mean |ratio - 1| {number(off)}, "
-        f"largest {number(_value(plain, 'ratio_off_max'))}); "
-        f"{'none' if clipped == 0 else percent(clipped)} lie beyond PPO's usual clip range of "
-        f"{CLIP}."
-        if share
-        else EQUAL
-    ]
-    if plain.routing:
-        sentences.append(_flips(result, plain))
+    sentences = [EQUAL]
+    if share:
+        clipped = _value(plain, "ratio_clipped")
+        sentences = [
+            f"{percent(share)} of the ratios are not exactly 1 (mean |ratio - 1| {number(off)}, "
+            f"largest {number(_value(plain, 'ratio_off_max'))}); "
+            f"{'none' if clipped == 0 else percent(clipped)} lie beyond PPO's usual clip range of "
+            f"{CLIP}."
+        ]
+    if plain.routing and result.replayed:
+        sentences.append(
+            f"Both passes replay {line(result.replayed)}: their experts agree by construction."
+        )
+    elif plain.routing:
+        layer = plain.routing["routing_disagree_layer"].value
+        tokens = percent(plain.routing["routing_disagree_any"].value)
+        sentences.append(
+            f"{tokens} of tokens have a routing flip in some layer ({percent(layer)} of "
+            "(token, layer))."
+            if layer
+            else NO_FLIP
+        )
     if replayed is not None and off == 0:
-        sentences.append("Router replay has nothing to mend here.")
+        sentences.append("Router replay has nothing to change here.")
     elif replayed is not None:
         after = _value(replayed, "ratio_off_mean")
         sentences.append(
@@ -141,24 +152,13 @@ def passes_sentences(result: TwoPasses) -> list[str]:
             f"{percent(abs(1 - after / off))}, to {number(after)}. What is left comes from the "
             "weights of the experts and from the rest of the network."
         )
-    left = number(_value(plain, "logprob_abs_diff_mean"))
-    override = (
-        "The on-policy override (old := new, detached) sets every ratio to 1 by construction. It "
-        f"hides the difference: the passes stay {left} nats apart."
-    )
-    return [*sentences, override] if share else sentences
-
-
-def _flips(result: TwoPasses, plain: Variant) -> str:
-    if result.replayed:
-        return f"Both passes replay {line(result.replayed)}: their experts agree by construction."
-    layer = plain.routing["routing_disagree_layer"].value
-    if layer == 0:
-        return NO_FLIP
-    return (
-        f"{percent(plain.routing['routing_disagree_any'].value)} of tokens have a routing flip in "
-        f"some layer ({percent(layer)} of (token, layer))."
-    )
+    if share:
+        left = number(_value(plain, "logprob_abs_diff_mean"))
+        sentences.append(
+            "The on-policy override (old := new, detached) sets every ratio to 1 by construction. "
+            f"It hides the difference: the passes stay {left} nats apart."
+        )
+    return sentences
 
 
 def _variant(result: TwoPasses, variant: Variant) -> Cells:
@@ -206,11 +206,10 @@ def variants(report: Report) -> Section | None:
         for comparison in report.comparisons[1:]
         if report.fingerprints.get(comparison.rollout, {}).get("mode") != "prefill"
     ]
-    rows = [_setting(report, each) for each in (*report.comparisons[:1], *others)]
-    table = Table(VARIANTS, rows)
-    return (
-        Section("beside", "On the same tokens", VARIANTS_LEAD, tables=[table]) if others else None
-    )
+    if not others:
+        return None
+    rows = [_setting(report, each) for each in (report.comparisons[0], *others)]
+    return Section("beside", "On the same tokens", VARIANTS_LEAD, tables=[Table(VARIANTS, rows)])
 
 
 def _setting(report: Report, comparison: Comparison) -> Cells:

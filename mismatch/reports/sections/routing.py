@@ -19,7 +19,6 @@ from mismatch.reports.formatting import (
     number,
     percent,
     plural,
-    points,
     text,
     times,
 )
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Table = dict[str, list[Any]]
-MOST_MOVED = 10
 WIDE = 2.0  # times the share of the tokens: an interval that reaches there decides nothing
 LEAD = "A flip: in some layer the trainer's router picks another set of experts than the engine's."
 # The rows that answer: how often, which, what does it cost. They come first.
@@ -67,18 +65,6 @@ LAYERS = (
     Column("weights, L1", number),
     Column("load moved", percent),
 )
-EXPERTS = (
-    Column("layer", text),
-    Column("expert", text),
-    Column("rollout", percent),
-    Column("train", percent),
-    Column("difference", points, interval=0),
-    Column("lost", percent),
-)
-LOST = (
-    "Share of the layer's choices. “Lost”: of the rollout side's choices of this expert, those "
-    "that the trainer did not make."
-)
 NO_FLIP = "No flip in any layer"
 EVERY_TOKEN = "Every token has a flip in some layer: there are none without to compare with."
 # What the share of delta² that tokens with a flip carry means.
@@ -95,27 +81,26 @@ def section(report: Report) -> Section | None:
     if not rows:
         return None
     tables = comparison.breakdowns
-    by_layer, by_expert = (tables.get(f"routing_by_{name}", {}) for name in ("layer", "expert"))
     ordered = [rows[name] for name in dict.fromkeys((*CORE, *rows)) if name in rows]
-    layers, moved = Rows(LAYERS, _layers(by_layer)), Rows(EXPERTS, _experts(by_expert))
     drawn = list(figures(tables))
-    short = "; ".join(figure.title for figure in drawn)
-    pictures = "By layer, position and margin"
+    layers = Rows(LAYERS, _layers(tables.get("routing_by_layer", {})))
     return Section(
         id="routing",
         title="Experts chosen",
         lead=LEAD,
         sentences=sentences(comparison),
         parts=(
-            Section("routing-pictures", pictures, figures=drawn, short=short),
+            Section(
+                "routing-pictures",
+                "By layer, position and margin",
+                figures=drawn,
+                short="; ".join(figure.title for figure in drawn),
+            ),
             Section(
                 "routing-numbers",
-                f"{len(rows)} numbers; every layer; experts whose load moved most",
+                f"{len(rows)} numbers; every layer",
                 tables=metric_tables(ordered),
-                parts=(
-                    Section("routing-layers", "Every layer", tables=(layers,), page_only=True),
-                    Section("routing-moved", "Load moved", LOST, tables=(moved,), page_only=True),
-                ),
+                parts=(Section("routing-layers", "Every layer", tables=(layers,), page_only=True),),
             ),
         ),
         folded=False,
@@ -123,34 +108,16 @@ def section(report: Report) -> Section | None:
 
 
 def _layers(table: Table) -> list[Cells]:
-    names = ("margin", "margin_flipped", "near_tie", "weight_l1", "load_tv")
+    """Reports of earlier versions lack some columns."""
+    layers = table.get("layer", [])
+    none = [None] * len(layers)
+    numbers = ("margin", "margin_flipped", "near_tie", "weight_l1", "load_tv")
+    names = ("disagree", "low", "high", *numbers)
+    columns = zip(layers, *(table.get(name, none) for name in names), strict=True)
     return [
-        (str(layer), _estimate(table, row, "disagree"), *(_at(table, name, row) for name in names))
-        for row, layer in enumerate(table.get("layer", []))
+        (str(layer), None if flips is None else Estimate(flips, low, high, 0, 0, 0), *rest)
+        for layer, flips, low, high, *rest in columns
     ]
-
-
-def _experts(table: Table) -> list[Cells]:
-    """The experts whose load moved most, those that moved at all."""
-    rows: list[Cells] = []
-    for row, layer in enumerate(table.get("layer", [])[:MOST_MOVED]):
-        rollout, train = table["rollout"][row], table["train"][row]
-        if rollout != train:
-            moved = _estimate({**table, "difference": [train - rollout] * (row + 1)}, row,
-                              "difference", "difference_")  # fmt: skip
-            expert = str(table["expert"][row])
-            rows.append((str(layer), expert, rollout, train, moved, _at(table, "dropped", row)))
-    return rows
-
-
-def _estimate(table: Table, row: int, name: str, ends: str = "") -> Estimate | None:
-    value, low, high = (_at(table, key, row) for key in (name, f"{ends}low", f"{ends}high"))
-    return None if value is None else Estimate(value, low, high, 0, 0, 0)
-
-
-def _at(table: Table, column: str, row: int) -> Any:
-    """A cell; None where the table has no such column."""
-    return table[column][row] if column in table else None
 
 
 def sentences(comparison: Comparison) -> list[str]:
@@ -158,8 +125,12 @@ def sentences(comparison: Comparison) -> list[str]:
     routing = comparison.routing
     if "routing_disagree_any" not in routing:
         return []
+    table = comparison.breakdowns.get("routing_notes", {})
+    noted: dict[str, list[str]] = {}
+    for fact, value in zip(table.get("fact", []), table.get("value", []), strict=True):
+        noted.setdefault(fact, []).append(line(value))
     texts = []
-    given = ", ".join(_facts(comparison, "replayed"))
+    given = ", ".join(noted.get("replayed", ()))
     if given:
         texts.append(
             f"Replayed: {given}. Where its experts agree with those it replays, they do so by "
@@ -168,12 +139,13 @@ def sentences(comparison: Comparison) -> list[str]:
     any_layer = routing["routing_disagree_any"]
     if any_layer.value > 0.0:
         texts += _harm(routing)
-        ties, source = routing.get("routing_near_tie_flipped"), _facts(comparison, "noise")
+        ties, source = routing.get("routing_near_tie_flipped"), noted.get("noise")
         if ties is not None and source:
             where = f"measured against {source[0]}"
             if source[0] == "rounding":
-                where = "rounding of the trainer's dtype, assumed because no other pass moved a "
-                where += "margin"
+                where = (
+                    "rounding of the trainer's dtype, assumed because no other pass moved a margin"
+                )
             texts.append(
                 f"{percent(ties.value)}{_between(ties)} of flips are near-ties: their margin lies "
                 f"within the router's own noise ({where})."
@@ -181,8 +153,8 @@ def sentences(comparison: Comparison) -> list[str]:
     elif any_layer.value == 0.0 and not given:
         tokens = plural(any_layer.n_tokens, "token")
         texts.append(f"{NO_FLIP} of {tokens}: there is no harm to measure.")
-    texts += [f"Left out: {fact}." for fact in _facts(comparison, "layers left out")]
-    return texts + [f"Not measured: {fact}." for fact in _facts(comparison, "not measured")]
+    texts += [f"Left out: {fact}." for fact in noted.get("layers left out", ())]
+    return texts + [f"Not measured: {fact}." for fact in noted.get("not measured", ())]
 
 
 def _harm(routing: dict[str, Estimate]) -> list[str]:
@@ -193,32 +165,22 @@ def _harm(routing: dict[str, Estimate]) -> list[str]:
         return []
     if share == 1.0:
         return [EVERY_TOKEN]
-    sentence = (
-        f"{percent(share)} of tokens have a flip in at least one layer; they carry "
-        f"{percent(carried.value)}{_between(carried)} of all delta²"
-    )
-    if factor is not None:
-        sentence += f", and their error is {times(factor.value)} that of the rest"
+    rest = "" if factor is None else f", and their error is {times(factor.value)} that of the rest"
     if carried.low is None or carried.high is None:
         meaning = NO_INTERVAL
     elif carried.low > share:
         meaning = HARMFUL
-    elif carried.high > WIDE * share:
-        meaning = TOO_WIDE
     else:
-        meaning = HARMLESS
-    return [f"{sentence}. {meaning}"]
+        meaning = TOO_WIDE if carried.high > WIDE * share else HARMLESS
+    return [
+        f"{percent(share)} of tokens have a flip in at least one layer; they carry "
+        f"{percent(carried.value)}{_between(carried)} of all delta²{rest}. {meaning}"
+    ]
 
 
 def _between(estimate: Estimate) -> str:
     shown = interval(estimate, percent, " to ")
     return "" if shown == MISSING else f" ({shown})"
-
-
-def _facts(comparison: Comparison, wanted: str) -> list[str]:
-    table = comparison.breakdowns.get("routing_notes", {})
-    pairs = zip(table.get("fact", []), table.get("value", []), strict=True)
-    return [line(value) for fact, value in pairs if fact == wanted]
 
 
 # ---------------------------------------------------------------- figures
@@ -240,11 +202,9 @@ def figures(tables: dict[str, Table]) -> Iterable[Figure]:
         )
     table = tables.get("routing_by_margin", {})
     if any(table.get("disagree", ())):
-        flips = np.array(table["disagree"], np.float64) * np.array(table["count"], np.float64)
-        clear = float(flips[[start >= 1.0 for start in table["from"]]].sum() / flips.sum())
         yield Figure(
             "routing-by-margin",
-            f"{percent(clear)} of flips are no near-ties",
+            "Flips by how close the router's choice was",
             f"Flip rate of {plural(sum(table['count']), 'choice')} by router margin, in units of "
             "the router's own noise. Left of 1 (blue) noise can turn a choice; right of 1 (orange) "
             "rounding does not explain it.",

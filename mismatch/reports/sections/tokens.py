@@ -32,44 +32,45 @@ if TYPE_CHECKING:
 
 REACH = 1e3  # ratios that the axis reaches at most
 NEAREST = 6.0  # and at least: every guide is on it
+RATIOS = (0.001, 0.01, 0.1, 0.2, 0.5, 0.8, 1.25, 2, 5, 10, 100, 1000)  # labels of the axis
+CELLS = 64  # of the scatter, along each axis
 DEEPEST = -12.0  # log-probability at the edge of the scatter, nats
 NOWHERE = "Nowhere: delta is exactly 0 for every token."
 OF_FIX = "with the best fix"
+BUCKETS = 32  # of places in the response
 ONE_SIDED = 0.75  # share of the far tokens on one side of 0
 
 
-def section(report: Report, tokens: pd.DataFrame) -> Section:
-    """Return the pictures of all tokens.
+def section(report: Report, tokens: pd.DataFrame | None) -> Section | None:
+    """Return the pictures of all tokens; None without a table of them.
 
     Args:
         tokens: one row per action token, as in tokens.parquet.
     """
+    if tokens is None:
+        return None
     tokens = comparable(tokens)
     noise = (row.largest for row in noise_rows(report) if row.agree)
     floor = max((largest.value for largest in noise if largest is not None), default=None)
+    nothing = "" if tokens["delta"].to_numpy(dtype=np.float64).any() else NOWHERE
+    if tokens.empty:
+        nothing = "Unknown: the two sides could not be compared token by token."
     return Section(
         id="tokens",
         title="By token",
-        sentences=_nothing_to_show(tokens),
+        sentences=[nothing],
         figures=() if tokens.empty else (histogram(tokens, floor), by_position(tokens)),
         parts=(
             Section(
                 "scatter",
-                "Probability, side against side",
-                figures=() if tokens.empty else (logprobs(tokens), probabilities(tokens)),
+                "Log-probability, side against side",
+                figures=() if tokens.empty else (logprobs(tokens),),
             ),
             Section("drift-along", "Drift of whole sequences", figures=drift(tokens)),
         ),
         folded=False,
         page_only=True,
     )
-
-
-def _nothing_to_show(tokens: pd.DataFrame) -> list[str]:
-    """Say why no picture shows a difference; empty where one does."""
-    if tokens.empty:
-        return ["Unknown: the two sides could not be compared token by token."]
-    return [] if tokens["delta"].to_numpy(dtype=np.float64).any() else [NOWHERE]
 
 
 # ---------------------------------------------------------------- the ratio of every token
@@ -113,12 +114,12 @@ def beyond(tokens: pd.DataFrame) -> str:
     low, high = settings.band
     cut = int(((ratio > REACH) | (ratio < 1 / REACH)).sum())
     parts = (
-        f"outside PPO's clip range ({1 - CLIP:g} to {1 + CLIP:g}) "
-        f"{percent(float((np.abs(ratio - 1) > CLIP).mean()))}",
-        f"over TIS's cap of {bound(settings.cap)} {percent(float((ratio > settings.cap).mean()))}",
-        f"outside IcePop's {bound(low)} to {bound(high)} "
-        f"{percent(float(((ratio < low) | (ratio > high)).mean()))}",
-        *([f"beyond the axis {plural(cut, 'token')}"] if cut else []),
+        f"{percent(float((np.abs(ratio - 1) > CLIP).mean()))} lie outside PPO's clip range "
+        f"({1 - CLIP:g} to {1 + CLIP:g})",
+        f"{percent(float((ratio > settings.cap).mean()))} over TIS's cap of {bound(settings.cap)}",
+        f"{percent(float(((ratio < low) | (ratio > high)).mean()))} outside IcePop's "
+        f"{bound(low)} to {bound(high)}",
+        *([f"{plural(cut, 'token')} beyond the axis"] if cut else []),
     )
     return f"Ratio train / rollout of {plural(size, 'token')}: {'; '.join(parts)}."
 
@@ -132,7 +133,7 @@ def fixed(tokens: pd.DataFrame) -> Array | None:
 
 
 def _histogram(tokens: pd.DataFrame, floor: float | None, after: Array | None, axes: Axes) -> str:
-    """The best fix is an outline; the noise floor is where passes that should agree end."""
+    """The best fix is an outline; dash-dotted: the largest token of passes that should agree."""
     settings, description = Settings(), beyond(tokens)
     counts, edges = ratio_histogram(tokens["delta"].to_numpy(dtype=np.float64))
     axes.axvspan(1 - CLIP, 1 + CLIP, color=BAND, lw=0, label=f"PPO clip, {CLIP:g}")
@@ -145,7 +146,7 @@ def _histogram(tokens: pd.DataFrame, floor: float | None, after: Array | None, a
         description += f" With the best fix: median |delta| {sizes[0]}, largest {sizes[1]}."
     if floor:
         far = float(np.exp(min(floor, 700.0)))
-        for ratio, label in ((far, "noise floor"), (1 / far, None)):
+        for ratio, label in ((far, "largest of repeated passes"), (1 / far, None)):
             axes.axvline(ratio, color=FAINT, lw=1, ls="-.", label=label)
     guides = (
         ([1 / settings.cap, settings.cap], (4, 2), f"{settings.cap:g}×; TIS caps above"),
@@ -157,8 +158,10 @@ def _histogram(tokens: pd.DataFrame, floor: float | None, after: Array | None, a
     axes.axvline(1, color=INK, linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlim=(edges[0], edges[-1]))
     axes.set_ylim(0.6, max(2.0, counts.max() * 1.6))
+    places = [at for at in RATIOS if edges[0] <= at <= edges[-1]]
+    axes.set_xticks(places, [f"{at:g}" for at in places])
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(lambda value, _: f"{value:,g}")
         axis.set_minor_formatter(lambda value, _: "")
     axes.set_xlabel("probability ratio, train / rollout (log)")
     axes.set_ylabel("tokens (log)")
@@ -179,65 +182,35 @@ def ratio_histogram(delta: Array, bins: int = 61) -> tuple[Array, Array]:
 # ---------------------------------------------------------------- side against side
 
 
-def probabilities(tokens: pd.DataFrame) -> Figure:
-    """Both sides' probabilities of every token."""
-    grid = probability_grid(tokens)
-    return Figure(
-        "probabilities",
-        off_diagonal(tokens),
-        f"Probability of {plural(len(tokens), 'token')}, side against side; stronger colour is "
-        "more tokens. Another temperature bends the band; misalignment leaves no diagonal.",
-        partial(_side_by_side, *grid, "probability, {}"),
-    )
-
-
-def off_diagonal(tokens: pd.DataFrame) -> str:
-    """How many tokens' probabilities differ by over 0.05."""
-    sides = [
-        np.exp(tokens[f"{side}_logprob"].to_numpy(np.float64)) for side in ("rollout", "train")
-    ]
-    far = percent(float((np.abs(sides[0] - sides[1]) > 0.05).mean()))
-    return f"{far} of tokens differ by over 0.05 in probability"
-
-
-def probability_grid(tokens: pd.DataFrame, bins: int = 64) -> tuple[Array, Array]:
-    """Tokens per cell, [bins (rollout), bins (train)], and the edges of both axes, [bins + 1]."""
-    return _grid([np.exp(side) for side in _logprobs(tokens)], (0.0, 1.0), bins)
-
-
 def logprobs(tokens: pd.DataFrame) -> Figure:
-    """Both sides' log-probabilities of every token."""
-    sides = [np.maximum(side, DEEPEST) for side in _logprobs(tokens)]
+    """Both sides' log-probabilities of every token, as a grid of counts: its size never grows."""
+    sides = [
+        np.maximum(tokens[f"{side}_logprob"].to_numpy(dtype=np.float64), DEEPEST)
+        for side in ("rollout", "train")
+    ]
     deepest = min(-1.0, float(np.floor(min(side.min() for side in sides))))
-    grid = _grid(sides, (deepest, 0.0))
+    ends = (deepest, 0.0)
+    counts, edges, _ = np.histogram2d(sides[0], sides[1], bins=CELLS, range=[ends, ends])
     return Figure(
         "logprobs",
         off_by_class(tokens),
         f"Log-probability of {plural(len(tokens), 'token')} in nats, side against side; "
-        f"below {DEEPEST:g} at the edge. A wrong kernel widens the band everywhere, rounding "
-        "only where tokens are unlikely.",
-        partial(_side_by_side, *grid, "log-probability, {} (nats)"),
+        f"below {DEEPEST:g} at the edge; stronger colour is more tokens. A wrong kernel widens the "
+        "band everywhere, rounding only where tokens are unlikely; another temperature bends it, "
+        "and misalignment leaves no diagonal.",
+        partial(_logprobs, counts, edges),
     )
 
 
-def _logprobs(tokens: pd.DataFrame) -> list[Array]:
-    return [tokens[f"{side}_logprob"].to_numpy(dtype=np.float64) for side in ("rollout", "train")]
-
-
-def _grid(sides: list[Array], ends: tuple[float, float], bins: int = 64) -> tuple[Array, Array]:
-    counts, edges, _ = np.histogram2d(sides[0], sides[1], bins=bins, range=[ends, ends])
-    return counts, edges
-
-
-def _side_by_side(counts: Array, edges: Array, label: str, axes: Axes) -> str:
-    """The trainer over the engine as a grid of counts: its size never grows."""
+def _logprobs(counts: Array, edges: Array, axes: Axes) -> str:
+    """The trainer over the engine."""
     ends = (edges[0], edges[-1])
     axes.plot(ends, ends, color=FAINT, linewidth=0.8, dashes=(4, 3))
     shade = np.ceil(len(OPACITIES) * np.log1p(counts) / np.log1p(max(counts.max(), 1)))
     shades(axes, shade.T, edges, edges)
     axes.set(xlim=ends, ylim=ends)
-    axes.set_xlabel(label.format("rollout"))
-    axes.set_ylabel(label.format("train"))
+    axes.set_xlabel("log-probability, rollout (nats)")
+    axes.set_ylabel("log-probability, train (nats)")
     return ""
 
 
@@ -257,20 +230,16 @@ def off_by_class(tokens: pd.DataFrame) -> str:
 
 
 def drift(tokens: pd.DataFrame) -> tuple[Figure, ...]:
-    """The sequences' log-ratios as they add up along the response."""
+    """The sequences' log-ratios as they add up along the response; none for short responses."""
     table = drift_table(tokens)
     if table is None:
         return ()
-    return (
-        Figure(
-            "drift",
-            drift_title(table),
-            "Sum of delta over the response so far, in nats: median, middle half and 5 to 95 % of "
-            f"the sequences that are as long; lengths with fewer than {LEAST} are left out. What "
-            "sequence-level weights (GSPO, sequence TIS) see is e to this.",
-            partial(_drift, table),
-        ),
+    caption = (
+        "Sum of delta over the response so far, in nats: median, middle half and 5 to 95 % of the "
+        f"sequences that are as long; lengths with fewer than {LEAST} are left out. "
+        "exp of this is the weight that GSPO or sequence TIS would use."
     )
+    return (Figure("drift", drift_title(table), caption, partial(_drift, table)),)
 
 
 def drift_table(tokens: pd.DataFrame, places: int = 48) -> dict[str, Array] | None:
@@ -335,18 +304,18 @@ def by_position(tokens: pd.DataFrame) -> Figure:
     )
 
 
-def _by_position(tokens: pd.DataFrame, axes: Axes, buckets: int = 32) -> str:
+def _by_position(tokens: pd.DataFrame, axes: Axes) -> str:
     """Mean of the size of delta, and signed mean, per bucket of positions."""
     offset = rank_in_response(tokens)
-    width = max(1, -(-int(offset.max() + 1) // buckets))
-    bucket, delta = offset // width, tokens["delta"].to_numpy(dtype=np.float64)
-    rows = [(index, delta[bucket == index]) for index in np.unique(bucket)]
-    rows = [row for row in rows if len(row[1]) >= LEAST] or rows
-    x = np.array([index * width + (width - 1) / 2 for index, _ in rows])
-    mean = np.array([np.abs(values).mean() for _, values in rows])
-    signed = np.array([values.mean() for _, values in rows])
-    error = np.array([np.abs(values).std() / np.sqrt(len(values)) for _, values in rows])
-    axes.fill_between(x, np.maximum(mean - 2 * error, 0), mean + 2 * error, color=BAND, lw=0)
+    width = max(1, -(-int(offset.max() + 1) // BUCKETS))
+    by_bucket = tokens["delta"].groupby(offset // width)
+    size = tokens["delta"].abs().groupby(offset // width)
+    kept = by_bucket.size() >= LEAST
+    kept |= not kept.any()
+    mean, signed = size.mean()[kept], by_bucket.mean()[kept]
+    error = 2 * (size.std(ddof=0) / np.sqrt(size.size()))[kept]
+    x = mean.index.to_numpy() * width + (width - 1) / 2
+    axes.fill_between(x, np.maximum(mean - error, 0), mean + error, color=BAND, lw=0)
     axes.plot(x, mean, color=ACCENT, linewidth=2, label="mean |delta|")
     axes.plot(x, signed, color=SECOND, linewidth=1.4, dashes=(4, 2), label="mean delta")
     axes.axhline(0, color=INK, linewidth=0.8)
@@ -354,5 +323,5 @@ def _by_position(tokens: pd.DataFrame, axes: Axes, buckets: int = 32) -> str:
     axes.set_ylabel("nats")
     legend_above(axes, 2)
     axes.margins(x=0.01)
-    ends = f"{number(mean[0])} nats at the start, {number(mean[-1])} at the end"
+    ends = f"{number(mean.iloc[0])} nats at the start, {number(mean.iloc[-1])} at the end"
     return f"Mean |delta| along the response: {ends}"

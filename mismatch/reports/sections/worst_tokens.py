@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import numbers
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from mismatch.reports.section import Cell, Cells, Column, Excerpt, Section, Tabl
 if TYPE_CHECKING:
     import pandas as pd
 
+MOST, REACH = 12, 16  # rows; tokens of context on either side
 LONGEST = 60  # characters of a neighbour
 MOST_LAYERS = 6  # runs of layers that are named beside a token
 GAP = " ⋯ "  # tokens in between were not sampled: a prompt, or a tool's output
@@ -33,56 +35,47 @@ LEAD = (
 )
 
 
-def worst_tokens(tokens: pd.DataFrame, most: int = 12, reach: int = 16) -> Section:
+def worst_tokens(tokens: pd.DataFrame) -> Section:
     """The tokens of largest |delta|, worst first, repetitions merged.
 
     Args:
         tokens: as :func:`mismatch.reports.tokens_table.comparable` gives them.
-        reach: tokens of context on either side.
     """
     size = tokens["delta"].abs().to_numpy(dtype=np.float64)
-    ranked = np.argsort(-size, kind="stable")
-    order = [int(row) for row in ranked[: 50 * most] if size[row] > 0]
+    ranked = np.argsort(-size, kind="stable")[: 50 * MOST]
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    whose = "prompt" if "prompt" in tokens else "sequence"
+    for row in ranked[size[ranked] > 0].tolist():
+        entry = tokens.iloc[row]
+        key = (entry[whose], entry["position"], entry["token_id"], f"{entry['delta']:.1e}")
+        groups.setdefault(key, []).append(row)
     none = "None: " + ("delta is exactly 0 everywhere" if size.size else "nothing was compared")
-    rows = merged(tokens, order)[:most]
+    rows = [_row(tokens, group) for group in list(groups.values())[:MOST]]
     return Section(
         id="worst",
         title="Worst tokens",
-        lead=LEAD if order else "",
-        sentences=("" if order else f"{none}.",),
-        tables=(Table(WORST, tuple(_row(tokens, group, reach) for group in rows)),),
+        lead=LEAD if rows else "",
+        sentences=("" if rows else f"{none}.",),
+        tables=(Table(WORST, rows),),
         folded=False,
     )
 
 
-def merged(tokens: pd.DataFrame, order: Iterable[int]) -> list[list[int]]:
-    """Rows grouped by prompt, position, token and delta to two digits, in the given order."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    whose = "prompt" if "prompt" in tokens else "sequence"
-    for row in order:
-        entry = tokens.iloc[row]
-        key = (entry[whose], entry["position"], entry["token_id"], f"{entry['delta']:.1e}")
-        groups.setdefault(key, []).append(row)
-    return list(groups.values())
-
-
-def _row(table: pd.DataFrame, group: list[int], reach: int) -> Cells:
+def _row(table: pd.DataFrame, group: list[int]) -> Cells:
     row = group[0]
     entry = table.iloc[row]
-    flips = entry["routing_flips"]
-    before = _context(table, row - reach, row, row)
-    after = _context(table, row + 1, row + 1 + reach, row)
+    delta, flips = float(entry["delta"]), entry["routing_flips"]
     token = token_text(str(entry["token"]))
     again = [str(table["sequence"].iloc[other]) for other in group[1:]]
     also = f"; also in {', '.join(again[:4])}" + (" …" if len(again) > 4 else "") if again else ""
     return (
         Cell(token, note=f"id {entry['token_id']}"),
-        float(entry["delta"]),
-        math.exp(min(float(entry["delta"]), 700.0)),
+        delta,
+        math.exp(min(delta, 700.0)),
         float(entry["rollout_logprob"]),
         float(entry["train_logprob"]),
         Cell(
-            None if _is_missing(flips) else int(flips),
+            int(flips) if isinstance(flips, numbers.Integral) else None,
             note=layers_in_words(entry.get("routing_flipped_layers")),
         ),
         Cell(
@@ -90,7 +83,11 @@ def _row(table: pd.DataFrame, group: list[int], reach: int) -> Cells:
             note=f"position {entry['position']}{also}",
             link=f"s{entry['sequence']}t{entry['position']}",
         ),
-        Excerpt(before, token, after),
+        Excerpt(
+            _context(table, row - REACH, row, row),
+            token,
+            _context(table, row + 1, row + 1 + REACH, row),
+        ),
     )
 
 
@@ -108,12 +105,6 @@ def layers_in_words(flipped: object) -> str:
     more = " …" if len(parts) > MOST_LAYERS else ""
     noun = "layer" if len(layers) == 1 else "layers"
     return f"{noun} {', '.join(parts[:MOST_LAYERS])}{more}"
-
-
-def _is_missing(value: object) -> bool:
-    import pandas as pd
-
-    return value is None or value is pd.NA or value != value
 
 
 def _context(table: pd.DataFrame, start: int, stop: int, of: int) -> str:

@@ -149,7 +149,7 @@ const modes = {
     }, steps: () => edges.map(x => `${short(x)} nats`) },
   flips: { label: "routing flips", needs: "layers", ends: ["", "flipped layers"],
     of: row => level(flipsOf(row), COUNTS), steps: () => COUNTS.map(String) },
-  entropy: { label: "entropy", needs: "entropy", ends: ["", "nats"],
+  entropy: { label: "entropy, train", needs: "entropy", ends: ["", "nats"],
     of: row => level(value("entropy", row), ENTROPY), steps: () => ENTROPY.map(String) },
 };
 let mode = "delta", colours = {};
@@ -420,7 +420,7 @@ function drawCard() {
     const [x, exactly] = best(name, row);
     fact(label, x === null ? "not kept for this token" : `${about([left[0] + x, exactly])}  (Δ ${plus(x)})`);
   }
-  if (meta.has.includes("entropy")) fact("entropy", bytes.entropy || best("entropy", row)[1] ? `${about(best("entropy", row))} nats` : "not kept for this token");
+  if (meta.has.includes("entropy")) fact("train entropy", bytes.entropy || best("entropy", row)[1] ? `${about(best("entropy", row))} nats` : "not kept for this token");
   if (bytes.layers) {
     const which = meta.layers.filter((_, place) => flips(row, place));
     fact("flipped layers", which.length ? which.join(", ") : "none");
@@ -431,7 +431,8 @@ function drawCard() {
   const title = el("p", "", "token");
   const name = el("bdi", words.texts[wordOf(row)] || "(empty)");
   title.append(name);
-  const bits = [`sequence ${meta.numbers[n]}, position ${position[row]}`];
+  const place = `token ${grouped(row - start[n] + 1)} of ${grouped(meta.lengths[n])}`;
+  const bits = [`sequence ${meta.numbers[n]}, ${place} (position ${position[row]} with the prompt)`];
   if (meta.prompts) bits.push(`prompt ${meta.prompts[n]}` + (meta.samples ? `, sample ${meta.samples[n]}` : ""));
   if (bytes.turn) bits.push(`turn ${meta.turns[bytes.turn[row]]}`);
   if (kind >= 0) bits.push(words.classes[kind]);
