@@ -72,8 +72,8 @@ class Analysis(Generic[R]):
         id: its key in report.json.
         result: a frozen dataclass, written and read by :mod:`mismatch.codec`.
         measure: pure; None where the run does not ask for it.
-        section: import string of the function that shows it, ``module:function``; "": that of
-            ``mismatch/reports/sections/ID.py``.
+        section: import string of the function that shows it, ``module:function``; "": one of the
+            core's (``mismatch/reports/sections``).
         unseen: what a result could not see, for the report's list of what was not tested.
         order: of its key in report.json.
         from_run: reads the result from artefacts that a command of the feature left in a run

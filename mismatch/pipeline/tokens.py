@@ -83,26 +83,19 @@ def record_best_fix(run_dir: Path, report: Report, tokens: pd.DataFrame) -> pd.D
 
 def _places(rollout: Rollout) -> dict[str, Any]:
     """Where each token stands, and the reward of its sequence."""
+    import pandas as pd
+
     actions = rollout.actions
-    sequence = rollout.sequence_of_token[actions]
+    sequence, prompts = rollout.sequence_of_token[actions], pd.Series(rollout.prompt_index)
+    sample = prompts.groupby(prompts).cumcount().to_numpy()  # which of its prompt's, from 0
     columns = {
         "sequence": sequence,
         "prompt": rollout.prompt_index[sequence],
-        "sample": _sample_index(rollout.prompt_index)[sequence],
+        "sample": sample[sequence],
         "position": actions - rollout.offsets[sequence],
         "turn": rollout.turn[actions],
     }
     return columns if rollout.rewards is None else columns | {"reward": rollout.rewards[sequence]}
-
-
-def _sample_index(prompts: Ints) -> Ints:
-    """Which of its prompt's samples each sequence is, from 0, [N]."""
-    order = np.argsort(prompts, kind="stable")
-    starts = np.flatnonzero(np.diff(prompts[order], prepend=prompts[order][0] - 1))
-    ranks = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
-    index = np.empty(len(order), np.int64)
-    index[order] = ranks
-    return index
 
 
 def _words(rollout: Rollout, texts: dict[int, str], special: set[int]) -> dict[str, Any]:

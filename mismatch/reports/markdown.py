@@ -45,7 +45,6 @@ def _answer(answer: Answer) -> str:
     settings = [
         f"  - {plain(block.title)}: {'; '.join(map(_code, block.lines))}"
         for block in answer.settings
-        if block.lines
     ]
     return "\n".join([f"- **{answer.question}**: {plain(answer.text)}{flags}", *settings])
 

@@ -24,6 +24,14 @@ from mismatch.reports.sections.square import standing_cell
 from mismatch.reports.summary import Row
 from mismatch.types import Estimate
 
+# Of the new run and the old one.
+SENTENCES = {
+    "worse": "{} is worse than {}.",
+    "better": "{} is better than {}.",
+    "mixed": "{} is worse than {} in one metric and better in another.",
+    "undecided": "{} may be worse than {}: too few prompts to say.",
+    "none": "{} does not differ significantly from {}.",
+}
 NO_CHANGE = {"none": "no significant difference"}  # other outcomes are words as they are
 TONE_OF: dict[str | None, Tone] = {
     "worse": "warn",
@@ -88,6 +96,7 @@ def runs_page(result: RunComparison) -> Page:
             title=others[0].model,
             facts=(f"{others[0].run} (new) against {first.run} (old)", *facts),
             sections=shown,
+            lead=SENTENCES[str(outcomes[0])].format(others[0].run, first.run),
             file="against",
         )
     worse = sum(TONE_OF.get(outcome) == "warn" for outcome in outcomes)
@@ -123,8 +132,7 @@ def _values(result: RunComparison) -> Table:
         write = metric_format(item.metric, item.values)
         pairs = zip(item.values, item.moves, strict=True)
         cells = (Cell(value, _tone(item, move), format=write) for value, move in pairs)
-        label = metric_label(item.metric)
-        rows.append((Cell(label.label, note=label.meaning), *cells))
+        rows.append((metric_label(item.metric).label, *cells))
     return Table((Column("metric", text), *runs), rows)
 
 

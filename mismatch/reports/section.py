@@ -276,7 +276,7 @@ class Answer:
     Attributes:
         question: a word or two.
         flags: to be copied: what makes a check with the fix.
-        settings: the same for each framework; its name is the title. No lines: none is known.
+        settings: the same for each framework; its name is the title.
     """
 
     question: str

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch.reports.formatting import count, number
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
@@ -136,7 +134,6 @@ def _short(path: re.Match[str]) -> str:
 # Opacities of one colour differ in lightness alone, which every eye and a black-and-white printer
 # can tell apart.
 OPACITIES = (0.16, 0.36, 0.57, 0.78, 1.0)
-CROWDED = 24  # bars beyond which whiskers have no caps
 
 
 def rectangles(axes: Axes, x: Any, y: Any, width: Any, height: Any, **style: Any) -> None:
@@ -153,13 +150,6 @@ def rectangles(axes: Axes, x: Any, y: Any, width: Any, height: Any, **style: Any
     vertices = np.stack([np.stack(corner, axis=1) for corner in corners], axis=1).reshape(-1, 2)
     codes = np.tile([Path.MOVETO, *[Path.LINETO] * 3, Path.CLOSEPOLY], len(x))
     axes.add_patch(PathPatch(Path(vertices, codes), linewidth=0, **style))
-
-
-def segments(axes: Axes, x: tuple[Array, Array], y: tuple[Array, Array], **style: Any) -> None:
-    """Straight lines as one path, from (x[0], y[0]) to (x[1], y[1])."""
-    gap = np.full(len(x[0]), np.nan)
-    lines = [np.stack([*ends, gap], axis=1).ravel() for ends in (x, y)]
-    axes.plot(lines[0], lines[1], solid_capstyle="butt", **style)
 
 
 def shades(axes: Axes, level: Array, x: Array, y: Array) -> None:
@@ -194,53 +184,3 @@ def rows_of(axes: Axes, labels: Sequence[str]) -> None:
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.grid(axis="x")
     axes.grid(False, axis="y")
-
-
-def bars(
-    axes: Axes,
-    labels: Sequence[object],
-    words: tuple[str, str],
-    height: Array,
-    low: Array,
-    high: Array,
-    *,
-    colours: Sequence[str],
-    counts: Sequence[int],
-) -> str:
-    """Bars with their intervals; the highest bar sets the scale, not the widest interval.
-
-    Args:
-        words: under the bars, beside them.
-        height: [N]; NaN: no bar. ``low`` and ``high`` likewise, NaN where there is no interval.
-        counts: how many each bar stands for, above it.
-
-    Returns:
-        All heights, in words.
-    """
-    x, paint = np.arange(len(height)), np.array(colours)
-    for colour in dict.fromkeys(paint):
-        tops = np.nan_to_num(height)[paint == colour]
-        rectangles(axes, x[paint == colour] - 0.35, 0.0, 0.7, tops, facecolor=str(colour))
-    margin = max(0.6, (5 - len(x)) / 2)  # a single bar does not fill the drawing
-    axes.set_xlim(-margin, len(x) - 1 + margin)
-    drawn = ~np.isnan(low) & ~np.isnan(high)
-    at, ends = x[drawn], (low[drawn], high[drawn])
-    segments(axes, (at, at), ends, color=INK, linewidth=1)
-    for end in ends if len(x) <= CROWDED else ():
-        segments(axes, (at - 0.09, at + 0.09), (end, end), color=INK, linewidth=1)
-    top = max(float(np.nanmax(height)), 1e-12)
-    reach = float(ends[1].max()) if drawn.any() else top
-    ceiling = 1.15 * min(max(top, reach), 1.6 * top)
-    axes.set_ylim(0, ceiling)
-    for index, (end, size) in enumerate(zip(np.fmax(height, high), counts, strict=True)):
-        cut = end > 0.93 * ceiling  # the interval leaves the drawing: beside it, not on it
-        left, up = (index + 0.05, 0.945 * ceiling) if cut else (index, end + 0.015 * ceiling)
-        if np.isfinite(end):
-            side = "left" if cut else "center"
-            shown = count(size) if size < 10_000 else f"{number(size / 1000)}k"
-            axes.text(left, up, shown, ha=side, color=FAINT, fontsize=10)
-    ticks(axes.xaxis, labels)
-    axes.set_xlabel(words[0])
-    axes.set_ylabel(words[1])
-    pairs = zip(labels, height, strict=True)
-    return ", ".join(f"{label} {number(value)}" for label, value in pairs if np.isfinite(value))

@@ -270,16 +270,6 @@ def test_paper_and_a_page_without_scripts_have_the_table(browser: Browser, url: 
     assert browser.evaluate("document.querySelectorAll('.still tbody tr').length") == 12
 
 
-def test_the_table_prints_although_its_chapter_is_closed(browser: Browser, url: str) -> None:
-    show(browser, url)
-    browser.evaluate("document.querySelector('details:has(.explorer)').open = false")
-    height = "document.querySelector('.explorer .still tbody').getBoundingClientRect().height"
-    assert browser.evaluate(height) == 0
-    browser.page.emulate_media(media="print")
-    assert browser.evaluate(height) > 100
-    assert browser.evaluate("document.querySelector('.explorer .still table').checkVisibility()")
-
-
 def test_a_foreign_script_is_refused(browser: Browser, url: str, tmp_path: Path) -> None:
     from urllib.request import urlopen
 

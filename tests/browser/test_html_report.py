@@ -175,12 +175,6 @@ def test_loads_without_a_complaint_and_asks_for_nothing(browser: Browser, report
     assert browser.evaluate("document.querySelector('.word').textContent").endswith("Broken")
 
 
-def test_verdict_and_next_steps_are_on_the_first_screen(browser: Browser, report_url: str) -> None:
-    browser.open(report_url, width=1280, height=800)
-    bottom = "document.querySelector('.answers').getBoundingClientRect().bottom"
-    assert browser.evaluate(bottom) <= 800
-
-
 def test_every_figure_is_painted(browser: Browser, report_url: str) -> None:
     browser.open(report_url)
     sizes = browser.evaluate(

@@ -18,7 +18,7 @@ from mismatch.analysis.breakdowns import (
 )
 from mismatch.reports.formatting import percent
 from mismatch.reports.sections import breakdowns as shown_groups
-from mismatch.types import CACHED, Comparison, Pair, Rollout, Sampling, Scoring
+from mismatch.types import CACHED, Pair, Rollout, Sampling, Scoring
 from tests.reports_fixture import make_report
 from tests.texts import numbers
 
@@ -104,12 +104,6 @@ def test_turns_that_were_read_from_the_prefix_cache():
     assert got["mean_abs_delta"] == [0.0, 0.0, 0.5]
     assert sum(got["count"]) == int((sequence != 1).sum())
     assert "by_cache" not in tables(turn == 2)
-
-
-def test_a_turn_of_one_token_is_both():
-    rollout = replace(ROLLOUT, turn=np.tile(np.arange(WIDTH), SEQUENCES))
-    got = breakdowns(rollout, LEFT, RIGHT, PAIR)["by_edge"]
-    assert got["edge"] == ["only"]
 
 
 def test_kinds_of_tokens():
@@ -248,12 +242,6 @@ def test_identical_sides_carry_nothing():
     assert got["by_turn"]["mean_abs_delta"] == [0.0, 0.0]
 
 
-def test_without_texts_tokens_are_named_by_their_ids():
-    right = replace(RIGHT, logprobs=LEFT.logprobs + 0.1)
-    table = breakdowns(ROLLOUT, LEFT, right, Pair.of(ROLLOUT, LEFT, right))["top_tokens"]
-    assert table["token"][0] == f"<{table['token_id'][0]}>"
-
-
 def test_histogram_of_sequence_log_ratios():
     table = histogram(np.array([-1.0, -0.01, 0.0, 0.02, 1.0]))
     assert sum(table["sequences"]) == 5
@@ -296,13 +284,3 @@ def test_the_section_shows_tables_that_say_something(monkeypatch):
     largest = report.comparisons[0].breakdowns["top_tokens"]["k3_share"][0]
     assert percent(largest) in shown_groups.carriers(report)
     assert numbers(shown_groups.carriers(report))[0] == 4.2
-
-
-def test_a_report_of_an_earlier_version_has_no_section():
-    assert (
-        shown_groups.section(report_with({"by_probability": {"low": [0.0, 0.5], "count": [1, 2]}}))
-        is None
-    )
-    assert shown_groups.carriers(report_with({})) == ""
-    empty = Comparison("a", "b", False, {})
-    assert shown_groups.section(replace(make_report(), comparisons=(empty,))) is None

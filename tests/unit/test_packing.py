@@ -166,13 +166,6 @@ def test_hostile_texts_are_harmless_and_short(text: str) -> None:
     assert not set(shown) & set("\u202e\x1b\x00\ud83d\u200d")
 
 
-def test_an_emoji_sequence_stays_whole() -> None:
-    family = "\U0001f469\u200d\U0001f469\u200d\U0001f467"
-    table = many(4, 20)
-    table["token"] = family
-    assert family in unpacked(pack(table, {}))["words"]["texts"]
-
-
 def test_a_page_has_one_script_and_allows_no_other() -> None:
     page = to_html(make_report(), many())
     scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
@@ -199,12 +192,3 @@ def test_data_that_could_end_its_element_are_refused() -> None:
     section = replace(shown.sections[0], widget=Widget("explorer", "</script>"))
     with pytest.raises(ValueError, match="explorer"):
         show_page(replace(shown, sections=(section,)))
-
-
-def test_turns_are_there_where_a_run_has_several() -> None:
-    table = many(sequences=3).assign(turn=1)
-    assert "turn" not in unpacked(pack(table, {}))
-    table["turn"] = np.arange(len(table)) % 3 * 2 + 1
-    blocks = unpacked(pack(table, {}))
-    assert blocks["meta"]["turns"] == [1, 3, 5]
-    assert (np.array([1, 3, 5])[blocks["turn"]] == table["turn"]).all()

@@ -337,8 +337,8 @@ def test_the_first_answer_is_the_best_fix_with_its_flag_and_settings():
     for value in values:
         assert alike(values)(value) in first.text
     assert f"→ {best.verdict_after.status.upper()}" in first.text
-    assert [block.title for block in first.settings] == ["verl", "TRL", "NeMo-RL", "prime-rl"]
-    assert first.settings[0].lines  # and none is made up:
+    assert {block.title for block in first.settings} <= {"verl", "TRL", "NeMo-RL", "prime-rl"}
+    assert all(block.lines for block in first.settings)  # only what is known
     assert all(isinstance(line, str) and line for block in first.settings for line in block.lines)
     useless = page(USELESS).answers
     assert not [answer for answer in useless if answer.settings or answer.flags == best.flags]

@@ -20,7 +20,6 @@ from mismatch.reports.formatting import number, text
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import show_table, to_markdown
 from mismatch.reports.section import Cell, Column, Section, Table
-from mismatch.reports.sections import sections
 from mismatch.reports.terminal import print_report, print_table
 from mismatch.types import Estimate, Report
 from tests.made_run import make_run, spec
@@ -102,11 +101,6 @@ def test_a_terminal_drops_columns_until_they_fit(toy: Report, width: int) -> Non
 def test_a_row_has_a_cell_for_every_column() -> None:
     with pytest.raises(ValueError, match=r"\b1 cells.*\b2"):
         Table((Column("a"), Column("b")), ((Cell(1.0),),)).cells()
-
-
-def test_every_section_has_its_own_id() -> None:
-    ids = [section.id for section in sections(make_report())]
-    assert len(ids) == len(set(ids))
 
 
 def test_what_is_empty_is_not_shown() -> None:

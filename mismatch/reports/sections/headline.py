@@ -25,13 +25,22 @@ from mismatch.reports.formatting import (
     text,
     times,
 )
-from mismatch.reports.section import Answer, Block, Cell, Column, Section, Table, status_cell
+from mismatch.reports.section import (
+    Answer,
+    Block,
+    Cell,
+    Cells,
+    Column,
+    Section,
+    Table,
+    status_cell,
+)
 from mismatch.reports.sections import noise, square
 from mismatch.reports.summary import Row
 from mismatch.types import Report
 
 K3, MEAN = RANKED_BY
-NAMED = 6  # detectors, or reasons, that are named; the rest is counted
+NAMED = 6  # of what was not tested; the rest is counted
 WRONG = ("failed", "inconclusive", "warning")
 
 
@@ -62,7 +71,9 @@ def answers(report: Report, warnings: Sequence[str] = ()) -> tuple[Answer, ...]:
     Args:
         warnings: of all sections: what has to be known before numbers are believed.
     """
-    result, missing = report.result("square"), summary.untested(report)
+    result = report.result("square")
+    missing = list(dict.fromkeys(line(entry.what) for entry in summary.untested(report)))
+    more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
     texts = {
         "Careful": line(" ".join(warnings)),
         "Cause": _cause(report),
@@ -77,7 +88,7 @@ def answers(report: Report, warnings: Sequence[str] = ()) -> tuple[Answer, ...]:
             for status in WRONG
             if (checked := summary.checks(report, status))
         ),
-        "Not tested": _some([*dict.fromkeys(line(entry.what) for entry in missing)], "."),
+        "Not tested": f"{', '.join(missing[:NAMED])}{more}." if missing else "",
     }
     fix = _fix(report)
     others = [Answer(question, answer) for question, answer in texts.items() if answer]
@@ -89,18 +100,12 @@ def _sentence(parts: Iterable[str]) -> str:
     return f"{sentence}." if sentence else ""
 
 
-def _some(names: list[str], end: str = "") -> str:
-    """The first few names, and how many more there are."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{', '.join(names[:NAMED])}{more}{end}" if names else ""
-
-
 def _fix(report: Report) -> Answer | None:
     """The best measured fix; else the repair of the leading cause, where there is one."""
     fixes: FixTable | None = report.result("fixes")
     if fixes is not None and fixes.best_together is not None:
         best = fixes.outcome(fixes.best_together)
-        return Answer("Best fix", effect(best, report), best.flags, _settings(best))
+        return Answer("Best fix", effect(best, report), best.flags, tuple(_settings(best)))
     if report.verdict.status == "healthy":
         return None
     causes = report.result("causes")
@@ -128,17 +133,13 @@ def effect(best: FixOutcome, report: Report) -> str:
     return "; ".join(parts)
 
 
-def _settings(best: FixOutcome) -> tuple[Block, ...]:
-    """How each framework is told; what is known of none says so."""
-    settings = [settings_of(label.partition("=")[0]) for label in labels(best.id)]
-    known = [item for items in settings for item in items]
-    return tuple(
-        Block(
-            name,
-            tuple(each for item in known if item.framework == name for each in item.lines if each),
-        )
-        for name in CORRECTING
-    )
+def _settings(best: FixOutcome) -> Iterator[Block]:
+    """Yield how each framework is told, where that is known."""
+    known = [item for label in labels(best.id) for item in settings_of(label.partition("=")[0])]
+    for name in CORRECTING:
+        lines = [each for item in known if item.framework == name for each in item.lines if each]
+        if lines:
+            yield Block(name, tuple(lines))
 
 
 def _cause(report: Report) -> str:
@@ -262,24 +263,14 @@ def names_there(report: Report, framework: str | None) -> tuple[Section, ...]:
     """Return the metrics under a framework's names, where a framework was asked for."""
     if framework is None:
         return ()
-    named = [
-        (row, alias)
-        for row in summary.all_rows(summary.headline(report))
-        for alias in framework_names.of(row.metric, framework)
-    ]
+    rows: list[Cells] = []
     remarks: dict[str, list[str]] = {}
-    for _, alias in named:
-        if alias.remark:
-            remarks.setdefault(alias.remark, []).append(alias.name)
-    rows = [
-        (
-            row.words.label,
-            Cell(row.estimate.value, format=row.write),
-            Cell(alias.name, "code"),
-            "no" if alias.differs else "yes",
-        )
-        for row, alias in named
-    ]
+    for row in summary.all_rows(summary.headline(report)):
+        for alias in framework_names.of(row.metric, framework):
+            value, name = Cell(row.estimate.value, format=row.write), Cell(alias.name, "code")
+            rows.append((row.words.label, value, name, "no" if alias.differs else "yes"))
+            if alias.remark:
+                remarks.setdefault(alias.remark, []).append(alias.name)
     return (
         Section(
             "names",

@@ -29,10 +29,10 @@ from mismatch.reports.svg import (
     ACCENT,
     FAINT,
     GRID,
+    INK,
     OPACITIES,
     SECOND,
     Array,
-    bars,
     legend_above,
     shades,
     ticks,
@@ -265,14 +265,35 @@ def _map(table: Table, seen: Sequence[int], axes: Axes) -> str:
 
 
 def _margins(table: Table, axes: Axes) -> str:
-    """Flip rate by router margin, in percent; reports of earlier versions have no intervals."""
+    """Flip rate by router margin; the highest bar sets the scale, not the widest interval.
+
+    Reports of earlier versions have no intervals.
+    """
     none = [None] * len(table["from"])
-    ends = (
+    height, low, high = (
         100.0 * np.array(table.get(name) or none, np.float64)
         for name in ("disagree", "low", "high")
     )
-    words = "router margin over its noise, from", "flips, % of choices"
+    x = np.arange(len(height))
     colours = [ACCENT if start < 1.0 else SECOND for start in table["from"]]
+    axes.bar(x, height, 0.7, color=colours, linewidth=0)
+    arms = np.nan_to_num(np.abs(np.stack([height - low, high - height])))
+    axes.errorbar(x, height, arms, fmt="none", ecolor=INK, elinewidth=1, capsize=3)
+    margin = max(0.6, (5 - len(x)) / 2)  # a single bar does not fill the drawing
+    axes.set_xlim(-margin, len(x) - 1 + margin)
+    top = float(np.nanmax(height))
+    ceiling = 1.15 * min(max(top, float(np.nanmax(np.fmax(height, high)))), 1.6 * top)
+    axes.set_ylim(0, ceiling)
+    for at, (end, choices) in enumerate(zip(np.fmax(height, high), table["count"], strict=True)):
+        cut = end > 0.93 * ceiling  # the interval leaves the drawing: beside it, not on it
+        if not np.isfinite(end):
+            continue
+        left, up = (at + 0.05, 0.945 * ceiling) if cut else (at, end + 0.015 * ceiling)
+        shown = count(choices) if choices < 10_000 else f"{number(choices / 1000)}k"
+        axes.text(left, up, shown, ha="left" if cut else "center", color=FAINT, fontsize=10)
     labels = [f"{start:g}" for start in table["from"]]
-    heights = bars(axes, labels, words, *ends, colours=colours, counts=table["count"])
-    return f"Flip rate by router margin; {words[1]}: {heights}"
+    ticks(axes.xaxis, labels)
+    axes.set_xlabel("router margin over its noise, from")
+    axes.set_ylabel("flips, % of choices")
+    rates = (f"{label} {number(rate)}" for label, rate in zip(labels, height, strict=True))
+    return f"Flip rate by router margin; flips, % of choices: {', '.join(rates)}"

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 REACH = 1e3  # ratios that the axis reaches at most
 NEAREST = 6.0  # and at least: every guide is on it
-RATIOS = (0.001, 0.01, 0.1, 0.2, 0.5, 0.8, 1.25, 2, 5, 10, 100, 1000)  # labels of the axis
+NEAR, FAR = (
+    (0.1, 0.2, 0.5, 0.8, 1.25, 2, 5, 10),
+    (0.001, 0.01, 0.1, 0.5, 2, 10, 100, 1000),
+)  # labels
 CELLS = 64  # of the scatter, along each axis
 DEEPEST = -12.0  # log-probability at the edge of the scatter, nats
 NOWHERE = "Nowhere: delta is exactly 0 for every token."
@@ -60,14 +63,13 @@ def section(report: Report, tokens: pd.DataFrame | None) -> Section | None:
         title="By token",
         sentences=[nothing],
         figures=() if tokens.empty else (histogram(tokens, floor), by_position(tokens)),
-        parts=(
+        parts=[
             Section(
                 "scatter",
-                "Log-probability, side against side",
-                figures=() if tokens.empty else (logprobs(tokens),),
-            ),
-            Section("drift-along", "Drift of whole sequences", figures=drift(tokens)),
-        ),
+                "Side against side, and drift of whole sequences",
+                figures=() if tokens.empty else (logprobs(tokens), *drift(tokens)),
+            )
+        ],
         folded=False,
         page_only=True,
     )
@@ -158,7 +160,8 @@ def _histogram(tokens: pd.DataFrame, floor: float | None, after: Array | None, a
     axes.axvline(1, color=INK, linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlim=(edges[0], edges[-1]))
     axes.set_ylim(0.6, max(2.0, counts.max() * 1.6))
-    places = [at for at in RATIOS if edges[0] <= at <= edges[-1]]
+    labels = NEAR if edges[-1] < 20 else FAR
+    places = [at for at in labels if edges[0] <= at <= edges[-1]]
     axes.set_xticks(places, [f"{at:g}" for at in places])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     for axis in (axes.xaxis, axes.yaxis):
