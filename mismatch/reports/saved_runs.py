@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mismatch.pipeline.run_comparison import DECIDING, Line, Move, RunComparison, Side
-from mismatch.pipeline.saved_runs import ABSENT
 from mismatch.reports.formatting import (
     Format,
     alike,
@@ -213,26 +212,14 @@ def _square(result: RunComparison) -> Table:
 def _facts(result: RunComparison) -> Section:
     named = (Column(side.run, text) for side in result.runs)
     columns = (Column("where", text), Column("what", text), *named)
-    everywhere: list[Cells] = []
-    partly: list[Cells] = []
-    for fact in result.facts:
-        row: Cells = (fact.where, Cell(fact.name, "code"), *fact.values)
-        known = ABSENT not in fact.values or fact.name.startswith("environment.")
-        (everywhere if known else partly).append(row)
-    short = f"{plural(len(partly), 'fact')}: other versions of mismatch record other facts"
-    other = Section(
-        "partly-known",
-        "Said by some of the runs only",
-        tables=[Table(columns, partly)],
-        short=short,
-    )
-    alike = "No version, setting or kernel that all runs name differs."
+    rows: list[Cells] = [
+        (fact.where, Cell(fact.name, "code"), *fact.values) for fact in result.facts
+    ]
     return Section(
         "facts",
         "What differs",
         "Versions, settings and kernels as the runs themselves say.",
-        tables=[Table(columns, everywhere)],
-        sentences=() if everywhere else [alike],
-        parts=[other],
+        tables=[Table(columns, rows)],
+        sentences=() if rows else ["Nothing that the runs say of themselves."],
         folded=False,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-import pytest
 
 from mismatch.reports.formatting import number
 from mismatch.reports.sections import tokens as figures
@@ -43,22 +42,6 @@ def test_titles_are_findings_of_this_runs_data() -> None:
     assert "one-sided" in titles()["histogram"]
     tokens["delta"] *= np.where(np.arange(len(tokens)) % 2, 1.0, -1.0)
     assert "both ways" in titles()["histogram"]
-
-
-def test_drift_adds_delta_up_along_each_sequence() -> None:
-    lengths = np.repeat([10, 20], [30, 25])
-    tokens = pd.DataFrame({"sequence": np.repeat(np.arange(55), lengths)})
-    tokens["delta"] = -0.25
-    table = figures.drift_table(tokens)
-    assert table is not None
-    assert table["length"].tolist() == list(range(1, 21))
-    assert table["n"].tolist() == [55] * 10 + [25] * 10
-    for name in ("q5", "q50", "q95"):
-        assert table[name] == pytest.approx(-0.25 * table["length"])
-    assert numbers(figures.drift_title(table)) == [20, -5, -5, -5, 25]
-    assert figures.drift_table(tokens[tokens["sequence"] < figures.LEAST - 1]) is None
-    svg = figures.drift(tokens)[0].draw()
-    assert figures.drift_title(table).split(" (")[0] in svg
 
 
 def test_the_histogram_tells_before_and_after_the_best_fix() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mismatch.analysis.exact_kl import KL, KL_TOPK, LAW_GAP
+from mismatch.analysis.exact_kl import KL, KL_TOPK
 from mismatch.analysis.two_passes import replay_phrase
 from mismatch.metrics.ppo_passes import AS_RUN, CLIP, OVERRIDE, REPLAY, TwoPasses, Variant
-from mismatch.reports.formatting import line, number, percent, plural, text, times
+from mismatch.reports.formatting import line, number, percent, plural, text
 from mismatch.reports.section import Cell, Cells, Column, Section, Table
 from mismatch.reports.summary import all_rows, headline, metric_tables
 from mismatch.specs import AS_STORED
@@ -50,27 +50,21 @@ def exact(report: Report) -> Section | None:
 
 
 def exact_sentences(report: Report, name: str) -> list[str]:
-    """What the exact value adds to the estimators', and how much of it is the trainer's noise."""
+    """The exact value beside the estimator's, and how much of it is the trainer's noise."""
     metrics = headline(report).metrics
-    value, k3, gap = metrics[name], metrics["k3_kl_at_exact"], metrics.get(LAW_GAP)
+    value, k3 = metrics[name], metrics["k3_kl_at_exact"]
     what = "exact KL" if name == KL else "KL over the likeliest tokens, a lower bound"
     sentences = [
         f"{what}: {number(value.value)} nats per token ({plural(value.n_tokens, 'position')} of "
         f"{plural(value.n_prompts, 'prompt')}); k3 on the same positions: {number(k3.value)}"
     ]
-    widths = [0.0 if e.low is None or e.high is None else e.high - e.low for e in (value, k3)]
-    if 0 < widths[0] < widths[1]:
-        sentences.append(f"its interval is {times(widths[1] / widths[0])} narrower than k3's there")
-    if gap is not None and gap.value > 1:
-        sentences.append("the sampled tokens do not fit these distributions: see the checks")
     for pair in report.noise_floor:
         if pair.right.endswith(":regrouped") and name in pair.metrics and value.value > 0:
             noise = pair.metrics[name].value
-            return [
-                *sentences,
+            sentences.append(
                 f"the trainer against itself in other micro-batches: {number(noise)} "
-                f"({percent(noise / value.value)} of it)",
-            ]
+                f"({percent(noise / value.value)} of it)"
+            )
     return sentences
 
 

@@ -278,7 +278,7 @@ def _margins(table: Table, axes: Axes) -> str:
     colours = [ACCENT if start < 1.0 else SECOND for start in table["from"]]
     axes.bar(x, height, 0.7, color=colours, linewidth=0)
     arms = np.nan_to_num(np.abs(np.stack([height - low, high - height])))
-    axes.errorbar(x, height, arms, fmt="none", ecolor=INK, elinewidth=1, capsize=3)
+    axes.errorbar(x, height, arms, fmt="none", color=INK, elinewidth=1, capsize=3, mfc=INK)
     margin = max(0.6, (5 - len(x)) / 2)  # a single bar does not fill the drawing
     axes.set_xlim(-margin, len(x) - 1 + margin)
     top = float(np.nanmax(height))

@@ -66,8 +66,8 @@ def section(report: Report, tokens: pd.DataFrame | None) -> Section | None:
         parts=[
             Section(
                 "scatter",
-                "Side against side, and drift of whole sequences",
-                figures=() if tokens.empty else (logprobs(tokens), *drift(tokens)),
+                "Log-probability, side against side",
+                figures=() if tokens.empty else (logprobs(tokens),),
             )
         ],
         folded=False,
@@ -230,69 +230,6 @@ def off_by_class(tokens: pd.DataFrame) -> str:
 
 
 # ---------------------------------------------------------------- along the response
-
-
-def drift(tokens: pd.DataFrame) -> tuple[Figure, ...]:
-    """The sequences' log-ratios as they add up along the response; none for short responses."""
-    table = drift_table(tokens)
-    if table is None:
-        return ()
-    caption = (
-        "Sum of delta over the response so far, in nats: median, middle half and 5 to 95 % of the "
-        f"sequences that are as long; lengths with fewer than {LEAST} are left out. "
-        "exp of this is the weight that GSPO or sequence TIS would use."
-    )
-    return (Figure("drift", drift_title(table), caption, partial(_drift, table)),)
-
-
-def drift_table(tokens: pd.DataFrame, places: int = 48) -> dict[str, Array] | None:
-    """Quantiles of the cumulative delta over sequences, at some lengths; None for short ones.
-
-    Returns:
-        "length" in tokens, "n" sequences that long, "q5" … "q95", each [places].
-    """
-    if tokens.empty:
-        return None
-    total = tokens.groupby("sequence")["delta"].cumsum().to_numpy(dtype=np.float64)
-    length = rank_in_response(tokens) + 1
-    counts = np.bincount(length)
-    lengths = np.flatnonzero(counts >= LEAST)
-    if len(lengths) < 4:
-        return None
-    chosen = np.unique(lengths[np.linspace(0, len(lengths) - 1, places).round().astype(int)])
-    order = np.argsort(length, kind="stable")
-    starts = np.searchsorted(length[order], chosen)
-    rows = [
-        np.quantile(total[order[start : start + counts[at]]], (0.05, 0.25, 0.5, 0.75, 0.95))
-        for start, at in zip(starts, chosen, strict=True)
-    ]
-    names = ("q5", "q25", "q50", "q75", "q95")
-    columns = dict(zip(names, np.array(rows).T, strict=True))
-    return {"length": chosen, "n": counts[chosen], **columns}
-
-
-def drift_title(table: dict[str, Array]) -> str:
-    """Where the sequences' log-ratios are at the greatest length."""
-    last = {name: values[-1] for name, values in table.items()}
-    return (
-        f"After {int(last['length'])} tokens the sequence log-ratio is {number(last['q50'])} nats "
-        f"({number(last['q5'])} to {number(last['q95'])}, {plural(int(last['n']), 'sequence')})"
-    )
-
-
-def _drift(table: dict[str, Array], axes: Axes) -> str:
-    """Median and two bands."""
-    x = table["length"]
-    axes.fill_between(x, table["q5"], table["q95"], color=BAND, lw=0, label="5 to 95 %")
-    for name, label in (("q25", "middle half"), ("q75", None)):
-        axes.plot(x, table[name], color=SECOND, linewidth=1, dashes=(4, 2), label=label)
-    axes.plot(x, table["q50"], color=ACCENT, linewidth=2, label="median")
-    axes.axhline(0, color=INK, linewidth=0.8)
-    axes.set_xlabel("sampled tokens so far")
-    axes.set_ylabel("log-ratio, nats")
-    legend_above(axes, 3)
-    axes.margins(x=0.01)
-    return ""
 
 
 def by_position(tokens: pd.DataFrame) -> Figure:
