@@ -50,11 +50,8 @@ COMMON = frozenset(
     }
 )
 RESUME = "go on where it stopped: the same command with --resume"
-RESUMABLE = (
-    "check",
-    "rollout",
-    "loop",
-)  # other commands keep finished work themselves, or start again
+# Other commands keep finished work themselves, or start again.
+RESUMABLE = ("check", "rollout", "loop")
 USAGE = 2
 INTERRUPTED = 130  # what typer makes of a KeyboardInterrupt
 
@@ -230,9 +227,7 @@ def main() -> NoReturn:
     except OSError as error:
         _complain(str(error), "check the path, its permissions and the free disk space")
     except Exception as error:
-        if not hasattr(error, "format_message"):  # usage errors of typer have one
-            _own_fault(error)
-        _complain(*_usage_error(error))
+        _complain_of(error)
     if code == INTERRUPTED:
         resumable = any(command in RESUMABLE for command in sys.argv[1:2])
         fix = RESUME if resumable else "run the same command again"
@@ -261,24 +256,21 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _usage_error(error: Any) -> tuple[str, str]:
-    """Message and fix of a command line that typer cannot read."""
+def _complain_of(error: Any) -> NoReturn:
+    """Say what typer cannot read; any other error is a bug of this tool.
+
+    Python itself would exit with 1, which is the code of a verdict.
+    """
+    if not hasattr(error, "format_message"):  # usage errors of typer have one
+        traceback.print_exception(error)
+        fault = f"unexpected {type(error).__name__}: this is a bug in mismatch"
+        _complain(f"{fault}; please report it with the traceback", "")
     context = getattr(error, "ctx", None)
     verb = next((text for text in sys.argv[1:2] if text in summaries()), "")
-    command = context.command_path if context is not None else f"mismatch {verb}".strip()
+    command = f"mismatch {verb}".strip() if context is None else context.command_path
     near = getattr(error, "possibilities", None)  # unknown flags: the nearest first
     message = f"{error.message}. Did you mean {near[0]}?" if near else error.format_message()
-    return message, f"{command} --help lists every option"
-
-
-def _own_fault(error: Exception) -> NoReturn:
-    """A bug of this tool. Python itself would exit with 1, which is the code of a verdict."""
-    traceback.print_exception(error)
-    _complain(
-        f"unexpected {type(error).__name__}: this is a bug in mismatch; "
-        "please report it with the traceback",
-        "",
-    )
+    _complain(message, f"{command} --help lists every option")
 
 
 def _complain(message: str, fix: str) -> NoReturn:
