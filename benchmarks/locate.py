@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planted_checkpoint import plant
-from mismatch.experiments.locate.judge import judge
-from mismatch.experiments.locate.types import Location
+from mismatch.features.locate import recording as pipeline
+from mismatch.features.locate.judge import judge
+from mismatch.features.locate.recording import Asked, locate
+from mismatch.features.locate.results import Location
 from mismatch.models import resolve_model
-from mismatch.pipeline import locate_run as pipeline
-from mismatch.pipeline.locate_run import Asked, locate
 from mismatch.run import store
 from mismatch.specs import to_dict
 

@@ -113,9 +113,9 @@ def plant() -> None:
     """Wrap the one place where each side's model is ready to be recorded."""
     side, _, fault = os.environ.get("MISMATCH_PLANT", ":").partition(":")
     if side == "trainer":
-        from mismatch.processes.workers import locate_reference
+        from mismatch.features.locate import reference
 
-        place: Any = locate_reference
+        place: Any = reference
         load = place.load
 
         def loaded(spec: Any, *args: Any, **kwargs: Any) -> Any:
@@ -126,19 +126,19 @@ def plant() -> None:
 
         place.load = loaded
     elif side == "engine":
-        from mismatch.engines.module_capture import ModuleCapture
+        from mismatch.features.locate.engine_side import ModuleCapture
 
-        begin: Any = ModuleCapture.__init__
+        begin: Any = ModuleCapture.watch
 
         def planted(self: Any, model: nn.Module) -> None:
             ENGINE[fault](model)
             begin(self, model)
 
-        ModuleCapture.__init__ = planted  # type: ignore[method-assign]
+        ModuleCapture.watch = planted  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    from mismatch.processes.workers.locate_modules import main
+    from mismatch.features.locate.worker import main
     from mismatch.run.messages import exit_worker
 
     plant()

@@ -25,7 +25,6 @@ COMMANDS = {
     "score": "Score the tokens of a run under FSDP2.",
     "compare": "Compare a run again, or any two scorings of the same tokens.",
     "fixes": "List the fixes that a check can try, or show one of them.",
-    "locate": "Name the first module at which engine and trainer part.",
     "report": "Print a run's report, or several runs side by side.",
     "metrics": "List every metric.",
     "models": "List embedded models and short names.",

@@ -44,8 +44,6 @@ class EngineInfo:
         sync_driver: ``module:class`` of its :class:`mismatch.engines.sync_drivers.Driver`; None:
             its weight sync cannot be probed.
         weight_paths: ways to push weights into it -> what each calls; the first is the default.
-        record: ``module:function`` that scores sequences and leaves what every module gave, see
-            mismatch/engines/module_capture.py; None: its modules cannot be recorded.
     """
 
     engine: str
@@ -60,7 +58,6 @@ class EngineInfo:
     started: bool = True
     sync_driver: str | None = None
     weight_paths: Mapping[str, str] = field(default_factory=dict)
-    record: str | None = None
 
 
 # Name -> ``module:attribute`` of its EngineInfo. An entry point names that, or an Engine class.

@@ -8,8 +8,6 @@ from mismatch.analysis.plugins import Analysis
 from mismatch.codec import Misfit, from_json, schema_of, to_json
 from mismatch.experiments.explanation import Explanation
 from mismatch.experiments.fixes.base import FixTable
-from mismatch.experiments.locate.judge import document_schema, from_document, to_document
-from mismatch.experiments.locate.types import Location
 
 
 class _Fixes(Analysis[FixTable]):
@@ -35,22 +33,7 @@ class _Fixes(Analysis[FixTable]):
         return {"fixes": outcomes, "fix_trials": {"$ref": "#/$defs/FixTrials"}}
 
 
-class _Locate(Analysis[Location]):
-    """The document of ``mismatch locate``, its schema's name and verdict with it."""
-
-    def write(self, result: Location) -> dict[str, Any]:
-        return {self.id: to_document(result)}
-
-    def read(self, document: dict[str, Any]) -> Location | None:
-        entry = document.get(self.id)
-        return None if entry is None else from_document(entry)
-
-    def schema(self, definitions: dict[str, Any]) -> dict[str, Any]:
-        return {self.id: document_schema(definitions)}
-
-
 ANALYSES = (
     _Fixes("fixes", FixTable, order=5),
     Analysis("explain", Explanation, order=9),
-    _Locate("locate", Location, order=10),
 )

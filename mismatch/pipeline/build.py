@@ -25,7 +25,6 @@ from mismatch.analysis.levels import column_for, judge, require_applied, verdict
 from mismatch.analysis.plugins import RunArtefacts, analyses
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
-from mismatch.experiments.locate.judge import of_run as located
 from mismatch.experiments.scoring_passes import training_passes
 from mismatch.metrics.routing_pairs import router_noise
 from mismatch.models import named
@@ -156,7 +155,6 @@ def build_report(
     open_question = "" if column == "fp32" else without_square(spec, comparisons, results)
     missing = not_tested(spec, artefacts.rollout, artefacts.scorings, checks) + unseen + too_short
     missing += without_room(run_dir, spec, artefacts.scorings)
-    results |= {"locate": located(run_dir)}
     report = Report(
         model=named(spec.rollout.engine.model),
         verdict=mark_injected(

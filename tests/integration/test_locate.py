@@ -14,8 +14,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from benchmarks.planted_checkpoint import plant
-from mismatch.experiments.locate.judge import from_document
-from mismatch.experiments.locate.types import Location
+from mismatch.features.locate.judge import from_document
+from mismatch.features.locate.results import Location
 from mismatch.pipeline.document import schema
 from tests.integration.conftest import Run
 

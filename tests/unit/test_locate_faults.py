@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from mismatch.experiments.locate.judge import groups_of
-from mismatch.experiments.locate.plan import Sums, site_errors
-from mismatch.experiments.locate.types import Site
+from mismatch.features.locate.boundaries import Boundaries, Recorder
+from mismatch.features.locate.errors import Sums, site_errors
+from mismatch.features.locate.judge import groups_of
+from mismatch.features.locate.reference import Replay
+from mismatch.features.locate.results import Site
 from mismatch.models.moe import norms_of
-from mismatch.processes.workers.locate_reference import Replay
-from mismatch.training.module_capture import Boundaries, Recorder
 from tests import checkpoints
 from tests.unit.test_module_capture import model_of
 
@@ -146,8 +146,7 @@ def sources(family: str, plant: Plant | None, dtype: torch.dtype) -> list[str]:
     if plant is not None:
         plant(side)
     short = "fp32" if dtype == torch.float32 else "bf16"
-    layers = reference.config.num_hidden_layers
-    errors = site_errors(replayed(reference, side), plain, short, layers)
+    errors = site_errors(replayed(reference, side), plain, short)
     return [sites[0].key for _, sites in groups_of(errors)]
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mismatch.engines.module_capture import join_ranks, of_rank
 from mismatch.errors import MismatchError
-from mismatch.experiments.locate.types import LAYER_SITES, SOME_FAMILIES, TITLES
-from mismatch.processes.workers.locate_reference import Adding, Replay, unseen
-from mismatch.training.module_capture import Boundaries, Recorder, require_known
+from mismatch.features.locate.boundaries import Boundaries, Recorder, require_known
+from mismatch.features.locate.engine_side import join_ranks, of_rank
+from mismatch.features.locate.reference import Adding, Replay, unseen
+from mismatch.features.locate.results import LAYER_SITES, SOME_FAMILIES, TITLES
 from tests import checkpoints
 from tests.checkpoints import FAMILIES, FURTHER_NORMS
 

@@ -1,4 +1,4 @@
-"""The section of `mismatch locate` in every rendering, and the picture over the layers."""
+"""The section of `mismatch locate`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from mismatch.experiments.locate.plan import site_errors
-from mismatch.experiments.locate.types import Group, Location, PairEffect
-from mismatch.reports.sections.locate import section
+from mismatch.features.locate.errors import site_errors
+from mismatch.features.locate.results import Group, Location
+from mismatch.features.locate.section import section
 from mismatch.reports.terminal import print_section
-from tests.unit.test_locate import LAYERS, chain, location
+from tests.unit.test_locate import chain, location
 
 FIRST, SECOND = Group("mlp", (1,), 50.0, 0.9, 0.95), Group("final_norm", (), 9.0, 0.1, 0.05)
 
 
 def located() -> Location:
     result = location(FIRST, SECOND)
-    sites = tuple(site_errors(chain({"1.mlp": 0.3}), chain({}), "bf16", LAYERS))
-    side = replace(
-        result.sides[0], sites=sites, pairs=(PairEffect(0, 1, 0.97, -0.03),), explained=0.93
-    )
+    sites = tuple(site_errors(chain({"1.mlp": 0.3}), chain({}), "bf16"))
+    side = replace(result.sides[0], sites=sites, explained=0.93)
     return replace(result, sides=(side,))
 
 
@@ -47,9 +45,7 @@ def test_what_was_not_tested_is_shown() -> None:
     assert any("sglang" in note for note in section(located()).notes)
 
 
-def test_the_picture_is_drawn_and_the_terminal_prints() -> None:
-    shown = section(located())
-    assert "<svg" in shown.figures[0].draw()
+def test_the_terminal_prints_it() -> None:
     output = io.StringIO()
-    print_section(shown, Console(file=output, width=80), details=True)
+    print_section(section(located()), Console(file=output, width=80), details=True)
     assert "layer 1" in output.getvalue()

@@ -14,10 +14,8 @@ from mismatch.features.loop import section as loop
 from mismatch.features.loop.judge import LoopReport, SeedRun
 from mismatch.reports import sections
 from mismatch.reports.section import Figure, Section
-from mismatch.reports.sections import locate
 from tests.report_makers import EMPTY, MAKERS
 from tests.unit.test_loop_page import runs
-from tests.unit.test_reports_locate import located
 
 ROOT = Path(sections.__file__).parent
 NAMED = re.compile(r'Figure\(\s*f?"([^"]+)"')
@@ -40,7 +38,7 @@ def every_figure() -> Iterator[Figure]:
     for maker in MAKERS.values():
         report, tokens = maker()
         yield from figures(sections.page(report, tokens).sections)
-    yield from figures([loop.section(trained()), locate.section(located())])
+    yield from figures([loop.section(trained())])
 
 
 def test_every_picture_says_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +49,7 @@ def test_every_picture_says_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
         assert title is not None, name
         assert re.findall(r"\d", re.sub(r"\bp99\b|\bk3\b|float32", "", title[1])), (name, title[1])
     sources = [*ROOT.glob("*.py"), ROOT.parent / "saved_runs.py"]
+    sources += (ROOT.parents[1] / "features").glob("*/section.py")
     figures = [name for path in sources for name in NAMED.findall(path.read_text("utf-8"))]
     assert len(figures) >= 9
     for name in figures:  # no picture of the package is left out

@@ -12,7 +12,6 @@ INFO = EngineInfo(
     import_check="import sglang",
     preflight="mismatch.engines.sglang.wire:require_arguments",
     own_environment=True,
-    record="mismatch.engines.module_capture:record",
     sync_driver="mismatch.engines.sglang.sync_driver:SglangDriver",
     weight_paths={
         "disk": "update_weights_from_disk(…), which drops the cache",

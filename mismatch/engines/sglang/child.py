@@ -114,7 +114,7 @@ def call(scheduler: Any, name: str, args: list[Any], answer: str) -> None:
     """Answer an RPC by a JSON file, because SGLang's own RPCs return nothing."""
     from torch import distributed
 
-    from mismatch.engines.module_capture import ModuleCalls
+    from mismatch.engines.model_calls import ModelCalls
 
     class TensorParallel(Ranks):
         """SGLang's own group."""
@@ -126,7 +126,7 @@ def call(scheduler: Any, name: str, args: list[Any], answer: str) -> None:
 
             return get_tp_group().all_gather(tensor.contiguous(), axis)
 
-    class Calls(HeldWeights, ModuleCalls):
+    class Calls(HeldWeights, ModelCalls):
         """The calls that this process answers."""
 
         def _mismatch_model(self) -> Any:

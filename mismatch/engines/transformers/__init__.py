@@ -10,7 +10,6 @@ INFO = EngineInfo(
     import_check="import transformers",
     gives_routing_weights=True,
     verl_name="hf",
-    record="mismatch.engines.module_capture:record_transformers",
     sync_driver="mismatch.engines.transformers.sync_driver:TransformersDriver",
     weight_paths={"load": "parameters copied in place, name by name"},
 )

@@ -22,7 +22,6 @@ INFO = EngineInfo(
     "--engine transformers",
     import_check=LOAD_LIBRARY,
     preflight="mismatch.engines.vllm.arguments:require_machine",
-    record="mismatch.engines.module_capture:record",
     sync_driver="mismatch.engines.vllm.sync_driver:VllmDriver",
     weight_paths={
         "reload": "reload_weights(weights_path=…), vLLM's own",

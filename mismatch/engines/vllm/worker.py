@@ -22,7 +22,7 @@ from mismatch.engines.distribution_capture import (
     pack,
 )
 from mismatch.engines.loaded_digests import NO_DIGESTS, Digests
-from mismatch.engines.module_capture import ModuleCalls
+from mismatch.engines.model_calls import ModelCalls
 from mismatch.engines.vllm import private
 from mismatch.engines.vllm.weight_sync import WeightSync
 from mismatch.models.resolved import resolved
@@ -125,7 +125,7 @@ class RunnerCapture:
         self.recorder.take(*rows, logits)
 
 
-class WorkerExtension(WeightSync, ModuleCalls):
+class WorkerExtension(WeightSync, ModelCalls):
     """Calls that the engine makes by ``collective_rpc``; every name starts with ``mismatch_``."""
 
     model_runner: Any

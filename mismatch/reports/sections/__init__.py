@@ -39,7 +39,7 @@ Sections = Section | tuple[Section, ...] | None
 CHAPTERS = (
     ("normal-or-not", "Is this normal?", ("headline", "noise", "two_passes", "exact")),
     ("place", "Where does it sit?", ("tokens", "breakdowns")),
-    ("why", "Why?", ("causes", "square", "explain", "locate", "variants")),
+    ("why", "Why?", ("causes", "square", "explain", "variants")),
     ("helps", "What helps?", ("fixes",)),
     ("token-by-token", "Token by token", ("explorer",)),
     ("experts", "Expert routing", ("routing",)),

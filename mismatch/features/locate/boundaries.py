@@ -1,10 +1,10 @@
 """Hooks at the boundaries between a transformers decoder's modules: to record, or to replace.
 
-Every boundary is shown to a visitor under its canonical name (:mod:`mismatch.experiments.locate`
-lists them) as [tokens, features]; what the visitor returns takes its place. Queries and keys around
-rope, values and the attention's output are seen at two functions that nearly all families call:
-``apply_rotary_pos_emb…`` of the model's own file, and transformers' attention interface. Router
-logits are the product with the router's E rows of weights.
+Every boundary is shown to a visitor under its name in ``results.TITLES`` as [tokens, features];
+what the visitor returns takes its place. Queries and keys around rope, values and the attention's
+output are seen at two functions that nearly all families call: ``apply_rotary_pos_emb…`` of the
+model's own file, and transformers' attention interface. Router logits are the product with the
+router's E rows of weights.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def require_known(decoder: Any) -> None:
 
 
 def mlp_of(layer: Any) -> Any:
-    """The MLP or block of experts of a layer; None where it has none."""
+    """Return the MLP or block of experts of a layer; None where it has none."""
     return child(layer, MLPS)
 
 
@@ -77,15 +77,17 @@ class Boundaries:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Hooks and wrapped functions, within the block."""
+        """Keep hooks and wrapped functions in place within the block."""
         require_known(self.decoder)
+        layers = self.decoder.layers
         with ExitStack() as stack:
-            for number, layer in enumerate(self.decoder.layers):
-                for handle in self._hooks(number, layer):
-                    stack.callback(handle.remove)
-            for handle in self._final():
+            handles = [handle for n, layer in enumerate(layers) for handle in self._hooks(n, layer)]
+            last, norm = f"{len(layers) - 1}.residual", self.decoder.norm
+            handles.append(norm.register_forward_pre_hook(self._residual(last)))
+            handles.append(norm.register_forward_hook(self._leaving("final_norm")))
+            for handle in handles:
                 stack.callback(handle.remove)
-            for name in {type(layer.self_attn).__module__ for layer in self.decoder.layers}:
+            for name in {type(layer.self_attn).__module__ for layer in layers}:
                 stack.enter_context(self._rope(sys.modules[name]))
             stack.enter_context(self._attention())
             stack.callback(self._modes.close)
@@ -93,55 +95,41 @@ class Boundaries:
 
     # ------------------------------------------------------------ modules
 
-    def _hooks(self, number: int, layer: Any) -> list[Any]:
+    def _hooks(self, number: int, layer: Any) -> Iterator[Any]:
         before = "embedding" if number == 0 else f"{number - 1}.residual"
-        mlp, norms = mlp_of(layer), norms_of(layer)
-        handles = [
-            layer.register_forward_pre_hook(self._entering(before), with_kwargs=True),
-            layer.input_layernorm.register_forward_hook(self._leaving(f"{number}.input_norm")),
-            layer.self_attn.register_forward_pre_hook(self._attending(number)),
-            layer.self_attn.register_forward_hook(self._leaving(f"{number}.attention_output")),
-            norms.before_mlp.register_forward_pre_hook(
-                self._residual(f"{number}.attention_residual")
-            ),
-            norms.before_mlp.register_forward_hook(self._leaving(f"{number}.post_norm")),
-            mlp.register_forward_hook(self._leaving(f"{number}.mlp")),
-        ]
-        for norm, site in (
+        attention, mlp, norms = layer.self_attn, mlp_of(layer), norms_of(layer)
+
+        def attending(module: Any, args: Any) -> None:
+            self._layer = number
+
+        yield layer.register_forward_pre_hook(self._entering(before), with_kwargs=True)
+        yield attention.register_forward_pre_hook(attending)
+        yield norms.before_mlp.register_forward_pre_hook(
+            self._residual(f"{number}.attention_residual")
+        )
+        for module, site in (
+            (layer.input_layernorm, "input_norm"),
+            (attention, "attention_output"),
             (norms.behind_attention, "attention_norm"),
+            (norms.before_mlp, "post_norm"),
+            (mlp, "mlp"),
             (norms.behind_mlp, "mlp_norm"),
         ):
-            if norm is not None:
-                handles.append(norm.register_forward_hook(self._leaving(f"{number}.{site}")))
+            if module is not None:
+                yield module.register_forward_hook(self._leaving(f"{number}.{site}"))
         experts = getattr(mlp, "experts", None)
         if experts is not None:
-            handles += self._router(number, mlp, experts)
-        return handles
+            logits = _RouterLogits(expert_count(mlp), f"{number}.router", self._see)
 
-    def _router(self, number: int, mlp: Any, experts: Any) -> list[Any]:
-        count = expert_count(mlp)
+            def enter(*called: Any) -> None:
+                self._modes.enter_context(logits)
 
-        def enter(module: Any, args: Any) -> None:
-            self._modes.enter_context(_RouterLogits(count, f"{number}.router", self._see))
+            def leave(*called: Any) -> None:
+                self._modes.close()
 
-        def leave(module: Any, args: Any) -> None:
-            self._modes.close()
-
-        def end(module: Any, args: Any, out: Any) -> None:
-            self._modes.close()
-
-        return [
-            mlp.register_forward_pre_hook(enter),
-            experts.register_forward_pre_hook(leave, prepend=True),
-            mlp.register_forward_hook(end, always_call=True),
-        ]
-
-    def _final(self) -> list[Any]:
-        last = len(self.decoder.layers) - 1
-        return [
-            self.decoder.norm.register_forward_pre_hook(self._residual(f"{last}.residual")),
-            self.decoder.norm.register_forward_hook(self._leaving("final_norm")),
-        ]
+            yield mlp.register_forward_pre_hook(enter)
+            yield experts.register_forward_pre_hook(leave, prepend=True)
+            yield mlp.register_forward_hook(leave, always_call=True)
 
     def _entering(self, key: str) -> Any:
         def hook(module: Any, args: Any, kwargs: Any) -> Any:
@@ -160,18 +148,12 @@ class Boundaries:
         return hook
 
     def _residual(self, key: str) -> Any:
-        """The norm's input is the residual stream itself: it is replaced in place."""
+        """Return a hook on a norm's input: the residual stream itself, replaced in place."""
 
         def hook(module: Any, args: Any) -> None:
             seen = self._see(key, args[0])
             if seen is not args[0]:
                 args[0].copy_(seen)
-
-        return hook
-
-    def _attending(self, number: int) -> Any:
-        def hook(module: Any, args: Any) -> None:
-            self._layer = number
 
         return hook
 
@@ -193,7 +175,7 @@ class Boundaries:
                 setattr(module, name, rotate)
 
     def _rotated(self, rotate: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of queries and keys that shows them before and after it."""
+        """Return a function of queries and keys that shows them before and after it."""
 
         def shown(q: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
             if self._turning:  # one such function calls another
@@ -212,8 +194,7 @@ class Boundaries:
     def _attention(self) -> Iterator[None]:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        interface: Any = ALL_ATTENTION_FUNCTIONS
-        kind = type(interface)
+        kind: Any = type(ALL_ATTENTION_FUNCTIONS)
         get = kind.get_interface
 
         def get_shown(own: Any, *args: Any, **kwargs: Any) -> Any:
@@ -234,7 +215,7 @@ class Boundaries:
             kind.get_interface = get
 
     def _heads(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """[B, heads, S, D] is shown as [tokens, heads x D]."""
+        """Show [B, heads, S, D] as [tokens, heads x D]."""
         batch, heads, width, size = value.shape
         flat = value.transpose(1, 2).reshape(batch, width, heads * size)
         seen = self._see(f"{self._layer}.{name}", flat)
@@ -262,15 +243,9 @@ class _RouterLogits(TorchFunctionMode):
 
 
 def expert_count(mlp: Any) -> int:
-    """E of a block of experts; 0 where it does not say."""
+    """Return E of a block of experts; 0 where it does not say."""
     for module in mlp.modules():
         for name in ("num_experts", "num_local_experts", "n_routed_experts"):
             if isinstance(count := getattr(module, name, None), int):
                 return count
     return 0
-
-
-def decoder_of(model: Any) -> Any:
-    """The part of a causal language model that has the layers."""
-    decoder = model.get_decoder()
-    return model.model if decoder is model else decoder

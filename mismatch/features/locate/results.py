@@ -1,4 +1,4 @@
-"""Results of ``mismatch locate`` and their document; plain data, no torch.
+"""Results of ``mismatch locate``; plain data, no torch.
 
 A site is the output of one module. Its key is ``LAYER.site`` in a layer, the name alone outside of
 one. Every side records its sites in the shape [tokens, features].
@@ -12,25 +12,6 @@ from typing import Literal, NamedTuple
 from mismatch.types import NotTested
 
 # In the order of a forward pass.
-LAYER_SITES = (
-    "input_norm",
-    "q",
-    "k",
-    "v",
-    "rope_q",
-    "rope_k",
-    "attention",
-    "attention_output",
-    "attention_norm",
-    "attention_residual",
-    "post_norm",
-    "router",
-    "mlp",
-    "mlp_norm",
-    "residual",
-)
-SOME_FAMILIES = ("attention_norm", "mlp_norm")  # Gemma 2 and 3, GLM4: norms of what is added
-OUTER_SITES = ("embedding", "final_norm", "head")
 TITLES = {
     "embedding": "embedding",
     "input_norm": "input norm",
@@ -51,34 +32,16 @@ TITLES = {
     "final_norm": "final norm",
     "head": "head",
 }
-# Sites whose outputs a module reads; those of another layer are written "-1.".
-INPUTS: dict[str, tuple[str, ...]] = {
-    "input_norm": ("before",),
-    "q": ("input_norm",),
-    "k": ("input_norm",),
-    "v": ("input_norm",),
-    "rope_q": ("q",),
-    "rope_k": ("k",),
-    "attention": ("rope_q", "rope_k", "v"),
-    "attention_output": ("attention",),
-    "attention_norm": ("attention_output",),
-    "attention_residual": ("before", "attention_output", "attention_norm"),
-    "post_norm": ("attention_residual",),
-    "router": ("post_norm",),
-    "mlp": ("post_norm", "router"),
-    "mlp_norm": ("mlp",),
-    "residual": ("attention_residual", "mlp", "mlp_norm"),
-}
+OUTER_SITES = ("embedding", "final_norm", "head")
+LAYER_SITES = tuple(name for name in TITLES if name not in OUTER_SITES)
+SOME_FAMILIES = ("attention_norm", "mlp_norm")  # Gemma 2 and 3, GLM4: norms of what is added
 
 
 class Site(NamedTuple):
-    """One place of a decoder.
+    """One place of a decoder; ``layer`` is None outside of the layers.
 
     >>> Site(3, "router").key, Site(None, "head").key
     ('3.router', 'head')
-
-    Attributes:
-        layer: None outside of the layers.
     """
 
     layer: int | None
@@ -88,14 +51,9 @@ class Site(NamedTuple):
     def key(self) -> str:
         return self.name if self.layer is None else f"{self.layer}.{self.name}"
 
-    @property
-    def title(self) -> str:
-        """As a reader calls it."""
-        return TITLES[self.name]
-
     @classmethod
     def of(cls, key: str) -> Site:
-        """The inverse of ``key``.
+        """Return the site of a key.
 
         >>> Site.of("3.router")
         Site(layer=3, name='router')
@@ -104,23 +62,14 @@ class Site(NamedTuple):
         return cls(int(layer) if dot else None, name)
 
     def order(self) -> tuple[float, int]:
-        """Sorts sites as a forward pass meets them."""
+        """Return a key that sorts sites as a forward pass meets them."""
         if self.layer is None:
             layer = -1.0 if self.name == "embedding" else float("inf")
             return layer, OUTER_SITES.index(self.name)
         return float(self.layer), LAYER_SITES.index(self.name)
 
-    def inputs(self, layers: int) -> tuple[Site, ...]:
-        """The sites that its module reads, in a model of so many layers."""
-        last = Site(layers - 1, "residual")
-        if self.layer is None:
-            return {"final_norm": (last,), "head": (Site(None, "final_norm"),)}.get(self.name, ())
-        before = Site(None, "embedding") if self.layer == 0 else Site(self.layer - 1, "residual")
-        names = INPUTS[self.name]
-        return tuple(before if name == "before" else Site(self.layer, name) for name in names)
 
-
-Role = Literal["source", "amplifier", "passed on"]
+Role = Literal["source", "amplifier", "passed on"]  # "amplifier": of reports of earlier versions
 Status = Literal["none", "located", "unlocated"]
 
 
@@ -132,27 +81,22 @@ class SiteError:
 
     Attributes:
         error: of its output.
-        cosine: of its output to the reference's.
         new: of its output to what the reference's module gives for this side's own input.
         cost: the same of a plain forward in the side's dtype; None where that was not recorded.
         excess: ``new`` over the larger of ``cost`` and the dtype's rounding.
         lowest_excess: the smallest ``excess`` when one sequence is left out.
-        gain: error of the reference's output on this side's input, over that input's own error;
-            None where the input has no error to speak of.
-        other_experts: of a router: share of tokens whose set of experts is another.
     """
+
+    GONE = frozenset({"gain", "cosine", "other_experts"})  # see mismatch/codec.py
 
     layer: int | None
     site: str
     error: float
-    cosine: float
     new: float
     cost: float | None
     excess: float
     lowest_excess: float
-    gain: float | None
     role: Role
-    other_experts: float | None = None
 
     @property
     def location(self) -> Site:
@@ -181,19 +125,22 @@ class Group:
     removed: float
     moves: float = 0.0
 
+    @property
+    def place(self) -> str:
+        """Module and layers.
 
-@dataclass(frozen=True, slots=True)
-class PairEffect:
-    """Two groups (by their place in the list) taken out together.
-
-    Attributes:
-        interaction: ``removed`` less that of each alone.
-    """
-
-    first: int
-    second: int
-    removed: float
-    interaction: float
+        >>> Group("rope_q", (3,), 9.0, 0.9, 0.9).place
+        'rope of layer 3'
+        """
+        title = TITLES[self.site]
+        if not self.layers:
+            return title
+        low, high = self.layers[0], self.layers[-1]
+        if low == high:
+            return f"{title} of layer {low}"
+        run = len(self.layers) == high - low + 1
+        listed = f"{low} to {high}" if run else ", ".join(map(str, self.layers))
+        return f"{title} of layers {listed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +157,10 @@ class SideLocation:
         groups: sources in the order of the forward pass.
         first: place of the first one that explains anything; None: none does.
         explained, removed: of all groups together, as in :class:`Group`.
-        reverted: share of its mean |distance| that goes where the side itself runs again with the
-            reference's output in place of the first source's; None: no source, or an engine.
         distances, plain_distances: of each sequence; () where there is no plain forward.
     """
+
+    GONE = frozenset({"pairs", "reverted"})  # see mismatch/codec.py
 
     name: str
     role: Literal["engine", "trainer"]
@@ -223,11 +170,9 @@ class SideLocation:
     held: float | None
     sites: tuple[SiteError, ...]
     groups: tuple[Group, ...] = ()
-    pairs: tuple[PairEffect, ...] = ()
     first: int | None = None
     explained: float | None = None
     removed: float | None = None
-    reverted: float | None = None
     distances: tuple[float, ...] = ()
     plain_distances: tuple[float, ...] = ()
 
@@ -259,15 +204,16 @@ class Location:
     Attributes:
         reference: whose weights the float32 reference holds.
         tokens: action tokens whose log-probabilities were compared.
-        between: mean |train - rollout| on them, nats; None without an engine.
+        broken: the run's report says BROKEN.
     """
+
+    GONE = frozenset({"between", "layers"})  # see mismatch/codec.py
 
     model: str
     reference: str
     sequences: tuple[Sequence, ...]
     tokens: int
-    layers: int
-    between: float | None
     sides: tuple[SideLocation, ...]
     not_tested: tuple[NotTested, ...]
     seconds: float = 0.0
+    broken: bool = False

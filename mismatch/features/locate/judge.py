@@ -1,74 +1,51 @@
-"""From errors of modules to sources, and to the sentence; numpy alone."""
+"""From errors of modules to sources, and to the verdict; numpy alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
+from mismatch.analysis.plugins import Analysis
 from mismatch.codec import status_schema, to_json, with_verdict, without_verdict
 from mismatch.errors import MismatchError
-from mismatch.experiments.locate.types import (
-    TITLES,
-    Group,
-    Location,
-    SideLocation,
-    Site,
-    SiteError,
-    Status,
-)
+from mismatch.features.locate.results import Group, Location, SideLocation, Site, SiteError, Status
 from mismatch.run import store
+from mismatch.specs import CheckSpec
 from mismatch.types import Floats
 
-MATTERS = 0.05  # share of a side's distance that a first source explains, or that goes with it
+MATTERS = 0.05  # share of a side's distance that a first source explains, or that goes without it
 MOVES = 0.1  # of a side's distance, that a first source moves the end by all the same
 FAR = 2.0  # times the plain forward's distance: a side that is off although no source explains it
 OTHER_NATS = 1e-3  # or the plain forward's distance: what ran here is not what the run recorded
-PAIRS = 3  # groups whose pairs are taken out
 
 
 def groups_of(sites: Sequence[SiteError]) -> list[tuple[Group, tuple[Site, ...]]]:
-    """The sources, those of one module in several layers together, in the forward pass's order.
+    """Return the sources, those of one module in several layers together, in the forward order.
 
-    Their effects are not measured yet: NaN.
+    Rope turns queries and keys alike, so that its two sites are one group. Effects are not measured
+    yet: NaN.
     """
-    sources = sorted((s for s in sites if s.role == "source"), key=lambda o: o.location.order())
-    names = {s.site for s in sources}
+    sources = sorted((s for s in sites if s.role == "source"), key=lambda s: s.location.order())
+    names = {source.site for source in sources}
     named: dict[str, list[SiteError]] = {}
-    for s in sources:
-        named.setdefault(module_of(s.site, names), []).append(s)
+    for source in sources:
+        rope = source.site == "rope_k" and "rope_q" in names
+        named.setdefault("rope_q" if rope else source.site, []).append(source)
     groups = []
     for name, errors in named.items():
         layers = tuple(dict.fromkeys(error.layer for error in errors if error.layer is not None))
-        excess = max(error.excess for error in errors)
-        groups.append(
-            (Group(name, layers, excess, np.nan, np.nan), tuple(error.location for error in errors))
-        )
+        group = Group(name, layers, max(error.excess for error in errors), np.nan, np.nan)
+        groups.append((group, tuple(error.location for error in errors)))
     return groups
 
 
-def module_of(site: str, sources: Collection[str]) -> str:
-    """The site that a group is named after: rope turns queries and keys alike.
-
-    >>> module_of("rope_k", {"rope_q", "rope_k"}), module_of("rope_k", {"rope_k"})
-    ('rope_q', 'rope_k')
-    """
-    return "rope_q" if site == "rope_k" and "rope_q" in sources else site
-
-
-def sites_in(side: SideLocation, group: Group) -> tuple[Site, ...]:
-    """The sites of one of a side's groups."""
-    sources = [site for site in side.sites if site.role == "source"]
-    names = {site.site for site in sources}
-    return tuple(site.location for site in sources if module_of(site.site, names) == group.site)
-
-
 def explained(end: Floats, alone: Floats) -> float:
-    """Share of the squared distance ``end`` [A] that ``alone`` [A] reproduces, token by token.
+    """Return the share of the squared distance ``end`` [A] that ``alone`` [A] reproduces.
 
     >>> explained(np.array([1.0, -1.0]), np.array([1.0, -1.0]))
     1.0
@@ -78,7 +55,7 @@ def explained(end: Floats, alone: Floats) -> float:
 
 
 def moved(end: Floats, alone: Floats) -> float:
-    """Root mean square of ``alone`` [A] over that of ``end`` [A].
+    """Return the root mean square of ``alone`` [A] over that of ``end`` [A].
 
     >>> moved(np.array([2.0, 0.0]), np.array([0.0, 1.0]))
     0.5
@@ -88,15 +65,24 @@ def moved(end: Floats, alone: Floats) -> float:
 
 
 def removed(end: Floats, without: Floats) -> float:
-    """Share of the mean |distance| ``end`` [A] that is gone in ``without`` [A]."""
+    """Return the share of the mean |distance| ``end`` [A] that is gone in ``without`` [A]."""
     whole = float(np.abs(end).mean())
     return 1.0 - float(np.abs(without).mean()) / whole if whole else 0.0
 
 
 def with_first(side: SideLocation) -> SideLocation:
-    """The side with its first source: the earliest that does anything to the end."""
+    """Return the side with its first source: the earliest that does anything to the end.
+
+    Of a source that gives no numbers no effect can be measured, and it matters.
+    """
     first = next(
-        (index for index, group in enumerate(side.groups) if does_anything(group)),
+        (
+            index
+            for index, group in enumerate(side.groups)
+            if not math.isfinite(group.excess)
+            or max(group.explains, group.removed) >= MATTERS
+            or group.moves >= MOVES
+        ),
         None,
     )
     together = max(side.explained or 0.0, side.removed or 0.0)
@@ -105,20 +91,9 @@ def with_first(side: SideLocation) -> SideLocation:
     return replace(side, first=first)
 
 
-def does_anything(group: Group) -> bool:
-    """Whether a source matters at the end; of one that gives no numbers nothing can be told."""
-    if not math.isfinite(group.excess):
-        return True
-    return max(group.explains, group.removed) >= MATTERS or group.moves >= MOVES
-
-
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The last line.
-
-    Attributes:
-        code: of the command: 0 or 1.
-    """
+    """The last line, and the exit code of the command: 0 or 1."""
 
     status: Status
     reason: str
@@ -131,7 +106,7 @@ class Verdict:
 
 
 def judge(location: Location) -> Verdict:
-    """Located as soon as one side has a source that explains something.
+    """Judge: located as soon as one side has a source that explains something.
 
     Raises:
         MismatchError: no side was recorded.
@@ -149,21 +124,21 @@ def judge(location: Location) -> Verdict:
         names = ", ".join(side.name for side in far)
         reason = f"{names} is off beyond its precision, and no module that was recorded says why"
         return Verdict("unlocated", reason, 1)
-    idle = [
-        f"{side.name} at the {place_of(side.groups[0])}" for side in location.sides if side.groups
-    ]
-    if idle:
-        reason = f"{' and '.join(idle)} errs beyond its precision, which does nothing to the end"
-        return Verdict("none", reason, 0)
     names = " and ".join(side.name for side in location.sides)
     reason = f"no module of {names} errs beyond what its precision costs"
+    if any(side.groups for side in location.sides):
+        reason += " and does anything to the end"
+    if all(side.role != "engine" for side in location.sides):
+        reason += "; the engine's side could not be located"
+        if location.broken:
+            return Verdict("unlocated", f"{reason}, and the run is BROKEN", 1)
     return Verdict("none", reason, 0)
 
 
 def is_far(location: Location, side: SideLocation) -> bool:
-    """Whether a side is further from float32 than the plain forward in its dtype.
+    """Return whether a side is further from float32 than the plain forward in its dtype.
 
-    Told from the sequences that were drawn at random, whichever of them is left out: the worst ones
+    Only sequences that were drawn at random count, whichever of them is left out: the worst ones
     were chosen because a side rounded unluckily there, and the plain forward was not.
     """
     if side.plain_distance is None:
@@ -180,13 +155,13 @@ def is_far(location: Location, side: SideLocation) -> bool:
 
 
 def is_other(side: SideLocation) -> bool:
-    """Whether what was recorded is not what the run recorded of this side."""
+    """Return whether what was recorded is not what the run recorded of this side."""
     limit = max(side.plain_distance or 0.0, OTHER_NATS)
     return side.held is not None and not side.held <= limit  # NaN too
 
 
 def other_than_the_run(side: SideLocation) -> str:
-    """What that means."""
+    """Say what that means."""
     return (
         f"{side.name} is {side.held:.3g} nats from what the run recorded of it: what was different "
         "there (its start, batch or cache) is in none of these modules"
@@ -194,7 +169,7 @@ def other_than_the_run(side: SideLocation) -> str:
 
 
 def sentence(side: SideLocation) -> str:
-    """What a side's first source is, and how far it goes.
+    """Say what a side's first source is, and how far it goes.
 
     Raises:
         ValueError: it has none.
@@ -203,55 +178,37 @@ def sentence(side: SideLocation) -> str:
     if group is None:
         raise ValueError("no source")
     if not math.isfinite(group.excess):
-        return f"{side.name} gives values that are no numbers at the {place_of(group)}"
+        return f"{side.name} gives values that are no numbers at the {group.place}"
     more = len(side.groups) - 1
     others = f", with {more} more {'source' if more == 1 else 'sources'}" if more else ""
-    layers = {layer for source in side.groups for layer in source.layers or (None,)}
-    if more and len(layers) == 1 and None not in layers:
-        others += f", all in layer {group.layers[0]}"
     share = (side.explained if more else group.explains) or 0.0
     shown = f"{100 * min(1.0, max(0.0, share)):.0f} % of its squared distance come of it"
     return (
-        f"{side.name} parts from float32 at the {place_of(group)} "
+        f"{side.name} parts from float32 at the {group.place} "
         f"({group.excess:.3g} times what {side.dtype} costs there){others}: {shown}"
     )
 
 
-def place_of(group: Group) -> str:
-    """Module and layers.
-
-    >>> place_of(Group("rope_q", (3,), 9.0, 0.9, 0.9))
-    'rope of layer 3'
-    """
-    title = TITLES[group.site]
-    if not group.layers:
-        return title
-    if len(group.layers) == 1:
-        return f"{title} of layer {group.layers[0]}"
-    low, high = group.layers[0], group.layers[-1]
-    run = len(group.layers) == high - low + 1
-    listed = f"{low} to {high}" if run else ", ".join(map(str, group.layers))
-    return f"{title} of layers {listed}"
-
+# ---------------------------------------------------------------- document
 
 SCHEMA, FILE = "mismatch.locate/1", "locate.json"
 COMMAND, PAGE = "mismatch locate", "docs/locate.md"
 
 
 def to_document(location: Location) -> dict[str, Any]:
-    """As JSON data, with the verdict."""
+    """Return the location as JSON data, with the verdict."""
     verdict = judge(location)
     head = {"status": verdict.status, "reason": verdict.reason}
     return {"schema": SCHEMA, "verdict": head, **to_json(location)}
 
 
 def from_document(document: Any) -> Location:
-    """The inverse of :func:`to_document`; raises as :func:`mismatch.codec.without_verdict`."""
+    """Read what :func:`to_document` wrote; raises as :func:`mismatch.codec.without_verdict`."""
     return without_verdict(Location, document, SCHEMA, command=COMMAND, page=PAGE)
 
 
-def of_run(run_dir: Path | str) -> Location | None:
-    """What ``mismatch locate`` left in a run; None where it left nothing.
+def of_run(run_dir: Path | str, spec: CheckSpec | None = None) -> Location | None:
+    """Return what ``mismatch locate`` left in a run; None where it left nothing.
 
     Raises:
         MismatchError: it is damaged.
@@ -261,6 +218,28 @@ def of_run(run_dir: Path | str) -> Location | None:
     return from_document(store.load_document(run_dir, FILE))
 
 
-def document_schema(definitions: dict[str, Any]) -> dict[str, Any]:
-    """The JSON Schema of the document, as a part of another."""
-    return with_verdict(Location, SCHEMA, status_schema(get_args(Status)), definitions)
+class _Locate(Analysis[Location]):
+    """The document of ``mismatch locate``, its schema's name and verdict with it."""
+
+    def write(self, result: Location) -> dict[str, Any]:
+        return {self.id: to_document(result)}
+
+    def read(self, document: dict[str, Any]) -> Location | None:
+        entry = document.get(self.id)
+        return None if entry is None else from_document(entry)
+
+    def schema(self, definitions: dict[str, Any]) -> dict[str, Any]:
+        verdict = status_schema(get_args(Status))
+        return {self.id: with_verdict(Location, SCHEMA, verdict, definitions)}
+
+
+ANALYSES = (
+    _Locate(
+        "locate",
+        Location,
+        section="mismatch.features.locate.section:section",
+        order=10,
+        from_run=of_run,
+        chapter="why",
+    ),
+)

@@ -1,0 +1,15 @@
+"""Where the sides part: the first module of the engine or the trainer that is no float32."""
+
+from mismatch.plugins import Command, Feature
+
+FEATURE = Feature(
+    "locate",
+    commands=(
+        Command(
+            "locate",
+            "Name the first module at which engine and trainer part.",
+            "mismatch.features.locate.command:locate",
+        ),
+    ),
+    analyses="mismatch.features.locate.judge:ANALYSES",
+)

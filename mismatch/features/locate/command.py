@@ -1,0 +1,91 @@
+"""`mismatch locate`: at which module do engine and trainer part?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import typer
+
+from mismatch.cli.command import with_flags
+from mismatch.cli.flags import Flags, Option, switch
+from mismatch.cli.options import JSON, RUN, TRUST_RUN
+from mismatch.specs import MANY, OUTPUT, SEEDS, Range
+
+WHAT = "What to record"
+FLAGS = (
+    Option(
+        "sequences",
+        int,
+        WHAT,
+        "Sequences of the run: the worst half, and others at random.",
+        default=8,
+        range=Range(1, MANY),
+    ),
+    Option(
+        "max_sequence_tokens",
+        int,
+        WHAT,
+        "Tokens of each sequence, from its beginning; memory and disk grow with it.",
+        default=512,
+        range=Range(2, MANY),
+    ),
+    Option(
+        "budget_minutes",
+        float,
+        WHAT,
+        "Minutes after which no further sequence is begun.",
+        default=10.0,
+        range=Range(0, MANY, above=True),
+    ),
+    Option("seed", int, WHAT, "Seed of the random sequences.", default=0, range=SEEDS),
+)
+DETAILS = switch("details", OUTPUT, "Every module of every layer.")
+
+
+@with_flags(RUN, FLAGS, DETAILS, JSON, TRUST_RUN)
+def locate(flags: Flags) -> int:
+    """Name the first module at which a side of a run parts from float32.
+
+    Engine, trainer and plain forwards run on some of the run's tokens while every module is
+    recorded. A module is a source if it errs on the same input beyond what its precision costs.
+
+    Exit code 0: no module does. 1: one does, or a side is off and none says why. 2: nothing was
+    recorded.
+
+    Examples:
+    mismatch locate runs/A
+    mismatch locate runs/A --sequences 16 --details
+    """
+    from rich.console import Console
+
+    from mismatch.cli import session
+    from mismatch.features.locate.judge import judge, to_document
+    from mismatch.features.locate.recording import Asked, locate
+    from mismatch.features.locate.section import section
+    from mismatch.pipeline.document import report_from_json
+    from mismatch.reports.files import write_report
+    from mismatch.reports.terminal import print_alone
+    from mismatch.run import store
+    from mismatch.run.directory import load_spec
+    from mismatch.run.trust import require_trust
+
+    run: Path = flags["run"]
+    require_trust(run, load_spec(run), flags["trust_run"])
+    asked = Asked(
+        flags["sequences"],
+        flags["max_sequence_tokens"],
+        60 * flags["budget_minutes"],
+        flags["seed"],
+    )
+    narrator = session.narrator(silent=flags["as_json"])
+    location = locate(run, narrator, asked, session.command())
+    if (run / "report.json").exists():
+        stored = report_from_json(store.load_document(run, "report.json"))
+        write_report(run, stored.with_analyses(locate=location), store.load_tokens(run))
+    verdict = judge(location)
+    if flags["as_json"]:
+        typer.echo(json.dumps(to_document(location), indent=2, allow_nan=False))
+    else:
+        print_alone(section(location), verdict, Console(), run, "locate.json", flags["details"])
+    return verdict.code

@@ -1,0 +1,289 @@
+"""What the modules of an engine give, under canonical names: vLLM, SGLang and transformers.
+
+vLLM and SGLang fuse query, key and value projections, add the residual inside their norms, and work
+in place: inputs are copied before a module runs. Steps of one request are joined in their order. Of
+several tensor-parallel ranks each leaves its own file; :func:`join_ranks` puts heads beside one
+another and adds what is not added up yet.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from mismatch.errors import MismatchError
+from mismatch.models.moe import ATTENTIONS, MLPS, child, norms_of
+
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
+GATES = ("router", "gate")
+BY_HEAD = ("q", "k", "v", "rope_q", "rope_k", "attention")  # a rank has its own heads
+BY_KV_HEAD = ("k", "v", "rope_k")  # of which several ranks may have the same
+ADDED_UP = ("attention_output", "mlp")  # by the module itself, or later by whoever reads it
+CALL = "mismatch_with_model"  # of the engine's process, see mismatch/engines/model_calls.py
+CAPTURE = "mismatch_modules"  # attribute of the model that is recorded
+KV_COPIES = "kv_copies"  # in a file's metadata: layer -> ranks that have the same heads
+
+
+# ---------------------------------------------------------------- in the engine's process
+
+
+def start(model: Any) -> str:
+    """Record what every module gives from now on; return why that is impossible, or "".
+
+    A family whose layers are put together otherwise (MLA, no norm at the input) lacks an attribute.
+    """
+    capture = ModuleCapture()
+    setattr(model, CAPTURE, capture)
+    if any(type(module).__name__ == "PPMissingLayer" for module in model.modules()):
+        return "a pipeline stage holds some layers only"
+    try:
+        capture.watch(model)
+    except (AttributeError, LookupError) as error:
+        stop(model)
+        return f"the layers of {type(model).__name__} are put together otherwise: {error}"
+    return ""
+
+
+def take(model: Any, path: str) -> int:
+    """Write what this rank recorded since the last time; return how many tokens it has."""
+    distributed = torch.distributed
+    rank = distributed.get_rank() if distributed.is_initialized() else 0
+    count: int = getattr(model, CAPTURE).take(of_rank(path, rank))
+    return count
+
+
+def stop(model: Any) -> None:
+    """Take the hooks away."""
+    for handle in getattr(model, CAPTURE).handles:
+        handle.remove()
+
+
+class ModuleCapture:
+    """Hooks on one model; :meth:`take` gives what was seen since the last time."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, list[torch.Tensor]] = {}
+        self.handles: list[Any] = []
+        self._ropes: set[int] = set()
+        self._number = 0  # of the layer whose attention is at work
+        self._kv_copies: dict[int, int] = {}
+
+    def watch(self, model: Any) -> None:
+        """Put hooks on every layer.
+
+        Raises:
+            AttributeError, LookupError: layers that are put together otherwise.
+        """
+        layers = {
+            int(match[1]): module
+            for name, module in model.named_modules()
+            if (match := LAYER.search(name)) and hasattr(module, "input_layernorm")
+        }
+        if not layers:
+            raise LookupError("no layer has a norm at its input")
+        for number, layer in sorted(layers.items()):
+            self._layer(number, layer)
+        self._norm(model.model.norm, f"{len(layers) - 1}.residual", "final_norm")
+
+    def take(self, path: str) -> int:
+        """Write what was seen to a safetensors file; return how many tokens it has."""
+        joined = {key: torch.cat(parts) for key, parts in self.parts.items()}
+        self.parts = {}
+        tokens = len(joined["embedding"]) if "embedding" in joined else 0
+        whole = {  # some modules show a row a head
+            key: value.reshape(tokens, -1).contiguous()
+            for key, value in joined.items()
+            if tokens and value.numel() % tokens == 0
+        }
+        save_file(whole, Path(path), {KV_COPIES: json.dumps(self._kv_copies)})
+        return tokens
+
+    def _layer(self, number: int, layer: Any) -> None:
+        before = "embedding" if number == 0 else f"{number - 1}.residual"
+        attention, mlp, norms = child(layer, ATTENTIONS), child(layer, MLPS), norms_of(layer)
+        self._norm(layer.input_layernorm, before, f"{number}.input_norm")
+        self._norm(norms.before_mlp, f"{number}.attention_residual", f"{number}.post_norm")
+        fused = getattr(attention, "qkv_proj", None)
+        self._kv_copies[number] = int(getattr(fused, "num_kv_head_replicas", 1))
+
+        def enter(args: Any) -> None:
+            self._number = number
+
+        self._before(attention, enter)
+        if id(attention.rotary_emb) not in self._ropes:  # layers may share one
+            self._ropes.add(id(attention.rotary_emb))
+            self._before(attention.rotary_emb, lambda args: self._pair("q", "k", args[1:]))
+            self._after(attention.rotary_emb, lambda out: self._pair("rope_q", "rope_k", out))
+        self._before(attention.attn, lambda args: self._keep(f"{number}.v", args[2]))
+        for module, site in (
+            (attention.attn, "attention"),
+            (attention.o_proj, "attention_output"),
+            (norms.behind_attention, "attention_norm"),
+            (child(mlp, GATES), "router"),
+            (mlp, "mlp"),
+            (norms.behind_mlp, "mlp_norm"),
+        ):
+            if module is not None:
+                self._after(module, partial(self._keep, f"{number}.{site}"))
+
+    def _norm(self, norm: Any, stream: str, normed: str) -> None:
+        """Keep both values of a norm that adds the residual: (normed, stream).
+
+        A norm that does not add it is given the stream.
+        """
+        alone = False
+
+        def before(args: Any) -> None:
+            nonlocal alone
+            alone = len(args) == 1 or args[1] is None
+            if alone:
+                self._keep(stream, args[0])
+
+        def after(out: Any) -> None:
+            self._keep(normed, out)
+            if not alone:
+                self._keep(stream, out[1])
+
+        self._before(norm, before)
+        self._after(norm, after)
+
+    def _pair(self, first: str, second: str, values: Any) -> None:
+        """Keep queries and keys of the layer whose attention is at work."""
+        self._keep(f"{self._number}.{first}", values[0])
+        self._keep(f"{self._number}.{second}", values[1])
+
+    def _keep(self, key: str, value: Any) -> None:
+        value = value[0] if isinstance(value, tuple) else value
+        flat = value.detach().reshape(len(value), -1).to("cpu", copy=True)
+        self.parts.setdefault(key, []).append(flat)
+
+    def _before(self, module: Any, keep: Callable[[Any], None]) -> None:
+        def hook(_: Any, args: Any, kwargs: Any) -> None:
+            keep((*args, *kwargs.values()))
+
+        self.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _after(self, module: Any, keep: Callable[[Any], None]) -> None:
+        def hook(_: Any, args: Any, out: Any) -> None:
+            keep(out)
+
+        self.handles.append(module.register_forward_hook(hook))
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def of_rank(path: str | Path, rank: int) -> str:
+    """Return the file of one rank."""
+    return f"{path}.rank{rank}"
+
+
+def join_ranks(path: Path, ranks: int) -> None:
+    """Make one file of what each rank left, and remove theirs.
+
+    What does not follow from the parts is left out: the side does not show it.
+    """
+    files = [of_rank(path, rank) for rank in range(ranks)]
+    parts = [load_file(file) for file in files]
+    with safe_open(files[0], "pt") as first:
+        copies = json.loads((first.metadata() or {}).get(KV_COPIES, "{}"))
+    whole = {}
+    for key in set(parts[0]).intersection(*parts):
+        kv_copies = copies.get(key.partition(".")[0], 1)
+        joined = _whole(key.rpartition(".")[2], [part[key] for part in parts], kv_copies)
+        if joined is not None:
+            whole[key] = joined
+    save_file(whole, path)
+    for file in files:
+        Path(file).unlink()
+
+
+def _whole(site: str, parts: list[torch.Tensor], kv_copies: int) -> torch.Tensor | None:
+    """Return one site from what each rank gave; None where it does not follow.
+
+    Args:
+        parts: [tokens, features] by rank.
+        kv_copies: neighbouring ranks that have the same heads of keys and values.
+    """
+    first, rest = parts[0], parts[1:]
+    if rest and site in BY_HEAD:
+        return torch.cat(parts[:: kv_copies if site in BY_KV_HEAD else 1], dim=-1)
+    shapes = {part.shape for part in parts}
+    if len(shapes) == 1 and all(
+        torch.allclose(first, part, rtol=0, atol=0, equal_nan=True) for part in rest
+    ):
+        return first
+    if site not in ADDED_UP or len(shapes) > 1:
+        return None
+    return torch.stack(parts).float().sum(0)
+
+
+# ---------------------------------------------------------------- beside the engine
+
+
+def record(
+    engine: Any, sequences: list[list[int]], starts: list[int], temperature: float, folder: Path
+) -> list[Any]:
+    """Score sequences one by one, as ``prefill`` does, and leave ``N.safetensors`` of each.
+
+    Args:
+        engine: vLLM or SGLang at work.
+
+    Returns:
+        The log-probabilities of each sequence from its start on.
+
+    Raises:
+        MismatchError: a model whose modules cannot be recorded, or a sequence that was recorded
+            in part.
+    """
+    obstacle = next(filter(None, engine._call(CALL, f"{__name__}:start")), "")
+    if obstacle:
+        raise MismatchError(f"{engine.name}: {obstacle}", "the other sides can still be located")
+    scores = []
+    try:
+        for number, (ids, first) in enumerate(zip(sequences, starts, strict=True)):
+            scores += engine.prefill([ids], [first], temperature, lambda *done: None)
+            path = folder / f"{number}.safetensors"
+            tokens = min(engine._call(CALL, f"{__name__}:take", str(path)))
+            if tokens != len(ids):
+                raise MismatchError(
+                    f"{engine.name}: {tokens} of {len(ids)} tokens went through the modules",
+                    "drop the --engine-arg that keeps a prefix cache or splits a sequence",
+                )
+            join_ranks(path, engine.spec.tensor_parallel_size)
+    finally:
+        engine._call(CALL, f"{__name__}:stop")
+    return scores
+
+
+def record_transformers(
+    engine: Any, sequences: list[list[int]], starts: list[int], temperature: float, folder: Path
+) -> list[Any]:
+    """Do the same with transformers, whose modules are the trainer's.
+
+    Raises:
+        MismatchError: a model whose modules cannot be recorded.
+    """
+    from mismatch.features.locate.boundaries import Boundaries, Recorder
+
+    model = engine.model
+    decoder = model.get_decoder()
+    decoder = model.model if decoder is model else decoder
+    scores = []
+    for number, (ids, first) in enumerate(zip(sequences, starts, strict=True)):
+        recorder = Recorder()
+        with Boundaries(decoder, recorder).shown():
+            scores += engine.prefill([ids], [first], temperature, lambda *done: None)
+        save_file(recorder.values, folder / f"{number}.safetensors")
+    return scores
+
+
+RECORD = {"vllm": record, "sglang": record, "transformers": record_transformers}

@@ -1,0 +1,133 @@
+"""Errors of modules from sums of squares, and which module is a source; numpy alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mismatch.features.locate.results import Site, SiteError
+
+# Relative rounding of one operation in each dtype; float32 products differ by their order of sums.
+ROUNDING = {"bf16": 2.0**-9, "fp16": 2.0**-12, "fp32": 2.0**-21}
+# Times what the precision costs: a module that is a source. The largest excess of any module in
+# clean runs was 1.97 (docs/locate.md).
+BEYOND = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Of one site and one sequence: sums of squares, over tokens and features.
+
+    ``y`` is the side's output, ``r`` the reference's in its own forward pass, ``s`` the reference's
+    module on the side's input.
+
+    Attributes:
+        reference: sum of r²; ``same``: of s².
+        error: of (y - r)²; ``new``: of (y - s)².
+    """
+
+    reference: float = 0.0
+    same: float = 0.0
+    error: float = 0.0
+    new: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        own: NDArray[np.floating],
+        reference: NDArray[np.floating],
+        same: NDArray[np.floating],
+        counted: NDArray[np.bool_] | None = None,
+    ) -> Sums:
+        """Sum over arrays [tokens, features]; what is no number makes the new error infinite.
+
+        Args:
+            counted: [tokens] those whose new error counts; the others chose between equals.
+
+        Raises:
+            ValueError: shapes that differ.
+        """
+        if not own.shape == reference.shape == same.shape:
+            raise ValueError(f"shapes {own.shape}, {reference.shape}, {same.shape}")
+        y, r, s = (np.asarray(array, np.float64) for array in (own, reference, same))
+        lost = bool((np.isfinite(s) & ~np.isfinite(y)).any())
+        finite = np.isfinite(y) & np.isfinite(r) & np.isfinite(s)
+        y, r, s = (np.where(finite, array, 0.0) for array in (y, r, s))
+        kept = slice(None) if counted is None else counted
+        return cls(
+            reference=float((r * r).sum()),
+            same=float((s[kept] ** 2).sum()),
+            error=float(((y - r) ** 2).sum()),
+            new=math.inf if lost else float(((y - s)[kept] ** 2).sum()),
+        )
+
+    @classmethod
+    def total(cls, parts: Several[Sums]) -> Sums:
+        """Add up sequences."""
+        names = [field.name for field in fields(cls)]
+        return cls(*(sum(getattr(part, name) for part in parts) for name in names))
+
+
+BySite = Mapping[Site, Several[Sums]]  # one entry a sequence, in one order
+
+
+def ratio(part: float, whole: float) -> float:
+    """Return a relative size from sums of squares; infinite where only the whole is nothing.
+
+    >>> ratio(1.0, 4.0), ratio(0.0, 0.0)
+    (0.5, 0.0)
+    """
+    if part == 0:
+        return 0.0
+    return math.sqrt(part / whole) if whole > 0 and math.isfinite(part) else math.inf
+
+
+def site_errors(side: BySite, plain: BySite | None, dtype: str) -> list[SiteError]:
+    """Return every site of one side, in the order of the forward pass.
+
+    Args:
+        plain: the same of the plain forward in the side's dtype; None: rounding alone.
+        dtype: of the side, a key of ``ROUNDING``.
+    """
+    errors = []
+    for site in sorted(side, key=Site.order):
+        sums, yardstick = Sums.total(side[site]), (plain or {}).get(site)
+        cost = None if yardstick is None else _new(yardstick)
+        lowest = _lowest_excess(side[site], yardstick, ROUNDING[dtype])
+        new = ratio(sums.new, sums.same)
+        errors.append(
+            SiteError(
+                layer=site.layer,
+                site=site.name,
+                error=ratio(sums.error, sums.reference),
+                new=new,
+                cost=cost,
+                excess=new / max(cost or 0.0, ROUNDING[dtype]),
+                lowest_excess=lowest,
+                role="source" if lowest > BEYOND else "passed on",
+            )
+        )
+    return errors
+
+
+def _new(parts: Several[Sums]) -> float:
+    whole = Sums.total(parts)
+    return ratio(whole.new, whole.same)
+
+
+def _lowest_excess(side: Several[Sums], plain: Several[Sums] | None, rounding: float) -> float:
+    """Return the smallest excess with any one sequence left out: no source rests on one alone."""
+
+    def without(parts: Several[Sums], index: int) -> Several[Sums]:
+        return [*parts[:index], *parts[index + 1 :]] if len(parts) > 1 else parts
+
+    paired = plain if plain is not None and len(plain) == len(side) else None
+    return min(
+        _new(without(side, n)) / max(_new(without(paired, n)) if paired else 0.0, rounding)
+        for n in range(len(side))
+    )

@@ -1,0 +1,303 @@
+"""The float32 reference at work on what other sides recorded.
+
+Its forward pass runs with every module given the side's own recorded input: each module's output
+against the recorded one is what is new there, and the recorded one goes on. So one pass compares
+every module of a side with the reference on the same input. What is new can then be put into the
+reference's own forward pass, all of it or in parts, to see how much of the end comes of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from mismatch.features.locate.boundaries import (
+    Boundaries,
+    Recorder,
+    expert_count,
+    mlp_of,
+    require_known,
+)
+from mismatch.features.locate.errors import Sums, site_errors
+from mismatch.features.locate.judge import explained, groups_of, moved, removed, with_first
+from mismatch.features.locate.results import (
+    LAYER_SITES,
+    SOME_FAMILIES,
+    TITLES,
+    Group,
+    SideLocation,
+    Site,
+)
+from mismatch.specs import Dtype, Pass
+from mismatch.training.load import load
+from mismatch.training.packing import MicroBatch
+from mismatch.training.sequence_parallel import SequenceParallel
+from mismatch.training.validate import prepare_pass, to_device
+from mismatch.types import Floats, NotTested, Rollout
+
+LEAST = 2  # sequences that are replayed whatever the time
+TESTED = 6  # groups whose effect is measured one by one
+TIE = 1e-6  # of two logits, relative: a choice between equals
+HEAD = Site(None, "head")
+BySite = dict[Site, list[Sums]]
+
+
+def side_folder(directory: Path | str, name: str) -> Path:
+    """Return the folder in which a side leaves what it recorded."""
+    folder = Path(directory) / name.replace(":", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+class Forward:
+    """One loaded trainer, and its forward passes over one sequence each.
+
+    Raises:
+        MismatchError: a model that cannot be loaded, or whose modules cannot be told from another.
+    """
+
+    def __init__(self, world: Any, pass_: Pass, rollout: Rollout) -> None:
+        self.world, self.spec, self.rollout = world, pass_.spec, rollout
+        self.loaded = load(pass_.spec, world.mesh, world.device)
+        require_known(self.loaded.scorer.decoder)
+        self.options = prepare_pass(world, self.loaded, rollout, pass_.spec, None)[0]
+
+    def logprobs(self, number: int, visit: Any) -> np.ndarray:
+        """Return log-probabilities [A] of one sequence; ``visit``: see :class:`Boundaries`."""
+        scorer, rollout = self.loaded.scorer, self.rollout
+        length = int(rollout.offsets[number + 1] - rollout.offsets[number])
+        parallel, group = SequenceParallel.of(self.world, 1), MicroBatch((number,), length)
+        inputs = to_device(
+            rollout, group, self.spec, self.options, self.world.device, None, parallel
+        )
+        with torch.no_grad(), Boundaries(scorer.decoder, visit).shown():
+            values, _ = scorer(
+                scorer.score, inputs.batch, inputs.predicting, inputs.target_ids, inputs.options
+            )
+        result: np.ndarray = values[0].double().cpu().numpy()
+        return result
+
+    def record(self, folder: Path, number: int) -> np.ndarray:
+        """Leave every boundary of a sequence; return its log-probabilities [A]."""
+        recorder = Recorder()
+        values = self.logprobs(number, recorder)
+        np.save(folder / f"{number}.npy", values)
+        save_file(recorder.values, folder / f"{number}.safetensors")
+        return values
+
+
+class Reference:
+    """A loaded reference, its own forward passes, and what was replayed in it.
+
+    Args:
+        end: time (monotonic) after which no further sequence is begun.
+
+    Attributes:
+        count: of sequences that are replayed, fewer where time runs out.
+        own: log-probabilities of each.
+        not_tested: modules that a side did not show.
+    """
+
+    def __init__(self, forward: Forward, directory: Path, end: float) -> None:
+        self.forward, self.directory = forward, directory
+        decoder: Any = forward.loaded.scorer.decoder
+        config = forward.loaded.scorer.decoder_config
+        self.top_k = int(getattr(config, "num_experts_per_tok", 0) or 0)
+        self.not_tested: list[NotTested] = []
+        self.own: list[Floats] = []
+        folder, whole = side_folder(directory, "reference"), forward.rollout.n_sequences
+        for number in range(whole):
+            if number >= LEAST and time.monotonic() > end:
+                reason = f"the time was used up after {number} of {whole}"
+                fix = "raise --budget-minutes"
+                self.not_tested.append(NotTested("further sequences", reason, fix))
+                break
+            self.own.append(forward.record(folder, number))
+        self.count = len(self.own)
+        routers = {n for n, layer in enumerate(decoder.layers) if expert_count(mlp_of(layer))}
+        with safe_open(folder / "0.safetensors", "pt") as shown:
+            self.not_tested += unseen(set(shown.keys()), len(decoder.layers), routers)
+
+    # ------------------------------------------------------------ replay
+
+    def replayed(self, side: str) -> BySite:
+        """Return every site of a side, one entry a sequence; what is new goes to files."""
+        sums: BySite = {}
+        folder, news = side_folder(self.directory, side), self._news(side)
+        hidden: set[str] = set()
+        for number in range(self.count):
+            natural = load_file(side_folder(self.directory, "reference") / f"{number}.safetensors")
+            replay = Replay(load_file(folder / f"{number}.safetensors"), natural, self.top_k)
+            given = self.forward.logprobs(number, replay)
+            own = np.load(folder / f"{number}.npy")
+            replay.sums[HEAD] = Sums.of(own[:, None], self.own[number][:, None], given[:, None])
+            replay.news[HEAD.key] = torch.from_numpy(own - given)
+            for site, part in replay.sums.items():
+                sums.setdefault(site, []).append(part)
+            save_file(replay.news, news / f"{number}.safetensors")
+            hidden |= replay.hidden
+        if hidden:
+            names = ", ".join(sorted({TITLES[Site.of(key).name] for key in hidden}))
+            reason = f"{side} does not show them; what is new there counts for the next module"
+            self.not_tested.append(NotTested(names, reason))
+        return {site: parts for site, parts in sums.items() if len(parts) == self.count}
+
+    def _news(self, side: str) -> Path:
+        return side_folder(self.directory, f"{side}-new")
+
+    # ------------------------------------------------------------ effects
+
+    def located(
+        self, name: str, role: Literal["engine", "trainer"], dtype: Dtype, plain: BySite | None
+    ) -> SideLocation:
+        """Return one side with its sources and what they do to the end.
+
+        Args:
+            plain: of the plain forward in its dtype; None: there is none.
+        """
+        sites = site_errors(self.replayed(name), plain, dtype)
+        by_sequence = self._distances(name)
+        end = np.concatenate(by_sequence)
+        yardstick = [] if plain is None else self._distances(f"plain:{dtype}")
+        side = SideLocation(
+            name=name,
+            role=role,
+            dtype=dtype,
+            distance=_mean(end),
+            plain_distance=_mean(np.concatenate(yardstick)) if yardstick else None,
+            distances=tuple(map(_mean, by_sequence)) if yardstick else (),
+            plain_distances=tuple(map(_mean, yardstick)),
+            held=None,
+            sites=tuple(sites),
+        )
+        groups = groups_of(sites)
+        return with_first(self._with_effects(side, end, groups)) if groups else side
+
+    def _with_effects(
+        self, side: SideLocation, end: Floats, candidates: list[tuple[Group, tuple[Site, ...]]]
+    ) -> SideLocation:
+        everything = {site.location.key for site in side.sites}
+        sources: set[str] = set()
+        groups = []
+        for index, (group, sites) in enumerate(candidates):
+            keys = {site.key for site in sites}
+            sources |= keys
+            if index < TESTED:
+                alone = self._with_new(side.name, keys)
+                without = self._with_new(side.name, everything - keys)
+                effects = explained(end, alone), removed(end, without), moved(end, alone)
+                group = replace(group, explains=effects[0], removed=effects[1], moves=effects[2])
+            else:
+                group = replace(group, explains=0.0, removed=0.0)
+            groups.append(group)
+        return replace(
+            side,
+            groups=tuple(groups),
+            explained=explained(end, self._with_new(side.name, sources)),
+            removed=removed(end, self._with_new(side.name, everything - sources)),
+        )
+
+    def _with_new(self, side: str, keys: Collection[str]) -> Floats:
+        """Return the distance [A] of the reference with a side's new errors at these sites."""
+        distances = []
+        for number in range(self.count):
+            with safe_open(self._news(side) / f"{number}.safetensors", "pt") as file:
+                news = {key: file.get_tensor(key) for key in set(file.keys()) & set(keys)}
+            head = news.pop(HEAD.key, None)
+            end = self.forward.logprobs(number, Adding(news))
+            end = end if head is None else end + head.numpy()
+            distances.append(end - self.own[number])
+        return np.concatenate(distances)
+
+    def _distances(self, side: str) -> list[Floats]:
+        """Return a side's log-probabilities less the reference's own, by sequence."""
+        folder = side_folder(self.directory, side)
+        return [np.load(folder / f"{n}.npy") - self.own[n] for n in range(self.count)]
+
+
+def unseen(shown: Collection[str], layers: int, routers: Collection[int]) -> list[NotTested]:
+    """Return the sites that this family's layers do not show on any side.
+
+    Args:
+        shown: keys that the reference recorded.
+        routers: layers with experts.
+    """
+    missing = {
+        name
+        for number in range(layers)
+        for name in set(LAYER_SITES) - set(SOME_FAMILIES)
+        if f"{number}.{name}" not in shown and (name != "router" or number in routers)
+    }
+    if not missing:
+        return []
+    names = ", ".join(TITLES[name] for name in LAYER_SITES if name in missing)
+    reason = "this family's layers do not show them; what is new there counts for the next module"
+    return [NotTested(names, reason)]
+
+
+def _mean(distance: Floats) -> float:
+    """Return the mean size of the finite ones; NaN of none."""
+    finite = np.abs(distance[np.isfinite(distance)])
+    return float(finite.mean()) if finite.size else float("nan")
+
+
+class Replay:
+    """A visitor that gives every module a side's recorded input.
+
+    Args:
+        side: key -> [tokens, features] as the side recorded it.
+        natural: the same of the reference's own forward pass.
+        top_k: experts of a token; 0: dense.
+
+    Attributes:
+        news: what the side adds to the reference's output on the same input.
+        hidden: keys that the side did not show, or in another shape.
+    """
+
+    def __init__(
+        self, side: dict[str, torch.Tensor], natural: dict[str, torch.Tensor], top_k: int
+    ) -> None:
+        self.side, self.natural, self.top_k = side, natural, top_k
+        self.sums: dict[Site, Sums] = {}
+        self.news: dict[str, torch.Tensor] = {}
+        self.hidden: set[str] = set()
+
+    def __call__(self, key: str, value: torch.Tensor) -> torch.Tensor | None:
+        own = self.side.get(key)
+        if own is None or own.shape != value.shape:
+            self.hidden.add(key)
+            return None
+        own = own.to(value.device, torch.float32)
+        site, natural = Site.of(key), self.natural[key]
+        arrays = (own.cpu().numpy(), natural.numpy(), value.cpu().numpy())
+        self.sums[site] = Sums.of(*arrays, self._counted(site))
+        self.news[key] = (own - value).cpu().contiguous()
+        return own
+
+    def _counted(self, site: Site) -> Any:
+        """Return, of a block of experts, the tokens whose choice was none between equals."""
+        logits = self.side.get(Site(site.layer, "router").key)
+        if site.name != "mlp" or logits is None or not 0 < self.top_k < logits.shape[-1]:
+            return None
+        best = torch.topk(logits.float(), self.top_k + 1, dim=-1).values
+        gap = best[:, -2] - best[:, -1]
+        return (gap > TIE * best[:, -2].abs()).numpy()
+
+
+class Adding:
+    """A visitor that adds to some modules' outputs."""
+
+    def __init__(self, news: dict[str, torch.Tensor]) -> None:
+        self.news = news
+
+    def __call__(self, key: str, value: torch.Tensor) -> torch.Tensor | None:
+        new = self.news.get(key)
+        return None if new is None else value + new.to(value.device, value.dtype)

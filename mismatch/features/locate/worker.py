@@ -1,0 +1,117 @@
+"""Records what modules give, and compares it with the float32 reference.
+
+Started by :mod:`mismatch.features.locate.recording`, once for the engine and once for the rest::
+
+    python -m mismatch.features.locate.worker JOB.json
+
+JOB.json: ``{"run_dir": RUN, "place": SCRATCH, "label": …, "sequences": […]}`` and for the engine
+``"spec"``, a RolloutSpec; else ``"passes"``, the reference last, ``"sides"``, what is judged, and
+``"seconds"``. Every side leaves ``SCRATCH/SIDE/N.safetensors`` and ``N.npy`` (log-probabilities) of
+sequence N; the second process leaves ``SCRATCH/sides.json``.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mismatch.codec import from_json, to_json
+from mismatch.errors import MismatchError, named_line
+from mismatch.features.locate.plan import part_of
+from mismatch.features.locate.results import Sequence
+from mismatch.run import store
+from mismatch.run.messages import PROGRESS, exit_worker, report_ready, say, write_error
+from mismatch.specs import Pass, RolloutSpec, TrainSpec
+from mismatch.types import Rollout
+
+
+def main(arguments: list[str]) -> int:
+    """Run one job; 0, or 1 with the error left for the parent."""
+    job = store.read_json(Path(arguments[0]))
+    sequences = [from_json(Sequence, entry) for entry in job["sequences"]]
+    try:
+        rollout = part_of(store.load_rollout(job["run_dir"]), sequences)
+        record_engine(job, rollout) if "spec" in job else run_passes(job, rollout)
+    except Exception as error:
+        traceback.print_exc()
+        log = f"see {job['run_dir']}/logs/{job['label']}.log"
+        if not isinstance(error, MismatchError):
+            error = MismatchError(named_line(error), log)
+        write_error(job["run_dir"], job["label"], error)
+        return 1
+    return 0
+
+
+def record_engine(job: dict[str, Any], rollout: Rollout) -> None:
+    """Start the engine, score every sequence by itself, and keep what its modules give.
+
+    Raises:
+        MismatchError: an engine whose modules cannot be recorded, or that cannot start.
+    """
+    from mismatch.engines.registry import engine_class
+    from mismatch.features.locate.engine_side import RECORD
+    from mismatch.features.locate.reference import side_folder
+    from mismatch.models.derived import in_form
+
+    spec = from_json(RolloutSpec, job["spec"])
+    name, sampling = spec.engine.engine, spec.sampling
+    longest = int(np.diff(rollout.offsets).max())
+    folder = side_folder(job["place"], f"{name}:prefill")
+    sequences = [ids.tolist() for ids in rollout.sequences()]
+    masks = np.split(rollout.action_mask, rollout.offsets[1:-1])
+    starts = [int(np.flatnonzero(mask)[0]) for mask in masks]
+    with engine_class(name)(in_form(spec.engine), sampling, longest) as engine:
+        report_ready()
+        scores = RECORD[name](engine, sequences, starts, sampling.temperature, folder)
+        facts = engine.fingerprint("prefill")
+    for number, (values, mask, start) in enumerate(zip(scores, masks, starts, strict=True)):
+        np.save(folder / f"{number}.npy", np.asarray(values)[mask[start:]])
+    kept = ("dtype", "kv_cache_dtype", "quantization")
+    store.write_json(folder / "facts.json", {key: facts.get(key) for key in kept})
+
+
+def run_passes(job: dict[str, Any], rollout: Rollout) -> None:
+    """Record the trainer and the plain forwards, then replay every side in the reference."""
+    import transformers
+
+    from mismatch.features.locate.reference import Forward, Reference, side_folder
+    from mismatch.training.distributed import World
+
+    logging: Any = transformers.utils.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    directory, end = Path(job["place"]), time.monotonic() + job["seconds"]
+    *passes, exact = [Pass(e["name"], from_json(TrainSpec, e["spec"])) for e in job["passes"]]
+    world = World.start()
+    for pass_ in passes:
+        say(f"{PROGRESS}{pass_.name}")
+        forward = Forward(world, pass_, rollout)
+        for number in range(rollout.n_sequences):
+            forward.record(side_folder(directory, pass_.name), number)
+        del forward  # its weights are gone before the next ones come
+        gc.collect()
+    say(f"{PROGRESS}{exact.name}")
+    reference = Reference(Forward(world, exact, rollout), directory, end)
+    report_ready()
+    plain = {
+        pass_.spec.dtype: reference.replayed(pass_.name)
+        for pass_ in passes
+        if pass_.name.startswith("plain:")
+    }
+    sides = []
+    for entry in job["sides"]:
+        say(f"{PROGRESS}{entry['name']} in the reference")
+        sides.append(reference.located(**entry, plain=plain.get(entry["dtype"])))
+    result = {"sides": to_json(sides), "not_tested": to_json(reference.not_tested)}
+    store.write_json(directory / "sides.json", result)
+    world.close()
+
+
+if __name__ == "__main__":
+    exit_worker(main(sys.argv[1:]))
