@@ -30,17 +30,18 @@ import numpy as np
 from benchmarks.planted_checkpoint import plant
 from mismatch.features.locate import recording as pipeline
 from mismatch.features.locate.judge import judge
-from mismatch.features.locate.recording import Asked, locate
+from mismatch.features.locate.recording import locate_in
 from mismatch.features.locate.results import Location
 from mismatch.models import resolve_model
 from mismatch.run import store
+from mismatch.run.directory import load_spec
 from mismatch.specs import to_dict
 
 MODELS = ("tiny-gpt-oss", "qwen3", "qwen3_moe")
 NORMS = ("gemma3", "glm4")  # norms behind attention and MLP: clean runs alone
 MOE = ("tiny-gpt-oss", "qwen3_moe")
 GPT_OSS = ("tiny-gpt-oss",)
-ASKED = Asked(sequences=4, tokens=96)
+SEQUENCES, TOKENS = 4, 96
 Change = Callable[[dict[str, Any]], None]
 
 
@@ -171,28 +172,28 @@ def run_of(model: str, place: Path) -> Path:
 @contextmanager
 def engine_shared(place: Path, model: str, planted: str) -> Iterator[None]:
     """What the same engine gives on the same tokens is recorded once a model."""
-    kind: Any = pipeline._Locating
-    record = kind._recorded_engine
+    kind: Any = pipeline._Recording
+    record = kind.engine
 
     def shared(self: Any) -> Any:
         engine = to_dict(self.spec.rollout)["engine"]
         tokens = [(one.index, one.tokens) for one in self.sequences]
         key = json.dumps([model, engine, planted if planted.startswith("engine") else "", tokens])
         kept = place / "engines" / hashlib.sha256(key.encode()).hexdigest()[:16]
-        folder = self._folder(self.engine)
+        folder = self._folder(f"{engine['engine']}:prefill")
         if kept.exists():
             shutil.copytree(kept, folder)
             return store.read_json(kept / "facts.json")
         facts = record(self)
-        if facts is not None:
+        if isinstance(facts, dict):
             shutil.copytree(folder, kept)
         return facts
 
-    kind._recorded_engine = shared
+    kind.engine = shared
     try:
         yield
     finally:
-        kind._recorded_engine = record
+        kind.engine = record
 
 
 def measured(model: str, fault: Fault, place: Path) -> Location:
@@ -213,7 +214,7 @@ def measured(model: str, fault: Fault, place: Path) -> Location:
     pipeline.WORKER = "benchmarks.locate_planted"
     try:
         with engine_shared(place, model, fault.planted):
-            return locate(run, Quiet(), ASKED)
+            return locate_in(run, load_spec(run), Quiet(), SEQUENCES, TOKENS)
     finally:
         shutil.rmtree(run, ignore_errors=True)
 

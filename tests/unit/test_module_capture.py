@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mismatch.errors import MismatchError
-from mismatch.features.locate.boundaries import Boundaries, Recorder, require_known
+from mismatch.features.locate.boundaries import Boundaries, Recorder
 from mismatch.features.locate.engine_side import join_ranks, of_rank
 from mismatch.features.locate.reference import Adding, Replay, unseen
 from mismatch.features.locate.results import LAYER_SITES, SOME_FAMILIES, TITLES
@@ -99,13 +99,14 @@ def test_a_fault_is_new_at_its_module_alone_and_explains_the_end(name: str) -> N
 
 def test_layers_that_are_put_together_otherwise_are_refused() -> None:
     model = model_of("llama")
-    require_known(model.get_decoder())
     layer = model.get_decoder().layers[1]
     layer.post_mlp_layernorm = torch.nn.Identity()  # GLM4's, without the one behind attention
-    with pytest.raises(MismatchError):
-        require_known(model.get_decoder())
-    with pytest.raises(MismatchError):
-        require_known(torch.nn.Linear(2, 2))
+    hooks = len(layer.input_layernorm._forward_hooks)
+    with pytest.raises(MismatchError, match="post_mlp"):
+        logits(model, Recorder())
+    assert len(layer.input_layernorm._forward_hooks) == hooks
+    with pytest.raises(MismatchError), Boundaries(torch.nn.Linear(2, 2), Recorder()).shown():
+        pass
 
 
 def test_hooks_and_functions_are_gone_behind_the_block() -> None:

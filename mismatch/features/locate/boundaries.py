@@ -36,25 +36,6 @@ class Recorder:
         self.values[key] = value.detach().to("cpu", copy=True).contiguous()
 
 
-def require_known(decoder: Any) -> None:
-    """Refuse a decoder whose residual stream goes another way.
-
-    Raises:
-        MismatchError: a layer has other norms, or no attention of its own.
-    """
-    layers = getattr(decoder, "layers", None)
-    if not layers or not hasattr(decoder, "norm"):
-        raise MismatchError(f"{type(decoder).__name__} has no list of layers and final norm", FIX)
-    for number, layer in enumerate(layers):
-        where = f"layer {number} of {type(decoder).__name__}"
-        if not hasattr(layer, "self_attn") or mlp_of(layer) is None:
-            raise MismatchError(f"{where} has no attention or no MLP", FIX)
-        try:
-            norms_of(layer)
-        except LookupError as error:
-            raise MismatchError(f"{where} {error}", FIX) from None
-
-
 def mlp_of(layer: Any) -> Any:
     """Return the MLP or block of experts of a layer; None where it has none."""
     return child(layer, MLPS)
@@ -65,7 +46,7 @@ class Boundaries:
     """Shows the boundaries of a decoder's forward passes to a visitor, within :meth:`shown`.
 
     Args:
-        decoder: with ``layers`` and ``norm``; see :func:`require_known`.
+        decoder: with ``layers`` and ``norm``.
         visit: called with key and value; its result, if any, takes the value's place.
     """
 
@@ -77,27 +58,36 @@ class Boundaries:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Keep hooks and wrapped functions in place within the block."""
-        require_known(self.decoder)
-        layers = self.decoder.layers
+        """Keep hooks and wrapped functions in place within the block.
+
+        Raises:
+            MismatchError: a decoder whose residual stream goes another way.
+        """
         with ExitStack() as stack:
-            handles = [handle for n, layer in enumerate(layers) for handle in self._hooks(n, layer)]
-            last, norm = f"{len(layers) - 1}.residual", self.decoder.norm
-            handles.append(norm.register_forward_pre_hook(self._residual(last)))
-            handles.append(norm.register_forward_hook(self._leaving("final_norm")))
-            for handle in handles:
-                stack.callback(handle.remove)
+            try:
+                for handle in self._hooks():
+                    stack.callback(handle.remove)
+            except (AttributeError, LookupError) as error:
+                raise MismatchError(f"{type(self.decoder).__name__}: {error}", FIX) from error
+            layers = self.decoder.layers
             for name in {type(layer.self_attn).__module__ for layer in layers}:
                 stack.enter_context(self._rope(sys.modules[name]))
             stack.enter_context(self._attention())
             stack.callback(self._modes.close)
             yield
 
-    # ------------------------------------------------------------ modules
+    def _hooks(self) -> Iterator[Any]:
+        before, norm = "embedding", self.decoder.norm
+        for number, layer in enumerate(self.decoder.layers):
+            yield from self._of_layer(number, layer, before)
+            before = f"{number}.residual"
+        yield norm.register_forward_pre_hook(self._residual(before))
+        yield norm.register_forward_hook(self._leaving("final_norm"))
 
-    def _hooks(self, number: int, layer: Any) -> Iterator[Any]:
-        before = "embedding" if number == 0 else f"{number - 1}.residual"
+    def _of_layer(self, number: int, layer: Any, before: str) -> Iterator[Any]:
         attention, mlp, norms = layer.self_attn, mlp_of(layer), norms_of(layer)
+        if mlp is None:
+            raise LookupError(f"layer {number} has no MLP")
 
         def attending(module: Any, args: Any) -> None:
             self._layer = number
@@ -156,8 +146,6 @@ class Boundaries:
                 args[0].copy_(seen)
 
         return hook
-
-    # ------------------------------------------------------------ functions
 
     @contextmanager
     def _rope(self, module: Any) -> Iterator[None]:

@@ -61,25 +61,22 @@ def locate(flags: Flags) -> int:
 
     from mismatch.cli import session
     from mismatch.features.locate.judge import judge, to_document
-    from mismatch.features.locate.recording import Asked, locate
+    from mismatch.features.locate.recording import locate_in
     from mismatch.features.locate.section import section
     from mismatch.pipeline.document import report_from_json
     from mismatch.reports.files import write_report
     from mismatch.reports.terminal import print_alone
     from mismatch.run import store
-    from mismatch.run.directory import load_spec
+    from mismatch.run.directory import at_work, load_spec
     from mismatch.run.trust import require_trust
 
     run: Path = flags["run"]
-    require_trust(run, load_spec(run), flags["trust_run"])
-    asked = Asked(
-        flags["sequences"],
-        flags["max_sequence_tokens"],
-        60 * flags["budget_minutes"],
-        flags["seed"],
-    )
+    spec = load_spec(run)
+    require_trust(run, spec, flags["trust_run"])
     narrator = session.narrator(silent=flags["as_json"])
-    location = locate(run, narrator, asked, session.command())
+    asked = flags["sequences"], flags["max_sequence_tokens"], 60 * flags["budget_minutes"]
+    with at_work(run, "locate", spec, session.command()):
+        location = locate_in(run, spec, narrator, *asked, flags["seed"])
     if (run / "report.json").exists():
         stored = report_from_json(store.load_document(run, "report.json"))
         write_report(run, stored.with_analyses(locate=location), store.load_tokens(run))

@@ -234,9 +234,6 @@ def record(
 ) -> list[Any]:
     """Score sequences one by one, as ``prefill`` does, and leave ``N.safetensors`` of each.
 
-    Args:
-        engine: vLLM or SGLang at work.
-
     Returns:
         The log-probabilities of each sequence from its start on.
 

@@ -45,11 +45,7 @@ def groups_of(sites: Sequence[SiteError]) -> list[tuple[Group, tuple[Site, ...]]
 
 
 def explained(end: Floats, alone: Floats) -> float:
-    """Return the share of the squared distance ``end`` [A] that ``alone`` [A] reproduces.
-
-    >>> explained(np.array([1.0, -1.0]), np.array([1.0, -1.0]))
-    1.0
-    """
+    """Return the share of the squared distance ``end`` [A] that ``alone`` [A] reproduces."""
     whole = float((end**2).sum())
     return 1.0 - float(((end - alone) ** 2).sum()) / whole if whole else 0.0
 
@@ -169,14 +165,9 @@ def other_than_the_run(side: SideLocation) -> str:
 
 
 def sentence(side: SideLocation) -> str:
-    """Say what a side's first source is, and how far it goes.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Say what the first source is of a side that has one, and how far it goes."""
     group = side.source
-    if group is None:
-        raise ValueError("no source")
+    assert group is not None
     if not math.isfinite(group.excess):
         return f"{side.name} gives values that are no numbers at the {group.place}"
     more = len(side.groups) - 1

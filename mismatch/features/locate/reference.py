@@ -24,9 +24,8 @@ from mismatch.features.locate.boundaries import (
     Recorder,
     expert_count,
     mlp_of,
-    require_known,
 )
-from mismatch.features.locate.errors import Sums, site_errors
+from mismatch.features.locate.errors import BySite, Sums, site_errors
 from mismatch.features.locate.judge import explained, groups_of, moved, removed, with_first
 from mismatch.features.locate.results import (
     LAYER_SITES,
@@ -47,7 +46,6 @@ LEAST = 2  # sequences that are replayed whatever the time
 TESTED = 6  # groups whose effect is measured one by one
 TIE = 1e-6  # of two logits, relative: a choice between equals
 HEAD = Site(None, "head")
-BySite = dict[Site, list[Sums]]
 
 
 def side_folder(directory: Path | str, name: str) -> Path:
@@ -67,7 +65,6 @@ class Forward:
     def __init__(self, world: Any, pass_: Pass, rollout: Rollout) -> None:
         self.world, self.spec, self.rollout = world, pass_.spec, rollout
         self.loaded = load(pass_.spec, world.mesh, world.device)
-        require_known(self.loaded.scorer.decoder)
         self.options = prepare_pass(world, self.loaded, rollout, pass_.spec, None)[0]
 
     def logprobs(self, number: int, visit: Any) -> np.ndarray:
@@ -126,12 +123,11 @@ class Reference:
         with safe_open(folder / "0.safetensors", "pt") as shown:
             self.not_tested += unseen(set(shown.keys()), len(decoder.layers), routers)
 
-    # ------------------------------------------------------------ replay
-
     def replayed(self, side: str) -> BySite:
         """Return every site of a side, one entry a sequence; what is new goes to files."""
-        sums: BySite = {}
-        folder, news = side_folder(self.directory, side), self._news(side)
+        sums: dict[Site, list[Sums]] = {}
+        folder = side_folder(self.directory, side)
+        news = side_folder(self.directory, f"{side}-new")
         hidden: set[str] = set()
         for number in range(self.count):
             natural = load_file(side_folder(self.directory, "reference") / f"{number}.safetensors")
@@ -149,11 +145,6 @@ class Reference:
             reason = f"{side} does not show them; what is new there counts for the next module"
             self.not_tested.append(NotTested(names, reason))
         return {site: parts for site, parts in sums.items() if len(parts) == self.count}
-
-    def _news(self, side: str) -> Path:
-        return side_folder(self.directory, f"{side}-new")
-
-    # ------------------------------------------------------------ effects
 
     def located(
         self, name: str, role: Literal["engine", "trainer"], dtype: Dtype, plain: BySite | None
@@ -190,13 +181,12 @@ class Reference:
         for index, (group, sites) in enumerate(candidates):
             keys = {site.key for site in sites}
             sources |= keys
+            group = replace(group, explains=0.0, removed=0.0)
             if index < TESTED:
                 alone = self._with_new(side.name, keys)
                 without = self._with_new(side.name, everything - keys)
                 effects = explained(end, alone), removed(end, without), moved(end, alone)
                 group = replace(group, explains=effects[0], removed=effects[1], moves=effects[2])
-            else:
-                group = replace(group, explains=0.0, removed=0.0)
             groups.append(group)
         return replace(
             side,
@@ -207,9 +197,9 @@ class Reference:
 
     def _with_new(self, side: str, keys: Collection[str]) -> Floats:
         """Return the distance [A] of the reference with a side's new errors at these sites."""
-        distances = []
+        distances, folder = [], side_folder(self.directory, f"{side}-new")
         for number in range(self.count):
-            with safe_open(self._news(side) / f"{number}.safetensors", "pt") as file:
+            with safe_open(folder / f"{number}.safetensors", "pt") as file:
                 news = {key: file.get_tensor(key) for key in set(file.keys()) & set(keys)}
             head = news.pop(HEAD.key, None)
             end = self.forward.logprobs(number, Adding(news))

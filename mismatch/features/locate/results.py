@@ -38,11 +38,7 @@ SOME_FAMILIES = ("attention_norm", "mlp_norm")  # Gemma 2 and 3, GLM4: norms of 
 
 
 class Site(NamedTuple):
-    """One place of a decoder; ``layer`` is None outside of the layers.
-
-    >>> Site(3, "router").key, Site(None, "head").key
-    ('3.router', 'head')
-    """
+    """One place of a decoder; ``layer`` is None outside of the layers."""
 
     layer: int | None
     name: str
@@ -55,8 +51,8 @@ class Site(NamedTuple):
     def of(cls, key: str) -> Site:
         """Return the site of a key.
 
-        >>> Site.of("3.router")
-        Site(layer=3, name='router')
+        >>> Site.of("3.router"), Site.of("head").key
+        (Site(layer=3, name='router'), 'head')
         """
         layer, dot, name = key.rpartition(".")
         return cls(int(layer) if dot else None, name)

@@ -84,18 +84,11 @@ def sentences(result: Location) -> Iterator[str]:
 
 
 def _part(side: SideLocation) -> Section:
-    held = "The run has no scoring of this side to compare it with."
-    if side.held is not None:
-        held = (
-            "On these tokens it gives what the run recorded within "
-            f"{number(side.held)} nats (mean)."
-        )
     first = max(side.sites, key=lambda site: site.excess, default=None)
     largest = "none" if first is None else first.location.key
     return Section(
         f"locate-{side.role}",
         f"Modules of {line(side.name)}",
-        sentences=[held],
         tables=[Table.of(SITES, side.sites)],
         short=f"{plural(len(side.sites), 'module')}, largest excess first in {largest}",
     )
