@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mismatch.errors import MismatchError
 from mismatch.features.locate.boundaries import Boundaries, Recorder
-from mismatch.features.locate.engine_side import join_ranks, of_rank
+from mismatch.features.locate.engine_side import join_ranks, of_rank, start, stop, take
 from mismatch.features.locate.reference import Adding, Replay, unseen
 from mismatch.features.locate.results import LAYER_SITES, SOME_FAMILIES, TITLES
 from tests import checkpoints
@@ -181,3 +181,103 @@ def test_a_single_rank_is_taken_as_it_is(tmp_path: Path) -> None:
     save_file(parts, of_rank(tmp_path / "0", 0))
     join_ranks(tmp_path / "0", 1)
     assert all(torch.equal(load_file(tmp_path / "0")[key], parts[key]) for key in parts)
+
+
+# ---------------------------------------------------------------- fused modules of an engine
+
+
+class Fused(torch.nn.Module):
+    """A norm as vLLM has it: it adds the residual where one is given."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        if residual is None:
+            return x * 2
+        return (x + residual) * 2, x + residual
+
+
+class Rope(torch.nn.Module):
+    def forward(self, positions: Any, q: torch.Tensor, k: torch.Tensor) -> Any:
+        return q + 1, k + 1
+
+
+class Attend(torch.nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return q + k + v
+
+
+class Output(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x * 3, None
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, rope: Rope) -> None:
+        super().__init__()
+        self.rotary_emb, self.attn, self.o_proj = rope, Attend(), Output()
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        q, k = self.rotary_emb(None, hidden_states, hidden_states)
+        return self.o_proj(self.attn(q, k, hidden_states))[0]
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, rope: Rope) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = Fused(), Fused()
+        self.self_attn, self.mlp = Attention(rope), torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        if residual is None:
+            residual, x = x, self.input_layernorm(x)
+        else:
+            x, residual = self.input_layernorm(x, residual)
+        x, residual = self.post_attention_layernorm(self.self_attn(hidden_states=x), residual)
+        return self.mlp(x), residual
+
+
+class Engine(torch.nn.Module):
+    """A model of two layers that share their rope, with the names that vLLM uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rope = Rope()
+        self.model = torch.nn.Module()
+        self.model.layers = torch.nn.ModuleList([Layer(rope), Layer(rope)])
+        self.model.norm = Fused()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        residual = None
+        for layer in self.model.layers:
+            x, residual = layer(x, residual)
+        return self.model.norm(x, residual)
+
+
+def test_fused_modules_show_every_site_under_its_name(tmp_path: Path) -> None:
+    model, x = Engine(), torch.randn(3, 4)
+    assert start(model) == ""
+    for step in (x[:2], x[2:]):  # a prefill in two steps is joined
+        final, stream = model(step.clone())
+    assert take(model, str(tmp_path / "0")) == 3
+    stop(model)
+    join_ranks(tmp_path / "0", 1)
+    shown = load_file(tmp_path / "0")
+    sites = set(LAYER_SITES) - set(SOME_FAMILIES) - {"router"}
+    expected = {f"{layer}.{site}" for layer in (0, 1) for site in sites}
+    assert set(shown) == expected | {"embedding", "final_norm"}
+    torch.testing.assert_close(shown["embedding"], x)
+    torch.testing.assert_close(shown["0.rope_k"], 2 * x + 1)
+    torch.testing.assert_close(shown["0.attention_output"], 3 * (6 * x + 2))
+    torch.testing.assert_close(shown["1.input_norm"], 2 * shown["0.residual"])
+    torch.testing.assert_close(shown["1.residual"][2:], stream)
+    torch.testing.assert_close(shown["final_norm"][2:], final)
+    model(x)
+    assert take(model, str(tmp_path / "1")) == 0  # the hooks are gone
+
+
+def test_layers_of_an_engine_that_are_put_together_otherwise_are_said() -> None:
+    model = Engine()
+    del model.model.layers[1].self_attn.rotary_emb  # MLA turns a part of its queries elsewhere
+    assert "rotary_emb" in start(model)
+    assert not model.model.layers[0].mlp._forward_hooks
+    del model.model.layers[0].input_layernorm, model.model.layers[1].input_layernorm
+    assert start(model)
