@@ -21,7 +21,6 @@ from mismatch.reports.sections import (
     explorer,
     fixes,
     headline,
-    locate,
     noise,
     passes,
     ran,
@@ -65,7 +64,6 @@ OF_RESULT: dict[str, Callable[[Any, Report], Sections]] = {
     "causes": causes.section,
     "square": square.section,
     "explain": causes.explain,
-    "locate": locate.section,
     "fixes": fixes.section,
 }
 
