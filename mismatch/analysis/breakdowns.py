@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from mismatch.metrics.registry import floats
-from mismatch.metrics.sequence import per_sequence_sum
 from mismatch.metrics.token import exp_minus_linear
 from mismatch.types import CACHED, Bools, Fingerprint, Floats, Ints, Pair, Rollout, Scoring
 
@@ -52,11 +51,9 @@ Table = dict[str, list[Any]]
 POSITION_BUCKETS = 32
 PROBABILITY_EDGES = (0.0, 0.001, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 1.0)
 ENTROPY_EDGES = (0.0, 0.01, 0.1, 0.3, 1.0, 2.0, 4.0, math.inf)  # nats
-WORST_SEQUENCES = 10
 TOP_TOKENS = 20
 CONTEXT = 12  # tokens of text on either side
 KV_BLOCKS = (16, 32)  # what vLLM and SGLang use by default, where the engine does not say
-HISTOGRAM_BINS = 21
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +150,6 @@ def breakdowns(
         "by_length": by_length(places),
         "by_block": by_block(places, left.fingerprint, right.fingerprint),
         "top_tokens": top_tokens(rollout, places, pair, texts),
-        "worst_sequences": worst_sequences(places, pair),
-        "seq_logratio": histogram(per_sequence_sum(pair.delta, pair.sequence)),
     }
     if disagree is not None:
         _add_disagreement(tables["by_position"], places, disagree)
@@ -335,28 +330,3 @@ def top_tokens(rollout: Rollout, places: Places, pair: Pair, texts: Mapping[int,
     table["train_logprob"] = pair.train[order].tolist()
     table["delta"] = places.delta[order].tolist()
     return table | {"k3_share": _shares(places.k3[order], places.k3)}
-
-
-def worst_sequences(places: Places, pair: Pair) -> Table:
-    """The sequences of largest |sum of delta|: where a sequence weight would break first."""
-    total = np.bincount(places.sequence, weights=places.delta)
-    tokens = np.bincount(places.sequence)
-    worst = [int(n) for n in np.argsort(-np.abs(total), kind="stable") if tokens[n]]
-    worst = worst[:WORST_SEQUENCES]
-    return {
-        "sequence": worst,
-        "prompt": [int(pair.prompt[n]) for n in worst],
-        "seq_logratio": [float(total[n]) for n in worst],
-        "tokens": [int(tokens[n]) for n in worst],
-    }
-
-
-def histogram(totals: Floats) -> Table:
-    """Sequences by S = sum of delta, in equal bins [low, high) around 0."""
-    reach = float(np.abs(totals).max()) or 1e-9
-    counts, edges = np.histogram(totals, HISTOGRAM_BINS, (-reach * 1.0001, reach * 1.0001))
-    return {
-        "low": edges[:-1].tolist(),
-        "high": edges[1:].tolist(),
-        "sequences": counts.tolist(),
-    }

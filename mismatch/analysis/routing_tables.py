@@ -27,13 +27,11 @@ from mismatch.metrics.routing_pairs import (
 )
 from mismatch.types import Estimate, Floats, Ints, Pair, Rollout, Routing, Scoring
 
-FLIP_EDGES = (0, 1, 2, 3, 4, 8, 16, 32)  # flipped layers of a token, from
 MARGIN_EDGES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)  # times the router's noise, from
-LOAD_QUANTILES = {"least": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "most": 1.0}
 NOISE_UNKNOWN = "near-ties: the router's noise is unknown"
 MOST_EXPERTS = 1024  # rows of routing_by_expert
-POSITION_BUCKETS = 32
 EXPERT_INTERVALS = 32  # of them, those of largest difference, have intervals
+POSITION_BUCKETS = 32
 
 
 Table = dict[str, list[Any]]
@@ -55,15 +53,11 @@ def routing_tables(
     assert left.routing is not None
     assert right.routing is not None
     seen = Seen(pair, routes)
-    size = np.abs(pair.delta)
     tables = {
         "routing_notes": notes(left, right, routes, noise),
         "routing_by_layer": by_layer(seen, noise),
         "routing_by_position": by_position(seen),
         "routing_layer_position": layer_position(seen),
-        "routing_harm": harm(seen, size),
-        "routing_harm_by_layer": harm_by_layer(seen, size),
-        "routing_load": load(routes),
         "routing_by_expert": by_expert(seen, rollout, left.routing, right.routing),
     }
     if "near_tie" in routes.arrays and noise is not None:
@@ -183,30 +177,6 @@ def layer_position(seen: Seen) -> Table:
     return table
 
 
-def harm(seen: Seen, size: Floats) -> Table:
-    """Mean |delta| by the number of flipped layers, with the tokens' share of Σ delta²."""
-    edges = np.array(FLIP_EDGES)
-    group = np.searchsorted(edges, seen.routes.flips, "right") - 1
-    means = seen.means(group, len(edges), size, POSITIVE)
-    square = np.bincount(group, weights=size**2, minlength=len(edges))
-    present = np.flatnonzero(means.count)
-    labels = [_span(FLIP_EDGES, int(index)) for index in present]
-    table = {"flips": labels} | picked(columns(means, "mean_abs_delta"), present)
-    total = float(square.sum())
-    share = (square[present] / total).tolist() if total > 0.0 else [None] * len(present)
-    return table | {"delta2_share": share, "count": means.count[present].tolist()}
-
-
-def harm_by_layer(seen: Seen, size: Floats) -> Table:
-    """Mean |delta| by the earliest flipped layer; the row of layer None has no flip at all."""
-    layers = seen.routes.layers
-    means = seen.means(seen.routes.earliest + 1, len(layers) + 1, size, POSITIVE)
-    present = np.flatnonzero(means.count)
-    labels = [layers[index - 1] if index else None for index in present]
-    table: Table = {"layer": labels} | picked(columns(means, "mean_abs_delta"), present)
-    return table | {"count": means.count[present].tolist()}
-
-
 def by_margin(seen: Seen, noise: RouterNoise) -> Table:
     """Share of (token, layer) that differ by margin, in units of its layer's noise."""
     routes, edges = seen.routes, np.array(MARGIN_EDGES)
@@ -225,21 +195,6 @@ def by_margin(seen: Seen, noise: RouterNoise) -> Table:
     table: Table = {"from": [MARGIN_EDGES[i] for i in present], "to": [ends[i] for i in present]}
     table |= picked(columns(means, "disagree"), present)
     return table | {"count": means.count[present].tolist()}
-
-
-def load(routes: PairedRouting) -> Table:
-    """Per layer and side: the spread of the experts' loads, 1 being an even load; and the total
-    variation between the sides."""
-    sides = {name: floats(routes.arrays[f"{name}_load"]) for name in ("rollout", "train")}
-    table: Table = {
-        "layer": list(routes.layers),
-        "tv": load_variation(sides["rollout"], sides["train"]).tolist(),
-    }
-    for name, counts in sides.items():
-        relative = counts / counts.mean(axis=1, keepdims=True)
-        for label, probability in LOAD_QUANTILES.items():
-            table[f"{name}_{label}"] = np.quantile(relative, probability, axis=1).tolist()
-    return table
 
 
 def by_expert(seen: Seen, rollout: Rollout, left: Routing, right: Routing) -> Table:
@@ -299,14 +254,6 @@ def flipped_layers(routes: PairedRouting) -> tuple[Ints, Ints]:
     _, columns = np.nonzero(routes.differs)
     offsets = np.concatenate([[0], np.cumsum(routes.flips)])
     return np.array(routes.layers, np.int64)[columns], offsets
-
-
-def _span(edges: tuple[int, ...], index: int) -> str:
-    """Label of a bucket of counts: "3", "4-7", "32+"."""
-    if index + 1 == len(edges):
-        return f"{edges[index]}+"
-    last = edges[index + 1] - 1
-    return str(last) if last == edges[index] else f"{edges[index]}-{last}"
 
 
 # ---------------------------------------------------------------- groups with intervals

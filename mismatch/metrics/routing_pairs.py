@@ -55,11 +55,6 @@ class PairedRouting:
         """Layers whose sets of experts differ, per token, [R]."""
         return np.asarray(self.differs.sum(axis=1), dtype=np.int64)
 
-    @property
-    def earliest(self) -> Ints:
-        """Column of the first layer whose sets differ, per token, [R]; -1 where none does."""
-        return np.where(self.differs.any(axis=1), self.differs.argmax(axis=1), -1)
-
 
 def action_rows(rollout: Rollout) -> Ints:
     """Rows of T that predicted the action tokens, [A]: one before each."""

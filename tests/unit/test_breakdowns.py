@@ -12,7 +12,6 @@ from mismatch.analysis.breakdowns import (
     Places,
     breakdowns,
     by_block,
-    histogram,
     special_ids,
     token_class,
 )
@@ -240,16 +239,6 @@ def test_identical_sides_carry_nothing():
     assert "top_tokens" not in got
     assert got["by_turn"]["k3_share"] == [None, None]
     assert got["by_turn"]["mean_abs_delta"] == [0.0, 0.0]
-
-
-def test_histogram_of_sequence_log_ratios():
-    table = histogram(np.array([-1.0, -0.01, 0.0, 0.02, 1.0]))
-    assert sum(table["sequences"]) == 5
-    middle = len(table["low"]) // 2
-    assert table["sequences"][middle] == 3
-    assert table["low"][middle] < 0 < table["high"][middle]
-    assert table["low"][0] < -1.0
-    assert histogram(np.zeros(3))["sequences"][middle] == 3
 
 
 def report_with(breakdowns: dict):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mismatch.analysis.comparison import NOISE_METRICS, compare, is_sampling_law, paired_routing
+from mismatch.analysis.comparison import NOISE_METRICS, compare, is_sampling_law
 from mismatch.analysis.exact_kl import is_exact
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
 from mismatch.metrics import METRICS
@@ -109,7 +109,7 @@ def test_what_is_missing_is_absent_not_zero():
     bare = run(replace(left, top1=None, routing=None), replace(right, entropy=None))
     assert not {"entropy_train", "argmax_agree"} & set(bare.metrics)
     assert bare.routing == {}
-    assert not {"routing_by_layer", "routing_harm"} & set(bare.breakdowns)
+    assert not {"routing_by_layer", "routing_by_position"} & set(bare.breakdowns)
 
 
 def test_headline_only_for_the_noise_floor():
@@ -123,7 +123,7 @@ def test_breakdowns_account_for_every_token():
     left, right = pair()
     got = run(left, right)
     delta = np.abs(right.logprobs - left.logprobs)
-    for name in ("by_position", "by_probability", "routing_harm"):
+    for name in ("by_position", "by_probability"):
         table = got.breakdowns[name]
         assert len({len(column) for column in table.values()}) == 1
         assert sum(table["count"]) == A
@@ -151,35 +151,6 @@ def test_by_probability_has_the_rollout_sides_probabilities():
     table = run(left, right).breakdowns["by_probability"]
     for high, mean in zip(table["high"], table["mean_abs_delta"], strict=True):
         assert mean == pytest.approx(0.2 if high <= 0.3 else 0.0)
-
-
-def test_routing_harm_and_layers():
-    left, right = pair()
-    flips = paired_routing(ROLLOUT, left, right).flips
-    right = replace(right, logprobs=left.logprobs + 0.1 * flips)
-    got = run(left, right)
-    harm = got.breakdowns["routing_harm"]
-    assert harm["flips"] == ["0", "1", "2", "3"]
-    assert harm["mean_abs_delta"] == pytest.approx([0.0, 0.1, 0.2, 0.3])
-    assert harm["count"] == [int((flips == number).sum()) for number in range(4)]
-    layers = got.breakdowns["routing_by_layer"]
-    assert layers["layer"] == [0, 2, 5]
-    assert layers["margin"] == [None] * 3
-    assert np.mean(layers["disagree"]) == pytest.approx(got.routing["routing_disagree_layer"].value)
-    for low, value, high in zip(layers["low"], layers["disagree"], layers["high"], strict=True):
-        assert low < value < high
-
-
-def test_worst_sequences():
-    left, right = pair(noise=0.0)
-    delta = np.zeros(A)
-    delta[5 * LENGTH : 6 * LENGTH] = 0.05
-    delta[8 * LENGTH] = -1.0
-    table = run(left, replace(right, logprobs=left.logprobs + delta)).breakdowns["worst_sequences"]
-    assert table["sequence"][:2] == [5, 8]
-    assert table["prompt"][:2] == [2, 4]
-    assert table["seq_logratio"][:2] == pytest.approx([0.05 * LENGTH, -1.0])
-    assert len(table["sequence"]) == 10
 
 
 def test_a_corrupt_capture_is_an_error_not_a_high_disagreement():

@@ -205,11 +205,6 @@ def test_chunks_change_nothing(monkeypatch):
         assert np.array_equal(array, pieces[name]), name
 
 
-def test_earliest_flipped_layer():
-    pair = pair_routing(ROLLOUT, routing(base()), routing(flipped((1, 1), (2, 0), (2, 1))))
-    assert pair.earliest.tolist() == [1, 0, -1, -1, -1]
-
-
 def test_one_expert_per_token_and_wide_ids():
     ids = (np.arange(8)[:, None, None] * 37 % 256).repeat(2, axis=1)
     other = ids.copy()

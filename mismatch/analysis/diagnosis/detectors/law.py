@@ -10,7 +10,6 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, above, below, correlation
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
-from mismatch.captures import Distributions
 from mismatch.run.store import FLOAT32, REFERENCE, TRAINER_FLOAT32
 from mismatch.types import Estimate, Floats, NotTested
 
@@ -26,8 +25,6 @@ CERTAIN = float(np.log(0.99))
 MIN_CERTAIN = 20  # tokens on which a constant shows: no healthy law moves them
 BEYOND_CHANCE = 2.5  # 95 % arms: five standard errors, one run in 10^5 by chance
 OF_ROUNDING = 3.0  # times mean |delta|, that two laws as far apart may move mean log p + entropy
-TOP_K = (1, 2, 3, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128, 200, 256)
-TOP_P = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995)
 NEEDS = "the entropy of the trainer's law"
 
 
@@ -169,9 +166,6 @@ def truncation(case: Case) -> Look | NotTested:
         Evidence("mean kept mass, as mean exp(delta)", 1 - mass.value, "1"),
         Evidence("one-sidedness of delta", sided.value, "0"),
     ]
-    direct = _cut_entries(case.engine.distributions)
-    if direct is not None:
-        evidence.append(Evidence("entries of the engine's law that are exactly 0", direct, "0"))
     exact = case.reference
     if exact is not None:
         nearer = case.ratio(np.abs(case.left - exact), np.abs(case.right - exact))
@@ -187,10 +181,6 @@ def truncation(case: Case) -> Look | NotTested:
     else:
         fitted = np.minimum(_fitted(case, features), 0)  # a curve: positions vary around it
     effect = case.share(case.delta - fitted)
-    setting = _best_setting(case)
-    if setting is not None:
-        evidence.append(Evidence("setting that fits best", setting[0]))
-        evidence.append(Evidence("share of delta that this setting explains", setting[1]))
     if not above(effect, 0.3):
         return Look(tuple(evidence))
     confirmed = kept_mass is not None and above(effect, MOST)
@@ -241,36 +231,6 @@ def constant(case: Case) -> Look | NotTested:
     finding = Finding("unnormalised-law", side, effect, evidence, confirmed=confirmed,
                       repair=_taken_out(case, side, np.full(len(case.delta), offset)))  # fmt: skip
     return Look(evidence, (finding,))
-
-
-def _cut_entries(law: Distributions | None) -> float | None:
-    """Share of a side's captured entries that can never be sampled."""
-    if law is None or not law.whole or not len(law.positions):
-        return None
-    return float(np.isneginf(law.logprobs).mean())
-
-
-def _best_setting(case: Case) -> tuple[str, float] | None:
-    """The top-k or top-p whose kept mass explains delta best where whole laws were captured."""
-    law = case.trainer.distributions
-    if law is None or not law.whole or len(law.positions) < 20:
-        return None
-    p = np.sort(np.exp(law.logprobs.astype(np.float64)), axis=1)[:, ::-1]
-    total = np.cumsum(p, axis=1)
-    delta = case.delta[law.positions]
-    masses = {f"top-k {k}": total[:, k - 1] for k in TOP_K if k < p.shape[1]}
-    for share in TOP_P:
-        first = np.minimum((total < share).sum(axis=1), p.shape[1] - 1)
-        masses[f"top-p {share:g}"] = total[np.arange(len(p)), first]
-    whole = float(np.abs(delta).sum())
-    if not whole:
-        return None
-    left = {
-        name: float(np.abs(delta - np.log(np.clip(mass, 1e-9, 1))).sum())
-        for name, mass in masses.items()
-    }
-    best = min(left, key=lambda name: left[name])
-    return (best, 1 - left[best] / whole) if left[best] < 0.7 * whole else None
 
 
 def sampling_law(case: Case) -> Look | NotTested:
