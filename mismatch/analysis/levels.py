@@ -48,7 +48,7 @@ __all__ = [
 NO_COLUMN = "not judged"
 TAILS = {"heavy-tail", "heavy-prompts"}
 UNEVEN = ("k3_kl",)  # metrics whose intervals are too short where few prompts carry them
-ARMS, FEW, UNDRAWN = 2.0, 32, 10.0
+ARMS = 2.0
 LEAST_LENGTH = 0.25  # of the planned response length, that responses have on average: our judgement
 MOST_PROMPTS = 10_000  # advice beyond this is none
 FAIL_ON = ("tolerable", "inconclusive", "unfit", "broken")
@@ -226,11 +226,9 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
 def _uneven(estimate: Estimate, high: float) -> float:
     """The upper end of an interval that few tokens or prompts carry, as far as it is believed.
 
-    Twice its arm covers as it says from 32 prompts on; with fewer, prompts of another kind may not
-    have been drawn at all, and no interval knows of them (benchmarks/coverage.py).
+    Twice its arm covers as it says (benchmarks/coverage.py).
     """
-    widened = estimate.value + ARMS * (high - estimate.value)
-    return widened if estimate.n_prompts >= FEW else max(widened, UNDRAWN * estimate.value)
+    return estimate.value + ARMS * (high - estimate.value)
 
 
 def _deciding(

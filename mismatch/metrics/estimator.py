@@ -26,6 +26,7 @@ from mismatch.metrics.inference import (
     draws,
     student,
     wilson,
+    with_unseen,
 )
 from mismatch.metrics.prompt_terms import Prompts, Sums
 from mismatch.metrics.quantiles import quantile_cuts, woodruff_ends
@@ -268,12 +269,14 @@ class Estimator:
         elif drawn:
             for stat, values in zip(drawn, self._resampled(drawn), strict=True):
                 intervals[stat.metric.name] = central(values)
-        return {
-            stat.metric.name: self._bounded(
-                stat.metric, stat.value, intervals[stat.metric.name], stat.flags
-            )
-            for stat in several
-        }
+        estimates = {}
+        for stat in several:
+            interval = intervals[stat.metric.name]
+            if interval is not None:
+                interval = with_unseen(stat.metric, stat.value, interval, self.n_prompts)
+            bounded = self._bounded(stat.metric, stat.value, interval, stat.flags)
+            estimates[stat.metric.name] = bounded
+        return estimates
 
     def _rare_share(self, stat: _Smooth) -> Interval | None:
         """Wilson's interval where a share's rarer outcome is seen in few prompts, but is seen."""

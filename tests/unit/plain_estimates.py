@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.metrics.inference import PERCENTILE_FROM, PromptSums, central, student, wilson
+from mismatch.metrics.inference import (
+    PERCENTILE_FROM,
+    PromptSums,
+    central,
+    student,
+    wilson,
+    with_unseen,
+)
 from mismatch.metrics.quantiles import quantile_cuts, woodruff_ends
 from mismatch.metrics.registry import Metric, columns, floats
 from mismatch.metrics.tails import heavy_tail
@@ -63,6 +70,8 @@ def _interval(metric, terms, cluster, prompts, arrays, value):
                 *(flag for flag in flags if flag == "few-prompts"), "no-events"]  # fmt: skip
     if interval is None:
         return None, None, flags
+    if metric.kind != "quantile":
+        interval = with_unseen(metric, value, interval, prompts)
     low, high = np.clip(interval, *metric.bounds)
     return min(float(low), value), max(float(high), value), flags
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
-from mismatch.metrics.inference import PromptSums, prompts_needed, student
+from mismatch.metrics.inference import PromptSums, prompts_needed, student, with_unseen
 from mismatch.metrics.registry import columns
 from mismatch.metrics.tails import heavy_tail, hill_index
 from mismatch.types import Estimate
@@ -252,3 +252,13 @@ def test_values_by_rank_are_those_of_sorting(ties: bool):
     assert [ranked[int(i)] for i in asked] == np.sort(values)[asked].tolist()
     assert (ranked[0], ranked[-1]) == (values.min(), values.max())
     np.testing.assert_array_equal(values, before)
+
+
+@pytest.mark.parametrize(("name", "times"), [("logprob_abs_diff_mean", 8), ("k3_kl", 64)])
+def test_an_interval_of_few_prompts_holds_a_kind_that_was_not_drawn(name: str, times: int) -> None:
+    """One prompt in 12 is that many times as far off; 16 prompts hold none in a quarter of runs."""
+    truth = (11 + times) / 12
+    low, high = with_unseen(METRICS[name], 1.0, (0.9, 1.1), 16)
+    assert (low, high > truth) == (0.9, True)
+    assert with_unseen(METRICS[name], 1.0, (0.9, 1.1), 48) == (0.9, 1.1)
+    assert with_unseen(METRICS["ess_token"], 1.0, (0.9, 1.1), 16) == (0.9, 1.1)
