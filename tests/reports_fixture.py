@@ -209,13 +209,15 @@ def _corrections(rollout: bytes, delta: bytes, sequence: bytes) -> Corrections:
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     mask = np.ones(offsets[-1], dtype=bool)
     mask[offsets[:-1]] = False
-    ids = np.zeros(len(left), dtype=np.int64)
+    prompts = np.arange(SEQUENCES) // (SEQUENCES // PROMPTS)
+    token_ids = np.repeat(prompts, lengths)
+    ids = token_ids[mask]
     samples = Rollout(
-        token_ids=np.zeros(offsets[-1], dtype=np.int64),
+        token_ids=token_ids,
         offsets=offsets,
         action_mask=mask,
         turn=mask.astype(np.int64),
-        prompt_index=np.arange(SEQUENCES) // (SEQUENCES // PROMPTS),
+        prompt_index=prompts,
         finish_reason=("stop",) * SEQUENCES,
         sampling=Sampling(),
         fingerprint={"engine": "vllm"},

@@ -36,7 +36,7 @@ def rollout(rewards=True, length=LENGTH):
     mask = np.tile(np.arange(length + 1) > 0, n)
     drawn = np.random.default_rng(1).integers(0, 2, n).astype(float)
     return Rollout(
-        token_ids=np.zeros(n * (length + 1), dtype=np.int64),
+        token_ids=np.repeat(np.arange(PROMPTS), SAMPLES * (length + 1)),
         offsets=np.arange(n + 1) * (length + 1),
         action_mask=mask,
         turn=mask.astype(np.int64),

@@ -102,7 +102,7 @@ def token_advantages(rollout: Rollout, pair: Pair) -> Floats | None:
     """Return the advantage of every action token, [A]; None where no rewards differ."""
     if rollout.rewards is None:
         return None
-    advantage = group_advantages(rollout.rewards, pair.prompt)[pair.sequence]
+    advantage = group_advantages(rollout.rewards, rollout.prompt_index)[pair.sequence]
     return advantage if advantage.any() else None
 
 
