@@ -33,9 +33,7 @@ class MadeUp:
 
     def report(self) -> AuditReport:
         made = make_audit_report()
-        audits = [
-            Audit(name, "attention", "yours", "unusable", "", False) for name in self.spec.kernels
-        ]
+        audits = [Audit(name, "attention", "yours", "unusable", "", False) for name in self.names]
         return replace(made, audits=(made.audits[3], *audits))
 
     def audit(self, planned: Audit) -> Audit:
