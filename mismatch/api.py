@@ -168,6 +168,9 @@ def score_pair(
     """
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(folder) / "pair.jsonl"
+        # A prompt of one token comes first: something has to predict the first token of a response.
+        # Its id is the prompt's number, because prompts of equal ids count as one.
+        number_of: dict[str, int] = {}
         with dump.open("w") as file:
             for row, values in enumerate(rollout_logprobs):
                 columns = {"rollout_logprobs": values, "train_logprobs": train_logprobs[row]}
@@ -185,10 +188,11 @@ def score_pair(
                 sampled = [int(bool(value)) for value in entry.pop("action_mask", [1] * size)]
                 ids = entry.pop("token_ids", [0] * size)
                 entry = {name: [0.0, *held] for name, held in entry.items()}
-                # Something has to predict the first token, so a prompt of one token comes first.
-                entry |= {"token_ids": [0, *ids], "action_mask": [0, *sampled]}
+                prompt = str(row if prompts is None else prompts[row])
+                first = number_of.setdefault(prompt, len(number_of))
+                entry |= {"token_ids": [first, *ids], "action_mask": [0, *sampled]}
                 entry |= {name: held[row] for name, held in (attributes or {}).items()}
-                entry |= {} if prompts is None else {"prompt_id": str(prompts[row])}
+                entry |= {} if prompts is None else {"prompt_id": prompt}
                 entry |= {} if rewards is None else {"reward": float(rewards[row])}
                 file.write(json.dumps(entry) + "\n")
         return _command("postmortem", [str(dump)], flags, verbose)
