@@ -110,7 +110,7 @@ def test_an_engine_that_shows_nothing_leaves_the_trainer(tiny_run: Path, tmp_pat
     spec = json.loads((run / "spec.json").read_text())
     spec["rollout"]["engine"] |= {"engine": "vllm", "servers": ["http://127.0.0.1:9"]}
     (run / "spec.json").write_text(json.dumps(spec))
-    code, output, run = located(run, tmp_path)
+    code, output, run = located(run, tmp_path, "--trust-run")
     assert code == 0, output
     result = location_of(run)
     assert [side.role for side in result.sides] == ["trainer"]
