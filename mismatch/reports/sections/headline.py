@@ -78,7 +78,7 @@ def answers(report: Report, warnings: Sequence[str] = ()) -> tuple[Answer, ...]:
         "Careful": line(" ".join(warnings)),
         "Cause": _cause(report),
         "Ruled out": _ruled_out(report),
-        "Side at fault" if result and sides_at_fault(result) else "Each side": (
+        "Side at fault" if result and sides_at_fault(result) else "Both sides": (
             square.sentences(result)[0] if result else "".join(noise.float32(report))
         ),
         "In training": _sentence(_training(report)),

@@ -137,12 +137,12 @@ def _clean(result: Square) -> str:
             f"What was measured is within its level, but {', '.join(result.unmeasured)} is missing."
         )
     excess = any(finding.evidence == "excess" for finding in result.findings)
-    rounds = "Each side rounds as a plain forward at its precision does and the"
+    rounds = "Errors match what the precision alone costs, and the"
     sentence = f"{rounds if excess else 'The'} implementations agree in float32"
     if not result.calibrated:
         general = f"the levels are general ones, not calibrated on {line(result.device)}"
         return f"{sentence}; {general}."
-    return f"{sentence}: what is measured here is rounding."
+    return f"{sentence}."
 
 
 def _notes(result: Square) -> list[str]:
