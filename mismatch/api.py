@@ -210,11 +210,10 @@ def _command(verb: str, positional: list[str], flags: dict[str, Any], verbose: b
     import typer
 
     from mismatch.cli.main import app
-    from mismatch.run.directory import DEFAULT_PARENT
+    from mismatch.run.directory import new_directory
 
-    directory = flags.pop("out", None) or _free_directory(
-        DEFAULT_PARENT, flags.get("model") or verb
-    )
+    out = flags.pop("out", None)
+    directory = new_directory(None if out is None else Path(out), flags.get("model") or verb)
     arguments = [verb, *positional, "--out", str(directory)]
     for name, value in flags.items():
         flag = f"--{name.replace('_', '-')}"
@@ -232,9 +231,3 @@ def _command(verb: str, positional: list[str], flags: dict[str, Any], verbose: b
                 raise
             raise MismatchError(error.format_message(), f"mismatch {verb} --help-all") from error
     return load(directory)
-
-
-def _free_directory(parent: Path, name: str) -> Path:
-    from datetime import datetime
-
-    return parent / f"{datetime.now():%Y%m%d-%H%M%S-%f}-{Path(name).name}"

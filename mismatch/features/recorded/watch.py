@@ -14,7 +14,6 @@ from mismatch.features.recorded.run import as_run
 from mismatch.features.recorded.steps import Step, steps_of
 from mismatch.types import Pair, Sampling
 
-SETTLED_S = 2.0  # since its last change: a file is complete
 WORSE = 3.0  # times the mean |delta| of the first steps: said to grow
 FIRST = 3  # steps that the others are compared with
 
@@ -25,10 +24,13 @@ def follow(folder: Path, every_s: float, once: bool, python: str | None = None) 
     Args:
         once: stop after the files that are there.
     """
+    sizes: dict[Path, int] = {}
     seen: set[Path] = set()
     first: list[float] = []
     while True:
-        for path in _new(folder, seen, 0 if once else SETTLED_S):
+        now = {path: path.stat().st_size for path in _files(folder) if path not in seen}
+        # A file is complete when it has not grown since the last look.
+        for path in [path for path, size in now.items() if once or sizes.get(path) == size]:
             seen.add(path)
             for step, rows in _steps(path, python):
                 usual = float(np.median(first)) if len(first) == FIRST else None
@@ -37,14 +39,14 @@ def follow(folder: Path, every_s: float, once: bool, python: str | None = None) 
                 yield _line(step, rows, usual)
         if once:
             return
+        sizes = now
         time.sleep(every_s)
 
 
-def _new(folder: Path, seen: set[Path], settled_s: float) -> list[Path]:
-    files = [path for path in folder.rglob("*") if path.suffix in SUFFIXES and path not in seen]
-    now = time.time()
-    ready = [path for path in files if now - path.stat().st_mtime >= settled_s]
-    return sorted(ready, key=lambda path: path.stat().st_mtime)
+def _files(folder: Path) -> list[Path]:
+    """Return the files of a dump, the oldest first."""
+    files = [path for path in folder.rglob("*") if path.suffix in SUFFIXES]
+    return sorted(files, key=lambda path: path.stat().st_mtime)
 
 
 def _steps(path: Path, python: str | None) -> Iterator[tuple[Step, str]]:
