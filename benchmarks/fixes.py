@@ -57,7 +57,8 @@ def prepare(place: Path, sequences: int, tokens: int) -> tuple[Path, int]:
 
     from mismatch.experiments.fixes.context import context_of
     from mismatch.experiments.fixes.planning import parse_requests, plan_fixes
-    from mismatch.experiments.scoring_passes import Job, by_load
+    from mismatch.experiments.jobs import Job
+    from mismatch.experiments.scoring_passes import by_load
     from mismatch.models import resolve_model
     from mismatch.processes.tasks import TrainerSession, write_session
     from mismatch.run import store

@@ -180,7 +180,7 @@ def status(name: str) -> int:
 
 def measure(case: Case, folder: Path) -> dict[str, int]:
     """Peak bytes above the base, the largest over the ranks: of the pass, and of the loading."""
-    from mismatch.experiments.scoring_passes import Job
+    from mismatch.experiments.jobs import Job
     from mismatch.processes.tasks import TrainerSession, write_session
     from mismatch.run import store
     from mismatch.specs import Pass, TrainSpec

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mismatch.analysis.square import precision_of
 from mismatch.errors import MismatchError
+from mismatch.experiments.jobs import Job
 from mismatch.models.config import is_moe
 from mismatch.models.derived import is_mxfp4
 from mismatch.run.store import (
@@ -271,31 +272,6 @@ def regrouped(train: TrainSpec) -> TrainSpec:
 def reference_of(train: TrainSpec) -> TrainSpec:
     """The plain forward of the same weights in float32."""
     return plain_of(train, "fp32")
-
-
-@dataclass(frozen=True)
-class Job:
-    """One pass of a training world.
-
-    Attributes:
-        run_dir: that whose rollout it scores.
-        optional: the others go on where it fails.
-        side: a check can do without it: the others go on where memory does not suffice.
-    """
-
-    run_dir: Path
-    pass_: Pass
-    optional: bool = False
-    side: bool = False
-
-    @classmethod
-    def of_check(cls, run_dir: Path, pass_: Pass, main: Pass) -> Job:
-        """Return the job of a check's pass; ``main``: the one that no check can do without.
-
-        Kernels may refuse float32, so the trainer's float32 pass is optional.
-        """
-        optional = pass_.name == TRAINER_FLOAT32
-        return cls(run_dir, pass_, optional=optional, side=pass_.name != main.name)
 
 
 def by_load(jobs: list[Job]) -> list[Job]:

@@ -15,7 +15,7 @@ from mismatch.experiments.fixes.catalogue import is_combination
 from mismatch.experiments.fixes.context import Context, context_of
 from mismatch.experiments.fixes.planning import DIRECTORY, FixPlan, Variant, plan_fixes, plan_pairs
 from mismatch.experiments.fixes.results import STATE, STATE_SCHEMA, engine_seconds, table_of
-from mismatch.experiments.scoring_passes import Job
+from mismatch.experiments.jobs import Job
 from mismatch.processes.launch import Worker
 from mismatch.processes.stages import Stages
 from mismatch.run import resume, store

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mismatch.errors import MismatchError, first_line
-from mismatch.experiments.scoring_passes import Job, by_load
+from mismatch.experiments.jobs import Job
+from mismatch.experiments.scoring_passes import by_load
 from mismatch.processes.tasks import TrainerSession, write_session
 from mismatch.run import resume
 from mismatch.run.messages import clear_errors, error_path, pass_label

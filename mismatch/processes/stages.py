@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.scoring_passes import Job, by_load, float32_engine
+from mismatch.experiments.jobs import Job
+from mismatch.experiments.scoring_passes import by_load, float32_engine
 from mismatch.processes.adapter import missing_corner, prepared, scoring_of
 from mismatch.processes.exchange import column_of, read_scores, require_file
 from mismatch.processes.launch import (

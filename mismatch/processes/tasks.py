@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.scoring_passes import Job
+from mismatch.experiments.jobs import Job
 from mismatch.run import store
 from mismatch.specs import RolloutSpec
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from mismatch.doctor.memory import forward_bytes
-from mismatch.experiments.scoring_passes import Job
+from mismatch.experiments.jobs import Job
 from mismatch.models.config import FoundConfig
 from mismatch.models.sizes import sized
 from mismatch.processes.tasks import TrainerSession, write_session

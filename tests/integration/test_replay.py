@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from mismatch.analysis.comparison import paired_routing
-from mismatch.experiments.scoring_passes import Job
+from mismatch.experiments.jobs import Job
 from mismatch.processes.tasks import TrainerSession, write_session
 from mismatch.run.store import load_rollout, load_scoring, save_rollout, save_scoring
 from mismatch.specs import Pass, TrainSpec

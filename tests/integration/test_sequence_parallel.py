@@ -14,7 +14,7 @@ import pytest
 from transformers import Qwen3Config, Qwen3NextConfig
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.scoring_passes import Job
+from mismatch.experiments.jobs import Job
 from mismatch.processes.tasks import TrainerSession, write_session
 from mismatch.run.store import load_scoring, save_rollout
 from mismatch.specs import Pass, TrainSpec

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from mismatch.experiments.scoring_passes import Job
+from mismatch.experiments.jobs import Job
 from mismatch.processes.tasks import TrainerSession, write_session
 from mismatch.run.store import load_scoring, save_rollout
 from mismatch.specs import Pass, TrainSpec

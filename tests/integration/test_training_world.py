@@ -20,7 +20,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from mismatch.experiments.scoring_passes import Job
+from mismatch.experiments.jobs import Job
 from mismatch.models.digests import combine, digest_tensor
 from mismatch.processes.tasks import TrainerSession, write_session
 from mismatch.run.store import load_scoring, save_rollout

@@ -17,7 +17,8 @@ from mismatch.experiments.fixes.applies import NEEDS
 from mismatch.experiments.fixes.context import Context, ModelFacts
 from mismatch.experiments.fixes.planning import plan_fixes
 from mismatch.experiments.fixes.results import STATE, table_of, with_fixes
-from mismatch.experiments.scoring_passes import Job, by_load
+from mismatch.experiments.jobs import Job
+from mismatch.experiments.scoring_passes import by_load
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.fix_trials import FixRun, sampling_spec
 from mismatch.processes.stages import Stages

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mismatch.errors import MismatchError, OutOfMemory
-from mismatch.experiments.scoring_passes import Job
+from mismatch.experiments.jobs import Job
 from mismatch.processes.tasks import TrainerSession
 from mismatch.processes.workers.train import Passes
 from mismatch.run.messages import pass_label, read_error

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mismatch.experiments.scoring_passes import Job
+from mismatch.experiments.jobs import Job
 from mismatch.processes.tasks import (
     EngineSession,
     ReadCache,

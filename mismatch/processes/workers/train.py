@@ -24,7 +24,7 @@ import numpy as np
 from mismatch.captures import LIKELIEST
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError, OutOfMemory, first_line, named_line
-from mismatch.experiments.scoring_passes import Job
+from mismatch.experiments.jobs import Job
 from mismatch.processes.tasks import TrainerSession, turn_path, turns, wait_for
 from mismatch.processes.workers.replayed_routes import replay_source, routes_from
 from mismatch.run.messages import (
