@@ -30,10 +30,10 @@ from mismatch.experiments.probes import (
     RESCORING,
     judged_cache,
 )
-from mismatch.processes.tasks import ReadCache
+from mismatch.processes.tasks import EngineSession, ReadCache, Score, write_session
 from mismatch.run import store
 from mismatch.run.store import REFERENCE
-from mismatch.specs import EngineSpec, RolloutSpec, to_dict
+from mismatch.specs import EngineSpec, RolloutSpec
 from mismatch.types import Rollout, Sampling, Scoring
 from tests import families
 from tests.checkpoints import tokenizer
@@ -45,7 +45,7 @@ PROMPT, RESPONSE, PROMPTS = 40, 24, 8
 SCRIPT = """
 import json, sys
 from mismatch.codec import to_json
-from mismatch.processes.workers import engine as worker
+from mismatch.processes.workers import engine as worker, session
 from benchmarks.planted_fault import cache_collision
 
 measure = worker.artefacts.measure
@@ -59,7 +59,7 @@ def twice(engine, *rest):
     return measure(engine, *rest)
 
 worker.artefacts.measure = twice
-sys.exit(worker.main(sys.argv[1:2]))
+sys.exit(session.main(sys.argv[1:2]))
 """
 
 
@@ -97,16 +97,12 @@ def ask(folder: Path, rollout: Rollout) -> None:
     engine = EngineSpec(
         "vllm", str(folder / "model"), dtype="fp32", routing=False, args=(("block_size", 32),)
     )
-    job = {
-        "run_dir": str(folder),
-        "spec": to_dict(RolloutSpec(engine, sampling=rollout.sampling, exact_kl=0)),
-        "score": FRESH,
-        "cache": CACHE_FILE,
-    }
-    (folder / "fresh.json").write_text(json.dumps(job))
+    spec = RolloutSpec(engine, sampling=rollout.sampling, exact_kl=0)
+    tasks = (Score(FRESH), ReadCache(CACHE_FILE))
+    session = write_session(EngineSession(folder, spec, tasks, label="fresh"))
     (folder / "fixes").mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder / "fresh.json"), str(folder / "healthy.json")],
+        [sys.executable, "-c", SCRIPT, str(session), str(folder / "healthy.json")],
         cwd=ROOT,  # for benchmarks
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
