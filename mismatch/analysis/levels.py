@@ -178,7 +178,7 @@ def require_applied(
     if lost:
         raise MismatchError(
             f"{len(lost)} of your levels could not be applied: {'; '.join(lost)}",
-            "mend or drop them in the --thresholds file, then: mismatch compare RUN --thresholds …",
+            "correct or drop them in the file, then: mismatch compare RUN --thresholds …",
         )
 
 

@@ -280,9 +280,10 @@ def next_steps(report: Report) -> list[str]:
     if report.result("square") is None and (flag := _without_float32(spec)):
         correct = verdict.correctness
         if verdict.status == "inconclusive" and correct and correct.status == "inconclusive":
-            steps.append(
-                f"Run again without {flag}: only the float32 passes tell a fault from rounding"
-            )
+            again = f"Run again without {flag}"
+            if headline(report).rollout == "recorded:decode":
+                again = "Score the tokens with the model (mismatch read-rollouts, then score)"
+            steps.append(f"{again}: only the float32 passes tell a fault from rounding")
     fixes = report.result("fixes")
     if fixes is not None and fixes.best_together is not None:
         best = fixes.outcome(fixes.best_together)

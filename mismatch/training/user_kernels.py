@@ -67,7 +67,7 @@ def load_function(text: str) -> tuple[Callable[..., Any], str]:
     except Exception as error:  # whatever the user's module raises while it is imported
         fix = "put the folder that holds it on PYTHONPATH, or install the package"
         if not isinstance(error, ModuleNotFoundError):
-            fix = f"mend the module: `python -c 'import {module_name}'` shows the whole error"
+            fix = f"repair the module: `python -c 'import {module_name}'` shows the whole error"
         raise MismatchError(
             f"{text}: cannot import {module_name}: {named_line(error)}", fix
         ) from error

@@ -55,7 +55,7 @@ def excludes_zero(estimate: dict[str, Any]) -> bool:
 @pytest.fixture(scope="module")
 def without_sinks(no_sinks_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     target = tmp_path_factory.mktemp("fixes") / "no-sinks"
-    flags = ("--fix", "all", "--budget-minutes", "0.8", "--verdict", "after-fixes")
+    flags = ("--fix", "all", "--budget-minutes", "2", "--verdict", "after-fixes")
     run = resumed(no_sinks_run.directory, target, *flags)
     run.require_judged()
     return run

@@ -223,11 +223,11 @@ def importance_ratio(
     if heavy:
         reason, fix = "a few tokens decide", "look at the worst tokens"
     elif one_sided:
-        reason, fix = "only weakly", "mend the mismatch first; then: --num-prompts"
+        reason, fix = "only weakly", "fix the mismatch first; then: --num-prompts"
     else:
         reason, fix = (
             "as a large mismatch makes it",
-            "mend the mismatch: more prompts will not help",
+            "fix the mismatch; more prompts will not help",
         )
     return Check("importance-ratio", "warning", f"{ratio_text} excludes {name}, {reason}", fix)
 

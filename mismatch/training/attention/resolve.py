@@ -174,7 +174,7 @@ def _tried(
         without = " (the model has attention sinks: are they used?)" if sinks else ""
         raise MismatchError(
             f"--attention {name}: {trial.fault}, against float64 on random tokens{without}",
-            f"mend the kernel, or use --attention {'eager' if name == 'sink-sdpa' else 'auto'}; "
+            f"repair the kernel, or use --attention {'eager' if name == 'sink-sdpa' else 'auto'}; "
             "`mismatch kernels` looks at it closely",
         )
     tried = f"{name}: {trial.backward_fault or 'passed'}"
