@@ -19,7 +19,7 @@ from mismatch.analysis.thresholds import (
 )
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
-from mismatch.metrics.inference import prompts_needed
+from mismatch.metrics.inference import KINDS_SEEN, prompts_needed
 from mismatch.types import (
     Answer,
     Check,
@@ -226,8 +226,11 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
 def _uneven(estimate: Estimate, high: float) -> float:
     """The upper end of an interval that few tokens or prompts carry, as far as it is believed.
 
-    Twice its arm covers as it says (benchmarks/coverage.py).
+    Twice its arm covers as it says (benchmarks/coverage.py). From few prompts the interval itself
+    reaches to what was not drawn, and is not widened once more.
     """
+    if estimate.n_prompts < KINDS_SEEN:
+        return high
     return estimate.value + ARMS * (high - estimate.value)
 
 

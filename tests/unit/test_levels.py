@@ -107,6 +107,7 @@ def test_more_prompts_are_no_advice_where_a_tail_rules():
     [
         ("heavy-prompts", 64, 2e-4, 3e-4, "healthy"),
         ("heavy-tail", 64, 5e-4, 8e-4, "inconclusive"),  # 5e-4 + 2 * 3e-4 is above 1e-3
+        ("heavy-tail", 32, 5e-4, 8e-4, "healthy"),  # from few prompts it is widened already
         ("few-prompts", 64, 5e-4, 8e-4, "healthy"),
         ("heavy-prompts", 16, 5e-5, 8e-5, "healthy"),
         ("few-prompts", 16, 2e-4, 3e-4, "healthy"),
