@@ -111,7 +111,7 @@ class Experiment:
     seconds: float | None = None
     """Of its passes and of its engine; None where it was not made."""
     gone: Estimate | None = None
-    """Share of mean |delta| that goes with it."""
+    """Share of mean |delta| that disappears with the cause."""
     same_tokens: bool = True
     """On the tokens of the run; False: the engine samples again."""
     reason: str = ""

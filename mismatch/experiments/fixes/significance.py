@@ -68,7 +68,7 @@ class Tried:
     def removed(self, metric: str, seed: int) -> Estimate | None:
         """Return 1 - after / before of one metric: its practical size; None where before is 0.
 
-        On the same tokens the interval is that of the ratio; where a side sampled anew it is that
+        On the same tokens the interval is that of the ratio; where a side sampled again it is that
         of the change, over the value before.
         """
         if self.same_tokens:
