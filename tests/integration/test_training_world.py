@@ -24,7 +24,7 @@ from mismatch.experiments.jobs import Job
 from mismatch.models.digests import combine, digest_tensor
 from mismatch.processes.tasks import TrainerSession, write_session
 from mismatch.run.store import load_scoring, save_rollout
-from mismatch.specs import Pass, TrainSpec, to_dict
+from mismatch.specs import Pass, TrainSpec
 from mismatch.training.attention.resolve import PLANTED
 from mismatch.types import Rollout, Sampling, Scoring
 from tests.checkpoints import make, rollout
@@ -281,9 +281,8 @@ def test_a_rank_that_fails_leaves_its_reason(tmp_path: Path) -> None:
     batch: Rollout = rollout()
     save_rollout(tmp_path, batch)
     spec = TrainSpec(str(make("llama", tmp_path / "llama")), attention="no-sinks")
-    job = {"run_dir": str(tmp_path), "passes": [to_dict(Pass("fsdp", spec))]}
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    done = _python("-m", "mismatch.processes.workers.session", str(tmp_path / "job.json"))
+    session = write_session(TrainerSession(tmp_path, (Job(tmp_path, Pass("fsdp", spec)),)))
+    done = _python("-m", "mismatch.processes.workers.session", str(session))
     assert done.returncode == 2
     error = json.loads((tmp_path / "errors" / "train-rank0.json").read_text())
     assert "attention sinks" in error["message"]
