@@ -131,8 +131,8 @@ def test_a_clean_run_rounds_as_a_plain_forward_does(default_run):
 
 
 @pytest.mark.grid
-def test_a_wrong_window_is_named_as_the_engine_s(tmp_path):
-    """A setting of the engine alone: files, weights and the trainer are right."""
+def test_a_wrong_window_of_the_engine_is_named_by_the_settings(tmp_path):
+    """Files and weights are right. The reference shares its code with the trainer: side either."""
     few = ("--num-prompts", "24", "--samples-per-prompt", "2", "--max-tokens", "80")
     override = 'hf_overrides={"sliding_window": 16}'
     run = run_check(tmp_path / "run", *few, "--exact-kl", "0", "--engine-arg", override)
@@ -140,8 +140,9 @@ def test_a_wrong_window_is_named_as_the_engine_s(tmp_path):
     assert "implementation-gap" in run.failed
     assert not run.failed & {"excess-engine", "excess-trainer", "weights-as-loaded"}
     sizes = {gap["side"]: gap["size"]["value"] for gap in run.report["square"]["gaps"]}
-    assert sizes["engine"] > 1e-3
+    assert sizes["either"] > 1e-3
     assert sizes["trainer"] < 1e-6
+    assert run.report["causes"]["ranked"][0]["id"] == "sliding-window"
 
 
 def test_fingerprints_hold_what_ran(default_run):
