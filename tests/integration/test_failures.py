@@ -299,7 +299,9 @@ def test_the_engine_runs_under_the_interpreter_that_was_named(tmp_path):
         "python"
     ] == str(python)
     root = Path(__file__).parent.parent.parent
-    assert (tmp_path / "other-python.path").read_text().startswith(str(root))
+    first = (tmp_path / "other-python.path").read_text().strip().split(os.pathsep)[0]
+    assert [path.name for path in Path(first).iterdir()] == ["mismatch"]  # and nothing else of ours
+    assert (Path(first) / "mismatch").resolve() == root / "mismatch"
 
 
 # ---------------------------------------------------------------- disks
@@ -309,12 +311,12 @@ def test_the_engine_runs_under_the_interpreter_that_was_named(tmp_path):
 @pytest.mark.parametrize(
     ("room_kib", "whose"),
     grid(
-        [(32, "rollout|manifest|vocabulary|transformers"), (116, "fsdp|manifest")],
-        (116, "fsdp|manifest"),
+        [(32, "rollout|manifest|vocabulary|transformers"), (116, "fsdp|manifest|train")],
+        (116, "fsdp|manifest|train"),
     ),
 )
 def test_a_disk_that_fills_up_under_a_worker(tmp_path, room_kib, whose):
-    """Too little for the rollout (in the engine), or for the trainer's scorings (in rank 0)."""
+    """Too little for the rollout (in the engine), or for the trainer's scorings and their turns."""
     command = [sys.executable, "-m", "mismatch", "check", *TINY_RUN, "--out", "disk/run"]
     command += ["--exact-kl", "0"]  # whole distributions would be most of what is written
     keep = ["sh", "-c", '"$@"; code=$?; cp -r disk/run kept; exit $code', "sh", *command]
