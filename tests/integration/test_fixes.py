@@ -182,6 +182,11 @@ def test_a_healthy_run_claims_nothing_that_it_has_not(healthy: Run) -> None:
 # ---------------------------------------------------------------- a quantised KV cache
 
 
+@pytest.mark.skipif(
+    "avx512" not in Path("/proc/cpuinfo").read_text()
+    and "amx" not in Path("/proc/cpuinfo").read_text(),
+    reason="machine: vLLM's fp8 KV cache on a CPU needs AVX-512 or AMX",
+)
 @pytest.mark.grid
 def test_a_quantised_kv_cache_is_found(tmp_path: Path) -> None:
     run = run_check(
