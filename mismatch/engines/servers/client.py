@@ -105,6 +105,20 @@ def backoff_s(failures: int, retry_after_s: float | None) -> float:
     return min(LONGEST_BACKOFF_S, doubled) * (0.5 + random.random())
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the system's words for a connection that was not made, else those of the error.
+
+    httpx says "All connection attempts failed"; the first attempt's error is among its causes.
+    """
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, OSError) and inner.errno is not None:
+            return os.strerror(inner.errno)
+        attempts = getattr(inner, "exceptions", None)
+        inner = attempts[0] if attempts else inner.__cause__ or inner.__context__
+    return str(error)
+
+
 @dataclass
 class Client:
     """Sends requests to one server."""
@@ -194,7 +208,7 @@ class Client:
                     "name the authority that signed it: SSL_CERT_FILE=FILE.pem mismatch …",
                 ) from error
             unreached = (httpx.ConnectError, httpx.ConnectTimeout, httpx.InvalidURL)
-            reason = self._one_line(str(error) or "the connection was lost").lower()
+            reason = self._one_line(reason_of(error) or "the connection was lost").lower()
             kind: Kind = "absent" if isinstance(error, unreached) else "failed"
             raise RequestFailed(reason, kind) from error
         if self.key and len(self.key) >= HIDDEN_FROM:
