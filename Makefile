@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two processes, a file of tests at a time; directories in this order, so that engines start first.
 PYTEST = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(TEST_BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: check test test-clients test-gpu test-fast test-rest test-all env env-sglang env-tests lint tiny-gpt-oss tiny-gpt-oss-tools example bench clean help
+.PHONY: check test test-clients test-gpu test-fast test-rest test-stacks test-all env env-sglang env-tests lint tiny-gpt-oss tiny-gpt-oss-tools example bench clean help
 
 check: env  ## the main job on the embedded model: vLLM samples, a 2-rank FSDP2 world scores again
 	$(BIN)/mismatch check --model tiny-gpt-oss
@@ -23,11 +23,14 @@ test-fast:  ## unit tests and the command line, without engines (3 minutes)
 	$(PYTEST) -m "not grid and not slow" tests/unit tests/cli
 
 test-rest: env-tests  ## the grids: families, distributions, simulations, kills; other CPUs simulated
-	$(PYTEST) -m grid
+	$(PYTEST) -m "grid and not stack"
 	$(TEST_BIN)/python tools/other_machine.py plain
 	$(TEST_BIN)/python tools/other_machine.py old
 
-test-all: test test-rest  ## every test there is
+test-stacks: env-tests  ## other versions in environments of their own: oldest, verl's, newest, an upgrade (20 minutes)
+	$(PYTEST) -m stack tests/integration/test_stacks.py
+
+test-all: test test-rest test-stacks  ## every test there is
 
 env:  ## .venv at the root; CPU or CUDA flavour found by itself; does nothing when up to date
 	@$(PYTHON) tools/make_env.py
