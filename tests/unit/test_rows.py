@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mismatch.features.recorded.rows import IN_TURN, row_groups
+from mismatch.features.recorded.facts import RecordedReport, checks
+from mismatch.features.recorded.rows import IN_TURN, LEAST_ROWS, RowGroups, row_groups
 from mismatch.features.recorded.steps import steps_of
 from mismatch.types import Pair, Rollout, Sampling
 from tests.command import mismatch
@@ -100,6 +101,12 @@ def test_weights_that_change_inside_rows_are_seen() -> None:
     assert groups.change_at == pytest.approx(0.5, abs=0.05)
     assert groups.change_factor > 3
     assert groups.off == ()
+
+
+def test_too_few_rows_are_not_called_alike() -> None:
+    report = RecordedReport("dump.jsonl", "generic", rows=RowGroups(LEAST_ROWS - 1))
+    status = {check.id: check.status for check in checks(report)}
+    assert status["which-rows"] == "not_tested"
 
 
 def test_steps_hold_the_numbers_of_their_rows() -> None:

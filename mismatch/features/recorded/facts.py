@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mismatch.analysis.plugins import Analysis
 from mismatch.codec import from_json
-from mismatch.features.recorded.rows import RowGroups, row_groups
+from mismatch.features.recorded.rows import LEAST_ROWS, RowGroups, row_groups
 from mismatch.features.recorded.steps import Step, steps_of
 from mismatch.reports.formatting import plural
 from mismatch.types import Check
@@ -106,6 +106,9 @@ def _checks(result: RecordedReport) -> Iterator[Check]:
         found = result.rows.sentence()
         if found:
             yield Check("which-rows", "warning", found, result.rows.advice())
+        elif result.rows.rows < LEAST_ROWS:
+            few = f"{result.rows.rows} rows could be scored, {LEAST_ROWS} are needed"
+            yield Check("which-rows", "not_tested", few)
         else:
             yield Check("which-rows", "passed", "all sequences are equally far apart")
 

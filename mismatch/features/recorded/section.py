@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mismatch.features.recorded.facts import RecordedReport
+from mismatch.features.recorded.rows import LEAST_ROWS
 from mismatch.reports.formatting import capital, count, number, percent, text
 from mismatch.reports.section import Column, Section, Table
 from mismatch.types import Report
@@ -36,7 +37,8 @@ def section(result: RecordedReport, report: Report) -> Section:
     """Show the values that cannot be true, the rows that are off, and the steps."""
     found = result.rows.sentence() if result.rows is not None else ""
     sentences = crossings(result)
-    if result.rows is not None and not found:
+    enough = result.rows is not None and result.rows.rows >= LEAST_ROWS
+    if result.rows is not None and enough and not found:
         sentences = [f"All {result.rows.rows} rows are about equally far apart.", *sentences]
     tables = []
     if result.findings:
@@ -52,7 +54,7 @@ def section(result: RecordedReport, report: Report) -> Section:
         warnings=[capital(found)] if found else [],
         sentences=sentences,
         tables=tables,
-        short=found or "All rows are about equally far apart.",
+        short=found or ("All rows are about equally far apart." if enough else "Too few rows."),
     )
 
 
