@@ -1,8 +1,8 @@
 """Experiments of a fresh engine, for ``--explain``; they change no setting.
 
-``engine-rescoring`` reads the run's tokens at once: what goes with it belongs to decoding, or to
-the state of the process that sampled. ``prefix-cache`` continues the same contexts with the prefix
-cache unread, and read.
+``engine-rescoring`` reads the run's tokens at once: a difference that disappears then belongs to
+decoding, or to the state of the process that sampled. ``prefix-cache`` continues the same contexts
+with the prefix cache unread, and read.
 """
 
 from __future__ import annotations

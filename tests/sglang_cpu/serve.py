@@ -14,7 +14,7 @@ from tests import sglang_cpu
 
 
 def main() -> None:
-    """Serve until the process is told to end."""
+    """Serve until the process is ended by a signal."""
     os.environ[HOOK] = "tests.sglang_cpu"  # for the processes that SGLang starts
     sglang_cpu.prepare()
     from sglang.srt.entrypoints.http_server import launch_server

@@ -134,7 +134,7 @@ def effect(best: FixOutcome, report: Report) -> str:
 
 
 def _settings(best: FixOutcome) -> Iterator[Block]:
-    """Yield how each framework is told, where that is known."""
+    """Yield the setting of each framework, where it is known."""
     known = [item for label in labels(best.id) for item in settings_of(label.partition("=")[0])]
     for name in CORRECTING:
         lines = [each for item in known if item.framework == name for each in item.lines if each]
