@@ -11,6 +11,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ SKIPS = {
 }
 
 # The real SGLang runs on a CPU with what tests/sglang_cpu adds to its processes (docs/sglang.md).
-os.environ.setdefault("MISMATCH_SGLANG_HOOK", "tests.sglang_cpu")
+os.environ.setdefault("MISMATCH_SGLANG_HOOK", str(Path(__file__).with_name("sglang_cpu")))
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would every process
 # that they start; some tests send one.

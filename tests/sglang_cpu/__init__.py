@@ -2,7 +2,7 @@
 
 SGLang's CPU kernels come in a package of their own (``sgl_kernel``) that the package index has no
 build of, and PyTorch's index is needed for a CPU build of torchvision. Without them SGLang 0.5.23
-does not import on a CPU. ``MISMATCH_SGLANG_HOOK=tests.sglang_cpu`` has SGLang's own processes, and
+does not import on a CPU. With this folder in ``MISMATCH_SGLANG_HOOK``, SGLang's own processes, and
 no others, take from here:
 
 1. ``sgl_kernel``, of which SGLang imports names whatever the model (``kernels.py``);
@@ -54,7 +54,7 @@ def prepare() -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiles for minutes what runs for seconds
     if "+cpu" in _version("torch") and "+cpu" not in (_version("torchvision") or "+cpu"):
         _declare_torchvision_operators()
-    from tests.sglang_cpu import kernels
+    from . import kernels
 
     kernels.install()
 
@@ -62,7 +62,7 @@ def prepare() -> None:
 def register() -> None:
     """Change what SGLang runs on this CPU; in its scheduler's process, before a model is loaded."""
     if on_cpu():
-        from tests.sglang_cpu import kernels
+        from . import kernels
 
         kernels.register(used, SINKS)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from mismatch.engines.sglang.child import run_detokenizer, run_scheduler
 from mismatch.engines.sglang.private import HOOK
@@ -15,7 +16,7 @@ from tests import sglang_cpu
 
 def main() -> None:
     """Serve until the process is ended by a signal."""
-    os.environ[HOOK] = "tests.sglang_cpu"  # for the processes that SGLang starts
+    os.environ[HOOK] = str(Path(__file__).parent)  # for the processes that SGLang starts
     sglang_cpu.prepare()
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.plugins import load_plugins

@@ -156,7 +156,7 @@ def test_the_context_leaves_the_room_that_sglang_keeps(monkeypatch: pytest.Monke
     with pytest.raises(MismatchError, match="free") as raised:
         sglang_args.engine_arguments(EngineSpec("sglang", "m"), Sampling(), INFO, 510)
     assert "by 6" in raised.value.fix
-    monkeypatch.setenv(HOOK, sglang_cpu.__name__)
+    monkeypatch.setenv(HOOK, str(Path(sglang_cpu.__file__).parent))
     monkeypatch.setenv(sglang_cpu.CPU_SWITCH, "1")
     spec = EngineSpec("sglang", "m", routing=False, gpu_memory_utilization=0.5)
     arguments = sglang_args.engine_arguments(spec, Sampling(), INFO, 120)

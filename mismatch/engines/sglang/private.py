@@ -7,6 +7,7 @@ nothing, and "" where they did. Runs in SGLang's scheduler, but for :func:`hook`
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +15,18 @@ from typing import Any
 from mismatch.engines.distribution_capture import stable_top_k
 from mismatch.engines.loaded_digests import loaded_digests
 
-# A module that adds to SGLang's processes; docs/sglang.md says what it holds. For development: the
-# tests run SGLang on a CPU by it.
+# The folder of a package that adds to SGLang's processes; docs/sglang.md says what it holds. For
+# development: the tests run SGLang on a CPU by it.
 HOOK = "MISMATCH_SGLANG_HOOK"
 
 
 def hook() -> Any:
-    """Return the module that ``MISMATCH_SGLANG_HOOK`` names, or one that adds nothing."""
-    name = os.environ.get(HOOK)
-    if name:
+    """Return the package in the folder ``MISMATCH_SGLANG_HOOK``, or one that adds nothing."""
+    folder = os.environ.get(HOOK)
+    if folder:
+        parent, name = os.path.split(os.path.abspath(folder))
+        if parent not in sys.path:
+            sys.path.append(parent)
         return import_module(name)
     nothing = {"prepare": lambda: None, "register": lambda: None, "arguments": lambda context: {}}
     return SimpleNamespace(**nothing, used=[])
