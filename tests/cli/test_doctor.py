@@ -1,5 +1,6 @@
 """`mismatch doctor`, `mismatch models` and the dry run: right verdicts for machines we describe."""
 
+import importlib.util
 import json
 from dataclasses import replace
 from io import StringIO
@@ -286,6 +287,12 @@ def test_a_package_that_fails_to_import_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     package = inspect_package("sglang")
     assert "no such operator" in package.error
+
+
+def test_the_installed_vllm_loads_its_library_for_this_cpu():
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("engine: make env")
+    assert inspect_package("vllm").state == "works"
 
 
 def test_a_model_of_unknown_size_is_planned_without_its_memory(tmp_path):

@@ -3,11 +3,14 @@
 from mismatch.engines.registry import EngineInfo
 
 # vLLM is imported in 14 s of CPU; what breaks it is its compiled library under another torch,
-# loaded here alone.
+# loaded here alone. The CPU build has a library for each kind of x86 and loads the CPU's own.
 LOAD_LIBRARY = """
 import importlib.util, pathlib, torch
 folder = pathlib.Path(importlib.util.find_spec("vllm").origin).parent
-libraries = [folder / f"{name}.abi3.so" for name in ("_C", "_moe_C")]
+names = ["_C", "_moe_C"]
+if (folder / "_C_AVX2.abi3.so").is_file() and not torch.cpu._is_avx512_bf16_supported():
+    names = ["_C_AVX512" if torch.cpu._is_avx512_supported() else "_C_AVX2"]
+libraries = [folder / f"{name}.abi3.so" for name in names]
 for library in filter(pathlib.Path.is_file, libraries):
     torch.ops.load_library(library)
 if not any(map(pathlib.Path.is_file, libraries)):
