@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two processes, a file of tests at a time; directories in this order, so that engines start first.
 PYTEST = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(TEST_BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: check test test-clients test-gpu test-fast test-rest test-stacks test-all env env-sglang env-tests lint tiny-gpt-oss tiny-gpt-oss-tools example bench clean help
+.PHONY: check test test-clients test-gpu test-fast test-rest test-stacks test-all env env-sglang env-tests lint docs docs-serve tiny-gpt-oss tiny-gpt-oss-tools example bench clean help
 
 check: env  ## the main job on the embedded model: vLLM samples, a 2-rank FSDP2 world scores again
 	$(BIN)/mismatch check --model tiny-gpt-oss
@@ -57,6 +57,17 @@ lint: env  ## ruff, mypy, and the layers of the rooms
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: .venv-docs  ## the documentation site, into build/site; broken links fail
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+docs-serve: .venv-docs  ## the documentation site at http://127.0.0.1:8000
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve
+
+.venv-docs: pyproject.toml
+	test -x $@/bin/python || $(PYTHON) -m venv $@
+	$@/bin/python -m pip install -q -e '.[docs]'
+	@touch $@
+
 tiny-gpt-oss: env  ## train the embedded model again (about 15 minutes on 2 cores)
 	$(BIN)/python tools/train_tiny_gpt_oss.py --out mismatch/models/tiny-gpt-oss
 
@@ -66,7 +77,7 @@ tiny-gpt-oss-tools: env  ## train its sibling that calls a calculator (half an h
 example: env  ## the saved run under examples/ and the README's pictures
 	$(BIN)/python tools/make_pictures.py
 
-bench: env  ## speed and memory against their floors; docs/benchmarks.md has the goals (about half an hour)
+bench: env  ## speed and memory against their floors; docs/evidence/benchmarks.md has the goals (about half an hour)
 	for name in startup logprobs long_sequences sequence_parallel attention memory experts fixes end_to_end metrics explorer; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:  ## runs and caches; not the environment

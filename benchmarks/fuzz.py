@@ -1,7 +1,7 @@
 """Fuzz every reader, and go on where it stopped: ``python -m benchmarks.fuzz --trials 20000``.
 
 Trial N of every target has the seed N. Counts and faults go to ``--state`` after every 100 trials;
-run again with the same file to continue. The last line is a row for docs/reliability.md.
+run again with the same file to continue. The last line is a row for docs/evidence/reliability.md.
 """
 
 from __future__ import annotations

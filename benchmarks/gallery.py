@@ -1,4 +1,4 @@
-"""Pictures of planted faults: docs/gallery.md and one small SVG a cause in docs/images/gallery/.
+"""Draw planted faults: docs/evidence/gallery.md, and a small SVG per cause in docs/images/gallery.
 
     python benchmarks/gallery.py DIR [--again] && python tools/cause_page.py
 
@@ -28,14 +28,15 @@ from benchmarks import gallery_faults  # noqa: E402
 from benchmarks import known_issue_runs as runs  # noqa: E402
 from benchmarks.fault_blocks import measured  # noqa: E402
 from benchmarks.known_faults import FAULTS, Fault  # noqa: E402
-from benchmarks.known_issue_page import PLACES, link  # noqa: E402
+from benchmarks.known_issue_page import PLACES  # noqa: E402
 from benchmarks.known_issues import judged  # noqa: E402
 from mismatch.analysis.diagnosis.case import Case  # noqa: E402
 from mismatch.analysis.diagnosis.catalogue import title_of  # noqa: E402
 from mismatch.types import Floats  # noqa: E402
 
-PAGE = ROOT / "docs" / "gallery.md"
+PAGE = ROOT / "docs" / "evidence" / "gallery.md"
 IMAGES = ROOT / "docs" / "images" / "gallery"
+NEXT = "**Next:** [how often causes are named](known-issues.md)."
 HEALTHY = "healthy"
 MODEL, SIZE = "gpt-oss", 2  # the model that faults are shown on, and the place of their strength
 # Cause -> the planted fault that shows it.
@@ -78,7 +79,6 @@ class Shown:
     case: Case
     clean: Case
     planted: str
-    issues: tuple[str, ...] = ()
 
 
 def cases(home: Path, wanted: set[str]) -> Iterator[tuple[str, Shown]]:
@@ -94,7 +94,7 @@ def cases(home: Path, wanted: set[str]) -> Iterator[tuple[str, Shown]]:
         name = SHOWN[cause]
         if (place := home / "runs" / name / "report.json").is_file() and name in engines:
             case = runs.undeclared(runs.blocks(measured(place.parent)[0])[0])
-            yield cause, Shown(case, clean, f"a run of vLLM with `{name}`", engines[name].issues)
+            yield cause, Shown(case, clean, f"a run of vLLM with `{name}`")
         elif name in faults:
             fault, key = faults[name], f"{name}/{SIZE}/{MODEL}/0"
             strength = fault.strengths[SIZE]
@@ -105,7 +105,7 @@ def cases(home: Path, wanted: set[str]) -> Iterator[tuple[str, Shown]]:
                 case = runs.undeclared(moved)
             else:
                 continue
-            yield cause, Shown(case, clean, _planted(fault, strength), fault.issues)
+            yield cause, Shown(case, clean, _planted(fault, strength))
     if wanted & gallery_faults.PLANTED.keys():
         gallery_faults.make(home / "gallery", run, spec.train)
         for cause, case, right, where in gallery_faults.cases(home / "gallery", run):
@@ -214,8 +214,8 @@ def _height(nats: float) -> float:
 def sections(page: str) -> dict[str, str]:
     """Cause -> its section of the page."""
     found = {}
-    for part in page.split("\n## ")[1:]:
-        link = re.search(r"\(causes/([a-z0-9-]+)\.md\)", part.partition("\n")[0])
+    for part in page.removesuffix(f"{NEXT}\n").split("\n## ")[1:]:
+        link = re.search(r"causes/([a-z0-9-]+)\.md\)", part.partition("\n")[0])
         found[link.group(1) if link else HEALTHY] = f"## {part.strip()}"
     return found
 
@@ -226,13 +226,15 @@ def section(cause: str, shown: Shown) -> str:
     drawn = picture(shown.case, shown.clean, title)
     (IMAGES / f"{cause}.svg").write_text(drawn, "utf-8")
     mean = f"{np.abs(shown.case.delta).mean():.3g} nats"
-    image = f"![{title}](images/gallery/{cause}.svg)"
+    image = f"![{cause}](../images/gallery/{cause}.svg)"
     if cause == HEALTHY:
         return f"## {title}\n\n{image}\n\nMean |delta| {mean}."
-    named = ", ".join(one.id for one in judged(shown.case).ranked) or "nothing"
-    said = f" Seen in {', '.join(map(link, shown.issues))}." if shown.issues else ""
-    return (f"## [{title}](causes/{cause}.md)\n\n{image}\n\nPlanted: {shown.planted}. "
-            f"Mean |delta| {mean}; named: {named}.{said}")  # fmt: skip
+    found = ", ".join(cause.id for cause in judged(shown.case).ranked) or "nothing"
+    named = "" if found == cause else f", named {found}"
+    return (
+        f"## [{title}](../reference/causes/{cause}.md)\n\n{image}\n\n"
+        f"{shown.planted[0].upper()}{shown.planted[1:]}: {mean}{named}."
+    )
 
 
 def main() -> None:
@@ -249,15 +251,9 @@ def main() -> None:
         if cause in wanted:
             held[cause] = section(cause, shown)
             print(cause, flush=True)
-    intro = (
-        "# Gallery: what causes look like\n\n"
-        "<!-- Made by benchmarks/gallery.py from recorded runs of benchmarks/known_issues.py. -->"
-        "\n\nOne fault each, planted in a run of tiny-gpt-oss (vLLM and FSDP2 on a CPU, bf16 where "
-        "nothing else is said, 64\nprompts). Left: every token, the engine's probability against "
-        "the trainer's. Right: mean |delta| along the sampled\ntokens, grey without the fault. "
-        "Named: by the numbers alone, with nothing stated by either side."
-    )
-    PAGE.write_text("\n\n".join([intro, *(held[c] for c in every if c in held)]) + "\n", "utf-8")
+    intro = PAGE.read_text("utf-8").partition("\n## ")[0]
+    parts = [intro, *(held[cause] for cause in every if cause in held), NEXT]
+    PAGE.write_text("\n\n".join(parts) + "\n", "utf-8")
     for old in IMAGES.glob("*.svg"):
         if old.stem not in held:
             old.unlink()

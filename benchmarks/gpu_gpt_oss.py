@@ -1,6 +1,6 @@
 """gpt-oss-20b at full shape on one GPU, without its weights; and what only a GPU can answer.
 
-    python benchmarks/gpu_gpt_oss.py [--tiny] [--json FILE] [--write docs/gpu-results.md]
+    python benchmarks/gpu_gpt_oss.py [--tiny] [--json FILE] [--write docs/evidence/gpu-results.md]
 
 The real architecture (24 layers, 32 experts, vocabulary 201,088 …) gets random bf16 weights
 straight on the device, shard by shard, so that neither a checkpoint on disk, nor a hub, nor an

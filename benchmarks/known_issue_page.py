@@ -1,4 +1,4 @@
-"""The measured part of docs/known-issues.md, from the cells of benchmarks/known_issues.py."""
+"""Write the measured part of docs/evidence/known-issues.md, from what known_issues.py kept."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from benchmarks.known_faults import FAULTS
 from benchmarks.known_issue_runs import ENGINES
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "known-issues.md"
+PAGE = ROOT / "docs" / "evidence" / "known-issues.md"
 MARK = "<!-- measured -->"
 PLACES = {
-    "recorded": "in the numbers of a run of vLLM and FSDP2",
-    "trainer": "in the model that FSDP2 loaded",
-    "weights": "in the weights that FSDP2 loaded, both dtypes: the engine's are older",
-    "packing": "in the packing of FSDP2's pass",
-    "template": "in the prompts that FSDP2 scored",
-    "engine": "in the engine (vLLM; SGLang where named)",
+    "recorded": "numbers",
+    "trainer": "trainer's model",
+    "weights": "trainer's weights",
+    "packing": "trainer's packing",
+    "template": "trainer's prompts",
+    "engine": "engine",
 }
 
 
 def share(cells: list[dict], what: str) -> str:
-    """ "9 of 10 (90 %)" of the cells where it applies."""
+    """Return "9/10" of the cells where it applies."""
     values = [cell[what] for cell in cells if cell.get(what) is not None]
-    return f"{sum(values)} of {len(values)} ({sum(values) / len(values):.0%})" if values else "–"
+    return f"{sum(values)}/{len(values)}" if values else "–"
 
 
 def link(issue: str) -> str:
@@ -77,4 +77,4 @@ def page(cells: list[dict]) -> str:
         lines.append(
             f"| {names} | {strong} | {', '.join(cell['named'][:3]) or 'nothing'} | {yes} |"
         )
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", "**Next:** [all causes](../reference/causes.md).", ""])

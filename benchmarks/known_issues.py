@@ -12,8 +12,8 @@ been measured is not measured again.
 
 Cells are cut in two halves by the sum of their places in the lists of strengths, models and seeds:
 detectors are tuned on the even half and reported on the odd one. `--write` writes
-docs/known-issues.md from what DIR holds. `--calibration` adds the clean runs that levels were set
-on, each cut into disjoint blocks, to those in which nothing may be named.
+docs/evidence/known-issues.md from what DIR holds. `--calibration` adds the clean runs that levels
+were set on, each cut into disjoint blocks, to those in which nothing may be named.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, help="clean runs of benchmarks/calibration.py")
     parser.add_argument("--again", action="store_true", help="judge all cells again")
     parser.add_argument("--stored", action="store_true", help="score nothing anew")
-    parser.add_argument("--write", action="store_true", help="write docs/known-issues.md")
+    parser.add_argument("--write", action="store_true", help="write docs/evidence/known-issues.md")
     options = parser.parse_args()
     home = options.directory
     (home / "runs").mkdir(parents=True, exist_ok=True)

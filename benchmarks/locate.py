@@ -275,7 +275,7 @@ def main() -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """For docs/locate.md."""
+    """For docs/how-to/locate.md."""
     lines = [
         "| model | fault | named | explains | goes with it | right |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -99,7 +99,7 @@ CASES = {
     "gpt-oss, packing": Case("gpt_oss", GPT_OSS, LONG, spec={"layout": "packing"}),
 }
 
-# MiB that were measured (two CPU cores, torch 2.13, transformers 5.19): docs/doctor.md has them.
+# MiB that were measured (two CPU cores, torch 2.13, transformers 5.19).
 MEASURED = {
     "tiny gpt-oss": 102,
     "tiny gpt-oss, 2 ranks, fp32": 49,

@@ -2,7 +2,7 @@
 
 See tests/write_faults.py. Every trial is appended to ``--state``; run again with the same file to
 go on. ``--every N`` takes each Nth trial, so that operations and faults take turns. The last lines
-are rows for docs/reliability.md.
+are rows for docs/evidence/reliability.md.
 """
 
 from __future__ import annotations

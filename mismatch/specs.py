@@ -160,7 +160,7 @@ class EngineSpec:
         WeightsForm,
         Flag(
             ENGINE,
-            "Form of the experts that the engine serves; docs/quantised-rollouts.md.",
+            "Form of the experts that the engine serves; docs/how-to/quantised-rollouts.md.",
             name="rollout_weights",
         ),
     ] = AS_STORED
@@ -169,7 +169,7 @@ class EngineSpec:
         tuple[str, ...],
         Flag(
             SERVERS,
-            "URL of a running vLLM or SGLang server; repeatable; docs/servers.md.",
+            "URL of a running vLLM or SGLang server; repeatable; docs/how-to/servers.md.",
             name="server",
             kind=list[str] | None,
         ),
@@ -239,7 +239,7 @@ class PromptSpec:
         Flag(
             PROMPTS,
             "Replies to responses, for several turns: retry, calculator, or your "
-            "package.module:Class; docs/multi-turn.md.",
+            "package.module:Class; docs/how-to/multi-turn.md.",
         ),
     ] = None
     max_turns: Annotated[
@@ -330,7 +330,7 @@ class TrainSpec:
         str,
         Flag(
             TRAIN,
-            "Whose code scores: fsdp (ours), verl, trl, module:Class, file; docs/your-trainer.md.",
+            "Whose code scores: fsdp (ours), verl, trl, module:Class, or file.",
         ),
     ] = OWN_SCORER
     python: Annotated[

@@ -27,7 +27,7 @@ SKIPS = {
     "not applicable": "",
 }
 
-# The real SGLang runs on a CPU with what tests/sglang_cpu adds to its processes (docs/sglang.md).
+# The real SGLang runs on a CPU with what tests/sglang_cpu adds to its processes.
 os.environ.setdefault("MISMATCH_SGLANG_HOOK", str(Path(__file__).with_name("sglang_cpu")))
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would every process

@@ -1,6 +1,6 @@
-"""Write docs/licences.md: what the project depends on, and under which licence.
+"""Write docs/contribute/licences.md: what the project depends on, and under which licence.
 
-.venv/bin/python tools/licences.py > docs/licences.md
+.venv/bin/python tools/licences.py > docs/contribute/licences.md
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ Direct dependencies, as `make env` installs them on a CPU. `tools/licences.py` w
 | package | needed for | version | licence |
 | --- | --- | --- | --- |"""
 
-ELSEWHERE = {"trackio": "MIT"}  # what is in no environment here, else Apache-2.0
+ELSEWHERE = {
+    "trackio": "MIT",
+    "mkdocs-material": "MIT",
+}  # what is in no environment here, else Apache-2.0
 SGLANG_PLACES = sorted((ROOT / ".venv-sglang" / "lib").glob("python3.*/site-packages"))
 SGLANG = """
 `make env-sglang` and `make test` install SGLang in an environment of its own; all of it is in
@@ -55,6 +58,7 @@ def main() -> None:
     for name in ("sglang", "torch", "torchvision", "triton", "soundfile", "transformers"):
         (found, *_) = distributions(name=name, path=[str(place) for place in SGLANG_PLACES])
         print(f"| {name} | sglang | {found.metadata['Version']} | {licence(found.metadata)} |")
+    print("\n**Next:** [run the tests](testing.md).")
 
 
 def licence(facts) -> str:

@@ -1,4 +1,4 @@
-"""Write the demonstration of docs/loop.md and its figure from examples/loop/loop.json.
+"""Write the demonstration of docs/evidence/loop.md and its figure from examples/loop/loop.json.
 
     python tools/loop_page.py [RUN ...]
 
@@ -34,13 +34,13 @@ from mismatch.features.loop.judge import (
 from mismatch.features.loop.section import PANELS, draw, section
 from mismatch.features.loop.spec import Asked, LoopSpec, arm_of
 from mismatch.reports.formatting import number
-from mismatch.reports.markdown import show_table, table
+from mismatch.reports.markdown import table
 from mismatch.reports.svg import ACCENT, FAINT, GRID, INK, SECOND, drawing
 from mismatch.run.resume import differences
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "loop"
-DOCUMENT = ROOT / "docs" / "loop.md"
+DOCUMENT = ROOT / "docs" / "evidence" / "loop.md"
 PICTURE = ROOT / "docs" / "images" / "loop.svg"
 BEGIN = "<!-- the demonstration, written by tools/loop_page.py -->"
 END = "<!-- end of the demonstration -->"
@@ -169,15 +169,12 @@ def text(report: LoopReport) -> str:
     more = ("ESS of sequences", "largest gradient norm:", f"reward {LEARNT:g} at step:")
     more += ("gradient norm warns at:", "reward falls at:")
     shown = section(report)
-    claims = next(part for part in shown.parts if part.id == "loop-claims")
     lines = [
         f"Means of the first and of the last {WINDOW} steps; a warning and a fall of the reward as "
         "defined above, the step at which each came first:"
     ]
     lines += ["", table([*titles, *more], rows(report)), ""]
     lines += [f"- {line}" for line in (*shown.warnings, *shown.sentences)]
-    lines += ["", "Every two arms; claimed is what exceeds twice its error with every seed:", ""]
-    lines += [show_table(claims.tables[0])]
     absent = [f"- {line}" for line in missing(report)]
     lines += ["", "Not measured to its end:", "", *absent] if absent else []
     return "\n".join(lines)

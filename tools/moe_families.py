@@ -1,4 +1,4 @@
-"""docs/moe-families.md: which MoE families' routing is captured and replayed, by trying each.
+"""Write docs/evidence/moe-families.md: try to capture and replay the routing of each family.
 
     .venv/bin/python tools/moe_families.py                    try all on the training side, write it
     .venv/bin/python tools/moe_families.py --engine           also run vLLM on each (half an hour)
@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests import families  # noqa: E402
 
-PAGE = ROOT / "docs" / "moe-families.md"
+PAGE = ROOT / "docs" / "evidence" / "moe-families.md"
 KEPT = ROOT / "tools" / "moe_families.json"
 PROMPTS, SAMPLES, TOKENS = 4, 2, 16
 
@@ -143,26 +143,20 @@ def run_engine(chosen: list[str]) -> None:
 
 HEAD = """# MoE families
 
-Which families of transformers' causal language models have their routing captured, and replayed, by
-mismatch; {version}. This page is made by trying each one:
+Families of transformers' causal language models whose routing mismatch captures and replays,
+with {version}. Each was tried:
 
     .venv/bin/python tools/moe_families.py             # the training side; writes this page
     .venv/bin/python tools/moe_families.py --engine    # also vLLM, on every family (half an hour)
 
-How each was tried, on a tiny random model of 4 layers:
+On a tiny random model of 4 layers:
 
-- **capture**: the experts that are recorded are those that ran. Which ones ran is found without
-  looking at any router: the weights of one expert after another are set to zero, and the tokens
-  whose output changes were sent to it.
-- **margin**: the gap between the last chosen and the first rejected expert is recorded too.
-- **replay**: every token is given other experts, at random, and these run instead (found the same
-  way).
-- **vLLM**: {engine} samples 8 sequences from a float32 checkpoint; its routes and logprobs are
-  compared with a float32 forward of transformers. "same" means no row (token, layer) with other
-  experts. What it cannot run here it may well run on a GPU.
-
-"MoE layers" are those of the tried model: where they are not 0 to 3, the family has dense layers
-between, or can have them, and the numbers stay those of the whole model on both sides.
+- **capture**: the recorded experts are those that ran. Experts are set to zero one after another;
+  the tokens whose output changes were sent there.
+- **margin**: the gap between the last chosen and the first rejected expert is recorded.
+- **replay**: every token gets other experts at random, and these run.
+- **vLLM**: {engine} samples 8 sequences in float32; routes and log-probabilities are compared with
+  a float32 forward of transformers. "same": in no row (token, layer) do experts differ.
 
 | family (`model_type`) | MoE layers | capture | margin | replay | vLLM on a CPU |
 | --- | --- | --- | --- | --- | --- |
@@ -170,18 +164,17 @@ between, or can have them, and the numbers stay those of the whole model on both
 WITHIN = """
 ## Inside other models
 
-These hold a text model of the table above, which is what runs and is read: {composites}.
+Their text model is in the table: {composites}.
 
 ## Not captured
 
-- `doge` with `is_moe`: {doge}. It is refused before its weights load; `--no-routing` runs it.
-- A model with code of its own (`--trust-remote-code`), or a new family, whose experts lie in no
-  known place: refused in the same way.
-- A model whose layers have different numbers of experts per token (`hunyuan_v1_moe` allows that).
-- Code in transformers with routed experts, but no causal language model to load (vision, speech,
-  translation): {others}.
+- `doge` with `is_moe`: {doge}. Refused before its weights load; `--no-routing` runs it.
+- Models with their own code (`--trust-remote-code`), or new families with experts in no known
+  place: refused likewise.
+- Models whose layers have different numbers of experts per token (`hunyuan_v1_moe` allows that).
+- Code with experts and no causal language model: {others}.
 
-## What the notes mean
+## Notes
 
 """
 # What an outcome of the engine means, once looked into.
@@ -225,11 +218,12 @@ def page(engine: dict[str, Any]) -> str:
         doge=doge,
         others=", ".join(f"`{name}`" for name in families.other_modules()),
     )
-    return text + "".join(f"- `{name}`: {notes[name]}.\n" for name in sorted(notes))
+    text += "".join(f"- `{name}`: {notes[name]}.\n" for name in sorted(notes))
+    return f"{text}\n**Next:** [replay the engine's routes](../how-to/router-replay.md).\n"
 
 
 def _row(name: str, tried: Any, engine: dict[str, Any] | None) -> str:
-    layers = ", ".join(map(str, tried.layers)) + f" of {tried.total}"
+    layers = ",".join(map(str, tried.layers)) + f"/{tried.total}"
     capture = "exact" if tried.wrong == 0 else f"{tried.wrong} wrong"
     replay = "yes" if tried.replay == "yes" else "in part"
     margin = "yes" if tried.margin else "no"

@@ -1,4 +1,4 @@
-"""Check models on the stacks of tools/stacks.toml and write docs/compatibility.md.
+"""Check models on the stacks of tools/stacks.toml and write docs/evidence/compatibility.md.
 
     python tools/stacks.py [--only NAME …] [--work DIR] [--page]
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE = ROOT / "docs" / "evidence" / "compatibility.md"
 SHARED = ROOT / "tools" / "stacks.toml"
 SAMPLE = ("--num-prompts", "16", "--samples-per-prompt", "2", "--max-tokens", "64")
 MODELS = ("tiny-gpt-oss", "qwen3")
@@ -182,8 +182,10 @@ TAIL = """
 framework's own code. A stack named after a framework has that framework's versions. A GPU adds
 kernels that no row here has run.
 
-`python tools/stacks.py` makes the environments and this table, and goes on where it was stopped.
+`python tools/stacks.py` makes the environments and this table, and continues where it stopped.
 The stacks are in `tools/stacks.toml`; add yours.
+
+**Next:** [measure your own trainer's code](../how-to/your-trainer.md).
 """
 # What a check with one turn on a CPU never tests.
 ALWAYS = {"GPU kernels", "multi-turn rollouts", "weight synchronisation"}
@@ -205,7 +207,7 @@ def random_model(family: str, work: Path) -> Path:
 
 
 def page(rows: list[Stack], work: Path) -> str:
-    """Return the text of docs/compatibility.md."""
+    """Return the text of docs/evidence/compatibility.md."""
     lines = [HEAD]
     for stack in rows:
         for model in MODELS:

@@ -42,7 +42,7 @@ def compare(
     noise: RouterNoise | None = None,
     texts: Mapping[int, str] | None = None,
 ) -> Comparison:
-    """Every metric of docs/metrics.md that the two scorings allow, with 95 % intervals by prompt.
+    """Compute every metric that the two scorings allow, with 95 % intervals by prompt.
 
     A metric is absent, never 0, where its data is missing (no entropy, no routing weights) or where
     it is undefined (the correlation of constants).

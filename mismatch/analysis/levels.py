@@ -1,6 +1,6 @@
 """From numbers to a verdict: which column of the levels table applies, and the rule that reads it.
 
-The table itself is :mod:`mismatch.analysis.thresholds`; the rule is written out in docs/metrics.md.
+The table itself is :mod:`mismatch.analysis.thresholds`; the rule is in docs/explain/verdict.md.
 """
 
 from __future__ import annotations

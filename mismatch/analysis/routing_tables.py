@@ -1,7 +1,7 @@
 """Where two sides choose other experts, and what that coincides with: tables for a comparison.
 
 Every table is columns of equal length. Shares and means carry ``low`` and ``high``, the 95 %
-interval over prompts (None where there is none); see docs/metrics.md for the columns.
+interval over prompts (None where there is none); see docs/reference/metrics.md for the columns.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def _known(name: str, names: Sequence[str], what: str, text: str, where: str) ->
     if name in names:
         return
     guess = did_you_mean(name, names, most=1)
-    listed = ", ".join(names) if len(names) <= 8 else "docs/metrics.md lists them"
+    listed = ", ".join(names) if len(names) <= 8 else "docs/reference/metrics.md lists them"
     raise MismatchError(
         f"{where}, line {_line(text, name)}: unknown {what}: {name!r}", f"{guess}known: {listed}"
     )

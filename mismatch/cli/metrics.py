@@ -14,8 +14,7 @@ SCHEMA = "mismatch.metrics/2"
 EXPLANATION = (
     "level: what a mean runs over. kind: a mean, a ratio (a smooth function of several means), a\n"
     "quantile, or an extreme (a maximum, a minimum, a count: no interval). good: which direction\n"
-    "is agreement, where one is. --json adds formulas and names in frameworks; docs/metrics.md\n"
-    "explains the numbers."
+    "is agreement, if any. --json adds formulas and the names in frameworks."
 )
 
 

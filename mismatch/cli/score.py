@@ -41,7 +41,7 @@ def score(flags: Flags) -> int:
 
     Passes that the run holds already are not run again. The run may come from another machine:
     --model says where the checkpoint is here. Under torchrun, srun or Ray it joins the world that
-    is there, over any number of machines: docs/clusters.md.
+    is there, over any number of machines: docs/how-to/clusters.md.
 
     --engine NAME adds the scoring NAME:prefill, of an engine that need not have sampled. Then:
     mismatch compare RUN --left vllm:prefill --right sglang:prefill

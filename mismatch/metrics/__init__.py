@@ -1,4 +1,4 @@
-"""Every reported number, one function each on plain arrays; docs/metrics.md describes them all.
+"""Every reported number as a function on plain arrays.
 
     from mismatch.metrics import k3_kl
 

@@ -2,7 +2,7 @@
 
 rho_t = exp(delta_t) is the ratio of a token, exp(sum of delta) that of its sequence. A correction
 turns them into a weight per token; 0 drops the token. It changes no delta and mends no mismatch.
-Definitions: docs/corrections.md.
+Definitions: docs/explain/corrections.md.
 """
 
 from __future__ import annotations

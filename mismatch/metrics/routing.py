@@ -1,7 +1,7 @@
 """Routing metrics: do both sides send the same token to the same experts, and what does it cost?
 
 Arrays hold a row per action token and a column per MoE layer that both sides captured, [A, L];
-:func:`mismatch.metrics.routing_pairs.pair_routing` makes them. Formulas and names: docs/metrics.md.
+:func:`mismatch.metrics.routing_pairs.pair_routing` makes them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``sequence`` [A] holds the sequence of each action token; terms come in ascending order of it.
 S = sum of delta over a sequence's action tokens; exp(S) is the sequence's importance ratio.
-Formulas and names: docs/metrics.md. Same errors as :class:`Metric`.
+Same errors as :class:`Metric`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Token-level metrics. A term per action token, [A]; means run over all action tokens.
 
 ``rollout`` and ``train`` are logprobs in nats, ``delta = train - rollout`` and rho = exp(delta)
-is the importance ratio pi_train / pi_rollout. Formulas and names: docs/metrics.md.
+is the importance ratio pi_train / pi_rollout.
 Each metric here is callable on plain arrays and raises what :class:`Metric` says.
 """
 

@@ -26,7 +26,7 @@ NEUTRAL: dict[str, tuple[float, ...]] = {
 # Framework -> settings that its requests leave to the engine. verl 0.9.1, TRL 1.16, SkyRL 0.3,
 # slime and OpenRLHF 0.11 leave none: they pass a whole SamplingParams, fix generation_config to
 # "vllm", or call SGLang's own API, which does not read the file.
-# Sources: docs/causes/implicit-generation-config.md.
+# Sources: docs/reference/causes/implicit-generation-config.md.
 LEFT_OPEN: dict[str, tuple[str, ...]] = {
     "prime-rl": ("repetition_penalty",),
     "nemo-rl": ("min_p", "repetition_penalty"),  # with its HTTP server (expose_http_server)
@@ -69,5 +69,5 @@ def not_applied(model: str, revision: str | None, sampling: Sampling) -> Iterato
         yield NotTested(
             f"{', '.join(other)} of {FILE}",
             f"the checkpoint sets {settings}, which this run does not sample with; {would}",
-            "--sample-as FRAMEWORK; docs/causes/implicit-generation-config.md",
+            "--sample-as FRAMEWORK; docs/reference/causes/implicit-generation-config.md",
         )

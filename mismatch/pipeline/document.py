@@ -1,6 +1,6 @@
 """``report.json``: the report as plain data, schema ``mismatch.report/3``.
 
-The field list with meanings is docs/report-json.md; the JSON Schema is generated (:func:`schema`).
+docs/reference/report-json.md describes it; :func:`schema` returns the JSON Schema.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mismatch.types import Check, Comparison, NotTested, Report, SidePair, Statu
 
 SCHEMA = "mismatch.report/3"
 JQ_NAMES = {"kl": "k1_kl"}  # and an underscore for the dot of "ratio_outside_1.02"
-COMMAND, PAGE = "mismatch compare RUN", "docs/report-json.md"
+COMMAND, PAGE = "mismatch compare RUN", "docs/reference/report-json.md"
 
 # The fields of every report: key -> type, in their order; those of analyses follow.
 FIELDS: dict[str, Any] = {

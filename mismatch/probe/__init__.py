@@ -1,4 +1,4 @@
-"""The name under which users import the probe of their own weight sync; see docs/sync-probe.md."""
+"""The probe of a weight sync under the name that users import (docs/how-to/weight-sync.md)."""
 
 from mismatch.features.sync.library import EXTENSION, judge, probe, sglang_engine
 

@@ -19,7 +19,7 @@ from mismatch.specs import FILE_SCORER, Pass
 from mismatch.types import Rollout, Scoring
 
 SUFFIXES = (".parquet", ".jsonl")
-FIX = "write it with `mismatch tokens RUN FILE` and add the column logprobs; docs/your-trainer.md"
+FIX = "write it with `mismatch tokens RUN FILE`, then add the column logprobs"
 
 
 def column_of(name: str) -> str:
@@ -125,6 +125,6 @@ def require_file(path: str | None) -> Path:
     if path is None or not Path(path).is_file():
         raise MismatchError(
             f"--scorer {FILE_SCORER}: {path or 'no file'} to read log-probabilities from",
-            "--scorer-config FILE, a .parquet or .jsonl file; docs/your-trainer.md",
+            "--scorer-config FILE, a .parquet or .jsonl file; docs/how-to/your-trainer.md",
         )
     return Path(path)

@@ -142,7 +142,7 @@ def built_in(name: str) -> type[Environment] | None:
         raise MismatchError(
             f"--environment {name}: there is no built-in environment of this name",
             f"use {', '.join(BUILT_IN)}, or your own class: package.module:Class "
-            "(docs/multi-turn.md; a code tool is in examples/environments)",
+            "(docs/how-to/multi-turn.md; a code tool is in examples/environments)",
         )
     return BUILT_IN[name]
 
@@ -161,7 +161,7 @@ def prepared(kind: object, prompts: list[Prompt]) -> list[Prompt]:
     except Exception as error:  # whatever a user's class raises
         raise MismatchError(
             f"the environment's prepare(prompt) failed: {named_line(error)}",
-            "return a mismatch.prompts.prompt.Prompt from it; docs/multi-turn.md",
+            "return a mismatch.prompts.prompt.Prompt from it; docs/how-to/multi-turn.md",
         ) from error
 
 

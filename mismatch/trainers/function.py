@@ -26,7 +26,7 @@ class FunctionTrainer:
         if job.precision == "fp32":
             raise MismatchError(
                 f"{name} is a function: it cannot be asked for float32",
-                "write a class that takes a TrainerJob (docs/your-trainer.md)",
+                "write a class that takes a TrainerJob (docs/how-to/your-trainer.md)",
             )
         self.function, self.name, self.job = function, name, job
 

@@ -28,7 +28,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.grid
 def test_the_gpu_benchmark_scores_every_token_of_the_tiny_model(tmp_path: Path) -> None:
     page = tmp_path / "results.md"
-    page.write_text((ROOT / "docs" / "gpu-results.md").read_text())
+    page.write_text((ROOT / "docs" / "evidence" / "gpu-results.md").read_text())
     done = _run("--tiny", "--json", str(tmp_path / "out.json"), "--write", str(page))
     assert done.returncode == 0, done.stderr
     facts = json.loads((tmp_path / "out.json").read_text())

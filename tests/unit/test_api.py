@@ -60,7 +60,7 @@ def test_wrong_input_is_an_error_with_its_fix(tmp_path: Path) -> None:
 
 
 def test_the_examples_of_the_page_name_what_there_is() -> None:
-    page = (ROOT / "docs" / "python.md").read_text()
+    page = (ROOT / "docs" / "start" / "python.md").read_text()
     names = set(re.findall(r"mismatch\.(\w+)\(", page))
     assert names <= set(mismatch.__all__)
     assert {"check", "load", "score_pair"} <= names

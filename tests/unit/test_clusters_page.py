@@ -1,4 +1,4 @@
-"""The examples of docs/clusters.md: shell that parses, flags that exist, Python that runs."""
+"""Examples of docs/how-to/clusters.md: the shell parses, flags exist, the Python runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.test_help import help_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "clusters.md").read_text("utf-8")
 SHELL = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
 PYTHON = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
@@ -81,7 +81,7 @@ def test_the_ray_example_starts_torchrun_on_every_node(monkeypatch: pytest.Monke
         return types.SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)
-    exec(compile(code, "docs/clusters.md", "exec"), {})
+    exec(compile(code, "docs/how-to/clusters.md", "exec"), {})
     assert [words[words.index("--node-rank") + 1] for words in started] == ["0", "1"]
     for words in started:
         assert words[-4:] == ["-m", "mismatch", "score", "/shared/run"]

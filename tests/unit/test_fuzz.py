@@ -1,7 +1,7 @@
 """A thousand inputs that are nearly right: refused with words, or of no consequence; no traceback.
 
 ``python -m benchmarks.fuzz --trials 20000`` runs more of the same; its table is in
-docs/reliability.md.
+docs/evidence/reliability.md.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What docs/loop.md says of the demonstration is what its curves say."""
+"""What docs/evidence/loop.md says of the demonstration is what its curves say."""
 
 from __future__ import annotations
 

@@ -210,9 +210,8 @@ def test_every_metric_says_what_it_is():
     assert all(name == metric.name for name, metric in METRICS.items())
 
 
-def test_every_metric_and_flag_is_in_the_documentation():
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert [name for name in METRICS if f"`{name}`" not in page] == []
+def test_every_flag_is_in_the_documentation():
+    page = (Path(__file__).parents[2] / "docs" / "explain" / "intervals.md").read_text("utf-8")
     flags = re.findall(r'"([a-z]+-[a-z]+|overflow)"', inspect.getsource(estimator))
     assert len(set(flags)) == 7
     assert [flag for flag in flags if f"`{flag}`" not in page] == []

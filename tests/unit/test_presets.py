@@ -173,15 +173,3 @@ def test_the_same_bits_as_the_frameworks_arithmetic(
     assert np.array_equal(_scored(world, model, rolled, preset), expected)
     undone = replace(preset, temperature_in="fp32", logprobs_dtype=None)
     assert (_scored(world, model, rolled, undone) != expected).mean() > 0.5
-
-
-def test_the_documentation_names_every_source() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "trainer-presets.md").read_text(encoding="utf-8")
-    for name in NAMES:
-        data = preset_file(name)
-        section = text.split(f"### `--trainer {name}`")[1].split("\n### ")[0]
-        for row in data["setting"]:
-            assert f"| `{row['field']}` | {row['value']}" in section
-        for row in (*data["setting"], *data["gap"]):
-            assert f"`{row['file']}`: `{row['symbol']}`" in section
-            assert row["what"][1:] in section

@@ -42,6 +42,6 @@ def test_no_rendering_has_a_banned_phrase(name: str) -> None:
 
 
 def test_the_glossary_is_in_the_docs() -> None:
-    page = (ROOT / "docs" / "reading-a-report.md").read_text("utf-8")
+    page = (ROOT / "docs" / "start" / "read-report.md").read_text("utf-8")
     for word, meaning in wording("glossary").items():
         assert f"| {word} | {meaning} |" in page

@@ -1,4 +1,4 @@
-"""Snippets for frameworks in docs/sync-probe.md: they parse, are short, and name what exists."""
+"""Snippets of docs/how-to/weight-sync-frameworks.md parse, are short, and name what exists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-DOC = Path(__file__).resolve().parents[2] / "docs" / "sync-probe.md"
+DOC = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "weight-sync-frameworks.md"
 MOST_LINES = 10
 NAMES = {  # module -> names that are defined in it, of classes also attributes
     "trl.generation.vllm_generation": ("LLM", "VLLMGeneration.sync_weights"),
@@ -35,7 +35,7 @@ NAMES = {  # module -> names that are defined in it, of classes also attributes
 
 
 def snippets() -> list[str]:
-    text = DOC.read_text(encoding="utf-8").partition("## Inside a framework")[2]
+    text = DOC.read_text(encoding="utf-8")
     return re.findall(r"```python\n(.*?)```", text, re.S)
 
 

@@ -15,8 +15,9 @@ from typing import Any
 from mismatch.engines.distribution_capture import stable_top_k
 from mismatch.engines.loaded_digests import loaded_digests
 
-# The folder of a package that adds to SGLang's processes; docs/sglang.md says what it holds. For
-# development: the tests run SGLang on a CPU by it.
+# The folder of a package that adds to SGLang's processes: `prepare()` runs in each of them before
+# SGLang is imported, `register()` in its scheduler, `arguments(context)` makes arguments of its
+# engine, and `used` has a sentence per replaced part. The tests run SGLang on a CPU with it.
 HOOK = "MISMATCH_SGLANG_HOOK"
 
 

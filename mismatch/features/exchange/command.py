@@ -18,8 +18,7 @@ def tokens(flags: Flags) -> int:
 
     Score them wherever your trainer is, add a column logprobs (natural logarithms, one per action
     token or one per token), and bring the file back: mismatch score RUN --scorer file
-    --scorer-config FILE, then mismatch compare RUN. docs/your-trainer.md lists what else it may
-    hold.
+    --scorer-config FILE, then mismatch compare RUN. docs/how-to/your-trainer.md lists more columns.
 
     Examples:
     mismatch tokens runs/A tokens.parquet

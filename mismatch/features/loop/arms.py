@@ -114,6 +114,6 @@ def read_settings(run_dir: Path) -> Asked:
     if not path.exists():
         raise MismatchError(f"{run_dir} holds no loop", "a folder that `mismatch loop` made")
     stored = store.read_json(path)
-    with refused(SCHEMA, command="mismatch loop", page="docs/loop.md"):
+    with refused(SCHEMA, command="mismatch loop", page="docs/how-to/loop.md"):
         loop = from_json(LoopSpec, portable(stored["loop"]))
     return Asked(loop, tuple(stored.get("arms", ())), tuple(stored.get("seeds", ())))

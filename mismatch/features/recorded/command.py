@@ -21,7 +21,7 @@ from mismatch.specs import (
     TrainSpec,
 )
 
-HELP = "File or folder that a framework recorded; docs/recorded-rollouts.md."
+HELP = "File or folder that a framework recorded; docs/how-to/recorded-runs.md."
 DUMP = Option("file", Path, "", HELP, default=REQUIRED, argument=True)
 READING = (
     Option("format", Form | None, PROMPTS, "Of the dump; default: by its fields."),
@@ -86,7 +86,7 @@ def postmortem(flags: Flags) -> int:
         raise MismatchError(
             f"{flags['file']}: {without} of {len(read.recorded.sequences)} sequences hold no "
             "log-probabilities of the trainer",
-            "docs/recorded-rollouts.md says what records them; or score the rollouts again: "
+            "docs/how-to/recorded-runs.md says what records them; or score the rollouts again: "
             "mismatch read-rollouts FILE --model MODEL, then mismatch score RUN",
         )
     run_dir = new_directory(flags["out"], flags["model"] or flags["file"].stem)
@@ -140,8 +140,8 @@ def read_rollouts(flags: Flags) -> int:
 def watch(flags: Flags) -> int:
     """Follow the dumps of a run that is going on: a line per step.
 
-    A line says the headline numbers, whether they grew, and which rows are off. docs/monitor.md
-    shows how verl and TRL write such a folder. Ctrl-C ends it.
+    Each line has the headline numbers, their growth, and the rows that are off. Ctrl-C ends it.
+    docs/how-to/monitor.md shows how verl and TRL write the folder.
 
     Examples:
     mismatch watch outputs/token_exports
@@ -160,7 +160,7 @@ def watch(flags: Flags) -> int:
     if not lines:
         raise MismatchError(
             f"{flags['file']} holds no step with both log-probabilities",
-            "docs/monitor.md says how verl and TRL write them",
+            "docs/how-to/monitor.md says how verl and TRL write them",
         )
     return 0
 

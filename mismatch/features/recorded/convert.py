@@ -86,7 +86,7 @@ def converted(path: Path, python: str | None) -> Iterator[tuple[int, dict[str, A
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise MismatchError(
                 f"{path} was not read by {python}: {last}",
-                "name the environment that wrote it, or write JSONL: docs/recorded-rollouts.md",
+                "name the environment that wrote it, or write JSONL: docs/how-to/recorded-runs.md",
             )
         yield from json_lines(rows)
 

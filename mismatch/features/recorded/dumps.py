@@ -97,7 +97,7 @@ def read_recorded(path: Path, form: Form | None = None, python: str | None = Non
             except (ValueError, TypeError, AttributeError) as error:
                 raise MismatchError(
                     f"{where}: no sequence of the format {form}: {error}",
-                    "docs/recorded-rollouts.md lists the fields; --format names another",
+                    "docs/how-to/recorded-runs.md lists the fields; --format names another",
                 ) from error
             recorded.unread |= entry.keys() - FORMS[form].fields
             rows = recorded.sequences[before:]
@@ -483,7 +483,7 @@ def _form_of(entry: Entry, where: str) -> Form:
             raise MismatchError(f"{where}: {what}, and tokens are what is compared", remedy)
     raise MismatchError(
         f"{where}: no known format (fields: {', '.join(sorted(entry)) or 'none'})",
-        f"one of {', '.join(FORMS)}: docs/recorded-rollouts.md lists their fields",
+        f"one of {', '.join(FORMS)}: docs/how-to/recorded-runs.md lists their fields",
     )
 
 

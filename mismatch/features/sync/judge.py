@@ -345,7 +345,7 @@ def kind_of(name: str) -> str:
 
 SCHEMA = "mismatch.sync-probe/1"
 FILE = "sync-probe.json"
-COMMAND, PAGE = "mismatch sync-probe", "docs/sync-probe.md"
+COMMAND, PAGE = "mismatch sync-probe", "docs/how-to/weight-sync.md"
 
 
 def schema() -> dict[str, Any]:

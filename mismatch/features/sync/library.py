@@ -6,7 +6,7 @@
     print(judge(report).line)
 
 Every parameter gets a known update, in place; ``sync`` brings it to the engine; what the engine
-holds is read back. Twice, then the first weights again. docs/sync-probe.md has the protocol.
+holds is read back. Twice, then the first weights again (docs/how-to/weight-sync.md).
 """
 
 from __future__ import annotations

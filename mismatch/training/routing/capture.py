@@ -6,7 +6,7 @@ E scores (the last such call, where groups of experts are scored first). The fir
 weights that were really used, in the router's slot order and after the family's own softmax and
 scaling; the second gives the scores that were compared, hence the margin. So no list of router
 classes is needed, and their output formats do not matter. The exceptions are ``SPECIAL_FAMILIES``;
-docs/moe-families.md is generated from them and from trials of every family (tools/moe_families.py).
+tools/moe_families.py tries every family and writes docs/evidence/moe-families.md.
 Replay (:mod:`mismatch.training.routing.replay`) replaces the result of the same ``torch.topk``.
 """
 
