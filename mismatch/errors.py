@@ -1,4 +1,4 @@
-"""The errors that users see: what went wrong, where, and how to mend it."""
+"""The errors that users see: what went wrong, where, and how to fix it."""
 
 from __future__ import annotations
 

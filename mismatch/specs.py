@@ -133,9 +133,7 @@ class EngineSpec:
     model: str = ""
     revision: Annotated[str | None, Flag(MODEL, "Revision of a hub model.")] = None
     dtype: Annotated[Dtype, Flag(ENGINE, "Dtype of the engine.")] = "bf16"
-    tensor_parallel_size: Annotated[
-        int, Flag(ENGINE, "GPUs that share one engine.", range=RANKS)
-    ] = 1
+    tensor_parallel_size: Annotated[int, Flag(ENGINE, "GPUs per engine.", range=RANKS)] = 1
     max_model_len: Annotated[
         int | None,
         Flag(ENGINE, "Longest sequence; default: as long as needed.", range=Range(2, MANY)),
@@ -182,7 +180,7 @@ class EngineSpec:
     ] = 32
     server_timeout_s: Annotated[
         float,
-        Flag(SERVERS, "Seconds that one request may take.", name="server_timeout", range=WEEK_S),
+        Flag(SERVERS, "Time limit of a request, in seconds.", name="server_timeout", range=WEEK_S),
     ] = 600.0
 
 
@@ -246,7 +244,7 @@ class PromptSpec:
         int, Flag(PROMPTS, "Responses per sequence, with --environment.", range=Range(1, 1000))
     ] = 4
     max_observation_tokens: Annotated[
-        int, Flag(PROMPTS, "Kept of a reply's text, with --environment.", range=Range(1, 10**6))
+        int, Flag(PROMPTS, "Tokens kept of a reply, with --environment.", range=Range(1, 10**6))
     ] = 256
 
     @property
@@ -274,7 +272,7 @@ class RolloutSpec:
         int,
         Flag(
             ENGINE,
-            "Ids kept of each, where the vocabulary has over 4,096.",
+            "Ids kept per distribution, for vocabularies above 4,096.",
             range=Range(1, 10**6),
         ),
     ] = 64
@@ -460,9 +458,7 @@ class CheckSpec:
     ] = None
     weights_effect: Annotated[
         WeightsForm | None,
-        Flag(
-            TRAIN, "Also score with the trainer's experts in this form: what the form alone does."
-        ),
+        Flag(TRAIN, "Also score with the trainer's experts in this form, to measure its effect."),
     ] = None
     inject: Annotated[
         Injections,
@@ -497,8 +493,8 @@ class CheckSpec:
         bool,
         Flag(
             FIXES,
-            "Make the experiments that tell the leading causes apart; with --resume RUN for a "
-            "finished run.",
+            "Run experiments that separate the leading causes; with --resume RUN for a finished "
+            "run.",
             switch=True,
         ),
     ] = False
@@ -506,7 +502,7 @@ class CheckSpec:
         bool | None,
         Flag(
             TRAIN,
-            "Score while the engine rescores; default: where both have GPUs of their own.",
+            "Score while the engine rescores; default: if both have their own GPUs.",
         ),
     ] = None
     extras: tuple[tuple[str, Any], ...] = ()

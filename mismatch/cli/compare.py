@@ -47,10 +47,10 @@ SIDES = (
 def compare(flags: Flags) -> int:
     """Compare a run again, or any two scorings of the same tokens.
 
-    RUN alone: comparison.json and the report are written again. RUN RUN2, or --left and --right:
-    two scorings side by side, delta = right - left. Exit code as `check`.
+    With one RUN: write comparison.json and the report again. With RUN RUN2, or --left and --right:
+    compare two scorings, delta = right - left. Exit code as `check`.
 
-    RUN --against OLD: a new run against an old one, each with tokens of its own, for upgrades.
+    With RUN --against OLD: compare a new run with an old one, each with its own tokens (upgrades).
     Exit code 0: not worse by more than --margin. 1: worse, or unfit by itself. 2: not comparable.
 
     Examples:

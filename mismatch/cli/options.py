@@ -67,7 +67,7 @@ ENGINE_FLAGS = (
         "vllm_python",
         str | None,
         ENGINE,
-        "Interpreter of the environment that holds vLLM, where it is another.",
+        "Interpreter of vLLM's environment, if it is another.",
     ),
     Option(
         "sglang_python",
@@ -116,7 +116,7 @@ NAME_FLAGS = (
         "Also show a framework's names of the metrics, and how its numbers differ.",
     ),
     switch("details", OUTPUT, "Print every analysis in full."),
-    switch("quiet", OUTPUT, "Print the verdict alone."),
+    switch("quiet", OUTPUT, "Print only the verdict."),
     Option(
         "format",
         Literal["text", "json", "markdown", "github", "junit"],
@@ -145,8 +145,7 @@ NEW_RUN = (
         "resume",
         str | None,
         OUTPUT,
-        "Go on with this run, or (without a directory) with the newest unfinished one of these "
-        "flags.",
+        "Continue this run, or (without a directory) the newest unfinished run of these flags.",
         alone="newest",
     ),
 )

@@ -20,11 +20,11 @@ USE = "mismatch report RUN, or mismatch report A B C"
 def report(flags: Flags) -> int:
     """Print the report of a run, write its HTML and Markdown again; or show several.
 
-    RUN alone: refused where a scoring is newer than the report: `mismatch compare RUN` judges it.
-    Exit code as `check`. A run that cannot be written is printed all the same.
+    With one RUN: refused if a scoring is newer than the report (`mismatch compare RUN` judges it).
+    Exit code as `check`. A read-only run is printed all the same.
 
-    A B C: side by side, from report.json and tokens.parquet alone; significant changes from A are
-    marked, paired where the tokens are the same. Exit code 0: `compare NEW --against OLD` judges.
+    With A B C: side by side, from report.json and tokens.parquet only. Significant changes from A
+    are marked, paired if the tokens are the same. Exit code 0; `compare NEW --against OLD` judges.
 
     Examples:
     mismatch report runs/A --details

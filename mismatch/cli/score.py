@@ -25,7 +25,7 @@ NAME = Option(
     "name",
     str | None,
     TRAIN,
-    "Name of the scoring that is added; default: fsdp, or ENGINE:prefill.",
+    "Name of the new scoring; default: fsdp, or ENGINE:prefill.",
 )
 # Flags that a scoring by an engine shares with one by the trainer.
 ENGINE_NAMES = frozenset(option.name for option in SCORING_ENGINE)

@@ -1,7 +1,7 @@
 """Importance weights that frameworks put on the policy gradient, and GRPO advantages. Pure numpy.
 
 rho_t = exp(delta_t) is the ratio of a token, exp(sum of delta) that of its sequence. A correction
-turns them into a weight per token; 0 drops the token. It changes no delta and mends no mismatch.
+turns them into a weight per token; 0 drops the token. It changes no delta and fixes no mismatch.
 Definitions: docs/explain/corrections.md.
 """
 

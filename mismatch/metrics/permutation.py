@@ -23,7 +23,7 @@ def exchange(before: PerPrompt, after: PerPrompt, *, seed: int = 0) -> float:
 
     Where a change does nothing, a prompt's numbers with it and without it could as well be swapped;
     the statistic is the difference of the two means over tokens. That holds for few prompts and for
-    heavy tails, and for tokens that were sampled anew as well as for the same ones.
+    heavy tails, and for tokens that were sampled again as well as for the same tokens.
 
     Raises:
         MismatchError: no prompt that both sides hold.

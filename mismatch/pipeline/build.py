@@ -125,7 +125,7 @@ def build_report(
     """Compare what the stages left in ``run_dir``; leaves comparison.json and tokens.parquet.
 
     Args:
-        again: compare anew even where a comparison of these artefacts is there.
+        again: compare again even if a comparison of these artefacts exists.
 
     Returns:
         The report, and the token table (one row per action token).

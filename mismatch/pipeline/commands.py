@@ -196,7 +196,7 @@ def conclude(
     """Compare and judge what the stages left; hand the report to ``write``.
 
     Args:
-        again: compare anew even where ``comparison.json`` is there.
+        again: compare again even if ``comparison.json`` exists.
     """
     from mismatch.experiments.fixes.results import with_fixes
     from mismatch.pipeline.build import build_report

@@ -179,7 +179,7 @@ def report_from_json(document: Any) -> Report:
         }
         if "headline" not in fields:
             raise Misfit("field 'headline' is missing")
-        from_json(Headline, fields["headline"], "headline")  # made anew, but it has to be right
+        from_json(Headline, fields["headline"], "headline")  # computed again, but it must be right
         from_json(list[str], fields.get("next", []), "next")
         results = {analysis.id: analysis.read(fields) for analysis in analyses()}
         return Report(

@@ -57,8 +57,8 @@ def without_code(markdown: str) -> str:
 
 def words_of(markdown: str) -> int:
     """Count words outside tables and code."""
-    lines = without_code(markdown).splitlines()
-    return sum(len(line.split()) for line in lines if not line.lstrip().startswith("|"))
+    prose = re.sub(r"^ *\|.*$", "", without_code(markdown), flags=re.M)
+    return sum(any(map(str.isalnum, word)) for word in prose.split())
 
 
 def anchors(markdown: str) -> set[str]:

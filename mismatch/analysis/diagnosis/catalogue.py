@@ -1,4 +1,4 @@
-"""The causes that can be named, in words: what one sees, why, what confirms it, what mends it."""
+"""The causes that can be named, in words: what you see, why, what confirms it, what fixes it."""
 
 from __future__ import annotations
 

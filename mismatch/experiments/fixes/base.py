@@ -164,8 +164,8 @@ class FixOutcome:
         reason: why it does not apply, or what failed while it ran; "" where it was measured.
         before: metric -> estimate without it, on the headline's tokens; empty if not measured.
         after: metric -> estimate with it.
-        paired: change of k3 (after - before) on the same tokens; None if it sampled anew.
-        difference: change of k3 by prompt, where the engine sampled anew; else None.
+        paired: change of k3 (after - before) on the same tokens; None if the engine sampled again.
+        difference: change of k3 by prompt, if the engine sampled again; else None.
         changes: metric -> change of every metric of RANKED_BY; the k3 is also in one of the above.
         p_values: metric -> probability of such a change by chance, adjusted for all that were tried
             (Holm), see mismatch/experiments/fixes/significance.py.

@@ -11,8 +11,8 @@ FLAGS = (
         GRADIENTS,
         int | None,
         TRAIN,
-        "Also take the policy gradient of one batch, of so many prompts at most (default "
-        f"{PROMPTS}), under the trainer, its float32 reference and each fix of the trainer.",
+        "Also compare the policy gradient of a batch (at most this many prompts; default "
+        f"{PROMPTS}) with float32, for the trainer and each of its fixes.",
         range=Range(1, MANY),
         alone=str(PROMPTS),
     ),

@@ -27,7 +27,7 @@ OWN = (
     "mask it takes; repeatable."
 )
 OWN_EXPERTS = "Experts of your own, package.module:function; repeatable."
-NAMES = "Only this one, beside your own: eager, sink-sdpa …; repeatable."
+NAMES = "Only this kernel and yours: eager, sink-sdpa …; repeatable."
 DTYPE = "fp64, fp32, bf16 or fp16; repeatable. Default: by device."
 LIMIT = "Seconds for one implementation; then it is ended."
 WHERE = "Directory for kernels.json and the log; default: none."
@@ -52,8 +52,8 @@ def kernels(flags: Flags) -> int:
     Every implementation on this machine, for one model, runs forward and backward and is compared
     with float64: sinks, window, packing, gradients.
 
-    Exit code 0: nothing wrong with any that a run could use. 1: one of them, or one of your own,
-    is wrong. 2: nothing was audited.
+    Exit code 0: no kernel that a run could use is wrong. 1: such a kernel, or one of yours, is
+    wrong. 2: nothing was audited.
 
     Examples:
     mismatch kernels --model gpt-oss-20b

@@ -31,8 +31,8 @@ NAMES = (
     "as-is, and fixes by name (mismatch fixes), several joined by +; also frozen-attention, "
     "fp8-kv-cache, raw-logprobs, router-noise=SIZE, no-sinks, forward-sinks."
 )
-EACH = "Each a run of its own, over all arms."
-OF_CHECK = "Run of a check: its model, engine, trainer and prompts, in place of the flags for them."
+EACH = "Every arm is run with each of these seeds."
+OF_CHECK = "Run of a check: take model, engine, trainer and prompts from it."
 LOOP_FIELDS = (
     "steps prompts mini_batches learning_rate loss clip old perfectible checkpoint_every reward"
 )
@@ -65,7 +65,7 @@ def loop(flags: Flags) -> int:
     The engine samples, the FSDP2 world takes a GRPO step, the weights go back into the engine and
     are read back there. Every arm starts from the same weights with the same prompts.
 
-    Exit code 0: every arm and seed ran to its end. 2: one did not.
+    Exit code 0: every arm finished with every seed. 2: some did not.
 
     Examples:
     mismatch loop --dry-run

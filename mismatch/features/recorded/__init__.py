@@ -12,7 +12,7 @@ FEATURE = Feature(
         ),
         Command(
             "watch",
-            "Follow the mismatch of a run that is going on.",
+            "Follow the mismatch while a run trains.",
             "mismatch.features.recorded.command:watch",
         ),
         Command(

@@ -134,11 +134,18 @@ def read_rollouts(flags: Flags) -> int:
         "file", Path, "", "Folder that a run writes its dumps to.", default=REQUIRED, argument=True
     ),
     READING[1],
-    Option("every", float, OUTPUT, "Seconds between looks.", default=5.0, range=Range(0.1, 86400)),
+    Option(
+        "every",
+        float,
+        OUTPUT,
+        "Seconds between reads of the folder.",
+        default=5.0,
+        range=Range(0.1, 86400),
+    ),
     switch("once", OUTPUT, "Show the steps that are there, and stop."),
 )
 def watch(flags: Flags) -> int:
-    """Follow the dumps of a run that is going on: a line per step.
+    """Follow the dumps of a run while it trains: a line per step.
 
     Each line has the headline numbers, their growth, and the rows that are off. Ctrl-C ends it.
     docs/how-to/monitor.md shows how verl and TRL write the folder.

@@ -1,4 +1,4 @@
-"""`mismatch watch`: follow the dumps of a run that is going on."""
+"""`mismatch watch`: follow the dumps of a run while it trains."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ PROBE_FLAGS = (
     switch(
         "keep_caches",
         PROBE,
-        "Leave the prefix cache to the path; without this it is reset after a push by --path.",
+        "Do not reset the prefix cache after a push by --path.",
     ),
     Option("trainer", bool, PROBE, "Score with transformers too.", default=True),
 )

@@ -25,7 +25,7 @@ TEMPLATE = Option("chat_template", Path | None, MODEL, "Another template for the
 def template(flags: Flags) -> int:
     """Check a chat template: does a later turn keep the ids of the earlier ones?
 
-    Needs only a tokenizer: no weights, no engine. Exit code 1 where a check fails.
+    Needs only a tokenizer: no weights, no engine. Exit code 1 if a check fails.
 
     Examples:
     mismatch template --model MODEL

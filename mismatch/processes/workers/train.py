@@ -190,7 +190,7 @@ class Passes:
 
         if self.loaded is not None and load_key(self.loaded.spec) == load_key(pass_.spec):
             return
-        held, self.loaded = self.loaded, None  # what fails half way is loaded anew
+        held, self.loaded = self.loaded, None  # what fails half way is loaded again
         self.loaded = None if held is None else switched(held, pass_.spec)
         if self.loaded is not None:
             return

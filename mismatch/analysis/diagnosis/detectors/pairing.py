@@ -11,7 +11,7 @@ from mismatch.types import Floats, NotTested
 MAX_LAG = 64
 MIN_TOKENS = 32
 PARTNERS = 0.5  # share of the tokens with a partner, of lags that are tried first
-UNLIKE = 0.9  # correlation at lag 0, below which rows are held against other lags
+UNLIKE = 0.9  # correlation at lag 0, below which rows are compared at other lags
 MARGIN = 0.15  # of correlation, that another lag must win by
 HEAD = 32  # tokens by which rows are compared
 MIN_HEAD = 6
@@ -21,7 +21,7 @@ CLOSER = 0.5  # of the distance to the own row, where one other row fits as rows
 ALONE = 0.5  # of the distance to the next best row, that its distance may be
 USUAL = 3.0  # times the typical distance of a row to its own numbers
 SUSPECTS = 512  # rows that are tried against all others
-APART = 0.1  # nats of mean |delta|, from which a row is held against others
+APART = 0.1  # nats of mean |delta|, from which a row is compared with others
 CLEAR = 0.5  # share of the mismatch that must go with a shift
 LEAST = 0.05  # with a re-pairing of rows, each of which fits its new partner
 POSITIVE = 1e-3  # nats above 0, that no rounding of a float32 log_softmax reaches
