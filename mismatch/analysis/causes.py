@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.diagnosis.detector import detectors
-from mismatch.analysis.diagnosis.ranking import LITTLE, Causes, diagnose
+from mismatch.analysis.diagnosis.detector import Side, detectors
+from mismatch.analysis.diagnosis.ranking import KINDS, LITTLE, Cause, Causes, diagnose
 from mismatch.analysis.plugins import Analysis, RunArtefacts
 from mismatch.specs import CheckSpec
 from mismatch.types import Check, Scoring
@@ -19,6 +22,51 @@ def measure(run: RunArtefacts, spec: CheckSpec) -> Causes:
 def others_of(usable: dict[str, Scoring], decode: Scoring, train: Scoring) -> dict[str, Scoring]:
     """The passes beside the headline's two."""
     return {n: scoring for n, scoring in usable.items() if n not in (decode.name, train.name)}
+
+
+def led_by(causes: Causes, found: Sequence[Cause]) -> Causes:
+    """Return the causes with those that were found by running modules before all that was guessed.
+
+    Digests and settings that differ stay first, and take the module as evidence where they explain
+    it. A cause that the module could be gets it as evidence and leads. What only says that the same
+    side is off is the same finding without a place: its share and its side are kept, and it goes.
+    """
+    facts = [cause for cause in causes.ranked if cause.fact]
+    rest = [cause for cause in causes.ranked if not cause.fact]
+    led: list[Cause] = []
+    for each in found:
+        sides = ("engine", "either") if each.side == "either" else (each.side, "either")
+        vague = [cause for cause in rest if cause.id in KINDS and cause.side in sides]
+        rest = [cause for cause in rest if cause not in vague]
+        names = (each.id, *each.alike)
+        known = next((cause for cause in facts if cause.id in names), None)
+        likely = next((c for c in rest if c.id in each.alike and c.side in sides), None)
+        effect = next((cause.effect for cause in vague if cause.effect is not None), None)
+        if known is not None:
+            effect = effect if known.effect is None else known.effect
+            status = each.status if each.status == "confirmed" else known.status
+            more = replace(
+                known,
+                status=status,
+                side=_narrower(known.side, each.side),
+                effect=effect,
+                evidence=known.evidence + each.evidence,
+            )
+            facts[facts.index(known)] = more
+        elif likely is not None:
+            rest.remove(likely)
+            side = _narrower(likely.side, each.side)
+            evidence = each.evidence + likely.evidence
+            led.append(replace(likely, side=side, fact=True, evidence=evidence))
+        else:
+            side = next((cause.side for cause in vague), each.side)
+            led.append(replace(each, effect=effect, side=_narrower(each.side, side)))
+    return replace(causes, ranked=(*facts, *led, *rest))
+
+
+def _narrower(side: Side, other: Side) -> Side:
+    """Return the side that is named, of two findings of one cause."""
+    return other if side == "either" else side
 
 
 def cause_checks(causes: Causes | None) -> list[Check]:

@@ -21,6 +21,7 @@ from mismatch.plugins import features, load
 from mismatch.types import Check, Comparison, NotTested, Rollout, Scoring
 
 if TYPE_CHECKING:
+    from mismatch.analysis.diagnosis.ranking import Cause
     from mismatch.specs import CheckSpec
 
 R = TypeVar("R")
@@ -64,6 +65,11 @@ def no_checks(result: object) -> tuple[Check, ...]:
     return ()
 
 
+def no_causes(result: object) -> tuple[Cause, ...]:
+    """Return no causes: the result says nothing of why the two sides differ."""
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Analysis(Generic[R]):
     """One analysis: how its result is measured, and where it stands in a report.
@@ -79,6 +85,8 @@ class Analysis(Generic[R]):
         from_run: reads the result from artefacts that a command of the feature left in a run
             directory; it is in the report whether or not anything was compared.
         checks: what a result adds to the checks that the verdict reads.
+        causes: what a result that ``from_run`` read found to be wrong by running parts of both
+            sides; only digests and resolved settings come before it.
         chapter: id of the chapter of the page that shows the section (``reports/sections``).
         of_pairs: it is also measured where ``mismatch compare`` takes any two scorings.
     """
@@ -91,6 +99,7 @@ class Analysis(Generic[R]):
     order: int = 100
     from_run: Callable[[Path, CheckSpec], R | None] = nothing_saved
     checks: Callable[[R], tuple[Check, ...]] = no_checks
+    causes: Callable[[R], tuple[Cause, ...]] = no_causes
     chapter: str = "more"
     of_pairs: bool = False
 

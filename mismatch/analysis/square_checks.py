@@ -32,11 +32,14 @@ FIXES: dict[tuple[str, Side], str] = {
 }
 
 
-def square_checks(square: Square | None) -> list[Check]:
+def square_checks(square: Square | None, place: str = "") -> list[Check]:
     """One check for each side's rounding and one for each gap; none without a square.
 
     Of several passes of a side the worst counts. What has no number warns: a fault could hide
     there.
+
+    Args:
+        place: the first module that was found to differ; "": none was looked for, or found.
     """
     if square is None:
         return []
@@ -51,7 +54,7 @@ def square_checks(square: Square | None) -> list[Check]:
         for id in square.unmeasured
     ]
     checks = [
-        Check(id, STATUS[finding.standing], detail(finding), _fix(square, finding))
+        Check(id, STATUS[finding.standing], detail(finding), _fix(square, finding, place))
         for id, finding in worst.items()
     ]
     # Of a side's passes and kinds of displacement the worst, and of equals the least by chance.
@@ -59,7 +62,7 @@ def square_checks(square: Square | None) -> list[Check]:
     for worse in sorted(square.displaced, key=lambda d: (-ORDER.index(d.standing), d.chance)):
         farthest.setdefault(f"displaced-{worse.side}", worse)
     moved = [
-        Check(id, STATUS[worse.standing], displacement(worse), _fix(square, worse))
+        Check(id, STATUS[worse.standing], displacement(worse), _fix(square, worse, place))
         for id, worse in farthest.items()
     ]
     return unseen + checks + moved
@@ -81,11 +84,13 @@ def displacement(finding: Displaced) -> str:
     )
 
 
-def _fix(square: Square, finding: Finding | Displaced) -> str:
+def _fix(square: Square, finding: Finding | Displaced, place: str) -> str:
     if finding.standing in ("wide", "undecided"):
         return "measure more: --num-prompts"
     if finding.standing == "within":
         return ""
+    if place:
+        return f"look at {place}: see Causes"
     kind = finding.evidence if isinstance(finding, Finding) else "excess"
     side: Side = "either" if shared(square, finding) else finding.side
     return FIXES[kind, side]

@@ -149,7 +149,7 @@ def applied(causes: Causes, experiments: Sequence[Experiment]) -> Applied:
             evidence = _evidence(experiment)
             side, share = experiment.side, experiment.gone
             kept.append(Cause(experiment.names, "confirmed", side, share, evidence, alike))
-    kept.sort(key=lambda cause: -1.0 if cause.effect is None else cause.effect.value, reverse=True)
+    kept.sort(key=lambda cause: (not cause.fact, -cause.effect.value if cause.effect else 1.0))
     result = replace(causes, ranked=tuple(kept), ruled_out=(*causes.ruled_out, *dropped))
     left_out = ruled_out - {cause.id for cause in kept}
     return Applied(result, tuple(confirmed), tuple(sorted(left_out)))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch.analysis.causes import cause_checks
+from mismatch.analysis.causes import cause_checks, led_by
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.declared import sharding_checks
 from mismatch.analysis.diagnosis.pass_checks import (
@@ -23,6 +23,8 @@ from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.exact_kl import exact_checks, exact_reason
 from mismatch.analysis.levels import column_for, judge, require_applied, verdict, without_short
 from mismatch.analysis.plugins import RunArtefacts, analyses
+from mismatch.analysis.square import ANALYSIS as SQUARE
+from mismatch.analysis.square import Square
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
 from mismatch.experiments.scoring_passes import training_passes
@@ -31,6 +33,7 @@ from mismatch.models import named
 from mismatch.models.moe import CAPTURED, DENSE, NOT_ASKED
 from mismatch.models.sampling_defaults import not_applied
 from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
+from mismatch.pipeline.on_disk import with_disk
 from mismatch.pipeline.preflight import require_a_law
 from mismatch.pipeline.tokens import token_table
 from mismatch.plugins import features, step_label
@@ -98,6 +101,7 @@ class Artefacts:
         engine = spec.rollout.engine.engine
         decode = store.load_scoring(run_dir, f"{engine}:decode")
         train = store.load_scoring(run_dir, TRAIN)
+        decode, train = with_disk(run_dir, decode, train)
         names = [n for n in store.scoring_names(run_dir) if not n.startswith(store.FIX_PREFIX)]
         rest = {n: store.load_scoring(run_dir, n) for n in names if n not in (decode.name, TRAIN)}
         scorings = {**rest, decode.name: decode, TRAIN: train}
@@ -142,13 +146,18 @@ def build_report(
     judgements = judge(comparisons[0], column, thresholds) if comparisons else ()
     judgements, too_short = without_short(judgements, artefacts.rollout)
     results, unseen = measured(run_dir, spec, artefacts, comparisons)
-    checks += square_checks(results.get("square"))
+    left = [(analysis, analysis.from_run(run_dir, spec)) for analysis in analyses()]
+    left = [(analysis, result) for analysis, result in left if result is not None]
+    found = [cause for analysis, result in left for cause in analysis.causes(result)]
+    if found and "causes" in results:
+        results["causes"] = led_by(results["causes"], found)
+    place = str(found[0].evidence[0].value) if found else ""
+    checks += square_checks(results.get("square"), place)
     checks += cause_checks(results.get("causes"))
-    for analysis in analyses():
-        if (saved := analysis.from_run(run_dir, spec)) is not None:
-            results[analysis.id] = saved
-            checks += analysis.checks(saved)
-            unseen += [NotTested(analysis.id, reason) for reason in analysis.unseen(saved)]
+    for analysis, result in left:
+        results[analysis.id] = result
+        checks += analysis.checks(result)
+        unseen += [NotTested(analysis.id, reason) for reason in analysis.unseen(result)]
     for feature in features():
         if feature.check_step and (error := read_error(run_dir, step_label(feature))) is not None:
             unseen.append(NotTested(feature.name, error.message, error.fix))
@@ -207,12 +216,7 @@ def measured(
     """
     if not comparisons:
         return {}, []
-    usable, refused = by_finiteness(held.scorings)
-    if (error := read_error(run_dir, FLOAT32_ENGINE)) is not None:
-        refused.setdefault(f"{spec.rollout.engine.engine}:{FLOAT32}", error.message)
-    if (error := read_error(run_dir, pass_label(TRAINER_FLOAT32))) is not None:
-        refused.setdefault(TRAINER_FLOAT32, error.message)
-    run = RunArtefacts(held.rollout, held.decode, held.train, comparisons[0], usable, refused)
+    run = run_artefacts(run_dir, spec, held, comparisons[0])
     results: dict[str, Any] = {}
     missing: list[NotTested] = []
     for analysis in analyses():
@@ -223,6 +227,35 @@ def measured(
             results[analysis.id] = result
             missing += [NotTested(analysis.id, reason) for reason in analysis.unseen(result)]
     return results, missing
+
+
+def run_artefacts(
+    run_dir: Path, spec: CheckSpec, held: Artefacts, headline: Comparison
+) -> RunArtefacts:
+    """Return what analyses read: scorings that can be trusted, and why others cannot."""
+    usable, refused = by_finiteness(held.scorings)
+    if (error := read_error(run_dir, FLOAT32_ENGINE)) is not None:
+        refused.setdefault(f"{spec.rollout.engine.engine}:{FLOAT32}", error.message)
+    if (error := read_error(run_dir, pass_label(TRAINER_FLOAT32))) is not None:
+        refused.setdefault(TRAINER_FLOAT32, error.message)
+    return RunArtefacts(held.rollout, held.decode, held.train, headline, usable, refused)
+
+
+def square_of(run_dir: Path, spec: CheckSpec) -> Square | None:
+    """Return the square of a run before its report is made; None where it has none.
+
+    Raises:
+        MismatchError: artefacts are missing or damaged.
+    """
+    held = Artefacts.load(run_dir, spec)
+    sides = held.decode, held.train
+    if any(check.status == "failed" for check in input_checks(held.rollout, *sides)):
+        return None
+    headline = compare(
+        held.rollout, *sides, sampled_by_left=False, seed=spec.seed, headline_only=True
+    )
+    result = SQUARE.measure(run_artefacts(run_dir, spec, held, headline), spec)
+    return result if isinstance(result, Square) else None
 
 
 def compare_artefacts(

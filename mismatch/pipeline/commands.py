@@ -13,6 +13,7 @@ from mismatch.engines.registry import weight_givers
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import training_passes, wants_square
 from mismatch.models.moe import require_forms, require_routes
+from mismatch.pipeline.on_disk import compare_with_disk
 from mismatch.plugins import features, load, step_label
 from mismatch.processes.launched import Launched
 from mismatch.processes.launched import score as score_launched
@@ -62,6 +63,7 @@ def run_check(
             measure_with_fixes(stages, passes)
         else:
             stages.measure(passes)
+        compare_with_disk(stages)
         run_steps(stages)
         if spec.explain:
             from mismatch.pipeline.explain import explain

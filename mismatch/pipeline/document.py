@@ -106,6 +106,10 @@ def headline_of(report: Report) -> Headline:
     k3, verdict = metrics.get("k3_kl"), report.verdict
     square, fixes = report.result("square"), report.result("fixes")
     faults = sides_at_fault(square) if square else []
+    causes = report.result("causes")
+    known = [c.side for c in causes.ranked if c.fact and c.side != "either"] if causes else []
+    if faults[:1] == ["either"] and known:  # digests of the checkpoint decide
+        faults = known
     quick = bool((report.run.get("spec") or {}).get("quick"))
 
     def value(name: str) -> float | None:

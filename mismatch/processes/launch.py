@@ -300,20 +300,31 @@ def started(
         worker.stop()
 
 
-def finish(worker: Worker, *beside: Worker, more_s: float = 0.0, until: str = "") -> None:
+def finish(
+    worker: Worker,
+    *beside: Worker,
+    more_s: float = 0.0,
+    until: str = "",
+    end: float = math.inf,
+) -> None:
     """Wait until a worker is done.
 
     Args:
         beside: workers that wait for this one, or work meanwhile; they may be idle.
         more_s: what the worker may itself wait for others.
         until: or until it has reported a timing of this name.
+        end: time (monotonic) at which it is ended.
 
     Raises:
-        MismatchError: it failed or stalled, or one beside it failed: whichever was first.
+        MismatchError: it failed, stalled or took too long, or one beside it failed: whichever was
+            first.
     """
     watch = worker.watch(more_s)
     while not worker.ended() and until not in worker.timings:
         worker.require_activity(watch)
+        if time.monotonic() > end:
+            worker.stop()
+            raise MismatchError(f"the {worker.label} process took longer than it was given")
         for other in beside:
             other.ended()
         time.sleep(POLL_S)

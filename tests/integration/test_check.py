@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
+from mismatch.features.locate.kinds import MODULE
 from mismatch.pipeline.document import schema
 from tests.conftest import grid
 
@@ -142,7 +143,13 @@ def test_a_wrong_window_of_the_engine_is_named_by_the_settings(tmp_path):
     sizes = {gap["side"]: gap["size"]["value"] for gap in run.report["square"]["gaps"]}
     assert sizes["either"] > 1e-3
     assert sizes["trainer"] < 1e-6
-    assert run.report["causes"]["ranked"][0]["id"] == "sliding-window"
+    first = run.report["causes"]["ranked"][0]
+    assert (first["id"], first["fact"], first["status"]) == ("sliding-window", True, "confirmed")
+    assert MODULE in {item["what"] for item in first["evidence"]}
+    sides = {side["role"]: side for side in run.report["locate"]["sides"]}
+    engine = sides["engine"]
+    assert engine["groups"][engine["first"]]["site"] == "attention"
+    assert (engine["kind"], sides["trainer"]["first"]) == ("function", None)
 
 
 def test_fingerprints_hold_what_ran(default_run):

@@ -14,11 +14,20 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from benchmarks.planted_checkpoint import plant
+from mismatch.cli import session
+from mismatch.errors import MismatchError
 from mismatch.features.locate.judge import from_document
+from mismatch.features.locate.kinds import MODULE
+from mismatch.features.locate.recording import Scope, locate_in
 from mismatch.features.locate.results import Location
 from mismatch.pipeline.document import schema
-from tests.integration.conftest import Run
+from mismatch.run.directory import load_spec
+from tests.integration.conftest import Run, run_check
 
+CHECK = (
+    *("--engine", "transformers", "--num-prompts", "12", "--samples-per-prompt", "1"),
+    *("--max-tokens", "24", "--exact-kl", "0"),
+)
 FEW = ("--sequences", "3", "--max-sequence-tokens", "80")
 
 
@@ -115,3 +124,65 @@ def test_an_engine_that_shows_nothing_leaves_the_trainer(tiny_run: Path, tmp_pat
     result = location_of(run)
     assert [side.role for side in result.sides] == ["trainer"]
     assert [reason.what.split()[-1] for reason in result.not_tested] == ["vllm"]
+
+
+# ---------------------------------------------------------------- within a check
+
+
+def evidence_of(run: Run) -> dict[str, Any]:
+    """What speaks for the first cause of a run."""
+    return {item["what"]: item["value"] for item in run.report["causes"]["ranked"][0]["evidence"]}
+
+
+def test_a_check_whose_gap_fails_names_the_module_by_itself(tmp_path: Path) -> None:
+    run = run_check(tmp_path / "run", *CHECK, "--attention", "no-sinks")
+    assert run.code == 1, run.output
+    assert "implementation-gap-trainer" in run.failed
+    engine, trainer = sorted(location_of(run.directory).sides, key=lambda side: side.role)
+    assert (engine.dtype, engine.source, engine.kind) == ("fp32", None, None)
+    assert trainer.source is not None
+    assert (trainer.source.site, trainer.source.layers) == ("attention", (0, 1, 2, 3))
+    assert (trainer.dtype, trainer.kind) == ("fp32", "function")
+    assert all(side.held is not None and side.held < 1e-5 for side in (engine, trainer))
+    first = run.report["causes"]["ranked"][0]
+    assert (first["id"], first["side"]) == ("attention-sinks", "trainer")
+    place = evidence_of(run)[MODULE]
+    assert place.endswith("in fsdp")
+    fixes = {check["id"]: check["fix"] for check in run.report["checks"]}
+    assert place in fixes["implementation-gap-trainer"]
+    assert place in " ".join(run.output.split())
+    assert 'id="locate' in (run.directory / "report.html").read_text()
+
+    (run.directory / "locate.json").unlink()
+    again = [sys.executable, "-m", "mismatch", "check", "--resume", str(run.directory)]
+    assert subprocess.run([*again, "--no-locate"], capture_output=True, timeout=300).returncode == 1
+    assert not (run.directory / "locate.json").exists()
+
+
+def test_a_check_in_which_nothing_fails_does_not_locate(default_run: Run) -> None:
+    assert not (default_run.directory / "locate.json").exists()
+    assert "locate" not in {entry["what"] for entry in default_run.report["not_tested"]}
+
+
+@pytest.mark.grid
+def test_weights_that_differ_are_named_with_their_module(tiny_run: Path, tmp_path: Path) -> None:
+    model = Path(load_spec(tiny_run).train.model)
+    planted = plant(model, tmp_path / "planted", "swapped-experts", 1)
+    run = run_check(tmp_path / "run", *CHECK, "--train-model", str(planted))
+    assert run.code == 1, run.output
+    engine, trainer = sorted(location_of(run.directory).sides, key=lambda side: side.role)
+    assert trainer.source is None  # the reference holds its weights
+    assert engine.source is not None
+    assert (engine.source.site, engine.source.layers, engine.kind) == ("mlp", (1,), "weights")
+    first = run.report["causes"]["ranked"][0]
+    assert (first["id"], first["fact"], first["status"]) == ("experts-differ", True, "confirmed")
+    assert MODULE in evidence_of(run)
+
+
+def test_what_takes_too_long_is_ended(tiny_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    with pytest.raises(MismatchError, match="longer"):
+        locate_in(run, load_spec(run), session.narrator(silent=True), Scope(limit_s=1.0, both=True))
+    assert not (run / "locate").exists()
+    assert not (run / "locate.json").exists()

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.diagnosis.loaded_weights import AS_READ, Difference, weights_as_loaded
+from mismatch.analysis.diagnosis.loaded_weights import (
+    AS_READ,
+    NOT_OF_CHECKPOINT,
+    Difference,
+    weights_as_loaded,
+)
+from mismatch.models.digests import digest_tensor
+from mismatch.pipeline.on_disk import not_of_checkpoint
 from mismatch.types import Routing, Scoring
 from tests import drawn_pair as drawn
 from tests.diagnosed import causes, first, healthy, stating
@@ -54,6 +65,38 @@ def test_digests_that_differ_are_the_first_cause_with_their_list(
     assert (numbers(text)[:2], text.endswith(said[1])) == ([said[0], 14], True)
     unsaid = first(case)  # evidence, never a precondition
     assert (unsaid.id, unsaid.effect) == ("side-off", leading.effect)
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "side"),
+    [
+        ([], ["lm_head.weight"], "trainer"),
+        (["lm_head.weight"], [], "engine"),
+        ([], [], "either"),  # two checkpoints
+        (["lm_head.weight"], ["lm_head.weight"], "either"),
+        ([], None, "either"),  # its files were not compared
+    ],
+)
+def test_the_side_that_alone_is_unlike_its_checkpoint_is_at_fault(
+    engine: list[str], trainer: list[str] | None, side: str
+) -> None:
+    case = with_weights(drawn.other_weights(0, 5), SAME | {"lm_head.weight": [99, 98, 97]})
+    off = [{} if names is None else {NOT_OF_CHECKPOINT: names} for names in (engine, trainer)]
+    leading = first(stating(case, *off))
+    assert (leading.side, leading.fact) == (side, True)
+
+
+def test_what_a_side_holds_is_compared_with_the_files_of_its_checkpoint(tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.ones(4, 3), "b.weight": torch.zeros(5)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    held = {name: list(digest_tensor(tensor)) for name, tensor in tensors.items()}
+    moved = held | {"a.weight": list(digest_tensor(torch.ones(4, 3) * 1.02))}
+    for weights, off in ((held, []), (moved, ["a.weight"])):
+        side = {"weights": weights}
+        assert not_of_checkpoint(side, str(tmp_path), None, ["a.weight", "b.weight"]) == off
+    fused = {"weights": held | {"ab.weight": held["a.weight"]}}
+    assert not_of_checkpoint(fused, str(tmp_path), None, ["a.weight", "ab.weight"]) is None
 
 
 def test_layers_that_are_exchanged_are_found_by_their_digests() -> None:

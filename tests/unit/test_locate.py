@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal, get_args
 
 import numpy as np
 import pytest
 
+from mismatch.analysis.causes import led_by
+from mismatch.analysis.diagnosis.catalogue import catalogue
+from mismatch.analysis.diagnosis.detector import Evidence
+from mismatch.analysis.diagnosis.ranking import Cause, Causes
+from mismatch.analysis.displaced import Standing
+from mismatch.analysis.square import Finding, Square
 from mismatch.errors import MismatchError
 from mismatch.features.locate.errors import BEYOND, ROUNDING, Sums, site_errors
 from mismatch.features.locate.judge import (
@@ -18,10 +25,12 @@ from mismatch.features.locate.judge import (
     to_document,
     with_first,
 )
+from mismatch.features.locate.kinds import causes_of, kind_of
 from mismatch.features.locate.plan import actions_of, part_of, require_disk, select
 from mismatch.features.locate.results import (
     LAYER_SITES,
     Group,
+    Kind,
     Location,
     Sequence,
     SideLocation,
@@ -30,7 +39,7 @@ from mismatch.features.locate.results import (
 )
 from mismatch.models.config import ModelConfig
 from mismatch.specs import Sampling
-from mismatch.types import NotTested
+from mismatch.types import Estimate, NotTested
 from tests import checkpoints
 from tests.texts import numbers
 
@@ -284,3 +293,119 @@ def test_what_would_fill_the_disk_is_refused() -> None:
     require_disk(config, 10, 4, needed)
     with pytest.raises(MismatchError):
         require_disk(config, 10, 4, needed - 1)
+
+
+# ---------------------------------------------------------------- what differs there, as a cause
+
+K_BIAS, SINKS = "model.layers.1.self_attn.k_proj.bias", "model.layers.1.self_attn.sinks"
+DIGESTS = {name: [number, 2, 3, 4, 5, 6] for number, name in enumerate((K_BIAS, SINKS))}
+
+
+def side(group: Group, role: Literal["engine", "trainer"], dtype: str) -> SideLocation:
+    name = "fsdp" if role == "trainer" else "vllm:prefill"
+    return with_first(SideLocation(name, role, dtype, 0.01, None, 0.0, (), (group,)))
+
+
+def square(engine_gap: Standing, trainer_gap: Standing) -> Square:
+    number = Estimate(1e-3, 1e-3, 1e-3, 9, 9, 9)
+    findings = (
+        Finding("either", "gap", "vllm:fp32", number, 1e-6, engine_gap),
+        Finding("trainer", "gap", "fsdp:fp32", number, 1e-6, trainer_gap),
+    )
+    return Square("cpu", True, (), (), None, findings, (), {})
+
+
+@pytest.mark.parametrize(
+    ("site", "differ", "role", "dtype", "gaps", "kind"),
+    [
+        ("k", K_BIAS, "engine", "fp32", ("beyond", "within"), "weights"),
+        ("mlp", SINKS, "engine", "fp32", ("beyond", "within"), "function"),  # of another module
+        ("attention", SINKS, "trainer", "bf16", ("within", "within"), "weights"),
+        ("rope_q", K_BIAS, "engine", "fp32", ("beyond", "within"), "function"),
+        ("attention", "", "engine", "bf16", ("within", "beyond"), "rounding"),
+        ("attention", "", "trainer", "bf16", ("within", "beyond"), None),  # its function may differ
+    ],
+)
+def test_what_differs_is_said_by_evidence(
+    site: str,
+    differ: str,
+    role: Literal["engine", "trainer"],
+    dtype: str,
+    gaps: tuple[Standing, Standing],
+    kind: str | None,
+) -> None:
+    ours = {"weights": DIGESTS | ({differ: [9, 9, 9, 9, 9, 9]} if differ else {})}
+    found = side(Group(site, (1,), 90.0, 0.9, 0.9), role, dtype)
+    assert kind_of(found, ours, {"weights": DIGESTS}, square(*gaps)) == kind
+    assert kind_of(found, ours, {"weights": DIGESTS}, None) in (kind, None)
+
+
+def test_a_projection_has_no_function_but_its_weights_unless_those_in_memory_are_known() -> None:
+    engine, trainer = ({"weights": DIGESTS} for _ in range(2))
+    found = side(Group("k", (1,), 90.0, 0.9, 0.9), "engine", "fp32")
+    assert kind_of(found, {}, trainer, None) == "weights"
+    assert kind_of(found, engine, trainer, None) == "weights"  # equal as read from disk
+    assert kind_of(found, engine | {"weights_in_memory": True}, trainer, None) == "function"
+    assert kind_of(replace(found, role="trainer"), engine, trainer, None) == "function"
+
+
+def located_cause(
+    kind: Kind | None, role: Literal["engine", "trainer"] = "engine", share: float = 0.9
+) -> Cause:
+    found = replace(side(Group("attention", (1,), 90.0, share, share), role, "fp32"), kind=kind)
+    (cause,) = causes_of(replace(location(), sides=(found,)))
+    return cause
+
+
+def ranked(*causes: Cause) -> Causes:
+    return Causes(causes, (), (), (), 0.01, 0.1)
+
+
+SHARE = Estimate(0.8, 0.7, 0.9, 9, 9, 9)
+
+
+def test_a_module_that_was_found_leads_and_what_only_guessed_goes() -> None:
+    vague = Cause("side-off", "suspected", "either", SHARE, ())
+    other = Cause("row-pairing", "confirmed", "trainer", SHARE, ())
+    found = located_cause("function")
+    first, second = led_by(ranked(vague, other), [found]).ranked
+    assert (first.id, first.side, first.status, first.effect) == (
+        "function-differs", "either", "confirmed", SHARE,
+    )  # fmt: skip
+    assert numbers(str(first.evidence[0].value)) == [1]
+    assert second == other
+
+
+def test_the_other_sides_finding_stays() -> None:
+    trainer = Cause("side-off", "suspected", "trainer", SHARE, ())
+    assert led_by(ranked(trainer), [located_cause("function")]).ranked[1] == trainer
+    voted = replace(trainer, side="engine")  # by a third implementation
+    assert [c.side for c in led_by(ranked(voted), [located_cause("function")]).ranked] == ["engine"]
+
+
+def test_a_fact_stays_first_and_takes_the_module_as_evidence() -> None:
+    listed = (Evidence("what differs", "1 of 71 parameters differ"),)
+    fact = Cause("experts-differ", "suspected", "either", None, listed, fact=True)
+    vague = Cause("side-off", "suspected", "either", SHARE, ())
+    (only,) = led_by(ranked(fact, vague), [located_cause("weights")]).ranked
+    assert (only.id, only.status, only.effect) == ("experts-differ", "confirmed", SHARE)
+    assert only.evidence[0] == listed[0]
+    assert len(only.evidence) > 1
+    first, second = led_by(ranked(fact), [located_cause("function")]).ranked
+    assert (first, second.id) == (fact, "function-differs")
+
+
+def test_a_cause_that_the_module_could_be_keeps_its_name() -> None:
+    window = Cause("sliding-window", "suspected", "either", SHARE, ())
+    shift = Cause("misalignment", "suspected", "engine", SHARE, ())
+    first, second = led_by(ranked(shift, window), [located_cause("function")]).ranked
+    assert (first.id, second) == ("sliding-window", shift)
+
+
+def test_a_source_of_little_effect_stays_suspected_and_every_kind_has_its_page() -> None:
+    assert located_cause("rounding", share=0.2).status == "suspected"
+    assert located_cause("rounding").side == "engine"
+    assert located_cause("function", "trainer").side == "trainer"
+    for kind in (*get_args(Kind), None):
+        cause = located_cause(kind)
+        assert {cause.id, *cause.alike} <= set(catalogue())

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from mismatch.features.locate.boundaries import Boundaries, Recorder
 from mismatch.features.locate.errors import Sums, site_errors
 from mismatch.features.locate.judge import groups_of
 from mismatch.features.locate.reference import Replay
 from mismatch.features.locate.results import Site
+from mismatch.models.boundaries import Boundaries, Recorder
 from mismatch.models.moe import norms_of
 from tests import checkpoints
 from tests.unit.test_module_capture import model_of

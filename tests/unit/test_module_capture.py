@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mismatch.errors import MismatchError
-from mismatch.features.locate.boundaries import Boundaries, Recorder
 from mismatch.features.locate.engine_side import join_ranks, of_rank, start, stop, take
 from mismatch.features.locate.reference import Adding, Replay, unseen
 from mismatch.features.locate.results import LAYER_SITES, SOME_FAMILIES, TITLES
+from mismatch.models.boundaries import Boundaries, Recorder
 from tests import checkpoints
 from tests.checkpoints import FAMILIES, FURTHER_NORMS
 

@@ -14,6 +14,9 @@ UNORDERED = 3  # sums of a digest that do not see order
 MOST_UNCOMPARED = 0.5  # share of the parameters beyond which equality of the rest says nothing
 SHOWN = 4  # kinds of parameters, or exchanges, that are named; the rest is counted
 CHECK = "weights-as-loaded"
+# Of a fingerprint: names of parameters that the two sides hold otherwise, and this side otherwise
+# than its checkpoint's files; left out where the files could not be compared.
+NOT_OF_CHECKPOINT = "weights_not_of_checkpoint"
 AS_READ = "as read from disk, before the engine rearranges them"
 
 
@@ -137,6 +140,17 @@ def same_weights(left: Fingerprint, right: Fingerprint) -> bool:
         return False
     difference = Difference.of(*held)
     return not difference.differ and not difference.layouts
+
+
+def unlike_its_checkpoint(left: Fingerprint, right: Fingerprint) -> int | None:
+    """Return which of two sides alone holds other weights than its checkpoint, 0 or 1.
+
+    None where both do, neither does, or the files of one were not compared.
+    """
+    off = [side.get(NOT_OF_CHECKPOINT) for side in (left, right)]
+    if None in off or bool(off[0]) == bool(off[1]):
+        return None
+    return 0 if off[0] else 1
 
 
 def asked_apart(left: Fingerprint, right: Fingerprint, differ: Sequence[str]) -> list[str]:

@@ -25,7 +25,8 @@ TIER = 10  # detectors of one tens digit look for causes that are equally specif
 PAIRING = 1  # tens digit of detectors whose repair gives every token its partner
 TERMINAL = 40  # where a side computes another function, its rest says nothing about a second cause
 WHOLE = ("by-turn",)  # such detectors of a lower order: another context is another function
-KINDS = ("function-differs", "weights-differ", "side-off")  # of cause, where none is named
+# Kinds of cause, where none is named.
+KINDS = ("function-differs", "weights-differ", "rounding-differs", "side-off")
 MARKS = (*KINDS, "onset")  # what a stated difference explains
 FUNCTION = 50  # detectors from here on ask only how far a side is off
 # What these see is wrong, however little it costs.
@@ -48,7 +49,8 @@ class Cause:
         consequences: what other detectors saw and no longer see once this is taken out.
         stated: a difference in what the sides state: it is there, whatever its share.
         kind: what the data alone would call it, where such a statement gave it its name; else "".
-        fact: digests or resolved settings of the two sides differ: no other cause comes before it.
+        fact: digests, resolved settings, or what a module gives on the same input differ: no cause
+            that was read off the scorings comes before it.
     """
 
     id: str

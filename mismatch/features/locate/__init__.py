@@ -12,4 +12,6 @@ FEATURE = Feature(
         ),
     ),
     analyses="mismatch.features.locate.judge:ANALYSES",
+    check_flags="mismatch.features.locate.flags:FLAGS",
+    check_step="mismatch.features.locate.step:locate_failed",
 )

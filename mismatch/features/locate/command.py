@@ -61,7 +61,7 @@ def locate(flags: Flags) -> int:
 
     from mismatch.cli import session
     from mismatch.features.locate.judge import judge, to_document
-    from mismatch.features.locate.recording import locate_in
+    from mismatch.features.locate.recording import Scope, locate_in
     from mismatch.features.locate.section import section
     from mismatch.pipeline.document import report_from_json
     from mismatch.reports.files import write_report
@@ -74,9 +74,14 @@ def locate(flags: Flags) -> int:
     spec = load_spec(run)
     require_trust(run, spec, flags["trust_run"])
     narrator = session.narrator(silent=flags["as_json"])
-    asked = flags["sequences"], flags["max_sequence_tokens"], 60 * flags["budget_minutes"]
+    scope = Scope(
+        sequences=flags["sequences"],
+        tokens=flags["max_sequence_tokens"],
+        seconds=60 * flags["budget_minutes"],
+        seed=flags["seed"],
+    )
     with at_work(run, "locate", spec, session.command()):
-        location = locate_in(run, spec, narrator, *asked, flags["seed"])
+        location = locate_in(run, spec, narrator, scope)
     if (run / "report.json").exists():
         stored = report_from_json(store.load_document(run, "report.json"))
         write_report(run, stored.with_analyses(locate=location), store.load_tokens(run))

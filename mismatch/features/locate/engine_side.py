@@ -269,7 +269,7 @@ def record_transformers(
     Raises:
         MismatchError: a model whose modules cannot be recorded.
     """
-    from mismatch.features.locate.boundaries import Boundaries, Recorder
+    from mismatch.models.boundaries import Boundaries, Recorder
 
     model = engine.model
     decoder = model.get_decoder()

@@ -15,7 +15,7 @@ from mismatch.features.locate.results import Site, SiteError
 # Relative rounding of one operation in each dtype; float32 products differ by their order of sums.
 ROUNDING = {"bf16": 2.0**-9, "fp16": 2.0**-12, "fp32": 2.0**-21}
 # Times what the precision costs: a module that is a source. The largest excess of any module in
-# clean runs was 1.97 (docs/locate.md).
+# clean runs was 1.97 (docs/evidence/locate.md).
 BEYOND = 4.0
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from mismatch.analysis.plugins import Analysis
 from mismatch.codec import status_schema, to_json, with_verdict, without_verdict
 from mismatch.errors import MismatchError
+from mismatch.features.locate.kinds import causes_of
 from mismatch.features.locate.results import Group, Location, SideLocation, Site, SiteError, Status
 from mismatch.run import store
 from mismatch.specs import CheckSpec
@@ -173,9 +174,10 @@ def sentence(side: SideLocation) -> str:
     more = len(side.groups) - 1
     others = f", with {more} more {'source' if more == 1 else 'sources'}" if more else ""
     share = (side.explained if more else group.explains) or 0.0
+    kind = "" if side.kind is None else f", where its {side.kind} differs"
     shown = f"{100 * min(1.0, max(0.0, share)):.0f} % of its squared distance come of it"
     return (
-        f"{side.name} parts from float32 at the {group.place} "
+        f"{side.name} parts from float32 at the {group.place}{kind} "
         f"({group.excess:.3g} times what {side.dtype} costs there){others}: {shown}"
     )
 
@@ -183,7 +185,7 @@ def sentence(side: SideLocation) -> str:
 # ---------------------------------------------------------------- document
 
 SCHEMA, FILE = "mismatch.locate/1", "locate.json"
-COMMAND, PAGE = "mismatch locate", "docs/locate.md"
+COMMAND, PAGE = "mismatch locate", "docs/how-to/locate.md"
 
 
 def to_document(location: Location) -> dict[str, Any]:
@@ -231,6 +233,7 @@ ANALYSES = (
         section="mismatch.features.locate.section:section",
         order=10,
         from_run=of_run,
+        causes=causes_of,
         chapter="why",
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -12,9 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from mismatch.analysis.square import Square
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError
+from mismatch.experiments.scoring_passes import float32_engine, trainer_in_float32
 from mismatch.features.locate.judge import FILE, SCHEMA, to_document
+from mismatch.features.locate.kinds import kind_of
 from mismatch.features.locate.plan import (
     EAGER,
     SEQUENCES,
@@ -28,6 +32,7 @@ from mismatch.features.locate.plan import (
 )
 from mismatch.features.locate.results import Location, Sequence, SideLocation
 from mismatch.models.config import find_config
+from mismatch.pipeline.build import square_of
 from mismatch.processes.launch import (
     EXACT,
     engine_python,
@@ -39,7 +44,7 @@ from mismatch.processes.launch import (
 from mismatch.processes.stages import Narrator
 from mismatch.run import store
 from mismatch.run.machine import local_gpus, placement, visible_as
-from mismatch.run.store import TRAIN
+from mismatch.run.store import FLOAT32, TRAIN
 from mismatch.specs import CheckSpec, Dtype, to_dict
 from mismatch.types import NotTested, Rollout
 
@@ -49,51 +54,71 @@ PLACE = "locate"  # scratch in the run directory; gone at the end
 ENGINE, PASSES = "locate-engine", "locate"
 
 
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What is recorded, and for how long."""
+
+    sequences: int = SEQUENCES
+    """The worst half of them, and others at random."""
+    tokens: int = TOKENS
+    """Of a sequence at most."""
+    seconds: float = 600.0
+    """After which no further sequence is begun."""
+    seed: int = 0
+    limit_s: float = math.inf
+    """After which a process that is still at work is ended."""
+    exact: bool = False
+    """Both sides in float32."""
+    both: bool = False
+    """An engine that cannot be recorded is an error; else the trainer is located alone."""
+    pair: tuple[str, str] | None = None
+    """Scorings whose difference says which sequences are worst; None: the run's two sides."""
+
+
 def locate_in(
-    run_dir: Path,
-    spec: CheckSpec,
-    narrator: Narrator,
-    sequences: int = SEQUENCES,
-    tokens: int = TOKENS,
-    seconds: float = 600.0,
-    seed: int = 0,
+    run_dir: Path, spec: CheckSpec, narrator: Narrator, scope: Scope | None = None
 ) -> Location:
     """Record a run's engine and trainer on some of its tokens; leave ``locate.json``.
 
     The caller holds the run directory.
 
-    Args:
-        sequences: the worst half of them, and others at random.
-        tokens: of a sequence at most.
-        seconds: after which no further sequence is begun.
-
     Raises:
-        MismatchError: a trainer whose modules cannot be recorded.
+        MismatchError: a trainer whose modules cannot be recorded, or the time was used up.
     """
+    scope = scope or Scope()
     start, place, report = time.monotonic(), run_dir / PLACE, run_dir / "report.json"
+    square = _square(run_dir, spec)
+    spec = in_float32(spec) if scope.exact else spec
     rollout, train = store.load_rollout(run_dir), spec.train
     engine, delta = spec.rollout.engine.engine, None
-    names = (f"{engine}:decode", TRAIN)
-    if set(store.scoring_names(run_dir)).issuperset(names):
+    headline = (f"{engine}:decode", TRAIN)
+    names, present = scope.pair or headline, set(store.scoring_names(run_dir))
+    if present.issuperset(names):
         sampled, trained = (store.load_scoring(run_dir, name).logprobs for name in names)
         delta = trained - sampled
-    chosen = select(rollout, delta, sequences, tokens, seed)
+    chosen = select(rollout, delta, scope.sequences, scope.tokens, scope.seed)
     count = sum(sequence.tokens for sequence in chosen)
     config = find_config(train.model, train.revision).model
     require_disk(config, count, MOST_SIDES, shutil.disk_usage(run_dir).free)
-    work = _Recording(run_dir, spec, narrator, chosen)
+    work = _Recording(run_dir, spec, narrator, chosen, start + scope.limit_s)
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
     try:
         facts = work.engine()
         unseen = [facts] if isinstance(facts, NotTested) else []
+        if unseen and scope.both:
+            raise MismatchError(f"{unseen[0].what}: {unseen[0].reason}", unseen[0].how)
         if unseen:
             narrator.note(f"{engine} is not located: {unseen[0].reason}")
-        result = work.passes(None if isinstance(facts, NotTested) else dtype_of(facts), seconds)
+        dtype = None if isinstance(facts, NotTested) else dtype_of(facts)
+        result = work.passes(dtype, scope.seconds)
         sides = from_json(list[SideLocation], result["sides"])
-        sides = [replace(side, held=work.held(side.name, rollout)) for side in sides]
+        sides = [replace(side, held=work.held(side, rollout)) for side in sides]
     finally:
         shutil.rmtree(place, ignore_errors=True)
+    if present.issuperset(headline):
+        left, right = (store.scoring_header(run_dir, name)["fingerprint"] for name in headline)
+        sides = [replace(side, kind=kind_of(side, left, right, square)) for side in sides]
     location = Location(
         model=Path(train.model).name,
         reference=train.model,
@@ -104,8 +129,24 @@ def locate_in(
         seconds=round(time.monotonic() - start, 2),
         broken=report.exists() and store.read_json(report)["verdict"]["status"] == "broken",
     )
-    store.save_document(run_dir, FILE, to_document(location), schema=SCHEMA)
+    inputs = (store.ROLLOUT, *(store.scoring_file(name) for name in present))
+    store.save_document(run_dir, FILE, to_document(location), schema=SCHEMA, inputs=inputs)
     return location
+
+
+def in_float32(spec: CheckSpec) -> CheckSpec:
+    """Return the check whose engine and trainer are those that its float32 scorings ran."""
+    rollout = float32_engine(spec.rollout) or spec.rollout
+    passes = trainer_in_float32(spec)
+    return replace(spec, rollout=rollout, train=passes[0].spec if passes else spec.train)
+
+
+def _square(run_dir: Path, spec: CheckSpec) -> Square | None:
+    """Return the run's square; None where it has none, or no scorings yet."""
+    try:
+        return square_of(run_dir, spec)
+    except MismatchError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +157,7 @@ class _Recording:
     spec: CheckSpec
     narrator: Narrator
     sequences: tuple[Sequence, ...]
+    end: float = math.inf
 
     def engine(self) -> dict[str, Any] | NotTested:
         """Return what the engine said of itself, or why it could not be recorded."""
@@ -161,14 +203,16 @@ class _Recording:
         result: dict[str, Any] = store.read_json(self.run_dir / PLACE / "sides.json")
         return result
 
-    def held(self, side: str, rollout: Rollout) -> float | None:
+    def held(self, side: SideLocation, rollout: Rollout) -> float | None:
         """Return a side's distance from what the run itself recorded, nats."""
-        names = (side, side.replace(":prefill", ":decode"))
+        engine = side.name.partition(":")[0]
+        names = [f"{engine}:{FLOAT32}"] if side.dtype == "fp32" else []
+        names += [side.name, side.name.replace(":prefill", ":decode")]
         name = next((name for name in names if name in store.scoring_names(self.run_dir)), None)
         if name is None or rollout.sampling.truncates:  # recorded with other probabilities
             return None
         own = store.load_scoring(self.run_dir, name).logprobs[actions_of(rollout, self.sequences)]
-        files = [self._folder(side) / f"{n}.npy" for n in range(len(self.sequences))]
+        files = [self._folder(side.name) / f"{n}.npy" for n in range(len(self.sequences))]
         return float(np.abs(np.concatenate([np.load(file) for file in files]) - own).mean())
 
     def _folder(self, side: str) -> Path:
@@ -189,4 +233,4 @@ class _Recording:
             self.narrator.stage(f"locate: {title}") as progress,
             started(label, command, self.run_dir, progress, env) as worker,
         ):
-            finish(worker)
+            finish(worker, end=self.end)

@@ -19,12 +19,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mismatch.features.locate.boundaries import (
-    Boundaries,
-    Recorder,
-    expert_count,
-    mlp_of,
-)
 from mismatch.features.locate.errors import BySite, Sums, site_errors
 from mismatch.features.locate.judge import explained, groups_of, moved, removed, with_first
 from mismatch.features.locate.results import (
@@ -34,6 +28,12 @@ from mismatch.features.locate.results import (
     Group,
     SideLocation,
     Site,
+)
+from mismatch.models.boundaries import (
+    Boundaries,
+    Recorder,
+    expert_count,
+    mlp_of,
 )
 from mismatch.specs import Dtype, Pass
 from mismatch.training.load import load

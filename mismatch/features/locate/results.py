@@ -65,6 +65,7 @@ class Site(NamedTuple):
         return float(self.layer), LAYER_SITES.index(self.name)
 
 
+Kind = Literal["weights", "function", "rounding"]
 Role = Literal["source", "amplifier", "passed on"]  # "amplifier": of reports of earlier versions
 Status = Literal["none", "located", "unlocated"]
 
@@ -154,6 +155,8 @@ class SideLocation:
         first: place of the first one that explains anything; None: none does.
         explained, removed: of all groups together, as in :class:`Group`.
         distances, plain_distances: of each sequence; () where there is no plain forward.
+        kind: what differs at the first source; None: there is none, or the run's own float32 passes
+            do not say (see :func:`mismatch.features.locate.kinds.kind_of`).
     """
 
     GONE = frozenset({"pairs", "reverted"})  # see mismatch/codec.py
@@ -171,6 +174,7 @@ class SideLocation:
     removed: float | None = None
     distances: tuple[float, ...] = ()
     plain_distances: tuple[float, ...] = ()
+    kind: Kind | None = None
 
     @property
     def source(self) -> Group | None:

@@ -2,7 +2,8 @@
 
 Evidence, never a precondition: a side that states nothing is judged by its numbers alone. A
 difference of digests or of resolved settings is a fact, and no detector comes before it; how much
-of the mismatch is its own, other detectors say. Which side is right, digests do not tell.
+of the mismatch is its own, other detectors say. Which side is right, digests do not tell, unless
+one side alone holds other weights than the files of its checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Side
-from mismatch.analysis.diagnosis.loaded_weights import Difference, asked_apart, comparable
+from mismatch.analysis.diagnosis.loaded_weights import (
+    NOT_OF_CHECKPOINT,
+    Difference,
+    asked_apart,
+    comparable,
+    unlike_its_checkpoint,
+)
 from mismatch.analysis.levels import NOT_QUANTISED
 from mismatch.types import Fingerprint, NotTested
 
@@ -87,7 +94,13 @@ def weights(case: Case) -> Look | NotTested:
         cause, alike = "tied-head-stale", ("stale-weights",)
     elif len(found.differ) > NEARLY_ALL * len(found.common):
         cause, alike = "stale-weights", ("sleep-level-2", "double-load")
-    finding = Finding(cause, "either", None, evidence, alike=alike, stated=True, fact=True)
+    off = unlike_its_checkpoint(engine, trainer)
+    side: Side = "either" if off is None else ("engine", "trainer")[off]
+    if off is not None:
+        own = (engine, trainer)[off][NOT_OF_CHECKPOINT]
+        what = f"parameters that the {side} alone holds otherwise than its checkpoint"
+        evidence += (Evidence(what, len(own), "0"),)
+    finding = Finding(cause, side, None, evidence, alike=alike, stated=True, fact=True)
     return Look(evidence, (finding,))
 
 

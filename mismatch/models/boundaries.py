@@ -1,6 +1,6 @@
 """Hooks at the boundaries between a transformers decoder's modules: to record, or to replace.
 
-Every boundary is shown to a visitor under its name in ``results.TITLES`` as [tokens, features];
+Every boundary is shown to a visitor under its name (``TITLES`` of locate) as [tokens, features];
 what the visitor returns takes its place. Queries and keys around rope, values and the attention's
 output are seen at two functions that nearly all families call: ``apply_rotary_pos_emb…`` of the
 model's own file, and transformers' attention interface. Router logits are the product with the

@@ -1,0 +1,14 @@
+"""The flag that keeps a check from running both sides module by module."""
+
+from mismatch.cli.flags import switch
+from mismatch.specs import TRAIN
+
+NO_LOCATE = "no_locate"
+
+FLAGS = (
+    switch(
+        NO_LOCATE,
+        TRAIN,
+        "Do not name the module where a float32 gap or an excess fails (see mismatch locate).",
+    ),
+)

@@ -1,0 +1,64 @@
+"""A check whose float32 gap or excess fails names the module, as ``mismatch locate`` does.
+
+A check that has neither costs nothing here but one reading of its scorings.
+"""
+
+from __future__ import annotations
+
+from mismatch.analysis.displaced import Displaced
+from mismatch.analysis.square import Finding, Square
+from mismatch.errors import MismatchError
+from mismatch.features.locate.flags import NO_LOCATE
+from mismatch.features.locate.judge import FILE
+from mismatch.features.locate.recording import Scope, locate_in
+from mismatch.pipeline.build import square_of
+from mismatch.processes.stages import Stages
+from mismatch.run import manifest
+from mismatch.run.store import REFERENCE
+from mismatch.specs import OWN_SCORER
+
+SEQUENCES = 4  # the worst two, and two at random
+LONGEST_S = 600.0  # of all that it starts, whatever the check itself took
+
+
+def locate_failed(stages: Stages) -> None:
+    """Locate what failed, unless that is there; leave ``locate.json``.
+
+    Raises:
+        MismatchError: a side cannot be run module by module, or the time was used up.
+    """
+    run_dir, spec = stages.run_dir, stages.spec
+    current = manifest.is_current(run_dir, FILE, "")
+    if not current:
+        (run_dir / FILE).unlink(missing_ok=True)  # of other scorings than those that are there now
+    if spec.extra(NO_LOCATE) or current:
+        return
+    square = square_of(run_dir, spec)
+    failed = [] if square is None else _failed(square)
+    if not failed:
+        return
+    if spec.train.scorer != OWN_SCORER:
+        raise MismatchError(
+            f"the modules of {spec.train.scorer}'s own trainer cannot be recorded",
+            "mismatch locate RUN on a check of the built-in trainer",
+        )
+    first = failed[0]
+    pair, exact = None, isinstance(first, Finding) and first.evidence == "gap"
+    if exact:
+        pair = first.scoring, REFERENCE
+    scope = Scope(
+        sequences=SEQUENCES,
+        seconds=LONGEST_S / 2,
+        limit_s=LONGEST_S,
+        exact=exact,
+        both=True,
+        pair=pair,
+    )
+    locate_in(run_dir, spec, stages.narrator, scope)
+
+
+def _failed(square: Square) -> list[Finding | Displaced]:
+    """Return what lies beyond its level, gaps first: float32 shows a fault without its rounding."""
+    findings = sorted(square.findings, key=lambda finding: finding.evidence != "gap")
+    both: list[Finding | Displaced] = [*findings, *square.displaced]
+    return [each for each in both if each.standing == "beyond" and each.side != "other-engine"]
