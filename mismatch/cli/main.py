@@ -260,6 +260,8 @@ def _complain_of(error: Any) -> NoReturn:
 
     Python itself would exit with 1, which is the code of a verdict.
     """
+    if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "transformers"):
+        _complain(f"{error.name} is not installed", "pip install 'train-infer-mismatch[score]'")
     if not hasattr(error, "format_message"):  # usage errors of typer have one
         traceback.print_exception(error)
         fault = f"unexpected {type(error).__name__}: this is a bug in mismatch"

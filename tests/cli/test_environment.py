@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mismatch.cli.command import require_packages
 from mismatch.engines.servers.address import parse_address
 from mismatch.engines.servers.client import Client, wait_for
 from mismatch.errors import MismatchError
@@ -187,3 +188,12 @@ def test_a_copy_without_its_hidden_files_is_read(tmp_path, plain):
     original = make_run(tmp_path / "made")
     shutil.copytree(original, tmp_path / "copy", ignore=shutil.ignore_patterns(".*"))
     assert compared(tmp_path / "copy", cwd=tmp_path) == plain
+
+
+def test_a_missing_package_is_answered_with_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mismatch.cli.command.find_spec", lambda name: None)
+    with pytest.raises(MismatchError, match="torch and transformers") as refused:
+        require_packages("torch", "transformers")
+    assert refused.value.fix == "pip install 'train-infer-mismatch[score]'"

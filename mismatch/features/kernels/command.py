@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from mismatch.cli.command import with_flags
+from mismatch.cli.command import require_packages, with_flags
 from mismatch.cli.flags import Flags, Option, switch
 from mismatch.cli.options import JSON, MODEL_FLAGS
 from mismatch.errors import MismatchError
@@ -68,6 +68,7 @@ def kernels(flags: Flags) -> int:
     from mismatch.run.directory import new_directory
     from mismatch.run.store import write_json
 
+    require_packages("torch")
     spec, out = audit_spec(flags), flags["out"]
     narrator = ConsoleNarrator(Console(stderr=flags["as_json"]))
     if flags["model"] is None:

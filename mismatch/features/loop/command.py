@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from mismatch.cli.command import with_flags
+from mismatch.cli.command import require_packages, with_flags
 from mismatch.cli.flags import Flags, Option, flags_of, spec_values
 from mismatch.cli.options import CHECK, DRY_RUN, FORCE, JSON, MODEL_FLAGS, NEW_RUN, TRUST_RUN
 from mismatch.errors import MismatchError
@@ -85,6 +85,8 @@ def loop(flags: Flags) -> int:
     fits = {arm: memory_of_loop(arm_of(wanted.loop, arm).check) for arm in wanted.arms}
     if flags["dry_run"]:
         return plan(wanted, fits)
+    if wanted.loop.check.train.python is None:
+        require_packages("torch", "transformers")
     never = [fit for each in fits.values() for fit in each if fit.level == "does not fit"]
     refused = dict.fromkeys(text for fit in never if fit.certain for text in fit.warnings)
     if refused and not flags["force"]:

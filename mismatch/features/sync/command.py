@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from mismatch.cli.command import with_flags
+from mismatch.cli.command import require_packages, with_flags
 from mismatch.cli.flags import Flags, Option, flags_of, switch
 from mismatch.cli.options import DRY_RUN, ENGINE_FLAGS, JSON, MODEL_FLAGS
 from mismatch.errors import MismatchError
@@ -82,6 +82,8 @@ def sync_probe(flags: Flags) -> int:
     from mismatch.run.directory import new_directory
 
     spec = probe_spec(flags)
+    if flags["dry_run"] or spec.trainer:
+        require_packages("torch", "transformers")
     if flags["dry_run"]:
         return plan(spec)
     narrator = ConsoleNarrator(Console(stderr=flags["as_json"]))
