@@ -52,16 +52,19 @@ class Run:
         return pd.read_parquet(self.directory / "tokens.parquet")
 
 
-def check_command(directory: Path, *flags: str) -> list[str]:
+def check_command(directory: Path, *flags: str, locate: bool = False) -> list[str]:
+    """Return the command of a check, which does not run locate by itself unless asked: it costs."""
     command = [sys.executable, "-m", "mismatch", "check", "--out", str(directory)]
+    if not locate:
+        command += ["--no-locate"]
     if "--model" not in flags:
         command += ["--model", "tiny-gpt-oss"]
     return [*command, *flags]
 
 
-def run_check(directory: Path, *flags: str) -> Run:
+def run_check(directory: Path, *flags: str, locate: bool = False) -> Run:
     done = subprocess.run(
-        check_command(directory, *flags),
+        check_command(directory, *flags, locate=locate),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

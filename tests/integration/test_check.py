@@ -136,7 +136,9 @@ def test_a_wrong_window_of_the_engine_is_named_by_the_settings(tmp_path):
     """Files and weights are right. The reference shares its code with the trainer: side either."""
     few = ("--num-prompts", "24", "--samples-per-prompt", "2", "--max-tokens", "80")
     override = 'hf_overrides={"sliding_window": 16}'
-    run = run_check(tmp_path / "run", *few, "--exact-kl", "0", "--engine-arg", override)
+    run = run_check(
+        tmp_path / "run", *few, "--exact-kl", "0", "--engine-arg", override, locate=True
+    )
     assert run.code == 1
     assert "implementation-gap" in run.failed
     assert not run.failed & {"excess-engine", "excess-trainer", "weights-as-loaded"}

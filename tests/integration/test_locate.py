@@ -135,7 +135,7 @@ def evidence_of(run: Run) -> dict[str, Any]:
 
 
 def test_a_check_whose_gap_fails_names_the_module_by_itself(tmp_path: Path) -> None:
-    run = run_check(tmp_path / "run", *CHECK, "--attention", "no-sinks")
+    run = run_check(tmp_path / "run", *CHECK, "--attention", "no-sinks", locate=True)
     assert run.code == 1, run.output
     assert "implementation-gap-trainer" in run.failed
     engine, trainer = sorted(location_of(run.directory).sides, key=lambda side: side.role)
@@ -168,7 +168,7 @@ def test_a_check_in_which_nothing_fails_does_not_locate(default_run: Run) -> Non
 def test_weights_that_differ_are_named_with_their_module(tiny_run: Path, tmp_path: Path) -> None:
     model = Path(load_spec(tiny_run).train.model)
     planted = plant(model, tmp_path / "planted", "swapped-experts", 1)
-    run = run_check(tmp_path / "run", *CHECK, "--train-model", str(planted))
+    run = run_check(tmp_path / "run", *CHECK, "--train-model", str(planted), locate=True)
     assert run.code == 1, run.output
     engine, trainer = sorted(location_of(run.directory).sides, key=lambda side: side.role)
     assert trainer.source is None  # the reference holds its weights
