@@ -64,7 +64,7 @@ def test_the_run_says_what_the_gradients_rest_on(without_sinks: Run) -> None:
     # The scorings are those of the run that was asked.
     assert "rollout: there already" in without_sinks.output
     spec = json.loads((without_sinks.directory / "spec.json").read_text("utf-8"))
-    assert spec["extras"] == [["gradients", 4]]
+    assert spec["extras"] == [["gradients", 4], ["no_locate", True]]
 
 
 # ---------------------------------------------------------------- worlds of one and two ranks

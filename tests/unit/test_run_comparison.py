@@ -448,7 +448,8 @@ def test_a_file_is_no_run_directory_and_nothing_is_to_be_deleted(tmp_path: Path)
 
 def test_the_example_workflow_uses_commands_and_flags_that_exist() -> None:
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "ci.md").read_text(encoding="utf-8")
-    workflow = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
+    blocks = [block.split("```")[0] for block in page.split("```yaml\n")[1:]]
+    workflow = next(yaml.safe_load(block) for block in blocks if "jobs:" in block)
     steps = workflow["jobs"]["mismatch"]["steps"]
     lines = [line.strip() for step in steps for line in step.get("run", "").splitlines()]
     calls = [line.split() for line in lines if line.startswith("mismatch ")]
