@@ -15,11 +15,11 @@ from typing import Any
 
 from mismatch.engines.sync_drivers import driver_class
 from mismatch.features.sync.judge import sync_to_json
+from mismatch.features.sync.library import probe as library_call
 from mismatch.features.sync.report import SyncSpec
 from mismatch.features.sync.worker import Probe, loaded
 from mismatch.models import EMBEDDED
 from mismatch.models.weight_states import PUSHES, Checkpoint, state_of, updated
-from mismatch.probe import probe as library_call
 from mismatch.run.messages import exit_worker
 from mismatch.run.store import write_json
 from mismatch.specs import EngineSpec

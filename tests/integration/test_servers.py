@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 
 from mismatch.features.sync.judge import judge
+from mismatch.features.sync.library import EXTENSION, probe
 from mismatch.models import EMBEDDED
 from mismatch.models.weight_states import Checkpoint
-from mismatch.probe import EXTENSION, probe
 from mismatch.processes.launch import own_python
 from mismatch.run import store
 from mismatch.specs import EngineSpec

@@ -10,8 +10,8 @@ import torch
 
 from mismatch.errors import MismatchError
 from mismatch.features.sync.judge import judge
+from mismatch.features.sync.library import probe
 from mismatch.models.weight_states import Prints
-from mismatch.probe import probe
 from tests.scripted_server import ScriptedServer
 
 

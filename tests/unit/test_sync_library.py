@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from mismatch.cli.main import app
 from mismatch.errors import MismatchError
+from mismatch.features.sync.library import judge, probe
 from mismatch.models.weight_states import Prints
-from mismatch.probe import judge, probe
 
 Tensors = dict[str, torch.Tensor]
 SINKS, HEAD, EMBED = "layers.0.self_attn.sinks", "lm_head.weight", "model.embed_tokens.weight"
