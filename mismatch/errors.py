@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
+from importlib.util import find_spec
+
+INSTALL_SCORE = "pip install 'train-infer-mismatch[score]'"  # the packages of the training side
 
 
 class MismatchError(Exception):
@@ -27,6 +30,17 @@ class MismatchError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}\n  fix: {self.fix}" if self.fix else self.message
+
+
+def require_packages(*names: str, fix: str = INSTALL_SCORE) -> None:
+    """Refuse to start a worker that would fail for want of a package of the training side.
+
+    Raises:
+        MismatchError: a package is missing; the fix is the line that installs it.
+    """
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise MismatchError(f"{' and '.join(missing)} not installed", fix)
 
 
 class EmptyComparison(MismatchError):

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,6 @@ from mismatch.errors import MismatchError, did_you_mean
 Verb = Callable[[Flags], int]
 NOT_IN_FILES = ("config", "print_config")
 EXPLICIT = ("COMMANDLINE", "DEFAULT_MAP", "ENVIRONMENT")  # where click read a value
-
-
-def require_packages(*names: str) -> None:
-    """Refuse to start a worker that would fail for want of a package of the training side.
-
-    Raises:
-        MismatchError: a package is missing; the fix is the line that installs it.
-    """
-    missing = [name for name in names if find_spec(name) is None]
-    if missing:
-        raise MismatchError(
-            f"{' and '.join(missing)} not installed", "pip install 'train-infer-mismatch[score]'"
-        )
 
 
 def with_flags(*groups: Option | tuple[Option, ...]) -> Callable[[Verb], Callable[..., int]]:

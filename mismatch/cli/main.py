@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from mismatch.errors import MismatchError
+from mismatch.errors import INSTALL_SCORE, MismatchError
 from mismatch.plugins import features, find_command, load
 from mismatch.version import __version__
 
@@ -261,7 +261,7 @@ def _complain_of(error: Any) -> NoReturn:
     Python itself would exit with 1, which is the code of a verdict.
     """
     if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "transformers"):
-        _complain(f"{error.name} is not installed", "pip install 'train-infer-mismatch[score]'")
+        _complain(f"{error.name} is not installed", INSTALL_SCORE)
     if not hasattr(error, "format_message"):  # usage errors of typer have one
         traceback.print_exception(error)
         fault = f"unexpected {type(error).__name__}: this is a bug in mismatch"

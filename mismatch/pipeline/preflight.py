@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
@@ -18,7 +17,7 @@ from mismatch.engines.registry import (
     require_engine,
     weight_givers,
 )
-from mismatch.errors import MismatchError
+from mismatch.errors import INSTALL_SCORE, MismatchError, require_packages
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.processes.exchange import require_file
 from mismatch.processes.launch import own_python
@@ -45,6 +44,7 @@ OFFLINE = (
     "set HF_HUB_OFFLINE=1, or give the directory: --model DIR"
 )
 
+IN_A_CLONE = f"{INSTALL_SCORE}, or `make env` in a clone"
 LEAST_TRANSFORMERS = (5, 5)  # 4.57 loads weights by other functions than those that we take
 
 
@@ -169,13 +169,9 @@ def preflight_training(
         require_modules(spec.python, "--train-python", modules, "the trainer")
         if spec.scorer == OWN_SCORER:
             require_transformers(spec.python)
-    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
-    if missing and spec.python is None:
-        raise MismatchError(
-            f"{' and '.join(missing)} not installed: the training side needs them",
-            "name the interpreter of your training environment: --train-python PATH; or "
-            "pip install 'train-infer-mismatch[score]', or `make env` in a clone",
-        )
+    else:
+        fix = f"name your training environment: --train-python PATH; or {IN_A_CLONE}"
+        require_packages("torch", "transformers", fix=fix)
     require_ranges(spec)
     if spec.scorer == FILE_SCORER:
         require_file(spec.scorer_config)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from mismatch.cli.command import require_packages
 from mismatch.engines.servers.address import parse_address
 from mismatch.engines.servers.client import Client, wait_for
 from mismatch.errors import MismatchError
@@ -190,10 +189,33 @@ def test_a_copy_without_its_hidden_files_is_read(tmp_path, plain):
     assert compared(tmp_path / "copy", cwd=tmp_path) == plain
 
 
-def test_a_missing_package_is_answered_with_the_line_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("mismatch.cli.command.find_spec", lambda name: None)
-    with pytest.raises(MismatchError, match="torch and transformers") as refused:
-        require_packages("torch", "transformers")
-    assert refused.value.fix == "pip install 'train-infer-mismatch[score]'"
+WITHOUT_TORCH = """
+import sys
+from importlib.machinery import PathFinder
+found = PathFinder.find_spec
+def find_spec(name, *rest):
+    return None if name.partition(".")[0] in ("torch", "transformers") else found(name, *rest)
+PathFinder.find_spec = staticmethod(find_spec)  # as where they are not installed
+from mismatch.cli.main import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["check", "kernels", "loop", "sync-probe", "template"],
+)
+def test_a_missing_package_is_answered_with_the_line_that_installs_it(command, tmp_path):
+    flags = [] if command == "kernels" else ["--model", "tiny-gpt-oss"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, command, *flags],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stdout
+    assert "pip install 'train-infer-mismatch[" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert not any(tmp_path.rglob("*.parquet"))

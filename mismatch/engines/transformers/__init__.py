@@ -1,12 +1,13 @@
 """transformers behind the engine protocol."""
 
 from mismatch.engines.registry import EngineInfo
+from mismatch.errors import INSTALL_SCORE
 
 INFO = EngineInfo(
     engine="mismatch.engines.transformers.engine:TransformersEngine",
     module="transformers",
     packages=("transformers",),
-    install_hint="pip install 'train-infer-mismatch[score]'",
+    install_hint=INSTALL_SCORE,
     import_check="import transformers",
     gives_routing_weights=True,
     verl_name="hf",

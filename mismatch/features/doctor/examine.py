@@ -17,7 +17,7 @@ from mismatch.errors import MismatchError
 from mismatch.features.doctor.packages import Package, packages
 from mismatch.models.config import find_config
 from mismatch.models.sizes import UnknownSize, sized
-from mismatch.pipeline.preflight import preflight
+from mismatch.pipeline.preflight import IN_A_CLONE, preflight
 from mismatch.run.hub import cache_folder, offline
 from mismatch.run.machine import gib
 from mismatch.specs import CheckSpec
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 TRAINER = ("torch", "transformers")
-TRAINER_FIX = "pip install 'train-infer-mismatch[score]', or `make env` in a clone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def _broken(spec: CheckSpec, installed: dict[str, Package]) -> Iterator[Problem]
     engine = spec.rollout.engine.engine
     for name, package in installed.items():
         if package.error and name in (engine, *TRAINER):
-            fix = TRAINER_FIX if name in TRAINER else engine_info(name).install_hint
+            fix = IN_A_CLONE if name in TRAINER else engine_info(name).install_hint
             what = f"{package.distribution} {package.version} cannot be used: {package.error}"
             yield Problem(what, fix)
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from mismatch.cli.command import require_packages, with_flags
+from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option, switch
 from mismatch.cli.options import JSON, MODEL_FLAGS
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, require_packages
 from mismatch.specs import OUTPUT, SEEDS, WEEK_S
 
 if TYPE_CHECKING:

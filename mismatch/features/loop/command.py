@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from mismatch.cli.command import require_packages, with_flags
+from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option, flags_of, spec_values
 from mismatch.cli.options import CHECK, DRY_RUN, FORCE, JSON, MODEL_FLAGS, NEW_RUN, TRUST_RUN
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, require_packages
 from mismatch.features.loop.spec import AS_IS, LARGE_MODELS, LOOP, PATHS, Asked, LoopSpec
 from mismatch.specs import MODEL
 
