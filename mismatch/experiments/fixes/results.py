@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from mismatch.analysis.levels import Thresholds
 
 WORTH = 0.1  # less than that is no reason to change a second setting
-ANEW = "with this fix the engine sampled anew, and no float32 pass was made of its tokens"
+ANEW = "with this fix the engine sampled again, and no float32 pass was made of its tokens"
 NO_CORRECTIONS = "nothing was compared, so no correction was computed"
 STATE, STATE_SCHEMA = f"{DIRECTORY}/state.json", "mismatch.fixes/1"
 

@@ -16,7 +16,7 @@ LEAD = (
     "Suspected: its mark is in the data. Confirmed: the experiment that separates it was part of "
     "the run."
 )
-PAGE = "docs/causes.md"
+PAGE = "docs/reference/causes.md"
 SHOWN = 8  # rows of evidence beyond which they are folded
 SIDES = {"engine": "the engine's side", "trainer": "the trainer's side", "either": "side not known"}
 RANKED = (
@@ -122,7 +122,7 @@ EXPERIMENTS = (
     Column(
         "experiment",
         text,
-        of=lambda each: Cell(each.id, "code", "" if each.same_tokens else "sampled anew"),
+        of=lambda each: Cell(each.id, "code", "" if each.same_tokens else "sampled again"),
     ),
     Column(
         "", text, detail="what it says", of=lambda each: _outcome(each.outcome, _measured(each))

@@ -154,7 +154,7 @@ def _numbers(row: FixOutcome) -> Cells:
         row.p_values.get(K3),
         row.changes.get(MEAN),
         row.p_values.get(MEAN),
-        "the same tokens" if row.paired else "sampled anew, by prompt",
+        "the same tokens" if row.paired else "sampled again, by prompt",
         row.cost.seconds,
         row.cost.peak_bytes,
     )
