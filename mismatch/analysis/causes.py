@@ -9,6 +9,7 @@ from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import Side, detectors
 from mismatch.analysis.diagnosis.ranking import KINDS, LITTLE, Cause, Causes, diagnose
 from mismatch.analysis.plugins import Analysis, RunArtefacts
+from mismatch.analysis.square import Square, sides_at_fault
 from mismatch.specs import CheckSpec
 from mismatch.types import Check, Scoring
 
@@ -22,6 +23,15 @@ def measure(run: RunArtefacts, spec: CheckSpec) -> Causes:
 def others_of(usable: dict[str, Scoring], decode: Scoring, train: Scoring) -> dict[str, Scoring]:
     """The passes beside the headline's two."""
     return {n: scoring for n, scoring in usable.items() if n not in (decode.name, train.name)}
+
+
+def of_sides_at_fault(found: Sequence[Cause], square: Square | None) -> list[Cause]:
+    """Return those of the causes found by running modules whose side is beyond its level.
+
+    Modules of a side that is right differ from the reference too, by rounding.
+    """
+    trainer = {side == "trainer" for side in (sides_at_fault(square) if square else ())}
+    return [cause for cause in found if (cause.side == "trainer") in trainer]
 
 
 def led_by(causes: Causes, found: Sequence[Cause]) -> Causes:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch.analysis.causes import cause_checks, led_by
+from mismatch.analysis.causes import cause_checks, led_by, of_sides_at_fault
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.declared import sharding_checks
 from mismatch.analysis.diagnosis.pass_checks import (
@@ -148,11 +148,13 @@ def build_report(
     results, unseen = measured(run_dir, spec, artefacts, comparisons)
     left = [(analysis, analysis.from_run(run_dir, spec)) for analysis in analyses()]
     left = [(analysis, result) for analysis, result in left if result is not None]
-    found = [cause for analysis, result in left for cause in analysis.causes(result)]
+    square = results.get("square")
+    causes = [cause for analysis, result in left for cause in analysis.causes(result)]
+    found = of_sides_at_fault(causes, square)
     if found and "causes" in results:
         results["causes"] = led_by(results["causes"], found)
     place = str(found[0].evidence[0].value) if found else ""
-    checks += square_checks(results.get("square"), place)
+    checks += square_checks(square, place)
     checks += cause_checks(results.get("causes"))
     for analysis, result in left:
         results[analysis.id] = result

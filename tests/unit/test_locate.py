@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 import pytest
 
-from mismatch.analysis.causes import led_by
+from mismatch.analysis.causes import led_by, of_sides_at_fault
 from mismatch.analysis.diagnosis.catalogue import catalogue
 from mismatch.analysis.diagnosis.detector import Evidence
 from mismatch.analysis.diagnosis.ranking import Cause, Causes
@@ -381,6 +381,29 @@ def test_the_other_sides_finding_stays() -> None:
     assert led_by(ranked(trainer), [located_cause("function")]).ranked[1] == trainer
     voted = replace(trainer, side="engine")  # by a third implementation
     assert [c.side for c in led_by(ranked(voted), [located_cause("function")]).ranked] == ["engine"]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "sides"),
+    [
+        (("within", "within"), []),
+        (("beyond", "within"), ["either"]),
+        (("within", "beyond"), ["trainer"]),
+        (("beyond", "beyond"), ["either", "trainer"]),
+    ],
+)
+def test_a_module_names_no_cause_on_a_side_that_is_right(
+    gaps: tuple[Standing, Standing], sides: list[str]
+) -> None:
+    both = [located_cause("function"), located_cause("function", "trainer")]
+    assert [cause.side for cause in of_sides_at_fault(both, square(*gaps))] == sides
+    assert of_sides_at_fault(both, None) == []
+
+
+def test_modules_that_computed_something_else_than_the_run_name_no_cause() -> None:
+    found = side(Group("attention", (1,), 90.0, 0.9, 0.9), "engine", "fp32")
+    assert causes_of(replace(location(), sides=(found,)))
+    assert not causes_of(replace(location(), sides=(replace(found, held=0.5),)))
 
 
 def test_a_fact_stays_first_and_takes_the_module_as_evidence() -> None:

@@ -22,7 +22,6 @@ from mismatch.types import Floats
 MATTERS = 0.05  # share of a side's distance that a first source explains, or that goes without it
 MOVES = 0.1  # of a side's distance, that a first source moves the end by all the same
 FAR = 2.0  # times the plain forward's distance: a side that is off although no source explains it
-OTHER_NATS = 1e-3  # or the plain forward's distance: what ran here is not what the run recorded
 
 
 def groups_of(sites: Sequence[SiteError]) -> list[tuple[Group, tuple[Site, ...]]]:
@@ -113,7 +112,7 @@ def judge(location: Location) -> Verdict:
     named = [side for side in location.sides if side.source is not None]
     if named:
         return Verdict("located", "; ".join(sentence(side) for side in named), 1)
-    other = [side for side in location.sides if is_other(side)]
+    other = [side for side in location.sides if side.is_other]
     if other:
         return Verdict("unlocated", "; ".join(other_than_the_run(side) for side in other), 1)
     far = [side for side in location.sides if is_far(location, side)]
@@ -149,12 +148,6 @@ def is_far(location: Location, side: SideLocation) -> bool:
         return side.distance > FAR * side.plain_distance > 0
     kept = [drawn[:n] + drawn[n + 1 :] for n in range(len(drawn))] if len(drawn) > 1 else [drawn]
     return all(sum(d for d, _ in few) > FAR * sum(p for _, p in few) > 0 for few in kept)
-
-
-def is_other(side: SideLocation) -> bool:
-    """Return whether what was recorded is not what the run recorded of this side."""
-    limit = max(side.plain_distance or 0.0, OTHER_NATS)
-    return side.held is not None and not side.held <= limit  # NaN too
 
 
 def other_than_the_run(side: SideLocation) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from mismatch.analysis.diagnosis.detector import Evidence, Side
 from mismatch.analysis.diagnosis.loaded_weights import Difference, comparable
-from mismatch.analysis.diagnosis.ranking import Cause
+from mismatch.analysis.diagnosis.ranking import Cause, Status
 from mismatch.analysis.square import Square
-from mismatch.features.locate.results import Group, Kind, Location, SideLocation
+from mismatch.features.locate.results import Kind, Location, SideLocation
 from mismatch.models.site_parameters import decides
 from mismatch.run.store import TRAIN
 from mismatch.types import Fingerprint
@@ -37,7 +37,6 @@ ROUNDING: dict[str, tuple[str, ...]] = {
     "head": ("bf16-lm-head",),
     "mlp": ("quantised-rollout",),
 }
-TRAINER = "trainer"
 CAUSES: dict[Kind | None, str] = {
     "weights": "weights-differ",
     "function": "function-differs",
@@ -68,35 +67,36 @@ def kind_of(
         unknown = side.role == "engine" and not engine.get("weights_in_memory")
         return "weights" if unknown and side.source.site in PROJECTIONS else "function"
     gaps = [] if square is None else [f for f in square.findings if f.evidence == "gap"]
-    trainers = side.role == TRAINER
+    trainers = side.role == "trainer"
     own = [gap for gap in gaps if (gap.scoring.partition(":")[0] == TRAIN) == trainers]
     return "rounding" if own and own[0].standing == "within" else None
 
 
 def causes_of(location: Location) -> tuple[Cause, ...]:
-    """Return the first source of each side as a cause; the module is its first evidence."""
-    return tuple(_cause(side, side.source) for side in location.sides if side.source is not None)
+    """Return the first source of each side as a cause; the module is its first evidence.
 
-
-def _cause(side: SideLocation, group: Group) -> Cause:
-    share = max(group.explains, group.removed, side.explained or 0.0, side.removed or 0.0)
-    name: Side = "trainer" if side.role == TRAINER else "either"
-    if side.role == "engine" and side.kind == "rounding":
-        name = "engine"
-    alike = {"weights": WEIGHTS, "rounding": ROUNDING.get(group.site, ())}.get(
-        side.kind or "", FUNCTIONS.get(group.site, ())
-    )
-    return Cause(
-        CAUSES[side.kind],
-        "confirmed" if share >= CONFIRMED else "suspected",
-        name,
-        None,
-        (
+    A side that computed something else here than in the run shows nothing of the run.
+    """
+    causes = []
+    for side in location.sides:
+        group = side.source
+        if group is None or side.is_other:
+            continue
+        share = max(group.explains, group.removed, side.explained or 0.0, side.removed or 0.0)
+        status: Status = "confirmed" if share >= CONFIRMED else "suspected"
+        name: Side = "trainer" if side.role == "trainer" else "either"
+        if side.role == "engine" and side.kind == "rounding":
+            name = "engine"
+        if side.kind == "weights":
+            alike: tuple[str, ...] = WEIGHTS
+        else:
+            alike = (ROUNDING if side.kind == "rounding" else FUNCTIONS).get(group.site, ())
+        own = f"its error on the same input, over what {side.dtype} costs there"
+        evidence = (
             Evidence(MODULE, f"{group.place} in {side.name}"),
-            Evidence(f"its error on the same input, over what {side.dtype} costs there",
-                     group.excess, "below 4"),
+            Evidence(own, group.excess, "below 4"),
             Evidence("share of the side's distance from float32 that comes of it", share),
-        ),
-        alike=alike,
-        fact=True,
-    )  # fmt: skip
+        )
+        cause = Cause(CAUSES[side.kind], status, name, None, evidence, alike=alike, fact=True)
+        causes.append(cause)
+    return tuple(causes)

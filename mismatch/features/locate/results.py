@@ -140,6 +140,9 @@ class Group:
         return f"{title} of layers {listed}"
 
 
+OTHER_NATS = 1e-3  # or the plain forward's distance: what ran here is not what the run recorded
+
+
 @dataclass(frozen=True, slots=True)
 class SideLocation:
     """One side.
@@ -180,6 +183,12 @@ class SideLocation:
     def source(self) -> Group | None:
         """The first source."""
         return None if self.first is None else self.groups[self.first]
+
+    @property
+    def is_other(self) -> bool:
+        """Whether what was recorded is not what the run recorded of this side."""
+        limit = max(self.plain_distance or 0.0, OTHER_NATS)
+        return self.held is not None and not self.held <= limit  # NaN too
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mismatch.features.locate.judge import is_other, judge, other_than_the_run, sentence
+from mismatch.features.locate.judge import judge, other_than_the_run, sentence
 from mismatch.features.locate.results import TITLES, Group, Location, SideLocation, SiteError
 from mismatch.reports.formatting import line, number, percent, plural, text
 from mismatch.reports.section import Cell, Column, Section, Table, not_tested
@@ -74,7 +74,7 @@ def sentences(result: Location) -> Iterator[str]:
                 f"{number(side.distance)} nats"
                 f"{'' if plain is None else f', a plain forward {number(plain)}'}."
             )
-        if is_other(side):
+        if side.is_other:
             yield f"{line(other_than_the_run(side))}."
     size = f"{plural(result.tokens, 'action token')} of {plural(len(result.sequences), 'sequence')}"
     yield (
