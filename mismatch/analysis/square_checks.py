@@ -69,18 +69,19 @@ def square_checks(square: Square | None, place: str = "") -> list[Check]:
 
 
 SAID = {
-    "rare": "have a token",
-    "shift": "have a mean",
-    "response": "have a response whose median token is",
+    "rare": "has a token",
+    "shift": "has a mean",
+    "response": "has a response whose median token is",
 }
 
 
 def displacement(finding: Displaced) -> str:
     """How many prompts are how far from float32, and how many a plain forward has."""
+    far, plain = f"{finding.nats:.2g} nats", f"{finding.nats / finding.factor:.2g}"
     return (
-        f"{finding.scoring}: {finding.beyond} of {finding.n_prompts} prompts {SAID[finding.kind]} "
-        f"more than {finding.nats:.3g} nats from its float32, {finding.plain_beyond} in a plain "
-        f"forward by {finding.nats / finding.factor:.3g} (chance {finding.chance:.2g})"
+        f"in {finding.beyond} of {finding.n_prompts} prompts {finding.scoring} "
+        f"{SAID[finding.kind]} more than {far} from float32; precision alone puts "
+        f"{finding.plain_beyond} beyond {plain} (p = {finding.chance:.1g})"
     )
 
 
@@ -104,5 +105,5 @@ def detail(finding: Finding) -> str:
         shown += f" [{value.low:.3g}, {value.high:.3g}]"
     level = f"level {finding.level:g}"
     if finding.evidence == "excess":
-        return f"{finding.scoring} rounds {shown} times as much as a plain forward ({level})"
+        return f"the error of {finding.scoring} is {shown} times what precision costs ({level})"
     return f"{finding.scoring} is {shown} nats from the float32 reference ({level})"

@@ -22,7 +22,7 @@ def check(flags: Flags) -> int:
     from mismatch.cli.configuration import configured
     from mismatch.cli.to_spec import check_spec
     from mismatch.pipeline.commands import run_check
-    from mismatch.pipeline.preflight import preflight
+    from mismatch.pipeline.preflight import preflight, require_names
     from mismatch.reports.files import write_report
 
     spec = session.stored_spec(flags)
@@ -32,6 +32,7 @@ def check(flags: Flags) -> int:
         for note in complete.notes:
             session.say(note)
     levels = session.levels(flags)
+    require_names(spec)
     session.warn_of_key(spec.rollout)
     if flags["dry_run"]:
         code = session.dry_run(spec, flags["gpus"])

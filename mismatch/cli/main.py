@@ -52,7 +52,7 @@ RESUME = "go on where it stopped: the same command with --resume"
 # Other commands keep finished work themselves, or start again.
 RESUMABLE = ("check", "rollout", "loop")
 USAGE = 2
-INTERRUPTED = 130  # what typer makes of a KeyboardInterrupt
+INTERRUPTED = 130  # what shells and typer make of a KeyboardInterrupt
 
 
 def summaries() -> dict[str, str]:
@@ -206,7 +206,7 @@ def _root(
 
 
 def main() -> NoReturn:
-    """Exit codes: 0 healthy or tolerable, 1 inconclusive or worse, 2 no verdict, or a crash."""
+    """Exit codes: 0 healthy or tolerable, 1 inconclusive or worse, 2 no verdict, 130 Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):  # of another encoding, or strings of half a character
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -230,7 +230,7 @@ def main() -> NoReturn:
     if code == INTERRUPTED:
         resumable = any(command in RESUMABLE for command in sys.argv[1:2])
         fix = RESUME if resumable else "run the same command again"
-        _complain("interrupted; every process that was started has been ended", fix)
+        _complain("interrupted; every process that was started has been ended", fix, INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -274,14 +274,14 @@ def _complain_of(error: Any) -> NoReturn:
     _complain(message, f"{command} --help lists every option")
 
 
-def _complain(message: str, fix: str) -> NoReturn:
+def _complain(message: str, fix: str, code: int = USAGE) -> NoReturn:
     from mismatch.reports.formatting import plain_lines
     from mismatch.run.provenance import redact
 
     print(f"error: {plain_lines(redact(message))}", file=sys.stderr)
     if fix:
         print(f"  fix: {plain_lines(redact(fix))}", file=sys.stderr)
-    sys.exit(USAGE)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 FIX_NAMES = frozenset(option.name for option in FIX_FLAGS)
 FEATURE_NAMES = frozenset(option.name for option in FEATURE_FLAGS)
 BESIDE_RESUME = AROUND_A_RUN | FIX_NAMES | FEATURE_NAMES | SERVER_NAMES
-DONE = re.compile(r"\b(\d+)/(\d+)\b")  # of a progress line
+OWN_NAME = re.compile(r"^\S+ (?=\d+/\d+ )")  # of a progress line: the stage says it
 PLAIN_INTERVAL_S = 15.0  # between progress lines where lines cannot be rewritten
 
 
@@ -98,6 +99,8 @@ def open_run(verb: str, spec: CheckSpec, flags: Flags) -> Path:
         say(f"resuming {run_dir}")
     elif flags["resume"] is not None:
         say(f"no unfinished run of these flags: starting {run_dir}")
+    else:
+        say(f"run directory: {run_dir}")
     return run_dir
 
 
@@ -115,55 +118,77 @@ def narrator(silent: bool = False) -> ConsoleNarrator:
 
 
 class ConsoleNarrator:
-    """A bar a stage on a terminal; plain lines, few of them, anywhere else.
+    """One line a stage that is rewritten on a terminal; a line every 15 s anywhere else.
 
-    Workers say how much is done, tokens per second and the time left: ``12/64 sequences …``.
+    Both say which stage it is, what its worker does, and for how long: a worker that loads weights
+    for minutes says nothing itself. The line fits the terminal: of its parts the title is cut.
     """
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self.stages = 0
 
     @contextmanager
     def stage(self, title: str) -> Iterator[Callable[[str], None]]:
         start = time.monotonic()
-        if self.console.is_terminal:
-            with self._bar(title) as show:
-                yield show
-        else:
-            self.note(f"{title} …")
-            yield self._plain_lines()
-        self.note(f"{title}: done in {time.monotonic() - start:.0f} s")
+        self.stages += 1
+        with self._live(f"[{self.stages}] {title}", start) as show:
+            yield show
+        self.note(f"[{self.stages}] {title}: done in {time.monotonic() - start:.0f} s")
 
     def note(self, text: str) -> None:
         """Print one line between stages."""
         self.console.print(plain_lines(text), highlight=False, markup=False)
 
     @contextmanager
-    def _bar(self, title: str) -> Iterator[Callable[[str], None]]:
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+    def _live(self, title: str, start: float) -> Iterator[Callable[[str], None]]:
+        latest = ""
 
-        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20)
-        with Progress(*columns, console=self.console, transient=True) as progress:
-            task = progress.add_task(title, total=None)
+        def show(text: str) -> None:
+            nonlocal latest
+            latest = OWN_NAME.sub("", plain_lines(text))
 
-            def show(line: str) -> None:
-                text = plain_lines(line)
-                if done := DONE.search(text):
-                    progress.update(task, completed=int(done[1]), total=int(done[2]))
-                progress.update(task, description=f"{title}: {text}")
+        def line(width: int | None = None) -> str:
+            return waiting_line(title, latest, time.monotonic() - start, width)
 
+        if self.console.is_terminal:
+            from rich.live import Live
+            from rich.text import Text
+
+            def rewritten() -> Text:
+                return Text(line(self.console.width - 1), no_wrap=True)
+
+            with Live(
+                get_renderable=rewritten, console=self.console, transient=True, refresh_per_second=4
+            ):
+                yield show
+            return
+        self.note(f"{title} …")
+        ended = threading.Event()
+
+        def repeat() -> None:
+            while not ended.wait(PLAIN_INTERVAL_S):
+                self.note(f"  {line()}")
+
+        thread = threading.Thread(target=repeat, daemon=True)
+        thread.start()
+        try:
             yield show
+        finally:
+            ended.set()
+            thread.join()
 
-    def _plain_lines(self) -> Callable[[str], None]:
-        last = time.monotonic()
 
-        def show(line: str) -> None:
-            nonlocal last
-            if time.monotonic() - last >= PLAIN_INTERVAL_S:
-                last = time.monotonic()
-                self.note(f"  {line}")
+def waiting_line(title: str, doing: str, seconds: float, width: int | None = None) -> str:
+    """Return what is shown while a stage runs; where it is too long the title is cut.
 
-        return show
+    >>> waiting_line("[2] score: FSDP2, 2 ranks", "4096/7200 tokens, eta 12 s", 83.2, 60)
+    '[2] score: FSDP2, 2 ran… · 1:23 · 4096/7200 tokens, eta 12 s'
+    """
+    rest = f" · {int(seconds) // 60}:{int(seconds) % 60:02d}{f' · {doing}' if doing else ''}"
+    room = max(8, width - len(rest)) if width else len(title)
+    head = title if len(title) <= room else f"{title[: room - 1].rstrip()}…"
+    return f"{head}{rest}"[:width]
 
 
 def dry_run(spec: CheckSpec, gpus: str | None = None) -> int:

@@ -17,7 +17,7 @@ from mismatch.engines.registry import (
     require_engine,
     weight_givers,
 )
-from mismatch.errors import INSTALL_SCORE, MismatchError, require_packages
+from mismatch.errors import INSTALL_SCORE, MismatchError, did_you_mean, require_packages
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.processes.exchange import require_file
 from mismatch.processes.launch import own_python
@@ -44,6 +44,7 @@ OFFLINE = (
     "set HF_HUB_OFFLINE=1, or give the directory: --model DIR"
 )
 
+EXPERTS = ("auto", "eager", "grouped_mm", "batched_mm", "bounded", "deepgemm", "sonicmoe")
 IN_A_CLONE = f"{INSTALL_SCORE}, or `make env` in a clone"
 LEAST_TRANSFORMERS = (5, 5)  # 4.57 loads weights by other functions than those that we take
 
@@ -147,6 +148,37 @@ def _vocabulary(spec: EngineSpec) -> int:
         return 0
 
 
+def require_names(spec: CheckSpec) -> None:
+    """Refuse names that no side knows before anything is planned or started.
+
+    Raises:
+        MismatchError: an unknown kernel, or an argument that the engine does not have.
+    """
+    require_kernel_names(spec.train)
+    if spec.rollout.engine.args:
+        check_machine(spec.rollout.engine)
+
+
+def require_kernel_names(spec: TrainSpec) -> None:
+    """Refuse names of kernels that nothing has; needs no torch, so that it is said at once.
+
+    Raises:
+        MismatchError: an unknown name. A colon or a slash makes it a function or a hub's kernel.
+    """
+    from mismatch.training.attention.resolve import NAMES, YARDSTICKS
+
+    kernels = (
+        ("--attention", spec.attention, (*NAMES, *YARDSTICKS)),
+        ("--experts-implementation", spec.experts, EXPERTS),
+    )
+    for flag, name, known in kernels:
+        if spec.scorer == OWN_SCORER and name not in known and not set(":/|") & set(name):
+            near = did_you_mean(name, known)
+            raise MismatchError(
+                f"{flag} {name}: there is no such kernel", f"{near}one of {', '.join(known)}"
+            )
+
+
 def preflight_training(
     spec: TrainSpec, nproc_per_node: int, *, reach: bool = True, meets: bool = True
 ) -> None:
@@ -173,6 +205,7 @@ def preflight_training(
         fix = f"name your training environment: --train-python PATH; or {IN_A_CLONE}"
         require_packages("torch", "transformers", fix=fix)
     require_ranges(spec)
+    require_kernel_names(spec)
     if spec.scorer == FILE_SCORER:
         require_file(spec.scorer_config)
     gpus = local_gpus()

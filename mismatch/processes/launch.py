@@ -33,6 +33,7 @@ from mismatch.errors import MismatchError
 from mismatch.run.messages import (
     ERROR,
     OUT_OF_MEMORY,
+    PHASES,
     PROGRESS,
     READY,
     TIMING_LINE,
@@ -258,6 +259,8 @@ class Worker:
         elif line.startswith(ERROR) and (error := error_in(line.removeprefix(ERROR))):
             self._errors.append(error)
         else:
+            if phase := next((words for sign, words in PHASES if sign in line), ""):
+                self.on_progress(f"{phase} · log logs/{self.log_path.name}")
             self._note(line)
 
     def _note(self, line: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
+from mismatch.analysis.diagnosis.catalogue import title_of
 from mismatch.pipeline.run_comparison import Line, RunComparison
 from mismatch.reports.formatting import TONES, alike, chance, line
 from mismatch.reports.summary import checks, judged_rows
@@ -42,31 +43,41 @@ def to_github(report: Report, failing: bool) -> str:
 
 
 def to_junit(report: Report, failing: bool) -> str:
-    """A test case for every check, every judged metric, and the verdict.
+    """A test case for every cause, every check, every judged metric, and the verdict.
 
-    Failed and unfit ones fail; what was not tested is skipped; the rest passes, warnings with
-    their text as output. The verdict fails where the command does: an inconclusive run that no
-    check failed is not green.
+    A fault is one failure: that of its cause where one is known, else that of the checks that
+    failed, else that of the first metric that is unfit, else the verdict's where the command fails.
+    What follows from it passes with its text as output; what was not tested is skipped.
 
     Args:
         failing: the command ends with exit code 1.
     """
     suite = ElementTree.Element("testsuite", name="mismatch")
-    faults = {name: (status, text) for name, status, text in _faults(report)}
     skipped = {check.id: check.detail for check in checks(report, "not_tested")}
+    faults = list(_faults(report))
+    critical = [name for name, status, _ in faults if TONES[status] == "critical"]
+    causes = report.result("causes")
+    ranked = causes.ranked if causes and critical else ()
+    for cause in ranked:
+        case = _case(suite, "mismatch.causes", cause.id)
+        text = line(title_of(cause.id))
+        ElementTree.SubElement(case, "failure", type=cause.status, message=text)
+    failed = {check.id for check in checks(report, "failed")} or set(critical[:1])
+    texts = {name: (status, text) for name, status, text in faults}
     names = [("checks", check.id) for check in report.checks]
     names += [("metrics", row.metric) for row in judged_rows(report)]
     for kind, name in names:
         case = _case(suite, f"mismatch.{kind}", name)
-        status, text = faults.get(name, ("", ""))
+        status, text = texts.get(name, ("", ""))
         if name in skipped and kind == "checks":
             ElementTree.SubElement(case, "skipped", message=line(skipped[name]))
-        elif status and TONES[status] == "critical":
+        elif name in failed and not ranked:
             ElementTree.SubElement(case, "failure", type=status, message=line(text))
         elif status:
             ElementTree.SubElement(case, "system-out").text = f"{status}: {line(text)}"
     verdict = report.verdict
-    return _closed(suite, "verdict", verdict.status, verdict.reason if failing else "")
+    alone = verdict.reason if failing and not critical else ""
+    return _closed(suite, "verdict", verdict.status, alone)
 
 
 def runs_to_github(result: RunComparison) -> str:

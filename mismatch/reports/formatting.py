@@ -48,7 +48,9 @@ def number(value: float | None, digits: int = 3, sign: bool = False) -> str:
     """A value to ``digits`` significant digits; a difference may carry its sign.
 
     >>> number(0.011123), number(3.1e-4), number(12345.6), number(0.0), number(-2.5)
-    ('0.0111', '3.10e-4', '12,346', '0', '−2.50')
+    ('0.0111', '0.000310', '12,346', '0', '−2.50')
+    >>> number(6.04e-5), number(6.04e-7)
+    ('0.000060', '6.04e-7')
     >>> signed(0.25), brief(0.0123), change(-0.0123)
     ('+0.250', '0.012', '−0.012')
     """
@@ -61,8 +63,9 @@ def number(value: float | None, digits: int = 3, sign: bool = False) -> str:
         return f"{plus}inf"
     if value == 0:
         return "0"
-    if value >= 1e7 or value < 1e-3:
+    if value >= 1e7 or value < 1e-6:
         return plus + _powers(f"{value:.{digits - 1}e}")
+    digits = min(digits, 2) if value < 1e-4 else digits  # as :func:`alike`: one value, one text
     return f"{plus}{value:,.{_places(value, digits)}f}"
 
 
@@ -106,9 +109,9 @@ def alike(values: Iterable[float | None], write: Format = number) -> Format:
     sizes = [abs(value) for value in values if value is not None and math.isfinite(value) and value]
     if write not in NUMBERS or not sizes or not min(sizes) < 1e-3 or max(sizes) >= 1e7:
         return write
-    if min(sizes) < 1e-6 and max(sizes) < 1e-3:
-        return write
     options = getattr(write, "keywords", {})
+    if min(sizes) < 1e-6 and max(sizes) < 1e-3:
+        return partial(_scientific, write, options)
 
     def shown(value: float | None) -> str:
         if value is None or not 0 < abs(value) < 1e-3:
@@ -120,6 +123,14 @@ def alike(values: Iterable[float | None], write: Format = number) -> Format:
         return f"{sign}{abs(value):.{_places(abs(value), digits)}f}"
 
     return shown
+
+
+def _scientific(write: Format, options: dict[str, Any], value: float | None) -> str:
+    """Write a value of a column in which all are small."""
+    if value is None or not 0 < abs(value) < 1e-3:
+        return write(value)
+    sign = "−" if value < 0 else "+" if options.get("sign") else ""
+    return sign + _powers(f"{abs(value):.{options.get('digits', 3) - 1}e}")
 
 
 def bound(value: float) -> str:

@@ -15,6 +15,7 @@ from mismatch.reports.formatting import MARKS, line, packaged
 from mismatch.reports.section import Page, Section, Widget, cell_interval, cell_text
 from mismatch.reports.sections import page
 from mismatch.types import Report
+from mismatch.version import __version__
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,6 +43,7 @@ def show_page(shown: Page) -> str:
     scripts = {name: script(name) for name in (*(("copy",) if copied else ()), *names)}
     return template("page.html").render(
         page=shown,
+        version=__version__,
         css="".join(packaged(name) for name in ("report.css", *(f"{name}.css" for name in names))),
         widgets=widgets,
         scripts=scripts,

@@ -44,6 +44,7 @@ def _answer(answer: Answer) -> str:
     flags = f" {_code(answer.flags)}" if answer.flags else ""
     settings = [
         f"  - {plain(block.title)}: {'; '.join(map(_code, block.lines))}"
+        + (f" ({plain(block.note)})" if block.note else "")
         for block in answer.settings
     ]
     return "\n".join([f"- **{answer.question}**: {plain(answer.text)}{flags}", *settings])

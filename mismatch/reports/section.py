@@ -199,10 +199,15 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Lines to be copied as they are: a configuration, a command."""
+    """Lines to be copied as they are: a configuration, a command.
+
+    Attributes:
+        note: what to know before they are copied.
+    """
 
     title: str
     lines: tuple[str, ...]
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from mismatch.analysis.diagnosis.pass_checks import MORE
+from mismatch.analysis.levels import ENTROPY, TOO_LITTLE
 from mismatch.reports.formatting import (
     Format,
     bound,
@@ -272,18 +274,10 @@ def untested(report: Report) -> list[NotTested]:
 def next_steps(report: Report) -> list[str]:
     """What to do now, most urgent first; never empty.
 
-    Fix failures first, then warnings, which may be consequences of them. A fix that was measured
-    to end well leaves nothing else to do.
+    What an inconclusive verdict lacks comes first. Fix failures first, then warnings, which may be
+    consequences of them. A fix that was measured to end well leaves nothing else to do.
     """
-    steps, ends_well = [], False
-    spec, verdict = report.run.get("spec") or {}, report.verdict
-    if report.result("square") is None and (flag := _without_float32(spec)):
-        correct = verdict.correctness
-        if verdict.status == "inconclusive" and correct and correct.status == "inconclusive":
-            again = f"Run again without {flag}"
-            if headline(report).rollout == "recorded:decode":
-                again = "Score the tokens with the model (mismatch read-rollouts, then score)"
-            steps.append(f"{again}: only the float32 passes tell a fault from rounding")
+    steps, ends_well = _missing(report), False
     fixes = report.result("fixes")
     if fixes is not None and fixes.best_together is not None:
         best = fixes.outcome(fixes.best_together)
@@ -293,28 +287,83 @@ def next_steps(report: Report) -> list[str]:
         ends_well = after is not None and after.status in ("healthy", "tolerable")
     known = bool(steps)
     wrong = checks(report, "failed", "inconclusive") or checks(report, "warning")
+    if report.verdict.status == "inconclusive":
+        wrong = [check for check in wrong if check.id != ENTROPY and not _wants_more(check)]
     wrong = [] if ends_well else wrong
     steps += [f"Fix {line(check.id)}: {line(check.fix or check.detail)}" for check in wrong]
-    wanted = [
-        item.deciding_prompts or 0
-        for item in report.verdict.judgements
-        if item.inconclusive and item.metric in headline(report).metrics
-    ]
-    if verdict.status in ("tolerable", "inconclusive") and wanted:
-        if all(wanted):
-            steps.append(f"Measure more: --num-prompts {max(wanted)} would decide the verdict")
-        elif not any(check.id == "enough-data" for check in wrong):  # its fix says so
-            steps.append(
-                "More prompts alone will not decide this: look at the worst tokens and prompts"
-            )
+    if report.verdict.status == "tolerable":
+        steps += _more_prompts(report)
     # Weights in two forms are a cause already, and the float32 reference holds only one of them.
     two_forms = any(check.id == "weights-as-loaded" for check in checks(report, "warning"))
-    if verdict.status != "healthy" and not (two_forms or checks(report, "failed") or known):
+    undecided = report.verdict.status not in ("healthy", "inconclusive")
+    if undecided and not (two_forms or checks(report, "failed") or known):
         steps.append(_where_to_look(report))
     return steps or [
         "No action needed. Re-run after a change of engine, kernel, dtype, model or trainer: "
         "mismatch compare RUN --against THIS"
     ]
+
+
+def _missing(report: Report) -> list[str]:
+    """Return the step that answers the reason of an inconclusive verdict, as it was reasoned.
+
+    The order is that of mismatch/analysis/levels.py: correctness before fitness.
+    """
+    verdict, spec = report.verdict, report.run.get("spec") or {}
+    if verdict.status != "inconclusive":
+        return []
+    if verdict.correctness is not None and verdict.correctness.status == "inconclusive":
+        if little := [check for check in checks(report, "warning") if check.id in TOO_LITTLE]:
+            fix = little[0].fix
+            return [_measure(report) if fix == MORE else capital(line(fix))]
+        if any(_wants_more(check) for check in checks(report, "inconclusive")):
+            return [_measure(report)]
+        if report.result("square") is None:
+            return [_float32(report, spec)]
+    certain = [check for check in checks(report, "inconclusive") if check.id == ENTROPY]
+    if certain and not any(item.status == "inconclusive" for item in verdict.judgements):
+        return [capital(line(certain[0].fix))]
+    if not verdict.judgements:
+        return ["Let both sides state the dtype that they compute in, or give --thresholds"]
+    return _more_prompts(report)
+
+
+def _wants_more(check: Check) -> bool:
+    """Return whether only more data answers a check: it comes first, with a number."""
+    return check.id in TOO_LITTLE or (check.status == "inconclusive" and check.id != ENTROPY)
+
+
+def _float32(report: Report, spec: dict[str, Any]) -> str:
+    """Return how to get the passes that tell a fault from rounding."""
+    if headline(report).rollout == "recorded:decode":
+        how = "Score the tokens with the model (mismatch read-rollouts, then score)"
+    elif flag := _without_float32(spec):
+        how = f"Run again without {flag}"
+    else:
+        how = "Let the float32 passes run (more memory, an engine started here)"
+    return f"{how}: only the float32 passes tell a fault from rounding"
+
+
+def _measure(report: Report) -> str:
+    """Return how many prompts make intervals half as wide, and decide every metric that is open."""
+    measured = headline(report).metrics.values()
+    half = 4 * max((estimate.n_prompts for estimate in measured), default=16)
+    decide = [item.deciding_prompts or 0 for item in report.verdict.judgements]
+    return f"Measure more: --num-prompts {max([half, *decide])}"
+
+
+def _more_prompts(report: Report) -> list[str]:
+    """Return how many prompts would decide the metrics whose intervals span a level."""
+    verdict, measured = report.verdict, headline(report).metrics
+    spans = [item for item in verdict.judgements if item.inconclusive and item.metric in measured]
+    deciding = [item for item in spans if item.status == verdict.status] or spans
+    known = [item.deciding_prompts for item in deciding if item.deciding_prompts]
+    if known and len(known) == len(deciding):
+        return [f"Measure more: --num-prompts {max(known)} would decide the verdict"]
+    if deciding and verdict.status == "inconclusive":
+        return [f"{_measure(report)}; a few tokens carry the number: look at them"]
+    alone = "More prompts alone will not decide this: look at the worst tokens and prompts"
+    return [alone] if deciding else []
 
 
 def _without_float32(spec: dict[str, Any]) -> str:

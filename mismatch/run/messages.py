@@ -31,6 +31,19 @@ OUT_OF_MEMORY = (
 )
 
 
+# What the engines' libraries write while nothing else can be said of a worker, and what that means.
+PHASES = (
+    ("Loading safetensors", "loading weights"),
+    ("Starting to load", "loading weights"),
+    ("Load weight begin", "loading weights"),
+    ("torch.compile", "compiling"),
+    ("Capturing", "capturing graphs"),
+    ("Capture cuda graph begin", "capturing graphs"),
+    ("KV cache size", "starting the engine"),
+)
+LEAST_SHARE, LEAST_S = 0.1, 5.0  # done, and seconds, before a time left is said
+
+
 def error_path(run_dir: Path | str, label: str) -> Path:
     return Path(run_dir) / "errors" / f"{label}.json"
 
@@ -69,6 +82,17 @@ def say(line: str) -> None:
     """
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
+
+
+def left(done: int, total: int, elapsed_s: float) -> str:
+    """Return the time left, from when it can be told: after a tenth, and after 5 s.
+
+    >>> left(8, 64, 12.0), left(4, 64, 12.0), left(32, 64, 3.0)
+    (', eta 84 s', '', '')
+    """
+    if done < LEAST_SHARE * total or elapsed_s < LEAST_S:
+        return ""
+    return f", eta {elapsed_s * (total - done) / max(done, 1):.0f} s"
 
 
 def exit_worker(code: int) -> NoReturn:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mismatch.errors import MismatchError
 from mismatch.run.machine import local_gpus
+from mismatch.run.messages import left
 
 
 def capture_rng_and_autocast(
@@ -238,9 +239,9 @@ def _device() -> torch.device:
 
 @dataclass
 class Progress:
-    """Lines ``progress PASS done/total tokens tok/s eta`` on stderr, from rank 0 only.
+    """Lines ``progress PASS done/total tokens, tok/s, eta`` on stderr, from rank 0 only.
 
-    Example: ``progress fsdp:grad 4096/7200 tokens 812 tok/s eta 4s``.
+    Example: ``progress fsdp:grad 4096/7200 tokens, 812 tok/s, eta 4 s``.
     """
 
     name: str
@@ -255,8 +256,8 @@ class Progress:
         if not self.active or (done < self.total and now - self.shown < self.every_s):
             return
         self.shown = now
-        rate = done / max(now - self.started, 1e-9)
-        eta = (self.total - done) / rate if rate > 0 else 0.0
-        line = f"{self.name} {done}/{self.total} tokens {rate:.0f} tok/s eta {eta:.0f}s"
+        elapsed = max(now - self.started, 1e-9)
+        rate = f"{done / elapsed:.0f} tok/s{left(done, self.total, elapsed)}"
+        line = f"{self.name} {done}/{self.total} tokens, {rate}"
         sys.stderr.write(f"progress {line}\n")  # in one piece: ranks share the pipe
         sys.stderr.flush()

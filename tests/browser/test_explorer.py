@@ -105,6 +105,33 @@ def test_it_opens_at_the_worst_token_with_its_numbers(
     assert browser.evaluate(hidden) == "none"
 
 
+def test_tokens_are_chosen_by_probability_place_prompt_and_reward_and_exported(
+    browser: Browser, url: str, table: pd.DataFrame
+) -> None:
+    show(browser, url)
+    place = table.groupby("sequence").cumcount() + 1
+    wanted = {
+        "chance": ("0.5", np.exp(table["rollout_logprob"]) <= 0.5),
+        "from": ("11", place >= 11),
+        "to": ("40", place <= 40),
+        "prompt": ("2", table["prompt"] == 2),
+        "reward": ("0", table["reward"] <= 0),
+    }
+    for part, (value, fits) in wanted.items():
+        choose(browser, part, value)
+        # A byte a token: a value beside the bound may fall on its other side.
+        assert browser.evaluate(MATCHES) == pytest.approx(fits.sum(), rel=0.02), part
+        choose(browser, part, "")
+    choose(browser, "least", "3.9")
+    with browser.page.expect_download() as asked:
+        browser.page.locator("[data-part=export]").click()
+    rows = pd.read_csv(asked.value.path())
+    far = table[table["delta"].abs() >= 3.9]
+    assert len(rows) == len(far) == browser.evaluate(MATCHES)
+    assert rows["delta"].to_numpy() == pytest.approx(far["delta"].to_numpy(), rel=0.02)
+    choose(browser, "least", "")
+
+
 def test_keys_walk_by_size_by_token_and_by_sequence(
     browser: Browser, url: str, table: pd.DataFrame
 ) -> None:

@@ -100,6 +100,19 @@ CASES = {
     "no config.json": (directory_without_config, "config.json"),
     "unknown engine": (lambda f: [*TINY, "--engine", "vlm"], "did you mean vllm"),
     "engine argument without value": (lambda f: [*TINY, "--engine-arg", "seed"], "key=value"),
+    **{
+        f"{flag} {value}{' in a plan' * len(plan)}": (
+            lambda f, given=(flag, value, *plan): [*TINY, *given],
+            said,
+        )
+        for flag, value, said in (
+            ("--attention", "flex_atention", "did you mean flex_attention"),
+            ("--experts-implementation", "groupedmm", "did you mean grouped_mm"),
+            ("--engine-arg", "enforce_eagr=1", "did you mean enforce_eager"),
+            ("--fix", "attention-sink", "did you mean attention-sinks"),
+        )
+        for plan in ((), ("--dry-run",))
+    },
     "prompts file missing": (lambda f: [*TINY, "--prompts", "none.jsonl"], "none.jsonl"),
     "prompts file empty": (jsonl(), "prompts.jsonl"),
     "prompts not JSON": (jsonl('{"prompt": "a"}', "{oops"), "prompts.jsonl:2"),

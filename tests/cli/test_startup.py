@@ -75,5 +75,5 @@ def test_interrupted_says_how_to_go_on(monkeypatch, capsys, verb, fix):
     monkeypatch.setattr("sys.argv", ["mismatch", verb])
     with pytest.raises(SystemExit) as ended:
         main.main()
-    assert ended.value.code == 2
+    assert ended.value.code == 130
     assert fix in capsys.readouterr().err

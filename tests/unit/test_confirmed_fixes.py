@@ -149,7 +149,7 @@ def test_every_form_of_the_report_says_so(tmp_path: Path) -> None:
     print_report(read, console)
     page = to_html(read, store.load_tokens(run))
     for text in (to_markdown(read), console.export_text(), page):
-        told_there = " ".join(text.split())
+        told_there = " ".join(text.split()).replace("Confirmed by", "confirmed by")
         assert "confirmed by experiment" in told_there
         assert "suspected, --explain" not in told_there
 

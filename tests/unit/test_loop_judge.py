@@ -11,6 +11,7 @@ from mismatch.features.loop.judge import (
     Claim,
     LoopReport,
     SeedRun,
+    at_end,
     claims,
     fired,
     loop_to_json,
@@ -19,6 +20,8 @@ from mismatch.features.loop.judge import (
 )
 from mismatch.features.loop.section import page
 from mismatch.reports.html import show_page
+from tests.tables import values
+from tests.texts import numbers
 
 STEPS = 20
 
@@ -90,6 +93,28 @@ def test_a_claim_is_made_only_where_several_seeds_agree() -> None:
     longer = claimed(("short", [RISE[:5], RISE[:5]]), ("long", [late, late]))
     assert longer["end"].differences == (0.0, 0.0)  # as far as both went
     assert not longer["end"].agree
+
+
+def test_the_page_says_where_the_reward_falls_if_every_seed_agrees() -> None:
+    both = report(("as-is", [COLLAPSE, COLLAPSE]), ("attention-sinks", [RISE, RISE]))
+    at = reward_fall(both.arms[0].runs[0])
+    told = page(both).lead
+    assert numbers(told) == [at, at]
+    assert told.index("as-is") < told.index("attention-sinks")
+    mixed = report(("as-is", [COLLAPSE, RISE]), ("attention-sinks", [RISE, RISE]))
+    assert numbers(page(mixed).lead) == []
+    one = report(("as-is", [COLLAPSE, COLLAPSE]), ("seq-tis", [COLLAPSE]))
+    assert "seq-tis" not in page(one).lead  # one seed claims nothing beside several
+
+
+def test_an_arm_is_one_row_with_the_range_of_its_seeds() -> None:
+    both = report(("as-is", [COLLAPSE, RISE]), ("attention-sinks", [RISE, RISE]))
+    (table,) = page(both).sections[0].tables
+    rows = values(table)
+    assert [row["arm"] for row in rows] == ["as-is", "attention-sinks"]
+    ends = [at_end(run, "reward") for run in both.arms[0].runs]
+    found = numbers(str(rows[0]["reward"]))
+    assert found == pytest.approx([sum(ends) / 2, min(ends), max(ends)], rel=0.01)
 
 
 def test_the_page_holds_six_pictures_and_every_run() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ OWN_OPTIONS = {
     "trust_remote_code": "--trust-remote-code",
 }
 KEPT = {"worker_extension_cls": "this for its own worker extension"}
+MORE = ("kv_transfer_config", "disable_log_stats")  # of vllm.LLM, beside EngineArgs
+HELP = "vllm serve --help"
 CAPTURE = "enable_return_routed_experts"
 LOGPROB_MODES = ("raw_logprobs", "processed_logprobs")
 
@@ -45,6 +49,8 @@ def require_machine(spec: EngineSpec) -> None:
     from mismatch.models.derived import is_mxfp4
 
     refuse_own(spec, OWN_OPTIONS, KEPT)
+    if spec.args and spec.python is None and (names := argument_names()):
+        checked_arguments(spec, "vLLM", names, HELP)
     directory = Path(spec.model)
     local = (directory / "config.json").is_file()
     stored = spec.weights == AS_STORED and local and is_mxfp4(directory)
@@ -182,6 +188,22 @@ def captures_routes(spec: EngineSpec, info: ModelInfo) -> bool:
     return spec.routing and info.moe and no_capture(spec) is None
 
 
+def argument_names() -> set[str]:
+    """Return the names of vLLM's engine arguments, from its source: an import takes long.
+
+    Empty where vLLM is not installed here, or keeps them elsewhere.
+    """
+    found = find_spec("vllm")
+    file = Path(found.origin or "").parent / "engine" / "arg_utils.py" if found else None
+    if file is None or not file.is_file():
+        return set()
+    for node in ast.parse(file.read_text("utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+            fields = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
+            return {*MORE, *(field.id for field in fields if isinstance(field, ast.Name))}
+    return set()
+
+
 def user_arguments(spec: EngineSpec) -> dict[str, Any]:
     """Return ``--engine-arg`` pairs, checked against vLLM's own list.
 
@@ -192,8 +214,7 @@ def user_arguments(spec: EngineSpec) -> dict[str, Any]:
     from vllm import EngineArgs
 
     refuse_own(spec, OWN_OPTIONS, KEPT)
-    names = set(EngineArgs.__dataclass_fields__) | {"kv_transfer_config", "disable_log_stats"}
-    arguments = checked_arguments(spec, "vLLM", names, "vllm serve --help")
+    arguments = checked_arguments(spec, "vLLM", {*EngineArgs.__dataclass_fields__, *MORE}, HELP)
     if arguments.get("logprobs_mode", LOGPROB_MODES[0]) not in LOGPROB_MODES:
         raise MismatchError(
             f"--engine-arg logprobs_mode={arguments['logprobs_mode']}: not logprobs",

@@ -175,6 +175,7 @@ class FixOutcome:
         outcome: "better": it lowers k3 or mean |delta| significantly, by 5 % or more, and raises
             neither; "worse": the reverse; "mixed": both; "negligible": significant, and less than
             5 %; "none": no significant difference. None: not measured.
+        kernel: the attention kernel that the trainer ran with it; "" if not measured.
         verdict_after: of a run with it; None if not measured. Its correctness is that of the run's
             own float32 passes where the fix scored the same tokens, else inconclusive.
     """
@@ -194,6 +195,7 @@ class FixOutcome:
     p_values: dict[str, float] = field(default_factory=dict)
     significant: bool | None = None
     outcome: Effect | None = None
+    kernel: str = ""
     verdict_after: Verdict | None = None
     cost: FixCost = field(default_factory=FixCost)
 

@@ -7,7 +7,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, did_you_mean
 from mismatch.experiments.fixes.base import VALUE, Fix, FixOutcome, Flags, Side
 from mismatch.experiments.fixes.spec_edits import (
     CHANGES,
@@ -97,7 +97,10 @@ def fix_named(name: str) -> Fix:
     for entry in (*FIXES, *PROBES):
         if entry.id == name:
             return entry
-    raise MismatchError(f"no fix {name!r}", f"one of: {', '.join(fix.id for fix in FIXES)}")
+    ids = [fix.id for fix in FIXES]
+    near = did_you_mean(name, ids)
+    known = "mismatch fixes lists them" if near else f"one of: {', '.join(ids)}"
+    raise MismatchError(f"no fix {name!r}", near + known)
 
 
 def labels(name: str) -> list[str]:

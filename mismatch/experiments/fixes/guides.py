@@ -21,6 +21,12 @@ SIDES = {
     "estimator": "Loss (changes weights, removes nothing)",
 }
 
+# Of kernels with sinks: eager has 3 copies of the scores of 64 heads in bf16 (docs/doctor.md).
+KERNEL_COSTS = {
+    "flex_attention": "keeps no scores, needs a GPU",
+    "eager": "keeps every score: 98 GB for one sequence of 16,000 tokens",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -33,6 +39,22 @@ class Recipe:
     """What to know about it, or why there is none."""
     source: str
     """What the keys were read from."""
+    selects: str = ""
+    """What the lines select, where that may be another thing than what the fix sets."""
+
+    def proof(self, ran: tuple[str, ...], *, in_trainer: bool) -> str:
+        """Return whether the lines set what was measured; "" of an engine's own setting.
+
+        Args:
+            ran: the attention kernel that ran with the fix, and the fix's value.
+            in_trainer: the fix is one of the trainer, which is another program in a framework.
+        """
+        cost = f", {KERNEL_COSTS[self.selects]}" if self.selects in KERNEL_COSTS else ""
+        if self.selects and self.selects not in ran:
+            return f"equivalent, not measured: {self.selects}{cost}"
+        if self.selects and self.selects == ran[0]:
+            return f"measured: {self.selects}{cost}"
+        return "the same setting, not measured in this framework" if in_trainer else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +145,8 @@ def _recipe(framework: str, entry: dict[str, str], source: str) -> Recipe:
     lines, known = entry.get("lines", "").strip("\n").splitlines(), BY_TITLE.get(framework)
     if known is not None and known.version and "#" not in source.partition(";")[0]:
         source = f"{known.read_in}, {source}"
-    return Recipe(framework, tuple(lines), entry.get("remark", ""), source)
+    selects = entry.get("selects", "")
+    return Recipe(framework, tuple(lines), entry.get("remark", ""), source, selects)
 
 
 def trials(fix: Fix) -> list[str]:

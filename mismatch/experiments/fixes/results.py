@@ -122,7 +122,9 @@ def table_of(
             sides = ScoredRollout.load(run_dir / variant.folder, engine, variant.scoring.name)
             after = sides.comparison(wanted, spec.seed)
             correct = corners.correctness(sides, after, same_tokens=same_tokens)
-            row = replace(row, verdict_after=sides.verdict(after, thresholds, *correct))
+            kernel = str(sides.train.fingerprint.get("attention", ""))
+            verdict = sides.verdict(after, thresholds, *correct)
+            row = replace(row, kernel=kernel, verdict_after=verdict)
             if base is None or before is None:  # no change, only where a run with it ends
                 rows.append(replace(row, reason=unsound))
                 continue

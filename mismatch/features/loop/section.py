@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +16,6 @@ from mismatch.features.loop.judge import (
     WINDOW,
     Arm,
     LoopReport,
-    SeedRun,
     at_end,
     claims,
     fired,
@@ -43,39 +41,53 @@ PANELS = (
     ("log_ppl_diff_max", True),
     ("ratio_max", True),
 )
-STYLES: list[tuple[str, Any]] = [
-    (colour, dashes)
-    for dashes in ("-", (0, (4, 2)), (0, (1, 1)))
-    for colour in (ACCENT, SECOND, INK, FAINT)
-]
+STRONG = (ACCENT, SECOND, INK)  # of the first arms, whose story the page tells; the others are grey
+DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1)))
+ROUNDING = 1e-9  # k3 of float64 sums below this is 0 in float32, in which the weights rest
 NEVER = "never"
 OVER = {"end": f"last {WINDOW} steps", "run": "all steps"}
 BETTER = {"end": "ends with a higher reward than", "run": "has more reward over all steps than"}
-Trained = tuple[Arm, SeedRun]  # a row
-ARM, SEED = (
-    Column("arm", text, of=lambda row: row[0].name, tone="code"),
-    Column("seed", count, of=lambda row: row[1].seed),
-)
+ARM = Column("arm", text, of="name", tone="code")
 
 
-def _ends(name: str) -> Callable[[Trained], str]:
-    """A column's mean over the first and over the last steps."""
-    return lambda row: f"{number(at_end(row[1], name, WINDOW))} → {number(at_end(row[1], name))}"
+def tiny(value: float) -> str:
+    """Write a value; one that float32 cannot tell from 0 says so.
+
+    >>> tiny(9.5e-14), tiny(0.0702)
+    ('0 (float32)', '0.0702')
+    """
+    return "0 (float32)" if 0 < abs(value) < ROUNDING else number(value)
+
+
+def _over_seeds(values: list[float]) -> str:
+    """Write the mean of an arm's seeds, and from where to where they reach."""
+    low, high = tiny(min(values)), tiny(max(values))
+    mean = tiny(float(np.mean(values)))
+    return mean if low == high else f"{mean} ({low} to {high})"
+
+
+def _ends(name: str) -> Callable[[Arm], str]:
+    """A column's mean over the last steps, of all seeds."""
+    return lambda arm: _over_seeds([at_end(run, name) for run in arm.runs])
 
 
 def _step(at: int | None) -> str:
     return NEVER if at is None else str(at)
 
 
+def _falls(arm: Arm) -> list[int | None]:
+    """Return the step at which the reward falls, of every seed."""
+    return [reward_fall(run) for run in arm.runs]
+
+
 ARMS = (
     ARM,
-    SEED,
-    Column("steps", count, 1, of=lambda row: row[1].steps),
-    Column("reward", text, detail="first and last 5 steps", of=_ends("reward")),
-    Column("k3 KL", text, 1, detail="nats", of=_ends("k3_kl")),
-    Column("entropy", text, 1, detail="nats", of=_ends("entropy")),
-    Column("gradient norm", text, 2, of=_ends("grad_norm")),
-    Column("reward falls", text, detail="at step", of=lambda row: _step(reward_fall(row[1]))),
+    Column("seeds", count, 1, of=lambda arm: len(arm.runs)),
+    Column("reward", text, detail="last 5 steps, range of seeds", of=_ends("reward")),
+    Column("reward falls", text, detail="at step", of=lambda a: ", ".join(map(_step, _falls(a)))),
+    Column("k3 KL", text, 1, detail="nats, last 5 steps", of=_ends("k3_kl")),
+    Column("entropy", text, 2, detail="nats, last 5 steps", of=_ends("entropy")),
+    Column("gradient norm", text, 3, detail="last 5 steps", of=_ends("grad_norm")),
 )
 CLAIMS = (
     Column("higher", text, of="better", tone="code"),
@@ -110,8 +122,8 @@ def section(result: LoopReport) -> Section:
             for arm, run in rows
             if run.stopped
         ],
-        sentences=[*_claims(result)],
-        tables=[Table.of(ARMS, rows)],
+        sentences=[story(result), *_claims(result)],
+        tables=[Table.of(ARMS, result.arms)],
         figures=[_figure(result, name, log) for name, log in PANELS],
         notes=[
             f"The reward falls where the mean of {WINDOW} steps lies {FALL:g} below the best one "
@@ -122,10 +134,29 @@ def section(result: LoopReport) -> Section:
             Section(
                 "loop-warnings",
                 "First step of each warning",
-                tables=[Table((ARM, SEED, *columns), fires)],
+                tables=[Table((Column("arm", text), Column("seed", count), *columns), fires)],
             ),
         ],
     )
+
+
+def story(result: LoopReport) -> str:
+    """Say of which arms the reward falls, and of which it does not; only where all seeds agree.
+
+    An arm of one seed says nothing beside arms of several.
+    """
+    least = 2 if any(len(arm.runs) > 1 for arm in result.arms) else 1
+    steps = {arm.name: _falls(arm) for arm in result.arms if len(arm.runs) >= least}
+    whole = {name: falls for name, falls in steps.items() if None not in falls}
+    never = [name for name, falls in list(steps.items())[: len(STRONG)] if set(falls) == {None}]
+    if not whole:
+        return "The reward falls in no arm." if never else "No arm's reward falls with every seed."
+    parts = []
+    for name, falls in whole.items():
+        at = " and ".join(map(str, falls))
+        parts.append(f"{name} at step{'s' * (len(falls) > 1)} {at}")
+    fine = f"; with {' and '.join(never)} it does not" if never else ""
+    return f"The reward falls in {'; in '.join(parts)}{fine}."
 
 
 def _claims(result: LoopReport) -> Iterator[str]:
@@ -134,9 +165,8 @@ def _claims(result: LoopReport) -> Iterator[str]:
     about = [claim for claim in claims(result) if first in (claim.better, claim.worse)]
     for claim in about:
         if claim.agree:
-            gaps = ", ".join(number(gap) for gap in claim.differences)
-            seeds = plural(len(claim.differences), "seed")
-            yield f"{claim.better} {BETTER[claim.over]} {claim.worse}: {gaps} with {seeds}."
+            gaps = " and ".join(f"+{number(gap)}" for gap in claim.differences)
+            yield f"{claim.better} {BETTER[claim.over]} {claim.worse}: by {gaps}, a seed each."
     if about and not any(claim.agree for claim in about):
         yield (
             "No difference of rewards is claimed: it takes several seeds that agree, each by more "
@@ -153,18 +183,14 @@ def _figure(result: LoopReport, name: str, log: bool) -> Figure:
     means = {
         arm.name: float(np.mean([at_end(run, name) for run in arm.runs])) for arm in result.arms
     }
-    ends = ", ".join(f"{arm} {number(value)}" for arm, value in means.items())
-    ranked = sorted(
-        (arm for arm, value in means.items() if np.isfinite(value)), key=means.__getitem__
-    )
+    told = [arm.name for arm in result.arms[: len(STRONG)] if np.isfinite(means[arm.name])]
     title = capital(column.label)
-    if ranked:
-        shown = dict.fromkeys((ranked[-1], ranked[0]))
-        title += " ends at " + ", ".join(f"{number(means[arm])} in {arm}" for arm in shown)
+    if told:
+        title += " ends at " + ", ".join(f"{tiny(means[arm])} in {arm}" for arm in told)
     return Figure(
         f"loop-{name.replace('_', '-')}",
         title,
-        f"{column.label}{unit}, by step; mean of the last {WINDOW}: {ends}.",
+        f"{column.label}{unit}, by step; numbers: means of the last {WINDOW}.",
         partial(draw, result, name, log, column.unit),
     )
 
@@ -172,13 +198,23 @@ def _figure(result: LoopReport, name: str, log: bool) -> Figure:
 def draw(result: LoopReport, name: str, log: bool, label: str, axes: Axes) -> str:
     """Draw curves and bands of every arm; a logarithmic axis leaves out what is 0."""
     curves = []
-    for arm, (colour, dashes) in zip(result.arms, cycle(STYLES), strict=False):
-        band = _band(arm, name, log)
+    for place, arm in reversed(list(enumerate(result.arms))):  # the first ones on top
+        band, strong = _band(arm, name, log), place < len(STRONG)
         if not len(band.steps):
             continue
-        axes.fill_between(band.steps, band.low, band.high, color=colour, alpha=0.15, lw=0)
-        axes.plot(band.steps, band.middle, color=colour, ls=dashes, lw=1.5, label=arm.name)
-        ends = [f"{number(float(band.middle[at]))} at step {int(band.steps[at])}" for at in (0, -1)]
+        if strong:
+            axes.fill_between(
+                band.steps, band.low, band.high, color=STRONG[place], alpha=0.15, lw=0
+            )
+        axes.plot(
+            band.steps,
+            band.middle,
+            color=STRONG[place] if strong else FAINT,
+            ls="-" if strong else DASHES[place % len(DASHES)],
+            lw=2.0 if strong else 0.8,
+            label=arm.name if strong else None,
+        )
+        ends = [f"{tiny(float(band.middle[at]))} at step {int(band.steps[at])}" for at in (0, -1)]
         curves.append(f"{arm.name} {' to '.join(ends)}")
     if log and any(np.isfinite(_band(arm, name, log).low).any() for arm in result.arms):
         axes.set_yscale("log")
@@ -213,12 +249,13 @@ def _band(arm: Arm, name: str, log: bool) -> Band:
 def page(result: LoopReport) -> Page:
     """The loop as a page of its own."""
     runs = [run for arm in result.arms for run in arm.runs]
-    falls = [arm.name for arm in result.arms if any(reward_fall(r) is not None for r in arm.runs)]
-    reason = f"the reward falls in {', '.join(falls)}" if falls else "the reward falls in no arm"
+    falls = [arm.name for arm in result.arms if arm.runs and None not in _falls(arm)]
+    reason = f"{plural(len(result.arms), 'arm')} with the same weights, prompts and seeds"
     steps = max((run.steps for run in runs), default=0)
     return Page(
         kind="training loop",
-        word=plural(len(result.arms), "arm"),
+        word="reward falls" if falls else "reward holds",
+        lead=story(result),
         tone="warn" if falls else "healthy",
         reason=reason,
         title=Path(result.model).name,

@@ -35,7 +35,7 @@ from mismatch.prompts.environments import Environment, Replies, built_in, prepar
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts, render_prompts
 from mismatch.run import store
-from mismatch.run.messages import report_timing, say
+from mismatch.run.messages import left, report_timing, say
 from mismatch.specs import RolloutSpec
 from mismatch.types import EXACT_KL, ROUTES, Floats, NotTested, Rollout, Scoring
 
@@ -336,8 +336,5 @@ class Reporter:
             return
         self.last = now
         elapsed = max(now - self.start, 1e-9)
-        eta = elapsed * (total - done) / max(done, 1)
-        say(
-            f"progress {self.what} {done}/{total} sequences, {tokens} tokens, "
-            f"{tokens / elapsed:.0f} tok/s, eta {eta:.0f} s"
-        )
+        rate = f"{tokens / elapsed:.0f} tok/s{left(done, total, elapsed)}"
+        say(f"progress {self.what} {done}/{total} sequences, {rate}")

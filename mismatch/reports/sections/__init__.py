@@ -76,11 +76,11 @@ def page(report: Report, tokens: pd.DataFrame | None = None, framework: str | No
         framework: whose names of the metrics are shown beside ours; None: in no table of their own.
     """
     comparison, status = summary.headline(report), report.verdict.status
-    created = report.run.get("created", "")
+    created = str(report.run.get("created", ""))[:16].replace("T", " ")
     shown = chapters(report, tokens, framework)
     warnings = [text for chapter in shown for part in chapter.parts for text in part.warnings]
     return Page(
-        kind="train–inference check" + (f" · {created}" if created else ""),
+        kind="train–inference check" + (f" · {created} UTC" if created else ""),
         word=status,
         tone=TONES[status],
         reason=report.verdict.reason,

@@ -90,7 +90,7 @@ def _paragraph(cause: Cause, rank: int) -> str:
     parts = [f"{lead} ({cause.status}, {SIDES[cause.side]}){share}"]
     for words, ids in (
         ("These data cannot tell it from", cause.alike[:4]),
-        ("Gone with it", cause.consequences),
+        ("The same fault explains", cause.consequences),
     ):
         parts += [f"{words}: {', '.join(title_of(id).lower() for id in ids)}"] if ids else []
     if entry is not None:

@@ -6,19 +6,21 @@ Fixes of the loss are listed apart: they change weights and no log-probability, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import (
     RANKED_BY,
+    VALUE,
     EstimatorFix,
     FixOutcome,
     FixTable,
     HeldOut,
     check_command,
 )
-from mismatch.experiments.fixes.catalogue import is_combination, labels
+from mismatch.experiments.fixes.catalogue import FIXES, is_combination, labels
 from mismatch.experiments.fixes.guides import Recipe, settings_of
 from mismatch.experiments.fixes.planning import chosen_of
 from mismatch.metrics.permutation import LEVEL, prompts_to_tell
@@ -227,25 +229,40 @@ def command_of(row: FixOutcome) -> str:
 def _settings(result: FixTable) -> Section:
     """Show the command, and each framework's settings, of what the best consist of, once each."""
     used = [id for id in dict.fromkeys((result.best, result.best_together)) if id]
-    best = dict.fromkeys(label for id in used for label in labels(id))
+    best: dict[str, FixOutcome] = {}
+    for id in used:
+        for label in labels(id):
+            best.setdefault(label, result.outcome(id))
     commands = tuple(command_of(result.outcome(id)) for id in used)
     parts = tuple(
         Section(
             f"fixes-settings-{index}",
             label,
-            blocks=tuple(map(recipe_block, settings_of(label.partition("=")[0]))),
+            blocks=tuple(recipe_block(*each) for each in with_proof(row, label)),
             folded=False,
         )
-        for index, label in enumerate(best)
+        for index, (label, row) in enumerate(best.items())
     )
     own = (Block("mismatch", commands),) if commands else ()
     return Section("fixes-settings", f"How to set {', '.join(used)}", blocks=own, parts=parts)
 
 
-def recipe_block(recipe: Recipe) -> Block:
+def with_proof(row: FixOutcome, label: str) -> list[tuple[Recipe, str]]:
+    """Return a fix's settings in every framework, each with whether that is what was measured."""
+    name, _, value = label.partition("=")
+    in_trainer = any(fix.id == name and fix.side == "train" for fix in FIXES)
+    found = []
+    for recipe in settings_of(name):
+        proof = recipe.proof((row.kernel, value), in_trainer=in_trainer) if recipe.lines else ""
+        lines = tuple(line.replace(VALUE, value) for line in recipe.lines)
+        found.append((replace(recipe, lines=lines), proof))
+    return found
+
+
+def recipe_block(recipe: Recipe, proof: str = "") -> Block:
     """Show one framework's setting, with what to know about it."""
-    remark = "; ".join(filter(None, (recipe.remark, recipe.source)))
-    return Block(f"{recipe.framework}: {remark}", recipe.lines)
+    about = "; ".join(filter(None, (proof, recipe.remark, recipe.source)))
+    return Block(f"{recipe.framework}: {about}", recipe.lines)
 
 
 # ---------------------------------------------------------------- sentences

@@ -10,7 +10,6 @@ from mismatch.analysis.diagnosis.ranking import LITTLE
 from mismatch.analysis.square import sides_at_fault
 from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
 from mismatch.experiments.fixes.catalogue import labels
-from mismatch.experiments.fixes.guides import settings_of
 from mismatch.frameworks import CORRECTING, FRAMEWORKS
 from mismatch.metrics import framework_names
 from mismatch.reports import summary
@@ -35,7 +34,7 @@ from mismatch.reports.section import (
     Table,
     status_cell,
 )
-from mismatch.reports.sections import noise, square
+from mismatch.reports.sections import fixes, noise, square
 from mismatch.reports.summary import Row
 from mismatch.types import Report
 
@@ -71,7 +70,8 @@ def answers(report: Report, warnings: Sequence[str] = ()) -> tuple[Answer, ...]:
     Args:
         warnings: of all sections: what has to be known before numbers are believed.
     """
-    result = report.result("square")
+    result, causes = report.result("square"), report.result("causes")
+    named = bool(causes and causes.ranked)  # what checks found is said with the cause
     missing = list(dict.fromkeys(line(entry.what) for entry in summary.untested(report)))
     more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
     texts = {
@@ -83,11 +83,7 @@ def answers(report: Report, warnings: Sequence[str] = ()) -> tuple[Answer, ...]:
         ),
         "In training": _sentence(_training(report)),
         "How sure": _sure(report),
-        "Checks": _sentence(
-            f"{status}: {', '.join(line(check.id) for check in checked)}"
-            for status in WRONG
-            if (checked := summary.checks(report, status))
-        ),
+        "Checks": "" if named else _sentence(_wrong(report)),
         "Not tested": f"{', '.join(missing[:NAMED])}{more}." if missing else "",
     }
     fix = _fix(report)
@@ -102,15 +98,15 @@ def _sentence(parts: Iterable[str]) -> str:
 
 def _fix(report: Report) -> Answer | None:
     """The best measured fix; else the repair of the leading cause, where there is one."""
-    fixes: FixTable | None = report.result("fixes")
-    if fixes is not None and fixes.best_together is not None:
-        best = fixes.outcome(fixes.best_together)
+    table: FixTable | None = report.result("fixes")
+    if table is not None and table.best_together is not None:
+        best = table.outcome(table.best_together)
         return Answer("Best fix", effect(best, report), best.flags, tuple(_settings(best)))
     if report.verdict.status == "healthy":
         return None
     causes = report.result("causes")
     entry = catalogue().get(causes.ranked[0].id) if causes and causes.ranked else None
-    if fixes is not None and fixes.outcomes:
+    if table is not None and table.outcomes:
         return Answer("Best fix", "None of the fixes that were measured helps significantly.")
     if entry is None:
         return None
@@ -121,7 +117,9 @@ def _fix(report: Report) -> Answer | None:
 
 def effect(best: FixOutcome, report: Report) -> str:
     """A fix by its k3 before and after, and the verdict with it."""
-    parts = [best.id]
+    known = [recipe for label in labels(best.id) for recipe, _ in fixes.with_proof(best, label)]
+    kernel = f" (with {best.kernel})" if best.kernel and any(r.selects for r in known) else ""
+    parts = [f"{best.id}{kernel}"]
     if K3 in best.before and K3 in best.after:
         before, after = best.before[K3].value, best.after[K3].value
         less = f" ({times(before / after)} less)" if 0 < after < before / 1.1 else ""
@@ -134,12 +132,12 @@ def effect(best: FixOutcome, report: Report) -> str:
 
 
 def _settings(best: FixOutcome) -> Iterator[Block]:
-    """Yield the setting of each framework, where it is known."""
-    known = [item for label in labels(best.id) for item in settings_of(label.partition("=")[0])]
+    """Yield the known settings of each framework, and whether they were measured."""
+    known = [each for label in labels(best.id) for each in fixes.with_proof(best, label)]
     for name in CORRECTING:
-        lines = [each for item in known if item.framework == name for each in item.lines if each]
-        if lines:
-            yield Block(name, tuple(lines))
+        for recipe, proof in known:
+            if recipe.framework == name and recipe.lines:
+                yield Block(name, recipe.lines, proof)
 
 
 def _cause(report: Report) -> str:
@@ -156,7 +154,15 @@ def _cause(report: Report) -> str:
         how = "confirmed by experiment"
     elif cause.status == LITTLE:
         how = "stated by a side, and of little weight by experiment"
-    return f"{line(cause.id)}: {share}; {how}."
+    found = f" Checks {'; '.join(_wrong(report))}." if summary.checks(report, *WRONG) else ""
+    return f"{capital(how)}; {share}.{found}"
+
+
+def _wrong(report: Report) -> Iterator[str]:
+    """Yield the ids of the checks that did not pass, by their status."""
+    for status in WRONG:
+        if checked := summary.checks(report, status):
+            yield f"{status}: {', '.join(line(check.id) for check in checked)}"
 
 
 def _ruled_out(report: Report) -> str:
@@ -166,8 +172,8 @@ def _ruled_out(report: Report) -> str:
         return ""
     known = len({id for each in causes.ruled_out for id in each.causes})
     missing = len(causes.not_tested)
-    unchecked = f"; {plural(missing, 'detector')} lacked data" if missing else ""
-    return f"{plural(known, 'known cause')} looked for, none found{unchecked}."
+    unchecked = f"; {missing} could not be looked for" if missing else ""
+    return f"{plural(known, 'known cause')} looked for, none seen{unchecked}."
 
 
 def _training(report: Report) -> Iterator[str]:
@@ -191,8 +197,8 @@ def _sure(report: Report) -> str:
         f"healthy up to {bound(row.judgement.healthy)}, unfit beyond {bound(row.judgement.unfit)}; "
         f"{plural(row.estimate.n_prompts, 'prompt')}"
     ]
-    fixes = report.result("fixes")
-    if fixes is not None and fixes.held_out is not None and fixes.held_out.confirmed:
+    table = report.result("fixes")
+    if table is not None and table.held_out is not None and table.held_out.confirmed:
         parts.append("the fix is confirmed on held-out prompts")
     if "heavy-tail" in row.estimate.flags:
         parts.append("heavy-tailed: a few tokens carry k3")

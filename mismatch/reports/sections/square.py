@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LEAD = (
     "Excess: how far a side is from float32, over how far a plain forward at its precision is. "
-    "About 1 is rounding; a broken kernel, cache or setting rounds more. Two implementations in "
+    "About 1 is rounding; a broken kernel, cache or setting is further off. Two implementations in "
     "float32 differ by next to nothing, unless weights or functions differ."
 )
 TONES: dict[Standing, Tone] = {
@@ -69,7 +69,7 @@ def section(result: Square, report: Report) -> Section:
 
 
 def sentences(result: Square) -> list[str]:
-    """Which side is off and by what evidence; whether the two sides round alike."""
+    """Which side is off and by what evidence."""
     beyond = [finding for finding in result.findings if finding.standing == "beyond"]
     first = {(finding.side, finding.evidence): finding for finding in reversed(beyond)}
     texts = [_off(result, finding) for finding in beyond if finding in first.values()]
@@ -85,11 +85,6 @@ def sentences(result: Square) -> list[str]:
             f"What the trainer declares beside its precision costs {times(result.declared.value)} "
             "what that precision alone does, and is no fault: its yardstick has it too."
         )
-    if result.correlation is not None:
-        texts.append(
-            f"The roundings of the two sides correlate by {number(result.correlation.value, 2)} "
-            f"({interval(result.correlation)}): where they round at the same places they cancel."
-        )
     return texts
 
 
@@ -97,8 +92,8 @@ def _off(result: Square, finding: Finding) -> str:
     name, value = line(finding.scoring), finding.value
     if finding.evidence == "excess":
         return (
-            f"{_whose(result, finding)} is off: {name} is {times(value.value)} as far from its own "
-            f"float32 as a plain forward at its precision ({interval(value, times)})."
+            f"{_whose(result, finding)} is wrong: the error of {name} is {times(value.value)} what "
+            f"its precision alone costs ({interval(value, times)})."
         )
     gap = next(gap for gap in result.gaps if gap.left == finding.scoring)
     times_floor = count(round(value.value / gap.floor)) if gap.floor else ""
@@ -111,10 +106,7 @@ def _off(result: Square, finding: Finding) -> str:
 
 
 def _displaced(result: Square, moved: Displaced) -> str:
-    return (
-        f"{_whose(result, moved)} is off: {line(displacement(moved))}, more than "
-        f"{times(moved.factor)} as far as in a plain forward."
-    )
+    return f"{_whose(result, moved)} is wrong: {line(displacement(moved))}."
 
 
 def _whose(result: Square, finding: Finding | Displaced) -> str:
@@ -204,10 +196,12 @@ def standing_cell(standing: Standing) -> Cell:
 
 
 def _figure(result: Square) -> Figure:
-    worst = max(result.legs, key=lambda leg: leg.excess.value)
+    # The two sides themselves: other passes of a side may be drawn, and are nobody's finding.
+    sides = {leg.side: leg for leg in reversed(result.legs)}.values()
+    worst = max(sides, key=lambda leg: leg.excess.value)
     return Figure(
         "square-excess",
-        f"{line(worst.scoring)} rounds {times(worst.excess.value)} as much as a plain forward",
+        f"The error of {line(worst.scoring)} is {times(worst.excess.value)} what precision costs",
         f"Distance from float32 over that of a plain forward at the same precision, "
         f"{plural(worst.excess.n_tokens, 'token')}, with 95 % intervals. Line: 1, pure rounding; "
         "dashed: the level that clean runs stay below.",

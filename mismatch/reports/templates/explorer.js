@@ -181,7 +181,7 @@ function short(x, digits = 3) {
   if (!Number.isFinite(x)) return minus(String(x));
   if (x === 0) return "0";
   const size = Math.abs(x);
-  if (size >= 1e-3 && size < 1e5) {
+  if (size >= 1e-6 && size < 1e5) {
     const text = Number(x.toPrecision(digits)).toString();
     return minus(text);
   }
@@ -194,8 +194,16 @@ const grouped = n => n.toLocaleString("en-US");
 // ---------------------------------------------------------------- which tokens, in which order
 
 let order, matched, matching, hits, run = 0;  // sequences as sorted; a byte per token; rows, largest |delta| first
-const asked = { sort: "worst", kind: "", turn: "", layer: "", least: 0, text: "", regex: false };
-const active = () => Boolean(asked.kind || asked.turn || asked.layer || asked.least || asked.text);
+const asked = { sort: "worst", kind: "", turn: "", layer: "", text: "", regex: false, limits: {} };
+const limits = {  // by the name of their field: whether a token, or its whole sequence, fits a number
+  least: (x, row) => Math.abs(best("delta", row)[0]) >= x,
+  chance: (x, row) => Math.exp(-best("left", row)[0]) <= x,
+  from: (x, row, n) => row - start[n] + 1 >= x,
+  to: (x, row, n) => row - start[n] + 1 <= x,
+  prompt: (x, row, n) => meta.prompts[n] === x,
+  reward: (x, row, n) => meta.rewards[n] !== null && meta.rewards[n] <= x,
+};
+const active = () => Boolean(asked.kind || asked.turn || asked.layer || asked.text || Object.keys(asked.limits).length);
 function sortSequences() {
   const keys = {
     worst: n => -stats.worst[n], mean: n => -stats.mean[n], sum: n => -Math.abs(stats.sum[n]),
@@ -235,6 +243,7 @@ async function filter() {
     return;
   }
   const marks = new Uint8Array(A), counts = new Uint32Array(129), holds = new Uint8Array(N);
+  const set = Object.entries(asked.limits);
   const kind = words.classes.indexOf(asked.kind), layer = meta.layers.indexOf(Number(asked.layer)), turn = meta.turns.indexOf(Number(asked.turn));
   let total = 0;
   for (let n = 0; n < N; n++) {
@@ -243,7 +252,7 @@ async function filter() {
       const fits = (!found || marks[row]) && (!asked.kind || words.of[wordOf(row)] === kind)
         && (asked.turn === "" || bytes.turn[row] === turn)
         && (asked.layer === "" || flips(row, layer))
-        && (!asked.least || Math.abs(best("delta", row)[0]) >= asked.least);
+        && set.every(([name, x]) => limits[name](x, row, n));
       marks[row] = fits ? 1 : 0;
       if (fits) { counts[127 - (bytes.delta[row] & 127) + 1]++; total++; holds[n] = 1; }
     }
@@ -466,6 +475,32 @@ function likeliest(top, own) {
   return table;
 }
 
+// ---------------------------------------------------------------- taking it along
+
+const AROUND = 30;  // tokens on either side of one that is copied
+function record(row) {
+  const n = sequenceOf[row], left = -best("left", row)[0], delta = best("delta", row)[0];
+  return { sequence: meta.numbers[n], token: row - start[n] + 1, position: position[row], text: words.texts[wordOf(row)],
+    rollout_logprob: left, train_logprob: left + delta, delta, turn: bytes.turn ? meta.turns[bytes.turn[row]] : null,
+    prompt: meta.prompts ? meta.prompts[n] : null, reward: meta.rewards ? meta.rewards[n] : null };
+}
+function copyToken() {
+  const n = sequenceOf[chosen], said = (from, to) => Array.from({ length: to - from }, (_, i) => words.texts[wordOf(from + i)]).join("");
+  const around = { before: said(Math.max(start[n], chosen - AROUND), chosen), after: said(chosen + 1, Math.min(start[n + 1], chosen + 1 + AROUND)) };
+  navigator.clipboard.writeText(JSON.stringify({ ...record(chosen), ...around }, null, 1)).then(
+    () => { $("count").textContent = "copied, with the text around it"; }, () => { $("count").textContent = "this browser lets no page copy"; });
+}
+function exportRows() {  // text as JSON: a cell that begins with "=" would be computed
+  const cell = x => typeof x === "string" ? `"${JSON.stringify(x).replace(/"/g, '""')}"` : x === null ? "" : String(x);
+  const rows = Array.from(hits, record), names = Object.keys(record(chosen));
+  const lines = [names.join(","), ...rows.map(row => names.map(name => cell(row[name])).join(","))];
+  const link = el("a");
+  link.href = URL.createObjectURL(new Blob([lines.join("\n") + "\n"], { type: "text/csv" }));
+  link.download = "tokens.csv";
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
 // ---------------------------------------------------------------- moving about
 
 function focusOn(row, link = false) {
@@ -561,7 +596,16 @@ function controls() {
   $("kind").addEventListener("change", event => { asked.kind = event.target.value; changed(); });
   for (const name of ["turn", "layer"])
     $(name).addEventListener("change", event => { asked[name] = event.target.value; changed(); });
-  $("least").addEventListener("input", event => { asked.least = Math.max(0, Number(event.target.value) || 0); changed(); });
+  for (const name in limits) {
+    $(name).closest("label").hidden = name === "prompt" && !meta.prompts || name === "reward" && !meta.rewards;
+    $(name).addEventListener("input", event => {
+      if (Number.isFinite(event.target.valueAsNumber)) asked.limits[name] = event.target.valueAsNumber;
+      else delete asked.limits[name];
+      changed();
+    });
+  }
+  $("copy").addEventListener("click", copyToken);
+  $("export").addEventListener("click", exportRows);
   $("text").addEventListener("input", event => { asked.text = event.target.value; changed(); });
   $("regex").addEventListener("change", event => { asked.regex = event.target.checked; changed(); });
   $("next").addEventListener("click", () => step(1));

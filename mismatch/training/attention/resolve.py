@@ -28,7 +28,7 @@ OUR_KERNELS = {
 YARDSTICKS = {"plain": "mismatch_plain", "plain-fp8-kv": "mismatch_plain_fp8_kv"}
 NAMES = (
     *("auto", "transformers", "eager", "sdpa", "sink-sdpa", "no-sinks", "flex_attention"),
-    *("flash_attention_2", "flash_attention_3", "package.module:function"),
+    *("flash_attention_2", "flash_attention_3", "flash_attention_4", "package.module:function"),
 )
 Place = tuple["torch.device", "torch.dtype"]
 PLANTED = "no-sinks (planted fault: ignores the learned sinks)"
@@ -193,7 +193,7 @@ def _transformers_choice(name: str, model: PreTrainedModel) -> str:
     except Exception as error:  # unknown name, package not installed, kernel not downloadable …
         raise MismatchError(
             f"--attention {name} cannot run {model.config.model_type}: {first_line(error)}",
-            f"use --attention auto, or one of {', '.join(NAMES[1:])}",
+            f"use --attention auto, or one of {', '.join(n for n in NAMES[1:] if n != name)}",
         ) from error
 
 
