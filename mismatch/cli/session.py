@@ -126,15 +126,13 @@ class ConsoleNarrator:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.stages = 0
 
     @contextmanager
     def stage(self, title: str) -> Iterator[Callable[[str], None]]:
         start = time.monotonic()
-        self.stages += 1
-        with self._live(f"[{self.stages}] {title}", start) as show:
+        with self._live(title, start) as show:
             yield show
-        self.note(f"[{self.stages}] {title}: done in {time.monotonic() - start:.0f} s")
+        self.note(f"{title}: done in {time.monotonic() - start:.0f} s")
 
     def note(self, text: str) -> None:
         """Print one line between stages."""
@@ -182,8 +180,8 @@ class ConsoleNarrator:
 def waiting_line(title: str, doing: str, seconds: float, width: int | None = None) -> str:
     """Return what is shown while a stage runs; where it is too long the title is cut.
 
-    >>> waiting_line("[2] score: FSDP2, 2 ranks", "4096/7200 tokens, eta 12 s", 83.2, 60)
-    '[2] score: FSDP2, 2 ran… · 1:23 · 4096/7200 tokens, eta 12 s'
+    >>> waiting_line("[2/5] score: FSDP2, 2 ranks", "4096/7200 tokens, eta 12 s", 83.2, 60)
+    '[2/5] score: FSDP2, 2 r… · 1:23 · 4096/7200 tokens, eta 12 s'
     """
     rest = f" · {int(seconds) // 60}:{int(seconds) % 60:02d}{f' · {doing}' if doing else ''}"
     room = max(8, width - len(rest)) if width else len(title)

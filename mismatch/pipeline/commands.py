@@ -56,6 +56,7 @@ def run_check(
     """
     with at_work(run_dir, "check", spec, command) as journal:
         stages = Stages(spec, run_dir, narrator, journal, wants_square(spec))
+        stages.count.total = 1  # the comparison
         passes = [pass_ for pass_ in training_passes(spec) if pass_.name not in (left_out or {})]
         if spec.fixes:
             from mismatch.pipeline.fix_trials import measure_with_fixes

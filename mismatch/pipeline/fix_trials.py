@@ -71,6 +71,7 @@ class FixRun:
             ]
             for job in self.jobs:
                 error_path(self.run_dir, pass_label(job.pass_.name)).unlink(missing_ok=True)
+            self.stages.count.total += len({variant.folder for variant in pending} - {""})
             try:
                 self.stages.measure(passes, sample, extra=self)
                 break
@@ -150,7 +151,10 @@ class FixRun:
         directory.mkdir(parents=True, exist_ok=True)
         try:
             with at_work(directory, "fix", spec, self.stages.journal.entry["command"]) as journal:
-                Stages(spec, directory, self.stages.narrator, journal).sample(*world)
+                engine = Stages(
+                    spec, directory, self.stages.narrator, journal, count=self.stages.count
+                )
+                engine.sample(*world)
         except MismatchError as error:
             for worker in world:
                 worker.ended()  # raises if it was the world that failed

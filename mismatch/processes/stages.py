@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,6 +97,24 @@ class ExtraJobs(Protocol):
 
 
 @dataclass
+class Count:
+    """How many stages of a command began, and how many there are as far as is known."""
+
+    begun: int = 0
+    total: int = 0
+
+    def next(self, title: str) -> str:
+        """Return the title of the next stage, with its place where it is not the only one.
+
+        >>> Count(1, 5).next("score"), Count(0, 1).next("score")
+        ('[2/5] score', 'score')
+        """
+        self.begun += 1
+        self.total = max(self.total, self.begun)
+        return f"[{self.begun}/{self.total}] {title}" if self.total > 1 else title
+
+
+@dataclass
 class Stages:
     """Runs the stages of one command in one run directory."""
 
@@ -105,6 +123,7 @@ class Stages:
     narrator: Narrator
     journal: Journal
     square: bool = False  # whether the engine is started once more, in float32
+    count: Count = field(default_factory=Count)
 
     @cached_property
     def placement(self) -> Placement:
@@ -145,7 +164,12 @@ class Stages:
                 train = stack.enter_context(self._world(session))
             with_train = [train] if train else []
             overlap = self.placement.overlap and extra is None and not adapted
-            if sample and not (sampled and self._rescored()):
+            engine_runs = sample and not (sampled and self._rescored())
+            overlaps = engine_runs and overlap and train is not None
+            float32 = sample and self.square
+            from_code = bool(adapted) and adapted[0].spec.scorer != FILE_SCORER
+            self.count.total += sum((engine_runs, overlaps, float32, from_code, train is not None))
+            if engine_runs:
                 with self.engine(self.spec.rollout) as engine:
                     name = self.spec.rollout.engine.engine
                     until = SAMPLED if overlap and train else ""
@@ -161,8 +185,10 @@ class Stages:
             if overlap and train and session:
                 hand_on(session, train)
                 session = None
-            if sample and self.square:
+            if float32:
+                begun = self.count.begun
                 score_in_float32(self, *with_train)
+                self.count.total -= self.count.begun == begun
             if adapted:
                 self._score_with_adapter(adapted, *with_train)
             allowed_s = None if extra is None else extra.prepare(*with_train)
@@ -277,7 +303,7 @@ class Stages:
     @contextmanager
     def timed(self, key: str, title: str) -> Iterator[Callable[[str], None]]:
         start = time.monotonic()
-        with self.narrator.stage(title) as progress:
+        with self.narrator.stage(self.count.next(title)) as progress:
             yield progress
         self.journal.seconds[key] = round(time.monotonic() - start, 2)
 

@@ -127,22 +127,22 @@ def test_a_terminal_rewrites_one_line_and_a_pipe_has_a_line_every_15_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(session, "PLAIN_INTERVAL_S", 0.05)
-    texts, progress = [], "12/64 sequences, 85 tok/s, eta 9 s"
+    title, progress = "[2/5] rollout [x]", "12/64 sequences, 85 tok/s, eta 9 s"
+    texts = []
     for terminal in (True, False):
         out = io.StringIO()
         narrator = ConsoleNarrator(Console(file=out, force_terminal=terminal, width=80))
-        for _ in range(2):
-            with narrator.stage("rollout [x]") as show:
-                show("loading weights \x1b[31m")
-                time.sleep(0.3)
-                show(f"rollout {progress}")
-                time.sleep(0.3)
+        with narrator.stage(title) as show:
+            show("loading weights \x1b[31m")
+            time.sleep(0.3)
+            show(f"rollout {progress}")
+            time.sleep(0.3)
         texts.append(out.getvalue())
-        assert "[2] rollout [x]: done" in out.getvalue()
+        assert f"{title}: done" in out.getvalue()
         assert "\x1b[31m" not in out.getvalue()
     live, plain = texts
     for text in texts:
-        assert session.waiting_line("[1] rollout [x]", PHASES[0][1], 0.1) in text
+        assert session.waiting_line(title, PHASES[0][1], 0.1) in text
         assert f"· {progress}" in text
     assert "\x1b" in live
     assert "\x1b" not in plain
@@ -153,7 +153,7 @@ def test_a_terminal_rewrites_one_line_and_a_pipe_has_a_line_every_15_s(
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_a_waiting_line_fits_and_keeps_its_end(width: int) -> None:
     doing = "4096/7200 tokens, eta 12 s"
-    line = session.waiting_line("[2] " + "score " * 20, doing, 83.2, width)
+    line = session.waiting_line("[2/5] " + "score " * 20, doing, 83.2, width)
     assert len(line) <= width
     assert line.endswith(f"· 1:23 · {doing}")
 
