@@ -5,10 +5,15 @@ An engine samples token ids and scores given ones. It never sees text, rewards o
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
+import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from numpy.typing import NDArray
@@ -78,6 +83,34 @@ def require_ids(sequences: Sequence[Sequence[int]], vocabulary: int) -> None:
 def argument_name(raw: str) -> str:
     """Spell ``--max-num-seqs`` as the engine's own code does."""
     return raw.lstrip("-").replace("-", "_")
+
+
+def argument_names(package: str, python: str | None, *patterns: str) -> set[str]:
+    """Return the fields of the classes in an engine's source: importing an engine takes long.
+
+    Empty where the engine is not installed, or keeps its arguments elsewhere.
+
+    Args:
+        python: interpreter of the environment that holds the engine; None: this one.
+        patterns: of files below the package.
+    """
+    code = f"import importlib.util as u; s = u.find_spec({package!r}); print(s.origin if s else '')"
+    origin: str | None = None
+    if python is None:
+        found = find_spec(package)
+        origin = found.origin if found else None
+    else:
+        with suppress(OSError):  # no interpreter: the preflight says so
+            run = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True)
+            origin = run.stdout.strip()
+    names: set[str] = set()
+    folder = Path(origin or "none/there").parent
+    for path in [path for each in patterns for path in folder.glob(each)]:
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                fields = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
+                names |= {each.id for each in fields if isinstance(each, ast.Name)}
+    return names
 
 
 def checked_arguments(

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
@@ -155,8 +156,9 @@ def require_names(spec: CheckSpec) -> None:
         MismatchError: an unknown kernel, or an argument that the engine does not have.
     """
     require_kernel_names(spec.train)
-    if spec.rollout.engine.args:
-        check_machine(spec.rollout.engine)
+    engine = spec.rollout.engine
+    if engine.args:
+        check_machine(replace(engine, python=own_python(engine)))
 
 
 def require_kernel_names(spec: TrainSpec) -> None:

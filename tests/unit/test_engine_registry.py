@@ -109,6 +109,27 @@ def test_an_argument_that_is_ours_is_refused_before_the_engine_is_imported(
         check_machine(spec)
 
 
+@pytest.mark.parametrize("inside", ["srt/server_args.py", "srt/arg_groups/fields/device.py"])
+def test_an_unknown_argument_is_refused_without_an_import_of_sglang(
+    inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path, text in (
+        ("__init__.py", "raise RuntimeError('imported')"),
+        (inside, "class Device:\n    attention_backend: str | None = None\n"),
+    ):
+        (tmp_path / "sglang" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sglang" / path).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    right, wrong = (
+        EngineSpec("sglang", "tiny-gpt-oss", args=((name, "x"),))
+        for name in ("attention_backend", "attention_backnd")
+    )
+    check_machine(right)
+    with pytest.raises(MismatchError, match="attention_backnd") as refused:
+        check_machine(wrong)
+    assert "attention_backend" in refused.value.fix
+
+
 def test_every_engine_that_takes_weights_has_a_driver() -> None:
     assert set(registry.probed_engines()) == {"vllm", "sglang", "transformers"}
     for name in registry.probed_engines():

@@ -33,6 +33,7 @@ from mismatch.engines.base import (
     Continued,
     Sample,
     argument_name,
+    argument_names,
     checked_arguments,
     context_needed,
     refuse_own,
@@ -65,14 +66,18 @@ KEPT = dict.fromkeys(
     ),
     "SGLang's own setting of this",
 )
+FIELDS = ("srt/server_args.py", "srt/arg_groups/fields/*.py")  # of 0.5.23; before it the first
+HELP = "python -m sglang.launch_server --help"
 RAW = "SGLANG_RETURN_ORIGINAL_LOGPROB"  # SGLang's switch: output logprobs at T = 1
 # SGLang keeps room behind a prompt, and takes one token less than the context in all.
 SPARE_TOKENS = 8
 
 
 def require_arguments(spec: EngineSpec) -> None:
-    """Refuse arguments that mismatch sets itself, before the engine's process starts."""
+    """Refuse arguments that mismatch sets itself or SGLang lacks, before its process starts."""
     refuse_own(spec, OWN_OPTIONS, KEPT)
+    if spec.args and (names := argument_names("sglang", spec.python, *FIELDS)):
+        checked_arguments(spec, "SGLang", names, HELP)
 
 
 def raw_logprobs() -> bool:
@@ -130,9 +135,9 @@ def user_arguments(spec: EngineSpec) -> dict[str, Any]:
         return {}
     from sglang.srt.server_args import ServerArgs
 
-    require_arguments(spec)
+    refuse_own(spec, OWN_OPTIONS, KEPT)
     names = set(getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__)
-    return checked_arguments(spec, "SGLang", names, "python -m sglang.launch_server --help")
+    return checked_arguments(spec, "SGLang", names, HELP)
 
 
 LOG_FIX = "look into the engine's log for the reason"

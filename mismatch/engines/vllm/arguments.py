@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mismatch.engines.base import argument_name, checked_arguments, context_needed, refuse_own
+from mismatch.engines.base import (
+    argument_name,
+    argument_names,
+    checked_arguments,
+    context_needed,
+    refuse_own,
+)
 from mismatch.engines.model_info import ModelInfo
 from mismatch.errors import MismatchError, first_line
 from mismatch.run.machine import SHARED_BYTES
@@ -49,8 +53,8 @@ def require_machine(spec: EngineSpec) -> None:
     from mismatch.models.derived import is_mxfp4
 
     refuse_own(spec, OWN_OPTIONS, KEPT)
-    if spec.args and spec.python is None and (names := argument_names()):
-        checked_arguments(spec, "vLLM", names, HELP)
+    if spec.args and (names := argument_names("vllm", spec.python, "engine/arg_utils.py")):
+        checked_arguments(spec, "vLLM", {*names, *MORE}, HELP)
     directory = Path(spec.model)
     local = (directory / "config.json").is_file()
     stored = spec.weights == AS_STORED and local and is_mxfp4(directory)
@@ -186,22 +190,6 @@ def no_capture(spec: EngineSpec) -> str | None:
 def captures_routes(spec: EngineSpec, info: ModelInfo) -> bool:
     """Tell whether routed experts are asked for, exist, and can be had."""
     return spec.routing and info.moe and no_capture(spec) is None
-
-
-def argument_names() -> set[str]:
-    """Return the names of vLLM's engine arguments, from its source: an import takes long.
-
-    Empty where vLLM is not installed here, or keeps them elsewhere.
-    """
-    found = find_spec("vllm")
-    file = Path(found.origin or "").parent / "engine" / "arg_utils.py" if found else None
-    if file is None or not file.is_file():
-        return set()
-    for node in ast.parse(file.read_text("utf-8")).body:
-        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
-            fields = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
-            return {*MORE, *(field.id for field in fields if isinstance(field, ast.Name))}
-    return set()
 
 
 def user_arguments(spec: EngineSpec) -> dict[str, Any]:
