@@ -73,10 +73,20 @@ def metrics() -> str:
             alias.label + (f" ({alias.remark})" if alias.remark else "")
             for alias in framework_names.of(name)
         )
+        place = f' <a id="{name}"></a>'  # where reports lead to
         facts = (metric.meaning, formula, metric.unit, metric.kind, metric.reduction, good)
-        rows.append((f"`{name}`", *(escaped(fact) for fact in (*facts, elsewhere))))
+        meaning, *others = (escaped(fact) for fact in (*facts, elsewhere))
+        rows.append((f"`{name}`", meaning + place, *others))
     titles = ("metric", "meaning", "formula", "unit", "interval", "mean over", "good", "elsewhere")
     return table(titles, rows)
+
+
+def checks() -> str:
+    """Return what each check asks."""
+    from mismatch.reports.formatting import wording
+
+    rows = [(f'`{id}` <a id="{id}"></a>', escaped(asks)) for id, asks in wording("checks").items()]
+    return table(("check", "what it asks"), rows)
 
 
 def levels() -> str:
@@ -204,6 +214,7 @@ def fixes() -> str:
 
 TABLES = {
     "causes": causes,
+    "checks": checks,
     "command-line": command_line,
     "fixes": fixes,
     "levels": levels,

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from mismatch.reports.documentation import address
 from mismatch.reports.formatting import MARKS, line, packaged
 from mismatch.reports.section import Page, Section, Widget, cell_interval, cell_text
 from mismatch.reports.sections import page
@@ -88,6 +89,7 @@ def template(name: str) -> Template:
         text[start : start + PART] for start in range(0, len(text), PART)
     ]
     environment.globals.update(marks=MARKS, cell_text=cell_text, cell_interval=cell_interval)
+    environment.globals["address"] = lambda page: address(page)  # SITE as it is then
     environment.filters["percent"] = lambda share: f"{100 * share:.2f}%"
     return environment.get_template(name)
 

@@ -55,6 +55,7 @@ class Cell:
         note: small print beside it; a terminal leaves it out.
         format: of this value, where it is not the column's.
         link: anchor in the same page.
+        explained: page of the documentation, as mismatch.reports.documentation names it.
     """
 
     value: Value
@@ -62,6 +63,7 @@ class Cell:
     note: str = ""
     format: Format | None = None
     link: str = ""
+    explained: str = ""
 
 
 Cells = tuple[Cell | Value, ...]
@@ -181,6 +183,7 @@ class Figure:
         name: unique in the page; anchor and prefix of ids.
         paint: draws, and says what is to be seen, for screen readers; "": as the title says.
         size: width and height, inches.
+        link: anchor in the same page: the tokens that it is about.
     """
 
     name: str
@@ -188,6 +191,7 @@ class Figure:
     caption: str
     paint: Callable[[Axes], str]
     size: tuple[float, float] = (6.0, 2.5)
+    link: str = ""
 
     def draw(self) -> str:
         """The ``<svg>`` element."""
@@ -282,12 +286,14 @@ class Answer:
         question: a word or two.
         flags: to be copied: what makes a check with the fix.
         settings: the same for each framework; its name is the title.
+        explained: as a cell's.
     """
 
     question: str
     text: str
     flags: str = ""
     settings: tuple[Block, ...] = ()
+    explained: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +301,7 @@ class Page:
     """A whole report: what is read first, then its chapters.
 
     Attributes:
-        kind: of the report, and when it was made.
+        kind: of the report.
         word: the verdict.
         tone: how it looks.
         reason: of the verdict.
@@ -309,6 +315,7 @@ class Page:
         steps: what to do next, most urgent first.
         file: its name as a page; the numbers are in the file of that name that ends in .json.
         command: that made it; "" where it is not known.
+        made: when, in plain form; "" where it is not known.
     """
 
     kind: str
@@ -325,6 +332,7 @@ class Page:
     steps: tuple[str, ...] = ()
     file: str = "report"
     command: str = ""
+    made: str = ""
 
 
 def named(rows: Iterable[Cells]) -> Table:

@@ -14,7 +14,7 @@ from mismatch.reports.html import to_html
 from tests.browser.chromium import Browser
 from tests.browser.test_html_report import CONTRAST
 from tests.explorer_fixture import many
-from tests.reports_fixture import HOSTILE, make_report
+from tests.reports_fixture import HOSTILE, make_failing_report, make_report
 
 FAMILY = "\U0001f469\u200d\U0001f469\u200d\U0001f467"
 WORST = (7, 60)  # sequence, row in it
@@ -180,6 +180,31 @@ def test_filters_leave_what_the_table_says(browser: Browser, url: str, table: pd
     least = np.sort(table["delta"].abs())[-501:-499].mean()  # among those that are exact
     choose(browser, "least", f"{least:.9f}")
     assert browser.evaluate(MATCHES) == 500
+
+
+def test_a_group_of_tokens_leads_to_its_tokens(
+    browser: Browser, url: str, table: pd.DataFrame
+) -> None:
+    show(browser, url, "#tokens&kind=digit&from=11")
+    fits = (table["token_class"] == "digit") & (table.groupby("sequence").cumcount() >= 10)
+    browser.wait(f"{MATCHES} === {fits.sum()}")
+
+
+def test_a_broken_run_opens_it_at_the_worst_token(
+    browser: Browser, table: pd.DataFrame, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(to_html(make_failing_report()[0], table), encoding="utf-8")
+    browser.open(path.as_uri())
+    browser.wait(f"{STATE} === 'yes'")
+    assert browser.evaluate(TOKEN) == address(table, int(table["delta"].abs().idxmax()))
+    seen = "document.querySelector('[data-part=%s]').checkVisibility()"
+    assert browser.evaluate(seen % "body")
+    assert not browser.evaluate(seen % "list")
+    browser.page.locator("[data-part=more]").click()
+    assert browser.evaluate(seen % "list")
+    browser.wait("document.querySelectorAll('.strip').length > 3")
+    assert browser.problems == []
 
 
 def test_search_joins_tokens_and_takes_patterns(browser: Browser, url: str) -> None:

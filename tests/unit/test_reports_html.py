@@ -22,7 +22,7 @@ from tests.reports_fixture import (
 )
 from tests.texts import numbers
 
-TOKEN_LINK = re.compile(r"#s\d+t\d+")  # of the explorer, whose script follows it
+TOKEN_LINK = re.compile(r"#(s\d+t\d+|tokens&\S+)")  # of the explorer, whose script follows it
 TEMPLATE = "{{ 7 * 7 }}"  # of HOSTILE
 VOID = {"meta", "br", "img", "hr", "link", "input"}
 TAGS = """

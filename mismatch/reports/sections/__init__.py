@@ -76,11 +76,11 @@ def page(report: Report, tokens: pd.DataFrame | None = None, framework: str | No
         framework: whose names of the metrics are shown beside ours; None: in no table of their own.
     """
     comparison, status = summary.headline(report), report.verdict.status
-    created = str(report.run.get("created", ""))[:16].replace("T", " ")
+    created = str(report.run.get("created", ""))[:16].replace("T", " ")  # UTC, as runs note it
     shown = chapters(report, tokens, framework)
     warnings = [text for chapter in shown for part in chapter.parts for text in part.warnings]
     return Page(
-        kind="train–inference check" + (f" · {created} UTC" if created else ""),
+        kind="train–inference check",
         word=status,
         tone=TONES[status],
         reason=report.verdict.reason,
@@ -97,6 +97,7 @@ def page(report: Report, tokens: pd.DataFrame | None = None, framework: str | No
         asked=headline.names_there(report, framework),
         steps=tuple(summary.next_steps(report)),
         command=summary.command(report),
+        made=f"{created} UTC" if created else "",
     )
 
 

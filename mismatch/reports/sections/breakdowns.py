@@ -12,7 +12,7 @@ from mismatch.reports.tokens_table import LEAST
 from mismatch.types import Report
 
 Breakdown = dict[str, list[Any]]
-Group = tuple[str, float, float | None, float | None, int]  # columns without the last, a bar
+Group = tuple[Cell, float, float | None, float | None, int]  # columns without the last, a bar
 GROUPS_LEAD = (
     "Groups of tokens. “Mean delta” is signed: away from 0 it is a systematic difference, not "
     f"noise. The share is of the whole k3. Groups of fewer than {LEAST} tokens are blank."
@@ -31,7 +31,7 @@ def section(report: Report) -> Section | None:
     """Return where and when the two sides differ, without tables that have a single bucket."""
     tables = headline(report).breakdowns
     parts = [
-        _group(tables[name], title, remark, label, folded=name.endswith("position"))
+        _group(tables[name], title, remark, label, LINKS.get(name), name.endswith("position"))
         for name, title, remark, label in TABLES
         if name in tables and len(tables[name]["count"]) > 1 and "k3_share" in tables[name]
     ]
@@ -94,6 +94,12 @@ TABLES = (
     ("by_position", "Place in the response", "tokens from its start", _span),
     ("by_absolute_position", "Place in the sequence", "prompt included", _span),
 )
+# What shows a group's tokens in the explorer: the controls that explorer.js sets by a link.
+LINKS: dict[str, Callable[[Breakdown, int], str]] = {
+    "by_turn": lambda table, row: f"turn={table['turn'][row]}",
+    "by_token_class": lambda table, row: f"kind={table['token_class'][row]}",
+    "by_position": lambda table, row: f"from={table['start'][row] + 1}&to={table['end'][row]}",
+}
 BLOCKS = {
     "KV block": "tokens whose forward opens a block of the KV cache",
     "prefill chunk": "tokens whose forward opens a chunk of the prefill",
@@ -102,18 +108,26 @@ BLOCKS = {
 
 
 def _group(
-    table: Breakdown, title: str, remark: str, label: Callable[[Breakdown, int], str], folded: bool
+    table: Breakdown,
+    title: str,
+    remark: str,
+    label: Callable[[Breakdown, int], str],
+    link: Callable[[Breakdown, int], str] | None,
+    folded: bool,
 ) -> Section:
     names = "mean_abs_delta", "mean_delta", "k3_share", "count"
     values = enumerate(zip(*(table[name] for name in names), strict=True))
-    rows = [(label(table, i), mean, signed, share, n) for i, (mean, signed, share, n) in values]
+    rows = [
+        (Cell(label(table, i), link=f"tokens&{link(table, i)}" if link else ""), *group)
+        for i, group in values
+    ]
     return _part(title, remark, rows, folded)
 
 
 def _block(table: Breakdown, row: int) -> Section:
     name, size = table["boundary"][row], table["size"][row]
     rows: list[Group] = [
-        (label, table[column][row], None, None, table[f"{column}_count"][row])
+        (Cell(label), table[column][row], None, None, table[f"{column}_count"][row])
         for label, column in (("there", "at"), ("all others", "elsewhere"))
     ]
     return _part(f"{capital(name)}, {count(size)}", BLOCKS.get(name, ""), rows)

@@ -8,6 +8,7 @@ from mismatch.analysis.diagnosis.catalogue import catalogue, title_of
 from mismatch.analysis.diagnosis.detector import Evidence
 from mismatch.analysis.diagnosis.ranking import LITTLE, Cause, Causes
 from mismatch.experiments.explanation import GONE, STAYS, Experiment, Explanation
+from mismatch.reports.documentation import of_cause
 from mismatch.reports.formatting import line, number, percent, plural, text
 from mismatch.reports.section import Cell, Cells, Column, Section, Table
 from mismatch.types import Report
@@ -21,7 +22,7 @@ SHOWN = 8  # rows of evidence beyond which they are folded
 SIDES = {"engine": "the engine's side", "trainer": "the trainer's side", "either": "side not known"}
 RANKED = (
     Column("cause", text, of=lambda cause: title_of(cause.id)),
-    Column("id", text, 4, of="id", tone="code"),
+    Column("id", text, 4, of=lambda cause: Cell(cause.id, "code", explained=of_cause(cause.id))),
     Column("", text, detail="how sure", of=lambda cause: _outcome(cause.status)),
     Column("side", text, 1, of="side"),
     Column("share", percent, interval=2, detail="of mean |delta|", of="effect"),
@@ -102,11 +103,16 @@ def _paragraph(cause: Cause, rank: int) -> str:
 def _evidence(title: str, groups: Iterable[tuple[str, tuple[Evidence, ...]]]) -> Table:
     """A row for each, the name of its group in the first."""
     rows: list[Cells] = [
-        ("" if index else name, each.what, each.value, each.normal)
+        ("" if index else _name(name), each.what, each.value, each.normal)
         for name, evidence in groups
         for index, each in enumerate(evidence)
     ]
     return Table((Column(title, text, 3), *EVIDENCE), rows)
+
+
+def _name(name: str) -> Cell:
+    """A cause, which has a page, or a detector, which has none."""
+    return Cell(name, explained=of_cause(name) if name in catalogue() else "")
 
 
 # ---------------------------------------------------------------- experiments

@@ -73,12 +73,14 @@ def section(report: Report, tokens: pd.DataFrame | None) -> Section | None:
         return None
     has = [name for name, at in SOURCES.items() if at in rows and rows[at].notna().any()]
     packed = pack(rows, {"has": has, "fix": str(rows["fix"].iloc[0]) if "fix" in has else ""})
+    broken = report.verdict.status == "broken"
     return Section(
         "tokens-explorer",
         "Token explorer",
         LEAD,
         notes=notes(packed, len(rows), rows["sequence"].nunique()),
         widget=Widget("explorer", packed.text, worst_tokens(rows).tables),
+        folded=not broken,  # open at the worst token, without controls until they are asked for
         page_only=True,
         short=f"{plural(packed.tokens, 'token')} of {plural(packed.sequences, 'sequence')}",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from mismatch.analysis.diagnosis.catalogue import catalogue, title_of
 from mismatch.analysis.diagnosis.detectors.stated import DIFFER
@@ -12,7 +13,7 @@ from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
 from mismatch.experiments.fixes.catalogue import labels
 from mismatch.frameworks import CORRECTING, FRAMEWORKS
 from mismatch.metrics import framework_names
-from mismatch.reports import summary
+from mismatch.reports import documentation, summary
 from mismatch.reports.formatting import (
     alike,
     bound,
@@ -88,6 +89,11 @@ def answers(report: Report, warnings: Sequence[str] = ()) -> tuple[Answer, ...]:
     }
     fix = _fix(report)
     others = [Answer(question, answer) for question, answer in texts.items() if answer]
+    if causes and causes.ranked:
+        about = documentation.of_cause(causes.ranked[0].id)
+        others = [
+            replace(each, explained=about) if each.question == "Cause" else each for each in others
+        ]
     return (fix, *others) if fix else tuple(others)
 
 
@@ -183,7 +189,7 @@ def _training(report: Report) -> Iterator[str]:
         share = percent(metrics["clip_fraction"].value)
         yield f"PPO would clip {share} of tokens before the first update"
     if "ess_seq" in metrics:
-        yield f"sequence weights keep {percent(metrics['ess_seq'].value)} of the batch"
+        yield f"sequence-level weights keep {percent(metrics['ess_seq'].value)} of the batch"
 
 
 def _sure(report: Report) -> str:
@@ -210,7 +216,7 @@ def _sure(report: Report) -> str:
 LEAD = "delta = train − rollout, nats; 95 % intervals by prompt."
 SCORES = " Neither side sampled these tokens: the KL formulas are scores here."
 COLUMNS = (
-    Column("metric", text, of="words.label"),
+    Column("metric", text, of=lambda row: _metric(row)),
     Column("value", interval=1, of="cell"),
     Column("healthy", of=lambda row: _level(row, "healthy")),
     Column("unfit", of=lambda row: _level(row, "unfit")),
@@ -261,6 +267,10 @@ def table(rows: list[Row]) -> Table:
     return Table.of(COLUMNS, rows)
 
 
+def _metric(row: Row) -> Cell:
+    return Cell(row.words.label, explained=documentation.of_metric(row.metric))
+
+
 def _level(row: Row, name: str) -> Cell:
     return Cell(getattr(row.judgement, name, None), format=getattr(row, name))
 
@@ -292,7 +302,9 @@ def names_there(report: Report, framework: str | None) -> tuple[Section, ...]:
 # ---------------------------------------------------------------- checks
 
 CHECKS = (
-    Column("check", text, of="id"),
+    Column(
+        "check", text, of=lambda check: Cell(check.id, explained=documentation.of_check(check.id))
+    ),
     Column("result", text, of=lambda check: status_cell(check.status)),
     Column("found", text, of="detail"),
     Column("fix", text, 1, of="fix"),

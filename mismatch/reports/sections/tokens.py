@@ -90,7 +90,9 @@ def histogram(tokens: pd.DataFrame, floor: float | None = None) -> Figure:
     if after is not None:
         far = float((np.abs(after) > np.log(2)).mean())
         title += f"; with {line(tokens['fix'].iloc[0])} {'none' if far == 0 else percent(far)}"
-    return Figure("histogram", title, beyond(tokens), partial(_histogram, tokens, floor, after))
+    shown = "tokens&least=0.693" if (tokens["delta"].abs() > np.log(2)).any() else ""
+    paint = partial(_histogram, tokens, floor, after)
+    return Figure("histogram", title, beyond(tokens), paint, link=shown)
 
 
 def spread(tokens: pd.DataFrame) -> str:

@@ -441,8 +441,9 @@ function drawCard() {
   const name = el("bdi", words.texts[wordOf(row)] || "(empty)");
   title.append(name);
   const place = `token ${grouped(row - start[n] + 1)} of ${grouped(meta.lengths[n])}`;
-  const bits = [`sequence ${meta.numbers[n]}, ${place} (position ${position[row]} with the prompt)`];
-  if (meta.prompts) bits.push(`prompt ${meta.prompts[n]}` + (meta.samples ? `, sample ${meta.samples[n]}` : ""));
+  const brief = root.classList.contains("compact");
+  const bits = [`sequence ${meta.numbers[n]}, ${place}${brief ? "" : ` (position ${position[row]} with the prompt)`}`];
+  if (meta.prompts && !brief) bits.push(`prompt ${meta.prompts[n]}` + (meta.samples ? `, sample ${meta.samples[n]}` : ""));
   if (bytes.turn) bits.push(`turn ${meta.turns[bytes.turn[row]]}`);
   if (kind >= 0) bits.push(words.classes[kind]);
   const parts = [title, el("p", bits.join(" · "), "faint"), facts];
@@ -514,7 +515,21 @@ function focusOn(row, link = false) {
   root.dataset.token = `s${meta.numbers[n]}t${position[row]}`;
   if (link) try { history.replaceState(null, "", `#${root.dataset.token}`); } catch { /* an odd place to open it from */ }
 }
-function followLink() {
+function whole() {
+  root.classList.remove("compact");
+  drawAll();
+}
+function followLink() {  // #s12t340 is a token; #tokens&kind=digit&least=0.7 sets these controls
+  if (location.hash.startsWith("#tokens&")) {
+    for (const [name, value] of new URLSearchParams(location.hash.slice(8)))
+      if (["kind", "turn", "layer", "text", ...Object.keys(limits)].includes(name)) {
+        $(name).value = value;
+        for (const event of ["input", "change"]) $(name).dispatchEvent(new Event(event));
+      }
+    whole();
+    root.scrollIntoView();
+    return true;
+  }
   const found = /^#s(\d+)t(\d+)$/.exec(location.hash);
   if (!found) return false;
   const n = meta.numbers.indexOf(Number(found[1]));
@@ -551,7 +566,8 @@ function onKey(event) {
 
 function drawCount() {
   const place = hits.indexOf(chosen);
-  $("count").textContent = `${grouped(hits.length)} of ${grouped(A)} tokens${active() ? " match" : ""}`
+  if (root.classList.contains("compact") && place === 0) $("count").textContent = "The token of largest |Δ|, in its sequence";
+  else $("count").textContent = `${grouped(hits.length)} of ${grouped(A)} tokens${active() ? " match" : ""}`
     + (place >= 0 ? `; this is ${active() ? "match" : "number"} ${grouped(place + 1)} by |Δ|` : "");
 }
 function drawLegend() {
@@ -604,6 +620,7 @@ function controls() {
       changed();
     });
   }
+  $("more").addEventListener("click", whole);
   $("copy").addEventListener("click", copyToken);
   $("export").addEventListener("click", exportRows);
   $("text").addEventListener("input", event => { asked.text = event.target.value; changed(); });
@@ -657,7 +674,9 @@ async function begin() {
   }
 }
 const soon = () => requestAnimationFrame(() => setTimeout(begin, 0));  // after the page is painted
-if (/^#s\d+t\d+$/.test(location.hash)) soon();
+const LINK = /^#(s\d+t\d+$|tokens&)/;
+if (root.classList.contains("compact")) root.classList.add("on");  // room, while it is unpacked
+if (LINK.test(location.hash) || root.classList.contains("compact")) soon();
 else new IntersectionObserver(seen => { if (seen.some(one => one.isIntersecting)) soon(); }, { rootMargin: "600px" }).observe(root);
-window.addEventListener("hashchange", () => { if (/^#s\d+t\d+$/.test(location.hash)) soon(); });
+window.addEventListener("hashchange", () => { if (LINK.test(location.hash)) soon(); });
 })();

@@ -1,0 +1,59 @@
+"""Where a documentation site exists, a report leads into it for every cause, check and metric."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mismatch.analysis.diagnosis.catalogue import catalogue
+from mismatch.metrics import METRICS
+from mismatch.reports import documentation
+from mismatch.reports.formatting import wording
+from mismatch.reports.html import to_html
+from tests.report_makers import EXAMPLES, MAKERS
+from tools import site_pages
+
+DOCS = Path(__file__).parents[2] / "docs"
+SITE = "https://docs.example/"
+
+
+def text_of(page: str) -> str:
+    made = site_pages.pages()
+    return made.get(page) or site_pages.filled((DOCS / page).read_text("utf-8"))
+
+
+def test_every_cause_check_and_metric_has_its_place() -> None:
+    assert {documentation.of_cause(id) for id in catalogue()} <= set(site_pages.pages())
+    checks = text_of("reference/checks.md")
+    assert all(f'<a id="{id}"></a>' in checks for id in wording("checks"))
+    metrics = text_of("reference/metrics.md")
+    assert all(f'<a id="{name}"></a>' in metrics for name in METRICS)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_each_check_asks_is_written_down(name: str) -> None:
+    report, _ = MAKERS[name]()
+    assert {check.id for check in report.checks} <= set(wording("checks"))
+
+
+def test_a_page_leads_to_places_that_exist(monkeypatch: Any) -> None:
+    report, tokens = MAKERS[f"example-{EXAMPLES[-1]}"]()
+    assert "https://" not in to_html(report, tokens)
+    monkeypatch.setattr(documentation, "SITE", SITE)
+    targets = set(re.findall(rf'href="{SITE}([^"]*)"', to_html(report, tokens)))
+    pages = {target.partition("/#")[0].rstrip("/") for target in targets}
+    assert {"reference/checks", "reference/metrics"} < pages
+    assert any(page.startswith("reference/causes/") for page in pages)
+    for target in targets - {""}:
+        path, _, anchor = target.partition("#")
+        page = text_of(f"{path.rstrip('/')}.md")
+        assert not anchor or f'<a id="{anchor}"></a>' in page, target
+
+
+def test_the_site_has_one_address() -> None:
+    text = (DOCS.parent / "mkdocs.yml").read_text("utf-8")
+    assert yaml.safe_load(text).get("site_url", "") == documentation.SITE
