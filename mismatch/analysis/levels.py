@@ -349,7 +349,7 @@ def _reason(status: Status, deciding: list[Judgement], total: int) -> str:
         more = f"; so {'is' if len(deciding) == 2 else 'are'} {names}" if names else ""
         return f"{text} is beyond its unfit bound {first.unfit:g}{more}"
     if status == "inconclusive" or first.inconclusive:
-        text += ": its interval does not decide"
+        text += ": its interval spans a bound"
         if first.deciding_prompts is not None:
             text += f" (about {first.deciding_prompts} prompts would decide)"
     else:

@@ -299,8 +299,8 @@ def next_steps(report: Report) -> list[str]:
     if undecided and not (two_forms or checks(report, "failed") or known):
         steps.append(_where_to_look(report))
     return steps or [
-        "No action needed. Re-run after a change of engine, kernel, dtype, model or trainer: "
-        "mismatch compare RUN --against THIS"
+        "No action needed. After a change of engine, kernel, dtype, model or trainer check again, "
+        "and compare: mismatch compare NEW --against THIS"
     ]
 
 
@@ -378,10 +378,9 @@ def _where_to_look(report: Report) -> str:
     noise = [row for row in noise_rows(report) if row.agree and row.relative is not None]
     largest = max(noise, key=lambda row: row.relative or 0.0, default=None)
     if largest is None or not largest.relative or largest.relative < 0.1:
-        return (
-            "Look at what ran on each side (attention, experts, precision): no pass that should "
-            "agree with itself explains the difference"
-        )
+        step = "Look at what ran on each side (attention, experts, precision)"
+        agrees = ": each side agrees with itself, so the difference is between them"
+        return step + (agrees if largest is not None else "")
     return (
         f"Look first at “{largest.words.label}” ({largest.words.meaning}): it alone is "
         f"{largest.beside}"
