@@ -125,21 +125,21 @@ def _effect(result: Corrections, preview: Preview) -> str:
 def headline(result: Corrections) -> str:
     """What the data favour: its error before and after, and what is as good."""
     plain = result.named(NONE).token
-    if result.best is None or plain is None:
+    if result.best is None or result.favoured is None or plain is None:
         return f"{capital(line(result.reason))}."
     best = result.named(result.best)
-    after = best.token
+    falls = f"error {brief(plain.error)} → {brief(best.token.error)}" if best.token else ""
+    if result.favoured == NONE and plain.tied:
+        return "No correction is needed: none is measurably better than doing nothing."
+    if result.favoured == NONE:
+        return f"No correction is needed: the mismatch is small beside sampling noise ({falls})."
     tied = [
         each.label
         for each in result.previews
         if (figures := each.token) and figures.tied and each.id != result.best
     ]
-    sentence = f"Best correction: {best.label}"
-    if result.favoured != result.best:
-        sentence = f"None is needed; the least error has {best.label}"
-    if after is not None:
-        sentence += f": error {brief(plain.error)} → {brief(after.error)}"
-    return f"{sentence}{'; as good: ' + ', '.join(tied) if tied else ''}."
+    others = f"; as good: {'; '.join(tied)}" if tied else ""
+    return f"Best correction: {best.label} ({falls}){others}."
 
 
 def remarks(result: Corrections) -> list[str]:
