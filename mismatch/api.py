@@ -46,12 +46,11 @@ class Run:
         """The whole report, as report.json holds it.
 
         Raises:
-            MismatchError: report.json is missing or damaged.
+            MismatchError: report.json is missing, damaged, or contradicted by its own numbers.
         """
-        from mismatch.pipeline.document import report_from_json
-        from mismatch.run import store
+        from mismatch.pipeline.saved_runs import load_report
 
-        return report_from_json(store.load_document(self.directory, "report.json"))
+        return load_report(self.directory)
 
     @property
     def verdict(self) -> Verdict:
@@ -122,6 +121,9 @@ def check(*, verbose: bool = False, **flags: Any) -> Run:
 
 def load(directory: str | os.PathLike[str]) -> Run:
     """Return a saved run.
+
+    Its verdict is unverified: that of report.json, which its own numbers must bear out.
+    ``mismatch compare RUN`` judges the scorings again.
 
     Raises:
         MismatchError: the directory holds no report.

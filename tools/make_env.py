@@ -168,10 +168,12 @@ def install_torch(python: Path) -> None:
     The CUDA build runs on a CPU as well; it is 4 GB larger.
     """
     torch = f"torch=={TORCH}+cpu"
-    for source in ((), ("--extra-index-url", TORCH_CPU_INDEX)):
+    # One index at a time: of two, pip takes a package from whichever has the higher version. What
+    # torch requires is in the constraints.
+    for source in ((), ("--index-url", TORCH_CPU_INDEX)):
         dry = ("install", "--dry-run", "--no-deps", torch, *source)
         if not pip(python, *dry, check=False, quiet=True).returncode:
-            pip(python, "install", torch, *source)
+            pip(python, "install", "--no-deps", torch, *source)
             return
     print(f"no source has {torch} for this Python: taking the CUDA build, which runs on a CPU too")
     pip(python, "install", f"torch=={TORCH}")

@@ -65,7 +65,7 @@ def load_thresholds(path: str | Path) -> Thresholds:
             f"cannot read the thresholds file {path}: {error.strerror or error}",
             "give --thresholds the path of a TOML file",
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise MismatchError(
             f"{path} is not TOML: {error}", 'a cell looks like: [k3_kl."bf16 MoE"] healthy = 1e-3'
         ) from error

@@ -95,7 +95,7 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
         raise MismatchError(
             f"config file {path}: {error.strerror}", "give a readable TOML file: --config FILE"
         ) from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise MismatchError(
             f"config file {path} is not TOML: {error}",
             'a line looks like: attention = "eager"; --print-config writes a whole file',

@@ -90,6 +90,7 @@ def _against(flags: Flags) -> int:
     from mismatch.reports.ci_formats import runs_to_github, runs_to_junit
     from mismatch.reports.files import require_fresh
     from mismatch.reports.saved_runs import runs_page
+    from mismatch.run.manifest import damage_named
 
     new, old, usage = flags["run"], flags["against"], "mismatch compare NEW --against OLD"
     clash = [name for name in ("other", "left", "right", "names", "log_to") if flags[name]]
@@ -101,13 +102,14 @@ def _against(flags: Flags) -> int:
         raise MismatchError(f"{new} against itself", usage)
     for run in (old, new):
         require_fresh(run)
-    result = against(
-        old,
-        new,
-        margin=flags["margin"],
-        thresholds=session.levels(flags),
-        fail_on=flags["fail_on"] or "unfit",
-    )
+    with damage_named(f"the report of {old} or of {new}"):
+        result = against(
+            old,
+            new,
+            margin=flags["margin"],
+            thresholds=session.levels(flags),
+            fail_on=flags["fail_on"] or "unfit",
+        )
     machines = {
         "github": lambda: runs_to_github(result),
         "junit": lambda: runs_to_junit(result),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from mismatch.cli.command import with_flags
@@ -20,7 +21,8 @@ USE = "mismatch report RUN, or mismatch report A B C"
 def report(flags: Flags) -> int:
     """Print the report of a run, write its HTML and Markdown again; or show several.
 
-    With one RUN: refused if a scoring is newer than the report (`mismatch compare RUN` judges it).
+    With one RUN: the stored verdict. It is refused if a scoring is newer than the report, or if the
+    report contradicts itself. `mismatch compare RUN` judges the scorings again.
     Exit code as `check`. A read-only run is printed all the same.
 
     With A B C: side by side, from report.json and tokens.parquet only. Significant changes from A
@@ -45,31 +47,37 @@ def report(flags: Flags) -> int:
 
 def _one(run: Path, flags: Flags) -> int:
     from mismatch.cli import session
-    from mismatch.pipeline.document import report_from_json
+    from mismatch.pipeline.saved_runs import REPORT, UNVERIFIED, load_report
     from mismatch.reports.files import require_fresh, write_rendered
     from mismatch.run import store
+    from mismatch.run.manifest import damage_named
 
     require_fresh(run)
-    document = report_from_json(store.load_document(run, "report.json"))
+    document = load_report(run)
     tokens = store.load_tokens(run)
-    try:
-        write_rendered(run, document, tokens, flags["names"])
-    except MismatchError as error:
-        session.say(
-            f"note: the HTML and Markdown report could not be written: {error.message}; "
-            "for these copy the run to a directory that can be written"
-        )
-        return session.conclude(document, None, flags)
-    return session.conclude(document, run, flags, written=True)
+    if not flags["quiet"]:
+        print(f"note: the verdict is {UNVERIFIED}", file=sys.stderr)
+    with damage_named(run / REPORT):  # its reader cannot know what every section needs
+        try:
+            write_rendered(run, document, tokens, flags["names"])
+        except MismatchError as error:
+            session.say(
+                f"note: the HTML and Markdown report could not be written: {error.message}; "
+                "for these copy the run to a directory that can be written"
+            )
+            return session.conclude(document, None, flags)
+        return session.conclude(document, run, flags, written=True)
 
 
 def _several(runs: list[Path], flags: Flags) -> int:
     from mismatch.cli import session
     from mismatch.pipeline.run_comparison import compare_runs
     from mismatch.reports.saved_runs import runs_page
+    from mismatch.run.manifest import damage_named
 
     if not runs:
         raise MismatchError("Missing argument 'RUN'", USE)
-    result = compare_runs(runs)
-    session.conclude_page(runs_page(result), result.to_json(), flags)
+    with damage_named(f"a report of {', '.join(map(str, runs))}"):
+        result = compare_runs(runs)
+        session.conclude_page(runs_page(result), result.to_json(), flags)
     return 0

@@ -46,7 +46,7 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
             cannot follow.
     """
     from mismatch.cli.to_spec import fix_fields
-    from mismatch.run.directory import NEWEST, load_spec
+    from mismatch.run.directory import NEWEST, load_spec, require_known_prompts
     from mismatch.run.trust import require_trust
 
     resume, explicit = flags["resume"], flags.explicit
@@ -59,6 +59,8 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
         if "server" in explicit:  # said again
             asked = replace(spec, rollout=replace(spec.rollout, engine=replace(engine, servers=())))
     require_trust(Path(resume), asked, bool(flags.get("trust_run")))
+    if not flags.get("trust_run"):
+        require_known_prompts(Path(resume), asked)
     if explicit & FIX_NAMES:
         fields = fix_fields(flags, spec.fixes)
         kept = set() if "fix" in explicit else FIX_NAMES - explicit

@@ -16,6 +16,7 @@ from mismatch.analysis.plugins import analyses
 from mismatch.analysis.square import sides_at_fault
 from mismatch.codec import Misfit, fields_of, from_json, refused, schema_of, to_json
 from mismatch.metrics import METRICS
+from mismatch.pipeline.breakdown_columns import require_columns
 from mismatch.types import Check, Comparison, NotTested, Report, SidePair, Status, Verdict
 
 SCHEMA = "mismatch.report/3"
@@ -250,4 +251,6 @@ def comparisons_from_json(document: Any) -> tuple[list[Comparison], list[SidePai
         from_json(str, entry["id"], "noise_floor.id")
     pairs = [{key: value for key, value in entry.items() if key != "id"} for entry in entries]
     comparisons = from_json(list[Comparison], document["comparisons"], "comparisons")
+    for number, comparison in enumerate(comparisons):
+        require_columns(comparison.breakdowns, f"comparisons[{number}].breakdowns")
     return comparisons, from_json(list[SidePair], pairs, "noise_floor")

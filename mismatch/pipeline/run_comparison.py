@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from mismatch.analysis.displaced import Standing
-from mismatch.analysis.levels import column_for, default_thresholds, exit_code, judge, verdict
+from mismatch.analysis.levels import default_thresholds, exit_code
 from mismatch.analysis.square import Evidence
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
@@ -29,9 +29,11 @@ from mismatch.metrics.permutation import LEVEL, exchange, holm, prompts_to_tell
 from mismatch.pipeline.saved_runs import (
     ABSENT,
     PLACES,
+    UNVERIFIED,
     SavedRun,
     engine_moved,
     fact_order,
+    judged_again,
     load_run,
     same_tokens,
     samples,
@@ -200,6 +202,7 @@ def compare_runs(paths: Sequence[Path]) -> RunComparison:
         for run in runs
         if run.tokens is None
     ]
+    notes.append(f"verdicts are {UNVERIFIED}")
     tests = len(DECIDING) * len(others)
     notes += [error.message for run in others for error in obstacles(first, run, tests)]
     return compared(runs, notes)
@@ -251,6 +254,7 @@ def against(
         ]
         if run.report.result("square") is None:
             notes.append(f"{run.name} has no square: a fault cannot be told from rounding there")
+    notes.append(f"verdicts are {UNVERIFIED}")
     gate = judged_gate(result, (old.report.verdict, new.report.verdict), margin, fail_on)
     return replace(result, notes=tuple(notes), gate=gate)
 
@@ -412,12 +416,7 @@ def judged_by(run: SavedRun, thresholds: Thresholds | None) -> SavedRun:
     report = run.report
     if thresholds is None or not report.comparisons:
         return run
-    column = column_for(run.facts["engine"], run.facts["trainer"])
-    unmeasured = "the run holds no float32 passes that could be used"
-    if column == "fp32" or report.result("square") is not None:
-        unmeasured = ""
-    judgements = judge(report.comparisons[0], column, thresholds)
-    own = verdict(judgements, report.checks, column, unmeasured)
+    own = judged_again(report, thresholds)
     return replace(run, report=replace(report, verdict=own))
 
 

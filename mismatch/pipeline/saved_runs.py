@@ -1,4 +1,8 @@
-"""Read saved runs from their report.json and tokens.parquet alone."""
+"""Read saved runs from their report.json and tokens.parquet alone.
+
+A stored verdict is a claim: :func:`load_report` refuses what its own numbers contradict, and what
+reads it says :data:`UNVERIFIED`. Only ``mismatch compare RUN`` judges the scorings themselves.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mismatch.analysis.levels import NO_COLUMN, Level, Thresholds, column_for, judge, verdict
+from mismatch.codec import to_json
+from mismatch.errors import MismatchError
 from mismatch.metrics.difference import Sample
-from mismatch.pipeline.document import report_from_json
+from mismatch.pipeline.build import COMPARISON
+from mismatch.pipeline.document import comparisons_from_json, report_from_json
 from mismatch.run import store
-from mismatch.types import Comparison, Estimate, Floats, Ints, Report
+from mismatch.run.manifest import damage_named
+from mismatch.types import Comparison, Estimate, Floats, Ints, Report, Verdict
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,6 +37,7 @@ NOT_SETTINGS = {
 }  # fmt: skip
 LONGEST = 120  # characters of a value
 ABSENT = "–"
+UNVERIFIED = "unverified: read from report.json, not judged again; mismatch compare RUN does that"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +126,83 @@ class SavedRun:
         return dict(_flat(self.facts[where], ""))
 
 
+def load_report(run: Path) -> Report:
+    """Return the report of a run as it was stored.
+
+    Raises:
+        MismatchError: no report; one that is damaged, of another version, or that the manifest does
+            not list; or a verdict or numbers that the run itself contradicts.
+    """
+    path = run / REPORT
+    report = report_from_json(store.load_document(run, REPORT))
+    with damage_named(path):
+        stored = verdict_as_is(report)
+        own = judged_again(report)
+    if _statuses(own) != _statuses(stored):
+        raise MismatchError(
+            f"{path} says {stored.status}, and its own numbers and checks say {own.status}: it was "
+            "edited, or judged by another version",
+            f"judge the scorings again: mismatch compare {run}",
+        )
+    if (run / COMPARISON).exists():
+        with damage_named(run / COMPARISON):
+            held = comparisons_from_json(store.load_document(run, COMPARISON))[0]
+        if to_json(held) != to_json(list(report.comparisons)):
+            raise MismatchError(
+                f"{path} holds other numbers than {COMPARISON}",
+                f"judge the scorings again: mismatch compare {run}",
+            )
+    return report
+
+
+def verdict_as_is(report: Report) -> Verdict:
+    """Return the stored verdict without fixes, also where the report carries that after them."""
+    table = report.result("fixes")
+    before: Verdict | None = None if table is None else table.verdict_as_is
+    return report.verdict if before is None else before
+
+
+def judged_again(report: Report, thresholds: Thresholds | None = None) -> Verdict:
+    """Judge the numbers and checks of a report.
+
+    Args:
+        thresholds: None: the levels that it was judged by, in their column.
+    """
+    stored = verdict_as_is(report)
+    column = None if stored.levels == NO_COLUMN else stored.levels
+    if thresholds is not None and report.comparisons:
+        first, prints = report.comparisons[0], report.fingerprints
+        column = column_for(prints.get(first.rollout, {}), prints.get(first.train, {}))
+    if thresholds is None:
+        thresholds = {
+            each.metric: {stored.levels: Level(each.healthy, each.unfit, each.source)}
+            for each in stored.judgements
+        }
+    unmeasured = "the run holds no float32 passes that could be used"
+    # The report of two scorings, and one that could compare nothing, ask for no square.
+    if (
+        column == "fp32"
+        or report.result("square") is not None
+        or "runs" in report.run
+        or not report.comparisons
+    ):
+        unmeasured = ""
+    judgements = judge(report.comparisons[0], column, thresholds) if report.comparisons else ()
+    return verdict(judgements, report.checks, column, unmeasured)
+
+
+def _statuses(judged: Verdict) -> tuple[Any, ...]:
+    answers = [each.status for each in (judged.correctness, judged.fitness) if each is not None]
+    return judged.status, answers, [(each.metric, each.status) for each in judged.judgements]
+
+
 def load_run(run: Path) -> SavedRun:
     """A run from its report, and its tokens where they are there.
 
     Raises:
         MismatchError: no report, or one that is damaged or of another version.
     """
-    report = report_from_json(store.load_document(run, REPORT))
+    report = load_report(run)
     table = store.load_tokens(run) if (run / store.TOKENS).exists() else None
     if table is not None and not NEEDED.issubset(table.columns):
         table = None

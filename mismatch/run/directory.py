@@ -18,7 +18,7 @@ from mismatch.run import store
 from mismatch.run.manifest import WRONG, damage_named, sha256
 from mismatch.run.provenance import now, provenance
 from mismatch.run.resume import differences
-from mismatch.run.trust import require_no_links
+from mismatch.run.trust import FLAG, require_no_links
 from mismatch.specs import CheckSpec, portable, spec_hash, to_dict
 
 RUN, SPEC = "run.json", "spec.json"
@@ -62,14 +62,20 @@ class Journal:
 
 
 @contextmanager
-def at_work(run_dir: Path, verb: str, spec: CheckSpec, command: str) -> Iterator[Journal]:
+def at_work(
+    run_dir: Path, verb: str, spec: CheckSpec, command: str, new: bool = False
+) -> Iterator[Journal]:
     """Hold a run directory while a command writes into it, and note what the command was.
+
+    Args:
+        new: the directory was made for this command; a run that is there is of another one, which
+            began at the same moment.
 
     Raises:
         MismatchError: another process is at work there, or the directory holds symbolic links.
     """
     with _lock(run_dir) as free:
-        if not free:
+        if not free or (new and (run_dir / SPEC).exists()):
             raise MismatchError(
                 f"another mismatch process is at work in {run_dir}",
                 "wait until it ends, or choose another directory: --out DIR",
@@ -231,6 +237,29 @@ def require_same_prompts(run_dir: Path, spec: CheckSpec) -> None:
             f"{path} has changed since {run_dir} was begun",
             "put the old file back, or start a new run without --resume",
         )
+
+
+def require_known_prompts(run_dir: Path, spec: CheckSpec) -> None:
+    """Refuse a file that a stored spec names and that the run does not know by its content.
+
+    Whoever wrote the spec may never have seen the file: what it holds would be copied into the run.
+
+    Raises:
+        MismatchError: no command of the run noted the file's checksum, or it has changed; a data
+            set in a folder of this machine.
+    """
+    prompts = spec.rollout.prompts
+    noted = any("prompts_sha256" in entry for entry in invocations(run_dir))
+    there = prompts.path is not None and Path(prompts.path).exists()
+    local = prompts.dataset is not None and Path(prompts.dataset).exists()
+    if local or (there and not noted):
+        named = prompts.dataset if local else prompts.path
+        raise MismatchError(
+            f"the spec of {run_dir} names {named}, and the run holds no checksum of it",
+            f"if that is yours: {FLAG}; or give the flags of the run again, with --resume",
+        )
+    if there:
+        require_same_prompts(run_dir, spec)
 
 
 def newest_unfinished(parent: Path, verb: str, spec: CheckSpec) -> Path | None:

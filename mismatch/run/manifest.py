@@ -1,8 +1,12 @@
 """``manifest.json`` of a run directory: what was written, from what, and its checksum.
 
 Every artefact is written to a temporary name, synced, renamed, and then recorded here: an artefact
-that is recorded is whole, and one whose bytes have changed since is refused when it is read. A
-directory without a manifest (files copied one by one) is read unverified.
+that is recorded is whole. One whose bytes have changed since, or that the manifest does not list,
+is refused when it is read. A directory without a manifest (files copied one by one) is read
+unverified, and gets none: a list of what is written there now would refuse all that was copied.
+
+A checksum finds accidents. Whoever edits a file on purpose can edit its entry as well: what a run
+says is a claim of whoever made it (SECURITY.md).
 
 Example of an entry::
 
@@ -24,17 +28,20 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from mismatch.errors import MismatchError
 
 # What reading code raises where a value is of another kind than it writes.
-WRONG = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+WRONG = (
+    *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError),
+    StopIteration,
+)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @contextmanager
-def damage_named(path: Path) -> Iterator[None]:
+def damage_named(path: Path | str) -> Iterator[None]:
     """Around all that reads one file.
 
     Raises:
@@ -71,6 +78,8 @@ def readable(file: str | Callable[..., str]) -> Callable[[F], F]:
 
 NAME = "manifest.json"
 SCHEMA = "mismatch.manifest/1"
+# A run begins with the first, a copied report with the second; other artefacts come with them.
+FIRST = ("rollout.parquet", "report.json")
 Entry = dict[str, Any]
 
 
@@ -158,7 +167,7 @@ def record(
     inputs: Iterable[str] = (),
     made_with: dict[str, str] | None = None,
 ) -> None:
-    """Enter an artefact that has just been written.
+    """Enter an artefact that has just been written; nothing where files came without a manifest.
 
     Args:
         name: its path inside the run directory.
@@ -168,6 +177,9 @@ def record(
     """
     run_dir = Path(run_dir)
     with _locked(run_dir):
+        copied = [each for each in FIRST if each != name and (run_dir / each).exists()]
+        if copied and not (run_dir / NAME).exists():
+            return
         recorded = entries(run_dir)
         recorded[name] = {
             "sha256": sha256(run_dir / name),
@@ -181,15 +193,17 @@ def record(
 
 
 def verify(run_dir: Path | str, name: str) -> None:
-    """Compare an artefact with what was recorded; one that was never recorded passes.
+    """Compare an artefact with what was recorded; without a manifest there is nothing to compare.
 
     Raises:
-        MismatchError: its bytes are not those that were written.
+        MismatchError: its bytes are not those that were written, or the manifest does not list it.
     """
     run_dir = Path(run_dir)
     entry, path = entries(run_dir).get(name), run_dir / name
-    if entry is None or not path.exists():
+    if not path.exists() or not (run_dir / NAME).exists():
         return
+    if entry is None:
+        _refuse(path, f"is not listed in {NAME}: its writer was interrupted, or it was put there")
     size = path.stat().st_size
     if size < entry["bytes"]:
         _refuse(path, f"is truncated: {size:,} of {entry['bytes']:,} bytes")
@@ -259,7 +273,7 @@ def _intact(run_dir: Path, name: str, entry: Entry) -> bool:
     )
 
 
-def _refuse(path: Path, what: str) -> None:
+def _refuse(path: Path, what: str) -> NoReturn:
     raise MismatchError(
         f"{path} {what}",
         "copy the run directory again, or make this artefact again: delete it, then "

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mismatch.captures import Distributions, Likeliest
+from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.run import captured, manifest
 from mismatch.run.manifest import missing_fix, readable, write_atomic
@@ -35,6 +36,7 @@ from mismatch.run.provenance import checkpoint_digest, numeric_versions, redact
 from mismatch.run.tables import (
     flat,
     layers_of,
+    numbers,
     plain,
     ragged,
     read_header,
@@ -153,13 +155,13 @@ def load_rollout(run_dir: Path | str) -> Rollout:
         offsets=offsets,
         action_mask=flat(table, "action_mask")[0].astype(np.bool_),
         turn=flat(table, "turn")[0].astype(np.int64),
-        prompt_index=table.column("prompt_index").to_numpy().astype(np.int64),
-        finish_reason=tuple(table.column("finish_reason").to_pylist()),
+        prompt_index=numbers(table, "prompt_index", np.int64),
+        finish_reason=from_json(
+            tuple[str, ...], table.column("finish_reason").to_pylist(), "finish_reason"
+        ),
         sampling=Sampling(**header["sampling"]),
         fingerprint=header["fingerprint"],
-        rewards=table.column("reward").to_numpy().astype(np.float64)
-        if "reward" in table.column_names
-        else None,
+        rewards=numbers(table, "reward", np.float64) if "reward" in table.column_names else None,
     )
 
 
@@ -317,7 +319,7 @@ def load_vocabulary(run_dir: Path | str) -> dict[int, str]:
     """Texts of the ids in the rollout; empty where none were saved."""
     if not (Path(run_dir) / VOCABULARY).exists():
         return {}
-    return {int(token): text for token, text in load_document(run_dir, VOCABULARY).items()}
+    return from_json(dict[int, str], load_document(run_dir, VOCABULARY), VOCABULARY)
 
 
 def save_tokens(run_dir: Path | str, frame: pd.DataFrame, **entry: Any) -> Path:

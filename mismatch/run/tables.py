@@ -134,13 +134,35 @@ def ragged(values: np.ndarray, offsets: np.ndarray) -> pa.Array:
 
 
 def flat(table: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """Values and offsets of a list column, whatever slices the reader made."""
+    """Values and offsets of a list column, whatever slices the reader made.
+
+    Raises:
+        TypeError: it is no column of lists, or a row holds none.
+    """
+    import pyarrow as pa
     import pyarrow.compute as pc
 
     lists = table.column(column)
+    if not (pa.types.is_list(lists.type) or pa.types.is_large_list(lists.type)):
+        raise TypeError(f"{column} is a column of {lists.type}, not of lists")
+    if lists.null_count:
+        raise TypeError(f"{column} is null in {lists.null_count} rows")
     lengths = pc.list_value_length(lists).to_numpy()
     values = pc.list_flatten(lists).to_numpy()
     return values, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def numbers(table: pa.Table, column: str, kind: type[np.generic]) -> np.ndarray:
+    """Values of a column of numbers.
+
+    Raises:
+        TypeError: a value is missing.
+    """
+    values = table.column(column)
+    if values.null_count:
+        raise TypeError(f"{column} is null in {values.null_count} rows")
+    held: np.ndarray = values.to_numpy().astype(kind)
+    return held
 
 
 def plain(value: Any) -> Any:

@@ -326,6 +326,12 @@ def other_schema(run: Path) -> list[str]:
     return ["compare", str(run)]
 
 
+def earlier_report(run: Path) -> list[str]:
+    (run / "manifest.json").unlink()
+    (run / "report.json").write_text('{"schema": "mismatch.report/0"}')
+    return ["report", str(run)]
+
+
 def changed(run: Path) -> list[str]:
     path = run / "scores" / "fsdp.parquet"
     data = bytearray(path.read_bytes())
@@ -379,10 +385,8 @@ ARTEFACTS = {
     "unknown scoring": (on_run("compare", "--left", "nobody"), "nobody.parquet does not exist"),
     "a scoring against itself": (on_run("compare", "--left", "fsdp"), "the same scoring"),
     "no report yet": (on_run("report"), "report.json does not exist"),
-    "report of another version": (
-        edited("report.json", '{"schema": "mismatch.report/0"}', "report"),
-        "mismatch.report/0",
-    ),
+    "report of another version": (earlier_report, "mismatch.report/0"),
+    "report that nothing wrote": (edited("report.json", "{}", "report"), "is not listed in"),
     "score of no run": (lambda run: ["score", "nowhere"], "no run in nowhere"),
     "score under a bad name": (on_run("score", "--name", "a/b"), "no plain name"),
     "score with other settings": (

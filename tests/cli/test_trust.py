@@ -10,7 +10,7 @@ from mismatch.cli.main import app
 from mismatch.errors import MismatchError
 from mismatch.processes.launch import worker_path
 from mismatch.run import store
-from mismatch.run.directory import at_work
+from mismatch.run.directory import at_work, load_spec
 from mismatch.run.trust import DATA, NEEDS_TRUST
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, TrainSpec, to_dict
 
@@ -93,7 +93,7 @@ def test_every_field_of_every_spec_is_classified(spec):
 
 
 @pytest.mark.parametrize("source", ["path", "dataset"])
-def test_a_copied_spec_sends_no_file_to_a_server(tmp_path, started, source):
+def test_a_copied_spec_reads_no_file_of_the_reader(tmp_path, started, source):
     private = tmp_path / "private.jsonl"
     private.write_text('{"prompt": "secret"}\n')
     run = copied(tmp_path, {"servers": ("http://203.0.113.9:80",)}, prompts={source: str(private)})
@@ -101,8 +101,28 @@ def test_a_copied_spec_sends_no_file_to_a_server(tmp_path, started, source):
     assert isinstance(done.exception, MismatchError)
     assert str(private) in done.exception.message
     assert not started
-    run = copied(tmp_path, prompts={source: str(private)})  # read here, sent nowhere
+    run = copied(tmp_path, prompts={source: str(private)})  # read into the run, and shared with it
+    done = CliRunner().invoke(app, ["check", "--resume", str(run)])
+    assert str(private) in done.exception.message
+    done = CliRunner().invoke(app, ["loop", "--like", str(run)])
+    assert str(private) in done.exception.message
+    assert not started
+    CliRunner().invoke(app, ["check", "--resume", str(run), "--trust-run"])
+    assert len(started) == 1
+
+
+def test_a_prompts_file_that_the_run_knows_by_its_content_is_read_again(tmp_path, started):
+    """The run of this reader: its first command noted the checksum of the file."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "2 + 2"}\n')
+    run = copied(tmp_path, prompts={"path": str(prompts)})
+    with at_work(run, "check", load_spec(run), "mismatch check"):
+        pass
     CliRunner().invoke(app, ["check", "--resume", str(run)])
+    assert len(started) == 1
+    prompts.write_text('{"prompt": "3 + 3"}\n')
+    done = CliRunner().invoke(app, ["check", "--resume", str(run)])
+    assert "has changed" in done.exception.message
     assert len(started) == 1
 
 

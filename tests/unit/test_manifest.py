@@ -44,8 +44,14 @@ def test_one_changed_byte_is_refused_with_the_file_and_the_fix(run):
     assert "--resume" in caught.value.fix
 
 
-def test_what_was_never_recorded_is_read_unverified(run):
-    (run / "manifest.json").unlink()
+def test_what_the_manifest_does_not_list_is_refused(run):
+    document = json.loads((run / "manifest.json").read_text())
+    del document["artefacts"]["rollout.parquet"]
+    (run / "manifest.json").write_text(json.dumps(document))
+    with pytest.raises(MismatchError, match=r"rollout\.parquet is not"):
+        store.load_rollout(run)
+    assert not resume.rollout_done(run, spec().rollout)  # it is made again
+    (run / "manifest.json").unlink()  # files that were copied one by one
     assert store.load_rollout(run).n_sequences == 16
 
 

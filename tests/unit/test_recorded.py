@@ -263,6 +263,16 @@ PRIME = {
     "new_column": [1, 2, 3, 4],
 }
 BOTH = MASKED | {"train_logprobs": [-0.11, -0.21], "entropy": [0.5, 0.6], "replica": 2}
+SLIME = {
+    "tokens": [1, 2, 3, 4],
+    "response_length": 2,
+    "loss_mask": [1, 1],
+    "rollout_log_probs": [-0.5, -0.25],
+    "log_probs": [-0.625, -0.25],
+    "reward": 1.0,
+}
+# A row of every format, for tests/fuzz.py.
+ROWS = (GENERIC, MASKED, INSTRUCT, VERL, titan(turn([1, 2], [3, 4])), NEMO, PRIME, BOTH, SLIME)
 
 
 @pytest.mark.parametrize("entry", [NEMO, PRIME, BOTH], ids=["nemo-rl", "prime-rl", "generic"])

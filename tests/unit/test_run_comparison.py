@@ -20,14 +20,14 @@ from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
 from mismatch.pipeline.document import report_to_json
 from mismatch.pipeline.run_comparison import Move, RunComparison, against, compare_runs
-from mismatch.pipeline.saved_runs import load_run
+from mismatch.pipeline.saved_runs import judged_again, load_run
 from mismatch.pipeline.tokens import arrow_lists
 from mismatch.reports import html, markdown
 from mismatch.reports.ci_formats import runs_to_github, runs_to_junit
 from mismatch.reports.saved_runs import runs_page
 from mismatch.reports.terminal import print_page
 from mismatch.run import store
-from mismatch.types import Answer, Status
+from mismatch.types import Check, CheckStatus, Status
 from tests.command import mismatch
 from tests.reports_fixture import LAYERS, make_report, make_tokens, square_of
 from tests.texts import numbers
@@ -90,12 +90,15 @@ def save(
         first.rollout: {"engine": "vllm", "version": version},
         first.train: {"weights": weights},
     }
-    own = replace(report.verdict, status=status, correctness=Answer(status, f"it is {status}"))
+    planted: dict[Status, CheckStatus] = {"broken": "failed", "tolerable": "warning"}
+    checks = report.checks
+    if status in planted:
+        checks += (Check("planted", planted[status], f"it is {status}"),)
     sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0, "max_tokens": 128}
     report = replace(
         report,
         model=model,
-        verdict=own,
+        checks=checks,
         comparisons=(
             replace(first, metrics=metrics, routing=routing),
             *report.comparisons[1:],
@@ -109,11 +112,11 @@ def save(
             "spec": {"rollout": {"sampling": sampling}},
         },
     ).with_analyses(square=square_of(gap=gap))
+    report = replace(report, verdict=judged_again(report))
     directory.mkdir(parents=True)
     store.write_json(directory / "report.json", report_to_json(report))
     if tokens:
         store.save_tokens(directory, table)
-        (directory / "manifest.json").unlink()
     return directory
 
 

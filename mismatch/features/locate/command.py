@@ -63,7 +63,7 @@ def locate(flags: Flags) -> int:
     from mismatch.features.locate.judge import judge, to_document
     from mismatch.features.locate.recording import Scope, locate_in
     from mismatch.features.locate.section import section
-    from mismatch.pipeline.document import report_from_json
+    from mismatch.pipeline.saved_runs import load_report
     from mismatch.reports.files import write_report
     from mismatch.reports.terminal import print_alone
     from mismatch.run import store
@@ -83,8 +83,7 @@ def locate(flags: Flags) -> int:
     with at_work(run, "locate", spec, session.command()):
         location = locate_in(run, spec, narrator, scope)
     if (run / "report.json").exists():
-        stored = report_from_json(store.load_document(run, "report.json"))
-        write_report(run, stored.with_analyses(locate=location), store.load_tokens(run))
+        write_report(run, load_report(run).with_analyses(locate=location), store.load_tokens(run))
     verdict = judge(location)
     if flags["as_json"]:
         typer.echo(json.dumps(to_document(location), indent=2, allow_nan=False))

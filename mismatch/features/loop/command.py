@@ -109,7 +109,7 @@ def asked(flags: Flags) -> Asked:
     from mismatch.features.loop.arms import read_settings
     from mismatch.features.loop.spec import read_arms, read_seeds
     from mismatch.models import resolve_model
-    from mismatch.run.directory import NEWEST
+    from mismatch.run.directory import NEWEST, require_known_prompts
     from mismatch.run.trust import require_trust
 
     run, given = flags["resume"], flags.explicit
@@ -118,6 +118,7 @@ def asked(flags: Flags) -> Asked:
     before = read_settings(Path(run))
     check, reward = before.loop.check, before.loop.reward
     require_trust(Path(run), check, trusted=False)
+    require_known_prompts(Path(run), check)
     if reward is not None:
         raise MismatchError(
             f"{run} has a reward function of its own: {reward}",
@@ -167,7 +168,7 @@ def save_page(run_dir: Path, report: LoopReport) -> None:
 def loop_spec(flags: Flags) -> LoopSpec:
     """Return what all arms share; flags that a loop cannot honour are refused."""
     from mismatch.cli.to_spec import check_spec
-    from mismatch.run.directory import load_spec
+    from mismatch.run.directory import load_spec, require_known_prompts
     from mismatch.run.trust import require_trust
 
     values, small = spec_values(LoopSpec, flags, LOOP_FIELDS), False
@@ -179,6 +180,8 @@ def loop_spec(flags: Flags) -> LoopSpec:
             )
         spec = load_spec(flags["like"])
         require_trust(flags["like"], spec, flags["trust_run"])
+        if not flags["trust_run"]:
+            require_known_prompts(flags["like"], spec)
     else:
         flags["model"] = flags["model"] or DEFAULT_MODEL
         small = flags["model"] == DEFAULT_MODEL

@@ -93,7 +93,7 @@ def read_config(flag: str, path: Path, overrides: Sequence[str] = ()) -> ConfigF
         tree = OmegaConf.load(path)
     except (
         OSError,
-        UnicodeDecodeError,
+        ValueError,  # bytes that are no text, a number of thousands of digits
         YAMLError,
         RecursionError,
         OmegaConfBaseException,

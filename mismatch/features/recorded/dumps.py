@@ -23,10 +23,12 @@ from typing import Any, Literal
 
 from mismatch.errors import MismatchError
 from mismatch.features.recorded.convert import converted, json_lines
+from mismatch.run.manifest import WRONG
 
 Entry = dict[str, Any]
 Form = Literal["torchtitan", "open-instruct", "generic", "verl", "nemo-rl", "prime-rl", "slime"]
 SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".dp", ".pkl")
+LARGEST = 2**63  # token ids are int64
 # First bytes of a file by ``torch.save``, and by ``pickle.dump`` with protocol 2 and later.
 PICKLED = (b"PK\x03\x04", b"\x80")
 # What a row may say of where it came from, in any format; ``step`` also from the file's name.
@@ -94,7 +96,7 @@ def read_recorded(path: Path, form: Form | None = None, python: str | None = Non
             before = len(recorded.sequences)
             try:
                 FORMS[form].read(entry, recorded)
-            except (ValueError, TypeError, AttributeError) as error:
+            except WRONG as error:
                 raise MismatchError(
                     f"{where}: no sequence of the format {form}: {error}",
                     "docs/how-to/recorded-runs.md lists the fields; --format names another",
@@ -103,6 +105,10 @@ def read_recorded(path: Path, form: Form | None = None, python: str | None = Non
             rows = recorded.sequences[before:]
             recorded.sequences[before:] = [row for row in rows if _fits(row, where, recorded)]
             said = {name: str(entry[name]) for name in ATTRIBUTES if _is_label(entry.get(name))}
+            if not re.fullmatch(r"-?\d{1,18}", said.get("step", "0"), re.ASCII):
+                raise MismatchError(
+                    f"{where}: step is {said['step']!r:.60}", "write the step as a whole number"
+                )
             for row in recorded.sequences[before:]:
                 row.attributes = place | said | row.attributes
     if form is None:
@@ -173,8 +179,14 @@ def _fits(row: Row, where: str, recorded: Recorded) -> bool:
     """Whether a row can be scored; counts it among the misfits where its arrays do not fit.
 
     Raises:
-        ValueError: its first token is sampled, which nothing predicts.
+        MismatchError: its mask is not of its tokens, or its first token is sampled, which nothing
+            predicts.
     """
+    if len(row.sampled) != len(row.token_ids):
+        raise MismatchError(
+            f"{where}: a mask of {len(row.sampled)} entries for {len(row.token_ids)} tokens",
+            "docs/how-to/recorded-runs.md lists the fields; --format names another format",
+        )
     count = sum(row.sampled)
     if count == 0:
         recorded.remarks["left out: no token was sampled"] += 1
@@ -228,8 +240,9 @@ def nemo_rl(entry: Entry, recorded: Recorded) -> None:
     for name in ("token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs"):
         if name not in entry:
             raise ValueError(f"no {name}: a newer NeMo-RL writes it")
-    length = int(_alone(entry["input_lengths"]))
-    ids = [int(token) for token in _alone(entry["token_ids"])[:length]]
+    length = _alone(entry["input_lengths"])
+    ids = _ids(entry | {"token_ids": _alone(entry["token_ids"])}, "token_ids")
+    ids = ids[: _size(length, "input_lengths", len(ids))]
     sampled = [bool(value) for value in _alone(entry["token_loss_mask"])[:length]]
     rollout = [_number(value) for value in _alone(entry["generation_logprobs"])[:length]]
     train = [_number(value) for value in _alone(entry["prev_logprobs"])[:length]]
@@ -272,7 +285,8 @@ def slime(entry: Entry, recorded: Recorded) -> None:
     """Read a sequence of slime's or miles' train dump, as convert.py writes it."""
     if "rollout_log_probs" not in entry:
         raise ValueError("no rollout_log_probs: run with --use-rollout-logprobs or --use-tis")
-    ids, count = _ids(entry, "tokens"), int(entry["response_length"])
+    ids = _ids(entry, "tokens")
+    count = _size(entry["response_length"], "response_length", len(ids))
     mask = entry.get("loss_mask") or [1] * count
     sampled = [False] * (len(ids) - count) + [bool(value) for value in mask]
     response = sampled[len(ids) - count :]
@@ -504,9 +518,22 @@ def _alone(value: Any) -> Any:
 
 def _ids(entry: Entry, name: str) -> list[int]:
     ids = _list(entry, name)
-    if not all(type(token) is int and token >= 0 for token in ids):
+    if not all(type(token) is int and 0 <= token < LARGEST for token in ids):
         raise ValueError(f"{name} holds what is no token id")
     return ids
+
+
+def _size(value: Any, name: str, most: int) -> int:
+    """Return a number of tokens; JSON may hold a whole number as a float.
+
+    Raises:
+        ValueError: it is no whole number, or more than there are tokens.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise ValueError(f"{name} is {value!r:.60}, no number of tokens")
+    if not 0 <= value <= most:
+        raise ValueError(f"{name} is {int(value)}, and the row has {most} tokens")
+    return int(value)
 
 
 def _number(value: Any) -> float:

@@ -12,6 +12,7 @@ from mismatch.codec import from_json
 from mismatch.features.recorded.rows import LEAST_ROWS, RowGroups, row_groups
 from mismatch.features.recorded.steps import Step, steps_of
 from mismatch.reports.formatting import plural
+from mismatch.run.manifest import damage_named
 from mismatch.types import Check
 
 if TYPE_CHECKING:
@@ -72,17 +73,18 @@ def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
 
     if not (run_dir / FILE).exists():
         return None
-    facts = from_json(RecordedFacts, store.load_document(run_dir, FILE))
     rows: RowGroups | None = None
     steps: tuple[Step, ...] = ()
-    if {store.TRAIN, "recorded:decode"} <= set(store.scoring_names(run_dir)):
-        rollout = store.load_rollout(run_dir)
-        decode = store.load_scoring(run_dir, "recorded:decode")
-        train = store.load_scoring(run_dir, store.TRAIN)
-        pair = Pair.of(rollout, decode, train)
-        rows = row_groups(pair, rollout, facts.attributes)
-        if len(set(labels := facts.attributes.get("step", ()))) > 1:
-            steps = steps_of(pair, labels, train.entropy, rollout.rewards)
+    with damage_named(run_dir / FILE):
+        facts = from_json(RecordedFacts, store.load_document(run_dir, FILE))
+        if {store.TRAIN, "recorded:decode"} <= set(store.scoring_names(run_dir)):
+            rollout = store.load_rollout(run_dir)
+            decode = store.load_scoring(run_dir, "recorded:decode")
+            train = store.load_scoring(run_dir, store.TRAIN)
+            pair = Pair.of(rollout, decode, train)
+            rows = row_groups(pair, rollout, facts.attributes)
+            if len(set(labels := facts.attributes.get("step", ()))) > 1:
+                steps = steps_of(pair, labels, train.entropy, rollout.rewards)
     return RecordedReport(facts.file, facts.format, facts.findings, rows, steps)
 
 

@@ -186,7 +186,7 @@ def keep(spec: CheckSpec, run_dir: Path, file: Path, read: Read, command: str, b
     ids = sorted({token for row in recorded.sequences for token in row.token_ids})
     texts = tokenizer.texts(ids) if tokenizer else {token: f"⟨{token}⟩" for token in ids}
     facts = RecordedFacts(file.name, read.form, run.findings, run.attributes)
-    with at_work(run_dir, "read-rollouts", spec, command):
+    with at_work(run_dir, "read-rollouts", spec, command, new=True):
         store.save_rollout(run_dir, run.rollout, made_by=spec.rollout)
         store.save_vocabulary(run_dir, texts)
         store.save_document(run_dir, FILE, to_json(facts), schema=facts.schema)
