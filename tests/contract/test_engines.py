@@ -45,20 +45,18 @@ UNABLE = {"sglang": {"deterministic", "distributions"}}  # what it says it canno
 # them in the sequence then differs by more than rounding. About one row in ten thousand is.
 TIE = 1e-5
 
-every_engine = pytest.mark.parametrize("engine", ENGINES)
+# SGLang has the trainer itself to agree with in `make test` (integration/test_sglang.py).
+every_engine = pytest.mark.parametrize("engine", grid(ENGINES, "vllm", "transformers"))
 # One start of an engine per law; `make test` takes those of which no other shows the same.
 SHOWN = (
     *(("vllm", law) for law in ("plain", "truncated")),
     ("transformers", "plain"),
-    ("sglang", "plain"),
 )
 EVERY_LAW = [(engine, law) for engine in ENGINES for law in LAWS if law != "chunked"]
 every_law = pytest.mark.parametrize(("engine", "law"), grid(EVERY_LAW, *SHOWN))
 # SGLang gives no whole distributions.
 DISTRIBUTIONS = [(engine, law) for engine in ("vllm", "transformers") for law in LAWS]
-every_distribution = pytest.mark.parametrize(
-    ("engine", "law"), grid(DISTRIBUTIONS, *(pair for pair in SHOWN if pair[0] != "sglang"))
-)
+every_distribution = pytest.mark.parametrize(("engine", "law"), grid(DISTRIBUTIONS, *SHOWN))
 POSITIONS = 512
 
 
@@ -135,7 +133,7 @@ def test_samples_of_a_prompt_differ(engine: str, run_of: Runs) -> None:
     assert np.mean(different) > 2
 
 
-@pytest.mark.parametrize("engine", grid(ENGINES, "vllm"))
+@pytest.mark.parametrize("engine", grid(ENGINES, "transformers"))
 def test_greedy_takes_the_most_likely_token(
     engine: str, run_of: Runs, reference: Reference
 ) -> None:

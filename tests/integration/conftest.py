@@ -73,7 +73,10 @@ def run_check(directory: Path, *flags: str, locate: bool = False) -> Run:
     return Run(directory, done.returncode, done.stdout)
 
 
-SMALL = ("--num-prompts", "16", "--samples-per-prompt", "2", "--no-noise-floor")
+SMALL = (
+    *("--num-prompts", "16", "--samples-per-prompt", "2", "--max-tokens", "64"),
+    *("--no-noise-floor", "--nproc-per-node", "1"),  # two ranks: default_run and tiny_run
+)
 
 
 # Tests of the tool itself (resuming, failing) need no vLLM and few tokens.
@@ -110,7 +113,7 @@ def _once(factory: pytest.TempPathFactory, name: str, flags: tuple[str, ...]) ->
     return Run(folder / name, *json.loads((folder / "outcome.json").read_text()))
 
 
-default_run = shared_run("default_run", "--num-prompts", "48")
+default_run = shared_run("default_run", "--num-prompts", "24")
 fp32_run = shared_run("fp32_run", *SMALL, "--dtype", "fp32", "--train-dtype", "fp32")
 no_sinks_run = shared_run("no_sinks_run", *SMALL, "--attention", "no-sinks")
 raw_run = shared_run(

@@ -38,7 +38,7 @@ def test_from_tokens_to_a_verdict_by_file(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    few = ("--num-prompts", "16", "--samples-per-prompt", "2", "--max-tokens", "48")
+    few = ("--num-prompts", "16", "--samples-per-prompt", "1", "--max-tokens", "32")
     run("rollout", "--model", "tiny-gpt-oss", "--engine", "transformers", *few, "--out", "run")
     run("tokens", "run", "tokens.parquet")
     score_elsewhere(tmp_path / "tokens.parquet")

@@ -26,6 +26,8 @@ from mismatch.specs import Pass, TrainSpec
 from mismatch.types import Scoring
 from tests.checkpoints import make, rollout
 
+pytestmark = pytest.mark.grid
+
 WORLD = 2
 SIZES: dict[str, Any] = {
     "hidden_size": 256,

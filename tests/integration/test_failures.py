@@ -90,7 +90,7 @@ def test_a_killed_engine_is_named(tmp_path):
 
 
 def test_a_killed_rank_is_named_and_nothing_that_was_sampled_is_lost(tmp_path):
-    process = start(tmp_path / "run", *QUICK)
+    process = start(tmp_path / "run", *TINY_RUN)
     wait_for_file(tmp_path / "run" / HANDED_ON)
     # torchrun and two ranks carry the session's path
     workers = wait_for_workers(tmp_path, TRAINER, 3)
@@ -102,7 +102,7 @@ def test_a_killed_rank_is_named_and_nothing_that_was_sampled_is_lost(tmp_path):
 @pytest.mark.grid
 def test_a_stopped_rank_ends_the_run_and_not_never(tmp_path, monkeypatch):
     monkeypatch.setenv("MISMATCH_STALL_S", "12")
-    process = start(tmp_path / "run", *QUICK)
+    process = start(tmp_path / "run", *TINY_RUN)
     wait_for_file(tmp_path / "run" / HANDED_ON)
     workers = wait_for_workers(tmp_path, TRAINER, 3)
     max(workers, key=lambda p: p.pid).suspend()

@@ -38,6 +38,7 @@ def run(env: dict[str, str], place: Path, *arguments: str) -> subprocess.Complet
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 def test_a_check_runs_without_any_feature(tmp_path: Path) -> None:
     env = without(tmp_path, *FEATURES)
     done = run(env, tmp_path, "check", *TINY, "--out", "run")

@@ -55,7 +55,8 @@ def excludes_zero(estimate: dict[str, Any]) -> bool:
 @pytest.fixture(scope="module")
 def without_sinks(no_sinks_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     target = tmp_path_factory.mktemp("fixes") / "no-sinks"
-    flags = ("--fix", "all", "--budget-minutes", "2", "--verdict", "after-fixes")
+    fixes = "attention-sinks,router-replay=ids,batch-invariant,tis"
+    flags = ("--fix", fixes, "--verdict", "after-fixes")
     run = resumed(no_sinks_run.directory, target, *flags)
     run.require_judged()
     return run
@@ -95,18 +96,25 @@ def test_replaying_routes_does_not_mend_a_missing_sink(without_sinks: Run) -> No
     assert "routing_disagree_layer" not in replayed["after"]  # 0 by construction is no measurement
 
 
-def test_all_says_of_every_fix_what_became_of_it(without_sinks: Run) -> None:
-    from mismatch.experiments.fixes.catalogue import FIXES
-
-    left = {text.partition(":")[0] for text in without_sinks.report["fix_trials"]["left_out"]}
-    named = {name.partition("=")[0] for name in {*rows(without_sinks), *left}}
-    assert {fix.id for fix in FIXES if fix.side != "estimator"} <= named
+def test_what_cannot_run_here_is_refused_and_estimators_are_not_run(without_sinks: Run) -> None:
     refused = rows(without_sinks)["batch-invariant"]
     assert refused["applies"] is False
     assert "GPU" in refused["reason"]
-    listed = {estimator["id"] for estimator in without_sinks.report["fix_trials"]["estimators"]}
+    assert [each["id"] for each in without_sinks.report["fix_trials"]["estimators"]] == ["tis"]
+    assert "tis" not in rows(without_sinks)
+
+
+@pytest.mark.grid
+def test_all_says_of_every_fix_what_became_of_it(no_sinks_run: Run, tmp_path: Path) -> None:
+    from mismatch.experiments.fixes.catalogue import FIXES
+
+    run = resumed(no_sinks_run.directory, tmp_path / "run", "--fix", "all", "--budget-minutes", "1")
+    left = {text.partition(":")[0] for text in run.report["fix_trials"]["left_out"]}
+    named = {name.partition("=")[0] for name in {*rows(run), *left}}
+    assert {fix.id for fix in FIXES if fix.side != "estimator"} <= named
+    listed = {estimator["id"] for estimator in run.report["fix_trials"]["estimators"]}
     assert listed == {fix.id for fix in FIXES if fix.side == "estimator"}
-    assert not listed & rows(without_sinks).keys()
+    assert not listed & rows(run).keys()
 
 
 def test_the_plan_is_said_before_anything_runs(without_sinks: Run) -> None:
@@ -125,6 +133,7 @@ def test_the_verdict_after_fixes_decides_the_exit_code(
     assert report["fix_trials"]["verdict_as_is"]["status"] == "broken"
 
 
+@pytest.mark.grid
 def test_resuming_makes_nothing_again(without_sinks: Run, tmp_path: Path) -> None:
     again = resumed(without_sinks.directory, tmp_path / "again", "--fix", "train")
     assert again.code == 1, again.output  # as it is: without --verdict after-fixes
@@ -191,7 +200,7 @@ def test_a_healthy_run_claims_nothing_that_it_has_not(healthy: Run) -> None:
 def test_a_quantised_kv_cache_is_found(tmp_path: Path) -> None:
     run = run_check(
         tmp_path / "run",
-        *(*SMALL, "--max-tokens", "64", "--engine-arg", "kv_cache_dtype=fp8"),
+        *(*SMALL, "--engine-arg", "kv_cache_dtype=fp8"),
         *("--fix", "bf16-kv-cache,fp32,fp32-lm-head,router-replay"),
     )
     run.require_judged()

@@ -105,6 +105,7 @@ def taken(root: Path, ranks: int, *passes: TrainSpec) -> Taken:
     return result
 
 
+@pytest.mark.grid
 def test_one_rank_two_ranks_and_two_that_share_sequences_agree(tmp_path: Path) -> None:
     model = str(make("gpt_oss", tmp_path / "model"))
     low = TrainSpec(model, master_dtype="fp32", grad=True, routing=False)

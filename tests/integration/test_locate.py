@@ -25,8 +25,8 @@ from mismatch.run.directory import load_spec
 from tests.integration.conftest import Run, run_check
 
 CHECK = (
-    *("--engine", "transformers", "--num-prompts", "12", "--samples-per-prompt", "1"),
-    *("--max-tokens", "24", "--exact-kl", "0"),
+    *("--num-prompts", "12", "--samples-per-prompt", "1"),
+    *("--max-tokens", "24", "--exact-kl", "0", "--nproc-per-node", "1"),
 )
 FEW = ("--sequences", "3", "--max-sequence-tokens", "80")
 
@@ -49,6 +49,7 @@ def location_of(run: Path) -> Location:
     return from_document(document(run))
 
 
+@pytest.mark.grid
 def test_a_clean_run_on_vllm_has_no_source(default_run: Run, tmp_path: Path) -> None:
     code, output, run = located(default_run.directory, tmp_path)
     assert code == 0, output
@@ -62,6 +63,7 @@ def test_a_clean_run_on_vllm_has_no_source(default_run: Run, tmp_path: Path) -> 
     assert not (run / "locate").exists()  # what was recorded is gone
 
 
+@pytest.mark.grid
 def test_a_sinkless_trainer_is_named_at_its_attention(no_sinks_run: Run, tmp_path: Path) -> None:
     code, output, run = located(no_sinks_run.directory, tmp_path)
     assert code == 1, output
@@ -168,7 +170,8 @@ def test_a_check_in_which_nothing_fails_does_not_locate(default_run: Run) -> Non
 def test_weights_that_differ_are_named_with_their_module(tiny_run: Path, tmp_path: Path) -> None:
     model = Path(load_spec(tiny_run).train.model)
     planted = plant(model, tmp_path / "planted", "swapped-experts", 1)
-    run = run_check(tmp_path / "run", *CHECK, "--train-model", str(planted), locate=True)
+    flags = (*CHECK, "--engine", "transformers", "--train-model", str(planted))
+    run = run_check(tmp_path / "run", *flags, locate=True)
     assert run.code == 1, run.output
     engine, trainer = sorted(location_of(run.directory).sides, key=lambda side: side.role)
     assert trainer.source is None  # the reference holds its weights

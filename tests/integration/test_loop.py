@@ -113,6 +113,7 @@ def children_of(folder: Path, what: str = "") -> list[int]:
     return pids
 
 
+@pytest.mark.grid
 def test_a_killed_run_goes_on_to_the_same_curve_and_a_lost_parameter_stops_it(
     tmp_path: Path,
 ) -> None:

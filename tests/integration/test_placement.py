@@ -14,6 +14,7 @@ from .conftest import TINY_RUN, run_check
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.grid
 def test_side_by_side_gives_the_numbers_of_one_by_one(tmp_path: Path, tiny_run: Path):
     run = run_check(tmp_path / "run", *TINY_RUN, "--overlap")
     assert run.code in (0, 1), run.output

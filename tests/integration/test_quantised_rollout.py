@@ -39,11 +39,13 @@ def _comparison(run: Run, left: str, right: str) -> dict[str, float]:
     raise AssertionError(f"no comparison of {left} with {right}")
 
 
+@pytest.mark.grid
 def test_the_trainer_with_the_engines_weights_agrees_with_it(quantised_run: Run) -> None:
     same = _comparison(quantised_run, "vllm:decode", "fsdp:other-weights")
     assert same["logprob_abs_diff_max"] <= 1e-4
 
 
+@pytest.mark.grid
 def test_the_rest_is_the_effect_of_the_weights_seen_from_both_sides(quantised_run: Run) -> None:
     seen = _comparison(quantised_run, "vllm:decode", "fsdp")
     alone = _comparison(quantised_run, "fsdp", "fsdp:other-weights")
@@ -51,6 +53,7 @@ def test_the_rest_is_the_effect_of_the_weights_seen_from_both_sides(quantised_ru
     assert alone["logprob_abs_diff_mean"] == pytest.approx(seen["logprob_abs_diff_mean"], rel=1e-2)
 
 
+@pytest.mark.grid
 def test_the_report_says_what_was_asked_for(quantised_run: Run) -> None:
     report = quantised_run.report
     assert quantised_run.checks["weights-as-loaded"] == "warning"

@@ -230,6 +230,7 @@ def test_injected_noise_is_named_wherever_it_shows(tiny_run: Path, tmp_path: Pat
         )
 
 
+@pytest.mark.grid
 def test_a_trainer_that_replays_says_so(tiny_run: Path, tmp_path: Path) -> None:
     spec = json.loads((tiny_run / "spec.json").read_text())
     copy = tmp_path / "run"

@@ -14,7 +14,7 @@ from tests.command import mismatch
 
 from .conftest import Run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.grid]
 
 
 @pytest.fixture(scope="module")

@@ -125,7 +125,8 @@ def located_sides(run: Path, code: int, output: str) -> dict[str, Any]:
     return sides
 
 
-@pytest.mark.parametrize("model", grid(MODELS, "tiny-gpt-oss"))
+@pytest.mark.grid
+@pytest.mark.parametrize("model", MODELS)
 def test_its_modules_are_recorded_and_a_clean_run_has_no_source(
     model: str, run_of: Any, tmp_path: Path
 ) -> None:

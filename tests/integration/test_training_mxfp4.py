@@ -22,6 +22,8 @@ from mismatch.specs import Pass, TrainSpec
 from mismatch.types import Scoring
 from tests.checkpoints import make_mxfp4, rollout
 
+pytestmark = pytest.mark.grid
+
 SIZES = {
     "hidden_size": 512,
     "intermediate_size": 512,
