@@ -67,6 +67,20 @@ def rope(model: Any, strength: float) -> None:
         cache.copy_(cache[places].clone())
 
 
+def rope_beyond(model: Any, strength: float) -> None:
+    """Rotations stand still from the position that the strength names."""
+    import torch
+
+    seen = set()
+    for module in model.modules():
+        cache = getattr(module, "cos_sin_cache", None)
+        if cache is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        places = torch.arange(len(cache)).clamp(max=int(strength))
+        cache.copy_(cache[places].clone())
+
+
 def yarn_factor(model: Any, strength: float) -> None:
     """A part of the factor on cosine and sine is lost: 1 takes out all of it."""
     seen = set()
@@ -128,6 +142,7 @@ FAULTS = {
     "swapped-experts": swapped_experts,
     "epsilon": epsilon,
     "rope": rope,
+    "rope-beyond": rope_beyond,
     "no-sinks": no_sinks,
     "yarn-factor": yarn_factor,
     "softcap": softcap,

@@ -438,6 +438,15 @@ class CheckSpec:
         bool, Flag(TRAIN, "Also run the trainer twice and in float32 to measure noise.")
     ] = True
     seed: int = 0  # of the bootstrap
+    context_length: Annotated[
+        int | None,
+        Flag(
+            TRAIN,
+            "Tokens of one long sequence that both sides score in float32 too (0: none); "
+            "default: up to 2,048.",
+            range=Range(0, MANY),
+        ),
+    ] = None
     preset: str = ""
     not_reproduced: tuple[str, ...] = ()
     quick: Annotated[

@@ -133,6 +133,7 @@ LOG_TO = Option(
     "where the number is the same; repeatable.",
 )
 OVERLAP = flags_of(CheckSpec, "overlap")
+LONG_SEQUENCE = flags_of(CheckSpec, "context_length")
 FAIL_ON = Option(
     "fail_on",
     Literal["tolerable", "inconclusive", "unfit", "broken"] | None,
@@ -187,6 +188,7 @@ CHECK = (
     *ROUTING,
     *TRAIN_FLAGS,
     *OVERLAP,
+    *LONG_SEQUENCE,
     *CONFIGURATION_FLAGS,
     LEVELS,
     *NAME_FLAGS,

@@ -71,7 +71,7 @@ def check_spec(flags: Flags) -> CheckSpec:
         **training_fields(flags),
         **fix_fields(flags),
         extras=extras(flags),
-        **spec_values(CheckSpec, flags, "overlap"),
+        **spec_values(CheckSpec, flags, "overlap context_length"),
     )
 
 

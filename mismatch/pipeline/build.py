@@ -27,6 +27,8 @@ from mismatch.analysis.square import ANALYSIS as SQUARE
 from mismatch.analysis.square import Square
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.two_passes import mark_injected, replay_phrase
+from mismatch.experiments.beyond import long_passes
+from mismatch.experiments.beyond import wanted as with_long_sequence
 from mismatch.experiments.scoring_passes import training_passes
 from mismatch.metrics.routing_pairs import router_noise
 from mismatch.models import named
@@ -164,7 +166,9 @@ def build_report(
         if feature.check_step and (error := read_error(run_dir, step_label(feature))) is not None:
             unseen.append(NotTested(feature.name, error.message, error.fix))
     open_question = "" if column == "fp32" else without_square(spec, comparisons, results)
-    missing = not_tested(spec, artefacts.rollout, artefacts.scorings, checks) + unseen + too_short
+    reach = max((analysis.reach(result) for analysis, result in left), default=0)
+    missing = not_tested(spec, artefacts.rollout, artefacts.scorings, checks, reach)
+    missing += unseen + too_short
     missing += without_room(run_dir, spec, artefacts.scorings)
     report = Report(
         model=named(spec.rollout.engine.model),
@@ -333,19 +337,29 @@ def noise_floor(
 
 
 def not_tested(
-    spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring], checks: list[Check]
+    spec: CheckSpec,
+    rollout: Rollout,
+    scorings: dict[str, Scoring],
+    checks: list[Check],
+    reach: int = 0,
 ) -> list[NotTested]:
-    """What this run could not see, and why, as the report has it."""
+    """Return what this run could not see, and why, as the report has it.
+
+    Args:
+        reach: length of a sequence that was looked at beside the run's own.
+    """
     sides = (f"{spec.rollout.engine.engine}:decode", TRAIN)
     return [
         *(NotTested(c.id, c.detail) for c in checks if c.status == "not_tested"),
         *(entry for side in sides for entry in NotTested.of(scorings[side].fingerprint)),
         *(NotTested("settings of the preset", text) for text in spec.not_reproduced),
-        *_unseen(spec, rollout, scorings),
+        *_unseen(spec, rollout, scorings, reach),
     ]
 
 
-def _unseen(spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring]) -> Iterator[NotTested]:
+def _unseen(
+    spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring], reach: int
+) -> Iterator[NotTested]:
     """What the settings of the run and its scorings leave open."""
     engine = spec.rollout.engine
     decode, train = scorings[f"{engine.engine}:decode"], scorings[TRAIN]
@@ -369,9 +383,9 @@ def _unseen(spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring]) -> 
             "both sides ran on a CPU, where results hardly depend on batch size",
             "batch variance, fused kernels and tensor parallelism show only on a GPU",
         )
-    longest = int(np.diff(rollout.offsets).max())
+    longest = max(int(np.diff(rollout.offsets).max()), reach)
     yield NotTested(
-        f"positions beyond {longest}", "no sequence of the run is longer", "--max-tokens"
+        f"positions beyond {longest}", "no sequence of the run is longer", "--context-length"
     )
     if rollout.turn.max() <= 1:
         template = "mismatch template --model MODEL looks at the chat template"
@@ -392,7 +406,8 @@ def _unsynchronised(counts: dict[str, Any] | None) -> str:
 
 def without_room(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> Iterator[NotTested]:
     """Passes that are missing because memory did not suffice, and why."""
-    for pass_ in training_passes(spec):
+    passes = training_passes(spec) + (long_passes(spec) if with_long_sequence(spec) else [])
+    for pass_ in passes:
         reason = None if pass_.name in scorings else read_error(run_dir, pass_label(pass_.name))
         if reason is not None:
             yield NotTested(pass_.name, reason.message, reason.fix)

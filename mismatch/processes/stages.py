@@ -17,7 +17,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mismatch.analysis.long_sequence import FOLDER as LONG
+from mismatch.analysis.long_sequence import MODE as LONG_MODE
 from mismatch.errors import MismatchError
+from mismatch.experiments import beyond
 from mismatch.experiments.jobs import Job
 from mismatch.experiments.scoring_passes import by_load, float32_engine
 from mismatch.processes.adapter import missing_corner, prepared, scoring_of
@@ -150,6 +153,9 @@ class Stages:
         adapted = [pass_ for pass_ in passes if pass_.spec.scorer != OWN_SCORER]
         ours = [pass_ for pass_ in passes if pass_.spec.scorer == OWN_SCORER]
         jobs = [Job.of_check(self.run_dir, pass_, wanted[0]) for pass_ in ours]
+        with_long = sample and self.square and beyond.wanted(self.spec)
+        if with_long:
+            jobs += self.long_jobs(sampled)
         for pass_ in passes:  # what kept it out before is forgotten
             error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
         own = set(map(id, jobs))
@@ -185,6 +191,8 @@ class Stages:
             if overlap and train and session:
                 hand_on(session, train)
                 session = None
+            if with_long and (why := beyond.prepare(self.run_dir, self.spec)):
+                self.narrator.note(f"--context-length: {why}")
             if float32:
                 begun = self.count.begun
                 score_in_float32(self, *with_train)
@@ -203,6 +211,16 @@ class Stages:
                 self.journal.save()
             elif wanted and not adapted:
                 self.narrator.note("score: there already")
+
+    def long_jobs(self, sampled: bool) -> list[Job]:
+        """Return the passes over the long sequence; no check ends where they fail."""
+        folder = self.run_dir / LONG
+        jobs = []
+        for pass_ in beyond.long_passes(self.spec):
+            error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
+            if not (sampled and resume.scoring_done(folder, pass_.name, pass_.spec)):
+                jobs.append(Job(folder, pass_, optional=True, side=True))
+        return jobs
 
     def _score_with_adapter(self, passes: list[Pass], *beside: Worker) -> None:
         """Let a framework's own code score passes; float32 alone may be missing afterwards."""
@@ -403,13 +421,24 @@ def score_in_float32(stages: Stages, *beside: Worker) -> None:
     run_dir = stages.run_dir
     try:
         spec = float32_engine(stages.spec.rollout)
-        name = f"{stages.spec.rollout.engine.engine}:{FLOAT32}"
-        if spec is None or manifest.is_current(run_dir, store.scoring_file(name), spec_hash(spec)):
+        if spec is None:
+            return
+        tasks = [Score(f"{spec.engine.engine}:{FLOAT32}")]
+        if (run_dir / LONG / store.ROLLOUT).exists():
+            tasks.append(Score(f"{spec.engine.engine}:{LONG_MODE}", LONG))
+        tasks = [
+            task
+            for task in tasks
+            if not manifest.is_current(
+                run_dir / task.folder, store.scoring_file(task.name), spec_hash(spec)
+            )
+        ]
+        if not tasks:
             return
         error_path(run_dir, LABEL).unlink(missing_ok=True)
         require_memory(spec)
         title = f"rollout: {spec.engine.engine} in float32 scores the same tokens"
-        with stages.engine(spec, LABEL, Score(name)) as worker:
+        with stages.engine(spec, LABEL, *tasks) as worker:
             stages.wait(worker, LABEL, title, *beside)
     except MismatchError as error:
         for worker in beside:

@@ -34,6 +34,8 @@ class Score:
 
     name: str
     """Of the scoring."""
+    folder: str = ""
+    """Within the run directory, whose tokens are scored; "": the run's own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,8 +78,9 @@ NEEDS_TRUST: dict[type, dict[str, Rule]] = {
 DATA: dict[type, frozenset[str]] = {
     spec: frozenset(names.split())
     for spec, names in {
-        CheckSpec: "rollout train nproc_per_node noise_floor seed preset not_reproduced quick "
-        "two_passes weights_effect inject fixes budget_minutes verdict explain overlap extras",
+        CheckSpec: "rollout train nproc_per_node noise_floor context_length seed preset "
+        "not_reproduced quick two_passes weights_effect inject fixes budget_minutes verdict "
+        "explain overlap extras",
         RolloutSpec: "engine prompts sampling exact_kl exact_kl_top_k",
         Sampling: "temperature top_p top_k max_tokens samples_per_prompt seed",
         EngineSpec: "engine model revision dtype tensor_parallel_size max_model_len "

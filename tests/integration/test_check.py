@@ -5,6 +5,7 @@ measured in bf16 is the mismatch of bf16 kernels, and a planted fault stands out
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
+from benchmarks.calibration import plugin
 from mismatch.features.locate.kinds import MODULE
 from mismatch.pipeline.document import schema
 from tests.conftest import grid
@@ -117,7 +119,7 @@ def test_all_semantic_checks_pass_on_a_clean_run(default_run):
     assert bad.keys() <= {"importance-ratio"}, bad  # a 99.7 % test, so a warning may happen
     assert "failed" not in bad.values()
     assert {"displaced-engine", "displaced-trainer", "turns"} <= default_run.checks.keys()
-    assert len(default_run.checks) == 27
+    assert len(default_run.checks) == 29
 
 
 def test_a_clean_run_rounds_as_a_plain_forward_does(default_run):
@@ -129,6 +131,36 @@ def test_a_clean_run_rounds_as_a_plain_forward_does(default_run):
     assert gaps.keys() == {"vllm:fp32", "fsdp:fp32"}
     assert max(gaps.values()) < 1e-6
     assert square["seconds"].keys() == {"plain:bf16", "reference:fp32", "vllm:fp32", "fsdp:fp32"}
+
+
+def test_one_long_sequence_reaches_beyond_the_runs_own(default_run):
+    """Both sides read it in float32; only what lies beyond it is not tested."""
+    long = default_run.report["long_sequence"]
+    assert long["tokens"] == 2047 > 10 * long["reached"]  # of 2,048 positions one is left free
+    assert [gap["scoring"] for gap in long["gaps"]] == ["vllm:long", "fsdp:long"]
+    assert {"long-sequence-engine", "long-sequence-trainer"} <= default_run.checks.keys()
+    untested = {entry["what"] for entry in default_run.report["not_tested"]}
+    assert "positions beyond 2047" in untested
+    assert "One long sequence" in (default_run.directory / "report.html").read_text()
+
+
+@pytest.mark.grid
+def test_an_engine_that_is_wrong_beyond_every_response_is_broken(tmp_path, monkeypatch):
+    """Its rotations stand still from position 256 on; no sequence of the run comes so far."""
+    path = os.pathsep.join([str(plugin(tmp_path)), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("PLANTED_FAULT", "rope-beyond:256")
+    flags = ("--num-prompts", "16", "--samples-per-prompt", "2", "--nproc-per-node", "1")
+    run = run_check(tmp_path / "run", *flags)
+    assert run.report["long_sequence"]["reached"] < 256
+    assert run.failed == {"long-sequence-engine"}
+    assert run.report["verdict"]["status"] == "broken"
+    assert run.code == 1
+    engine, trainer = run.report["long_sequence"]["gaps"]
+    beyond = [block["nats"] > engine["failed"] for block in engine["blocks"]]
+    assert beyond == [block["high"] > 256 for block in engine["blocks"]]
+    assert max(block["nats"] for block in trainer["blocks"]) < 1e-5
+    assert max(block["nats"] for block in engine["blocks"]) > 30 * engine["failed"]
 
 
 @pytest.mark.grid

@@ -54,9 +54,8 @@ def work(session: EngineSession) -> int:
         if Sample() in tasks:
             run(run_dir, spec)
         else:
-            name = next((task.name for task in tasks if isinstance(task, Score)), None)
             cache = next((task.file for task in tasks if isinstance(task, ReadCache)), None)
-            score(run_dir, spec, name, cache)
+            score(run_dir, spec, [task for task in tasks if isinstance(task, Score)], cache)
 
     return reported(run_dir, session.label, tasks_done)
 
@@ -124,11 +123,12 @@ def stop_at(engine: Engine, ready: Ready) -> None:
         engine.stop_at(texts)
 
 
-def score(run_dir: Path, spec: RolloutSpec, name: str | None, cache: str | None = None) -> None:
+def score(
+    run_dir: Path, spec: RolloutSpec, tasks: Sequence[Score], cache: str | None = None
+) -> None:
     """Score the tokens of a run by prefill, with an engine that need not have sampled them.
 
     Args:
-        name: of the scoring; None: none is asked for.
         cache: document for what the engine gives with its prefix cache and without.
 
     Raises:
@@ -138,17 +138,17 @@ def score(run_dir: Path, spec: RolloutSpec, name: str | None, cache: str | None 
     start = time.monotonic()
     kind = engine_class(spec.engine.engine)
     capabilities = kind.capabilities(spec.engine, spec.sampling)
-    if name is not None and not wants_prefill(spec, capabilities):
+    if tasks and not wants_prefill(spec, capabilities):
         reason = capabilities.reasons.get("prefill", "it cannot rescore these tokens")
         raise MismatchError(f"{spec.engine.engine}: {reason}")
-    rollout = store.load_rollout(run_dir)
-    longest = int(np.diff(rollout.offsets).max())
-    prompts = first_prompts(rollout)
+    rollouts = [store.load_rollout(run_dir / task.folder) for task in tasks]
+    longest = max((int(np.diff(rollout.offsets).max()) for rollout in rollouts), default=0)
     if cache is not None:
+        prompts = first_prompts(store.load_rollout(run_dir))
         longest = max(longest, artefacts.context_of(max(map(len, prompts))))
     with kind(in_form(spec.engine), spec.sampling, longest) as engine:
         report_ready()
-        if name is not None:
+        for task, rollout in zip(tasks, rollouts, strict=True):
             with timed("prefill"):
                 scoring = prefill_scoring(engine, rollout, Reporter("prefill"))
             facts = scoring.fingerprint
@@ -156,7 +156,8 @@ def score(run_dir: Path, spec: RolloutSpec, name: str | None, cache: str | None 
                 dtype = facts["dtype"]
                 raise MismatchError(f"{engine.name} runs in {dtype}, not in {spec.engine.dtype}")
             facts |= {"model": spec.engine.model, "seconds": round(time.monotonic() - start, 3)}
-            store.save_scoring(run_dir, replace(scoring, name=name), rollout, made_by=spec)
+            named = replace(scoring, name=task.name)
+            store.save_scoring(run_dir / task.folder, named, rollout, made_by=spec)
         if cache is not None:
             with timed("cache"):
                 document = read_cache(engine, capabilities, prompts)

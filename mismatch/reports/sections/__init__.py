@@ -21,6 +21,7 @@ from mismatch.reports.sections import (
     explorer,
     fixes,
     headline,
+    long_sequence,
     noise,
     passes,
     ran,
@@ -38,7 +39,7 @@ Sections = Section | tuple[Section, ...] | None
 CHAPTERS = (
     ("normal-or-not", "Is this normal?", ("headline", "noise", "two_passes", "exact")),
     ("place", "Where does it sit?", ("tokens", "breakdowns")),
-    ("why", "Why?", ("causes", "square", "explain", "variants")),
+    ("why", "Why?", ("causes", "square", "long_sequence", "explain", "variants")),
     ("helps", "What helps?", ("fixes",)),
     ("token-by-token", "Token by token", ("explorer",)),
     ("experts", "Expert routing", ("routing",)),
@@ -63,6 +64,7 @@ OF_RESULT: dict[str, Callable[[Any, Report], Sections]] = {
     "two_passes": passes.two_passes,
     "causes": causes.section,
     "square": square.section,
+    "long_sequence": long_sequence.section,
     "explain": causes.explain,
     "fixes": fixes.section,
 }

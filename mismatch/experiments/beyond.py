@@ -1,0 +1,118 @@
+"""One long sequence beyond the run's own: how long it is, of which tokens, and who scores it.
+
+It lies in a run directory of its own, ``long/``, and shares the float32 engine's process and the
+training world with the check. Only float32 reads it: rounding plays no part there, and what differs
+from some position on is another function (rotations, windows, chunks of a prefill).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from mismatch.analysis.long_sequence import EXACT, FOLDER, MODE
+from mismatch.errors import MismatchError
+from mismatch.experiments.scoring_passes import reference_of, trainer_in_float32, wants_square
+from mismatch.models.config import ModelConfig, find_config
+from mismatch.run import store
+from mismatch.run.machine import free_gpu_bytes
+from mismatch.run.store import TRAIN
+from mismatch.specs import OWN_SCORER, CheckSpec, Pass, Sampling
+from mismatch.types import Rollout
+
+TRAINER = f"{TRAIN}:{MODE}"
+DEFAULT, LONGEST = 2048, 16_384  # tokens
+SCORES_BYTES = 4 * 3  # float32 scores of the eager reference, their softmax, and a mask
+
+
+def wanted(spec: CheckSpec) -> bool:
+    """Return whether a check scores a long sequence: it is read against the square's levels.
+
+    Tokens outside a truncated distribution would have no log-probability on the engine's side.
+    """
+    asked = spec.context_length != 0 and wants_square(spec)
+    return asked and not spec.rollout.sampling.truncates
+
+
+def long_passes(spec: CheckSpec) -> list[Pass]:
+    """Return the passes of a training world over the long sequence, both in float32."""
+    passes = [Pass(EXACT, replace(reference_of(spec.train), routing=False))]
+    if spec.train.scorer == OWN_SCORER:
+        as_it_runs = replace(spec.train, routing=False, grad=False)  # float32 already
+        exact = next((pass_.spec for pass_ in trainer_in_float32(spec)), as_it_runs)
+        passes.append(Pass(TRAINER, exact))
+    return passes
+
+
+def prepare(run_dir: Path, spec: CheckSpec) -> str:
+    """Write the long sequence of a run that has its tokens; say why it is shorter than asked.
+
+    Where no token would lie beyond the run's own sequences nothing is written.
+    """
+    folder = run_dir / FOLDER
+    rollout = store.load_rollout(run_dir)
+    try:
+        model = find_config(spec.train.model, spec.train.revision).model
+    except MismatchError as error:  # no check ends for want of its length
+        return error.message
+    free = min(free_gpu_bytes(), default=psutil.virtual_memory().available)
+    length, why = length_of(spec, model, len(rollout.token_ids), free)
+    if length <= int(np.diff(rollout.offsets).max()):
+        return why
+    long = long_rollout(rollout, length)
+    there = (folder / store.ROLLOUT).exists()
+    if not there or not np.array_equal(store.load_rollout(folder).token_ids, long.token_ids):
+        folder.mkdir(exist_ok=True)
+        store.save_rollout(folder, long)
+    return why
+
+
+def length_of(spec: CheckSpec, model: ModelConfig, tokens: int, free_bytes: int) -> tuple[int, str]:
+    """Return how many tokens are scored, and why fewer than were asked for ("": nobody asked).
+
+    The reference attends eagerly: all scores of a layer's heads are in memory at once.
+
+    Args:
+        tokens: of the run: the long sequence costs no more than a pass over them.
+        free_bytes: of the memory in which the reference runs; half of it may be taken.
+    """
+    limits = [
+        (LONGEST, "no longer one is made"),
+        (tokens, "the run has no more tokens"),
+        (
+            int((free_bytes / 2 / SCORES_BYTES / max(model.heads, 1)) ** 0.5),
+            "the reference's attention scores of a longer one do not fit into memory",
+        ),
+    ]
+    if model.context is not None:
+        limits.append((model.context - 1, "the model was made for no more"))
+    if spec.rollout.engine.max_model_len is not None:
+        limits.append((spec.rollout.engine.max_model_len - 1, "--max-model-len allows no more"))
+    least, why = min(limits, key=lambda pair: pair[0])
+    asked = spec.context_length or DEFAULT
+    if asked <= least:
+        return asked, ""
+    return least, why if spec.context_length else ""
+
+
+def long_rollout(rollout: Rollout, length: int) -> Rollout:
+    """Return one sequence made of the run's own sequences, in their order.
+
+    Every token but the first is an action: it is scored as if the policy had sampled it.
+    """
+    ids = np.resize(rollout.token_ids, length)
+    actions = np.arange(length) > 0
+    return replace(
+        rollout,
+        token_ids=ids,
+        offsets=np.asarray([0, length]),
+        action_mask=actions,
+        turn=actions.astype(rollout.turn.dtype),
+        prompt_index=np.zeros(1, rollout.prompt_index.dtype),
+        finish_reason=("length",),
+        rewards=None,
+        sampling=replace(rollout.sampling, top_p=1.0, top_k=Sampling().top_k),
+    )

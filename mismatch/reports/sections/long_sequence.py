@@ -1,0 +1,55 @@
+"""The long sequence: how far each side in float32 is from the reference, by position."""
+
+from __future__ import annotations
+
+from mismatch.analysis.long_sequence import LongGap, LongSequence
+from mismatch.reports.formatting import bound, line, number, text
+from mismatch.reports.section import Cell, Column, Section, Table, Tone, Value
+from mismatch.types import CheckStatus, Report
+
+LEAD = (
+    "One sequence made of the run's own tokens, scored at once by both sides in float32 and by the "
+    "float32 reference. Rounding plays no part: what begins at some position is another function. "
+    "Median |delta| in nats, by position."
+)
+TONES: dict[CheckStatus, Tone] = {
+    "passed": "healthy",
+    "inconclusive": "warn",
+    "failed": "critical",
+}
+
+
+def section(result: LongSequence, report: Report | None = None) -> Section:
+    """Return a row for each side: the run's own positions, then blocks beyond them."""
+    blocks = result.gaps[0].blocks
+    columns = (
+        Column("in float32", text),
+        *(
+            Column(f"{block.low}–{block.high - 1}", number, int(place > 0))
+            for place, block in enumerate(blocks)
+        ),
+        Column("level", bound, 1),
+        Column("", text),
+    )
+    return Section(
+        "long-sequence",
+        "One long sequence",
+        LEAD,
+        sentences=[sentence(result, gap) for gap in result.gaps],
+        tables=[Table(columns, [_row(gap) for gap in result.gaps])],
+        short=f"{result.tokens:,} tokens; the run's own sequences have up to {result.reached:,}",
+    )
+
+
+def sentence(result: LongSequence, gap: LongGap) -> str:
+    """Say whether a side is the reference's function at every position."""
+    name, begins = line(gap.scoring), gap.begins
+    if begins is None:
+        return f"{name} agrees with the float32 reference at all {result.tokens:,} positions."
+    after = f"from position {begins:,} on" if begins > 1 else "from the first position on"
+    return f"{name} differs from the float32 reference {after}: {number(gap.worst.nats)} nats."
+
+
+def _row(gap: LongGap) -> tuple[Cell | Value, ...]:
+    status = Cell(gap.status, TONES[gap.status])
+    return (line(gap.scoring), *(block.nats for block in gap.blocks), gap.passed, status)

@@ -1,0 +1,132 @@
+"""One long sequence: how long, of which tokens, and a fault from some position on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mismatch.analysis.long_sequence import FOLDER, LongSequence, checks, of_run
+from mismatch.experiments.beyond import DEFAULT, LONGEST, length_of, long_rollout, wanted
+from mismatch.models.config import ModelConfig
+from mismatch.pipeline.build import build_report
+from mismatch.reports.sections.long_sequence import section
+from mismatch.run import store
+from mismatch.specs import CheckSpec
+from mismatch.types import Floats, Rollout, Scoring
+from tests.made_run import PROMPT, RESPONSE, make_run, rollout, spec
+
+TOKENS = 400
+CONFIG = ModelConfig("qwen3", layers=2, heads=4, context=4096)
+MUCH = 1 << 40
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens", "free", "length", "why"),
+    [
+        (None, MUCH, MUCH, DEFAULT, ""),
+        (None, 900, MUCH, 900, ""),  # nobody asked for more
+        (3000, MUCH, MUCH, 3000, ""),
+        (3000, 900, MUCH, 900, "the run has no more tokens"),
+        (8192, MUCH, MUCH, 4095, "the model was made for no more"),
+        # 12 bytes x 4 heads x 1000², in half of the memory
+        (4000, MUCH, 96 * 1000**2, 1000, "attention scores"),
+    ],
+)
+def test_it_is_as_long_as_model_memory_and_run_allow(
+    asked: int | None, tokens: int, free: int, length: int, why: str
+) -> None:
+    check = CheckSpec(context_length=asked)
+    found, reason = length_of(check, CONFIG, tokens, free)
+    assert found == length
+    assert why in reason
+    assert bool(why) == bool(reason)
+
+
+def test_no_longer_one_than_the_most_is_made() -> None:
+    endless = replace(CONFIG, context=None)
+    assert length_of(CheckSpec(context_length=10**6), endless, MUCH, 1 << 60)[0] == LONGEST
+
+
+def test_only_a_check_with_float32_passes_and_a_whole_distribution_has_it() -> None:
+    check = CheckSpec()
+    assert wanted(check)
+    assert not wanted(replace(check, context_length=0))
+    assert not wanted(replace(check, quick=True))
+    cut = replace(check.rollout.sampling, top_p=0.9)
+    assert not wanted(replace(check, rollout=replace(check.rollout, sampling=cut)))
+
+
+def test_it_is_made_of_the_runs_own_tokens_all_of_them_scored() -> None:
+    own = rollout()
+    long = long_rollout(own, TOKENS)
+    assert (long.n_sequences, long.n_actions) == (1, TOKENS - 1)
+    np.testing.assert_array_equal(long.token_ids[: len(own.token_ids)], own.token_ids[:TOKENS])
+    assert not long.sampling.truncates
+
+
+def scoring(name: str, long: Rollout, logprobs: Floats, dtype: str) -> Scoring:
+    facts = {"dtype": dtype, "device": "cpu", "logprobs_temperature": 1.0}
+    return Scoring(name, long.token_ids[long.actions], logprobs, facts)
+
+
+def run_with(directory: Path, off: float, start: int) -> Path:
+    """A run whose engine in float32 is off from a position on."""
+    run = make_run(directory)
+    own = store.load_rollout(run)
+    kept = np.full(own.n_actions, -1.0)
+    for name, values, dtype in (("reference:fp32", kept, "fp32"), ("plain:bf16", kept, "bf16")):
+        store.save_scoring(run, scoring(name, own, values, dtype), own)
+    long = long_rollout(own, TOKENS)
+    (run / FOLDER).mkdir()
+    store.save_rollout(run / FOLDER, long)
+    draw = np.random.default_rng(0)
+    exact = -draw.exponential(1.0, long.n_actions)
+    moved = exact - off * (np.arange(1, TOKENS) >= start)
+    for name, values, dtype in (
+        ("reference:long", exact, "fp32"),
+        ("transformers:long", moved, "fp32"),
+        ("fsdp:long", exact, "fp32"),
+    ):
+        store.save_scoring(run / FOLDER, scoring(name, long, values, dtype), long)
+    return run
+
+
+def long_of(run: Path) -> LongSequence:
+    result = of_run(run, spec())
+    assert result is not None
+    return result
+
+
+def test_a_fault_from_a_position_on_fails_and_is_placed(tmp_path: Path) -> None:
+    result = long_of(run_with(tmp_path / "run", off=0.05, start=256))
+    assert (result.tokens, result.reached) == (TOKENS, PROMPT + RESPONSE)
+    found = {check.id: check for check in checks(result)}
+    assert found["long-sequence-engine"].status == "failed"
+    assert found["long-sequence-trainer"].status == "passed"
+    worst = next(gap for gap in result.gaps if gap.scoring == "transformers:long").worst
+    assert worst.low >= 200
+    assert worst.nats == pytest.approx(0.05, rel=0.2)
+    said = section(result).sentences
+    assert "from position 2" in said[0]
+    assert f"at all {TOKENS} positions" in said[1]
+
+
+def test_a_number_that_is_none_fails(tmp_path: Path) -> None:
+    result = long_of(run_with(tmp_path / "run", off=float("nan"), start=399))
+    found = {check.id: check.status for check in checks(result)}
+    assert found == {"long-sequence-engine": "failed", "long-sequence-trainer": "passed"}
+
+
+def test_a_sequence_without_a_fault_passes_and_counts_as_seen(tmp_path: Path) -> None:
+    run = run_with(tmp_path / "run", off=0.0, start=0)
+    assert {check.status for check in checks(long_of(run))} == {"passed"}
+    report, _ = build_report(run, spec())
+    assert report.result("long_sequence") == long_of(run)
+    assert f"positions beyond {TOKENS}" in {entry.what for entry in report.not_tested}
+
+
+def test_a_run_without_one_has_no_result(tmp_path: Path) -> None:
+    assert of_run(make_run(tmp_path / "run"), spec()) is None
