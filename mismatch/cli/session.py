@@ -168,7 +168,7 @@ class ConsoleNarrator:
 
         def repeat() -> None:
             while not ended.wait(PLAIN_INTERVAL_S):
-                self.note(f"  {line()}")
+                self.console.print(f"  {line()}", highlight=False, markup=False, soft_wrap=True)
 
         thread = threading.Thread(target=repeat, daemon=True)
         thread.start()
