@@ -158,7 +158,8 @@ def test_an_engine_that_is_wrong_beyond_every_response_is_broken(tmp_path, monke
     assert run.code == 1
     engine, trainer = run.report["long_sequence"]["gaps"]
     beyond = [block["nats"] > engine["failed"] for block in engine["blocks"]]
-    assert beyond == [block["high"] > 256 for block in engine["blocks"]]
+    # Most of a block decides.
+    assert beyond == [(block["low"] + block["high"]) / 2 > 256 for block in engine["blocks"]]
     assert max(block["nats"] for block in trainer["blocks"]) < 1e-5
     assert max(block["nats"] for block in engine["blocks"]) > 30 * engine["failed"]
 
