@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.engines.sync_drivers import driver_class
+from mismatch.features.sync.in_framework import probe as library_call
 from mismatch.features.sync.judge import sync_to_json
-from mismatch.features.sync.library import probe as library_call
 from mismatch.features.sync.report import SyncSpec
 from mismatch.features.sync.worker import Probe, loaded
 from mismatch.models import EMBEDDED

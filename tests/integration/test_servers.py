@@ -21,8 +21,8 @@ import httpx
 import numpy as np
 import pytest
 
+from mismatch.features.sync.in_framework import EXTENSION, probe
 from mismatch.features.sync.judge import judge
-from mismatch.features.sync.library import EXTENSION, probe
 from mismatch.models import EMBEDDED
 from mismatch.models.weight_states import Checkpoint
 from mismatch.processes.launch import own_python

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mismatch.errors import MismatchError
+from mismatch.features.sync.in_framework import probe
 from mismatch.features.sync.judge import judge
-from mismatch.features.sync.library import probe
 from mismatch.models.weight_states import Prints
 from tests.scripted_server import ScriptedServer
 

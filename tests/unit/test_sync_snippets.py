@@ -30,7 +30,7 @@ NAMES = {  # module -> names that are defined in it, of classes also attributes
     "prime_rl.inference.vllm.server": ("WORKER_EXTENSION_CLS",),
     "prime_rl.inference.vllm.worker.filesystem": ("FileSystemWeightUpdateWorker",),
     "mismatch.engines.vllm.weight_sync": ("WeightSync.mismatch_held_json",),
-    "mismatch.features.sync.library": ("EXTENSION", "probe", "judge"),
+    "mismatch.features.sync.in_framework": ("EXTENSION", "probe", "judge"),
 }
 
 

@@ -1,6 +1,6 @@
 """A probe of your own weight sync, from inside a framework.
 
-    from mismatch.features.sync.library import judge, probe
+    from mismatch.features.sync.in_framework import judge, probe
 
     report = probe(llm, dict(model.named_parameters()), sync=trainer.sync_weights)
     print(judge(report).line)
@@ -107,7 +107,7 @@ def held_by(engine: Any, names: list[str], transposed: list[str]) -> Held:
     if hasattr(engine, "mismatch_called"):
         return held_from_plain(engine.mismatch_called("mismatch_held", names, transposed))
     if any(kind.__module__.partition(".")[0] == "sglang" for kind in kinds):
-        fix = "make it with mismatch.features.sync.library.sglang_engine(**arguments)"
+        fix = "make it with mismatch.features.sync.in_framework.sglang_engine(**arguments)"
         raise MismatchError("this SGLang engine does not show its parameters", fix)
     if not hasattr(engine, "collective_rpc"):
         tensors = dict(engine())

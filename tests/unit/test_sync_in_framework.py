@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from mismatch.cli.main import app
 from mismatch.errors import MismatchError
-from mismatch.features.sync.library import judge, probe
+from mismatch.features.sync.in_framework import judge, probe
 from mismatch.models.weight_states import Prints
 
 Tensors = dict[str, torch.Tensor]
