@@ -70,11 +70,6 @@ def no_causes(result: object) -> tuple[Cause, ...]:
     return ()
 
 
-def no_reach(result: object) -> int:
-    """Return 0: the result looked at no positions beyond those of the run's sequences."""
-    return 0
-
-
 @dataclass(frozen=True, slots=True)
 class Analysis(Generic[R]):
     """One analysis: how its result is measured, and where it stands in a report.
@@ -92,7 +87,6 @@ class Analysis(Generic[R]):
         checks: what a result adds to the checks that the verdict reads.
         causes: what a result that ``from_run`` read found to be wrong by running parts of both
             sides; only digests and resolved settings come before it.
-        reach: the length up to which a result that ``from_run`` read looked at positions.
         chapter: id of the chapter of the page that shows the section (``reports/sections``).
         of_pairs: it is also measured where ``mismatch compare`` takes any two scorings.
     """
@@ -106,7 +100,6 @@ class Analysis(Generic[R]):
     from_run: Callable[[Path, CheckSpec], R | None] = nothing_saved
     checks: Callable[[R], tuple[Check, ...]] = no_checks
     causes: Callable[[R], tuple[Cause, ...]] = no_causes
-    reach: Callable[[R], int] = no_reach
     chapter: str = "more"
     of_pairs: bool = False
 

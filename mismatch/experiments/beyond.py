@@ -7,6 +7,7 @@ from some position on is another function (rotations, windows, chunks of a prefi
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,23 +51,25 @@ def long_passes(spec: CheckSpec) -> list[Pass]:
 def prepare(run_dir: Path, spec: CheckSpec) -> str:
     """Write the long sequence of a run that has its tokens; say why it is shorter than asked.
 
-    Where no token would lie beyond the run's own sequences nothing is written.
+    Where no token would lie beyond the run's own sequences nothing is written. What an earlier
+    long sequence left is deleted with it: its scorings are of other tokens.
     """
     folder = run_dir / FOLDER
     rollout = store.load_rollout(run_dir)
+    if (folder / store.ROLLOUT).exists():
+        held = store.load_rollout(folder).token_ids
+        if np.array_equal(held, np.resize(rollout.token_ids, len(held))):
+            return ""
+        shutil.rmtree(folder)
     try:
         model = find_config(spec.train.model, spec.train.revision).model
     except MismatchError as error:  # no check ends for want of its length
         return error.message
     free = min(free_gpu_bytes(), default=psutil.virtual_memory().available)
     length, why = length_of(spec, model, len(rollout.token_ids), free)
-    if length <= int(np.diff(rollout.offsets).max()):
-        return why
-    long = long_rollout(rollout, length)
-    there = (folder / store.ROLLOUT).exists()
-    if not there or not np.array_equal(store.load_rollout(folder).token_ids, long.token_ids):
+    if length > int(np.diff(rollout.offsets).max()):
         folder.mkdir(exist_ok=True)
-        store.save_rollout(folder, long)
+        store.save_rollout(folder, long_rollout(rollout, length))
     return why
 
 

@@ -22,6 +22,7 @@ from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.exact_kl import exact_checks, exact_reason
 from mismatch.analysis.levels import column_for, judge, require_applied, verdict, without_short
+from mismatch.analysis.long_sequence import LongSequence
 from mismatch.analysis.plugins import RunArtefacts, analyses
 from mismatch.analysis.square import ANALYSIS as SQUARE
 from mismatch.analysis.square import Square
@@ -166,7 +167,8 @@ def build_report(
         if feature.check_step and (error := read_error(run_dir, step_label(feature))) is not None:
             unseen.append(NotTested(feature.name, error.message, error.fix))
     open_question = "" if column == "fp32" else without_square(spec, comparisons, results)
-    reach = max((analysis.reach(result) for analysis, result in left), default=0)
+    long: LongSequence | None = results.get("long_sequence")
+    reach = 0 if long is None else long.tested
     missing = not_tested(spec, artefacts.rollout, artefacts.scorings, checks, reach)
     missing += unseen + too_short
     missing += without_room(run_dir, spec, artefacts.scorings)

@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 
 from mismatch.analysis.long_sequence import FOLDER, LongSequence, checks, of_run
-from mismatch.experiments.beyond import DEFAULT, LONGEST, length_of, long_rollout, wanted
+from mismatch.experiments.beyond import (
+    DEFAULT,
+    LONGEST,
+    length_of,
+    long_rollout,
+    prepare,
+    wanted,
+)
 from mismatch.models.config import ModelConfig
 from mismatch.pipeline.build import build_report
+from mismatch.reports.sections.headline import answers
 from mismatch.reports.sections.long_sequence import section
 from mismatch.run import store
 from mismatch.specs import CheckSpec
@@ -110,8 +118,29 @@ def test_a_fault_from_a_position_on_fails_and_is_placed(tmp_path: Path) -> None:
     assert worst.low >= 200
     assert worst.nats == pytest.approx(0.05, rel=0.2)
     said = section(result).sentences
-    assert "from position 2" in said[0]
-    assert f"at all {TOKENS} positions" in said[1]
+    assert said[0].startswith("From position 2")
+    assert said[1].startswith(f"At all {TOKENS} positions")
+    assert not section(result).folded
+
+
+def test_the_first_screen_names_the_side_and_not_that_all_agree(tmp_path: Path) -> None:
+    report, _ = build_report(run_with(tmp_path / "run", off=0.05, start=256), spec())
+    (said,) = [each.text for each in answers(report) if each.question == "Both sides"]
+    assert said.startswith("From position 2")
+    assert "transformers in float32 computes another function" in said
+    clean, _ = build_report(run_with(tmp_path / "clean", off=0.0, start=0), spec())
+    assert not [each for each in answers(clean) if "another function" in each.text]
+
+
+def test_scorings_of_other_tokens_are_deleted(tmp_path: Path) -> None:
+    """The run was sampled again: its long sequence is made of the new tokens."""
+    run = run_with(tmp_path / "run", off=0.0, start=0)
+    prepare(run, spec())
+    assert store.scoring_names(run / FOLDER)  # of the same tokens: kept
+    other = store.load_rollout(run)
+    store.save_rollout(run, replace(other, token_ids=other.token_ids[::-1].copy()))
+    prepare(run, spec())
+    assert not (run / FOLDER / "scores").exists()
 
 
 def test_a_number_that_is_none_fails(tmp_path: Path) -> None:

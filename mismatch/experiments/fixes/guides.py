@@ -21,7 +21,7 @@ SIDES = {
     "estimator": "Loss (changes weights, removes nothing)",
 }
 
-# Of kernels with sinks: eager has 3 copies of the scores of 64 heads in bf16 (docs/doctor.md).
+# Of kernels with sinks: eager has 3 copies of the scores of 64 heads in bf16.
 KERNEL_COSTS = {
     "flex_attention": "keeps no scores, needs a GPU",
     "eager": "keeps every score: 98 GB for one sequence of 16,000 tokens",

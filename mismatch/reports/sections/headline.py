@@ -8,6 +8,7 @@ from dataclasses import replace
 from mismatch.analysis.diagnosis.catalogue import catalogue, title_of
 from mismatch.analysis.diagnosis.detectors.stated import DIFFER
 from mismatch.analysis.diagnosis.ranking import LITTLE
+from mismatch.analysis.long_sequence import sentence
 from mismatch.analysis.square import sides_at_fault
 from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
 from mismatch.experiments.fixes.catalogue import labels
@@ -79,9 +80,7 @@ def answers(report: Report, warnings: Sequence[str] = ()) -> tuple[Answer, ...]:
         "Careful": line(" ".join(warnings)),
         "Cause": _cause(report),
         "Ruled out": _ruled_out(report),
-        "Side at fault" if result and sides_at_fault(result) else "Both sides": (
-            square.sentences(result)[0] if result else "".join(noise.float32(report))
-        ),
+        "Side at fault" if result and sides_at_fault(result) else "Both sides": _sides(report),
         "In training": _sentence(_training(report)),
         "How sure": _sure(report),
         "Checks": "" if named else _sentence(_wrong(report)),
@@ -95,6 +94,15 @@ def answers(report: Report, warnings: Sequence[str] = ()) -> tuple[Answer, ...]:
             replace(each, explained=about) if each.question == "Cause" else each for each in others
         ]
     return (fix, *others) if fix else tuple(others)
+
+
+def _sides(report: Report) -> str:
+    """What the square says; where it sees no fault, a side that the long sequence shows off."""
+    result, long = report.result("square"), report.result("long_sequence")
+    off = [] if long is None else [gap for gap in long.gaps if gap.status != "passed"]
+    if off and not (result and sides_at_fault(result)):
+        return _sentence(line(sentence(long, gap)) for gap in off)
+    return square.sentences(result)[0] if result else "".join(noise.float32(report))
 
 
 def _sentence(parts: Iterable[str]) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mismatch.analysis.long_sequence import LongGap, LongSequence
-from mismatch.reports.formatting import bound, line, number, text
+from mismatch.analysis.long_sequence import LongGap, LongSequence, sentence
+from mismatch.reports.formatting import bound, capital, line, number, text
 from mismatch.reports.section import Cell, Column, Section, Table, Tone, Value
 from mismatch.types import CheckStatus, Report
 
@@ -35,19 +35,11 @@ def section(result: LongSequence, report: Report | None = None) -> Section:
         "long-sequence",
         "One long sequence",
         LEAD,
-        sentences=[sentence(result, gap) for gap in result.gaps],
+        sentences=[f"{capital(line(sentence(result, gap)))}." for gap in result.gaps],
         tables=[Table(columns, [_row(gap) for gap in result.gaps])],
+        folded=all(gap.status == "passed" for gap in result.gaps),
         short=f"{result.tokens:,} tokens; the run's own sequences have up to {result.reached:,}",
     )
-
-
-def sentence(result: LongSequence, gap: LongGap) -> str:
-    """Say whether a side is the reference's function at every position."""
-    name, begins = line(gap.scoring), gap.begins
-    if begins is None:
-        return f"{name} agrees with the float32 reference at all {result.tokens:,} positions."
-    after = f"from position {begins:,} on" if begins > 1 else "from the first position on"
-    return f"{name} differs from the float32 reference {after}: {number(gap.worst.nats)} nats."
 
 
 def _row(gap: LongGap) -> tuple[Cell | Value, ...]:
