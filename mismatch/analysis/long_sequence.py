@@ -16,7 +16,7 @@ import numpy as np
 
 from mismatch.analysis.displaced import device_class, levels_for
 from mismatch.analysis.plugins import Analysis
-from mismatch.analysis.square import OneSide, PlainCost
+from mismatch.analysis.square import OneSide, PlainCost, incomparable
 from mismatch.run import store
 from mismatch.run.store import PLAIN, REFERENCE, TRAIN
 from mismatch.specs import CheckSpec
@@ -111,12 +111,16 @@ def of_run(run_dir: Path | str, spec: CheckSpec) -> LongSequence | None:
     scorings = {name: store.load_scoring(folder, name) for name in names}
     tokens = len(store.load_rollout(folder).token_ids)
     reached = int(np.diff(store.load_rollout(run_dir).offsets).max())
-    gaps = tuple(_gaps(scorings, spec, plain, scorings.pop(EXACT).logprobs, reached))
+    gaps = tuple(_gaps(scorings, spec, plain, scorings.pop(EXACT), reached))
     return LongSequence(tokens, reached, gaps) if gaps else None
 
 
 def _gaps(
-    scorings: dict[str, Scoring], spec: CheckSpec, plain: PlainCost, reference: Floats, reached: int
+    scorings: dict[str, Scoring],
+    spec: CheckSpec,
+    plain: PlainCost,
+    reference: Scoring,
+    reached: int,
 ) -> Iterator[LongGap]:
     engine = spec.rollout.engine.engine
     prints = {name.partition(":")[0]: scoring.fingerprint for name, scoring in scorings.items()}
@@ -124,8 +128,8 @@ def _gaps(
     level = levels_for(device).gap_bounds(plain.floor, plain.nats)
     sides: dict[str, OneSide] = {f"{engine}:{MODE}": "either", f"{TRAIN}:{MODE}": "trainer"}
     for name, side in sides.items():
-        if name in scorings:
-            blocks = tuple(_blocks(scorings[name].logprobs - reference, reached))
+        if name in scorings and not incomparable(scorings[name], reference):
+            blocks = tuple(_blocks(scorings[name].logprobs - reference.logprobs, reached))
             yield LongGap(name, side, blocks, FACTOR * level.passed, FACTOR * level.failed)
 
 

@@ -411,10 +411,8 @@ class _Corners:
             absent = f"the run holds no scoring {self.float32_name}"
             how = "" if reason else "mismatch check makes it"
             self.missing.append(NotTested(what, reason or absent, how))
-        elif _law(exact) != _law(self.reference):
-            self.missing.append(NotTested(what, "its logprobs are of another law than float32's"))
-        elif not self.same_values(exact):
-            self.missing.append(NotTested(what, "the two sides hold weights in different forms"))
+        elif reason := incomparable(exact, self.reference):
+            self.missing.append(NotTested(what, reason))
         else:
             yield self.gap(exact)
         trainer = self.trainer_in_float32()
@@ -422,8 +420,8 @@ class _Corners:
         if trainer is None:
             absent = f"the run holds no scoring {TRAINER_FLOAT32}"
             self.missing.append(NotTested(what, self.run.refused.get(TRAINER_FLOAT32, absent)))
-        elif _law(trainer) != _law(self.reference):
-            self.missing.append(NotTested(what, "its logprobs are of another law than float32's"))
+        elif reason := incomparable(trainer, self.reference):
+            self.missing.append(NotTested(what, reason))
         else:
             yield self.gap(trainer)
 
@@ -441,12 +439,18 @@ class _Corners:
         """Return what the plain forward at the lowest precision in use costs."""
         return PlainCost.of(self.usable, self.reference.logprobs)
 
-    def same_values(self, exact: Scoring) -> bool:
-        forms = {s.fingerprint.get("weights_form") or "as-stored" for s in (exact, self.reference)}
-        return len(forms) == 1 or forms <= SAME_VALUES
-
 
 SIDES: tuple[Side, ...] = ("engine", "trainer")
+
+
+def incomparable(exact: Scoring, reference: Scoring) -> str:
+    """Return why a difference of two scorings in float32 says nothing of functions; "": it does."""
+    if _law(exact) != _law(reference):
+        return "its logprobs are of another law than float32's"
+    forms = {each.fingerprint.get("weights_form") or "as-stored" for each in (exact, reference)}
+    if len(forms) > 1 and not forms <= SAME_VALUES:
+        return "the two sides hold weights in different forms"
+    return ""
 
 
 def _law(scoring: Scoring) -> tuple[float | None, bool]:

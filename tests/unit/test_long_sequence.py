@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,12 +76,12 @@ def test_it_is_made_of_the_runs_own_tokens_all_of_them_scored() -> None:
     assert not long.sampling.truncates
 
 
-def scoring(name: str, long: Rollout, logprobs: Floats, dtype: str) -> Scoring:
-    facts = {"dtype": dtype, "device": "cpu", "logprobs_temperature": 1.0}
+def scoring(name: str, long: Rollout, logprobs: Floats, dtype: str, **more: Any) -> Scoring:
+    facts = {"dtype": dtype, "device": "cpu", "logprobs_temperature": 1.0, **more}
     return Scoring(name, long.token_ids[long.actions], logprobs, facts)
 
 
-def run_with(directory: Path, off: float, start: int) -> Path:
+def run_with(directory: Path, off: float, start: int, **engine: Any) -> Path:
     """A run whose engine in float32 is off from a position on."""
     run = make_run(directory)
     own = store.load_rollout(run)
@@ -98,7 +99,8 @@ def run_with(directory: Path, off: float, start: int) -> Path:
         ("transformers:long", moved, "fp32"),
         ("fsdp:long", exact, "fp32"),
     ):
-        store.save_scoring(run / FOLDER, scoring(name, long, values, dtype), long)
+        more = engine if name.startswith("transformers") else {}
+        store.save_scoring(run / FOLDER, scoring(name, long, values, dtype, **more), long)
     return run
 
 
@@ -141,6 +143,16 @@ def test_scorings_of_other_tokens_are_deleted(tmp_path: Path) -> None:
     store.save_rollout(run, replace(other, token_ids=other.token_ids[::-1].copy()))
     prepare(run, spec())
     assert not (run / FOLDER / "scores").exists()
+
+
+@pytest.mark.parametrize("engine", [{"weights_form": "fp8"}, {"logprobs_temperature": 0.7}])
+def test_other_values_or_another_distribution_are_no_fault(
+    tmp_path: Path, engine: dict[str, Any]
+) -> None:
+    """They differ as they were asked to: nothing is said of the engine's function."""
+    result = long_of(run_with(tmp_path / "run", 0.05, 0, **engine))
+    assert [gap.scoring for gap in result.gaps] == ["fsdp:long"]
+    assert result.tested == 0
 
 
 def test_a_number_that_is_none_fails(tmp_path: Path) -> None:
