@@ -38,6 +38,7 @@ def mounted(
     command: Sequence[str],
     cwd: Path,
     fill: Sequence[str] = (),
+    timeout: float = 300,
     **env: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command while a tmpfs with these options lies at ``directory``; "…,ro" once filled."""
@@ -50,7 +51,7 @@ def mounted(
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
         env={**os.environ, **env},
     )
     assert done.returncode != 125, done.stderr

@@ -2,7 +2,7 @@
 
 ``python -m tests.postmortem_kills FOLDER FIRST EVERY`` prints a JSON line per kill. What a killed
 command left is judged by `mismatch compare`, to the numbers of an undisturbed run, or is refused
-with words; nothing stays in the temporary folder.
+with words; nothing stays in the temporary folder or in /dev/shm, which no other process may use.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from random import Random
 
 from tests.write_faults import command, in_child, results
 from tests.write_hooks import HOOKS
+
+SHARED = Path("/dev/shm")
 
 
 def write_dump(path: Path, prompts: int = 24, tokens: int = 16) -> Path:
@@ -42,6 +44,7 @@ def main(folder: Path, first: int, every: int) -> None:
     disk, log = folder / "disk", folder / "log"
     run, temporary = disk / "run", folder / "tmp"
     temporary.mkdir()
+    shared = set(SHARED.iterdir())
     tempfile.tempdir = str(temporary)
     arguments = ["postmortem", str(write_dump(folder / "dump.jsonl")), "--out", str(run)]
     code = command(arguments, log)  # here: what it imports serves all kills
@@ -69,7 +72,7 @@ def main(folder: Path, first: int, every: int) -> None:
             words = log.read_text()
             same = again in (0, 1) and results(run) == expected and again == code
             refused = again == 2 and "fix:" in words and "Traceback" not in words
-            left = [path.name for path in temporary.iterdir()]
+            left = [str(path) for path in {*temporary.iterdir(), *SHARED.iterdir()} - shared]
             outcome = "same" if same else "refused" if refused else f"exit {again}: {words}"
             print(json.dumps([number, operation.read_text(), outcome, left]), flush=True)
         number += every
