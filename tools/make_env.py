@@ -185,7 +185,8 @@ def pip(
     output = subprocess.DEVNULL if quiet else None
     command = [str(python), "-m", "pip", "--disable-pip-version-check", *args]
     if not quiet:
-        command.append("--quiet")
+        # Python compiles what is imported, once; pip would compile all of it, on one core.
+        command += ["--no-compile", "--quiet"]
     return subprocess.run(command, check=check, stdout=output, stderr=output)
 
 
