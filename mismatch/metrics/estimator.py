@@ -35,6 +35,7 @@ from mismatch.types import Estimate, Floats, Ints
 
 RESAMPLES = 1000
 LARGEST = 0.01  # share of the tokens by which clustering of rare events is told
+FURTHEST = 1e6  # times the largest |delta|: how far the bound on an unseen event is followed
 BLOCK = 1 << 17  # tokens whose terms are computed at a time: bounds the memory of large runs
 KEPT = 1 << 23  # counts of draws that are kept for the next metric: 64 MiB
 
@@ -239,6 +240,8 @@ class Estimator:
         3/n (the rule of three), with n the number of independent tokens: all of them over the
         factor by which prompts cluster the tokens of largest |delta|, from which such events come;
         at least as many as there are prompts. Of events of sequences n is the number of prompts.
+        Where |delta| would have to be k times the largest that was seen, the bound is divided by k:
+        a tail of |delta| that has a mean falls at least as fast as that.
         """
         units = prompts = float(self.n_prompts)
         if metric.reduction == "token":
@@ -250,7 +253,13 @@ class Estimator:
             error = prompts / (prompts - 1) * float((away**2).sum()) / self.n_tokens**2
             independent = share * (1.0 - share) / error if error > 0.0 else math.inf
             units = max(min(independent, float(self.n_tokens)), prompts)
-        return float(1.0 - 0.05 ** (1.0 / units))
+        reach = 1.0
+        while reach < FURTHEST:
+            further = dict(ready) | {"delta": 10.0 * reach * ready["delta"]}
+            if any(part.any() for part in metric.parts(further)):
+                break
+            reach *= 10.0
+        return float(1.0 - 0.05 ** (1.0 / units)) / reach
 
     def _with_intervals(self, several: Sequence[_Smooth]) -> dict[str, Estimate]:
         intervals: dict[str, Interval | None] = {}

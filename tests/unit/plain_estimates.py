@@ -66,7 +66,8 @@ def _interval(metric, terms, cluster, prompts, arrays, value):
         flags += ["heavy-prompts"] if _heavy_prompts(metric, terms, cluster, prompts) else []
         unseen = metric.unit == "share" and "delta" in metric.needs and not terms.any()
         if unseen and arrays["delta"].any():
-            return 0.0, rule_of_three(metric, arrays["delta"], cluster, prompts), [
+            bound = rule_of_three(metric, arrays["delta"], cluster, prompts)
+            return 0.0, bound / tenfold(metric, arrays), [
                 *(flag for flag in flags if flag == "few-prompts"), "no-events"]  # fmt: skip
     if interval is None:
         return None, None, flags
@@ -84,6 +85,16 @@ def rule_of_three(metric, delta, cluster, prompts):
     sums = PromptSums.of(columns(floats(top)), cluster, prompts, lambda means: means[..., 0])
     n = sums.value * (1 - sums.value) / sums.error**2 if sums.error else np.inf
     return 1.0 - 0.05 ** (1.0 / max(min(n, len(delta)), prompts))
+
+
+def tenfold(metric, arrays):
+    """The largest power of ten, up to a million, by which delta can grow without an event."""
+    powers = [10.0**power for power in range(7)]
+    seen = [
+        np.any(metric.terms(**{n: arrays[n] * (p if n == "delta" else 1) for n in metric.needs}))
+        for p in powers
+    ]
+    return powers[seen.index(True) - 1 if True in seen else -1]
 
 
 def _means(metric, terms, cluster, prompts):

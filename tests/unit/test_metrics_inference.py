@@ -124,6 +124,19 @@ def test_flags_and_missing_intervals():
     assert (endless.value, endless.low, endless.flags) == (math.inf, None, ("overflow",))
 
 
+@pytest.mark.parametrize(
+    ("largest", "reach"), [(0.5, 1.0), (0.07, 1.0), (0.069, 10.0), (1.5e-5, 1e4), (1e-12, 1e6)]
+)
+def test_an_event_far_beyond_the_largest_difference_is_bounded_by_the_tail(largest, reach):
+    """With 48 tokens no share under 6 % could be excluded by their number alone."""
+    sequence, prompt = design(24, 1, 2)
+    delta = np.linspace(-largest, largest, 48)
+    got = Estimator(sequence, prompt).one(METRICS["ratio_outside_2"], {"delta": delta})
+    assert got.value == got.low == 0.0
+    assert "no-events" in got.flags
+    assert got.high == pytest.approx((1.0 - 0.05 ** (1.0 / 48)) / reach)
+
+
 def test_an_undefined_metric_is_absent():
     sequence, prompt = design(4, 4, 5)
     arrays = {"rollout": np.full(80, -1.0), "train": np.full(80, -2.0)}
