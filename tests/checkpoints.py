@@ -68,6 +68,7 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3Config", {"intermediate_size": 128}),
     "llama": ("LlamaConfig", {"intermediate_size": 128}),
+    "gpt2": ("GPT2Config", {}),
     "gemma2": ("Gemma2Config", {**_GEMMA, "query_pre_attn_scalar": 16}),
     "gemma3": ("Gemma3TextConfig", {**_GEMMA, "query_pre_attn_scalar": 16}),
     "deepseek_v3": (
@@ -127,7 +128,7 @@ def _draw(name: str, parameter: Any, config: Any, generator: Any) -> Any:
     import torch
 
     noise = torch.randn(parameter.shape, generator=generator)
-    if "norm" in name:
+    if "norm" in name or ".ln_" in name:
         return 1 + 0.1 * noise
     if "sinks" in name:
         return noise

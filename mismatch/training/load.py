@@ -8,6 +8,7 @@ mixed-precision policy, our mesh, and FSDP2 at world size 1 as well (transformer
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,7 @@ class LoadedModel:
         master_dtype: of the parameters at rest.
         peak_bytes: most memory that loading took on this rank; None if not measured.
         device: of the computation.
+        dropout: what the model would drop or jitter in train mode, by name, and no pass does.
         probed: cached results of :meth:`once` for these weights and kernels.
     """
 
@@ -73,6 +75,7 @@ class LoadedModel:
     directory: Path | None
     peak_bytes: int | None
     device: torch.device
+    dropout: dict[str, float]
     probed: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     def once(self, key: Any, probe: Callable[[], T]) -> T:
@@ -122,7 +125,35 @@ def load(
             "name the kernel: --attention eager or sink-sdpa",
         )
     experts = model.config._experts_implementation if scorer.moe else None
-    return LoadedModel(scorer, spec, attention, experts, master, directory, peak.bytes, device)
+    return LoadedModel(
+        scorer, spec, attention, experts, master, directory, peak.bytes, device, _silence(scorer)
+    )
+
+
+def _silence(scorer: Scorer) -> dict[str, float]:
+    """Set every dropout and jitter to 0, as RL trainers do; return those that modules had.
+
+    With one on, log-probabilities in train mode are random.
+    """
+    found = {}
+    for path, module in scorer.model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and module.p > 0:
+            found[path.rpartition(".")[2]], module.p = module.p, 0.0
+        found |= _set_to_zero(module)
+    for config in (scorer.model.config, scorer.decoder_config):  # read by forward of some models
+        _set_to_zero(config)
+    return found
+
+
+def _set_to_zero(holder: Any) -> dict[str, float]:
+    random = {
+        name: value
+        for name, value in vars(holder).items()
+        if isinstance(value, float) and value > 0 and re.search("drop|jitter", name)
+    }
+    for name in random:
+        setattr(holder, name, 0.0)
+    return random
 
 
 def switched(loaded: LoadedModel, spec: TrainSpec) -> LoadedModel | None:

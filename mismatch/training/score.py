@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mismatch.captures import Distributions, Likeliest, narrowest
+from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
 from mismatch.models.resolved import resolved
@@ -26,7 +27,7 @@ from mismatch.training.routing.replay import ReplaySource
 from mismatch.training.scorer import ForwardOptions, Scorer
 from mismatch.training.sequence_parallel import SequenceParallel
 from mismatch.training.validate import DeviceBatch, prepare_pass, to_device
-from mismatch.types import Fingerprint, Ints, Rollout, Routing, Scoring
+from mismatch.types import Fingerprint, Ints, NotTested, Rollout, Routing, Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,8 @@ def score_pass(
 
     Raises:
         EmptyComparison: the rollout has no action token.
-        MismatchError: token ids outside the vocabulary, dropout in a pass with gradients, a family
-            whose head or layout this tool does not reproduce.
+        MismatchError: token ids outside the vocabulary, a family whose head or layout this tool
+            does not reproduce.
     """
     spec = job.spec
     options, routing_note = prepare_pass(world, loaded, rollout, spec, source)
@@ -264,6 +265,11 @@ def fingerprint(
     }
     if loaded.attention.tried:  # kernels that were run before one was trusted
         facts["attention_candidates"] = list(loaded.attention.tried)
+    if loaded.dropout:
+        names = ", ".join(f"{name} {value:g}" for name, value in sorted(loaded.dropout.items()))
+        reason = f"the model has {names}; every pass set it to 0"
+        how = "train without it too: with it on, log-probabilities in train mode are random"
+        facts["not_tested"] = to_json([NotTested("dropout", reason, how)])
     if spec.sequence_parallel > 1:
         facts["sequence_parallel"] = spec.sequence_parallel
     if loaded.peak_bytes is not None:

@@ -101,8 +101,8 @@ def prepare_pass(
         The options of the forward passes, and whether experts are captured: "captured", or why not.
 
     Raises:
-        EmptyComparison, MismatchError: no action token, token ids outside the vocabulary, dropout
-            in a pass with gradients, a head or layout of a family that is not reproduced.
+        EmptyComparison, MismatchError: no action token, token ids outside the vocabulary, a head or
+            layout of a family that is not reproduced.
     """
     if rollout.n_actions == 0:
         raise EmptyComparison("the rollout has no action token to score")
@@ -114,8 +114,6 @@ def prepare_pass(
             f"({config.vocab_size})",
             "score with the model (and tokenizer) that produced the rollout",
         )
-    if spec.grad:
-        _require_no_dropout(loaded)
     loaded.scorer.train(spec.grad)
     options = ForwardOptions(
         sampling=rollout.sampling,
@@ -136,17 +134,6 @@ def prepare_pass(
     if routing_note != CAPTURED:
         options = replace(options, routing=False)
     return options, routing_note
-
-
-def _require_no_dropout(loaded: LoadedModel) -> None:
-    """Refuse dropout: train mode must change nothing but gradients."""
-    for name, value in loaded.scorer.decoder_config.to_dict().items():
-        random = "dropout" in name or name.endswith("_pdrop") or "jitter" in name
-        if random and isinstance(value, float) and value > 0:
-            raise MismatchError(
-                f"{loaded.spec.model} has {name} = {value}: a train-mode pass would be random",
-                f"set {name} to 0 in config.json, as RL trainers do, or leave the grad pass out",
-            )
 
 
 def _probe_scoring(loaded: LoadedModel, spec: TrainSpec, world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from mismatch.training.load import LoadedModel, load, resident_share
 from mismatch.training.packing import collate
 from mismatch.training.score import score_pass
 from mismatch.training.scorer import ForwardOptions
+from mismatch.types import NotTested
 from tests.checkpoints import make, make_mxfp4, rollout
 from tests.tensors import Largest
 
@@ -219,12 +221,28 @@ def test_a_head_that_does_more_is_refused(
         score_pass(world, loaded, rollout(), Pass("fsdp", loaded.spec))
 
 
-def test_dropout_is_refused_where_it_would_act(world: World, llama: Path) -> None:
-    loaded = _load(world, llama)
-    loaded.scorer.decoder_config.attention_dropout = 0.1
-    with pytest.raises(MismatchError, match=r"attention_dropout = 0\.1"):
-        score_pass(world, loaded, rollout(), Pass("grad", TrainSpec(str(llama), grad=True)))
-    assert score_pass(world, loaded, rollout(), Pass("fsdp", TrainSpec(str(llama)))) is not None
+def test_dropout_is_off_in_train_mode_and_said(world: World, tmp_path: Path) -> None:
+    """GPT-2 drops in modules, llama in its attention's function; llama's config alone says more."""
+    drops = {"resid_pdrop": 0.5, "attn_pdrop": 0.5, "summary_first_dropout": 0.5}
+    gpt2 = make("gpt2", tmp_path / "gpt2", **drops)
+    llama = make("llama", tmp_path / "llama", attention_dropout=0.5, classifier_dropout=0.5)
+    found = {gpt2: {"attn_dropout", "resid_dropout"}, llama: {"attention_dropout"}}
+    for model, names in found.items():
+        spec = TrainSpec(str(model), grad=True)
+        loaded = load(spec, world.mesh, world.device)
+        scored = [
+            score_pass(world, loaded, rollout(), Pass(name, replace(spec, grad=name != "fsdp")))
+            for name in ("fsdp:grad", "fsdp:again", "fsdp")
+        ]
+        first, second, plain = filter(None, scored)
+        assert np.array_equal(first.logprobs, second.logprobs)
+        assert np.abs(first.logprobs - plain.logprobs).max() < 0.1
+        assert loaded.dropout == dict.fromkeys(names, 0.5) | loaded.dropout
+        assert "summary_first_dropout" not in loaded.dropout
+        assert "classifier_dropout" not in loaded.dropout
+        (entry,) = NotTested.of(first.fingerprint)
+        assert entry.what == "dropout"
+        assert all(f"{name} 0.5" in entry.reason for name in names)
 
 
 def test_rollouts_that_cannot_be_scored(world: World, llama: Path) -> None:
