@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,15 +120,23 @@ def _bad(origin: str, what: str, fix: str = f"write {EXAMPLE}") -> MismatchError
 # ---------------------------------------------------------------- rendering
 
 
-def render_prompts(prompts: Sequence[Prompt], tokenizer: Any, vocab_size: int) -> list[list[int]]:
+def render_prompts(
+    prompts: Sequence[Prompt], tokenizer: Any, vocab_size: int, plain: bool = False
+) -> list[list[int]]:
     """Return the token ids of every prompt.
 
     Text gets the tokenizer's own special tokens (a BOS), unless it already begins with the BOS.
 
+    Args:
+        plain: a question is plain text where the tokenizer has no chat template, as base models
+            have none.
+
     Raises:
-        MismatchError: no chat template, a conversation that it refuses, a prompt without tokens,
-            or an id outside the vocabulary.
+        MismatchError: no chat template for a conversation, or one that refuses it; a prompt without
+            tokens, or an id outside the vocabulary.
     """
+    if plain and not tokenizer.chat_template:
+        prompts = [_as_text(prompt) for prompt in prompts]
     rendered = [_render(prompt, tokenizer) for prompt in prompts]
     for prompt, ids in zip(prompts, rendered, strict=True):
         if not ids:
@@ -145,6 +154,14 @@ def require_within(prompt: Prompt, ids: Sequence[int], vocab_size: int) -> None:
         )
 
 
+def _as_text(prompt: Prompt) -> Prompt:
+    """Return the prompt with its question as text, where one user asks it."""
+    turns = prompt.messages or ()
+    if prompt.tools or [turn["role"] for turn in turns] != ["user"]:
+        return prompt
+    return replace(prompt, messages=None, text=f"{turns[0]['content']}\n")
+
+
 def _render(prompt: Prompt, tokenizer: Any) -> list[int]:
     if prompt.token_ids is not None:
         return prompt.token_ids
@@ -155,7 +172,7 @@ def _render(prompt: Prompt, tokenizer: Any) -> list[int]:
     if not tokenizer.chat_template:
         raise MismatchError(
             f"{prompt.origin}: the model's tokenizer has no chat template",
-            "use a chat model, or give the prompts as `prompt` or `prompt_token_ids`",
+            "use a chat model, or give each prompt as `prompt` or `prompt_token_ids` in a file",
         )
     tools = {"tools": prompt.tools} if prompt.tools else {}
     try:

@@ -160,12 +160,14 @@ def foreign_ids(folder: Path) -> list[str]:
 
 
 def without_chat_template(folder: Path) -> list[str]:
-    model = tiny_copy(folder)
+    """A base model's tokenizer, and a file that asks for its template."""
+    model, path = tiny_copy(folder), folder / "prompts.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}))
     (model / "chat_template.jinja").unlink(missing_ok=True)
     config = json.loads((model / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (model / "tokenizer_config.json").write_text(json.dumps(config))
-    return ["--model", str(model)]
+    return ["--model", str(model), "--prompts", str(path)]
 
 
 def tokenizer_of_another_model(folder: Path) -> list[str]:

@@ -72,6 +72,7 @@ class Stub:
 
 class Tokenizer:
     vocab_size, bos_token_id = 50, None
+    chat_template: str | None = "a template"
 
     def decode(self, ids: Any, **_: Any) -> str:
         return " ".join(map(str, ids))
@@ -99,6 +100,16 @@ def kind(monkeypatch: pytest.MonkeyPatch) -> type[Stub]:
 def routing_reasons(run: Path) -> list[str]:
     entries = NotTested.of(store.load_scoring(run, "stub:decode").fingerprint)
     return [entry.reason for entry in entries if entry.what == ROUTES]
+
+
+@pytest.mark.parametrize("template", ["a template", None])
+def test_questions_without_a_chat_template_are_said(
+    kind: type[Stub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str | None
+) -> None:
+    monkeypatch.setattr(Tokenizer, "chat_template", template)
+    worker.run(tmp_path, SPEC)
+    entries = NotTested.of(store.load_scoring(tmp_path, "stub:decode").fingerprint)
+    assert (sampling.WITHOUT_TEMPLATE in entries) is (template is None)
 
 
 def test_routes_and_prefill_are_saved_where_the_engine_has_them(

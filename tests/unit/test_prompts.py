@@ -173,6 +173,20 @@ def test_rendering_each_kind() -> None:
     assert render_prompts(prompts, Letters(), 128) == [[94, 65, 66], [94, 65, 66], [67], [3, 1]]
 
 
+def test_a_base_model_is_asked_in_plain_text_where_the_prompts_are_questions() -> None:
+    bare = Letters()
+    bare.chat_template = None
+    question = Prompt("a:1", messages=[{"role": "user", "content": "C"}])
+    assert render_prompts([question], bare, 128, plain=True) == [[94, 67, 10]]
+    assert render_prompts([question], Letters(), 128, plain=True) == [[67]]
+    system = {"role": "system", "content": "D"}
+    assert question.messages is not None
+    for talk in (replace(question, messages=[system, *question.messages]),
+                 replace(question, tools=[{}])):  # fmt: skip
+        with pytest.raises(MismatchError, match=r"a:1.*no chat template"):
+            render_prompts([talk], bare, 128, plain=True)
+
+
 def test_rendering_refuses_what_cannot_be_rendered() -> None:
     bare = Letters()
     bare.chat_template = None

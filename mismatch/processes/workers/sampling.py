@@ -40,6 +40,9 @@ from mismatch.specs import RolloutSpec
 from mismatch.types import EXACT_KL, ROUTES, Floats, NotTested, Rollout, Scoring
 
 NEVER_WRITTEN = "its MoE kernel does not write them (all are 0)"
+WITHOUT_TEMPLATE = NotTested(
+    "chat template", "the tokenizer has none: questions were given as plain text", "--prompts FILE"
+)
 LIKELY = 8  # outcomes of a position whose texts are kept
 PROGRESS_INTERVAL_S = 0.5
 
@@ -75,9 +78,14 @@ def ready_for(spec: RolloutSpec) -> Ready:
             f"{tokenizer.vocab_size} tokens, the model {info.vocab_size}",
             "save the model's own tokenizer beside the weights: tokenizer.save_pretrained(DIR)",
         )
-    ids = render_prompts(prompts, tokenizer, info.vocab_size)
+    ids = render_prompts(prompts, tokenizer, info.vocab_size, has_questions(spec))
     longest = require_context(spec, prompts, ids, info)
     return Ready(prompts, ids, tokenizer, info, capabilities, longest, environment)
+
+
+def has_questions(spec: RolloutSpec) -> bool:
+    """Whether the prompts are those of a task or data set; a file says what each of its own is."""
+    return spec.prompts.path is None
 
 
 def sampled(
@@ -101,9 +109,11 @@ def sampled(
             captured.end(enumerate(trajectories))
         replies, rewards = further_turns(engine, spec, trajectories, ready, captured)
     fingerprint = decode_fingerprint(engine, spec, ready.tokenizer, ready.info, pushed)
+    plain = has_questions(spec) and not ready.tokenizer.chat_template
     fingerprint["not_tested"] = [
         *fingerprint.get("not_tested", ()),
         *to_json(not_tested(spec, ready.capabilities)),
+        *to_json([WITHOUT_TEMPLATE] if plain else []),
         *to_json([] if replies is None else list(untested_turns(spec, replies))),
     ]
     fingerprint["prefill"] = wants_prefill(spec, ready.capabilities)
