@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file, save_file
 
+from mismatch.errors import MismatchError
 from mismatch.features.loop.optimiser import BETAS, PolicyOptimiser, export
 from mismatch.models.weight_states import Checkpoint
 from mismatch.specs import Pass, Sampling, TrainSpec
@@ -110,6 +113,32 @@ def test_a_step_is_that_of_adamw_and_a_checkpoint_brings_it_back(
     written = dict(Checkpoint(tmp_path / "out", 0).tensors(0))
     assert written.keys() == dict(Checkpoint(model, 0).tensors(0)).keys()
     assert all(torch.equal(t, held[name].bfloat16()) for name, t in written.items())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gemma3"])
+def test_the_export_has_the_names_and_values_of_the_base(
+    world: World, tmp_path: Path, family: str
+) -> None:
+    """Files hold a layer's experts apart, transformers holds them fused."""
+    base = make(family, tmp_path / "base")
+    loaded = load(TrainSpec(str(base), routing=False), world.mesh, world.device)
+    export(world, loaded, base, tmp_path / "out", torch.bfloat16)
+    written, wanted = (dict(Checkpoint(p, 0).tensors(0)) for p in (tmp_path / "out", base))
+    assert written.keys() == wanted.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in wanted.items())
+
+
+def test_a_name_that_no_parameter_becomes_is_refused(
+    world: World, model: Path, tmp_path: Path
+) -> None:
+    loaded = load(TrainSpec(str(model)), world.mesh, world.device)
+    base = tmp_path / "base"
+    shutil.copytree(model, base)
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.other.weight"] = torch.ones(1)
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(MismatchError, match=r"another name for model\.other\.weight and 0 more"):
+        export(world, loaded, base, tmp_path / "out", torch.bfloat16)
 
 
 def test_a_checkpoint_without_moments_of_parameters_that_get_no_gradient(

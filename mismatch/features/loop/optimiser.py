@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -125,26 +127,57 @@ def _cause(error: BaseException) -> str:
 
 
 def export(world: World, loaded: LoadedModel, base: Path, target: Path, dtype: torch.dtype) -> None:
-    """Write the weights as a checkpoint under the base's names; all ranks call it."""
-    names = Checkpoint(base, 0).names()
-    held: dict[str, Any] = loaded.scorer.model.state_dict()
-    unknown = sorted(set(names) - set(held))
-    if unknown:
-        raise MismatchError(
-            f"the trainer has another name for {unknown[0]} and {len(unknown) - 1} more",
-            "its loader converts this checkpoint: save it again with save_pretrained",
-        )
+    """Write the weights as a checkpoint under the base's names; all ranks call it.
+
+    What transformers fused when it loaded the base (the experts of a layer) it takes apart again, a
+    layer at a time.
+
+    Raises:
+        MismatchError: a name of the base that none of the model's parameters becomes.
+    """
+    model: Any = loaded.scorer.model
+    missing = set(Checkpoint(base, 0).names())
     shards = None
     if world.rank == 0:
         shutil.rmtree(target, ignore_errors=True)
         link_others(base, target)
         shards = Shards(target)
-    for name in names:
-        tensor = held[name]
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if shards is not None:
-            floating = whole.is_floating_point()
-            whole = whole.detach().to(dtype) if floating else whole.detach()
-            shards.add(name, whole.cpu().clone())
+    for _, layer in groupby(model.state_dict().items(), key=lambda item: _layer(item[0])):
+        whole = {}
+        for name, tensor in layer:
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if shards is not None:
+                floating = full.is_floating_point()
+                whole[name] = (full.detach().to(dtype) if floating else full.detach()).cpu().clone()
+        if shards is None:
+            continue
+        for name, tensor in _as_in_files(model, whole).items():
+            if name in missing:
+                shards.add(name, tensor)
+                missing.remove(name)
+    if shards is not None and missing:
+        raise MismatchError(
+            f"the trainer has another name for {min(missing)} and {len(missing) - 1} more",
+            "its loader converts this checkpoint: save it again with save_pretrained",
+        )
     if shards is not None:
         shards.finish()
+
+
+def _layer(name: str) -> str:
+    """Return what the names of one layer's parameters begin with.
+
+    >>> _layer("model.layers.3.mlp.gate.weight"), _layer("lm_head.weight")
+    ('model.layers.3', 'lm_head.weight')
+    """
+    found = re.match(r".*?\.\d+(?=\.)", name)
+    return found[0] if found else name
+
+
+def _as_in_files(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors under the names and in the shapes that the model's files have."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before transformers 5 no loader converts
+        return tensors
+    return revert_weight_conversion(model, tensors)
