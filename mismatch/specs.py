@@ -90,18 +90,24 @@ class Sampling:
 
     >>> Sampling(temperature=0.7).truncates
     False
+    >>> Sampling(top_k=-1) == Sampling()
+    True
     """
 
     temperature: Annotated[float, Flag(PROMPTS, "Sampling temperature.", range=Range(0, 100))] = 1.0
     top_p: Annotated[float, Flag(PROMPTS, "Nucleus sampling; 1: off.", range=SHARE)] = 1.0
     top_k: Annotated[
-        int, Flag(PROMPTS, "Sample from the k likeliest; 0: off.", range=Range(0, MANY))
+        int, Flag(PROMPTS, "Sample from the k likeliest; 0 or -1: off.", range=Range(-1, MANY))
     ] = 0
     max_tokens: Annotated[int, Flag(PROMPTS, "Longest response.", range=Range(1, 10**7))] = 128
     samples_per_prompt: Annotated[
         int, Flag(PROMPTS, "Samples of each prompt.", range=Range(1, 10**5))
     ] = 4
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.top_k == -1:  # vLLM's, verl's and TRL's way to say it
+            object.__setattr__(self, "top_k", 0)
 
     @property
     def truncates(self) -> bool:

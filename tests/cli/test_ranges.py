@@ -35,7 +35,7 @@ def run(arguments, monkeypatch, capsys) -> tuple[int, str, str]:
 REFUSED = """
 --seed -1; --seed 4294967296; --max-tokens -5; --max-tokens 0; --max-tokens 99999999999
 --temperature nan; --temperature inf; --temperature -1; --temperature 101
---top-p nan; --top-p 0; --top-p 1.1; --top-k -1
+--top-p nan; --top-p 0; --top-p 1.1; --top-k -2
 --samples-per-prompt 0; --samples-per-prompt 9999999; --num-prompts -3; --num-prompts 1000000000000
 --nproc-per-node 0; --nproc-per-node -1; --nproc-per-node 100000
 --tensor-parallel-size 0; --tensor-parallel-size -1
