@@ -156,7 +156,7 @@ def require_within(prompt: Prompt, ids: Sequence[int], vocab_size: int) -> None:
 
 def _as_text(prompt: Prompt) -> Prompt:
     """Return the prompt with its question as text, where one user asks it."""
-    turns = prompt.messages or ()
+    turns = prompt.messages or []
     if prompt.tools or [turn["role"] for turn in turns] != ["user"]:
         return prompt
     return replace(prompt, messages=None, text=f"{turns[0]['content']}\n")

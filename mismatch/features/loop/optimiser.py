@@ -180,4 +180,5 @@ def _as_in_files(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torc
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before transformers 5 no loader converts
         return tensors
-    return revert_weight_conversion(model, tensors)
+    reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
+    return reverted
