@@ -27,7 +27,6 @@ from mismatch.run import store
 from .conftest import TINY_SAMPLING
 
 pytestmark = pytest.mark.slow
-QUICK = ("--no-noise-floor", "--attention", "sink-sdpa")
 
 
 def environment() -> dict[str, str]:
@@ -72,18 +71,20 @@ def folder(sampled: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_two_nodes_score_as_two_ranks_of_one_do(folder: Path, sampled: Path) -> None:
+def test_two_nodes_score_as_two_ranks_of_one_do(tiny_run: Path, tmp_path: Path) -> None:
+    """The check made its own world of two ranks."""
+    alone = store.load_scoring(tiny_run, "fsdp")
+    scored = ("fsdp*", "reference*", "report*", "comparison*", "tokens*")
+    shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns(*scored))
+    flags = ("--no-noise-floor", "--attention", alone.fingerprint["attention"])
     port = free_port()
-    results = ended([node(number, port, folder, *QUICK) for number in (0, 1)])
+    results = ended([node(number, port, tmp_path, *flags) for number in (0, 1)])
     assert [code for code, _ in results] == [0, 0], results
     assert "2 ranks" in results[0][1]
     assert results[1][1].count("Compare:") == 0  # one speaker
-    scoring = store.load_scoring(folder / "run", "fsdp")
-    assert scoring.fingerprint["world_size"] == 2
-    alone = shutil.copytree(sampled, folder / "alone")
-    command = (sys.executable, "-m", "mismatch", "score", "alone", "--nproc-per-node", "2", *QUICK)
-    subprocess.run(command, cwd=folder, env=environment(), check=True, capture_output=True)
-    assert np.array_equal(scoring.logprobs, store.load_scoring(alone, "fsdp").logprobs)
+    scoring = store.load_scoring(tmp_path / "run", "fsdp")
+    assert scoring.fingerprint["world_size"] == alone.fingerprint["world_size"] == 2
+    assert np.array_equal(scoring.logprobs, alone.logprobs)
 
 
 def rank_of(agent: subprocess.Popen[str]) -> psutil.Process:

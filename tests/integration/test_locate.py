@@ -155,11 +155,6 @@ def test_a_check_whose_gap_fails_names_the_module_by_itself(tmp_path: Path) -> N
     assert place in " ".join(run.output.split())
     assert 'id="locate' in (run.directory / "report.html").read_text()
 
-    (run.directory / "locate.json").unlink()
-    again = [sys.executable, "-m", "mismatch", "check", "--resume", str(run.directory)]
-    assert subprocess.run([*again, "--no-locate"], capture_output=True, timeout=300).returncode == 1
-    assert not (run.directory / "locate.json").exists()
-
 
 def test_a_check_in_which_nothing_fails_does_not_locate(default_run: Run) -> None:
     assert not (default_run.directory / "locate.json").exists()
@@ -180,6 +175,11 @@ def test_weights_that_differ_are_named_with_their_module(tiny_run: Path, tmp_pat
     first = run.report["causes"]["ranked"][0]
     assert (first["id"], first["fact"], first["status"]) == ("experts-differ", True, "confirmed")
     assert MODULE in evidence_of(run)
+
+    (run.directory / "locate.json").unlink()
+    again = [sys.executable, "-m", "mismatch", "check", "--resume", str(run.directory)]
+    assert subprocess.run([*again, "--no-locate"], capture_output=True, timeout=300).returncode == 1
+    assert not (run.directory / "locate.json").exists()
 
 
 def test_what_takes_too_long_is_ended(tiny_run: Path, tmp_path: Path) -> None:

@@ -161,6 +161,7 @@ def _k3(directory: Path, name: str) -> float:
     return float((np.expm1(delta) - delta).mean())
 
 
+@pytest.mark.grid  # test_fixes replays them in a whole check
 def test_routes_of_vllm_replayed_leave_no_router_to_disagree(
     default_run: Run, tmp_path: Path
 ) -> None:
