@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -85,3 +86,15 @@ def test_a_machine_that_has_everything_lacks_nothing(
     room["free"] = 14 * 10**9
     (missing,) = tool.missing_for_cuda(tmp_path)
     assert "14 GB" in missing
+
+
+@pytest.mark.parametrize("name", ["cpu.txt", "sglang-cpu.txt"])
+def test_every_package_of_a_list_has_hashes(name: str) -> None:
+    """pip then takes nothing else, and refuses a list in which one lacks them."""
+    text = (SCRIPT.parents[1] / "constraints" / name).read_text("utf-8")
+    entries = [
+        entry for entry in text.replace("\\\n", "").splitlines() if entry and entry[0] != "#"
+    ]
+    assert len(entries) > 100
+    hashed = re.compile(r"[\w.-]+==[\w.]+( +--hash=sha256:[0-9a-f]{64})+")
+    assert [entry for entry in entries if not hashed.fullmatch(entry)] == []
