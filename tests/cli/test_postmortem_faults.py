@@ -31,7 +31,7 @@ def headline(run: Path) -> dict[str, object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", grid([1, EVERY], EVERY))
+@pytest.mark.parametrize("every", grid([4, EVERY], EVERY))
 def test_a_kill_at_any_write_leaves_the_same_numbers_or_words(tmp_path, every):
     # A /dev/shm of its own: the engines of other tests write into the machine's meanwhile.
     script = [sys.executable, "-m", "tests.postmortem_kills", str(tmp_path), "1", str(every)]

@@ -113,7 +113,7 @@ def _once(factory: pytest.TempPathFactory, name: str, flags: tuple[str, ...]) ->
     return Run(folder / name, *json.loads((folder / "outcome.json").read_text()))
 
 
-default_run = shared_run("default_run", "--num-prompts", "24")
+default_run = shared_run("default_run", "--num-prompts", "16")
 fp32_run = shared_run("fp32_run", *SMALL, "--dtype", "fp32", "--train-dtype", "fp32")
 no_sinks_run = shared_run("no_sinks_run", *SMALL, "--attention", "no-sinks")
 raw_run = shared_run(

@@ -26,16 +26,14 @@ KILLER = Path(__file__).parent / "killer"
 # Where to die, and how the command then ends: the tool survives its workers.
 Kill = tuple[str, int]
 KILLS: tuple[Kill, ...] = (
-    ("transformers-decode.parquet", 2),  # the engine, its tokens already saved
     ("transformers-prefill.parquet", 2),  # the engine, while the trainer waits
     ("jobs/train-0000.json", -signal.SIGKILL),  # the tool, while the trainer waits
     ("fsdp-regrouped.parquet", 2),  # rank 0, in the second of five passes
     ("manifest.json", 2),  # rank 0, recording
-    ("comparison.json", -signal.SIGKILL),  # the tool
     ("report.json", -signal.SIGKILL),
 )
 # In the tool: `make test` (test_failures kills a rank there); every moment: with the grids.
-ONE = (KILLS[2],)
+ONE = (KILLS[1],)
 
 
 def check(cwd: Path, *flags: str, kill_at: str = "") -> subprocess.CompletedProcess[str]:

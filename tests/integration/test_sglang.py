@@ -126,11 +126,10 @@ def located_sides(run: Path, code: int, output: str) -> dict[str, Any]:
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("model", MODELS)
 def test_its_modules_are_recorded_and_a_clean_run_has_no_source(
-    model: str, run_of: Any, tmp_path: Path
+    run_of: Any, tmp_path: Path
 ) -> None:
-    code, output, run = located(run_of(model).directory, tmp_path)
+    code, output, run = located(run_of("qwen3_moe").directory, tmp_path)
     sides = located_sides(run, code, output)
     assert all(side.groups == () for side in sides.values())
     assert all(side.held is not None and side.held < SAME_IN_FP32 for side in sides.values())
@@ -139,23 +138,17 @@ def test_its_modules_are_recorded_and_a_clean_run_has_no_source(
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(
-    ("fault", "size", "site", "layers"),
-    [("layer-noise", 0.03, "q", (1,)), ("norm-eps", 100.0, "input_norm", (0,))],
-)
-def test_a_planted_fault_is_its_first_source(
-    fault: str, size: float, site: str, layers: tuple[int, ...], run_of: Any, tmp_path: Path
-) -> None:
+def test_a_planted_fault_is_its_first_source(run_of: Any, tmp_path: Path) -> None:
     """In the trainer's copy, whose weights and settings the reference shares."""
     run = tmp_path / "run"
     shutil.copytree(run_of("tiny-gpt-oss").directory, run)
     spec = json.loads((run / "spec.json").read_text())
-    source = plant(Path(spec["train"]["model"]), tmp_path / "planted", fault, size)
+    source = plant(Path(spec["train"]["model"]), tmp_path / "planted", "layer-noise", 0.03)
     spec["train"]["model"] = str(source)
     (run / "spec.json").write_text(json.dumps(spec))
     sides = located_sides(run, *located(run, tmp_path)[:2])
     assert sides["trainer"].source is None
-    assert (sides["engine"].source.site, sides["engine"].source.layers[:1]) == (site, layers)
+    assert (sides["engine"].source.site, sides["engine"].source.layers[:1]) == ("q", (1,))
 
 
 def children_of(directory: Path) -> list[psutil.Process]:

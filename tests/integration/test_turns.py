@@ -21,6 +21,7 @@ TURNS = (
     *("--model", "tiny-gpt-oss-tools", "--task", "calculator", "--max-turns", "3"),
     *("--num-prompts", "12", "--samples-per-prompt", "2", "--max-tokens", "120"),
 )
+FEW = ("--num-prompts", "4", "--samples-per-prompt", "2", "--max-tokens", "48")
 OVER = "the game is over"
 GAME = f"""
 class Game:
@@ -114,7 +115,7 @@ def test_an_environment_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "games.py").write_text(GAME)
     monkeypatch.chdir(tmp_path)
     flags = ("--engine", "transformers", "--quick", "--environment", "games:Game")
-    run = run_check(tmp_path / "run", "--model", "tiny-gpt-oss", *flags, "--num-prompts", "4")
+    run = run_check(tmp_path / "run", "--model", "tiny-gpt-oss", *flags, *FEW)
     assert run.code in (0, 1)
     rollout = store.load_rollout(run.directory)
     assert rollout.turn.max() == 2
@@ -129,7 +130,7 @@ def test_the_example_code_tool_runs_from_pythonpath(
     examples = Path(__file__).parent.parent.parent / "examples" / "environments"
     monkeypatch.setenv("PYTHONPATH", str(examples), prepend=os.pathsep)
     flags = ("--engine", "transformers", "--quick", "--environment", "code_tool:Python")
-    run = run_check(tmp_path / "run", "--model", "tiny-gpt-oss-tools", *flags, "--num-prompts", "4")
+    run = run_check(tmp_path / "run", "--model", "tiny-gpt-oss-tools", *flags, *FEW)
     assert run.code in (0, 1)
     rollout, texts = store.load_rollout(run.directory), store.load_vocabulary(run.directory)
     prompt = rollout.sequences()[0][rollout.turn[: rollout.offsets[1]] == 0]

@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-EVERY = 97  # of about 1,200 trials
+EVERY = 193  # of about 1,200 trials
 SABOTAGED = """
 import sys
 from pathlib import Path
