@@ -18,9 +18,13 @@ PAGE = DOCS / "evidence" / "calibration.md"
 PICTURE = DOCS / "images" / "calibration.svg"
 MARK = "<!-- measured -->"
 NOTE = (
-    "Two numbers in a cell: lowest and highest block. \\*: checks that warn, and in how many "
-    "blocks. Least chance: of the sign tests of displaced prompts. Fitness of a "
-    "random model says nothing about a trained one."
+    "Excess and gap are those of the highest block. *Warn*: blocks in which a check warns. "
+    "`calibration.json` has every block, also fitness, which says nothing about a trained model "
+    "where the model is random."
+)
+PLANTED = (
+    "Planted faults, with the excess of the side at fault and the gap of the lowest block; bold: "
+    "missed in a block."
 )
 Result = dict[str, Any]  # of one case, see calibration.result
 
@@ -34,8 +38,7 @@ def write(state: dict[str, Result], cases: Sequence[Case]) -> None:
     lines = [MARK, "", _summary(state, clean), "", *_clean_table(clean), ""]
     lines += [NOTE, ""]
     if planted:
-        lines += [*_fault_table(planted, state), "", "Smallest strength found, in every block:", ""]
-        lines += [*_smallest(planted, state), ""]
+        lines += [PLANTED, "", *_fault_table(planted, state), ""]
     lines += [f"Not run: {', '.join(absent)}.", ""] if absent else []
     lines += ["![Excess and float32 gap of clean and faulty runs](../images/calibration.svg)", ""]
     lines += ["**Next:** [how the levels are used](../explain/square.md).", ""]
@@ -63,70 +66,51 @@ def _summary(state: dict[str, Result], clean: dict[str, Result]) -> str:
 
 def _clean_table(clean: dict[str, Result]) -> list[str]:
     rows = [
-        "| clean run | prompts | tokens | mean abs delta | excess of the engine | of the trainer | "
-        "float32 gap | expected rounding | least chance | called broken | warnings* | fitness |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
+        "| clean run | tokens | mean abs delta | excess of the engine | of the trainer | "
+        "float32 gap | called broken | warn |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, one in clean.items():
         blocks = one["blocks"]
-        spans = [_span(_values(one, *which)) for which in KINDS]
-        floors = [block["floor"] for block in blocks if block["floor"]]
+        spans = [_number(max(_values(one, *which), default=None)) for which in KINDS]
         broken = sum(bool(block["failed"]) for block in blocks)
+        warned = sum(bool(block["warned"]) for block in blocks)
         rows.append(
-            f"| {name} | {one['prompts']:,} | {one['tokens']:,} | {_number(_mean(one))} | "
-            + " | ".join(spans)
-            + f" | {_span(floors)} | {_number(_chance(blocks))} | {broken} of {len(blocks)} | "
-            + f"{_counted(blocks, 'warned')} | "
-            + f"{_fitness(blocks)} |"
+            f"| {name} | {one['tokens']:,} | {_number(_mean(one))} | {' | '.join(spans)} | "
+            f"{broken} of {len(blocks)} | {warned} |"
         )
     return rows
-
-
-def _chance(blocks: Sequence[Result]) -> float | None:
-    """The least of a sign test over prompts, of all blocks; None in results of before it."""
-    known = [block["chance"] for block in blocks if block.get("chance") is not None]
-    return min(known, default=None)
 
 
 def _fault_table(planted: Sequence[Case], state: dict[str, Result]) -> list[str]:
     rows = [
-        "| planted | mean abs delta | of the clean run's | excess of the engine | of the trainer | "
-        "float32 gap | found | by |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| planted | mean abs delta, of the clean run's | excess | float32 gap | found | by |",
+        "| --- | ---: | ---: | ---: | ---: | --- |",
     ]
-    for case in planted:
+    for case in sorted(planted, key=_kind_and_strength):
         one = state[case.name]
         times = f"{_mean(one) / _mean(state[case.of]):.2f}×" if case.of in state else "–"
-        spans = [_span(_values(one, *which)) for which in KINDS]
-        found = sum(bool(block["failed"]) for block in one["blocks"])
+        side = TRAINER if case.fault.startswith(TRAINER) else ENGINE
+        excess, gap = (_values(one, *which) for which in (("excess", side), ("gap", ENGINE)))
+        found, of = sum(bool(block["failed"]) for block in one["blocks"]), len(one["blocks"])
         label = case.name.removeprefix("fault-")
         label += f", against {case.yardstick}" if case.yardstick else ""
         rows.append(
-            f"| {label} | {_number(_mean(one))} | {times} | {' | '.join(spans)} | "
-            f"{found} of {len(one['blocks'])} | {_counted(one['blocks'], 'failed')} |"
+            f"| {label} | {times} | {_number(min(excess, default=None))} | "
+            f"{_number(min(gap, default=None))} | "
+            f"{f'{found} of {of}' if found == of else f'**{found} of {of}**'} | "
+            f"{_counted(one['blocks'], 'failed')} |"
         )
     return rows
 
 
-def _smallest(planted: Sequence[Case], state: dict[str, Result]) -> list[str]:
-    """By kind and model; faults that have one strength only are not among them."""
-    kinds: dict[str, dict[str, bool]] = {}
-    for case in planted:
-        kind, _, strength = case.fault.partition(":")
-        name = kind if case.model == "tiny-gpt-oss" else f"{kind}, {case.model}"
-        found = all(block["failed"] for block in state[case.name]["blocks"])
-        kinds.setdefault(name, {})[strength] = found
-    rows = ["| fault | smallest found | largest missed |", "| --- | ---: | ---: |"]
-    for name, strengths in kinds.items():
-        away = float if name != "window" else (lambda text: 32 - float(text))
-        hit = [s for s, found in strengths.items() if found]
-        missed = [s for s, found in strengths.items() if not found]
-        cells = [min(hit, key=away, default="none"), max(missed, key=away, default="none")]
-        rows.append(f"| {name} | {cells[0]} | {cells[1]} |")
-    return rows
+def _kind_and_strength(case: Case) -> tuple[str, str, float]:
+    kind, _, strength = case.fault.partition(":")
+    return kind, case.model, float(strength or 0)
 
 
-KINDS = (("excess", "engine"), ("excess", "trainer"), ("gap", "engine"))
+ENGINE, TRAINER = "engine", "trainer"
+KINDS = (("excess", ENGINE), ("excess", TRAINER), ("gap", ENGINE))
 
 
 def _values(one: Result, evidence: str, side: str) -> list[float]:
@@ -136,7 +120,7 @@ def _values(one: Result, evidence: str, side: str) -> list[float]:
         for block in one["blocks"]
         for name, value in block["values"].items()
         if name.startswith(f"{evidence} ")
-        if (name.split()[1].partition(":")[0] == TRAIN) == (side == "trainer")
+        if (name.split()[1].partition(":")[0] == TRAIN) == (side == TRAINER)
     ]
 
 
@@ -152,20 +136,8 @@ def _counted(blocks: Sequence[Result], key: str) -> str:
     return ", ".join(names) or "–"
 
 
-def _fitness(blocks: Sequence[Result]) -> str:
-    counts = Counter(block["fitness"] for block in blocks)
-    return ", ".join(f"{status} {count}" for status, count in counts.most_common())
-
-
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}"
-
-
-def _span(values: Sequence[float]) -> str:
-    if not values:
-        return "–"
-    low, high = _number(min(values)), _number(max(values))
-    return low if low == high else f"{low} to {high}"
 
 
 def _draw(clean: dict[str, Result], faults: dict[str, Result]) -> None:
@@ -201,5 +173,5 @@ def _draw(clean: dict[str, Result], faults: dict[str, Result]) -> None:
 
 def _point(block: Result) -> tuple[float, float] | None:
     one = {"blocks": [block]}
-    excess, gap = _values(one, "excess", "engine"), _values(one, "gap", "engine")
+    excess, gap = _values(one, "excess", ENGINE), _values(one, "gap", ENGINE)
     return (max(excess), gap[0]) if excess and gap else None

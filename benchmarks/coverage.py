@@ -222,13 +222,14 @@ class Held:
     repetitions: int
 
     def cell(self) -> str:
-        """Of the intervals: percent that hold the truth, and that warn; of all: withheld."""
+        """Of the intervals: percent that hold the truth, and that warn if not all do; withheld."""
         withheld = 100 * (1.0 - self.made / self.repetitions)
         if not self.made:
             return "none"
         held, warn = 100 * self.held / self.made, 100 * (1.0 - self.bare / self.made)
-        notes = [f"{share:.0f} {what}" for share, what in ((warn, "w"), (withheld, "–")) if share]
-        return f"{held:.0f}" + (f" ({', '.join(notes)})" if notes else "")
+        shares = (warn if self.bare else 0.0, "w"), (withheld, "–")
+        notes = ", ".join(f"{share:.0f} {what}" for share, what in shares if share)
+        return f"{held:.0f}" + ("" if self.bare else "\\*") + (f" ({notes})" if notes else "")
 
 
 WARN = {"heavy-tail", "heavy-prompts", "few-prompts", "few-tokens"}
@@ -287,7 +288,7 @@ def table_of_differences(sizes: list[int], repetitions: int) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, nargs="+", default=[4, 8, 16, 64, 256])
+    parser.add_argument("--prompts", type=int, nargs="+", default=[8, 16, 64, 256])
     parser.add_argument("--repeat", type=int, default=400)
     parser.add_argument("--differences", action="store_true", help="their table, printed alone")
     parser.add_argument(
@@ -298,7 +299,7 @@ def main() -> None:
     lines = [
         f"Percent of the intervals that hold the truth; {args.repeat} repetitions, "
         f"{designs.SAMPLES} samples × {designs.TOKENS} tokens. In brackets: percent of them that "
-        "carry a warning (w), and of the runs in which the interval is withheld (–).",
+        "carry a warning (w; \\*: all), and of the runs in which the interval is withheld (–).",
         "",
     ]
     rows = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from benchmarks.fault_blocks import BLOCK
 from benchmarks.known_faults import FAULTS
@@ -52,30 +51,26 @@ def page(cells: list[dict]) -> str:
         lines.append(f"| {half} half | {' | '.join(shares)} | {share(two, 'pair')} |")
     apart, drawn = (sum(cell["blocks"][n] for cell in clean) for n in (0, 1))
     alarms = sum(len(cell["alarms"]) for cell in clean)
-    where = ", ".join(f"{cell['clean']} ({cell['engine']}, {cell['dtype']})" for cell in clean)
     lines += ["", f"Clean blocks of {BLOCK} prompts: {apart} disjoint, {drawn} drawn from the same "
-              f"runs, each with and without what the sides state; {alarms} false alarms. "
-              f"Runs: {where}.", "",
-              "| planted | issues | where | expected | reported: first | side | "
-              "tuning: first | named instead |", "| --- " * 8 + "|"]  # fmt: skip
+              f"{len(clean)} runs, each with and without what the sides state; {alarms} false "
+              "alarms.", "", "Named first and right side, in the reported half; "
+              "in the tuning half for a fault that this half alone has (t):", "",
+              "| planted | issues | where | expected | first | side |",
+              "| --- " * 6 + "|"]  # fmt: skip
     for fault in (*FAULTS, *ENGINES):
         own = [cell for cell in faults if cell["fault"] == fault.name]
-        halves = {h: [cell for cell in own if cell["half"] == h] for h in ("reported", "tuning")}
-        instead = sorted({(cell["named"] or ["nothing"])[0] for cell in own if not cell["first"]})
+        reported = [cell for cell in own if cell["half"] == "reported"]
+        shares = [share(reported or own, what) for what in ("first", "right side")]
         where_planted = PLACES[getattr(fault, "place", "engine")]
         issues = ", ".join(map(link, fault.issues)) or "–"
         lines.append(
             f"| {fault.name} | {issues} | {where_planted} | {', '.join(fault.expected)} | "
-            f"{share(halves['reported'], 'first')} | {share(halves['reported'], 'right side')} | "
-            f"{share(halves['tuning'], 'first')} | {', '.join(instead) or '–'} |"
+            f"{shares[0]}{'' if reported else ' (t)'} | {shares[1]} |"
         )
-    lines += ["", "| two at once | named | both in the first three |", "| --- | --- | --- |"]
-    draws: dict[str, list[dict[str, Any]]] = {}
+    draws: dict[str, list[bool]] = {}
     for cell in pairs:
         names = " and ".join(cell.get("faults", [cell.get("fault", "")]))
-        draws.setdefault(names, []).append(cell)
-    for names, cells in draws.items():
-        named = dict.fromkeys(cause for cell in cells for cause in cell["named"][:3])
-        both = f"{sum(map(bool, (cell['pair'] for cell in cells)))}/{len(cells)}"
-        lines.append(f"| {names} | {', '.join(named) or 'nothing'} | {both} |")
+        draws.setdefault(names, []).append(bool(cell["pair"]))
+    both = [f"{names} ({sum(found)}/{len(found)})" for names, found in draws.items()]
+    lines += ["", f"Two at once, both named in the first three: {'; '.join(both)}."]
     return "\n".join([*lines, "", "**Next:** [all causes](../reference/causes.md).", ""])

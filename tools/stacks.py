@@ -172,10 +172,10 @@ HEAD = """\
 Each row is a check on a CPU. Engine and trainer ran in one environment that holds the versions of
 the row and not mismatch (`mismatch check --python ENV/bin/python`): 16 prompts, 2 samples each, at
 most 64 tokens. `tiny-gpt-oss` is the embedded model, `qwen3` a dense model with random weights.
-*Mean delta* is that of the absolute difference per token, in nats.
+The number is the mean absolute difference per token, in nats.
 
-| stack | vLLM | torch | transformers | code | model | verdict | mean delta | not tested | date |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\
+| stack | vLLM | torch | transformers | code | date | tiny-gpt-oss | qwen3 |
+| --- | --- | --- | --- | --- | --- | --- | --- |\
 """
 TAIL = """
 *Code* is what computed the trainer's log-probabilities: mismatch's own FSDP2 loop, or the
@@ -208,14 +208,26 @@ def random_model(family: str, work: Path) -> Path:
 
 def page(rows: list[Stack], work: Path) -> str:
     """Return the text of docs/evidence/compatibility.md."""
-    lines = [HEAD]
+    lines, untested = [HEAD], dict[str, set[str]]()
     for stack in rows:
-        for model in MODELS:
-            kept = work / "results" / stack.folder / f"{model}.json"
-            if kept.exists():
-                lines.append(row(stack, model, json.loads(kept.read_text())))
+        paths = {model: work / "results" / stack.folder / f"{model}.json" for model in MODELS}
+        found = {model: json.loads(p.read_text()) for model, p in paths.items() if p.exists()}
+        if found:
+            lines.append(row(stack, found))
+        for each in found.values():
+            untested.setdefault(code(stack), set()).update(each.get("not_tested", ()))
+    lines += [
+        f"\nNot tested with {name} code: {', '.join(sorted(parts))}."
+        for name, parts in untested.items()
+        if parts
+    ]
     lines.append(TAIL)
     return "\n".join(lines)
+
+
+def code(stack: Stack) -> str:
+    """Return whose code computes the trainer's log-probabilities."""
+    return "FSDP2 loop" if stack.scorer == "fsdp" else f"{stack.scorer}'s"
 
 
 def asked(stack: Stack, package: str) -> str:
@@ -224,24 +236,27 @@ def asked(stack: Stack, package: str) -> str:
     return next((version for name, _, version in pairs if name == package), "")
 
 
-def row(stack: Stack, model: str, found: dict[str, Any]) -> str:
-    """Return one line of the table."""
-    versions = found.get("versions", {})
+def row(stack: Stack, found: dict[str, dict[str, Any]]) -> str:
+    """Return one line of the table, from what was found with each model."""
+    versions = next((each["versions"] for each in found.values() if "versions" in each), {})
     known = {
         "vllm": versions.get("vllm") or stack.vllm,
         "torch": versions.get("torch", stack.torch).partition("+")[0],
         "transformers": versions.get("transformers") or asked(stack, "transformers"),
     }
+    dates = ", ".join(sorted({each["date"] for each in found.values()}))
+    cells = (stack.name, *known.values(), code(stack), dates)
+    return f"| {' | '.join((*cells, *(outcome(found.get(model)) for model in MODELS)))} |"
+
+
+def outcome(found: dict[str, Any] | None) -> str:
+    """Return the verdict and the mean delta with one model."""
+    if found is None:
+        return "–"
     if "refused" in found:
-        verdict, delta, untested = f"none: {found['refused']}", "", ""
-    else:
-        causes = f" ({', '.join(found['causes'])})" if found["verdict"] == "broken" else ""
-        verdict = found["verdict"] + causes
-        delta = f"{found['mean_abs_delta']:.2g}"
-        untested = ", ".join(found["not_tested"])
-    code = "FSDP2 loop" if stack.scorer == "fsdp" else f"{stack.scorer}'s"
-    cells = (stack.name, *known.values(), code, model, verdict, delta, untested, found["date"])
-    return "| " + " | ".join(cells) + " |"
+        return f"none: {found['refused']}"
+    causes = f" ({', '.join(found['causes'])})" if found["verdict"] == "broken" else ""
+    return f"{found['verdict']}{causes}, {found['mean_abs_delta']:.2g}"
 
 
 if __name__ == "__main__":

@@ -26,8 +26,11 @@ def test_every_stack_has_a_name_and_a_folder_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("found", "cells"),
     [
-        (HEALTHY, ("healthy", "0.0031", "exact KL")),
-        (HEALTHY | {"verdict": "broken", "causes": ["packing-leak"]}, ("broken (packing-leak)",)),
+        (HEALTHY, ("healthy, 0.0031", "–")),
+        (
+            HEALTHY | {"verdict": "broken", "causes": ["packing-leak"]},
+            ("broken (packing-leak), 0.0031",),
+        ),
         ({"refused": "cannot load", "date": "2026-11-24"}, ("none: cannot load",)),
     ],
 )
@@ -37,7 +40,9 @@ def test_the_page_has_a_row_for_what_was_measured_alone(
     measured, other = Stack("A 1", vllm="0.28.0"), Stack("B 2")
     (tmp_path / "results" / measured.folder).mkdir(parents=True)
     (tmp_path / "results" / measured.folder / f"{MODELS[0]}.json").write_text(json.dumps(found))
-    (row,) = [line for line in page([measured, other], tmp_path).splitlines() if "| 2026" in line]
+    text = page([measured, other], tmp_path)
+    assert ("code: exact KL." in text) == ("not_tested" in found)
+    (row,) = [line for line in text.splitlines() if "| 2026" in line]
     shown = [cell.strip() for cell in row.strip("|").split("|")]
     assert shown[:2] == ["A 1", "0.28.0"]
     assert set(cells) <= set(shown)
