@@ -114,8 +114,8 @@ def cases(home: Path, wanted: set[str]) -> Iterator[tuple[str, Shown]]:
 
 
 def _planted(fault: Fault, strength: float) -> str:
-    place = PLACES[fault.place]
-    return f"{fault.name}, strength {strength:g}, {place}"
+    place = "" if fault.place == "recorded" else f", {PLACES[fault.place]}"
+    return f"{fault.name}, strength {strength:g}{place}"
 
 
 # ---------------------------------------------------------------- drawing

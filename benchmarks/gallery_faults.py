@@ -284,8 +284,8 @@ PLANTED = {
         "in recorded numbers: decoding rounds 8 times as much, the prefill as it should",
         recorded=lambda case: _rounding(case, np.full(len(case.left), 8.0))),
     "turn-context": Planted(
-        "in recorded numbers, each response cut in two turns: in the second one the trainer is off "
-        "by 0.3 nats where it is not certain", recorded=_two_turns),
+        "in recorded numbers, each response cut in two turns: in the second the trainer is off "
+        "by 0.3 nats where it is uncertain", recorded=_two_turns),
     "nondeterminism": Planted(
         "in FSDP2: attention differs by noise of 30 % from pass to pass",
         trainer=_on(_attention, _noise), second=f"{TRAIN}:repeated"),
@@ -293,7 +293,7 @@ PLANTED = {
         "in FSDP2: attention keeps 2 bits in micro-batches of 16 rows and more",
         trainer=_on(_attention, _by_rows), second=REGROUPED),
     "train-eval-paths": Planted(
-        "in FSDP2: a dropout of 0.1 behind the attention in train(), scored so beside eval()",
+        "in FSDP2: a dropout of 0.1 after the attention in train(), compared with eval()",
         trainer=_dropout, second=EVAL),
     "function-differs": Planted("in FSDP2: the base of the rotations times 2",
                                 trainer=_known(known_faults.rope_theta, 2.0)),
@@ -303,20 +303,20 @@ PLANTED = {
                               "spread", trainer=_weights(_moved(0.05)), twin=True),
     "sleep-level-2": Planted(
         "what a lost update leaves, in FSDP2 and its float32 twin: every matrix moved by 20 % of "
-        "its spread; the engine has the old ones (the sleep itself needs a GPU)",
+        "its spread (the sleep needs a GPU)",
         trainer=_weights(_moved(0.2)), twin=True),
     "quantised-rollout": Planted(
-        "on the trainer's side, where it leaves the same mark: all matrices of the layers but the "
-        "routers' on the grid of fp8", trainer=_weights(_fp8(False))),
+        "on the trainer's side, where it leaves the same mark: matrices of the layers, without "
+        "routers, in fp8", trainer=_weights(_fp8(False))),
     "quantised-module-list": Planted(
-        "on the trainer's side, where it leaves the same mark: the head on the grid of fp8, which "
-        "the list should have left alone", trainer=_weights(_fp8(True))),
+        "on the trainer's side: the head in fp8, which the list should have excluded",
+        trainer=_weights(_fp8(True))),
     "router-config": Planted("in FSDP2: routers choose 1 of 8 experts and not 2",
                              trainer=_one_expert),
     "fsdp-cast-inputs": Planted(
         "in FSDP2: `cast_forward_inputs=True` over rotary tables in float32",
         trainer=_float32_tables(True)),
-    "precision": Planted("FSDP2 in bf16 beside vLLM in float32", spec={"dtype": "bf16"},
+    "precision": Planted("FSDP2 in bf16, vLLM in float32", spec={"dtype": "bf16"},
                          dtype="fp32"),
     "trainer-autocast": Planted("FSDP2 in float32 under `torch.autocast` in bf16, vLLM in float32",
                                 spec={"autocast": "bf16"}, dtype="fp32"),

@@ -275,22 +275,22 @@ def main() -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """For docs/how-to/locate.md."""
-    lines = [
-        "| model | fault | named | explains | goes with it | right |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in rows:
-        share = [
-            f"{100 * row[key]:.0f} %" if row.get(key) is not None else "–"
-            for key in ("explains", "goes")
-        ]
-        named = row.get("named") or "none"
-        lines.append(
-            f"| {row['model']} | {row['fault']} | {named} | {' | '.join(share)} | "
-            f"{'yes' if row['right'] else 'no'} |"
-        )
-    return "\n".join(lines)
+    """Return the table of docs/evidence/locate.md: a row a fault, a column a model."""
+    models = list(dict.fromkeys(row["model"] for row in rows if row.get("named")))
+    lines = [f"| fault | named | {' | '.join(models)} |", "| --- " * (len(models) + 2) + "|"]
+    for fault in dict.fromkeys(row["fault"] for row in rows if row.get("named")):
+        found = {row["model"]: row for row in rows if row["fault"] == fault}
+        named = ", ".join(dict.fromkeys(row["named"].replace(" []", "") for row in found.values()))
+        cells = [cell(found.get(model)) for model in models]
+        lines.append(f"| {fault} | {named} | {' | '.join(cells)} |")
+    wrong = [f"{row['model']}, {row['fault']}" for row in rows if not row["right"]]
+    return "\n".join([*lines, "", f"Wrong: {'; '.join(wrong) or 'none'}."])
+
+
+def cell(row: dict[str, Any] | None) -> str:
+    """Return how much the named source explains, and how much is gone without it."""
+    shares = [row.get("explains"), row.get("goes")] if row else []
+    return " / ".join("–" if share is None else f"{100 * share:.0f}" for share in shares) or "–"
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def rows(report: LoopReport) -> Iterator[list[str]]:
         for run in arm.runs:
             ends = [
                 f"{number(at_end(run, name, WINDOW))} → {number(at_end(run, name))}"
-                for name in ("reward", "k3_kl", "entropy", "ess_seq")
+                for name in ("reward", "k3_kl", "ess_seq")
             ]
             norm = number(float(max(run.curve("grad_norm"))))
             falls, at = reward_fall(run), fired(run)["grad_norm"]
@@ -165,16 +165,13 @@ def missing(report: LoopReport) -> Iterator[str]:
 
 def text(report: LoopReport) -> str:
     """What stands between the markers."""
-    titles = ("arm", "seed:", "steps:", "reward", "k3 KL, nats", "entropy")
-    more = ("ESS of sequences", "largest gradient norm:", f"reward {LEARNT:g} at step:")
+    titles = ("arm", "seed:", "steps:", "reward", "k3 KL, nats", "ESS of sequences")
+    more = ("largest gradient norm:", f"reward {LEARNT:g} at step:")
     more += ("gradient norm warns at:", "reward falls at:")
-    shown = section(report)
-    lines = [
-        f"Means of the first and of the last {WINDOW} steps; a warning and a fall of the reward as "
-        "defined above, the step at which each came first:"
-    ]
-    lines += ["", table([*titles, *more], rows(report)), ""]
-    lines += [f"- {line}" for line in (*shown.warnings, *shown.sentences)]
+    lines = [f"Means of the first and of the last {WINDOW} steps, and first steps:"]
+    lines += ["", table([*titles, *more], rows(report))]
+    warnings = [f"- {line}" for line in section(report).warnings]
+    lines += ["", *warnings] if warnings else []
     absent = [f"- {line}" for line in missing(report)]
     lines += ["", "Not measured to its end:", "", *absent] if absent else []
     return "\n".join(lines)
