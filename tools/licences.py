@@ -19,10 +19,11 @@ same licence. Fonts, scripts or images of others are not shipped: the HTML repor
 system fonts. The tests carry axe-core 4.14.1 (tests/data/axe.min.js, MPL-2.0, unchanged), which is
 not in the package.
 
-Direct dependencies, as `make env` installs them on a CPU. `tools/licences.py` writes this table.
+Direct dependencies, as `make env` installs them on a CPU (versions: `constraints/`).
+`tools/licences.py` writes this table.
 
-| package | needed for | version | licence |
-| --- | --- | --- | --- |"""
+| package | needed for | licence |
+| --- | --- | --- |"""
 
 ELSEWHERE = {
     "trackio": "MIT",
@@ -34,8 +35,8 @@ SGLANG = """
 constraints/sglang-cpu.txt. Of what SGLang imports there directly, these are of note; soundfile's
 wheel carries libsndfile (LGPL-2.1-or-later). Nothing of them is shipped with mismatch.
 
-| package | needed for | version | licence |
-| --- | --- | --- | --- |"""
+| package | licence |
+| --- | --- |"""
 
 
 def main() -> None:
@@ -51,13 +52,13 @@ def main() -> None:
                 facts = metadata(name)
             except PackageNotFoundError:
                 known = ELSEWHERE.get(name, "Apache-2.0")
-                print(f"| {name} | {group} | not installed by `make env` on a CPU | {known} |")
+                print(f"| {name} | {group} | {known} |")
                 continue
-            print(f"| {name} | {group} | {facts['Version']} | {licence(facts)} |")
+            print(f"| {name} | {group} | {licence(facts)} |")
     print(SGLANG)
     for name in ("sglang", "torch", "torchvision", "triton", "soundfile", "transformers"):
         (found, *_) = distributions(name=name, path=[str(place) for place in SGLANG_PLACES])
-        print(f"| {name} | sglang | {found.metadata['Version']} | {licence(found.metadata)} |")
+        print(f"| {name} | {licence(found.metadata)} |")
     print("\n**Next:** [run the tests](testing.md).")
 
 

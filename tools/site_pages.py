@@ -106,6 +106,32 @@ def levels() -> str:
     return table(("metric", *COLUMNS, "source"), rows)
 
 
+def models() -> str:
+    """Return every short name of ``--model``."""
+    from mismatch.cli.models import model_rows
+
+    titles = (
+        "name",
+        "hub id",
+        "parameters",
+        "MoE layers × experts × active",
+        "released",
+        "context",
+    )
+    rows = [
+        (
+            f"`{row['name']}`",
+            f"`{row['hub_id']}`" if row["hub_id"] else "embedded",
+            f"{row['parameters']:,}",
+            row["experts"] or "dense",
+            row["released"],
+            f"{row['context']:,}",
+        )
+        for row in model_rows()
+    ]
+    return table(titles, rows)
+
+
 def presets() -> str:
     """Return the settings of every framework's preset with the place where each was read."""
     from mismatch.features.presets.frameworks import NAMES, preset_file
@@ -219,6 +245,7 @@ TABLES = {
     "fixes": fixes,
     "levels": levels,
     "metrics": metrics,
+    "models": models,
     "presets": presets,
     "report-fields": report_fields,
 }

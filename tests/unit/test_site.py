@@ -16,6 +16,7 @@ from mismatch.analysis.thresholds import COLUMNS
 from mismatch.cli.main import summaries
 from mismatch.features.presets.frameworks import NAMES
 from mismatch.metrics import METRICS
+from mismatch.models import ALIASES
 from mismatch.pipeline.document import schema
 from tools import site_pages
 
@@ -133,6 +134,8 @@ def test_the_reference_holds_what_the_code_has() -> None:
     for name in summaries():
         assert f"## mismatch {name}\n" in pages["reference/command-line.md"]
     assert "--overlap" in pages["reference/command-line.md"]  # only in --help-all
+    for name in ALIASES:
+        assert f"| `{name}` |" in pages["reference/models.md"]
     for name in NAMES:
         assert f"### `--trainer {name}`" in pages["reference/trainer-presets.md"]
     for item in schema()["$defs"].values():
