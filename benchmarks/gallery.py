@@ -105,7 +105,7 @@ def cases(home: Path, wanted: set[str]) -> Iterator[tuple[str, Shown]]:
                 case = runs.undeclared(moved)
             else:
                 continue
-            yield cause, Shown(case, clean, _planted(fault, strength))
+            yield cause, Shown(case, clean, _planted(fault))
     if wanted & gallery_faults.PLANTED.keys():
         gallery_faults.make(home / "gallery", run, spec.train)
         for cause, case, right, where in gallery_faults.cases(home / "gallery", run):
@@ -113,9 +113,9 @@ def cases(home: Path, wanted: set[str]) -> Iterator[tuple[str, Shown]]:
                 yield cause, Shown(case, right, where)
 
 
-def _planted(fault: Fault, strength: float) -> str:
+def _planted(fault: Fault) -> str:
     place = "" if fault.place == "recorded" else f", {PLACES[fault.place]}"
-    return f"{fault.name}, strength {strength:g}{place}"
+    return f"{fault.name}{place}"
 
 
 # ---------------------------------------------------------------- drawing
