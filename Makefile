@@ -74,8 +74,9 @@ tiny-gpt-oss: env  ## train the embedded model again (about 15 minutes on 2 core
 tiny-gpt-oss-tools: env  ## train its sibling that calls a calculator (half an hour at most)
 	$(BIN)/python tools/train_tiny_gpt_oss.py --tools --out mismatch/models/tiny-gpt-oss-tools
 
-example: env  ## the saved run under examples/ and the README's pictures
+example: env  ## the saved run under examples/, the README's pictures, those of "Read your report"
 	$(BIN)/python tools/make_pictures.py
+	$(BIN)/python tools/annotate_report.py
 
 bench: env  ## speed and memory against their floors; docs/evidence/benchmarks.md has the goals (about half an hour)
 	for name in startup logprobs long_sequences sequence_parallel attention memory experts fixes end_to_end metrics explorer; do $(BIN)/python benchmarks/$$name.py || exit 1; done

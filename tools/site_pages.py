@@ -1,7 +1,7 @@
 """Write the generated part of the documentation site; mkdocs loads this file as a hook.
 
-Pages of causes and fixes are made as a whole. In the other pages of docs/reference a line
-``<!-- made: NAME -->`` is replaced by a table that the code holds. Nothing of this is in git.
+Pages of causes and fixes are made as a whole. In the other pages a line ``<!-- made: NAME -->``
+is replaced by a table that the code holds. Nothing of this is in git.
 """
 
 from __future__ import annotations
@@ -87,6 +87,13 @@ def checks() -> str:
 
     rows = [(f'`{id}` <a id="{id}"></a>', escaped(asks)) for id, asks in wording("checks").items()]
     return table(("check", "what it asks"), rows)
+
+
+def glossary() -> str:
+    """Return the words of a report."""
+    from mismatch.reports.formatting import wording
+
+    return table(("word", "meaning"), list(wording("glossary").items()))
 
 
 def levels() -> str:
@@ -243,6 +250,7 @@ TABLES = {
     "checks": checks,
     "command-line": command_line,
     "fixes": fixes,
+    "glossary": glossary,
     "levels": levels,
     "metrics": metrics,
     "models": models,

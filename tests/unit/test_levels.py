@@ -202,7 +202,7 @@ def test_the_share_that_ppo_clips_is_judged():
 
 
 def published_values():
-    """Yield the rows of the two tables in docs/evidence/published-values.md: those that work first."""
+    """Yield the rows of the tables in docs/evidence/published-values.md, with whether they work."""
     page = Path(__file__).parents[2] / "docs" / "evidence" / "published-values.md"
     _, *tables = page.read_text(encoding="utf-8").split("\n## ")
     for works, table in zip((True, False), tables, strict=True):

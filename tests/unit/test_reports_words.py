@@ -8,6 +8,7 @@ import pytest
 
 from mismatch.reports.formatting import wording
 from tests.report_makers import MAKERS, ROOT, rendered
+from tools import site_pages
 
 BANNED = (
     "typically",
@@ -42,6 +43,6 @@ def test_no_rendering_has_a_banned_phrase(name: str) -> None:
 
 
 def test_the_glossary_is_in_the_docs() -> None:
-    page = (ROOT / "docs" / "start" / "read-report.md").read_text("utf-8")
+    page = site_pages.filled((ROOT / "docs" / "start" / "read-report.md").read_text("utf-8"))
     for word, meaning in wording("glossary").items():
         assert f"| {word} | {meaning} |" in page
