@@ -159,7 +159,7 @@ class Likeliest:
 
     Attributes:
         ids: [n, k] int32.
-        logprobs: [n, k] float32 nats, of the law whose logprobs the side reports; -inf: never.
+        logprobs: [n, k] float32 nats, of the distribution that the side reports; -inf: never.
     """
 
     ids: NDArray[np.int32]

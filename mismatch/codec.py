@@ -2,7 +2,7 @@
 
 A document has a dataclass's field names as keys, in their order. Numbers are finite or null: JSON
 has no infinity and no NaN, and readers choke on them. Reading turns null in a ``float`` field into
-NaN and in a ``float | None`` field into None; a class that can tell infinity from a missing number
+NaN and in a ``float | None`` field into None; a class that separates infinity from a missing number
 (:class:`mismatch.types.Estimate`, by its flag) does so when it is made. Unknown fields, missing
 fields without a default, and values of another type are refused, with their place.
 """
@@ -96,7 +96,7 @@ def without_verdict(cls: type[T], document: Any, schema: str, *, command: str, p
 def with_verdict(
     cls: type, schema: str, verdict: dict[str, Any], definitions: dict[str, Any]
 ) -> dict[str, Any]:
-    """The JSON Schema of such a document, as a part of another."""
+    """The JSON Schema of the document, as a part of another."""
     report = object_schema(cls, definitions)
     head = {"schema": {"const": schema}, "verdict": verdict}
     return report | {

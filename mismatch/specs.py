@@ -86,7 +86,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The law that samples. All of it is sent to the engine explicitly.
+    """The distribution that samples. All of it is sent to the engine explicitly.
 
     >>> Sampling(temperature=0.7).truncates
     False
@@ -459,7 +459,7 @@ class CheckSpec:
         bool,
         Flag(
             TRAIN,
-            "Skip the float32 and plain passes: faster, but a fault cannot be told from rounding.",
+            "Skip the float32 and plain passes: faster, but faults look like rounding.",
             switch=True,
         ),
     ] = False
@@ -517,7 +517,7 @@ class CheckSpec:
         bool | None,
         Flag(
             TRAIN,
-            "Score while the engine rescores; default: if both have their own GPUs.",
+            "Score while the engine rescores; default: if they use different GPUs.",
         ),
     ] = None
     extras: tuple[tuple[str, Any], ...] = ()

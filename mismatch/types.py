@@ -239,7 +239,7 @@ class Comparison:
     """Two scorings of the same tokens. ``delta = train - rollout``.
 
     Attributes:
-        sampled_by_left: the rollout side is the normalised law that sampled these tokens, so that
+        sampled_by_left: the rollout side is the distribution that sampled these tokens, so that
             ``kl`` and ``k3_kl`` estimate KL(rollout ‖ train); otherwise they are divergence scores.
         breakdowns: name -> columns of equal length, for figures and tables (position, layer …).
     """
@@ -430,7 +430,7 @@ class Report:
 
     Attributes:
         fingerprints: scoring name -> what really ran on that side.
-        comparisons: the first is the headline: the law that sampled against the trainer.
+        comparisons: the first is the headline: what sampled against the trainer.
         noise_floor: pairs that should agree (prefill vs decode, trainer vs itself regrouped …);
             each with a few metrics only.
         not_tested: what this run could not see, and why.

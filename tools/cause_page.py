@@ -109,8 +109,8 @@ def _by_experiment(entry: Entry, fixes: list[str], probes: list[str]) -> list[st
         parts.append(f"Measured as a fix it says the same: `--fix {known[0]}`.")
     if among:
         parts.append(
-            f"Other causes go with {_listed(among)} too: this one is confirmed only where "
-            "experiments have ruled those out."
+            f"{_listed(among)} removes the mismatch of other causes too: this cause is confirmed "
+            "only where experiments have ruled those out."
         )
     return [" ".join(parts), COMMAND]
 

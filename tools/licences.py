@@ -31,7 +31,7 @@ ELSEWHERE = {
 }  # what is in no environment here, else Apache-2.0
 SGLANG_PLACES = sorted((ROOT / ".venv-sglang" / "lib").glob("python3.*/site-packages"))
 SGLANG = """
-`make env-sglang` and `make test` install SGLang in an environment of its own; all of it is in
+`make env-sglang` and `make test` install SGLang in a separate environment; all of it is in
 constraints/sglang-cpu.txt. Of what SGLang imports there directly, these are of note; soundfile's
 wheel carries libsndfile (LGPL-2.1-or-later). Nothing of them is shipped with mismatch.
 

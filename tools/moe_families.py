@@ -174,7 +174,7 @@ Their text model is above: {composites}.
 ## Not captured
 
 - `doge` with `is_moe`: {doge}. Refused before its weights load; `--no-routing` runs it.
-- Models with their own code (`--trust-remote-code`), or new families with experts in no known
+- Models with custom code (`--trust-remote-code`), or new families with experts in no known
   place: refused likewise.
 - Models whose layers have different numbers of experts per token (`hunyuan_v1_moe` allows that).
 - Code with experts and no causal language model: {others}.
@@ -188,7 +188,7 @@ FOUND = {
     "of softmax routers without groups",
 }
 REPLAY = {
-    "deepseek_v2": "experts outside the groups that its own router chose get weight 0",
+    "deepseek_v2": "experts outside the groups that the model's router chose get weight 0",
     "deepseek_v4": "layers that route by token id have no choice to answer",
 }
 

@@ -100,7 +100,7 @@ def routing_estimates(
     seed: int = 0,
     headline_only: bool = False,
 ) -> dict[str, Estimate]:
-    """Every routing metric that the data allow; those over prompt rows stand last."""
+    """Every routing metric that the data allow; those over prompt rows are last."""
     if routes is None or left.routing is None or right.routing is None:
         return {}
     wanted = [
@@ -121,11 +121,11 @@ def is_routing(metric: Metric) -> bool:
 
 
 def is_sampling_law(rollout: Rollout, scoring: Scoring) -> bool:
-    """Whether a scoring holds the logprobs of the law that sampled the rollout's tokens.
+    """Whether a scoring holds the logprobs of the distribution that sampled the rollout's tokens.
 
     It does if it was taken while decoding, by the engine that sampled, at the temperature in force,
     and renormalised over the kept tokens where top-p or top-k cut the tail. Greedy sampling (T = 0)
-    is no law with a density: never.
+    is no distribution with a density: never.
     """
     facts, sampling = scoring.fingerprint, rollout.sampling
     engine = facts.get("engine")

@@ -2,7 +2,7 @@
 
 The excess (:mod:`mismatch.analysis.square`) cuts heavy tails on both sides alike. A fault of few
 tokens, one that moves every token a little one way, or one response that is wholly wrong can lie
-within it. Here each prompt of the side stands against the same prompt in the plain forward.
+within it. Here each prompt of the side is compared with the same prompt in the plain forward.
 The formulas, of how much more one difference spreads than another, are of no comparison of two
 scorings and so in no registry of metrics.
 """

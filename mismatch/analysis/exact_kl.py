@@ -25,8 +25,8 @@ def is_exact(name: str) -> bool:
 def exact_reason(left: Scoring, right: Scoring) -> str:
     """Why two scorings have no exact divergence; empty where they have one.
 
-    Distributions that cannot be read as such (NaN, not summing to 1) are a reason too: what the
-    sampled tokens say is not lost because of them.
+    Values that are no distribution (NaN, not summing to 1) are a reason too: what the sampled
+    tokens say is not lost because of them.
     """
     for scoring in (left, right):
         if scoring.distributions is None:
@@ -98,7 +98,7 @@ def exact_checks(comparison: Comparison) -> list[Check]:
     """Whether the sampled tokens agree with the distributions that they are said to come from.
 
     Empty where there are none. k1 is the log-ratio of what was sampled, the exact KL is what it is
-    expected to be under the law: they differ by chance alone, and how far that goes is known.
+    expected to be under that distribution: they differ by chance alone, by a known amount.
     """
     gap = comparison.metrics.get(LAW_GAP)
     if gap is None:
@@ -112,7 +112,7 @@ def exact_checks(comparison: Comparison) -> list[Check]:
     if np.isfinite(gap.value) and gap.value <= 1.0:
         return [Check(CHECK, "passed", what)]
     fix = (
-        "the tokens were not drawn from the law that was reported: look for penalties, a bias, or "
+        "the tokens were not drawn from the reported distribution: look for penalties, a bias, or "
         "a logits processor in the engine's sampling"
     )
     return [Check(CHECK, "warning", what, fix)]

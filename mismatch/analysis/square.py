@@ -339,7 +339,9 @@ class _Corners:
             self.missing.append(NotTested(what, reason))
             return None
         if len({_law(scored) for scored in (scoring, exact, plain, self.reference)}) > 1:
-            self.missing.append(NotTested(what, "its logprobs are of another law than float32's"))
+            self.missing.append(
+                NotTested(what, "its logprobs and float32's differ in temperature or cuts")
+            )
             return None
         away = scoring.logprobs - exact.logprobs
         yardstick = plain.logprobs - self.reference.logprobs
@@ -446,7 +448,7 @@ SIDES: tuple[Side, ...] = ("engine", "trainer")
 def incomparable(exact: Scoring, reference: Scoring) -> str:
     """Return why a difference of two scorings in float32 says nothing of functions; "": it does."""
     if _law(exact) != _law(reference):
-        return "its logprobs are of another law than float32's"
+        return "its logprobs and float32's differ in temperature or cuts"
     forms = {each.fingerprint.get("weights_form") or "as-stored" for each in (exact, reference)}
     if len(forms) > 1 and not forms <= SAME_VALUES:
         return "the two sides hold weights in different forms"

@@ -50,7 +50,7 @@ def load_thresholds(path: str | Path) -> Thresholds:
     """The table with the cells of a TOML file in place of its own.
 
     A cell of the file may give ``healthy``, ``unfit`` or both, and a ``source``; what it leaves
-    out stays. A metric without levels of ours may get some.
+    out stays. A metric without built-in levels may get some.
 
     Raises:
         MismatchError: unreadable or not TOML; an unknown metric, column or key (with line and near

@@ -113,7 +113,7 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
             )
         if name in values:
             raise MismatchError(
-                f"config file {path}: {name} stands twice, with - and with _", "drop one of them"
+                f"config file {path}: {name} is there twice, with - and with _", "drop one of them"
             )
         option, where = known[name], f"config file {path}, key {key!r}:"
         # Most files name one engine: a string is a list of one.

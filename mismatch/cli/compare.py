@@ -50,7 +50,7 @@ def compare(flags: Flags) -> int:
     With one RUN: write comparison.json and the report again. With RUN RUN2, or --left and --right:
     compare two scorings, delta = right - left. Exit code as `check`.
 
-    With RUN --against OLD: compare a new run with an old one, each with its own tokens (upgrades).
+    With RUN --against OLD: compare a new run with an old run that has other tokens (upgrades).
     Exit code 0: not worse by more than --margin. 1: worse, or unfit by itself. 2: not comparable.
 
     Examples:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """A check with the settings of such flags."""
+    """A check with the settings of flags."""
 
     spec: CheckSpec
     notes: tuple[str, ...] = ()

@@ -61,7 +61,7 @@ class Option:
         default: REQUIRED for an argument that has none.
         argument: positional.
         spelling: the flag as typed, where it is not --NAME.
-        alone: value of the flag without a value, where it may stand alone; "": it may not.
+        alone: value of the flag without a value, where it may come alone; "": it may not.
         metavar: what the help shows for the value; "": the type.
     """
 

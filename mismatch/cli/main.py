@@ -71,7 +71,7 @@ def _function_of(name: str) -> Any:
 
 
 class Command(TyperCommand):
-    """A command with its flags in panels, examples at the end, and flags that may stand alone.
+    """A command with its flags in panels, examples at the end, and flags that may come alone.
 
     Where a command has many flags, ``--help`` shows the common ones and ``--help-all`` all.
     """

@@ -227,8 +227,7 @@ def server_addresses(flags: Flags) -> tuple[str, ...]:
     for name in OURS:
         if name in flags.explicit:
             raise MismatchError(
-                f"{_flag(name)} is for an engine that mismatch starts, servers run with their own "
-                "settings",
+                f"{_flag(name)} is for an engine that mismatch starts, servers keep their settings",
                 f"drop {_flag(name)}, or --server",
             )
     return tuple(parse_address(text).text for text in flags["server"])

@@ -106,7 +106,7 @@ def predict_trainer(
         "unsharded embedding and head": shape.root_parameters * b,
         # FSDP2 keeps a block's all-gather result until the next block has been copied out.
         "all-gather result in flight": layer if world > 1 else 0,
-        "head in its own dtype": (
+        "head in another dtype": (
             shape.vocab * shape.hidden * BYTES[head] if head != spec.dtype else 0
         ),
         # Gradient checkpointing keeps one input per layer.

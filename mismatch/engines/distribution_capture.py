@@ -117,7 +117,7 @@ class CaptureRequest:
     Attributes:
         positions: how many action tokens, at most.
         top_k: ids to keep of each distribution, where the vocabulary is too large to keep it whole.
-        law: that of the engine's own logprobs.
+        law: how the engine's own logprobs are distributed.
         places: of every request its sequence and how many action tokens that has already; empty:
             each request begins a sequence.
     """

@@ -91,7 +91,7 @@ def read_model_info(spec: EngineSpec) -> ModelInfo:
     except Exception as error:
         raise MismatchError(
             f"configuration of {spec.model} cannot be read: {first_line(error)}",
-            "check the model's name and config.json; a model with code of its own needs "
+            "check the model's name and config.json; a model with custom code needs "
             "--trust-remote-code, a new architecture a newer transformers",
         ) from error
     names = list(config.architectures or [])

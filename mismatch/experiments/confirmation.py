@@ -1,6 +1,6 @@
 """What experiments say of the causes of a run: which they confirm, which they rule out.
 
-A cause is confirmed where the mismatch goes with the experiment that takes it out, and ruled out
+A cause is confirmed where the experiment that takes it out removes the mismatch, and ruled out
 where the mismatch stays, or of little weight where a side states it. Pure.
 """
 
@@ -91,7 +91,7 @@ class Applied(NamedTuple):
 def applied(causes: Causes, experiments: Sequence[Experiment]) -> Applied:
     """Return the causes after their experiments, and the ids that were confirmed and ruled out.
 
-    The share of a cause is that of the experiment that confirms it, where no other cause goes with
+    The share of a cause is that of the experiment that confirms it, where no other cause shares
     the same one.
     """
     kept: list[Cause] = []
@@ -179,7 +179,7 @@ def _asks(experiment: Experiment, cause: Cause) -> bool:
 
 
 def _contradicts(experiment: Experiment, cause: Cause, causes: Causes) -> bool:
-    """Return whether less went with an experiment than half of what this cause would take along.
+    """Return whether an experiment removed less than half of what this cause would take along.
 
     Errors of several causes add in quadrature where they are independent: a cause of share s alone
     takes 1 - sqrt(1 - s^2) of the whole with it at least. A share that is not known is what the
@@ -244,7 +244,7 @@ def _of_little(cause: Cause, experiments: Sequence[Experiment]) -> list[Cause]:
 
 
 def _with_evidence(cause: Cause, experiments: Sequence[Experiment]) -> Cause:
-    """Add what went with experiments that take this cause out and others too."""
+    """Add what experiments removed that take this cause out and others too."""
     wide = [e for e in experiments if e.outcome == "confirmed" and _asks(e, cause)]
     evidence = tuple(
         replace(item, normal=f"takes out {', '.join(n for n in e.tests if n != cause.id)} too")
@@ -260,5 +260,5 @@ def _evidence(experiment: Experiment) -> tuple[Evidence, ...]:
     if experiment.gone is None:
         return experiment.evidence
     normal = f"below {STAYS:g}"
-    share = Evidence(f"share gone with {experiment.id}", experiment.gone.value, normal)
+    share = Evidence(f"share removed by {experiment.id}", experiment.gone.value, normal)
     return (share, *experiment.evidence)

@@ -29,9 +29,9 @@ class Taken:
 
     Attributes:
         side: whose fault it shows.
-        own: what is true of every mismatch that goes with it: the setting that it changes, and
+        own: what is true of every mismatch that it removes: the setting that it changes, and
             marks in the data.
-        wide: causes that go with it too, and that it does not tell from one another.
+        wide: causes that it removes too, and does not separate.
     """
 
     side: Side
@@ -77,7 +77,7 @@ TESTS = {
 
 
 def taken(id: str, spec: CheckSpec) -> Taken | None:
-    """What goes with a fix in this check; None where it shows nothing of a cause."""
+    """What a fix removes in this check; None where it shows nothing of a cause."""
     if id not in TESTS:
         return None
     entry, attention, sampling = TESTS[id], spec.train.attention, spec.rollout.sampling
@@ -121,7 +121,7 @@ class Experiment:
     names: str = ""
     """The cause that it names where it confirms and no detector suspected one."""
     wide: tuple[str, ...] = ()
-    """Those of ``tests`` that it cannot tell from one another: it confirms one of them only where
+    """Those of ``tests`` that it cannot separate: it confirms one of them only where
     no other of ``tests`` is left."""
 
 

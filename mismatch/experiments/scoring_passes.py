@@ -244,8 +244,8 @@ def training_passes(spec: CheckSpec) -> list[Pass]:
 def second_passes(spec: CheckSpec) -> list[Pass]:
     """What PPO's second forward pass takes beyond the passes of the noise floor.
 
-    The trainer regrouped is such a pass; noise is injected into a copy of it. Router replay of the
-    first pass in the second, and of the engine in the trainer, are made where they were asked for.
+    The trainer regrouped is a second pass; noise is injected into a copy of it. Router replay of
+    the first pass in the second, and of the engine in the trainer, are made where asked for.
     """
     train, new = spec.train, regrouped(spec.train)
     passes = []

@@ -2,7 +2,7 @@
 
     paired      two scorings of the same tokens: whole prompts are resampled, both sides at once
     difference  two runs with tokens of their own: prompts that both runs hold are resampled as one,
-                so that what they share cancels; without any such prompt the two are independent
+                so that what they share cancels; without common prompts the two are independent
 
 Both are other minus one. The interval of a mean or of a smooth function of means is the bootstrap's
 (:mod:`mismatch.metrics.inference`), of the difference. Quantiles: each side's influence per prompt
@@ -128,7 +128,7 @@ def difference(metric: Metric, old: Sample, new: Sample, *, seed: int = 0) -> Es
 
 
 def excludes_zero(estimate: Estimate) -> bool | None:
-    """Whether a difference is told from none at 95 %; None where it has no interval.
+    """Whether a difference excludes 0 at 95 %; None where it has no interval.
 
     :func:`mismatch.metrics.inference.prompts_needed` of the estimate and 0 says how many prompts
     would tell it, where these do not.

@@ -238,7 +238,7 @@ class Estimator:
         """One-sided 95 % bound on the share of an event that was not seen.
 
         3/n (the rule of three), with n the number of independent tokens: all of them over the
-        factor by which prompts cluster the tokens of largest |delta|, from which such events come;
+        factor by which prompts cluster the tokens of largest |delta|, from which these events come;
         at least as many as there are prompts. Of events of sequences n is the number of prompts.
         Where |delta| would have to be k times the largest that was seen, the bound is divided by k:
         a tail of |delta| that has a mean falls at least as fast as that.

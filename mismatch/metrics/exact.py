@@ -53,7 +53,7 @@ def kl_terms(left: Floats, right: Floats) -> Floats:
 
 
 def divergences(left: Floats, right: Floats) -> dict[str, Floats]:
-    """Every divergence of two laws, one term per position.
+    """Every divergence of two distributions, one term per position.
 
     Args:
         left: log-probabilities [M, V] that sum to 1 in each row; -inf: never sampled there.
@@ -109,7 +109,7 @@ def law_arrays(
 
     Returns:
         "exact_surplus": log p/q of the sampled outcome minus its expectation, KL(left ‖ right).
-        "exact_variance": its variance. Where left is the law that sampled, the sums of the first
+        "exact_variance": its variance. Where left is what sampled, the sums of the first
         are a martingale, whatever the correlation of tokens, with the second as its variance.
     """
     row = np.arange(len(column))
@@ -214,7 +214,7 @@ def _at_exact(name: str, label: str, meaning: str) -> Function:
             bounds=estimator.bounds,
             label=label,
             meaning=meaning,
-            definition=f"`{name}` on the positions of the exact KL alone, to be read beside it.",
+            definition=f"`{name}` on the positions of the exact KL alone, to compare with it.",
         )
     )
 
@@ -228,11 +228,11 @@ k3_kl_at_exact = _at_exact("k3_kl", "k3, same positions", "what k3 says of the s
     unit="1",
     bounds=POSITIVE,
     label="k1 - exact, of chance",
-    meaning="above 1: the tokens were not drawn from that law",
+    meaning="above 1: the tokens were not drawn from that distribution",
 )
 def exact_law_gap(exact_surplus: Floats, exact_variance: Floats) -> float:
     """|sum of (k1 - exact KL)| over what chance allows (Freedman's inequality for martingales at
-    1e-4, with the largest step seen). Above 1: these tokens were not drawn from that law."""
+    1e-4, with the largest step seen). Above 1: that distribution did not sample these tokens."""
     gap = abs(float(exact_surplus.sum()))
     if gap == 0.0:
         return 0.0

@@ -15,7 +15,7 @@ QUANTILE_FREEDOM = 2.5  # prompts of the rarer side for each degree of freedom
 def quantile_cuts(ordered: Floats, probability: float) -> tuple[float, float]:
     """The quantile of sorted values, and the one that cuts off a tail ``WIDER`` times as large.
 
-    Whether prompts share the tail evenly is told from the wider one. To tell it from the values
+    The wider one shows whether prompts share the tail evenly. To read it off the values
     beyond the quantile itself would choose the runs in which these happen to be spread evenly,
     and in those the quantile is too small: benchmarks/coverage.py.
     """

@@ -55,7 +55,7 @@ class Metric:
         terms: arrays -> [U] or [U, M] terms (M columns may come as a tuple of [U] arrays); for
             "extreme" the number itself. Its parameters without a default name the arrays.
         kind: what interval it can have. "mean": a mean of one term per unit; "ratio": a smooth
-            function of several such means; "quantile": an order statistic of the terms;
+            function of several means; "quantile": an order statistic of the terms;
             "extreme": a maximum, minimum, count or other number without an interval.
         reduction: whether a unit is an action token or a sequence with at least one.
         combine: means [..., M] -> value [...]; unused for "quantile" and "extreme".

@@ -162,7 +162,7 @@ def routing_harm_factor(differs: Bools, delta: Floats) -> Floats:
     meaning="share of all delta² on tokens with a routing flip",
 )
 def routing_delta2_share(differs: Bools, delta: Floats) -> Floats:
-    """Σ delta² of the tokens with a differing layer, over Σ delta² of all. Beside their share of
+    """Σ delta² of the tokens with a differing layer, over Σ delta² of all. Compare their share of
     the tokens (``routing_disagree_any``): equal shares mean that flips do no harm."""
     flip, square = floats(differs.any(axis=1)), delta**2
     return np.stack([flip * square, square], axis=1)

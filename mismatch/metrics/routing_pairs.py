@@ -246,7 +246,7 @@ def router_noise(rollout: Rollout, train: Scoring, passes: Sequence[Scoring]) ->
     """The trainer's router noise from the first pass that shows any, else from rounding.
 
     ``level[l]`` is the 99 % quantile, over action tokens, of |margin_train - margin_pass| in layer
-    l. Without such a pass: roundoff of the trainer's dtype, times the largest margin of the layer
+    l. Without that pass: roundoff of the trainer's dtype, times the largest margin of the layer
     (scores are at least about as large as the gap between two of them).
 
     Args:

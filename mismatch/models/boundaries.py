@@ -166,7 +166,7 @@ class Boundaries:
         """Return a function of queries and keys that shows them before and after it."""
 
         def shown(q: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._turning:  # one such function calls another
+            if self._turning:  # one of these functions calls another
                 return rotate(q, k, *args, **kwargs)
             q, k = self._heads("q", q), self._heads("k", k)
             self._turning = True

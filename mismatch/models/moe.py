@@ -163,7 +163,7 @@ def child(module: Any, names: tuple[str, ...]) -> Any:
 
 
 def norms_of(layer: Any) -> LayerNorms:
-    """Which norm of a layer stands where.
+    """Which norm of a layer is where.
 
     Raises:
         LookupError: norms in another order; its text names what is missing or further.

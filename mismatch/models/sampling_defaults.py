@@ -1,7 +1,7 @@
 """Sampling settings that a checkpoint carries: generation_config.json.
 
 vLLM and SGLang apply them to every request that leaves a setting unset, so a framework that sends
-temperature and top-p alone samples from another law than it scores.
+temperature and top-p alone samples from another distribution than it scores.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEFT_OPEN: dict[str, tuple[str, ...]] = {
 
 
 def stated(model: str, revision: str | None) -> dict[str, float]:
-    """Return the settings of a checkpoint's generation_config.json that change a law; {}: none."""
+    """Return the settings of generation_config.json that change a distribution; {}: none."""
     directory = Path(model) if Path(model).is_dir() else cached_snapshot(model, revision)
     try:
         values = json.loads((Path(directory or "") / FILE).read_text("utf-8"))

@@ -25,7 +25,7 @@ def load_tokenizer(model: str, revision: str | None = None, trust_remote_code: b
     except Exception as error:  # transformers raises many kinds here
         raise MismatchError(
             f"tokenizer of {model} cannot be loaded: {first_line(error)}",
-            "save it beside the model: tokenizer.save_pretrained(DIR)",
+            "save it in the model's folder: tokenizer.save_pretrained(DIR)",
         ) from error
 
 

@@ -123,7 +123,7 @@ def run_score(
     if spec.weights_effect is not None and name != TRAIN:
         raise MismatchError(
             f"--weights-effect is for the scoring {TRAIN!r}, not for {name!r}",
-            f"drop --name, or give this one the form: --train-weights {spec.weights_effect}",
+            f"drop --name, or give this scoring the form: --train-weights {spec.weights_effect}",
         )
     if spec.inject and name != TRAIN:
         raise MismatchError(
@@ -162,7 +162,7 @@ def run_engine_score(
     store.load_rollout(run_dir)
     if name in store.scoring_names(run_dir):
         raise MismatchError(
-            f"{run_dir} holds a scoring {name!r}", "keep both: --name NAME for this one"
+            f"{run_dir} holds a scoring {name!r}", "keep both: --name NAME for the new scoring"
         )
     recorded = load_spec(run_dir)
     spec = replace(recorded.rollout, engine=engine, exact_kl=0)
@@ -248,5 +248,5 @@ def _require_free_name(run_dir: Path, pass_: Pass) -> None:
     raise MismatchError(
         f"{run_dir} holds a scoring {pass_.name!r} with other settings:\n    "
         + "\n    ".join(lines),
-        "keep both: --name NAME for this one",
+        "keep both: --name NAME for the new scoring",
     )

@@ -51,14 +51,14 @@ LEAST_TRANSFORMERS = (5, 5)  # 4.57 loads weights by other functions than those 
 
 
 def require_a_law(sampling: Sampling) -> None:
-    """Tokens that were sampled, so that there is a law to compare with.
+    """Tokens that were sampled, so that there is a distribution to compare with.
 
     Raises:
         MismatchError: greedy sampling: its tokens have probability 1, and no divergence.
     """
     if sampling.temperature == 0:
         raise MismatchError(
-            "--temperature 0: greedy tokens follow no law, so there is nothing to measure",
+            "--temperature 0: greedy tokens follow no distribution, so there is nothing to measure",
             "sample at the temperature of training: --temperature 1",
         )
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "mismatch.runs/1"
 MARGIN = 0.1
-# A change that the test cannot tell from chance, but that is too large to be passed over: as many
+# A change that may be chance for the test, but that is too large to be passed over: as many
 # times as before, at a p (not adjusted) up to this.
 TIMES, UNDECIDED = 3.0, 0.26
 DECIDING = (*RANKED_BY, "routing_disagree_layer")
@@ -253,7 +253,7 @@ def against(
             if name in run.values and name not in other.values
         ]
         if run.report.result("square") is None:
-            notes.append(f"{run.name} has no square: a fault cannot be told from rounding there")
+            notes.append(f"{run.name} has no square: faults and rounding look alike there")
     notes.append(f"verdicts are {UNVERIFIED}")
     gate = judged_gate(result, (old.report.verdict, new.report.verdict), margin, fail_on)
     return replace(result, notes=tuple(notes), gate=gate)

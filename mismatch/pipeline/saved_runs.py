@@ -140,7 +140,7 @@ def load_report(run: Path) -> Report:
         own = judged_again(report)
     if _statuses(own) != _statuses(stored):
         raise MismatchError(
-            f"{path} says {stored.status}, and its own numbers and checks say {own.status}: it was "
+            f"{path} says {stored.status}, and its numbers and checks say {own.status}: it was "
             "edited, or judged by another version",
             f"judge the scorings again: mismatch compare {run}",
         )

@@ -82,7 +82,7 @@ def record_best_fix(run_dir: Path, report: Report, tokens: pd.DataFrame) -> pd.D
 
 
 def _places(rollout: Rollout) -> dict[str, Any]:
-    """Where each token stands, and the reward of its sequence."""
+    """Where each token is, and the reward of its sequence."""
     import pandas as pd
 
     actions = rollout.actions

@@ -1,6 +1,6 @@
 """A training world that somebody else started: torchrun over machines, srun, Ray.
 
-Every rank runs the same command; where a rank stands it reads in its environment. Rank 0 holds the
+Every rank runs the same command; a rank reads its place in its environment. Rank 0 holds the
 run directory, which all ranks must see under the same path. Nothing is started here.
 """
 
@@ -88,7 +88,7 @@ def score(run_dir: Path, passes: list[Pass], world: Launched, note: Callable[[st
         return
     if passes[0].spec.scorer != OWN_SCORER:
         raise MismatchError(
-            f"--scorer {passes[0].spec.scorer} starts processes of its own",
+            f"--scorer {passes[0].spec.scorer} starts its processes itself",
             "start mismatch itself, without torchrun or srun",
         )
     jobs = by_load([Job.of_check(run_dir, pass_, passes[0]) for pass_ in missing])

@@ -97,7 +97,7 @@ NUMBERS: tuple[Format, ...] = (number, signed, brief, change, near_one)  # of :f
 
 
 def alike(values: Iterable[float | None], write: Format = number) -> Format:
-    """One way of writing several numbers that stand together: all scientific, or none.
+    """One way of writing several numbers in one row or column: all scientific, or none.
 
     Those under 1e-4 have two significant digits, those under 1e-7 none.
 
@@ -259,7 +259,7 @@ def capital(sentence: str) -> str:
 
 
 def badge(tone: str) -> str:
-    """The mark that stands before a status, so that it is seen without colour."""
+    """The mark before a status, so that it is seen without colour."""
     return f"{MARKS[tone]} " if tone in MARKS else ""
 
 
@@ -300,7 +300,7 @@ def visible(text: str) -> str:
 
 
 def _joins(text: str, at: int) -> bool:
-    """Whether the joiner at a place stands between two pictures: a picture of its own."""
+    """Whether the joiner at a place is between two pictures: a picture of its own."""
     before = text[max(0, at - 4) : at].rstrip(_ADDED)[-1:]
     return all(
         unicodedata.category(each or " ") == "So" for each in (before, text[at + 1 : at + 2])

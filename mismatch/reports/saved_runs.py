@@ -39,17 +39,17 @@ TONE_OF: dict[str | None, Tone] = {
     "better": "healthy",
 }
 LEAD = (
-    "Each run compares its own engine with its own trainer. Every other run is compared with the "
+    "Each run compares an engine with a trainer. Every other run is compared with the "
     "first: ! is significantly worse than it, ✓ significantly better."
 )
 METHOD = (
     "k3, mean |delta| and routing flips decide: a permutation test within prompts, adjusted "
     "for all runs and metrics (Holm), at 5 %. Without p, and for all other metrics, a change is "
-    "marked where its own 95 % interval leaves 0 out, not adjusted."
+    "marked where its 95 % interval leaves 0 out, not adjusted."
 )
 BASIS = {
     "paired": "same tokens, paired",
-    "prompts": "tokens of their own, by prompt",
+    "prompts": "other tokens, by prompt",
     "intervals": "by the two intervals",
 }
 CHANGES = (

@@ -90,7 +90,7 @@ class Row:
 
 
 def headline(report: Report) -> Comparison:
-    """The comparison that the verdict speaks of: the law that sampled against the trainer.
+    """The comparison that the verdict is about: what sampled against the trainer.
 
     Where a check failed so early that nothing could be compared, the names of the two sides
     without any metric.
@@ -105,7 +105,7 @@ def trainer_code(report: Report) -> tuple[str, ...]:
     """Return whose code computed the trainer's log-probabilities, where that is to be said."""
     facts = report.fingerprints.get(headline(report).train, {})
     if code := facts.get("code"):
-        own = "" if facts.get("backend") == FILE_SCORER else " (its own code)"
+        own = "" if facts.get("backend") == FILE_SCORER else " (the framework's code)"
         return (f"trainer: {line(str(code))}{own}",)
     preset = (report.run.get("spec") or {}).get("preset")
     return (f"trainer: mismatch's FSDP2 loop with the settings of {line(preset)}",) * bool(preset)

@@ -1,4 +1,4 @@
-"""A matplotlib figure as SVG that may stand inside an HTML page.
+"""A matplotlib figure as SVG for use inside an HTML page.
 
 The colours of the figures are sentinels; here they become CSS variables, so that one drawing serves
 the light scheme, the dark one and print. Text stays text, in the page's own font.
@@ -132,7 +132,7 @@ def _short(path: re.Match[str]) -> str:
 # ---------------------------------------------------------------- what several figures draw
 
 # Opacities of one colour differ in lightness alone, which every eye and a black-and-white printer
-# can tell apart.
+# can distinguish.
 OPACITIES = (0.16, 0.36, 0.57, 0.78, 1.0)
 
 

@@ -1,6 +1,6 @@
 """What another interpreter's environment holds, read from its metadata; nothing is imported there.
 
-A worker runs in such an environment without mismatch being installed in it: it finds the package by
+A worker runs in that environment without mismatch being installed in it: it finds the package by
 its path (mismatch/processes/launch.py).
 """
 

@@ -132,7 +132,7 @@ NAME = re.compile(
     r"(^|[_.-])(TOKEN|KEY|KEYS|SECRET|PASS|PASSWD|PASSWORD|PASSPHRASE|CREDENTIALS?|AUTH|APIKEY)($|[_.-])",
     re.IGNORECASE,
 )
-# Secrets that are known by their look, wherever they stand.
+# Secrets that are known by their look, wherever they are.
 SHAPES = re.compile(
     r"(?<![A-Za-z0-9_-])(?:hf_[A-Za-z0-9]{16,}"
     r"|sk-[A-Za-z0-9_-]{16,}"

@@ -64,7 +64,7 @@ def _done(run_dir: Path, name: str, spec: RolloutSpec | TrainSpec) -> bool:
         raise MismatchError(
             f"{run_dir / name} was made with other versions or weights:\n    "
             + "\n    ".join(line.replace(" asked", " here") for line in changed),
-            "put the old ones back, or start a new run without --resume",
+            "put the old files back, or start a new run without --resume",
         )
     return True
 

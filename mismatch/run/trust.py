@@ -99,7 +99,7 @@ def require_trust(run_dir: Path, spec: CheckSpec, trusted: bool) -> None:
     """Refuse a stored spec that names what needs trust, before anything of it is used.
 
     Raises:
-        MismatchError: nobody said that the run may do so; every such field is listed.
+        MismatchError: nobody said that the run may do so; every field is listed.
     """
     needs = [] if trusted else list(code_of(spec))
     if needs:

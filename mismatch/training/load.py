@@ -364,7 +364,7 @@ def _require_experts(name: str, bare: Any) -> None:
     if possible == ["eager"] and name != "eager":  # transformers would take it, and run its loop
         raise MismatchError(
             f"--experts-implementation {name}: the experts of {bare.config.model_type} are not "
-            "behind transformers' interface; its own loop would run",
+            "behind transformers' interface; the model's loop would run",
             "leave it out",
         )
     if name == BOUNDED:

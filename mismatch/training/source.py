@@ -2,7 +2,7 @@
 
 FSDP2 casts what it gathers to the dtype of the computation. A value stored in bfloat16 comes out
 the same whether it rested in bfloat16 or in float32, so a checkpoint whose values all are bfloat16
-(MXFP4 dequantises to such) needs half the memory at rest, unless a buffer's dtype follows loading.
+(MXFP4 dequantises to that) needs half the memory at rest, unless a buffer's dtype follows loading.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def skeleton(config: Any, trust_remote_code: bool = False, dtype: torch.dtype | 
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise MismatchError(
             f"architecture {config.model_type!r} is not supported: {first_line(error)}",
-            "a causal language model of transformers is needed; upgrade transformers for new ones",
+            "a causal language model of transformers is needed; new models need a new version",
         ) from error
 
 

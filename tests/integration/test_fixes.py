@@ -83,7 +83,7 @@ def test_the_fix_that_was_measured_confirms_its_cause(without_sinks: Run) -> Non
     )  # fmt: skip
     removed = rows(without_sinks)["attention-sinks"]["removed"][ABS]
     assert first["effect"]["value"] == pytest.approx(removed["value"], abs=1e-6)
-    assert f"share gone with {first['id']}" in {item["what"] for item in first["evidence"]}
+    assert f"share removed by {first['id']}" in {item["what"] for item in first["evidence"]}
     assert report["explain"]["confirmed"] == ["attention-sinks"]
 
 

@@ -125,7 +125,7 @@ def test_a_measured_fix_confirms_the_cause_that_it_takes_out(tmp_path: Path) -> 
     assert cause.effect is not None
     assert cause.effect.value == pytest.approx(0.95)  # by ablation: what its fix left
     evidence = {item.what: item.value for item in cause.evidence}
-    assert evidence[f"share gone with {cause.id}"] == pytest.approx(0.95)
+    assert evidence[f"share removed by {cause.id}"] == pytest.approx(0.95)
     assert explanation_of(report).confirmed == ("attention-sinks",)
     assert [experiment.seconds for experiment in explanation_of(report).experiments] == [2.0]
 

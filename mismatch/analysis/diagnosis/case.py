@@ -1,4 +1,4 @@
-"""What a detector of causes reads: two sides of the same tokens, and where each token stands."""
+"""What a detector of causes reads: two sides of the same tokens, and the place of each token."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Case:
 
     @cached_property
     def entropy(self) -> Floats | None:
-        """[A] of the trainer's own law; None where it gives none."""
+        """[A] of the trainer's distribution; None where it gives none."""
         values = self.trainer.entropy
         return None if values is None or not np.isfinite(values).all() else values
 

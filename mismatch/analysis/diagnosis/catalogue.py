@@ -15,7 +15,7 @@ class Entry:
 
     Attributes:
         confirm: the experiment that separates it from those that look alike.
-        mend: one action.
+        mend: the fix, as one action.
         seen: issues with this root cause, as owner/repo#number.
         picture: why the gallery has none; "" where it has one.
         frameworks: name of a framework -> what sets it or shows it there, as read at its source.

@@ -63,7 +63,7 @@ class Finding:
         effect: share of mean |delta| that it explains; None: a difference that is certain, and
             whose share this run did not measure.
         confirmed: the experiment that separates it from others is part of this run.
-        alike: other causes that these data cannot tell from it.
+        alike: other causes that these data cannot separate from it.
         repair: what is left without it; None: it cannot be taken out.
         certain: shown even where no share was measured.
         stated: what the sides state of weights or settings: it explains any mark.

@@ -24,7 +24,7 @@ NEGLIGIBLE = 1e-5  # nats of mean |delta|, below which there is nothing to expla
 TIER = 10  # detectors of one tens digit look for causes that are equally specific
 PAIRING = 1  # tens digit of detectors whose repair gives every token its partner
 TERMINAL = 40  # where a side computes another function, its rest says nothing about a second cause
-WHOLE = ("by-turn",)  # such detectors of a lower order: another context is another function
+WHOLE = ("by-turn",)  # detectors of a lower order: another context is another function
 # Kinds of cause, where none is named.
 KINDS = ("function-differs", "weights-differ", "rounding-differs", "side-off")
 MARKS = (*KINDS, "onset")  # what a stated difference explains
@@ -45,10 +45,10 @@ class Cause:
     Attributes:
         id: its entry in causes.toml.
         effect: share of the run's mean |delta|; None where this run did not measure it.
-        alike: causes that these data cannot tell from it.
+        alike: causes that these data cannot separate from it.
         consequences: what other detectors saw and no longer see once this is taken out.
         stated: a difference in what the sides state: it is there, whatever its share.
-        kind: what the data alone would call it, where such a statement gave it its name; else "".
+        kind: what the data alone would call it, where a statement gave it its name; else "".
         fact: digests, resolved settings, or what a module gives on the same input differ: no cause
             that was read off the scorings comes before it.
     """

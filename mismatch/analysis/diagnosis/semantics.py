@@ -1,7 +1,7 @@
 """Semantic checks: are the two sides speaking of the same thing at all?
 
 They come before any KL. A wrong temperature or a shifted row makes a large KL that no kernel can
-mend, so a failed check is reported as itself. Where data is missing a check is ``not_tested``.
+fix, so a failed check is reported as itself. Where data is missing a check is ``not_tested``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mismatch.analysis.diagnosis.ranking import Failure, look_of
 from mismatch.types import Bools, Check, Estimate, NotTested, Rollout, Scoring
 
 WEAK = 0.5  # two scorings of the same tokens correlate above this, or something is wrong
-ONE_SIDED = 0.99  # of |delta|: no token is likelier on the side that kept the whole law
+ONE_SIDED = 0.99  # of |delta|: no token is likelier on the side that kept the whole distribution
 ROUNDING = 1e-6  # a float32 log_softmax may end this far above zero
 
 
@@ -174,7 +174,9 @@ def truncation(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
         if left.fingerprint.get("logprobs_truncated"):
             detail = f"{cut}: the engine renormalised over what it kept, the trainer did not{mass}"
         else:
-            detail = f"{cut}: drawn from a truncated law, but logprobs are of the full one{mass}"
+            detail = (
+                f"{cut}: drawn from a truncated distribution, but logprobs are of all tokens{mass}"
+            )
         fix = "sample with top_p = 1 and top_k off, or replay the sampling mask in the trainer"
         return failed("truncation", detail, fix)
     if left.fingerprint.get("logprobs_truncated") is None:
@@ -194,7 +196,7 @@ def truncation(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
 def importance_ratio(
     rollout: Rollout, left: Scoring, right: Scoring, ratio_mean: Estimate
 ) -> Check:
-    """mean(exp(delta)) must be 1 if the left side is the law that sampled (or the kept mass)."""
+    """mean(exp(delta)) must be 1 if the left side sampled (or the kept mass)."""
     if rollout.sampling.temperature == 0:
         return Check("importance-ratio", "not_tested", "greedy sampling has no importance ratio")
     if not np.isfinite(ratio_mean.value):
@@ -212,12 +214,12 @@ def importance_ratio(
     if gap <= max(1.5 * half, 1e-6):  # about three standard errors
         return Check("importance-ratio", "passed", f"{ratio_text} agrees with {name}")
     heavy = "heavy-tail" in ratio_mean.flags
-    # A wrong law moves all ratios one way. A large mismatch spreads them both ways, and lacks the
-    # mass of tokens that were too unlikely to be sampled: its mean falls short of 1 as well.
+    # A wrong distribution moves all ratios one way. A large mismatch spreads them both ways, and
+    # lacks the mass of tokens that were too unlikely to be sampled: its mean is below 1 as well.
     ratio = np.exp(right.logprobs - left.logprobs) / expected
     one_sided = abs(float(ratio.mean()) - 1) > 0.5 * float(np.abs(ratio - 1).mean())
     if gap > max(3 * half, 0.01) and one_sided and not heavy:
-        detail = f"{ratio_text} excludes {name}: the left logprobs are not of the law that sampled"
+        detail = f"{ratio_text} excludes {name}: the left distribution did not sample these tokens"
         fix = "look at temperature, truncation and penalties of the engine; then at alignment"
         return failed("importance-ratio", detail, fix)
     if heavy:
@@ -247,7 +249,7 @@ def zero_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
 
 
 def positive_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
-    """No probability above one: that is a low-precision head or an unnormalised law."""
+    """No probability above one: that is a low-precision head or a missing normalisation."""
     side, highest = largest(Case.of(rollout, left, right, {}))
     name = left.name if side == "engine" else right.name
     if highest > POSITIVE:

@@ -283,7 +283,7 @@ class ServerEngine(Engine):
             raise MismatchError(
                 f"{server.url} cut a response at {len(sample.token_ids)} tokens, "
                 f"--max-tokens asked for {self.sampling.max_tokens}",
-                "start the server without a limit of its own, or lower --max-tokens",
+                "start the server without a limit, or lower --max-tokens",
             )
         vocabulary = self.info.vocab_size
         if max(sample.token_ids) >= vocabulary:

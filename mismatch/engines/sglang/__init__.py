@@ -6,7 +6,7 @@ INFO = EngineInfo(
     engine="mismatch.engines.sglang.engine:SglangEngine",
     module="sglang",
     packages=("sglang",),
-    install_hint="in an environment of its own, for its pins clash with vLLM's: `make env-sglang` "
+    install_hint="in a separate environment, because its pins clash with vLLM's: `make env-sglang` "
     "in a clone; elsewhere pip install 'train-infer-mismatch[sglang]' there and name its "
     "interpreter: --sglang-python ENV/bin/python",
     import_check="import sglang",

@@ -82,7 +82,7 @@ def draw(rows: Sequence[SequenceState], logprobs: torch.Tensor, greedy: bool) ->
     """Append one token to every row: argmax of p / q with exponential q, which samples p.
 
     Args:
-        logprobs: [rows, V] of the law.
+        logprobs: [rows, V] of the distribution.
         greedy: argmax of p alone.
     """
     import torch

@@ -231,7 +231,7 @@ class VllmEngine(Engine):
         if tokens[:, 0].tolist() != ids:
             raise MismatchError(
                 f"vLLM gave logprobs of other tokens (prompt {job[0]}, sample {job[1]})",
-                "use a version of vLLM that this one was tested with",
+                "use a version of vLLM that mismatch was tested with",
             )
         if self._capture and getattr(completion, "routed_experts", None) is not None:
             routed = self._layout.columns(np.asarray(completion.routed_experts))

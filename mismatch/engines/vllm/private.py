@@ -1,4 +1,4 @@
-"""vLLM's private names that differ between versions 0.22 and 0.33: what stands where.
+"""vLLM's private names that differ between versions 0.22 and 0.33: where each is.
 
 Every function degrades: where a version lacks a name the caller gets nothing, and the measurement
 that needs it is reported as not tested. Runs in vLLM's worker process.

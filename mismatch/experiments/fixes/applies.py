@@ -97,7 +97,7 @@ NEEDS: dict[str, tuple[Callable[[Context], object], str]] = {
     "gpu": (lambda c: c.machine.gpus, "it works only on a GPU, and there is none"),
     "own-engine": (
         lambda c: not c.spec.rollout.engine.servers,
-        "servers run as they were started, with their own settings",
+        "servers run with the settings that they were started with",
     ),
     "raw-logprobs": (
         lambda c: engine_argument(c.spec, "logprobs_mode") == "raw_logprobs",

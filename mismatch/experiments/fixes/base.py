@@ -167,11 +167,11 @@ class FixOutcome:
         paired: change of k3 (after - before) on the same tokens; None if the engine sampled again.
         difference: change of k3 by prompt, if the engine sampled again; else None.
         changes: metric -> change of every metric of RANKED_BY; the k3 is also in one of the above.
-        p_values: metric -> probability of such a change by chance, adjusted for all that were tried
+        p_values: metric -> probability of this change by chance, adjusted for all that were tried
             (Holm), see mismatch/experiments/fixes/significance.py.
         removed: metric -> share of the mismatch that it removes, 1 - after / before, for every
             metric of RANKED_BY: its practical size.
-        significant: told from chance; None if not measured.
+        significant: beyond chance; None if not measured.
         outcome: "better": it lowers k3 or mean |delta| significantly, by 5 % or more, and raises
             neither; "worse": the reverse; "mixed": both; "negligible": significant, and less than
             5 %; "none": no significant difference. None: not measured.
@@ -230,7 +230,7 @@ class HeldOut:
         chosen: the best on the half that chose; None where that finds none.
         chosen_on, measured_on: prompts of the two halves.
         removed: metric -> share of the mismatch that ``chosen`` removes on the held-out half.
-        p_values: metric -> probability of such a change by chance, on that half (Holm over both).
+        p_values: metric -> probability of this change by chance, on that half (Holm over both).
         confirmed: both halves agree: the same fix, and it helps where it was not chosen.
         reason: why nothing was measured; "" where it was.
     """

@@ -91,7 +91,7 @@ class Tried:
         return replace(change, value=-change.value / whole, low=low, high=high)
 
     def p_values(self, seed: int) -> dict[str, float]:
-        """Return the chance of such changes, or larger ones, if before and after were exchangeable.
+        """Return the chance of changes of this size if before and after were exchangeable.
 
         Raises:
             EmptyComparison: no token on a side.

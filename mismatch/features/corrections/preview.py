@@ -1,6 +1,6 @@
 """Weights in, :class:`Corrections` out: shares, effective sizes, distances with intervals, ranks.
 
-Tokens are summed per sequence once; every estimate is a function of such sums, so that intervals
+Tokens are summed per sequence once; every estimate is a function of these sums, so that intervals
 cost the same for long responses as for short ones.
 """
 
@@ -253,7 +253,7 @@ def choose(previews: Sequence[Preview], batch: int) -> tuple[str | None, str | N
     None is needed while the worst that the mismatch can do to a batch stays under a third of the
     batch's sampling noise, or where no correction is measurably nearer to the ratio. Else the
     least error wins; of those that are as good, the one that interferes least. The override
-    never does: it is not ranked. Nothing is favoured where no interval tells it from chance.
+    never does: it is not ranked. Nothing is favoured where every interval allows for chance.
     """
     by_id = {shown.id: shown.token for shown in previews if shown.token}
     names = {shown.id: shown.label for shown in previews}
@@ -276,7 +276,7 @@ def choose(previews: Sequence[Preview], batch: int) -> tuple[str | None, str | N
         )
         return NONE, best, needless
     sizes = (
-        f"the mismatch can shift a batch by up to {worst:.2g}, beside sampling noise of "
+        f"the mismatch can shift a batch by up to {worst:.2g}, compared with sampling noise of "
         f"{noise:.2g} from {batch:,} sequences"
     )
     if plain.tied:

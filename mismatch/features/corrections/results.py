@@ -45,13 +45,13 @@ class Preview:
     ess: Estimate | None
     """Effective share of tokens (of sequences, where those share a weight); None: none is kept."""
     weight_mean: float
-    """Over all tokens, dropped ones as 0; the two below likewise."""
+    """Over all tokens, a dropped token as 0; the two below likewise."""
     weight_std: float
     weight_max: float
     same_as: str | None
     """The correction listed before it that gives every token the same weight here."""
     token: Against | None
-    """Beside the token ratio; None where neither side is the distribution that sampled."""
+    """Against the token ratio; None where neither side is the distribution that sampled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ def headline(result: Corrections) -> str:
     if result.favoured == NONE and plain.tied:
         return "No correction is needed: none is measurably better than doing nothing."
     if result.favoured == NONE:
-        return f"No correction is needed: the mismatch is small beside sampling noise ({falls})."
+        return f"No correction is needed: the mismatch is small against sampling noise ({falls})."
     tied = [
         each.label
         for each in result.previews

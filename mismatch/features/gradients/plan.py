@@ -166,7 +166,7 @@ def plan_gradients(spec: CheckSpec, prompts: int, context: Context | None = None
             passes.append(Planned(variant.id, variant.outcome().summary, train))
     elsewhere = [variant.id for variant in fixes.variants if variant.folder]
     not_tested = (
-        f"gradient of {', '.join(elsewhere)}: these sample tokens of their own; the gradients here "
+        f"gradient of {', '.join(elsewhere)}: these sample other tokens; the gradients here "
         "are of one batch",
     )
     return GradientPlan(tuple(passes), prompts, spec.seed, same, not_tested if elsewhere else ())

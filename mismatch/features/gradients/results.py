@@ -184,7 +184,7 @@ def _group(name: str, own: PassSums, reference: PassSums, group: int) -> GroupGr
 def gradient_checks(check: GradientCheck) -> tuple[Check, ...]:
     """Fail where a group of parameters gets no gradient in the trainer and one in the reference.
 
-    Such a trainer can have all log-probabilities right: it never trains these parameters. No
+    This trainer can have all log-probabilities right: it never trains these parameters. No
     interval is needed, since a sum over a batch is 0 to the last bit only where nothing was added.
     """
     baseline = check.row(BASELINE)

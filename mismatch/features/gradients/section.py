@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LEAD = (
-    "The policy gradient of one batch, taken by the trainer and its fixes, beside that of the "
+    "The policy gradient of one batch, taken by the trainer and its fixes, and that of the "
     "trainer in float32 on the same tokens. Every token weighs the same. One batch, no training."
 )
 EXACT = (

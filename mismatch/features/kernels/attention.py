@@ -135,7 +135,7 @@ class AttentionAudit:
         short = base.keys - 9
         padded = replace(base, lengths=(base.keys, short, short - 3))
         inputs = self._inputs(base, errors.dtype)
-        companies = (("beside two others", base, base.keys), ("beside longer ones", padded, short))
+        companies = (("with two others", base, base.keys), ("with longer rows", padded, short))
         for words, case, length in companies:
             query, key, value = (x[1:2, :, :length] for x in inputs[:3])
             single = replace(case, rows=1, queries=length, keys=length, lengths=())
@@ -227,7 +227,7 @@ def checks_of(geometry: ModelGeometry) -> Iterator[Check]:
         faults = {
             "uses head_dim ** -0.5 whatever scale is given": ({}, {"scaling": base.scaling}),
             "does not scale at all": ({}, {"scaling": 1.0}),
-            "applies head_dim ** -0.5 beside the scale": ({}, {"scaling": scaling * base.scaling}),
+            "applies head_dim ** -0.5 and the scale": ({}, {"scaling": scaling * base.scaling}),
         }
         yield Check("scaling", replace(base, scaling=scaling), faults)
 

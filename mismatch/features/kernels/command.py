@@ -52,7 +52,7 @@ def kernels(flags: Flags) -> int:
     Every implementation on this machine, for one model, runs forward and backward and is compared
     with float64: sinks, window, packing, gradients.
 
-    Exit code 0: no kernel that a run could use is wrong. 1: such a kernel, or one of yours, is
+    Exit code 0: no kernel that a run could use is wrong. 1: one of these, or of your kernels, is
     wrong. 2: nothing was audited.
 
     Examples:

@@ -85,7 +85,7 @@ class ExpertsAudit:
         with torch.no_grad():
             off = shared.difference(layer.run(module, self.registered, some), together[:few])
         if off:
-            gap = shared.Gap("with others beside them", name, off, errors.limit(OUT))
+            gap = shared.Gap("with others in the batch", name, off, errors.limit(OUT))
             errors.batches.append(gap)
         return errors
 

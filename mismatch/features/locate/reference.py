@@ -59,7 +59,7 @@ class Forward:
     """One loaded trainer, and its forward passes over one sequence each.
 
     Raises:
-        MismatchError: a model that cannot be loaded, or whose modules cannot be told from another.
+        MismatchError: a model that cannot be loaded, or whose modules cannot be identified.
     """
 
     def __init__(self, world: Any, pass_: Pass, rollout: Rollout) -> None:

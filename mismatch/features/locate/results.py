@@ -110,7 +110,7 @@ class Group:
         explains: share of the side's squared distance at the end that its new error alone, put into
             the float32 reference, reproduces; below 0: it points elsewhere.
         removed: share of the side's mean |distance| at the end that goes where every other new
-            error stays and this one is taken out.
+            error stays and this error is taken out.
         moves: root mean square of what its new error alone does to the end, over that of the
             side's distance. Rounding of all other modules can hide it from the other two.
     """

@@ -121,7 +121,7 @@ def asked(flags: Flags) -> Asked:
     require_known_prompts(Path(run), check)
     if reward is not None:
         raise MismatchError(
-            f"{run} has a reward function of its own: {reward}",
+            f"{run} names a reward function: {reward}",
             "if that is yours: give the flags of the run again, with --resume",
         )
     engine, train = check.rollout.engine, check.train  # with the models of this installation

@@ -51,7 +51,7 @@ ARM = Column("arm", text, of="name", tone="code")
 
 
 def tiny(value: float) -> str:
-    """Write a value; one that float32 cannot tell from 0 says so.
+    """Write a value; below what float32 separates from 0, say so.
 
     >>> tiny(9.5e-14), tiny(0.0702)
     ('0 (float32)', '0.0702')

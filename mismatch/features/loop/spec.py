@@ -16,7 +16,7 @@ from mismatch.specs import MANY, SEEDS, SHARE, CheckSpec, Flag, Range, portable
 
 LOOP = "Training loop"
 AS_IS = "as-is"
-LARGE_MODELS = 1e-6  # a learning rate that such models are trained with
+LARGE_MODELS = 1e-6  # a learning rate that large models are trained with
 # Ways of the weights into an engine; its own first.
 PATHS = {"vllm": ("reload", "rpc"), "sglang": ("disk", "tensor"), "transformers": ("load",)}
 FROZEN_ATTENTION = "frozen-attention"
@@ -48,9 +48,9 @@ class LoopSpec:
         int, Flag(LOOP, "Optimiser steps on each rollout.", range=Range(1, 1000))
     ] = 2
     learning_rate: Annotated[
-        float, Flag(LOOP, f"Of AdamW; {LARGE_MODELS:g} for a --model of yours.", range=SHARE)
+        float, Flag(LOOP, f"Of AdamW; {LARGE_MODELS:g} for your --model.", range=SHARE)
     ] = 3e-4
-    loss: Annotated[Loss, Flag(LOOP, "Mean over tokens, or over sequences of theirs.")] = "token"
+    loss: Annotated[Loss, Flag(LOOP, "Mean over tokens, or over the means of sequences.")] = "token"
     clip: Annotated[float, Flag(LOOP, "Of PPO's ratio.", range=SHARE)] = 0.2
     max_norm: float = 1.0
     """Gradients are cut to this norm."""

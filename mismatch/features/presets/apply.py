@@ -22,7 +22,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "train": ("train",),
 }
 TRAINER = ("actor_rollout_ref.actor.", "fsdp", "deepspeed")  # keys of the trainer alone
-# vLLM's CPU build needs settings of its own, or refuses these.
+# vLLM's CPU build needs other settings, or refuses these.
 NOT_ON_A_CPU = ("max_num_batched_tokens", "enable_prefix_caching", "VLLM_BATCH_INVARIANT")
 
 
@@ -106,9 +106,7 @@ class Work:
         """Give the engine one more argument or variable, unless the user has (--engine-arg)."""
         engine = self.spec.rollout.engine
         if self.cpu_engine and name in NOT_ON_A_CPU:
-            self.gaps.append(
-                f"{key} = {value}: left out, vLLM's CPU build needs settings of its own"
-            )
+            self.gaps.append(f"{key} = {value}: left out, vLLM's CPU build needs other settings")
         elif env:
             self.spec = _put(self.spec, "engine.env", (*engine.env, (name, "1")))
             self.used.append(f"{key} = {value} → {name}=1")

@@ -72,8 +72,8 @@ def apply(spec: CheckSpec, flags: Flags) -> Configured:
     elif file := next((name for name in ("verl", "trl") if flags.get(f"{name}_config")), None):
         if spec.rollout.engine.servers:
             raise MismatchError(
-                f"--{file}-config describes an engine that mismatch starts, servers run with "
-                "settings of their own",
+                f"--{file}-config describes an engine that mismatch starts, servers keep "
+                "their settings",
                 f"drop --{file}-config, or --server; --trainer describes the trainer alone",
             )
         followed = from_file(spec, flags)

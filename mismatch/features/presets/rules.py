@@ -58,7 +58,7 @@ class Keys:
     always: tuple[str, ...]
     """What the framework does whatever its configuration says, and this tool does not."""
     no_effect: tuple[str, ...]
-    """Keys that change no log-probability, and the sections of such keys."""
+    """Keys that change no log-probability, and their sections."""
     near: tuple[str, ...]
     """Beginnings of the keys that the report names where they are not followed."""
     required: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """Convert a file of torch or pickle to rows, in a child process of the framework's environment.
 
-The parent never opens such a file. The child is this file, run by path; it imports torch, and
+The parent never opens these files. The child is this file, run by path; it imports torch, and
 tensordict where it is installed (which allows its classes), and reads with ``weights_only=True``.
 """
 

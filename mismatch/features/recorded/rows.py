@@ -25,13 +25,13 @@ FACTOR = 3.0  # times as far apart as the others; rows of a clean run split by 1
 GAP = 4.5
 BINS = 10  # of the sampler's log-probability, whose tokens are expected to be equally far apart
 SAME = 0.9  # share of rows on which an attribute and the groups must agree
-CHANCE = 1e-4  # of such an agreement, times the groupings that were tried
+CHANCE = 1e-4  # of this agreement, times the groupings that were tried
 # What a framework splits rows by, and not their content: a weak difference counts there too.
 IN_TURN = "row of the file, modulo"
 SOURCES = ("replica", "rank", "weight_version")
 WEAK_FACTOR = 1.5  # times as far apart, of all rows of a source
 CHANGED = 0.01  # chance of a change inside one row (Pettitt 1979)
-MANY_CHANGED = 0.15  # share of rows with such a change; clean runs have up to 0.05
+MANY_CHANGED = 0.15  # share of rows with a change; clean runs have up to 0.05
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class RowGroups:
             share = len(self.off) / self.rows
             text = f"{share:.0%} of the rows are {self.factor:.3g}× as far apart as the others"
             if not self.shared:
-                return f"{text}; nothing that is known of the rows tells them from the others"
+                return f"{text}; nothing that is known of the rows separates them from the others"
             best = self.shared[0]
             which = f"{best.attribute} {', '.join(best.values)}"
             return f"{text}: {'all' if best.agreement == 1 else 'nearly all'} of {which}"
@@ -106,7 +106,7 @@ def row_groups(pair: Pair, rollout: Rollout, known: Mapping[str, Sequence[str]])
     sums = np.bincount(pair.sequence, surprise, rows)
     score = np.log(np.maximum(sums[scored] / tokens[scored], 1e-6))
     changes = _changes(pair, surprise, scored)
-    if changes.change_at is not None:  # such rows are farther apart as a whole, too
+    if changes.change_at is not None:  # these rows are farther apart as a whole, too
         return changes
     attributes = {**known, **_of_rollout(rollout, tokens)}
     held = {name: np.asarray(values)[scored] for name, values in attributes.items()}

@@ -163,7 +163,7 @@ def plan(spec: SyncSpec) -> int:
     beside = {"trainer": size * spec.trainer, "largest tensor": shape.largest_tensor * UPDATE_BYTES}
     parts = " and ".join(f"{name} {memory(part)}" for name, part in beside.items() if part)
     needed, free = memory(sum(beside.values())), memory(psutil.virtual_memory().available)
-    typer.echo(f"memory   the engine's own, {needed} beside it ({parts}); {free} are free")
+    typer.echo(f"memory   the engine's, and {needed} ({parts}); {free} are free")
     return 0
 
 

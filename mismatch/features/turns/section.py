@@ -31,7 +31,7 @@ CURE = (
 def shown(report: TemplateReport) -> Section:
     """Return the checks of one template, and how frameworks keep ids where one fails."""
     failed = sorted({check.id for check in report.checks if check.status == "failed"})
-    verdict = "Later turns keep the tokens of earlier ones in every check that could be made"
+    verdict = "Later turns keep the tokens of earlier turns in every check that could be made"
     if failed:
         verdict = f"{plural(len(failed), 'property')} of {len(WRONG)} not kept: {', '.join(failed)}"
     added = report.after_end and (

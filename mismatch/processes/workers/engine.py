@@ -66,7 +66,7 @@ def reported(
     """Do a process's work; 0, or 1 with the error left for the parent.
 
     Args:
-        label: of its log; its error is told from those of other ranks by ``rank``.
+        label: of its log; ``rank`` separates its error from those of other ranks.
     """
     name = f"{label}-rank{rank}" if rank else label
     try:
@@ -132,7 +132,7 @@ def score(
         cache: document for what the engine gives with its prefix cache and without.
 
     Raises:
-        MismatchError: an engine that cannot rescore at the law that sampled, or runs in another
+        MismatchError: an engine that cannot rescore as it sampled, or runs in another
             dtype than was asked for.
     """
     start = time.monotonic()

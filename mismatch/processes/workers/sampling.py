@@ -76,7 +76,7 @@ def ready_for(spec: RolloutSpec) -> Ready:
         raise MismatchError(
             f"tokenizer/model vocabulary mismatch: the tokenizer of {spec.engine.model} knows "
             f"{tokenizer.vocab_size} tokens, the model {info.vocab_size}",
-            "save the model's own tokenizer beside the weights: tokenizer.save_pretrained(DIR)",
+            "save the model's tokenizer with the weights: tokenizer.save_pretrained(DIR)",
         )
     ids = render_prompts(prompts, tokenizer, info.vocab_size, has_questions(spec))
     longest = require_context(spec, prompts, ids, info)

@@ -90,7 +90,7 @@ def _paragraph(cause: Cause, rank: int) -> str:
     lead = f"{'Also' if rank else 'Leading cause'}: {line(title_of(cause.id))}"
     parts = [f"{lead} ({cause.status}, {SIDES[cause.side]}){share}"]
     for words, ids in (
-        ("These data cannot tell it from", cause.alike[:4]),
+        ("These data cannot separate it from", cause.alike[:4]),
         ("The same fault explains", cause.consequences),
     ):
         parts += [f"{words}: {', '.join(title_of(id).lower() for id in ids)}"] if ids else []
@@ -118,9 +118,9 @@ def _name(name: str) -> Cell:
 # ---------------------------------------------------------------- experiments
 
 EXPLAIN_LEAD = (
-    "Each experiment takes some causes out. Where mean |delta| goes with it, one of them is at "
+    "Each experiment takes some causes out. Where this removes mean |delta|, one of them is at "
     f"work (more than {percent(GONE)} of it, by the whole interval): confirmed, if the experiment "
-    f"tells it from the others; where it stays (less than {percent(STAYS)}, and less than the "
+    f"separates it from the others; where it stays (less than {percent(STAYS)}, and less than the "
     "cause would take along), they are ruled out. Fixes of --fix come first, then those of "
     "--explain by the information expected per second."
 )
@@ -157,7 +157,7 @@ def explain(result: Explanation, report: Report) -> Section:
 def explained(result: Explanation) -> list[str]:
     """One sentence each for what was confirmed, what was ruled out and what could not be made."""
     if not result.experiments:
-        return ["No experiment was made: no suspected cause has one that could tell it apart."]
+        return ["No experiment was made: none could single out a suspected cause."]
     measured = len([each for each in result.experiments if each.seconds is not None])
     confirmed = "No cause was confirmed"
     if result.confirmed:

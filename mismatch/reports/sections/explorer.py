@@ -1,7 +1,7 @@
 """Every token of the run to look at: sequences as coloured strips, and each token's numbers.
 
 The page's script draws it (templates/explorer.js); without scripts, and on paper, the worst tokens
-stand there as a table. Its data are columns of bytes, deflated, as lines of text: the largest
+are there as a table. Its data are columns of bytes, deflated, as lines of text: the largest
 differences are kept exactly; of every other token each value is one byte, a place on a logarithmic
 scale. Where even that is more than a page should hold, whole sequences are left out.
 
@@ -90,13 +90,13 @@ def notes(packed: Packed, tokens: int, sequences: int) -> tuple[str, ...]:
     """What the page does not hold, and how exactly it holds the rest."""
     parts = {
         f"A sample: {count(packed.sequences)} of {plural(sequences, 'sequence')} "
-        f"({count(packed.tokens)} of {plural(tokens, 'token')}), the worst ones first, then "
+        f"({count(packed.tokens)} of {plural(tokens, 'token')}), the worst first, then "
         "any. All of them are in tokens.parquet.": packed.tokens < tokens,
         f"The {count(min(EXACT, tokens))} tokens of largest |Δ| have the measured values; those of "
         "the others (≈) are rounded to one byte each.": tokens > EXACT,
         f"What both sides think likeliest is kept at {count(packed.with_tops)} of the "
         f"{plural(packed.worst, 'token')} of largest |Δ|: a side gave no likeliest tokens, as in "
-        "runs of earlier versions and in recorded ones.": packed.worst > packed.with_tops,
+        "runs of earlier versions and in recorded runs.": packed.worst > packed.with_tops,
     }
     return tuple(note for note, holds in parts.items() if holds)
 
@@ -306,7 +306,7 @@ class _Words:
         }
 
     def contexts(self, tokens: pd.DataFrame) -> dict[str, Any]:
-        """What stands before which token: contexts are numbered, ``of`` has one for each row."""
+        """What comes before which token: contexts are numbered, ``of`` has one for each row."""
         lists = flat_lists(tokens, "context")
         if lists is None:
             return {"at": [], "of": [], "texts": [], "lengths": []}

@@ -147,7 +147,7 @@ def _tried(result: FixTable, row: FixOutcome) -> Cells:
 
 
 def _numbers(row: FixOutcome) -> Cells:
-    """Each p-value stands beside the change that it is of; they are adjusted already."""
+    """Each p-value is next to its change; they are adjusted already."""
     about = "; ".join(part for part in (f"{KINDS[row.side]}: {row.summary}", row.flags) if part)
     return (
         Cell(_name(row.id), note=about),
@@ -304,7 +304,7 @@ def _best(result: FixTable, measured: list[FixOutcome]) -> list[str]:
     if result.best is None and result.best_together is None:
         many = f"None of the {len(measured)} fixes that could be measured makes an"
         none = many if len(measured) > 1 else "The one fix that could be measured makes no"
-        return [f"{none} improvement that can be told from chance.", *_too_few(measured)]
+        return [f"{none} improvement that exceeds chance.", *_too_few(measured)]
     texts = []
     if result.best is not None:
         texts.append(f"Best single fix: {_effect(result.outcome(result.best))}")
@@ -321,7 +321,7 @@ def _confirmation(again: HeldOut) -> str:
     if again.reason:
         return (
             f"{again.id} was not confirmed on other prompts ({again.reason}): chosen and measured "
-            "on the same ones, its effect may look too good."
+            "on the same prompts, its effect may look too good."
         )
     share = again.removed.get(MEAN)
     removes = "removes nothing that can be measured"

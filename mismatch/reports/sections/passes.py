@@ -95,7 +95,7 @@ def two_passes(result: TwoPasses, report: Report) -> Section:
     sentences = passes_sentences(result)
     injected = result.injected and (
         f"Injected on purpose, in the new pass only: {line(result.injected)}. These numbers show "
-        "what such noise does; they are no measurement of this machine."
+        "what this noise does; they are no measurement of this machine."
     )
     return Section(
         "two_passes",
@@ -179,7 +179,7 @@ def _value(variant: Variant, name: str) -> float:
 # ---------------------------------------------------------------- other settings
 
 VARIANTS_LEAD = (
-    "Other settings of the trainer, beside the one under test; report.json has all their numbers."
+    "Settings of the trainer other than the tested setting; report.json has all their numbers."
 )
 VARIANTS = (
     Column("left / right", text),
@@ -192,7 +192,7 @@ VARIANTS = (
 def variants(report: Report) -> Section | None:
     """Replayed experts, weights in another form, what `mismatch score --name` has added.
 
-    The headline stands first, for comparison; None where there is nothing beside it. The engine's
+    The headline comes first, for comparison; None where there is nothing beside it. The engine's
     prefill against the trainer is left out: the noise shows it.
     """
     others = [

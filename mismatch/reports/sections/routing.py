@@ -70,7 +70,7 @@ EVERY_TOKEN = "Every token has a flip in some layer: there are none without to c
 # What the share of delta² that tokens with a flip carry means.
 NO_INTERVAL = "Without an interval it is open whether that is more than their share."
 HARMFUL = "Correlation only; router replay measures what flips cost: --fix router-replay."
-TOO_WIDE = "The interval is too wide to tell that from their share: measure more prompts."
+TOO_WIDE = "The interval is too wide to compare that with their share: measure more prompts."
 HARMLESS = "That is no more than their share: no harm is seen."
 
 

@@ -82,8 +82,8 @@ def sentences(result: Square) -> list[str]:
         texts.append(_clean(result))
     if result.declared is not None:
         texts.append(
-            f"What the trainer declares beside its precision costs {times(result.declared.value)} "
-            "what that precision alone does, and is no fault: its yardstick has it too."
+            f"The trainer's declared settings cost {times(result.declared.value)} "
+            "what its precision alone does, and are no fault: its yardstick has them too."
         )
     return texts
 
@@ -118,7 +118,7 @@ def _whose(result: Square, finding: Finding | Displaced) -> str:
 
 def _clean(result: Square) -> str:
     if not result.findings:
-        return "Neither side could be told from a faulty one: see what was not tested."
+        return "Neither side could be shown to be free of faults: see what was not tested."
     standings = {each.standing for each in result.findings}
     if "undecided" in standings | {each.standing for each in result.displaced}:
         return "A value lies beyond its level, but its interval does not decide."
@@ -132,7 +132,7 @@ def _clean(result: Square) -> str:
     rounds = "Errors match what the precision alone costs, and the"
     sentence = f"{rounds if excess else 'The'} implementations agree in float32"
     if not result.calibrated:
-        general = f"the levels are general ones, not calibrated on {line(result.device)}"
+        general = f"the levels are general, not calibrated on {line(result.device)}"
         return f"{sentence}; {general}."
     return f"{sentence}."
 

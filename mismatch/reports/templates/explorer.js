@@ -269,7 +269,7 @@ async function filter() {
   matched = marks;
   matching = holds;
   await rest();
-  const sharp = rows.subarray(0, 2000);  // codes are steps: the first ones by what was measured
+  const sharp = rows.subarray(0, 2000);  // codes are steps: the first by what was measured
   const size = new Map(Array.from(sharp, row => [row, Math.abs(best("delta", row)[0])]));
   sharp.sort((a, b) => size.get(b) - size.get(a) || a - b);
   hits = rows;

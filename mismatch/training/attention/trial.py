@@ -210,7 +210,7 @@ def definition(
         inputs: query [B, H, T, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv], and sinks [H] or not.
         allowed: [T, S] or [B, 1, T, S], True where a query may attend.
         softmax: its dtype; None: that of the inputs.
-        neighbours: query heads that share a key head stand together; False (a fault): in turn.
+        neighbours: query heads that share a key head are neighbours; False (a fault): in turn.
     """
     query, key, value, *sinks = inputs
     heads = query.shape[1]

@@ -2,12 +2,12 @@
 
 Two facts hold across nearly all of transformers' MoE families: the block calls ``experts(hidden,
 ids, weights)`` with the router's decision, and the router selects with ``torch.topk`` over rows of
-E scores (the last such call, where groups of experts are scored first). The first gives the ids and
-weights that were really used, in the router's slot order and after the family's own softmax and
-scaling; the second gives the scores that were compared, hence the margin. So no list of router
+E scores (the last of these calls, where groups of experts are scored first). The first gives the
+ids and weights that were really used, in the router's slot order and after the family's own softmax
+and scaling; the second gives the scores that were compared, hence the margin. So no list of router
 classes is needed, and their output formats do not matter. The exceptions are ``SPECIAL_FAMILIES``;
-tools/moe_families.py tries every family and writes docs/evidence/moe-families.md.
-Replay (:mod:`mismatch.training.routing.replay`) replaces the result of the same ``torch.topk``.
+tools/moe_families.py tries every family and writes docs/evidence/moe-families.md. Replay
+(:mod:`mismatch.training.routing.replay`) replaces the result of the same ``torch.topk``.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ def why_unreadable(config: Any, decoder: torch.nn.Module) -> str | None:
     """
     text = config.get_text_config()
     if text.model_type == "doge" and text.is_moe:
-        return "doge mixes the router scores of all tokens: a token has no routing of its own"
+        return "doge mixes the router scores of all tokens: a single token has no routing"
     for name in ("moe_topk", "num_experts_per_tok", "num_experts"):
         values = getattr(text, name, None)
         if isinstance(values, (list, tuple)) and len(set(values)) > 1:

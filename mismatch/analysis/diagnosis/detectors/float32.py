@@ -106,7 +106,7 @@ def exact_side(case: Case) -> Side | None:
 def precision(case: Case) -> Look | NotTested:
     """Look for one side in float32 while the other is as far from it as a lower precision is."""
     exact = exact_side(case)
-    what = "a side in float32 beside one that rounds"
+    what = "a side in float32, the other rounds"
     if exact is None or case.reference is None:
         return NotTested(what, f"needs {REFERENCE} and one side in float32")
     coarse: Side = "trainer" if exact == "engine" else "engine"
@@ -139,7 +139,7 @@ def precision(case: Case) -> Look | NotTested:
 
 
 def far_side(case: Case) -> Look | NotTested:
-    """Look which side stands far from float32, measured against the other side."""
+    """Look which side is far from float32, measured against the other side."""
     legs = of_two_precisions(case)
     if legs is None or case.reference is None:
         return NotTested(

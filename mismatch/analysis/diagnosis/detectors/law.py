@@ -1,7 +1,7 @@
-"""Are both sides' log-probabilities of one law? Temperature, truncation, the law that sampled.
+"""Are both sides' log-probabilities of one distribution? Temperature, truncation, what sampled.
 
-For normalised laws E[log p] is largest for the law that sampled (Gibbs), so that the sign of mean
-delta names the side that is not it: below 0 the trainer, above 0 the engine.
+For normalised distributions E[log p] is largest for the one that sampled (Gibbs), so that the sign
+of mean delta names the other side: below 0 the trainer, above 0 the engine.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from mismatch.types import Estimate, Floats, NotTested
 
 KNOTS = 8
 MIN_TOKENS = 200
-SAME_LAW = 0.5  # correlation of the sides; another law of the same logits keeps their order
-LEAST_SHARE = 0.1  # of mean |delta|, that goes with a constant
-MOST = 0.5  # of mean |delta|, that goes with what confirms a cause
+SAME_LAW = 0.5  # correlation of the sides; another temperature or cut keeps their order
+LEAST_SHARE = 0.1  # of mean |delta|, that a constant explains
+MOST = 0.5  # of mean |delta|, that what confirms a cause removes
 STEADY = 0.25  # of the constant, that near-certain tokens vary by
 BEYOND_ROOM = 3.0  # times what near-certain tokens lack to certainty, that a constant moves them
-ONE_LAW = 0.9  # correlation of the sides, where a constant alone tells them apart
+ONE_LAW = 0.9  # correlation of the sides, where only a constant separates them
 CERTAIN = float(np.log(0.99))
-MIN_CERTAIN = 20  # tokens on which a constant shows: no healthy law moves them
+MIN_CERTAIN = 20  # tokens on which a constant shows: no healthy distribution moves them
 BEYOND_CHANCE = 2.5  # 95 % arms: five standard errors, one run in 10^5 by chance
-OF_ROUNDING = 3.0  # times mean |delta|, that two laws as far apart may move mean log p + entropy
-NEEDS = "the entropy of the trainer's law"
+OF_ROUNDING = 3.0  # times mean |delta|, by which it may move mean log p + entropy
+NEEDS = "the entropy of the trainer's distribution"
 
 
 def temperature(case: Case) -> Look | NotTested:
-    """Fit of one side's law as a tempered version of the other's.
+    """Fit of one side's distribution as a tempered version of the other's.
 
     log p_beta(x) = beta log p(x) - log sum p^beta: a slope on log p, and a term that depends on
-    the law alone, taken as a function of its entropy (piecewise linear).
+    the distribution alone, taken as a function of its entropy (piecewise linear).
     """
     entropy = case.entropy
     if entropy is None:
@@ -48,7 +48,7 @@ def temperature(case: Case) -> Look | NotTested:
     effect = case.share(case.delta - whole)
     beyond = case.share(case.delta - whole, case.delta - of_entropy)
     evidence = [
-        Evidence("temperature of the trainer's law over the engine's, fitted", beta, "1"),
+        Evidence("temperature of the trainer's distribution over the engine's, fitted", beta, "1"),
         Evidence("its interval, low", low),
         Evidence("its interval, high", high),
         Evidence("share explained by the fit", effect.value, "0"),
@@ -109,7 +109,7 @@ def _taken_out(case: Case, side: Side, part: Floats, exact: bool = True) -> Repa
 
 
 def off_law(case: Case) -> Side:
-    """Which side is not the law that sampled, by the sign of mean delta."""
+    """Which side is not the distribution that sampled, by the sign of mean delta."""
     mean = case.mean(case.delta)
     if above(mean, 0.0):
         return "engine"
@@ -154,8 +154,8 @@ def _slope_by_prompt(case: Case, bumps: Floats) -> tuple[float, float, float]:
 def truncation(case: Case) -> Look | NotTested:
     """Delta as the log of a kept mass: the engine renormalised over a part of the vocabulary.
 
-    For the law that sampled mean(exp(delta)) is 1; renormalised over top-k or top-p it is the kept
-    mass, and every delta is that of its position's.
+    For the distribution that sampled mean(exp(delta)) is 1; renormalised over top-k or top-p it is
+    the kept mass, and every delta is that of its position's.
     """
     if case.kept.sum() < MIN_TOKENS:
         return NotTested("truncation", f"needs {MIN_TOKENS} tokens")
@@ -170,7 +170,7 @@ def truncation(case: Case) -> Look | NotTested:
     if exact is not None:
         nearer = case.ratio(np.abs(case.left - exact), np.abs(case.right - exact))
         evidence.append(Evidence("distance from float32, engine over trainer", nearer.value))
-        if below(nearer, 1.0):  # a law that was cut is not the one that is near
+        if below(nearer, 1.0):  # a cut distribution is not the near one
             return Look(tuple(evidence))
     if not (above(mass, 1e-3) and above(sided, 0.35)) or correlation(case) < SAME_LAW:
         return Look(tuple(evidence))
@@ -197,10 +197,10 @@ def truncation(case: Case) -> Look | NotTested:
 
 
 def constant(case: Case) -> Look | NotTested:
-    """Whether one side's log-probabilities are off by a constant: its law does not sum to 1.
+    """Whether one side's log-probabilities are off by a constant: it does not sum to 1.
 
-    Near-certain tokens tell it from all else: there a normalised law has nothing to give away, so
-    that a constant beyond what they lack to certainty is none of that law. It is confirmed where
+    Near-certain tokens show it: there a normalised distribution has nothing to give away, so
+    that a constant beyond what they lack to certainty is not part of it. It is confirmed where
     the side's own implementation does not have it in float32.
     """
     certain = (np.maximum(case.left, case.right) > CERTAIN) & case.kept
@@ -234,24 +234,24 @@ def constant(case: Case) -> Look | NotTested:
 
 
 def sampling_law(case: Case) -> Look | NotTested:
-    """Whether the tokens were drawn from the law that both sides score: mean(log p + H) is 0.
+    """Whether the tokens were drawn from what both sides score: mean(log p + H) is 0.
 
-    Raw log-probabilities agree with the trainer's though tokens came from a sharper law. Two laws
-    that differ by delta move the mean by at most the covariance of delta and log p, which is of
-    the size of delta; what lies beyond that and beyond chance is the sampler's.
+    Raw log-probabilities agree with the trainer's though tokens came from a sharper one. Two that
+    differ by delta move the mean by at most the covariance of delta and log p, which is of the
+    size of delta; what lies beyond that and beyond chance is the sampler's.
     """
     entropy = case.entropy
     if entropy is None:
         return NotTested(
-            "the law that sampled", f"needs {NEEDS}", "score with an entropy per token"
+            "the distribution that sampled", f"needs {NEEDS}", "score with an entropy per token"
         )
     if case.kept.sum() < MIN_TOKENS or case.n_prompts < FEW_PROMPTS:
         reason = f"needs {MIN_TOKENS} tokens of {FEW_PROMPTS} prompts"
-        return NotTested("the law that sampled", reason)
+        return NotTested("the distribution that sampled", reason)
     surplus = case.mean(case.right + entropy)
     size = float(np.abs(case.delta[case.kept]).mean())
     evidence: tuple[Evidence, ...] = (
-        Evidence("mean log p + entropy of the trainer's law, nats", surplus.value, "0"),
+        Evidence("mean log p + entropy of the trainer's distribution, nats", surplus.value, "0"),
     )
 
     def beyond(estimate: Estimate) -> bool:
@@ -261,7 +261,7 @@ def sampling_law(case: Case) -> Look | NotTested:
     if not beyond(surplus):
         return Look(evidence)
     exact = case.others.get(REFERENCE)
-    if exact is not None and exact.entropy is not None:  # the trainer's own law may be the odd one
+    if exact is not None and exact.entropy is not None:  # the trainer may be the odd one
         other = case.mean(exact.logprobs + exact.entropy)
         evidence += (Evidence("the same in float32, nats", other.value, "0"),)
         if not beyond(other):

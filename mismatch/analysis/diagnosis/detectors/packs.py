@@ -14,7 +14,7 @@ CALM = 2.0  # times the other side's distance from float32; of 384 clean rows 3 
 LEAST = 6  # tokens of a row that says something
 MOST = 0.25  # of the rows, that open packs
 EVEN = 0.7  # the smallest of the packs over the largest, the last one aside: they are filled
-WORTH = 0.3  # of mean |delta|, that goes with the side that is off
+WORTH = 0.3  # of mean |delta|, that the side at fault explains
 
 
 def packs(case: Case) -> Look | NotTested:

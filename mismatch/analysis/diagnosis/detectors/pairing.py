@@ -22,12 +22,12 @@ ALONE = 0.5  # of the distance to the next best row, that its distance may be
 USUAL = 3.0  # times the typical distance of a row to its own numbers
 SUSPECTS = 512  # rows that are tried against all others
 APART = 0.1  # nats of mean |delta|, from which a row is compared with others
-CLEAR = 0.5  # share of the mismatch that must go with a shift
+CLEAR = 0.5  # share of the mismatch that a shift must remove
 LEAST = 0.05  # with a re-pairing of rows, each of which fits its new partner
 POSITIVE = 1e-3  # nats above 0, that no rounding of a float32 log_softmax reaches
 WRITTEN_AS_0 = -1e-4  # nats in float32, below which no side of a lower precision has exactly 0
 NEAR_CERTAIN = float(np.log(0.99))
-HALF = float(np.log(0.5))  # of what a cut law keeps: two sides may keep one token and two
+HALF = float(np.log(0.5))  # of what a cut distribution keeps: two sides may keep one token and two
 
 
 def lag(case: Case) -> Look | NotTested:
@@ -220,10 +220,10 @@ def _distance(left: Floats, right: Floats, width: np.ndarray, others: np.ndarray
 def padding(case: Case) -> Look:
     """A log-probability of exactly 0 where the other side is not certain."""
     certain = np.full(len(case.right), NEAR_CERTAIN)
-    if case.rollout.sampling.truncates:  # of a law that was cut to one token it is exactly 0
+    if case.rollout.sampling.truncates:  # cut to one token it is exactly 0
         certain += HALF + np.log(case.trainer.extra.get("kept_mass", np.ones(len(certain))))
     open_ = [case.kept & (case.right < certain), case.kept & (case.left < NEAR_CERTAIN)]
-    if case.reference is not None:  # a law that is certain rounds to 0 of itself
+    if case.reference is not None:  # a certain distribution rounds to 0
         open_ = [tokens & (case.reference < WRITTEN_AS_0) for tokens in open_]
     at_left, at_right = open_[0] & (case.left == 0), open_[1] & (case.right == 0)
     bad = at_left | at_right
@@ -236,7 +236,7 @@ def padding(case: Case) -> Look:
     side: Side = "engine" if at_left.sum() >= at_right.sum() else "trainer"
     values, tokens = (case.left, open_[0]) if side == "engine" else (case.right, open_[1])
     near = int(((values < 0) & (values > NEAR_CERTAIN) & tokens).sum())
-    # A law that is certain where it should not be has values near 0 there, more than exact zeros.
+    # A distribution that is wrongly certain has values near 0 there, more than exact zeros.
     if bad.sum() <= near and (bad & last).sum() <= bad.sum() / 2:
         return Look(evidence)
     effect = case.share(np.where(bad, 0.0, case.delta))
@@ -254,14 +254,14 @@ def largest(case: Case) -> tuple[Side, float]:
 
 
 def positive(case: Case) -> Look:
-    """Probabilities above one: the law of that side is not normalised."""
+    """Probabilities above one: that side is not normalised."""
     side, highest = largest(case)
     evidence = (Evidence("largest log-probability", highest, "0"),)
     if highest <= POSITIVE:
         return Look(evidence)
     values = case.left if side == "engine" else case.right
     sound, repair = np.where(values > POSITIVE, 0.0, case.delta), None
-    if case.reference is not None:  # its other tokens are of the same law
+    if case.reference is not None:  # its other tokens are of the same distribution
         exact = (case.reference, case.right) if side == "engine" else (case.left, case.reference)
         sound, repair = exact[1] - exact[0], Repair(*exact)
     finding = Finding(

@@ -1,6 +1,6 @@
 """A side against itself: the trainer scored again, the engine's decode against its own prefill.
 
-These passes are experiments that the run has made: what goes with them is confirmed.
+These passes are experiments that the run has made: what they remove is confirmed.
 """
 
 from __future__ import annotations

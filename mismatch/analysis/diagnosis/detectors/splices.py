@@ -65,7 +65,7 @@ def _closing(
     id: str,
     *alike: str,
 ) -> Look:
-    """A finding if the mismatch goes once the trainer's numbers stand where they belong."""
+    """A finding if the mismatch goes once the trainer's numbers are where they belong."""
     repaired = case.repaired(case.left, right, kept)
     effect = repaired.share(repaired.delta, case.delta)
     if not above(effect, CLEAR):
@@ -137,7 +137,7 @@ def row_lengths(case: Case) -> Look | NotTested:
         inside[[row.stop - 1 for row in case.rows]] = False
     own = float(np.abs(case.delta).mean())
     evidence = (
-        Evidence("tokens that each row moves the next ones by", step),
+        Evidence("tokens by which each row moves the rows after it", step),
         Evidence("share of mean |delta| left so", gap / own if own else 1.0, "1 or more"),
     )
     if own < APART or gap > FITS * own:

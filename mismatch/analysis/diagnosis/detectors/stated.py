@@ -199,14 +199,16 @@ def _one_sided(engine: Fingerprint, trainer: Fingerprint) -> list[Finding]:
 
 
 def _sampled(case: Case) -> list[Finding]:
-    """A law cut for sampling alone leaves no mark in log-probabilities of the whole one."""
+    """A cut for sampling alone leaves no mark in log-probabilities of the whole distribution."""
     sampling, kept = case.rollout.sampling, case.trainer.extra.get("kept_mass")
     nothing_cut = kept is not None and float(kept.min()) > NOTHING_CUT
     scored_whole = case.engine.fingerprint.get("logprobs_truncated") is False
     if not sampling.truncates or sampling.temperature == 0 or not scored_whole or nothing_cut:
         return []
     cut = f"top-p {sampling.top_p:g}, top-k {sampling.top_k or 'off'}"
-    evidence = (Evidence("law that sampled; log-probabilities are of the whole one", cut, "whole"),)
+    evidence = (
+        Evidence("distribution that sampled; log-probabilities are of the whole", cut, "whole"),
+    )
     return [Finding("sampling-truncation", "engine", None, evidence)]
 
 

@@ -1,6 +1,6 @@
 """Faults that later turns have and the first has not: shifts, masks, another context.
 
-A response of a later turn stands behind an observation. A list that counts observations on one
+A response of a later turn follows an observation. A list that counts observations on one
 side alone moves what follows, a mask that is off lets tokens count that nobody sampled, and text
 that was encoded again, or a stale cache, gives the two sides other contexts.
 """
@@ -23,7 +23,7 @@ LEAST = 6  # tokens of a turn that moved
 NEAR = 0.05  # nats, within which two log-probabilities are the same token's
 OPEN = -0.05  # a log-probability below it says which token it belongs to
 FITS = 0.6  # share of a turn's open tokens that have to fit elsewhere
-CLEAR = 0.3  # share of the mismatch that must go with a shift
+CLEAR = 0.3  # share of the mismatch that a shift must remove
 FEW = 3  # turns, or tokens
 MOST = 0.95  # share of the turns that have to be alike
 MOST_TRIED = 1000  # turns that are compared with other places
@@ -31,8 +31,8 @@ STRETCH = 4  # tokens, over whose mean a stretch is judged
 UNLIKELY = -2.0  # nats of log p + entropy, on average over a stretch that nobody sampled
 SURPLUS = 0.05  # nats below 0 of mean log p + entropy, from which a mask is suspected
 ARMS = 1.5  # of its 95 % interval, by which it lies below 0: in 1,600 clean blocks 1.2 at most
-OF_ROUNDING = 3.0  # times mean |delta|, that two laws as far apart may move it
-MIN_TOKENS = 100  # whose law is looked at
+OF_ROUNDING = 3.0  # times mean |delta|, by which it may move the mean below
+MIN_TOKENS = 100  # whose distribution is looked at
 # Tokens of the turns before, and of those that are off. Of 120 clean pairs drawn with 200 tokens
 # before and 20 to 100 later ones none was named; of 12 with another context 10 were at 60, 4 at 40.
 LATER = 60
@@ -48,16 +48,16 @@ def several(case: Case) -> bool:
 
 def unsampled(case: Case) -> Look | NotTested:
     """Tokens that count as sampled and were not: what follows an end token inside a turn, and
-    stretches that neither law would have sampled; and end tokens that do not count, where turns
+    stretches that neither side would have sampled; and end tokens that do not count, where turns
     begin with the template's last token.
 
-    For tokens of a law mean(log p + its entropy) is 0; a tool's output lies far below.
+    For sampled tokens mean(log p + entropy) is 0; a tool's output lies far below.
     """
     after, stretches, early = _after_an_end(case), _stretches(case), _starts_early(case)
     bad = after | stretches | early
     evidence: tuple[Evidence, ...] = (
         Evidence("tokens that count behind an end token, inside a turn", int(after.sum()), "0"),
-        Evidence("tokens in stretches that no law sampled", int(stretches.sum()), "0"),
+        Evidence("tokens in stretches that neither side sampled", int(stretches.sum()), "0"),
         Evidence("turns that count from a token too early", int(early.sum()), "0"),
     )
     if bad.sum() < FEW:
@@ -104,7 +104,7 @@ def _starts_early(case: Case) -> Bools:
 
 
 def _stretches(case: Case) -> Bools:
-    """[A] tokens of stretches far below what was sampled; none where their law explains them."""
+    """[A] tokens of stretches far below what was sampled; none where the entropy explains them."""
     none = np.zeros(len(case.left), bool)
     entropy = case.entropy
     if entropy is None or case.kept.sum() < MIN_TOKENS:
@@ -226,7 +226,7 @@ def context(case: Case) -> Look | NotTested:
     ]
     if not judged:
         has = f"there are {later_counts[1]} and {counts[1]}"
-        return NotTested(CONTEXT, f"needs {LATER} tokens of later turns and of first ones, {has}")
+        return NotTested(CONTEXT, f"needs {LATER} tokens of later turns and of first turns, {has}")
     gains = {turn: _gain(case, u, case.turn >= turn) for turn in judged}
     turn = max(gains, key=lambda each: gains[each])
     later = case.turn >= turn
@@ -281,7 +281,7 @@ def cache_hits(case: Case) -> Look | NotTested:
             break
     else:
         return NotTested(HITS, f"needs {LATER} tokens of turns that were read from the prefix "
-                         "cache, and as many of such that were computed")  # fmt: skip
+                         "cache, and as many of turns that were computed")  # fmt: skip
     u = size(case)
     calm = float(u[cold].mean())
     rise = case.ratio(np.where(hit, u, 0.0), np.where(hit, calm, 0.0) + 1e-12)
