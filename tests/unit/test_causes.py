@@ -154,7 +154,7 @@ def test_the_named_numbers_are_those_that_were_planted() -> None:
     onset = value(drawn.onset(0, 20, at=43), "position of the onset")
     assert onset == pytest.approx(43, abs=2)
     fitted = value(
-        drawn.raw_logprobs(0, 0.8), "temperature of the trainer's distribution over the engine's, fitted"
+        drawn.raw_logprobs(0, 0.8), "temperature of the trainer over that of the engine, fitted"
     )
     assert fitted == pytest.approx(0.8, abs=0.05)
 

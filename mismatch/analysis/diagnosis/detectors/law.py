@@ -48,7 +48,7 @@ def temperature(case: Case) -> Look | NotTested:
     effect = case.share(case.delta - whole)
     beyond = case.share(case.delta - whole, case.delta - of_entropy)
     evidence = [
-        Evidence("temperature of the trainer's distribution over the engine's, fitted", beta, "1"),
+        Evidence("temperature of the trainer over that of the engine, fitted", beta, "1"),
         Evidence("its interval, low", low),
         Evidence("its interval, high", high),
         Evidence("share explained by the fit", effect.value, "0"),
