@@ -43,7 +43,7 @@ def compared(*sums: PassSums, failed: dict[str, str] | None = None) -> GradientC
         16,
         0,
         {"fp32": "reference"},
-        ("gradient of vllm-fp32: it samples tokens of its own",),
+        ("gradient of vllm-fp32: it samples other tokens",),
     )
     batch = Batch(np.arange(16), 16, 64, 3200, "rewards", np.zeros(3200))
     return compare_gradients(Taken(tuple(SIZES), sums, failed or {}), plan, batch)

@@ -8,6 +8,8 @@ import pytest
 
 from mismatch.reports.formatting import wording
 from tests.report_makers import MAKERS, ROOT, rendered
+from tests.unit.test_plain_words import BANNED as BANNED_WORDS
+from tests.unit.test_plain_words import found
 from tools import site_pages
 
 BANNED = (
@@ -40,6 +42,12 @@ def test_no_rendering_has_a_banned_phrase(name: str) -> None:
         words = " ".join(text.split()).lower()
         assert [phrase for phrase in BANNED if phrase in words] == []
         assert SCIENTIFIC_PERCENT.findall(words) == []
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if not name.startswith("example-")])
+def test_made_reports_have_none_of_the_banned_words(name: str) -> None:
+    """The saved examples hold labels of the version that ran them."""
+    assert found(iter(rendered(name).items()), tuple(BANNED_WORDS)) == []
 
 
 def test_the_glossary_is_in_the_docs() -> None:
