@@ -65,7 +65,7 @@ def page(cells: list[dict]) -> str:
         issues = ", ".join(map(link, fault.issues)) or "–"
         lines.append(
             f"| {fault.name} | {issues} | {where_planted} | {', '.join(fault.expected)} | "
-            f"{shares[0]}{'' if reported else ' (t)'} | {shares[1]} |"
+            f"{shares[0]}{' (t)' if own and not reported else ''} | {shares[1]} |"
         )
     draws: dict[str, list[bool]] = {}
     for cell in pairs:
