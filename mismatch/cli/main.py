@@ -144,6 +144,12 @@ class Group(TyperGroup):
             )
         return super().resolve_command(ctx, args)
 
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        from mismatch.reports.documentation import site
+
+        if site():
+            formatter.write(f"\nDocumentation: {site()}\n")
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         known, groups = summaries(), {title: list(names) for title, names in GROUPS.items()}
         placed = {name for names in GROUPS.values() for name in names}

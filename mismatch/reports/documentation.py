@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
-SITE = ""  # address of the documentation, with a slash at its end; "": none yet, so no links
+from functools import cache
+from importlib.metadata import PackageNotFoundError, metadata
+
+DISTRIBUTION = "train-infer-mismatch"
+
+
+@cache
+def site() -> str:
+    """Return the address of the documentation, from the installed package's metadata.
+
+    It ends with a slash. A release has one (tools/set_addresses.py); "": a checkout, so no links.
+    """
+    try:
+        entries = metadata(DISTRIBUTION).get_all("Project-URL") or []
+    except PackageNotFoundError:
+        return ""
+    labelled = (entry.split(", ", 1) for entry in entries)
+    return next((url for label, url in labelled if label == "Documentation"), "")
 
 
 def of_cause(id: str) -> str:
@@ -26,8 +43,8 @@ def address(page: str) -> str:
     >>> address("reference/checks.md#alignment")
     ''
     """
-    if not SITE or not page:
+    if not site() or not page:
         return ""
     path, hash, anchor = page.partition("#")
     folder = path.removesuffix("index.md").removesuffix(".md")
-    return f"{SITE}{folder}{'/' if folder else ''}{hash}{anchor}"
+    return f"{site()}{folder}{'/' if folder else ''}{hash}{anchor}"

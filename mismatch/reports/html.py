@@ -89,7 +89,7 @@ def template(name: str) -> Template:
         text[start : start + PART] for start in range(0, len(text), PART)
     ]
     environment.globals.update(marks=MARKS, cell_text=cell_text, cell_interval=cell_interval)
-    environment.globals["address"] = lambda page: address(page)  # SITE as it is then
+    environment.globals["address"] = lambda page: address(page)
     environment.filters["percent"] = lambda share: f"{100 * share:.2f}%"
     return environment.get_template(name)
 

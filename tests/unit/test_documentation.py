@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from mismatch.analysis.diagnosis.catalogue import catalogue
+from mismatch.cli.main import app
 from mismatch.metrics import METRICS
 from mismatch.reports import documentation
 from mismatch.reports.formatting import wording
 from mismatch.reports.html import to_html
 from tests.report_makers import EXAMPLES, MAKERS
-from tools import site_pages
+from tools import set_addresses, site_pages
 
 DOCS = Path(__file__).parents[2] / "docs"
 SITE = "https://docs.example/"
@@ -43,7 +47,7 @@ def test_what_each_check_asks_is_written_down(name: str) -> None:
 def test_a_page_leads_to_places_that_exist(monkeypatch: Any) -> None:
     report, tokens = MAKERS[f"example-{EXAMPLES[-1]}"]()
     assert "https://" not in to_html(report, tokens)
-    monkeypatch.setattr(documentation, "SITE", SITE)
+    monkeypatch.setattr(documentation, "site", lambda: SITE)
     targets = set(re.findall(rf'href="{SITE}([^"]*)"', to_html(report, tokens)))
     pages = {target.partition("/#")[0].rstrip("/") for target in targets}
     assert {"reference/checks", "reference/metrics"} < pages
@@ -54,6 +58,35 @@ def test_a_page_leads_to_places_that_exist(monkeypatch: Any) -> None:
         assert not anchor or f'<a id="{anchor}"></a>' in page, target
 
 
-def test_the_site_has_one_address() -> None:
-    text = (DOCS.parent / "mkdocs.yml").read_text("utf-8")
-    assert yaml.safe_load(text).get("site_url", "") == documentation.SITE
+def test_a_release_carries_the_addresses_of_its_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("pyproject.toml", "mkdocs.yml"):
+        (tmp_path / name).write_text((DOCS.parent / name).read_text("utf-8"), "utf-8")
+    assert set_addresses.main("Owner/name", tmp_path) == 0
+    urls = tomllib.loads((tmp_path / "pyproject.toml").read_text("utf-8"))["project"]["urls"]
+    assert urls["Documentation"] == "https://owner.github.io/name/"
+    assert (
+        yaml.safe_load((tmp_path / "mkdocs.yml").read_text("utf-8"))["site_url"]
+        == (urls["Documentation"])
+    )
+    assert set_addresses.main("Owner/name", tmp_path) == 2  # once only
+    assert set_addresses.main("no repository", tmp_path) == 2
+
+    installed = Message()
+    for label, url in urls.items():
+        installed["Project-URL"] = f"{label}, {url}"
+    monkeypatch.setattr(documentation, "metadata", lambda _: installed)
+    documentation.site.cache_clear()
+    try:
+        assert documentation.address("index.md") == urls["Documentation"]
+        assert CliRunner().invoke(app, ["--help"]).stdout.rstrip().endswith(urls["Documentation"])
+    finally:
+        documentation.site.cache_clear()
+
+
+def test_the_workflows_set_the_addresses_before_they_build() -> None:
+    for name, builds in (("release", "-m build"), ("docs", "make docs"), ("docs", "gh-deploy")):
+        text = (DOCS.parent / ".github" / "workflows" / f"{name}.yml").read_text("utf-8")
+        before = text[: text.index(builds)].rpartition("actions/checkout")[2]
+        assert 'tools/set_addresses.py "$GITHUB_REPOSITORY"' in before, builds
