@@ -35,7 +35,9 @@ from mismatch.types import Estimate, Floats, Ints
 
 RESAMPLES = 1000
 LARGEST = 0.01  # share of the tokens by which clustering of rare events is told
-FURTHEST = 1e6  # times the largest |delta|: how far the bound on an unseen event is followed
+# Times the largest |delta|, powers of 10: from where, and how far, a tail bounds an unseen event. In
+# float32 an event lies that far; in bf16 only the number of tokens says how rare it is.
+FAR, FURTHEST = 1e3, 1e6
 BLOCK = 1 << 17  # tokens whose terms are computed at a time: bounds the memory of large runs
 KEPT = 1 << 23  # counts of draws that are kept for the next metric: 64 MiB
 
@@ -240,8 +242,8 @@ class Estimator:
         3/n (the rule of three), with n the number of independent tokens: all of them over the
         factor by which prompts cluster the tokens of largest |delta|, from which these events come;
         at least as many as there are prompts. Of events of sequences n is the number of prompts.
-        Where |delta| would have to be k times the largest that was seen, the bound is divided by k:
-        a tail of |delta| that has a mean falls at least as fast as that.
+        Where |delta| would have to be k times the largest that was seen, and k is at least
+        ``FAR``, the bound is divided by k: a tail of |delta| that has a mean falls as fast as that.
         """
         units = prompts = float(self.n_prompts)
         if metric.reduction == "token":
@@ -259,7 +261,7 @@ class Estimator:
             if any(part.any() for part in metric.parts(further)):
                 break
             reach *= 10.0
-        return float(1.0 - 0.05 ** (1.0 / units)) / reach
+        return float(1.0 - 0.05 ** (1.0 / units)) / (reach if reach >= FAR else 1.0)
 
     def _with_intervals(self, several: Sequence[_Smooth]) -> dict[str, Estimate]:
         intervals: dict[str, Interval | None] = {}

@@ -76,7 +76,7 @@ def test_bf16_mismatch_has_the_size_that_this_model_shows(default_run):
 def test_every_number_carries_its_interval_and_counts(default_run):
     sizes = default_run.report["run"]
     for name, estimate in default_run.headline["metrics"].items():
-        assert estimate["n_prompts"] == 24, name
+        assert estimate["n_prompts"] == 16, name
         if "exact" in name:  # at some of the tokens
             assert 50 < estimate["n_sequences"] <= 96, name
             assert estimate["n_tokens"] == 512, name

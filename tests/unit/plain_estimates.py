@@ -94,7 +94,8 @@ def tenfold(metric, arrays):
         np.any(metric.terms(**{n: arrays[n] * (p if n == "delta" else 1) for n in metric.needs}))
         for p in powers
     ]
-    return powers[seen.index(True) - 1 if True in seen else -1]
+    power = powers[seen.index(True) - 1 if True in seen else -1]
+    return power if power >= 1000 else 1
 
 
 def _means(metric, terms, cluster, prompts):

@@ -137,7 +137,7 @@ def test_a_name_that_no_parameter_becomes_is_refused(
     tensors = load_file(base / "model.safetensors")
     tensors["model.other.weight"] = torch.ones(1)
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
-    with pytest.raises(MismatchError, match=r"another name for model\.other\.weight and 0 more"):
+    with pytest.raises(MismatchError, match=r"model\.other\.weight"):
         export(world, loaded, base, tmp_path / "out", torch.bfloat16)
 
 
