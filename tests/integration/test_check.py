@@ -78,10 +78,10 @@ def test_every_number_carries_its_interval_and_counts(default_run):
     for name, estimate in default_run.headline["metrics"].items():
         assert estimate["n_prompts"] == 16, name
         if "exact" in name:  # at some of the tokens
-            assert 50 < estimate["n_sequences"] <= 96, name
+            assert 50 < estimate["n_sequences"] <= 64, name
             assert estimate["n_tokens"] == 512, name
         else:
-            assert estimate["n_sequences"] == sizes["n_sequences"] == 96, name
+            assert estimate["n_sequences"] == sizes["n_sequences"] == 64, name
             assert estimate["n_tokens"] == sizes["n_tokens"], name
         if estimate["low"] is not None:
             assert estimate["low"] <= estimate["value"] <= estimate["high"], name
