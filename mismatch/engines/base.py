@@ -8,18 +8,15 @@ from __future__ import annotations
 import ast
 import difflib
 import hashlib
-import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from numpy.typing import NDArray
 
 from mismatch.captures import Likeliest
 from mismatch.errors import MismatchError
+from mismatch.run.interpreters import source_files
 from mismatch.types import EXACT_KL, PREFILL, ROUTES, Fingerprint, Floats
 
 if TYPE_CHECKING:
@@ -91,21 +88,10 @@ def argument_names(package: str, python: str | None, *patterns: str) -> set[str]
     Empty where the engine is not installed, or keeps its arguments elsewhere.
 
     Args:
-        python: interpreter of the environment that holds the engine; None: this one.
-        patterns: of files below the package.
+        python, patterns: as of :func:`source_files`.
     """
-    code = f"import importlib.util as u; s = u.find_spec({package!r}); print(s.origin if s else '')"
-    origin: str | None = None
-    if python is None:
-        found = find_spec(package)
-        origin = found.origin if found else None
-    else:
-        with suppress(OSError):  # no interpreter: the preflight says so
-            run = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True)
-            origin = run.stdout.strip()
     names: set[str] = set()
-    folder = Path(origin or "none/there").parent
-    for path in [path for each in patterns for path in folder.glob(each)]:
+    for path in source_files(package, python, *patterns):
         for node in ast.parse(path.read_text("utf-8")).body:
             if isinstance(node, ast.ClassDef):
                 fields = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import socket
@@ -23,7 +24,7 @@ from mismatch.models.moe import require_forms, require_routes
 from mismatch.processes.exchange import require_file
 from mismatch.processes.launch import own_python
 from mismatch.run.hub import cache_folder, cached_snapshot, offline, unknown_host
-from mismatch.run.interpreters import WORKER_MODULES, look_into, require_modules
+from mismatch.run.interpreters import WORKER_MODULES, look_into, require_modules, source_files
 from mismatch.run.machine import local_gpus, placement
 from mismatch.specs import (
     AS_STORED,
@@ -45,7 +46,7 @@ OFFLINE = (
     "set HF_HUB_OFFLINE=1, or give the directory: --model DIR"
 )
 
-EXPERTS = ("auto", "eager", "grouped_mm", "batched_mm", "bounded", "deepgemm", "sonicmoe")
+OWN_EXPERTS = ("auto", "eager", "bounded")  # beside those that transformers registers
 IN_A_CLONE = f"{INSTALL_SCORE}, or `make env` in a clone"
 LEAST_TRANSFORMERS = (5, 5)  # 4.57 loads weights by other functions than those that we take
 
@@ -162,7 +163,7 @@ def require_names(spec: CheckSpec) -> None:
 
 
 def require_kernel_names(spec: TrainSpec) -> None:
-    """Refuse names of kernels that nothing has; needs no torch, so that it is said at once.
+    """Refuse names of kernels that nothing has; imports no torch, so that it is said at once.
 
     Raises:
         MismatchError: an unknown name. A colon or a slash makes it a function or a hub's kernel.
@@ -170,15 +171,30 @@ def require_kernel_names(spec: TrainSpec) -> None:
     from mismatch.training.attention.resolve import NAMES, YARDSTICKS
 
     kernels = (
-        ("--attention", spec.attention, (*NAMES, *YARDSTICKS)),
-        ("--experts-implementation", spec.experts, EXPERTS),
+        ("--attention", spec.attention, (*NAMES, *YARDSTICKS), "AttentionInterface"),
+        ("--experts-implementation", spec.experts, OWN_EXPERTS, "ExpertsInterface"),
     )
-    for flag, name, known in kernels:
-        if spec.scorer == OWN_SCORER and name not in known and not set(":/|") & set(name):
+    for flag, name, own, interface in kernels:
+        if spec.scorer != OWN_SCORER or name in own or set(":/|") & set(name):
+            continue
+        registered = registered_kernels(interface, spec.python)
+        if registered and name not in registered:
+            known = (*own, *sorted(registered.difference(own)))
             near = did_you_mean(name, known)
             raise MismatchError(
                 f"{flag} {name}: there is no such kernel", f"{near}one of {', '.join(known)}"
             )
+
+
+def registered_kernels(interface: str, python: str | None) -> set[str]:
+    """Return the kernels that transformers registers, from its source; empty where it has none."""
+    names: set[str] = set()
+    for path in source_files("transformers", python, "modeling_utils.py", "integrations/*.py"):
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, ast.ClassDef) and node.name.endswith(interface):
+                keys = [key for each in ast.walk(node) for key in getattr(each, "keys", ())]
+                names |= {str(key.value) for key in keys if isinstance(key, ast.Constant)}
+    return {name for name in names if "|" not in name}  # "paged|eager" is for generation
 
 
 def preflight_training(

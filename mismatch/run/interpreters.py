@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
 
 from mismatch.errors import MismatchError
 
@@ -98,3 +101,23 @@ def require_modules(python: str, flag: str, modules: tuple[str, ...], who: str) 
             f"{python} -m pip install {' '.join(found.missing)}, or name the right environment",
         )
     return found
+
+
+def source_files(package: str, python: str | None, *patterns: str) -> list[Path]:
+    """Return source files of a package that importing would take long; [] where it is not.
+
+    Args:
+        python: interpreter of the environment that holds it; None: this one.
+        patterns: of files below the package.
+    """
+    code = f"import importlib.util as u; s = u.find_spec({package!r}); print(s.origin if s else '')"
+    origin: str | None = None
+    if python is None:
+        found = find_spec(package)
+        origin = found.origin if found else None
+    else:
+        with suppress(OSError):  # no interpreter: the preflight says so
+            run = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True)
+            origin = run.stdout.strip()
+    folder = Path(origin or "none/there").parent
+    return [path for each in patterns for path in folder.glob(each)]

@@ -12,7 +12,11 @@ from mismatch.engines.known_faults import faults_of, known_faults
 from mismatch.errors import MismatchError
 from mismatch.features.doctor.environment import examine_environment
 from mismatch.models import resolve_model
-from mismatch.pipeline.preflight import preflight_training, require_sound_version
+from mismatch.pipeline.preflight import (
+    preflight_training,
+    require_kernel_names,
+    require_sound_version,
+)
 from mismatch.run.interpreters import look_into, require_modules
 from mismatch.specs import EngineSpec, TrainSpec
 
@@ -76,6 +80,33 @@ def test_our_own_loop_refuses_a_transformers_that_it_cannot_load_with(tmp_path: 
     with pytest.raises(MismatchError, match=r"4\.57\.6"):
         preflight_training(TrainSpec(model="m", python=python), 1, reach=False)
     preflight_training(TrainSpec(model="m", python=python, scorer="my:trainer"), 1, reach=False)
+
+
+REGISTRIES = """
+class ExpertsInterface(GeneralInterface):
+    _global_mapping = {"grouped_mm": f, "of_next_year": g}
+class AttentionInterface(GeneralInterface):
+    _global_mapping: dict[str, Callable] = {"flash_attention_9": f}
+"""
+
+
+@pytest.mark.parametrize("source", [REGISTRIES, "moved = 1"])
+def test_kernels_are_those_of_the_trainer_s_transformers(tmp_path: Path, source: str) -> None:
+    """Where its list cannot be read nothing is refused by name."""
+    (tmp_path / "transformers" / "integrations").mkdir(parents=True)
+    (tmp_path / "transformers" / "modeling_utils.py").write_text(source)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {tmp_path}/transformers/__init__.py")
+    python.chmod(0o755)
+    spec = TrainSpec(model="tiny-gpt-oss", python=str(python))
+    require_kernel_names(replace(spec, experts="of_next_year", attention="flash_attention_9"))
+    if source != REGISTRIES:
+        require_kernel_names(replace(spec, experts="sonicmoe"))
+        return
+    with pytest.raises(MismatchError, match="no such kernel") as refused:
+        require_kernel_names(replace(spec, experts="sonicmoe"))
+    assert "bounded" in refused.value.fix
+    assert "grouped_mm, of_next_year" in refused.value.fix
 
 
 def test_a_function_s_environment_needs_numpy_and_torch_alone(tmp_path: Path) -> None:
