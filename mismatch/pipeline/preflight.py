@@ -157,7 +157,15 @@ def require_names(spec: CheckSpec) -> None:
         MismatchError: an unknown kernel, or an argument that the engine does not have.
     """
     require_kernel_names(spec.train)
-    engine = spec.rollout.engine
+    require_argument_names(spec.rollout.engine)
+
+
+def require_argument_names(engine: EngineSpec) -> None:
+    """Refuse arguments that an engine does not have.
+
+    Raises:
+        MismatchError: an unknown one.
+    """
     if engine.args:
         check_machine(replace(engine, python=own_python(engine)))
 

@@ -1,5 +1,6 @@
 """The command starts without heavy imports, and the wheel holds only `mismatch`."""
 
+import resource
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,37 @@ def test_help_imports_nothing_heavy(arguments, also):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("plan", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("verb", "flag", "value", "said"),
+    [
+        ("check", "--experts-implementation", "groupedmm", "did you mean grouped_mm"),
+        ("check", "--engine-arg", "enforce_eagr=1", "did you mean enforce_eager"),
+        ("check", "--fix", "attention-sink", "did you mean attention-sinks"),
+        ("loop", "--attention", "eagr", "did you mean eager"),
+        ("sync-probe", "--engine-arg", "enforce_eagr=1", "did you mean enforce_eager"),
+    ],
+)
+def test_a_wrong_name_is_refused_within_3_s_of_cpu(verb, flag, value, said, plan):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [
+        sys.executable,
+        "-m",
+        "mismatch",
+        verb,
+        "--model",
+        "tiny-gpt-oss",
+        flag,
+        value,
+        *plan,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3
 
 
 def test_the_top_level_links_show_the_two_rooms_a_user_meets_first():

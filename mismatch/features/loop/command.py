@@ -79,9 +79,11 @@ def loop(flags: Flags) -> int:
     from mismatch.features.loop.memory import memory_of_loop
     from mismatch.features.loop.section import section
     from mismatch.features.loop.spec import arm_of
+    from mismatch.pipeline.preflight import require_names
     from mismatch.reports.terminal import print_section, say
 
     wanted = asked(flags)
+    require_names(wanted.loop.check)
     fits = {arm: memory_of_loop(arm_of(wanted.loop, arm).check) for arm in wanted.arms}
     if flags["dry_run"]:
         return plan(wanted, fits)
