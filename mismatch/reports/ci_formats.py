@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from xml.etree import ElementTree
 
 from mismatch.analysis.diagnosis.catalogue import title_of
+from mismatch.analysis.diagnosis.ranking import LITTLE, Cause
 from mismatch.pipeline.run_comparison import Line, RunComparison
 from mismatch.reports.formatting import TONES, alike, chance, line
 from mismatch.reports.summary import checks, judged_rows
@@ -13,6 +14,24 @@ from mismatch.types import Check, Report
 
 LEVELS = {"critical": "error", "warn": "warning"}  # tone -> annotation
 MOST = 3  # checks with a GitHub annotation of their own
+# Of how far a side is off: they fail with any cause on that side that carries the mismatch.
+DISTANCES = ("excess", "displaced", "implementation-gap", "long-sequence", "importance-ratio")
+CARRIES = 0.1  # share of mean |delta|
+# Checks of one kind of fault, and the causes that are of this kind.
+KINDS = {
+    "alignment": ("misalignment", "row-pairing", "row-lengths", "retokenisation"),
+    "temperature": ("temperature-semantics", "implicit-generation-config", "sampling-law"),
+    "truncation": ("sampling-truncation", "implicit-generation-config", "sampling-law"),
+    "turns": ("action-mask", "turn-context", "retokenisation", "misalignment", "template-drift"),
+    "trainer-self-agreement": ("nondeterminism", "microbatch-dependence", "train-eval-paths"),
+    "routes-agree": ("router-config", "corrupt-route-capture", "shifted-route-capture"),
+    "zero-logprobs": ("appended-eos", "action-mask"),
+    "positive-logprobs": ("unnormalised-law", "bf16-lm-head"),
+    "weights-as-loaded": (
+        *("weights-differ", "stale-weights", "tied-head-stale", "experts-differ", "double-load"),
+        *("sleep-level-2", "lora-scale", "quantised-rollout", "quantised-module-list"),
+    ),
+}
 
 
 def to_github(report: Report, failing: bool) -> str:
@@ -45,9 +64,9 @@ def to_github(report: Report, failing: bool) -> str:
 def to_junit(report: Report, failing: bool) -> str:
     """A test case for every cause, every check, every judged metric, and the verdict.
 
-    A fault is one failure: that of its cause where one is known, else that of the checks that
-    failed, else that of the first metric that is unfit, else the verdict's where the command fails.
-    What follows from it passes with its text as output; what was not tested is skipped.
+    A fault is one failure: of its cause, of a failed check that no cause explains, else of the
+    first metric that is unfit, else of the verdict where the command fails. What follows from it
+    passes with its text as output; what was not tested is skipped.
 
     Args:
         failing: the command ends with exit code 1.
@@ -57,12 +76,17 @@ def to_junit(report: Report, failing: bool) -> str:
     faults = list(_faults(report))
     critical = [name for name, status, _ in faults if TONES[status] == "critical"]
     causes = report.result("causes")
-    ranked = causes.ranked if causes and critical else ()
+    ranked = [c for c in causes.ranked if c.status != LITTLE] if causes and critical else []
     for cause in ranked:
         case = _case(suite, "mismatch.causes", cause.id)
         text = line(title_of(cause.id))
         ElementTree.SubElement(case, "failure", type=cause.status, message=text)
-    failed = {check.id for check in checks(report, "failed")} or set(critical[:1])
+    alone = [
+        check.id
+        for check in checks(report, "failed")
+        if not any(_explains(cause, check.id) for cause in ranked)
+    ]
+    failed = alone or ([] if ranked else critical[:1])
     texts = {name: (status, text) for name, status, text in faults}
     names = [("checks", check.id) for check in report.checks]
     names += [("metrics", row.metric) for row in judged_rows(report)]
@@ -71,13 +95,25 @@ def to_junit(report: Report, failing: bool) -> str:
         status, text = texts.get(name, ("", ""))
         if name in skipped and kind == "checks":
             ElementTree.SubElement(case, "skipped", message=line(skipped[name]))
-        elif name in failed and not ranked:
+        elif name in failed:
             ElementTree.SubElement(case, "failure", type=status, message=line(text))
         elif status:
             ElementTree.SubElement(case, "system-out").text = f"{status}: {line(text)}"
     verdict = report.verdict
-    alone = verdict.reason if failing and not critical else ""
-    return _closed(suite, "verdict", verdict.status, alone)
+    fault = verdict.reason if failing and not critical else ""
+    return _closed(suite, "verdict", verdict.status, fault)
+
+
+def _explains(cause: Cause, check: str) -> bool:
+    """Return whether a check fails because of a cause."""
+    names = {cause.id, *cause.alike}
+    if check in names or names.intersection(KINDS.get(check, ())):
+        return True
+    if cause.effect is not None and cause.effect.value < CARRIES:
+        return False
+    what, _, side = check.rpartition("-")
+    same = side == cause.side or "either" in (side, cause.side)
+    return check in DISTANCES or (what in DISTANCES and same)
 
 
 def runs_to_github(result: RunComparison) -> str:

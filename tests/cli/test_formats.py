@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -21,7 +22,7 @@ from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.processes.launch import finish, started
 from mismatch.reports import ci_formats, files
 from mismatch.run.messages import PHASES
-from mismatch.types import Report
+from mismatch.types import Check, Report
 from tests.command import ROOT, mismatch
 from tests.conftest import grid
 from tests.unit.test_reports_terminal import HOSTILE, REPORTS, hostile_report
@@ -93,6 +94,21 @@ def test_junit_has_one_failure_a_cause_and_none_for_what_follows_from_it() -> No
     broken = report_from_json(saved)
     assert sum(check.status == "failed" for check in broken.checks) == 3
     assert junit(broken)["failure"] == ["attention-sinks"]
+    (sinks,) = broken.result("causes").ranked
+    for also, cause, own in (
+        ("passes-finite", sinks, True),  # nothing that a wrong kernel does
+        ("excess-engine", sinks, True),  # the other side is off, too
+        ("implementation-gap", sinks, False),
+        ("temperature", replace(sinks, id="function-differs"), True),
+        ("temperature", replace(sinks, alike=("temperature-semantics",)), False),
+        ("excess-trainer", replace(sinks, effect=replace(sinks.effect, value=0.01)), True),
+    ):
+        checks = [c for c in broken.checks if c.status != "failed" and c.id != also]
+        causes = replace(broken.result("causes"), ranked=(cause,))
+        made = replace(broken, checks=(*checks, Check(also, "failed", "x"))).with_analyses(
+            causes=causes
+        )
+        assert junit(made)["failure"] == [cause.id, *[also] * own], also
 
 
 def test_what_fails_the_command_is_red_for_machines() -> None:
