@@ -136,7 +136,7 @@ class Worker:
     """A child process that is at work; made by :func:`started`.
 
     Attributes:
-        on_progress: called with every progress line, from a thread of its own.
+        on_progress: called with every progress line, from a thread of its own; see :meth:`show`.
         timings: seconds of the parts of its work, as it said; ``ready``: of its start-up.
         lines: how many it has put out.
     """
@@ -151,10 +151,11 @@ class Worker:
     ) -> None:
         self.label = label
         self.run_dir = run_dir
-        self.on_progress = on_progress
         self.timings: dict[str, float] = {}
         self.lines = 0
         self.log_path = run_dir / "logs" / f"{label}.log"
+        self._phase = "starting"  # until it is ready
+        self.show(on_progress)
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._errors: list[MismatchError] = []
         self._tag = uuid.uuid4().hex
@@ -180,6 +181,13 @@ class Worker:
             target=self._relay, args=(self._process.stdout,), daemon=True
         )
         self._reader.start()
+
+    def show(self, on_progress: Progress) -> None:
+        """Hand progress lines to another reader, which first gets the phase that it starts in."""
+        self.on_progress = on_progress
+        with contextlib.suppress(Exception):  # a display that fails does not stop the worker
+            if READY not in self.timings:
+                on_progress(f"{self._phase} · log logs/{self.log_path.name}")
 
     def ended(self) -> bool:
         """Whether it is done.
@@ -260,7 +268,8 @@ class Worker:
             self._errors.append(error)
         else:
             if phase := next((words for sign, words in PHASES if sign in line), ""):
-                self.on_progress(f"{phase} · log logs/{self.log_path.name}")
+                self._phase = phase
+                self.show(self.on_progress)
             self._note(line)
 
     def _note(self, line: str) -> None:

@@ -203,7 +203,7 @@ class Stages:
             if train is not None:
                 title = f"score: {self._title(len(jobs))}"
                 with self.timed("score", title) as progress:
-                    train.on_progress = progress
+                    train.show(numbered(progress, [job.pass_.name for job in jobs]))
                     if session is not None:
                         hand_on(session, train, allowed_s)
                     finish(train)
@@ -308,7 +308,7 @@ class Stages:
     def wait(self, worker: Worker, key: str, title: str, *beside: Worker, until: str = "") -> None:
         """Show a worker's progress until it ends (or as `finish`), and note its times."""
         with self.timed(key, title) as progress:
-            worker.on_progress = progress
+            worker.show(progress)
             finish(worker, *beside, more_s=self._servers_may_take(), until=until)
         self.journal.timings[worker.label] = worker.timings
         self.journal.save()
@@ -324,6 +324,22 @@ class Stages:
         with self.narrator.stage(self.count.next(title)) as progress:
             yield progress
         self.journal.seconds[key] = round(time.monotonic() - start, 2)
+
+
+def numbered(progress: Callable[[str], None], passes: list[str]) -> Callable[[str], None]:
+    """Say which of several passes is under way; a time left would be that of this pass alone.
+
+    >>> numbered(print, ["fsdp", "fsdp:grad"])("fsdp:grad 4096/7200 tokens, 812 tok/s, eta 4 s")
+    pass 2 of 2 · 4096/7200 tokens, 812 tok/s
+    """
+
+    def show(text: str) -> None:
+        name, _, done = text.partition(" ")
+        if len(passes) > 1 and name in passes:
+            text = f"pass {passes.index(name) + 1} of {len(passes)} · {done.partition(', eta')[0]}"
+        progress(text)
+
+    return show
 
 
 def hand_on(session: TrainerSession, world: Worker, allowed_s: float | None = None) -> None:

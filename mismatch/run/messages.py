@@ -36,9 +36,11 @@ PHASES = (
     ("Loading safetensors", "loading weights"),
     ("Starting to load", "loading weights"),
     ("Load weight begin", "loading weights"),
-    ("torch.compile", "compiling"),
+    ("vLLM's torch.compile", "compiling"),  # "disabling torch.compile" is no phase
+    ("Compiling a graph", "compiling"),
     ("Capturing", "capturing graphs"),
     ("Capture cuda graph begin", "capturing graphs"),
+    ("Initializing a V1 LLM engine", "starting the engine"),
     ("KV cache size", "starting the engine"),
 )
 LEAST_SHARE, LEAST_S = 0.1, 5.0  # done, and seconds, before a time left is said

@@ -174,10 +174,32 @@ def test_a_waiting_line_fits_and_keeps_its_end(width: int) -> None:
     assert line.endswith(f"· 1:23 · {doing}")
 
 
-def test_phases_of_an_engine_are_read_from_its_log(tmp_path: Path) -> None:
+def test_an_engine_has_a_phase_from_its_start_on_and_then_those_of_its_log(tmp_path: Path) -> None:
     said: list[str] = []
-    words = PHASES[0][0]
-    command = [sys.executable, "-c", f"print({words!r}, 'checkpoint shards: 0%')"]
-    with started("engine", command, tmp_path, said.append) as worker:
+    later: list[str] = []
+    phases = dict(PHASES)
+    loading = "Loading safetensors"
+    code = (
+        f"print('disabling torch.compile'); print({loading!r}, 'shards: 0%'); print('ready');"
+        "print('progress rollout 1/2')"
+    )
+    with started("engine", [sys.executable, "-c", code], tmp_path, said.append) as worker:
+        first = list(said)
         finish(worker)
-    assert said == [f"{PHASES[0][1]} · log logs/engine.log"]
+        worker.show(later.append)
+    assert first[0].split(" · ")[0] == "starting"
+    assert [text.split(" · ")[0] for text in said[1:]] == [phases[loading], "rollout 1/2"]
+    assert all("logs/engine.log" in text for text in said[:2])
+    assert later == []  # it is ready: its own lines say what it does
+
+
+def test_a_reader_that_comes_later_gets_the_phase_first(tmp_path: Path) -> None:
+    said: list[str] = []
+    later: list[str] = []
+    code = "import sys; print('Capturing', flush=True); sys.stdin.readline()"
+    with started("train", [sys.executable, "-c", code], tmp_path, said.append) as worker:
+        while len(said) < 2:
+            time.sleep(0.01)
+        worker.show(later.append)
+    assert later == said[1:]
+    assert later[0].startswith(dict(PHASES)["Capturing"])

@@ -208,6 +208,26 @@ def test_without_devices_of_its_own_the_trainer_waits(tmp_path: Path):
     assert list(stages.journal.seconds) == ["rollout", "score"]
 
 
+def test_stages_name_a_phase_from_the_first_second_and_the_pass_without_its_time_left(
+    tmp_path: Path,
+):
+    said: dict[str, list[str]] = {}
+
+    class Listening(Quiet):
+        @contextmanager
+        def stage(self, title):
+            yield said.setdefault(title.partition("] ")[2].partition(":")[0], []).append
+
+    line = "progress fsdp:grad 3/4 tokens, 5 tok/s, eta 9 s"
+    stages = scripts(tmp_path, False, "time.sleep(0.1)", f"print({line!r})")
+    stages.narrator = Listening()
+    stages.measure([*PASSES, Pass("fsdp:grad", TrainSpec("tiny", grad=True))])
+    assert said["rollout"][0].split(" · ")[0] == "starting"
+    place, done = said["score"][-1].split(" · ")
+    assert [int(word) for word in place.split() if word.isdigit()] == [2, 2]
+    assert done == line.partition(", eta")[0].partition("grad ")[2]
+
+
 @pytest.mark.parametrize("failing", ["engine", "train"])
 def test_one_that_fails_ends_the_other(tmp_path: Path, failing: str):
     forever, fails = (
