@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from mismatch.analysis.thresholds import (
@@ -330,13 +329,6 @@ def _fitness(
         reason = "within the levels of a quantised rollout, which changes what is sampled"
         return Answer("tolerable", reason)
     return Answer(status, _reason(status, deciding, len(judgements)))
-
-
-def worse(first: Verdict, second: Verdict | None, name: str) -> Verdict:
-    """The first verdict, or the second one's status where that is worse: ``name`` is its pass."""
-    if second is None or SEVERITY[second.status] <= SEVERITY[first.status]:
-        return first
-    return replace(first, status=second.status, reason=f"{name}: {second.reason}")
 
 
 def _reason(status: Status, deciding: list[Judgement], total: int) -> str:

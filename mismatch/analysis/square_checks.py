@@ -13,6 +13,7 @@ STATUS: dict[Standing, CheckStatus] = {
     "beyond": "failed",
 }
 UNSEEN = "let the missing passes run: more memory, a local engine, a dtype that has a yardstick"
+MORE = "measure more: --num-prompts"
 ORDER: tuple[Standing, ...] = ("within", "wide", "undecided", "beyond")
 # By evidence: float32 excludes what only a lower precision does (a cache, quantisation).
 FIXES: dict[tuple[str, Side], str] = {
@@ -87,7 +88,7 @@ def displacement(finding: Displaced) -> str:
 
 def _fix(square: Square, finding: Finding | Displaced, place: str) -> str:
     if finding.standing in ("wide", "undecided"):
-        return "measure more: --num-prompts"
+        return MORE
     if finding.standing == "within":
         return ""
     if place:

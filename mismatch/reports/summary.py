@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from mismatch.analysis import square_checks
 from mismatch.analysis.diagnosis.pass_checks import MORE
 from mismatch.analysis.levels import ENTROPY, TOO_LITTLE
 from mismatch.reports.formatting import (
@@ -318,21 +319,23 @@ def _missing(report: Report) -> list[str]:
         if little := [check for check in checks(report, "warning") if check.id in TOO_LITTLE]:
             fix = little[0].fix
             return [_measure(report) if fix == MORE else capital(line(fix))]
-        if any(_wants_more(check) for check in checks(report, "inconclusive")):
-            return [_measure(report)]
+        undecided = [each for each in checks(report, "inconclusive") if each.id != ENTROPY]
+        if undecided:  # one that data does not decide has a fix of its own
+            return [_measure(report)] if any(map(_wants_more, undecided)) else []
         if report.result("square") is None:
             return [_float32(report, spec)]
     certain = [check for check in checks(report, "inconclusive") if check.id == ENTROPY]
     if certain and not any(item.status == "inconclusive" for item in verdict.judgements):
         return [capital(line(certain[0].fix))]
     if not verdict.judgements:
-        return ["Let both sides state the dtype that they compute in, or give --thresholds"]
+        how = "VLLM_SERVER_DEV_MODE=1 for vLLM, --dtype for SGLang"
+        return [f"Start the servers so that they state their dtype: {how}"]
     return _more_prompts(report)
 
 
 def _wants_more(check: Check) -> bool:
     """Return whether only more data answers a check: it comes first, with a number."""
-    return check.id in TOO_LITTLE or (check.status == "inconclusive" and check.id != ENTROPY)
+    return check.id in TOO_LITTLE or check.fix in (MORE, square_checks.MORE)
 
 
 def _float32(report: Report, spec: dict[str, Any]) -> str:
