@@ -243,6 +243,7 @@ class Section:
         folded: a page shows only title and ``short`` of a part until it is opened, Markdown too.
         page_only: too wide or too long for a terminal and for Markdown.
         short: what it says, in one sentence.
+        first: it is among what is read first, under its title.
     """
 
     id: str
@@ -259,6 +260,7 @@ class Section:
     folded: bool = True
     page_only: bool = False
     short: str = ""
+    first: bool = False
 
     def __post_init__(self) -> None:
         """What is empty is not shown: a sentence "", a table without rows, a part of only those."""

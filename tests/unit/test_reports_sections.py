@@ -16,13 +16,15 @@ from rich.console import Console
 from mismatch.analysis import plugins
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
-from mismatch.reports.formatting import number, text
+from mismatch.reports.formatting import number, percent, text
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import show_table, to_markdown
 from mismatch.reports.section import Cell, Column, Section, Table
+from mismatch.reports.sections import page, sections
 from mismatch.reports.terminal import print_report, print_table
 from mismatch.types import Estimate, Report
 from tests.made_run import make_run, spec
+from tests.report_makers import rendered, report_of
 from tests.reports_fixture import make_report, make_tokens
 from tests.toy_analysis import TOY, UNLUCKY, Toy
 
@@ -112,3 +114,36 @@ def test_what_is_empty_is_not_shown() -> None:
     assert (bare.notes, bare.parts) == ((), ())
     assert bare.holds
     assert not Section("c", "C", "lead").holds
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "metric"),
+    [
+        ("example-tiny-gpt-oss", "routing", "routing_disagree_layer"),
+        ("example-tiny-gpt-oss-no-sinks", "routing", "routing_disagree_layer"),
+        ("gradients", "routing", "routing_disagree_layer"),
+        ("gradients", "gradients", ""),
+    ],
+)
+def test_routing_and_gradients_are_read_first_everywhere(
+    name: str, section: str, metric: str
+) -> None:
+    """On the terminal, in report.md and above the page's chapters."""
+    report, _ = report_of(name)
+    (found,) = [part for part in sections(report) if part.id == section]
+    answer = next(each for each in page(report).answers if each.question == found.title)
+    if metric:
+        share = percent(report.comparisons[0].routing[metric].value)
+        assert answer.text.startswith(share)
+    for suffix in ("terminal.txt", "md", "html.txt"):
+        text = " ".join(rendered(name)[suffix].split())
+        said = text.find(answer.text.rstrip("."))
+        assert said > 0, suffix
+        if suffix == "html.txt":
+            assert said < text.find("Is this normal?")
+
+
+def test_a_dense_model_has_no_answer_about_experts() -> None:
+    report = make_report()
+    report = replace(report, comparisons=(replace(report.comparisons[0], routing={}),))
+    assert "Experts chosen" not in {answer.question for answer in page(report).answers}

@@ -108,7 +108,8 @@ def section(result: GradientCheck, report: Report) -> Section:
         figures=(_figure(result.rows),),
         notes=(*notes(result), *not_tested(result.not_tested)),
         parts=(groups,),
-        short="" if arc is None else f"the trainer's is {degrees(arc)} off the reference's",
+        short="" if arc is None else f"the trainer's points {degrees(arc)} away from float32's",
+        first=True,
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mismatch.analysis import plugins
 from mismatch.plugins import load
 from mismatch.reports import summary
-from mismatch.reports.formatting import TONES
+from mismatch.reports.formatting import TONES, capital
 from mismatch.reports.section import Page, Section
 from mismatch.reports.sections import (
     breakdowns,
@@ -80,7 +80,9 @@ def page(report: Report, tokens: pd.DataFrame | None = None, framework: str | No
     comparison, status = summary.headline(report), report.verdict.status
     created = str(report.run.get("created", ""))[:16].replace("T", " ")  # UTC, as runs note it
     shown = chapters(report, tokens, framework)
-    warnings = [text for chapter in shown for part in chapter.parts for text in part.warnings]
+    parts = [part for chapter in shown for part in chapter.parts]
+    warnings = [text for part in parts for text in part.warnings]
+    first = {part.title: f"{capital(part.short)}." for part in parts if part.first and part.short}
     return Page(
         kind="train–inference check",
         word=status,
@@ -94,7 +96,7 @@ def page(report: Report, tokens: pd.DataFrame | None = None, framework: str | No
         ),
         sections=tuple(shown),
         lead=headline.lead(report),
-        answers=headline.answers(report, warnings),
+        answers=headline.answers(report, warnings, first),
         table=headline.table(summary.most_telling(report)),
         asked=headline.names_there(report, framework),
         steps=tuple(summary.next_steps(report)),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from mismatch.analysis.diagnosis.catalogue import catalogue, title_of
 from mismatch.analysis.diagnosis.detectors.stated import DIFFER
@@ -66,11 +67,14 @@ def lead(report: Report) -> str:
     return summary.in_plain_words(report)
 
 
-def answers(report: Report, warnings: Sequence[str] = ()) -> tuple[Answer, ...]:
+def answers(
+    report: Report, warnings: Sequence[str] = (), first: Mapping[str, str] = MappingProxyType({})
+) -> tuple[Answer, ...]:
     """The fix or what was ruled out, side, effect on training, how sure, what was not tested.
 
     Args:
         warnings: of all sections: what has to be known before numbers are believed.
+        first: title -> what it says, of the sections that are read first.
     """
     result, causes = report.result("square"), report.result("causes")
     named = bool(causes and causes.ranked)  # what checks found is said with the cause
@@ -81,6 +85,7 @@ def answers(report: Report, warnings: Sequence[str] = ()) -> tuple[Answer, ...]:
         "Cause": _cause(report),
         "Ruled out": _ruled_out(report),
         "Side at fault" if result and sides_at_fault(result) else "Both sides": _sides(report),
+        **first,
         "In training": _sentence(_training(report)),
         "How sure": _sure(report),
         "Checks": "" if named else _sentence(_wrong(report)),

@@ -104,7 +104,21 @@ def section(report: Report) -> Section | None:
             ),
         ),
         folded=False,
+        short=_short(comparison),
+        first=True,
     )
+
+
+def _short(comparison: Comparison) -> str:
+    """How many choices of the routers differ, and how many of these are near-ties."""
+    if "replayed" in comparison.breakdowns.get("routing_notes", {}).get("fact", ()):
+        return "replayed, so they agree by construction"
+    flips = comparison.routing.get("routing_disagree_layer")
+    ties = comparison.routing.get("routing_near_tie_flipped")
+    if flips is None or flips.value == 0.0:
+        return "" if flips is None else NO_FLIP
+    near = f"; {percent(ties.value)} of these are near-ties" if ties is not None else ""
+    return f"{percent(flips.value)} of choices differ{near}"
 
 
 def _layers(table: Table) -> list[Cells]:
