@@ -69,7 +69,7 @@ def compare(
     disagree = None if routes is None else routes.differs.mean(axis=1)
     tables = {} if headline_only else breakdowns(rollout, left, right, pair, texts, disagree)
     if routes is not None and not headline_only:
-        tables |= routing_tables(rollout, left, right, pair, routes, noise)
+        tables |= routing_tables(left, right, pair, routes, noise)
     return Comparison(
         rollout=left.name,
         train=right.name,

@@ -15,12 +15,11 @@ import numpy as np
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.inference import Groups, group_means, prompt_sums
-from mismatch.metrics.registry import POSITIVE, REAL, SHARE, Array, floats
+from mismatch.metrics.registry import POSITIVE, SHARE, Array, floats
 from mismatch.metrics.routing_pairs import (
     NOISE_QUANTILE,
     PairedRouting,
     RouterNoise,
-    action_rows,
     load_variation,
     other_rows,
     pair_routing,
@@ -29,8 +28,6 @@ from mismatch.types import Estimate, Floats, Ints, Pair, Rollout, Routing, Scori
 
 MARGIN_EDGES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)  # times the router's noise, from
 NOISE_UNKNOWN = "near-ties: the router's noise is unknown"
-MOST_EXPERTS = 1024  # rows of routing_by_expert
-EXPERT_INTERVALS = 32  # of them, those of largest difference, have intervals
 POSITION_BUCKETS = 32
 
 
@@ -38,7 +35,6 @@ Table = dict[str, list[Any]]
 
 
 def routing_tables(
-    rollout: Rollout,
     left: Scoring,
     right: Scoring,
     pair: Pair,
@@ -50,15 +46,12 @@ def routing_tables(
     Args:
         routes: of :func:`mismatch.metrics.routing_pairs.pair_routing`, with noise where known.
     """
-    assert left.routing is not None
-    assert right.routing is not None
     seen = Seen(pair, routes)
     tables = {
         "routing_notes": notes(left, right, routes, noise),
         "routing_by_layer": by_layer(seen, noise),
         "routing_by_position": by_position(seen),
         "routing_layer_position": layer_position(seen),
-        "routing_by_expert": by_expert(seen, rollout, left.routing, right.routing),
     }
     if "near_tie" in routes.arrays and noise is not None:
         tables["routing_by_margin"] = by_margin(seen, noise)
@@ -90,7 +83,6 @@ def replayed(scoring: Scoring) -> str:
 
 def notes(left: Scoring, right: Scoring, routes: PairedRouting, noise: RouterNoise | None) -> Table:
     """What a reader of the tables has to know: ``fact`` and ``value``, both text."""
-    assert left.routing is not None
     assert right.routing is not None
     rows = [
         ("replayed", f"{side.name} replays the {replayed(side)}")
@@ -195,55 +187,6 @@ def by_margin(seen: Seen, noise: RouterNoise) -> Table:
     table: Table = {"from": [MARGIN_EDGES[i] for i in present], "to": [ends[i] for i in present]}
     table |= picked(columns(means, "disagree"), present)
     return table | {"count": means.count[present].tolist()}
-
-
-def by_expert(seen: Seen, rollout: Rollout, left: Routing, right: Routing) -> Table:
-    """Load of every (layer, expert) on both sides, the largest difference first.
-
-    ``dropped``: share of the rollout side's choices of this expert that the train side did not
-    make; ``added`` the reverse; None for an expert that a side never chose.
-    """
-    routes, arrays = seen.routes, seen.routes.arrays
-    counts = [floats(arrays[f"{name}_load"]) for name in ("rollout", "train", "shared")]
-    slots = counts[0].sum(axis=1, keepdims=True)
-    moved = np.abs(counts[1] - counts[0]).ravel()
-    order = np.argsort(-moved, kind="stable")[:MOST_EXPERTS]
-    layer, expert = np.unravel_index(order, counts[0].shape)
-    with np.errstate(all="ignore"):
-        shares = [(side / slots)[layer, expert].tolist() for side in counts[:2]]
-        lost = [nan_as_none((1.0 - counts[2] / side)[layer, expert]) for side in counts[:2]]
-    table: Table = {
-        "layer": [routes.layers[index] for index in layer],
-        "expert": expert.tolist(),
-        "rollout": shares[0],
-        "train": shares[1],
-        "dropped": lost[0],
-        "added": lost[1],
-    }
-    ends = _expert_intervals(seen, rollout, left, right, layer, expert)
-    unknown: list[Any] = [None] * (len(order) - len(ends.count))
-    return table | {
-        "difference_low": ends.low + unknown,
-        "difference_high": ends.high + unknown,
-    }
-
-
-def _expert_intervals(
-    seen: Seen, rollout: Rollout, left: Routing, right: Routing, layer: Array, expert: Array
-) -> Groups:
-    """Train minus rollout load of the first experts of the table, with intervals."""
-    rows, layers = action_rows(rollout), seen.routes.layers
-    tokens = floats(np.bincount(seen.prompt, minlength=seen.prompts))
-    sums = []
-    for column, number in zip(layer[:EXPERT_INTERVALS], expert[:EXPERT_INTERVALS], strict=True):
-        chosen = [
-            (side.ids[rows, side.layers.index(layers[column])] == number).any(axis=1)
-            for side in (left, right)
-        ]
-        moved = (floats(chosen[1]) - chosen[0]) / seen.routes.top_k
-        sums.append(np.bincount(seen.prompt, moved, minlength=seen.prompts))
-    stacked = floats(np.stack(sums, axis=1))
-    return group_means(stacked, np.tile(tokens[:, None], stacked.shape[1]), REAL)
 
 
 def flipped_layers(routes: PairedRouting) -> tuple[Ints, Ints]:

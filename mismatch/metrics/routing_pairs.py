@@ -34,8 +34,7 @@ class PairedRouting:
         layers: the model's numbers of those layers.
         arrays: inputs of the routing metrics by name; those that the data allow.
             differs: [R, L] bool, the two sets of experts differ. overlap: [R] mean of |A ∩ B| / K.
-            rollout_load, train_load, shared_load: [L, E] how often an expert was chosen by the
-            rollout side, by the train side, and by both for the same token.
+            rollout_load, train_load: [L, E] how often a side chose an expert.
             rollout_top_expert, train_top_expert: [R, L]. weight_l1: [R, L] float32.
             margin: [R, L] float32, train side.
     """
@@ -190,7 +189,6 @@ class _Pairing:
             "overlap": np.zeros(self.tokens),
             "rollout_load": np.zeros(experts, np.int64),
             "train_load": np.zeros(experts, np.int64),
-            "shared_load": np.zeros(experts, np.int64),
         }
         if self.left.weights is not None and self.right.weights is not None:
             self.arrays["rollout_top_expert"] = np.zeros(shape, self.left.ids.dtype)
@@ -202,24 +200,21 @@ class _Pairing:
     ) -> None:
         (a, a_weights), (b, b_weights) = left, right
         arrays, k = self.arrays, len(a)
-        shared = in_other(a, b)
-        in_common = shared.sum(axis=0, dtype=np.int64)
+        in_common = in_other(a, b).sum(axis=0, dtype=np.int64)
         arrays["differs"][at] = in_common < k
         arrays["overlap"][at] = in_common.mean(axis=1) / k
         arrays["rollout_load"] += self._counts(a)
         arrays["train_load"] += self._counts(b)
-        arrays["shared_load"] += self._counts(a, shared)
         if a_weights is not None and b_weights is not None:
             arrays["rollout_top_expert"][at] = top_expert(a, a_weights)
             arrays["train_top_expert"][at] = top_expert(b, b_weights)
             arrays["weight_l1"][at] = weight_distance(a, a_weights, b, b_weights)
 
-    def _counts(self, ids: Array, where: Bools | None = None) -> Ints:
+    def _counts(self, ids: Array) -> Ints:
         """How often each expert occurs per layer, [L, E]."""
         experts = self.left.num_experts
         code = ids + np.arange(self.n_layers, dtype=np.int64) * experts
-        code = code.ravel() if where is None else code[where]
-        counted = np.bincount(code, minlength=self.n_layers * experts)
+        counted = np.bincount(code.ravel(), minlength=self.n_layers * experts)
         return counted.reshape(self.n_layers, experts)
 
 

@@ -14,15 +14,11 @@ SAMPLED, KEPT_SHARE = 1 << 16, 0.02  # the index needs the largest 0.01
 HILL_LEAST = 2.0  # tail index below which the variance is infinite
 
 
-def hill_index(terms: Floats) -> float:
+def hill_index(size: Floats) -> float:
     """Tail index of the largest 1 % (at least 10) of |terms|; infinite where there is no tail.
 
     Under 2 the variance is infinite and no interval from this sample can be trusted.
     """
-    return _hill(np.abs(terms))
-
-
-def _hill(size: Floats) -> float:
     units = len(size)
     top = max(10, units // 100)
     if units < 10 * top:
@@ -49,4 +45,4 @@ def heavy_sizes(size: Floats) -> bool:
     total = float(size.sum())
     if total <= 0.0:
         return False
-    return bool(size.max() > HEAVY_SHARE * total) or _hill(size) < HILL_LEAST
+    return bool(size.max() > HEAVY_SHARE * total) or hill_index(size) < HILL_LEAST

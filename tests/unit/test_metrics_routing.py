@@ -159,7 +159,7 @@ def test_load_variation():
     assert load_variation(left, right).tolist() == [pytest.approx(0.3), 0.0]
 
 
-def test_loads_count_the_choices_of_each_side_and_of_both():
+def test_loads_count_the_choices_of_each_side():
     pair = pair_routing(ROLLOUT, routing(base()), routing(flipped((1, 0))))
     rows = base()[action_rows(ROLLOUT)]
     want = np.stack([np.bincount(rows[:, layer].ravel(), minlength=8) for layer in (0, 1)])
@@ -167,9 +167,8 @@ def test_loads_count_the_choices_of_each_side_and_of_both():
     moved = np.zeros((2, 8))
     moved[0, 2], moved[0, 0] = -1, 1  # row 1: experts 1 and 2 became 1 and 0
     assert np.array_equal(pair.arrays["train_load"], want + moved)
-    assert np.array_equal(pair.arrays["shared_load"], want + np.minimum(moved, 0))
     turned = pair_routing(ROLLOUT, routing(base()), routing(flipped((1, 0))[:, :, ::-1]))
-    assert np.array_equal(turned.arrays["shared_load"], pair.arrays["shared_load"])
+    assert np.array_equal(turned.arrays["train_load"], pair.arrays["train_load"])
 
 
 def test_weight_distance_is_that_of_whole_vectors():

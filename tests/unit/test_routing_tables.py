@@ -79,30 +79,6 @@ def test_layer_and_position_are_found():
     assert places["count"].sum() == A
 
 
-def test_the_busiest_move_stands_first_with_its_interval():
-    left, right = sides(np.zeros((A, LAYERS)))
-    ids = right.routing.ids.copy()
-    rows = ROLLOUT.actions - 1
-    was = ids[rows, 1]
-    gone = ~(was == 9).any(axis=1) & (PLACE % 2 == 0)  # half of the tokens go to expert 9 instead
-    old = was[gone, 1].copy()
-    ids[rows[gone], 1, 1] = 9
-    right = replace(right, routing=replace(right.routing, ids=ids))
-    tables = compare(ROLLOUT, left, right, sampled_by_left=True).breakdowns
-    table = pd.DataFrame(tables["routing_by_expert"])
-    assert len(table) == LAYERS * EXPERTS
-    first = table.iloc[0]
-    assert (first["layer"], first["expert"]) == (1, 9)
-    moved = gone.sum() / (A * TOP_K)
-    assert first["train"] - first["rollout"] == pytest.approx(moved)
-    assert first["difference_low"] < moved < first["difference_high"]
-    assert first["dropped"] == 0.0  # all of the rollout's choices of 9 were kept
-    lost = table[(table["layer"] == 1) & (table["expert"] == old[0])].iloc[0]
-    counts = (left.routing.ids[rows, 1] == old[0]).sum()
-    assert lost["dropped"] == pytest.approx((old == old[0]).sum() / counts)
-    assert table["rollout"].sum() == pytest.approx(LAYERS)  # a share per layer
-
-
 def test_near_ties_are_margins_within_the_noise():
     differs = planted(0, range(10)) | planted(2, range(10))
     left, right = sides(differs)
