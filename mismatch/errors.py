@@ -73,8 +73,16 @@ def did_you_mean(name: str, choices: Iterable[str], most: int = 2, cutoff: float
 
 
 def first_line(error: BaseException) -> str:
-    """An exception in one line, for a message; its class where it says nothing."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """An exception in one line, for a message; its class where it says nothing.
+
+    Of a validation error of pydantic, whose first line only counts, what each field was refused
+    for.
+    """
+    fields = getattr(error, "errors", None)
+    found = fields() if callable(fields) else ()
+    said = "; ".join(": ".join((*map(str, each["loc"]), each["msg"])) for each in found)
+    text = " ".join(said.replace("Value error, ", "").split()) or str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return textwrap.shorten(lines[0], 300, placeholder=" …") if lines else type(error).__name__
 
 

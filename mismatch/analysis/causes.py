@@ -11,7 +11,7 @@ from mismatch.analysis.diagnosis.ranking import KINDS, LITTLE, Cause, Causes, di
 from mismatch.analysis.plugins import Analysis, RunArtefacts
 from mismatch.analysis.square import Square, sides_at_fault
 from mismatch.specs import CheckSpec
-from mismatch.types import Check, Scoring
+from mismatch.types import Check, Report, Scoring
 
 
 def measure(run: RunArtefacts, spec: CheckSpec) -> Causes:
@@ -79,8 +79,12 @@ def _narrower(side: Side, other: Side) -> Side:
     return other if side == "either" else side
 
 
-def cause_checks(causes: Causes | None) -> list[Check]:
-    """Return a warning where a cause is named: what is suspected of a fault is not healthy."""
+def cause_checks(causes: Causes | None, explained: bool = False) -> list[Check]:
+    """Return a warning where a cause is named: what is suspected of a fault is not healthy.
+
+    Args:
+        explained: experiments were asked for.
+    """
     named = [cause for cause in causes.ranked if cause.status != LITTLE] if causes else []
     if not named:
         return []
@@ -88,7 +92,25 @@ def cause_checks(causes: Causes | None) -> list[Check]:
     share = "" if first.effect is None else f", {first.effect.value:.0%} of mean |delta|"
     more = f" (and {len(named) - 1} more)" if len(named) > 1 else ""
     detail = f"{first.id} is {first.status}, side {first.side}{share}{more}"
-    return [Check("causes", "warning", detail, "see Causes; --explain confirms or rules out")]
+    more = "" if explained or first.status == "confirmed" else "; --explain confirms or rules out"
+    return [Check("causes", "warning", detail, f"see Causes{more}")]
+
+
+def with_causes(report: Report, causes: Causes, explained: bool) -> Report:
+    """Return the report with the causes that experiments left, also in its check and verdict."""
+    report = report.with_analyses(causes=causes)
+    before = next((check for check in report.checks if check.id == "causes"), None)
+    if before is None:
+        return report
+    gone = replace(before, detail=f"{before.detail}; ruled out by experiment", fix="see Causes")
+    now = next(iter(cause_checks(causes, explained)), gone)
+    checks = tuple(now if check is before else check for check in report.checks)
+    verdict, said = report.verdict, (before.detail, now.detail)
+    answer = verdict.correctness
+    if answer is not None:
+        answer = replace(answer, reason=answer.reason.replace(*said))
+    verdict = replace(verdict, reason=verdict.reason.replace(*said), correctness=answer)
+    return replace(report, checks=checks, verdict=verdict)
 
 
 ANALYSIS = Analysis("causes", Causes, measure, order=5)

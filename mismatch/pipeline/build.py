@@ -158,7 +158,7 @@ def build_report(
         results["causes"] = led_by(results["causes"], found)
     place = str(found[0].evidence[0].value) if found else ""
     checks += square_checks(square, place)
-    checks += cause_checks(results.get("causes"))
+    checks += cause_checks(results.get("causes"), spec.explain)
     for analysis, result in left:
         results[analysis.id] = result
         checks += analysis.checks(result)

@@ -12,7 +12,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from mismatch.analysis.causes import others_of
+from mismatch.analysis.causes import others_of, with_causes
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.pass_checks import by_finiteness
@@ -219,4 +219,5 @@ def with_explanation(report: Report, run_dir: Path, spec: CheckSpec) -> Report:
     spent += sum(experiment.seconds or 0.0 for experiment in fixed)
     shown = tuple(weighed(after.causes, experiments))
     explanation = Explanation(shown, after.confirmed, after.ruled_out, round(spent, 2))
-    return report.with_analyses(causes=after.causes, explain=explanation)
+    report = with_causes(report, after.causes, spec.explain)
+    return report.with_analyses(explain=explanation)

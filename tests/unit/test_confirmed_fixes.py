@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from mismatch.analysis.causes import cause_checks, with_causes
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.catalogue import catalogue
 from mismatch.analysis.diagnosis.detector import detectors
-from mismatch.analysis.diagnosis.ranking import Cause, diagnose
+from mismatch.analysis.diagnosis.ranking import Cause, Causes, diagnose
+from mismatch.analysis.levels import verdict
 from mismatch.codec import to_json
 from mismatch.experiments.confirmation import applied, settled
 from mismatch.experiments.explanation import Experiment, Explanation
@@ -381,6 +383,41 @@ def test_an_error_that_nobody_foresaw_ends_experiments_and_not_the_check(
         row["reason"].startswith("KeyError") and explain.LOG in row["reason"] for row in rows
     )
     assert "planted" in (run / explain.LOG).read_text()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_only_a_run_without_explain_is_told_to_use_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    run = saved(tmp_path / "run", without_sinks(), {"fp32": 0.9})
+    if asked:
+        explained(run, monkeypatch, KeyError("planted"))
+    report = compared(run)
+    assert first(report).status == "suspected"
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_report(report, console, details=False)
+    for text in (to_markdown(report), console.export_text(), json.dumps(report_to_json(report))):
+        assert ("--explain confirms" in text) != asked
+
+
+@pytest.mark.parametrize(("left", "word"), [(0.05, "confirmed"), (1.0, "ruled out")])
+def test_the_check_of_causes_and_the_verdict_say_what_experiments_did(
+    left: float, word: str
+) -> None:
+    cause = Cause("norm-eps", "suspected", "trainer", None, ())
+    before = Causes((cause,), (), (), (), 0.1, 0.0)
+    after = replace(before, ranked=(replace(cause, status="confirmed"),) if left < 1 else ())
+    warned = cause_checks(before)
+    report = replace(
+        make_report(), checks=tuple(warned), verdict=verdict((), warned, None)
+    ).with_analyses(causes=before)
+    report = with_causes(report, after, explained=True)
+    (check,) = report.checks
+    assert word in check.detail
+    assert "--explain" not in check.fix
+    assert report.verdict.correctness is not None
+    assert check.detail in report.verdict.correctness.reason
+    assert report.result("causes") == after
 
 
 def test_a_fix_stands_for_the_experiment_that_had_no_time(tmp_path: Path) -> None:

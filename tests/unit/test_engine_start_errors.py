@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mismatch.engines.model_info import CauseInLog, logged_cause
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, first_line
 from mismatch.processes.tasks import EngineSession
 from mismatch.processes.workers import engine as worker
 from mismatch.run.messages import read_error
@@ -60,3 +61,27 @@ def test_a_start_error_carries_it_to_the_user(
     assert isinstance(error, MismatchError)
     assert (CAUSE in error.message) == bool(log)
     assert ("--gpu-memory-utilization" in error.fix) == bool(log)
+
+
+class Refused(Exception):
+    """As a validation error of pydantic says itself."""
+
+    def errors(self) -> list[dict[str, Any]]:
+        return [
+            {"loc": (), "msg": "Value error, User-specified max_model_len (9) is\ntoo long."},
+            {"loc": ("block_size", 0), "msg": "Input should be less than 256"},
+        ]
+
+
+def test_a_validation_error_keeps_what_each_field_was_refused_for() -> None:
+    pydantic = pytest.importorskip("pydantic", reason="client: pydantic")
+
+    class ModelConfig(pydantic.BaseModel):  # type: ignore[misc, name-defined]
+        seed: int
+
+    with pytest.raises(pydantic.ValidationError) as found:
+        ModelConfig(seed="x")
+    assert first_line(found.value).startswith("seed: Input")
+    said = first_line(Refused("2 validation errors")).split("; ")
+    assert [text.split(" ")[0] for text in said] == ["User-specified", "block_size:"]
+    assert said[0].endswith("is too long.")

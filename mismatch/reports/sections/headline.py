@@ -168,7 +168,10 @@ def _cause(report: Report) -> str:
     share = "share not measured"
     if cause.effect is not None:
         share = f"explains {percent(cause.effect.value)} of mean |delta|"
-    how = "suspected, --explain confirms or rules it out"
+    asked = (report.run.get("spec") or {}).get("explain")
+    how = "suspected, " + (
+        "no experiment decided" if asked else "--explain confirms or rules it out"
+    )
     if cause.status == "confirmed":
         how = "confirmed by experiment"
     elif cause.status == LITTLE:
