@@ -30,6 +30,17 @@ DTYPE_NAMES = {  # as vLLM spells them
     "float": "fp32",
 }
 NAMES_OF_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+# What the help shows for a value, by flag or by type.
+METAVARS: dict[Any, str] = {
+    **dict.fromkeys(("engine_arg", "verl_override", "inject"), "KEY=VALUE"),
+    **dict.fromkeys(("prompts", "resume", "scorer_config", "accelerate_config"), "PATH"),
+    "server": "URL",
+    "engine_python": "NAME=PATH",
+    int: "N",
+    float: "X",
+    str: "NAME",
+    Path: "PATH",
+}
 REQUIRED = inspect.Parameter.empty
 
 
@@ -62,7 +73,6 @@ class Option:
         argument: positional.
         spelling: the flag as typed, where it is not --NAME.
         alone: value of the flag without a value, where it may come alone; "": it may not.
-        metavar: what the help shows for the value; "": the type.
     """
 
     name: str
@@ -75,7 +85,6 @@ class Option:
     argument: bool = False
     spelling: str = ""
     alone: str = ""
-    metavar: str = ""
 
     @property
     def flag(self) -> str:
@@ -142,8 +151,11 @@ class Option:
             about["parser"] = lambda text: self.convert(text, self.flag)
         if self.item in (Dtype, MasterDtype):
             about["metavar"] = f"<{'|'.join((*DTYPES, AUTO))}>"
-        if self.metavar:
-            about["metavar"] = self.metavar
+        else:
+            typed = "PATH" if self.name.endswith("python") else METAVARS.get(self.item)
+            about["metavar"] = METAVARS.get(self.name, typed)
+        if self.argument:
+            about["metavar"] = self.name.upper()
         names = (self.flag,) if self.switch or self.spelling else ()
         info = typer.Argument(**about) if self.argument else typer.Option(*names, **about)
         return inspect.Parameter(

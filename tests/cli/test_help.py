@@ -88,3 +88,13 @@ def test_the_shell_completes_commands_and_flags() -> None:
         command = [sys.executable, "-m", "mismatch"]
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert (done.returncode, done.stdout.split()) == (0, [wanted]), done.stderr
+
+
+@pytest.mark.parametrize("command", NAMES)
+def test_values_have_names_that_say_what_to_give(command: str) -> None:
+    shown = help_of(command, 100, "--help-all")
+    assert not re.findall(r"^  --[a-z-]+ <(?:list\[)?(?:str|int|float|path)\b", shown, re.MULTILINE)
+    if command == "check":
+        named = dict(re.findall(r"^  (--[a-z-]+) ([A-Z=]+)", shown, re.MULTILINE))
+        wanted = {"--server": "URL", "--engine-arg": "KEY=VALUE", "--python": "PATH", "--seed": "N"}
+        assert {flag: named.get(flag) for flag in wanted} == wanted

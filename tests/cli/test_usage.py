@@ -25,7 +25,7 @@ CASES = {
     "no requests": (["check", "--server-concurrency", "0"], "--server-concurrency", "from 1 to"),
     "endless": (["check", "--server-timeout", "inf"], "--server-timeout", "above 0"),
     "no value": (["check", "--num-prompts"], "--num-prompts", "mismatch check --help"),
-    "no run": (["compare"], "'run'", "mismatch compare --help"),
+    "no run": (["compare"], "'RUN'", "mismatch compare --help"),
 }
 
 
