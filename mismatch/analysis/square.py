@@ -411,7 +411,7 @@ class _Corners:
         if exact is None:
             reason = self.run.refused.get(self.float32_name)
             absent = f"the run holds no scoring {self.float32_name}"
-            how = "" if reason else "mismatch check makes it"
+            how = "" if reason else "run mismatch check"
             self.missing.append(NotTested(what, reason or absent, how))
         elif reason := incomparable(exact, self.reference):
             self.missing.append(NotTested(what, reason))

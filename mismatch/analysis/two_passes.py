@@ -97,7 +97,7 @@ def _notes(spec: CheckSpec, old: Scoring, new: Scoring, replayed: Scoring | None
         notes.append(
             "router replay in the new pass: needs the trainer's routes: drop --no-routing"
             if not spec.train.routing
-            else "router replay in the new pass: --two-passes makes it"
+            else "router replay in the new pass: run it with --two-passes"
         )
     if not moe:
         notes.append("router replay in the new pass: a dense model has no routers")

@@ -299,10 +299,7 @@ def next_steps(report: Report) -> list[str]:
     undecided = report.verdict.status not in ("healthy", "inconclusive")
     if undecided and not (two_forms or checks(report, "failed") or known):
         steps.append(_where_to_look(report))
-    return steps or [
-        "No action needed. After a change of engine, kernel, dtype, model or trainer check again, "
-        "and compare: mismatch compare NEW --against THIS"
-    ]
+    return steps or ["None. After an upgrade check again: mismatch compare NEW --against THIS"]
 
 
 def _missing(report: Report) -> list[str]:

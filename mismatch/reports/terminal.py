@@ -81,7 +81,8 @@ def _head(shown: Page, console: Console) -> None:
 
 def _tail(shown: Page, console: Console, directory: Path | str | None) -> None:
     for step in shown.steps[:STEPS]:
-        paragraph(console, f"Next: {line(step)}")
+        own = "THIS" if directory is None else line(directory)
+        paragraph(console, f"Next: {line(step).replace('--against THIS', f'--against {own}')}")
     if directory is not None:
         say(console, f"Everything is in {line(directory)} (open {shown.file}.html)")
     style = TONES[shown.tone]

@@ -83,7 +83,7 @@ def page(document: str) -> Page:
 def test_the_verdict_comes_first_then_what_to_do_then_the_numbers(page: Page) -> None:
     order = [
         "✓ Healthy",
-        "vllm:decode against",
+        "rollout vllm:decode, trainer",
         "Next ",
         "mean |delta|, nats",
         "Noise of this run",

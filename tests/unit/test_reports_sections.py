@@ -147,3 +147,13 @@ def test_a_dense_model_has_no_answer_about_experts() -> None:
     report = make_report()
     report = replace(report, comparisons=(replace(report.comparisons[0], routing={}),))
     assert "Experts chosen" not in {answer.question for answer in page(report).answers}
+
+
+@pytest.mark.parametrize("name", ["healthy", "example-tiny-gpt-oss"])
+def test_a_healthy_run_takes_at_most_22_lines_of_a_terminal(name: str) -> None:
+    report, _ = report_of(name)
+    buffer = io.StringIO()
+    run = "runs/20261123-171228-tiny-gpt-oss"
+    print_report(report, Console(file=buffer, width=80), run, details=False)
+    assert len(buffer.getvalue().splitlines()) <= 22
+    assert buffer.getvalue().count(run) == 2  # where it is, and what to compare the next one with

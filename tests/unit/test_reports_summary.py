@@ -204,11 +204,11 @@ def test_without_float32_passes_the_first_step_is_to_make_them() -> None:
         assert flag in summary.next_steps(asked)[0]
 
 
-def test_a_healthy_run_has_nothing_to_mend() -> None:
+def test_a_healthy_run_has_nothing_to_fix() -> None:
     healthy = Judgement("k3_kl", "healthy", 1e-4, 2e-3, 0.013, "x")
     steps = summary.next_steps(with_verdict(make_report(), healthy))
     assert len(steps) == 1
-    assert steps[0].startswith("No action needed.")
+    assert steps[0].startswith("None.")
 
 
 def test_untested_names_each_reason_once() -> None:

@@ -179,7 +179,7 @@ def test_variants_of_a_plain_run() -> None:
     assert result is not None
     assert [variant.id for variant in result.variants] == [AS_RUN, OVERRIDE]
     assert result.injected == ""
-    assert any("--two-passes makes it" in note for note in result.notes)
+    assert any("--two-passes" in note for note in result.notes)
     assert any("--inject router-noise=SIGMA" in note for note in result.notes)
     assert two_passes(CheckSpec(two_passes=False), ROLLOUT, scorings) is None
     assert two_passes(CheckSpec(), ROLLOUT, {TRAIN: scorings[TRAIN]}) is None

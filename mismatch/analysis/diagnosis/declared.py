@@ -23,7 +23,7 @@ def attention_sinks(right: Fingerprint) -> Check:
         return Check("attention-sinks", "passed", f"the model has none ({kernel})")
     if right["honours_sinks"]:
         return Check("attention-sinks", "passed", f"{kernel} honours the learned sinks")
-    detail = f"the trainer's attention ignores the model's learned sinks: {kernel}"
+    detail = f"the trainer's attention kernel ignores the learned sinks: {kernel}"
     fix = "train with a kernel that honours sinks; here: --attention auto"
     return failed("attention-sinks", detail, fix)
 

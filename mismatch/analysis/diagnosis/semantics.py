@@ -228,7 +228,7 @@ def importance_ratio(
         reason, fix = "only weakly", "fix the mismatch first; then: --num-prompts"
     else:
         reason, fix = (
-            "as a large mismatch makes it",
+            "which follows from a large mismatch",
             "fix the mismatch; more prompts will not help",
         )
     return Check("importance-ratio", "warning", f"{ratio_text} excludes {name}, {reason}", fix)

@@ -90,7 +90,9 @@ def page(report: Report, tokens: pd.DataFrame | None = None, framework: str | No
         reason=report.verdict.reason,
         title=summary.model_name(report),
         facts=(
-            f"{comparison.rollout} against {comparison.train}",
+            f"rollout {comparison.rollout}, trainer {comparison.train}"
+            if comparison.sampled_by_left
+            else f"{comparison.rollout} against {comparison.train}",
             f"{summary.size(report)}; levels for {report.verdict.levels}",
             *summary.trainer_code(report),
         ),

@@ -165,15 +165,15 @@ def _cause(report: Report) -> str:
     if not causes or not causes.ranked:
         return ""
     cause = causes.ranked[0]
-    share = "share not measured"
-    if cause.effect is not None:
-        share = f"explains {percent(cause.effect.value)} of mean |delta|"
+    gone = "" if cause.effect is None else f"{percent(cause.effect.value)} of mean |delta|"
+    share = f"explains {gone}" if gone else "share not measured"
     asked = (report.run.get("spec") or {}).get("explain")
     how = "suspected, " + (
         "no experiment decided" if asked else "--explain confirms or rules it out"
     )
     if cause.status == "confirmed":
         how = "confirmed by experiment"
+        share = f"without it {gone} is gone" if gone else share
     elif cause.status == LITTLE:
         how = "stated by a side, and of little weight by experiment"
     found = f" Checks {'; '.join(_wrong(report))}." if summary.checks(report, *WRONG) else ""

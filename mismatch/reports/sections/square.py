@@ -128,9 +128,9 @@ def _clean(result: Square) -> str:
         return (
             f"What was measured is within its level, but {', '.join(result.unmeasured)} is missing."
         )
-    excess = any(finding.evidence == "excess" for finding in result.findings)
-    rounds = "Errors match what the precision alone costs, and the"
-    sentence = f"{rounds if excess else 'The'} implementations agree in float32"
+    sentence = "The implementations agree in float32"
+    if any(finding.evidence == "excess" for finding in result.findings):
+        sentence = "Each is as accurate as its precision allows; they agree in float32"
     if not result.calibrated:
         general = f"the levels are general, not calibrated on {line(result.device)}"
         return f"{sentence}; {general}."

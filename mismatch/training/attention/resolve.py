@@ -31,7 +31,7 @@ NAMES = (
     *("flash_attention_2", "flash_attention_3", "flash_attention_4", "package.module:function"),
 )
 Place = tuple["torch.device", "torch.dtype"]
-PLANTED = "no-sinks (planted fault: ignores the learned sinks)"
+PLANTED = "no-sinks (a planted fault)"
 SINK_FLASH = re.compile(r"vllm-flash-attn3|flash_attention_4|metal-flash-sdpa|aiter-flash-attn")
 
 
