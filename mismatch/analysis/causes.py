@@ -105,11 +105,9 @@ def with_causes(report: Report, causes: Causes, explained: bool) -> Report:
     gone = replace(before, detail=f"{before.detail}; ruled out by experiment", fix="see Causes")
     now = next(iter(cause_checks(causes, explained)), gone)
     checks = tuple(now if check is before else check for check in report.checks)
-    verdict, said = report.verdict, (before.detail, now.detail)
-    answer = verdict.correctness
-    if answer is not None:
-        answer = replace(answer, reason=answer.reason.replace(*said))
-    verdict = replace(verdict, reason=verdict.reason.replace(*said), correctness=answer)
+    old, said = report.verdict, (before.detail, now.detail)
+    of = old.correctness and replace(old.correctness, reason=old.correctness.reason.replace(*said))
+    verdict = replace(old, reason=old.reason.replace(*said), correctness=of)
     return replace(report, checks=checks, verdict=verdict)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import NoneType
@@ -17,7 +16,7 @@ from typing import Annotated, Any, Literal, TextIO, get_args, get_origin, get_ty
 
 import typer
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, did_you_mean
 from mismatch.specs import DTYPES, Dtype, Flag, MasterDtype, Range
 
 AUTO = "auto"  # a dtype: that of the checkpoint, mismatch/cli/to_spec.py
@@ -120,8 +119,7 @@ class Option:
             if isinstance(value, str) and value in names:
                 return names[value]
             wanted = f"one of {', '.join(dict.fromkeys(names.values()))}"
-            near = get_close_matches(str(value), names, n=1)
-            guess = f"did you mean {near[0]}? " if near else ""
+            guess = did_you_mean(str(value), names, 1)
         elif item is bool and isinstance(value, bool):
             return value
         elif item in (int, float):

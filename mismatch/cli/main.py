@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from mismatch.errors import INSTALL_SCORE, MismatchError
+from mismatch.errors import INSTALL_SCORE, MismatchError, did_you_mean
 from mismatch.plugins import features, find_command, load
 from mismatch.version import __version__
 
@@ -135,12 +135,9 @@ class Group(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in COMMANDS and find_command(args[0]) is None:
-            from difflib import get_close_matches
-
-            near = get_close_matches(args[0], summaries(), n=1)
-            guess = f". Did you mean {near[0]}?" if near else ""
+            near = did_you_mean(args[0], summaries(), 1)
             raise MismatchError(
-                f"No such command: {args[0]}{guess}", "mismatch --help lists every command"
+                f"No such command: {args[0]}", f"{near}mismatch --help lists every command"
             )
         return super().resolve_command(ctx, args)
 

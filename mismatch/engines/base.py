@@ -6,7 +6,6 @@ An engine samples token ids and scores given ones. It never sees text, rewards o
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from numpy.typing import NDArray
 
 from mismatch.captures import Likeliest
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, did_you_mean
 from mismatch.run.interpreters import source_files
 from mismatch.types import EXACT_KL, PREFILL, ROUTES, Fingerprint, Floats
 
@@ -111,10 +110,9 @@ def checked_arguments(
     for raw, value in spec.args:
         name = argument_name(raw)
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=3)
             raise MismatchError(
                 f"--engine-arg {raw}: {engine} has no such engine argument",
-                f"did you mean {', '.join(near)}?" if near else f"see: {help_command}",
+                did_you_mean(name, names, 2, 0.6) + f"see: {help_command}",
             )
         arguments[name] = value
     return arguments

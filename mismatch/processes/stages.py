@@ -327,7 +327,7 @@ class Stages:
 
 
 def numbered(progress: Callable[[str], None], passes: list[str]) -> Callable[[str], None]:
-    """Say which of several passes is under way; a time left would be that of this pass alone.
+    """Say which of several passes is under way; a time left would be of this pass alone.
 
     >>> numbered(print, ["fsdp", "fsdp:grad"])("fsdp:grad 4096/7200 tokens, 812 tok/s, eta 4 s")
     pass 2 of 2 · 4096/7200 tokens, 812 tok/s
