@@ -99,12 +99,15 @@ def runs_page(result: RunComparison) -> Page:
             file="against",
         )
     worse = sum(TONE_OF.get(outcome) == "warn" for outcome in outcomes)
-    against = [f"{side.run} {word}" for side, word in zip(others, words, strict=True)]
+    said = [
+        SENTENCES[str(outcome)].format(side.run, first.run)
+        for side, outcome in zip(others, outcomes, strict=True)
+    ]
     return Page(
         kind=f"{len(result.runs)} runs side by side",
         word=f"{worse} of {len(others)} worse" if worse else "none worse",
         tone="warn" if worse else "healthy",
-        reason=f"against {first.run}: {', '.join(against)}",
+        reason=" ".join(said).rstrip("."),
         title=first.model,
         facts=facts,
         sections=shown,
@@ -163,7 +166,7 @@ def _changes(result: RunComparison) -> Section:
         for side, move in zip(result.runs, item.moves, strict=True):
             if move is None or not (item.metric in DECIDING or move.significant):
                 continue
-            word = "moved" if move.significant else ""
+            word = "changed" if move.significant else ""
             if move.outcome:
                 within = move.outcome == "worse" and not move.beyond and result.gate is not None
                 word = NO_CHANGE.get(move.outcome, move.outcome)
