@@ -112,6 +112,7 @@ def preflight_rollout(spec: RolloutSpec, *, reach: bool = True) -> None:
 
     require_ranges(spec, spec.prompts, spec.sampling)
     require_a_law(spec.sampling)
+    require_engine_names(spec.engine, spec.prompts.environment)
     preflight_engine(spec.engine, reach=reach, dataset=spec.prompts.dataset is not None)
     given = [prompt for prompt in read_prompts(spec.prompts) if prompt.token_ids]
     vocabulary = _vocabulary(spec.engine) if given else 0
@@ -154,28 +155,36 @@ def require_names(spec: CheckSpec) -> None:
     """Refuse names that no side knows before anything is planned or started.
 
     Raises:
-        MismatchError: an unknown kernel, or an argument that the engine does not have.
+        MismatchError: an unknown trainer, kernel, environment, or argument of the engine.
     """
-    require_kernel_names(spec.train)
-    require_argument_names(spec.rollout.engine)
+    require_trainer_names(spec.train)
+    require_engine_names(spec.rollout.engine, spec.rollout.prompts.environment)
 
 
-def require_argument_names(engine: EngineSpec) -> None:
-    """Refuse arguments that an engine does not have.
+def require_engine_names(engine: EngineSpec, environment: str | None = None) -> None:
+    """Refuse arguments that an engine does not have, and environments that nothing has.
 
     Raises:
         MismatchError: an unknown one.
     """
+    from mismatch.prompts.environments import built_in
+
     if engine.args:
         check_machine(replace(engine, python=own_python(engine)))
+    if environment is not None:
+        built_in(environment)
 
 
-def require_kernel_names(spec: TrainSpec) -> None:
-    """Refuse names of kernels that nothing has; imports no torch, so that it is said at once.
+def require_trainer_names(spec: TrainSpec) -> None:
+    """Refuse names of trainers and kernels that nothing has; imports no torch, so it is quick.
 
     Raises:
         MismatchError: an unknown name. A colon or a slash makes it a function or a hub's kernel.
     """
+    from mismatch.trainers.worker import place_of
+
+    if spec.scorer not in (OWN_SCORER, FILE_SCORER):
+        place_of(spec.scorer)
     from mismatch.training.attention.resolve import NAMES, YARDSTICKS
 
     kernels = (
@@ -231,7 +240,7 @@ def preflight_training(
         fix = f"name your training environment: --train-python PATH; or {IN_A_CLONE}"
         require_packages("torch", "transformers", fix=fix)
     require_ranges(spec)
-    require_kernel_names(spec)
+    require_trainer_names(spec)
     if spec.scorer == FILE_SCORER:
         require_file(spec.scorer_config)
     gpus = local_gpus()

@@ -34,7 +34,7 @@ from typing import Any, ClassVar, Protocol, cast
 
 import numpy as np
 
-from mismatch.errors import MismatchError, named_line
+from mismatch.errors import MismatchError, did_you_mean, named_line
 from mismatch.models.tokenizers import special_texts
 from mismatch.prompts.prompt import Prompt, grade
 from mismatch.prompts.tools import calculate, tool_call
@@ -141,8 +141,8 @@ def built_in(name: str) -> type[Environment] | None:
     if name not in BUILT_IN:
         raise MismatchError(
             f"--environment {name}: there is no built-in environment of this name",
-            f"use {', '.join(BUILT_IN)}, or your own class: package.module:Class "
-            "(docs/how-to/multi-turn.md; a code tool is in examples/environments)",
+            f"{did_you_mean(name, BUILT_IN)}use {', '.join(BUILT_IN)}, or your own class: "
+            "package.module:Class (docs/how-to/multi-turn.md; examples/environments)",
         )
     return BUILT_IN[name]
 

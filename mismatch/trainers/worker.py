@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from mismatch.errors import MismatchError, first_line
+from mismatch.errors import MismatchError, did_you_mean, first_line
 from mismatch.run.messages import exit_worker, report_ready, report_timing, say, write_error
 from mismatch.trainers.protocol import Scored, Tokens, Trainer, TrainerJob
 
@@ -86,19 +86,29 @@ def run(job: dict[str, Any], rank: int) -> None:
         del trainer
 
 
+def place_of(name: str) -> tuple[str, str]:
+    """Return module and attribute that a name means; nothing is imported.
+
+    Raises:
+        MismatchError: no trainer has this name.
+    """
+    module_name, colon, attribute = BUILT_IN.get(name, name).partition(":")
+    if not (colon and module_name and attribute):
+        raise MismatchError(
+            f"--scorer {name}: no such trainer",
+            f"{did_you_mean(name, BUILT_IN)}one of {', '.join(BUILT_IN)}, or your own as "
+            "package.module:Class",
+        )
+    return module_name, attribute
+
+
 def load(name: str) -> Any:
     """Return the class or function that a name means.
 
     Raises:
         MismatchError: it cannot be imported, or is not there.
     """
-    module_name, colon, attribute = BUILT_IN.get(name, name).partition(":")
-    if not (colon and module_name and attribute):
-        known = ", ".join(BUILT_IN)
-        raise MismatchError(
-            f"--scorer {name}: no such trainer",
-            f"one of {known}, or your own as package.module:Class",
-        )
+    module_name, attribute = place_of(name)
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:

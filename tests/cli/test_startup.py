@@ -44,7 +44,10 @@ def test_help_imports_nothing_heavy(arguments, also):
         ("check", "--experts-implementation", "groupedmm", "did you mean grouped_mm"),
         ("check", "--engine-arg", "enforce_eagr=1", "did you mean enforce_eager"),
         ("check", "--fix", "attention-sink", "did you mean attention-sinks"),
+        ("check", "--scorer", "ver", "did you mean verl"),
+        ("check", "--environment", "calculater", "did you mean calculator"),
         ("loop", "--attention", "eagr", "did you mean eager"),
+        ("loop", "--arms", "as-is,attention-sink", "did you mean attention-sinks"),
         ("sync-probe", "--engine-arg", "enforce_eagr=1", "did you mean enforce_eager"),
     ],
 )

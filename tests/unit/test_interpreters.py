@@ -14,8 +14,8 @@ from mismatch.features.doctor.environment import examine_environment
 from mismatch.models import resolve_model
 from mismatch.pipeline.preflight import (
     preflight_training,
-    require_kernel_names,
     require_sound_version,
+    require_trainer_names,
 )
 from mismatch.run.interpreters import look_into, require_modules
 from mismatch.specs import EngineSpec, TrainSpec
@@ -99,12 +99,12 @@ def test_kernels_are_those_of_the_trainer_s_transformers(tmp_path: Path, source:
     python.write_text(f"#!/bin/sh\necho {tmp_path}/transformers/__init__.py")
     python.chmod(0o755)
     spec = TrainSpec(model="tiny-gpt-oss", python=str(python))
-    require_kernel_names(replace(spec, experts="of_next_year", attention="flash_attention_9"))
+    require_trainer_names(replace(spec, experts="of_next_year", attention="flash_attention_9"))
     if source != REGISTRIES:
-        require_kernel_names(replace(spec, experts="sonicmoe"))
+        require_trainer_names(replace(spec, experts="sonicmoe"))
         return
     with pytest.raises(MismatchError, match="no such kernel") as refused:
-        require_kernel_names(replace(spec, experts="sonicmoe"))
+        require_trainer_names(replace(spec, experts="sonicmoe"))
     assert "bounded" in refused.value.fix
     assert "grouped_mm, of_next_year" in refused.value.fix
 

@@ -78,12 +78,12 @@ def sync_probe(flags: Flags) -> int:
     from mismatch.features.sync.judge import judge, sync_to_json
     from mismatch.features.sync.processes import run_probe
     from mismatch.features.sync.section import section
-    from mismatch.pipeline.preflight import require_argument_names
+    from mismatch.pipeline.preflight import require_engine_names
     from mismatch.reports.terminal import print_alone
     from mismatch.run.directory import new_directory
 
     spec = probe_spec(flags)
-    require_argument_names(spec.engine)
+    require_engine_names(spec.engine)
     if flags["dry_run"] or spec.trainer:
         require_packages("torch", "transformers")
     if flags["dry_run"]:
