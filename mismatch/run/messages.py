@@ -15,6 +15,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -43,6 +44,7 @@ PHASES = (
     ("Initializing a V1 LLM engine", "starting the engine"),
     ("KV cache size", "starting the engine"),
 )
+PROGRESS_INTERVAL_S = 0.5
 LEAST_SHARE, LEAST_S = 0.1, 5.0  # done, and seconds, before a time left is said
 
 
@@ -95,6 +97,27 @@ def left(done: int, total: int, elapsed_s: float) -> str:
     if done < LEAST_SHARE * total or elapsed_s < LEAST_S:
         return ""
     return f", eta {elapsed_s * (total - done) / max(done, 1):.0f} s"
+
+
+class Reporter:
+    """Writes ``progress`` lines for the parent, a few per second.
+
+    Example: ``progress fsdp:grad 4096/7200 tokens, 812 tok/s, eta 4 s``.
+    """
+
+    def __init__(self, what: str, unit: str = "sequences") -> None:
+        self.what, self.unit = what, unit
+        self.start = time.monotonic()
+        self.last = 0.0
+
+    def __call__(self, done: int, total: int, tokens: int) -> None:
+        now = time.monotonic()
+        if now - self.last < PROGRESS_INTERVAL_S and done < total:
+            return
+        self.last = now
+        elapsed = max(now - self.start, 1e-9)
+        rate = f"{tokens / elapsed:.0f} tok/s{left(done, total, elapsed)}"
+        say(f"{PROGRESS}{self.what} {done}/{total} {self.unit}, {rate}")
 
 
 def exit_worker(code: int) -> NoReturn:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mismatch.errors import MismatchError
 from mismatch.run.machine import local_gpus
-from mismatch.run.messages import left
 
 
 def capture_rng_and_autocast(
@@ -235,29 +233,3 @@ def _device() -> torch.device:
         )
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
-
-
-@dataclass
-class Progress:
-    """Lines ``progress PASS done/total tokens, tok/s, eta`` on stderr, from rank 0 only.
-
-    Example: ``progress fsdp:grad 4096/7200 tokens, 812 tok/s, eta 4 s``.
-    """
-
-    name: str
-    total: int
-    active: bool
-    every_s: float = 0.5
-    started: float = field(default_factory=time.monotonic)
-    shown: float = 0.0
-
-    def update(self, done: int) -> None:
-        now = time.monotonic()
-        if not self.active or (done < self.total and now - self.shown < self.every_s):
-            return
-        self.shown = now
-        elapsed = max(now - self.started, 1e-9)
-        rate = f"{done / elapsed:.0f} tok/s{left(done, self.total, elapsed)}"
-        line = f"{self.name} {done}/{self.total} tokens, {rate}"
-        sys.stderr.write(f"progress {line}\n")  # in one piece: ranks share the pipe
-        sys.stderr.flush()

@@ -17,9 +17,10 @@ from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
 from mismatch.models.resolved import resolved
+from mismatch.run.messages import Reporter
 from mismatch.run.store import PLAIN
 from mismatch.specs import Pass, Sampling
-from mismatch.training.distributed import MemoryPeak, Progress, World
+from mismatch.training.distributed import MemoryPeak, World
 from mismatch.training.load import LoadedModel, resident_share
 from mismatch.training.logprobs import DistributionCapture, TokenStats
 from mismatch.training.packing import plan_batches
@@ -114,7 +115,7 @@ def run_batches(
     lengths = [int(n) for n in np.diff(rollout.offsets)]
     batches = plan_batches(lengths, job.spec.micro_batch_tokens, job.spec.layout)
     parallel = SequenceParallel.of(world, job.spec.sequence_parallel)
-    progress = Progress(job.name, sum(lengths), world.rank == 0)
+    progress = Reporter(job.name, "tokens")
     parts, done = [], 0
     with parallel.installed(loaded.attention.implementation):
         for first in range(0, len(batches), parallel.count):
@@ -127,7 +128,8 @@ def run_batches(
             if not idle:
                 parts.append(part)
             done += sum(batch.tokens for batch in batches[first : first + parallel.count])
-            progress.update(done)
+            if world.rank == 0:
+                progress(done, sum(lengths), done)
     return parts
 
 

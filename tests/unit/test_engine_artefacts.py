@@ -17,7 +17,6 @@ from mismatch.engines.turns import starting
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.processes.tasks import EngineSession, write_session
 from mismatch.processes.workers.sampling import (
-    Reporter,
     not_tested,
     require_complete,
     require_context,
@@ -25,6 +24,7 @@ from mismatch.processes.workers.sampling import (
 )
 from mismatch.processes.workers.session import main
 from mismatch.prompts.prompt import Prompt
+from mismatch.run.messages import Reporter
 from mismatch.specs import EngineSpec, RolloutSpec
 from mismatch.types import EXACT_KL, PREFILL, ROUTES, NotTested, Rollout, Sampling
 from tests.checkpoints import tokenizer

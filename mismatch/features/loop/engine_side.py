@@ -28,10 +28,10 @@ from mismatch.models.digests import digest_tensor
 from mismatch.models.weight_states import Checkpoint, transposed_names
 from mismatch.processes.tasks import wait_for
 from mismatch.processes.workers.engine import reported, stop_at
-from mismatch.processes.workers.sampling import Ready, Reporter, ready_for, sampled, with_routes
+from mismatch.processes.workers.sampling import Ready, ready_for, sampled, with_routes
 from mismatch.prompts.prompt import Prompt
 from mismatch.run import store
-from mismatch.run.messages import exit_worker, report_ready, say
+from mismatch.run.messages import Reporter, exit_worker, report_ready, say
 from mismatch.types import Floats, Rollout, Scoring
 
 LABEL = "loop-engine"

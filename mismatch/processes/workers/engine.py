@@ -29,7 +29,6 @@ from mismatch.models.derived import in_form
 from mismatch.processes.tasks import EngineSession, ReadCache, Sample, Score
 from mismatch.processes.workers.sampling import (
     Ready,
-    Reporter,
     ready_for,
     sampled,
     save_texts,
@@ -38,7 +37,7 @@ from mismatch.processes.workers.sampling import (
     with_routes,
 )
 from mismatch.run import resume, store
-from mismatch.run.messages import SAMPLED, report_ready, report_timing, write_error
+from mismatch.run.messages import SAMPLED, Reporter, report_ready, report_timing, write_error
 from mismatch.specs import RolloutSpec
 from mismatch.types import Rollout
 

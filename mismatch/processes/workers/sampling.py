@@ -35,7 +35,7 @@ from mismatch.prompts.environments import Environment, Replies, built_in, prepar
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts, render_prompts
 from mismatch.run import store
-from mismatch.run.messages import left, report_timing, say
+from mismatch.run.messages import Reporter, report_timing
 from mismatch.specs import RolloutSpec
 from mismatch.types import EXACT_KL, ROUTES, Floats, NotTested, Rollout, Scoring
 
@@ -44,7 +44,6 @@ WITHOUT_TEMPLATE = NotTested(
     "chat template", "the tokenizer has none: questions were given as plain text", "--prompts FILE"
 )
 LIKELY = 8  # outcomes of a position whose texts are kept
-PROGRESS_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -330,21 +329,3 @@ def require_complete(
                     f"in a sample of prompt {index}",
                     "look into logs/engine.log for aborted requests",
                 )
-
-
-class Reporter:
-    """Writes ``progress`` lines for the parent, a few per second."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.start = time.monotonic()
-        self.last = 0.0
-
-    def __call__(self, done: int, total: int, tokens: int) -> None:
-        now = time.monotonic()
-        if now - self.last < PROGRESS_INTERVAL_S and done < total:
-            return
-        self.last = now
-        elapsed = max(now - self.start, 1e-9)
-        rate = f"{tokens / elapsed:.0f} tok/s{left(done, total, elapsed)}"
-        say(f"progress {self.what} {done}/{total} sequences, {rate}")
