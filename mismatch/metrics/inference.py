@@ -14,7 +14,7 @@ sums, never on tokens again.
                     (:mod:`mismatch.metrics.quantiles`)
     many groups     the linearised standard error over prompts times Student's t
     differences     MOVER, from the intervals of two independent numbers
-    gradients       delete-one jackknife over prompts
+    what is gone    with a cause: delete-one jackknife over prompts
     fixes           exchange of two sides within prompts (permutation test), Holm's adjustment
                     (:mod:`mismatch.metrics.permutation`)
 """
@@ -22,7 +22,7 @@ sums, never on tokens again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -316,29 +316,6 @@ def mover(old: Estimate, new: Estimate) -> tuple[float, float] | None:
 
 
 # ---------------------------------------------------------------- jackknife
-
-
-def jackknife(values: Floats, centre: float, back: Callable[[float], float]) -> Interval | None:
-    """95 % interval of a number from its jackknife.
-
-    Args:
-        values: [1 + P] on a scale without bounds: with all prompts, then without each.
-        centre: the number on that scale, where it is known better than ``values[0]``.
-        back: from that scale to the number's own.
-
-    Returns:
-        None: fewer than two prompts, or a number that some batches do not have. Where all batches
-        have the same one, that.
-    """
-    without = values[1:]
-    if len(without) < 2 or np.isnan(values).any():
-        return None
-    if (values == values[0]).all():
-        return back(centre), back(centre)
-    if not np.isfinite(values).all():
-        return None
-    arm = student(len(without) - 1) * jackknife_error(without)
-    return back(centre - arm), back(centre + arm)
 
 
 def jackknife_error(without: Floats) -> float:
