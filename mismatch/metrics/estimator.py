@@ -35,8 +35,8 @@ from mismatch.types import Estimate, Floats, Ints
 
 RESAMPLES = 1000
 LARGEST = 0.01  # share of the tokens by which clustering of rare events is told
-# Times the largest |delta|, powers of 10: from where, and how far, a tail bounds an unseen event. In
-# float32 an event lies that far; in bf16 only the number of tokens says how rare it is.
+# Times the largest |delta|, powers of 10: from where, and how far, a tail bounds an unseen event.
+# In float32 an event lies that far; in bf16 only the number of tokens says how rare it is.
 FAR, FURTHEST = 1e3, 1e6
 BLOCK = 1 << 17  # tokens whose terms are computed at a time: bounds the memory of large runs
 KEPT = 1 << 23  # counts of draws that are kept for the next metric: 64 MiB

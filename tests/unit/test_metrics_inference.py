@@ -125,7 +125,8 @@ def test_flags_and_missing_intervals():
 
 
 @pytest.mark.parametrize(
-    ("largest", "reach"), [(0.5, 1.0), (0.01, 1.0), (7e-4, 1.0), (6.9e-4, 1e3), (1.5e-5, 1e4), (1e-12, 1e6)]
+    ("largest", "reach"),
+    [(0.5, 1.0), (0.01, 1.0), (7e-4, 1.0), (6.9e-4, 1e3), (1.5e-5, 1e4), (1e-12, 1e6)],
 )
 def test_an_event_far_beyond_the_largest_difference_is_bounded_by_the_tail(largest, reach):
     """With 48 tokens no share under 6 % could be excluded by their number alone."""
