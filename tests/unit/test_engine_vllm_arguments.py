@@ -147,7 +147,7 @@ def test_the_users_arguments_win() -> None:
         ("zzz", 4, "no such engine argument", "vllm serve --help"),
         ("dtype", "float32", "sets this itself", "--dtype"),
         ("model", "x", "sets this itself", "--model"),
-        ("worker-extension-cls", "x", "own worker extension", "drop it"),
+        ("worker-extension-cls", "x", "worker extension", "drop it"),
         ("logprobs_mode", "raw_logits", "not logprobs", "processed_logprobs"),
     ],
 )

@@ -36,7 +36,7 @@ OWN_OPTIONS = {
     "seed": "--seed",
     "trust_remote_code": "--trust-remote-code",
 }
-KEPT = {"worker_extension_cls": "this for mismatch's worker extension"}
+KEPT = {"worker_extension_cls": "it for a worker extension"}
 MORE = ("kv_transfer_config", "disable_log_stats")  # of vllm.LLM, beside EngineArgs
 HELP = "vllm serve --help"
 CAPTURE = "enable_return_routed_experts"
