@@ -32,6 +32,7 @@ def check(flags: Flags) -> int:
         for note in complete.notes:
             session.say(note)
     levels = session.levels(flags)
+    session.require_directory(flags)
     require_names(spec)
     session.warn_of_key(spec.rollout)
     if flags["dry_run"]:

@@ -42,6 +42,7 @@ def rollout(flags: Flags) -> int:
         train = TrainSpec(model=model, **flags.pick("revision trust_remote_code"))
         spec = CheckSpec(rollout=rollout_spec(flags, model), train=train, seed=flags["seed"])
     ranks = spec.nproc_per_node
+    session.require_directory(flags)
     session.warn_of_key(spec.rollout)
     spec = replace(session.placed(replace(spec, nproc_per_node=0)), nproc_per_node=ranks)
     preflight_rollout(spec.rollout)

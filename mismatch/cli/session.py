@@ -86,15 +86,22 @@ def trusted_code(run_dir: Path, train: TrainSpec, flags: Flags) -> bool:
     return train.trust_remote_code
 
 
-def open_run(verb: str, spec: CheckSpec, flags: Flags) -> Path:
-    """The run directory to work in; says so where it is an earlier one."""
-    from mismatch.run.directory import NEWEST
-    from mismatch.run.directory import open_run as open_directory
+def require_directory(flags: Flags) -> None:
+    """Refuse an output directory that is in use, before anything is counted or started."""
+    from mismatch.run.directory import NEWEST, require_new
 
     if flags["resume"] not in (None, NEWEST) and flags["out"] is not None:
         raise MismatchError(
             "--resume RUN and --out DIR are two directories", "drop --out: RUN is worked in"
         )
+    if flags["resume"] is None and flags["out"] is not None:
+        require_new(flags["out"])
+
+
+def open_run(verb: str, spec: CheckSpec, flags: Flags) -> Path:
+    """The run directory to work in; says so where it is an earlier one."""
+    from mismatch.run.directory import open_run as open_directory
+
     model = flags["model"] or spec.rollout.engine.model
     run_dir, resumed = open_directory(verb, spec, model, flags["out"], flags["resume"])
     if resumed:

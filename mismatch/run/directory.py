@@ -129,12 +129,21 @@ def new_directory(out: Path | None, model: str) -> Path:
         name = Path(model).name or "model"
         stem = DEFAULT_PARENT / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
         return _first_free(stem)
+    require_new(out)
+    return _created(out, exist_ok=True)
+
+
+def require_new(out: Path) -> None:
+    """Refuse a directory that holds anything.
+
+    Raises:
+        MismatchError: it does, or is no directory.
+    """
     if out.exists() and (not out.is_dir() or _holds_anything(out)):
         fix = "choose another --out, or delete it"
         if (out / SPEC).exists():
             fix = f"it holds another run: choose another --out, or go on with it: --resume {out}"
         raise MismatchError(f"{out} exists and is not empty", fix)
-    return _created(out, exist_ok=True)
 
 
 def _holds_anything(out: Path) -> bool:

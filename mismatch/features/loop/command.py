@@ -83,6 +83,7 @@ def loop(flags: Flags) -> int:
     from mismatch.reports.terminal import print_section, say
 
     wanted = asked(flags)
+    session.require_directory(flags)
     require_names(wanted.loop.check)
     specs = {arm: arm_of(wanted.loop, arm).check for arm in wanted.arms}  # names first: 5 s less
     fits = {arm: memory_of_loop(check) for arm, check in specs.items()}
