@@ -3,7 +3,7 @@
 Every table is columns of equal length, and buckets without tokens are left out. ``mean_abs_delta``
 and ``mean_delta`` are in nats, ``k3_share`` is the share of the whole k3 that the bucket's tokens
 carry (None where it is 0 or too large for a number), ``count`` counts action tokens. Routing has
-tables of its own (:mod:`mismatch.analysis.routing_tables`).
+separate tables (:mod:`mismatch.analysis.routing_tables`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def measure(run: RunArtefacts, spec: CheckSpec) -> Causes:
 
 
 def others_of(usable: dict[str, Scoring], decode: Scoring, train: Scoring) -> dict[str, Scoring]:
-    """The passes beside the headline's two."""
+    """The passes other than the headline's two."""
     return {n: scoring for n, scoring in usable.items() if n not in (decode.name, train.name)}
 
 

@@ -16,7 +16,7 @@ from mismatch.metrics.registry import Array, Metric
 from mismatch.metrics.routing_pairs import PairedRouting, RouterNoise, pair_routing, with_noise
 from mismatch.types import Comparison, Estimate, Pair, Rollout, Scoring
 
-# What a pair of the noise floor is measured by: enough to sit beside the headline numbers.
+# What a pair of the noise floor is measured by: enough to sit next to the headline numbers.
 NOISE_METRICS = (
     "logprob_abs_diff_mean",
     "logprob_abs_diff_max",
@@ -116,7 +116,7 @@ def routing_estimates(
 
 
 def is_routing(metric: Metric) -> bool:
-    """Whether a metric is about experts: those have a table of their own."""
+    """Whether a metric is about experts: those have a separate table."""
     return metric.name.startswith(("routing_", "experts_"))
 
 

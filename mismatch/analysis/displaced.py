@@ -31,7 +31,7 @@ def excess_terms(away: Floats, yardstick: Floats) -> Floats:
 
 
 def correlation_terms(left: Floats, right: Floats) -> Floats:
-    """Terms of the correlation of two sides' roundings, [A, 5], each cut at its own quantile."""
+    """Terms of the correlation of two sides' roundings, [A, 5], cut at a quantile each."""
     left, right = winsorised(left, left), winsorised(right, right)
     return floats(np.stack([left, right, left * right, left * left, right * right], axis=1))
 

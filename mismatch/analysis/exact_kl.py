@@ -18,7 +18,7 @@ CHECK = "exact-kl"
 
 
 def is_exact(name: str) -> bool:
-    """Whether a metric is one of whole distributions: those have a table of their own."""
+    """Whether a metric is one of whole distributions: those have a separate table."""
     return name.startswith("exact_") or name.endswith("_at_exact")
 
 

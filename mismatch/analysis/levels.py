@@ -141,7 +141,7 @@ def without_short(
     """Leave out what is judged of whole sequences where responses are far shorter than planned.
 
     The spread of a sequence's log-ratio grows with its length, so that weights of short responses
-    say nothing of long ones.
+    say nothing of long responses.
     """
     mean, planned = rollout.n_actions / rollout.n_sequences, rollout.sampling.max_tokens
     if mean >= LEAST_LENGTH * planned:

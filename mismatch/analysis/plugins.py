@@ -48,7 +48,7 @@ class RunArtefacts:
 
 
 def not_measured(run: RunArtefacts, spec: CheckSpec) -> None:
-    """An analysis whose result comes from passes of its own, and not from a check's artefacts."""
+    """An analysis whose result comes from separate passes, and not from a check's artefacts."""
 
 
 def seen(result: object) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ def seen(result: object) -> tuple[str, ...]:
 
 
 def nothing_saved(run_dir: Path, spec: CheckSpec) -> None:
-    """Return None: the analysis has no artefact of its own in a run directory."""
+    """Return None: the analysis adds no artefact to a run directory."""
 
 
 def no_checks(result: object) -> tuple[Check, ...]:

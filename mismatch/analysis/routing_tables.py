@@ -73,7 +73,7 @@ def prompt_routing(
 
 
 def replayed(scoring: Scoring) -> str:
-    """How a scoring's experts were given to it, and whose they are; "" where it chose its own.
+    """How a scoring's experts were given to it, and whose they are; "" where it chose them itself.
 
     Example: "ids of vllm:decode".
     """

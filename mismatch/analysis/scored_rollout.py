@@ -78,7 +78,7 @@ class ScoredRollout:
         more: Sequence[Check] | None = None,
         unmeasured: str = "",
     ) -> Verdict | None:
-        """As a check of its own would end; None where no level applies.
+        """As a separate check would end; None where no level applies.
 
         Args:
             more: checks of all passes and of the amount of data; None: of the amount alone.

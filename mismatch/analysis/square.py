@@ -1,7 +1,7 @@
 """Is a side broken, or is it the rounding of its precision? Scorings of the same tokens.
 
-    engine as it runs     engine in float32       (its own implementation, started in float32)
-    trainer as it runs    trainer in float32      (its own implementation)
+    engine as it runs     engine in float32       (the same implementation, started in float32)
+    trainer as it runs    trainer in float32      (the same implementation)
     plain forward         reference in float32    (a plain forward of the trainer's model code)
 
 ``excess`` of a side: spread(side - its float32) / spread(plain at its precision - plain float32).
@@ -55,7 +55,7 @@ SAME_VALUES = frozenset(("as-stored", "bf16"))  # forms of one checkpoint that h
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One scoring against its own float32, and what a plain forward at its precision costs.
+    """One scoring against the same side's float32, and what a plain forward at its precision costs.
 
     Attributes:
         exact: the float32 scoring that it is measured from.
@@ -366,7 +366,7 @@ class _Corners:
         return displaced(leg.side, leg.scoring, away, yardstick, sequence, prompt, levels)
 
     def declared(self) -> Estimate | None:
-        """Return what the trainer's declared settings cost beside its precision."""
+        """Return what the trainer's declared settings cost in addition to its precision."""
         own = self.usable.get(PLAIN_TRAINER)
         precision = precision_of(self.run.train.fingerprint)
         plain = self.usable.get(f"{PLAIN}:{precision}")

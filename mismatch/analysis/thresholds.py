@@ -47,7 +47,7 @@ def default_thresholds() -> Thresholds:
 
 
 def load_thresholds(path: str | Path) -> Thresholds:
-    """The table with the cells of a TOML file in place of its own.
+    """The table with the cells of a TOML file in place of the built-in cells.
 
     A cell of the file may give ``healthy``, ``unfit`` or both, and a ``source``; what it leaves
     out stays. A metric without built-in levels may get some.

@@ -45,7 +45,7 @@ def two_passes(
 
 
 def replay_of(scoring: Scoring) -> str:
-    """What a scoring replays, as a phrase: "ids of vllm:decode"; "" for its own choice."""
+    """What a scoring replays, as a phrase: "ids of vllm:decode"; "" where it chooses itself."""
     return replay_phrase(scoring.fingerprint)
 
 

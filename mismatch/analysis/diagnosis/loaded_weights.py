@@ -25,7 +25,7 @@ class Difference:
     """What digests say of the parameters that both sides name.
 
     Attributes:
-        values: parameters of other values, exchanged ones among them.
+        values: parameters of other values, including exchanged parameters.
         moved: of the same values in another order.
         layouts: kinds of parameters that one side lays out otherwise in every layer.
         exchanged: what stands in the other's place on one side, as pairs of names' beginnings.

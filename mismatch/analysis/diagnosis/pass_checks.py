@@ -1,4 +1,4 @@
-"""Checks of the passes beside the headline: enough data, finite values, sides that agree with
+"""Checks of the passes other than the headline: enough data, finite values, sides that agree with
 themselves.
 
 The headline compares one pass of the engine with one of the trainer. Training runs others (with
@@ -128,7 +128,7 @@ MORE = "measure more: --num-prompts, --max-tokens"
 
 
 def passes_finite(decode: Scoring, scorings: Mapping[str, Scoring]) -> Check:
-    """No pass beside the headline has a NaN."""
+    """No pass other than the headline has a NaN."""
     beside = {name: s for name, s in scorings.items() if name not in (decode.name, TRAIN)}
     _, broken = by_finiteness(beside)
     if not beside:

@@ -111,7 +111,7 @@ def diagnose(case: Case, detectors: Sequence[Detector]) -> Causes:
     rest, looks, left, fitted = case, first, list(detectors), False
     for _ in range(ROUNDS if whole > NEGLIGIBLE else 0):
         before = _size(rest) / whole
-        # Behind a re-pairing the rest is a run of its own, however small a part it is.
+        # Behind a re-pairing the rest is a separate run, however small a part it is.
         worth = before if fitted else 1.0
         taken = _next(left, looks, {cause.id for cause in causes}, worth)
         if taken is None:

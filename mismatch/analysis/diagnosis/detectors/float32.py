@@ -48,7 +48,7 @@ ANY = (*IN_FLOAT32, "fp8-kv")
 def implementation(case: Case) -> Look | NotTested:
     """Look at the gap of each side that ran in float32.
 
-    The gap is taken out of the side's log-probabilities, so that what is left of its own
+    The gap is taken out of the side's log-probabilities, so that what is left of that side's
     rounding, cache or kernels can be looked at.
     """
     engine = f"{case.engine.name.partition(':')[0]}:{FLOAT32}"

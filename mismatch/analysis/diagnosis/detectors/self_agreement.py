@@ -1,4 +1,4 @@
-"""A side against itself: the trainer scored again, the engine's decode against its own prefill.
+"""A side against itself: the trainer scored again, an engine's decode against its prefill.
 
 These passes are experiments that the run has made: what they remove is confirmed.
 """
@@ -18,12 +18,12 @@ PASSES = {
     f"{TRAIN}:grad": "train-eval-paths",
     REPEATED: "nondeterminism",
 }
-OWN = 1.6  # times its own rounding, that a side may move against itself; two roundings: 1.4
+OWN = 1.6  # times the side's rounding, that a side may move against itself; two roundings: 1.4
 CLEAR = 0.3
 
 
 def trainer_itself(case: Case) -> Look | NotTested:
-    """Whether the trainer moves against itself by more than its own rounding."""
+    """Whether the trainer moves against itself by more than the trainer's rounding."""
     passes = {name: case.others[name] for name in PASSES if name in case.others}
     if not passes:
         return NotTested("the trainer against itself", "no second pass", "drop --no-noise-floor")
@@ -98,7 +98,7 @@ def decode_path(case: Case) -> Look | NotTested:
         Evidence("mean |prefill - decode| over mean |delta|", own.value),
     )
     rounding = _own_rounding(case, prefill.logprobs)
-    # By its interval: choices of experts that flipped in a few prompts are no path of its own.
+    # By its interval: choices of experts that flipped in a few prompts are no separate path.
     loud = rounding is None or above(case.ratio(np.abs(moved), rounding + 1e-12), OWN)
     if not above(effect, CLEAR) or not loud or not case.beyond_rounding(case.kept):
         return Look(evidence)

@@ -121,7 +121,7 @@ def _moved(right: Floats, left: Floats, at: int, shift: int) -> tuple[Floats, np
 
 
 def row_lengths(case: Case) -> Look | NotTested:
-    """Whether each row moves the later ones by one more: the flat tokens were cut elsewhere."""
+    """Whether each row moves the later rows by one more: the flat tokens were cut elsewhere."""
     if len(case.rows) < 4:
         return NotTested("row lengths", "needs 4 rows")
     number = np.repeat(np.arange(len(case.rows)), [_length(row) for row in case.rows])

@@ -2,7 +2,7 @@
 
 Evidence, never a precondition: a side that states nothing is judged by its numbers alone. A
 difference of digests or of resolved settings is a fact, and no detector comes before it; how much
-of the mismatch is its own, other detectors say. Which side is right, digests do not tell, unless
+of the mismatch comes from it, other detectors say. Which side is right, digests do not tell, unless
 one side alone holds other weights than the files of its checkpoint.
 """
 

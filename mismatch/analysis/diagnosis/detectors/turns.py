@@ -34,7 +34,7 @@ ARMS = 1.5  # of its 95 % interval, by which it lies below 0: in 1,600 clean blo
 OF_ROUNDING = 3.0  # times mean |delta|, by which it may move the mean below
 MIN_TOKENS = 100  # whose distribution is looked at
 # Tokens of the turns before, and of those that are off. Of 120 clean pairs drawn with 200 tokens
-# before and 20 to 100 later ones none was named; of 12 with another context 10 were at 60, 4 at 40.
+# before and 20 to 100 after, none was named; of 12 with another context 10 were at 60, 4 at 40.
 LATER = 60
 
 
@@ -271,7 +271,7 @@ def _cached(case: Case, later: Bools) -> bool:
 
 def cache_hits(case: Case) -> Look | NotTested:
     """Turns whose context came from the prefix cache against others that were computed: both among
-    the later turns, or both among the first ones, so that no turn is taken for a cache."""
+    the later turns, or both among the first turns, so that no turn is taken for a cache."""
     read = case.engine.extra.get(CACHED)
     if read is None:
         return NotTested(HITS, "the engine does not say what it read from its prefix cache")
