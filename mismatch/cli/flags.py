@@ -203,7 +203,7 @@ def spec_values(
 ) -> dict[str, Any]:
     """Return the fields of a spec that the flags of a command set as they are.
 
-    Flags of a kind of their own are left to the command.
+    Flags of a special kind are left to the command.
 
     Args:
         names: of the fields, separated by spaces; "": all.

@@ -73,7 +73,7 @@ def _function_of(name: str) -> Any:
 class Command(TyperCommand):
     """A command with its flags in panels, examples at the end, and flags that may come alone.
 
-    Where a command has many flags, ``--help`` shows the common ones and ``--help-all`` all.
+    Where a command has many flags, ``--help`` shows the common flags and ``--help-all`` all.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

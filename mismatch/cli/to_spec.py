@@ -32,7 +32,7 @@ OURS = (
 
 # Where prompts come from, as it is where the flag says nothing.
 SOURCES = {"task": "arithmetic", "prompts": None, "dataset": None}
-# Flags that do nothing without another one, or one of several.
+# Flags that do nothing without another flag, or one of several.
 COMPANIONS = {
     "dataset_config": "dataset",
     "dataset_split": "dataset",
@@ -85,7 +85,7 @@ def extras(flags: Flags, stored: tuple[tuple[str, Any], ...] = ()) -> tuple[tupl
 
 
 def training_fields(flags: Flags) -> dict[str, Any]:
-    """What a check's spec says of the training side, beside its trainer."""
+    """What a check's spec says of the training side, apart from its trainer."""
     from mismatch.models.moe import parse_injections
     from mismatch.run.machine import local_gpus
     from mismatch.specs import CheckSpec
