@@ -23,7 +23,7 @@ from mismatch.run.machine import engine_gpus, gib
 from mismatch.specs import CheckSpec, Pass
 
 ERROR = 0.15  # the prediction's own: what needs more than this share of the rest is tight
-# What a process takes beside its tensors: CUDA context, NCCL and library workspaces on a GPU;
+# What a process takes on top of its tensors: CUDA context, NCCL and library workspaces on a GPU;
 # Python, torch and transformers (and vLLM's) on a CPU, measured.
 GPU_RESERVE = int(1.5 * GIB)
 CPU_TRAINER_RESERVE = int(0.6 * GIB)
@@ -83,7 +83,7 @@ def fits(
     """Compare a prediction with the memory of one device.
 
     Args:
-        reserve: what the process takes beside its tensors.
+        reserve: what the process takes on top of its tensors.
         smaller: called where it does not surely fit; names settings that would.
         most: what there would be if nobody else took any; 0: the same.
     """

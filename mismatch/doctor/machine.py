@@ -52,7 +52,7 @@ def parse_gpus(
     """GPUs out of nvidia-smi's lines ``name, total MiB, free MiB, driver``, as many as visible.
 
     Args:
-        shared: (total, free) bytes of the host's memory, for a GPU without its own: "[N/A]".
+        shared: (total, free) bytes of the host's memory, for a GPU without memory: "[N/A]".
     """
     gpus = []
     for line in listing.splitlines():

@@ -90,7 +90,7 @@ def predict_trainer(
     Args:
         world: number of ranks the parameters are sharded over.
         device: "cuda", or "cpu" (whose gloo collectives copy once more).
-        trains: gradients and AdamW's moments are allocated beside the parameters.
+        trains: gradients and AdamW's moments are allocated next to the parameters.
     """
     b, act = BYTES[spec.dtype], BYTES[spec.autocast or spec.dtype]
     head = spec.head_dtype or spec.dtype
@@ -124,7 +124,7 @@ def predict_trainer(
         copies = 3 * act if shape.sinks else act + 8 if act == 2 else 2 * act
         scores, returned = square * heads * copies, square * heads * act
         masks = square * act * (2 if shape.window else 1)
-    elif spec.attention.startswith("plain"):  # a block of queries, in float32 and its own dtype
+    elif spec.attention.startswith("plain"):  # a block of queries, in float32 and the model's dtype
         scores = rows * min(PLAIN_BLOCK, longest) * longest * heads * (8 + 2 * act)
     elif spec.attention in ("auto", "transformers", "sdpa") and not shape.sinks:
         masks = square if spec.layout == "packing" else 0
@@ -251,7 +251,7 @@ def predict_engine(
         "weights": int(shape.stored_bytes(b, keeps_mxfp4=not own) / split),
         "KV cache": CPU_KV_BYTES if device == "cpu" and not own else running * each,
     }
-    # Compiled kernels keep two states of the residual stream beside the widest intermediate.
+    # Compiled kernels keep two states of the residual stream next to the widest intermediate.
     width = max(3 * shape.width, 2 * shape.hidden + shape.q_width)
     rows = batched * (shape.top_k or 1)
     states = (rows * width // split + 2 * batched * shape.hidden) * b

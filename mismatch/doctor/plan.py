@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the check could run; passes beside the trainer's own may be left out."""
+        """Whether the check could run; passes other than the trainer's may be left out."""
         return not refused(self.sides)
 
     @property
@@ -169,7 +169,7 @@ def refused(sides: Sequence[Fit], certain: bool = False) -> list[Fit]:
 
 
 def left_out(sides: Sequence[Fit]) -> dict[str, str]:
-    """Passes beside the trainer's own that can never fit here, and why."""
+    """Passes other than the trainer's that can never fit here, and why."""
     optional = side_passes(sides)
     return {f.side: " ".join(f.warnings) for f in sides if f.side in optional and f.certain}
 
