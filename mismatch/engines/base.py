@@ -1,6 +1,6 @@
 """The protocol of an engine, and the data that it takes and returns.
 
-An engine samples token ids and scores given ones. It never sees text, rewards or the trainer.
+An engine samples token ids and scores given ids. It never sees text, rewards or the trainer.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Sample:
     finish_reason: str
     """ "stop" (EOS, a stop token or a stop text) or "length"."""
     routed: NDArray[Any] | None = None
-    """[rows, L, K] experts of the prompt's tokens, then of the sampled ones; None: not captured.
+    """[rows, L, K] experts of the prompt's tokens, then of the sampled tokens; None: not captured.
 
     The last sampled token is never forwarded, so rows = prompt + sampled - 1.
     """
@@ -290,7 +290,7 @@ class Engine(Protocol):
 
         Args:
             turn: 1: ``samples_per_prompt`` of each; later: one continuation of each context, with
-                seeds of its own (:func:`requests_of`).
+                separate seeds (:func:`requests_of`).
 
         Raises:
             MismatchError: the engine gave fewer samples or logprobs than asked for.

@@ -57,7 +57,7 @@ def join_steps(parts: list[tuple[int, NDArray[Any]]]) -> NDArray[Any]:
 
 
 def stable_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Return ids of the k largest logits of each row, [T, k]; of equal ones the lower id wins.
+    """Return ids of the k largest logits of each row, [T, k]; of equal logits the lower id wins.
 
     The tie rule of the package triton_kernels (``topk_details/_topk_forward.py``), whose fused
     kernels say no ids. ``torch.topk`` promises none, and router logits in bf16 do tie.
@@ -255,7 +255,7 @@ def build_distributions(
         rest=parts.get("rest"),
     )
     # The sampled token must have the log-probability there that the engine reported for it; with
-    # another one rows were mixed up, or the distribution is not the one reported.
+    # another value rows were mixed up, or the distribution is not the one reported.
     tokens = rollout.token_ids[rollout.actions][distributions.positions]
     try:
         law = distributions.law("the engine")

@@ -55,7 +55,7 @@ def as_stored(module: Any, leaf: str, parameter: Any) -> torch.Tensor | str:
 
 
 class HeldWeights:
-    """The call of a probe that reads an engine's weights; a part of what is called beside it."""
+    """The call of a probe that reads an engine's weights; called next to the model."""
 
     mismatch_reader: Reader = staticmethod(as_stored)
 

@@ -43,7 +43,7 @@ def _digests(model: Any, owned: Owned | None) -> Digests:
     packed = packed_in(model)
     seen: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        # Under its first name; a tied head also under its own, as trainers name it.
+        # Under its first name; a tied head also under the head's name, as trainers name it.
         if id(parameter) in seen and not name.endswith("lm_head.weight"):
             continue
         seen.add(id(parameter))
@@ -51,7 +51,7 @@ def _digests(model: Any, owned: Owned | None) -> Digests:
             unknown.append(name)  # quantised: packed integers, not the checkpoint's values
             continue
         path, _, leaf = name.rpartition(".")
-        if leaf in EXPERT_LEAVES:  # of all ranks: each holds a share of its own
+        if leaf in EXPERT_LEAVES:  # of all ranks: each holds a different share
             digests[f"{experts_prefix(path)}.{EXPERT_LEAVES[leaf]}"] = list(
                 digest_tensor(parameter.data)[:OF_EXPERTS]
             )

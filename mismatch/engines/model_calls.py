@@ -1,4 +1,4 @@
-"""Functions of features that run beside an engine's model, in the engine's process."""
+"""Functions of features that run next to an engine's model, in the engine's process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ModelCalls:
-    """A part of what is called beside the model of vLLM or SGLang."""
+    """A part of what is called next to the model of vLLM or SGLang."""
 
     def mismatch_with_model(self, function: str, *args: Any) -> Any:
         """Call a function, named by its import string, with the model; it returns plain data."""

@@ -127,7 +127,7 @@ class CauseInLog(MismatchError):
 def logged_cause(log: str) -> str:
     """Return the last error that a child process wrote with its traceback, in one line; "": none.
 
-    Errors that only point to another one ("see root cause above") are passed over.
+    Errors that only point to another error ("see root cause above") are passed over.
 
     >>> logged_cause("(EngineCore pid=7) ERROR 01-02 03:04:05 [core.py:9] ValueError: no room")
     'no room'

@@ -1,6 +1,6 @@
 """Which engines there are: a folder and a line here, or an entry point of a third party.
 
-Beside them: what is known of an engine before it is imported, versions, files of a model.
+Also here: what is known of an engine before it is imported, versions, files of a model.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class EngineInfo:
         preflight: ``module:function`` that takes an EngineSpec and raises MismatchError where this
             machine cannot run it; None: nothing to check.
         own_environment: its pins clash with those of other engines: where it is not installed
-            here, its interpreter is ``.venv-NAME/bin/python`` beside this environment.
-        gives_routing_weights: beside the ids of the experts that it used, it gives their weights.
+            here, its interpreter is ``.venv-NAME/bin/python`` next to this environment.
+        gives_routing_weights: it gives the ids of the experts that it used, and their weights.
         verl_name: its name in a verl config; None: the same.
         started: mismatch starts it (``--engine NAME``), in contrast to running servers.
         sync_driver: ``module:class`` of its :class:`mismatch.engines.sync_drivers.Driver`; None:
@@ -81,7 +81,7 @@ def probed_engines() -> list[str]:
 
 
 def weight_givers() -> list[str]:
-    """Return engines that give the weights of the experts that they used, beside their ids."""
+    """Return engines that give the weights of the experts that they used, with their ids."""
     return [name for name, info in engine_infos().items() if info.gives_routing_weights]
 
 
@@ -174,7 +174,7 @@ def _load(name: str, target: str, fix: str) -> Any:
         ) from error
 
 
-PACKAGES = ("torch", "transformers", "numpy")  # beside those of the engines
+PACKAGES = ("torch", "transformers", "numpy")  # in addition to those of the engines
 
 
 def short_dtype(dtype: Any) -> str:

@@ -73,7 +73,7 @@ class Driver(ABC):
         """Do the same by a function of the user's."""
 
     def held(self, names: list[str], transposed: list[str]) -> Held:
-        """Return what the engine holds now; the default: by a call beside its model."""
+        """Return what the engine holds now; the default: by a call next to its model."""
         return held_from_plain(self.engine._call("mismatch_held", names, transposed)[0])
 
     def answers(self, prompts: Sequence[list[int]]) -> list[Answer] | None:

@@ -1,6 +1,6 @@
 """Ask one server over HTTP: key, TLS, deadline, size limit, retries, and what a failure means.
 
-httpx does the protocol. Every request has a connection of its own: beside seconds of sampling a
+httpx does the protocol. Every request has a separate connection: next to seconds of sampling a
 handshake costs nothing, and nothing stays open between requests. This module does not know what
 answers mean: callers give a function that reads them, and whatever that raises is a failed request.
 """
@@ -31,7 +31,7 @@ CONNECT_S = 10.0
 DESCRIBE_S = 30.0  # deadline of a request for what a server says about itself
 LARGEST_ANSWER = 1 << 30  # bytes of a sample with its routed experts
 HIDDEN_FROM = 8  # characters: a shorter key is a word that answers contain anyway
-# Statuses after which the same request may succeed later. Proxies have 5xx statuses of their own;
+# Statuses after which the same request may succeed later. Proxies have other 5xx statuses;
 # 501 alone is final.
 TEMPORARY = frozenset({408, 425, 429, *range(500, 600)}) - {501}
 BUSY = frozenset({429, 503})
@@ -73,7 +73,7 @@ def usable_answer() -> Iterator[None]:
 
 
 def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, also within a program that runs an event loop of its own."""
+    """Run a coroutine to its end, also within a program that runs an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,7 +1,7 @@
 """Running servers as one engine; see :class:`mismatch.engines.base.Engine`.
 
 Requests wait in one queue, and every server takes the next request when it has room. A server that
-stays unavailable gets no more work and the others do the rest; a server that becomes another one
+stays unavailable gets no more work and the others do the rest; a server that becomes another
 (model, version, weights) ends the run. Partial work is not kept.
 """
 
@@ -208,7 +208,7 @@ class ServerEngine(Engine):
         shorter one, and taking it would bias the sample.
 
         Raises:
-            MismatchError: no server is left, one became another one, or refuses a request.
+            MismatchError: no server is left, one became another, or refuses a request.
         """
         answers: dict[int, T] = {}
         waiting, tokens = deque(range(count)), 0
@@ -267,7 +267,7 @@ class ServerEngine(Engine):
                     _drop(server, error.reason)
 
     def _seed(self, server: Server, prompt: int, sample: int) -> int | None:
-        """Return a seed of its own for every sample, where seeds do no harm.
+        """Return a different seed for every sample, where seeds do no harm.
 
         SGLang gives every request without one the same, in its deterministic mode. vLLM's CPU
         sampler dies of a seeded request whose prefill is cut in two, and a server does not say

@@ -29,7 +29,7 @@ TEXTS = (
 )
 TOP = 5
 PROBE_TOKENS = 64  # of each text at most
-COLD = 0.5  # temperature at which tempered logprobs are distinguished from raw ones
+COLD = 0.5  # temperature at which tempered logprobs are distinguished from raw logprobs
 # Mean |difference| of probe logprobs up to which two probes are of the same weights. On the
 # embedded model two engines in bf16 differ by 0.011, an 8-bit KV cache makes it 0.046.
 SAME_WEIGHTS = 0.03
@@ -221,7 +221,7 @@ async def verify(server: Server, probes: Probes) -> None:
 
 
 def changed(server: Server, how: str) -> MismatchError:
-    """Return the error that ends a run whose server became another one."""
+    """Return the error that ends a run whose server became another."""
     return MismatchError(
         f"{server.url} changed during the run: {how}",
         "keep its weights and settings until the run is complete, then sample again: --resume",

@@ -34,7 +34,7 @@ class ServerFacts:
     max_model_len: int | None = None
     """Tokens of a prompt and its response."""
     spare: int = 0
-    """Tokens of the context that it keeps free, beside one for scoring."""
+    """Tokens of the context that it keeps free, in addition to one for scoring."""
     dtype: str | None = None
     weight_version: str | None = None
     """Changes with the weights, where an operator sets it."""

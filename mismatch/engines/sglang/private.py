@@ -1,6 +1,6 @@
 """SGLang's private names, written against 0.5.23: where each is, and what a version lacks.
 
-A name that is missing costs its own measurement, never the run: functions return why they could do
+A name that is missing costs one measurement, never the run: functions return why they could do
 nothing, and "" where they did. Runs in SGLang's scheduler, but for :func:`hook`.
 """
 

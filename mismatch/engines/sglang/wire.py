@@ -1,4 +1,4 @@
-"""Requests to SGLang and its answers; the offline engine and ``/generate`` use the same ones.
+"""Requests to SGLang and its answers; the offline engine and ``/generate`` use the same.
 
 Written against 0.5.23. One request is ``{"input_ids", "sampling_params", "return_logprob", …}``,
 its answer ``{"output_ids", "meta_info": {…}}``. In ``meta_info``:
@@ -12,7 +12,7 @@ its answer ``{"output_ids", "meta_info": {…}}``. In ``meta_info``:
 - ``routed_experts``: base64 of little-endian int32 [prompt + sampled - 1, layers of the model, K].
   Silently left out if the server was started without ``--enable-return-routed-experts``.
 - ``cached_tokens``: tokens of the prompt that were read from the radix cache.
-- ``finish_reason``: ``{"type": "stop", "matched": id}`` (the id is among the sampled ones),
+- ``finish_reason``: ``{"type": "stop", "matched": id}`` (the id is among the sampled ids),
   ``{"type": "length"}``, or ``{"type": "abort", "message": …}``.
 """
 

@@ -63,7 +63,7 @@ class SequenceState:
 
     @classmethod
     def seeded(cls, seed: int, job: tuple[int, int]) -> SequenceState:
-        """Return a row that depends on the run's seed and its own place, not on the batch."""
+        """Return a row that depends on the run's seed and the row's place, not on the batch."""
         import torch
 
         prompt, sample = job

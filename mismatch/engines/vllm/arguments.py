@@ -37,7 +37,7 @@ OWN_OPTIONS = {
     "trust_remote_code": "--trust-remote-code",
 }
 KEPT = {"worker_extension_cls": "it for a worker extension"}
-MORE = ("kv_transfer_config", "disable_log_stats")  # of vllm.LLM, beside EngineArgs
+MORE = ("kv_transfer_config", "disable_log_stats")  # of vllm.LLM, in addition to EngineArgs
 HELP = "vllm serve --help"
 CAPTURE = "enable_return_routed_experts"
 LOGPROB_MODES = ("raw_logprobs", "processed_logprobs")

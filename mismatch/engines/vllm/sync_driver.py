@@ -21,7 +21,7 @@ ADAPTER = 1  # vLLM's number of the probe's adapter
 SLEEPS = {"sleep-1": 1, "sleep-2": 2}  # path -> level
 ASLEEP = "sleep, level {level}"
 IGNORED = "vLLM's CPU build ignores it with a warning only"
-# One request at a time: vLLM's CPU kernels take prompt logprobs of no more beside an adapter.
+# One request at a time: vLLM's CPU kernels take prompt logprobs of no more with an adapter.
 ROOM = (("enable_lora", True), ("max_lora_rank", RANK), ("max_loras", 1), ("max_num_seqs", 1))
 
 

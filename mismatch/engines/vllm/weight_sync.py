@@ -2,7 +2,7 @@
 
 Parameters of a loaded vLLM are not what was loaded: linear layers are repacked (oneDNN keeps no
 readable copy), experts are shuffled for their kernel. A linear layer is read by giving its kernel
-the identity matrix, experts by packing their own indices with the kernel's own function and
+the identity matrix, experts by packing their indices with the kernel's own function and
 inverting that. What cannot be read is named with the reason.
 
 vLLM wraps every layer that may carry an adapter and stacks the matrices of all slots; q, k and v
@@ -207,7 +207,7 @@ def write_unloaded(model: Any, checkpoint: Checkpoint, push: int) -> None:
     """Write experts and sinks into the kernels' own tensors, in place.
 
     vLLM's reload copies them into tensors that have no memory while it runs, where a model's class
-    loads them without a loader of its own (gpt-oss), or leaves experts as loaded, not as their
+    loads them without a custom loader (gpt-oss), or leaves experts as loaded, not as their
     kernel wants them (qwen3_moe).
     """
     import torch

@@ -1,7 +1,7 @@
 """What runs inside vLLM's worker process: weight digests, routed experts, tempered prefill.
 
 vLLM imports this module by name in every worker (``worker_extension_cls``) and mixes the class
-into its own worker, whose ``model_runner`` is used here. Answers travel between processes, so they
+into vLLM's worker, whose ``model_runner`` is used here. Answers travel between processes, so they
 are plain data.
 """
 
@@ -172,7 +172,7 @@ class WorkerExtension(WeightSync, ModelCalls):
 
         def tempered(*args: Any, **kwargs: Any) -> Any:
             logits = compute(*args, **kwargs)
-            # In float32: one buffer beside them, which vLLM's profile of memory does not know.
+            # In float32: one additional buffer, which vLLM's profile of memory does not know.
             return None if logits is None else logits.float().div_(temperature)
 
         vars(model)["compute_logits"] = tempered
