@@ -1,6 +1,6 @@
 """One long sequence beyond the run's own: how long it is, of which tokens, and who scores it.
 
-It lies in a run directory of its own, ``long/``, and shares the float32 engine's process and the
+It lies in a separate run directory, ``long/``, and shares the float32 engine's process and the
 training world with the check. Only float32 reads it: rounding plays no part there, and what differs
 from some position on is another function (rotations, windows, chunks of a prefill).
 """

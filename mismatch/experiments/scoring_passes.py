@@ -75,7 +75,7 @@ def plain_of(train: TrainSpec, dtype: Dtype, fp8_kv: bool = False) -> TrainSpec:
 def plain_passes(spec: CheckSpec) -> list[Pass]:
     """One a reduced precision in use, ``plain:<precision>``; none where no yardstick is defined.
 
-    A trainer that declares more than its precision has a plain forward of its own: what it declares
+    A trainer that declares more than its precision has a separate plain forward: what it declares
     is no fault, and only what is left can be an excess.
     """
     if not wants_square(spec):
@@ -151,7 +151,7 @@ def float32_engine(spec: RolloutSpec) -> RolloutSpec | None:
         args=kept,
         routing=False,
         prefill=True,
-        weights="bf16" if packed else engine.weights,  # dequantised: engines refuse MXFP4 beside it
+        weights="bf16" if packed else engine.weights,  # dequantised: engines refuse MXFP4 with it
     )
     return replace(spec, engine=exact, exact_kl=0)
 
@@ -276,7 +276,7 @@ def reference_of(train: TrainSpec) -> TrainSpec:
 
 def by_load(jobs: list[Job]) -> list[Job]:
     """Passes of the same weights next to each other, then those of the same kernels, else as they
-    come; of these, optional ones last.
+    come; of these, optional passes last.
     """
     weights: dict[Any, int] = {}
     kernels: dict[Any, int] = {}

@@ -31,7 +31,7 @@ HIDES = "hides the mismatch: the ratio is 1 by construction"
 
 @cache
 def read(name: str) -> dict[str, dict[str, Any]]:
-    """Return one of the TOML files beside this one, by id of the fix."""
+    """Return one of the TOML files next to this file, by id of the fix."""
     text = resources.files("mismatch.experiments.fixes").joinpath(name).read_text("utf-8")
     return tomllib.loads(text)
 

@@ -141,7 +141,7 @@ def recipes(correction: str, settings: Settings) -> tuple[Recipe, ...]:
 
 
 def _recipe(framework: str, entry: dict[str, str], source: str) -> Recipe:
-    """Return an entry as a recipe; a source without a path names its own commit."""
+    """Return an entry as a recipe; a source without a path names a commit itself."""
     lines, known = entry.get("lines", "").strip("\n").splitlines(), BY_TITLE.get(framework)
     if known is not None and known.version and "#" not in source.partition(";")[0]:
         source = f"{known.read_in}, {source}"

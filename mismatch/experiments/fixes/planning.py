@@ -1,7 +1,7 @@
-"""Which fixes are tried, each as a spec of its own, and what they can share. Pure.
+"""Which fixes are tried, each as a separate spec, and what they can share. Pure.
 
 A variant that leaves the rollout as it is needs one more pass of the trainer over the same tokens;
-one that changes the engine needs tokens of its own, in a directory under ``RUN/fixes``, which
+one that changes the engine needs new tokens, in a directory under ``RUN/fixes``, which
 variants with the same engine share.
 """
 
@@ -35,7 +35,7 @@ class Variant:
 
     chosen: tuple[Chosen, ...]
     spec: CheckSpec
-    """The whole check with it, without fixes of its own."""
+    """The whole check with it, without fixes."""
     folder: str
     """Of its rollout inside the run; "" is the run's own."""
 

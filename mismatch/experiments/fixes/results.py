@@ -214,7 +214,7 @@ def engine_seconds(directory: Path) -> float:
 
 @dataclass
 class Corners:
-    """What a run holds of the square, beside the two sides that a fix changes.
+    """What a run holds of the square, apart from the two sides that a fix changes.
 
     A fix of the trainer scores the run's own tokens, so the engine's corners and the float32
     reference are those of the run; the trainer's side is measured from its new scoring.
