@@ -1,7 +1,7 @@
 """Weights in, :class:`Corrections` out: shares, effective sizes, distances with intervals, ranks.
 
 Tokens are summed per sequence once; every estimate is a function of these sums, so that intervals
-cost the same for long responses as for short ones.
+cost the same for long responses as for short responses.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from mismatch.types import Estimate
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """A correction's weights w beside the token ratio, the weights of an exact correction."""
+    """A correction's weights w next to the token ratio, the weights of an exact correction."""
 
     GONE = frozenset({"cosine", "norm_ratio"})  # see mismatch/codec.py
 

@@ -43,7 +43,7 @@ class Package:
 
 
 def packages() -> dict[str, Package]:
-    """Load every installed engine, torch and transformers in processes of their own."""
+    """Load every installed engine, torch and transformers in separate processes."""
     checks = _checks()
     with ThreadPoolExecutor(len(checks)) as pool:
         return dict(zip(checks, pool.map(inspect_package, checks), strict=True))

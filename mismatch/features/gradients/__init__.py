@@ -1,4 +1,4 @@
-"""The policy gradient of one batch: its length and angle beside the float32 trainer's."""
+"""The policy gradient of one batch: its length and angle next to the float32 trainer's."""
 
 from mismatch.plugins import Feature
 

@@ -133,7 +133,7 @@ class GradientPlan:
 
 
 def plan_gradients(spec: CheckSpec, prompts: int, context: Context | None = None) -> GradientPlan:
-    """Plan the reference, the trainer and its fixes: those of ``--fix``, else the natural ones.
+    """Plan the reference, the trainer and its fixes: those of ``--fix``, else the natural fixes.
 
     Raises:
         MismatchError: a trainer whose gradient cannot be taken, or that is the reference itself.

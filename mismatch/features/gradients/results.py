@@ -1,4 +1,4 @@
-"""Gradients beside the float32 reference's: how long, and in what direction. Pure.
+"""Gradients compared with the float32 reference's: how long, and in what direction. Pure.
 
 Norms and inner products are of the whole batch's gradient, summed in float64, so that they hold
 exactly for this batch. Angles below 0.001° are lost to the cancellation of squares. What another
@@ -56,7 +56,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class GroupGradient:
-    """One parameter group's gradient beside the float32 reference's.
+    """One parameter group's gradient compared with the float32 reference's.
 
     Attributes:
         norm: 2-norm of the batch's gradient.
@@ -77,7 +77,7 @@ class GroupGradient:
 
 @dataclass(frozen=True, slots=True)
 class GradientRow:
-    """One trainer beside the reference.
+    """One trainer compared with the reference.
 
     Attributes:
         id: "baseline" or a fix's id.
@@ -124,7 +124,7 @@ def compare_gradients(taken: Taken, plan: GradientPlan, batch: Batch) -> Gradien
     """Compare every gradient with the reference's.
 
     Raises:
-        EmptyComparison: no gradient beside the reference's, or a reference of 0: all advantages
+        EmptyComparison: no gradient but the reference's, or a reference of 0: all advantages
             are equal.
     """
     sums = {each.id: each for each in taken.sums}

@@ -1,4 +1,4 @@
-"""The policy gradient of one batch, beside that of the trainer in float32."""
+"""The policy gradient of one batch, next to that of the trainer in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mismatch check --gradients``: a training world of its own, once the scorings are there."""
+"""``mismatch check --gradients``: a separate training world, once the scorings are there."""
 
 from __future__ import annotations
 

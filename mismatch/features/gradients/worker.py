@@ -120,7 +120,7 @@ def take(
         try:
             loaded = None if loaded is None else switched(loaded, planned.spec)
             if loaded is None:
-                free_memory()  # the old weights must be gone before the new ones come
+                free_memory()  # the old weights must be gone before the new weights come
                 loaded = load(planned.spec, world.mesh, world.device)
             report_ready()
             source = replay_source(run_dir, rollout, planned.spec)

@@ -130,7 +130,7 @@ class AttentionAudit:
             return results
 
     def _batches(self, errors: DtypeErrors) -> None:
-        """Compare a row alone, next to two others, and padded next to longer ones."""
+        """Compare a row alone, next to two others, and padded next to longer rows."""
         base = replace(cases.full(self.geometry)[0], rows=3)
         short = base.keys - 9
         padded = replace(base, lengths=(base.keys, short, short - 3))

@@ -226,7 +226,7 @@ def gradients(named: dict[str, torch.Tensor], out: torch.Tensor, weights: torch.
 
 
 def percent(error: float) -> str:
-    """For messages: 3 digits; large ones as they are."""
+    """For messages: 3 digits; large numbers as they are."""
     return f"{100 * error:.3g} %" if error < float("inf") else "infinitely much (no numbers)"
 
 

@@ -21,7 +21,7 @@ ATTENTION_COLUMNS = (
     "window",  # exactly the sliding window's keys are seen
     "packing",  # documents of one row do not see each other
     "offsets",  # queries that start later than the keys look at the right keys
-    "grouped_queries",  # query heads read their own group's keys
+    "grouped_queries",  # query heads read the keys of the group they belong to
     "scaling",  # the given scale is used
     "forward",  # output against float64
     "gradient",  # gradients of q, k, v against float64 autograd
@@ -100,7 +100,7 @@ class Audit:
 
     @property
     def answered(self) -> bool:
-        """Whether any check besides "accepts" was run."""
+        """Whether any check other than "accepts" was run."""
         return any(f.outcome != "not_tested" for f in self.findings if f.column != "accepts")
 
     @property

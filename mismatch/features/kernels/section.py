@@ -166,7 +166,7 @@ def mark(column: str, audit: Audit) -> Cell:
 
 
 def _errors(ran: list[Audit]) -> Table:
-    """Show every gradient; the largest has its own column, which a terminal keeps."""
+    """Show every gradient; the largest has a separate column, which a terminal keeps."""
     recorded = {name for audit in ran for error in audit.errors for name in error.gradients}
     names = [name for name in GRADIENTS if name in recorded] + sorted(recorded - set(GRADIENTS))
     rows: list[Cells] = []

@@ -2,7 +2,7 @@
 
 vLLM and SGLang fuse query, key and value projections, add the residual inside their norms, and work
 in place: inputs are copied before a module runs. Steps of one request are joined in their order. Of
-several tensor-parallel ranks each leaves its own file; :func:`join_ranks` puts heads beside one
+several tensor-parallel ranks each leaves a separate file; :func:`join_ranks` puts heads next to one
 another and adds what is not added up yet.
 """
 
@@ -24,7 +24,7 @@ from mismatch.models.moe import ATTENTIONS, MLPS, child, norms_of
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 GATES = ("router", "gate")
-BY_HEAD = ("q", "k", "v", "rope_q", "rope_k", "attention")  # a rank has its own heads
+BY_HEAD = ("q", "k", "v", "rope_q", "rope_k", "attention")  # each rank has different heads
 BY_KV_HEAD = ("k", "v", "rope_k")  # of which several ranks may have the same
 ADDED_UP = ("attention_output", "mlp")  # by the module itself, or later by whoever reads it
 CALL = "mismatch_with_model"  # of the engine's process, see mismatch/engines/model_calls.py
@@ -226,7 +226,7 @@ def _whole(site: str, parts: list[torch.Tensor], kv_copies: int) -> torch.Tensor
     return torch.stack(parts).float().sum(0)
 
 
-# ---------------------------------------------------------------- beside the engine
+# ---------------------------------------------------------------- next to the engine
 
 
 def record(

@@ -134,7 +134,7 @@ def judge(location: Location) -> Verdict:
 def is_far(location: Location, side: SideLocation) -> bool:
     """Return whether a side is further from float32 than the plain forward in its dtype.
 
-    Only sequences that were drawn at random count, whichever of them is left out: the worst ones
+    Only sequences that were drawn at random count, whichever of them is left out: the worst
     were chosen because a side rounded unluckily there, and the plain forward was not.
     """
     if side.plain_distance is None:

@@ -92,7 +92,7 @@ class Forward:
 
 
 class Reference:
-    """A loaded reference, its own forward passes, and what was replayed in it.
+    """A loaded reference, its forward passes, and what was replayed in it.
 
     Args:
         end: time (monotonic) after which no further sequence is begun.
@@ -234,7 +234,7 @@ def unseen(shown: Collection[str], layers: int, routers: Collection[int]) -> lis
 
 
 def _mean(distance: Floats) -> float:
-    """Return the mean size of the finite ones; NaN of none."""
+    """Return the mean size of the finite values; NaN of none."""
     finite = np.abs(distance[np.isfinite(distance)])
     return float(finite.mean()) if finite.size else float("nan")
 

@@ -94,7 +94,7 @@ def run_passes(job: dict[str, Any], rollout: Rollout) -> None:
         forward = Forward(world, pass_, rollout)
         for number in range(rollout.n_sequences):
             forward.record(side_folder(directory, pass_.name), number)
-        del forward  # its weights are gone before the next ones come
+        del forward  # its weights are gone before the next weights come
         gc.collect()
     say(f"{PROGRESS}{exact.name}")
     reference = Reference(Forward(world, exact, rollout), directory, end)

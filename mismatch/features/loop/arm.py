@@ -28,7 +28,7 @@ def run_arm(directory: Path, loop: LoopSpec, pool: Path, progress: Progress) -> 
         pool: file of the prompts, which the first arm writes and all others read.
 
     Raises:
-        MismatchError: engine or trainer failed, with its own reason; the last checkpoint stays.
+        MismatchError: engine or trainer failed, with the reason it gave; the last checkpoint stays.
     """
     start = resume_from(directory)
     if start < loop.steps:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mismatch.doctor.fit import Fit
     from mismatch.features.loop.judge import LoopReport
 
-# What --resume RUN may have beside it and still go on as the run began.
+# What --resume RUN may have with it and still go on as the run began.
 BESIDE_RESUME = {
     *("resume", "arms", "seeds", "steps", "checkpoint_every", "dry_run", "force", "as_json"),
 }

@@ -103,7 +103,7 @@ def rows_of(folder: Path) -> list[Row]:
 
 
 def forget_from(folder: Path, step: int) -> None:
-    """Drop what belongs to this step and later ones, which are made again, and what a kill left
+    """Drop what belongs to this step and later steps, which are made again, and what a kill left
     half written."""
     for name in (ROWS, GO, STEPS):
         for path in (folder / name).glob("*"):

@@ -18,7 +18,7 @@ from mismatch.specs import CheckSpec, Pass
 def memory_of_loop(spec: CheckSpec, machine: Machine | None = None) -> tuple[Fit, ...]:
     """Predict engine and trainer with its optimiser, alive at once; empty where sizes are unknown.
 
-    The trainer has what the engine leaves, unless each has GPUs of its own.
+    The trainer has what the engine leaves, unless each has separate GPUs.
 
     Args:
         machine: where it would run; None: this machine.

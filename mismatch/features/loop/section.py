@@ -143,7 +143,7 @@ def section(result: LoopReport) -> Section:
 def story(result: LoopReport) -> str:
     """Say of which arms the reward falls, and of which it does not; only where all seeds agree.
 
-    An arm of one seed says nothing beside arms of several.
+    An arm of one seed says nothing next to arms of several.
     """
     least = 2 if any(len(arm.runs) > 1 for arm in result.arms) else 1
     steps = {arm.name: _falls(arm) for arm in result.arms if len(arm.runs) >= least}
@@ -198,7 +198,7 @@ def _figure(result: LoopReport, name: str, log: bool) -> Figure:
 def draw(result: LoopReport, name: str, log: bool, label: str, axes: Axes) -> str:
     """Draw curves and bands of every arm; a logarithmic axis leaves out what is 0."""
     curves = []
-    for place, arm in reversed(list(enumerate(result.arms))):  # the first ones on top
+    for place, arm in reversed(list(enumerate(result.arms))):  # the first on top
         band, strong = _band(arm, name, log), place < len(STRONG)
         if not len(band.steps):
             continue
@@ -247,7 +247,7 @@ def _band(arm: Arm, name: str, log: bool) -> Band:
 
 
 def page(result: LoopReport) -> Page:
-    """The loop as a page of its own."""
+    """The loop as a separate page."""
     runs = [run for arm in result.arms for run in arm.runs]
     falls = [arm.name for arm in result.arms if arm.runs and None not in _falls(arm)]
     reason = f"{plural(len(result.arms), 'arm')} with the same weights, prompts and seeds"

@@ -1,7 +1,7 @@
 """What the trainers of known RL frameworks run, as settings of our own trainer.
 
 One TOML file per framework; each setting names its place in the framework's source. verl and TRL
-also have adapters, which run their own code: a preset is for what only our own loop measures.
+also have adapters, which run the framework's code: a preset is for what only our own loop measures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Setting:
     """Of :class:`TrainSpec`."""
     value: Any
     what: str
-    """What the framework does, in its own terms."""
+    """What the framework does, in the framework's terms."""
     needs: str = ""
     """Python package without which it cannot run here; "": none."""
 
@@ -105,7 +105,7 @@ def installed_kernels() -> frozenset[str]:
 
 
 def preset_file(name: str) -> dict[str, Any]:
-    """Return ``NAME.toml`` beside this file; its rows also say where each was read."""
+    """Return ``NAME.toml`` next to this file; its rows also say where each was read."""
     text = files("mismatch.features.presets").joinpath(f"{name}.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 

@@ -64,13 +64,13 @@ class Keys:
     required: tuple[str, ...] = ()
     """Keys that every complete configuration has."""
     own_arguments: tuple[Rule, ...] = ()
-    """Arguments of vLLM that have a flag of their own here."""
+    """Arguments of vLLM that have a separate flag here."""
     defaults: tuple[tuple[str, Any], ...] = ()
     """What the framework sends where its configuration does not name a key."""
 
 
 def read_keys(name: str) -> Keys:
-    """Return ``NAME_keys.toml`` beside this file."""
+    """Return ``NAME_keys.toml`` next to this file."""
     text = files("mismatch.features.presets").joinpath(f"{name}_keys.toml").read_text("utf-8")
     data = tomllib.loads(text)
 

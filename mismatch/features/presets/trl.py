@@ -14,7 +14,7 @@ from mismatch.features.presets.rules import read_keys
 from mismatch.specs import CheckSpec
 
 FLAG = "--trl-config"
-MODEL = "model_name_or_path"  # a script's; GRPOTrainer itself gets it beside its arguments
+MODEL = "model_name_or_path"  # a script's; GRPOTrainer itself gets it outside its arguments
 # What TRL's vllm_generation.py sets whatever the configuration says, where it starts vLLM itself.
 BATCHED_TOKENS = 4096
 

@@ -65,7 +65,7 @@ def follow_verl(
     work.engine()
     work.rules()
     work.engine_kwargs()
-    if spec.train.scorer != "verl":  # its own code reads the budget itself
+    if spec.train.scorer != "verl":  # verl's code reads the budget itself
         work.micro_batch()
     work.prompts()
     return work.result(get_preset("verl"))

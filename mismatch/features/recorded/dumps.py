@@ -49,7 +49,7 @@ class Row:
     entropy: list[float] | None = None
     """Of the trainer's distribution at the sampled tokens, nats."""
     prompt: Any = None
-    """What the samples of one prompt have in common; None: a prompt of its own."""
+    """What the samples of one prompt have in common; None: a separate prompt."""
     reward: float | None = None
     finish_reason: str = "unknown"
     attributes: dict[str, str] = field(default_factory=dict)
@@ -330,7 +330,7 @@ def torchtitan(entry: Entry, recorded: Recorded) -> None:
     """Read a line of torchtitan's ``rollout_samples.jsonl`` (``log_tensors``, ``log_logprobs``).
 
     Turns become one sequence as long as the prompt of each turn begins with the ids before it; a
-    turn whose prompt does not is a sequence of its own, with the context that its engine saw.
+    turn whose prompt does not is a separate sequence, with the context that its engine saw.
     """
     row: Row | None = None
     for number, turn in enumerate(_list(entry, "turns"), start=1):
@@ -360,7 +360,7 @@ def verl(entry: Entry, recorded: Recorded) -> None:
     """Read a row of verl's batch without its padding, as convert.py writes it.
 
     In a ``gen_batch.dp`` rows are padded, the prompt on the left and the response on the right. In
-    a ``tq_batch.pt`` (``"padded": false``) every row has its own length. ``old_log_probs`` are the
+    a ``tq_batch.pt`` (``"padded": false``) row lengths differ. ``old_log_probs`` are the
     trainer's, where the batch has them.
     """
     if "rollout_log_probs" not in entry:
@@ -382,7 +382,7 @@ def verl(entry: Entry, recorded: Recorded) -> None:
         return
     both = [bool(m) and here for m, here in zip(mask, there, strict=True)]
     # A row does not say what ended it. A response that leaves no padding was cut; where the last
-    # token was not sampled, the environment had the last word. Rows of their own lengths do not
+    # token was not sampled, the environment had the last word. Rows of different lengths do not
     # tell a response that was cut from one that ended.
     reason = "stop" if sampled[-1] else "environment"
     cut = masked and there[-1] and bool(entry.get("padded", True))

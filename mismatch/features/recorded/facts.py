@@ -1,4 +1,4 @@
-"""What a dump says beside its numbers, as an artefact of the run and an analysis of the report."""
+"""What a dump says apart from numbers, as an artefact of the run and an analysis of the report."""
 
 from __future__ import annotations
 

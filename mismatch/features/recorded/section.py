@@ -1,4 +1,4 @@
-"""What a dump says of its own values, which rows are off, and the steps of a run."""
+"""What a dump says of the values in it, which rows are off, and the steps of a run."""
 
 from __future__ import annotations
 

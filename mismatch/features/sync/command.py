@@ -107,7 +107,7 @@ def probe_spec(flags: Flags) -> SyncSpec:
     """What the flags ask for.
 
     Raises:
-        MismatchError: an unknown model, engine, path or push, or --path beside --push.
+        MismatchError: an unknown model, engine, path or push, or --path with --push.
     """
     from mismatch.cli.to_spec import engine_spec
     from mismatch.engines.registry import engine_info, probed_engines

@@ -33,7 +33,7 @@ SEVERITY: tuple[Status, ...] = (
 )  # fmt: skip
 ROUNDING = 0.25  # of the update's size: what rounding to 8 bits may leave
 WHOLE = 0.1  # of a factor: how near to 0, 1 or 2 it has to be
-RESCALED = 0.05  # of a parameter's size: what may be left beside its factor
+RESCALED = 0.05  # of a parameter's size: what may be left apart from its factor
 MAGNITUDE = 100.0  # times the parameter's size, or a part of it: no values of it
 APART = 3.0  # times the distance of both sides before any push
 APART_NATS = 0.02
@@ -171,7 +171,7 @@ def parameters(
     reasons: Mapping[str, str],
     tied: Mapping[str, str],
 ) -> tuple[Parameter, ...]:
-    """All parameters of the checkpoint, and tied ones that the engine holds by themselves.
+    """All parameters of the checkpoint, and tied parameters that the engine holds by themselves.
 
     Args:
         expected: per state, by checkpoint name.

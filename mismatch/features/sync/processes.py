@@ -1,4 +1,4 @@
-"""The probe of the weight sync: an engine beside the trainer, in processes of their own."""
+"""The probe of the weight sync: an engine next to the trainer, in separate processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_probe(run_dir: Path, spec: SyncSpec, progress: Progress) -> SyncReport:
                 with started(*_worker(run_dir, spec, "trainer")) as beside:
                     finish(beside, engine)
             except MismatchError as error:
-                engine.ended()  # its own failure comes first
+                engine.ended()  # the engine's failure comes first
                 trainer = error
         finish(engine)
     report = from_json(SyncReport, read_json(run_dir / FOLDER / "engine.json"))

@@ -116,7 +116,7 @@ def _where(parameters: Sequence[Parameter]) -> str:
 
 
 def page(result: SyncReport) -> Page:
-    """The probe as a page of its own."""
+    """The probe as a separate page."""
     verdict = judge(result)
     facts = named(
         (f"{name}: {key}" if key else name, str(each))
