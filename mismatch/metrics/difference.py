@@ -1,12 +1,12 @@
 """Differences of a metric: before and after a fix, one scoring and another, with their interval.
 
     paired      two scorings of the same tokens: whole prompts are resampled, both sides at once
-    difference  two runs with tokens of their own: prompts that both runs hold are resampled as one,
+    difference  two runs with different tokens: prompts that both runs hold are resampled as one,
                 so that what they share cancels; without common prompts the two are independent
 
 Both are other minus one. The interval of a mean or of a smooth function of means is the bootstrap's
 (:mod:`mismatch.metrics.inference`), of the difference. Quantiles: each side's influence per prompt
-is scaled by the width of its own Woodruff interval (Bahadur's representation), and subtracted. Two
+is scaled by the width of a side's Woodruff interval (Bahadur's representation), and subtracted. Two
 independent samples, and shares that differ in few prompts: the two intervals combined by MOVER (Zou
 and Donner 2008, "Construction of confidence limits about effect measures"), which keeps their
 asymmetry. Extremes have a difference and no interval.
@@ -96,7 +96,7 @@ def paired(
 
 
 def difference(metric: Metric, old: Sample, new: Sample, *, seed: int = 0) -> Estimate:
-    """``metric(new) - metric(old)`` of two runs with tokens of their own.
+    """``metric(new) - metric(old)`` of two runs with different tokens.
 
     The counts of the estimate are those of both runs together; ``n_prompts`` counts a prompt that
     both hold once.

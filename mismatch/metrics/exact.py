@@ -102,7 +102,7 @@ def _of_rows(left: Floats, right: Floats) -> dict[str, Floats]:
 def law_arrays(
     terms: dict[str, Floats], left: Floats, right: Floats, column: Ints
 ) -> dict[str, Array]:
-    """What the sampled outcome says beside what was to be expected of it.
+    """What the sampled outcome says compared with what was to be expected of it.
 
     Args:
         column: [M] outcome that was sampled.

@@ -1,4 +1,4 @@
-"""What training frameworks call our metrics, and where their number is another one.
+"""What training frameworks call our metrics, and where their number differs.
 
 The names are data, in framework_names.toml. Their numbers are not computed here: an alias says in
 words how the framework's number differs from ours.

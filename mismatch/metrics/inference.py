@@ -146,7 +146,7 @@ class PromptSums:
         return slopes
 
     def shifted(self, shift: Floats) -> Floats:
-        """The value at means that lie ``shift`` [R, M] beside the centre, [R]."""
+        """The value at means that lie ``shift`` [R, M] away from the centre, [R]."""
         with np.errstate(all="ignore"):
             return floats(self.combine(self.centre + shift))
 
@@ -178,7 +178,7 @@ def draws(prompts: int, resamples: int, seed: int) -> Iterator[Floats]:
 
 
 def bootstrap_t(sums: PromptSums, weights: Floats) -> Interval | None:
-    """Each resample's distance from the value in its own standard error, scaled back.
+    """Each resample's distance from the value in the resample's standard error, scaled back.
 
     Args:
         weights: [R, P] of :func:`draws`.

@@ -1,7 +1,7 @@
 """Two sides' experts of the same tokens, paired: what the routing metrics are computed from.
 
 Row rule: action token t was predicted by the forward of t - 1, so its experts are row t - 1
-(:func:`action_rows`). Layers are matched by the model's own numbers. Ids are read in chunks: beside
+(:func:`action_rows`). Layers are matched by the model's own numbers. Ids are read in chunks: beyond
 its input, a pairing holds a few bytes per (token, layer), whatever K is.
 
 A choice flips when the gap between the K-th and the (K+1)-th score (the margin) moves by more than

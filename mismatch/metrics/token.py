@@ -32,7 +32,7 @@ ROUNDED = 1e-10  # of a mean of squares: what sums of a million equal values may
 
 
 def exp_minus_linear(x: Floats) -> Floats:
-    """e^x - 1 - x without cancellation: its own series where x is small."""
+    """e^x - 1 - x without cancellation: a power series where x is small."""
     values = floats(np.expm1(x))
     values -= x
     small = np.abs(x) < 1e-4
@@ -334,7 +334,7 @@ def ess_token(delta: Floats) -> tuple[Floats, ...]:
     return weight, weight * weight
 
 
-# ---------------------------------------------------------------- beside the policy's own spread
+# ---------------------------------------------------------------- next to the policy's own spread
 
 
 @metric(
