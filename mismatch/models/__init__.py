@@ -103,7 +103,7 @@ def resolve_model(name: str) -> str:
     gives itself; an alias ("gpt-oss-20b") gives its hub id; a hub id ("org/name") gives itself.
 
     Raises:
-        MismatchError: none of the four; names the nearest ones.
+        MismatchError: none of the four; names the nearest.
     """
     if name in EMBEDDED:
         return str(EMBEDDED[name])

@@ -29,7 +29,7 @@ TOP_K = (
     "num_experts_per_token",
 )
 EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
-EXTRA_EXPERTS = ("zero_expert_num",)  # what routers choose beside experts, counted after them
+EXTRA_EXPERTS = ("zero_expert_num",)  # what routers choose apart from experts, counted after them
 MOE_SWITCHES = ("is_moe", "enable_moe_block")  # off: a dense model, whatever the numbers say
 TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 # In names of layer types that keep no keys and values.
@@ -60,7 +60,7 @@ class ModelConfig:
         head_dim: of queries and keys; ``value_dim`` of values.
         width: of the MLP, or of one expert.
         experts, top_k: 0 for a dense model; of the first layer where layers differ.
-        extra_experts: what routers choose beside experts, numbered after them.
+        extra_experts: what routers choose apart from experts, numbered after them.
         window: tokens that a sliding-window layer sees; None where all layers see everything.
         layer_types: as in the file, () where it has none.
         quantised: the method of the released weights ("mxfp4"), or "".

@@ -247,7 +247,7 @@ class Shards:
         file = f"model-{self.count:05d}.safetensors"
         try:
             save_file(self.pending, self.directory / file, {"format": "pt"})
-        except SafetensorError as error:  # its own kind for a full disk
+        except SafetensorError as error:  # safetensors' error for a full disk
             raise OSError(str(error)) from error
         self.places |= dict.fromkeys(self.pending, file)
         self.pending, self.bytes = {}, 0

@@ -78,7 +78,7 @@ def _tiles(shape: Sequence[int]) -> Iterator[tuple[slice, slice]]:
 
 
 def _of_index(values: torch.Tensor, axis: int, first: int) -> torch.Tensor:
-    """A mix of the indices of values along an axis, from ``first``; another one for each axis."""
+    """A mix of the indices of values along an axis, from ``first``; different for each axis."""
     import torch
 
     index = torch.arange(first, first + len(values), dtype=torch.int64, device=values.device)
@@ -120,7 +120,7 @@ def source_hashes(model_dir: str | Path) -> dict[str, str]:
     """sha256 of every file of a model directory that decides what is computed, by file name.
 
     Files in the hub's cache are links to blobs that are named by their sha256 where they are large;
-    those names are taken as the hash. A checkpoint that was derived from another one here
+    those names are taken as the hash. A checkpoint that was derived from another here
     (mismatch/models/derived.py) has that one's hashes: it is where both sides began.
     """
     root = Path(model_dir)

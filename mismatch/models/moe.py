@@ -145,7 +145,7 @@ GLM4 = ("post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layern
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """The norms of a layer beside the one at its input.
+    """The norms of a layer other than the one at its input.
 
     Attributes:
         before_mlp: of the residual stream.

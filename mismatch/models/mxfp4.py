@@ -55,7 +55,7 @@ def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise MismatchError(
             "MXFP4: the weights hold NaN or infinite values", "use an undamaged checkpoint"
         )
-    # frexp is exact where log2 is not: a power of two must give its own exponent.
+    # frexp is exact where log2 is not: a power of two must give exactly that exponent.
     exponent = torch.frexp(largest).exponent - 1 - LARGEST_EXPONENT
     exponent = torch.where(largest > 0, exponent, -BIAS).clamp(-BIAS, BIAS)
     scaled = torch.ldexp(grouped, -exponent[..., None])

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-DIGITS = 5  # significant ones that are kept
-ORIGINAL = "original_inv_freq"  # transformers keeps it beside the one in use
+DIGITS = 5  # significant digits that are kept
+ORIGINAL = "original_inv_freq"  # transformers keeps it next to the one in use
 
 
 def resolved(model: Any, honours_sinks: bool | None = None) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _first(module: Any, *names: str) -> Any:
 
 
 def _window(layer: Any, model: Any) -> int | None:
-    """Tokens that a layer attends to, its own included; None: all."""
+    """Tokens that a layer attends to, including itself; None: all."""
     if hasattr(layer, "sliding_window_size"):  # SGLang counts the tokens before
         return _positive(layer.sliding_window_size, 1)
     if hasattr(layer, "sliding_window"):

@@ -22,7 +22,7 @@ PARAMETERS = {
     "mlp": rf"{MLP}\.",
     "mlp_norm": r"post_(?:feedforward|mlp)_layernorm",
     "final_norm": r"(?:^|\.)norm\.",
-    "head": r"lm_head|embed_tokens",  # tied heads have no parameter of their own
+    "head": r"lm_head|embed_tokens",  # tied heads have no separate parameter
 }
 
 

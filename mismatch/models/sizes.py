@@ -1,7 +1,7 @@
 """Sizes of a model, counted on transformers' own modules: every family that transformers builds.
 
 The modules are built on the meta device, so neither weights nor memory are needed. That imports
-torch (5 s of CPU), so :func:`sized` counts in a process of its own. It does not know what a pass
+torch (5 s of CPU), so :func:`sized` counts in a separate process. It does not know what a pass
 computes: ``mismatch.doctor.memory`` derives that.
 """
 
@@ -84,7 +84,7 @@ def sized(found: FoundConfig) -> SizedModel:
         UnknownSize: torch or transformers is missing, or cannot build this model.
     """
     text = json.dumps(found.values, sort_keys=True)
-    # A process that has transformers already need not start another one.
+    # A process that has transformers already need not start another.
     fields = count(text) if "transformers.modeling_utils" in sys.modules else _counted(text)
     return SizedModel(**{**fields, **{name: tuple(fields[name]) for name in _TUPLES}})
 

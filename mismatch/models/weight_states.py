@@ -87,7 +87,7 @@ class Prints:
 
 
 def parts_of(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(label, part): every expert of fused ones, else blocks of rows and columns."""
+    """(label, part): every expert of fused experts, else blocks of rows and columns."""
     if EXPERTS in name and not _numbered(name) and tensor.ndim >= MATRIX:
         for index, part in enumerate(tensor):
             yield f"expert {index}", part
@@ -203,7 +203,7 @@ class Checkpoint:
         return {n: Prints.of(n, t) for n, t in self.tensors(push) if t.is_floating_point()}
 
     def write(self, push: int, target: Path) -> Path:
-        """This state as a checkpoint of its own, with the configuration and tokenizer as links.
+        """This state as a separate checkpoint, with the configuration and tokenizer as links.
 
         Raises:
             MismatchError: too little space.
