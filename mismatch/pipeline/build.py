@@ -348,7 +348,7 @@ def not_tested(
     """Return what this run could not see, and why, as the report has it.
 
     Args:
-        reach: length of a sequence that was looked at beside the run's own.
+        reach: length of a sequence that was looked at in addition to the run's.
     """
     sides = (f"{spec.rollout.engine.engine}:decode", TRAIN)
     return [

@@ -47,7 +47,7 @@ def run_check(
     """After :func:`preflight`: run every stage that is not done, write every artefact.
 
     Args:
-        left_out: passes beside the trainer's own that are not run, and why.
+        left_out: passes other than the trainer's that are not run, and why.
         write: called with the run directory, the report and the token table while the directory
             is still held; None: the report is only returned.
 
@@ -111,7 +111,7 @@ def run_score(
     """Add the trainer's scorings to a run that holds a rollout.
 
     Args:
-        name: of the scoring; one that is not ``TRAIN`` is made without a noise floor of its own.
+        name: of the scoring; one that is not ``TRAIN`` is made without a noise floor.
         world: in a world that was launched for this process; None: a world is started.
 
     Raises:

@@ -40,7 +40,7 @@ STATE, STATE_SCHEMA = f"{DIRECTORY}/explain.json", "mismatch.explain/1"
 OVER_BUDGET = "the budget is used up"
 LOG = "logs/explain.log"  # of errors that are no MismatchError
 ENGINES = 4  # engines that are started for it, at most
-ENGINE_S = 60.0  # of an engine's start, where the run does not say what its own took
+ENGINE_S = 60.0  # of an engine's start, where the run does not say what the run's engine took
 
 
 def explain(stages: Stages) -> None:

@@ -1,4 +1,4 @@
-"""Measuring fixes: beside the check, in its own training world where that is possible.
+"""Measuring fixes: with the check, in the check's training world where that is possible.
 
 Engines that fixes need sample one after the other once the check's own tokens are there; then one
 training world scores everything. A fix that fails is a row with its reason; the others go on.
@@ -90,7 +90,7 @@ class FixRun:
         return [v for v in self.variants if v.id not in self.failed and not self.scored(v)]
 
     def scored(self, variant: Variant) -> bool:
-        """Return whether the scoring of a variant is there, and of its own tokens."""
+        """Return whether the scoring of a variant is there, and of the variant's tokens."""
         directory, pass_ = self.run_dir / variant.folder, variant.scoring
         fresh = not variant.folder or resume.rollout_done(directory, sampling_spec(variant).rollout)
         return fresh and resume.scoring_done(directory, pass_.name, pass_.spec)

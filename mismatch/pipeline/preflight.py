@@ -46,7 +46,7 @@ OFFLINE = (
     "set HF_HUB_OFFLINE=1, or give the directory: --model DIR"
 )
 
-OWN_EXPERTS = ("auto", "eager", "bounded")  # beside those that transformers registers
+OWN_EXPERTS = ("auto", "eager", "bounded")  # in addition to those that transformers registers
 IN_A_CLONE = f"{INSTALL_SCORE}, or `make env` in a clone"
 LEAST_TRANSFORMERS = (5, 5)  # 4.57 loads weights by other functions than those that we take
 
@@ -322,7 +322,7 @@ def require_free_port(environment: Mapping[str, str]) -> None:
 
 
 def require_interpreter(spec: EngineSpec, dataset: bool = False) -> None:
-    """Check that the engine's process could start under its own interpreter.
+    """Check that the engine's process could start under the engine's interpreter.
 
     Args:
         dataset: it has to read a data set as well.

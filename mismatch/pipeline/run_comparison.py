@@ -87,7 +87,7 @@ class Move:
 
     Attributes:
         change: this - first, with its 95 % interval where it has one.
-        basis: "paired" token by token; "prompts": tokens of their own; "intervals": of the two
+        basis: "paired" token by token; "prompts": different tokens; "intervals": of the two
             reports, as if the runs were independent.
         p_value: of a metric that decides, by permutation within prompts, adjusted for all runs and
             deciding metrics (Holm); None elsewhere.
@@ -148,7 +148,7 @@ class Gate:
     """Whether the second run fails against the first.
 
     Attributes:
-        fails: worse by more than the margin, undecided, or its own verdict fails.
+        fails: worse by more than the margin, undecided, or the run's verdict fails.
         margin: share by which a deciding metric may rise, however sure that is.
     """
 
@@ -412,7 +412,7 @@ def judged_gate(
 
 
 def judged_by(run: SavedRun, thresholds: Thresholds | None) -> SavedRun:
-    """Return the run with the verdict that other levels give; None: its own verdict."""
+    """Return the run with the verdict that other levels give; None: the run's own verdict."""
     report = run.report
     if thresholds is None or not report.comparisons:
         return run
@@ -486,7 +486,7 @@ def _some(names: Sequence[str]) -> str:
     return f"{', '.join(names[:NAMED])}{more}"
 
 
-# ---------------------------------------------------------------- what is shown beside the metrics
+# ---------------------------------------------------------------- what is shown next to the metrics
 
 
 def _names(runs: Sequence[SavedRun]) -> list[str]:

@@ -1,6 +1,6 @@
 """Read saved runs from their report.json and tokens.parquet alone.
 
-A stored verdict is a claim: :func:`load_report` refuses what its own numbers contradict, and what
+A stored verdict is a claim: :func:`load_report` refuses what the numbers in it contradict, and what
 reads it says :data:`UNVERIFIED`. Only ``mismatch compare RUN`` judges the scorings themselves.
 """
 

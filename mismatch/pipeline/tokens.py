@@ -63,7 +63,7 @@ def token_table(
 def record_best_fix(run_dir: Path, report: Report, tokens: pd.DataFrame) -> pd.DataFrame:
     """The table with the log-probabilities of the best fix that kept the tokens, and saved so.
 
-    A fix of the engine samples tokens of its own, which have no row here.
+    A fix of the engine samples new tokens, which have no row here.
     """
     table = report.result("fixes")
     names = [] if table is None else [row.id for row in table.outcomes if row.outcome == "better"]
