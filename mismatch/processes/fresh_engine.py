@@ -1,4 +1,4 @@
-"""A fresh engine beside a check, for --explain: its scores, and its prefix cache read back."""
+"""A fresh engine next to a check, for --explain: its scores, and its prefix cache read back."""
 
 from __future__ import annotations
 

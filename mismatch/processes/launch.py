@@ -1,6 +1,6 @@
 """Start child processes, show their progress, and leave nothing behind whatever happens.
 
-Each engine and each training world is a process of its own: its memory is given back when it ends,
+Each engine and each training world is a separate process: its memory is given back when it ends,
 and its crash is an error message here and not the end of the tool. What a worker
 says: mismatch.run.messages.
 
@@ -101,9 +101,9 @@ def engine_python(spec: EngineSpec) -> str:
 
 
 def own_python(spec: EngineSpec) -> str | None:
-    """The interpreter of an environment that holds the engine; None: this one.
+    """The interpreter of an environment that holds the engine; None: this interpreter.
 
-    The one that was named, else that of ``.venv-NAME`` beside this environment, as
+    The one that was named, else that of ``.venv-NAME`` next to this environment, as
     `make env-sglang` makes it, for an engine that declares so and is not installed here.
     """
     info = engine_info(spec.engine)
@@ -136,7 +136,7 @@ class Worker:
     """A child process that is at work; made by :func:`started`.
 
     Attributes:
-        on_progress: called with every progress line, from a thread of its own; see :meth:`show`.
+        on_progress: called with every progress line, from a separate thread; see :meth:`show`.
         timings: seconds of the parts of its work, as it said; ``ready``: of its start-up.
         lines: how many it has put out.
     """
@@ -193,7 +193,7 @@ class Worker:
         """Whether it is done.
 
         Raises:
-            MismatchError: it failed. Its own words if it left any, else its last lines and what
+            MismatchError: it failed. With the error that it left, else its last lines and what
                 its exit status means.
         """
         code = self._process.poll()
@@ -322,13 +322,13 @@ def finish(
     """Wait until a worker is done.
 
     Args:
-        beside: workers that wait for this one, or work meanwhile; they may be idle.
+        beside: workers that wait for this worker, or work meanwhile; they may be idle.
         more_s: what the worker may itself wait for others.
         until: or until it has reported a timing of this name.
         end: time (monotonic) at which it is ended.
 
     Raises:
-        MismatchError: it failed, stalled or took too long, or one beside it failed: whichever was
+        MismatchError: it failed, stalled or took too long, or another worker failed: whichever was
             first.
     """
     watch = worker.watch(more_s)

@@ -1,6 +1,6 @@
 """The stages that need processes: an engine that samples, a training world that scores.
 
-They run in processes of their own; nothing here imports torch. What is there already, made by the
+They run in separate processes; nothing here imports torch. What is there already, made by the
 same spec from the same inputs, is not made again.
 """
 
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 
 WORKER = "mismatch.processes.workers.session"
-# What a trainer needs beside an engine at work: both hold the weights, one of them in float32 and
+# What a trainer needs next to an engine at work: both hold the weights, one of them in float32 and
 # with a copy on its way; and what two Python processes with torch take by themselves.
 EARLY_FACTOR, EARLY_BYTES = 8, 6 * 2**30
 # The driver gives an ended process's memory back a moment later; contexts of others come and go.
@@ -140,7 +140,7 @@ class Stages:
 
         The training world starts while the engine is at work: it refuses what it cannot run before
         anything is sampled, and where memory allows loads the weights meanwhile. Where each has
-        devices of its own it scores as soon as the tokens are there, while the engine rescores.
+        separate devices it scores as soon as the tokens are there, while the engine rescores.
 
         Args:
             sample: False leaves the rollout as it is, wherever it was made.
@@ -289,7 +289,7 @@ class Stages:
         session = EngineSession(self.run_dir, spec, tasks or (Sample(),), label)
         path = write_session(session)
         command, env = engine_command(spec.engine, self.placement, WORKER, path)
-        # With GPUs of its own the engine leaves them to nobody, and others' change meanwhile.
+        # With separate GPUs the engine leaves them to nobody, and others' change meanwhile.
         before = [] if self.placement.engine else free_gpu_bytes()
         with started(label, command, self.run_dir, env=env) as worker:
             yield worker
@@ -343,7 +343,7 @@ def numbered(progress: Callable[[str], None], passes: list[str]) -> Callable[[st
 
 
 def hand_on(session: TrainerSession, world: Worker, allowed_s: float | None = None) -> None:
-    """Hand the passes to a guided world, in order, optional ones as long as their time lasts.
+    """Hand the passes to a guided world, in order, optional passes as long as their time lasts.
 
     Args:
         allowed_s: that optional passes may take; None: all are handed on at once.
@@ -382,9 +382,9 @@ def world_command(
 
 
 def world_python(train: TrainSpec) -> str | None:
-    """Return the interpreter of the training world where it is not this one.
+    """Return the interpreter of the training world where it is not this process's.
 
-    Beside an adapter the world scores what everything is measured from, and runs here if it can:
+    Next to an adapter the world scores what everything is measured from, and runs here if it can:
     then nothing of the framework's versions is in it.
     """
     own = train.scorer == OWN_SCORER or find_spec("torch") is None
@@ -414,7 +414,7 @@ def still_held(before: list[int], timeout_s: float = FREE_AGAIN_S) -> int:
 
 
 def may_load_early(train: TrainSpec) -> bool:
-    """Whether the trainer's weights fit beside an engine at work: never on its GPU."""
+    """Whether the trainer's weights fit next to an engine at work: never on its GPU."""
     import psutil
 
     held = weight_bytes(train.model, "*.safetensors", "*.bin")
@@ -429,7 +429,7 @@ def weight_bytes(model: str, *patterns: str) -> int:
 
 
 LABEL = "float32-engine"
-FACTOR, RESERVE = 5, 3 << 30  # float32 beside bf16 files, and what the process itself takes
+FACTOR, RESERVE = 5, 3 << 30  # float32 next to bf16 files, and what the process itself takes
 
 
 def score_in_float32(stages: Stages, *beside: Worker) -> None:

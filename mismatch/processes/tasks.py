@@ -129,7 +129,7 @@ def wait_for(path: Path) -> None:
     """Sleep until a file appears.
 
     Raises:
-        MismatchError: the process that started this one is gone.
+        MismatchError: the process that started this process is gone.
     """
     parent = os.getppid()
     while not path.exists():

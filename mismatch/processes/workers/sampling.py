@@ -83,7 +83,7 @@ def ready_for(spec: RolloutSpec) -> Ready:
 
 
 def has_questions(spec: RolloutSpec) -> bool:
-    """Whether the prompts are those of a task or data set; a file says what each of its own is."""
+    """Whether the prompts are those of a task or data set; a file says what each prompt is."""
     return spec.prompts.path is None
 
 

@@ -195,7 +195,7 @@ class Passes:
         if self.loaded is not None:
             return
         del held
-        free_memory()  # the old weights must be gone before the new ones come
+        free_memory()  # the old weights must be gone before the new weights come
         start = time.monotonic()
         try:
             self.loaded = load(
