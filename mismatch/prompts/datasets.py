@@ -119,7 +119,7 @@ def _file(datasets: Any, path: Path, spec: PromptSpec) -> Any:
         )
     import tempfile
 
-    # A cache of its own: the library's would keep a copy of every file that is ever measured with.
+    # A separate cache: the library's would keep a copy of every file that is ever measured with.
     with tempfile.TemporaryDirectory() as cache:
         try:
             return datasets.load_dataset(

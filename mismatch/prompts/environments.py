@@ -246,7 +246,7 @@ class Replies:
     def __call__(self, sequence: int, response: Sequence[int]) -> list[int] | None:
         """Return the ids between this response and the next; None: the sequence ends here.
 
-        An environment that raises, hangs or returns no message ends only its own sequence.
+        An environment that raises, hangs or returns no message ends only that sequence.
         """
         text = self.tokenizer.decode(list(response), skip_special_tokens=False)
         try:
