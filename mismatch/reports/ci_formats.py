@@ -13,7 +13,7 @@ from mismatch.reports.summary import checks, judged_rows
 from mismatch.types import Check, Report
 
 LEVELS = {"critical": "error", "warn": "warning"}  # tone -> annotation
-MOST = 3  # checks with a GitHub annotation of their own
+MOST = 3  # checks with a separate GitHub annotation
 # Of how far a side is off: they fail with any cause on that side that carries the mismatch.
 DISTANCES = ("excess", "displaced", "implementation-gap", "long-sequence", "importance-ratio")
 CARRIES = 0.1  # share of mean |delta|

@@ -300,7 +300,7 @@ def visible(text: str) -> str:
 
 
 def _joins(text: str, at: int) -> bool:
-    """Whether the joiner at a place is between two pictures: a picture of its own."""
+    """Whether the joiner at a place is between two pictures: itself a picture."""
     before = text[max(0, at - 4) : at].rstrip(_ADDED)[-1:]
     return all(
         unicodedata.category(each or " ") == "So" for each in (before, text[at + 1 : at + 2])

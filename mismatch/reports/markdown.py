@@ -19,7 +19,7 @@ def to_markdown(report: Report, framework: str | None = None, details: bool = Fa
     """GitHub-flavoured Markdown; foreign text is escaped, so that it stays text.
 
     Args:
-        framework: whose names get a table of their own.
+        framework: whose names get a separate table.
         details: with every section, folded away.
     """
     return show_page(page(report, framework=framework), details)
@@ -104,7 +104,7 @@ def _block(block: Block) -> str:
 
 
 def show_table(item: Table) -> str:
-    """All columns; an estimate's interval stands in a column of its own."""
+    """All columns; an estimate's interval has a separate column."""
     columns = item.spread()
     titles = [plain(each.column.title) + ("" if each.column.left else ":") for each in columns]
     shown = [[_cell(cell, each.column) for cell in each.cells] for each in columns]

@@ -24,7 +24,7 @@ class MetricLabel:
 
 
 def metric_label(name: str, *, sampled_by_left: bool = True) -> MetricLabel:
-    """The words of a metric; one that this page does not know keeps its own name.
+    """The words of a metric; one that this page does not know keeps the metric's name.
 
     Where neither side sampled the tokens, the KL estimators estimate no KL and are called scores.
     """

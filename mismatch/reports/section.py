@@ -52,7 +52,7 @@ class Cell:
         value: None where nothing was measured.
         tone: "healthy", "warn" and "critical" are badges, "bar" draws a share, "code" is a name
             that a user types.
-        note: small print beside it; a terminal leaves it out.
+        note: small print next to it; a terminal leaves it out.
         format: of this value, where it is not the column's.
         link: anchor in the same page.
         explained: page of the documentation, as mismatch.reports.documentation names it.
@@ -238,7 +238,7 @@ class Section:
         warnings: what has to be known before the numbers are believed.
         sentences: what the numbers say.
         notes: small print after the tables.
-        parts: sections inside it, with titles of their own.
+        parts: sections inside it, with titles.
         widget: of a page; its script is the page's.
         folded: a page shows only title and ``short`` of a part until it is opened, Markdown too.
         page_only: too wide or too long for a terminal and for Markdown.
@@ -338,7 +338,7 @@ class Page:
 
 
 def named(rows: Iterable[Cells]) -> Table:
-    """Names beside what they stand for, without titles."""
+    """Names next to what they stand for, without titles."""
     return Table((Column("", text), Column("", text)), tuple(rows))
 
 

@@ -104,7 +104,7 @@ def record_of(report: Report, run_dir: Path | None, framework: str | None) -> Re
         numbers[name] = estimate.value
         numbers[f"{name}_low"], numbers[f"{name}_high"] = estimate.low, estimate.high
         for alias in framework_names.of(metric, framework) if framework else ():
-            if not alias.differs:  # the framework's charts may have only its own number
+            if not alias.differs:  # the framework's charts may have only the framework's number
                 numbers[alias.name] = estimate.value
     return Record(
         name=model_name(report) if run_dir is None else directory.name,

@@ -212,7 +212,7 @@ def _off_by(size: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """One pair of the noise floor beside the headline's mean |delta|.
+    """One pair of the noise floor compared with the headline's mean |delta|.
 
     Attributes:
         mean, largest: |delta|; None where it was not measured.
@@ -237,7 +237,7 @@ class Noise:
 
 
 def noise_rows(report: Report) -> list[Noise]:
-    """Every pair beside the headline, with how large it is against that."""
+    """Every pair next to the headline, with how large it is against that."""
     whole = headline(report).metrics.get(HEADLINE)
     rows = []
     for pair in report.noise_floor:
@@ -317,7 +317,7 @@ def _missing(report: Report) -> list[str]:
             fix = little[0].fix
             return [_measure(report) if fix == MORE else capital(line(fix))]
         undecided = [each for each in checks(report, "inconclusive") if each.id != ENTROPY]
-        if undecided:  # one that data does not decide has a fix of its own
+        if undecided:  # one that data does not decide has a different fix
             return [_measure(report)] if any(map(_wants_more, undecided)) else []
         if report.result("square") is None:
             return [_float32(report, spec)]

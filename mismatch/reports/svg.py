@@ -179,7 +179,7 @@ def legend_above(axes: Axes, columns: int, centre: float = 0.5, **style: Any) ->
 
 
 def rows_of(axes: Axes, labels: Sequence[str]) -> None:
-    """Names beside horizontal rows, the first on top."""
+    """Names next to horizontal rows, the first on top."""
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.grid(axis="x")

@@ -37,7 +37,7 @@ def print_report(
     Args:
         console: where to; its width and colours are respected.
         run_dir: where the artefacts lie, None where nothing was saved.
-        framework: whose names get a table of their own.
+        framework: whose names get a separate table.
         details: with every section, not only what is read first.
     """
     print_page(page(report, framework=framework), console, run_dir, details)

@@ -75,7 +75,7 @@ def page(report: Report, tokens: pd.DataFrame | None = None, framework: str | No
 
     Args:
         tokens: the tokens table; None: no section that needs one.
-        framework: whose names of the metrics are shown beside ours; None: in no table of their own.
+        framework: whose names of the metrics are shown next to ours; None: in no separate table.
     """
     comparison, status = summary.headline(report), report.verdict.status
     created = str(report.run.get("created", ""))[:16].replace("T", " ")  # UTC, as runs note it

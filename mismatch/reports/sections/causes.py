@@ -178,7 +178,7 @@ def _names(ids: tuple[str, ...]) -> str:
 
 
 def _measured(experiment: Experiment) -> str:
-    """Why it was not made, or what it measured beside the share that is gone."""
+    """Why it was not made, or what it measured in addition to the share that is gone."""
     if experiment.outcome == LITTLE:
         return "stated by a side, and the mismatch stays"
     return line(experiment.reason) or "; ".join(

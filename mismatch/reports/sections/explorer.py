@@ -126,7 +126,7 @@ def pack(tokens: pd.DataFrame, about: dict[str, Any], budget: int = BUDGET) -> P
 
     Args:
         tokens: as :func:`mismatch.reports.tokens_table.comparable` gives them, at least one.
-        about: JSON data that the page's script is to know beside the tokens.
+        about: JSON data that the page's script is to know in addition to the tokens.
         budget: most characters of text.
     """
     kept, text = tokens, _lines(tokens, about)

@@ -215,7 +215,7 @@ def _loss(fix: EstimatorFix) -> Cells:
 def command_of(row: FixOutcome) -> str:
     """The command that makes a check with a fix or a combination.
 
-    From the catalogue; a row that another version wrote, with other flags, keeps its own text.
+    From the catalogue; a row that another version wrote, with other flags, keeps its text.
     """
     try:
         flags = [chosen.flags for chosen in chosen_of(row.id)]

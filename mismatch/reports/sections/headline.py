@@ -209,7 +209,7 @@ def _training(report: Report) -> Iterator[str]:
 
 
 def _sure(report: Report) -> str:
-    """k3 with its interval beside its level, by how many prompts; the fix on held-out ones."""
+    """k3 with its interval next to its level, by how many prompts; the fix on held-out prompts."""
     row = next((row for row in summary.judged_rows(report) if row.metric == K3), None)
     if row is None or row.judgement is None:
         return ""
@@ -227,7 +227,7 @@ def _sure(report: Report) -> str:
     return "; ".join(parts) + "."
 
 
-# ---------------------------------------------------------------- numbers beside their levels
+# ---------------------------------------------------------------- numbers next to their levels
 
 LEAD = "delta = train − rollout, nats; 95 % intervals by prompt."
 SCORES = " Neither side sampled these tokens: the KL formulas are scores here."
@@ -249,10 +249,10 @@ NAMES = (
 
 
 def section(report: Report, framework: str | None) -> Section | None:
-    """The judged metrics beside their levels; None where nothing was judged.
+    """The judged metrics next to their levels; None where nothing was judged.
 
     Args:
-        framework: whose names are a table of their own.
+        framework: whose names get a separate table.
     """
     rows = summary.judged_rows(report)
     if not rows:
@@ -279,7 +279,7 @@ def section(report: Report, framework: str | None) -> Section | None:
 
 
 def table(rows: list[Row]) -> Table:
-    """Metrics beside their levels; shares in percent."""
+    """Metrics next to their levels; shares in percent."""
     return Table.of(COLUMNS, rows)
 
 
@@ -328,7 +328,7 @@ CHECKS = (
 
 
 def checks(report: Report) -> tuple[Section, ...]:
-    """Failed ones with their fix, passed ones folded; then what was not tested."""
+    """Failed checks with their fix, passed checks folded; then what was not tested."""
     wrong, passed = summary.checks(report, *WRONG), summary.checks(report, "passed")
     ids, title = ", ".join(check.id for check in passed), f"{plural(len(passed), 'check')} passed"
     untested = [line(entry) for entry in summary.untested(report)]

@@ -29,7 +29,7 @@ OTHERS = ("exact_reverse_kl", "exact_tv")
 
 
 def exact(report: Report) -> Section | None:
-    """Of the headline comparison, beside what the estimators say; None where it has none."""
+    """Of the headline comparison, next to what the estimators say; None where it has none."""
     comparison = headline(report)
     name = next((name for name in GIVEN if name in comparison.metrics), None)
     if name is None:
@@ -50,7 +50,7 @@ def exact(report: Report) -> Section | None:
 
 
 def exact_sentences(report: Report, name: str) -> list[str]:
-    """The exact value beside the estimator's, and how much of it is the trainer's noise."""
+    """The exact value next to the estimator's, and how much of it is the trainer's noise."""
     metrics = headline(report).metrics
     value, k3 = metrics[name], metrics["k3_kl_at_exact"]
     what = "exact KL" if name == KL else "KL over the likeliest tokens, a lower bound"
@@ -192,7 +192,7 @@ VARIANTS = (
 def variants(report: Report) -> Section | None:
     """Replayed experts, weights in another form, what `mismatch score --name` has added.
 
-    The headline comes first, for comparison; None where there is nothing beside it. The engine's
+    The headline comes first, for comparison; None where there is nothing else. The engine's
     prefill against the trainer is left out: the noise shows it.
     """
     others = [

@@ -238,7 +238,7 @@ def _worst_layer(table: Table) -> str:
 def shade_levels(share: Array) -> tuple[Array, Array]:
     """Shade of each share, [R, C] from 0 (none) on, and the shares up to which the shades reach.
 
-    Equal steps; finer ones near 0 where one cell stands out.
+    Equal steps; finer steps near 0 where one cell stands out.
     """
     top, some = float(share.max()) or 1.0, share[share > 0.0]
     steps = np.arange(1, len(OPACITIES) + 1) / len(OPACITIES)
@@ -299,7 +299,7 @@ def _margins(table: Table, axes: Axes) -> str:
     ceiling = 1.15 * min(max(top, float(np.nanmax(np.fmax(height, high)))), 1.6 * top)
     axes.set_ylim(0, ceiling)
     for at, (end, choices) in enumerate(zip(np.fmax(height, high), table["count"], strict=True)):
-        cut = end > 0.93 * ceiling  # the interval leaves the drawing: beside it, not on it
+        cut = end > 0.93 * ceiling  # the interval leaves the drawing: write next to it, not on it
         if not np.isfinite(end):
             continue
         left, up = (at + 0.05, 0.945 * ceiling) if cut else (at, end + 0.015 * ceiling)

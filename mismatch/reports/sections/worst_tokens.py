@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MOST, REACH = 12, 16  # rows; tokens of context on either side
 LONGEST = 60  # characters of a neighbour
-MOST_LAYERS = 6  # runs of layers that are named beside a token
+MOST_LAYERS = 6  # runs of layers that are named next to a token
 GAP = " ⋯ "  # tokens in between were not sampled: a prompt, or a tool's output
 WORST = (
     Column("token", text),
