@@ -23,7 +23,7 @@ class ArrayFile:
 
     arrays: Arrays
     header: dict[str, Any]
-    """JSON data that was kept beside the arrays."""
+    """JSON data that was kept next to the arrays."""
 
 
 def save_arrays(

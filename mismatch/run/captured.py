@@ -1,4 +1,4 @@
-"""What a scoring captured beside its log-probabilities: experts, and whole distributions.
+"""What a scoring captured in addition to its log-probabilities: experts, and whole distributions.
 
 ``routing/<name>.safetensors``: ``ids`` [T, L, K] in one byte per (token, layer, slot) up to 256
 experts and in two above, ``present`` [T], and where they are known ``weights`` [T, L, K] and

@@ -68,7 +68,7 @@ def at_work(
     """Hold a run directory while a command writes into it, and note what the command was.
 
     Args:
-        new: the directory was made for this command; a run that is there is of another one, which
+        new: the directory was made for this command; a run that is there is another's, which
             began at the same moment.
 
     Raises:
@@ -147,12 +147,12 @@ def require_new(out: Path) -> None:
 
 
 def _holds_anything(out: Path) -> bool:
-    """Beside the lock, and what a command left that was ended before its first file."""
+    """Whether there is more than the lock and what a command left before its first file."""
     return any(path.name != LOCK and not path.name.endswith(".partial") for path in out.iterdir())
 
 
 def _first_free(stem: Path) -> Path:
-    """``stem``, or ``stem-2`` …: of two commands that begin in one second each gets its own."""
+    """``stem``, or ``stem-2`` …: of two commands that begin in one second each gets another."""
     out, number = stem, 1
     while True:
         try:

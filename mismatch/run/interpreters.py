@@ -107,7 +107,7 @@ def source_files(package: str, python: str | None, *patterns: str) -> list[Path]
     """Return source files of a package that importing would take long; [] where it is not.
 
     Args:
-        python: interpreter of the environment that holds it; None: this one.
+        python: interpreter of the environment that holds it; None: this interpreter.
         patterns: of files below the package.
     """
     code = f"import importlib.util as u; s = u.find_spec({package!r}); print(s.origin if s else '')"

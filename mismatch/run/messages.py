@@ -64,7 +64,7 @@ def read_error(run_dir: Path | str, label: str) -> MismatchError | None:
 
 
 def write_error(run_dir: Path | str, label: str, error: MismatchError) -> None:
-    """Called by a worker: leave an error that the parent will raise as its own."""
+    """Called by a worker: leave an error that the parent will raise itself."""
     document = {"message": error.message, "fix": error.fix}
     if isinstance(error, OutOfMemory):
         document["kind"] = MEMORY

@@ -24,13 +24,13 @@ DISTRIBUTIONS = (
     *("kernels", "flash-attn-3", "flashinfer-python", "sgl-kernel", "xformers", "liger-kernel"),
 )
 NUMERIC = frozenset(DISTRIBUTIONS) - {"pyarrow", "safetensors"}  # others' versions change no number
-SMALL = 1 << 26  # bytes of a file whose content is hashed; of larger ones size and time are taken
+SMALL = 1 << 26  # bytes of a file whose content is hashed; of larger files size and time are taken
 # Settings that change what runs; never those that could be secrets.
 ENVIRONMENT = re.compile(
     r"(VLLM|SGLANG|TORCH|PYTORCH|NCCL|CUDA|CUBLAS|OMP|MKL|TRITON|TRANSFORMERS)_\w+|HF_HUB_OFFLINE"
 )
 CHECKPOINT = (".safetensors", ".bin", ".json", ".model", ".jinja", ".py")
-# Machines, people and places; secrets besides, see mismatch.run.provenance.
+# Machines, people and places; for secrets, see mismatch.run.provenance.
 PRIVATE = re.compile(r"HOST|_IP($|_)|ADDR|HOME|PATH|DIR|CACHE|USER|PROXY|URL|ENDPOINT")
 
 

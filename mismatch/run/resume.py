@@ -14,7 +14,7 @@ from mismatch.run.store import ROLLOUT, VOCABULARY, made_with, scoring_file, sco
 from mismatch.specs import RolloutSpec, TrainSpec, spec_hash
 
 ABSENT = "(not set)"
-SEPARABLE = ("vllm", "sglang")  # engines that may live in an environment of their own
+SEPARABLE = ("vllm", "sglang")  # engines that may live in a separate environment
 
 
 def rollout_done(run_dir: Path, spec: RolloutSpec) -> bool:

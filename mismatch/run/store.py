@@ -83,7 +83,7 @@ REQUIRED_COLUMNS = {
 ROLLOUT = "rollout.parquet"
 VOCABULARY = "vocabulary.json"
 TOKENS = "tokens.parquet"
-FIX_PREFIX = "fix:"  # of the trainer's scorings that belong to a fix: they have their own table
+FIX_PREFIX = "fix:"  # of the trainer's scorings that belong to a fix: they have a separate table
 
 
 def write_text(path: Path, text: str) -> Path:
@@ -127,7 +127,7 @@ def load_document(run_dir: Path | str, name: str) -> Any:
 
 
 def save_rollout(run_dir: Path | str, rollout: Rollout, made_by: RolloutSpec | None = None) -> Path:
-    """Write ``rollout.parquet``; ``made_by`` is kept beside it, for resuming."""
+    """Write ``rollout.parquet``; ``made_by`` is kept next to it, for resuming."""
     rows: dict[str, Any] = {
         "token_ids": ragged(rollout.token_ids, rollout.offsets),
         "action_mask": ragged(rollout.action_mask, rollout.offsets),
@@ -297,7 +297,7 @@ def _made_with(spec: RolloutSpec | TrainSpec | None) -> dict[str, str] | None:
 
 
 def made_with(spec: RolloutSpec | TrainSpec) -> dict[str, str]:
-    """Versions and weights here: what numbers depend on beside a spec."""
+    """Versions and weights here: what numbers depend on in addition to a spec."""
     side = spec.engine if isinstance(spec, RolloutSpec) else spec
     if isinstance(spec, RolloutSpec) and spec.engine.servers:
         return {}  # the fingerprint says what servers ran

@@ -1,4 +1,4 @@
-"""Parquet files with a schema and a header of their own, and columns of ragged lists."""
+"""Parquet files with a schema and a header, and columns of ragged lists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROUP_VALUES = 1 << 20
 
 
 def write_table(path: Path, columns: dict[str, Any], schema: str, header: dict[str, Any]) -> Path:
-    """Write columns atomically; ``header`` is any JSON data, kept beside the schema's name."""
+    """Write columns atomically; ``header`` is any JSON data, kept next to the schema's name."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
