@@ -18,7 +18,7 @@ class FunctionTrainer:
     Args:
         function: gets token ids [N] int64, lengths [S] int64, action mask [N] bool and the
             temperature; returns [A] (action tokens alone) or [N] (all tokens) natural
-            log-probabilities. It loads its own model, at the first call.
+            log-probabilities. It loads the model itself, at the first call.
         name: as the user wrote it.
     """
 

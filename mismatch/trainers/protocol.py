@@ -20,7 +20,7 @@ Variant = Literal["own", "repeated", "regrouped", "alone", "fp32"]
 - ``own``: as the run does;
 - ``repeated``: the same once more;
 - ``regrouped``: with other micro-batches;
-- ``alone``: one sequence per forward pass, so that no sequence can see another one;
+- ``alone``: one sequence per forward pass, so that no sequence can see another;
 - ``fp32``: as ``own``, computed in float32.
 """
 

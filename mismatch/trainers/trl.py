@@ -22,7 +22,7 @@ from mismatch.trainers.protocol import Facts, Scored, Tokens, TrainerJob, Varian
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 METHOD = "_get_per_token_logps_and_entropies"
-# Fields of GRPOConfig that would start an engine or a tracker, or bring data of their own.
+# Fields of GRPOConfig that would start an engine or a tracker, or bring other data.
 LEFT_OUT = ("use_vllm", "vllm_mode", "report_to", "output_dir", "push_to_hub", "eval_strategy")
 
 
