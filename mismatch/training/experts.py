@@ -15,7 +15,7 @@ registered with transformers' experts interface, so it serves every family that 
 Its numbers are those of ``eager`` bit for bit as long as no expert gets more than ``EXPERT_ROWS``
 tokens of a micro-batch: a longer matmul is cut, which may round another way. In the backward pass
 the gradient of the layer's input arrives as one sum over all experts, where eager's autograd adds
-one expert after the other to what is there; beside shared experts that is another order of the sum.
+one expert after the other to what is there; with shared experts that is another order of the sum.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Logprobs and entropies from hidden states, without ever holding [tokens, vocabulary].
 
-The numerics are the trainer's: the head's matmul in its own dtype, then a float32 log-softmax over
+The numerics are the trainer's: the matmul in the head's dtype, then a float32 log-softmax over
 the whole vocabulary. Only the token axis is cut, so each row sees the same arithmetic as in the
 naive way; an online logsumexp over vocabulary chunks would differ in the last bits.
 
@@ -174,7 +174,7 @@ def token_stats(
         head: hidden states [c, H] to logits [c, V], in the dtype that the trainer would have.
         vocabulary: V, which sets how many rows fit into ``chunk_bytes``.
         sampling: default: temperature 1, nothing cut.
-        rounding: where the trainer rounds beside the head.
+        rounding: where the trainer rounds in addition to the head.
         captured: the rows whose full distributions are kept.
         likeliest: k, of the most likely ids that are kept of every row.
 
@@ -188,7 +188,7 @@ def token_stats(
     strip_rows = max(1, min(STRIP_BYTES // (4 * vocabulary), len(targets)))
     chunk_rows = chunk_bytes // (head(hidden[:0]).element_size() * vocabulary)
     slots = targets.new_full((len(targets),), -1) if captured is None else captured.slots
-    buffers = None  # autograd needs memory of its own for every strip
+    buffers = None  # autograd needs separate memory for every strip
     if not torch.is_grad_enabled():
         buffers = hidden.new_empty(2, strip_rows, vocabulary, dtype=torch.float32)
 

@@ -39,7 +39,7 @@ class MicroBatchScores:
         tokens: [n] indices into T of all forwarded tokens, the rows of ``routes``.
         targets: [a] indices into T of the action tokens, the rows of ``stats``.
         routes: ids [n, L, K], weights [n, L, K] and margin [n, L], those that were recorded.
-        overruled: (token, layer) pairs whose own choice of experts was replaced by replayed ones.
+        overruled: (token, layer) pairs whose own choice of experts was replaced by replay.
     """
 
     tokens: Ints
@@ -110,7 +110,7 @@ def run_batches(
 ) -> list[MicroBatchScores]:
     """Run this rank's micro-batches: every W-th, and as many forward passes as any other rank.
 
-    Ranks that share their sequences take the same ones, each its own positions.
+    Ranks that share their sequences take the same sequences, each rank different positions.
     """
     lengths = [int(n) for n in np.diff(rollout.offsets)]
     batches = plan_batches(lengths, job.spec.micro_batch_tokens, job.spec.layout)

@@ -146,7 +146,7 @@ class SequenceParallel:
             yield
         finally:
             masks[implementation] = mask
-            if kernel is None:  # "eager": every family has its own
+            if kernel is None:  # "eager": every family has a different one
                 del attention[implementation]
             else:
                 attention[implementation] = kernel

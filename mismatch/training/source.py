@@ -85,7 +85,7 @@ def model_directory(spec: TrainSpec) -> Path | None:
 
 
 def require_tokenizer(directory: Path) -> None:
-    """MismatchError unless the directory holds a tokenizer beside the weights."""
+    """MismatchError unless the directory holds a tokenizer next to the weights."""
     if any((directory / name).exists() for name in TOKENIZER_FILES):
         return
     raise MismatchError(

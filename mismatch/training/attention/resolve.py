@@ -91,7 +91,7 @@ def resolve_for(
     honours = True if sinks else None
     target = None if device is None or dtype is None else (device, dtype)
     # Families that support flash kernels, which have no 4D masks, hand masks to the kernel
-    # unchanged; DeepSeek-V4 and Hunyuan-V4 append keys of their own and index into eager's mask.
+    # unchanged; DeepSeek-V4 and Hunyuan-V4 append additional keys and index into eager's mask.
     passes_masks = bool(model._supports_flash_attn)
     if name == "auto" and not sinks:
         return ResolvedAttention(name, "sdpa" if model._supports_sdpa else "eager", None)

@@ -142,7 +142,7 @@ class _Case:
     Attributes:
         mask_function: as in transformers.
         allowed: [T, T] bool, the same written out.
-        arguments: those that a decoder layer passes beside the mask.
+        arguments: those that a decoder layer passes in addition to the mask.
     """
 
     name: str

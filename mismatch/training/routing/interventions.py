@@ -6,7 +6,7 @@ checkpointed layer is recomputed in the backward pass, which may be long after t
 has ended: :func:`checkpoint_contexts` restores it there.
 
 - :class:`RouterNoise` adds normal noise to the logits: the effect that other batch neighbours have
-  on a router, on machines where they have none. Every token of every layer has its own noise, drawn
+  on a router, on machines where they have none. Every token of every layer has other noise, drawn
   from the seed and its position in the rollout: the same for any micro-batches, layout and ranks.
 - :class:`RouterDtype` runs the router's linear map in another dtype (float32), from the weights and
   hidden states as they are, and does not round its logits before softmax and choice. The experts
@@ -231,7 +231,7 @@ class RouterNoise(RouterIntervention):
         return drawn if self.own is None else drawn[self.own]
 
     def added(self, layer: MoeLayer, logits: torch.Tensor) -> torch.Tensor:
-        """``logits`` [..., E] plus the noise of a layer, in their own dtype."""
+        """``logits`` [..., E] plus the noise of a layer, in the dtype of ``logits``."""
         rows = logits.numel() // layer.num_experts
         noise = torch.zeros(rows, layer.num_experts, device=logits.device)
         drawn = torch.from_numpy(self.draw(layer.index, layer.num_experts))

@@ -167,7 +167,7 @@ class Replay(RouterIntervention):
 
     @property
     def overruled(self) -> int:
-        """Number of (token, layer) pairs whose own choice of experts was another one."""
+        """Number of (token, layer) pairs whose own choice of experts was different."""
         return int(sum(int(count) for count in self._overruled.values()))
 
     @property
@@ -179,7 +179,7 @@ class Replay(RouterIntervention):
             return self._override_max_twice(layer)
 
         def replayed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            """Give the replayed ids and their own scores for a top-k over all experts.
+            """Give the replayed ids and the scores of these ids for a top-k over all experts.
 
             Calls of other sizes are left alone: some routers score groups of experts first.
             """
@@ -220,7 +220,7 @@ class Replay(RouterIntervention):
         return replayed
 
     def before_experts(self, layer: MoeLayer, arguments: CallArguments) -> CallArguments:
-        """Replace the gate's weights by the replayed ones, in mode "ids+weights"."""
+        """Replace the gate's weights by the replayed weights, in mode "ids+weights"."""
         if self.weights is None:
             return arguments
         args, kwargs = arguments
