@@ -46,7 +46,7 @@ class Run:
         """The whole report, as report.json holds it.
 
         Raises:
-            MismatchError: report.json is missing, damaged, or contradicted by its own numbers.
+            MismatchError: report.json is missing, damaged, or contradicted by the numbers in it.
         """
         from mismatch.pipeline.saved_runs import load_report
 
@@ -80,7 +80,7 @@ class Run:
         return store.load_tokens(self.directory)
 
     def compare(self, *others: Run) -> RunComparison:
-        """Compare other runs with this one, metric by metric.
+        """Compare other runs with this run, metric by metric.
 
         Raises:
             MismatchError: they cannot be compared.
@@ -122,7 +122,7 @@ def check(*, verbose: bool = False, **flags: Any) -> Run:
 def load(directory: str | os.PathLike[str]) -> Run:
     """Return a saved run.
 
-    Its verdict is unverified: that of report.json, which its own numbers must bear out.
+    Its verdict is unverified: that of report.json, which the numbers in it must bear out.
     ``mismatch compare RUN`` judges the scorings again.
 
     Raises:

@@ -10,7 +10,7 @@ sequence and its place in it, never on its text; those with the smallest numbers
 engine can choose while it samples, before it knows how many tokens there will be.
 
 M is the number of positions, k that of ids per position, V the size of the vocabulary; other
-letters as in mismatch.types. Beside them, what cannot be true of captured experts, and what an
+letters as in mismatch.types. Also here: what cannot be true of captured experts, and what an
 engine gives with its prefix cache and without.
 """
 

@@ -71,7 +71,7 @@ def from_json(cls: type[T], document: Any, path: str = "") -> T:
 
 
 def fields_of(document: Any, schema: str, *, command: str) -> dict[str, Any]:
-    """The document without its schema's name, which must be this one."""
+    """The document without its schema's name, which must be the expected name."""
     name = document.get("schema") if isinstance(document, dict) else None
     if name != schema:
         raise MismatchError(

@@ -15,7 +15,7 @@ class MismatchError(Exception):
     Args:
         message: what went wrong and where (file, line, layer, row …).
         fix: what the user can do about it; a command where one exists.
-        log: last lines of the log of a process that failed without a word of its own.
+        log: last lines of the log of a process that failed without an error message.
 
     Attributes:
         headline: the message without the log.

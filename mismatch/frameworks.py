@@ -16,7 +16,7 @@ class Framework:
     Attributes:
         id: as in ``--framework ID``.
         title: as it writes its name.
-        version: that was read; "" where a source names its own commit.
+        version: that was read; "" where a source names a commit itself.
         logs: its source was read for the metrics that it logs.
     """
 

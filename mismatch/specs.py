@@ -116,7 +116,7 @@ class Sampling:
 
     @property
     def scored_temperature(self) -> float:
-        """Greedy decoding (T = 0) has no distribution of its own: it is scored at T = 1."""
+        """Greedy decoding (T = 0) has no distribution to score by: it is scored at T = 1."""
         return self.temperature if self.temperature > 0 else 1.0
 
 
@@ -127,7 +127,7 @@ class EngineSpec:
     Attributes:
         model: hub id or directory, resolved (no alias).
         args: further engine arguments, (name, value) pairs, values as JSON would read them.
-        python: interpreter that the engine's process runs under; None: this one.
+        python: interpreter that the engine's process runs under; None: this interpreter.
         weights: the form in which the experts are served, see mismatch/models/derived.py.
         env: environment variables of the engine's process, (name, value) pairs.
         servers: addresses of running servers that sample, for the engine "server".
@@ -314,7 +314,7 @@ class TrainSpec:
         sequence_parallel: N ranks that share each micro-batch, every one with 1 / N of its
             positions (Ulysses); see mismatch/training/sequence_parallel.py.
         temperature_in: where logits are divided by T: "fp32" after the upcast; "logits" before it,
-            in their own dtype; "logits-rounded" likewise, with T rounded to that dtype first.
+            in the dtype they have; "logits-rounded" likewise, with T rounded to that dtype first.
         logprobs_dtype: what logprobs and entropies are rounded to on their way out, or None.
         grad: run the forward in train mode with gradients on.
         weights: the form of the experts that are loaded, see mismatch/models/derived.py.
@@ -323,7 +323,7 @@ class TrainSpec:
         replay_source: the scoring whose routes are replayed; None: the engine's decode.
         inject: (name, size) of disturbances planted on purpose, see mismatch/models/moe.py.
         scorer: whose code computes the log-probabilities: "fsdp" is ours, see mismatch/trainers.
-        python: interpreter of the training processes; None: this one.
+        python: interpreter of the training processes; None: this interpreter.
         scorer_config: the framework's own configuration, of an adapter.
         scorer_overrides: ``key=value`` over that file.
     """
@@ -588,7 +588,7 @@ def spec_hash(spec: Any) -> str:
     """Twelve hex digits that change whenever anything in the spec does, but the place.
 
     A run may go on with servers at other addresses: that they are the same otherwise is asked of
-    the servers, see mismatch/engines/servers. Passes do not depend on what runs beside them.
+    the servers, see mismatch/engines/servers. Passes do not depend on what runs next to them.
     """
     import hashlib
     import json
