@@ -5,7 +5,7 @@
 An eighth of gpt-oss-20b's layer, so that a CPU can do it: 8 of its 64 query heads of 64, 1 of its 8
 key heads, as in its tensor-parallel shard of 8; a full layer and one with its window of 128. Only
 the attention itself runs, from q, k, v and sinks to their gradients; its memory and time grow with
-the number of heads. Every measurement is a process of its own.
+the number of heads. Every measurement is a separate process.
 
 Memory is the most that is taken above the inputs and their gradients, by the kernel's high-water
 mark of resident memory (benchmarks/memory.py says how). Time is the processor's, on one thread.
@@ -125,7 +125,7 @@ def run(job: dict[str, Any], leaves: list[Any], tokens: int) -> None:
 
 
 def measure(dtype: str, layer: str, tokens: int, kernel: str, before: Row | None = None) -> Row:
-    """In a process of its own; glibc maps every tensor apart, so that the mark follows them.
+    """In a separate process; glibc maps every tensor apart, so that the mark follows them.
 
     Args:
         before: the same kernel at a shorter length, where its memory grows with the square.

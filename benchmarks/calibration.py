@@ -3,8 +3,8 @@
     python benchmarks/calibration.py DIR [--cases NAME …]
 
 Every case is one long `mismatch check` in DIR/NAME. It is cut into disjoint blocks of 64 prompts,
-and each block is judged as a run of its own would be, by all tests of the verdict. After each case
-docs/evidence/calibration.json is written, and calibration.md beside it. A case in it is not run
+and each block is judged as a separate run would be, by all tests of the verdict. After each case
+docs/evidence/calibration.json is written, and calibration.md next to it. A case in it is not run
 again (unless named in `--again`), and neither is a run that is in DIR, so the command goes on where
 it was stopped. `--write` runs nothing, `--judge` judges the runs of DIR again.
 
@@ -63,7 +63,7 @@ class Case:
         fault: what is planted, NAME:STRENGTH; "": clean. The name is one of
             benchmarks/planted_fault.py, or the fault lies in the flags.
         task: built-in prompts in place of random token ids, which are short.
-        yardstick: of the engine, where it is not its own precision's.
+        yardstick: of the engine, where it is not that of its precision.
         of: the clean case that a fault is compared with.
     """
 

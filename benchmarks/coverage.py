@@ -5,9 +5,9 @@
     python benchmarks/coverage.py --differences        # of means, before and after a fix
 
 The designs are in benchmarks/coverage_designs.py. For differences, deltas have a scale that the
-tokens of a prompt share and one that those of a sample share, as real ones do: four samples of a
+tokens of a prompt share and one that those of a sample share, as real deltas do: four samples of a
 prompt are worth far less than four prompts. "light" tails are Gaussian given these scales; "heavy"
-ones add a log-normal jump to 1.5 tokens in 1,000. Each repetition draws new tokens and makes the
+tails add a log-normal jump to 1.5 tokens in 1,000. Each repetition draws new tokens and makes the
 interval that a report would print. Truths are closed forms there, and large draws for the rest.
 """
 
@@ -135,7 +135,7 @@ def on_same_tokens(name: str) -> Callable[[np.random.Generator, int, bool, int],
 def by_prompt(
     name: str, shared: bool
 ) -> Callable[[np.random.Generator, int, bool, int], Estimate | None]:
-    """Two runs with tokens of their own, on the same prompts or on others."""
+    """Two runs with different tokens, on the same prompts or on others."""
 
     def made(rng: np.random.Generator, prompts: int, heavy: bool, seed: int) -> Estimate | None:
         sequence, prompt = layout(prompts)
@@ -194,7 +194,7 @@ def coverage(
 
 
 def power(case: Case, prompts: int, repetitions: int = 200, seed: int = 0) -> float:
-    """Share of the repetitions in which a true difference is told from none."""
+    """Share of the repetitions in which a true difference is found."""
     told = 0
     for number in range(repetitions):
         made = case.made(np.random.default_rng([seed, number]), prompts, False, number)

@@ -2,12 +2,12 @@
 
     python benchmarks/end_to_end.py [--num-prompts 1024] [--max-tokens 128] [--keep DIR] [--whole]
 
-One `mismatch check` (without the passes of the noise floor), with times from its own run.json.
+One `mismatch check` (without the passes of the noise floor), with times from its run.json.
 Floor: the engine's generation alone plus one trainer forward over the same tokens. Taken off: the
 start-ups (until the engine is ready to sample; what the trainer still needs to get ready after the
 engine is done; the interpreter of the tool). Counted: everything else, such as digests of the
 weights, the ends of both processes, metrics with their intervals, and the report. Goal: at most
-1.25 times the floor. The engine's prefill rescoring is a measurement of its own (--no-prefill
+1.25 times the floor. The engine's prefill rescoring is a separate measurement (--no-prefill
 leaves it out), so the goal is without it; the ratio with it is printed as well. Also printed: how
 much of the trainer's start-up passed while the engine was at work.
 

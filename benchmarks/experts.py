@@ -4,7 +4,7 @@
 
 32 experts of 2,880 x 2,880, four per token, bf16: 1.6 GB of weights, as much again for their
 gradient. ``eager``, ``grouped_mm`` and ``batched_mm`` are transformers' own, ``bounded`` is ours
-(mismatch/training/experts.py). Every measurement is a process of its own, so that no freed memory
+(mismatch/training/experts.py). Every measurement is a separate process, so that no freed memory
 of one hides in the next.
 
 "forward" is what a forward pass without gradients takes above the weights; "backward" is what a
@@ -227,7 +227,7 @@ def backward_bytes(
 
 
 def measure(sizes: dict[str, Any], implementation: str, tokens: int, backward: bool) -> Row:
-    """Both passes of one implementation, each in its own process."""
+    """Both passes of one implementation, each in a separate process."""
     import torch
 
     from mismatch.doctor.memory import forward_bytes

@@ -1,4 +1,4 @@
-"""What fixes of the trainer cost beside their forward passes, in one training world of two ranks.
+"""What fixes of the trainer cost beyond their forward passes, in one training world of two ranks.
 
     python benchmarks/fixes.py [--sequences 64] [--tokens 512]
 

@@ -6,7 +6,7 @@ DIR is that of benchmarks/known_issues.py, with its clean run and what it has re
 it does not plant are planted in FSDP2 and scored (benchmarks/gallery_faults.py), once each. What
 the page has is kept, unless --again is given and DIR has what it is drawn from.
 Left: every token, the engine's probability against the trainer's. Right: mean |delta| along the
-sampled tokens, on a logarithmic axis, beside the same block of the clean run.
+sampled tokens, on a logarithmic axis, next to the same block of the clean run.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _planted(fault: Fault) -> str:
 
 
 def picture(case: Case, clean: Case, title: str) -> str:
-    """The SVG of one case beside the clean one."""
+    """The SVG of one case next to the clean case."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
         f'height="{HEIGHT}" font-family="sans-serif" font-size="10" fill="{INK}">',

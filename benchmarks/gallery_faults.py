@@ -116,7 +116,7 @@ def _one_expert(scorer: Any) -> Callable[[], None]:
 def _float32_tables(cast: bool) -> Callable[[Any], Callable[[], None]]:
     """Rotary tables are handed to the layers in float32, as in torchtitan; FSDP2 casts them or not.
 
-    transformers rounds its own tables to the model's dtype before any layer has them.
+    transformers rounds the tables that it makes to the model's dtype before any layer has them.
     """
 
     def plant(scorer: Any) -> Callable[[], None]:

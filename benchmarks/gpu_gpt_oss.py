@@ -5,7 +5,7 @@
 The real architecture (24 layers, 32 experts, vocabulary 201,088 …) gets random bf16 weights
 straight on the device, shard by shard, so that neither a checkpoint on disk, nor a hub, nor an
 engine is needed; scoring is the product's own path: FSDP2 at world size 1, routing recorded,
-logprobs and entropies of every token. Random weights route more evenly than trained ones; nothing
+logprobs and entropies of every token. Random weights route more evenly than trained; nothing
 else about speed or memory depends on their values. Needs one GPU of 80 GB or more.
 
 Then the questions of benchmarks/gpu_parts.py are put, each answered yes, no or "not run" (with the
@@ -88,7 +88,7 @@ class Measured:
 
 
 def random_model(config: Any, spec: TrainSpec, world: World) -> LoadedModel:
-    """The architecture with random weights, each rank making only its own shard."""
+    """The architecture with random weights, each rank making only that rank's shard."""
     import transformers
 
     bare = skeleton(config)
@@ -154,7 +154,7 @@ def run(tiny: bool) -> dict[str, Any]:
         raise SystemExit("no GPU here: use --tiny to run the same code on a tiny model")
     config = configuration("gpt_oss", **({} if tiny else SHAPE))
     long, many = (512, [256] * 4) if tiny else (16384, [2048] * 16)
-    # Room for a long sequence of its own, or for eight of the others in one forward pass.
+    # Room for a long sequence alone, or for eight of the others in one forward pass.
     spec = TrainSpec("random", dtype="bf16", master_dtype="bf16", micro_batch_tokens=long)
     with MemoryPeak(world.device, True) as peak:
         started = time.perf_counter()
@@ -206,7 +206,7 @@ def markdown(facts: dict[str, Any]) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace what stands between the two marks."""
+    """Replace the text between the two marks."""
     before, mark, rest = path.read_text().partition(START)
     _, end, after = rest.partition(END)
     if not mark or not end:

@@ -1,4 +1,4 @@
-"""What a GPU has to show beside speed: one function a question, each with its answer or why not.
+"""What a GPU has to show apart from speed: one function a question, each with its answer, or why none.
 
 Run by ``benchmarks/gpu_gpt_oss.py``; nothing here needs vLLM or a network, and the parts that would
 use vLLM say so where it is missing. On a CPU the same code runs on tiny sizes.
@@ -125,7 +125,7 @@ def tf32(device: torch.device) -> str:
 
 def flash(kernel: str, sinks: bool, device: torch.device) -> str:
     need_cuda(device)
-    from transformers import AttentionInterface  # noqa: F401 (registers its own)
+    from transformers import AttentionInterface  # noqa: F401 (registers its kernels)
 
     package = "flash_attn" if kernel == "flash_attention_2" else "kernels"
     if importlib.util.find_spec(package) is None:

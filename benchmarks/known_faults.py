@@ -29,7 +29,7 @@ class Fault:
 
     Attributes:
         issues: with this root cause, owner/repo#number.
-        expected: causes of which one must come first: those that data cannot tell apart.
+        expected: causes of which one must come first: those that data cannot separate.
         side: whose numbers are off; "": no side is at fault, or the data cannot say.
         strengths: weak, middle, strong.
         models: that it can be planted in; (): all.

@@ -1,4 +1,4 @@
-"""Runs of benchmarks/known_issues.py: clean ones, faults of engines, a trainer with a fault."""
+"""Runs of benchmarks/known_issues.py: clean runs, faults of engines, a trainer with a fault."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def check(home: Path, name: str, model: str, flags: tuple[str, ...], plant: str 
 
 
 def clean_runs(home: Path, make: bool) -> dict[str, Path]:
-    """Name -> run directory of those that are there; missing ones are made where asked."""
+    """Name -> run directory of those that are there; missing runs are made where asked."""
     places = {}
     for name, (model, flags) in CLEAN.items():
         run_dir = home / "runs" / f"clean-{name}"
@@ -138,7 +138,7 @@ def calibration_runs(folder: Path) -> dict[str, Path]:
 
 
 def blocks(run: RunArtefacts, drawn: int = 0) -> list[RunArtefacts]:
-    """Disjoint blocks of 64 prompts, then drawn ones; the whole where it is no longer."""
+    """Disjoint blocks of 64 prompts, then drawn blocks; the whole where it is no longer."""
     prompts = np.unique(run.rollout.prompt_index)
     order = np.random.default_rng(0)
     shuffled = order.permutation(prompts)

@@ -5,7 +5,7 @@
 Clean runs of `mismatch check` (vLLM or transformers against FSDP2) lie in DIR/runs/clean-*; those
 that are missing are made. Faults of a trainer are planted in the model that FSDP2 has loaded (a
 world of one rank) and score the tokens that the engine sampled in a clean run; faults of an engine
-are planted in vLLM (benchmarks/planted_fault.py, or a setting) in runs of their own, which
+are planted in vLLM (benchmarks/planted_fault.py, or a setting) in separate runs, which
 `--engines` makes; faults of pairing are planted in recorded numbers. Nothing is declared: both
 sides' fingerprints are taken away but for the dtype. A cell (fault, strength, model, seed) that has
 been measured is not measured again.
@@ -124,7 +124,7 @@ def planted(home: Path, runs: dict[str, Path], done: set[str], make: bool) -> It
 
 
 def engine_cells(home: Path, done: set[str]) -> Iterator[dict]:
-    """Faults of an engine: each run of its own that is there."""
+    """Faults of an engine: each separate run that is there."""
     for n, fault in enumerate(ENGINES):
         run_dir = home / "runs" / fault.name
         if fault.name in done or not (run_dir / "report.json").is_file():

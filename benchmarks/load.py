@@ -1,6 +1,6 @@
 """Measure large dumps, runs and folders of runs: ``python -m benchmarks.load --place DIR``.
 
-Each command runs in a process of its own; seconds and the largest resident memory are the kernel's.
+Each command runs in a separate process; seconds and the largest resident memory are the kernel's.
 The dumps are drawn: two sides that differ by normal noise. What is there from an earlier call is
 not made again. The output is the table of docs/evidence/load.md.
 """

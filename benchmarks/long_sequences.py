@@ -71,7 +71,7 @@ def measure(model: Any, dtype: str, kernel: str, tokens: int) -> Row:
     model.set_attn_implementation(KERNELS[kernel])
     ids = (torch.arange(tokens) * 7 % 300)[None]
     with torch.no_grad():
-        model.model(input_ids=ids[:, :64], use_cache=False)  # first use touches memory of its own
+        model.model(input_ids=ids[:, :64], use_cache=False)  # first use touches additional memory
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM := VmRSS
         before, started = _status("VmRSS"), time.process_time()
         model.model(input_ids=ids, use_cache=False)

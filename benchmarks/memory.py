@@ -8,7 +8,7 @@ with random weights (or on tiny-gpt-oss) and compares its peak with ``mismatch.d
 What is measured: the kernel's own high-water mark of each rank's resident memory (VmHWM), set back
 right before a pass begins, less what is mapped from files (libraries, checkpoints: the kernel can
 drop it), above the anonymous memory right before the weights load. glibc is told to map every block
-of 64 KiB or more on its own (MALLOC_MMAP_THRESHOLD_), so that a freed tensor leaves the process at
+of 64 KiB or more separately (MALLOC_MMAP_THRESHOLD_), so that a freed tensor leaves the process at
 once and the mark follows the tensors that are alive, not the allocator's leftovers.
 
 What is not the model's is taken off: what the matmul libraries keep for good (touched before
@@ -127,7 +127,7 @@ MEASURED = {
 
 
 def rank_main(job_path: str) -> int:
-    """Run the worker; leave the marks of this rank beside the job."""
+    """Run the worker; leave the marks of this rank next to the job."""
     import mismatch.training.load as loading
     import mismatch.training.score as scoring
     from mismatch.processes.workers import session

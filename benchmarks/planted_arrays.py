@@ -4,7 +4,7 @@
 
 RUN: a run directory of `mismatch check`, or of benchmarks/calibration.py. Every fault is planted
 into all passes of the engine at the run's precision (a pass in float32 stays right), and the run is
-judged anew. Prints Markdown: what becomes of each fault over the whole run, and for rare faults of
+judged again. Prints Markdown: what becomes of each fault over the whole run, and for rare faults of
 several shares and sizes in how many of its blocks of 64 prompts they are found.
 """
 
@@ -136,7 +136,7 @@ FAULTS: dict[str, Callable[[Tokens], Floats]] = {
 
 
 def planted(run: Recorded, fault: Callable[[Tokens], Floats]) -> Recorded:
-    """The run with the fault in the engine's passes at its own precision."""
+    """The run with the fault in the engine's passes at the engine's precision."""
     found = run.found
     sequence = found.rollout.sequence_of_token[found.rollout.actions]
     prompt = found.rollout.prompt_index[sequence]

@@ -105,7 +105,7 @@ def _expert(name: str, tensor: torch.Tensor, files: dict[str, Any]) -> torch.Ten
 
 def _scaled(key: str) -> Config:
     def change(config: dict[str, Any], size: float) -> bool:
-        """Multiply a number of the configuration wherever it stands."""
+        """Multiply a number of the configuration wherever it is."""
         changed = False
         for name, value in list(config.items()):
             if isinstance(value, dict):

@@ -68,7 +68,7 @@ def rope(model: Any, strength: float) -> None:
 
 
 def rope_beyond(model: Any, strength: float) -> None:
-    """Rotations stand still from the position that the strength names."""
+    """Keep rotations constant from the position that the strength names."""
     import torch
 
     seen = set()

@@ -54,7 +54,7 @@ def measured(world: World, scorer: Scorer, tokens: int, backward: bool) -> tuple
     parallel = SequenceParallel.of(world, world.size)
     kernel = KERNELS["sink-sdpa"]
     with parallel.installed(kernel), torch.set_grad_enabled(backward):
-        for length in (64, tokens):  # first use touches memory of its own
+        for length in (64, tokens):  # first use touches additional memory
             batch = parallel.split(collate([torch.arange(length).numpy() % 300], "padding", "cpu"))
             world.barrier()
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM := VmRSS

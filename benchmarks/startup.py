@@ -1,9 +1,9 @@
-"""How long the help takes, against importing typer and rich: the floor of any such tool.
+"""How long the help takes, against importing typer and rich: the floor of any tool like it.
 
     python benchmarks/startup.py [--runs 20]
 
 The commands are run in turns, each in a fresh interpreter, and compared by the fastest of each:
-what the machine does besides only ever adds. CPU time is compared, so that other processes count
+what the machine does meanwhile only ever adds. CPU time is compared, so that other processes count
 little. Goals: `mismatch --help` at most 1.5 times, `mismatch check --help` at most 2 times.
 """
 

@@ -3,8 +3,8 @@
     python tools/loop_page.py [RUN ...]
 
 RUN: runs of `mismatch loop`, finished or not, with the settings of the demonstration: their arms
-and seeds are put beside those that are there, or in their place. Everything in the document between
-the markers comes from that file: whoever goes on with a run writes it anew.
+and seeds are added to those that are there, or replace them. Everything in the document between
+the markers comes from that file: whoever goes on with a run writes it again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ COLOURS = {INK: "#222222", FAINT: "#777777", GRID: "#dddddd", ACCENT: "#2b5cc4",
 
 
 def take(runs: Sequence[Path]) -> None:
-    """Keep the curves of these runs beside those that are there, shortened to some digits."""
+    """Keep the curves of these runs next to those that are there, shortened to some digits."""
     known = [read(EXAMPLE / "loop.json")] if (EXAMPLE / "loop.json").exists() else []
     report = merged([*known, *map(taken, runs)])
     save_page(EXAMPLE, report)
@@ -134,7 +134,7 @@ def read(path: Path) -> LoopReport:
 
 
 def learnt(run: SeedRun) -> str:
-    """The first step whose mean over the last ones reaches :data:`LEARNT`."""
+    """Return the first step whose mean over the last steps reaches :data:`LEARNT`."""
     high = running(run.curve("reward")) >= LEARNT
     high[: WINDOW - 1] = False
     return str(int(high.argmax())) if high.any() else "–"
@@ -164,7 +164,7 @@ def missing(report: LoopReport) -> Iterator[str]:
 
 
 def text(report: LoopReport) -> str:
-    """What stands between the markers."""
+    """Return the text between the markers."""
     titles = ("arm", "seed:", "steps:", "reward", "k3 KL, nats", "ESS of sequences")
     more = ("largest gradient norm:", f"reward {LEARNT:g} at step:")
     more += ("gradient norm warns at:", "reward falls at:")

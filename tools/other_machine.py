@@ -1,7 +1,7 @@
 """Run the unit and command-line tests as another machine would run them.
 
 Sums differ in their last bits between CPUs, because vector units add in another order. This script
-simulates other CPUs and another surrounding on this one:
+simulates other CPUs and another surrounding on this machine:
 
 - ``plain``: numpy and torch without AVX2 and AVX-512, OpenBLAS's kernels for Haswell, two OpenMP
   threads, the C locale, Tokyo's time zone, a terminal of 200 columns, an umask of 077. All tests.

@@ -2,7 +2,7 @@
 
     python tools/stacks.py [--only NAME …] [--work DIR] [--page]
 
-Every stack gets an environment of its own: its engine and its packages over a shared torch. Both
+Every stack gets a separate environment: its engine and its packages over a shared torch. Both
 sides of `mismatch check --python` run there; mismatch itself is not installed in it. What is
 measured already is not measured again, so the command can be stopped and started. `--page` writes
 the page from what is there. An environment with another torch takes 5 GB.
@@ -112,7 +112,7 @@ def environment(stack: Stack, work: Path) -> Path:
 
 
 def made(folder: Path, below: list[Path], installs: list[list[str]]) -> Path:
-    """Make an environment over others, whose packages it sees behind its own."""
+    """Make an environment over others, whose packages it sees behind those it holds."""
     python, done = folder / "bin" / "python", folder / "complete"
     if done.exists():
         return python
@@ -192,7 +192,7 @@ ALWAYS = {"GPU kernels", "multi-turn rollouts", "weight synchronisation"}
 
 
 def random_model(family: str, work: Path) -> Path:
-    """Return a tiny checkpoint of a family with random weights, beside prompts for it."""
+    """Return a tiny checkpoint of a family with random weights, and prompts for it."""
     directory = work / "models" / family
     if not (directory / "config.json").exists():
         sys.path.insert(0, str(ROOT))

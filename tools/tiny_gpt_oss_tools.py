@@ -131,7 +131,7 @@ def tool_texts(chat: Chat) -> Iterator[str]:
 def spoken_tokens(ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
     """Mask [rows, T] of what the assistant samples: from after its header to the end token.
 
-    The headers between its own messages (analysis, then a call) are sampled too.
+    The headers between the assistant's messages (analysis, then a call) are sampled too.
     """
     (assistant,) = tokenizer.encode("assistant")
     mask = torch.zeros_like(ids, dtype=torch.bool)

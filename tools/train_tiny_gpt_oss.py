@@ -266,7 +266,7 @@ def train(
 def held_out_batches(
     recipe: Recipe, tokenizer: PreTrainedTokenizerFast
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Eight batches (ids, mask, assistant mask) of conversations from a seed of their own."""
+    """Eight batches (ids, mask, assistant mask) of conversations from a separate seed."""
     stream = batches(documents(recipe, tokenizer, SEEDS["held_out_text"]), random.Random(0))
     return [(ids, mask, recipe.spoken(ids, tokenizer)) for ids, mask in islice(stream, 8)]
 
