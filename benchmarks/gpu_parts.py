@@ -1,4 +1,4 @@
-"""What a GPU has to show apart from speed: one function a question, each with its answer, or why none.
+"""What a GPU has to show except speed: one function a question, each with its answer or why not.
 
 Run by ``benchmarks/gpu_gpt_oss.py``; nothing here needs vLLM or a network, and the parts that would
 use vLLM say so where it is missing. On a CPU the same code runs on tiny sizes.
