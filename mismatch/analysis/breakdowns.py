@@ -31,7 +31,7 @@ def special_ids(facts: Fingerprint) -> set[int]:
 
 
 def token_class(text: str | None, special: bool = False) -> str:
-    """Special, whitespace, digit (no letter), word (a letter), other (punctuation), unknown.
+    """Return special, whitespace, digit (no letter), word (a letter), punctuation or unknown.
 
     >>> [token_class(text) for text in (" the", "12", "\\n", "<|end|>", ").", None)]
     ['word', 'digit', 'whitespace', 'special', 'other', 'unknown']
@@ -97,11 +97,11 @@ class Places:
         )
 
     def chosen(self, chosen: Bools) -> Places:
-        """Some of the tokens."""
+        """Return some of the tokens."""
         return Places(*(getattr(self, each.name)[chosen] for each in fields(self)))
 
     def grouped(self, bucket: Ints) -> tuple[Ints, Table]:
-        """The buckets that hold tokens, in ascending order, and the four columns."""
+        """Return the buckets that hold tokens, in ascending order, and the four columns."""
         count = np.bincount(bucket)
         present = np.flatnonzero(count)
         means = [
@@ -162,7 +162,7 @@ def breakdowns(
 
 
 def bucket_width(position: Ints) -> int:
-    """The power of two that makes at most 32 buckets: block boundaries stay bucket boundaries."""
+    """Return the power of two for at most 32 buckets: block boundaries stay bucket boundaries."""
     width = 1
     while position.max() // width >= POSITION_BUCKETS:
         width *= 2
@@ -283,7 +283,7 @@ def by_block(places: Places, left: Fingerprint, right: Fingerprint) -> Table:
 
 
 def boundaries(left: Fingerprint, right: Fingerprint) -> list[tuple[str, int]]:
-    """The boundaries that both sides' facts name, each with its size in tokens."""
+    """Return the boundaries that both sides' facts name, each with its size in tokens."""
     facts = {**right, **{key: value for key, value in left.items() if value is not None}}
     block = facts.get("block_size")
     sizes = [("KV block", int(size)) for size in ([block] if block else KV_BLOCKS)]
@@ -308,7 +308,7 @@ def _append(table: Table, name: str, size: int, values: Floats, at: Bools) -> No
 
 
 def top_tokens(rollout: Rollout, places: Places, pair: Pair, texts: Mapping[int, str]) -> Table:
-    """The tokens of the largest terms of k3, with the text around them: who carries the KL."""
+    """Return the tokens of the largest terms of k3, with the text around them."""
     most = min(TOP_TOKENS, len(places.k3))
     candidates = np.sort(np.argpartition(-places.k3, most - 1)[:most])
     order = candidates[np.argsort(-places.k3[candidates], kind="stable")]

@@ -15,13 +15,13 @@ from mismatch.types import Check, Report, Scoring
 
 
 def measure(run: RunArtefacts, spec: CheckSpec) -> Causes:
-    """What every detector says of the headline's two sides."""
+    """Return what every detector says of the headline's two sides."""
     others = others_of(run.usable, run.decode, run.train)
     return diagnose(Case.of(run.rollout, run.decode, run.train, others), detectors())
 
 
 def others_of(usable: dict[str, Scoring], decode: Scoring, train: Scoring) -> dict[str, Scoring]:
-    """The passes other than the headline's two."""
+    """Return the passes other than the headline's two."""
     return {n: scoring for n, scoring in usable.items() if n not in (decode.name, train.name)}
 
 

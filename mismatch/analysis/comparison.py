@@ -144,7 +144,7 @@ def is_sampling_law(rollout: Rollout, scoring: Scoring) -> bool:
 def paired_routing(
     rollout: Rollout, left: Scoring, right: Scoring, noise: RouterNoise | None = None
 ) -> PairedRouting | None:
-    """Validated routing of both sides on their common layers; None where a side has none."""
+    """Return validated routing of both sides on their common layers; None where a side has none."""
     if left.routing is None or right.routing is None:
         return None
     left.routing.validate(rollout, left.name)
@@ -153,7 +153,7 @@ def paired_routing(
 
 
 def inputs(pair: Pair, left: Scoring, right: Scoring) -> dict[str, Array]:
-    """The arrays that metrics ask for by name, those of them that were measured."""
+    """Return the arrays that metrics ask for by name, those of them that were measured."""
     arrays: dict[str, Array] = {
         "rollout": pair.rollout,
         "train": pair.train,

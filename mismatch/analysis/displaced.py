@@ -287,7 +287,7 @@ def _mean(values: Floats, prompts: Ints) -> Floats:
 
 
 def _medians(values: Floats, sequence: Ints, prompts: Ints) -> Floats:
-    """The largest median of |values| of a prompt's long responses, of prompts that have one."""
+    """Return the largest median of |values| of a prompt's long responses, if it has any."""
     starts = np.flatnonzero(np.diff(sequence, prepend=-1))
     ends = np.append(starts[1:], len(sequence))
     medians: dict[int, float] = {}

@@ -41,7 +41,7 @@ def exact_reason(left: Scoring, right: Scoring) -> str:
 def exact_arrays(
     left: Scoring, right: Scoring, *, sampled_by_left: bool = False
 ) -> dict[str, Array]:
-    """What the metrics of mismatch.metrics.exact ask for, [M] each.
+    """Return what the metrics of mismatch.metrics.exact ask for, [M] each.
 
     Raises:
         MismatchError: a side without distributions, other positions, ids or tokens, NaN, or rows

@@ -67,7 +67,7 @@ DEQUANTISED = frozenset(("mxfp4", "gpt_oss_mxfp4"))
 
 
 def column_for(rollout: Fingerprint, train: Fingerprint) -> str | None:
-    """The column of the levels table: the class of the less precise side.
+    """Return the column of the levels table: the class of the less precise side.
 
     "quantised" where the two sides compute with other values: a quantised KV cache, or weights that
     one side alone holds quantised. A checkpoint that is stored quantised and that the trainer
@@ -223,7 +223,7 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
 
 
 def _uneven(estimate: Estimate, high: float) -> float:
-    """The upper end of an interval that few tokens or prompts carry, as far as it is believed.
+    """Return the upper end of an interval that few tokens or prompts carry, as far as believed.
 
     Twice its arm covers as it says (benchmarks/coverage.py). From few prompts the interval itself
     reaches to what was not drawn, and is not widened once more.
@@ -259,7 +259,7 @@ def verdict(
     column: str | None,
     unmeasured: str = "",
 ) -> Verdict:
-    """The run's verdict: the worse of correctness (checks) and fitness (levels).
+    """Return the run's verdict: the worse of correctness (checks) and fitness (levels).
 
     Args:
         unmeasured: why correctness could not be measured by the square; "": it was, or nobody
@@ -365,6 +365,6 @@ def exit_code(result: Verdict, fail_on: str = "inconclusive") -> int:
 
 
 def fails_on(asked: str | None, quick: bool) -> str:
-    """The status from which a command fails: what was asked for; by itself "inconclusive", and
+    """Return the status from which a command fails: what was asked; by itself "inconclusive", and
     after ``--quick``, which leaves correctness open, "unfit"."""
     return asked or ("unfit" if quick else "inconclusive")

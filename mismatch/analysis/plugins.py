@@ -48,11 +48,11 @@ class RunArtefacts:
 
 
 def not_measured(run: RunArtefacts, spec: CheckSpec) -> None:
-    """An analysis whose result comes from separate passes, and not from a check's artefacts."""
+    """Return None: the result comes from separate passes, and not from a check's artefacts."""
 
 
 def seen(result: object) -> tuple[str, ...]:
-    """An analysis that leaves nothing out."""
+    """Return nothing: the analysis leaves nothing out."""
     return ()
 
 
@@ -104,16 +104,16 @@ class Analysis(Generic[R]):
     of_pairs: bool = False
 
     def write(self, result: R) -> dict[str, Any]:
-        """The keys of report.json that hold it."""
+        """Return the keys of report.json that hold it."""
         return {self.id: to_json(result)}
 
     def read(self, document: dict[str, Any]) -> R | None:
-        """The inverse; None where the report does not have it."""
+        """Return the inverse; None where the report does not have it."""
         entry = document.get(self.id)
         return None if entry is None else from_json(self.result, entry)
 
     def schema(self, definitions: dict[str, Any]) -> dict[str, Any]:
-        """The JSON Schema of its keys."""
+        """Return the JSON Schema of its keys."""
         return {self.id: schema_of(self.result, definitions)}
 
 

@@ -82,7 +82,7 @@ def replayed(scoring: Scoring) -> str:
 
 
 def notes(left: Scoring, right: Scoring, routes: PairedRouting, noise: RouterNoise | None) -> Table:
-    """What a reader of the tables has to know: ``fact`` and ``value``, both text."""
+    """Return what a reader of the tables has to know: ``fact`` and ``value``, both text."""
     assert right.routing is not None
     rows = [
         ("replayed", f"{side.name} replays the {replayed(side)}")
@@ -155,7 +155,7 @@ def by_position(seen: Seen) -> Table:
 
 
 def layer_position(seen: Seen) -> Table:
-    """The heat map: share of tokens that differ per layer and bucket of positions."""
+    """Return the heat map: share of tokens that differ per layer and bucket of positions."""
     bucket, width = seen.bucket
     groups = int(bucket.max()) + 1
     tokens = np.bincount(bucket, minlength=groups)

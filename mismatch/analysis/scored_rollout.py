@@ -53,7 +53,7 @@ class ScoredRollout:
         return Pair.of(self.rollout, self.decode, self.train)
 
     def comparison(self, names: list[str], seed: int) -> Comparison:
-        """Some metrics, and what the routers disagree in unless their choice is replayed."""
+        """Return some metrics, and what the routers disagree in unless their choice is replayed."""
         pair = self.pair
         estimator = Estimator(pair.sequence, pair.prompt, seed=seed)
         token = [METRICS[name] for name in names if not is_routing(METRICS[name])]

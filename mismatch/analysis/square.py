@@ -165,7 +165,7 @@ class PlainCost:
 
 
 def measure(run: RunArtefacts, spec: CheckSpec) -> Square | NotTested:
-    """The square of the scorings that a run holds."""
+    """Return the square of the scorings that a run holds."""
     what = "rounding or fault (the square)"
     if spec.rollout.engine.engine == "recorded":
         return NotTested(what, "a dump holds no float32 pass")
@@ -185,7 +185,7 @@ def measure(run: RunArtefacts, spec: CheckSpec) -> Square | NotTested:
 
 
 def precision_of(facts: Fingerprint | dict[str, Any]) -> str | None:
-    """The precision that a side computes in: "bf16", "fp16", "fp32", or with "-fp8kv".
+    """Return the precision that a side computes in: "bf16", "fp16", "fp32", or with "-fp8kv".
 
     None where it is not known, or where no plain forward rounds as it does (quantised activations,
     other caches). Weights in MXFP4 are dequantised before they are multiplied.
@@ -275,7 +275,7 @@ class _Corners:
         )
 
     def unmeasured(self, measured: set[str]) -> tuple[str, ...]:
-        """Checks that this run should have and has not; a side in float32 has no excess."""
+        """Return checks that this run should have and lacks; a side in float32 has no excess."""
         wanted = ["implementation-gap", "implementation-gap-trainer"]
         for side, scoring in zip(SIDES, (self.run.decode, self.run.train), strict=True):
             if precision_of(scoring.fingerprint) != "fp32":
@@ -390,7 +390,7 @@ class _Corners:
     # ------------------------------------------------------------ implementation gap
 
     def engine_in_float32(self) -> Scoring | None:
-        """The engine's implementation in float32: started so, or because it always runs so."""
+        """Return the engine's implementation in float32: started so, or always running so."""
         if self.float32_name in self.usable:
             return self.usable[self.float32_name]
         for name in (self.run.decode.name, f"{self.engine}:prefill"):

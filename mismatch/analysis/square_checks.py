@@ -99,7 +99,7 @@ def _fix(square: Square, finding: Finding | Displaced, place: str) -> str:
 
 
 def detail(finding: Finding) -> str:
-    """The number, its interval and its level."""
+    """Return the number, its interval and its level."""
     value = finding.value
     shown = f"{value.value:.3g}"
     if value.low is not None and value.high is not None:

@@ -41,13 +41,13 @@ Thresholds = Mapping[str, Mapping[str, Level]]  # metric -> column -> cell
 
 @cache
 def default_thresholds() -> Thresholds:
-    """The levels table that ships with the package."""
+    """Return the levels table that ships with the package."""
     text = resources.files("mismatch.analysis").joinpath("levels.toml").read_text(encoding="utf-8")
     return _cells(tomllib.loads(text), text, SHIPPED, {})
 
 
 def load_thresholds(path: str | Path) -> Thresholds:
-    """The table with the cells of a TOML file in place of the built-in cells.
+    """Return the table with the cells of a TOML file in place of the built-in cells.
 
     A cell of the file may give ``healthy``, ``unfit`` or both, and a ``source``; what it leaves
     out stays. A metric without built-in levels may get some.

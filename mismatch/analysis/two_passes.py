@@ -17,7 +17,7 @@ from mismatch.types import Pair, Rollout, Scoring, Verdict
 def two_passes(
     spec: CheckSpec, rollout: Rollout, scorings: Mapping[str, Scoring], seed: int = 0
 ) -> TwoPasses | None:
-    """The old against the new pass, as they run and with each remedy; None without a new pass.
+    """Return the old against the new pass, as they run and with each remedy; None without one.
 
     Args:
         scorings: those that can be compared.
@@ -45,7 +45,7 @@ def two_passes(
 
 
 def replay_of(scoring: Scoring) -> str:
-    """What a scoring replays, as a phrase: "ids of vllm:decode"; "" where it chooses itself."""
+    """Return what a scoring replays, as a phrase: "ids of vllm:decode"; "" if it chooses itself."""
     return replay_phrase(scoring.fingerprint)
 
 
@@ -58,7 +58,7 @@ def replay_phrase(fingerprint: Mapping[str, Any]) -> str:
 
 
 def mark_injected(verdict: Verdict, scorings: Mapping[str, Scoring]) -> Verdict:
-    """The verdict with what was injected on purpose said in its reason."""
+    """Return the verdict with what was injected on purpose said in its reason."""
     marks: dict[str, list[str]] = {}
     for name, scoring in scorings.items():
         if text := _injected(scoring):

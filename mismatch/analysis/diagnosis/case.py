@@ -37,13 +37,13 @@ class Case:
     def of(
         cls, rollout: Rollout, engine: Scoring, trainer: Scoring, others: dict[str, Scoring]
     ) -> Case:
-        """The case as the run left it."""
+        """Return the case as the run left it."""
         left = engine.logprobs.astype(np.float64)
         right = trainer.logprobs.astype(np.float64)
         return cls(rollout, engine, trainer, others, left, right, np.ones(len(left), bool))
 
     def repaired(self, left: Floats, right: Floats, kept: Bools | None = None) -> Case:
-        """The same tokens after what a cause explains was taken out."""
+        """Return the same tokens after what a cause explains was taken out."""
         return replace(
             self, left=left, right=right, kept=self.kept if kept is None else self.kept & kept
         )
@@ -118,7 +118,7 @@ class Case:
         return gap > 1.6 * min(float(np.abs(leg[where]).mean()) for leg in legs)
 
     def by_prompt(self, values: Floats) -> Floats:
-        """Sums over the tokens of each prompt that still count, [P]."""
+        """Return sums over the tokens of each prompt that still count, [P]."""
         weights = values[self.kept].astype(np.float64)
         sums: Floats = np.bincount(self.prompt[self.kept], weights, self.n_prompts).astype(float)
         return sums

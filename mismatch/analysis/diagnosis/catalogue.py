@@ -43,6 +43,6 @@ def catalogue() -> dict[str, Entry]:
 
 
 def title_of(id: str) -> str:
-    """A cause's title; its id where another package's detector names a new one."""
+    """Return a cause's title; its id where another package's detector names a new one."""
     entry = catalogue().get(id)
     return entry.title if entry else id

@@ -10,12 +10,12 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def failed(id: str, detail: str, fix: str) -> Check:
-    """A failed check; the fix is never missing."""
+    """Return a failed check; the fix is never missing."""
     return Check(id, "failed", detail, fix)
 
 
 def attention_sinks(right: Fingerprint) -> Check:
-    """The trainer's attention kernel honours the model's learned sinks, if it has any."""
+    """Check that the trainer's kernel honours the model's learned sinks, if it has any."""
     if "honours_sinks" not in right:
         return Check("attention-sinks", "not_tested", "the trainer does not name its kernel")
     kernel = right.get("attention")
@@ -29,7 +29,7 @@ def attention_sinks(right: Fingerprint) -> Check:
 
 
 def sampling_parameters(rollout: Rollout, left: Scoring) -> Check:
-    """The engine sampled with the parameters that were asked, and with no others."""
+    """Check that the engine sampled with the parameters that were asked, and with no others."""
     effective = left.fingerprint.get("sampling")
     if not effective:
         detail = "the engine does not report its effective sampling parameters"
@@ -63,7 +63,7 @@ def _same_setting(name: str, value: float, wanted: float) -> bool:
 
 
 def special_tokens(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
-    """A stopped sequence ends in a stop token that the policy sampled; the prompt starts once."""
+    """Check that stopped sequences end in a stop token that was sampled; the prompt starts once."""
     stop_ids = left.fingerprint.get("stop_token_ids")
     if stop_ids is None:
         detail = "the engine does not report its stop tokens"
@@ -131,7 +131,7 @@ def source_files(left: Fingerprint, right: Fingerprint) -> Check:
 
 
 def sharding_checks(asked: int, train: Fingerprint) -> list[Check]:
-    """The trainer ran on as many ranks as were asked for; none where it does not say."""
+    """Check that the trainer ran on as many ranks as were asked for; none if it does not say."""
     ranks = train.get("world_size")
     if ranks is None:
         return []

@@ -100,7 +100,7 @@ def policy_entropy(headline: Comparison) -> list[Check]:
 def turns_agree(
     rollout: Rollout, decode: Scoring, train: Scoring, sound: Mapping[str, Scoring]
 ) -> Check:
-    """What counts as sampled was sampled, and later turns are paired and read as the first is."""
+    """Check that what counts was sampled, and later turns are paired and read as the first."""
     others = {name: s for name, s in sound.items() if name not in (decode.name, train.name)}
     case = Case.of(rollout, decode, train, others)
     missing = ""
@@ -182,7 +182,7 @@ def _agreement(rollout: Rollout, train: Scoring, again: Scoring, headline: float
 
 
 def engine_agreement(rollout: Rollout, decode: Scoring, prefill: Scoring) -> Check:
-    """What the engine said while it sampled is what it says of the same tokens read at once."""
+    """Compare what the engine said while it sampled with what it says of the tokens at once."""
     clipped, mean = _apart(rollout, decode, prefill)
     detail = (
         f"decode against prefill: {clipped.value:.3g} of the tokens lie beyond PPO's clip range, "

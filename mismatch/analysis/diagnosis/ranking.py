@@ -178,7 +178,7 @@ def _size(case: Case) -> float:
 
 
 def _look(case: Case, detectors: Sequence[Detector], failures: dict[str, Failure]) -> Looks:
-    """What each detector sees; one that raises is written down and never ends the check."""
+    """Return what each detector sees; one that raises is written down and never ends the check."""
     looks: Looks = {}
     for detector in detectors:
         look = look_of(detector.id, detector.find, case)
@@ -192,7 +192,7 @@ def _look(case: Case, detectors: Sequence[Detector], failures: dict[str, Failure
 def look_of(
     id: str, find: Callable[[Case], Look | NotTested], case: Case
 ) -> Look | NotTested | Failure:
-    """What a detector sees, or that it raised."""
+    """Return what a detector sees, or that it raised."""
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
             return find(case)
@@ -203,7 +203,7 @@ def look_of(
 def _next(
     detectors: Sequence[Detector], looks: Looks, named: set[str], worth: float
 ) -> tuple[Detector, Finding] | None:
-    """The most specific finding of a measured share that can be taken out."""
+    """Return the most specific finding of a measured share that can be taken out."""
     for detector in detectors:
         look = looks.get(detector.id)
         for finding in look.findings if isinstance(look, Look) else ():
@@ -215,7 +215,7 @@ def _next(
 
 
 def _turns_moved(case: Case, repair: Repair) -> tuple[Evidence, ...]:
-    """The turns that a cause moves, where there are several: those with a tenth of what its repair
+    """Return the turns that a cause moves, of several: those with a tenth of what its repair
     changes, or with tokens that it changes by a tenth of what it does at most."""
     last = int(case.turn.max())
     if last < 2:
@@ -233,7 +233,7 @@ def _turns_moved(case: Case, repair: Repair) -> tuple[Evidence, ...]:
 
 
 def _cause(finding: Finding, before: float, turns: tuple[Evidence, ...]) -> Cause:
-    """A finding of what was left, its share scaled to the whole mismatch."""
+    """Return a finding of what was left, its share scaled to the whole mismatch."""
     effect = finding.effect
     if effect is not None:
         low = None if effect.low is None else effect.low * before

@@ -38,7 +38,7 @@ ROUNDING = 1e-6  # a float32 log_softmax may end this far above zero
 
 
 def input_checks(rollout: Rollout, left: Scoring, right: Scoring) -> list[Check]:
-    """Checks that a comparison rests on; if one fails no metric can be computed."""
+    """Return checks that a comparison rests on; if one fails no metric can be computed."""
     return [same_token_ids(rollout, left, right), missing_logprobs(rollout, left, right)]
 
 
@@ -104,7 +104,7 @@ def missing_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
 
 
 def _in_turns(rollout: Rollout, bad: Bools) -> str:
-    """The first turn of these action tokens, as a phrase; "" where no sequence has several."""
+    """Return the first turn of these action tokens, as a phrase; "" if no sequence has several."""
     turn = rollout.turn[rollout.actions]
     return f", the first in turn {turn[bad].min()}" if turn.max() > 1 else ""
 
@@ -112,7 +112,7 @@ def _in_turns(rollout: Rollout, bad: Bools) -> str:
 def _seen(
     find: Callable[[Case], Look | NotTested], rollout: Rollout, left: Scoring, right: Scoring
 ) -> Look | NotTested | Failure:
-    """What a detector sees of the two sides; one that raises never ends the check."""
+    """Return what a detector sees of the two sides; one that raises never ends the check."""
     return look_of(find.__name__, find, Case.of(rollout, left, right, {}))
 
 
@@ -235,7 +235,7 @@ def importance_ratio(
 
 
 def zero_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
-    """A logprob of exactly 0 where the other side is not certain is padding, not a probability."""
+    """Look for padding: a logprob of exactly 0 where the other side is not certain."""
     look = _seen(padding, rollout, left, right)
     if not isinstance(look, Look):
         return Check("zero-logprobs", "not_tested", getattr(look, "error", str(look)))

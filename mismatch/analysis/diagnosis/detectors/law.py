@@ -102,7 +102,7 @@ def _untempered(case: Case, side: Side, raw: Floats) -> Repair:
 
 
 def _taken_out(case: Case, side: Side, part: Floats, exact: bool = True) -> Repair:
-    """The side at fault moved by what explains delta, so that the other keeps its rounding."""
+    """Return the side at fault moved by what explains delta, so the other keeps its rounding."""
     if side == "engine":
         return Repair(case.left + part, case.right, exact=exact)
     return Repair(case.left, case.right - part, exact=exact)

@@ -97,8 +97,8 @@ def _correlations(case: Case) -> tuple[Floats, Floats]:
 
 
 def _heads_elsewhere(case: Case) -> tuple[int, int] | None:
-    """A lag at which rows' first tokens fit and none do at 0, and how many rows; None: there is
-    none.
+    """Return a lag at which rows' first tokens fit and none do at 0, and how many rows; None
+    if there is none.
 
     Behind a shift a second fault may spoil most rows, so that no correlation is left: the rows
     that it spares tell the shift, each by its first tokens alone.
@@ -200,7 +200,7 @@ def _fits(distances: Floats, own: float, typical: float) -> tuple[bool, bool]:
 
 
 def _heads(case: Case, values: Floats, numbers: list[int]) -> tuple[Floats, np.ndarray]:
-    """The first tokens of these rows, [R, HEAD], and how many each has."""
+    """Return the first tokens of these rows, [R, HEAD], and how many each has."""
     heads, width = np.zeros((len(numbers), HEAD)), np.zeros(len(numbers), np.int64)
     for line, number in enumerate(numbers):
         row = case.rows[number]
@@ -218,7 +218,7 @@ def _distance(left: Floats, right: Floats, width: np.ndarray, others: np.ndarray
 
 
 def padding(case: Case) -> Look:
-    """A log-probability of exactly 0 where the other side is not certain."""
+    """Look for log-probabilities of exactly 0 where the other side is not certain."""
     certain = np.full(len(case.right), NEAR_CERTAIN)
     if case.rollout.sampling.truncates:  # cut to one token it is exactly 0
         certain += HALF + np.log(case.trainer.extra.get("kept_mass", np.ones(len(certain))))
@@ -248,7 +248,7 @@ def padding(case: Case) -> Look:
 
 
 def largest(case: Case) -> tuple[Side, float]:
-    """The side with the largest log-probability, and that."""
+    """Return the side with the largest log-probability, and that."""
     left, right = float(case.left.max()), float(case.right.max())
     return ("engine", left) if left >= right else ("trainer", right)
 

@@ -74,7 +74,7 @@ def _distinct(routing: Routing, rows: Ints) -> int:
 
 
 def _turns_lost(case: Case, overlap: Floats, chance: float) -> list[int]:
-    """Turns whose experts agree far less than those of the turn that agrees most, if not all do."""
+    """Return turns whose experts agree far less than those of the turn that agrees most."""
     count = np.bincount(case.turn)
     mean = np.bincount(case.turn, overlap) / np.maximum(count, 1)
     turns = np.flatnonzero(count >= MIN_FLIPS)
@@ -91,7 +91,7 @@ def _overlap(
     shift: int,
     case: Case,
 ) -> Floats:
-    """|A ∩ B| / K of engine row t and trainer row t + shift, [A, L]; NaN past a row's end."""
+    """Return |A ∩ B| / K of engine row t and trainer row t + shift, [A, L]; NaN past an end."""
     other = rows + shift
     of_token = case.rollout.sequence_of_token
     inside = (other >= 0) & (other < len(of_token))

@@ -65,7 +65,7 @@ def _closing(
     id: str,
     *alike: str,
 ) -> Look:
-    """A finding if the mismatch goes once the trainer's numbers are where they belong."""
+    """Return a finding if the mismatch goes once the trainer's numbers are where they belong."""
     repaired = case.repaired(case.left, right, kept)
     effect = repaired.share(repaired.delta, case.delta)
     if not above(effect, CLEAR):

@@ -105,7 +105,7 @@ def weights(case: Case) -> Look | NotTested:
 
 
 def configurations(case: Case) -> Look | NotTested:
-    """Settings as resolved, field by field."""
+    """Compare settings as resolved, field by field."""
     engine, trainer = case.engine.fingerprint, case.trainer.fingerprint
     longest = int(np.diff(case.rollout.offsets).max())
     a, b = _resolved(engine, longest), _resolved(trainer, longest)
@@ -122,7 +122,7 @@ def configurations(case: Case) -> Look | NotTested:
 
 
 def _resolved(fingerprint: Fingerprint, longest: int) -> dict[str, Any]:
-    """The model's configuration as this side runs it; {} where it does not state one.
+    """Return the model's configuration as this side runs it; {} where it does not state one.
 
     A window that no sequence of the run reaches past is none.
     """
@@ -165,7 +165,7 @@ def _shown(value: Any) -> str:
 
 
 def _one_sided(engine: Fingerprint, trainer: Fingerprint) -> list[Finding]:
-    """Settings that exist on one side only, or that speak for themselves."""
+    """Return settings that exist on one side only, or that speak for themselves."""
     findings: list[Finding] = []
 
     def add(
@@ -199,7 +199,7 @@ def _one_sided(engine: Fingerprint, trainer: Fingerprint) -> list[Finding]:
 
 
 def _sampled(case: Case) -> list[Finding]:
-    """A cut for sampling alone leaves no mark in log-probabilities of the whole distribution."""
+    """Look for a cut for sampling alone: it leaves no mark in whole log-probabilities."""
     sampling, kept = case.rollout.sampling, case.trainer.extra.get("kept_mass")
     nothing_cut = kept is not None and float(kept.min()) > NOTHING_CUT
     scored_whole = case.engine.fingerprint.get("logprobs_truncated") is False

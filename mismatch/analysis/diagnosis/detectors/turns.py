@@ -80,14 +80,14 @@ def _runs(case: Case) -> Ints:
 
 
 def _after_an_end(case: Case) -> Bools:
-    """[A] tokens of a run of the mask behind a sampled end token of the same run."""
+    """Return [A] tokens of a run of the mask behind a sampled end token of the same run."""
     ends = _ends(case, case.rollout.token_ids[case.rollout.actions]).astype(np.int64)
     before, starts = np.cumsum(ends) - ends, _runs(case)  # end tokens before each token
     return np.asarray(before > np.repeat(before[starts], np.diff(starts, append=len(before))))
 
 
 def _starts_early(case: Case) -> Bools:
-    """[A] first tokens of runs whose end token follows and does not count, if nearly all runs are
+    """Return [A] first tokens of runs whose end token follows and does not count, if nearly all are
     so and begin with the same token: a mask that is shifted to the left."""
     rollout, early = case.rollout, np.zeros(len(case.left), bool)
     starts = _runs(case)
@@ -104,7 +104,7 @@ def _starts_early(case: Case) -> Bools:
 
 
 def _stretches(case: Case) -> Bools:
-    """[A] tokens of stretches far below what was sampled; none where the entropy explains them."""
+    """Return [A] tokens of stretches far below what was sampled; none if entropy explains them."""
     none = np.zeros(len(case.left), bool)
     entropy = case.entropy
     if entropy is None or case.kept.sum() < MIN_TOKENS:
@@ -129,7 +129,7 @@ def _stretches(case: Case) -> Bools:
 
 
 def shifted(case: Case) -> Look | NotTested:
-    """Turns whose log-probabilities fit the other side some tokens away, and the first do not."""
+    """Look for turns whose log-probabilities fit the other side only some tokens away."""
     if not several(case):
         return NotTested("shifts from a turn on", ONE_TURN)
     right, kept = case.right.copy(), np.ones(len(case.right), bool)
@@ -212,7 +212,7 @@ def _fit(left: Floats, right: Floats) -> Bools:
 
 
 def context(case: Case) -> Look | NotTested:
-    """The turn from which |delta| is larger, where the turns before are calm and no position
+    """Look for the turn from which |delta| is larger, if the turns before are calm and no position
     tells it better."""
     if not several(case):
         return NotTested(CONTEXT, ONE_TURN)
@@ -270,7 +270,7 @@ def _cached(case: Case, later: Bools) -> bool:
 
 
 def cache_hits(case: Case) -> Look | NotTested:
-    """Turns whose context came from the prefix cache against others that were computed: both among
+    """Compare turns whose context came from the prefix cache with computed turns: both among
     the later turns, or both among the first turns, so that no turn is taken for a cache."""
     read = case.engine.extra.get(CACHED)
     if read is None:
@@ -320,7 +320,7 @@ def _side(case: Case, later: Bools) -> Side:
 
 
 def _repaired(case: Case, later: Bools, side: Side, scale: float) -> Repair:
-    """The side at fault replaced by float32 in these tokens; else delta as large as before."""
+    """Return the side at fault replaced by float32 in these tokens; else delta as before."""
     if side == "either" or case.reference is None:
         moved = case.left + np.where(later, case.delta * scale, case.delta)
         return Repair(case.left, moved, exact=False)
