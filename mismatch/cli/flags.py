@@ -55,7 +55,7 @@ class Flags(dict[str, Any]):
     output: TextIO | None = None
 
     def pick(self, names: str) -> dict[str, Any]:
-        """Some of them, e.g. as arguments of a spec."""
+        """Return some of them, e.g. as arguments of a spec."""
         return {name: self[name] for name in names.split()}
 
 

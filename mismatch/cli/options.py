@@ -30,7 +30,7 @@ Framework = Literal[tuple(each.id for each in FRAMEWORKS.values() if each.logs)]
 
 
 def _engines() -> str:
-    """The engines that ``--engine`` takes, as the help lists them."""
+    """Return the engines that ``--engine`` takes, as the help lists them."""
     first, *others, last = startable_engines()
     return f"{', '.join([f'{first} (default)', *others])} or {last}"
 

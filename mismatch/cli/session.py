@@ -114,7 +114,7 @@ def open_run(verb: str, spec: CheckSpec, flags: Flags) -> Path:
 
 
 def levels(flags: Flags) -> Thresholds | None:
-    """The user's levels, if any."""
+    """Return the user's levels, if any."""
     from mismatch.analysis.levels import load_thresholds
 
     return load_thresholds(flags["thresholds"]) if flags["thresholds"] else None
@@ -268,7 +268,7 @@ def say(text: str) -> None:
 
 
 def command() -> str:
-    """The command line, as it would be typed again; without secrets."""
+    """Return the command line, as it would be typed again; without secrets."""
     from mismatch.run.provenance import redacted_command
 
     return shlex.join(["mismatch", *redacted_command(sys.argv[1:])])

@@ -58,7 +58,7 @@ def require_companions(flags: Flags) -> None:
 
 
 def check_spec(flags: Flags) -> CheckSpec:
-    """The spec that the flags of `check` mean."""
+    """Return the spec that the flags of `check` mean."""
     from mismatch.models import resolve_model
     from mismatch.specs import CheckSpec
 
@@ -85,7 +85,7 @@ def extras(flags: Flags, stored: tuple[tuple[str, Any], ...] = ()) -> tuple[tupl
 
 
 def training_fields(flags: Flags) -> dict[str, Any]:
-    """What a check's spec says of the training side, apart from its trainer."""
+    """Return what a check's spec says of the training side, apart from its trainer."""
     from mismatch.models.moe import parse_injections
     from mismatch.run.machine import local_gpus
     from mismatch.specs import CheckSpec
@@ -103,7 +103,7 @@ def training_fields(flags: Flags) -> dict[str, Any]:
 
 
 def fix_fields(flags: Flags, stored: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What ``--fix`` and its companions mean; nothing for commands that have none.
+    """Return what ``--fix`` and its companions mean; nothing for commands that have none.
 
     Args:
         stored: fixes that a run has already, where ``--fix`` names none.
@@ -122,14 +122,14 @@ def fix_fields(flags: Flags, stored: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def require_model(flags: Flags) -> str:
-    """The model's name; MismatchError without one."""
+    """Return the model's name; MismatchError without one."""
     if not flags["model"]:
         raise MismatchError("no model given: --model is missing", NO_MODEL)
     return str(flags["model"])
 
 
 def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
-    """The engine's side; ``model`` is resolved already."""
+    """Return the engine's side; ``model`` is resolved already."""
     from mismatch.specs import PromptSpec, RolloutSpec, Sampling
 
     require_companions(flags)
@@ -149,7 +149,7 @@ def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
 
 
 def with_partner(spec: PromptSpec) -> PromptSpec:
-    """A spec with the environment of its task, where it has one and none is named.
+    """Return a spec with the environment of its task, where it has one and none is named.
 
     Raises:
         MismatchError: no task of that name.
@@ -210,7 +210,7 @@ def engine_spec(flags: Flags, model: str, name: str, arguments: list[str] | None
 
 
 def server_addresses(flags: Flags) -> tuple[str, ...]:
-    """The addresses of ``--server``; none without it.
+    """Return the addresses of ``--server``; none without it.
 
     Raises:
         MismatchError: an address that is none or holds a secret, flags of an engine that mismatch
@@ -234,7 +234,7 @@ def server_addresses(flags: Flags) -> tuple[str, ...]:
 
 
 def moved(engine: EngineSpec, flags: Flags) -> EngineSpec:
-    """A stored engine's spec with the servers that a resumed command names.
+    """Return a stored engine's spec with the servers that a resumed command names.
 
     Raises:
         MismatchError: the run was not made with servers.
@@ -249,7 +249,7 @@ def moved(engine: EngineSpec, flags: Flags) -> EngineSpec:
 
 
 def train_spec(flags: Flags, model: str) -> TrainSpec:
-    """The trainer's side; ``model`` is resolved already."""
+    """Return the trainer's side; ``model`` is resolved already."""
     from mismatch.specs import TrainSpec
 
     shared = flags.pick("revision trust_remote_code routing")
@@ -260,7 +260,7 @@ def train_spec(flags: Flags, model: str) -> TrainSpec:
 
 
 def checkpoint_dtype(model: str, revision: str | None) -> str:
-    """What ``auto`` means: the dtype that the checkpoint's config.json names.
+    """Return what ``auto`` means: the dtype that the checkpoint's config.json names.
 
     Raises:
         MismatchError: the config is not on this machine, or names none that can be run.
