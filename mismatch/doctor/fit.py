@@ -100,14 +100,14 @@ def fits(
 
 
 def remedies_of(prediction: Prediction) -> list[str]:
-    """Settings for the parts that take at least a fifth of the peak, largest first."""
+    """Return settings for the parts that take at least a fifth of the peak, largest first."""
     parts = sorted(prediction.highest.items(), key=lambda part: -part[1])
     large = [name for name, size in parts if size >= prediction.peak_bytes / 5]
     return list(dict.fromkeys(REMEDIES[name] for name in large if name in REMEDIES))
 
 
 def engine_fit(spec: CheckSpec, shape: SizedModel, work: Workload, machine: Machine) -> Fit:
-    """Does the engine fit on one device?
+    """Judge whether the engine fits on one device.
 
     Raises:
         MismatchError: the sequences are longer than the model's context, or more GPUs are asked

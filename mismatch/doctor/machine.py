@@ -89,7 +89,7 @@ TYPES = (
 
 
 def parse_kind(text: str) -> tuple[int, GpuType]:
-    """Number and kind of "8xH100-80GB", "4xa100-80gb", "H200" …
+    """Return number and kind of "8xH100-80GB", "4xa100-80gb", "H200" …
 
     Raises:
         MismatchError: no such kind, or several with other memory.
@@ -104,7 +104,7 @@ def parse_kind(text: str) -> tuple[int, GpuType]:
 
 
 def machine_with(machine: Machine, count: int, kind: GpuType) -> Machine:
-    """This machine with other GPUs; its host memory is kept, where that is more than theirs."""
+    """Return this machine with other GPUs; its host memory is kept if it is more than theirs."""
     total = kind.mib << 20
     gpu = Gpu(kind.name, total, total - CONTEXT_BYTES, "")
     ram = max(machine.ram_free_bytes, count * total)

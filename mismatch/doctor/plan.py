@@ -139,7 +139,7 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
 
 
 def _not_predicted(shape: SizedModel, spec: CheckSpec) -> list[str]:
-    """What the prediction of this model leaves out."""
+    """Return what the prediction of this model leaves out."""
     notes = []
     if spec.train.autocast:
         notes.append("the copies of the weights that autocast makes are not counted")
@@ -169,7 +169,7 @@ def refused(sides: Sequence[Fit], certain: bool = False) -> list[Fit]:
 
 
 def left_out(sides: Sequence[Fit]) -> dict[str, str]:
-    """Passes other than the trainer's that can never fit here, and why."""
+    """Return passes other than the trainer's that can never fit here, and why."""
     optional = side_passes(sides)
     return {f.side: " ".join(f.warnings) for f in sides if f.side in optional and f.certain}
 
@@ -232,7 +232,7 @@ def work_of(spec: CheckSpec) -> Work:
 
 
 def _prompts(spec: PromptSpec) -> tuple[int, int, list[str]]:
-    """Number of prompts, tokens of the longest (estimated without a tokenizer), and remarks."""
+    """Return the number of prompts, tokens of the longest (estimated if need be), and remarks."""
     if spec.dataset is not None:
         note = f"prompts of the data set are taken to have {UNKNOWN_PROMPT_TOKENS} tokens at most"
         return spec.num_prompts, UNKNOWN_PROMPT_TOKENS, [note]
@@ -271,7 +271,7 @@ def _stages(spec: CheckSpec, gpus: int) -> dict[str, str]:
 
 
 def _attention(name: str, config: FoundConfig, device: str) -> str:
-    """The kernel that the trainer would resolve; MismatchError where it would refuse."""
+    """Return the kernel that the trainer would resolve; MismatchError where it would refuse."""
     if any(find_spec(package) is None for package in ("torch", "transformers")):
         return f"{name} (not resolved: torch is not installed)"
     from transformers import AutoConfig
