@@ -39,7 +39,7 @@ class Trajectory:
 
     @classmethod
     def starting(cls, prompt: int, ids: Sequence[int], sample: Sample) -> Trajectory:
-        """The first response to a prompt."""
+        """Return the first response to a prompt."""
         return cls(prompt, [*ids, *sample.token_ids], [sample], [len(ids)])
 
     def answer(self, sample: Sample) -> None:
