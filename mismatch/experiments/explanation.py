@@ -77,7 +77,7 @@ TESTS = {
 
 
 def taken(id: str, spec: CheckSpec) -> Taken | None:
-    """What a fix removes in this check; None where it shows nothing of a cause."""
+    """Return what a fix removes in this check; None where it shows nothing of a cause."""
     if id not in TESTS:
         return None
     entry, attention, sampling = TESTS[id], spec.train.attention, spec.rollout.sampling

@@ -55,7 +55,7 @@ def plan_probes(case: Case, causes: Causes, done: Sequence[str] = ()) -> list[Ex
 def judged_cache(
     experiment: Experiment, case: Case, pairs: Sequence[CachePair], seconds: float
 ) -> Experiment:
-    """What reading the cache changed, against the engine's own distance from float32.
+    """Return what reading the cache changed, against the engine's own distance from float32.
 
     Confirmed where log-probabilities move by more than that rounding, by the whole interval over
     prompts; ruled out where they move by less, read after prefill and after decode.

@@ -48,7 +48,7 @@ def wants_square(spec: CheckSpec) -> bool:
 
 
 def plain_of(train: TrainSpec, dtype: Dtype, fp8_kv: bool = False) -> TrainSpec:
-    """A plain forward of the same weights: held and computed in one dtype, nothing fused.
+    """Return a plain forward of the same weights: held and computed in one dtype, nothing fused.
 
     Args:
         fp8_kv: keys and values are rounded to fp8, as a cache of that dtype does.
@@ -125,7 +125,7 @@ def _engine_facts(engine: EngineSpec) -> dict[str, object]:
 
 
 def float32_engine(spec: RolloutSpec) -> RolloutSpec | None:
-    """The same engine in float32, to score the tokens that it sampled.
+    """Return the same engine in float32, to score the tokens that it sampled.
 
     Returns:
         None where the engine computes in float32 anyway.
@@ -220,7 +220,7 @@ def trainer_in_float32(spec: CheckSpec) -> list[Pass]:
 
 
 def training_passes(spec: CheckSpec) -> list[Pass]:
-    """What one training world has to score: the trainer, and what its noise floor needs."""
+    """Return what one training world has to score: the trainer, and what its noise floor needs."""
     train = spec.train
     if train.scorer != OWN_SCORER:
         return adapter_passes(spec)
@@ -242,7 +242,7 @@ def training_passes(spec: CheckSpec) -> list[Pass]:
 
 
 def second_passes(spec: CheckSpec) -> list[Pass]:
-    """What PPO's second forward pass takes beyond the passes of the noise floor.
+    """Return what PPO's second forward pass takes beyond the passes of the noise floor.
 
     The trainer regrouped is a second pass; noise is injected into a copy of it. Router replay of
     the first pass in the second, and of the engine in the trainer, are made where asked for.
@@ -265,17 +265,17 @@ def second_passes(spec: CheckSpec) -> list[Pass]:
 
 
 def regrouped(train: TrainSpec) -> TrainSpec:
-    """The same trainer with other micro-batches."""
+    """Return the same trainer with other micro-batches."""
     return replace(train, micro_batch_tokens=max(256, train.micro_batch_tokens // 4))
 
 
 def reference_of(train: TrainSpec) -> TrainSpec:
-    """The plain forward of the same weights in float32."""
+    """Return the plain forward of the same weights in float32."""
     return plain_of(train, "fp32")
 
 
 def by_load(jobs: list[Job]) -> list[Job]:
-    """Passes of the same weights next to each other, then those of the same kernels, else as they
+    """Return passes of the same weights in a row, then those of the same kernels, else as they
     come; of these, optional passes last.
     """
     weights: dict[Any, int] = {}

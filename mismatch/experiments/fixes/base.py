@@ -61,12 +61,12 @@ class Flags:
         return [f"{flag} {shlex.quote(value)}" for flag, value in self.set]
 
     def with_value(self, value: str) -> Flags:
-        """These flags with a value in the place of :data:`VALUE`."""
+        """Return these flags with a value in the place of :data:`VALUE`."""
         return replace(self, set=tuple((k, value if v == VALUE else v) for k, v in self.set))
 
 
 def check_command(parts: Iterable[Flags]) -> str:
-    """The command that makes a check with several fixes.
+    """Return the command that makes a check with several fixes.
 
     >>> check_command([Flags(env=(("A", "1"),)), Flags(set=(("--dtype", "fp32"),))])
     'A=1 mismatch check … --dtype fp32'
@@ -277,7 +277,7 @@ class FixTable:
     held_out: HeldOut | None = None
 
     def outcome(self, name: str) -> FixOutcome:
-        """The row with this id.
+        """Return the row with this id.
 
         Raises:
             MismatchError: there is none.
