@@ -133,19 +133,19 @@ class Bench:
         self.sizes, self.powers = self.total(self.size), self.total(self.power)
 
     def total(self, values: Floats) -> Floats:
-        """Sums per sequence, [N]. A pair's tokens lie in order of their sequence."""
+        """Return sums per sequence, [N]. A pair's tokens lie in order of their sequence."""
         return floats(np.add.reduceat(values, self.starts))
 
     def gap(self, w: Floats) -> Floats:
-        """Sums of |w - ratio|, weighted by |A|, [N]."""
+        """Return sums of |w - ratio|, weighted by |A|, [N]."""
         return self.total(np.abs(w - self.ratios.token) * self.size)
 
     def square(self, w: Floats) -> Floats:
-        """Sums of w² A², [N]."""
+        """Return sums of w² A², [N]."""
         return self.total(w**2 * self.power)
 
     def estimate(self, columns: list[Floats], combine: Combine, bounds: Bounds) -> Estimate | None:
-        """A smooth function of mean sums per sequence, with its interval by prompt."""
+        """Return a smooth function of mean sums per sequence, with its interval by prompt."""
         metric = Metric(
             "correction", lambda terms: terms, "ratio", "1", combine=combine, bounds=bounds
         )

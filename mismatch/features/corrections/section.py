@@ -37,7 +37,7 @@ REMARK = {OVERRIDE: HIDES, NONE: "plain policy gradient"}
 
 
 def section(result: Corrections, report: Report) -> Section:
-    """The preview; a correction that was asked for as a fix says so."""
+    """Return the preview; a correction that was asked for as a fix says so."""
     fixes = report.result("fixes")
     asked = {
         fix.correction: f"asked for as --fix {line(fix.id)}: it removes nothing"
@@ -110,7 +110,7 @@ def _row(result: Corrections, preview: Preview, asked: str) -> Cells:
 
 
 def _effect(result: Corrections, preview: Preview) -> str:
-    """What a correction does to the weights."""
+    """Return what a correction does to the weights."""
     same = ""
     if preview.same_as is not None and preview.id != OVERRIDE:
         same = f"here the same weights as {result.named(preview.same_as).label}"
@@ -123,7 +123,7 @@ def _effect(result: Corrections, preview: Preview) -> str:
 
 
 def headline(result: Corrections) -> str:
-    """What the data favour: its error before and after, and what is as good."""
+    """Return what the data favour: its error before and after, and what is as good."""
     plain = result.named(NONE).token
     if result.best is None or result.favoured is None or plain is None:
         return f"{capital(line(result.reason))}."
@@ -143,7 +143,7 @@ def headline(result: Corrections) -> str:
 
 
 def remarks(result: Corrections) -> list[str]:
-    """What has to be known before the table is believed."""
+    """Return what has to be known before the table is believed."""
     texts = []
     figures = result.named(NONE).token
     if figures is not None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     JSON,
 )
 def doctor(flags: Flags) -> int:
-    """What this machine can run, and whether a model fits.
+    """Show what this machine can run, and whether a model fits.
 
     Engines, libraries and GPUs, and what is missing. With --model also the plan of a check with its
     defaults; `mismatch check --dry-run` plans one with any flags. Exit code 0: `mismatch check`

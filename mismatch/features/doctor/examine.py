@@ -75,7 +75,7 @@ def examine(
 
 
 def _broken(spec: CheckSpec, installed: dict[str, Package]) -> Iterator[Problem]:
-    """Packages of this check that are installed and do not work."""
+    """Yield packages of this check that are installed and do not work."""
     engine = spec.rollout.engine.engine
     for name, package in installed.items():
         if package.error and name in (engine, *TRAINER):

@@ -84,7 +84,7 @@ def plain(geometry: ModelGeometry) -> Case:
 
 
 def short_window(geometry: ModelGeometry) -> int:
-    """The model's window, or a shorter one; for models without, any."""
+    """Return the model's window, or a shorter one; for models without, any."""
     return min(geometry.sizes.window or LONGEST_WINDOW // 3, LONGEST_WINDOW)
 
 
@@ -136,7 +136,7 @@ def attention(
 
 
 def rounded(inputs: Inputs, mask: torch.Tensor, scaling: float) -> torch.Tensor:
-    """The same in the inputs' dtype with a float32 softmax, as a trainer's plain attention.
+    """Return the same in the inputs' dtype with a float32 softmax, as a trainer's plain attention.
 
     Its error is the floor: what rounding alone costs in this dtype. In float64 too the softmax is
     in float32, as in the families' own eager attention.

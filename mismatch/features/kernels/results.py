@@ -90,7 +90,7 @@ class Audit:
     """It took its process with it, or had no end."""
 
     def finding(self, column: str) -> Finding | None:
-        """The finding of one column, or None where there is none."""
+        """Return the finding of one column, or None where there is none."""
         return next((finding for finding in self.findings if finding.column == column), None)
 
     @property

@@ -58,7 +58,7 @@ class Runner:
 
 
 def _mask(case: Case, config: Any, query: torch.Tensor) -> Any:
-    """What transformers makes for this implementation, from positions, padding and cache."""
+    """Return what transformers makes for this implementation, from positions, padding and cache."""
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
     build: Any = create_sliding_window_causal_mask if case.window else create_causal_mask

@@ -256,7 +256,7 @@ def lost(step: int, names: Sequence[str], where: str) -> MismatchError:
 
 
 def in_list(names: Sequence[str], most: int = 3) -> str:
-    """Some names, and how many more.
+    """Return some names, and how many more.
 
     >>> in_list(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'

@@ -53,7 +53,7 @@ class SeedRun:
     """Why it ended before its last step."""
 
     def curve(self, name: str) -> Floats:
-        """[steps], NaN where nothing was measured."""
+        """Return [steps], NaN where nothing was measured."""
         if name == "ess_seq_lost":
             return np.asarray(1.0 - self.curve("ess_seq"), np.float64)
         values = self.curves.get(name, ())
@@ -129,7 +129,7 @@ def _first(values: Floats, warning: Rule) -> int | None:
 
 
 def reward_fall(run: SeedRun) -> int | None:
-    """The first step whose running mean lies :data:`FALL` below the best one before it."""
+    """Return the first step whose running mean lies :data:`FALL` below the best one before it."""
     smooth = running(run.curve("reward"))[WINDOW - 1 :]
     if not len(smooth):
         return None
@@ -138,7 +138,7 @@ def reward_fall(run: SeedRun) -> int | None:
 
 
 def at_end(run: SeedRun, column: str, end: int | None = None) -> float:
-    """Running mean of a curve at a step; the last by default."""
+    """Return running mean of a curve at a step; the last by default."""
     values = running(run.curve(column))[: run.steps if end is None else end]
     return float(values[-1]) if len(values) else float("nan")
 
@@ -163,7 +163,7 @@ def claims(report: LoopReport) -> Iterator[Claim]:
 
 
 def _ahead(run: SeedRun, other: SeedRun, over: Over) -> Floats:
-    """[steps] reward of a run less that of another, as far as both went."""
+    """Return [steps] reward of a run less that of another, as far as both went."""
     end = min(run.steps, other.steps)
     first = max(0, end - WINDOW) if over == "end" else 0
     ahead = run.curve("reward")[first:end] - other.curve("reward")[first:end]

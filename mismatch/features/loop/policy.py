@@ -61,7 +61,7 @@ def deal(rollout: Rollout, mini_batches: int, seed: Sequence[int]) -> list[Ints]
 def plain_coefficients(
     rollout: Rollout, train: Floats, engine: Floats, prompts: Ints, loop: LoopSpec
 ) -> Floats:
-    """[A] of one mini-batch, without the ratio.
+    """Return [A] of one mini-batch, without the ratio.
 
     Args:
         train, engine: [A] log-probabilities of the rollout's policy on both sides.
@@ -79,7 +79,7 @@ def plain_coefficients(
 
 
 def old_logprobs(train: Floats, engine: Floats, loop: LoopSpec) -> Floats | None:
-    """What PPO's ratio divides by; None: the override, a ratio of 1."""
+    """Return what PPO's ratio divides by; None: the override, a ratio of 1."""
     if OVERRIDE in loop.corrections:
         return None
     return engine if loop.old == "engine" else train

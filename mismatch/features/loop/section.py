@@ -67,7 +67,7 @@ def _over_seeds(values: list[float]) -> str:
 
 
 def _ends(name: str) -> Callable[[Arm], str]:
-    """A column's mean over the last steps, of all seeds."""
+    """Return a column's mean over the last steps, of all seeds."""
     return lambda arm: _over_seeds([at_end(run, name) for run in arm.runs])
 
 
@@ -160,7 +160,7 @@ def story(result: LoopReport) -> str:
 
 
 def _claims(result: LoopReport) -> Iterator[str]:
-    """What is claimed of the first arm, or that nothing is."""
+    """Yield what is claimed of the first arm, or that nothing is."""
     first = result.arms[0].name if result.arms else ""
     about = [claim for claim in claims(result) if first in (claim.better, claim.worse)]
     for claim in about:
@@ -247,7 +247,7 @@ def _band(arm: Arm, name: str, log: bool) -> Band:
 
 
 def page(result: LoopReport) -> Page:
-    """The loop as a separate page."""
+    """Return the loop as a separate page."""
     runs = [run for arm in result.arms for run in arm.runs]
     falls = [arm.name for arm in result.arms if arm.runs and None not in _falls(arm)]
     reason = f"{plural(len(result.arms), 'arm')} with the same weights, prompts and seeds"

@@ -73,7 +73,7 @@ class LoopSpec:
 
 
 def arm_of(base: LoopSpec, name: str) -> LoopSpec:
-    """The loop as an arm runs it: the changes of its fixes, joined by plus signs.
+    """Return the loop as an arm runs it: the changes of its fixes, joined by plus signs.
 
     >>> arm_of(LoopSpec(), "no-sinks+seq-tis").corrections
     ('tis-sequence',)

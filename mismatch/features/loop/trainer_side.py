@@ -123,7 +123,7 @@ class TrainerSide:
         return time.monotonic() - began
 
     def plant(self, step: int) -> None:
-        """A parameter that a sync loses, for tests: ``("lost", "STEP NAME")``."""
+        """Lose a parameter in a sync, for tests: ``("lost", "STEP NAME")``."""
         for kind, value in self.loop.plant:
             at, _, name = value.partition(" ")
             if kind == "lost" and int(at) == step:

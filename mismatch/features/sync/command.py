@@ -104,7 +104,7 @@ def sync_probe(flags: Flags) -> int:
 
 
 def probe_spec(flags: Flags) -> SyncSpec:
-    """What the flags ask for.
+    """Return what the flags ask for.
 
     Raises:
         MismatchError: an unknown model, engine, path or push, or --path with --push.

@@ -96,7 +96,7 @@ def sglang_engine(**arguments: Any) -> Any:
 
 
 def held_by(engine: Any, names: list[str], transposed: list[str]) -> Held:
-    """What the engine holds now, and why not all of it.
+    """Return what the engine holds now, and why not all of it.
 
     Raises:
         MismatchError: a server or an SGLang engine that does not show it.

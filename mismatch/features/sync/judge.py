@@ -96,7 +96,7 @@ def _same(ours: Digest, theirs: Digest) -> bool:
 
 
 def _whole(push: int, now: Prints, earlier: Sequence[Prints], held: Prints) -> Outcome | None:
-    """What all parts have in common, where no part arrived bit for bit."""
+    """Return what all parts have in common, where no part arrived bit for bit."""
     if now.turned and now.turned == held.cells:
         return Outcome(push, "rearranged", {"transposed": ("all",)})
     target, before = np.asarray(now.values), np.asarray(earlier[-1].values if earlier else ())
@@ -196,7 +196,7 @@ def parameters(
 def _alias(
     result: Parameter, by_name: Mapping[str, Parameter], tied: Mapping[str, str]
 ) -> Parameter:
-    """A tied parameter that is stale while its source arrived has lost its tie."""
+    """Report a lost tie where a tied parameter is stale while its source arrived."""
     source = by_name.get(tied.get(result.name, ""))
     if source is None or not source.arrived or result.status != "stale":
         return result
@@ -265,7 +265,7 @@ def parted(report: SyncReport) -> tuple[ScoreRow, ...]:
 
 
 def cache_row(push: int, warm: Sequence[float], cold: Sequence[float], noise: float) -> CacheRow:
-    """The same prompts answered warm and cold.
+    """Compare the same prompts answered warm and cold.
 
     Args:
         warm, cold: logprob of the likeliest first token, per prompt.
@@ -335,7 +335,7 @@ def _kinds(parameters: Sequence[Parameter]) -> str:
 
 
 def kind_of(name: str) -> str:
-    """A parameter's name without its layer and the number of its expert.
+    """Return a parameter's name without its layer and the number of its expert.
 
     >>> kind_of("model.layers.3.self_attn.sinks"), kind_of("mlp.experts.7.up_proj.weight")
     ('self_attn.sinks', 'mlp.experts.up_proj.weight')
@@ -349,7 +349,7 @@ COMMAND, PAGE = "mismatch sync-probe", "docs/how-to/weight-sync.md"
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of the document."""
+    """Return the JSON Schema of the document."""
     definitions: dict[str, Any] = {}
     verdict = object_schema(SyncVerdict, definitions)
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA}
@@ -361,10 +361,10 @@ def schema() -> dict[str, Any]:
 
 
 def sync_to_json(report: SyncReport) -> dict[str, Any]:
-    """The report as JSON data, with its verdict."""
+    """Return the report as JSON data, with its verdict."""
     return {"schema": SCHEMA, "verdict": to_json(judge(report)), **to_json(report)}
 
 
 def sync_from_json(document: Any) -> SyncReport:
-    """The inverse of :func:`sync_to_json`; raises as :func:`mismatch.codec.without_verdict`."""
+    """Return the inverse of :func:`sync_to_json`; see :func:`mismatch.codec.without_verdict`."""
     return without_verdict(SyncReport, document, SCHEMA, command=COMMAND, page=PAGE)

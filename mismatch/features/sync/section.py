@@ -22,7 +22,7 @@ Group = tuple[str, Sequence[Parameter]]  # a name, and the parameters that it st
 
 
 def _push(push: int, group: Group) -> Cell:
-    """What became of the parameters in a push."""
+    """Return what became of the parameters in a push."""
     outcomes = [each for parameter in group[1] for each in parameter.outcomes if each.push == push]
     statuses: list[Status] = list(dict.fromkeys(each.status for each in outcomes))
     if not statuses:
@@ -116,7 +116,7 @@ def _where(parameters: Sequence[Parameter]) -> str:
 
 
 def page(result: SyncReport) -> Page:
-    """The probe as a separate page."""
+    """Return the probe as a separate page."""
     verdict = judge(result)
     facts = named(
         (f"{name}: {key}" if key else name, str(each))

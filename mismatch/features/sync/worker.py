@@ -158,7 +158,7 @@ class Probe:
         return self.driver.held(self.names, self.transposed)
 
     def answer(self, push: int) -> None:
-        """The same prompts warm, as the path left the caches, and cold."""
+        """Answer the same prompts warm, as the path left the caches, and cold."""
         warm = self.driver.answers(self.sequences)
         self.driver.drop_caches()
         cold = self.driver.answers(self.sequences)
@@ -216,7 +216,7 @@ def engine_side(run_dir: Path, spec: SyncSpec) -> None:
 
 
 def own_function(spec: SyncSpec) -> Callable[..., Any] | None:
-    """The user's push, imported before the engine starts.
+    """Return the user's push, imported before the engine starts.
 
     Raises:
         MismatchError: it cannot be.
@@ -264,7 +264,7 @@ def save_scores(run_dir: Path, side: str, scores: Sequence[Sequence[Floats]]) ->
 
 
 def trainer_side(run_dir: Path, spec: SyncSpec) -> None:
-    """The same tokens under transformers, its weights updated in memory."""
+    """Score the same tokens under transformers, its weights updated in memory."""
     from mismatch.engines.transformers.sync_driver import TransformersDriver
 
     engine = EngineSpec(

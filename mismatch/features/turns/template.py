@@ -193,7 +193,7 @@ def generation_prompt(render: Renderer) -> TemplateCheck:
 
 
 def end_of_turn(render: Renderer) -> TemplateCheck:
-    """An answer must hold a token at which the engine stops."""
+    """Check that an answer holds a token at which the engine stops."""
     prompt = render.ids(DIALOGUE[:1], ask=True)
     answer = render.ids(DIALOGUE[:2])[len(prompt) :]
     if not render.stop_ids:
