@@ -186,7 +186,7 @@ def _same(terms: Floats) -> Floats:
 
 
 def _plain(metric: Metric, combine: Combine) -> Metric:
-    """The metric of a difference, on terms that are there already."""
+    """Return the metric of a difference, on terms that are there already."""
     return replace(
         metric, kind="ratio", reduction="token", terms=_same, combine=combine, bounds=REAL,
     )  # fmt: skip
@@ -198,13 +198,13 @@ def _bare(value: float, sample: Sample) -> Estimate:
 
 
 def _like(bare: Estimate, estimate: Estimate | None) -> Estimate:
-    """The interval and flags of ``estimate``, which counted units."""
+    """Return the interval and flags of ``estimate``, which counted units."""
     assert estimate is not None  # finite terms, and both sides are defined
     return replace(bare, low=estimate.low, high=estimate.high, flags=estimate.flags)
 
 
 def _units(metric: Metric, sample: Sample) -> tuple[Ints, Ints]:
-    """What an estimator takes (sequence, prompt) so that one of its tokens is one term."""
+    """Return what an estimator takes (sequence, prompt) so that one of its tokens is one term."""
     if metric.reduction == "token":
         return sample.sequence, sample.prompt
     present = np.unique(sample.sequence)
@@ -221,7 +221,7 @@ def _joined(old: Sample, new: Sample) -> Sample:
 
 
 def _held(sample: Sample) -> Ints:
-    """The prompts of the sequences that hold tokens."""
+    """Return the prompts of the sequences that hold tokens."""
     return np.unique(sample.prompt[np.unique(sample.sequence)])
 
 
@@ -257,7 +257,7 @@ def _independent(metric: Metric, old: Sample, new: Sample, bare: Estimate, seed:
 def _few_events(
     metric: Metric, change: Floats, sample: Sample, estimator: Estimator
 ) -> Estimate | None:
-    """A share that changes in few prompts: gains and losses have Wilson's interval each.
+    """Estimate a share that changes in few prompts: Wilson's intervals of gains and losses.
 
     Where nothing was gained (or lost), so many events may just not have been seen as a count of 0
     leaves possible, each as large as those seen on the other side.

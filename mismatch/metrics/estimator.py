@@ -148,7 +148,7 @@ class Estimator:
     # ------------------------------------------------------------ arrays and terms
 
     def _ready(self, metrics: Sequence[Metric], arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """What metrics need: checked, in order of the sequences, floats as float64."""
+        """Return what metrics need: checked, in order of the sequences, floats as float64."""
         per_unit = {
             name
             for metric in metrics

@@ -102,7 +102,7 @@ def _of_rows(left: Floats, right: Floats) -> dict[str, Floats]:
 def law_arrays(
     terms: dict[str, Floats], left: Floats, right: Floats, column: Ints
 ) -> dict[str, Array]:
-    """What the sampled outcome says compared with what was to be expected of it.
+    """Return what the sampled outcome says compared with what was to be expected of it.
 
     Args:
         column: [M] outcome that was sampled.
@@ -141,7 +141,7 @@ TOPK = "the engine's k most likely ids and all others as one: a lower bound"
 def _declare(
     name: str, label: str, meaning: str, kind: Kind = "mean", unit: str = "nats"
 ) -> Function:
-    """A number of an array of terms, which is named like the metric without ``_p99`` or ``_max``.
+    """Return a number of an array of terms, named like the metric without ``_p99`` or ``_max``.
 
     Args:
         meaning: it is the definition as well, with the outcomes that are summed over.
@@ -200,7 +200,7 @@ def exact_argmax_agree(exact_argmax_agree: Array) -> Array:
 
 
 def _at_exact(name: str, label: str, meaning: str) -> Function:
-    """An estimator of the sampled token, on the positions whose exact value is known."""
+    """Return an estimator of the sampled token, on the positions whose exact value is known."""
     estimator = METRICS[name]
 
     def terms(delta_at_exact: Floats) -> Floats:

@@ -146,7 +146,7 @@ class PromptSums:
         return slopes
 
     def shifted(self, shift: Floats) -> Floats:
-        """The value at means that lie ``shift`` [R, M] away from the centre, [R]."""
+        """Return the value at means that lie ``shift`` [R, M] away from the centre, [R]."""
         with np.errstate(all="ignore"):
             return floats(self.combine(self.centre + shift))
 
@@ -199,7 +199,7 @@ def bootstrap_t(sums: PromptSums, weights: Floats) -> Interval | None:
 
 
 def central(values: Floats) -> Interval | None:
-    """The central 95 % of the values; None if too many are undefined to say."""
+    """Return the central 95 % of the values; None if too many are undefined to say."""
     defined = values[~np.isnan(values)]
     if len(defined) < 0.95 * len(values):
         return None
@@ -263,7 +263,7 @@ class Groups:
 
 
 def prompt_sums(prompt: Ints, prompts: int, group: Ints, groups: int, values: Array) -> Floats:
-    """Sums of ``values`` [R] per prompt and group, [P, G]; ``prompt`` and ``group`` are [R]."""
+    """Return sums of ``values`` [R] per prompt and group, [P, G]; ``prompt``, ``group``: [R]."""
     code = prompt * groups + group
     summed = np.bincount(code, weights=values, minlength=prompts * groups)
     return floats(summed.reshape(prompts, groups))
@@ -319,6 +319,6 @@ def mover(old: Estimate, new: Estimate) -> tuple[float, float] | None:
 
 
 def jackknife_error(without: Floats) -> float:
-    """Standard error from the values without one prompt each, [P]."""
+    """Return standard error from the values without one prompt each, [P]."""
     prompts = len(without)
     return math.sqrt((prompts - 1) / prompts * float(((without - without.mean()) ** 2).sum()))

@@ -67,7 +67,7 @@ def _swaps(prompts: int, seed: int) -> Iterable[Floats]:
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Adjusted p-values, in the order given.
+    """Return adjusted p-values, in the order given.
 
     Holm 1979, "A simple sequentially rejective multiple test procedure".
 

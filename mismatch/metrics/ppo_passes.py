@@ -121,7 +121,7 @@ def passes_differ_any(layers: Floats) -> Floats:
 
 
 def _metric(name: str, terms: Any, unit: str, kind: Any = "mean") -> Metric:
-    """A metric of this module alone: no comparison of an engine with a trainer shows it."""
+    """Return a metric of this module alone: no comparison of engine and trainer shows it."""
     bounds = SHARE if unit == "share" else POSITIVE
     return Metric(name, terms, kind, unit, bounds=bounds)
 

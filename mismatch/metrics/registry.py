@@ -43,7 +43,7 @@ REALS = FLAT - {"sequence", "rollout_top1", "train_top1"}  # computed with as fl
 
 
 def first(means: Floats) -> Floats:
-    """The mean of the only term."""
+    """Return the mean of the only term."""
     return means[..., 0]
 
 
@@ -87,7 +87,7 @@ class Metric:
         return tuple(p.name for p in parameters if p.default is inspect.Parameter.empty)
 
     def __call__(self, *arrays: Any, **named: Any) -> float:
-        """The number itself; the arguments are those of the declaring function.
+        """Return the number itself; the arguments are those of the declaring function.
 
         Tensors are accepted: detached, and bfloat16 as float32. Integers count as floats.
 
@@ -116,7 +116,7 @@ class Metric:
         return value
 
     def value(self, terms: Any) -> float:
-        """The number, from its terms; NaN where it is undefined."""
+        """Return the number, from its terms; NaN where it is undefined."""
         if self.kind == "extreme":
             return float(terms) + 0.0
         if self.kind == "quantile":
@@ -125,7 +125,7 @@ class Metric:
             return self.of_means(columns(terms).mean(axis=0))
 
     def of_means(self, means: Floats) -> float:
-        """The number of a "mean" or "ratio", from the means of its terms, [M]."""
+        """Return the number of a "mean" or "ratio", from the means of its terms, [M]."""
         with np.errstate(all="ignore"):
             value = float(floats(self.combine(means)).reshape(-1)[0])
         # Rounding can leave the range. What is further out has a cause (logprobs above 0, which the
@@ -134,7 +134,7 @@ class Metric:
         return (inside if abs(inside - value) <= ROUNDING else value) + 0.0  # no -0.0
 
     def parts(self, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
-        """The terms as M separate arrays [U], without a copy."""
+        """Return the terms as M separate arrays [U], without a copy."""
         with np.errstate(all="ignore"):
             terms = self.terms(**{name: arrays[name] for name in self.needs})
         if isinstance(terms, tuple):
@@ -195,7 +195,7 @@ def excess(means: Floats) -> Floats:
 
 
 def spread(means: Floats) -> Floats:
-    """Population standard deviation from the means of (x, x²)."""
+    """Return population standard deviation from the means of (x, x²)."""
     return floats(np.sqrt(np.maximum(means[..., 1] - means[..., 0] ** 2, 0.0)))
 
 

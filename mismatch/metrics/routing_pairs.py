@@ -238,7 +238,7 @@ class RouterNoise:
 
 
 def router_noise(rollout: Rollout, train: Scoring, passes: Sequence[Scoring]) -> RouterNoise | None:
-    """The trainer's router noise from the first pass that shows any, else from rounding.
+    """Return the trainer's router noise from the first pass that shows any, else from rounding.
 
     ``level[l]`` is the 99 % quantile, over action tokens, of |margin_train - margin_pass| in layer
     l. Without that pass: roundoff of the trainer's dtype, times the largest margin of the layer
@@ -270,7 +270,7 @@ def router_noise(rollout: Rollout, train: Scoring, passes: Sequence[Scoring]) ->
 
 
 def with_noise(routes: PairedRouting, noise: RouterNoise | None) -> PairedRouting:
-    """The same pairing with ``near_tie`` [R, L] among its arrays, where that can be said."""
+    """Return the same pairing with ``near_tie`` [R, L] among its arrays, where that can be said."""
     margin = routes.arrays.get("margin")
     if noise is None or margin is None or not set(routes.layers) <= set(noise.level):
         return routes
