@@ -88,7 +88,7 @@ ALIASES = {
 
 
 def find_alias(name: str) -> Alias | None:
-    """The alias of that name, or of that hub id; capitals do not matter."""
+    """Return the alias of that name, or of that hub id; capitals do not matter."""
     wanted = name.lower()
     for alias in ALIASES.values():
         if wanted in (alias.name, alias.hub_id.lower()):
@@ -97,7 +97,7 @@ def find_alias(name: str) -> Alias | None:
 
 
 def resolve_model(name: str) -> str:
-    """The path or hub id behind `name`.
+    """Return the path or hub id behind `name`.
 
     In this order: an embedded model's name gives its packaged directory; an existing directory
     gives itself; an alias ("gpt-oss-20b") gives its hub id; a hub id ("org/name") gives itself.

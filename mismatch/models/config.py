@@ -136,7 +136,7 @@ class ModelConfig:
         return self.quantised or self.dtype
 
     def rests_in(self, master: str) -> str:
-        """The dtype of a trainer's parameters at rest, as config.json lets one expect it.
+        """Return the dtype of a trainer's parameters at rest, as config.json lets one expect it.
 
         What "auto" takes is decided by the files: mismatch/training/source.py.
         """
@@ -188,7 +188,7 @@ class _Fields:
         return self.get(name)
 
     def number(self, *names: str) -> int:
-        """The first of these fields that is a positive number, or 0.
+        """Return the first of these fields that is a positive number, or 0.
 
         Where it differs by layer (Hunyuan allows that) the first stands for all.
         """
@@ -219,7 +219,7 @@ class FoundConfig:
 
 
 def find_config(model: str, revision: str | None = None) -> FoundConfig:
-    """The config.json of a resolved model (a directory or a hub id), without a network.
+    """Return the config.json of a resolved model (a directory or a hub id), without a network.
 
     Raises:
         MismatchError: it is neither here nor shipped, or cannot be read.
@@ -250,7 +250,7 @@ def is_moe(model: str, revision: str | None = None) -> bool | None:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a checkpoint's directory.
+    """Return the config.json of a checkpoint's directory.
 
     Raises:
         MismatchError: it cannot be read, or is no JSON object.

@@ -41,7 +41,7 @@ Spec = TypeVar("Spec", EngineSpec, TrainSpec)
 
 
 def in_form(spec: Spec) -> Spec:
-    """The spec with its model replaced by one in the form it asks for, made if need be.
+    """Return the spec with its model replaced by one in the form it asks for, made if need be.
 
     Raises:
         MismatchError: a model that is not in a local directory or cache, that has no experts in a
@@ -145,7 +145,7 @@ def _alone(target: Path) -> Iterator[None]:
 
 @contextmanager
 def _writing(target: Path) -> Iterator[None]:
-    """What the cache's disk refuses, as a MismatchError."""
+    """Raise what the cache's disk refuses as a MismatchError."""
     try:
         yield
     except OSError as error:

@@ -78,7 +78,7 @@ def _tiles(shape: Sequence[int]) -> Iterator[tuple[slice, slice]]:
 
 
 def _of_index(values: torch.Tensor, axis: int, first: int) -> torch.Tensor:
-    """A mix of the indices of values along an axis, from ``first``; different for each axis."""
+    """Return a mix of the indices of values along an axis, from ``first``; each axis differs."""
     import torch
 
     index = torch.arange(first, first + len(values), dtype=torch.int64, device=values.device)
@@ -86,7 +86,7 @@ def _of_index(values: torch.Tensor, axis: int, first: int) -> torch.Tensor:
 
 
 def _scrambled(x: torch.Tensor) -> torch.Tensor:
-    """A nonlinear mix of int64 numbers; 0 stays 0."""
+    """Return a nonlinear mix of int64 numbers; 0 stays 0."""
     mixed = x * 0x1E3779B97F4A7C15
     mixed = (mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)) * 0x3F58476D1CE4E5B9
     return mixed ^ ((mixed >> 32) & 0xFFFFFFFF)

@@ -23,7 +23,7 @@ KNOWN = {ROUTER_NOISE: "normal noise of this standard deviation on every router 
 
 
 def parse_injections(texts: Sequence[str] | None) -> Injections:
-    """What ``--inject NAME=SIZE`` (repeatable) asks for.
+    """Return what ``--inject NAME=SIZE`` (repeatable) asks for.
 
     >>> parse_injections(["router-noise=0.05"])
     (('router-noise', 0.05),)
@@ -158,7 +158,7 @@ class LayerNorms:
 
 
 def child(module: Any, names: tuple[str, ...]) -> Any:
-    """The first part of these names; None where there is none."""
+    """Return the first part of these names; None where there is none."""
     return next((getattr(module, name) for name in names if hasattr(module, name)), None)
 
 

@@ -43,7 +43,7 @@ def resolved(model: Any, honours_sinks: bool | None = None) -> dict[str, Any]:
 
 
 def _attention(modules: Sequence[Any]) -> list[Any]:
-    """The attention of each layer: an engine's own, else that of transformers."""
+    """Return the attention of each layer: an engine's own, else that of transformers."""
     tests: tuple[Callable[[Any], bool], ...] = (
         lambda m: hasattr(getattr(m, "impl", None), "scale"),  # vLLM
         lambda m: type(m).__name__ == "RadixAttention",  # SGLang
@@ -94,7 +94,7 @@ def _routers(modules: Sequence[Any]) -> dict[str, Any]:
 
 
 def _first(module: Any, *names: str) -> Any:
-    """The first of these attributes that a module has."""
+    """Return the first of these attributes that a module has."""
     return next((getattr(module, name) for name in names if hasattr(module, name)), None)
 
 
@@ -122,13 +122,13 @@ def _scale(layer: Any) -> Any:
 
 
 def _cap(layer: Any) -> float:
-    """The cap on attention scores; 0: none."""
+    """Return the cap on attention scores; 0: none."""
     held = layer.impl if hasattr(layer, "impl") else layer
     return _first(held, "logits_soft_cap", "logit_cap", "attn_logit_softcapping") or 0.0
 
 
 def _final_cap(modules: Sequence[Any], model: Any) -> float:
-    """The cap on logits; 0: none."""
+    """Return the cap on logits; 0: none."""
     for module in modules:
         if hasattr(module, "soft_cap") or hasattr(module, "final_logit_softcapping"):
             return _first(module, "soft_cap", "final_logit_softcapping") or 0.0

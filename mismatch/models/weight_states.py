@@ -77,7 +77,7 @@ class Prints:
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of ``dataclasses.asdict``, after a journey as plain data."""
+        """Return the inverse of ``dataclasses.asdict``, after a journey as plain data."""
         return cls(
             tuple(data["shape"]),
             {label: tuple(digest) for label, digest in data["cells"].items()},
@@ -113,7 +113,7 @@ def _cuts(length: int) -> list[slice]:
 
 
 def seeded(text: str) -> torch.Generator:
-    """A generator of random numbers that follow from a text."""
+    """Return a generator of random numbers that follow from a text."""
     import torch
 
     digest = hashlib.sha256(text.encode()).digest()
@@ -127,7 +127,7 @@ def _places(name: str, count: int) -> torch.Tensor:
 
 
 def updated(name: str, base: torch.Tensor, seed: int, push: int) -> torch.Tensor:
-    """The parameter in the state after a push; push 0 is the checkpoint itself.
+    """Return the parameter in the state after a push; push 0 is the checkpoint itself.
 
     Every element moves by :data:`SIZE` of the parameter's root mean square times normal noise, and
     the result is rounded to the checkpoint's own dtype: all sides have the same values. Integers
@@ -144,7 +144,7 @@ def updated(name: str, base: torch.Tensor, seed: int, push: int) -> torch.Tensor
 
 
 def state_of(push: int) -> int:
-    """The state that a push brings: the third brings the first weights back.
+    """Return the state that a push brings: the third brings the first weights back.
 
     >>> [state_of(push) for push in range(4)]
     [0, 1, 2, 0]
@@ -181,7 +181,7 @@ class Checkpoint:
             return list(open_tensors(self.directory, stack))
 
     def tied(self) -> dict[str, str]:
-        """The head of a model with tied embeddings -> the embeddings."""
+        """Return the head of a model with tied embeddings -> the embeddings."""
         if not read_config(self.directory).get("tie_word_embeddings", False):
             return {}
         names = self.names()
@@ -199,11 +199,11 @@ class Checkpoint:
                 yield name, updated(own, files[own].get_tensor(own), self.seed, state_of(push))
 
     def prints(self, push: int) -> dict[str, Prints]:
-        """Prints of all tensors of floating-point numbers after this push."""
+        """Return digests of all tensors of floating-point numbers after this push."""
         return {n: Prints.of(n, t) for n, t in self.tensors(push) if t.is_floating_point()}
 
     def write(self, push: int, target: Path) -> Path:
-        """This state as a separate checkpoint, with the configuration and tokenizer as links.
+        """Return this state as a separate checkpoint, with configuration and tokenizer as links.
 
         Raises:
             MismatchError: too little space.
@@ -290,14 +290,14 @@ class Adapters(Checkpoint):
                 yield name, (values if state else torch.zeros(shape)).bfloat16()
 
     def prints(self, push: int) -> dict[str, Prints]:
-        """Prints of what an engine holds after this push: B times alpha / rank."""
+        """Return digests of what an engine holds after this push: B times alpha / rank."""
         return {
             name: Prints.of(name, tensor * SCALE if name.endswith(B) else tensor)
             for name, tensor in self.tensors(push)
         }
 
     def write(self, push: int, target: Path) -> Path:
-        """The adapter of a push as a folder that PEFT, vLLM and SGLang load."""
+        """Return the adapter of a push as a folder that PEFT, vLLM and SGLang load."""
         return write_adapter(dict(self.tensors(push)), target)
 
 
