@@ -218,7 +218,7 @@ def without_square(spec: CheckSpec, comparisons: list[Comparison], results: dict
 def measured(
     run_dir: Path, spec: CheckSpec, held: Artefacts, comparisons: list[Comparison]
 ) -> tuple[dict[str, Any], list[NotTested]]:
-    """The results of all analyses by id, and what they could not see.
+    """Return the results of all analyses by id, and what they could not see.
 
     None of them where nothing was compared.
     """
@@ -293,7 +293,7 @@ def compare_artefacts(
 def compare_all(
     artefacts: Artefacts, seed: int, texts: dict[int, str] | None = None
 ) -> tuple[list[Comparison], list[SidePair]]:
-    """The headline first, then the prefill's view and the trainer's other settings; the floor."""
+    """Return headline first, then the prefill's view and the trainer's other settings; floor."""
     rollout, decode, prefill = artefacts.rollout, artefacts.decode, artefacts.prefill
     lawful = is_sampling_law(rollout, decode)
     pairs = [(decode, artefacts.train, lawful)]
@@ -362,7 +362,7 @@ def not_tested(
 def _unseen(
     spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring], reach: int
 ) -> Iterator[NotTested]:
-    """What the settings of the run and its scorings leave open."""
+    """Yield what the settings of the run and its scorings leave open."""
     engine = spec.rollout.engine
     decode, train = scorings[f"{engine.engine}:decode"], scorings[TRAIN]
     for name, scoring in scorings.items():
@@ -397,7 +397,7 @@ def _unseen(
 
 
 def _unsynchronised(counts: dict[str, Any] | None) -> str:
-    """What is not known of the weights' way into the engine; "" where all were read back."""
+    """Return what is not known of the weights' way into the engine; "" where all were read back."""
     if counts is None:
         return "both sides loaded from disk, no refit took place"
     left = counts["not_compared"]
@@ -407,7 +407,7 @@ def _unsynchronised(counts: dict[str, Any] | None) -> str:
 
 
 def without_room(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> Iterator[NotTested]:
-    """Passes that are missing because memory did not suffice, and why."""
+    """Yield passes that are missing because memory did not suffice, and why."""
     passes = training_passes(spec) + (long_passes(spec) if with_long_sequence(spec) else [])
     for pass_ in passes:
         reason = None if pass_.name in scorings else read_error(run_dir, pass_label(pass_.name))
@@ -445,7 +445,7 @@ def _without_routes(spec: CheckSpec, decode: Scoring, train: Scoring) -> Iterato
 
 
 def facts(spec: CheckSpec, rollout: Rollout, command: str) -> dict[str, Any]:
-    """What was run and where, and the size of it."""
+    """Return what was run and where, and the size of it."""
     rewards = rollout.rewards
     return provenance(command, spec.rollout.prompts.path) | {
         "spec": to_dict(spec),

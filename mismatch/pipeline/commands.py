@@ -91,7 +91,7 @@ def run_steps(stages: Stages) -> None:
 
 
 def run_rollout(spec: CheckSpec, run_dir: Path, narrator: Narrator, command: str = "") -> None:
-    """The engine alone: tokens, decode and prefill scorings.
+    """Run the engine alone: tokens, decode and prefill scorings.
 
     Raises:
         MismatchError: the engine failed.
@@ -219,7 +219,7 @@ def conclude(
 
 
 def journal_facts(journal: Journal) -> dict[str, Any]:
-    """What ``report.json`` keeps of the commands that made a run."""
+    """Return what ``report.json`` keeps of the commands that made a run."""
     facts = {key: value for key, value in journal.entry.items() if key not in ("verb", "finished")}
     earlier = [command["command"] for command in journal.earlier]
     facts |= {"seconds": journal.seconds, "timings": journal.timings}
@@ -227,7 +227,7 @@ def journal_facts(journal: Journal) -> dict[str, Any]:
 
 
 def _require_free_name(run_dir: Path, pass_: Pass) -> None:
-    """A scoring is never replaced by one with other settings."""
+    """Refuse to replace a scoring by one with other settings."""
     if pass_.name not in store.scoring_names(run_dir):
         taken = [
             n

@@ -37,7 +37,7 @@ FIELDS: dict[str, Any] = {
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of the document."""
+    """Return the JSON Schema of the document."""
     definitions: dict[str, Any] = {}
     properties = {key: schema_of(kind, definitions) for key, kind in FIELDS.items()}
     pair = definitions["SidePair"]
@@ -62,7 +62,7 @@ def schema() -> dict[str, Any]:
 
 
 def _open(schema: Any) -> Any:
-    """A schema under which objects may hold more than it names: readers stay valid."""
+    """Return a schema under which objects may hold more than it names: readers stay valid."""
     if isinstance(schema, dict):
         return {
             key: _open(value)
@@ -101,7 +101,7 @@ class Headline:
 
 
 def headline_of(report: Report) -> Headline:
-    """What most readers look up."""
+    """Return what most readers look up."""
     first = report.comparisons[0] if report.comparisons else None
     metrics = {} if first is None else {**first.metrics, **first.routing}
     k3, verdict = metrics.get("k3_kl"), report.verdict
@@ -136,7 +136,7 @@ def headline_of(report: Report) -> Headline:
 
 
 def report_to_json(report: Report, next_steps: Sequence[str] = ()) -> dict[str, Any]:
-    """The report as JSON data: dicts, lists, strings, finite numbers, booleans and null.
+    """Return the report as JSON data: dicts, lists, strings, finite numbers, booleans and null.
 
     Args:
         next_steps: what to do now, as the renderings have it.
@@ -159,7 +159,7 @@ def report_to_json(report: Report, next_steps: Sequence[str] = ()) -> dict[str, 
 
 
 def report_from_json(document: Any) -> Report:
-    """The inverse of :func:`report_to_json`; a null value becomes NaN again.
+    """Return the inverse of :func:`report_to_json`; a null value becomes NaN again.
 
     Raises:
         MismatchError: not a report, a schema of another version, or a field that does not fit the
@@ -196,7 +196,7 @@ def report_from_json(document: Any) -> Report:
 
 
 def _with_one_digest(side: dict[str, Any]) -> dict[str, Any]:
-    """A fingerprint with one digest of all its parameters, as a string: they are int64, which
+    """Return a fingerprint with one digest of all its parameters, as text: they are int64, which
     readers of JSON round, and thousands."""
     if not isinstance(side.get("weights"), dict):
         return side
@@ -221,7 +221,7 @@ def _renamed(pairs: list[dict[str, Any]], rename: Callable[[str], str]) -> list[
 
 
 def jq_name(name: str) -> str:
-    """A metric's name as report.json has it.
+    """Return a metric's name as report.json has it.
 
     >>> jq_name("ratio_outside_1.02"), jq_name("kl")
     ('ratio_outside_1_02', 'k1_kl')
@@ -235,7 +235,7 @@ _OWN = {jq_name(name): name for name in METRICS}
 def comparisons_to_json(
     comparisons: Sequence[Comparison], noise_floor: Sequence[SidePair]
 ) -> dict[str, Any]:
-    """The part of a report that is measured and not judged, as ``comparison.json`` holds it."""
+    """Return the part of a report that is measured, not judged, as ``comparison.json`` holds it."""
     return {
         "comparisons": to_json(list(comparisons)),
         "noise_floor": [
@@ -245,7 +245,7 @@ def comparisons_to_json(
 
 
 def comparisons_from_json(document: Any) -> tuple[list[Comparison], list[SidePair]]:
-    """The inverse of :func:`comparisons_to_json`."""
+    """Return the inverse of :func:`comparisons_to_json`."""
     entries = from_json(list[dict[str, Any]], document["noise_floor"], "noise_floor")
     for entry in entries:
         from_json(str, entry["id"], "noise_floor.id")

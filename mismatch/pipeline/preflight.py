@@ -278,7 +278,7 @@ def require_transformers(python: str) -> None:
 
 
 def require_form(spec: EngineSpec) -> None:
-    """The form of the experts that is asked for can be made of a checkpoint that is here.
+    """Check that the experts' form that is asked for can be made of a checkpoint that is here.
 
     Raises:
         MismatchError: it cannot.
@@ -297,7 +297,7 @@ def require_form(spec: EngineSpec) -> None:
 
 
 def require_free_port(environment: Mapping[str, str]) -> None:
-    """The ranks meet at MASTER_PORT if that is set, else at a port that torchrun finds.
+    """Check MASTER_PORT, where the ranks meet if it is set (else torchrun finds a port).
 
     Raises:
         MismatchError: no number, or in use.
@@ -362,7 +362,7 @@ def require_sound_version(spec: EngineSpec) -> None:
 
 
 def require_reachable(model: str, revision: str | None) -> None:
-    """A hub model's configuration can be had: from the cache, or from the hub.
+    """Check that a hub model's configuration can be had: from the cache, or from the hub.
 
     Raises:
         MismatchError: hub out of reach, cache not writable, no such model or no access to it.

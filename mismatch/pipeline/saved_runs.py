@@ -122,7 +122,7 @@ class SavedRun:
         }
 
     def flat_facts(self, where: str) -> dict[str, str]:
-        """Settings and versions of one place: dotted name -> value as text."""
+        """Return settings and versions of one place: dotted name -> value as text."""
         return dict(_flat(self.facts[where], ""))
 
 
@@ -197,7 +197,7 @@ def _statuses(judged: Verdict) -> tuple[Any, ...]:
 
 
 def load_run(run: Path) -> SavedRun:
-    """A run from its report, and its tokens where they are there.
+    """Return a run from its report, and its tokens where they are there.
 
     Raises:
         MismatchError: no report, or one that is damaged or of another version.
@@ -213,7 +213,7 @@ def load_run(run: Path) -> SavedRun:
 
 
 def fact_order(name: str) -> tuple[bool, bool, str]:
-    """The version and versions first: they are what an upgrade is about."""
+    """Sort the version and versions first: they are what an upgrade is about."""
     return name != "version", not name.startswith("versions."), name
 
 
@@ -250,7 +250,7 @@ def engine_moved(first: SavedRun, second: SavedRun) -> Floats:
 
 
 def samples(left: SavedRun, right: SavedRun) -> tuple[Sample, Sample] | None:
-    """The tokens of two runs, prompts numbered alike; None without the tokens of either.
+    """Return the tokens of two runs, prompts numbered alike; None without the tokens of either.
 
     Prompts whose texts the tables do not hold are taken as different, unless all tokens are the
     same. How many layers of a token chose other experts is an array where both runs say it.

@@ -61,7 +61,7 @@ def token_table(
 
 
 def record_best_fix(run_dir: Path, report: Report, tokens: pd.DataFrame) -> pd.DataFrame:
-    """The table with the log-probabilities of the best fix that kept the tokens, and saved so.
+    """Return the table with log-probabilities of the best fix that kept the tokens and was saved.
 
     A fix of the engine samples new tokens, which have no row here.
     """
@@ -110,7 +110,7 @@ def _words(rollout: Rollout, texts: dict[int, str], special: set[int]) -> dict[s
 
 
 def _text(texts: dict[int, str], token: int) -> str:
-    """What an id stands for; half a surrogate pair, which no file can hold, as U+FFFD."""
+    """Return what an id stands for; half a surrogate pair, which no file can hold, as U+FFFD."""
     text = texts.get(token, f"<{token}>")
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
@@ -149,7 +149,7 @@ def _contexts(rollout: Rollout, texts: dict[int, str]) -> tuple[Any, Ints]:
 
 
 def _likeliest(decode: Scoring, train: Scoring, texts: dict[int, str], size: int) -> dict[str, Any]:
-    """What either side thinks likeliest: of the worst tokens, and where both give all they know.
+    """Return what either side thinks likeliest: of the worst tokens, and where both give all.
 
     A probability that a side did not say (it is below those that it gave) is NaN.
     """
