@@ -29,7 +29,7 @@ class Cache:
 
 
 def fresh(spec: RolloutSpec) -> RolloutSpec:
-    """The same engine, which captures nothing.
+    """Return the same engine, which captures nothing.
 
     Raises:
         MismatchError: servers, which run as they were started.
@@ -64,7 +64,7 @@ def ask_fresh_engine(stages: Stages, ids: Sequence[str]) -> None:
 
 
 def cache_of(stages: Stages) -> Cache:
-    """What :func:`ask_fresh_engine` left of the prefix cache.
+    """Return what :func:`ask_fresh_engine` left of the prefix cache.
 
     Raises:
         MismatchError: nothing, or damaged.

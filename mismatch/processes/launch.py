@@ -64,12 +64,12 @@ def rendezvous_args() -> list[str]:
 
 
 def package_path() -> dict[str, str]:
-    """What a worker needs to find this package where only the working directory holds it."""
+    """Return what a worker needs to find this package where only the working directory holds it."""
     return {} if str(ROOT) in sys.path[1:] else interpreter_environment(sys.executable)
 
 
 def interpreter_environment(python: str | None) -> dict[str, str]:
-    """What another interpreter needs to find this package where it runs from a checkout."""
+    """Return what another interpreter needs to find this package where it runs from a checkout."""
     if python is None or ROOT.name in ("site-packages", "dist-packages"):
         return {}
     path = os.environ.get("PYTHONPATH")
@@ -96,12 +96,12 @@ def worker_path(directory: Path) -> dict[str, str]:
 
 
 def engine_python(spec: EngineSpec) -> str:
-    """The interpreter of the engine's process."""
+    """Return the interpreter of the engine's process."""
     return own_python(spec) or sys.executable
 
 
 def own_python(spec: EngineSpec) -> str | None:
-    """The interpreter of an environment that holds the engine; None: this interpreter.
+    """Return the interpreter of an environment that holds the engine; None: this interpreter.
 
     The one that was named, else that of ``.venv-NAME`` next to this environment, as
     `make env-sglang` makes it, for an engine that declares so and is not installed here.
@@ -304,7 +304,7 @@ def started(
     on_progress: Progress = _silent,
     env: dict[str, str] | None = None,
 ) -> Iterator[Worker]:
-    """A worker that runs within the block and does not outlive it."""
+    """Run a worker within the block, which it does not outlive."""
     worker = Worker(label, command, run_dir, on_progress, env)
     try:
         yield worker

@@ -41,7 +41,7 @@ class Launched:
 
 
 def launched() -> Launched | None:
-    """The place that a launcher gave this process; None where it was started alone.
+    """Return the place that a launcher gave this process; None where it was started alone.
 
     torchrun and Ray set RANK, WORLD_SIZE and MASTER_ADDR. Of srun's variables those of a step are
     taken, and put under torch's names; MASTER_ADDR is the user's to set.
@@ -72,7 +72,7 @@ def launched() -> Launched | None:
 
 
 def score(run_dir: Path, passes: list[Pass], world: Launched, note: Callable[[str], None]) -> None:
-    """This rank's part in the passes that the run does not hold yet; all ranks must call it.
+    """Run this rank's part in the passes that the run does not hold yet; all ranks must call it.
 
     Args:
         passes: the trainer's own first.

@@ -76,7 +76,7 @@ class Narrator(Protocol):
     """Tells the user what happens while it happens."""
 
     def stage(self, title: str) -> Any:
-        """A context manager around one stage; gives a callable for progress lines."""
+        """Return a context manager around one stage; gives a callable for progress lines."""
 
     def note(self, text: str) -> None:
         """One line between stages."""
@@ -92,7 +92,7 @@ class ExtraJobs(Protocol):
     jobs: list[Job]
 
     def prepare(self, *world: Worker) -> float | None:
-        """Called when the check's own tokens are there and before anything is scored.
+        """Prepare once the check's own tokens are there and before anything is scored.
 
         Returns:
             Seconds that optional passes may take; None: no limit.
@@ -281,7 +281,7 @@ class Stages:
     def engine(
         self, spec: RolloutSpec, label: str = "engine", *tasks: Score | ReadCache
     ) -> Iterator[Worker]:
-        """An engine's process at work; behind the block the GPUs' memory is free again.
+        """Run an engine's process; behind the block the GPUs' memory is free again.
 
         Args:
             tasks: what it is asked for; default: to sample, and to rescore what it sampled.
@@ -394,7 +394,7 @@ def world_python(train: TrainSpec) -> str | None:
 def engine_command(
     spec: EngineSpec, where: Placement, module: str, job: Path
 ) -> tuple[list[str], dict[str, str]]:
-    """The same of an engine's process."""
+    """Return the same of an engine's process."""
     command = [engine_python(spec), "-m", module, str(job)]
     env = worker_path(job.parent) if own_python(spec) else {}
     return command, env | visible_as(where.engine) | dict(spec.env)

@@ -58,7 +58,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def temporary_files() -> Iterator[None]:
-    """A folder for those of the worker, which it does not outlive.
+    """Use a folder for the worker's temporary files, which does not outlive it.
 
     vLLM, SGLang and torchrun leave sockets and folders behind, killed or not. What PyTorch
     compiled stays where it is: the next worker uses it again.
@@ -105,7 +105,7 @@ def _run(command: list[str], grace_s: float, wake: int) -> int:
 
 
 def _wait(worker: int, wake: int) -> int | None:
-    """The worker's wait status; None: it has to be ended."""
+    """Return the worker's wait status; None: it has to be ended."""
     while True:
         readable, _, _ = select.select([0, wake], [], [])
         signals = os.read(wake, 4096) if wake in readable else b""

@@ -86,7 +86,7 @@ def reported(
 
 
 def own_log(run_dir: Path, label: str) -> str:
-    """What this process and its children have said so far; the parent writes it down."""
+    """Return what this process and its children have said so far; the parent writes it down."""
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(LOG_DELAY_S)
@@ -165,7 +165,7 @@ def score(
 
 
 def first_prompts(rollout: Rollout) -> list[list[int]]:
-    """The first 16 prompts of a rollout."""
+    """Return the first 16 prompts of a rollout."""
     _, rows = np.unique(rollout.prompt_index, return_index=True)
     sequences = rollout.sequences()
     masks = np.split(rollout.action_mask, rollout.offsets[1:-1])

@@ -144,7 +144,7 @@ def save_texts(run_dir: Path, rollout: Rollout, decode: Scoring, ready: Ready) -
 
 
 def environment_class(spec: RolloutSpec) -> Callable[[Prompt], Environment] | None:
-    """What makes a sequence's environment; None: every sequence has one turn.
+    """Return what makes a sequence's environment; None: every sequence has one turn.
 
     Raises:
         MismatchError: no environment of that name, or a class that cannot be imported.
@@ -198,7 +198,7 @@ def further_turns(
 
 
 def untested_turns(spec: RolloutSpec, replies: Replies) -> Iterator[NotTested]:
-    """What is missing where an environment replies."""
+    """Yield what is missing where an environment replies."""
     name = spec.prompts.environment
     failed = f"{name}: the environment failed"
     for reason, count in replies.ended.items():
@@ -259,7 +259,7 @@ def wants_prefill(spec: RolloutSpec, capabilities: Capabilities) -> bool:
 
 
 def not_tested(spec: RolloutSpec, capabilities: Capabilities) -> list[NotTested]:
-    """What was asked for and this engine cannot do."""
+    """Return what was asked for and this engine cannot do."""
     reasons = capabilities.reasons
     wanted = {
         "prefill": spec.engine.prefill,
