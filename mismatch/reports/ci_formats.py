@@ -62,7 +62,7 @@ def to_github(report: Report, failing: bool) -> str:
 
 
 def to_junit(report: Report, failing: bool) -> str:
-    """A test case for every cause, every check, every judged metric, and the verdict.
+    """Return a test case for every cause, every check, every judged metric, and the verdict.
 
     A fault is one failure: of its cause, of a failed check that no cause explains, else of the
     first metric that is unfit, else of the verdict where the command fails. What follows from it
@@ -117,7 +117,7 @@ def _explains(cause: Cause, check: str) -> bool:
 
 
 def runs_to_github(result: RunComparison) -> str:
-    """An annotation for every deciding metric that got worse; the outcome last."""
+    """Return an annotation for every deciding metric that got worse; the outcome last."""
     assert result.gate is not None
     lines = [
         _annotation("error" if move.beyond else "warning", f"mismatch {item.metric}", _moved(item))
@@ -129,7 +129,7 @@ def runs_to_github(result: RunComparison) -> str:
 
 
 def runs_to_junit(result: RunComparison) -> str:
-    """A test case for every deciding metric, and the outcome; it fails where the command does."""
+    """Return a test case per deciding metric, and the outcome; it fails if the command does."""
     assert result.gate is not None
     suite = ElementTree.Element("testsuite", name="mismatch against")
     for item, move in result.second_moves():
@@ -180,7 +180,7 @@ def _case(suite: ElementTree.Element, group: str, name: str) -> ElementTree.Elem
 
 
 def _closed(suite: ElementTree.Element, name: str, kind: str, fault: str) -> str:
-    """The suite as a document, its last case the command's own; it fails where there is a fault."""
+    """Return the suite as a document, its last case the command's; it fails on a fault."""
     case = _case(suite, "mismatch", name)
     if fault:
         ElementTree.SubElement(case, "failure", type=kind, message=line(fault))

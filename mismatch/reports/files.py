@@ -35,7 +35,7 @@ def write_report(run_dir: Path, report: Report, tokens: pd.DataFrame) -> None:
 
 
 def report_inputs(run_dir: Path) -> list[str]:
-    """The recorded artefacts that a report of this directory is made from."""
+    """Return the recorded artefacts that a report of this directory is made from."""
     return [
         name
         for name in manifest.entries(run_dir)
@@ -44,7 +44,7 @@ def report_inputs(run_dir: Path) -> list[str]:
 
 
 def require_fresh(run_dir: Path) -> None:
-    """What ``report.json`` was made from is what lies there now.
+    """Check that ``report.json`` was made from what lies there now.
 
     Raises:
         MismatchError: a scoring was made, or made again, since.

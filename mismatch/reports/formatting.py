@@ -33,7 +33,7 @@ MARKS = {"healthy": "✓", "warn": "!", "critical": "✕"}  # of tones, so that 
 
 @cache
 def packaged(name: str) -> str:
-    """A template, style sheet or table that ships with the package."""
+    """Return a template, style sheet or table that ships with the package."""
     return resources.files("mismatch.reports").joinpath("templates", name).read_text("utf-8")
 
 
@@ -45,7 +45,7 @@ def wording(table: str) -> dict[str, Any]:
 
 
 def number(value: float | None, digits: int = 3, sign: bool = False) -> str:
-    """A value to ``digits`` significant digits; a difference may carry its sign.
+    """Return a value to ``digits`` significant digits; a difference may carry its sign.
 
     >>> number(0.011123), number(3.1e-4), number(12345.6), number(0.0), number(-2.5)
     ('0.0111', '0.000310', '12,346', '0', '−2.50')
@@ -85,7 +85,7 @@ change = partial(number, digits=2, sign=True)
 
 
 def near_one(value: float | None) -> str:
-    """A factor; close to 1 three significant digits hide what matters.
+    """Return a factor as text; close to 1 three significant digits hide what matters.
 
     >>> near_one(1.00123), near_one(0.5)
     ('1.0012', '0.500')
@@ -134,7 +134,7 @@ def _scientific(write: Format, options: dict[str, Any], value: float | None) -> 
 
 
 def bound(value: float) -> str:
-    """A bound of a level, without trailing zeros.
+    """Return a bound of a level, without trailing zeros.
 
     >>> bound(0.03), bound(1e-5), bound(0.002), bound(0.013)
     ('0.03', '1e-5', '0.002', '0.013')
@@ -146,7 +146,7 @@ def bound(value: float) -> str:
 
 
 def percent(share: float | None, digits: int = 2) -> str:
-    """A share as percent, never in scientific notation.
+    """Return a share as percent, never in scientific notation.
 
     >>> percent(0.0373), percent(0.0), percent(0.998), percent(0.00021), percent(3e-7)
     ('3.7 %', '0 %', '99.80 %', '0.021 %', '< 0.001 %')
@@ -166,7 +166,7 @@ def percent(share: float | None, digits: int = 2) -> str:
 
 
 def points(share: float) -> str:
-    """A difference of shares in percentage points, with its sign.
+    """Return a difference of shares in percentage points, with its sign.
 
     >>> points(0.012), points(-0.5)
     ('+1.2 pp', '−50 pp')
@@ -175,12 +175,12 @@ def points(share: float) -> str:
 
 
 def count(value: int) -> str:
-    """A whole number with thousands separated."""
+    """Return a whole number with thousands separated."""
     return f"{value:,}"
 
 
 def plural(value: int, noun: str) -> str:
-    """A count with its noun.
+    """Return a count with its noun.
 
     >>> plural(1, "token"), plural(2048, "token")
     ('1 token', '2,048 tokens')
@@ -189,7 +189,7 @@ def plural(value: int, noun: str) -> str:
 
 
 def times(factor: float) -> str:
-    """A ratio of two values.
+    """Return a ratio of two values.
 
     >>> times(0.63), times(12.4), times(137.0)
     ('0.63×', '12×', '137×')
@@ -198,7 +198,7 @@ def times(factor: float) -> str:
 
 
 def chance(p: float) -> str:
-    """A p-value.
+    """Return a p-value.
 
     >>> chance(2e-5), chance(0.04)
     ('< 0.001', '0.040')
@@ -207,7 +207,7 @@ def chance(p: float) -> str:
 
 
 def scientific(value: float | None) -> str:
-    """An error that may be of any order, to two significant digits.
+    """Return an error that may be of any order, to two significant digits.
 
     >>> scientific(6e-8), scientific(21.0), scientific(0.0), scientific(None)
     ('6.0e-8', '2.1e1', '0', '–')
@@ -218,7 +218,7 @@ def scientific(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A time.
+    """Return a time.
 
     >>> seconds(11.52), seconds(None)
     ('12 s', '–')
@@ -238,7 +238,7 @@ def memory(size: float | None) -> str:
 
 
 def interval(estimate: Any, write: Format = number, to: str = " … ") -> str:
-    """The 95 % interval of an estimate; "–" where it has none.
+    """Return the 95 % interval of an estimate; "–" where it has none.
 
     >>> interval(Estimate(0.1, 0.05, 0.2, 64, 8, 4))
     '0.0500 … 0.200'
@@ -249,7 +249,7 @@ def interval(estimate: Any, write: Format = number, to: str = " … ") -> str:
 
 
 def text(value: object) -> str:
-    """A string as it stands in a column of text."""
+    """Return a string as it stands in a column of text."""
     return line(value)
 
 
@@ -259,7 +259,7 @@ def capital(sentence: str) -> str:
 
 
 def badge(tone: str) -> str:
-    """The mark before a status, so that it is seen without colour."""
+    """Return the mark before a status, so that it is seen without colour."""
     return f"{MARKS[tone]} " if tone in MARKS else ""
 
 

@@ -27,7 +27,7 @@ PART = 1 << 16  # characters of data per element: a browser's parser rests betwe
 
 
 def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) -> str:
-    """The report as one HTML document. The same input gives the same bytes.
+    """Return the report as one HTML document. The same input gives the same bytes.
 
     Args:
         tokens: one row per action token, as in tokens.parquet.
@@ -37,7 +37,7 @@ def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) 
 
 
 def show_page(shown: Page) -> str:
-    """A page with its verdict first, a list of contents, and every section."""
+    """Return a page with its verdict first, a list of contents, and every section."""
     widgets = list(_widgets(shown.sections))
     names = [widget.name for widget in widgets]
     copied = any(answer.flags or answer.settings for answer in shown.answers)
@@ -62,7 +62,7 @@ def _widgets(sections: Iterable[Section]) -> Iterator[Widget]:
 
 
 def script(name: str) -> str:
-    """The script of a widget, as pages hold it."""
+    """Return the script of a widget, as pages hold it."""
     text: str = _unbroken(packaged(f"{name}.js").strip())
     return text
 
@@ -73,7 +73,7 @@ def _digest(script: str) -> str:
 
 @cache
 def template(name: str) -> Template:
-    """A packaged page; every value that is put into it is escaped."""
+    """Return a packaged page; every value that is put into it is escaped."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
     environment = Environment(

@@ -65,7 +65,7 @@ def _code(text: str) -> str:
 
 
 def table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table; a title that ends with ":" is aligned to the right."""
+    """Return a table; a title that ends with ":" is aligned to the right."""
     names = list(titles)
     body = ["| " + " | ".join(row) + " |" for row in rows]
     if not body:
@@ -76,7 +76,7 @@ def table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def show_section(section: Section) -> str:
-    """A section, folded away where it says so."""
+    """Return a section, folded away where it says so."""
     if section.page_only:
         return ""
     body = _contents(section)

@@ -24,7 +24,7 @@ class MetricLabel:
 
 
 def metric_label(name: str, *, sampled_by_left: bool = True) -> MetricLabel:
-    """The words of a metric; one that this page does not know keeps the metric's name.
+    """Return the words of a metric; one that this page does not know keeps the metric's name.
 
     Where neither side sampled the tokens, the KL estimators estimate no KL and are called scores.
     """
@@ -41,7 +41,7 @@ def metric_label(name: str, *, sampled_by_left: bool = True) -> MetricLabel:
 
 
 def noise_label(pair: SidePair) -> MetricLabel:
-    """What a pair of the noise floor compares, from the scorings' names."""
+    """Return what a pair of the noise floor compares, from the scorings' names."""
     left, right = pair.left, pair.right
     kinds = {_kind(left), _kind(right)}
     if kinds == {"decode", "prefill"}:

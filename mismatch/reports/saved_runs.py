@@ -63,7 +63,7 @@ CHANGES = (
 
 
 def runs_page(result: RunComparison) -> Page:
-    """A column a run; the others are compared with the first."""
+    """Return the page with a column a run; the others are compared with the first."""
     first, *others = result.runs
     gate, outcomes = result.gate, result.outcomes[1:]
     words = [NO_CHANGE.get(str(outcome), str(outcome)) for outcome in outcomes]

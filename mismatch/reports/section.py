@@ -112,7 +112,7 @@ class Table:
 
     @classmethod
     def of(cls, columns: tuple[Column, ...], items: Iterable[Any]) -> Table:
-        """A row for each item, as the columns' ``of`` say."""
+        """Return a row for each item, as the columns' ``of`` say."""
         return cls(columns, tuple(tuple(column.cell(it) for column in columns) for it in items))
 
     def __post_init__(self) -> None:
@@ -165,7 +165,7 @@ class Spread:
 
 
 def _numbers(cell: Cell, column: Column) -> list[float]:
-    """What a cell shows as plain numbers, the ends of its interval too."""
+    """Return what a cell shows as plain numbers, the ends of its interval too."""
     value = cell.value
     if (cell.format or column.format) not in NUMBERS:
         return []
@@ -194,7 +194,7 @@ class Figure:
     link: str = ""
 
     def draw(self) -> str:
-        """The ``<svg>`` element."""
+        """Return the ``<svg>`` element."""
         from mismatch.reports.svg import drawing, to_svg
 
         with drawing(*self.size) as (figure, axes):
@@ -263,7 +263,7 @@ class Section:
     first: bool = False
 
     def __post_init__(self) -> None:
-        """What is empty is not shown: a sentence "", a table without rows, a part of only those."""
+        """Leave out what is empty: a sentence "", a table without rows, a part of only those."""
         kept: dict[str, Iterable[Any]] = {
             name: filter(None, getattr(self, name))
             for name in ("warnings", "sentences", "figures", "blocks", "notes")
@@ -343,17 +343,17 @@ def named(rows: Iterable[Cells]) -> Table:
 
 
 def not_tested(reasons: Iterable[object]) -> tuple[str, ...]:
-    """Notes of what an analysis could not see."""
+    """Return notes of what an analysis could not see."""
     return tuple(f"Not tested: {line(reason)}" for reason in reasons)
 
 
 def status_cell(status: str) -> Cell:
-    """A status as a badge."""
+    """Return a status as a badge."""
     return Cell(status, TONES[status])
 
 
 def cell_text(cell: Cell, column: Column) -> str:
-    """The value of a cell as text: strings as they are, numbers by the cell's or column's format;
+    """Return the value of a cell as text: strings as is, numbers by the cell's or column's format;
     "–" where there is none.
     """
     value: Any = cell.value.value if isinstance(cell.value, Estimate) else cell.value
@@ -365,6 +365,6 @@ def cell_text(cell: Cell, column: Column) -> str:
 
 
 def cell_interval(cell: Cell, column: Column) -> str:
-    """The 95 % interval of a cell; "" where its value is a text, "–" where it has none."""
+    """Return the 95 % interval of a cell; "" where its value is a text, "–" where it has none."""
     write = cell.format or column.format
     return "" if isinstance(cell.value, str) else interval(cell.value, write)

@@ -54,11 +54,11 @@ class Row:
         return Cell(self.estimate, format=self.write)
 
     def healthy(self, bound: float) -> str:
-        """The healthy bound with its direction."""
+        """Return the healthy bound with its direction."""
         return f"{'≥' if self.low_is_bad else '≤'} {self._bound(bound)}"
 
     def unfit(self, bound: float) -> str:
-        """The unfit bound with its direction; "never" where no value can lie beyond it."""
+        """Return the unfit bound with its direction; "never" where no value can lie beyond it."""
         if self.low_is_bad and bound <= 0.0:
             return "never"
         return f"{'<' if self.low_is_bad else '>'} {self._bound(bound)}"
@@ -91,7 +91,7 @@ class Row:
 
 
 def headline(report: Report) -> Comparison:
-    """The comparison that the verdict is about: what sampled against the trainer.
+    """Return the comparison that the verdict is about: what sampled against the trainer.
 
     Where a check failed so early that nothing could be compared, the names of the two sides
     without any metric.
@@ -113,13 +113,13 @@ def trainer_code(report: Report) -> tuple[str, ...]:
 
 
 def model_name(report: Report) -> str:
-    """The model as people call it: the last part of a local path, else the whole hub id."""
+    """Return the model as people call it: the last part of a local path, else the whole hub id."""
     path = PurePath(report.model)
     return line(path.name if path.is_absolute() and path.name else report.model)
 
 
 def judged_rows(report: Report) -> list[Row]:
-    """The metrics with levels, in the order of the judgements."""
+    """Return the metrics with levels, in the order of the judgements."""
     comparison = headline(report)
     return [
         _row(comparison, judgement.metric, judgement)
@@ -203,7 +203,7 @@ def in_plain_words(report: Report) -> str:
 
 
 def _off_by(size: float) -> str:
-    """A distance of log-probabilities as one of probabilities."""
+    """Return a distance of log-probabilities as one of probabilities."""
     gap = math.expm1(min(size, 700.0))
     if gap < 1e-5:
         return "less than 0.001 % apart"
@@ -250,12 +250,12 @@ def noise_rows(report: Report) -> list[Noise]:
 
 
 def checks(report: Report, *statuses: str) -> list[Check]:
-    """The checks of the given statuses, in that order."""
+    """Return the checks of the given statuses, in that order."""
     return [check for status in statuses for check in report.checks if check.status == status]
 
 
 def cautions(rows: list[Row]) -> list[str]:
-    """The notes of several rows, each said once for all metrics that it concerns."""
+    """Return the notes of several rows, each said once for all metrics that it concerns."""
     concerned: dict[str, list[str]] = {}
     for row in rows:
         for note in row.notes:
@@ -267,13 +267,13 @@ def cautions(rows: list[Row]) -> list[str]:
 
 
 def untested(report: Report) -> list[NotTested]:
-    """What the run could not see, each once: a check may be named in both lists."""
+    """Return what the run could not see, each once: a check may be named in both lists."""
     skipped = [NotTested(check.id, check.detail) for check in checks(report, "not_tested")]
     return list(dict.fromkeys([*skipped, *report.not_tested]))
 
 
 def next_steps(report: Report) -> list[str]:
-    """What to do now, most urgent first; never empty.
+    """Return what to do now, most urgent first; never empty.
 
     What an inconclusive verdict lacks comes first. Fix failures first, then warnings, which may be
     consequences of them. A fix that was measured to end well leaves nothing else to do.
@@ -369,7 +369,7 @@ def _more_prompts(report: Report) -> list[str]:
 
 
 def _without_float32(spec: dict[str, Any]) -> str:
-    """The flag that left the float32 passes out; "" where they were asked for."""
+    """Return the flag that left the float32 passes out; "" where they were asked for."""
     if spec.get("quick"):
         return "--quick"
     return "" if spec.get("noise_floor", True) else "--no-noise-floor"
@@ -390,6 +390,6 @@ def _where_to_look(report: Report) -> str:
 
 
 def command(report: Report) -> str:
-    """The command that made this report, "" where the run does not say."""
+    """Return the command that made this report, "" where the run does not say."""
     made_by = report.run.get("command", "")
     return line(" ".join(map(str, made_by)) if isinstance(made_by, list | tuple) else made_by)

@@ -86,7 +86,7 @@ def drawing(width: float = 6.0, height: float = 2.5) -> Iterator[tuple[Figure, A
 
 
 def to_svg(figure: Figure, name: str, title: str) -> str:
-    """The figure as an ``<svg>`` element.
+    """Return the figure as an ``<svg>`` element.
 
     Args:
         name: prefix of the element's ids, unique in the page.
@@ -123,7 +123,7 @@ def embed(document: str, name: str, title: str) -> str:
 
 
 def _short(path: re.Match[str]) -> str:
-    """A path to a hundredth of a unit, without spaces around letters, rectangles by their sides."""
+    """Return a path to a hundredth of a unit, no spaces around letters, rectangles by sides."""
     rounded = re.sub(r"(\.\d\d)\d+", r"\1", path[0])
     tight = re.sub(r"\s*([A-Za-z])\s*", r"\1", rounded).strip()
     return re.sub(r"M(\S+) (\S+)L\1 (\S+)L(\S+) \3L\4 \2z", r"M\1 \2V\3H\4V\2z", tight)

@@ -62,7 +62,7 @@ def print_page(
 
 
 def _head(shown: Page, console: Console) -> None:
-    """What was measured, the numbers that decide, the answers."""
+    """Print what was measured, the numbers that decide, the answers."""
     from rich.text import Text
 
     title = Text(line(shown.title), "bold")
@@ -100,7 +100,7 @@ def say(console: Console, text: str, style: str = "") -> None:
 
 
 def paragraph(console: Console, text: str, indent: int = 2, style: str = "") -> None:
-    """Wrapped text; a list's mark ("- ") stays left of the following lines."""
+    """Print wrapped text; a list's mark ("- ") stays left of the following lines."""
     mark = text[:2] if text[:2] in {"- ", "✕ ", "! "} else ""
     wrapped = textwrap.fill(
         text,
@@ -144,7 +144,7 @@ def print_alone(
     file: str,
     details: bool,
 ) -> None:
-    """What a command measures that makes no whole report; the last line is the verdict.
+    """Print what a command measures that makes no whole report; the last line is the verdict.
 
     Args:
         directory: where its files are; None: it left none.

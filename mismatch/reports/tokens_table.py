@@ -15,7 +15,7 @@ LEAST = 20  # tokens of a group, below which its mean is too uncertain to show
 
 
 def comparable(tokens: pd.DataFrame) -> pd.DataFrame:
-    """The rows whose delta is a number, in order of sequence and position.
+    """Return the rows whose delta is a number, in order of sequence and position.
 
     Where a side gave no logprob (a failed check says so) there is nothing to draw.
     """

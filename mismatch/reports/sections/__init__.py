@@ -71,7 +71,7 @@ OF_RESULT: dict[str, Callable[[Any, Report], Sections]] = {
 
 
 def page(report: Report, tokens: pd.DataFrame | None = None, framework: str | None = None) -> Page:
-    """The report as every renderer shows it.
+    """Return the report as every renderer shows it.
 
     Args:
         tokens: the tokens table; None: no section that needs one.
@@ -129,7 +129,7 @@ def chapters(
 def sections(
     report: Report, tokens: pd.DataFrame | None = None, framework: str | None = None
 ) -> list[Section]:
-    """The same without chapters."""
+    """Return the same without chapters."""
     return [part for chapter in chapters(report, tokens, framework) for part in chapter.parts]
 
 

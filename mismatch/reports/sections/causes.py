@@ -31,7 +31,7 @@ EVIDENCE = (Column("measured", text), Column("value", number), Column("normal", 
 
 
 def section(result: Causes, report: Report) -> Section:
-    """The leading cause first, then every other, then what was looked for and not there."""
+    """Return the leading cause first, then every other, then what was looked for and not there."""
     evidence = _evidence("cause", ((cause.id, cause.evidence) for cause in result.ranked))
     looked = _evidence("looked for", ((each.detector, each.evidence) for each in result.ruled_out))
     missing = [line(str(reason)) for reason in result.not_tested]
@@ -101,7 +101,7 @@ def _paragraph(cause: Cause, rank: int) -> str:
 
 
 def _evidence(title: str, groups: Iterable[tuple[str, tuple[Evidence, ...]]]) -> Table:
-    """A row for each, the name of its group in the first."""
+    """Return a row for each, the name of its group in the first."""
     rows: list[Cells] = [
         ("" if index else _name(name), each.what, each.value, each.normal)
         for name, evidence in groups
@@ -111,7 +111,7 @@ def _evidence(title: str, groups: Iterable[tuple[str, tuple[Evidence, ...]]]) ->
 
 
 def _name(name: str) -> Cell:
-    """A cause, which has a page, or a detector, which has none."""
+    """Return a cause, which has a page, or a detector, which has none."""
     return Cell(name, explained=of_cause(name) if name in catalogue() else "")
 
 
@@ -141,7 +141,7 @@ EXPERIMENTS = (
 
 
 def explain(result: Explanation, report: Report) -> Section:
-    """What was confirmed, what was ruled out, then every experiment."""
+    """Return what was confirmed, what was ruled out, then every experiment."""
     texts = explained(result)
     table = Table.of(EXPERIMENTS, result.experiments)
     return Section(

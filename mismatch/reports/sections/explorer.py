@@ -61,7 +61,7 @@ Bytes = NDArray[np.uint8]
 
 
 def section(report: Report, tokens: pd.DataFrame | None) -> Section | None:
-    """The explorer; None where nothing was compared.
+    """Return the explorer; None where nothing was compared.
 
     Args:
         tokens: as in tokens.parquet, of either version.
@@ -87,7 +87,7 @@ def section(report: Report, tokens: pd.DataFrame | None) -> Section | None:
 
 
 def notes(packed: Packed, tokens: int, sequences: int) -> tuple[str, ...]:
-    """What the page does not hold, and how exactly it holds the rest."""
+    """Return what the page does not hold, and how exactly it holds the rest."""
     parts = {
         f"A sample: {count(packed.sequences)} of {plural(sequences, 'sequence')} "
         f"({count(packed.tokens)} of {plural(tokens, 'token')}), the worst first, then "
@@ -196,7 +196,7 @@ def _encoded(data: Any) -> str:
 
 
 def _scale(name: str, values: Floats, fine: bool) -> Floats:
-    """What each code stands for; 0 is nearly 0. Of a signed scale the second half is negative."""
+    """Return what each code stands for; 0 is nearly 0. A signed scale's second half is negative."""
     low, signed = SMALLEST[name], name in SIGNED
     finite = np.abs(values[np.isfinite(values)])
     high = max(float(finite.max(initial=0.0)), 10 * low)
@@ -206,7 +206,7 @@ def _scale(name: str, values: Floats, fine: bool) -> Floats:
 
 
 def _codes(values: Floats, scale: Floats) -> Bytes:
-    """The nearest code of every value, [A]; NaN is 0."""
+    """Return the nearest code of every value, [A]; NaN is 0."""
     signed = scale[-1] < 0
     levels = scale[: len(scale) // 2] if signed else scale
     size = np.abs(np.nan_to_num(values, nan=0.0))
@@ -306,7 +306,7 @@ class _Words:
         }
 
     def contexts(self, tokens: pd.DataFrame) -> dict[str, Any]:
-        """What comes before which token: contexts are numbered, ``of`` has one for each row."""
+        """Return what comes before which token: contexts are numbered, ``of`` has one per row."""
         lists = flat_lists(tokens, "context")
         if lists is None:
             return {"at": [], "of": [], "texts": [], "lengths": []}
@@ -327,7 +327,7 @@ class _Words:
 
 
 def shown(text: str) -> str:
-    """A token as a page holds it: harmless, and never longer than a line."""
+    """Return a token as a page holds it: harmless, and never longer than a line."""
     return visible(text) if len(text) <= LONGEST else visible(text[: LONGEST - 1]) + "…"
 
 
@@ -337,7 +337,7 @@ def _worst(size: Floats) -> Ints:
 
 
 def _exact(tokens: pd.DataFrame, values: dict[str, Floats], words: _Words) -> dict[str, Any]:
-    """The worst tokens and those with both sides' likeliest outcomes, as they were measured."""
+    """Return the worst tokens and those with both sides' likeliest outcomes, as measured."""
     size = np.abs(values["delta"])
     worst, lists = _worst(size), flat_lists(tokens, "top_ids")
     tops = np.zeros(0, np.int64) if lists is None else np.flatnonzero(np.diff(lists[1]))
@@ -366,7 +366,7 @@ def _exact(tokens: pd.DataFrame, values: dict[str, Floats], words: _Words) -> di
 
 
 def _bound(side: list[float]) -> float:
-    """What is above everything that a side did not name: the last of its likeliest."""
+    """Return what is above everything that a side did not name: the last of its likeliest."""
     named = sorted((x for x in side if not np.isnan(x)), reverse=True)
     return named[min(LIKELIEST, len(named)) - 1] if named else 0.0
 

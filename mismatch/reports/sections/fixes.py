@@ -126,7 +126,7 @@ def section(result: FixTable, report: Report) -> Section:
 
 
 def _name(id: str) -> str:
-    """A combination has spaces where a line may break."""
+    """Return labels with spaces in a combination, where a line may break."""
     return " + ".join(labels(id))
 
 
@@ -213,7 +213,7 @@ def _loss(fix: EstimatorFix) -> Cells:
 
 
 def command_of(row: FixOutcome) -> str:
-    """The command that makes a check with a fix or a combination.
+    """Return the command that makes a check with a fix or a combination.
 
     From the catalogue; a row that another version wrote, with other flags, keeps its text.
     """
@@ -269,7 +269,7 @@ def recipe_block(recipe: Recipe, proof: str = "") -> Block:
 
 
 def sentences(result: FixTable) -> list[str]:
-    """What follows from the table, most useful first; never empty where fixes were tried."""
+    """Return what follows from the table, most useful first; never empty where fixes were tried."""
     texts = _best(result, [row for row in result.outcomes if row.measured])
     worse = [row.id for row in result.outcomes if row.outcome == "worse"]
     if worse:

@@ -47,7 +47,7 @@ WRONG = ("failed", "inconclusive", "warning")
 
 
 def lead(report: Report) -> str:
-    """What is wrong, or how far apart the two sides are, in one sentence."""
+    """Return what is wrong, or how far apart the two sides are, in one sentence."""
     causes, failed = report.result("causes"), summary.checks(report, "failed")
     if causes and causes.ranked:
         first = causes.ranked[0]
@@ -70,7 +70,7 @@ def lead(report: Report) -> str:
 def answers(
     report: Report, warnings: Sequence[str] = (), first: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[Answer, ...]:
-    """The fix or what was ruled out, side, effect on training, how sure, what was not tested.
+    """Return the fix or what is ruled out, side, effect on training, how sure, what was not tested.
 
     Args:
         warnings: of all sections: what has to be known before numbers are believed.
@@ -102,7 +102,7 @@ def answers(
 
 
 def _sides(report: Report) -> str:
-    """What the square says; where it sees no fault, a side that the long sequence shows off."""
+    """Return what the square says; if it sees no fault, a side that the long sequence shows off."""
     result, long = report.result("square"), report.result("long_sequence")
     off = [] if long is None else [gap for gap in long.gaps if gap.status != "passed"]
     if off and not (result and sides_at_fault(result)):
@@ -116,7 +116,7 @@ def _sentence(parts: Iterable[str]) -> str:
 
 
 def _fix(report: Report) -> Answer | None:
-    """The best measured fix; else the repair of the leading cause, where there is one."""
+    """Return the best measured fix; else the repair of the leading cause, where there is one."""
     table: FixTable | None = report.result("fixes")
     if table is not None and table.best_together is not None:
         best = table.outcome(table.best_together)
@@ -135,7 +135,7 @@ def _fix(report: Report) -> Answer | None:
 
 
 def effect(best: FixOutcome, report: Report) -> str:
-    """A fix by its k3 before and after, and the verdict with it."""
+    """Return a fix by its k3 before and after, and the verdict with it."""
     known = [recipe for label in labels(best.id) for recipe, _ in fixes.with_proof(best, label)]
     kernel = f" (with {best.kernel})" if best.kernel and any(r.selects for r in known) else ""
     parts = [f"{best.id}{kernel}"]
@@ -249,7 +249,7 @@ NAMES = (
 
 
 def section(report: Report, framework: str | None) -> Section | None:
-    """The judged metrics next to their levels; None where nothing was judged.
+    """Return the judged metrics next to their levels; None where nothing was judged.
 
     Args:
         framework: whose names get a separate table.

@@ -50,7 +50,7 @@ def exact(report: Report) -> Section | None:
 
 
 def exact_sentences(report: Report, name: str) -> list[str]:
-    """The exact value next to the estimator's, and how much of it is the trainer's noise."""
+    """Return the exact value next to the estimator's, and how much of it is the trainer's noise."""
     metrics = headline(report).metrics
     value, k3 = metrics[name], metrics["k3_kl_at_exact"]
     what = "exact KL" if name == KL else "KL over the likeliest tokens, a lower bound"
@@ -110,7 +110,7 @@ def two_passes(result: TwoPasses, report: Report) -> Section:
 
 
 def passes_sentences(result: TwoPasses) -> list[str]:
-    """What the numbers say, in plain words."""
+    """Return what the numbers say, in plain words."""
     plain, replayed = result.named(AS_RUN), result.named(REPLAY)
     assert plain is not None
     share, off = _value(plain, "ratio_not_one"), _value(plain, "ratio_off_mean")

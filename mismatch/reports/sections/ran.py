@@ -41,7 +41,7 @@ def section(report: Report) -> Section:
 
 
 def glossary() -> Section:
-    """The words of a report, the same for every one."""
+    """Return the words of a report, the same for every one."""
     table = Table((Column("word", text), Column("meaning", text)), [*wording("glossary").items()])
     return Section("glossary", "Glossary", tables=[table], page_only=True)
 

@@ -122,7 +122,7 @@ def _short(comparison: Comparison) -> str:
 
 
 def _layers(table: Table) -> list[Cells]:
-    """Reports of earlier versions lack some columns."""
+    """Return cells per layer; reports of earlier versions lack some columns."""
     layers = table.get("layer", [])
     none = [None] * len(layers)
     numbers = ("margin", "margin_flipped", "near_tie", "weight_l1", "load_tv")
@@ -135,7 +135,7 @@ def _layers(table: Table) -> list[Cells]:
 
 
 def sentences(comparison: Comparison) -> list[str]:
-    """What the numbers mean, one sentence each."""
+    """Return what the numbers mean, one sentence each."""
     routing = comparison.routing
     if "routing_disagree_any" not in routing:
         return []
@@ -172,7 +172,7 @@ def sentences(comparison: Comparison) -> list[str]:
 
 
 def _harm(routing: dict[str, Estimate]) -> list[str]:
-    """What it means that tokens which are a share of all carry so much."""
+    """Return what it means that tokens which are a share of all carry so much."""
     share, carried = routing["routing_disagree_any"].value, routing.get("routing_delta2_share")
     factor = routing.get("routing_harm_factor")
     if carried is None:
@@ -227,7 +227,7 @@ def figures(tables: dict[str, Table]) -> Iterable[Figure]:
 
 
 def _worst_layer(table: Table) -> str:
-    """The layer of most flips."""
+    """Return the layer of most flips."""
     if not any(table.get("disagree", ())):
         return NO_FLIP
     row = int(np.argmax(table["disagree"]))

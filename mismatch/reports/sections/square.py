@@ -191,7 +191,7 @@ def _tables(result: Square) -> tuple[Table, Table, Table]:
 
 
 def standing_cell(standing: Standing) -> Cell:
-    """A number against its level, as a badge."""
+    """Return a number against its level, as a badge."""
     return Cell(WORDS[standing], TONES[standing])
 
 

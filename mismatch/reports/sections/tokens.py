@@ -79,7 +79,7 @@ def section(report: Report, tokens: pd.DataFrame | None) -> Section | None:
 
 
 def histogram(tokens: pd.DataFrame, floor: float | None = None) -> Figure:
-    """Counts of the ratio, both axes logarithmic, with the ranges of PPO, TIS and IcePop.
+    """Draw counts of the ratio, both axes logarithmic, with the ranges of PPO, TIS and IcePop.
 
     Args:
         tokens: finite deltas only (:func:`comparable`).
@@ -137,7 +137,7 @@ def fixed(tokens: pd.DataFrame) -> Array | None:
 
 
 def _histogram(tokens: pd.DataFrame, floor: float | None, after: Array | None, axes: Axes) -> str:
-    """The best fix is an outline; dash-dotted: the largest token of passes that should agree."""
+    """Draw the best fix as outline; dash-dotted: the largest token of passes that should agree."""
     settings, description = Settings(), beyond(tokens)
     counts, edges = ratio_histogram(tokens["delta"].to_numpy(dtype=np.float64))
     axes.axvspan(1 - CLIP, 1 + CLIP, color=BAND, lw=0, label=f"PPO clip, {CLIP:g}")
@@ -175,7 +175,7 @@ def _histogram(tokens: pd.DataFrame, floor: float | None, after: Array | None, a
 
 
 def ratio_histogram(delta: Array, bins: int = 61) -> tuple[Array, Array]:
-    """Counts and edges of an odd number of bins centred on ratio 1, [bins] and [bins + 1].
+    """Return counts and edges of an odd number of bins centred on ratio 1, [bins] and [bins + 1].
 
     Ratios beyond the axis are counted in its outermost bins.
     """
@@ -208,7 +208,7 @@ def logprobs(tokens: pd.DataFrame) -> Figure:
 
 
 def _logprobs(counts: Array, edges: Array, axes: Axes) -> str:
-    """The trainer over the engine."""
+    """Return the trainer over the engine."""
     ends = (edges[0], edges[-1])
     axes.plot(ends, ends, color=FAINT, linewidth=0.8, dashes=(4, 3))
     shade = np.ceil(len(OPACITIES) * np.log1p(counts) / np.log1p(max(counts.max(), 1)))
@@ -235,7 +235,7 @@ def off_by_class(tokens: pd.DataFrame) -> str:
 
 
 def by_position(tokens: pd.DataFrame) -> Figure:
-    """What becomes of delta along the response."""
+    """Return what becomes of delta along the response."""
     return Figure(
         "by-position",
         "Mean |delta| along the response",

@@ -36,7 +36,7 @@ LEAD = (
 
 
 def worst_tokens(tokens: pd.DataFrame) -> Section:
-    """The tokens of largest |delta|, worst first, repetitions merged.
+    """Return the tokens of largest |delta|, worst first, repetitions merged.
 
     Args:
         tokens: as :func:`mismatch.reports.tokens_table.comparable` gives them.
@@ -92,7 +92,7 @@ def _row(table: pd.DataFrame, group: list[int]) -> Cells:
 
 
 def layers_in_words(flipped: object) -> str:
-    """The layers that chose other experts, in words; cut short where there are many runs of them.
+    """Return the layers that chose other experts, in words; cut short if there are many runs.
 
     >>> layers_in_words([0, 3, 5, 6, 7]), layers_in_words([4]), layers_in_words([])
     ('layers 0, 3, 5–7', 'layer 4', '')
