@@ -96,7 +96,7 @@ def at_work(
 def open_run(
     verb: str, spec: CheckSpec, model: str, out: Path | None, resume: str | None
 ) -> tuple[Path, bool]:
-    """The directory to work in, and whether it continues an earlier run.
+    """Return the directory to work in, and whether it continues an earlier run.
 
     Args:
         resume: a run directory, ``NEWEST``, or None for a new run.
@@ -120,7 +120,7 @@ def open_run(
 
 
 def new_directory(out: Path | None, model: str) -> Path:
-    """A new, empty directory: ``out``, or runs/TIME-MODEL.
+    """Return a new, empty directory: ``out``, or runs/TIME-MODEL.
 
     Raises:
         MismatchError: it is not empty, or cannot be made or written.
@@ -163,7 +163,7 @@ def _first_free(stem: Path) -> Path:
 
 
 def _created(out: Path, *, exist_ok: bool) -> Path:
-    """The directory, for its owner alone; one that was there keeps its mode.
+    """Return the directory, for its owner alone; one that was there keeps its mode.
 
     Raises:
         FileExistsError: it exists and must not.
@@ -186,7 +186,7 @@ def _created(out: Path, *, exist_ok: bool) -> Path:
 
 
 def load_spec(run_dir: Path) -> CheckSpec:
-    """The spec of a run.
+    """Return the spec of a run.
 
     Raises:
         MismatchError: no run there, or one of a version with other settings.
@@ -234,7 +234,7 @@ def require_same_spec(run_dir: Path, spec: CheckSpec) -> None:
 
 
 def require_same_prompts(run_dir: Path, spec: CheckSpec) -> None:
-    """A prompts file is part of what was asked.
+    """Refuse other prompts: a prompts file is part of what was asked.
 
     Raises:
         MismatchError: its content is not what the run began with.
@@ -272,7 +272,7 @@ def require_known_prompts(run_dir: Path, spec: CheckSpec) -> None:
 
 
 def newest_unfinished(parent: Path, verb: str, spec: CheckSpec) -> Path | None:
-    """The newest run of this verb and spec that did not come to its end and is not at work."""
+    """Return the newest run of this verb and spec that did not end and is not at work."""
     candidates = sorted(parent.glob(f"*/{RUN}"), key=lambda p: p.stat().st_mtime_ns, reverse=True)
     for path in candidates:
         try:
@@ -288,7 +288,7 @@ def newest_unfinished(parent: Path, verb: str, spec: CheckSpec) -> Path | None:
 
 
 def invocations(run_dir: Path) -> list[dict[str, Any]]:
-    """What worked in a run directory so far, oldest first.
+    """Return what worked in a run directory so far, oldest first.
 
     Raises:
         MismatchError: a ``run.json`` of another version.

@@ -14,7 +14,7 @@ SHARED_BYTES = 192 * 2**20  # vLLM's message ring is 160 MiB
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """What nvidia-smi answers; "" where it is missing, hangs or fails."""
+    """Return what nvidia-smi answers; "" where it is missing, hangs or fails."""
     try:
         answer = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=20, check=False
@@ -25,7 +25,7 @@ def nvidia_smi(*arguments: str) -> str:
 
 
 def visible_gpus() -> list[str] | None:
-    """The items of CUDA_VISIBLE_DEVICES; None: it is not set."""
+    """Return the items of CUDA_VISIBLE_DEVICES; None: it is not set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return None
@@ -74,7 +74,7 @@ def engine_gpus(engine: EngineSpec) -> int:
 
 
 def placement(spec: CheckSpec, gpus: int) -> Placement:
-    """The trainer's ranks take the first GPUs, the engine the last, where there are so many.
+    """Give the trainer's ranks the first GPUs, the engine the last, where there are so many.
 
     Raises:
         MismatchError: both at once are asked for on GPUs that are too few.
@@ -92,7 +92,7 @@ def placement(spec: CheckSpec, gpus: int) -> Placement:
 
 
 def visible_as(places: tuple[int, ...]) -> dict[str, str]:
-    """The environment of a process that shall see these of the visible GPUs; {}: all of them."""
+    """Return the environment of a process that shall see these of the visible GPUs; {}: all."""
     if not places:
         return {}
     names = visible_gpus() or [str(number) for number in range(local_gpus())]

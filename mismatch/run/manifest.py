@@ -250,7 +250,7 @@ def require_file(path: Path) -> None:
 
 
 def missing_fix(path: Path) -> str:
-    """The command that makes an artefact."""
+    """Return the command that makes an artefact."""
     if path.name == "rollout.parquet":
         return f"make it: mismatch rollout --model MODEL --out {path.parent}"
     if path.parent.name == "scores":

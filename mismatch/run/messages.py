@@ -58,13 +58,13 @@ def pass_label(name: str) -> str:
 
 
 def read_error(run_dir: Path | str, label: str) -> MismatchError | None:
-    """What :func:`write_error` left, or None."""
+    """Return what :func:`write_error` left, or None."""
     path = error_path(run_dir, label)
     return error_in(path.read_text(errors="replace")) if path.exists() else None
 
 
 def write_error(run_dir: Path | str, label: str, error: MismatchError) -> None:
-    """Called by a worker: leave an error that the parent will raise itself."""
+    """Leave a worker's error, which the parent will raise."""
     document = {"message": error.message, "fix": error.fix}
     if isinstance(error, OutOfMemory):
         document["kind"] = MEMORY
@@ -80,7 +80,7 @@ def write_error(run_dir: Path | str, label: str, error: MismatchError) -> None:
 
 
 def say(line: str) -> None:
-    """Called by a worker: one whole line, which no other process on the same pipe can split.
+    """Write one whole line of a worker, which no other process on the same pipe can split.
 
     ``print`` writes its line end apart when Python is unbuffered, as workers are.
     """
@@ -121,19 +121,19 @@ class Reporter:
 
 
 def exit_worker(code: int) -> NoReturn:
-    """Called by a worker at its end: all is saved, and tearing torch down takes seconds."""
+    """End a worker at once: all is saved, and tearing torch down takes seconds."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def report_ready() -> None:
-    """Called by a worker: start-up is over."""
+    """Tell the parent that a worker's start-up is over."""
     say(READY)
 
 
 def report_timing(name: str, seconds: float) -> None:
-    """Called by a worker: how long one part of its work took."""
+    """Tell the parent how long one part of a worker's work took."""
     say(f"{TIMING}{name} {seconds:.3f}")
 
 
@@ -143,7 +143,7 @@ def clear_errors(run_dir: Path, label: str) -> None:
 
 
 def error_in(text: str) -> MismatchError | None:
-    """The error that :func:`write_error` put there; None if it was cut short, or is not one."""
+    """Return the error that :func:`write_error` put there; None if it is cut short, or not one."""
     try:
         fields = json.loads(text)
         kind = OutOfMemory if fields.get("kind") == MEMORY else MismatchError

@@ -85,7 +85,7 @@ def numeric_versions() -> dict[str, str]:
 
 
 def checkpoint_digest(model: str, revision: str | None) -> str:
-    """Changes when a checkpoint on this machine does; "" for one that is not here.
+    """Return a digest that changes when a local checkpoint does; "" for one that is not here.
 
     Args:
         model: directory, or hub id: then the commit in the hub's cache is taken.
@@ -104,7 +104,7 @@ def checkpoint_digest(model: str, revision: str | None) -> str:
 
 
 def commit(directory: Path) -> str | None:
-    """The git commit that is checked out there, "+" if files differ from it; None outside git."""
+    """Return the git commit checked out there, "+" if files differ from it; None outside git."""
     head = _git(directory, "rev-parse", "HEAD")
     if not head:
         return None
@@ -177,7 +177,7 @@ def _environment() -> list[str]:
 
 
 def redacted_command(arguments: Sequence[str]) -> list[str]:
-    """A command line whose arguments' values are hidden where their names say secret.
+    """Return a command line whose arguments' values are hidden where their names say secret.
 
     >>> redacted_command(["--engine-arg", "hf_token=abc", "--password", "x", "--max-tokens", "9"])
     ['--engine-arg', 'hf_token=***', '--password', '***', '--max-tokens', '9']

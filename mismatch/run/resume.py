@@ -78,7 +78,7 @@ def _same_process(spec: RolloutSpec) -> bool:
 
 
 def differences(recorded: dict[str, Any], asked: dict[str, Any], prefix: str = "") -> list[str]:
-    """What two specs (as dicts) differ in, one line per setting.
+    """Return what two specs (as dicts) differ in, one line per setting.
 
     >>> differences({"train": {"dtype": "bf16"}}, {"train": {"dtype": "fp32"}})
     ["train.dtype: 'bf16' there, 'fp32' asked"]

@@ -246,7 +246,7 @@ def _likeliest(columns: dict[str, np.ndarray]) -> Likeliest | None:
 
 
 def load_distributions(run_dir: Path | str, name: str) -> Distributions:
-    """The whole distributions of a scoring; MismatchError where it has none."""
+    """Return the whole distributions of a scoring; MismatchError where it has none."""
     return captured.load_distributions(Path(run_dir), distributions_file(name))
 
 

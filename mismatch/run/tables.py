@@ -53,7 +53,7 @@ def _rows_per_group(table: pa.Table) -> int:
 
 
 def read_table(path: Path, schema: str, required: set[str]) -> tuple[pa.Table, dict[str, Any]]:
-    """The table and its header.
+    """Return the table and its header.
 
     Raises:
         MismatchError: absent, truncated, foreign, of another schema, or columns missing.
@@ -70,7 +70,7 @@ def read_table(path: Path, schema: str, required: set[str]) -> tuple[pa.Table, d
 
 
 def read_header(path: Path, schema: str) -> dict[str, Any]:
-    """The header alone, without reading the columns.
+    """Return the header alone, without reading the columns.
 
     Raises:
         MismatchError: as :func:`read_table`.
@@ -85,7 +85,7 @@ def read_header(path: Path, schema: str) -> dict[str, Any]:
 
 
 def schema_of(path: Path) -> str | None:
-    """The schema that a file says it has, None where it says none.
+    """Return the schema that a file says it has, None where it says none.
 
     Raises:
         MismatchError: absent, truncated or foreign.
@@ -99,7 +99,7 @@ def schema_of(path: Path) -> str | None:
 
 
 def layers_of(texts: pa.ChunkedArray) -> pa.Array:
-    """Runs of layers as text, ``0, 3, 5-7``, as lists of their numbers; null stays null."""
+    """Return runs of layers as text, ``0, 3, 5-7``, as lists of their numbers; null stays null."""
     import pyarrow as pa
 
     unique = {text: _numbers(text) for text in texts.unique().to_pylist() if text is not None}
