@@ -136,7 +136,7 @@ class Backward:
 
 
 def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """This rank's shard of a parameter's gradient; None without one."""
+    """Return this rank's shard of a parameter's gradient; None without one."""
     from torch.distributed.tensor import DTensor
 
     grad = parameter.grad

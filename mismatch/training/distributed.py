@@ -167,7 +167,7 @@ class World:
         dist.barrier(group=self.control)
 
     def meet(self, name: str) -> None:
-        """A barrier with a name and a timeout.
+        """Wait at a barrier with a name and a timeout.
 
         It uses the store, whose waits can time out: an ordinary barrier would also be matched by a
         rank in another collective, or hang.

@@ -64,7 +64,7 @@ def register() -> None:
 
 
 def implementations_for(model: Any) -> list[str]:
-    """The experts implementations that can run a model here; [] for a dense one.
+    """Return the experts implementations that can run a model here; [] for a dense one.
 
     transformers checks only for ``grouped_mm`` whether a model's experts use its interface: any
     other name is accepted, and the family's own loop runs. Those families get ``eager`` alone.
@@ -110,7 +110,7 @@ def bounded_experts(
 
 
 def spans(ids: torch.Tensor, experts: int) -> Iterator[Span]:
-    """The (token, slot) pairs of every expert that is hit, in the order of transformers' loop."""
+    """Yield (token, slot) pairs of every expert that is hit, in the order of transformers' loop."""
     order = torch.argsort(ids.t().reshape(-1), stable=True)  # slot by slot, token by token
     counts = torch.bincount(ids.reshape(-1), minlength=experts)[:experts].tolist()
     first = 0

@@ -79,7 +79,7 @@ class LoadedModel:
     probed: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     def once(self, key: Any, probe: Callable[[], T]) -> T:
-        """The cached result of ``probe()`` under this key."""
+        """Return the cached result of ``probe()`` under this key."""
         if key not in self.probed:
             self.probed[key] = probe()
         result: T = self.probed[key]
@@ -157,7 +157,7 @@ def _set_to_zero(holder: Any) -> dict[str, float]:
 
 
 def switched(loaded: LoadedModel, spec: TrainSpec) -> LoadedModel | None:
-    """The same weights under the kernels of another spec; None: they have to be loaded again.
+    """Return the same weights under the kernels of another spec; None: they must be loaded again.
 
     transformers looks attention and experts implementations up at every forward pass, so switching
     them needs no reload.
@@ -192,7 +192,7 @@ def switched(loaded: LoadedModel, spec: TrainSpec) -> LoadedModel | None:
 def require_runnable(
     spec: TrainSpec, device: torch.device | None = None
 ) -> tuple[Any, ResolvedAttention]:
-    """The model's configuration and the kernel that will run, before any weight is loaded.
+    """Return the model's configuration and the kernel that will run, before any weight is loaded.
 
     Args:
         device: where it will run; None: kernels are not tried.

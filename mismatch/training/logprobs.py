@@ -43,7 +43,7 @@ class DistributionCapture:
 
     @classmethod
     def of(cls, engine: Distributions | None, rollout: Rollout) -> DistributionCapture | None:
-        """The positions of this rollout that the engine captured; None where it captured none."""
+        """Return the positions of this rollout that the engine captured; None without any."""
         if engine is None:
             return None
         slots = np.full(len(rollout.token_ids), -1, np.int64)
@@ -59,7 +59,7 @@ class DistributionCapture:
         return CapturedRows(torch.from_numpy(slots), None if ids is None else torch.from_numpy(ids))
 
     def joined(self, parts: Sequence[tuple[Ints, NDArray[np.float32]]]) -> Distributions:
-        """The distributions of all micro-batches, in the engine's order.
+        """Return the distributions of all micro-batches, in the engine's order.
 
         Args:
             parts: (targets, indices into T; rows of :func:`select_rows`) of each micro-batch.
@@ -101,7 +101,7 @@ class CapturedRows:
 
 
 def select_rows(logps: torch.Tensor, slots: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
-    """The rows to keep of log-probabilities [n, V]: whole, or at the ids and the log of the rest.
+    """Return the rows to keep of log-probabilities [n, V]: whole, or at the ids and the rest's log.
 
     Returns:
         [kept, V] or [kept, k + 1], float32, in the order of the rows.

@@ -206,5 +206,5 @@ def finish_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a spec's short name: ``"bf16"`` is ``torch.bfloat16``."""
+    """Return the torch dtype of a spec's short name: ``"bf16"`` is ``torch.bfloat16``."""
     return getattr(torch, TORCH_NAMES[name])  # type: ignore[no-any-return]

@@ -91,7 +91,7 @@ class SequenceParallel:
         return cls(size, rank, index, world.size // size, _group(size))
 
     def split(self, batch: Batch) -> Batch:
-        """This rank's positions of a batch; its ``rows`` stay those of the whole: see `local`."""
+        """Return this rank's positions of a batch; its ``rows`` stay the whole's: see `local`."""
         if self.size == 1:
             return batch
         # Columns of padding, up to a multiple of N; one more document where rows are packed.

@@ -21,7 +21,7 @@ OTHER_MODEL = "give a hub id, or a directory that holds config.json, weights and
 
 
 def read_config(spec: TrainSpec) -> Any:
-    """The model's configuration; MismatchError if there is none or it is not supported."""
+    """Return the model's configuration; MismatchError if there is none or it is not supported."""
     from transformers import AutoConfig
 
     path = Path(spec.model)
@@ -39,7 +39,7 @@ def read_config(spec: TrainSpec) -> Any:
 
 
 def skeleton(config: Any, trust_remote_code: bool = False, dtype: torch.dtype | None = None) -> Any:
-    """The model on the meta device: its modules and names, no memory.
+    """Return the model on the meta device: its modules and names, no memory.
 
     Args:
         dtype: that it is built in; None: its configuration's.
@@ -59,7 +59,7 @@ def skeleton(config: Any, trust_remote_code: bool = False, dtype: torch.dtype | 
 
 
 def quantisation_of(config: Any) -> str:
-    """The method that a checkpoint is quantised with; "": none."""
+    """Return the method that a checkpoint is quantised with; "": none."""
     quantised = getattr(config, "quantization_config", None)
     if quantised is None:
         return ""
@@ -100,7 +100,7 @@ INTEGERS = {"U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}  # blo
 
 
 def resolve_master(files: TrainSpec, config: Any) -> MasterDtype:
-    """The dtype that parameters rest in.
+    """Return the dtype that parameters rest in.
 
     Args:
         files: names the checkpoint that is loaded.

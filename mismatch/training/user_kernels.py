@@ -81,7 +81,7 @@ def load_function(text: str) -> tuple[Callable[..., Any], str]:
 
 
 def mask_function(mask: str) -> Callable[..., Any] | None:
-    """transformers' builder of that kind of mask; None for ``none``.
+    """Return transformers' builder of that kind of mask; None for ``none``.
 
     ``sdpa`` and ``eager`` are always built: transformers omits a mask that is plainly causal, and a
     function that takes no mask as no restriction would attend to future tokens.
@@ -119,7 +119,7 @@ def register_attention(text: str) -> str:
 
 
 def registered_name(text: str) -> str:
-    """A name without the words that transformers searches for (flash, sdpa, kernels' slashes)."""
+    """Return a name without the words that transformers searches for (flash, sdpa, slashes)."""
     return f"mismatch_yours_{sha256(text.encode()).hexdigest()[:12]}"
 
 

@@ -161,7 +161,7 @@ def _yardstick(
 def _tried(
     name: str, implementation: str, model: PreTrainedModel, sinks: bool, target: Place | None
 ) -> ResolvedAttention:
-    """A kernel that the user named, if its output passes a trial.
+    """Return a kernel that the user named, if its output passes a trial.
 
     Wrong gradients are recorded, not refused: their effect can be measured.
     """
@@ -187,7 +187,7 @@ def has_sinks(model: PreTrainedModel) -> bool:
 
 
 def _transformers_choice(name: str, model: PreTrainedModel) -> str:
-    """The kernel that transformers resolves the name to: it silently rewrites flash names."""
+    """Return the kernel that transformers resolves a name to; it silently rewrites flash names."""
     try:
         return str(model._check_and_adjust_attn_implementation(name, is_init_check=True))
     except Exception as error:  # unknown name, package not installed, kernel not downloadable …

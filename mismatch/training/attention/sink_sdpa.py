@@ -115,7 +115,7 @@ def sinkless_attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The planted fault: attention without the sinks, as a wrong kernel would run it."""
+    """Compute attention without the sinks, as a wrong kernel would: the planted fault."""
     return _attend(query, key, value, attention_mask, scaling, dropout, None), None
 
 
@@ -225,7 +225,7 @@ def _parts(
     span: Span,
     scale: float,
 ) -> _Parts:
-    """A block's inputs, with the sink as one more key.
+    """Return a block's inputs, with the sink as one more key.
 
     Its product with every query is the sink logit over the scale, and its value is 0: the softmax
     gets one more term, the output none. An additive mask would do the same, but needs memory for
@@ -354,7 +354,7 @@ def plain_fp8_attention(
 
 
 def through_fp8(tensor: torch.Tensor) -> torch.Tensor:
-    """Rounded to float8 (e4m3, saturating) and back."""
+    """Round to float8 (e4m3, saturating) and back."""
     return tensor.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(tensor.dtype)
 
 
@@ -378,7 +378,7 @@ def with_sinks(
 
 
 def eager_of(module: torch.nn.Module) -> Eager | None:
-    """The eager function of a layer's family; None where its module has none of that name."""
+    """Return the eager function of a layer's family; None if its module has none of that name."""
     home = sys.modules[type(module).__module__]
     function: Eager | None = getattr(home, "eager_attention_forward", None)
     return function

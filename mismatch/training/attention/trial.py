@@ -229,7 +229,7 @@ def definition(
 
 
 def relative_error(result: torch.Tensor | None, reference: torch.Tensor) -> float:
-    """``|result - reference| / |reference|`` in the 2-norm; inf where ``result`` is not finite.
+    """Return ``|result - reference| / |reference|`` in the 2-norm; inf if ``result`` is not finite.
 
     1.0 for None: a gradient that does not arrive.
     """
@@ -245,7 +245,7 @@ def relative_error(result: torch.Tensor | None, reference: torch.Tensor) -> floa
 def _layer(
     geometry: Geometry, implementation: str, inputs: list[torch.Tensor], dtype: torch.dtype
 ) -> torch.nn.Module:
-    """A stand-in for the attention layer, with the attributes that kernels read."""
+    """Return a stand-in for the attention layer, with the attributes that kernels read."""
     layer: Any = torch.nn.Module()
     layer.config = SimpleNamespace(_attn_implementation=implementation, dtype=dtype)
     layer.layer_idx, layer.is_causal = 0, True

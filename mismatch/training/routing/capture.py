@@ -179,7 +179,7 @@ SPECIAL_FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: Any) -> Family:
-    """The family of a model, from its (text) configuration."""
+    """Return the family of a model, from its (text) configuration."""
     return SPECIAL_FAMILIES.get(config.get_text_config().model_type, DEFAULT_FAMILY)
 
 
@@ -215,7 +215,7 @@ class MoeLayer:
 
 
 def moe_layers(decoder: torch.nn.Module) -> list[MoeLayer]:
-    """The MoE layers of a decoder, in order; empty for a dense model."""
+    """Return the MoE layers of a decoder, in order; empty for a dense model."""
     config = getattr(decoder, "config", None)
     family = DEFAULT_FAMILY if config is None else family_of(config)
     layers = []

@@ -153,16 +153,16 @@ class RouterIntervention:
         self._reached: set[int] = set()
 
     def mode(self, layer: MoeLayer, block: torch.nn.Module) -> AbstractContextManager[Any]:
-        """A context manager around the part of a block that runs before its experts."""
+        """Return a context manager around the part of a block that runs before its experts."""
         self._entered.add(layer.index)
         return Overriding(self.override(layer, block))
 
     def override(self, layer: MoeLayer, block: torch.nn.Module) -> Override:
-        """What is called in place of torch's functions in one layer."""
+        """Return what is called in place of torch's functions in one layer."""
         raise NotImplementedError
 
     def before_experts(self, layer: MoeLayer, arguments: CallArguments) -> CallArguments:
-        """The arguments of the experts, changed or not."""
+        """Return the arguments of the experts, changed or not."""
         return arguments
 
     def finish(self) -> None:

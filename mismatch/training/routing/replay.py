@@ -57,7 +57,7 @@ class ReplaySource:
 
     @classmethod
     def of(cls, scoring: Scoring, mode: ReplayMode, rollout: Rollout) -> ReplaySource:
-        """The validated routes of a scoring.
+        """Return the validated routes of a scoring.
 
         Raises:
             MismatchError: the scoring holds no routes, or no weights where ``mode`` needs them.
@@ -110,7 +110,7 @@ class ReplaySource:
                 )
 
     def on(self, tokens: Ints, batch: Batch) -> Replay:
-        """The routes of one forward pass.
+        """Return the routes of one forward pass.
 
         Args:
             tokens: [n] indices into T of the batch's real tokens, sequence after sequence.
@@ -131,7 +131,7 @@ class ReplaySource:
         return Replay(self.name, columns, replayed, ids, weights)
 
     def rows(self) -> dict[str, int]:
-        """Number of tokens that are replayed, and that keep the model's own choice."""
+        """Return number of tokens that are replayed, and that keep the model's own choice."""
         replayed = int(self.routing.present.sum())
         return {"rows_replayed": replayed, "rows_own": len(self.routing.present) - replayed}
 
@@ -247,7 +247,7 @@ class Replay(RouterIntervention):
         return tuple(values[i] for i in range(len(args))), {key: values[key] for key in kwargs}
 
     def chosen(self, layer: MoeLayer, own: torch.Tensor) -> torch.Tensor:
-        """The ids [R, K] to use instead of the router's ``own``: replayed where there are any.
+        """Return the ids [R, K] to use instead of the router's ``own``: replayed if there are any.
 
         Raises:
             MismatchError: the router sees other rows than the batch has.
@@ -321,7 +321,7 @@ def require_interventions_work(
 
 
 def require_interventions_possible(spec: TrainSpec, bare: Any) -> None:
-    """The same check on the model's structure, before any weight is loaded.
+    """Do the same check on the model's structure, before any weight is loaded.
 
     Every class of MoE block is run on the meta device up to its experts. A block that cannot run
     there is left to :func:`require_interventions_work`.
