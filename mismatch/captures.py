@@ -144,7 +144,7 @@ class Distributions:
         return law
 
     def column(self, token_ids: Ints) -> Ints:
-        """The column of :meth:`law` that holds each of these ids, [M]; k: in the remainder."""
+        """Return the column of :meth:`law` that holds each of these ids, [M]; k: the remainder."""
         if self.ids is None:
             return token_ids
         held = self.ids == token_ids[:, None]
@@ -201,7 +201,7 @@ class Likeliest:
 
 
 def why_incomparable(left: Distributions, right: Distributions) -> str:
-    """What keeps two sides from being compared; empty where nothing does."""
+    """Return what keeps two sides from being compared; empty where nothing does."""
     if not np.array_equal(left.positions, right.positions):
         return "the two sides hold distributions of different positions"
     if left.whole != right.whole:
@@ -215,7 +215,7 @@ def why_incomparable(left: Distributions, right: Distributions) -> str:
 
 
 def priority(seed: int, sequence: Ints, index: Ints) -> NDArray[np.uint64]:
-    """The pseudo-random number of action token ``index`` (from 0) of each sequence.
+    """Return the pseudo-random number of action token ``index`` (from 0) of each sequence.
 
     SplitMix64's finaliser over seed, sequence and index: every engine can compute it for any token
     at any time, without the tokens before it.
@@ -237,7 +237,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def narrowest(num_experts: int) -> type[np.unsignedinteger[Any]]:
-    """The smallest type that holds every expert's number.
+    """Return the smallest type that holds every expert's number.
 
     >>> narrowest(256).__name__, narrowest(257).__name__
     ('uint8', 'uint16')
@@ -248,7 +248,7 @@ def narrowest(num_experts: int) -> type[np.unsignedinteger[Any]]:
 def corruption(
     ids: NDArray[Any], present: NDArray[np.bool_], num_experts: int
 ) -> Corruption | None:
-    """The first thing that cannot be true of captured experts, or None.
+    """Return the first thing that cannot be true of captured experts, or None.
 
     Args:
         ids: [T, L, K].

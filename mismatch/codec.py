@@ -56,7 +56,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(cls: type[T], document: Any, path: str = "") -> T:
-    """The inverse of :func:`to_json`: a value of this type.
+    """Return the inverse of :func:`to_json`: a value of this type.
 
     Args:
         cls: a dataclass, or any type that its fields may have.
@@ -71,7 +71,7 @@ def from_json(cls: type[T], document: Any, path: str = "") -> T:
 
 
 def fields_of(document: Any, schema: str, *, command: str) -> dict[str, Any]:
-    """The document without its schema's name, which must be the expected name."""
+    """Return the document without its schema's name, which must be the expected name."""
     name = document.get("schema") if isinstance(document, dict) else None
     if name != schema:
         raise MismatchError(
@@ -82,7 +82,7 @@ def fields_of(document: Any, schema: str, *, command: str) -> dict[str, Any]:
 
 
 def without_verdict(cls: type[T], document: Any, schema: str, *, command: str, page: str) -> T:
-    """The report in a document that says its verdict as well; that follows from the rest.
+    """Return the report in a document that says its verdict as well; that follows from the rest.
 
     Raises:
         MismatchError: no such document, a schema of another version, or a field that does not fit.
@@ -96,7 +96,7 @@ def without_verdict(cls: type[T], document: Any, schema: str, *, command: str, p
 def with_verdict(
     cls: type, schema: str, verdict: dict[str, Any], definitions: dict[str, Any]
 ) -> dict[str, Any]:
-    """The JSON Schema of the document, as a part of another."""
+    """Return the JSON Schema of the document, as a part of another."""
     report = object_schema(cls, definitions)
     head = {"schema": {"const": schema}, "verdict": verdict}
     return report | {
@@ -106,7 +106,7 @@ def with_verdict(
 
 
 def status_schema(statuses: Sequence[str]) -> dict[str, Any]:
-    """A verdict of a status and its reason."""
+    """Return a verdict of a status and its reason."""
     return {
         "type": "object",
         "properties": {"status": {"enum": list(statuses)}, "reason": {"type": "string"}},
@@ -117,8 +117,8 @@ def status_schema(statuses: Sequence[str]) -> dict[str, Any]:
 
 @contextmanager
 def refused(schema: str, *, command: str, page: str) -> Iterator[None]:
-    """A misfit (:class:`Misfit`, or what a part's own reader raises of a value of another kind)
-    becomes an error that says how to make a new document.
+    """Turn a misfit (:class:`Misfit`, or what a part's reader raises of a value of another kind)
+    into an error that says how to make a new document.
     """
     try:
         yield
@@ -221,7 +221,7 @@ def _require(fits: bool, value: Any, path: str, wanted: str) -> Any:
 
 @cache
 def hints_of(cls: type) -> dict[str, Any]:
-    """The types of a dataclass's fields, by name."""
+    """Return the types of a dataclass's fields, by name."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
@@ -230,7 +230,7 @@ def hints_of(cls: type) -> dict[str, Any]:
 
 
 def schema_of(cls: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """The JSON Schema (2020-12) of a type; its dataclasses are added to ``definitions``."""
+    """Return the JSON Schema (2020-12) of a type; its dataclasses are added to ``definitions``."""
     origin, arguments = typing.get_origin(cls), typing.get_args(cls)
     if origin in (typing.Union, types.UnionType):
         return {
@@ -262,7 +262,7 @@ def schema_of(cls: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def object_schema(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
-    """The schema of one dataclass: every field is written, and no other."""
+    """Return the schema of one dataclass: every field is written, and no other."""
     properties = {name: schema_of(kind, definitions) for name, kind in hints_of(cls).items()}
     return {
         "type": "object",

@@ -61,7 +61,7 @@ class CorruptCapture(MismatchError):
 
 
 def did_you_mean(name: str, choices: Iterable[str], most: int = 2, cutoff: float = 0.5) -> str:
-    """The known names that are nearest, as the beginning of a fix; "" where none is near.
+    """Return the known names that are nearest, as the beginning of a fix; "" where none is near.
 
     >>> did_you_mean("vLM", ["vllm", "sglang"])
     'did you mean vllm? '
@@ -73,7 +73,7 @@ def did_you_mean(name: str, choices: Iterable[str], most: int = 2, cutoff: float
 
 
 def first_line(error: BaseException) -> str:
-    """An exception in one line, for a message; its class where it says nothing.
+    """Return an exception in one line, for a message; its class where it says nothing.
 
     Of a validation error of pydantic, whose first line only counts, what each field was refused
     for.

@@ -528,12 +528,12 @@ class CheckSpec:
 
 
 def to_dict(spec: Any) -> dict[str, Any]:
-    """A spec as plain JSON data."""
+    """Return a spec as plain JSON data."""
     return dataclasses.asdict(spec)
 
 
 def weights_key(spec: TrainSpec) -> tuple[Any, ...]:
-    """What has to be equal for two passes to share loaded weights."""
+    """Return what has to be equal for two passes to share loaded weights."""
     return (
         spec.model,
         spec.revision,
@@ -546,7 +546,7 @@ def weights_key(spec: TrainSpec) -> tuple[Any, ...]:
 
 
 def load_key(spec: TrainSpec) -> tuple[Any, ...]:
-    """What has to be equal for two passes to run the same kernels on the same weights."""
+    """Return what has to be equal for two passes to run the same kernels on the same weights."""
     return (*weights_key(spec), spec.attention, spec.autocast, spec.experts)
 
 
@@ -561,7 +561,7 @@ PACKAGED = re.compile(r"[/\\]mismatch[/\\]models[/\\][^/\\]+$")
 
 
 def _anywhere(data: dict[str, Any]) -> dict[str, Any]:
-    """A spec's data without what changes no number: where it runs, turns where there is one."""
+    """Return a spec's data without what changes no number: where it runs, turns if there is one."""
     dropped = PLACES if data.get("environment") else {*PLACES, *TURNS}
     return {
         name: _anywhere(value) if isinstance(value, dict) else value
@@ -571,7 +571,7 @@ def _anywhere(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def portable(data: dict[str, Any]) -> dict[str, Any]:
-    """A spec's data with short names for models that ship with the package, wherever that lies.
+    """Return a spec's data with short names for models that ship with the package, wherever it is.
 
     >>> portable({"train": {"model": "/somewhere/mismatch/models/tiny-gpt-oss"}})
     {'train': {'model': 'tiny-gpt-oss'}}

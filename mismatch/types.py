@@ -291,7 +291,7 @@ class NotTested:
 
     @classmethod
     def of(cls, fingerprint: Fingerprint) -> list[NotTested]:
-        """What a worker left in its ``not_tested``; earlier versions left sentences."""
+        """Return what a worker left in its ``not_tested``; earlier versions left sentences."""
         entries = fingerprint.get("not_tested", ())
         return [cls("rollout", e) if isinstance(e, str) else cls(**e) for e in entries]
 
@@ -449,10 +449,10 @@ class Report:
     analyses: dict[str, Any] = field(default_factory=dict)
 
     def result(self, id: str) -> Any:
-        """The result of one analysis, None where it was not made."""
+        """Return the result of one analysis, None where it was not made."""
         return self.analyses.get(id)
 
     def with_analyses(self, **results: Any) -> Report:
-        """The same report with these results; None takes one out."""
+        """Return the same report with these results; None takes one out."""
         both = self.analyses | results
         return replace(self, analyses={id: r for id, r in both.items() if r is not None})
