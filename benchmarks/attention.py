@@ -93,7 +93,7 @@ def inputs(tokens: int, dtype: Any) -> list[Any]:
 
 
 def run(job: dict[str, Any], leaves: list[Any], tokens: int) -> None:
-    """The layer's attention and its gradients, with the mask that transformers makes for it."""
+    """Compute the layer's attention and its gradients, with the mask that transformers makes."""
     import torch
     from transformers.masking_utils import (
         causal_mask_function,

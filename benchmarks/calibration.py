@@ -132,7 +132,7 @@ CASES = (
 
 
 def run(case: Case, home: Path) -> Path:
-    """The run directory of a case, made if it is not there."""
+    """Return the run directory of a case, made if it is not there."""
     place = home / ("fault-fp8-kv-1" if case.flags == FP8_KV else case.name)
     if (place / DONE).is_file():
         return place
@@ -158,7 +158,7 @@ def run(case: Case, home: Path) -> Path:
 
 
 def plugin(home: Path) -> Path:
-    """A directory for PYTHONPATH that holds the faults as a plugin of vLLM."""
+    """Return a directory for PYTHONPATH that holds the faults as a plugin of vLLM."""
     place = home / "plugin"
     facts = place / "planted_fault-0.dist-info"
     facts.mkdir(parents=True, exist_ok=True)
@@ -170,7 +170,7 @@ def plugin(home: Path) -> Path:
 
 
 def model_of(case: Case, home: Path) -> str:
-    """A checkpoint in bf16."""
+    """Return a checkpoint in bf16."""
     if case.model == "tiny-gpt-oss":
         return case.model
     place = home / "models" / case.model
@@ -203,7 +203,7 @@ def prompts_of(home: Path, count: int) -> Path:
 
 
 def result(case: Case, place: Path, seconds: float) -> dict[str, Any]:
-    """What one case shows: every block of it, judged."""
+    """Return what one case shows: every block of it, judged."""
     run = Recorded.load(place, case.yardstick)
     return {
         "date": date.today().isoformat(),

@@ -46,7 +46,7 @@ class Recorded:
         return cls(Artefacts.load(place, spec), spec, yardstick)
 
     def of_prompts(self, prompts: np.ndarray) -> Recorded:
-        """The same run with some of its prompts only."""
+        """Return the same run with some of its prompts only."""
         old = self.found
         scorings = {
             name: cut_scoring(scoring, old.rollout, prompts)
@@ -63,7 +63,7 @@ class Recorded:
         return replace(self, found=made)
 
     def measured(self) -> RunArtefacts:
-        """What analyses read, without a comparison; the engine's yardstick as it was asked for."""
+        """Return what analyses read, without a comparison; the engine's yardstick as asked for."""
         usable = {name: one for name, one in self.found.scorings.items() if not not_finite(one)}
         decode, dtype = self.found.decode, self.yardstick.partition(":")[2]
         if dtype not in ("", precision_of(decode.fingerprint)):
@@ -127,7 +127,7 @@ def blocks(run: Recorded, size: int = BLOCK) -> Iterator[Recorded]:
 
 
 def headline(found: Artefacts, seed: int) -> Comparison:
-    """The metrics that checks and levels read; whole comparisons of every block take minutes."""
+    """Return the metrics that checks and levels read; whole comparisons take minutes."""
     pair = Pair.of(found.rollout, found.decode, found.train)
     names = ["ratio_mean", *(name for name in default_thresholds() if name in METRICS)]
     metrics = [METRICS[name] for name in names if not is_routing(METRICS[name])]

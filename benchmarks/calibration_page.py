@@ -30,7 +30,7 @@ Result = dict[str, Any]  # of one case, see calibration.result
 
 
 def write(state: dict[str, Result], cases: Sequence[Case]) -> None:
-    """The measured part of the page, and its figure."""
+    """Return the measured part of the page, and its figure."""
     head = PAGE.read_text().partition(MARK)[0]
     clean = {case.name: state[case.name] for case in cases if not case.fault and case.name in state}
     planted = [case for case in cases if case.fault and case.name in state]

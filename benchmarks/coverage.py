@@ -66,7 +66,7 @@ class Coverage:
 
 
 def of_prompts(rng: np.random.Generator, prompts: int) -> np.ndarray:
-    """The scale that the tokens of a prompt share, [P, 1, 1]."""
+    """Return the scale that the tokens of a prompt share, [P, 1, 1]."""
     return np.exp(BY_PROMPT * rng.normal(size=(prompts, 1, 1)))
 
 
@@ -107,7 +107,7 @@ def mean_square(heavy: bool) -> float:
 
 
 def single(name: str) -> Callable[[np.random.Generator, int, bool, int], Estimate | None]:
-    """The interval of one metric."""
+    """Return the interval of one metric."""
 
     def made(rng: np.random.Generator, prompts: int, heavy: bool, seed: int) -> Estimate | None:
         sequence, prompt = layout(prompts)
@@ -255,14 +255,14 @@ def numbers(
 
 
 def write(lines: list[str]) -> None:
-    """The part of docs/evidence/intervals.md between the marks."""
+    """Return the part of docs/evidence/intervals.md between the marks."""
     before, _, rest = PAGE.read_text().partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
     PAGE.write_text("\n".join([before + MARKS[0], "", *lines, "", MARKS[1]]) + after)
 
 
 def table_of_numbers(sizes: list[int], repetitions: int) -> Iterator[str]:
-    """A row a design and number."""
+    """Yield a row per design and number."""
     yield "| design | number |" + "".join(f" {prompts} prompts |" for prompts in sizes)
     yield "| --- | --- |" + " ---: |" * len(sizes)
     for design in designs.DESIGNS:
@@ -274,7 +274,7 @@ def table_of_numbers(sizes: list[int], repetitions: int) -> Iterator[str]:
 
 
 def table_of_differences(sizes: list[int], repetitions: int) -> Iterator[str]:
-    """A row an interval and kind of tails: means, and differences of means."""
+    """Yield a row per interval and kind of tails: means, and differences of means."""
     yield f"| {'interval':29} | tails |" + "".join(f" {prompts} prompts |" for prompts in sizes)
     yield "| --- | --- |" + " ---: |" * len(sizes)
     for tails in ("light", "heavy"):

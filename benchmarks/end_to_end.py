@@ -52,7 +52,7 @@ def interpreter() -> float:
 
 
 def account(wall: float, entry: dict[str, Any], tool: float) -> dict[str, float]:
-    """The parts of one check, in seconds."""
+    """Return the parts of one check, in seconds."""
     engine, train = entry["timings"]["engine"], entry["timings"]["train"]
     late = max(0.0, train["ready"] - entry["seconds"]["rollout"])
     startups = tool + engine["ready"] + late
@@ -73,7 +73,7 @@ def account(wall: float, entry: dict[str, Any], tool: float) -> dict[str, float]
 
 
 def account_whole(wall: float, entry: dict[str, Any], tool: float) -> dict[str, float]:
-    """The parts of a default check, in seconds: start-ups, passes, all else."""
+    """Return the parts of a default check, in seconds: start-ups, passes, all else."""
     timings, seconds = entry["timings"], entry["seconds"]
     engines = seconds["rollout"] + seconds.get("float32-engine", 0.0)
     starts = {name: part["ready"] for name, part in timings.items() if name != "train"}
@@ -97,7 +97,7 @@ def account_whole(wall: float, entry: dict[str, Any], tool: float) -> dict[str, 
 
 
 def run_whole(options: argparse.Namespace, directory: Path) -> int:
-    """The default check against the passes that ran."""
+    """Measure the default check against the passes that ran."""
     flags = ["--engine", options.engine, "--num-prompts", str(options.num_prompts)]
     wall, entry = run_check(directory, [*flags, "--max-tokens", str(options.max_tokens)])
     parts = account_whole(wall, entry, interpreter())

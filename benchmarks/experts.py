@@ -71,7 +71,7 @@ class Row:
 
 
 def layer(sizes: dict[str, Any], implementation: str) -> Any:
-    """A layer's experts in bf16 with cheap deterministic weights: one expert, rolled."""
+    """Return a layer's experts in bf16 with cheap deterministic weights: one expert, rolled."""
     import torch
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
@@ -312,7 +312,7 @@ def show(row: Row) -> None:
 
 
 def verdict(rows: list[Row]) -> list[str]:
-    """What misses its goal, in words; prints the slope of batched_mm."""
+    """Return what misses its goal, in words; print the slope of batched_mm."""
     missed = []
     by = {(row.implementation, row.tokens): row for row in rows}
     few = [row for row in rows if row.implementation == BATCHED]

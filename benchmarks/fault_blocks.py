@@ -18,7 +18,7 @@ BLOCK = 64  # prompts
 
 
 def measured(place: Path) -> tuple[RunArtefacts, CheckSpec]:
-    """What a run left, without its comparison."""
+    """Return what a run left, without its comparison."""
     spec = load_spec(place)
     found = Artefacts.load(place, spec)
     nothing: Any = None
@@ -27,7 +27,7 @@ def measured(place: Path) -> tuple[RunArtefacts, CheckSpec]:
 
 
 def of_prompts(run: RunArtefacts, prompts: np.ndarray) -> RunArtefacts:
-    """The same run with some of its prompts only."""
+    """Return the same run with some of its prompts only."""
     old = run.rollout
     keep = np.isin(old.prompt_index, prompts)
     tokens, actions = keep[old.sequence_of_token], keep[old.sequence_of_token[old.actions]]

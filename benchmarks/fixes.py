@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def prepare(place: Path, sequences: int, tokens: int) -> tuple[Path, int]:
-    """A rollout and the job of one world; how many loads it should take."""
+    """Return a rollout and the job of one world; how many loads it should take."""
     import numpy as np
 
     from mismatch.experiments.fixes.context import context_of
@@ -89,7 +89,7 @@ def prepare(place: Path, sequences: int, tokens: int) -> tuple[Path, int]:
 
 
 def worker(path: str) -> int:
-    """A rank: the product's own worker with a timer around its forward passes and loads."""
+    """Run a rank: the product's own worker with a timer around its forward passes and loads."""
     import mismatch.training.load as load
     import mismatch.training.score as score
     from mismatch.processes.workers import session, train

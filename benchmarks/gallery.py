@@ -122,7 +122,7 @@ def _planted(fault: Fault) -> str:
 
 
 def picture(case: Case, clean: Case, title: str) -> str:
-    """The SVG of one case next to the clean case."""
+    """Return the SVG of one case next to the clean case."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
         f'height="{HEIGHT}" font-family="sans-serif" font-size="10" fill="{INK}">',
@@ -221,7 +221,7 @@ def sections(page: str) -> dict[str, str]:
 
 
 def section(cause: str, shown: Shown) -> str:
-    """The text of one picture, which is drawn."""
+    """Return the text of one picture, which is drawn."""
     title = "A healthy pair" if cause == HEALTHY else title_of(cause)
     drawn = picture(shown.case, shown.clean, title)
     (IMAGES / f"{cause}.svg").write_text(drawn, "utf-8")

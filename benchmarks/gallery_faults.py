@@ -67,14 +67,14 @@ def _attention(module: Any) -> bool:
 
 
 def _noise(module: Any, args: Any, out: Any) -> Any:
-    """Sums in another order at every pass, 30 % apart."""
+    """Scatter outputs by 30 % at every pass, as sums in another order would."""
     import torch
 
     return (out[0] * (1 + 0.3 * torch.randn_like(out[0])), *out[1:])
 
 
 def _by_rows(module: Any, args: Any, out: Any) -> Any:
-    """A kernel that keeps fewer bits where the micro-batch has more rows."""
+    """Keep fewer bits in a kernel where the micro-batch has more rows."""
     import torch
 
     hidden = out[0]
@@ -85,7 +85,7 @@ def _by_rows(module: Any, args: Any, out: Any) -> Any:
 
 
 def _dropout(scorer: Any) -> Callable[[], None]:
-    """A dropout of 0.1 behind the attention."""
+    """Add a dropout of 0.1 behind the attention."""
     import torch
 
     attention = [module for module in scorer.modules() if _attention(module)]
@@ -152,7 +152,7 @@ def _float32_tables(cast: bool) -> Callable[[Any], Callable[[], None]]:
 
 
 def _known(plant: Callable[[Any, float], None], strength: float) -> Callable[[Any], Any]:
-    """A fault of benchmarks/known_faults.py that its inverse strength takes out again."""
+    """Return a fault of benchmarks/known_faults.py that its inverse strength takes out again."""
 
     def planted(scorer: Any) -> Callable[[], None]:
         plant(scorer, strength)
@@ -221,7 +221,7 @@ def _far_tokens(case: Case) -> Case:
 
 
 def _rounding(case: Case, times: Any) -> Case:
-    """The engine's distance from float32, so many times as large."""
+    """Multiply the engine's distance from float32."""
     assert case.reference is not None
     return _engines(case, case.reference + (case.left - case.reference) * times)
 
@@ -232,12 +232,12 @@ def _tile(case: Case) -> Case:
 
 
 def _without_prefill(case: Case) -> Case:
-    """The prefill would have the fault as well: it is not looked at."""
+    """Leave out the prefill, which would have the fault as well."""
     return replace(case, others={n: one for n, one in case.others.items() if n != PREFILL})
 
 
 def _chunks(case: Case) -> Case:
-    """The same from the second chunk on, of a length that the engine states."""
+    """Do the same from the second chunk on, of a length that the engine states."""
     made = _without_prefill(_tile(case))
     facts = made.engine.fingerprint | {"max_num_batched_tokens": 60}
     return replace(made, engine=replace(made.engine, fingerprint=facts))
@@ -261,7 +261,7 @@ def _engines(case: Case, left: Any) -> Case:
 
 
 def _early_mask(case: Case) -> Case:
-    """The mask begins six tokens early: what nobody sampled counts, at -6 on both sides."""
+    """Begin the mask six tokens early: what nobody sampled counts, at -6 on both sides."""
     mask = case.rollout.action_mask
     early = mask.copy()
     for places in np.split(np.flatnonzero(mask), np.flatnonzero(np.diff(case.sequence)) + 1):
@@ -383,7 +383,7 @@ def make(home: Path, run: RunArtefacts, train: Any) -> None:
 
 
 def clean_of(run: RunArtefacts, dtype: str) -> Case:
-    """The case without a fault, with what detectors read of numbers alone."""
+    """Return the case without a fault, with what detectors read of numbers alone."""
     kept = (REFERENCE, "plain:bf16", PREFILL) if dtype == "bf16" else (REFERENCE,)
     decode, train = run.decode, run.train
     if dtype == "fp32":

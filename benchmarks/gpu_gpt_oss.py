@@ -88,7 +88,7 @@ class Measured:
 
 
 def random_model(config: Any, spec: TrainSpec, world: World) -> LoadedModel:
-    """The architecture with random weights, each rank making only that rank's shard."""
+    """Return the architecture with random weights, each rank making only that rank's shard."""
     import transformers
 
     bare = skeleton(config)

@@ -170,7 +170,7 @@ def counted_graphs() -> Iterator[dict[str, int]]:
 
 
 def passes_with(kernel: str, device: torch.device) -> str:
-    """Padding and packing, recording or not, with gradients or not, in bf16 and fp32."""
+    """Compare padding and packing, recording or not, with gradients or not, in bf16 and fp32."""
     if kernel == "flex_attention":
         need_cuda(device)
     from transformers import AutoModelForCausalLM

@@ -53,13 +53,13 @@ def _rows(case: Case, values: Any) -> list[Any]:
 
 
 def shift(case: Case, by: float, rng: np.random.Generator) -> Case:
-    """The trainer's values of each row, rolled."""
+    """Roll the trainer's values of each row."""
     moved = [np.roll(row, -int(by)) for row in _rows(case, case.right)]
     return case.repaired(case.left, np.concatenate(moved))
 
 
 def swap_rows(case: Case, share: float, rng: np.random.Generator) -> Case:
-    """This share of the rows carries another row's values, cut or filled to the length."""
+    """Give this share of the rows another row's values, cut or filled to the length."""
     rows = _rows(case, case.right)
     count = max(4, int(share * len(rows)))
     chosen = rng.permutation(len(rows))[:count]
@@ -70,7 +70,7 @@ def swap_rows(case: Case, share: float, rng: np.random.Generator) -> Case:
 
 
 def fake_end(case: Case, share: float, rng: np.random.Generator) -> Case:
-    """An end token appended with 0.0 to this share of the rows that the policy had not ended."""
+    """Append an end token with 0.0 to this share of the rows that the policy had not ended."""
     rows, other = _rows(case, case.left), _rows(case, case.right)
     unfinished = [n for n, row in enumerate(other) if row[-1] < np.log(0.9)]
     for n in unfinished[: max(1, int(share * len(unfinished)))]:
@@ -91,7 +91,7 @@ def unsampled_end(case: Case, nats: float, rng: np.random.Generator) -> Case:
 
 
 def row_lengths(case: Case, share: float, rng: np.random.Generator) -> Case:
-    """The trainer's flat array has no end tokens: every row is cut one token later."""
+    """Take the end tokens from the trainer's flat array: every row is cut one token later."""
     flat = np.concatenate([row[:-1] for row in _rows(case, case.right)])
     flat = np.concatenate([flat, np.resize(flat, len(case.right) - len(flat))])
     return case.repaired(case.left, flat)
@@ -108,13 +108,13 @@ def encoded_again(case: Case, tokens: float, rng: np.random.Generator) -> Case:
 
 
 def fused_kernel(case: Case, nats: float, rng: np.random.Generator) -> Case:
-    """A fused cross-entropy adds a constant in this share of the tokens: values above 0."""
+    """Add a constant, as a fused cross-entropy, to this share of the tokens: values above 0."""
     bad = rng.random(len(case.right)) < 0.2
     return case.repaired(case.left, np.where(bad, case.right + nats, case.right))
 
 
 def _noisy(case: Case, where: Any, times: float, rng: np.random.Generator) -> Case:
-    """The engine's own rounding, so many times as large at some tokens."""
+    """Multiply the engine's own rounding at some tokens."""
     reference = case.reference
     assert reference is not None
     left = np.where(where, reference + (case.left - reference) * times, case.left)
@@ -127,12 +127,12 @@ def from_position(case: Case, times: float, rng: np.random.Generator) -> Case:
 
 
 def chunk_starts(case: Case, times: float, rng: np.random.Generator) -> Case:
-    """A state that is lost where a chunk of the prefill begins."""
+    """Lose a state where a chunk of the prefill begins."""
     return _noisy(case, (case.position - 1) % 16 == 0, times, rng)
 
 
 def bf16_logprobs(case: Case, bits: float, rng: np.random.Generator) -> Case:
-    """The trainer's log-softmax kept in so many significant bits."""
+    """Keep the trainer's log-softmax in so many significant bits."""
     mantissa, exponent = np.frexp(case.right)
     return case.repaired(case.left, np.ldexp(np.round(mantissa * 2.0**bits) / 2.0**bits, exponent))
 
@@ -163,26 +163,26 @@ def stale(scorer: Any, strength: float) -> None:
 
 
 def stale_head(scorer: Any, strength: float) -> None:
-    """The head alone has moved: the sync does not carry it."""
+    """Move the head alone: the sync does not carry it."""
     _noise(scorer, strength, lambda name, tensor: "lm_head" in name)
 
 
 def lost_parameter(scorer: Any, strength: float) -> None:
-    """A kind of parameter that the engine's reload left at its first value: norms of a layer."""
+    """Leave a kind of parameter at its first value, as the engine's reload: norms of a layer."""
     for name, tensor in _parameters(scorer):
         if ".layers.1." in name and "norm" in name:
             tensor.mul_(1 + strength)
 
 
 def swapped_experts(scorer: Any, layers: float) -> None:
-    """The first two experts of some layers change places; their router does not."""
+    """Exchange the first two experts of some layers, and not in their router."""
     for name, tensor in _parameters(scorer):
         if ".experts." in name and any(f".layers.{n}." in name for n in range(int(layers))):
             tensor[:2] = tensor[:2].flip(0).clone()
 
 
 def adapter_scale(scorer: Any, strength: float) -> None:
-    """The query projection of one layer is scaled: an adapter of another alpha / rank."""
+    """Scale the query projection of one layer: an adapter of another alpha / rank."""
     for name, tensor in _parameters(scorer):
         if ".layers.1." in name and "q_proj.weight" in name:
             tensor.mul_(strength)
@@ -200,7 +200,7 @@ def _rotary(scorer: Any) -> list[Any]:
 
 
 def yarn_factor(scorer: Any, part: float) -> None:
-    """A part of YaRN's factor on cosine and sine is lost; 1: all of it."""
+    """Lose a part of YaRN's factor on cosine and sine; 1: all of it."""
     for module in _rotary(scorer):
         module.attention_scaling = module.attention_scaling ** (1 - part)
 
@@ -220,7 +220,7 @@ def window(scorer: Any, part: float) -> None:
 
 
 def norm_epsilon(scorer: Any, times: float) -> None:
-    """The epsilon of every norm."""
+    """Set the epsilon of every norm."""
     for module in scorer.modules():
         if hasattr(module, "variance_epsilon"):
             module.variance_epsilon *= times
@@ -248,7 +248,7 @@ def packed_without_bounds() -> Iterator[None]:
 
 
 def nothing(*args: Any) -> None:
-    """The fault is a setting of the pass, or of its tokens."""
+    """Leave the model as it is: the fault is a setting of the pass, or of its tokens."""
 
 
 SHIFTED = ("misalignment",)

@@ -29,13 +29,13 @@ def share(cells: list[dict], what: str) -> str:
 
 
 def link(issue: str) -> str:
-    """A Markdown link of owner/repo#number."""
+    """Return a Markdown link of owner/repo#number."""
     repository, _, number = issue.partition("#")
     return f"[{issue}](https://github.com/{repository}/issues/{number})"
 
 
 def page(cells: list[dict]) -> str:
-    """The measured part of the page."""
+    """Return the measured part of the page."""
     faults = [cell for cell in cells if "fault" in cell]
     clean = [cell for cell in cells if "clean" in cell]
     pairs = [cell for cell in cells if "pair" in cell]

@@ -98,7 +98,7 @@ SMALL = ("--samples-per-prompt", "2", "--max-tokens", "64", "--exact-kl", "0")
 
 
 def check(home: Path, name: str, model: str, flags: tuple[str, ...], plant: str = "") -> Path:
-    """The run directory of one check, made if it is not there."""
+    """Return the run directory of one check, made if it is not there."""
     run_dir = home / "runs" / name
     if (run_dir / "report.json").is_file():
         return run_dir
@@ -149,7 +149,7 @@ def blocks(run: RunArtefacts, drawn: int = 0) -> list[RunArtefacts]:
 
 
 def undeclared(run: RunArtefacts) -> Case:
-    """The case of a run with nothing stated by either side but its dtype.
+    """Return the case of a run with nothing stated by either side but its dtype.
 
     The trainer's log-probabilities at T = 1 stay: they are measured, not declared.
     """
@@ -203,7 +203,7 @@ class Trainer:
 
 
 def here(model: str, home: Path) -> str:
-    """The model's place on this machine; a recorded run may name another checkout's, or a family
+    """Return the model's local place; a recorded run may name another checkout's, or a family
     that is written with the same random weights."""
     from mismatch.models import resolve_model
 
@@ -214,7 +214,7 @@ def here(model: str, home: Path) -> str:
 
 
 def without(rollout: Rollout, count: int) -> Rollout:
-    """The same actions after prompts that lack so many tokens of their template."""
+    """Return the same actions after prompts that lack so many tokens of their template."""
     keep = np.ones(len(rollout.token_ids), bool)
     for start in rollout.offsets[:-1]:
         keep[start + 1 : start + 1 + count] = False
@@ -237,7 +237,7 @@ def with_fault(
     strength: float,
     key: str,
 ) -> RunArtefacts:
-    """The run with the trainer's side (and its float32 twin) scored by a model with the fault."""
+    """Return the run with the trainer's side (and its float32) scored by a model with the fault."""
     path = stored(home, key)
     names = ["fsdp", *(["reference:fp32"] if fault.place == "weights" else [])]
     if not path.is_file():

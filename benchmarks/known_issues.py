@@ -63,7 +63,7 @@ def judged(case: Case) -> Causes:
 
 
 def cell(fault: Any, strength: float, model: str, seed: int, half: str, case: Case) -> dict:
-    """What was planted and what was named."""
+    """Return what was planted and what was named."""
     ranked = judged(case).ranked
     named = [cause.id for cause in ranked]
     lead = ranked[0] if ranked else None

@@ -150,7 +150,7 @@ def prompts(place: Path) -> Path:
 
 
 def run_of(model: str, place: Path) -> Path:
-    """A checked run of one model."""
+    """Return a checked run of one model."""
     run = place / "runs" / model
     if not (run / "report.json").exists():
         shutil.rmtree(run, ignore_errors=True)
@@ -171,7 +171,7 @@ def run_of(model: str, place: Path) -> Path:
 
 @contextmanager
 def engine_shared(place: Path, model: str, planted: str) -> Iterator[None]:
-    """What the same engine gives on the same tokens is recorded once a model."""
+    """Record what the same engine gives on the same tokens, once a model."""
     kind: Any = pipeline._Recording
     record = kind.engine
 
@@ -220,7 +220,7 @@ def measured(model: str, fault: Fault, place: Path) -> Location:
 
 
 def row_of(model: str, fault: Fault, found: Location) -> dict[str, Any]:
-    """What was named, and whether it is what was planted."""
+    """Return what was named, and whether it is what was planted."""
     verdict = judge(found)
     named = [(side, side.source) for side in found.sides if side.source is not None]
     clean = max(

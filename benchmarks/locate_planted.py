@@ -19,7 +19,7 @@ LAYER = 1  # where one layer is at fault
 
 
 def local(parameter: Any) -> torch.Tensor:
-    """The storage of a parameter, sharded over one rank or not."""
+    """Return the storage of a parameter, sharded over one rank or not."""
     held: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return held.data
 
@@ -62,7 +62,7 @@ def trainer_router_bf16(decoder: Any) -> None:
 
 
 def engine_layer(model: Any) -> Any:
-    """The attention of one layer."""
+    """Return the attention of one layer."""
     layer = model.model.layers[LAYER]
     return getattr(layer, "self_attn", None) or layer.attn
 
@@ -92,7 +92,7 @@ def engine_sinks(model: Any) -> None:
 
 
 def engine_eps(model: Any) -> None:
-    """The second norm of one layer has 100 times the epsilon."""
+    """Give the second norm of one layer 100 times the epsilon."""
     model.model.layers[LAYER].post_attention_layernorm.variance_epsilon *= 100
 
 

@@ -63,7 +63,7 @@ class Row:
 
 
 def naive(hidden: torch.Tensor, targets: torch.Tensor, head: Callable[..., Any]) -> Scores:
-    """What one writes first, at its leanest: nothing is kept longer than the next line needs it."""
+    """Compute as one writes it first, at its leanest: nothing outlives the next line's need."""
     logps = head(hidden).float().log_softmax(-1)
     entropy = -(logps.exp() * logps).sum(-1)
     return logps.gather(-1, targets[:, None])[:, 0], entropy
@@ -75,7 +75,7 @@ def ours(hidden: torch.Tensor, targets: torch.Tensor, head: Callable[..., Any]) 
 
 
 def measure(work: Callable[..., Scores], *args: Any) -> tuple[Scores, float, float]:
-    """The result, extra MiB at the worst moment, and seconds of processor time."""
+    """Return the result, extra MiB at the worst moment, and seconds of processor time."""
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM := VmRSS
     before = _status("VmRSS")
     started = time.process_time()

@@ -30,7 +30,7 @@ SETTINGS = (
 
 
 def run(engine: str, steps: int, out: Path) -> Path:
-    """The folder of the arm and seed."""
+    """Run the loop and return the folder of the arm and seed."""
     command = [sys.executable, "-m", "mismatch", "loop", "--engine", engine]
     subprocess.run(
         [*command, "--steps", str(steps), "--out", str(out), *SETTINGS],

@@ -241,7 +241,7 @@ def predict(case: Case) -> Any:
 
 
 def almost_empty(case: Case) -> Case:
-    """The same family and settings with hardly any tensors: what is left is the framework's."""
+    """Return the same family and settings with hardly any tensors: the framework is left."""
     small = {} if case.family == "tiny-gpt-oss" else {"max_position_embeddings": 4096}
     return replace(case, sizes=small, lengths=(24, 24))
 

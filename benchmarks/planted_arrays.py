@@ -95,7 +95,7 @@ def shifted_by_a_token(t: Tokens) -> Floats:
 
 
 def one_rank(t: Tokens) -> Floats:
-    """A quarter of the prompts, as one rank of four has them."""
+    """Change a quarter of the prompts, as one rank of four has them."""
     return np.where(t.prompt % 4 == 0, t.logprobs + t.noise, t.logprobs)
 
 
@@ -136,7 +136,7 @@ FAULTS: dict[str, Callable[[Tokens], Floats]] = {
 
 
 def planted(run: Recorded, fault: Callable[[Tokens], Floats]) -> Recorded:
-    """The run with the fault in the engine's passes at the engine's precision."""
+    """Return the run with the fault in the engine's passes at the engine's precision."""
     found = run.found
     sequence = found.rollout.sequence_of_token[found.rollout.actions]
     prompt = found.rollout.prompt_index[sequence]

@@ -87,7 +87,7 @@ def _sinks(name: str, tensor: torch.Tensor, size: float) -> torch.Tensor:
 
 
 def _expert(name: str, tensor: torch.Tensor, files: dict[str, Any]) -> torch.Tensor:
-    """The first two experts of the second layer change places, their router does not."""
+    """Exchange the first two experts of the second layer, and not in their router."""
     if ".layers.1." not in name or ".experts." not in name:
         return tensor
     for own, other in ((".experts.0.", ".experts.1."), (".experts.1.", ".experts.0.")):

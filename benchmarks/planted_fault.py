@@ -14,7 +14,7 @@ LAYER = 1
 
 
 def register() -> None:
-    """Called by vLLM in every process."""
+    """Plant the fault: vLLM calls this in every process."""
     name, _, strength = os.environ.get("PLANTED_FAULT", "").partition(":")
     if not name:
         return
@@ -41,14 +41,14 @@ def layer_noise(model: Any, strength: float) -> None:
 
 
 def swapped_experts(model: Any, strength: float) -> None:
-    """The first two experts of one layer change places, their router does not."""
+    """Exchange the first two experts of one layer, and not in their router."""
     for name, tensor in model.named_parameters():
         if f".{LAYER}." in name and ".experts" in name:
             tensor.data[:2] = tensor.data[:2].flip(0).clone()
 
 
 def epsilon(model: Any, strength: float) -> None:
-    """The epsilon of every norm, times the strength."""
+    """Multiply the epsilon of every norm by the strength."""
     for module in _modules(model, "RMSNorm"):
         module.variance_epsilon *= strength
 
@@ -82,7 +82,7 @@ def rope_beyond(model: Any, strength: float) -> None:
 
 
 def yarn_factor(model: Any, strength: float) -> None:
-    """A part of the factor on cosine and sine is lost: 1 takes out all of it."""
+    """Lose a part of the factor on cosine and sine: 1 takes out all of it."""
     seen = set()
     for module in model.modules():
         cache = getattr(module, "cos_sin_cache", None)
@@ -99,7 +99,7 @@ def softcap(model: Any, strength: float) -> None:
 
 
 def head_noise(model: Any, strength: float) -> None:
-    """The language-model head alone, multiplied by 1 + strength x noise."""
+    """Multiply the language-model head alone by 1 + strength x noise."""
     import torch
 
     weight = model.lm_head.weight
@@ -108,7 +108,7 @@ def head_noise(model: Any, strength: float) -> None:
 
 
 def query_scale(model: Any, strength: float) -> None:
-    """The query projection of one layer, times the strength: an adapter of a wrong scale."""
+    """Multiply the query projection of one layer by the strength: an adapter of a wrong scale."""
     for name, tensor in model.named_parameters():
         if f".{LAYER}." in name and "qkv_proj" in name:
             tensor.data[: tensor.shape[0] // 2].mul_(strength)
