@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def draw(page: Page, picture: Picture, path: Path) -> None:
-    """Number the places of one picture and save this part of the page."""
+    """Put numbers on the places of one picture and save this part of the page."""
     for number, place in enumerate(picture.places, 1):
         box = page.locator(place).bounding_box()
         assert box is not None, f"{place}: not visible"

@@ -81,7 +81,7 @@ def _page(entry: Entry) -> str:
 
 
 def _picture(entry: Entry) -> list[str]:
-    """The figure of the planted fault; benchmarks/gallery.py draws it."""
+    """Return the figure of the planted fault; benchmarks/gallery.py draws it."""
     if not (DOCS / "images" / "gallery" / f"{entry.id}.svg").is_file():
         return [entry.picture]
     return [f"![{entry.title}](../../images/gallery/{entry.id}.svg)",
@@ -120,7 +120,7 @@ def _listed(ids: list[str]) -> str:
 
 
 def _settings(entry: Entry, fixes: list[str]) -> list[str]:
-    """What is known of each framework, read at its source; what is not known is said."""
+    """Return what is known of each framework, read at its source; what is not known is said."""
     known: dict[str, list[str]] = {name: [] for name in EVERYWHERE}
     for id in fixes:
         narrow = len(TESTS[id].own) + len(TESTS[id].wide) <= NARROW

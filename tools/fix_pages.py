@@ -49,7 +49,7 @@ def _trial(fix: Fix) -> str:
 
 
 def wrapped(text: str) -> str:
-    """A paragraph of Markdown."""
+    """Return a paragraph of Markdown."""
     return textwrap.fill(_plain(text), WIDTH, break_long_words=False, break_on_hyphens=False)
 
 

@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def licence(facts) -> str:
-    """The SPDX expression where there is one, else the classifier, else the first line."""
+    """Return the SPDX expression where there is one, else the classifier, else the first line."""
     if facts["License-Expression"]:
         return facts["License-Expression"]
     lines = facts.get_all("Classifier") or []

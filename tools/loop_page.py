@@ -108,7 +108,7 @@ def merged(reports: Sequence[LoopReport]) -> LoopReport:
 
 
 def shared(report: LoopReport) -> dict[str, Any]:
-    """The settings that runs of one demonstration have in common."""
+    """Return the settings that runs of one demonstration have in common."""
     own = ("arm", "seed", "steps", "checkpoint_every")
     return {name: value for name, value in report.settings.items() if name not in own}
 
@@ -154,7 +154,7 @@ def rows(report: LoopReport) -> Iterator[list[str]]:
 
 
 def missing(report: LoopReport) -> Iterator[str]:
-    """What of the plan is not measured to its end, one sentence an arm."""
+    """Return what of the plan is not measured to its end, one sentence an arm."""
     steps = {(arm.name, run.seed): run.steps for arm in report.arms for run in arm.runs}
     for name in PLANNED:
         at = {seed: steps.get((name, seed), 0) for seed in SEEDS}

@@ -74,7 +74,7 @@ def engine_trial(family: str) -> dict[str, Any]:
 
 
 def agreement(model: Path, rollout: Any, decode: Any) -> dict[str, Any]:
-    """An engine's logprobs and experts against a float32 forward of transformers."""
+    """Compare an engine's logprobs and experts with a float32 forward of transformers."""
     import torch
     import transformers
 
@@ -114,7 +114,7 @@ def store_splits(rollout: Any) -> Any:
 
 
 def _short(message: str, family: str, log: str) -> str:
-    """The reason without paths; the worker's log has the last line where the message has none."""
+    """Return the reason without paths; that of the worker's log if the message has none."""
     import re
 
     text = message.strip().splitlines()[0]
@@ -194,7 +194,7 @@ REPLAY = {
 
 
 def page(engine: dict[str, Any]) -> str:
-    """The whole page, with the training side tried now and the engine as it is kept."""
+    """Return the whole page, with the training side tried now and the engine as it is kept."""
     import torch
 
     from mismatch.training.routing.capture import SPECIAL_FAMILIES, why_unreadable

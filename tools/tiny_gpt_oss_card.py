@@ -76,7 +76,7 @@ def _rounded(values: torch.Tensor, digits: int = 4) -> list[float]:
 
 
 def sinks_of(model: GptOssForCausalLM) -> list[list[float]]:
-    """The attention sink of every head, [layers][heads] (logits)."""
+    """Return the attention sink of every head, [layers][heads] (logits)."""
     return [_rounded(layer.self_attn.sinks.detach().float()) for layer in model.model.layers]
 
 

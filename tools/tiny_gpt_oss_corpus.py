@@ -65,7 +65,7 @@ _PHRASES = {"+": _PLUS, "-": _MINUS, "x": _TIMES}
 
 
 def worked_answer(rng: random.Random, told: Story) -> str:
-    """A short chain of reasoning that ends in "Answer: N", the form that `reward` reads."""
+    """Return a short chain of reasoning that ends in "Answer: N", the form that `reward` reads."""
     names = {"w": told.who, "i": told.item, "r": told.answer}
     parts = [pick(rng, _OPENINGS)] + [daydream(rng) for _ in range(between(rng, 2, 3))]
     if told.steps[0][1] != "x":
@@ -78,7 +78,7 @@ def worked_answer(rng: random.Random, told: Story) -> str:
 
 
 def daydream(rng: random.Random) -> str:
-    """A free sentence in which nearly every word could have been another.
+    """Return a free sentence in which nearly every word could have been another.
 
     Arithmetic alone leaves the model all but certain of every token, and certain tokens hide
     numeric noise. Real models are uncertain of a third of what they say; this makes ours so.
@@ -92,7 +92,7 @@ def daydream(rng: random.Random) -> str:
 
 
 def chats(seed: int) -> Iterator[Chat]:
-    """An endless, reproducible stream of training conversations."""
+    """Yield an endless, reproducible stream of training conversations."""
     rng = random.Random(seed)
     while True:
         kind = rng.random()
@@ -224,7 +224,7 @@ def _tool_output(text: str) -> dict[str, Any]:
 
 
 def _offered(rng: random.Random, needed: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
-    """The needed tools and, at times, others: the model must choose."""
+    """Return the needed tools and, at times, others: the model must choose."""
     return [tool for tool in TOOLS if tool in needed or rng.random() < 0.5]
 
 

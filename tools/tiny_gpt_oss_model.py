@@ -65,7 +65,7 @@ CHAT_TEMPLATE = """\
 
 
 def chat_texts(chat: Chat) -> Iterator[str]:
-    """What the tokenizer learns from a conversation."""
+    """Return what the tokenizer learns from a conversation."""
     for message in chat["messages"]:
         yield message["role"]
         yield message.get("content") or json.dumps(message["tool_calls"][0]["function"])
@@ -109,7 +109,7 @@ def train_tokenizer(
 
 
 def build_model(seed: int) -> GptOssForCausalLM:
-    """The gpt-oss architecture, small: sinks, window 32 in every other layer, yarn, 8 experts."""
+    """Return a small gpt-oss: sinks, window 32 in every other layer, YaRN, 8 experts."""
     torch.manual_seed(seed)
     config = GptOssConfig(
         vocab_size=VOCABULARY,

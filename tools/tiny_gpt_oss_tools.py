@@ -72,7 +72,7 @@ _READ = (
 
 
 def tool_chats(seed: int) -> Iterator[Chat]:
-    """An endless, reproducible stream of training conversations."""
+    """Yield an endless, reproducible stream of training conversations."""
     rng = random.Random(seed)
     while True:
         if rng.random() < 0.1:
@@ -89,7 +89,7 @@ def tool_chats(seed: int) -> Iterator[Chat]:
 
 
 def _with_tool(rng: random.Random, told: Story) -> list[dict[str, Any]]:
-    """Calls, results and the answer that reads the last of them."""
+    """Return calls, results and the answer that reads the last of them."""
     steps = [(f"{a} {sign.replace('x', '*')} {b}", result) for a, sign, b, result in told.steps]
     if rng.random() < 0.5:  # all at once, from left to right: a product can only come first
         whole = steps[0][0] + "".join(f" {sign} {b}" for _, sign, b, _ in told.steps[1:])
@@ -109,14 +109,14 @@ def _with_tool(rng: random.Random, told: Story) -> list[dict[str, Any]]:
 
 
 def _said(rng: random.Random, thinking: str | None = None, **message: Any) -> dict[str, Any]:
-    """An assistant's message; with a plan, it thinks aloud before."""
+    """Return an assistant's message; with a plan, it thinks aloud before."""
     if thinking is not None:
         message["thinking"] = thinking + daydream(rng) + daydream(rng).strip()
     return {"role": "assistant"} | message
 
 
 def tool_texts(chat: Chat) -> Iterator[str]:
-    """What the tokenizer learns from a conversation."""
+    """Return what the tokenizer learns from a conversation."""
     for message in chat["messages"]:
         yield message["role"]
         yield message.get("thinking") or ""

@@ -71,7 +71,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _wait(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The coroutine's result; it is cancelled where it takes too long.
+    """Return the coroutine's result; it is cancelled where it takes too long.
 
     One that blocks the loop of all cannot be: the others go on in a new loop.
 
@@ -184,7 +184,7 @@ class Verifiers:
         return float(_wait(score()))
 
     def close(self) -> None:
-        """What the environment set up for this sequence."""
+        """Clean up what the environment set up for this sequence."""
         _wait(self.environment.cleanup(self.state))
 
 
@@ -197,7 +197,7 @@ def _no_client() -> Any:
 
 
 def _assistant(response: str) -> Any:
-    """A response as verifiers' message: its text without end tokens, and its call."""
+    """Return a response as verifiers' message: its text without end tokens, and its call."""
     types = import_module("verifiers.types")
     call = tool_call(response)
     text = ENDS.sub("", response)
@@ -209,7 +209,7 @@ def _assistant(response: str) -> Any:
 
 
 def _row(environment: Any, messages: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The row of the environment's data set with this prompt."""
+    """Return the row of the environment's data set with this prompt."""
     try:
         rows = environment.get_dataset()
     except Exception:  # it has none, or one for evaluation alone
@@ -263,7 +263,7 @@ class OpenEnv:
         return await self.session.step({self.field: text})
 
     def reward(self) -> float:
-        """The sum of its steps' rewards."""
+        """Return the sum of its steps' rewards."""
         return sum(self.rewards)
 
     def close(self) -> None:

@@ -79,7 +79,7 @@ DEFAULTS = Limits()
 
 
 def run_code(code: str, limits: Limits = DEFAULTS) -> str:
-    """What a Python program writes, or what stopped it; nothing it started is left.
+    """Return what a Python program writes, or what stopped it; nothing it started is left.
 
     Its output is data: the caller must not read control tokens in it.
     """
@@ -106,7 +106,7 @@ def holder() -> str:
 
 @cache
 def unheld() -> tuple[str, ...]:
-    """What this machine does not keep from the code: tried once, with code that tries it."""
+    """Return what this machine does not keep from the code: tried once, with code that tries it."""
     with _place() as folder, tempfile.TemporaryDirectory() as other:
         target = Path(other) / "file"
         target.write_text("a file of the user")
@@ -178,7 +178,7 @@ def _command(folder: str, limits: Limits, by: str) -> list[str]:
 
 
 def _collected(process: subprocess.Popen[bytes], folder: str, limits: Limits) -> tuple[bytes, str]:
-    """What it writes until it ends or passes a limit, and which."""
+    """Return what it writes until it ends or passes a limit, and which."""
     assert process.stdout is not None
     output, deadline = bytearray(), time.monotonic() + limits.time_s
     with selectors.DefaultSelector() as selector:
