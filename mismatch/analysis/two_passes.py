@@ -17,7 +17,7 @@ from mismatch.types import Pair, Rollout, Scoring, Verdict
 def two_passes(
     spec: CheckSpec, rollout: Rollout, scorings: Mapping[str, Scoring], seed: int = 0
 ) -> TwoPasses | None:
-    """Return the old against the new pass, as they run and with each remedy; None without one.
+    """Return old against new pass, as they run and with each remedy; None without a new pass.
 
     Args:
         scorings: those that can be compared.

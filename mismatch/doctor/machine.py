@@ -52,7 +52,7 @@ def parse_gpus(
     """GPUs out of nvidia-smi's lines ``name, total MiB, free MiB, driver``, as many as visible.
 
     Args:
-        shared: (total, free) bytes of the host's memory, for a GPU without memory: "[N/A]".
+        shared: (total, free) bytes of the host's memory, for a GPU that shares it: "[N/A]".
     """
     gpus = []
     for line in listing.splitlines():
@@ -89,7 +89,7 @@ TYPES = (
 
 
 def parse_kind(text: str) -> tuple[int, GpuType]:
-    """Return number and kind of "8xH100-80GB", "4xa100-80gb", "H200" …
+    """Return the number and kind of "8xH100-80GB", "4xa100-80gb", "H200" …
 
     Raises:
         MismatchError: no such kind, or several with other memory.

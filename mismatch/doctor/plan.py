@@ -232,7 +232,7 @@ def work_of(spec: CheckSpec) -> Work:
 
 
 def _prompts(spec: PromptSpec) -> tuple[int, int, list[str]]:
-    """Return the number of prompts, tokens of the longest (estimated if need be), and remarks."""
+    """Return how many prompts, tokens of the longest (estimated without a tokenizer), remarks."""
     if spec.dataset is not None:
         note = f"prompts of the data set are taken to have {UNKNOWN_PROMPT_TOKENS} tokens at most"
         return spec.num_prompts, UNKNOWN_PROMPT_TOKENS, [note]

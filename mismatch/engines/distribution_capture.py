@@ -255,7 +255,7 @@ def build_distributions(
         rest=parts.get("rest"),
     )
     # The sampled token must have the log-probability there that the engine reported for it; with
-    # another value rows were mixed up, or the distribution is not the one reported.
+    # another value, rows were mixed up, or the distribution is not the one reported.
     tokens = rollout.token_ids[rollout.actions][distributions.positions]
     try:
         law = distributions.law("the engine")

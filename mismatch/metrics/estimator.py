@@ -97,7 +97,7 @@ class Estimator:
         """Every metric whose arrays are there and whose value is defined, by name.
 
         Args:
-            arrays: name -> [A, …]. ``delta`` may be left out with ``rollout`` and ``train``.
+            arrays: name -> [A, …]. ``delta`` may be omitted if ``rollout`` and ``train`` are given.
 
         Raises:
             MismatchError: an array of another length than ``sequence``, or with a value that is

@@ -319,6 +319,6 @@ def mover(old: Estimate, new: Estimate) -> tuple[float, float] | None:
 
 
 def jackknife_error(without: Floats) -> float:
-    """Return standard error from the values without one prompt each, [P]."""
+    """Return the standard error from the values without one prompt each, [P]."""
     prompts = len(without)
     return math.sqrt((prompts - 1) / prompts * float(((without - without.mean()) ** 2).sum()))

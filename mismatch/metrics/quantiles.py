@@ -13,7 +13,7 @@ QUANTILE_FREEDOM = 2.5  # prompts of the rarer side for each degree of freedom
 
 
 def quantile_cuts(ordered: Floats, probability: float) -> tuple[float, float]:
-    """Return the quantile of sorted values, and that which cuts off a tail ``WIDER`` times larger.
+    """Return the quantile of sorted values, and that of a tail ``WIDER`` times as large.
 
     The wider one shows whether prompts share the tail evenly. To read it off the values
     beyond the quantile itself would choose the runs in which these happen to be spread evenly,
@@ -63,7 +63,7 @@ def woodruff_ends(
 
 
 def _effective(held: Floats) -> float:
-    """Return number of equal prompts that would share so many values as unevenly as these [P]."""
+    """Return how many equal prompts would share so many values as unevenly as these [P]."""
     return float(held.sum() ** 2 / max((held**2).sum(), 1e-300))
 
 

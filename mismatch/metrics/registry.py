@@ -195,7 +195,7 @@ def excess(means: Floats) -> Floats:
 
 
 def spread(means: Floats) -> Floats:
-    """Return population standard deviation from the means of (x, x²)."""
+    """Return the population standard deviation from the means of (x, x²)."""
     return floats(np.sqrt(np.maximum(means[..., 1] - means[..., 0] ** 2, 0.0)))
 
 

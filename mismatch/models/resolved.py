@@ -99,7 +99,7 @@ def _first(module: Any, *names: str) -> Any:
 
 
 def _window(layer: Any, model: Any) -> int | None:
-    """Tokens that a layer attends to, including itself; None: all."""
+    """Tokens that a token attends to in a layer, itself included; None: all."""
     if hasattr(layer, "sliding_window_size"):  # SGLang counts the tokens before
         return _positive(layer.sliding_window_size, 1)
     if hasattr(layer, "sliding_window"):

@@ -87,7 +87,7 @@ class Prints:
 
 
 def parts_of(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(label, part): every expert of fused experts, else blocks of rows and columns."""
+    """(label, part): every expert of a fused tensor, else blocks of rows and columns."""
     if EXPERTS in name and not _numbered(name) and tensor.ndim >= MATRIX:
         for index, part in enumerate(tensor):
             yield f"expert {index}", part

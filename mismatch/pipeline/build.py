@@ -293,7 +293,7 @@ def compare_artefacts(
 def compare_all(
     artefacts: Artefacts, seed: int, texts: dict[int, str] | None = None
 ) -> tuple[list[Comparison], list[SidePair]]:
-    """Return headline first, then the prefill's view and the trainer's other settings; floor."""
+    """Return the headline, then the prefill's view and the trainer's other settings; the floor."""
     rollout, decode, prefill = artefacts.rollout, artefacts.decode, artefacts.prefill
     lawful = is_sampling_law(rollout, decode)
     pairs = [(decode, artefacts.train, lawful)]

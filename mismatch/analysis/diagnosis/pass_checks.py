@@ -182,7 +182,7 @@ def _agreement(rollout: Rollout, train: Scoring, again: Scoring, headline: float
 
 
 def engine_agreement(rollout: Rollout, decode: Scoring, prefill: Scoring) -> Check:
-    """Compare what the engine said while it sampled with what it says of the tokens at once."""
+    """Compare what the engine said while sampling with what it says of the tokens read at once."""
     clipped, mean = _apart(rollout, decode, prefill)
     detail = (
         f"decode against prefill: {clipped.value:.3g} of the tokens lie beyond PPO's clip range, "

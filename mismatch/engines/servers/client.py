@@ -1,6 +1,6 @@
 """Ask one server over HTTP: key, TLS, deadline, size limit, retries, and what a failure means.
 
-httpx does the protocol. Every request has a separate connection: next to seconds of sampling a
+httpx does the protocol. Every request has a separate connection: against seconds of sampling a
 handshake costs nothing, and nothing stays open between requests. This module does not know what
 answers mean: callers give a function that reads them, and whatever that raises is a failed request.
 """

@@ -129,7 +129,7 @@ def tolerate_refusal() -> None:
             setattr(model, REFUSED, str(error))
 
     setattr(bind_or_note, OURS, True)
-    for module in list(sys.modules.values()):  # all that hold it by its name
+    for module in list(sys.modules.values()):  # its module, and those that import it
         if getattr(module, "__dict__", {}).get(BINDER) is bind:
             setattr(module, BINDER, bind_or_note)
 

@@ -23,7 +23,7 @@ BEYOND = 4.0
 class Sums:
     """Of one site and one sequence: sums of squares, over tokens and features.
 
-    ``y`` is the side's output, ``r`` the reference's in a whole forward pass, ``s`` the reference's
+    ``y`` is the side's output, ``r`` the reference's in its forward pass, ``s`` the reference's
     module on the side's input.
 
     Attributes:

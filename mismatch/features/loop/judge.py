@@ -138,7 +138,7 @@ def reward_fall(run: SeedRun) -> int | None:
 
 
 def at_end(run: SeedRun, column: str, end: int | None = None) -> float:
-    """Return running mean of a curve at a step; the last by default."""
+    """Return the running mean of a curve at a step; the last by default."""
     values = running(run.curve(column))[: run.steps if end is None else end]
     return float(values[-1]) if len(values) else float("nan")
 

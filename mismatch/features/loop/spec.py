@@ -17,7 +17,7 @@ from mismatch.specs import MANY, SEEDS, SHARE, CheckSpec, Flag, Range, portable
 LOOP = "Training loop"
 AS_IS = "as-is"
 LARGE_MODELS = 1e-6  # a learning rate that large models are trained with
-# Ways of the weights into an engine; the engine's first.
+# Ways of the weights into an engine; the engine's way first.
 PATHS = {"vllm": ("reload", "rpc"), "sglang": ("disk", "tensor"), "transformers": ("load",)}
 FROZEN_ATTENTION = "frozen-attention"
 Old = Literal["trainer", "engine"]

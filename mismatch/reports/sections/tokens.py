@@ -137,7 +137,7 @@ def fixed(tokens: pd.DataFrame) -> Array | None:
 
 
 def _histogram(tokens: pd.DataFrame, floor: float | None, after: Array | None, axes: Axes) -> str:
-    """Draw the best fix as outline; dash-dotted: the largest token of passes that should agree."""
+    """Draw the best fix as an outline; dash-dotted: largest token of passes that should agree."""
     settings, description = Settings(), beyond(tokens)
     counts, edges = ratio_histogram(tokens["delta"].to_numpy(dtype=np.float64))
     axes.axvspan(1 - CLIP, 1 + CLIP, color=BAND, lw=0, label=f"PPO clip, {CLIP:g}")

@@ -2,7 +2,7 @@
 
 A sequence of T tokens costs O(T) memory: no [T, T] tensor exists at any time, neither scores nor
 mask. Queries go through PyTorch's fused kernel a block at a time, each block with only those keys
-that its mask lets it see (in a sliding layer: about the window; in packed documents: that one).
+that its mask lets it see (sliding layer: about the window; packed documents: its document).
 The value of every row is that of attention over the whole row, with softmax sums in float32.
 """
 

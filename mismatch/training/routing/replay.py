@@ -131,7 +131,7 @@ class ReplaySource:
         return Replay(self.name, columns, replayed, ids, weights)
 
     def rows(self) -> dict[str, int]:
-        """Return number of tokens that are replayed, and that keep the model's own choice."""
+        """Return the number of tokens that are replayed, and that keep the model's own choice."""
         replayed = int(self.routing.present.sum())
         return {"rows_replayed": replayed, "rows_own": len(self.routing.present) - replayed}
 

@@ -19,7 +19,7 @@ LOWEST = -12.0  # nats; log-probabilities are clipped to it, and to 0, where row
 BETTER = 0.25  # distance to another row, as a share of that to the own one
 CLOSER = 0.5  # of the distance to the own row, where one other row fits as rows do here
 ALONE = 0.5  # of the distance to the next best row, that its distance may be
-USUAL = 3.0  # times the typical distance of a row to the same row's numbers
+USUAL = 3.0  # times the typical distance of a row to its numbers
 SUSPECTS = 512  # rows that are tried against all others
 APART = 0.1  # nats of mean |delta|, from which a row is compared with others
 CLEAR = 0.5  # share of the mismatch that a shift must remove
@@ -145,7 +145,7 @@ def _shifted(case: Case, shift: int) -> tuple[Floats, np.ndarray]:
 
 
 def rows(case: Case) -> Look | NotTested:
-    """Whether another row's log-probabilities fit a row far better than that row's."""
+    """Whether a row is fit far better by another row's log-probabilities."""
     long_enough = [n for n, row in enumerate(case.rows) if row.stop - row.start >= MIN_HEAD]
     if len(long_enough) < 4:
         return NotTested("row pairing", f"needs 4 rows of {MIN_HEAD} tokens")
@@ -191,7 +191,7 @@ def rows(case: Case) -> Look | NotTested:
 
 def _fits(distances: Floats, own: float, typical: float) -> tuple[bool, bool]:
     """Whether the nearest of the other rows is this row's own, and whether no other is as near: far
-    nearer, or alone as near as rows are to the same rows here (where rounding is large).
+    nearer, or alone as near as rows are to their numbers here (where rounding is large).
     """
     best, second = np.partition(distances, 1)[:2]
     alone = bool(best < ALONE * second)

@@ -74,7 +74,7 @@ def _distinct(routing: Routing, rows: Ints) -> int:
 
 
 def _turns_lost(case: Case, overlap: Floats, chance: float) -> list[int]:
-    """Return turns whose experts agree far less than those of the turn that agrees most."""
+    """Return turns whose experts agree far less than those of the best turn, if not all do."""
     count = np.bincount(case.turn)
     mean = np.bincount(case.turn, overlap) / np.maximum(count, 1)
     turns = np.flatnonzero(count >= MIN_FLIPS)

@@ -129,7 +129,7 @@ def _stretches(case: Case) -> Bools:
 
 
 def shifted(case: Case) -> Look | NotTested:
-    """Look for turns whose log-probabilities fit the other side only some tokens away."""
+    """Look for turns whose numbers fit the other side some tokens away, and the first do not."""
     if not several(case):
         return NotTested("shifts from a turn on", ONE_TURN)
     right, kept = case.right.copy(), np.ones(len(case.right), bool)
