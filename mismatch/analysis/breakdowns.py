@@ -25,7 +25,7 @@ _SPECIAL = re.compile(r"<[|｜].*[|｜]>|</?s>|<(pad|unk|bos|eos|mask)>|\[(CLS|S
 
 
 def special_ids(facts: Fingerprint) -> set[int]:
-    """Ids that the engine says are special: its stop tokens and the BOS."""
+    """Return ids that the engine says are special: its stop tokens and the BOS."""
     ids = [*(facts.get("stop_token_ids") or ()), facts.get("bos_token_id")]
     return {int(token) for token in ids if token is not None}
 
@@ -131,7 +131,7 @@ def breakdowns(
     texts: Mapping[int, str] | None = None,
     disagree: Floats | None = None,
 ) -> dict[str, Table]:
-    """All tables that the data allow.
+    """Return all tables that the data allow.
 
     Args:
         disagree: [A] share of MoE layers whose experts differ, for a column along the response.
@@ -266,7 +266,7 @@ def by_length(places: Places) -> Table:
 
 
 def by_block(places: Places, left: Fingerprint, right: Fingerprint) -> Table:
-    """Tokens whose forward opens a block (or lies beyond the window) against all others.
+    """Return tokens whose forward opens a block (or lies beyond the window) against all others.
 
     A token at index i is predicted by the forward of row i - 1: row 0 opens nothing. The chunks of
     a prefill start at multiples of the budget only where a request has the batch to itself.

@@ -100,7 +100,7 @@ def routing_estimates(
     seed: int = 0,
     headline_only: bool = False,
 ) -> dict[str, Estimate]:
-    """Every routing metric that the data allow; those over prompt rows are last."""
+    """Return every routing metric that the data allow; those over prompt rows are last."""
     if routes is None or left.routing is None or right.routing is None:
         return {}
     wanted = [
@@ -116,7 +116,7 @@ def routing_estimates(
 
 
 def is_routing(metric: Metric) -> bool:
-    """Whether a metric is about experts: those have a separate table."""
+    """Return whether a metric is about experts: those have a separate table."""
     return metric.name.startswith(("routing_", "experts_"))
 
 

@@ -31,7 +31,7 @@ def excess_terms(away: Floats, yardstick: Floats) -> Floats:
 
 
 def correlation_terms(left: Floats, right: Floats) -> Floats:
-    """Terms of the correlation of two sides' roundings, [A, 5], cut at a quantile each."""
+    """Return terms of the correlation of two sides' roundings, [A, 5], cut at a quantile each."""
     left, right = winsorised(left, left), winsorised(right, right)
     return floats(np.stack([left, right, left * right, left * left, right * right], axis=1))
 
@@ -231,7 +231,7 @@ def displaced(
     prompt: Ints,
     levels: Levels,
 ) -> Iterator[Displaced]:
-    """All kinds of one scoring.
+    """Yield all kinds of one scoring.
 
     Args:
         away: [A] its difference from its float32, nats.

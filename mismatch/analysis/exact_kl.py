@@ -18,12 +18,12 @@ CHECK = "exact-kl"
 
 
 def is_exact(name: str) -> bool:
-    """Whether a metric is one of whole distributions: those have a separate table."""
+    """Return whether a metric is one of whole distributions: those have a separate table."""
     return name.startswith("exact_") or name.endswith("_at_exact")
 
 
 def exact_reason(left: Scoring, right: Scoring) -> str:
-    """Why two scorings have no exact divergence; empty where they have one.
+    """Return why two scorings have no exact divergence; empty where they have one.
 
     Values that are no distribution (NaN, not summing to 1) are a reason too: what the sampled
     tokens say is not lost because of them.

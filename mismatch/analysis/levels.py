@@ -182,7 +182,7 @@ def require_applied(
 
 
 def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
-    """One metric against one cell.
+    """Judge one metric against one cell.
 
     Unfit if the whole interval is beyond the unfit bound, or the value is infinite; inconclusive
     if the interval spans that bound, or if few prompts or tokens carry it and it would not hold

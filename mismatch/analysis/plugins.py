@@ -131,7 +131,7 @@ def unregister(id: str) -> None:
 
 
 def analyses() -> list[Analysis[Any]]:
-    """All of them, in the order of their keys in report.json."""
+    """Return all of them, in the order of their keys in report.json."""
     return sorted([*_built_in(), *_EXTRA.values()], key=lambda analysis: analysis.order)
 
 

@@ -41,7 +41,7 @@ def routing_tables(
     routes: PairedRouting,
     noise: RouterNoise | None = None,
 ) -> dict[str, Table]:
-    """Every routing breakdown of a comparison, by name.
+    """Return every routing breakdown of a comparison, by name.
 
     Args:
         routes: of :func:`mismatch.metrics.routing_pairs.pair_routing`, with noise where known.
@@ -139,7 +139,7 @@ def by_layer(seen: Seen, noise: RouterNoise | None) -> Table:
 
 
 def by_position(seen: Seen) -> Table:
-    """Share of (token, layer) that differ, and of tokens with any, along the response."""
+    """Return share of (token, layer) that differ, and of tokens with any, along the response."""
     bucket, width = seen.bucket
     groups = int(bucket.max()) + 1
     share = seen.means(bucket, groups, seen.routes.differs.mean(axis=1), SHARE)
@@ -170,7 +170,7 @@ def layer_position(seen: Seen) -> Table:
 
 
 def by_margin(seen: Seen, noise: RouterNoise) -> Table:
-    """Share of (token, layer) that differ by margin, in units of its layer's noise."""
+    """Return the share of (token, layer) that differ by margin, in units of its layer's noise."""
     routes, edges = seen.routes, np.array(MARGIN_EDGES)
     sums = np.zeros((2, seen.prompts, len(edges)))
     for column, layer in enumerate(routes.layers):

@@ -289,7 +289,7 @@ class _Corners:
     # ------------------------------------------------------------ excess
 
     def legs(self) -> Iterator[Leg]:
-        """Every side that rounds, once: passes that agree bit for bit are one."""
+        """Yield every side that rounds, once: passes that agree bit for bit are one."""
         exact = self.engine_in_float32() or self.reference
         for side, names, its_float32 in (
             ("engine", (self.run.decode.name, f"{self.engine}:prefill"), exact),

@@ -34,7 +34,7 @@ FIXES: dict[tuple[str, Side], str] = {
 
 
 def square_checks(square: Square | None, place: str = "") -> list[Check]:
-    """One check for each side's rounding and one for each gap; none without a square.
+    """Return one check for each side's rounding and one for each gap; none without a square.
 
     Of several passes of a side the worst counts. What has no number warns: a fault could hide
     there.
@@ -77,7 +77,7 @@ SAID = {
 
 
 def displacement(finding: Displaced) -> str:
-    """How many prompts are how far from float32, and how many a plain forward has."""
+    """Return how many prompts are how far from float32, and how many a plain forward has."""
     far, plain = f"{finding.nats:.2g} nats", f"{finding.nats / finding.factor:.2g}"
     return (
         f"in {finding.beyond} of {finding.n_prompts} prompts {finding.scoring} "

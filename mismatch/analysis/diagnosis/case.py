@@ -124,7 +124,7 @@ class Case:
         return sums
 
     def share(self, residual: Floats, whole: Floats | None = None) -> Estimate:
-        """How much of mean |delta| goes when ``residual`` [A] is left instead of delta.
+        """Return how much of mean |delta| goes when ``residual`` [A] is left instead of delta.
 
         1 - sum |residual| / sum |delta|, its 95 % interval by jackknife over prompts.
         """
@@ -132,7 +132,7 @@ class Case:
         return self._one_minus(self.by_prompt(np.abs(residual)), self.by_prompt(np.abs(whole)))
 
     def ratio(self, above: Floats, below: Floats) -> Estimate:
-        """Ratio of two sums over tokens, its 95 % interval by jackknife over prompts."""
+        """Return the ratio of two sums over tokens, its 95 % interval by jackknife over prompts."""
         less = self._one_minus(self.by_prompt(above), self.by_prompt(below))
         low = None if less.high is None else 1 - less.high
         high = None if less.low is None else 1 - less.low

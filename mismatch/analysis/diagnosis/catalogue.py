@@ -34,7 +34,7 @@ class Entry:
 
 @cache
 def catalogue() -> dict[str, Entry]:
-    """Every cause by its id."""
+    """Return every cause by its id."""
     text = resources.files("mismatch.analysis").joinpath("causes.toml").read_text("utf-8")
     return {
         id: Entry(id, **{**fields, "seen": tuple(fields.get("seen", ()))})

@@ -113,7 +113,7 @@ def _stop_token_gap(stop: np.ndarray, left: Scoring, right: Scoring, stopped: in
 
 
 def source_files(left: Fingerprint, right: Fingerprint) -> Check:
-    """Both sides read the same files, by sha256."""
+    """Check that both sides read the same files, by sha256."""
     a, b = left.get("source_files"), right.get("source_files")
     if not a or not b:
         return Check("source-files", "not_tested", "a side did not hash the files it loaded")

@@ -116,7 +116,7 @@ class Detector:
 
 
 def detectors() -> list[Detector]:
-    """All of them, in their order."""
+    """Return all of them, in their order."""
     return sorted(_built_in(), key=lambda detector: (detector.order, detector.id))
 
 

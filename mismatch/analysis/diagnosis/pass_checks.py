@@ -40,7 +40,7 @@ MEAN = "logprob_abs_diff_mean"
 def pass_checks(
     rollout: Rollout, decode: Scoring, train: Scoring, scorings: Mapping[str, Scoring]
 ) -> list[Check]:
-    """All of them, on scorings of which ``decode`` and ``train`` passed the input checks."""
+    """Return all of them, on scorings of which ``decode`` and ``train`` passed the input checks."""
     sound, _ = by_finiteness(scorings)
     checks = [enough_data(rollout), passes_finite(decode, scorings)]
     checks.append(turns_agree(rollout, decode, train, sound))
@@ -50,7 +50,7 @@ def pass_checks(
 
 
 def not_finite(scoring: Scoring) -> str:
-    """How many logprobs or entropies of a scoring are no numbers, as a phrase; "": none."""
+    """Return how many logprobs or entropies of a scoring are no numbers, as a phrase; "": none."""
     for what, values in (("logprobs", scoring.logprobs), ("entropies", scoring.entropy)):
         if values is not None and not np.isfinite(values).all():
             return f"{int((~np.isfinite(values)).sum())} of {len(values)} {what} are not finite"

@@ -23,7 +23,7 @@ FIX = "look at the capture of routes: its rows, its layers, the order of its tok
 
 
 def routing_checks(rollout: Rollout, left: Scoring, right: Scoring) -> list[Check]:
-    """Agreement beyond chance per layer, and at which shift of the rows it is best.
+    """Check agreement beyond chance per layer, and at which shift of the rows it is best.
 
     Empty where a side has no routes, or replays the other's.
     """

@@ -45,7 +45,7 @@ def input_checks(rollout: Rollout, left: Scoring, right: Scoring) -> list[Check]
 def semantic_checks(
     rollout: Rollout, left: Scoring, right: Scoring, ratio_mean: Estimate
 ) -> list[Check]:
-    """All other checks, on scorings that passed :func:`input_checks`.
+    """Return all other checks, on scorings that passed :func:`input_checks`.
 
     Args:
         left: the rollout side, as sampled.
@@ -68,7 +68,7 @@ def semantic_checks(
 
 
 def same_token_ids(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
-    """Both sides scored exactly the sampled ids."""
+    """Check that both sides scored exactly the sampled ids."""
     expected = rollout.token_ids[rollout.actions]
     for scoring in (left, right):
         if len(scoring.token_ids) != len(expected):
@@ -90,7 +90,7 @@ _TOKEN_FIX = "pass token ids between engine and trainer, never text: re-tokenisi
 
 
 def missing_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
-    """Every action token has a finite logprob on both sides."""
+    """Check that every action token has a finite logprob on both sides."""
     for scoring in (left, right):
         bad = ~np.isfinite(scoring.logprobs)
         if bad.any():
@@ -136,7 +136,7 @@ def alignment(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
 
 
 def temperature(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
-    """Both logprobs are at the sampling temperature: by declaration, and by the data."""
+    """Check that both logprobs are at the sampling temperature: by declaration, and by the data."""
     wanted = rollout.sampling.temperature
     if wanted == 0:
         detail = "greedy sampling (T = 0): the numbers are divergence scores, no KL"
@@ -163,7 +163,7 @@ def temperature(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
 
 
 def truncation(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
-    """Both sides normalise over the same set of tokens."""
+    """Check that both sides normalise over the same set of tokens."""
     sampling = rollout.sampling
     cut = f"top_p = {sampling.top_p:g}, top_k = {sampling.top_k or 'off'}"
     if sampling.truncates:

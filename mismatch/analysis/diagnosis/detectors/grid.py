@@ -16,14 +16,14 @@ SMALLEST = 0.01  # nats; float32 itself leaves few bits of a log-probability nea
 
 
 def on_grid(values: Floats, bits: int) -> float:
-    """Share of these numbers that a format with so many significant bits holds exactly."""
+    """Return share of these numbers that a format with so many significant bits holds exactly."""
     mantissa, _ = np.frexp(values)
     scaled = mantissa * 2.0**bits
     return float((scaled == np.round(scaled)).mean())
 
 
 def grid(case: Case) -> Look | NotTested:
-    """Whether one side's log-probabilities were rounded to 16 bits, and what that costs."""
+    """Judge whether one side's log-probabilities were rounded to 16 bits, and what that costs."""
     sides: dict[Side, Floats] = {"engine": case.left, "trainer": case.right}
     useful = {name: v[(np.abs(v) > SMALLEST) & case.kept] for name, v in sides.items()}
     if min(map(len, useful.values())) < MIN_TOKENS:

@@ -109,7 +109,7 @@ def _taken_out(case: Case, side: Side, part: Floats, exact: bool = True) -> Repa
 
 
 def off_law(case: Case) -> Side:
-    """Which side is not the distribution that sampled, by the sign of mean delta."""
+    """Return which side is not the distribution that sampled, by the sign of mean delta."""
     mean = case.mean(case.delta)
     if above(mean, 0.0):
         return "engine"
@@ -197,7 +197,7 @@ def truncation(case: Case) -> Look | NotTested:
 
 
 def constant(case: Case) -> Look | NotTested:
-    """Whether one side's log-probabilities are off by a constant: it does not sum to 1.
+    """Judge whether one side's log-probabilities are off by a constant: it does not sum to 1.
 
     Near-certain tokens show it: there a normalised distribution has nothing to give away, so
     that a constant beyond what they lack to certainty is not part of it. It is confirmed where
@@ -234,7 +234,7 @@ def constant(case: Case) -> Look | NotTested:
 
 
 def sampling_law(case: Case) -> Look | NotTested:
-    """Whether the tokens were drawn from what both sides score: mean(log p + H) is 0.
+    """Judge whether the tokens were drawn from what both sides score: mean(log p + H) is 0.
 
     Raw log-probabilities agree with the trainer's though tokens came from a sharper one. Two that
     differ by delta move the mean by at most the covariance of delta and log p, which is of the

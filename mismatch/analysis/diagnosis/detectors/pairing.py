@@ -145,7 +145,7 @@ def _shifted(case: Case, shift: int) -> tuple[Floats, np.ndarray]:
 
 
 def rows(case: Case) -> Look | NotTested:
-    """Whether a row is fit far better by another row's log-probabilities."""
+    """Judge whether a row is fit far better by another row's log-probabilities."""
     long_enough = [n for n, row in enumerate(case.rows) if row.stop - row.start >= MIN_HEAD]
     if len(long_enough) < 4:
         return NotTested("row pairing", f"needs 4 rows of {MIN_HEAD} tokens")
@@ -254,7 +254,7 @@ def largest(case: Case) -> tuple[Side, float]:
 
 
 def positive(case: Case) -> Look:
-    """Probabilities above one: that side is not normalised."""
+    """Look for probabilities above one: that side is not normalised."""
     side, highest = largest(case)
     evidence = (Evidence("largest log-probability", highest, "0"),)
     if highest <= POSITIVE:

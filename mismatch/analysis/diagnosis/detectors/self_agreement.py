@@ -23,7 +23,7 @@ CLEAR = 0.3
 
 
 def trainer_itself(case: Case) -> Look | NotTested:
-    """Whether the trainer moves against itself by more than the trainer's rounding."""
+    """Judge whether the trainer moves against itself by more than the trainer's rounding."""
     passes = {name: case.others[name] for name in PASSES if name in case.others}
     if not passes:
         return NotTested("the trainer against itself", "no second pass", "drop --no-noise-floor")

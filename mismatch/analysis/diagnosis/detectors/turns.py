@@ -39,7 +39,7 @@ LATER = 60
 
 
 def several(case: Case) -> bool:
-    """Whether tokens of more than one turn are left."""
+    """Return whether tokens of more than one turn are left."""
     return len(np.unique(case.turn[case.kept])) > 1
 
 
