@@ -56,7 +56,7 @@ def models(flags: Flags) -> int:
 
 
 def model_rows() -> list[dict[str, Any]]:
-    """One row per name, from the shipped configs; no network, no torch."""
+    """Return one row per name, from the shipped configs; no network, no torch."""
     from mismatch.models import ALIASES, EMBEDDED, EMBEDDED_ACTIVE, EMBEDDED_PARAMETERS, Alias
     from mismatch.models.config import ModelConfig, read_config
 
