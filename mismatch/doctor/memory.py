@@ -85,7 +85,7 @@ def predict_trainer(
     name: str = "fsdp",
     trains: bool = False,
 ) -> Prediction:
-    """Peak bytes of one rank of the training world for one pass.
+    """Return the peak bytes of one rank of the training world for one pass.
 
     Args:
         world: number of ranks the parameters are sharded over.
@@ -161,7 +161,7 @@ def predict_trainer(
 
 
 def sharded(shape: SizedModel, spec: TrainSpec, world: int) -> int:
-    """Bytes of a rank's parameters at rest, on device or host.
+    """Return bytes of a rank's parameters at rest, on device or host.
 
     Experts are sharded along E; ranks beyond E save nothing.
     """
@@ -188,7 +188,7 @@ def _head(shape: SizedModel, spec: TrainSpec, tokens: int, work: Workload) -> Pa
 def forward_bytes(
     shape: SizedModel, implementation: str, tokens: int, b: int, rows: int | None = None
 ) -> int:
-    """Bytes of one layer's experts in a forward pass, above weights and hidden states.
+    """Return bytes of one layer's experts in a forward pass, above weights and hidden states.
 
     Counted from the code: which tensors the function still refers to at its worst line.
     ``benchmarks/experts.py`` compares them with measured peaks. An implementation that is not
@@ -222,7 +222,7 @@ def predict_engine(
     device: str = "cuda",
     device_bytes: int = 80 * GIB,
 ) -> Prediction:
-    """Peak bytes of the engine on one device, with the KV cache that ``work`` can use.
+    """Return the peak bytes of the engine on one device, with the KV cache that ``work`` can use.
 
     vLLM fills whatever ``gpu_memory_utilization`` leaves with KV cache, so that more than this is
     resident; less than this makes it wait, and less than one sequence makes it refuse. Other

@@ -154,7 +154,7 @@ def _not_predicted(shape: SizedModel, spec: CheckSpec) -> list[str]:
 
 
 def side_passes(sides: Sequence[Fit]) -> set[str]:
-    """Names of the passes that a check can do without."""
+    """Return names of the passes that a check can do without."""
     return {fit.side for fit in sides} - {"engine", TRAIN, "host memory"}
 
 
