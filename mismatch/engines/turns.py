@@ -109,7 +109,7 @@ def joined(parts: Iterable[NDArray[np.generic] | None]) -> NDArray[np.generic] |
 
 
 def starting(prompts: Sequence[list[int]], samples: Sequence[Sequence[Sample]]) -> list[Trajectory]:
-    """Sequences of one turn, those of prompt 0 first."""
+    """Return sequences of one turn, those of prompt 0 first."""
     return [
         Trajectory.starting(index, ids, sample)
         for index, (ids, group) in enumerate(zip(prompts, samples, strict=True))
