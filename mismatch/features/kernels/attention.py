@@ -196,7 +196,7 @@ def _badness(finding: Finding) -> tuple[bool, float]:
 
 
 def checks_of(geometry: ModelGeometry) -> Iterator[Check]:
-    """All checks that apply to the model."""
+    """Yield all checks that apply to the model."""
     base = cases.plain(geometry)
     if geometry.sinks:
         yield Check("sinks", replace(base, sinks="on"), {"drops the sinks": ({}, {"sinks": False})})

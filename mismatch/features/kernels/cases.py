@@ -89,7 +89,7 @@ def short_window(geometry: ModelGeometry) -> int:
 
 
 def full(geometry: ModelGeometry) -> tuple[Case, ...]:
-    """All features of the model at once, in each of its kinds of layers."""
+    """Return all features of the model at once, in each of its kinds of layers."""
     base = replace(plain(geometry), scaling=geometry.scaling, grouped=True, sinks="on")
     third = base.keys // 3
     documents = (third, 5, base.keys - third - 5)

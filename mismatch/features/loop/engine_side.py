@@ -178,7 +178,7 @@ class EngineSide:
         }
 
     def chosen(self, step: int) -> list[int]:
-        """Prompts of a step, the same in every arm."""
+        """Return prompts of a step, the same in every arm."""
         drawn = np.random.default_rng([self.loop.seed, step])
         few = len(self.pool) < self.loop.prompts
         picked = drawn.choice(len(self.pool), self.loop.prompts, replace=few)

@@ -98,7 +98,7 @@ def save_row(folder: Path, row: Row) -> None:
 
 
 def rows_of(folder: Path) -> list[Row]:
-    """All steps so far, in order."""
+    """Return all steps so far, in order."""
     return [read_json(path) for path in sorted((folder / ROWS).glob("*.json"))]
 
 

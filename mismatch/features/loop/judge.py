@@ -144,7 +144,7 @@ def at_end(run: SeedRun, column: str, end: int | None = None) -> float:
 
 
 def claims(report: LoopReport) -> Iterator[Claim]:
-    """Every two arms by their reward, at the end and over all steps that both have."""
+    """Compare every two arms by their reward, at the end and over all steps that both have."""
     overs: tuple[Over, ...] = ("end", "run")
     for (left, right), over in product(combinations(report.arms, 2), overs):
         runs = {run.seed: run for run in right.runs}

@@ -53,7 +53,7 @@ class PolicyLoss:
 
 
 def deal(rollout: Rollout, mini_batches: int, seed: Sequence[int]) -> list[Ints]:
-    """Prompts of each mini-batch, in seeded order; none is empty."""
+    """Return prompts of each mini-batch, in seeded order; none is empty."""
     order = np.random.default_rng(list(seed)).permutation(np.unique(rollout.prompt_index))
     return [part for part in np.array_split(order, mini_batches) if len(part)]
 

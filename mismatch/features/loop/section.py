@@ -106,7 +106,7 @@ CLAIMS = (
 
 
 def section(result: LoopReport) -> Section:
-    """Arms and seeds, the pictures, warnings and times below."""
+    """Return arms and seeds, the pictures, warnings and times below."""
     rows = [(arm, run) for arm in result.arms for run in arm.runs]
     titles = (COLUMNS.get(warning.column) for warning in WARNINGS)
     columns = [Column(title.label if title else "sequence ESS lost", text) for title in titles]

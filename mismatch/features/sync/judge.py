@@ -43,7 +43,7 @@ WARM_NATS = 1e-3  # that a prompt's first logprob may differ between a warm and 
 
 
 def outcome(push: int, expected: Sequence[Prints], held: Prints) -> Outcome:
-    """One parameter after a push.
+    """Judge one parameter after a push.
 
     Args:
         expected: the parameter in the states up to this push; the last one is what should be held.
@@ -140,7 +140,7 @@ def _fit(values: Floats, direction: Floats) -> tuple[float, float]:
 def parameter(
     name: str, expected: Sequence[Prints], held: Sequence[Prints | None], reason: str = ""
 ) -> Parameter:
-    """One parameter over all pushes.
+    """Judge one parameter over all pushes.
 
     Args:
         expected: in state 0 (before any push) and after each push.
@@ -204,7 +204,7 @@ def _alias(
 
 
 def of_adapters(compared: Sequence[Parameter], held: Sequence[States]) -> tuple[Parameter, ...]:
-    """Matrices of adapters, whose state 0 is none: zeros are missing, twice is a factor.
+    """Return matrices of adapters, whose state 0 is none: zeros are missing, twice is a factor.
 
     Args:
         held: per state, as the engine had them.
@@ -256,7 +256,7 @@ def _mean(delta: Floats) -> float:
 
 
 def parted(report: SyncReport) -> tuple[ScoreRow, ...]:
-    """States in which the two sides are further apart than before any push."""
+    """Return states in which the two sides are further apart than before any push."""
     rows = [row for row in report.scores if row.apart is not None]
     if not rows:
         return ()

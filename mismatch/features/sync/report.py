@@ -152,7 +152,7 @@ class SyncReport:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def of_status(self, *status: Status) -> tuple[Parameter, ...]:
-        """Parameters of these statuses."""
+        """Return parameters of these statuses."""
         return tuple(p for p in self.parameters if p.status in status)
 
     @property

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def tokens(spec: SyncSpec, vocabulary: int, context: int | None) -> list[list[int]]:
-    """Sequences of random tokens, the same on both sides."""
+    """Return sequences of random tokens, the same on both sides."""
     length = min(spec.length, (context or spec.length) - SPARE)
     ids = np.random.default_rng(spec.seed).integers(0, vocabulary, (spec.sequences, length))
     rows: list[list[int]] = ids.tolist()
@@ -126,7 +126,7 @@ class Probe:
     def run(
         self, expected: Sequence[dict[str, Prints]], function: Callable[..., Any] | None
     ) -> SyncReport:
-        """All pushes, as far as they can be done.
+        """Run all pushes, as far as they can be done.
 
         Args:
             expected: what every parameter should be, in the states 0 to 2.
@@ -167,7 +167,7 @@ class Probe:
             self.caches.append(cache_row(push, _logprobs(warm), _logprobs(cold), noise))
 
     def push(self, push: int, function: Callable[..., Any] | None) -> bool:
-        """Whether it could be done; the first that cannot ends the probe."""
+        """Return whether it could be done; the first that cannot ends the probe."""
         start = time.monotonic()
         try:
             if function is None:
