@@ -128,7 +128,7 @@ def difference(metric: Metric, old: Sample, new: Sample, *, seed: int = 0) -> Es
 
 
 def excludes_zero(estimate: Estimate) -> bool | None:
-    """Whether a difference excludes 0 at 95 %; None where it has no interval.
+    """Return whether a difference excludes 0 at 95 %; None where it has no interval.
 
     :func:`mismatch.metrics.inference.prompts_needed` of the estimate and 0 says how many prompts
     would tell it, where these do not.
@@ -139,7 +139,7 @@ def excludes_zero(estimate: Estimate) -> bool | None:
 
 
 def common_prompts(first_run: Rollout, second_run: Rollout) -> tuple[Ints, Ints]:
-    """Numbers for the prompts of two runs, [N] each: the same tokens, the same number."""
+    """Return numbers for the prompts of two runs, [N] each: the same tokens, the same number."""
     numbers: dict[bytes, int] = {}
     numbered = []
     for rollout in (first_run, second_run):

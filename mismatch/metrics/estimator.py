@@ -94,7 +94,7 @@ class Estimator:
         self._seed, self._resamples = seed, resamples
 
     def all(self, metrics: Iterable[Metric], arrays: Mapping[str, Array]) -> dict[str, Estimate]:
-        """Every metric whose arrays are there and whose value is defined, by name.
+        """Return every metric whose arrays are there and whose value is defined, by name.
 
         Args:
             arrays: name -> [A, …]. ``delta`` may be omitted if ``rollout`` and ``train`` are given.
@@ -134,7 +134,7 @@ class Estimator:
         }
 
     def one(self, metric: Metric, arrays: Mapping[str, Array]) -> Estimate | None:
-        """One metric with its interval; None where its value is undefined."""
+        """Return one metric with its interval; None where its value is undefined."""
         missing = [name for name in metric.needs if name not in arrays]
         if missing and not (missing == ["delta"] and {"rollout", "train"} <= set(arrays)):
             raise MismatchError(f"{metric.name} needs {', '.join(missing)}, which was not given")

@@ -53,7 +53,7 @@ def kl_terms(left: Floats, right: Floats) -> Floats:
 
 
 def divergences(left: Floats, right: Floats) -> dict[str, Floats]:
-    """Every divergence of two distributions, one term per position.
+    """Return every divergence of two distributions, one term per position.
 
     Args:
         left: log-probabilities [M, V] that sum to 1 in each row; -inf: never sampled there.
@@ -122,7 +122,7 @@ def law_arrays(
 
 
 def arrays_of(terms: dict[str, Floats], *, whole: bool) -> dict[str, Array]:
-    """Terms under the names that the metrics of this module ask for."""
+    """Return terms under the names that the metrics of this module ask for."""
     suffix = "" if whole else "_topk"
     names = [name for name in NAMES if name in terms]
     arrays: dict[str, Array] = {f"exact_{name}{suffix}": terms[name] for name in names}

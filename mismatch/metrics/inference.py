@@ -47,7 +47,7 @@ Interval = tuple[float, float]
 
 
 def prompts_needed(estimate: Estimate, bound: float) -> int | None:
-    """How many prompts would shrink the interval so that ``bound`` lies outside.
+    """Return how many prompts would shrink the interval so that ``bound`` lies outside.
 
     The distance from value to bound is fixed and the interval's arm on that side shrinks with
     1/sqrt(prompts). None: no interval, or the value is the bound itself. An estimate that is
@@ -134,7 +134,7 @@ class PromptSums:
         return float(math.sqrt(spread) / self.count.sum())
 
     def gradient(self, shift: Floats) -> Floats:
-        """Central differences of ``combine`` at centre + shift, [..., M]."""
+        """Return the central differences of ``combine`` at centre + shift, [..., M]."""
         slopes = np.zeros_like(shift)
         with np.errstate(all="ignore"):
             for j in np.flatnonzero(self.step):
@@ -151,7 +151,7 @@ class PromptSums:
             return floats(self.combine(self.centre + shift))
 
     def resampled(self, weights: Floats) -> tuple[Floats, Floats]:
-        """Value and linearised standard error of every resample, [R] and [R]."""
+        """Return the value and linearised standard error of every resample, [R] and [R]."""
         prompts = len(self.count)
         units = weights @ self.count
         shift = weights @ self.sums / units[:, None]
@@ -306,7 +306,7 @@ def _rare(sums: Floats, counts: Floats) -> bool:
 
 
 def mover(old: Estimate, new: Estimate) -> tuple[float, float] | None:
-    """Interval of new - old from the intervals of two independent numbers; None without."""
+    """Return interval of new - old from the intervals of two independent numbers; None without."""
     if old.low is None or old.high is None or new.low is None or new.high is None:
         return None
     value = new.value - old.value

@@ -83,7 +83,7 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def prompts_to_tell(tests: int) -> int:
-    """Prompts below which no change, however large, is significant in that many tests.
+    """Return prompts below which no change, however large, is significant in that many tests.
 
     Exchanging before and after within n prompts gives no p-value under 2 / 2^n (an arrangement and
     its mirror image are equally extreme), and Holm's method multiplies the least by ``tests``.

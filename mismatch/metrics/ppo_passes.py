@@ -61,7 +61,7 @@ class TwoPasses:
     notes: tuple[str, ...] = ()
 
     def named(self, id: str) -> Variant | None:
-        """One variant, or None where it was not run."""
+        """Return one variant, or None where it was not run."""
         return next((variant for variant in self.variants if variant.id == id), None)
 
 
@@ -150,7 +150,7 @@ def measure_pass(
     differs: Array | None = None,
     seed: int = 0,
 ) -> Variant:
-    """One new pass against the old one, with 95 % intervals by prompt.
+    """Return one new pass against the old one, with 95 % intervals by prompt.
 
     Args:
         old, new: [A] log-probabilities, nats.

@@ -30,7 +30,7 @@ def quantile_cuts(ordered: Floats, probability: float) -> tuple[float, float]:
 def woodruff_ends(
     ordered: Floats, under: Floats, tail: Floats, count: Floats, probability: float
 ) -> Interval | None:
-    """Interval of a quantile: that of the distribution function there, inverted.
+    """Return the interval of a quantile: that of the distribution function there, inverted.
 
     The share of values at or under the quantile has a standard error over prompts; the interval
     of that share, taken on the logit scale to stay in (0, 1), is read off the order statistics.

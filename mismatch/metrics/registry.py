@@ -149,7 +149,7 @@ def floats(values: Any) -> Floats:
 
 
 def columns(terms: Any) -> Floats:
-    """Terms as [U, M], also where there is only one per unit, or a tuple of M columns."""
+    """Return terms as [U, M], also where there is only one per unit, or a tuple of M columns."""
     table = np.stack(terms, axis=1) if isinstance(terms, tuple) else np.asarray(terms)
     return table[:, None] if table.ndim == 1 else table
 
@@ -200,7 +200,7 @@ def spread(means: Floats) -> Floats:
 
 
 def quotient(means: Floats) -> Floats:
-    """Ratio of two means; undefined where the second is not positive."""
+    """Return the ratio of two means; undefined where the second is not positive."""
     return np.where(means[..., 1] > 0.0, means[..., 0] / means[..., 1], np.nan)
 
 

@@ -56,12 +56,12 @@ class PairedRouting:
 
 
 def action_rows(rollout: Rollout) -> Ints:
-    """Rows of T that predicted the action tokens, [A]: one before each."""
+    """Return rows of T that predicted the action tokens, [A]: one before each."""
     return rollout.actions - 1
 
 
 def other_rows(rollout: Rollout, left: Routing, right: Routing) -> Ints:
-    """Rows that predicted no action and that both sides captured: prompt and tool output."""
+    """Return rows that predicted no action and that both sides captured: prompt and tool output."""
     free = left.present & right.present
     free[action_rows(rollout)] = False
     return np.flatnonzero(free)
@@ -70,7 +70,7 @@ def other_rows(rollout: Rollout, left: Routing, right: Routing) -> Ints:
 def pair_routing(
     rollout: Rollout, left: Routing, right: Routing, rows: Ints | None = None
 ) -> PairedRouting:
-    """Both sides' choices on common layers.
+    """Return both sides' choices on common layers.
 
     Args:
         rows: of T, [R]; the rows of the action tokens unless given.
@@ -104,7 +104,7 @@ def pair_routing(
 
 
 def in_other(ids: Array, other: Array) -> Bools:
-    """Whether each chosen expert was chosen by the other side too, [K, ...].
+    """Return whether each chosen expert was chosen by the other side too, [K, ...].
 
     Both [K, ...], distinct within a token. Summed over K and divided by K: |A ∩ B| / K.
     """
