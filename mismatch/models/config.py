@@ -155,7 +155,7 @@ class ModelConfig:
         return self.latent or self.kv_heads * (self.head_dim + self.value_dim)
 
     def kv_elements(self, tokens: int) -> int:
-        """Elements of keys and values that one sequence of ``tokens`` keeps, all layers.
+        """Return elements of keys and values that one sequence of ``tokens`` keeps, all layers.
 
         The states that other layers keep (recurrent, linear attention) are not counted.
         """

@@ -102,7 +102,7 @@ def require_form(source: Path, form: WeightsForm) -> None:
 
 
 def is_mxfp4(directory: Path) -> bool:
-    """Whether a checkpoint stores its experts in MXFP4."""
+    """Return whether a checkpoint stores its experts in MXFP4."""
     quantisation = read_config(directory).get("quantization_config") or {}
     return bool(quantisation.get("quant_method") == "mxfp4")
 

@@ -44,7 +44,7 @@ def parse_injections(texts: Sequence[str] | None) -> Injections:
 
 
 def describe(injections: Injections, seed: int | None = None) -> str:
-    """One phrase for messages and reports; "" where nothing is injected.
+    """Return one phrase for messages and reports; "" where nothing is injected.
 
     >>> describe((("router-noise", 0.05),), seed=3)
     'router-noise=0.05 (seed 3)'
@@ -163,7 +163,7 @@ def child(module: Any, names: tuple[str, ...]) -> Any:
 
 
 def norms_of(layer: Any) -> LayerNorms:
-    """Which norm of a layer is where.
+    """Return which norm of a layer is where.
 
     Raises:
         LookupError: norms in another order; its text names what is missing or further.

@@ -18,7 +18,7 @@ ORIGINAL = "original_inv_freq"  # transformers keeps it next to the one in use
 
 
 def resolved(model: Any, honours_sinks: bool | None = None) -> dict[str, Any]:
-    """Field -> value. A field of several layers holds each different value once, sorted.
+    """Return field -> value. A field of several layers holds each different value once, sorted.
 
     Args:
         model: a torch module with its weights.

@@ -114,7 +114,7 @@ def _counted(config: str) -> dict[str, Any]:
 
 @lru_cache
 def count(config: str) -> dict[str, Any]:
-    """Fields of :class:`SizedModel`, counted in this process.
+    """Return fields of :class:`SizedModel`, counted in this process.
 
     Args:
         config: the text of config.json.

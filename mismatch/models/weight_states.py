@@ -153,7 +153,7 @@ def state_of(push: int) -> int:
 
 
 def transposed_names(expected: Mapping[str, Prints], held: Mapping[str, Prints]) -> list[str]:
-    """Parameters that the engine holds, rightly, with their last two axes exchanged."""
+    """Return parameters that the engine holds, rightly, with their last two axes exchanged."""
     names = []
     for name, now in expected.items():
         own = held.get(name)
@@ -302,7 +302,7 @@ class Adapters(Checkpoint):
 
 
 def write_adapter(weights: Mapping[str, Any], target: Path, **config: Any) -> Path:
-    """Matrices by name, and adapter_config.json; ``config`` goes over what that says."""
+    """Write matrices by name, and adapter_config.json; ``config`` goes over what that says."""
     from safetensors.torch import save_file
 
     target.mkdir(parents=True, exist_ok=True)
