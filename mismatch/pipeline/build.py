@@ -188,7 +188,7 @@ def build_report(
 
 
 def checks_of(spec: CheckSpec, artefacts: Artefacts, headline: Comparison) -> list[Check]:
-    """All checks of artefacts that passed the input checks, but for those of the square."""
+    """Return all checks of artefacts that passed the input checks, but for those of the square."""
     sides = artefacts.rollout, artefacts.decode, artefacts.train
     return [
         *semantic_checks(*sides, headline.metrics["ratio_mean"]),
@@ -201,7 +201,7 @@ def checks_of(spec: CheckSpec, artefacts: Artefacts, headline: Comparison) -> li
 
 
 def without_square(spec: CheckSpec, comparisons: list[Comparison], results: dict[str, Any]) -> str:
-    """Why there is no square, "" where there is one.
+    """Return why there is no square, "" where there is one.
 
     Between two sides in float32 the headline itself is the gap of the two implementations.
     """

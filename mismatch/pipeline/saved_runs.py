@@ -232,7 +232,7 @@ def _flat(facts: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def same_tokens(first: SavedRun, second: SavedRun) -> bool:
-    """Both hold the same tokens in the same places."""
+    """Return whether both hold the same tokens in the same places."""
     a, b = first.tokens, second.tokens
     if a is None or b is None or len(a) != len(b):
         return False

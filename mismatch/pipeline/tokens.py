@@ -33,7 +33,7 @@ def token_table(
     train: Scoring,
     reference: Scoring | None = None,
 ) -> pd.DataFrame:
-    """One row per action token, [A]; docs/reference/report-json.md lists the columns.
+    """Return one row per action token, [A]; docs/reference/report-json.md lists the columns.
 
     Args:
         run_dir: whose vocabulary holds the tokens' texts.
