@@ -56,7 +56,7 @@ EXACT = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "NVIDIA_TF32_OVERRIDE": "0"}
 
 
 def rendezvous_args() -> list[str]:
-    """How the ranks of one machine find each other."""
+    """Return how the ranks of one machine find each other."""
     port = os.environ.get("MASTER_PORT")
     if port is None:
         return ["--standalone"]
@@ -190,7 +190,7 @@ class Worker:
                 on_progress(f"{self._phase} · log logs/{self.log_path.name}")
 
     def ended(self) -> bool:
-        """Whether it is done.
+        """Return whether it is done.
 
         Raises:
             MismatchError: it failed. With the error that it left, else its last lines and what
@@ -401,7 +401,7 @@ BUSY = 0.05  # of one core, all processes of the worker together
 
 
 def stall_limit() -> float:
-    """Seconds of idleness after which a worker is ended.
+    """Return seconds of idleness after which a worker is ended.
 
     Raises:
         MismatchError: the environment names no positive number.
@@ -431,7 +431,7 @@ class StallWatch:
         self.seen, self.used = lines(), processor_seconds(pid)
 
     def idle_s(self) -> float:
-        """Seconds since it was last seen at work."""
+        """Return seconds since it was last seen at work."""
         now = time.monotonic()
         if now - self.last >= self.interval_s:
             seen, used = self.lines(), processor_seconds(self.pid)

@@ -370,7 +370,7 @@ def hand_on(session: TrainerSession, world: Worker, allowed_s: float | None = No
 def world_command(
     spec: CheckSpec, where: Placement, module: str, job: Path
 ) -> tuple[list[str], dict[str, str]]:
-    """How a training world is started that runs a module, and its environment."""
+    """Return how a training world is started that runs a module, and its environment."""
     world, python = spec.nproc_per_node, world_python(spec.train)
     command = [
         *(python or sys.executable, "-m", "torch.distributed.run", *rendezvous_args()),
@@ -414,7 +414,7 @@ def still_held(before: list[int], timeout_s: float = FREE_AGAIN_S) -> int:
 
 
 def may_load_early(train: TrainSpec) -> bool:
-    """Whether the trainer's weights fit next to an engine at work: never on its GPU."""
+    """Return whether the trainer's weights fit next to an engine at work: never on its GPU."""
     import psutil
 
     held = weight_bytes(train.model, "*.safetensors", "*.bin")

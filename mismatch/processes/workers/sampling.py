@@ -90,7 +90,7 @@ def has_questions(spec: RolloutSpec) -> bool:
 def sampled(
     spec: RolloutSpec, engine: Engine, ready: Ready, progress: Any, pushed: str = ""
 ) -> tuple[Rollout, list[Trajectory], Scoring]:
-    """All turns of all sequences with their rewards, and the decode scoring without routes.
+    """Return all turns of all sequences with their rewards, and the decode scoring without routes.
 
     Args:
         pushed: why the engine's weights are none of a checkpoint.
@@ -278,7 +278,7 @@ def not_tested(spec: RolloutSpec, capabilities: Capabilities) -> list[NotTested]
 def require_context(
     spec: RolloutSpec, prompts: Sequence[Prompt], ids: Sequence[list[int]], info: ModelInfo
 ) -> int:
-    """Length of the longest sequence that may come, in tokens.
+    """Return the length of the longest sequence that may come, in tokens.
 
     Turns that would exceed the context are not played.
 

@@ -287,7 +287,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def left_out(run_dir: Path | str, rollout: Rollout, pass_: Pass) -> bool:
-    """Whether a side pass has no routes to replay, because nobody could capture them.
+    """Return whether a side pass has no routes to replay, because nobody could capture them.
 
     The report says so; a pass that was asked for by ``--replay-routing`` is refused instead.
     """
