@@ -39,7 +39,7 @@ def packaged(name: str) -> str:
 
 @cache
 def wording(table: str) -> dict[str, Any]:
-    """Words by key, of a table of templates/words.toml."""
+    """Return words by key, of a table of templates/words.toml."""
     words: dict[str, Any] = tomllib.loads(packaged("words.toml"))[table]
     return words
 
@@ -97,7 +97,7 @@ NUMBERS: tuple[Format, ...] = (number, signed, brief, change, near_one)  # of :f
 
 
 def alike(values: Iterable[float | None], write: Format = number) -> Format:
-    """One way of writing several numbers in one row or column: all scientific, or none.
+    """Return one way of writing several numbers in one row or column: all scientific, or none.
 
     Those under 1e-4 have two significant digits, those under 1e-7 none.
 
@@ -336,7 +336,7 @@ def token_text(text: str, limit: int = 80) -> str:
 
 
 def plain_lines(text: str) -> str:
-    """Text of several lines, safe for a terminal: messages that quote servers, logs, files.
+    """Return text of several lines, safe for a terminal: messages that quote servers, logs, files.
 
     >>> plain_lines("HTTP 500: \\x1b]0;title\\x07")
     'HTTP 500: ⟨1B⟩]0;title⟨7⟩'

@@ -104,7 +104,7 @@ def _block(block: Block) -> str:
 
 
 def show_table(item: Table) -> str:
-    """All columns; an estimate's interval has a separate column."""
+    """Return all columns; an estimate's interval has a separate column."""
     columns = item.spread()
     titles = [plain(each.column.title) + ("" if each.column.left else ":") for each in columns]
     shown = [[_cell(cell, each.column) for cell in each.cells] for each in columns]

@@ -139,7 +139,7 @@ class Table:
         object.__setattr__(self, "rows", tuple(map(tuple, rows)))
 
     def cells(self) -> list[list[Cell]]:
-        """Every row as cells."""
+        """Return every row as cells."""
         return [[cell for cell in row if isinstance(cell, Cell)] for row in self.rows]
 
     def spread(self) -> list[Spread]:
@@ -338,7 +338,7 @@ class Page:
 
 
 def named(rows: Iterable[Cells]) -> Table:
-    """Names next to what they stand for, without titles."""
+    """Return names next to what they stand for, without titles."""
     return Table((Column("", text), Column("", text)), tuple(rows))
 
 

@@ -129,7 +129,7 @@ def judged_rows(report: Report) -> list[Row]:
 
 
 def most_telling(report: Report) -> list[Row]:
-    """Six judged metrics: none that is left out is worse than one that is shown."""
+    """Return six judged metrics: none that is left out is worse than one that is shown."""
     rows = judged_rows(report)
     severity = {"broken": 0, "unfit": 0, "inconclusive": 1, "tolerable": 1}
 
@@ -143,7 +143,7 @@ def most_telling(report: Report) -> list[Row]:
 
 
 def all_rows(comparison: Comparison) -> list[Row]:
-    """Every metric of a comparison, without levels."""
+    """Return every metric of a comparison, without levels."""
     return [_row(comparison, name) for name in [*comparison.metrics, *comparison.routing]]
 
 
@@ -168,7 +168,7 @@ def metric_tables(rows: list[Row], columns: tuple[Column, ...] = METRICS) -> tup
 
 
 def size(report: Report) -> str:
-    """How much was measured.
+    """Return how much was measured.
 
     Example: "5,063 tokens, 64 sequences, 16 prompts".
     """
@@ -237,7 +237,7 @@ class Noise:
 
 
 def noise_rows(report: Report) -> list[Noise]:
-    """Every pair next to the headline, with how large it is against that."""
+    """Return every pair next to the headline, with how large it is against that."""
     whole = headline(report).metrics.get(HEADLINE)
     rows = []
     for pair in report.noise_floor:

@@ -70,7 +70,7 @@ _STYLE: dict[str, Any] = {
 
 @contextmanager
 def drawing(width: float = 6.0, height: float = 2.5) -> Iterator[tuple[Figure, Axes]]:
-    """Figure and axes in the report's style; no pyplot, hence no global state.
+    """Yield figure and axes in the report's style; no pyplot, hence no global state.
 
     Args:
         width, height: inches; the page scales the drawing to its column.

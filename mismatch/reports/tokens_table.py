@@ -25,5 +25,5 @@ def comparable(tokens: pd.DataFrame) -> pd.DataFrame:
 
 
 def rank_in_response(tokens: pd.DataFrame) -> Ints:
-    """Place of each token among its sequence's sampled tokens, from 0, [A]."""
+    """Return the place of each token among its sequence's sampled tokens, from 0, [A]."""
     return np.asarray(tokens.groupby("sequence").cumcount(), dtype=np.int64)

@@ -110,7 +110,7 @@ def page(report: Report, tokens: pd.DataFrame | None = None, framework: str | No
 def chapters(
     report: Report, tokens: pd.DataFrame | None = None, framework: str | None = None
 ) -> list[Section]:
-    """Every section of this report in its chapter; analyses without a place come last."""
+    """Return every section of this report in its chapter; analyses without a place come last."""
     added = {id: plugins.in_chapter(id) for id, _, _ in CHAPTERS}
     order = [(id, title, (*ids, *added[id])) for id, title, ids in CHAPTERS]
     placed = {id for _, _, ids in order for id in ids}

@@ -51,7 +51,7 @@ def section(report: Report) -> Section | None:
 
 
 def carriers(report: Report) -> str:
-    """How much of the KL its largest tokens carry; "" where that is not known."""
+    """Return how much of the KL its largest tokens carry; "" where that is not known."""
     shares = headline(report).breakdowns.get("top_tokens", {}).get("k3_share", [])
     if not shares or None in shares:
         return ""

@@ -72,7 +72,7 @@ def section(result: Causes, report: Report) -> Section:
 
 
 def sentences(result: Causes) -> list[str]:
-    """One paragraph a cause, with one action each; consequences get no advice."""
+    """Return one paragraph a cause, with one action each; consequences get no advice."""
     if result.ranked:
         return [_paragraph(cause, rank) for rank, cause in enumerate(result.ranked)]
     rest = f", {plural(len(result.not_tested), 'detector')} lacked data"

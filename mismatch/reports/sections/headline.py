@@ -279,7 +279,7 @@ def section(report: Report, framework: str | None) -> Section | None:
 
 
 def table(rows: list[Row]) -> Table:
-    """Metrics next to their levels; shares in percent."""
+    """Return metrics next to their levels; shares in percent."""
     return Table.of(COLUMNS, rows)
 
 

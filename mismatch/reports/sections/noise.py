@@ -51,7 +51,7 @@ def _itself(report: Report) -> str:
 
 
 def float32(report: Report) -> list[str]:
-    """How far each side is from float32: the one that is further off is where to look."""
+    """Return how far each side is from float32: the one that is further off is where to look."""
     sides = {
         "trainer" if pair.left.partition(":")[0] == TRAIN else "engine": pair.metrics[HEADLINE]
         for pair in report.noise_floor

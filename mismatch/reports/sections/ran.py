@@ -17,7 +17,7 @@ APART = ("weights", "weights_parameters", "source_files", "engine_args", "not_te
 
 
 def section(report: Report) -> Section:
-    """Both sides next to each other, then how to run this again."""
+    """Return both sides next to each other, then how to run this again."""
     comparison, aspects = headline(report), what_ran(report)
     titles = ("", "", comparison.rollout, comparison.train)
     columns = tuple(Column(title, text) for title in titles)

@@ -56,7 +56,7 @@ KINDS = {
 
 
 def section(result: Square, report: Report) -> Section:
-    """Both tables, and which side is off."""
+    """Return both tables, and which side is off."""
     notes, tables = _notes(result), _tables(result)
     return Section(
         id="square",
@@ -69,7 +69,7 @@ def section(result: Square, report: Report) -> Section:
 
 
 def sentences(result: Square) -> list[str]:
-    """Which side is off and by what evidence."""
+    """Return which side is off and by what evidence."""
     beyond = [finding for finding in result.findings if finding.standing == "beyond"]
     first = {(finding.side, finding.evidence): finding for finding in reversed(beyond)}
     texts = [_off(result, finding) for finding in beyond if finding in first.values()]

@@ -96,7 +96,7 @@ def histogram(tokens: pd.DataFrame, floor: float | None = None) -> Figure:
 
 
 def spread(tokens: pd.DataFrame) -> str:
-    """How many tokens are off by over 2×, and on which side they lie."""
+    """Return how many tokens are off by over 2×, and on which side they lie."""
     delta = tokens["delta"].to_numpy(dtype=np.float64)
     far = delta[np.abs(delta) > np.log(2)]
     if len(far) == 0:
@@ -112,7 +112,7 @@ def spread(tokens: pd.DataFrame) -> str:
 
 
 def beyond(tokens: pd.DataFrame) -> str:
-    """How many ratios leave each range that the field draws."""
+    """Return how many ratios leave each range that the field draws."""
     ratio = np.exp(np.clip(tokens["delta"].to_numpy(dtype=np.float64), -700, 700))
     settings, size = Settings(), len(ratio)
     low, high = settings.band
@@ -220,7 +220,7 @@ def _logprobs(counts: Array, edges: Array, axes: Axes) -> str:
 
 
 def off_by_class(tokens: pd.DataFrame) -> str:
-    """Median |delta| of confident and of unlikely tokens, or of all where either are few."""
+    """Return median |delta| of confident and of unlikely tokens, or of all where either are few."""
     size = np.abs(tokens["delta"].to_numpy(dtype=np.float64))
     rollout = np.exp(tokens["rollout_logprob"].to_numpy(dtype=np.float64))
     sure, unlikely = size[rollout >= 0.9], size[rollout < 0.1]
