@@ -47,7 +47,7 @@ def free_gpu_bytes() -> list[int]:
 
 
 def gib(count: float) -> str:
-    """Bytes for people: GiB, or MiB where it is less than one."""
+    """Return bytes for people: GiB, or MiB where it is less than one."""
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.0f} MiB"
 
 
@@ -67,7 +67,7 @@ class Placement:
 
 
 def engine_gpus(engine: EngineSpec) -> int:
-    """How many GPUs an engine takes that mismatch starts."""
+    """Return how many GPUs an engine takes that mismatch starts."""
     if engine.servers:
         return 0
     return engine.tensor_parallel_size

@@ -118,7 +118,7 @@ def _sync(path: Path) -> None:
 
 
 def entries(run_dir: Path | str) -> dict[str, Entry]:
-    """Everything recorded, by path inside the run directory; empty without a manifest.
+    """Return everything recorded, by path inside the run directory; empty without a manifest.
 
     Raises:
         MismatchError: a manifest that is no manifest, or of another version.
@@ -212,7 +212,7 @@ def verify(run_dir: Path | str, name: str) -> None:
 
 
 def is_current(run_dir: Path | str, name: str, made_by: str) -> bool:
-    """Whether an artefact is whole, was made by this spec, and from what is there now."""
+    """Return whether an artefact is whole, was made by this spec, and from what is there now."""
     run_dir = Path(run_dir)
     recorded = entries(run_dir)
     entry = recorded.get(name)
@@ -227,13 +227,13 @@ def is_current(run_dir: Path | str, name: str, made_by: str) -> bool:
 
 
 def made_with(run_dir: Path | str, name: str) -> dict[str, str]:
-    """Versions and weights that an artefact was made with; empty where none were noted."""
+    """Return versions and weights that an artefact was made with; empty where none were noted."""
     noted: dict[str, str] = entries(run_dir).get(name, {}).get("made_with", {})
     return noted
 
 
 def made_from(run_dir: Path | str, name: str, inputs: Iterable[str]) -> bool:
-    """Whether an artefact was made from exactly these recorded artefacts."""
+    """Return whether an artefact was made from exactly these recorded artefacts."""
     kept = entries(run_dir)
     return name in kept and set(kept[name]["inputs"]) == {s for s in inputs if s in kept}
 

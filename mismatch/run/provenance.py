@@ -35,7 +35,7 @@ PRIVATE = re.compile(r"HOST|_IP($|_)|ADDR|HOME|PATH|DIR|CACHE|USER|PROXY|URL|END
 
 
 def provenance(command: str, prompts: str | None = None) -> dict[str, Any]:
-    """Facts of this machine and moment, as JSON data; no host or user name is among them.
+    """Return facts of this machine and moment, as JSON data; no host or user name is among them.
 
     Args:
         command: the command line.

@@ -18,7 +18,7 @@ SEPARABLE = ("vllm", "sglang")  # engines that may live in a separate environmen
 
 
 def rollout_done(run_dir: Path, spec: RolloutSpec) -> bool:
-    """Whether the tokens, their texts and the engine's own scoring of them are complete.
+    """Return whether the tokens, their texts and the engine's own scoring of them are complete.
 
     Raises:
         MismatchError: they were made with other versions or weights.
@@ -31,7 +31,7 @@ def rollout_done(run_dir: Path, spec: RolloutSpec) -> bool:
 
 
 def rescored(run_dir: Path, spec: RolloutSpec) -> bool:
-    """Whether the engine has rescored the run's tokens, or never will.
+    """Return whether the engine has rescored the run's tokens, or never will.
 
     An engine that cannot rescore has said so when it sampled: nothing is gained by starting it.
     """
@@ -44,7 +44,7 @@ def rescored(run_dir: Path, spec: RolloutSpec) -> bool:
 
 
 def scoring_done(run_dir: Path, name: str, spec: TrainSpec) -> bool:
-    """Whether one pass of the trainer over these tokens is complete; raises as above."""
+    """Return whether one pass of the trainer over these tokens is complete; raises as above."""
     return _done(run_dir, scoring_file(name), spec)
 
 

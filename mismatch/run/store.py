@@ -258,28 +258,28 @@ def scoring_header(run_dir: Path | str, name: str) -> dict[str, Any]:
 
 @readable("scores")
 def scoring_names(run_dir: Path | str) -> list[str]:
-    """Names of all scorings in a run directory, sorted."""
+    """Return names of all scorings in a run directory, sorted."""
     files = sorted((Path(run_dir) / "scores").glob("*.parquet"))
     return [read_header(file, SCORING_SCHEMA)["name"] for file in files]
 
 
 def scoring_file(name: str) -> str:
-    """Path of a scoring inside its run directory."""
+    """Return the path of a scoring inside its run directory."""
     return f"scores/{_stem(name)}.parquet"
 
 
 def routing_file(name: str) -> str:
-    """Path of a scoring's experts inside its run directory."""
+    """Return the path of a scoring's experts inside its run directory."""
     return f"routing/{_stem(name)}.safetensors"
 
 
 def distributions_file(name: str) -> str:
-    """Path of a scoring's whole distributions inside its run directory."""
+    """Return the path of a scoring's whole distributions inside its run directory."""
     return f"dists/{_stem(name)}.safetensors"
 
 
 def action_offsets(rollout: Rollout) -> np.ndarray:
-    """Offsets of every sequence into the action tokens, [N + 1]."""
+    """Return offsets of every sequence into the action tokens, [N + 1]."""
     starts = np.concatenate([[0], np.cumsum(rollout.action_mask)])
     return starts[rollout.offsets].astype(np.int64)
 
@@ -297,7 +297,7 @@ def _made_with(spec: RolloutSpec | TrainSpec | None) -> dict[str, str] | None:
 
 
 def made_with(spec: RolloutSpec | TrainSpec) -> dict[str, str]:
-    """Versions and weights here: what numbers depend on in addition to a spec."""
+    """Return versions and weights here: what numbers depend on in addition to a spec."""
     side = spec.engine if isinstance(spec, RolloutSpec) else spec
     if isinstance(spec, RolloutSpec) and spec.engine.servers:
         return {}  # the fingerprint says what servers ran
@@ -316,7 +316,7 @@ def save_vocabulary(run_dir: Path | str, texts: dict[int, str]) -> Path:
 
 @readable(VOCABULARY)
 def load_vocabulary(run_dir: Path | str) -> dict[int, str]:
-    """Texts of the ids in the rollout; empty where none were saved."""
+    """Return texts of the ids in the rollout; empty where none were saved."""
     if not (Path(run_dir) / VOCABULARY).exists():
         return {}
     return from_json(dict[int, str], load_document(run_dir, VOCABULARY), VOCABULARY)

@@ -134,7 +134,7 @@ def ragged(values: np.ndarray, offsets: np.ndarray) -> pa.Array:
 
 
 def flat(table: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """Values and offsets of a list column, whatever slices the reader made.
+    """Return values and offsets of a list column, whatever slices the reader made.
 
     Raises:
         TypeError: it is no column of lists, or a row holds none.
@@ -153,7 +153,7 @@ def flat(table: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def numbers(table: pa.Table, column: str, kind: type[np.generic]) -> np.ndarray:
-    """Values of a column of numbers.
+    """Return values of a column of numbers.
 
     Raises:
         TypeError: a value is missing.
