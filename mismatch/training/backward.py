@@ -124,7 +124,7 @@ class Backward:
         return float(loss.detach()) / self.scale
 
     def finite(self) -> bool:
-        """Whether every rank's gradient is."""
+        """Return whether every rank's gradient is."""
         gradients = (local_gradient(p) for p in self.loaded.scorer.parameters())
         bad = any(not bool(torch.isfinite(grad).all()) for grad in gradients if grad is not None)
         return not bool(self.world.sum(torch.tensor(int(bad))))

@@ -152,7 +152,7 @@ class World:
         return cls(rank, size, device, mesh, control)
 
     def gather(self, part: Any) -> list[Any] | None:
-        """Every rank's ``part`` on rank 0, in rank order; None elsewhere."""
+        """Return every rank's ``part`` on rank 0, in rank order; None elsewhere."""
         parts: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(part, parts, dst=0, group=self.control)
         return parts

@@ -230,7 +230,7 @@ class _Expert:
         return out
 
     def back(self, weight: torch.Tensor, expert: int, grad: torch.Tensor) -> torch.Tensor:
-        """Gradient of a linear layer's input."""
+        """Return the gradient of a linear layer's input."""
         return grad @ (weight[expert].t() if self.transposed else weight[expert])
 
     def add(

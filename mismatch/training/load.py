@@ -215,7 +215,7 @@ def require_runnable(
 
 
 def resident_share(scorer: Scorer) -> float:
-    """Share of the model's parameters that this rank holds, from its local shards."""
+    """Return the share of the model's parameters that this rank holds, from its local shards."""
     total = local = 0
     for parameter in scorer.parameters():
         part = parameter.to_local() if isinstance(parameter, DTensor) else parameter

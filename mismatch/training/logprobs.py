@@ -51,7 +51,7 @@ class DistributionCapture:
         return cls(engine, slots)
 
     def rows(self, targets: Ints) -> CapturedRows:
-        """Which rows to keep of the tokens ``targets`` [n], indices into T."""
+        """Return which rows to keep of the tokens ``targets`` [n], indices into T."""
         import torch
 
         slots = self.slots[targets]
@@ -268,7 +268,7 @@ def divide(logits: torch.Tensor, temperature: float, where: TemperatureIn) -> to
 
 
 def kept_mass(logps: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Probability that survives top-k and then top-p, per row of log-probabilities [n, V].
+    """Return probability that survives top-k and then top-p, per row of log-probabilities [n, V].
 
     The definition is vLLM's: top-k keeps everything not below the k-th largest (ties included);
     top-p then drops, from the least likely up, what sums to at most 1 - p of the *renormalised*

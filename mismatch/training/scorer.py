@@ -88,7 +88,7 @@ class Scorer(nn.Module):
         options: ForwardOptions,
         captured: CapturedRows | None = None,
     ) -> tuple[tuple[torch.Tensor | None, ...], list[LayerRoutes] | None]:
-        """Statistics of ``targets`` [n], each predicted at flattened row ``predicting`` [n].
+        """Return statistics of ``targets`` [n], each predicted at flattened row ``predicting`` [n].
 
         Args:
             captured: the targets whose full distributions are kept.
@@ -129,7 +129,7 @@ class Scorer(nn.Module):
         return gap
 
     def hidden(self, batch: Batch) -> torch.Tensor:
-        """Last hidden states [B, S, H]."""
+        """Return the last hidden states [B, S, H]."""
         mask: Any = batch.attention_mask
         whole = batch.whole or batch
         if whole.position_ids is not None:

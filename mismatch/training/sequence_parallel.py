@@ -116,7 +116,7 @@ class SequenceParallel:
         )
 
     def local(self, rows: torch.Tensor, width: int) -> tuple[Bools, torch.Tensor]:
-        """Flattened rows [n] of a batch of ``width`` that this rank has.
+        """Return flattened rows [n] of a batch of ``width`` that this rank has.
 
         Returns:
             [n] bool, which they are; and their flattened rows in this rank's part.

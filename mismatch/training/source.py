@@ -114,7 +114,7 @@ def resolve_master(files: TrainSpec, config: Any) -> MasterDtype:
 
 
 def stored_dtypes(files: TrainSpec) -> set[str]:
-    """Dtypes of all tensors of a checkpoint, as safetensors spells them; empty: not known.
+    """Return dtypes of all tensors of a checkpoint, as safetensors spells them; empty: not known.
 
     Reads the headers; a hub model's files are downloaded, as loading would.
     """
@@ -130,7 +130,7 @@ def stored_dtypes(files: TrainSpec) -> set[str]:
 
 
 def header_dtypes(path: Path) -> set[str]:
-    """Dtypes of the tensors of one safetensors file; empty if it is damaged."""
+    """Return dtypes of the tensors of one safetensors file; empty if it is damaged."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         try:

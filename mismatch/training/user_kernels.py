@@ -31,7 +31,7 @@ PATTERN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*(@\w*)?")
 
 
 def is_user_kernel(text: str) -> bool:
-    """Whether a kernel's name is a user's function.
+    """Return whether a kernel's name is a user's function.
 
     >>> is_user_kernel("my.kernels:attend@flash"), is_user_kernel("sink-sdpa")
     (True, False)

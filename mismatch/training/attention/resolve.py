@@ -182,7 +182,7 @@ def _tried(
 
 
 def has_sinks(model: PreTrainedModel) -> bool:
-    """Whether the model learns attention sinks."""
+    """Return whether the model learns attention sinks."""
     return any("sink" in name.rpartition(".")[2] for name, _ in model.named_parameters())
 
 

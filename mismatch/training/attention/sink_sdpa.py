@@ -323,7 +323,7 @@ def plain_attention(
     s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Softmax over the tokens and, where the layer has one, its sink.
+    """Return the softmax over the tokens and, where the layer has one, its sink.
 
     Shapes: query [B, H, T, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv]; returns [B, T, H, Dv].
     """

@@ -124,7 +124,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 def blocks_of(
     decoder: torch.nn.Module, layers: Sequence[MoeLayer]
 ) -> list[tuple[MoeLayer, torch.nn.Module]]:
-    """Every MoE layer with the block that contains its router and experts.
+    """Return every MoE layer with the block that contains its router and experts.
 
     In families whose routing is read at the router, that router.
 
@@ -220,7 +220,7 @@ class RouterNoise(RouterIntervention):
         return noisy
 
     def draw(self, layer: int, experts: int) -> np.ndarray:
-        """Noise of the real tokens (no padding), sequence after sequence: [n, E] float32."""
+        """Return noise of the real tokens (no padding), sequence after sequence: [n, E] float32."""
         parts = [
             np.random.default_rng([self.seed, layer, int(sequence)]).standard_normal(
                 (int(length), experts), np.float32
