@@ -189,7 +189,7 @@ class Likeliest:
 
     @classmethod
     def joined(cls, parts: Iterable[Likeliest | None]) -> Likeliest | None:
-        """One after another; None where one is missing or has another k."""
+        """Join one after another; None where one is missing or has another k."""
         given = list(parts)
         whole = [part for part in given if part is not None]
         if len(whole) < len(given) or len({part.ids.shape[1] for part in whole}) != 1:

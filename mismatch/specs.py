@@ -585,7 +585,7 @@ def portable(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def spec_hash(spec: Any) -> str:
-    """Twelve hex digits that change whenever anything in the spec does, but the place.
+    """Return twelve hex digits that change whenever anything in the spec does, but the place.
 
     A run may go on with servers at other addresses: that they are the same otherwise is asked of
     the servers, see mismatch/engines/servers. Passes do not depend on what runs next to them.
