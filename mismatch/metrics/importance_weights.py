@@ -96,7 +96,7 @@ class Ratios:
 
     @classmethod
     def of(cls, delta: Floats, sequence: Ints, train: Floats) -> Ratios:
-        """From delta [A], the sequence of each token [A] and the trainer's log-probability [A].
+        """Build from delta [A], each token's sequence [A] and the trainer's log-probability [A].
 
         Raises:
             EmptyComparison: no token.

@@ -82,7 +82,7 @@ class PromptSums:
 
     @classmethod
     def of(cls, terms: Floats, cluster: Ints, prompts: int, combine: Combine) -> PromptSums:
-        """From terms [U, M] and the prompt of each unit."""
+        """Build from terms [U, M] and the prompt of each unit."""
         count = np.bincount(cluster, minlength=prompts)
         sums = [np.bincount(cluster, column, minlength=prompts) for column in terms.T]
         constant = (terms == terms[0]).all(axis=0)
@@ -93,7 +93,7 @@ class PromptSums:
     def of_sums(
         cls, sums: Floats, count: Floats, constant: Sequence[float | None], combine: Combine
     ) -> PromptSums:
-        """From sums of the terms per prompt, [P, M], and units per prompt, [P].
+        """Build from sums of the terms per prompt, [P, M], and units per prompt, [P].
 
         Args:
             constant: the one value of all terms of a column, where there is but one: rounding of
@@ -165,7 +165,7 @@ class PromptSums:
 
 
 def draws(prompts: int, resamples: int, seed: int) -> Iterator[Floats]:
-    """How often each resample draws each prompt, [r, P]: a few resamples at a time, for memory."""
+    """Yield how often each resample draws each prompt, [r, P]: a few resamples at a time."""
     rng = np.random.default_rng(seed)
     left = resamples
     while left:
@@ -270,7 +270,7 @@ def prompt_sums(prompt: Ints, prompts: int, group: Ints, groups: int, values: Ar
 
 
 def group_means(sums: Floats, counts: Floats, bounds: tuple[float, float]) -> Groups:
-    """Mean and 95 % interval of every group from sums and counts per prompt, both [P, G].
+    """Return mean and 95 % interval of every group from sums and counts per prompt, both [P, G].
 
     The standard error is that of the ratio Σ sums / Σ counts, linearised over prompts.
 

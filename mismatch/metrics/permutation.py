@@ -19,7 +19,7 @@ PerPrompt = Mapping[int, tuple[float, float]]  # (sum of terms, number of tokens
 
 
 def exchange(before: PerPrompt, after: PerPrompt, *, seed: int = 0) -> float:
-    """Permutation test of two sides, on (sum of terms, number of tokens) of every prompt.
+    """Test two sides by permutation, on (sum of terms, number of tokens) of every prompt.
 
     Where a change does nothing, a prompt's numbers with it and without it could as well be swapped;
     the statistic is the difference of the two means over tokens. That holds for few prompts and for

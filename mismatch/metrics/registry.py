@@ -155,7 +155,7 @@ def columns(terms: Any) -> Floats:
 
 
 def plain_array(label: str, values: Any) -> Array:
-    """As numpy sees it; a tensor is detached, and bfloat16, which numpy lacks, read as float32."""
+    """Return it as numpy sees it; a tensor is detached, bfloat16 (numpy has none) read as float32."""
     if isinstance(values, np.ma.MaskedArray):
         raise MismatchError(f"{label} is a masked array", "pass the action tokens alone: x[mask]")
     if hasattr(values, "detach"):  # a torch tensor, without importing torch

@@ -152,7 +152,7 @@ class _Side:
     layers: tuple[int, ...]
 
     def pick(self, values: Array, rows: Ints) -> Array:
-        """[R, L, ...] of [T, every layer, ...]."""
+        """Return [R, L, ...] of [T, every layer, ...]."""
         picked = values[rows]
         if self.routing.layers == self.layers:
             return picked

@@ -36,7 +36,7 @@ def hill_index(size: Floats) -> float:
 
 
 def heavy_tail(terms: Floats) -> bool:
-    """Whether few units carry the number: one has over 20 %, or the Hill index is under 2."""
+    """Return whether few units carry the number: one has over 20 %, or Hill's index is under 2."""
     return any(heavy_sizes(np.abs(column)) for column in columns(terms).T)
 
 
