@@ -65,7 +65,7 @@ def require_a_law(sampling: Sampling) -> None:
 
 
 def require_ranges(*specs: Any) -> None:
-    """Every number of these specs is in the range of its flag, wherever the specs came from.
+    """Check that every number of these specs is in its flag's range, wherever they came from.
 
     Raises:
         MismatchError: one is not.
