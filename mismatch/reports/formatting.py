@@ -227,7 +227,7 @@ def seconds(value: float | None) -> str:
 
 
 def memory(size: float | None) -> str:
-    """Bytes, as MiB or GiB.
+    """Return bytes as MiB or GiB.
 
     >>> memory(5 << 20), memory(3 << 30), memory(None)
     ('5.00 MiB', '3.0 GiB', '–')
@@ -319,7 +319,7 @@ def _visible_character(character: str) -> str:
 
 
 def token_text(text: str, limit: int = 80) -> str:
-    """One token as it is shown: visible, spaces marked at its edges, never longer than ``limit``.
+    """Return a token as shown: visible, spaces marked at its edges, never longer than ``limit``.
 
     >>> token_text(" the"), token_text("  "), token_text("")
     ('␣the', '␣␣', '(empty)')

@@ -98,7 +98,7 @@ class Column:
         return self.format is text
 
     def cell(self, item: Any) -> Cell:
-        """Of the item that a row shows."""
+        """Return the cell of the item that a row shows."""
         value = attrgetter(self.of)(item) if isinstance(self.of, str) else self.of(item)
         return value if isinstance(value, Cell) else Cell(value, self.tone)
 

@@ -180,7 +180,7 @@ def size(report: Report) -> str:
 
 
 def in_plain_words(report: Report) -> str:
-    """By how much the two sides differ: the median token, the mean, the tail.
+    """Say by how much the two sides differ: the median token, the mean, the tail.
 
     The mean is ruled by the few tokens that are far off.
     """

@@ -95,7 +95,7 @@ def _tail(shown: Page, console: Console, directory: Path | str | None) -> None:
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """One line as it is: no markup in foreign text, no wrapping that breaks a path."""
+    """Print one line as it is: no markup in foreign text, no wrapping that breaks a path."""
     console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
@@ -185,7 +185,7 @@ def _contents(section: Section, console: Console, details: bool) -> None:
 
 
 def print_table(table: Table, console: Console) -> None:
-    """As many columns as fit, those of priority 0 always; names to be copied do not wrap."""
+    """Print as many columns as fit, those of priority 0 always; names to be copied do not wrap."""
     from rich.padding import Padding
     from rich.table import Table as RichTable
     from rich.text import Text

@@ -155,7 +155,7 @@ def explain(result: Explanation, report: Report) -> Section:
 
 
 def explained(result: Explanation) -> list[str]:
-    """One sentence each for what was confirmed, what was ruled out and what could not be made."""
+    """Return a sentence each for what was confirmed, ruled out, and could not be made."""
     if not result.experiments:
         return ["No experiment was made: none could single out a suspected cause."]
     measured = len([each for each in result.experiments if each.seconds is not None])

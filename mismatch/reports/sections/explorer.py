@@ -285,7 +285,7 @@ class _Words:
         self._index = {text: i for i, text in enumerate(self._texts)}
 
     def number(self, text: str) -> int:
-        """Of a text, which is added where it is new."""
+        """Return the number of a text, which is added where it is new."""
         if text not in self._index:
             self._index[text] = len(self._texts)
             self._texts.append(text)

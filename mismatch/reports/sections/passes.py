@@ -29,7 +29,7 @@ OTHERS = ("exact_reverse_kl", "exact_tv")
 
 
 def exact(report: Report) -> Section | None:
-    """Of the headline comparison, next to what the estimators say; None where it has none."""
+    """Show exact values of the headline next to what the estimators say; None where it has none."""
     comparison = headline(report)
     name = next((name for name in GIVEN if name in comparison.metrics), None)
     if name is None:

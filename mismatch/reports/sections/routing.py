@@ -75,7 +75,7 @@ HARMLESS = "That is no more than their share: no harm is seen."
 
 
 def section(report: Report) -> Section | None:
-    """Of the headline comparison; None for a dense model."""
+    """Show routing of the headline comparison; None for a dense model."""
     comparison = headline(report)
     rows = {row.metric: row for row in all_rows(comparison) if row.metric in comparison.routing}
     if not rows:

@@ -188,7 +188,7 @@ def ratio_histogram(delta: Array, bins: int = 61) -> tuple[Array, Array]:
 
 
 def logprobs(tokens: pd.DataFrame) -> Figure:
-    """Both sides' log-probabilities of every token, as a grid of counts: its size never grows."""
+    """Draw both sides' log-probabilities of every token as a grid of counts: its size is fixed."""
     sides = [
         np.maximum(tokens[f"{side}_logprob"].to_numpy(dtype=np.float64), DEEPEST)
         for side in ("rollout", "train")
