@@ -155,7 +155,7 @@ def columns(terms: Any) -> Floats:
 
 
 def plain_array(label: str, values: Any) -> Array:
-    """Return it as numpy sees it; a tensor is detached, bfloat16 (numpy has none) read as float32."""
+    """Return as numpy sees it; a tensor is detached, bfloat16 (unknown there) read as float32."""
     if isinstance(values, np.ma.MaskedArray):
         raise MismatchError(f"{label} is a masked array", "pass the action tokens alone: x[mask]")
     if hasattr(values, "detach"):  # a torch tensor, without importing torch
