@@ -99,7 +99,7 @@ def require_directory(flags: Flags) -> None:
 
 
 def open_run(verb: str, spec: CheckSpec, flags: Flags) -> Path:
-    """The run directory to work in; says so where it is an earlier one."""
+    """Return the run directory to work in; say so where it is an earlier one."""
     from mismatch.run.directory import open_run as open_directory
 
     model = flags["model"] or spec.rollout.engine.model
