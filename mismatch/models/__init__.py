@@ -108,8 +108,12 @@ def resolve_model(name: str) -> str:
     if name in EMBEDDED:
         return str(EMBEDDED[name])
     path = Path(name).expanduser()
+    if path.name == "config.json" and path.is_file():
+        path = path.parent
     if name and path.is_dir():
         return _checkpoint(path)
+    if path.suffix == ".gguf":
+        raise MismatchError(f"{name} is GGUF", fix="give the checkpoint that it was made from")
     alias = None if "/" in name else find_alias(name)
     if alias is not None:
         return alias.hub_id
@@ -135,12 +139,53 @@ def named(data: Any) -> Any:
 
 
 def _checkpoint(path: Path) -> str:
+    if (reason := unconverted(path)) is not None:
+        raise reason
     if not (path / "config.json").is_file():
         raise MismatchError(
             f"no config.json in {path}: not a model directory",
             fix="give a directory in Hugging Face format, as save_pretrained writes it",
         )
     return str(path)
+
+
+def unconverted(path: Path) -> MismatchError | None:
+    """Recognise a checkpoint as trainers leave it; the fix is the command that converts it.
+
+    The shards of verl's FSDP engine (also from the folders around them), a checkpoint of
+    ``torch.distributed.checkpoint`` (torchtitan, NeMo-RL, prime-rl), a LoRA adapter of PEFT, GGUF.
+    """
+    whole = any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))
+    if whole and not (path / "adapter_config.json").is_file():
+        return None
+    merged = f"{path}-merged"
+    for place in (path, path.parent, path / "actor"):
+        if any(place.glob("model_world_size_*_rank_*.pt")):
+            target = f"{place}-merged"
+            return MismatchError(
+                f"{place} holds the shards of verl's FSDP engine",
+                f"python -m verl.model_merger merge --backend fsdp --local_dir {place} "
+                f"--target_dir {target}, then --model {target}",
+            )
+    if (path / ".metadata").is_file() and any(path.glob("*.distcp")):
+        return MismatchError(
+            f"{path} is a checkpoint of torch.distributed.checkpoint",
+            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} model.pt, "
+            "load that into the model, and save_pretrained() it with its tokenizer",
+        )
+    if (path / "adapter_config.json").is_file():
+        return MismatchError(
+            f"{path} is a LoRA adapter, without its base model",
+            'python -c "from peft import AutoPeftModelForCausalLM as Model; Model.from_pretrained('
+            f"'{path}').merge_and_unload().save_pretrained('{merged}')\", copy the base model's "
+            f"tokenizer there, then --model {merged}",
+        )
+    if any(path.glob("*.gguf")):
+        return MismatchError(
+            f"{path} holds GGUF, which no trainer reads",
+            "give the checkpoint that it was made from",
+        )
+    return None
 
 
 def _suggestion(name: str) -> str:

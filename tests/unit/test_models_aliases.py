@@ -189,3 +189,36 @@ def test_a_file_and_transformers_say_the_same(name):
     config = AutoConfig.for_model(**{k: v for k, v in values.items() if k != "quantization_config"})
     ours = replace(ModelConfig.of(values), quantised="", dtype="", layer_types=())
     assert ours == replace(ModelConfig.of(config), quantised="", dtype="", layer_types=())
+
+
+@pytest.mark.parametrize(
+    ("files", "given", "command"),
+    [
+        (["actor/model_world_size_2_rank_0.pt", "actor/huggingface/config.json"], "actor",
+         "verl.model_merger"),
+        (["actor/model_world_size_2_rank_0.pt", "actor/huggingface/config.json"],
+         "actor/huggingface", "verl.model_merger"),
+        (["actor/model_world_size_2_rank_0.pt"], ".", "verl.model_merger"),
+        ([".metadata", "__0_0.distcp", "config.json"], ".", "dcp_to_torch"),
+        (["adapter_config.json", "adapter_model.safetensors"], ".", "merge_and_unload"),
+        (["model.gguf"], ".", "made from"),
+        (["model.gguf"], "model.gguf", "made from"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_as_a_trainer_leaves_it_is_answered_with_what_converts_it(
+    tmp_path, files, given, command
+):
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(MismatchError) as caught:
+        resolve_model(str(tmp_path / given))
+    assert command in caught.value.fix
+
+
+def test_a_model_directory_may_lie_next_to_shards_and_be_named_by_its_config(tmp_path):
+    (tmp_path / "merged").mkdir()
+    for name in ("model_world_size_2_rank_0.pt", "merged/config.json", "merged/model.safetensors"):
+        (tmp_path / name).touch()
+    merged = tmp_path / "merged"
+    assert resolve_model(str(merged)) == resolve_model(str(merged / "config.json")) == str(merged)
