@@ -42,6 +42,10 @@ CacheKind = Literal[
 Corruption = tuple[str, int, int]  # what, row of T, column of L
 
 
+class NotNumbers(ValueError):
+    """Log-probabilities that are NaN."""
+
+
 @dataclass(frozen=True, slots=True)
 class CachePair:
     """One context continued greedily twice: with the prefix cache unread, and read.
@@ -183,7 +187,7 @@ class Likeliest:
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < 1 << 31:
             raise ValueError("likeliest tokens: ids that are none")
         if np.isnan(values).any():
-            raise ValueError("likeliest tokens: logprobs that are no numbers")
+            raise NotNumbers("likeliest tokens: logprobs that are no numbers")
         values = np.where(values < ABSENT_LOGPROB, -np.inf, values).astype(np.float32)
         return cls(numbers.astype(np.int32), values)
 

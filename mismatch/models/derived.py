@@ -253,6 +253,15 @@ class Shards:
         self.pending, self.bytes = {}, 0
 
 
+def first_not_finite(source: Path) -> str:
+    """Return the name of a checkpoint's tensor that holds NaN or infinity; "": none does."""
+    with ExitStack() as stack:
+        for name, file in open_tensors(source, stack).items():
+            if not file.get_tensor(name).float().isfinite().all():
+                return name
+    return ""
+
+
 def open_tensors(source: Path, stack: ExitStack) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 

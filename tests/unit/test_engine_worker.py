@@ -9,9 +9,13 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from mismatch.captures import NotNumbers
 from mismatch.engines.base import Capabilities, ExpertLayout, LoadedWeights, Sample
 from mismatch.engines.model_info import ModelInfo
+from mismatch.errors import MismatchError
 from mismatch.processes.stages import Stages
 from mismatch.processes.workers import engine as worker
 from mismatch.processes.workers import sampling
@@ -100,6 +104,23 @@ def kind(monkeypatch: pytest.MonkeyPatch) -> type[Stub]:
 def routing_reasons(run: Path) -> list[str]:
     entries = NotTested.of(store.load_scoring(run, "stub:decode").fingerprint)
     return [entry.reason for entry in entries if entry.what == ROUTES]
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_nan_from_an_engine_is_traced_to_the_checkpoints_tensor(
+    kind: type[Stub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    def generate(*_: Any) -> Any:
+        raise NotNumbers("likeliest tokens: logprobs that are no numbers")
+
+    monkeypatch.setattr(kind, "generate", generate)
+    values = {"sound": torch.ones(2, 2), "layers.1.up": torch.ones(2)}
+    values["layers.1.up"][1] = float("nan") if broken else 0.0
+    save_file(values, tmp_path / "model.safetensors")
+    spec = replace(SPEC, engine=replace(SPEC.engine, model=str(tmp_path)))
+    with pytest.raises(MismatchError, match="NaN") as caught:
+        worker.run(tmp_path / "run", spec)
+    assert ("layers.1.up" in caught.value.message) is broken
 
 
 @pytest.mark.parametrize("template", ["a template", None])

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mismatch.captures import NotNumbers
 from mismatch.codec import to_json
 from mismatch.engines.artefacts import (
     build_rollout,
@@ -30,6 +31,7 @@ from mismatch.engines.model_info import ModelInfo, load_tokenizer, read_model_in
 from mismatch.engines.registry import engine_class
 from mismatch.engines.turns import Trajectory, TurnDistributions, play, starting
 from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.models.derived import first_not_finite
 from mismatch.models.tokenizers import token_texts
 from mismatch.prompts.environments import Environment, Replies, built_in, prepared
 from mismatch.prompts.prompt import Prompt
@@ -101,7 +103,10 @@ def sampled(
         wanted = CaptureRequest(spec.exact_kl, spec.exact_kl_top_k, spec.sampling.seed, law)
         captured = TurnDistributions(engine, wanted)
     with timed("generate"):
-        samples = engine.generate(ready.ids, progress)
+        try:
+            samples = engine.generate(ready.ids, progress)
+        except NotNumbers as error:
+            raise not_numbers(engine.name, spec.engine.model) from error
         require_complete(samples, len(ready.ids), spec.sampling.samples_per_prompt, engine.name)
         trajectories = starting(ready.ids, samples)
         if captured is not None:
@@ -125,6 +130,15 @@ def sampled(
         decode = with_distributions(captured, decode, rollout, ready.info.vocab_size)
         captured.engine.capture_distributions(None)
     return rollout, trajectories, decode
+
+
+def not_numbers(engine: str, model: str) -> MismatchError:
+    """Say which tensor of the checkpoint makes log-probabilities NaN, where one does."""
+    tensor = first_not_finite(Path(model)) if Path(model).is_dir() else ""
+    what, fix = f"{engine} gives log-probabilities that are NaN", "try --dtype fp32"
+    if tensor:
+        what, fix = f"{what}: {tensor} of {model} holds NaN or infinity", "use a sound checkpoint"
+    return MismatchError(what, fix)
 
 
 def save_texts(run_dir: Path, rollout: Rollout, decode: Scoring, ready: Ready) -> None:
