@@ -29,16 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-@dataclass(frozen=True, slots=True)
-class Excerpt:
-    """A token in the text around it."""
-
-    before: str
-    token: str
-    after: str
-
-
-Value = str | int | float | Estimate | Excerpt | None
+Value = str | int | float | Estimate | None
 
 
 @dataclass(frozen=True, slots=True)

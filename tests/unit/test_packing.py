@@ -21,6 +21,7 @@ from mismatch.reports.tokens_table import comparable
 from mismatch.run.provenance import redact
 from tests.explorer_fixture import many
 from tests.reports_fixture import HOSTILE, make_empty_report, make_report, make_tokens
+from tests.tables import values
 
 
 def unpacked(packed: Packed) -> dict[str, Any]:
@@ -192,3 +193,22 @@ def test_data_that_could_end_its_element_are_refused() -> None:
     section = replace(shown.sections[0], widget=Widget("explorer", "</script>"))
     with pytest.raises(ValueError, match="explorer"):
         show_page(replace(shown, sections=(section,)))
+
+
+def test_paper_lists_the_tokens_of_largest_delta() -> None:
+    tokens = pd.DataFrame(
+        {
+            "sequence": [0, 0, 1],
+            "position": [4, 5, 9],
+            "token_id": [1, 2, 3],
+            "token": ["a", " b", "c"],
+            "rollout_logprob": [-1.0, -1.5, -1.0],
+            "train_logprob": [-1.0, -1.0, -3.0],
+            "delta": [0.0, 0.5, -2.0],
+        }
+    )
+    (table,) = explorer.worst_tokens(tokens)
+    rows = values(table)
+    assert [(row["token"], row["Δ, nats"]) for row in rows] == [("c", -2.0), ("␣b", 0.5)]
+    assert [row[-1].link for row in table.cells()] == ["s1t9", "s0t5"]
+    assert explorer.worst_tokens(tokens[:1]) == []  # delta 0 is not a disagreement

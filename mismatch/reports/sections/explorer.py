@@ -22,9 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.captures import LIKELIEST
-from mismatch.reports.formatting import count, plural, visible
-from mismatch.reports.section import Section, Widget
-from mismatch.reports.sections.worst_tokens import worst_tokens
+from mismatch.reports.formatting import count, number, plural, signed, text, token_text, visible
+from mismatch.reports.section import Cell, Column, Section, Table, Widget
 from mismatch.reports.tokens_table import comparable
 from mismatch.types import Floats, Ints, Report
 
@@ -57,6 +56,24 @@ LEAD = (
     "token; j and k walk through the largest |Δ|, arrow keys through tokens and sequences. The "
     "address of the page names the token."
 )
+STILL = (
+    Column(
+        "token", text, of=lambda row: Cell(token_text(str(row.token)), note=f"id {row.token_id}")
+    ),
+    Column("Δ, nats", signed, of="delta"),
+    Column("logprob, rollout", number, of="rollout_logprob"),
+    Column("logprob, train", number, of="train_logprob"),
+    Column(
+        "where",
+        text,
+        of=lambda row: Cell(
+            f"sequence {row.sequence}",
+            note=f"position {row.position}",
+            link=f"s{row.sequence}t{row.position}",
+        ),
+    ),
+)
+MOST = 12  # rows of it
 Bytes = NDArray[np.uint8]
 
 
@@ -79,11 +96,18 @@ def section(report: Report, tokens: pd.DataFrame | None) -> Section | None:
         "Token explorer",
         LEAD,
         notes=notes(packed, len(rows), rows["sequence"].nunique()),
-        widget=Widget("explorer", packed.text, worst_tokens(rows).tables),
+        widget=Widget("explorer", packed.text, worst_tokens(rows)),
         folded=not broken,  # open at the worst token, without controls until they are asked for
         page_only=True,
         short=f"{plural(packed.tokens, 'token')} of {plural(packed.sequences, 'sequence')}",
     )
+
+
+def worst_tokens(rows: pd.DataFrame) -> list[Table]:
+    """Return the tokens of largest |delta| as a table, where there are any."""
+    size = rows["delta"].abs()
+    worst = rows.loc[size[size > 0].nlargest(MOST).index]
+    return [Table.of(STILL, worst.itertuples())] if len(worst) else []
 
 
 def notes(packed: Packed, tokens: int, sequences: int) -> tuple[str, ...]:
