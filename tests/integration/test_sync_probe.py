@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from mismatch.features.sync.judge import judge, kept_caches, parted, sync_from_json
+from mismatch.codec import from_json
+from mismatch.features.sync.judge import judge, kept_caches, parted
 from mismatch.features.sync.report import SyncReport
 from mismatch.processes.launch import interpreter_environment, own_python
 from mismatch.specs import EngineSpec
@@ -58,7 +59,8 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def report_of(path: Path) -> SyncReport:
     document: dict[str, Any] = json.loads(path.read_text())
-    return sync_from_json(document)
+    del document["schema"], document["verdict"]
+    return from_json(SyncReport, document)
 
 
 def statuses(report: SyncReport) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mismatch.codec import object_schema, to_json, with_verdict, without_verdict
+from mismatch.codec import to_json
 from mismatch.features.sync.report import (
     BACK,
     CacheRow,
@@ -345,26 +345,8 @@ def kind_of(name: str) -> str:
 
 SCHEMA = "mismatch.sync-probe/1"
 FILE = "sync-probe.json"
-COMMAND, PAGE = "mismatch sync-probe", "docs/how-to/weight-sync.md"
-
-
-def schema() -> dict[str, Any]:
-    """Return the JSON Schema of the document."""
-    definitions: dict[str, Any] = {}
-    verdict = object_schema(SyncVerdict, definitions)
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA}
-    return {
-        **head,
-        **with_verdict(SyncReport, SCHEMA, verdict, definitions),
-        "$defs": definitions,
-    }
 
 
 def sync_to_json(report: SyncReport) -> dict[str, Any]:
     """Return the report as JSON data, with its verdict."""
     return {"schema": SCHEMA, "verdict": to_json(judge(report)), **to_json(report)}
-
-
-def sync_from_json(document: Any) -> SyncReport:
-    """Return the inverse of :func:`sync_to_json`; see :func:`mismatch.codec.without_verdict`."""
-    return without_verdict(SyncReport, document, SCHEMA, command=COMMAND, page=PAGE)
