@@ -21,7 +21,6 @@ from mismatch.types import Bools, Estimate, Floats, Ints
 
 AS_RUN, REPLAY, OVERRIDE = "as-run", "router-replay", "on-policy-override"
 CLIP = 0.2
-EDGES = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, CLIP)  # of |ratio - 1|; beyond the last: clipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +32,14 @@ class Variant:
         scoring: the new pass; None where nothing was run, because the ratio is set, not measured.
         metrics: name -> estimate, see ``METRICS_OF_RATIO``; empty where nothing was measured.
         routing: share of (token, layer), and of tokens, whose experts differ between the passes.
-        by_size: columns ``low``, ``high`` (None: no bound), ``count`` of |ratio - 1|.
     """
+
+    GONE = frozenset({"by_size"})  # see mismatch/codec.py
 
     id: str
     scoring: str | None
     metrics: dict[str, Estimate] = field(default_factory=dict)
     routing: dict[str, Estimate] = field(default_factory=dict)
-    by_size: dict[str, list[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,18 +171,7 @@ def measure_pass(
     if differs is not None:
         routes = estimator.all(METRICS_OF_ROUTES, {"layers": floats(differs.mean(axis=1))})
     estimates = estimator.all(METRICS_OF_RATIO, {"ratio": ratio, "delta": new - old})
-    return Variant(id, scoring, estimates, routes, sizes(ratio))
-
-
-def sizes(ratio: Floats) -> dict[str, list[Any]]:
-    """Tokens by |ratio - 1|: exactly 0, then up to each edge, then beyond PPO's clip range."""
-    off = np.abs(ratio - 1.0)
-    bucket = np.searchsorted(EDGES, off, side="left")  # 0: exactly 0; i: in (EDGES[i-1], EDGES[i]]
-    return {
-        "low": [0.0, *EDGES],
-        "high": [*EDGES, None],
-        "count": np.bincount(bucket, minlength=len(EDGES) + 1).tolist(),
-    }
+    return Variant(id, scoring, estimates, routes)
 
 
 def unclipped(ratio: Floats, advantage: Floats, clip: float) -> Bools:
