@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from mismatch.engines.registry import engine_info
 from mismatch.errors import MismatchError
@@ -43,10 +43,6 @@ from mismatch.run.messages import (
 )
 from mismatch.run.provenance import redact
 from mismatch.specs import EngineSpec
-
-if TYPE_CHECKING:
-    pass
-
 
 ROOT = Path(__file__).parents[2]
 
