@@ -14,7 +14,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -79,40 +79,6 @@ def fields_of(document: Any, schema: str, *, command: str) -> dict[str, Any]:
             f"read it with the version of mismatch that wrote it, or run `{command}` again",
         )
     return {key: value for key, value in document.items() if key != "schema"}
-
-
-def without_verdict(cls: type[T], document: Any, schema: str, *, command: str, page: str) -> T:
-    """Return the report in a document that says its verdict as well; that follows from the rest.
-
-    Raises:
-        MismatchError: no such document, a schema of another version, or a field that does not fit.
-    """
-    fields = fields_of(document, schema, command=command)
-    fields.pop("verdict", None)
-    with refused(schema, command=command, page=page):
-        return from_json(cls, fields)
-
-
-def with_verdict(
-    cls: type, schema: str, verdict: dict[str, Any], definitions: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the JSON Schema of the document, as a part of another."""
-    report = object_schema(cls, definitions)
-    head = {"schema": {"const": schema}, "verdict": verdict}
-    return report | {
-        "properties": head | report["properties"],
-        "required": [*head, *report["required"]],
-    }
-
-
-def status_schema(statuses: Sequence[str]) -> dict[str, Any]:
-    """Return a verdict of a status and its reason."""
-    return {
-        "type": "object",
-        "properties": {"status": {"enum": list(statuses)}, "reason": {"type": "string"}},
-        "required": ["status", "reason"],
-        "additionalProperties": False,
-    }
 
 
 @contextmanager

@@ -360,6 +360,27 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Judged:
+    """The verdict of a command that makes no whole report.
+
+    >>> Judged("broken", "2 parameters are stale", 1).line
+    'verdict: broken – 2 parameters are stale'
+
+    Attributes:
+        code: of the command, 0 or 1.
+    """
+
+    status: str
+    reason: str
+    code: int
+
+    @property
+    def line(self) -> str:
+        """As it is printed."""
+        return f"verdict: {self.status} – {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
 class Pair:
     """Two scorings of one rollout, side by side: what every metric is computed from.
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import textwrap
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from mismatch.reports.formatting import badge, line, visible
 from mismatch.reports.section import Page, Section, Spread, Table, cell_text
 from mismatch.reports.sections import page
-from mismatch.types import Report
+from mismatch.types import Judged, Report
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -124,16 +124,6 @@ def print_section(section: Section, console: Console, details: bool = True) -> N
     say(console, "")
     say(console, line(section.title), "bold")
     _contents(section, console, details)
-
-
-class Judged(Protocol):
-    """A verdict by itself: its line and the command's exit code."""
-
-    @property
-    def line(self) -> str: ...
-
-    @property
-    def code(self) -> int: ...
 
 
 def print_alone(

@@ -69,14 +69,14 @@ def statuses(report: SyncReport) -> dict[str, str]:
 
 def test_every_parameter_arrives_where_it_is_written_into_the_kernels(of_engine: Path) -> None:
     report = report_of(of_engine / "clean.json")
-    assert judge(report).word == "healthy"
+    assert judge(report).status == "healthy"
     assert len(report.of_status("arrived")) == 71
     assert all(row.differ == 0 for row in report.caches)
 
 
 def test_the_library_call_reads_a_real_engine(of_engine: Path) -> None:
     report = report_of(of_engine / "library.json")
-    assert judge(report).word == "healthy"
+    assert judge(report).status == "healthy"
     assert len(report.of_status("arrived")) == 71
 
 
@@ -101,7 +101,7 @@ def test_sglangs_update_from_files_brings_every_parameter_and_drops_its_cache(
     if not installed("sglang"):
         pytest.skip(f"engine: {MAKE['sglang']}")
     report = report_of(probed(tmp_path_factory, "sync_scenarios", "sglang") / "disk.json")
-    assert judge(report).word == "healthy"
+    assert judge(report).status == "healthy"
     assert len(report.of_status("arrived")) == 71
     assert all(row.differ == 0 for row in report.caches)
 
@@ -110,7 +110,7 @@ def test_a_cache_that_nobody_resets_answers_from_old_weights(of_engine: Path) ->
     report = report_of(of_engine / "kept-cache.json")
     assert not report.faults
     assert [row.push for row in kept_caches(report)] == [1, 2, 3]
-    assert judge(report).word == "broken"
+    assert judge(report).status == "broken"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_tied_head_is_left_behind_by_vllms_reload(tmp_path: Path) -> None:
 @pytest.mark.grid
 def test_adapters_arrive_and_move_both_sides_alike(adapters: Path) -> None:
     report = report_of(adapters / "clean.json")
-    assert judge(report).word == "healthy"
+    assert judge(report).status == "healthy"
     assert len(report.of_status("arrived")) == 28
     assert report.scores[1].engine_moved > 0.1
     assert report.scores[3].engine_moved == 0
@@ -212,5 +212,5 @@ def test_experts_with_a_name_each_are_packed_for_their_kernel(tmp_path: Path) ->
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = report_of(tmp_path / "probe" / "sync-probe.json")
-    assert judge(report).word == "healthy"
+    assert judge(report).status == "healthy"
     assert not report.of_status("not_compared")

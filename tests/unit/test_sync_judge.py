@@ -85,7 +85,7 @@ def change(
 
 def test_a_clean_push_passes() -> None:
     report = probe(states())
-    assert judge(report).word == "healthy"
+    assert judge(report).status == "healthy"
     assert len(report.parameters) == len(SHAPES)
     assert all(p.arrived and len(p.outcomes) == 3 for p in report.parameters)
 
@@ -95,7 +95,7 @@ def test_a_parameter_that_is_skipped_is_stale_though_the_round_trip_hides_it(nam
     report = probe(change(name, lambda right, push: right[0][name]))
     assert statuses(report) == {name: "stale"}
     assert report.faults[0].outcomes[2].status == "arrived"
-    assert judge(report).word == "broken"
+    assert judge(report).status == "broken"
 
 
 def test_an_update_that_is_dropped_the_second_time_only_is_stale() -> None:
@@ -107,7 +107,7 @@ def test_a_tied_head_that_is_not_carried_has_lost_its_tie() -> None:
     held = [{**state, HEAD: states()[0][EMBED]} for state in states()]
     assert statuses(probe(held, {HEAD: EMBED})) == {HEAD: "alias_lost"}
     followed = [{**state, HEAD: state[EMBED]} for state in states()]
-    assert judge(probe(followed, {HEAD: EMBED})).word == "healthy"
+    assert judge(probe(followed, {HEAD: EMBED})).status == "healthy"
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0, 0.0, -1.0])
@@ -198,7 +198,7 @@ def test_eight_bits_arrive_with_their_rounding_and_a_forgotten_scale_is_seen() -
 
     held = change(SQUARE, lambda right, push: fp8(right[push][SQUARE], scale(right[push][SQUARE])))
     report = probe(held)
-    assert judge(report).word == "healthy"
+    assert judge(report).status == "healthy"
     (rounded,) = (p for p in report.parameters if p.name == SQUARE)
     assert rounded.outcomes[0].rounded
     assert not rounded.outcomes[2].rounded
@@ -224,19 +224,19 @@ def test_what_differs_before_any_push_or_is_not_shown_is_not_compared() -> None:
     report = probe(held)
     assert {p.name for p in report.of_status("not_compared")} == {WIDE, NORM}
     assert all(p.reason for p in report.of_status("not_compared"))
-    assert judge(report).word == "inconclusive"
+    assert judge(report).status == "inconclusive"
     assert judge(report).code == 1
 
 
 def test_nothing_compared_is_never_healthy() -> None:
-    assert judge(SyncReport("toy", "vllm", "reload", 0, 0.1, ())).word == "inconclusive"
+    assert judge(SyncReport("toy", "vllm", "reload", 0, 0.1, ())).status == "inconclusive"
 
 
 def test_a_cache_that_outlives_the_push_breaks_it() -> None:
     clean = replace(probe(states()), caches=(CacheRow(1, 4, 0, 0.0),))
-    assert judge(clean).word == "healthy"
+    assert judge(clean).status == "healthy"
     kept = replace(clean, caches=(CacheRow(1, 4, 3, 0.5),))
-    assert judge(kept).word == "broken"
+    assert judge(kept).status == "broken"
     assert kept_caches(kept) == kept.caches
 
 
@@ -250,15 +250,15 @@ def test_sides_that_part_after_a_push_break_it_though_every_digest_agrees() -> N
     assert rows[3].engine_moved == 0
     assert rows[1].trainer_moved == pytest.approx(np.abs(moved - base).mean())
     report = replace(probe(states()), scores=rows)
-    assert judge(report).word == "healthy"
+    assert judge(report).status == "healthy"
     stale = score_rows([[near[0]], [near[0]], [near[2]], [near[3]]], trainer)
     assert [row.push for row in parted(replace(report, scores=stale))] == [1]
-    assert judge(replace(report, scores=stale)).word == "broken"
+    assert judge(replace(report, scores=stale)).status == "broken"
 
 
 def test_a_push_that_fails_the_second_time_breaks_it() -> None:
     report = replace(probe(states()), push_failed={2: "shape mismatch"})
-    assert judge(report).word == "broken"
+    assert judge(report).status == "broken"
 
 
 def test_the_document_comes_back_as_it_was() -> None:
@@ -340,7 +340,7 @@ def adapter_report(
 
 def test_an_adapter_that_arrives_is_healthy(adapters: Adapters) -> None:
     report = adapter_report(adapters, lambda weights, push: weights)
-    assert judge(report).word == "healthy"
+    assert judge(report).status == "healthy"
     assert len(report.of_status("arrived")) == 8
 
 

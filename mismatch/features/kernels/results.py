@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
+from mismatch.types import Judged
 
 Kind = Literal["attention", "experts"]
 Origin = Literal["ours", "transformers", "yours"]
@@ -157,22 +158,7 @@ WORDS = {
 CONSEQUENCES = ("forward", "gradient", "sink_gradient", "router_gradient")
 
 
-@dataclass(frozen=True, slots=True)
-class KernelVerdict:
-    """The last line."""
-
-    status: Literal["sound", "wrong"]
-    reason: str
-    code: int
-    """Of the command: 0 or 1."""
-
-    @property
-    def line(self) -> str:
-        """As it is printed."""
-        return f"verdict: {self.status} – {self.reason}"
-
-
-def judge(report: AuditReport) -> KernelVerdict:
+def judge(report: AuditReport) -> Judged:
     """Judge: wrong if a run could use one that is wrong, or if a user's own did not pass.
 
     Raises:
@@ -195,7 +181,7 @@ def judge(report: AuditReport) -> KernelVerdict:
     if bad:
         named = "; ".join(f"{audit.name}: {audit.why}" for audit in bad[:3])
         more = f"; and {len(bad) - 3} more" if len(bad) > 3 else ""
-        return KernelVerdict("wrong", named + more, 1)
+        return Judged("wrong", named + more, 1)
     names = {
         kind: ", ".join(a.name for a in ran if a.verdict == "sound" and a.kind == kind)
         for kind in ("attention", "experts")
@@ -203,12 +189,12 @@ def judge(report: AuditReport) -> KernelVerdict:
     named = names["attention"] or names["experts"]
     if not named:
         reason = f"none of the {len(ran)} that ran can be used here for this model"
-        return KernelVerdict("wrong", reason, 1)
+        return Judged("wrong", reason, 1)
     if all(names.values()):  # both kinds have an ``eager``
         named = "; ".join(f"{kind} {those}" for kind, those in names.items())
     others = ", ".join(a.name for a in ran if not a.usable and a.failed and a.answered)
     refused = f" ({others}: wrong, but not usable here)" if others else ""
-    return KernelVerdict("sound", f"{named}: nothing wrong{refused}", 0)
+    return Judged("sound", f"{named}: nothing wrong{refused}", 0)
 
 
 def word_of(column: str) -> str:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
 from mismatch.analysis.plugins import Analysis
-from mismatch.codec import status_schema, to_json, with_verdict, without_verdict
+from mismatch.codec import fields_of, from_json, object_schema, refused, to_json
 from mismatch.errors import MismatchError
 from mismatch.features.locate.kinds import causes_of
 from mismatch.features.locate.results import Group, Location, SideLocation, Site, SiteError, Status
 from mismatch.run import store
 from mismatch.specs import CheckSpec
-from mismatch.types import Floats
+from mismatch.types import Floats, Judged
 
 MATTERS = 0.05  # share of a side's distance that a first source explains, or that goes without it
 MOVES = 0.1  # of a side's distance, that a first source moves the end by all the same
@@ -87,21 +87,7 @@ def with_first(side: SideLocation) -> SideLocation:
     return replace(side, first=first)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The last line, and the exit code of the command: 0 or 1."""
-
-    status: Status
-    reason: str
-    code: int
-
-    @property
-    def line(self) -> str:
-        """As it is printed."""
-        return f"verdict: {self.status} – {self.reason}"
-
-
-def judge(location: Location) -> Verdict:
+def judge(location: Location) -> Judged:
     """Judge: located as soon as one side has a source that explains something.
 
     Raises:
@@ -111,15 +97,15 @@ def judge(location: Location) -> Verdict:
         raise MismatchError("no side was recorded", "see what was not tested, and why")
     named = [side for side in location.sides if side.source is not None]
     if named:
-        return Verdict("located", "; ".join(sentence(side) for side in named), 1)
+        return Judged("located", "; ".join(sentence(side) for side in named), 1)
     other = [side for side in location.sides if side.is_other]
     if other:
-        return Verdict("unlocated", "; ".join(other_than_the_run(side) for side in other), 1)
+        return Judged("unlocated", "; ".join(other_than_the_run(side) for side in other), 1)
     far = [side for side in location.sides if is_far(location, side)]
     if far:
         names = ", ".join(side.name for side in far)
         reason = f"{names} is off beyond its precision, and no module that was recorded says why"
-        return Verdict("unlocated", reason, 1)
+        return Judged("unlocated", reason, 1)
     names = " and ".join(side.name for side in location.sides)
     reason = f"no module of {names} errs beyond what its precision costs"
     if any(side.groups for side in location.sides):
@@ -127,8 +113,8 @@ def judge(location: Location) -> Verdict:
     if all(side.role != "engine" for side in location.sides):
         reason += "; the engine's side could not be located"
         if location.broken:
-            return Verdict("unlocated", f"{reason}, and the run is BROKEN", 1)
-    return Verdict("none", reason, 0)
+            return Judged("unlocated", f"{reason}, and the run is BROKEN", 1)
+    return Judged("none", reason, 0)
 
 
 def is_far(location: Location, side: SideLocation) -> bool:
@@ -189,8 +175,15 @@ def to_document(location: Location) -> dict[str, Any]:
 
 
 def from_document(document: Any) -> Location:
-    """Read what :func:`to_document` wrote; raises as :func:`mismatch.codec.without_verdict`."""
-    return without_verdict(Location, document, SCHEMA, command=COMMAND, page=PAGE)
+    """Read what :func:`to_document` wrote; the verdict follows from the rest.
+
+    Raises:
+        MismatchError: no such document, a schema of another version, or a field that does not fit.
+    """
+    fields = fields_of(document, SCHEMA, command=COMMAND)
+    fields.pop("verdict", None)
+    with refused(SCHEMA, command=COMMAND, page=PAGE):
+        return from_json(Location, fields)
 
 
 def of_run(run_dir: Path | str, spec: CheckSpec | None = None) -> Location | None:
@@ -215,8 +208,19 @@ class _Locate(Analysis[Location]):
         return None if entry is None else from_document(entry)
 
     def schema(self, definitions: dict[str, Any]) -> dict[str, Any]:
-        verdict = status_schema(get_args(Status))
-        return {self.id: with_verdict(Location, SCHEMA, verdict, definitions)}
+        verdict = {
+            "type": "object",
+            "properties": {
+                "status": {"enum": list(get_args(Status))},
+                "reason": {"type": "string"},
+            },
+            "required": ["status", "reason"],
+            "additionalProperties": False,
+        }
+        own = object_schema(Location, definitions)
+        head = {"schema": {"const": SCHEMA}, "verdict": verdict}
+        own["properties"], own["required"] = head | own["properties"], [*head, *own["required"]]
+        return {self.id: own}
 
 
 ANALYSES = (

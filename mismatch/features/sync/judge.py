@@ -19,11 +19,10 @@ from mismatch.features.sync.report import (
     ScoreRow,
     Status,
     SyncReport,
-    SyncVerdict,
 )
 from mismatch.models.digests import UNORDERED, Digest, combine
 from mismatch.models.weight_states import Prints
-from mismatch.types import Floats
+from mismatch.types import Floats, Judged
 
 States = Mapping[str, Prints]
 # From the least to the worst: what a parameter is said to be over all pushes.
@@ -281,7 +280,7 @@ def kept_caches(report: SyncReport) -> tuple[CacheRow, ...]:
     return tuple(row for row in report.caches if row.push and row.differ)
 
 
-def judge(report: SyncReport) -> SyncVerdict:
+def judge(report: SyncReport) -> Judged:
     """Broken by any fault; inconclusive where something could not be compared."""
     reasons = [_group(status, report.of_status(status)) for status in reversed(SEVERITY[2:])]
     reasons = [reason for reason in reasons if reason]
@@ -297,13 +296,13 @@ def judge(report: SyncReport) -> SyncVerdict:
             f"{first.apart:.3g} before, though every compared parameter arrived"
         )
     if reasons:
-        return SyncVerdict("broken", "; ".join(reasons[:3]))
+        return Judged("broken", "; ".join(reasons[:3]), 1)
     missed = report.of_status("not_compared")
     compared = len(report.parameters) - len(missed)
     if missed or not compared:
         reason = f"{len(missed)} of {len(report.parameters)} parameters could not be compared"
-        return SyncVerdict("inconclusive", f"{reason}: {_kinds(missed)}" if missed else reason)
-    return SyncVerdict("healthy", f"all {compared} parameters arrived, in every push")
+        return Judged("inconclusive", f"{reason}: {_kinds(missed)}" if missed else reason, 1)
+    return Judged("healthy", f"all {compared} parameters arrived, in every push", 0)
 
 
 WORDS: dict[Status, str] = {
@@ -348,5 +347,7 @@ FILE = "sync-probe.json"
 
 
 def sync_to_json(report: SyncReport) -> dict[str, Any]:
-    """Return the report as JSON data, with its verdict."""
-    return {"schema": SCHEMA, "verdict": to_json(judge(report)), **to_json(report)}
+    """The report as JSON data, with its verdict."""
+    verdict = judge(report)
+    head = {"word": verdict.status, "reason": verdict.reason}
+    return {"schema": SCHEMA, "verdict": head, **to_json(report)}

@@ -21,7 +21,6 @@ Status = Literal[
     "altered",  # values of no state
     "not_compared",
 ]
-Word = Literal["healthy", "broken", "inconclusive"]
 ADAPTER_PATH = "lora"
 BACK = 3  # number of the push that brings the first weights back
 
@@ -159,25 +158,3 @@ class SyncReport:
     def faults(self) -> tuple[Parameter, ...]:
         """Parameters that were compared and did not arrive."""
         return tuple(p for p in self.parameters if p.status not in ("arrived", "not_compared"))
-
-
-@dataclass(frozen=True, slots=True)
-class SyncVerdict:
-    """The last line.
-
-    >>> SyncVerdict("broken", "2 parameters are stale").code
-    1
-    """
-
-    word: Word
-    reason: str
-
-    @property
-    def code(self) -> int:
-        """Of the command."""
-        return 0 if self.word == "healthy" else 1
-
-    @property
-    def line(self) -> str:
-        """As it is printed."""
-        return f"verdict: {self.word} – {self.reason}"

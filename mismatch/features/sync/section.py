@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from mismatch.features.sync.judge import WORDS, judge, kept_caches, kind_of
-from mismatch.features.sync.report import BACK, Parameter, Status, SyncReport, Word
+from mismatch.features.sync.report import BACK, Parameter, Status, SyncReport
 from mismatch.reports.formatting import Tone, count, number, text
 from mismatch.reports.section import Cell, Column, Page, Section, Table, named, not_tested
 
@@ -15,7 +15,7 @@ LEAD = (
     "Known updates of every parameter, two of them, then the first weights again; after each push "
     "read back as the engine's kernels hold it."
 )
-TONES: dict[Word, Tone] = {"healthy": "healthy", "inconclusive": "warn", "broken": "critical"}
+TONES: dict[str, Tone] = {"healthy": "healthy", "inconclusive": "warn", "broken": "critical"}
 STATES = {0: "before", 1: "push 1", 2: "push 2", BACK: "back"}
 MOST_PARTS = 3  # that are named in a cell
 Group = tuple[str, Sequence[Parameter]]  # a name, and the parameters that it stands for
@@ -127,8 +127,8 @@ def page(result: SyncReport) -> Page:
     size = f"updates of {number(result.size)} of each parameter's size, seed {result.seed}"
     return Page(
         kind="probe of the weight sync",
-        word=verdict.word,
-        tone=TONES[verdict.word],
+        word=verdict.status,
+        tone=TONES[verdict.status],
         reason=verdict.reason,
         title=Path(result.model).name,
         facts=(f"{result.engine}, path {result.path}; {size}",),
