@@ -47,29 +47,6 @@ class RunArtefacts:
     refused: dict[str, str]
 
 
-def not_measured(run: RunArtefacts, spec: CheckSpec) -> None:
-    """Return None: the result comes from separate passes, and not from a check's artefacts."""
-
-
-def seen(result: object) -> tuple[str, ...]:
-    """Return nothing: the analysis leaves nothing out."""
-    return ()
-
-
-def nothing_saved(run_dir: Path, spec: CheckSpec) -> None:
-    """Return None: the analysis adds no artefact to a run directory."""
-
-
-def no_checks(result: object) -> tuple[Check, ...]:
-    """Return no checks: the result does not count in the verdict."""
-    return ()
-
-
-def no_causes(result: object) -> tuple[Cause, ...]:
-    """Return no causes: the result says nothing of why the two sides differ."""
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class Analysis(Generic[R]):
     """One analysis: how its result is measured, and where it stands in a report.
@@ -93,13 +70,13 @@ class Analysis(Generic[R]):
 
     id: str
     result: type[R]
-    measure: Callable[[RunArtefacts, CheckSpec], R | NotTested | None] = not_measured
+    measure: Callable[[RunArtefacts, CheckSpec], R | NotTested | None] = lambda run, spec: None
     section: str = ""
-    unseen: Callable[[R], tuple[str, ...]] = seen
+    unseen: Callable[[R], tuple[str, ...]] = lambda result: ()
     order: int = 100
-    from_run: Callable[[Path, CheckSpec], R | None] = nothing_saved
-    checks: Callable[[R], tuple[Check, ...]] = no_checks
-    causes: Callable[[R], tuple[Cause, ...]] = no_causes
+    from_run: Callable[[Path, CheckSpec], R | None] = lambda run_dir, spec: None
+    checks: Callable[[R], tuple[Check, ...]] = lambda result: ()
+    causes: Callable[[R], tuple[Cause, ...]] = lambda result: ()
     chapter: str = "more"
     of_pairs: bool = False
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mismatch.analysis.breakdowns import Table, bucket_width
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.inference import Groups, group_means, prompt_sums
@@ -24,14 +25,10 @@ from mismatch.metrics.routing_pairs import (
     other_rows,
     pair_routing,
 )
-from mismatch.types import Estimate, Floats, Ints, Pair, Rollout, Routing, Scoring
+from mismatch.types import Estimate, Fingerprint, Floats, Ints, Pair, Rollout, Routing, Scoring
 
 MARGIN_EDGES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)  # times the router's noise, from
 NOISE_UNKNOWN = "near-ties: the router's noise is unknown"
-POSITION_BUCKETS = 32
-
-
-Table = dict[str, list[Any]]
 
 
 def routing_tables(
@@ -72,22 +69,23 @@ def prompt_routing(
     return estimator.all(wanted, {"prompt_differs": differs})
 
 
-def replayed(scoring: Scoring) -> str:
-    """How a scoring's experts were given to it, and whose they are; "" where it chose them itself.
+def replay_of(fingerprint: Fingerprint) -> str:
+    """How a side's experts were given to it, and whose they are; "" where it chose its own.
 
-    Example: "ids of vllm:decode".
+    >>> replay_of({"replay": {"mode": "ids+weights", "source": "vllm:decode"}})
+    'ids and weights of vllm:decode'
     """
-    replay = scoring.fingerprint.get("replay")
-    return f"{replay['mode']} of {replay['source']}" if replay else ""
+    replay = fingerprint.get("replay")
+    return f"{replay['mode'].replace('+', ' and ')} of {replay['source']}" if replay else ""
 
 
 def notes(left: Scoring, right: Scoring, routes: PairedRouting, noise: RouterNoise | None) -> Table:
     """Return what a reader of the tables has to know: ``fact`` and ``value``, both text."""
     assert right.routing is not None
     rows = [
-        ("replayed", f"{side.name} replays the {replayed(side)}")
+        ("replayed", f"{side.name} replays the {given}")
         for side in (left, right)
-        if replayed(side)
+        if (given := replay_of(side.fingerprint))
     ]
     for side in (left, right):
         assert side.routing is not None
@@ -224,9 +222,7 @@ class Seen:
         """Bucket of each token's place among its sequence's action tokens, and their width."""
         first = np.searchsorted(self.pair.sequence, self.pair.sequence)
         position = np.arange(len(self.pair.sequence)) - first
-        width = 1
-        while position.max() // width >= POSITION_BUCKETS:
-            width *= 2
+        width = bucket_width(position)
         return position // width, width
 
     def means(self, group: Ints, groups: int, values: Array, bounds: tuple[float, float]) -> Groups:

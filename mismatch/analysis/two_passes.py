@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from mismatch.analysis.comparison import paired_routing
+from mismatch.analysis.routing_tables import replay_of
 from mismatch.metrics.ppo_passes import AS_RUN, OVERRIDE, REPLAY, TwoPasses, Variant, measure_pass
 from mismatch.models.moe import describe
 from mismatch.run.store import NEW, NEW_REPLAYED, REGROUPED, TRAIN
@@ -39,22 +39,9 @@ def two_passes(
         old=old.name,
         variants=tuple(variants),
         injected=_injected(new),
-        replayed=replay_of(old),
+        replayed=replay_of(old.fingerprint),
         notes=tuple(_notes(spec, old, new, replayed)),
     )
-
-
-def replay_of(scoring: Scoring) -> str:
-    """Return what a scoring replays, as a phrase: "ids of vllm:decode"; "" if it chooses itself."""
-    return replay_phrase(scoring.fingerprint)
-
-
-def replay_phrase(fingerprint: Mapping[str, Any]) -> str:
-    """As :func:`replay_of`, of a fingerprint."""
-    replay = fingerprint.get("replay")
-    if not replay:
-        return ""
-    return f"{replay['mode'].replace('+', ' and ')} of {replay['source']}"
 
 
 def mark_injected(verdict: Verdict, scorings: Mapping[str, Scoring]) -> Verdict:
@@ -93,7 +80,7 @@ def _variant(id: str, rollout: Rollout, old: Scoring, new: Scoring, seed: int) -
 def _notes(spec: CheckSpec, old: Scoring, new: Scoring, replayed: Scoring | None) -> list[str]:
     notes = []
     moe = bool(old.fingerprint.get("moe"))
-    if replayed is None and moe and not replay_of(old):
+    if replayed is None and moe and not replay_of(old.fingerprint):
         notes.append(
             "router replay in the new pass: needs the trainer's routes: drop --no-routing"
             if not spec.train.routing

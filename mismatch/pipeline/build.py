@@ -24,10 +24,11 @@ from mismatch.analysis.exact_kl import exact_checks, exact_reason
 from mismatch.analysis.levels import column_for, judge, require_applied, verdict, without_short
 from mismatch.analysis.long_sequence import LongSequence
 from mismatch.analysis.plugins import RunArtefacts, analyses
+from mismatch.analysis.routing_tables import replay_of
 from mismatch.analysis.square import ANALYSIS as SQUARE
 from mismatch.analysis.square import Square
 from mismatch.analysis.square_checks import square_checks
-from mismatch.analysis.two_passes import mark_injected, replay_phrase
+from mismatch.analysis.two_passes import mark_injected
 from mismatch.experiments.beyond import long_passes
 from mismatch.experiments.beyond import wanted as with_long_sequence
 from mismatch.experiments.scoring_passes import training_passes
@@ -430,7 +431,7 @@ def _without_routes(spec: CheckSpec, decode: Scoring, train: Scoring) -> Iterato
     sides = (decode, train)
     given = {each.what for side in sides for each in NotTested.of(side.fingerprint)}
     silent = [side.name for side in sides if side.routing is None]
-    if replayed := replay_phrase(train.fingerprint):
+    if replayed := replay_of(train.fingerprint):
         yield NotTested(ROUTES, f"replayed ({replayed}), so 0 by construction")
     elif not any(side.fingerprint.get("moe") for side in sides) or not silent or ROUTES in given:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mismatch.analysis.exact_kl import KL, KL_TOPK
-from mismatch.analysis.two_passes import replay_phrase
+from mismatch.analysis.routing_tables import replay_of
 from mismatch.metrics.ppo_passes import AS_RUN, CLIP, OVERRIDE, REPLAY, TwoPasses, Variant
 from mismatch.reports.formatting import line, number, percent, plural, text
 from mismatch.reports.section import Cell, Cells, Column, Section, Table
@@ -208,7 +208,7 @@ def variants(report: Report) -> Section | None:
 
 def _setting(report: Report, comparison: Comparison) -> Cells:
     facts = report.fingerprints.get(comparison.train, {})
-    form, given = facts.get("weights_form", AS_STORED), replay_phrase(facts)
+    form, given = facts.get("weights_form", AS_STORED), replay_of(facts)
     flips = comparison.routing.get("routing_disagree_layer")
     constructed = bool(given) and flips is not None and flips.value == 0
     meaning = [f"replays the {line(given)}"] if given else []
