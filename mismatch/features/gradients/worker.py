@@ -29,10 +29,11 @@ from mismatch.features.gradients.plan import (
     choose_batch,
 )
 from mismatch.features.gradients.results import ID, PassSums, Taken
+from mismatch.processes.workers.engine import reported
 from mismatch.processes.workers.replayed_routes import replay_source
 from mismatch.processes.workers.train import free_memory
 from mismatch.run import store
-from mismatch.run.messages import PROGRESS, exit_worker, report_ready, say, write_error
+from mismatch.run.messages import PROGRESS, exit_worker, report_ready, say
 from mismatch.specs import Pass
 from mismatch.types import Rollout
 
@@ -50,13 +51,8 @@ Shards = dict[str, "torch.Tensor"]  # parameter -> this rank's part of its gradi
 def main(arguments: list[str]) -> int:
     """Run one job; 0, or 1 with the error left for the parent."""
     job = store.read_json(Path(arguments[0]))
-    try:
-        run(job)
-    except MismatchError as error:
-        traceback.print_exc()
-        write_error(job["run_dir"], f"{ID}-rank{os.environ.get('RANK', '0')}", error)
-        return 1
-    return 0
+    rank = os.environ.get("RANK", "0")
+    return reported(Path(job["run_dir"]), ID, lambda: run(job), rank, "run of gradients")
 
 
 def run(job: dict[str, Any]) -> None:

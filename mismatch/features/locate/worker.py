@@ -15,18 +15,17 @@ from __future__ import annotations
 import gc
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mismatch.codec import from_json, to_json
-from mismatch.errors import MismatchError, named_line
 from mismatch.features.locate.plan import part_of
 from mismatch.features.locate.results import Sequence
+from mismatch.processes.workers.engine import reported
 from mismatch.run import store
-from mismatch.run.messages import PROGRESS, exit_worker, report_ready, say, write_error
+from mismatch.run.messages import PROGRESS, exit_worker, report_ready, say
 from mismatch.specs import Pass, RolloutSpec, TrainSpec
 from mismatch.types import Rollout
 
@@ -34,18 +33,13 @@ from mismatch.types import Rollout
 def main(arguments: list[str]) -> int:
     """Run one job; 0, or 1 with the error left for the parent."""
     job = store.read_json(Path(arguments[0]))
-    sequences = [from_json(Sequence, entry) for entry in job["sequences"]]
-    try:
+
+    def recorded() -> None:
+        sequences = [from_json(Sequence, entry) for entry in job["sequences"]]
         rollout = part_of(store.load_rollout(job["run_dir"]), sequences)
         record_engine(job, rollout) if "spec" in job else run_passes(job, rollout)
-    except Exception as error:
-        traceback.print_exc()
-        log = f"see {job['run_dir']}/logs/{job['label']}.log"
-        if not isinstance(error, MismatchError):
-            error = MismatchError(named_line(error), log)
-        write_error(job["run_dir"], job["label"], error)
-        return 1
-    return 0
+
+    return reported(Path(job["run_dir"]), job["label"], recorded, side="recording of modules")
 
 
 def record_engine(job: dict[str, Any], rollout: Rollout) -> None:
