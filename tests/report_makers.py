@@ -18,6 +18,8 @@ from rich.console import Console
 from mismatch.pipeline.document import report_from_json
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
+from mismatch.reports.section import Section
+from mismatch.reports.sections import chapters
 from mismatch.reports.terminal import print_report
 from mismatch.run import store
 from mismatch.types import Report
@@ -28,6 +30,11 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ("tiny-gpt-oss", "tiny-gpt-oss-no-sinks")
 EMPTY = '<svg viewBox="0 0 6 4"></svg>'
 ReportAndTokens = tuple[Report, pd.DataFrame]
+
+
+def sections(report: Report, tokens: pd.DataFrame | None = None) -> list[Section]:
+    """The sections of a report without its chapters."""
+    return [part for chapter in chapters(report, tokens) for part in chapter.parts]
 
 
 def _example(name: str) -> ReportAndTokens:

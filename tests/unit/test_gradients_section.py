@@ -17,11 +17,12 @@ from mismatch.features.gradients.section import notes, section
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.reports.section import cell_text
-from mismatch.reports.sections import chapters, sections
+from mismatch.reports.sections import chapters
 from mismatch.run import store
 from mismatch.run.messages import write_error
 from tests.gradients_fixture import make_check
 from tests.made_run import make_run, spec
+from tests.report_makers import sections
 from tests.reports_fixture import make_report
 
 REPORT = make_report()

@@ -20,11 +20,11 @@ from mismatch.reports.formatting import number, percent, text
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import show_table, to_markdown
 from mismatch.reports.section import Cell, Column, Section, Table
-from mismatch.reports.sections import page, sections
+from mismatch.reports.sections import page
 from mismatch.reports.terminal import print_report, print_table
 from mismatch.types import Estimate, Report
 from tests.made_run import make_run, spec
-from tests.report_makers import rendered, report_of
+from tests.report_makers import rendered, report_of, sections
 from tests.reports_fixture import make_report, make_tokens
 from tests.toy_analysis import TOY, UNLUCKY, Toy
 

@@ -11,7 +11,7 @@ import pytest
 from mismatch.reports import summary
 from mismatch.reports.metric_labels import metric_label, noise_label
 from mismatch.reports.section import Section, cell_interval, cell_text
-from mismatch.reports.sections import headline, noise, ran, sections
+from mismatch.reports.sections import headline, noise, ran
 from mismatch.types import (
     Answer,
     Check,
@@ -22,7 +22,7 @@ from mismatch.types import (
     Report,
     Verdict,
 )
-from tests.report_makers import MAKERS
+from tests.report_makers import MAKERS, sections
 from tests.reports_fixture import (
     estimate,
     make_failing_report,

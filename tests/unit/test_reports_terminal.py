@@ -11,10 +11,10 @@ from rich.console import Console
 
 from mismatch.reports.formatting import MARKS
 from mismatch.reports.markdown import plain, to_markdown
-from mismatch.reports.sections import page, sections
+from mismatch.reports.sections import page
 from mismatch.reports.terminal import print_report
 from mismatch.types import Check, NotTested, Report
-from tests.report_makers import MAKERS
+from tests.report_makers import MAKERS, sections
 from tests.reports_fixture import (
     make_empty_report,
     make_failing_report,

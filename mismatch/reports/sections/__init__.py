@@ -126,13 +126,6 @@ def chapters(
     return shown
 
 
-def sections(
-    report: Report, tokens: pd.DataFrame | None = None, framework: str | None = None
-) -> list[Section]:
-    """Return the same without chapters."""
-    return [part for chapter in chapters(report, tokens, framework) for part in chapter.parts]
-
-
 def _sections(
     id: str, report: Report, tokens: pd.DataFrame | None, framework: str | None
 ) -> Sections:
