@@ -21,7 +21,7 @@ from mismatch.reports.tokens_table import comparable
 from mismatch.run.provenance import redact
 from tests.explorer_fixture import many
 from tests.reports_fixture import HOSTILE, make_empty_report, make_report, make_tokens
-from tests.tables import values
+from tests.tables import values as cells_of
 
 
 def unpacked(packed: Packed) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def test_paper_lists_the_tokens_of_largest_delta() -> None:
         }
     )
     (table,) = explorer.worst_tokens(tokens)
-    rows = values(table)
+    rows = cells_of(table)
     assert [(row["token"], row["Δ, nats"]) for row in rows] == [("c", -2.0), ("␣b", 0.5)]
     assert [row[-1].link for row in table.cells()] == ["s1t9", "s0t5"]
     assert explorer.worst_tokens(tokens[:1]) == []  # delta 0 is not a disagreement

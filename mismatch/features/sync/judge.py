@@ -347,7 +347,7 @@ FILE = "sync-probe.json"
 
 
 def sync_to_json(report: SyncReport) -> dict[str, Any]:
-    """The report as JSON data, with its verdict."""
+    """Return the report as JSON data, with its verdict."""
     verdict = judge(report)
     head = {"word": verdict.status, "reason": verdict.reason}
     return {"schema": SCHEMA, "verdict": head, **to_json(report)}
