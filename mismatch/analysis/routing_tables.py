@@ -70,7 +70,7 @@ def prompt_routing(
 
 
 def replay_of(fingerprint: Fingerprint) -> str:
-    """How a side's experts were given to it, and whose they are; "" where it chose its own.
+    """Say how experts were given to a side, and by which scoring; "" where it chose them.
 
     >>> replay_of({"replay": {"mode": "ids+weights", "source": "vllm:decode"}})
     'ids and weights of vllm:decode'
