@@ -149,7 +149,7 @@ def test_each_write_failed_once(asked: LoopSpec, tmp_path: Path) -> None:
             HOOKS.at = None
         run(asked, folder)
         assert curves(folder) == expected, seen[number - 1]
-    assert ended > 0.9 * len(range(1, len(seen) + 1, EVERY))
+    assert ended > 0.7 * len(range(1, len(seen) + 1, EVERY))
 
 
 def test_a_loss_that_is_not_finite_stops_its_arm_and_the_others_go_on(

@@ -21,7 +21,7 @@ TURNS = (
     *("--model", "tiny-gpt-oss-tools", "--task", "calculator", "--max-turns", "3"),
     *("--num-prompts", "12", "--samples-per-prompt", "2", "--max-tokens", "120"),
 )
-FEW = ("--num-prompts", "4", "--samples-per-prompt", "2", "--max-tokens", "48")
+FEW = ("--num-prompts", "4", "--samples-per-prompt", "2")
 OVER = "the game is over"
 GAME = f"""
 class Game:

@@ -61,7 +61,7 @@ def test_a_write_that_fails_changes_no_number(folder):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     trials = [json.loads(line) for line in state.read_text().splitlines()]
-    assert len(trials) >= 9
+    assert len(trials) >= 5
     assert {trial["fault"] for trial in trials} >= {"ENOSPC", "EIO", "kill"}
 
 
