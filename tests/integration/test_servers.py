@@ -217,7 +217,7 @@ def test_the_weight_sync_of_a_server_is_judged_by_its_parameters(
         httpx.post(f"{url}/collective_rpc", json=call, headers=head, timeout=120).raise_for_status()
 
     report = probe(url, own, reload)
-    assert judge(report).word == "broken"
+    assert judge(report).status == "broken"
     assert len(report.of_status("stale")) == 20
     assert len(report.of_status("arrived")) == 51
 

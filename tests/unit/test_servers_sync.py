@@ -24,8 +24,8 @@ def test_the_library_call_reads_a_server() -> None:
 
     with ScriptedServer(shows=shows) as server:
         report = probe(server.url, own, lambda: held["head.weight"].copy_(own["head.weight"]))
-        assert judge(report).word == "healthy"
-        assert judge(probe(server.url, own, lambda: None)).word == "broken"
+        assert judge(report).status == "healthy"
+        assert judge(probe(server.url, own, lambda: None)).status == "broken"
         server.shows = None
         with pytest.raises(MismatchError) as refused:
             probe(server.url, own, lambda: None)

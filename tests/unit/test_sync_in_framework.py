@@ -30,7 +30,7 @@ def test_a_sync_that_copies_everything_is_healthy_and_the_weights_come_back() ->
     before = {name: tensor.clone() for name, tensor in model.items()}
     engine = {name: tensor.bfloat16() for name, tensor in model.items()}
     report = probe(lambda: engine, model, lambda: [engine[n].copy_(t) for n, t in model.items()])
-    assert judge(report).word == "healthy"
+    assert judge(report).status == "healthy"
     assert all(torch.equal(model[name], before[name]) for name in model)
 
 
@@ -60,7 +60,7 @@ def test_an_sglang_engine_is_asked_beside_its_model_or_refused() -> None:
             asked.append([method, *names])
             return {n: asdict(Prints.of(n, model[n])) for n in names}, {}
 
-    assert judge(probe(Shown(), model, lambda: None)).word == "healthy"
+    assert judge(probe(Shown(), model, lambda: None)).status == "healthy"
     assert asked[0] == ["mismatch_held", *model]
     with pytest.raises(MismatchError):
         probe(Plain(), model, lambda: None)
