@@ -89,12 +89,16 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        from mismatch.reports.documentation import linked
+
         whole = self.help or ""
-        self.help = whole.partition(EXAMPLES)[0]
+        self.help = linked(whole.partition(EXAMPLES)[0])
         super().format_help_text(ctx, formatter)
         self.help = whole
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
+        from mismatch.reports.documentation import linked
+
         sections: dict[str, list[tuple[str, str]]] = {}
         rows = [(each, row) for each in self.get_params(ctx) if (row := each.get_help_record(ctx))]
         short = len(rows) > MOST_FLAGS and not ctx.meta.get(HELP_ALL)
@@ -110,7 +114,7 @@ class Command(TyperCommand):
             sections["Options"].append((HELP_ALL, f"Show all {len(rows)} flags."))
         for title, lines in sections.items():
             with formatter.section(title):
-                formatter.write_dl(lines)
+                formatter.write_dl([(names, linked(about)) for names, about in lines])
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         examples = (self.help or "").partition(EXAMPLES)[2].splitlines()
@@ -278,12 +282,13 @@ def _complain_of(error: Any) -> NoReturn:
 
 
 def _complain(message: str, fix: str, code: int = USAGE) -> NoReturn:
+    from mismatch.reports.documentation import linked
     from mismatch.reports.formatting import plain_lines
     from mismatch.run.provenance import redact
 
-    print(f"error: {plain_lines(redact(message))}", file=sys.stderr)
+    print(f"error: {linked(plain_lines(redact(message)))}", file=sys.stderr)
     if fix:
-        print(f"  fix: {plain_lines(redact(fix))}", file=sys.stderr)
+        print(f"  fix: {linked(plain_lines(redact(fix)))}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib.metadata import PackageNotFoundError, metadata
 
 DISTRIBUTION = "train-infer-mismatch"
+FOLDERS = "start|how-to|explain|reference|evidence|contribute"
+PAGE = re.compile(rf"\bdocs/((?:{FOLDERS})/[\w/-]+\.md(?:#[\w-]+)?)")  # as texts name a page
 
 
 @cache
@@ -48,3 +51,8 @@ def address(page: str) -> str:
     path, hash, anchor = page.partition("#")
     folder = path.removesuffix("index.md").removesuffix(".md")
     return f"{site()}{folder}{'/' if folder else ''}{hash}{anchor}"
+
+
+def linked(text: str) -> str:
+    """Return a text with the addresses of the pages that it names; a checkout holds the files."""
+    return PAGE.sub(lambda found: address(found[1]), text) if site() else text

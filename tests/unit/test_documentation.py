@@ -13,6 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from mismatch.analysis.diagnosis.catalogue import catalogue
+from mismatch.cli import main
 from mismatch.cli.main import app
 from mismatch.metrics import METRICS
 from mismatch.reports import documentation
@@ -83,6 +84,25 @@ def test_a_release_carries_the_addresses_of_its_repository(
         assert CliRunner().invoke(app, ["--help"]).stdout.rstrip().endswith(urls["Documentation"])
     finally:
         documentation.site.cache_clear()
+
+
+def test_help_and_errors_of_a_release_name_the_site_and_those_of_a_checkout_its_files(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said() -> str:
+        with pytest.raises(SystemExit):
+            main._complain("no such field", "docs/how-to/recorded-runs.md lists them")
+        helped = CliRunner().invoke(app, ["check", "--help-all"]).stdout
+        return capsys.readouterr().err + "".join(helped.split())
+
+    files = said()
+    named = set(re.findall(r"docs/[\w/-]+\.md", files))
+    assert {"docs/how-to/recorded-runs.md", "docs/how-to/servers.md"} <= named
+    assert all((DOCS.parent / name).is_file() for name in named)
+    monkeypatch.setattr(documentation, "site", lambda: SITE)
+    links = said()
+    assert not re.findall(r"docs/[\w/-]+\.md", links)
+    assert f"{SITE}how-to/servers/" in links
 
 
 def test_the_workflows_set_the_addresses_before_they_build() -> None:
