@@ -116,7 +116,7 @@ def random_model(config: Any, spec: TrainSpec, world: World) -> LoadedModel:
                 local.normal_(std=1.0 if "sinks" in name else 0.02)
     experts = model.config._experts_implementation
     return LoadedModel(
-        scorer.eval(), spec, attention, experts, spec.master_dtype, None, None, world.device
+        scorer.eval(), spec, attention, experts, spec.master_dtype, None, None, world.device, {}
     )
 
 

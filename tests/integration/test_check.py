@@ -206,9 +206,8 @@ def test_float32_on_both_sides_agrees(fp32_run):
     assert fp32_run.headline["routing"]["routing_disagree_any"]["value"] == 0
     verdict = fp32_run.report["verdict"]
     assert verdict["levels"] == "fp32"
-    status = {row["metric"]: row["status"] for row in verdict["judgements"]}
-    assert status.pop("ratio_outside_2") == "inconclusive"  # 16 prompts cannot bound a rare event
-    assert set(status.values()) == {"healthy"}
+    assert {row["status"] for row in verdict["judgements"]} == {"healthy"}
+    assert fp32_run.code == 0
 
 
 def test_a_sinkless_trainer_is_critical(default_run, no_sinks_run):
