@@ -60,6 +60,7 @@ class FixRun:
         self.left_out: list[str] = []
         self.spent_s = 0.0
         self.jobs: list[Job] = []
+        self.not_exact: set[str] = set()  # float32 passes that took the world down
 
     def measure(self, passes: list[Pass], sample: bool = True) -> None:
         """Measure everything that is not there yet, in one world if no fix takes that down."""
@@ -69,6 +70,7 @@ class FixRun:
                 Job(self.run_dir / variant.folder, variant.scoring, optional=True)
                 for variant in pending
             ]
+            self.jobs += [Job(self.run_dir, pass_, optional=True) for pass_ in self.exact()]
             for job in self.jobs:
                 error_path(self.run_dir, pass_label(job.pass_.name)).unlink(missing_ok=True)
             self.stages.count.total += len({variant.folder for variant in pending} - {""})
@@ -89,6 +91,17 @@ class FixRun:
         """Return the variants without a scoring."""
         return [v for v in self.variants if v.id not in self.failed and not self.scored(v)]
 
+    def exact(self) -> list[Pass]:
+        """Return the float32 passes that the verdicts after fixes need, and that are not there."""
+        wanted = [v.in_float32(self.stages.spec) for v in self.variants if v.id not in self.failed]
+        return [
+            pass_
+            for pass_ in wanted
+            if pass_ is not None
+            and pass_.name not in self.not_exact
+            and not resume.scoring_done(self.run_dir, pass_.name, pass_.spec)
+        ]
+
     def scored(self, variant: Variant) -> bool:
         """Return whether the scoring of a variant is there, and of the variant's tokens."""
         directory, pass_ = self.run_dir / variant.folder, variant.scoring
@@ -101,9 +114,13 @@ class FixRun:
             return False
         self.refusals(pending)
         by_name = {variant.scoring.name: variant for variant in pending}
+        exact = {pass_.name for pass_ in self.exact()}
         for job in self.jobs:  # in the order of the world that ended
-            variant = by_name[job.pass_.name]
-            if variant.id not in self.failed and not self.scored(variant):
+            if job.pass_.name in exact:
+                self.not_exact.add(job.pass_.name)
+                return True
+            variant = by_name.get(job.pass_.name)
+            if variant and variant.id not in self.failed and not self.scored(variant):
                 self.fail(variant, error.headline.splitlines()[0])
                 return True
         return False

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mismatch.analysis.levels import judge, verdict
 from mismatch.analysis.scored_rollout import ScoredRollout
-from mismatch.experiments.fixes.results import Corners
+from mismatch.experiments.fixes.planning import Variant
+from mismatch.experiments.fixes.results import Corners, variant_of
 from mismatch.run import store
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 from tests.unit.test_square import SPEC, rollout, run_of
 
 NAMES = ["logprob_abs_diff_mean", "k3_kl", "ratio_mean", "ratio_outside_2"]
+
+
+WRONG = 1e6  # times the rounding of float32: another function
+PRECISE = variant_of(SPEC, "fp32-lm-head", "")  # changes precision alone
+OTHER_TOKENS = variant_of(SPEC, "fp32-lm-head", "fixes/engine")
+OTHER_FUNCTION = variant_of(SPEC, "experts-implementation=eager", "")
 
 
 def corners_of(directory: Path, spec: CheckSpec = SPEC, without: str = "") -> Corners:
@@ -38,22 +46,58 @@ def test_the_trainers_corner_is_that_with_the_fix(
 ) -> None:
     sides = sides_of(factor)
     comparison = sides.comparison(NAMES, 0)
-    checks, unmeasured = corners_of(tmp_path).correctness(sides, comparison, same_tokens=True)
+    checks, unmeasured = corners_of(tmp_path).correctness(sides, comparison, PRECISE)
     status_of = {check.id: check.status for check in checks}
     assert unmeasured == ""
     assert status_of["excess-trainer"] == status
     assert status_of["excess-engine"] == status_of["implementation-gap"] == "passed"
     correct = verdict(judge(comparison, "bf16 dense"), checks, "bf16 dense", unmeasured).correctness
     assert correct is not None
-    # The trainer with a fix was not scored in float32: nothing unmeasured is healthy.
-    assert status_of["implementation-gap-trainer"] == "warning"
-    assert correct.status == {"passed": "tolerable", "failed": "broken"}[status]
+    assert status_of["implementation-gap-trainer"] == "passed"
+    assert correct.status == {"passed": "healthy", "failed": "broken"}[status]
+
+
+@pytest.mark.parametrize(
+    ("own", "fixed", "variant", "status"),
+    [
+        (1.0, None, PRECISE, "passed"),  # the run's own pass shows the same function
+        (WRONG, None, PRECISE, "failed"),
+        (WRONG, 1.0, OTHER_FUNCTION, "passed"),
+        (1.0, WRONG, OTHER_FUNCTION, "failed"),
+        (1.0, None, OTHER_FUNCTION, "warning"),  # not made, or refused by its kernel
+    ],
+)
+def test_the_float32_pass_is_that_of_the_function_with_the_fix(
+    tmp_path: Path, own: float, fixed: float | None, variant: Variant, status: str
+) -> None:
+    corners, sides = corners_of(tmp_path), sides_of(1.0)
+    run, names = run_of({}), {"fsdp:fp32": own, "fix:experts-implementation=eager:fp32": fixed}
+    reference, engine = run.usable["reference:fp32"], run.usable["vllm:fp32"]
+    for name, factor in names.items():
+        if factor is not None:
+            away = factor * (engine.logprobs - reference.logprobs)
+            made = replace(reference, name=name, logprobs=reference.logprobs + away)
+            store.save_scoring(tmp_path, made, run.rollout, made_by=SPEC.train)
+    checks, _ = corners.correctness(sides, sides.comparison(NAMES, 0), variant)
+    status_of = {check.id: check.status for check in checks}
+    assert status_of["implementation-gap-trainer"] == status
+
+
+def test_only_a_fix_of_the_function_needs_a_float32_pass_more() -> None:
+    def needs(name: str, spec: CheckSpec = SPEC) -> bool:
+        return variant_of(spec, name, "").in_float32(spec) is not None
+
+    assert needs("experts-implementation=eager")
+    assert not any(map(needs, ("fp32-lm-head", "fp32", "fp16", "micro-batch=1024")))
+    assert OTHER_TOKENS.in_float32(SPEC) is None
+    quick = replace(SPEC, quick=True)
+    assert not needs("experts-implementation=eager", quick)
 
 
 def test_tokens_of_their_own_leave_correctness_open(tmp_path: Path) -> None:
     sides = sides_of(1.0)
     comparison = sides.comparison(NAMES, 0)
-    checks, unmeasured = corners_of(tmp_path).correctness(sides, comparison, same_tokens=False)
+    checks, unmeasured = corners_of(tmp_path).correctness(sides, comparison, OTHER_TOKENS)
     assert [check.id for check in checks] == ["enough-data"]
     after = verdict(judge(comparison, "bf16 dense"), checks, "bf16 dense", unmeasured)
     assert after.correctness is not None
@@ -72,6 +116,6 @@ def test_a_run_without_float32_passes_leaves_it_open_too(tmp_path: Path) -> None
         (corners_of(tmp_path / "quick", quick), "--quick"),
         (corners_of(tmp_path / "bare", without="reference:fp32"), "no float32 reference"),
     ):
-        checks, unmeasured = corners.correctness(sides, comparison, same_tokens=True)
+        checks, unmeasured = corners.correctness(sides, comparison, PRECISE)
         assert [check.id for check in checks] == ["enough-data"]
         assert word in unmeasured

@@ -177,7 +177,8 @@ class FixOutcome:
             5 %; "none": no significant difference. None: not measured.
         kernel: the attention kernel that the trainer ran with it; "" if not measured.
         verdict_after: of a run with it; None if not measured. Its correctness is that of the run's
-            own float32 passes where the fix scored the same tokens, else inconclusive.
+            own float32 passes where the fix scored the same tokens, else inconclusive; the trainer
+            is scored in float32 again where the fix changes more than precision.
     """
 
     id: str

@@ -17,8 +17,9 @@ from mismatch.experiments.fixes.applies import reason_against
 from mismatch.experiments.fixes.base import Chosen, Fix, FixOutcome
 from mismatch.experiments.fixes.catalogue import FIXES, fix_named, labels
 from mismatch.experiments.fixes.context import Context
+from mismatch.experiments.scoring_passes import trainer_in_float32
 from mismatch.models.moe import require_routes
-from mismatch.run.store import FIX_PREFIX
+from mismatch.run.store import FIX_PREFIX, FLOAT32
 from mismatch.specs import CheckSpec, Pass
 
 ALL = "all"
@@ -47,6 +48,18 @@ class Variant:
     def scoring(self) -> Pass:
         """The trainer's pass, by the name that it is saved under."""
         return Pass(f"{FIX_PREFIX}{self.id}", self.spec.train)
+
+    def in_float32(self, run: CheckSpec) -> Pass | None:
+        """Return the trainer's float32 pass with it; None where the run's own shows the same.
+
+        A fix of precision or grouping leaves the function of the trainer as it is.
+        """
+        own = [pass_.spec for pass_ in trainer_in_float32(run)]
+        rows = run.train.micro_batch_tokens
+        for exact in () if self.folder else trainer_in_float32(self.spec):
+            if replace(exact.spec, micro_batch_tokens=rows) not in own:
+                return Pass(f"{self.scoring.name}:{FLOAT32}", exact.spec)
+        return None
 
     def outcome(self, reason: str = "", *, applies: bool = True) -> FixOutcome:
         """Return a row without numbers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from mismatch.analysis.diagnosis.pass_checks import by_finiteness, enough_data
 from mismatch.analysis.levels import default_thresholds
 from mismatch.analysis.plugins import RunArtefacts
 from mismatch.analysis.scored_rollout import ScoredRollout
-from mismatch.analysis.square import Square, measure
+from mismatch.analysis.square import Square, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import (
@@ -37,7 +38,7 @@ from mismatch.metrics.difference import Sample, common_prompts
 from mismatch.metrics.permutation import LEVEL, holm
 from mismatch.run import store
 from mismatch.run.directory import invocations
-from mismatch.run.store import FIX_PREFIX, TRAIN
+from mismatch.run.store import FIX_PREFIX, TRAIN, TRAINER_FLOAT32
 from mismatch.specs import CheckSpec
 from mismatch.types import Check, Comparison, Estimate, Report, Scoring
 
@@ -121,7 +122,7 @@ def table_of(
                 raise MismatchError(entry["failed"])
             sides = ScoredRollout.load(run_dir / variant.folder, engine, variant.scoring.name)
             after = sides.comparison(wanted, spec.seed)
-            correct = corners.correctness(sides, after, same_tokens=same_tokens)
+            correct = corners.correctness(sides, after, variant)
             kernel = str(sides.train.fingerprint.get("attention", ""))
             verdict = sides.verdict(after, thresholds, *correct)
             row = replace(row, kernel=kernel, verdict_after=verdict)
@@ -217,21 +218,26 @@ class Corners:
     """What a run holds of the square, apart from the two sides that a fix changes.
 
     A fix of the trainer scores the run's own tokens, so the engine's corners and the float32
-    reference are those of the run; the trainer's side is measured from its new scoring.
+    reference are those of the run; the trainer's side is measured from its new scoring, and its
+    float32 pass is new where the fix changes more than precision.
     """
 
     run_dir: Path
     spec: CheckSpec
 
     def correctness(
-        self, sides: ScoredRollout, comparison: Comparison, *, same_tokens: bool
+        self, sides: ScoredRollout, comparison: Comparison, variant: Variant
     ) -> tuple[list[Check], str]:
         """Return its checks and that of the amount of data, and why correctness stays open."""
         enough = enough_data(sides.rollout)
-        if not same_tokens:
+        if variant.folder:
             return [enough], ANEW
         train = replace(sides.train, name=TRAIN)
-        usable = {**self.beside, sides.decode.name: sides.decode, TRAIN: train}
+        usable = {**self.usable, sides.decode.name: sides.decode, TRAIN: train}
+        if precision_of(train.fingerprint) != "fp32":  # else its own pass is the float32 one
+            exact = variant.in_float32(self.spec)
+            name = TRAINER_FLOAT32 if exact is None else exact.name
+            usable |= self.scorings(lambda stored: stored == name, TRAINER_FLOAT32)
         run = RunArtefacts(sides.rollout, sides.decode, train, comparison, usable, {})
         square = measure(run, self.spec)
         if not isinstance(square, Square):
@@ -239,13 +245,17 @@ class Corners:
         return [enough, *square_checks(square)], ""
 
     @cached_property
-    def beside(self) -> dict[str, Scoring]:
-        """The run's scorings that no fix of the trainer changes."""
+    def usable(self) -> dict[str, Scoring]:
+        """The run's scorings that a fix of the trainer leaves as they are."""
+        return self.scorings(
+            lambda name: name != TRAIN and not name.startswith((f"{TRAIN}:", FIX_PREFIX))
+        )
+
+    def scorings(self, wanted: Callable[[str], bool], name: str = "") -> dict[str, Scoring]:
+        """Return what the run holds of these scorings, by their names or all by the one given."""
         scorings = {}
-        for name in store.scoring_names(self.run_dir):
-            if name == TRAIN or name.startswith((f"{TRAIN}:", FIX_PREFIX)):
-                continue
+        for stored in filter(wanted, store.scoring_names(self.run_dir)):
             with suppress(MismatchError):  # damaged: its corner is not measured
-                scorings[name] = store.load_scoring(self.run_dir, name)
-        usable, _ = by_finiteness(scorings)
-        return usable
+                scoring = store.load_scoring(self.run_dir, stored)
+                scorings[name or stored] = replace(scoring, name=name or stored)
+        return by_finiteness(scorings)[0]
