@@ -24,6 +24,7 @@ from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampl
 
 pytestmark = pytest.mark.slow
 TINY = resolve_model("tiny-gpt-oss")
+LOST = Path(__file__).parent.parent / "data" / "lost_parameter"
 STEPS = 3
 FLAGS = (
     *("--model", "tiny-gpt-oss", "--engine", "transformers", "--train-dtype", "fp32"),
@@ -115,15 +116,17 @@ def children_of(folder: Path, what: str = "") -> list[int]:
 
 @pytest.mark.grid
 def test_a_killed_run_goes_on_to_the_same_curve_and_a_lost_parameter_stops_it(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight = tmp_path / "straight"
     straight.mkdir()
     name = "model.layers.1.self_attn.o_proj.weight"
     same = loop("transformers", routing=True)  # as FLAGS say
-    lost = replace(same, plant=(("lost", f"{STEPS} {name}"),), steps=STEPS + 1)
-    with pytest.raises(MismatchError, match=f"step {STEPS}: .*{name}"):
-        run_arm(straight, lost, tmp_path / "pool.json", silent)
+    with monkeypatch.context() as planted:
+        planted.setenv("LOST", f"{STEPS} {name}")
+        planted.setenv("PYTHONPATH", str(LOST), prepend=os.pathsep)
+        with pytest.raises(MismatchError, match=f"step {STEPS}: .*{name}"):
+            run_arm(straight, replace(same, steps=STEPS + 1), tmp_path / "pool.json", silent)
     expected = rows_of(straight)[:STEPS]
     assert len(expected) == STEPS
     assert any(row["loss"] for row in expected)  # some samples of a prompt are right

@@ -34,7 +34,7 @@ PLANTED: Mapping[str, Change] = {  # arms that no fix is
 class LoopSpec:
     """One arm of a loop, with one seed."""
 
-    GONE = frozenset({"path"})  # see mismatch/codec.py
+    GONE = frozenset({"path", "plant"})  # see mismatch/codec.py
 
     check: CheckSpec = field(default_factory=CheckSpec)
     """Engine, trainer, prompts and sampling, with the arm's changes."""
@@ -68,8 +68,6 @@ class LoopSpec:
     """Of mismatch.metrics.importance_weights; their weights are multiplied."""
     frozen: tuple[str, ...] = ()
     """Parts of names of parameters that are not trained."""
-    plant: tuple[tuple[str, str], ...] = ()
-    """(name, value) of faults planted on purpose, for tests."""
 
 
 def arm_of(base: LoopSpec, name: str) -> LoopSpec:

@@ -117,23 +117,9 @@ class TrainerSide:
         dtype = torch_dtype(self.loop.check.rollout.engine.dtype)
         export(self.world, self.loaded, self.loaded.directory, self.run_dir / WEIGHTS, dtype)
         if self.world.rank == 0:
-            self.plant(step)
             order = {"digests": {name: list(digest) for name, digest in digests.items()}}
             store.write_json(self.run_dir / GO / f"{step:06d}.json", order)
         return time.monotonic() - began
-
-    def plant(self, step: int) -> None:
-        """Lose a parameter in a sync, for tests: ``("lost", "STEP NAME")``."""
-        for kind, value in self.loop.plant:
-            at, _, name = value.partition(" ")
-            if kind == "lost" and int(at) == step:
-                from safetensors.torch import load_file, save_file
-
-                for file in (self.run_dir / WEIGHTS).glob("*.safetensors"):
-                    tensors = load_file(file)
-                    if name in tensors:
-                        tensors[name] = tensors[name].roll(1, 0)
-                        save_file(tensors, file, {"format": "pt"})
 
     def step(self, step: int) -> None:
         """Score, update, measure, hand on."""
