@@ -33,10 +33,8 @@ def models(flags: Flags) -> int:
     if flags["as_json"]:
         typer.echo(json.dumps({"schema": "mismatch.models/1", "models": rows}, indent=2))
         return 0
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("name", "parameters", "active", "experts", "released", "context", "hub id"):
-        numbers = title in ("parameters", "active", "context")
-        table.add_column(title, justify="right" if numbers else "left", no_wrap=title != "hub id")
+    titles = ("name", "parameters", "active", "experts", "released", "context", "hub id")
+    table = Table(*titles, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for row in rows:
         table.add_row(
             row["name"],

@@ -62,15 +62,6 @@ class SizedModel(ModelConfig):
     biased_experts: bool = False
     recurrent: tuple[str, ...] = ()
 
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that one token uses: its experts instead of all."""
-        if not self.experts:
-            return self.parameters
-        return (
-            self.parameters - self.expert_parameters * (self.experts - self.top_k) // self.experts
-        )
-
     def stored_bytes(self, element: int, keeps_mxfp4: bool) -> int:
         """Bytes of all weights with ``element`` bytes each, MXFP4 experts as they are if kept."""
         packed = self.packed_parameters if keeps_mxfp4 and self.quantised == "mxfp4" else 0

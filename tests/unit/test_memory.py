@@ -67,13 +67,12 @@ def test_parameters_of_a_toy_by_hand():
     attention = 8 * 8 + 2 * 8 * 4 + 8 * 8  # q, k and v, o
     assert toy.layer_parameters == attention + 3 * 8 * 16 + 2 * 8
     assert toy.root_parameters == 2 * 32 * 8 + 8
-    assert toy.parameters == toy.active_parameters == 2 * toy.layer_parameters + toy.root_parameters
+    assert toy.parameters == 2 * toy.layer_parameters + toy.root_parameters
     assert counted(tie_word_embeddings=True).root_parameters == 32 * 8 + 8
 
 
-def test_gpt_oss_uses_a_fraction_of_its_parameters_per_token():
-    idle = 24 * 28 * (3 * 2880 * 2880 + 3 * 2880)  # 28 of 32 experts in 24 layers
-    assert GPT.parameters - GPT.active_parameters == idle
+def test_the_experts_of_gpt_oss_are_most_of_its_parameters():
+    assert GPT.expert_parameters == 24 * 32 * (3 * 2880 * 2880 + 3 * 2880)
 
 
 def test_a_window_bounds_the_kv_cache_of_its_layers():
