@@ -22,7 +22,7 @@ from mismatch.errors import MismatchError
 from mismatch.features.loop import history
 from mismatch.features.loop.arm import finish_both, resume_from
 from mismatch.features.loop.arms import require_same_settings
-from mismatch.features.loop.command import asked, loop, loop_spec
+from mismatch.features.loop.command import asked, checked_of, loop, loop_spec
 from mismatch.features.loop.engine_side import EngineSide, own_rewards
 from mismatch.features.loop.memory import memory_of_loop
 from mismatch.features.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
@@ -342,11 +342,28 @@ def test_a_loop_takes_the_sides_of_a_check(tmp_path: Path) -> None:
     made = loop_spec(flags).check
     assert made.rollout.engine.model == spec.rollout.engine.model
     assert (made.train.dtype, made.noise_floor) == (spec.train.dtype, False)
+    assert made.train.master_dtype == "fp32"  # bf16 would round small steps away
+    flags.explicit = frozenset({"num_prompts", "max_tokens"})  # sizes may be a loop's own
+    flags |= {"num_prompts": 3, "max_tokens": 5}
+    small = loop_spec(flags)
+    assert small.check.rollout.prompts.num_prompts == 3
+    assert small.check.rollout.sampling.max_tokens == 5
     flags.explicit = frozenset({"dtype"})
     with pytest.raises(MismatchError, match="--dtype") as caught:
         loop_spec(flags)
     assert caught.value.fix
     assert len(loop.options) <= 30  # type: ignore[attr-defined]
+
+
+def test_a_loop_says_what_its_check_found_of_each_arm(tmp_path: Path) -> None:
+    """Of the check as it is and with each fix that it measured."""
+    run = Path(__file__).parents[2] / "examples" / "tiny-gpt-oss-no-sinks"
+    checked = checked_of(run)
+    assert checked is not None
+    assert (checked.prompts, checked.samples) == (64, 4)
+    assert checked.verdicts["as-is"] == "broken"
+    assert checked.verdicts["attention-sinks"] == "healthy"
+    assert checked_of(make_run(tmp_path / "bare")) is None
 
 
 def test_what_a_kill_left_half_written_goes_with_the_steps_that_are_made_again(

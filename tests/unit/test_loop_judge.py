@@ -19,6 +19,7 @@ from mismatch.features.loop.judge import (
     running,
 )
 from mismatch.features.loop.section import page
+from mismatch.features.loop.spec import Checked
 from mismatch.reports.html import show_page
 from tests.tables import values
 from tests.texts import numbers
@@ -128,3 +129,14 @@ def test_the_page_holds_six_pictures_and_every_run() -> None:
     )
     short = loop_to_json(report(("as-is", [COLLAPSE[:1]])))
     assert short["found"]["as-is"]["0"]["reward_fall"] is None
+
+
+def test_the_page_says_what_a_check_found_before_the_first_step() -> None:
+    arms = tuple(Arm(name, (run(0, RISE),)) for name in ("attention-sinks", "as-is", "seq-tis"))
+    checked = Checked(64, 4, {"as-is": "broken", "attention-sinks": "healthy"})
+    document = show_page(page(LoopReport("m", "vllm", arms, {}, checked)))
+    assert (
+        "A check of 64 prompts × 4 samples before the first step: "
+        "HEALTHY with attention-sinks, BROKEN with as-is." in document
+    )  # no check measured seq-tis
+    assert "before the first step" not in show_page(page(LoopReport("m", "vllm", arms)))

@@ -76,7 +76,8 @@ def gather(asked: Asked, run_dir: Path) -> LoopReport:
         gathered.append(Arm(arm, tuple(run for run in runs if run.steps)))
     engine = asked.loop.check.rollout.engine
     arms = tuple(arm for arm in gathered if arm.runs)
-    return LoopReport(engine.model, engine.engine, arms, settings(asked.loop))
+    loop = asked.loop
+    return LoopReport(engine.model, engine.engine, arms, settings(loop), loop.checked)
 
 
 def _run(directory: Path, seed: int) -> SeedRun:

@@ -14,7 +14,7 @@ from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option, flags_of, spec_values
 from mismatch.cli.options import CHECK, DRY_RUN, FORCE, JSON, MODEL_FLAGS, NEW_RUN, TRUST_RUN
 from mismatch.errors import MismatchError, require_packages
-from mismatch.features.loop.spec import AS_IS, LARGE_MODELS, LOOP, PATHS, Asked, LoopSpec
+from mismatch.features.loop.spec import AS_IS, LARGE_MODELS, LOOP, PATHS, Asked, Checked, LoopSpec
 from mismatch.specs import MODEL
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ NAMES = (
     "fp8-kv-cache, raw-logprobs, router-noise=SIZE, no-sinks, forward-sinks."
 )
 EACH = "Every arm is run with each of these seeds."
-OF_CHECK = "Run of a check: take model, engine, trainer and prompts from it."
+OF_CHECK = "Run of a check: take model, engine, trainer and prompts from it, and its verdicts."
 LOOP_FIELDS = (
     "steps prompts mini_batches learning_rate loss clip old perfectible checkpoint_every reward"
 )
@@ -40,6 +40,7 @@ SIDES = (
     *("prompts", "num_prompts", "samples_per_prompt", "max_tokens", "temperature"),
     *("engine", "dtype", "train_dtype", "attention", "nproc_per_node"),
 )
+SIZES = ("num_prompts", "samples_per_prompt", "max_tokens")  # a loop may take less than its check
 
 
 @with_flags(
@@ -169,6 +170,24 @@ def save_page(run_dir: Path, report: LoopReport) -> None:
     store.write_text(run_dir / "loop.html", show_page(page(report)))
 
 
+def checked_of(run: Path) -> Checked | None:
+    """Return the verdicts of a check, as it is and with its fixes; None if it has no report."""
+    from mismatch.pipeline.saved_runs import REPORT, load_report, verdict_as_is
+
+    if not (run / REPORT).exists():
+        return None
+    report = load_report(run)
+    table = report.result("fixes")
+    after = {row.id: row.verdict_after for row in (table.outcomes if table else ())}
+    verdicts = {AS_IS: verdict_as_is(report), **after}
+    size = report.comparisons[0].metrics["k3_kl"]
+    return Checked(
+        size.n_prompts,
+        size.n_sequences // size.n_prompts,
+        {arm: verdict.status for arm, verdict in verdicts.items() if verdict is not None},
+    )
+
+
 def loop_spec(flags: Flags) -> LoopSpec:
     """Return what all arms share; flags that a loop cannot honour are refused."""
     from mismatch.cli.to_spec import check_spec
@@ -177,15 +196,25 @@ def loop_spec(flags: Flags) -> LoopSpec:
 
     values, small = spec_values(LoopSpec, flags, LOOP_FIELDS), False
     if flags["like"] is not None:
-        if given := flags.explicit & {"model", *SIDES}:
+        run = flags["like"]
+        if given := flags.explicit & ({"model", *SIDES} - {*SIZES}):
             raise MismatchError(
-                f"--like takes model, engine, trainer and prompts of {flags['like']}",
+                f"--like takes model, engine, trainer and prompts of {run}",
                 f"drop --{min(given).replace('_', '-')}, or --like",
             )
-        spec = load_spec(flags["like"])
-        require_trust(flags["like"], spec, flags["trust_run"])
+        spec = load_spec(run)
+        require_trust(run, spec, flags["trust_run"])
         if not flags["trust_run"]:
-            require_known_prompts(flags["like"], spec)
+            require_known_prompts(run, spec)
+        values["checked"] = checked_of(run)
+        less = {name: flags[name] for name in SIZES if name in flags.explicit}
+        prompts = {"num_prompts": less.pop("num_prompts")} if "num_prompts" in less else {}
+        rollout = replace(
+            spec.rollout,
+            prompts=replace(spec.rollout.prompts, **prompts),
+            sampling=replace(spec.rollout.sampling, **less),
+        )
+        spec = replace(spec, rollout=rollout)
     else:
         flags["model"] = flags["model"] or DEFAULT_MODEL
         small = flags["model"] == DEFAULT_MODEL
@@ -194,7 +223,7 @@ def loop_spec(flags: Flags) -> LoopSpec:
         whole = Flags({flag.name: flag.default for flag in CHECK} | flags)
         whole.explicit = flags.explicit
         spec = check_spec(whole)
-        # An optimiser's steps are smaller than bf16's.
+    if spec.train.master_dtype == "auto":  # an optimiser's steps are smaller than bf16's
         spec = replace(spec, train=replace(spec.train, master_dtype="fp32"))
     engine, sampling = spec.rollout.engine, spec.rollout.sampling
     if engine.servers or engine.engine not in PATHS:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mismatch.codec import to_json
+from mismatch.features.loop.spec import Checked
 from mismatch.types import Floats
 
 SCHEMA = "mismatch.loop/1"
@@ -80,6 +81,7 @@ class LoopReport:
     engine: str
     arms: tuple[Arm, ...]
     settings: dict[str, Any] = field(default_factory=dict)
+    checked: Checked | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,15 @@ def _over_seeds(values: list[float]) -> str:
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
+def _checked(result: LoopReport) -> list[Column]:
+    """Return the column of the verdicts before the first step, where a check gave them."""
+    checked = result.checked
+    if checked is None:
+        return []
+    size, found = f"{checked.prompts} prompts × {checked.samples}", checked.verdicts
+    return [Column("check before", text, detail=size, of=lambda a: found.get(a.name, "–").upper())]
+
+
 def _ends(name: str) -> Callable[[Arm], str]:
     """Return a column's mean over the last steps, of all seeds."""
     return lambda arm: _over_seeds([at_end(run, name) for run in arm.runs])
@@ -122,8 +131,8 @@ def section(result: LoopReport) -> Section:
             for arm, run in rows
             if run.stopped
         ],
-        sentences=[story(result), *_claims(result)],
-        tables=[Table.of(ARMS, result.arms)],
+        sentences=[story(result), *_start(result), *_claims(result)],
+        tables=[Table.of((*ARMS[:2], *_checked(result), *ARMS[2:]), result.arms)],
         figures=[_figure(result, name, log) for name, log in PANELS],
         notes=[
             f"The reward falls where the mean of {WINDOW} steps lies {FALL:g} below the best one "
@@ -157,6 +166,15 @@ def story(result: LoopReport) -> str:
         parts.append(f"{name} at step{'s' * (len(falls) > 1)} {at}")
     fine = f"; with {' and '.join(never)} it does not" if never else ""
     return f"The reward falls in {'; in '.join(parts)}{fine}."
+
+
+def _start(result: LoopReport) -> Iterator[str]:
+    """Say what a check found of the arms before the first step."""
+    if checked := result.checked:
+        of = [arm.name for arm in result.arms if arm.name in checked.verdicts]
+        verdicts = ", ".join(f"{checked.verdicts[name].upper()} with {name}" for name in of)
+        size = f"{plural(checked.prompts, 'prompt')} × {plural(checked.samples, 'sample')}"
+        yield f"A check of {size} before the first step: {verdicts}."
 
 
 def _claims(result: LoopReport) -> Iterator[str]:

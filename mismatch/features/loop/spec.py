@@ -31,6 +31,16 @@ PLANTED: Mapping[str, Change] = {  # arms that no fix is
 
 
 @dataclass(frozen=True, slots=True)
+class Checked:
+    """What the check found that a loop starts from (--like)."""
+
+    prompts: int
+    samples: int
+    verdicts: dict[str, str]
+    """Status of the run as it is, and with each fix that it measured, by the arm's name."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoopSpec:
     """One arm of a loop, with one seed."""
 
@@ -38,6 +48,7 @@ class LoopSpec:
 
     check: CheckSpec = field(default_factory=CheckSpec)
     """Engine, trainer, prompts and sampling, with the arm's changes."""
+    checked: Checked | None = None
     arm: str = AS_IS
     seed: int = 0
     steps: Annotated[int, Flag(LOOP, "Steps of each arm and seed.", range=Range(1, MANY))] = 60
