@@ -18,7 +18,7 @@ from mismatch.features.loop.judge import (
     reward_fall,
     running,
 )
-from mismatch.features.loop.section import page
+from mismatch.features.loop.section import page, section
 from mismatch.features.loop.spec import Checked
 from mismatch.reports.html import show_page
 from tests.tables import values
@@ -134,9 +134,12 @@ def test_the_page_holds_six_pictures_and_every_run() -> None:
 def test_the_page_says_what_a_check_found_before_the_first_step() -> None:
     arms = tuple(Arm(name, (run(0, RISE),)) for name in ("attention-sinks", "as-is", "seq-tis"))
     checked = Checked(64, 4, {"as-is": "broken", "attention-sinks": "healthy"})
-    document = show_page(page(LoopReport("m", "vllm", arms, {}, checked)))
-    assert (
-        "A check of 64 prompts × 4 samples before the first step: "
-        "HEALTHY with attention-sinks, BROKEN with as-is." in document
-    )  # no check measured seq-tis
-    assert "before the first step" not in show_page(page(LoopReport("m", "vllm", arms)))
+    with_check, without = (
+        section(LoopReport("m", "vllm", arms, {}, found)) for found in (checked, None)
+    )
+    verdicts = [row["check before"] for row in values(with_check.tables[0])]
+    assert verdicts == ["HEALTHY", "BROKEN", "–"]  # no check measured seq-tis
+    (said,) = set(with_check.sentences) - set(without.sentences)
+    assert numbers(said) == [64, 4]
+    assert [word for word in said.split() if word.isupper() and len(word) > 1] == verdicts[:2]
+    assert "check before" not in values(without.tables[0])[0]

@@ -234,7 +234,7 @@ class Corners:
             return [enough], ANEW
         train = replace(sides.train, name=TRAIN)
         usable = {**self.usable, sides.decode.name: sides.decode, TRAIN: train}
-        if precision_of(train.fingerprint) != "fp32":  # else its own pass is the float32 one
+        if precision_of(train.fingerprint) != "fp32":  # else this scoring is in float32
             exact = variant.in_float32(self.spec)
             name = TRAINER_FLOAT32 if exact is None else exact.name
             usable |= self.scorings(lambda stored: stored == name, TRAINER_FLOAT32)
