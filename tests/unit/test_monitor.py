@@ -57,11 +57,11 @@ def test_every_nth_step_is_written_and_read_again(tmp_path: Path) -> None:
     assert [bool(found) for found in seen] == [True, False, True, False, False, True]
     rows = read_recorded(tmp_path / "watch" / "step_3.jsonl").recorded.sequences
     assert len(rows) == 64
-    assert rows[0].token_ids == [
+    assert rows[0].token_ids.tolist() == [
         *held["prompts"][0, 2:].tolist(),
         *held["responses"][0, :30].tolist(),
     ]
-    assert rows[0].train_logprobs == held["old_log_probs"][0, :30].float().tolist()
+    assert rows[0].train_logprobs.tolist() == held["old_log_probs"][0, :30].float().tolist()
     assert rows[0].attributes["step"] == "3"
     delta = (held["old_log_probs"].double() - held["rollout_log_probs"].double())[:64, :30]
     assert seen[0]["mismatch/logprob_abs_diff_mean"] == pytest.approx(delta.abs().mean().item())

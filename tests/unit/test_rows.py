@@ -8,10 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from mismatch.cli.main import app
+from mismatch.features.recorded import command
+from mismatch.features.recorded.dumps import Row
 from mismatch.features.recorded.facts import RecordedReport, checks
 from mismatch.features.recorded.rows import IN_TURN, LEAST_ROWS, RowGroups, row_groups
-from mismatch.features.recorded.steps import steps_of
+from mismatch.features.recorded.steps import Sums
+from mismatch.metrics import ess_seq, k3_kl
 from mismatch.types import Pair, Rollout, Sampling
 from tests.command import mismatch
 
@@ -111,25 +116,35 @@ def test_too_few_rows_are_not_called_alike() -> None:
 
 def test_steps_hold_the_numbers_of_their_rows() -> None:
     pair, _ = drawn(5, noisy(0.3))
-    labels = ["7" if row % 4 == 3 else "2" for row in range(ROWS)]
-    first, second = steps_of(pair, labels, None, np.ones(ROWS))
+    sums = Sums()
+    for row in range(ROWS):
+        at = pair.sequence == row
+        sides = pair.rollout[at], pair.train[at]
+        label = {"step": "7" if row % 4 == 3 else "2"}
+        ids = np.arange(at.sum() + 1)
+        sums.add(Row(ids, ids > 0, *sides, reward=1.0, attributes=label))
+    first, second = sums.steps()
     assert (first.step, second.step) == (2, 7)
     assert first.tokens == 3 * second.tokens == ROWS // 4 * 3 * TOKENS
     at = np.isin(pair.sequence, range(3, ROWS, 4))
     assert second.abs_diff == pytest.approx(np.abs(pair.delta[at]).mean())
     assert second.abs_diff > 3 * first.abs_diff
-    assert second.reward == 1.0
+    assert second.ess == pytest.approx(ess_seq(pair.delta[at], pair.sequence[at]))
+    assert (second.reward, second.entropy) == (1.0, None)
+    whole = sums.whole.step(0)
+    assert whole.tokens == sums.tokens == ROWS * TOKENS
+    assert whole.k3 == pytest.approx(k3_kl(pair.delta))
+    sums.add(Row(np.arange(2), np.arange(2) > 0, np.zeros(1), np.zeros(1)))
+    assert sums.steps() == ()  # a row that names no step
 
 
-def test_a_dump_becomes_a_report_without_a_model(tmp_path: Path) -> None:
-    """From a file of both sides to a verdict, the replica at fault and an exit code."""
-    pair, _ = drawn(6, noisy(0.5))
-    dump = tmp_path / "dump.jsonl"
+def dumped(dump: Path, pair: Pair, *, alike: bool = True) -> Path:
+    """A dump of both sides, four rows a prompt, of four replicas and two steps."""
     with dump.open("w") as file:
         for row in range(ROWS):
             at = pair.sequence == row
             entry = {
-                "prompt_token_ids": [1, 2],
+                "prompt_token_ids": [1, 2 if alike else row // 4],
                 "response_token_ids": list(range(10, 10 + TOKENS)),
                 "rollout_logprobs": pair.rollout[at].tolist(),
                 "train_logprobs": pair.train[at].tolist(),
@@ -138,6 +153,36 @@ def test_a_dump_becomes_a_report_without_a_model(tmp_path: Path) -> None:
                 "step": row // 120,
             }
             file.write(json.dumps(entry) + "\n")
+    return dump
+
+
+def test_of_a_large_dump_a_part_is_judged_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, _ = drawn(7, lambda row, train, rng: None)
+    monkeypatch.setattr(command, "MOST", 8_000)
+    asked = [
+        "postmortem",
+        str(dumped(tmp_path / "d.jsonl", pair, alike=False)),
+        "--out",
+        str(tmp_path / "r"),
+    ]
+    done = CliRunner().invoke(app, asked)
+    report = json.loads((tmp_path / "r" / "report.json").read_text())
+    whole, judged = report["recorded"]["whole"], report["comparisons"][0]["metrics"]["k3_kl"]
+    assert whole["tokens"] == ROWS * TOKENS
+    assert whole["abs_diff"] == pytest.approx(np.abs(pair.delta).mean())
+    assert judged["n_tokens"] <= 8_000 < sum(s["tokens"] for s in report["recorded"]["steps"])
+    assert judged["n_sequences"] == 4 * judged["n_prompts"]
+    assert f"{whole['tokens']:,}" in done.output
+    assert f"{whole['tokens']:,}" in (tmp_path / "r" / "report.html").read_text()
+    assert any("other" in entry["what"] for entry in report["not_tested"])
+
+
+def test_a_dump_becomes_a_report_without_a_model(tmp_path: Path) -> None:
+    """From a file of both sides to a verdict, the replica at fault and an exit code."""
+    pair, _ = drawn(6, noisy(0.5))
+    dump = dumped(tmp_path / "dump.jsonl", pair)
     out = tmp_path / "run"
     done = mismatch("postmortem", dump, "--out", out, "--fail-on", "inconclusive")
     assert done.returncode == 1, done.stdout + done.stderr

@@ -33,6 +33,7 @@ READING = (
     ),
 )
 DUMP_FORMAT = replace(READING[0], name="dump_format", spelling="--dump-format")
+MOST = 1_000_000  # tokens of a dump that are judged; of a larger one, prompts are drawn
 STEP = Option("step", int | None, OUTPUT, "Report this step alone; default: all steps of the dump.")
 SAMPLED = (*flags_of(Sampling, "temperature top_p top_k"), *flags_of(EngineSpec, "dtype"))
 TRAIN_DTYPE = flags_of(TrainSpec, "dtype")
@@ -70,22 +71,14 @@ def postmortem(flags: Flags) -> int:
     from mismatch.reports.files import write_report
     from mismatch.run.directory import new_directory
 
-    read = read_recorded(flags["file"], flags["dump_format"], flags["python"])
-    rows = read.recorded.sequences
-    if flags["step"] is not None:
-        read.recorded.sequences = [
-            row for row in rows if row.attributes.get("step") == str(flags["step"])
-        ]
-        if not read.recorded.sequences:
-            steps = sorted({row.attributes.get("step", "none") for row in rows}, key=len)
-            raise MismatchError(
-                f"--step {flags['step']}: the dump has none of it", f"it has {', '.join(steps)}"
-            )
-    without = sum(row.train_logprobs is None for row in read.recorded.sequences)
-    if without:
+    read = read_recorded(
+        flags["file"], flags["dump_format"], flags["python"], step=flags["step"], most=MOST
+    )
+    sums = read.recorded.sums
+    if sums.one_sided:
         raise MismatchError(
-            f"{flags['file']}: {without} of {len(read.recorded.sequences)} sequences hold no "
-            "log-probabilities of the trainer",
+            f"{flags['file']}: {sums.one_sided} of {sums.rows} sequences hold no log-probabilities "
+            "of the trainer",
             "docs/how-to/recorded-runs.md says what records them; or score the rollouts again: "
             "mismatch read-rollouts FILE --model MODEL, then mismatch score RUN",
         )
@@ -201,7 +194,12 @@ def spec_of(flags: Flags, model: str) -> CheckSpec:
 def summary(read: Read) -> str:
     """Return what was read, and what was noticed, in lines."""
     recorded = read.recorded
-    lines = [f"{len(recorded.sequences)} sequences of the format {read.form}"]
+    lines = [f"{recorded.sums.rows} sequences of the format {read.form}"]
+    if len(recorded.sequences) < recorded.sums.rows:
+        lines[0] += (
+            f", {recorded.sums.tokens:,} tokens: sums and steps are of all, everything else of "
+            f"{len(recorded.sequences)} sequences, drawn by prompt"
+        )
     lines += [f"{count}: {remark}" for remark, count in recorded.remarks.items()]
     lines += [f"{count} left out: {misfit}" for misfit, count in recorded.misfits.items()]
     if recorded.unread:

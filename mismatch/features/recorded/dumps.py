@@ -5,10 +5,11 @@ encoded again, text may become other tokens. Files of torch and pickle are read 
 ``torch.load(weights_only=True)`` in a child process of the framework's environment (convert.py).
 
 Values that cannot be true (NaN, null, infinities, lengths that do not fit) are faults of the run,
-not of the file: they are kept, counted and reported. Fields were read in the frameworks' sources:
+not of the file: they are kept, counted and reported. Sums are of all rows; of a large dump only the
+rows of some prompts are kept. Fields were read in the frameworks' sources, all of August 2026:
 torchtitan's ``rollout_recorder.py`` (b5bcd76), open-instruct's ``rl_utils.py`` (e6c3044), verl's
 ``rollout_skip.py`` (1dda039), NeMo-RL's ``grpo.py`` and ``logger.py`` (7ea279a), prime-rl's
-``token_export.py`` (559b447) and slime's ``train_dump_utils.py`` (624b824), all of August 2026.
+``token_export.py`` (559b447) and slime's ``train_dump_utils.py`` (624b824).
 """
 
 from __future__ import annotations
@@ -18,17 +19,23 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from mismatch.errors import MismatchError
 from mismatch.features.recorded.convert import converted, json_lines
+from mismatch.features.recorded.steps import Sums
 from mismatch.run.manifest import WRONG
+from mismatch.types import Bools, Floats, Ints
 
 Entry = dict[str, Any]
 Form = Literal["torchtitan", "open-instruct", "generic", "verl", "nemo-rl", "prime-rl", "slime"]
 SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".dp", ".pkl")
 LARGEST = 2**63  # token ids are int64
+LEAST = 16  # prompts that are kept of the largest dump
 # First bytes of a file by ``torch.save``, and by ``pickle.dump`` with protocol 2 and later.
 PICKLED = (b"PK\x03\x04", b"\x80")
 # What a row may say of where it came from, in any format; ``step`` also from the file's name.
@@ -39,20 +46,32 @@ ATTRIBUTES = ("replica", "rank", "weight_version", "step", "environment")
 class Row:
     """One recorded sequence."""
 
-    token_ids: list[int]
-    sampled: list[bool]
+    token_ids: Ints
+    sampled: Bools
     """Per token: whether the policy sampled it."""
-    logprobs: list[float]
+    logprobs: Floats
     """The sampler's, of the sampled tokens, nats; NaN where the file holds no number."""
-    train_logprobs: list[float] | None = None
+    train_logprobs: Floats | None = None
     """The trainer's, likewise; None: the dump holds one side only."""
-    entropy: list[float] | None = None
+    entropy: Floats | None = None
     """Of the trainer's distribution at the sampled tokens, nats."""
     prompt: Any = None
     """What the samples of one prompt have in common; None: a separate prompt."""
     reward: float | None = None
     finish_reason: str = "unknown"
     attributes: dict[str, str] = field(default_factory=dict)
+    number: int = 0
+    """Of the sequence in the dump."""
+
+    @property
+    def key(self) -> str:
+        """What tells its prompt from others."""
+        return f"alone {self.number}" if self.prompt is None else f"shared {self.prompt}"
+
+    @property
+    def draw(self) -> float:
+        """A number in [0, 1), the same for all samples of its prompt: which are kept."""
+        return int.from_bytes(blake2b(self.key.encode(), digest_size=7).digest()) / 2**56
 
 
 @dataclass
@@ -60,6 +79,9 @@ class Recorded:
     """The sequences of a dump, and what was noticed while reading."""
 
     sequences: list[Row] = field(default_factory=list)
+    """Those that are kept: all, or of a large dump some prompts."""
+    sums: Sums = field(default_factory=Sums)
+    """Of every sequence."""
     remarks: Counter[str] = field(default_factory=Counter)
     """Remark -> how often."""
     misfits: Counter[str] = field(default_factory=Counter)
@@ -76,18 +98,27 @@ class Read:
     recorded: Recorded
 
 
-def read_recorded(path: Path, form: Form | None = None, python: str | None = None) -> Read:
-    """Return the format of a dump and all its sequences.
+def read_recorded(
+    path: Path,
+    form: Form | None = None,
+    python: str | None = None,
+    *,
+    step: int | None = None,
+    most: int | None = None,
+) -> Read:
+    """Return the format of a dump, its sequences, and sums over all of them.
 
     Args:
         form: None: decided by the fields of the first row.
         python: interpreter of the framework's environment, for files of torch and pickle.
+        step: leave out the sequences of others.
+        most: tokens that are kept, about; prompts are drawn so that no more are. None: all.
 
     Raises:
         MismatchError: a file cannot be read, needs ``python``, holds no ids and logprobs, or a
             row is malformed (named).
     """
-    recorded = Recorded()
+    recorded, kept, share, steps = Recorded(), 0, 1.0, set()
     for file in files_of(path):
         place = _from_name(file)
         for number, entry in _entries(file, python):
@@ -109,10 +140,27 @@ def read_recorded(path: Path, form: Form | None = None, python: str | None = Non
                 raise MismatchError(
                     f"{where}: step is {said['step']!r:.60}", "write the step as a whole number"
                 )
-            for row in recorded.sequences[before:]:
+            rows = recorded.sequences[before:]
+            del recorded.sequences[before:]
+            for row in rows:
                 row.attributes = place | said | row.attributes
+                steps.add(of := row.attributes.get("step", "none"))
+                if step is not None and of != str(step):
+                    continue
+                row.number = recorded.sums.rows
+                recorded.sums.add(row)
+                if share == 1.0 or row.draw < share:
+                    recorded.sequences.append(row)
+                    kept += len(row.token_ids)
+            while most and kept > most and len({row.key for row in recorded.sequences}) > LEAST:
+                share /= 2
+                recorded.sequences = [row for row in recorded.sequences if row.draw < share]
+                kept = sum(len(row.token_ids) for row in recorded.sequences)
     if form is None:
         raise MismatchError(f"{path} is empty", "give a file with one JSON object per line")
+    if not recorded.sequences and step is not None and steps:
+        has = ", ".join(sorted(steps, key=len))
+        raise MismatchError(f"--step {step}: the dump has none of it", f"it has {has}")
     if not recorded.sequences:
         left = "; ".join((*recorded.remarks, *recorded.misfits)) or "no row has a sampled token"
         raise MismatchError(f"{path} has no sequence that can be scored: {left}")
@@ -166,13 +214,34 @@ def _parquet(path: Path) -> Iterator[tuple[int, Entry]]:
     number = 0
     try:
         for batch in pq.ParquetFile(path).iter_batches(batch_size=256):
-            for entry in batch.to_pylist():
+            columns = {
+                name: _values(column)
+                for name, column in zip(batch.schema.names, batch.columns, strict=True)
+            }
+            for row in range(batch.num_rows):
                 number += 1
-                yield number, entry
+                yield number, {name: column[row] for name, column in columns.items()}
     except (pa.ArrowException, OSError) as error:
         raise MismatchError(
             f"{path} is no readable Parquet file: {error}", "was it cut off?"
         ) from error
+
+
+def _values(column: Any) -> Any:
+    """Return a column's values; lists of numbers as arrays, null in them as NaN."""
+    from pyarrow import types
+
+    kind = column.type
+    numbers = types.is_list(kind) or types.is_large_list(kind)
+    if not numbers or not types.is_primitive(kind.value_type):
+        return column.to_pylist()
+    values = column.values.to_numpy(zero_copy_only=False)
+    ends = column.offsets.to_numpy().tolist()
+    there = column.is_valid().to_pylist()
+    return [
+        values[a:b] if valid else None
+        for a, b, valid in zip(ends[:-1], ends[1:], there, strict=True)
+    ]
 
 
 def _fits(row: Row, where: str, recorded: Recorded) -> bool:
@@ -187,7 +256,7 @@ def _fits(row: Row, where: str, recorded: Recorded) -> bool:
             f"{where}: a mask of {len(row.sampled)} entries for {len(row.token_ids)} tokens",
             "docs/how-to/recorded-runs.md lists the fields; --format names another format",
         )
-    count = sum(row.sampled)
+    count = int(row.sampled.sum())
     if count == 0:
         recorded.remarks["left out: no token was sampled"] += 1
         return False
@@ -212,13 +281,13 @@ def generic(entry: Entry, recorded: Recorded) -> None:
     """Read the documented schema: ids with a mask, or the prompt's and the response's ids."""
     if "token_ids" in entry:
         ids = _ids(entry, "token_ids")
-        sampled = [bool(value) for value in _list(entry, "action_mask")]
+        sampled = _mask(_list(entry, "action_mask"))
         if len(sampled) != len(ids):
             raise ValueError(f"action_mask has {len(sampled)} entries for {len(ids)} token_ids")
     else:
         prompt, response = _ids(entry, "prompt_token_ids"), _ids(entry, "response_token_ids")
-        ids = prompt + response
-        sampled = [False] * len(prompt) + [True] * len(response)
+        ids = np.concatenate([prompt, response])
+        sampled = np.arange(len(ids)) >= len(prompt)
     name = "rollout_logprobs" if "rollout_logprobs" in entry else "logprobs"
     recorded.sequences.append(
         Row(
@@ -243,16 +312,16 @@ def nemo_rl(entry: Entry, recorded: Recorded) -> None:
     length = _alone(entry["input_lengths"])
     ids = _ids(entry | {"token_ids": _alone(entry["token_ids"])}, "token_ids")
     ids = ids[: _size(length, "input_lengths", len(ids))]
-    sampled = [bool(value) for value in _alone(entry["token_loss_mask"])[:length]]
-    rollout = [_number(value) for value in _alone(entry["generation_logprobs"])[:length]]
-    train = [_number(value) for value in _alone(entry["prev_logprobs"])[:length]]
+    sampled = _mask(_alone(entry["token_loss_mask"])[:length])
+    sides = ("generation_logprobs", "prev_logprobs")
+    rollout, train = (_numbers({name: _alone(entry[name])}, name)[:length] for name in sides)
     recorded.sequences.append(
         Row(
             ids,
             sampled,
-            _at_actions(rollout, sampled) or [],
+            _at_actions(rollout, sampled),
             _at_actions(train, sampled),
-            prompt=tuple(ids[: sampled.index(True)]) if True in sampled else None,
+            prompt=_context(ids, sampled),
             reward=_reward(_alone(entry.get("rewards"))),
         )
     )
@@ -261,10 +330,10 @@ def nemo_rl(entry: Entry, recorded: Recorded) -> None:
 def prime_rl(entry: Entry, recorded: Recorded) -> None:
     """Read a line of prime-rl's token export; every column has a value per token."""
     ids = _ids(entry, "token_ids")
-    sampled = [bool(value) for value in _list(entry, "loss_mask")]
+    sampled = _mask(_list(entry, "loss_mask"))
     columns = ("inference_logprobs", "trainer_logprobs", "entropy")
     rollout, train, entropy = (_at_actions(_optional(entry, name), sampled) for name in columns)
-    rewards = [value for value in entry.get("rewards") or () if value is not None]
+    rewards = [] if entry.get("rewards") is None else _numbers(entry, "rewards").tolist()
     if rollout is None:
         raise ValueError("inference_logprobs is no list")
     recorded.sequences.append(
@@ -274,8 +343,8 @@ def prime_rl(entry: Entry, recorded: Recorded) -> None:
             rollout,
             train,
             entropy,
-            prompt=tuple(ids[: sampled.index(True)]) if True in sampled else None,
-            reward=_reward(rewards[-1]) if rewards else None,
+            prompt=_context(ids, sampled),
+            reward=next(filter(math.isfinite, reversed(rewards)), None),
             attributes={"environment": str(entry["env_name"])} if entry.get("env_name") else {},
         )
     )
@@ -287,17 +356,17 @@ def slime(entry: Entry, recorded: Recorded) -> None:
         raise ValueError("no rollout_log_probs: run with --use-rollout-logprobs or --use-tis")
     ids = _ids(entry, "tokens")
     count = _size(entry["response_length"], "response_length", len(ids))
-    mask = entry.get("loss_mask") or [1] * count
-    sampled = [False] * (len(ids) - count) + [bool(value) for value in mask]
-    response = sampled[len(ids) - count :]
+    mask = entry.get("loss_mask")
+    response = _mask([1] * count if mask is None or not len(mask) else mask)
+    sampled = np.concatenate([np.zeros(len(ids) - count, np.bool_), response])
     recorded.sequences.append(
         Row(
             ids,
             sampled,
-            _at_actions(_numbers(entry, "rollout_log_probs"), response) or [],
+            _at_actions(_numbers(entry, "rollout_log_probs"), response),
             _at_actions(_optional(entry, "log_probs"), response),
             _at_actions(_optional(entry, "entropy"), response),
-            prompt=tuple(ids[: len(ids) - count]),
+            prompt=tuple(ids[: len(ids) - count].tolist()),
             reward=_reward(entry.get("reward")),
         )
     )
@@ -314,10 +383,11 @@ def open_instruct(entry: Entry, recorded: Recorded) -> None:
     if entry.get("logprobs") is None:
         raise ValueError("no logprobs")
     prompt, response = _ids(entry, "prompt_tokens"), _ids(entry, "response_tokens")
+    ids = np.concatenate([prompt, response])
     recorded.sequences.append(
         Row(
-            prompt + response,
-            [False] * len(prompt) + [True] * len(response),
+            ids,
+            np.arange(len(ids)) >= len(prompt),
             _numbers(entry, "logprobs"),
             prompt=(entry.get("step"), entry.get("prompt_idx")),
             reward=_reward(entry.get("reward")),
@@ -343,17 +413,18 @@ def torchtitan(entry: Entry, recorded: Recorded) -> None:
         context, ids = _ids(turn, "prompt_token_ids"), _ids(turn, "completion_token_ids")
         if turn.get("min_policy_version") != turn.get("max_policy_version"):
             recorded.remarks["turns that were sampled by more than one version of the weights"] += 1
-        if row is None or context[: len(row.token_ids)] != row.token_ids:
+        if row is None or context[: len(row.token_ids)].tolist() != row.token_ids.tolist():
             if row is not None:
                 recorded.remarks["turns whose prompt has other ids than the turns before"] += 1
-            row = Row([], [], [], prompt=entry.get("group_id"), reward=_reward(entry.get("reward")))
+            empty = (np.zeros(0, np.int64), np.zeros(0, np.bool_), np.zeros(0))
+            row = Row(*empty, prompt=entry.get("group_id"), reward=_reward(entry.get("reward")))
             if turn.get("min_policy_version") is not None:
                 row.attributes["weight_version"] = str(turn["min_policy_version"])
             recorded.sequences.append(row)
-        observed = len(context) - len(row.token_ids)
-        row.token_ids = context + ids
-        row.sampled += [False] * observed + [True] * len(ids)
-        row.logprobs += _numbers(turn, "completion_logprobs")
+        observed = np.zeros(len(context) - len(row.token_ids), np.bool_)
+        row.token_ids = np.concatenate([context, ids])
+        row.sampled = np.concatenate([row.sampled, observed, np.ones(len(ids), np.bool_)])
+        row.logprobs = np.concatenate([row.logprobs, _numbers(turn, "completion_logprobs")])
 
 
 def verl(entry: Entry, recorded: Recorded) -> None:
@@ -368,19 +439,20 @@ def verl(entry: Entry, recorded: Recorded) -> None:
             "no rollout_log_probs: record with actor_rollout_ref.rollout.calculate_log_probs=True"
         )
     prompt, response = _ids(entry, "prompts"), _ids(entry, "responses")
-    mask = _list(entry, "response_mask")
+    mask = _mask(_list(entry, "response_mask"))
     whole = len(prompt) + len(response)
     masked = "attention_mask" in entry
-    attended = _list(entry, "attention_mask") if masked else [1] * whole
+    attended = _mask(_list(entry, "attention_mask") if masked else [1] * whole)
     if len(attended) != whole:
         raise ValueError(f"attention_mask has {len(attended)} entries for {whole} tokens")
-    there = [bool(value) for value in attended[len(prompt) :]]
-    sampled = [bool(m) for m, here in zip(mask, there, strict=True) if here]
-    prompt = [token for token, here in zip(prompt, attended, strict=False) if here]
-    if not any(sampled):
+    there = attended[len(prompt) :]
+    if len(mask) != len(there):
+        raise ValueError(f"response_mask has {len(mask)} entries for {len(there)} tokens")
+    sampled, prompt = mask[there], prompt[attended[: len(prompt)]]
+    if not sampled.any():
         recorded.remarks["left out: no token was sampled"] += 1
         return
-    both = [bool(m) and here for m, here in zip(mask, there, strict=True)]
+    both = mask & there
     # A row does not say what ended it. A response that leaves no padding was cut; where the last
     # token was not sampled, the environment had the last word. Rows of different lengths do not
     # tell a response that was cut from one that ended.
@@ -389,11 +461,11 @@ def verl(entry: Entry, recorded: Recorded) -> None:
     scores = entry.get("rm_scores")
     recorded.sequences.append(
         Row(
-            prompt + [token for token, here in zip(response, there, strict=True) if here],
-            [False] * len(prompt) + sampled,
-            _at_actions(_numbers(entry, "rollout_log_probs"), both) or [],
+            np.concatenate([prompt, response[there]]),
+            np.concatenate([np.zeros(len(prompt), np.bool_), sampled]),
+            _at_actions(_numbers(entry, "rollout_log_probs"), both),
             _at_actions(_optional(entry, "old_log_probs"), both),
-            prompt=tuple(prompt),
+            prompt=tuple(prompt.tolist()),
             reward=None if scores is None else _reward(float(sum(scores))),
             finish_reason="length" if cut else reason,
         )
@@ -504,9 +576,9 @@ def _form_of(entry: Entry, where: str) -> Form:
 # ---------------------------------------------------------------- values
 
 
-def _list(entry: Entry, name: str) -> list[Any]:
+def _list(entry: Entry, name: str) -> Any:
     value = entry.get(name)
-    if not isinstance(value, list):
+    if not isinstance(value, list | np.ndarray):
         raise ValueError(f"{name} is no list")
     return value
 
@@ -516,11 +588,21 @@ def _alone(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _ids(entry: Entry, name: str) -> list[int]:
+def _ids(entry: Entry, name: str) -> Ints:
     ids = _list(entry, name)
-    if not all(type(token) is int and 0 <= token < LARGEST for token in ids):
+    whole = ids.dtype.kind in "iu" if isinstance(ids, np.ndarray) else {*map(type, ids)} <= {int}
+    if not whole or (len(ids) and not 0 <= min(ids) <= max(ids) < LARGEST):
         raise ValueError(f"{name} holds what is no token id")
-    return ids
+    return np.asarray(ids, np.int64)
+
+
+def _mask(values: Any) -> Bools:
+    return np.asarray(values, np.bool_)
+
+
+def _context(ids: Ints, sampled: Bools) -> tuple[int, ...] | None:
+    """Return the ids before the first sampled one, which samples of a prompt have in common."""
+    return tuple(ids[: int(sampled.argmax())].tolist()) if sampled.any() else None
 
 
 def _size(value: Any, name: str, most: int) -> int:
@@ -536,32 +618,30 @@ def _size(value: Any, name: str, most: int) -> int:
     return int(value)
 
 
-def _number(value: Any) -> float:
-    """Return a recorded number; null is NaN, which the report counts.
+def _numbers(entry: Entry, name: str) -> Floats:
+    """Return recorded numbers; null is NaN, which the report counts.
 
     Raises:
-        ValueError: it is a text, a list or a truth value.
+        ValueError: one is a text, a list or a truth value.
     """
-    if value is None:
-        return math.nan
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{value!r} is no log-probability")
-    return float(value)
+    values = _list(entry, name)
+    if not isinstance(values, np.ndarray):
+        other = {*map(type, values)} - {int, float, type(None)}
+        for value in values if other else ():
+            if type(value) in other:
+                raise ValueError(f"{value!r} is no log-probability")
+    elif values.dtype.kind not in "fiu":
+        raise ValueError(f"{name} holds what is no log-probability")
+    return np.asarray(values, np.float64)
 
 
-def _numbers(entry: Entry, name: str) -> list[float]:
-    return [_number(value) for value in _list(entry, name)]
-
-
-def _optional(entry: Entry, name: str) -> list[float] | None:
+def _optional(entry: Entry, name: str) -> Floats | None:
     return None if entry.get(name) is None else _numbers(entry, name)
 
 
-def _at_actions(values: list[float] | None, sampled: list[bool]) -> Any:
-    """Return the values at sampled tokens, of a list with one per token; others as they are."""
-    if values is None or len(values) != len(sampled):
-        return values
-    return [value for value, taken in zip(values, sampled, strict=True) if taken]
+def _at_actions(values: Any, sampled: Bools) -> Any:
+    """Return the values at sampled tokens, of an array with one per token; others as they are."""
+    return values if values is None or len(values) != len(sampled) else values[sampled]
 
 
 def _is_label(value: Any) -> bool:

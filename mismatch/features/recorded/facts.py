@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mismatch.analysis.plugins import Analysis
 from mismatch.codec import from_json
 from mismatch.features.recorded.rows import LEAST_ROWS, RowGroups, row_groups
-from mismatch.features.recorded.steps import Step, steps_of
+from mismatch.features.recorded.steps import Step
 from mismatch.reports.formatting import plural
 from mismatch.run.manifest import damage_named
 from mismatch.types import Check
@@ -26,14 +26,14 @@ SCHEMA = "mismatch.recorded/1"
 class Finding:
     """Values of a dump that cannot be true."""
 
+    GONE = frozenset({"first"})  # see mismatch/codec.py
+
     what: str
     """E.g. ``NaN or null``, or how the lengths of arrays differ."""
     side: str
     """rollout or trainer; "": of neither alone."""
     tokens: int
     sequences: int
-    first: int | None = None
-    """The first sequence of the run that has it."""
 
     def __str__(self) -> str:
         where = f"{self.side}: " if self.side else ""
@@ -50,6 +50,9 @@ class RecordedFacts:
     findings: tuple[Finding, ...] = ()
     attributes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Attribute -> its value for every sequence of the rollout."""
+    steps: tuple[Step, ...] = ()
+    """Of all sequences of the dump, as is ``whole``."""
+    whole: Step | None = None
     schema: str = SCHEMA
 
 
@@ -64,6 +67,8 @@ class RecordedReport:
     """None: the dump holds one side only."""
     steps: tuple[Step, ...] = ()
     """Empty where the dump holds a single step."""
+    whole: Step | None = None
+    """Of all sequences, where the report holds a part of them; else None."""
 
 
 def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
@@ -74,7 +79,7 @@ def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
     if not (run_dir / FILE).exists():
         return None
     rows: RowGroups | None = None
-    steps: tuple[Step, ...] = ()
+    whole: Step | None = None
     with damage_named(run_dir / FILE):
         facts = from_json(RecordedFacts, store.load_document(run_dir, FILE))
         if {store.TRAIN, "recorded:decode"} <= set(store.scoring_names(run_dir)):
@@ -83,9 +88,10 @@ def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
             train = store.load_scoring(run_dir, store.TRAIN)
             pair = Pair.of(rollout, decode, train)
             rows = row_groups(pair, rollout, facts.attributes)
-            if len(set(labels := facts.attributes.get("step", ()))) > 1:
-                steps = steps_of(pair, labels, train.entropy, rollout.rewards)
-    return RecordedReport(facts.file, facts.format, facts.findings, rows, steps)
+            if facts.whole is not None and facts.whole.tokens > rollout.n_actions:
+                whole = facts.whole
+    steps = facts.steps if len(facts.steps) > 1 else ()
+    return RecordedReport(facts.file, facts.format, facts.findings, rows, steps, whole)
 
 
 def checks(result: RecordedReport) -> tuple[Check, ...]:

@@ -78,15 +78,19 @@ class Monitor:
         try:
             batch = batch_of()
             rows = [*range(min(self.rows, len(batch.response_ids)))]
-            self._write(batch, rows)
-            return numbers(batch, rows)
+            return self._write(batch, rows)
         except Exception as error:  # whatever a framework of another version holds
             if not self._failed:
                 print(f"mismatch: this step is not recorded: {error!r}", file=sys.stderr)
             self._failed = True
             return {}
 
-    def _write(self, batch: Batch, rows: Sequence[int]) -> None:
+    def _write(self, batch: Batch, rows: Sequence[int]) -> dict[str, float]:
+        """Write some rows; return their headline numbers, by their names in a tracker."""
+        from mismatch.features.recorded.dumps import Row
+        from mismatch.features.recorded.steps import Sums
+
+        sums = Sums()
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"step_{self.step}.jsonl"
         partial = path.with_suffix(".partial")
@@ -97,37 +101,27 @@ class Monitor:
                     prompt = prompt[as_array(batch.prompt_mask[row]) > 0]
                 mask = as_array(batch.response_mask[row]) > 0
                 end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
-                response = as_array(batch.response_ids[row])[:end]
+                ids = np.concatenate([prompt, as_array(batch.response_ids[row])[:end]])
+                sampled = np.concatenate([np.zeros(len(prompt), np.bool_), mask[:end]])
+                rollout = as_array(batch.rollout_logprobs[row])[mask].astype(np.float64)
+                train = as_array(batch.train_logprobs[row])[mask].astype(np.float64)
+                sums.add(Row(ids, sampled, rollout, train))
                 entry = {
-                    "token_ids": [*prompt.tolist(), *response.tolist()],
-                    "action_mask": [0] * len(prompt) + mask[:end].astype(int).tolist(),
-                    "rollout_logprobs": as_array(batch.rollout_logprobs[row])[mask].tolist(),
-                    "train_logprobs": as_array(batch.train_logprobs[row])[mask].tolist(),
+                    "token_ids": ids.tolist(),
+                    "action_mask": sampled.astype(int).tolist(),
+                    "rollout_logprobs": rollout.tolist(),
+                    "train_logprobs": train.tolist(),
                     "prompt_id": str(hash(tuple(prompt.tolist()))),
                     "step": self.step,
                 }
                 file.write(json.dumps(entry) + "\n")
         partial.replace(path)
-
-
-def numbers(batch: Batch, rows: Sequence[int]) -> dict[str, float]:
-    """Return the headline numbers of some rows, by their names in a tracker."""
-    from mismatch.metrics import ess_seq, k3_kl, logprob_abs_diff_mean
-
-    deltas, sequences = [], []
-    for row in rows:
-        mask = as_array(batch.response_mask[row]) > 0
-        train, rollout = as_array(batch.train_logprobs[row]), as_array(batch.rollout_logprobs[row])
-        deltas.append((train.astype(np.float64) - rollout.astype(np.float64))[mask])
-        sequences.append(np.full(len(deltas[-1]), row))
-    delta, sequence = np.concatenate(deltas), np.concatenate(sequences)
-    finite = np.isfinite(delta)
-    found = {"mismatch/not_finite": float((~finite).sum())}
-    if finite.any():
-        found["mismatch/logprob_abs_diff_mean"] = logprob_abs_diff_mean(delta[finite])
-        found["mismatch/k3_kl"] = k3_kl(delta[finite])
-        found["mismatch/ess_seq"] = ess_seq(delta[finite], sequence[finite])
-    return found
+        found = {"mismatch/not_finite": float(sums.not_finite.total())}
+        if sums.whole.tokens:
+            step = sums.whole.step(self.step)
+            found["mismatch/logprob_abs_diff_mean"] = step.abs_diff
+            found |= {"mismatch/k3_kl": step.k3, "mismatch/ess_seq": step.ess}
+        return found
 
 
 def as_array(values: Any) -> np.ndarray[Any, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from mismatch.features.recorded.dumps import Form, Read, Recorded, Row
 from mismatch.features.recorded.facts import FILE, Finding, RecordedFacts
 from mismatch.specs import CheckSpec, PromptSpec
-from mismatch.types import Bools, Fingerprint, Floats, NotTested, Rollout, Sampling, Scoring
+from mismatch.types import Bools, Fingerprint, Floats, Ints, NotTested, Rollout, Sampling, Scoring
 
 ENGINE = "recorded"
 UNKNOWN_MODEL = "recorded"
@@ -49,17 +49,23 @@ def as_run(
     """
     number_of: dict[Any, int] = {}
     prompts = []
-    for number, row in enumerate(recorded.sequences):
-        key = ("alone", number) if row.prompt is None else ("shared", str(row.prompt))
-        prompts.append(number_of.setdefault(key, len(number_of)))
+    for row in recorded.sequences:
+        prompts.append(number_of.setdefault(row.key, len(number_of)))
     order = np.argsort(prompts, kind="stable")
     rows = [recorded.sequences[number] for number in order]
     sampled = _flat((row.sampled for row in rows), np.bool_)
     offsets = np.cumsum([0, *(len(row.token_ids) for row in rows)]).astype(np.int64)
     sides = {"rollout": _flat((row.logprobs for row in rows), np.float64)}
-    if trainer is not None and all(row.train_logprobs is not None for row in rows):
-        sides["trainer"] = _flat((row.train_logprobs or () for row in rows), np.float64)
-    findings, finite = _not_finite(sides, sampled, offsets)
+    trained = [row.train_logprobs for row in rows if row.train_logprobs is not None]
+    if trainer is not None and len(trained) == len(rows):
+        sides["trainer"] = _flat(trained, np.float64)
+    finite = np.logical_and.reduce([np.isfinite(values) for values in sides.values()])
+    sums = recorded.sums
+    findings = [
+        Finding(what, side, count, sums.bad_rows[side, what])
+        for (side, what), count in sums.not_finite.items()
+        if side in sides and count
+    ]
     findings += [Finding(misfit, "", 0, count) for misfit, count in recorded.misfits.items()]
     mask = sampled.copy()
     mask[sampled] = finite
@@ -80,57 +86,37 @@ def as_run(
     train = None
     if trainer is not None and "trainer" in sides:
         train = Scoring("fsdp", ids, sides["trainer"][finite], trainer, _entropy(rows, finite))
-    return RecordedRun(rollout, decode, train, tuple(findings), _attributes(rows, order))
-
-
-def _not_finite(
-    sides: dict[str, Floats], sampled: Bools, offsets: np.ndarray[Any, Any]
-) -> tuple[list[Finding], Bools]:
-    """Return what is not finite on each side, and [A] whether a token is finite on all of them."""
-    sequence = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))[sampled]
-    findings = []
-    finite = np.ones(len(sequence), np.bool_)
-    for side, values in sides.items():
-        for what, bad in (
-            ("NaN or null", np.isnan(values)),
-            ("-inf", np.isneginf(values)),
-            ("+inf", np.isposinf(values)),
-        ):
-            if bad.any():
-                held = np.unique(sequence[bad])
-                findings.append(Finding(what, side, int(bad.sum()), len(held), int(held[0])))
-        finite &= np.isfinite(values)
-    return findings, finite
+    return RecordedRun(rollout, decode, train, tuple(findings), _attributes(rows))
 
 
 def _entropy(rows: Sequence[Row], finite: Bools) -> Floats | None:
-    if any(row.entropy is None for row in rows):
+    held = [row.entropy for row in rows if row.entropy is not None]
+    if len(held) < len(rows):
         return None
-    entropy: Floats = _flat((row.entropy or () for row in rows), np.float64)[finite]
+    entropy: Floats = _flat(held, np.float64)[finite]
     return entropy if np.isfinite(entropy).all() else None
 
 
-def _attributes(rows: Sequence[Row], order: np.ndarray[Any, Any]) -> dict[str, tuple[str, ...]]:
+def _attributes(rows: Sequence[Row]) -> dict[str, tuple[str, ...]]:
     names = {name for row in rows for name in row.attributes}
     held = {
         name: tuple(row.attributes[name] for row in rows)
         for name in sorted(names)
         if all(name in row.attributes for row in rows)
     }
-    return held | {"row": tuple(str(number) for number in order)}
+    return held | {"row": tuple(str(row.number) for row in rows)}
 
 
-def turns_of(sampled: Sequence[bool]) -> list[int]:
+def turns_of(sampled: Bools) -> Ints:
     """Return the turn of every token: 0 before the first sampled one, n from the n-th response on.
 
-    >>> turns_of([False, True, True, False, True])
+    >>> turns_of(np.array([False, True, True, False, True])).tolist()
     [0, 1, 1, 1, 2]
     """
-    starts = np.diff(np.asarray([False, *sampled], np.int8)) == 1
-    return np.cumsum(starts).tolist()  # type: ignore[no-any-return]
+    return np.cumsum(np.diff(sampled, prepend=False) & sampled)
 
 
-def _flat(parts: Iterable[Sequence[Any]], kind: type[np.generic]) -> Any:
+def _flat(parts: Iterable[Any], kind: type[np.generic]) -> Any:
     return np.concatenate([np.asarray(part, kind) for part in parts])
 
 
@@ -147,19 +133,28 @@ def keep(spec: CheckSpec, run_dir: Path, file: Path, read: Read, command: str, b
         MismatchError: a model was named that has no tokenizer, or an id is outside its vocabulary.
     """
     from mismatch.codec import to_json
+    from mismatch.models.tokenizers import load_tokenizer, stop_ids, token_texts
     from mismatch.run import store
     from mismatch.run.directory import at_work
 
     engine, recorded = spec.rollout.engine, read.recorded
-    longest = max(sum(row.sampled) for row in recorded.sequences)
+    longest = int(max(row.sampled.sum() for row in recorded.sequences))
     sampling = replace(spec.rollout.sampling, max_tokens=longest, samples_per_prompt=1)
     not_tested = [
         *(NotTested(what, "the dump does not hold it") for what in NOT_IN_A_FILE),
         *(NotTested(remark, f"{count}") for remark, count in recorded.remarks.items()),
     ]
+    sums, kept = recorded.sums, len(recorded.sequences)
+    left = sums.rows - kept
+    if left:
+        drawn = f"{kept:,} were drawn by prompt; sums and steps are of all"
+        not_tested.append(NotTested(f"causes and tokens of the other {left:,} sequences", drawn))
     if recorded.unread:
         not_tested.append(NotTested("columns of the dump", ", ".join(sorted(recorded.unread))))
-    tokenizer = _tokenizer(spec) if engine.model != UNKNOWN_MODEL else None
+    tokenizer: Any = None
+    if engine.model != UNKNOWN_MODEL:
+        tokenizer = load_tokenizer(engine.model, engine.revision, engine.trust_remote_code)
+    stops = stop_ids(engine.model, engine.revision, tokenizer) if tokenizer else None
     fingerprint: Fingerprint = {
         "engine": ENGINE,
         "mode": "decode",
@@ -169,7 +164,7 @@ def keep(spec: CheckSpec, run_dir: Path, file: Path, read: Read, command: str, b
         "format": read.form,
         # At another temperature nobody says whether the logprobs are before or after it.
         "logprobs_temperature": 1.0 if sampling.temperature == 1 else None,
-        "stop_token_ids": list(tokenizer.stop_ids) if tokenizer else None,
+        "stop_token_ids": stops,
         "bos_token_id": tokenizer.bos_token_id if tokenizer else None,
         "not_tested": to_json(not_tested),
     }
@@ -183,9 +178,15 @@ def keep(spec: CheckSpec, run_dir: Path, file: Path, read: Read, command: str, b
     run = as_run(recorded, sampling, fingerprint, trainer if both else None)
     prompts = PromptSpec(num_prompts=run.rollout.n_prompts)
     spec = replace(spec, rollout=replace(spec.rollout, prompts=prompts, sampling=sampling))
-    ids = sorted({token for row in recorded.sequences for token in row.token_ids})
-    texts = tokenizer.texts(ids) if tokenizer else {token: f"⟨{token}⟩" for token in ids}
-    facts = RecordedFacts(file.name, read.form, run.findings, run.attributes)
+    ids = np.unique(run.rollout.token_ids).tolist()
+    texts = token_texts(tokenizer, ids) if tokenizer else {token: f"⟨{token}⟩" for token in ids}
+    facts = RecordedFacts(
+        file.name,
+        read.form,
+        run.findings,
+        run.attributes,
+        *((sums.steps(), sums.whole.step(0)) if both and sums.whole.tokens else ()),
+    )
     with at_work(run_dir, "read-rollouts", spec, command, new=True):
         store.save_rollout(run_dir, run.rollout, made_by=spec.rollout)
         store.save_vocabulary(run_dir, texts)
@@ -194,30 +195,3 @@ def keep(spec: CheckSpec, run_dir: Path, file: Path, read: Read, command: str, b
         if run.train is not None:
             store.save_scoring(run_dir, run.train, run.rollout, made_by=spec.train)
     return run.train is not None
-
-
-@dataclass(frozen=True)
-class _Tokenizer:
-    """What a run takes from the model's tokenizer."""
-
-    tokenizer: Any
-    stop_ids: tuple[int, ...]
-
-    @property
-    def bos_token_id(self) -> int | None:
-        identity: int | None = self.tokenizer.bos_token_id
-        return identity
-
-    def texts(self, ids: Sequence[int]) -> dict[int, str]:
-        """Return the text of every id."""
-        from mismatch.models.tokenizers import token_texts
-
-        return token_texts(self.tokenizer, list(ids))
-
-
-def _tokenizer(spec: CheckSpec) -> _Tokenizer:
-    from mismatch.models.tokenizers import load_tokenizer, stop_ids
-
-    engine = spec.rollout.engine
-    tokenizer = load_tokenizer(engine.model, engine.revision, engine.trust_remote_code)
-    return _Tokenizer(tokenizer, tuple(stop_ids(engine.model, engine.revision, tokenizer)))

@@ -1,16 +1,22 @@
-"""The mismatch over the steps of a training run."""
+"""The mismatch over the steps of a training run, from sums over rows as they are read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mismatch.metrics import ess_seq, k3_kl, logprob_abs_diff_mean
-from mismatch.types import Floats, Pair
+from mismatch.metrics import ess_seq
+from mismatch.metrics.token import exp_minus_linear
+from mismatch.types import Bools, Floats
+
+if TYPE_CHECKING:
+    from mismatch.features.recorded.dumps import Row
 
 CLIP = 0.2  # PPO's usual clip range
+NOT_FINITE = (("NaN or null", np.isnan), ("-inf", np.isneginf), ("+inf", np.isposinf))
 
 
 @dataclass(frozen=True)
@@ -30,38 +36,84 @@ class Step:
     entropy: float | None = None
     """Mean of the trainer's entropy, nats per token."""
     reward: float | None = None
+    sequences: int = 0
 
 
-def steps_of(
-    pair: Pair, labels: Sequence[str], entropy: Floats | None, rewards: Floats | None
-) -> tuple[Step, ...]:
-    """Return the numbers of every step, in order.
+@dataclass
+class _Rows:
+    """Sums over the tokens of some rows."""
 
-    Args:
-        labels: [N] the step of every sequence, a whole number as text.
-        entropy: [A] nats.
-        rewards: [N].
-    """
-    step_of_row = np.asarray([int(label) for label in labels])
-    step_of_token = step_of_row[pair.sequence]
-    steps = []
-    for step in np.unique(step_of_row):
-        at = step_of_token == step
-        delta = pair.delta[at]
-        if not len(delta):
-            continue
-        _, sequence = np.unique(pair.sequence[at], return_inverse=True)
-        mine = step_of_row == step
-        steps.append(
-            Step(
-                int(step),
-                len(delta),
-                logprob_abs_diff_mean(delta),
-                k3_kl(delta),
-                float((np.abs(np.expm1(delta)) > CLIP).mean()),
-                ess_seq(delta, sequence),
-                None if entropy is None else float(entropy[at].mean()),
-                None if rewards is None else float(rewards[mine].mean()),
-            )
-        )
-    return tuple(steps)
+    tokens: int = 0
+    abs_diff: float = 0.0
+    k3: float = 0.0
+    clipped: int = 0
+    entropy: float = 0.0
+    reward: float = 0.0
+    log_ratios: list[float] = field(default_factory=list)
+    """Of every row."""
+
+    def step(self, number: int) -> Step:
+        """Return their means; NaN, where a row lacks a value, is None."""
+        n, rows = self.tokens, len(self.log_ratios)
+        means = self.abs_diff / n, self.k3 / n, self.clipped / n
+        ess = ess_seq(np.asarray(self.log_ratios), np.arange(rows))
+        held = (self.entropy / n, self.reward / rows)
+        entropy, reward = (None if np.isnan(value) else value for value in held)
+        return Step(number, n, *means, ess, entropy, reward, rows)
+
+
+@dataclass
+class Sums:
+    """What is summed over all rows of a dump, so that one of any size takes little memory."""
+
+    rows: int = 0
+    tokens: int = 0
+    """Sampled ones."""
+    one_sided: int = 0
+    """Rows without the trainer's log-probabilities."""
+    whole: _Rows = field(default_factory=_Rows)
+    by_step: defaultdict[str, _Rows] = field(default_factory=lambda: defaultdict(_Rows))
+    """Step, or "" for rows that name none -> its sums."""
+    not_finite: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(side, what) -> tokens without a finite value."""
+    bad_rows: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """The same -> rows that hold them."""
+
+    def add(self, row: Row) -> None:
+        """Count a row; its values that are not finite are left out of the sums."""
+        self.rows += 1
+        self.tokens += len(row.logprobs)
+        finite = self._finite(row.logprobs, "rollout")
+        if row.train_logprobs is None:
+            self.one_sided += 1
+            return
+        finite &= self._finite(row.train_logprobs, "trainer")
+        if not finite.any():
+            return
+        with np.errstate(over="ignore"):
+            delta = (row.train_logprobs - row.logprobs)[finite]
+            k3 = float(exp_minus_linear(delta).sum())
+            clipped = int((np.abs(np.expm1(delta)) > CLIP).sum())
+        size, total = float(np.abs(delta).sum()), float(delta.sum())
+        entropy = np.nan if row.entropy is None else float(row.entropy[finite].sum())
+        for rows in (self.whole, self.by_step[row.attributes.get("step", "")]):
+            rows.tokens += len(delta)
+            rows.abs_diff += size
+            rows.k3 += k3
+            rows.clipped += clipped
+            rows.entropy += entropy
+            rows.reward += np.nan if row.reward is None else row.reward
+            rows.log_ratios.append(total)
+
+    def _finite(self, values: Floats, side: str) -> Bools:
+        finite = np.isfinite(values)
+        for what, test in NOT_FINITE if not finite.all() else ():
+            count = int(test(values).sum())
+            self.not_finite[side, what] += count
+            self.bad_rows[side, what] += count > 0
+        return finite
+
+    def steps(self) -> tuple[Step, ...]:
+        """Return the numbers of every step, in order; none where a row names no step."""
+        names = () if "" in self.by_step else sorted(self.by_step, key=int)
+        return tuple(self.by_step[name].step(int(name)) for name in names)

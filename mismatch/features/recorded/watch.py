@@ -11,7 +11,7 @@ import numpy as np
 from mismatch.features.recorded.dumps import SUFFIXES, read_recorded
 from mismatch.features.recorded.rows import row_groups
 from mismatch.features.recorded.run import as_run
-from mismatch.features.recorded.steps import Step, steps_of
+from mismatch.features.recorded.steps import Step
 from mismatch.types import Pair, Sampling
 
 WORSE = 3.0  # times the mean |delta| of the first steps: said to grow
@@ -53,12 +53,12 @@ def _steps(path: Path, python: str | None) -> Iterator[tuple[Step, str]]:
     """Yield the steps of a file that holds both sides, and which of its rows are off."""
     recorded = read_recorded(path, python=python).recorded
     run = as_run(recorded, Sampling(), {}, {})
-    if run.train is None:
+    sums = recorded.sums
+    if run.train is None or not sums.whole.tokens:
         return
     pair = Pair.of(run.rollout, run.decode, run.train)
-    labels = run.attributes.get("step") or ("0",) * run.rollout.n_sequences
     rows = row_groups(pair, run.rollout, run.attributes).sentence()
-    for step in steps_of(pair, labels, run.train.entropy, run.rollout.rewards):
+    for step in sums.steps() or [sums.whole.step(0)]:
         yield step, rows
 
 
