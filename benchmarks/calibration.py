@@ -139,7 +139,7 @@ def run(case: Case, home: Path) -> Path:
     shutil.rmtree(place, ignore_errors=True)
     command = [sys.executable, "-c", RECORD, "check", "--exact-kl", "0"]
     command += ["--num-prompts", str(case.prompts), "--samples-per-prompt", "1"]
-    command += ["--max-tokens", str(case.tokens), "--model", model_of(case, home)]
+    command += ["--max-tokens", str(case.tokens), "--model", model_of(case.model, home)]
     command += ["--out", str(place), *case.flags]
     if not case.task:
         command += ["--prompts", str(prompts_of(home, case.prompts))]
@@ -169,14 +169,14 @@ def plugin(home: Path) -> Path:
     return place
 
 
-def model_of(case: Case, home: Path) -> str:
-    """Return a checkpoint in bf16."""
-    if case.model == "tiny-gpt-oss":
-        return case.model
-    place = home / "models" / case.model
+def model_of(name: str, home: Path) -> str:
+    """Return a checkpoint in bf16; one that is not embedded is written below ``home``."""
+    if name == "tiny-gpt-oss":
+        return name
+    place = home / "models" / name
     if (place / "config.json").is_file():
         return str(place)
-    if case.model == "smollm2":
+    if name == "smollm2":
         tool = ROOT / "tools" / "smollm2_checkpoint.py"
         subprocess.run([sys.executable, str(tool), "--out", str(place)], check=True)
         return str(place)
@@ -185,7 +185,7 @@ def model_of(case: Case, home: Path) -> str:
     from tests import families
     from tests.checkpoints import tokenizer
 
-    families.tiny(case.model).to(torch.bfloat16).save_pretrained(place)
+    families.tiny(name).to(torch.bfloat16).save_pretrained(place)
     tokenizer().save_pretrained(place)
     return str(place)
 

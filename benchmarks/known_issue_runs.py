@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -121,10 +120,9 @@ def clean_runs(home: Path, make: bool) -> dict[str, Path]:
     for name, (model, flags) in CLEAN.items():
         run_dir = home / "runs" / f"clean-{name}"
         if make and not (run_dir / "report.json").is_file():
-            held: Any = argparse.Namespace(model=model)
             if model != "tiny-gpt-oss":  # its tokenizer has no chat template
                 flags = (*flags, "--prompts", str(prompts_of(home, int(flags[1]))))
-            check(home, f"clean-{name}", model_of(held, home, None), flags)
+            check(home, f"clean-{name}", model_of(model, home), flags)
         if (run_dir / "report.json").is_file():
             places[name] = run_dir
     return places
@@ -209,8 +207,7 @@ def here(model: str, home: Path) -> str:
 
     if Path(model).is_dir():
         return model
-    held: Any = argparse.Namespace(model=Path(model).name)
-    return resolve_model(model_of(held, home, None))
+    return resolve_model(model_of(Path(model).name, home))
 
 
 def without(rollout: Rollout, count: int) -> Rollout:
