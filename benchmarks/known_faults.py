@@ -237,14 +237,15 @@ def softcap(scorer: Any, cap: float) -> None:
 @contextmanager
 def packed_without_bounds() -> Iterator[None]:
     """Packing that does not tell the model where its documents end."""
-    from mismatch.training import packing
+    from mismatch.training import validate
 
-    packed = packing._packed
-    packing._packed = lambda *args: replace(packed(*args), position_ids=None)
+    place: Any = validate
+    collate = place.collate
+    place.collate = lambda *args: replace(collate(*args), position_ids=None)
     try:
         yield
     finally:
-        packing._packed = packed
+        place.collate = collate
 
 
 def nothing(*args: Any) -> None:

@@ -6,7 +6,7 @@ The whole of it (real engines, FSDP2, three strengths) is benchmarks/known_issue
 import numpy as np
 import pytest
 
-from benchmarks.known_faults import FAULTS
+from benchmarks.known_faults import FAULTS, packed_without_bounds
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.detectors import splices
 from mismatch.analysis.diagnosis.ranking import diagnose
@@ -75,3 +75,24 @@ def test_a_far_last_token_is_an_end_and_no_added_token(faults):
         drawn.draw(3).case(), 6.0, np.random.default_rng(0)
     )
     assert [cause.id for cause in diagnose(case, detectors()).ranked] == ["appended-eos"]
+
+
+def test_packing_without_bounds_hands_the_model_no_positions():
+    """The fault is planted where a pass collates its micro-batches, and taken out again."""
+    from mismatch.specs import TrainSpec
+    from mismatch.training.packing import MicroBatch
+    from mismatch.training.scorer import ForwardOptions
+    from mismatch.training.sequence_parallel import SequenceParallel
+    from mismatch.training.validate import to_device
+
+    rollout = drawn.draw(1).case().rollout
+
+    def positions():
+        group, spec = MicroBatch((0, 1), 0), TrainSpec("tiny-gpt-oss", layout="packing")
+        alone = SequenceParallel(1, 0, 0, 1)
+        options = ForwardOptions(sampling=rollout.sampling)
+        return to_device(rollout, group, spec, options, "cpu", None, alone).batch.position_ids
+
+    with packed_without_bounds():
+        assert positions() is None
+    assert positions() is not None
