@@ -251,7 +251,7 @@ def main() -> None:
         if cause in wanted:
             held[cause] = section(cause, shown)
             print(cause, flush=True)
-    intro = PAGE.read_text("utf-8").partition("\n## ")[0]
+    intro = PAGE.read_text("utf-8").partition("\n## ")[0].rstrip()
     parts = [intro, *(held[cause] for cause in every if cause in held), NEXT]
     PAGE.write_text("\n\n".join(parts) + "\n", "utf-8")
     for old in IMAGES.glob("*.svg"):
