@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from benchmarks import calibration, calibration_page
 from benchmarks.calibration_blocks import Recorded, blocks, cut_scoring, judged
 from benchmarks.planted_fault import FAULTS
 from mismatch.analysis.displaced import LEVELS
+from mismatch.pipeline import commands
 from mismatch.pipeline.build import Artefacts
 from mismatch.types import Routing, Scoring
 from tests.texts import numbers
@@ -82,6 +84,20 @@ def test_the_cases_of_the_calibration_can_be_made() -> None:
     assert len({case.name for case in calibration.CASES}) == len(calibration.CASES)
     clean = {case.name for case in calibration.CASES if not case.fault}
     assert {case.of for case in calibration.CASES if case.fault} <= clean
+
+
+def test_a_recorded_check_ends_before_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "conclude", commands.conclude)  # put back after the test
+    monkeypatch.setattr("mismatch.cli.main.main", lambda: None)
+    left: list[int] = []
+    monkeypatch.setattr("os._exit", left.append)
+    exec(calibration.RECORD, {})
+    stages: Any = SimpleNamespace(run_dir=tmp_path)
+    commands.conclude(stages, None, None)
+    assert (tmp_path / calibration.DONE).is_file()
+    assert left == [0]
 
 
 @pytest.mark.slow
