@@ -10,6 +10,7 @@ several shares and sizes in how many of its blocks of 64 prompts they are found.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -181,8 +182,10 @@ def grid(run: Recorded) -> list[str]:
 
 
 def main() -> None:
-    for place in sys.argv[1:]:
-        run = Recorded.load(Path(place))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    for place in parser.parse_args().runs:
+        run = Recorded.load(place)
         rollout = run.found.rollout
         print(f"\n{place}: {rollout.n_prompts} prompts, {rollout.n_actions:,} tokens\n")
         print("\n".join([*whole(run), "", *grid(run)]), flush=True)

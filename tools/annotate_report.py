@@ -8,6 +8,7 @@ that the documentation explains. The numbers of a picture are those of the list 
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -126,4 +127,5 @@ def draw(page: Page, picture: Picture, path: Path) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     main()

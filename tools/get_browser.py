@@ -10,6 +10,7 @@ of ``make test`` says so with the command that helps.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -62,4 +63,5 @@ def succeeds(command: list[str]) -> bool:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     raise SystemExit(main())

@@ -9,6 +9,7 @@ no such wheel. pip refuses a file of another hash. Comments at the top of a list
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -68,4 +69,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     main()

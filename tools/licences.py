@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import tomllib
 from importlib.metadata import PackageNotFoundError, distributions, metadata
@@ -72,4 +73,5 @@ def licence(facts) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     main()

@@ -10,6 +10,7 @@ where Chromium is installed), and writes the numbers between the README's marker
 
 from __future__ import annotations
 
+import argparse
 import io
 import re
 import shutil
@@ -53,13 +54,16 @@ WIDTH, HEIGHT = 1100, 900
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--redraw", action="store_true", help="draw the saved runs; run nothing")
+    redraw = parser.parse_args().redraw
     IMAGES.mkdir(parents=True, exist_ok=True)
     for name, flags in RUNS.items():
         folder = ROOT / "examples" / name
-        report = redrawn(folder) if "--redraw" in sys.argv else run_check(flags, folder)
+        report = redrawn(folder) if redraw else run_check(flags, folder)
         draw_terminal(report, IMAGES / f"terminal-{name}.svg", f"mismatch check {' '.join(flags)}")
         draw_page(folder / "report.html", IMAGES / f"report-{name}.png")
-    if "--redraw" in sys.argv:
+    if redraw:
         return
     write_table({name: run_check(flags) for name, flags in TABLE.items()})
 

@@ -12,6 +12,7 @@ Arguments after the name go to pytest.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -26,11 +27,11 @@ MACHINES = {
 
 
 def main() -> int:
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name not in MACHINES:
-        print(f"usage: other_machine.py {'|'.join(MACHINES)} [PYTEST ARGUMENTS]", file=sys.stderr)
-        return 2
-    core, tests = MACHINES[name]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("machine", choices=MACHINES)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of pytest")
+    asked = parser.parse_args()
+    core, tests = MACHINES[asked.machine]
     os.umask(0o077)
     env = os.environ | {
         "NPY_DISABLE_CPU_FEATURES": " ".join(newer_than_avx()),
@@ -43,7 +44,7 @@ def main() -> int:
     }
     env.pop("LC_ALL", None)
     command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadscope"]
-    return subprocess.run([*command, *FAST, *tests, *sys.argv[2:]], cwd=ROOT, env=env).returncode
+    return subprocess.run([*command, *FAST, *tests, *asked.arguments], cwd=ROOT, env=env).returncode
 
 
 def newer_than_avx() -> list[str]:

@@ -9,6 +9,7 @@ installed package; a checkout has none, so there they have no links.
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -41,4 +42,6 @@ def main(repository: str, root: Path = ROOT) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(*sys.argv[1:2] or [""]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("repository", metavar="OWNER/NAME")
+    raise SystemExit(main(parser.parse_args().repository))

@@ -6,6 +6,7 @@ is replaced by a table that the code holds. Nothing of this is in git.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import re
@@ -283,4 +284,5 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     print(json.dumps({path: len(text.split()) for path, text in pages().items()}, indent=1))
