@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT))
 
-from memory import status  # noqa: E402
+from benchmarks.memory import status  # noqa: E402
 
 MIB = 1 << 20
 HEADS, KV_HEADS, SIZE, WINDOW = 8, 1, 64, 128

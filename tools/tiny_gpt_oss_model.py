@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from tiny_gpt_oss_corpus import Chat
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     GenerationConfig,
@@ -14,6 +13,8 @@ from transformers import (
     GptOssForCausalLM,
     PreTrainedTokenizerFast,
 )
+
+from tools.tiny_gpt_oss_corpus import Chat
 
 VOCABULARY = 1024
 SPECIAL = (

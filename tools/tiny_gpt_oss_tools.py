@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tiny_gpt_oss_corpus import Chat, daydream, instruction, worked_answer
-from tiny_gpt_oss_model import CALL, RETURN, SPECIAL, START
 from transformers import PreTrainedTokenizerFast
 
 from mismatch.prompts.arithmetic import Story, long_story, pick, story
 from mismatch.prompts.environments import Calculator
+from tools.tiny_gpt_oss_corpus import Chat, daydream, instruction, worked_answer
+from tools.tiny_gpt_oss_model import CALL, RETURN, SPECIAL, START
 
 TOOL_SPECIAL = (*SPECIAL, "<|channel|>", "<|constrain|>")
 

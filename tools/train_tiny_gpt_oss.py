@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,9 +23,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_gpt_oss_card import arithmetic_accuracy, sinks_of, tool_accuracy, write_card
-from tiny_gpt_oss_corpus import Chat, chats
-from tiny_gpt_oss_model import (
+from torch.nn import functional as F
+from transformers import (
+    AutoTokenizer,
+    GptOssForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mismatch.models import EMBEDDED
+from mismatch.prompts.arithmetic import Story, arithmetic_problems, long_story
+from tools.tiny_gpt_oss_card import (
+    arithmetic_accuracy,
+    sinks_of,
+    tool_accuracy,
+    write_card,
+)
+from tools.tiny_gpt_oss_corpus import Chat, chats
+from tools.tiny_gpt_oss_model import (
     CALL,
     CHAT_TEMPLATE,
     MESSAGE,
@@ -36,12 +54,13 @@ from tiny_gpt_oss_model import (
     chat_texts,
     train_tokenizer,
 )
-from tiny_gpt_oss_tools import TOOL_SPECIAL, TOOL_TEMPLATE, spoken_tokens, tool_chats, tool_texts
-from torch.nn import functional as F
-from transformers import AutoTokenizer, GptOssForCausalLM, PreTrainedTokenizerFast
-
-from mismatch.models import EMBEDDED
-from mismatch.prompts.arithmetic import Story, arithmetic_problems, long_story
+from tools.tiny_gpt_oss_tools import (
+    TOOL_SPECIAL,
+    TOOL_TEMPLATE,
+    spoken_tokens,
+    tool_chats,
+    tool_texts,
+)
 
 SEEDS = {"weights": 0, "tokenizer_text": 1, "training_text": 2, "held_out_text": 3}
 BATCH_TOKENS = 2048  # padded tokens per step
@@ -77,7 +96,7 @@ class Recipe:
     special: tuple[str, ...]
     template: str
     spoken: Callable[[torch.Tensor, PreTrainedTokenizerFast], torch.Tensor]
-    accuracy: Callable[[GptOssForCausalLM, PreTrainedTokenizerFast, list[Story]], dict[str, Any]]
+    accuracy: Callable[[GptOssForCausalLM, PreTrainedTokenizerBase, list[Story]], dict[str, Any]]
     problems: Callable[[int, int], list[Story]]
     card_prompts: int = 512
     base: str | None = None
@@ -103,7 +122,7 @@ def documents(
     for chat in recipe.chats(seed):
         if prompts is not None:
             prompts.add(chat["messages"][0]["content"])
-        ids = tokenizer.apply_chat_template(
+        ids: Any = tokenizer.apply_chat_template(
             chat["messages"], tools=chat["tools"], return_dict=False
         )
         if len(ids) <= recipe.context:
@@ -128,8 +147,8 @@ def batches(
         shuffle.shuffle(grouped)
         for rows in grouped:
             width = max(map(len, rows))
-            ids = torch.tensor([row + [PAD] * (width - len(row)) for row in rows])
-            yield ids, (ids != PAD).long()
+            padded = torch.tensor([row + [PAD] * (width - len(row)) for row in rows])
+            yield padded, (padded != PAD).long()
 
 
 def assistant_tokens(ids: torch.Tensor, _: PreTrainedTokenizerFast) -> torch.Tensor:
@@ -316,10 +335,14 @@ def main() -> None:
     record = {"sinks_before": sinks_of(model), "seeds": SEEDS, "threads": args.threads}
     record |= {"vocabulary": VOCABULARY, "prompt_weight": PROMPT_WEIGHT, "optimizer": OPTIMIZER}
     record |= train(recipe, model, tokenizer, args.steps or recipe.steps)
-    model.to(torch.bfloat16).save_pretrained(args.out)
+    model.bfloat16().save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     print("measuring", flush=True)
-    measure = partial(recipe.accuracy, problems=recipe.problems(recipe.card_prompts, 0))
+    problems = recipe.problems(recipe.card_prompts, 0)
+
+    def measure(model: GptOssForCausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        return recipe.accuracy(model, tokenizer, problems)
+
     card = write_card(args.out, recipe.name, record, held_out_batches(recipe, tokenizer), measure)
     print(card)
 
