@@ -92,6 +92,7 @@ def worker(path: str) -> int:
     """Run a rank: the product's own worker with a timer around its forward passes and loads."""
     import mismatch.training.load as load
     import mismatch.training.score as score
+    from mismatch.experiments.jobs import Job
     from mismatch.processes.workers import session, train
 
     spent = {"forward": 0.0, "load": 0.0, "loads": 0, "passes": 0, "total": 0.0}
@@ -111,15 +112,16 @@ def worker(path: str) -> int:
         world.barrier()  # a pass takes what its slowest rank takes
         return made
 
-    def run(*args: Any) -> None:
+    def run(passes: train.Passes, item: Job) -> None:
         start = time.monotonic()
-        own(*args)
+        own(passes, item)
         spent["total"] += time.monotonic() - start
 
+    kind: Any = train.Passes
     own, alone = train.Passes.score, score.run_batches
     score.run_batches = timed(together, "forward", "passes")
     load.load = timed(load.load, "load", "loads")
-    train.Passes.score = run  # type: ignore[method-assign]
+    kind.score = run
     code = session.main([path])
     if os.environ.get("RANK") == "0" and code == 0:
         total = spent["total"] - spent["load"]

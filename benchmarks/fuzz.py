@@ -14,6 +14,7 @@ import traceback
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from mismatch.run import store
 from mismatch.run.directory import RUN, RUN_SCHEMA
@@ -27,7 +28,7 @@ def main() -> int:
     parser.add_argument("--state", type=Path, default=Path("fuzz.json"))
     parser.add_argument("--minutes", type=float, default=float("inf"))
     asked = parser.parse_args()
-    state = {"done": 0, "refused": 0, "same": 0, "faults": []}
+    state: dict[str, Any] = {"done": 0, "refused": 0, "same": 0, "faults": []}
     if asked.state.exists():
         state = json.loads(asked.state.read_text())
     end = time.monotonic() + 60 * asked.minutes

@@ -57,9 +57,14 @@ def _on(kind: Callable[[Any], bool], hook: Callable[..., Any]) -> Callable[[Any]
     def plant(scorer: Any) -> Callable[[], None]:
         handles = [m.register_forward_hook(hook) for m in scorer.modules() if kind(m)]
         assert handles, "nothing to plant it in"
-        return lambda: [handle.remove() for handle in handles] and None
+        return lambda: _remove(handles)
 
     return plant
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _attention(module: Any) -> bool:
@@ -95,7 +100,7 @@ def _dropout(scorer: Any) -> Callable[[], None]:
         )
         for module in attention
     ]
-    return lambda: [handle.remove() for handle in handles] and None
+    return lambda: _remove(handles)
 
 
 def _one_expert(scorer: Any) -> Callable[[], None]:
@@ -122,7 +127,7 @@ def _float32_tables(cast: bool) -> Callable[[Any], Callable[[], None]]:
     def plant(scorer: Any) -> Callable[[], None]:
         from torch.distributed.fsdp import FSDPModule
 
-        code = sys.modules[type(scorer.model).__module__]
+        code: Any = sys.modules[type(scorer.model).__module__]
         apply = code.apply_rotary_pos_emb
 
         def in_float32(q: Any, k: Any, cos: Any, sin: Any, *rest: Any, **more: Any) -> Any:
@@ -342,7 +347,8 @@ def make(home: Path, run: RunArtefacts, train: Any) -> None:
     from mismatch.specs import Pass
     from mismatch.training.distributed import World
     from mismatch.training.load import load
-    from mismatch.training.score import prepare_pass, score_pass
+    from mismatch.training.score import score_pass
+    from mismatch.training.validate import prepare_pass
 
     home.mkdir(parents=True, exist_ok=True)
     missing = [
@@ -374,7 +380,7 @@ def make(home: Path, run: RunArtefacts, train: Any) -> None:
             jobs[fault.second] = replace(spec, **SECOND[fault.second])
         if fault.twin:
             jobs[REFERENCE] = reference_of(train)
-        arrays = {}
+        arrays: dict[str, Any] = {}
         for job, its in jobs.items():
             made = passed(job, replace(its, routing=False), None if job == EVAL else fault.trainer)
             arrays |= {f"{job} p": made.logprobs, f"{job} H": made.entropy}
@@ -389,9 +395,11 @@ def clean_of(run: RunArtefacts, dtype: str) -> Case:
     if dtype == "fp32":
         decode = replace(run.usable[IN_FLOAT32], name=decode.name)
         train = replace(run.usable[REFERENCE], name=TRAIN)
-    sides = [replace(one, fingerprint={"dtype": dtype}, extra={}) for one in (decode, train)]
+    decode, train = (
+        replace(one, fingerprint={"dtype": dtype}, extra={}) for one in (decode, train)
+    )
     others = {name: one for name, one in run.usable.items() if name in kept}
-    return Case.of(run.rollout, *sides, others)
+    return Case.of(run.rollout, decode, train, others)
 
 
 def cases(home: Path, run: RunArtefacts) -> Iterator[tuple[str, Case, Case, str]]:

@@ -31,11 +31,10 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_parts import answers  # noqa: E402
-from mismatch.specs import Pass, TrainSpec  # noqa: E402
+from mismatch.specs import Pass, Sampling, TrainSpec  # noqa: E402
 from mismatch.training.attention.resolve import resolve_for  # noqa: E402
 from mismatch.training.distributed import MemoryPeak, World  # noqa: E402
 from mismatch.training.load import LoadedModel, shard  # noqa: E402
-from mismatch.training.logprobs import Sampling  # noqa: E402
 from mismatch.training.score import run_batches  # noqa: E402
 from mismatch.training.scorer import ForwardOptions, torch_dtype  # noqa: E402
 from mismatch.training.source import skeleton  # noqa: E402

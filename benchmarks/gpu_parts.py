@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ from mismatch.training.attention.resolve import OUR_KERNELS, register_kernels
 from mismatch.training.attention.trial import Geometry, try_kernel
 from mismatch.training.distributed import World, pin_precision
 from mismatch.training.load import load
-from mismatch.training.packing import collate, plan_batches
+from mismatch.training.packing import Batch, collate, plan_batches
 from mismatch.training.routing.capture import recording
 from mismatch.training.score import score_pass
-from mismatch.training.scorer import Batch, Scorer
+from mismatch.training.scorer import Scorer
 from tests.checkpoints import configuration, make, rollout
 
 MIB = 1 << 20
@@ -83,12 +84,10 @@ def answers(world: World) -> Iterator[Answer]:
     yield ask("weights are digested under a default device", lambda: digests(device))
     yield ask("float32 is not TF32 whatever the container sets", lambda: tf32(device))
     for name, (kernel, sinks) in FLASH.items():
-        yield ask(
-            f"{name}: its sinks are judged right", lambda k=kernel, s=sinks: flash(k, s, device)
-        )
+        yield ask(f"{name}: its sinks are judged right", partial(flash, kernel, sinks, device))
     yield ask("triton_kernels route by a stable descending sort", lambda: triton_ties(device))
     for kernel in ("sink-sdpa", "flex_attention"):
-        yield ask(f"{kernel} runs all kinds of passes", lambda k=kernel: passes_with(k, device))
+        yield ask(f"{kernel} runs all kinds of passes", partial(passes_with, kernel, device))
     yield ask("bf16 at rest is float32 at rest, bit for bit", lambda: masters(world))
     yield ask("vLLM: a whole check of tiny-gpt-oss", lambda: whole_check(device))
 
@@ -222,10 +221,10 @@ def masters(world: World) -> str:
         model = make("gpt_oss", Path(place) / "model", **shape)
         told = []
         for dtype in ("bf16", "fp32"):
-            spec = TrainSpec(model=str(model), dtype=dtype)  # type: ignore[arg-type]
+            spec = TrainSpec(model=str(model), dtype=dtype)
             scored = []
             for master in ("auto", "fp32"):
-                one = replace(spec, master_dtype=master)  # type: ignore[arg-type]
+                one = replace(spec, master_dtype=master)
                 loaded = load(one, world.mesh, world.device)
                 scored.append(score_pass(world, loaded, rollout(), Pass("fsdp", one)))
                 del loaded

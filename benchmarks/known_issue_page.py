@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from benchmarks.fault_blocks import BLOCK
 from benchmarks.known_faults import FAULTS
@@ -22,7 +23,7 @@ PLACES = {
 }
 
 
-def share(cells: list[dict], what: str) -> str:
+def share(cells: list[dict[str, Any]], what: str) -> str:
     """Return "9/10" of the cells where it applies."""
     values = [cell[what] for cell in cells if cell.get(what) is not None]
     return f"{sum(values)}/{len(values)}" if values else "–"
@@ -34,7 +35,7 @@ def link(issue: str) -> str:
     return f"[{issue}](https://github.com/{repository}/issues/{number})"
 
 
-def page(cells: list[dict]) -> str:
+def page(cells: list[dict[str, Any]]) -> str:
     """Return the measured part of the page."""
     faults = [cell for cell in cells if "fault" in cell]
     clean = [cell for cell in cells if "clean" in cell]

@@ -180,7 +180,8 @@ class Trainer:
         """One pass over the run's tokens by a model that holds the fault."""
         from mismatch.specs import Pass
         from mismatch.training.load import load
-        from mismatch.training.score import prepare_pass, score_pass
+        from mismatch.training.score import score_pass
+        from mismatch.training.validate import prepare_pass
 
         rollout: Rollout = run.rollout
         spec = replace(spec, model=here(spec.model, self.home))
@@ -239,7 +240,7 @@ def with_fault(
     names = ["fsdp", *(["reference:fp32"] if fault.place == "weights" else [])]
     if not path.is_file():
         path.parent.mkdir(exist_ok=True)
-        arrays = {}
+        arrays: dict[str, Any] = {}
         for name in names:
             pass_spec = spec if name == "fsdp" else replace(spec, dtype="fp32", attention="eager")
             assert trainer is not None

@@ -62,7 +62,9 @@ def judged(case: Case) -> Causes:
     return causes
 
 
-def cell(fault: Any, strength: float, model: str, seed: int, half: str, case: Case) -> dict:
+def cell(
+    fault: Any, strength: float, model: str, seed: int, half: str, case: Case
+) -> dict[str, Any]:
     """Return what was planted and what was named."""
     ranked = judged(case).ranked
     named = [cause.id for cause in ranked]
@@ -91,7 +93,9 @@ def half_of(*places: int) -> str:
     return "reported" if sum(places) % 2 else "tuning"
 
 
-def planted(home: Path, runs: dict[str, Path], done: set[str], make: bool) -> Iterator[dict]:
+def planted(
+    home: Path, runs: dict[str, Path], done: set[str], make: bool
+) -> Iterator[dict[str, Any]]:
     """Faults of recorded numbers and of a trainer, on blocks of clean runs."""
     trainer: Trainer | None = None
     for m, model in enumerate(name for name in MODELS if name in runs):
@@ -123,7 +127,7 @@ def planted(home: Path, runs: dict[str, Path], done: set[str], make: bool) -> It
                     )
 
 
-def engine_cells(home: Path, done: set[str]) -> Iterator[dict]:
+def engine_cells(home: Path, done: set[str]) -> Iterator[dict[str, Any]]:
     """Faults of an engine: each separate run that is there."""
     for n, fault in enumerate(ENGINES):
         run_dir = home / "runs" / fault.name
@@ -142,7 +146,7 @@ def engine_cells(home: Path, done: set[str]) -> Iterator[dict]:
         yield {"key": fault.name, "engine": True} | judged_cell
 
 
-def clean_cells(runs: dict[str, Path], done: set[str], drawn: int) -> Iterator[dict]:
+def clean_cells(runs: dict[str, Path], done: set[str], drawn: int) -> Iterator[dict[str, Any]]:
     """Clean blocks, disjoint and drawn: nothing may be named."""
     for name, run_dir in runs.items():
         if f"clean/{name}" in done:
@@ -173,7 +177,7 @@ PAIRS = (
 )
 
 
-def pair_cells(home: Path, runs: dict[str, Path], done: set[str]) -> Iterator[dict]:
+def pair_cells(home: Path, runs: dict[str, Path], done: set[str]) -> Iterator[dict[str, Any]]:
     """Two faults at once: one of pairing on numbers that a second one has changed already."""
     by_name = {fault.name: fault for fault in FAULTS}
     whole, spec = measured(runs["gpt-oss"])

@@ -18,8 +18,9 @@ def register() -> None:
     name, _, strength = os.environ.get("PLANTED_FAULT", "").partition(":")
     if not name:
         return
-    import vllm.model_executor.model_loader.base_loader as loader
+    from vllm.model_executor.model_loader import base_loader
 
+    loader: Any = base_loader
     finish = loader.process_weights_after_loading
 
     def planted(model: Any, *rest: Any) -> None:
@@ -116,9 +117,10 @@ def query_scale(model: Any, strength: float) -> None:
 
 def cache_collision(model: Any, strength: float) -> None:
     """Blocks of the prefix cache are known by their place alone: a prompt reads another's."""
-    import vllm.v1.core.kv_cache_utils as cache
+    from vllm.v1.core import kv_cache_utils
 
-    right = cache.hash_block_tokens
+    cache: Any = kv_cache_utils
+    right = kv_cache_utils.hash_block_tokens
 
     def hash_block_tokens(function: Any, parent: Any, ids: Any, extra: Any = None) -> Any:
         return right(function, parent, (0,) * len(ids), extra)

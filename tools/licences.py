@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import tomllib
-from importlib.metadata import PackageNotFoundError, distributions, metadata
+from importlib.metadata import PackageMetadata, PackageNotFoundError, distributions, metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,7 +63,7 @@ def main() -> None:
     print("\n**Next:** [run the tests](testing.md).")
 
 
-def licence(facts) -> str:
+def licence(facts: PackageMetadata) -> str:
     """Return the SPDX expression where there is one, else the classifier, else the first line."""
     if facts["License-Expression"]:
         return facts["License-Expression"]

@@ -165,11 +165,13 @@ def missing(report: LoopReport) -> Iterator[str]:
 
 def text(report: LoopReport) -> str:
     """Return the text between the markers."""
-    titles = ("arm", "seed:", "steps:", "reward", "k3 KL, nats", "ESS of sequences")
-    more = ("largest gradient norm:", f"reward {LEARNT:g} at step:")
-    more += ("gradient norm warns at:", "reward falls at:")
+    titles = [
+        *("arm", "seed:", "steps:", "reward", "k3 KL, nats", "ESS of sequences"),
+        *("largest gradient norm:", f"reward {LEARNT:g} at step:"),
+        *("gradient norm warns at:", "reward falls at:"),
+    ]
     lines = [f"Means of the first and of the last {WINDOW} steps, and first steps:"]
-    lines += ["", table([*titles, *more], rows(report))]
+    lines += ["", table(titles, rows(report))]
     warnings = [f"- {line}" for line in section(report).warnings]
     lines += ["", *warnings] if warnings else []
     absent = [f"- {line}" for line in missing(report)]

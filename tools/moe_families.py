@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests import families  # noqa: E402
+from tests.family_configs import COMPOSITES  # noqa: E402
 
 PAGE = ROOT / "docs" / "evidence" / "moe-families.md"
 KEPT = ROOT / "tools" / "moe_families.json"
@@ -223,7 +224,7 @@ def page(engine: dict[str, Any]) -> str:
         outcomes[outcome].append(f"`{name}`" + (f" ({detail})" if detail else ""))
     text += "".join(f"| {outcome} | {', '.join(names)} |\n" for outcome, names in outcomes.items())
     text += WITHIN.format(
-        composites=", ".join(f"`{name}`" for name in families.COMPOSITES),
+        composites=", ".join(f"`{name}`" for name in COMPOSITES),
         doge=doge,
         others=", ".join(f"`{name}`" for name in families.other_modules()),
     )

@@ -11,7 +11,7 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ def filled(markdown: str) -> str:
     return MARK.sub(lambda found: TABLES[found[1]](), markdown)
 
 
-def table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown."""
-    cells = [titles, tuple("---" for _ in titles), *rows]
+    cells: list[Sequence[str]] = [titles, ["---"] * len(titles), *rows]
     return "\n".join("| " + " | ".join(row) + " |" for row in cells)
 
 
@@ -94,7 +94,7 @@ def glossary() -> str:
     """Return the words of a report."""
     from mismatch.reports.formatting import wording
 
-    return table(("word", "meaning"), list(wording("glossary").items()))
+    return table(("word", "meaning"), wording("glossary").items())
 
 
 def levels() -> str:

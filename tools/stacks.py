@@ -238,7 +238,8 @@ def asked(stack: Stack, package: str) -> str:
 
 def row(stack: Stack, found: dict[str, dict[str, Any]]) -> str:
     """Return one line of the table, from what was found with each model."""
-    versions = next((each["versions"] for each in found.values() if "versions" in each), {})
+    measured = (each["versions"] for each in found.values() if "versions" in each)
+    versions: dict[str, Any] = next(measured, {})
     known = {
         "vllm": versions.get("vllm") or stack.vllm,
         "torch": versions.get("torch", stack.torch).partition("+")[0],

@@ -147,7 +147,7 @@ def _accuracy(
         tokenizer.decode(sequence.token_ids[len(p) :], skip_special_tokens=turns == 1)
         for sequence, p in zip(played, ids, strict=True)
     ]
-    answers = [tokenizer.decode(sequence.responses[-1].token_ids) for sequence in played]
+    answers = tokenizer.batch_decode([sequence.responses[-1].token_ids for sequence in played])
     rewards = [reward(text, cast(int, p.answer)) for text, p in zip(answers, prompts, strict=True)]
     lengths = [sum(len(s.token_ids) for s in sequence.responses) for sequence in played]
     n = len(prompts)
