@@ -331,6 +331,7 @@ def test_the_command_reads_its_flags_and_starts_nothing_on_a_dry_run() -> None:
     shown = CliRunner().invoke(app, [*flags, "--steps", "7", "--seeds", "0,1"])
     assert shown.exit_code in (0, 2), shown.output
     assert "28" in shown.output  # 7 steps of two arms with two seeds
+    assert "0.0003" in shown.output
     refused = CliRunner().invoke(app, ["loop", "--dry-run", "--arms", "attention-sinks"])
     assert isinstance(refused.exception, MismatchError)  # it changes nothing
 
@@ -343,6 +344,7 @@ def test_a_loop_takes_the_sides_of_a_check(tmp_path: Path) -> None:
     assert made.rollout.engine.model == spec.rollout.engine.model
     assert (made.train.dtype, made.noise_floor) == (spec.train.dtype, False)
     assert made.train.master_dtype == "fp32"  # bf16 would round small steps away
+    assert loop_spec(flags).learning_rate == 1e-6  # for a model that is not the embedded one
     flags.explicit = frozenset({"num_prompts", "max_tokens"})  # sizes may be a loop's own
     flags |= {"num_prompts": 3, "max_tokens": 5}
     small = loop_spec(flags)

@@ -151,6 +151,7 @@ def plan(wanted: Asked, fits: Mapping[str, Sequence[Fit]]) -> int:
     typer.echo(f"arms     {', '.join(arms)}; seeds {', '.join(map(str, seeds))}")
     typer.echo(f"steps    {loop.steps} of each, {steps} in all")
     typer.echo(f"a step   {loop.prompts} prompts x {samples}, {loop.mini_batches} updates")
+    typer.echo(f"updates  AdamW, learning rate {loop.learning_rate:g}")
     code = 0
     for arm, fit in ((name, each) for name in arms for each in fits[name]):
         need, room = memory(fit.needed), memory(fit.capacity)
@@ -191,6 +192,7 @@ def checked_of(run: Path) -> Checked | None:
 def loop_spec(flags: Flags) -> LoopSpec:
     """Return what all arms share; flags that a loop cannot honour are refused."""
     from mismatch.cli.to_spec import check_spec
+    from mismatch.models import resolve_model
     from mismatch.run.directory import load_spec, require_known_prompts
     from mismatch.run.trust import require_trust
 
@@ -207,6 +209,7 @@ def loop_spec(flags: Flags) -> LoopSpec:
         if not flags["trust_run"]:
             require_known_prompts(run, spec)
         values["checked"] = checked_of(run)
+        small = spec.rollout.engine.model == resolve_model(DEFAULT_MODEL)
         less = {name: flags[name] for name in SIZES if name in flags.explicit}
         prompts = {"num_prompts": less.pop("num_prompts")} if "num_prompts" in less else {}
         rollout = replace(
