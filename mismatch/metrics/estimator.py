@@ -39,7 +39,7 @@ LARGEST = 0.01  # share of the tokens by which clustering of rare events is told
 # In float32 an event lies that far; in bf16 only the number of tokens says how rare it is.
 FAR, FURTHEST = 1e3, 1e6
 BLOCK = 1 << 17  # tokens whose terms are computed at a time: bounds the memory of large runs
-KEPT = 1 << 23  # counts of draws that are kept for the next metric: 64 MiB
+KEPT = 1 << 23  # counts of draws, which all metrics share: 64 MiB; more prompts are drawn in groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +142,9 @@ class Estimator:
 
     @cached_property
     def weights(self) -> Floats:
-        """How often each resample draws each prompt, [resamples, P]."""
-        return np.concatenate(list(draws(self.n_prompts, self._resamples, self._seed)))
+        """How often each resample draws each prompt, or each group of many prompts, [R, P or G]."""
+        groups = min(self.n_prompts, KEPT // self._resamples)
+        return np.concatenate(list(draws(groups, self._resamples, self._seed)))
 
     # ------------------------------------------------------------ arrays and terms
 
@@ -303,9 +304,11 @@ class Estimator:
         """Values of all resamples, [R] each: every resample serves all metrics."""
         columns = [array for s in several for array in (s.sums.sums, s.sums.count[:, None])]
         table = np.concatenate(columns, axis=1)
-        small = self._resamples * self.n_prompts <= KEPT
-        weights = [self.weights] if small else draws(self.n_prompts, self._resamples, self._seed)
-        resampled = np.concatenate([drawn @ table for drawn in weights])
+        groups = self.weights.shape[1]
+        if groups < self.n_prompts:  # each holds prompts from everywhere, and as many as others
+            table = np.pad(table, ((0, -self.n_prompts % groups), (0, 0)))
+            table = table.reshape(-1, groups, table.shape[1]).sum(0)
+        resampled = self.weights @ table
         start = 0
         for s in several:
             stop = start + s.sums.sums.shape[1]

@@ -256,3 +256,20 @@ def test_metrics_need_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_many_prompts_are_drawn_in_groups_with_the_same_intervals(monkeypatch):
+    """Of prompts that differ and drift over the file; a group holds some from everywhere."""
+    arrays, sequence, prompt = tokens(3, 6_000, 1, 6)
+    drift = np.linspace(0.5, 2.0, 6_000)[prompt[sequence]]
+    arrays = {"delta": arrays["delta"] * drift, "sequence": sequence}
+    wanted = [METRICS[name] for name in ("k3_kl", "logprob_abs_diff_mean", "ess_seq")]
+    single = Estimator(sequence, prompt).all(wanted, arrays)
+    monkeypatch.setattr("mismatch.metrics.estimator.KEPT", 2_000 * 1_000)
+    grouped = Estimator(sequence, prompt)
+    assert grouped.weights.shape == (1_000, 2_000)
+    for name, estimate in grouped.all(wanted, arrays).items():
+        one = single[name]
+        assert estimate.value == one.value
+        assert estimate.high - estimate.low == pytest.approx(one.high - one.low, rel=0.15)
+        assert abs(estimate.low - one.low) < 0.15 * (one.high - one.low)
