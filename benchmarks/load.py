@@ -19,7 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-LIMIT_S = 600
+LIMIT_S = 1800
+FLOOR = (  # reading the same columns, as arrays, and nothing else
+    "import sys, pyarrow.parquet as pq\n"
+    "for batch in pq.ParquetFile(sys.argv[1]).iter_batches(batch_size=256):\n"
+    "    [column.flatten().to_numpy() for column in batch.columns[:4]]"
+)
 
 
 @dataclass(frozen=True)
@@ -35,14 +40,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--place", type=Path, required=True)
     parser.add_argument("--only", default="", help="cases whose name holds this")
-    parser.add_argument("--tokens", type=int, default=10_000_000, help="of the largest dump")
+    parser.add_argument("--tokens", type=int, default=100_000_000, help="of the largest dump")
     asked = parser.parse_args()
     place = asked.place.resolve()
     place.mkdir(parents=True, exist_ok=True)
     print("| what | seconds | peak memory |\n| --- | ---: | ---: |")
-    for name, arguments in cases(place, asked.tokens):
-        if asked.only not in name:
-            continue
+    for name, arguments in cases(place, asked.tokens, asked.only):
         cost = measured(arguments, place / "log")
         words = "" if cost.code in (0, 1) else f" (exit code {cost.code})"
         print(
@@ -51,23 +54,29 @@ def main() -> int:
     return 0
 
 
-def cases(place: Path, largest: int) -> Iterator[tuple[str, list[str]]]:
+def cases(place: Path, largest: int, only: str) -> Iterator[tuple[str, list[str]]]:
     """Yield the name and the command of every case; a dump is made when its case comes."""
-    for tokens in (1_000_000, largest):
-        name = f"{tokens // 1_000_000}M"
-        dump = drawn(place / f"{name}.jsonl", tokens // 500, 500)
-        out = place / f"run-{name}"
+    module = ["-m", "mismatch"]
+    for tokens in dict.fromkeys((1_000_000, 10_000_000, largest)):
+        size = f"{tokens // 1_000_000}M"
+        for kind in ("jsonl", "parquet"):
+            if only in (name := f"postmortem, {size} tokens, {kind}"):
+                dump = drawn(place / f"{size}.{kind}", tokens // 500, 500)
+                out = place / f"run-{size}-{kind}"
+                shutil.rmtree(out, ignore_errors=True)
+                yield name, [*module, "postmortem", str(dump), "--out", str(out)]
+                if kind == "parquet":
+                    yield f"pyarrow alone, {size} tokens", ["-c", FLOOR, str(dump)]
+    for command in ("compare", "report"):
+        if only in (name := f"{command}, 1M tokens"):
+            yield name, [*module, command, str(place / "run-1M-jsonl")]
+    if only in (name := "postmortem, 100,000 prompts of 8 tokens"):
+        dump, out = drawn(place / "prompts.jsonl", 100_000, 8), place / "run-prompts"
         shutil.rmtree(out, ignore_errors=True)
-        yield f"postmortem, {name} tokens", ["postmortem", str(dump), "--out", str(out)]
-        if tokens == 1_000_000:
-            yield "compare, 1M tokens", ["compare", str(out)]
-            yield "report, 1M tokens", ["report", str(out)]
-    dump = drawn(place / "prompts.jsonl", 100_000, 8)
-    out = place / "run-prompts"
-    shutil.rmtree(out, ignore_errors=True)
-    yield "postmortem, 100,000 prompts of 8 tokens", ["postmortem", str(dump), "--out", str(out)]
-    runs = saved(place, 500)
-    yield "report, 500 saved runs", ["report", *runs]
+        yield name, [*module, "postmortem", str(dump), "--out", str(out)]
+    if only in (name := "report, 500 saved runs"):
+        out = place / "page"
+        yield name, [*module, "report", *saved(place, 500), "--out", str(out)]
 
 
 def drawn(path: Path, rows: int, tokens: int) -> Path:
@@ -75,18 +84,42 @@ def drawn(path: Path, rows: int, tokens: int) -> Path:
     if path.exists():
         return path
     random = np.random.default_rng(0)
-    with path.with_suffix(".partial").open("w") as file:
+    partial = path.with_suffix(".partial")
+    if path.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        writer, block = None, 2000
+        for first in range(0, rows, block):
+            count = min(block, rows - first) * tokens
+            rollout = -random.exponential(0.5, count)
+            columns = {
+                "response_token_ids": random.integers(5, 50_000, count),
+                "logprobs": rollout,
+                "train_logprobs": rollout + random.normal(0, 0.01, count),
+            }
+            ends = np.arange(0, count + 1, tokens, np.int32)
+            ids = np.stack([np.arange(first, first + len(ends) - 1), np.ones(len(ends) - 1)], 1)
+            prompts = pa.array(ids.astype(np.int64).tolist())
+            lists = {key: pa.ListArray.from_arrays(ends, held) for key, held in columns.items()}
+            table = pa.table({"prompt_token_ids": prompts} | lists)
+            writer = writer or pq.ParquetWriter(partial, table.schema)
+            writer.write_table(table)
+        assert writer is not None
+        writer.close()
+        return partial.rename(path)
+    with partial.open("w") as file:
         for number in range(rows):
             ids = random.integers(5, 50_000, tokens)
             rollout = -random.exponential(0.5, tokens)
             train = rollout + random.normal(0, 0.01, tokens)
             sides = (",".join(f"{value:.5f}" for value in side) for side in (rollout, train))
-            first, second = sides
+            left, right = sides
             file.write(
                 f'{{"prompt_token_ids": [{number}, 1], "response_token_ids": {ids.tolist()}, '
-                f'"logprobs": [{first}], "train_logprobs": [{second}]}}\n'
+                f'"logprobs": [{left}], "train_logprobs": [{right}]}}\n'
             )
-    return path.with_suffix(".partial").rename(path)
+    return partial.rename(path)
 
 
 def saved(place: Path, count: int) -> list[str]:
@@ -94,7 +127,7 @@ def saved(place: Path, count: int) -> list[str]:
     first = place / "saved" / "run-000"
     if not first.exists():
         dump = drawn(place / "small.jsonl", 32, 50)
-        measured(["postmortem", str(dump), "--out", str(first)], place / "log")
+        measured(["-m", "mismatch", "postmortem", str(dump), "--out", str(first)], place / "log")
     runs = [first.with_name(f"run-{number:03d}") for number in range(count)]
     for run in runs[1:]:
         if not run.exists():
@@ -103,8 +136,8 @@ def saved(place: Path, count: int) -> list[str]:
 
 
 def measured(arguments: list[str], log: Path) -> Cost:
-    """Run ``mismatch ARGUMENTS``; its output goes to ``log``."""
-    command = ["timeout", str(LIMIT_S), sys.executable, "-m", "mismatch", *arguments]
+    """Run Python with these arguments; its output goes to ``log``."""
+    command = ["timeout", str(LIMIT_S), sys.executable, *arguments]
     start = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
