@@ -34,7 +34,6 @@ from mismatch.types import Bools, Floats, Ints
 Entry = dict[str, Any]
 Form = Literal["torchtitan", "open-instruct", "generic", "verl", "nemo-rl", "prime-rl", "slime"]
 SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".dp", ".pkl")
-LARGEST = 2**63  # token ids are int64
 LEAST = 16  # prompts that are kept of the largest dump
 # First bytes of a file by ``torch.save``, and by ``pickle.dump`` with protocol 2 and later.
 PICKLED = (b"PK\x03\x04", b"\x80")
@@ -213,7 +212,8 @@ def _parquet(path: Path) -> Iterator[tuple[int, Entry]]:
 
     number = 0
     try:
-        for batch in pq.ParquetFile(path).iter_batches(batch_size=256):
+        # Buffering ahead holds a row group several times.
+        for batch in pq.ParquetFile(path, pre_buffer=False).iter_batches(batch_size=256):
             columns = {
                 name: _values(column)
                 for name, column in zip(batch.schema.names, batch.columns, strict=True)
@@ -239,7 +239,7 @@ def _values(column: Any) -> Any:
     ends = column.offsets.to_numpy().tolist()
     there = column.is_valid().to_pylist()
     return [
-        values[a:b] if valid else None
+        values[a:b].copy() if valid else None  # a view would hold the whole batch
         for a, b, valid in zip(ends[:-1], ends[1:], there, strict=True)
     ]
 
@@ -591,9 +591,10 @@ def _alone(value: Any) -> Any:
 def _ids(entry: Entry, name: str) -> Ints:
     ids = _list(entry, name)
     whole = ids.dtype.kind in "iu" if isinstance(ids, np.ndarray) else {*map(type, ids)} <= {int}
-    if not whole or (len(ids) and not 0 <= min(ids) <= max(ids) < LARGEST):
+    array: Ints = np.asarray(ids, np.int64) if whole else -np.ones(1, np.int64)
+    if len(array) and array.min() < 0:
         raise ValueError(f"{name} holds what is no token id")
-    return np.asarray(ids, np.int64)
+    return array
 
 
 def _mask(values: Any) -> Bools:

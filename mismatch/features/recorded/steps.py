@@ -68,7 +68,7 @@ class Sums:
 
     rows: int = 0
     tokens: int = 0
-    """Sampled ones."""
+    """That were sampled."""
     one_sided: int = 0
     """Rows without the trainer's log-probabilities."""
     whole: _Rows = field(default_factory=_Rows)
