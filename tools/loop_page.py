@@ -130,7 +130,7 @@ def short(value: Any) -> Any:
 def read(path: Path) -> LoopReport:
     document = json.loads(path.read_text("utf-8"))
     known = LoopReport.__dataclass_fields__
-    return from_json(LoopReport, {key: document[key] for key in known})
+    return from_json(LoopReport, {key: document[key] for key in known if key in document})
 
 
 def learnt(run: SeedRun) -> str:

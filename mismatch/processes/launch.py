@@ -40,6 +40,7 @@ from mismatch.run.messages import (
     clear_errors,
     error_files,
     error_in,
+    remedy,
 )
 from mismatch.run.provenance import redact
 from mismatch.specs import EngineSpec
@@ -283,7 +284,7 @@ class Worker:
         memory = f"; {OUT_OF_MEMORY}" if code in (-9, 128 + 9) else ""
         return MismatchError(
             f"the {self.label} process {_meaning(code)}",
-            f"the whole log is {self.log_path}{memory}",
+            remedy(self._shown(), f"the whole log is {self.log_path}{memory}"),
             log=self._shown(),
         )
 

@@ -30,6 +30,14 @@ OUT_OF_MEMORY = (
     "a killed process is often out of memory: "
     "lower --num-prompts, --max-tokens or --micro-batch-tokens"
 )
+# What libraries write where the system refuses something, and what helps; case is ignored.
+LIMITS = (
+    ("too many open files", "allow more open files: ulimit -n 4096"),
+    ("allocate memory", "free memory, or lower --num-prompts, --max-tokens, --micro-batch-tokens"),
+    ("could not create a primitive", "free memory, or lower --num-prompts and --max-tokens"),
+    ("bad_alloc", "free memory, or lower --num-prompts, --max-tokens, --micro-batch-tokens"),
+    ("no space left on device", "free space, or --out DIR and TMPDIR on another disk"),
+)
 
 
 # What the engines' libraries write while nothing else can be said of a worker, and what that means.
@@ -57,6 +65,11 @@ def pass_label(name: str) -> str:
     return f"pass-{name.replace(':', '-').replace('/', '-')}"
 
 
+def remedy(said: str, fix: str) -> str:
+    """Return what helps where the system refused something, else ``fix``."""
+    return next((helps for sign, helps in LIMITS if sign in said.lower()), fix)
+
+
 def read_error(run_dir: Path | str, label: str) -> MismatchError | None:
     """Return what :func:`write_error` left, or None."""
     path = error_path(run_dir, label)
@@ -65,7 +78,7 @@ def read_error(run_dir: Path | str, label: str) -> MismatchError | None:
 
 def write_error(run_dir: Path | str, label: str, error: MismatchError) -> None:
     """Leave a worker's error, which the parent will raise."""
-    document = {"message": error.message, "fix": error.fix}
+    document = {"message": error.message, "fix": remedy(error.message, error.fix)}
     if isinstance(error, OutOfMemory):
         document["kind"] = MEMORY
     text = redact(json.dumps(document))

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -119,6 +120,28 @@ def test_ctrl_c_leaves_nothing_running(tmp_path, session):
     time.sleep(2)
     os.kill(process.pid, signal.SIGINT)
     assert_ended(process, tmp_path / "run", "interrupted", "fix:")
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("limit", "value", "remedy"),
+    # Where an allocation fails decides what a library says of it, if it says anything.
+    [("RLIMIT_NOFILE", 24, "ulimit -n"), ("RLIMIT_AS", 2_500_000 << 10, "")],
+)
+def test_few_descriptors_and_little_memory_are_said_with_what_helps(tmp_path, limit, value, remedy):
+    number = getattr(resource, limit)
+    done = subprocess.run(
+        check_command(tmp_path / "run", *QUICK),
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(number, (value, value)),
+        timeout=300,
+    )
+    assert done.returncode == 2, done.stderr
+    assert remedy in done.stderr.rpartition("fix:")[2]
+    assert not [p for s in (ENGINE, TRAINER) for p in workers_of(tmp_path / "run", s)]
+    assert "Traceback" not in done.stderr.split("its last lines")[0]
+    assert not (tmp_path / "run" / "report.json").exists()
 
 
 def tiny_copy(folder: Path) -> Path:

@@ -81,6 +81,27 @@ def test_a_crash_shows_the_last_lines(tmp_path):
         run_worker("job", python("raise ValueError(42)"), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("said", "helps"),
+    [
+        ("OSError: [Errno 24] Too many open files", "ulimit -n"),
+        ("[enforce fail] DefaultCPUAllocator: can't allocate memory", "free memory"),
+        ("terminate called after throwing std::bad_alloc", "free memory"),
+        ("RuntimeError: could not create a primitive", "free memory"),  # oneDNN
+        ("OSError: [Errno 28] No space left on device", "free space"),
+    ],
+)
+def test_what_the_system_refused_has_its_remedy(tmp_path, said, helps):
+    """Whether a worker says it itself, or its last lines do."""
+    with pytest.raises(MismatchError) as caught:
+        run_worker("job", python(f"import sys; print({said!r}); sys.exit(1)"), tmp_path)
+    assert helps in caught.value.fix
+    write_error(tmp_path, "engine", MismatchError(f"the engine failed: {said}", "see the log"))
+    error = read_error(tmp_path, "engine")
+    assert error is not None
+    assert helps in error.fix
+
+
 def test_a_killed_worker_is_named_as_killed(tmp_path):
     code = "import os, signal; print('loading', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     with pytest.raises(MismatchError, match="SIGKILL") as caught:
