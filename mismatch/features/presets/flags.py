@@ -36,7 +36,7 @@ FLAGS = (
         "sample_as",
         Name | None,
         PROMPTS,
-        "Sample as a framework does, also in what it leaves to generation_config.json.",
+        "Sample with a framework's defaults; name what it leaves to generation_config.json.",
     ),
 )
 DESCRIBE = ("trainer", "verl_config", "trl_config")  # the trainer
