@@ -348,7 +348,7 @@ class Verdict:
         reason: of the worse answer.
         levels: the column of the levels table that applied, e.g. "bf16 MoE".
         correctness: is something broken? By semantic checks and the square; never "unfit".
-        fitness: will training bear it? By the levels of the metrics; never "broken".
+        fitness: can training tolerate it? By the levels of the metrics; never "broken".
     """
 
     status: Status

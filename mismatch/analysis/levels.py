@@ -312,7 +312,7 @@ def _correctness(checks: Sequence[Check], unmeasured: str) -> Answer:
 def _fitness(
     judgements: Sequence[Judgement], checks: Sequence[Check], column: str | None
 ) -> Answer:
-    """Will training bear it?"""
+    """Can training tolerate it?"""
     if column is None:
         reason = "not judged: a side does not say in which dtype it computes"
         return Answer("inconclusive", reason)
