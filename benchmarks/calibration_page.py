@@ -19,12 +19,12 @@ PICTURE = DOCS / "images" / "calibration.svg"
 MARK = "<!-- measured -->"
 NOTE = (
     "Excess and gap are those of the highest block. *Warn*: blocks in which a check warns. "
-    "`calibration.json` has every block, also fitness, which says nothing about a trained model "
-    "where the model is random."
+    "`calibration.json` has every block, also its fitness; for random weights fitness says nothing "
+    "about a trained model."
 )
 PLANTED = (
-    "Planted faults, with the excess of the side at fault and the gap of the lowest block; bold: "
-    "missed in a block."
+    "Planted faults, with the excess of the side at fault and the gap, each in its lowest block. "
+    "Bold: missed in a block."
 )
 Result = dict[str, Any]  # of one case, see calibration.result
 

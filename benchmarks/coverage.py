@@ -297,7 +297,7 @@ def main() -> None:
     args = parser.parse_args()
     start = time.monotonic()
     lines = [
-        f"Percent of the intervals that hold the truth; {args.repeat} repetitions, "
+        f"Percent of the intervals that contain the truth; {args.repeat} repetitions, "
         f"{designs.SAMPLES} samples × {designs.TOKENS} tokens. In brackets: percent of them that "
         "carry a warning (w; \\*: all), and of the runs in which the interval is withheld (–).",
         "",

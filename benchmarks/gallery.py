@@ -225,7 +225,7 @@ def section(cause: str, shown: Shown) -> str:
     title = "A healthy pair" if cause == HEALTHY else title_of(cause)
     drawn = picture(shown.case, shown.clean, title)
     (IMAGES / f"{cause}.svg").write_text(drawn, "utf-8")
-    mean = f"{np.abs(shown.case.delta).mean():.3g} nats"
+    mean = f"{np.abs(shown.case.delta).mean():.3g}"
     image = f"![{cause}](../images/gallery/{cause}.svg)"
     if cause == HEALTHY:
         return f"## {title}\n\n{image}\n\nMean |delta| {mean}."

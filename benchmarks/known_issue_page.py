@@ -53,9 +53,9 @@ def page(cells: list[dict[str, Any]]) -> str:
     apart, drawn = (sum(cell["blocks"][n] for cell in clean) for n in (0, 1))
     alarms = sum(len(cell["alarms"]) for cell in clean)
     lines += ["", f"Clean blocks of {BLOCK} prompts: {apart} disjoint, {drawn} drawn from the same "
-              f"{len(clean)} runs, each with and without what the sides state; {alarms} false "
+              f"{len(clean)} runs, each with and without declared settings; {alarms} false "
               "alarms.", "", "Named first and right side, in the reported half; "
-              "in the tuning half for a fault that this half alone has (t):", "",
+              "(t): in the tuning half, for a fault that only this half has.", "",
               "| planted | issues | where | expected | first | side |",
               "| --- " * 6 + "|"]  # fmt: skip
     for fault in (*FAULTS, *ENGINES):
@@ -73,5 +73,5 @@ def page(cells: list[dict[str, Any]]) -> str:
         names = " and ".join(cell.get("faults", [cell.get("fault", "")]))
         draws.setdefault(names, []).append(bool(cell["pair"]))
     both = [f"{names} ({sum(found)}/{len(found)})" for names, found in draws.items()]
-    lines += ["", f"Two at once, both named in the first three: {'; '.join(both)}."]
+    lines += ["", f"Two faults at once, both among the first three causes: {'; '.join(both)}."]
     return "\n".join([*lines, "", "**Next:** [all causes](../reference/causes.md).", ""])

@@ -155,14 +155,14 @@ replays, with {version}. Each was tried on a tiny random model:
 | --- | --- | --- |
 """
 CAPTURE = (
-    "experts are set to zero one after another: the tokens whose output changes were sent there, "
+    "each expert is set to zero in turn: tokens whose output changes were routed to it, "
     "and the capture names the same experts"
 )
 MARGIN = "the gap between the last chosen and the first rejected expert is recorded"
-REPLAYED = "every token gets other experts at random, and these run"
+REPLAYED = "every token gets random other experts, and these run"
 ENGINE = """
 {engine} on a CPU samples 8 sequences in float32; routes and log-probabilities are compared with a
-float32 forward of transformers:
+float32 forward pass of transformers:
 
 | outcome | families |
 | --- | --- |
@@ -170,13 +170,13 @@ float32 forward of transformers:
 WITHIN = """
 ## Inside other models
 
-Their text model is above: {composites}.
+The text models of these models are listed above: {composites}.
 
 ## Not captured
 
 - `doge` with `is_moe`: {doge}. Refused before its weights load; `--no-routing` runs it.
-- Models with custom code (`--trust-remote-code`), or new families with experts in no known
-  place: refused likewise.
+- Models with custom code (`--trust-remote-code`), and new families whose experts are in an unknown
+  place: also refused.
 - Models whose layers have different numbers of experts per token (`hunyuan_v1_moe` allows that).
 - Code with experts and no causal language model: {others}.
 
@@ -204,7 +204,7 @@ def page(engine: dict[str, Any]) -> str:
     tried = {name: families.trial(name) for name in families.tried()}
     for name, trial in tried.items():
         if engine.get(name, {}).get("disagree") and name not in FOUND:
-            notes[name] = "vLLM on a CPU and transformers differ in float32; not looked into"
+            notes[name] = "vLLM on a CPU and transformers differ in float32; not investigated"
         for found in (REPLAY if trial.replay != "yes" else {}, FOUND):
             if name in found:
                 notes[name] = "; ".join(filter(None, [notes.get(name), found[name]]))
@@ -240,7 +240,7 @@ def _but(tried: dict[str, Any], holds: Callable[[Any], bool]) -> str:
 
 SAME, DIFFER, FAILED, UNTRIED = OUTCOMES = (
     "the same experts for every token and layer, \\|delta\\| ≤ 2e-04",
-    "**other experts** in so many rows (token, layer); see the notes",
+    "**different experts** in the given number of rows (token, layer); see the notes",
     "did not run; `tools/moe_families.json` has the errors",
     "not tried",
 )

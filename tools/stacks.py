@@ -169,21 +169,20 @@ def checked(stack: Stack, model: str, python: Path, work: Path) -> dict[str, Any
 HEAD = """\
 # Versions that were run
 
-Each row is a check on a CPU. Engine and trainer ran in one environment that holds the versions of
-the row and not mismatch (`mismatch check --python ENV/bin/python`): 16 prompts, 2 samples each, at
-most 64 tokens. `tiny-gpt-oss` is the embedded model, `qwen3` a dense model with random weights.
+Each row is a check on a CPU: 16 prompts, 2 samples each, at most 64 tokens. Engine and trainer ran
+in one environment with the versions of the row and without mismatch (`mismatch check --python
+ENV/bin/python`). `tiny-gpt-oss` is the embedded model, `qwen3` a dense model with random weights.
 The number is the mean absolute difference per token, in nats.
 
 | stack | vLLM | torch | transformers | code | date | tiny-gpt-oss | qwen3 |
 | --- | --- | --- | --- | --- | --- | --- | --- |\
 """
 TAIL = """
-*Code* is what computed the trainer's log-probabilities: mismatch's own FSDP2 loop, or the
-framework's own code. A stack named after a framework has that framework's versions. A GPU adds
-kernels that no row here has run.
+*Code* computed the trainer's log-probabilities: mismatch's FSDP2 loop, or the framework's own code.
+A stack named after a framework has that framework's versions. No row has run GPU kernels.
 
 `python tools/stacks.py` makes the environments and this table, and continues where it stopped.
-The stacks are in `tools/stacks.toml`; add yours.
+To add a stack, edit `tools/stacks.toml`.
 
 **Next:** [measure your own trainer's code](../how-to/your-trainer.md).
 """
