@@ -14,11 +14,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = """# Licences
 
-`mismatch` is under Apache-2.0 (LICENSE, NOTICE). The embedded models `tiny-gpt-oss` and
-`tiny-gpt-oss-tools` were trained by this project on text that this project generates and carry the
-same licence. Fonts, scripts or images of others are not shipped: the HTML report uses the reader's
-system fonts. The tests carry axe-core 4.14.1 (tests/data/axe.min.js, MPL-2.0, unchanged), which is
-not in the package.
+`mismatch` is under Apache-2.0 (LICENSE, NOTICE). This project trained the embedded models
+`tiny-gpt-oss` and `tiny-gpt-oss-tools` on text that it generates; they have the same licence. The
+package ships no third-party fonts, scripts or images: the HTML report uses the reader's system
+fonts. The tests include axe-core 4.14.1 (tests/data/axe.min.js, MPL-2.0, unchanged), which is not
+in the package.
 
 Direct dependencies, as `make env` installs them on a CPU (versions: `constraints/`).
 `tools/licences.py` writes this table.
@@ -32,12 +32,10 @@ ELSEWHERE = {
 }  # what is in no environment here, else Apache-2.0
 SGLANG_PLACES = sorted((ROOT / ".venv-sglang" / "lib").glob("python3.*/site-packages"))
 SGLANG = """
-`make env-sglang` and `make test` install SGLang in a separate environment; all of it is in
-constraints/sglang-cpu.txt. Of what SGLang imports there directly, these are of note; soundfile's
-wheel carries libsndfile (LGPL-2.1-or-later). Nothing of them is shipped with mismatch.
-
-| package | licence |
-| --- | --- |"""
+`make env-sglang` and `make test` install SGLang in a separate environment;
+constraints/sglang-cpu.txt lists its packages. There SGLang also imports torchvision ({}), triton
+({}) and soundfile ({}), whose wheel contains libsndfile (LGPL-2.1-or-later). mismatch
+ships none of these packages."""
 
 
 def main() -> None:
@@ -56,10 +54,11 @@ def main() -> None:
                 print(f"| {name} | {group} | {known} |")
                 continue
             print(f"| {name} | {group} | {licence(facts)} |")
-    print(SGLANG)
-    for name in ("sglang", "torch", "torchvision", "triton", "soundfile", "transformers"):
+    licences = []
+    for name in ("torchvision", "triton", "soundfile"):
         (found, *_) = distributions(name=name, path=[str(place) for place in SGLANG_PLACES])
-        print(f"| {name} | {licence(found.metadata)} |")
+        licences.append(licence(found.metadata))
+    print(SGLANG.format(*licences))
     print("\n**Next:** [run the tests](testing.md).")
 
 
