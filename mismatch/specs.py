@@ -346,7 +346,7 @@ class TrainSpec:
     ] = None
     scorer_overrides: tuple[str, ...] = ()
     accelerate_config: Annotated[
-        str | None, Flag(TRAIN, "Your accelerate file; launches --scorer trl as a run does.")
+        str | None, Flag(TRAIN, "Your accelerate file; --scorer trl launches its ranks by it.")
     ] = None
     dtype: Annotated[
         Dtype, Flag(TRAIN, "Dtype in which the trainer computes.", name="train_dtype")
@@ -392,9 +392,9 @@ class TrainSpec:
     temperature_in: Annotated[
         TemperatureIn, Flag(TRAIN, "Where logits are divided by the temperature.")
     ] = "fp32"
-    logprobs_dtype: Annotated[Dtype | None, Flag(TRAIN, "Round logprobs on their way out.")] = None
+    logprobs_dtype: Annotated[Dtype | None, Flag(TRAIN, "Dtype of the trainer's logprobs.")] = None
     weights: Annotated[
-        WeightsForm, Flag(TRAIN, "Form of the experts that are loaded.", name="train_weights")
+        WeightsForm, Flag(TRAIN, "Form of the experts in the trainer.", name="train_weights")
     ] = AS_STORED
     replay_routing: Annotated[
         ReplayMode | None,
@@ -467,8 +467,8 @@ class CheckSpec:
         bool | None,
         Flag(
             TRAIN,
-            "PPO's old against new pass, with router replay (two more passes); "
-            "default: as far as the noise floor has it.",
+            "Compare PPO's two passes, also with router replay (two more passes); "
+            "default: only what the noise floor measures.",
         ),
     ] = None
     weights_effect: Annotated[

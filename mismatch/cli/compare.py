@@ -13,7 +13,7 @@ OTHER_RUN = Option(
     "other",
     Path | None,
     "",
-    "A second run of the same tokens: its scoring against the first's.",
+    "A second run of the same tokens, to compare with the first run.",
     argument=True,
 )
 AGAINST = (
@@ -27,7 +27,7 @@ AGAINST = (
         "margin",
         float,
         OUTPUT,
-        "Share by which RUN may be worse than --against before that fails.",
+        "Share by which RUN may be worse than --against (0.1: 10 %).",
         default=0.1,
         range=Range(0, 1000),
     ),
@@ -50,8 +50,8 @@ def compare(flags: Flags) -> int:
     With one RUN: write comparison.json and the report again. With RUN RUN2, or --left and --right:
     compare two scorings, delta = right - left. Exit code as `check`.
 
-    With RUN --against OLD: compare a new run with an old run that has other tokens (upgrades).
-    Exit code 0: not worse by more than --margin. 1: worse, or unfit by itself. 2: not comparable.
+    With RUN --against OLD: compare a new run with an old run that has other tokens (upgrades). Exit
+    code 0: not worse by more than --margin. 1: worse, undecided, or itself bad. 2: not comparable.
 
     Examples:
     mismatch compare runs/A

@@ -60,7 +60,7 @@ class Entry:
 def fixes(flags: Flags) -> int:
     """List the fixes that a check can try, or show one of them.
 
-    With --model and the other flags of your check it also says what applies there, or why not.
+    With --model and the other flags of your check it also says which fixes apply, or why not.
     Nothing is loaded and nothing is run.
 
     Examples:

@@ -67,7 +67,7 @@ ENGINE_FLAGS = (
         "vllm_python",
         str | None,
         ENGINE,
-        "Interpreter of vLLM's environment, if it is another.",
+        "Interpreter of vLLM's environment, if different.",
     ),
     Option(
         "sglang_python",
@@ -129,8 +129,8 @@ LOG_TO = Option(
     "log_to",
     list[str] | None,
     OUTPUT,
-    "Send the numbers to wandb, tensorboard, mlflow or trackio; with --names also by those names, "
-    "where the number is the same; repeatable.",
+    "Send the numbers to wandb, tensorboard, mlflow or trackio; with --names also under those "
+    "names, if the number is the same; repeatable.",
 )
 OVERLAP = flags_of(CheckSpec, "overlap")
 LONG_SEQUENCE = flags_of(CheckSpec, "context_length")
@@ -146,7 +146,7 @@ NEW_RUN = (
         "resume",
         str | None,
         OUTPUT,
-        "Continue this run, or (without a directory) the newest unfinished run of these flags.",
+        "Continue this run, or (without a directory) the newest unfinished run with these flags.",
         alone="newest",
     ),
 )
@@ -168,7 +168,7 @@ DRY_RUN = switch(
 GPUS = Option(
     "gpus", str | None, OUTPUT, "With --dry-run: plan for GPUs like 8xH100-80GB instead of these."
 )
-FORCE = switch("force", OUTPUT, "Start although memory cannot suffice.")
+FORCE = switch("force", OUTPUT, "Start even if memory does not suffice.")
 CONFIG = (
     Option(
         "config",

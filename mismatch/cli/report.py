@@ -19,11 +19,11 @@ USE = "mismatch report RUN, or mismatch report A B C"
 
 @with_flags(RUNS, SEVERAL, NAME_FLAGS, LOG_TO, FAIL_ON)
 def report(flags: Flags) -> int:
-    """Print the report of a run, write its HTML and Markdown again; or show several.
+    """Print the report of a run and write its HTML and Markdown again, or show several runs.
 
     With one RUN: the stored verdict. It is refused if a scoring is newer than the report, or if the
     report contradicts itself. `mismatch compare RUN` judges the scorings again.
-    Exit code as `check`. A read-only run is printed all the same.
+    Exit code as `check`. A read-only run is still printed.
 
     With A B C: side by side, from report.json and tokens.parquet only. Significant changes from A
     are marked, paired if the tokens are the same. Exit code 0; `compare NEW --against OLD` judges.

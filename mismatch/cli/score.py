@@ -39,11 +39,11 @@ SHARED = {"run", "model", "revision", "trust_remote_code", "name", "trust_run", 
 def score(flags: Flags) -> int:
     """Score the tokens of a run under FSDP2, or with --engine by the prefill of another engine.
 
-    Passes that the run holds already are not run again. The run may come from another machine:
-    --model says where the checkpoint is here. Under torchrun, srun or Ray it joins the world that
-    is there, over any number of machines: docs/how-to/clusters.md.
+    Passes that the run already holds are not run again. The run may come from another machine:
+    --model says where the checkpoint is here. Under torchrun, srun or Ray it joins the running
+    process group, on any number of machines: docs/how-to/clusters.md.
 
-    --engine NAME adds the scoring NAME:prefill, of an engine that need not have sampled. Then:
+    --engine NAME adds the scoring NAME:prefill; that engine need not have sampled. Then:
     mismatch compare RUN --left vllm:prefill --right sglang:prefill
 
     Examples:

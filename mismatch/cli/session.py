@@ -107,7 +107,7 @@ def open_run(verb: str, spec: CheckSpec, flags: Flags) -> Path:
     if resumed:
         say(f"resuming {run_dir}")
     elif flags["resume"] is not None:
-        say(f"no unfinished run of these flags: starting {run_dir}")
+        say(f"no unfinished run with these flags: starting {run_dir}")
     else:
         say(f"run directory: {run_dir}")
     return run_dir

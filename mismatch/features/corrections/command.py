@@ -26,7 +26,7 @@ BOUND_FLAGS = (
         "Mean ratios of the sequences that are kept: LOW HIGH.",
         default=(0.999, 1.001),
     ),
-    Option("veto", float, BOUNDS, "A token ratio under it drops its sequence.", default=1e-4),
+    Option("veto", float, BOUNDS, "A smaller token ratio drops its sequence.", default=1e-4),
     Option("sequence_cap", float, BOUNDS, "Cap of TRL's sequence_mask.", default=3.0),
     Option("cis_lambda", float, BOUNDS, "Lambda of CIS.", default=2.3),
     Option("cis_kappa", float, BOUNDS, "Kappa of CIS: least 1 - p.", default=5e-3),
@@ -45,9 +45,9 @@ SCORING = Option("scoring", str, OUTPUT, "The trainer's scoring.", default="fsdp
 def corrections(flags: Flags) -> int:
     """Try TIS, IcePop, MIS, rejection and more on a run's tokens.
 
-    Nothing is sampled or scored again. Kept shares, effective sizes, residual bias, a ranking,
-    and the setting for verl, TRL, NeMo-RL and prime-rl.
-    A correction changes no delta and no verdict: the exit code is 0.
+    Nothing is sampled or scored again. Prints kept shares, effective sizes, residual bias, a
+    ranking, and the setting for verl, TRL, NeMo-RL and prime-rl. A correction changes
+    no delta and no verdict: the exit code is 0.
 
     Examples:
     mismatch corrections runs/A

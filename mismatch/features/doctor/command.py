@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 @with_flags(
-    Option("model", str | None, "", "Also: does it fit on both sides, offline."),
+    Option("model", str | None, "", "Also plan a check of this model, offline."),
     Option("engine", str, "", "The engine that the check would use.", default="vllm"),
-    Option("python", str | None, "", "Look into the environment of this interpreter instead."),
+    Option("python", str | None, "", "Inspect the environment of this interpreter instead."),
     JSON,
 )
 def doctor(flags: Flags) -> int:
@@ -28,7 +28,7 @@ def doctor(flags: Flags) -> int:
     Engines, libraries and GPUs, and what is missing. With --model also the plan of a check with its
     defaults; `mismatch check --dry-run` plans one with any flags. Exit code 0: `mismatch check`
     could run here (for the model, if given). 2: it could not; the fix is printed. With --python:
-    what a check can measure in your environment, which need not hold mismatch.
+    what a check can measure in your environment, which does not need mismatch.
 
     Examples:
     mismatch doctor

@@ -16,7 +16,7 @@ FILE = Option("file", Path, "", "A .parquet or .jsonl file.", default=REQUIRED, 
 def tokens(flags: Flags) -> int:
     """Write a run's tokens into a file: a row per sequence, with its ids and its action mask.
 
-    Score them wherever your trainer is, add a column logprobs (natural logarithms, one per action
+    Score them on your trainer's machine, add a column logprobs (natural logarithms, one per action
     token or one per token), and bring the file back: mismatch score RUN --scorer file
     --scorer-config FILE, then mismatch compare RUN. docs/how-to/your-trainer.md lists more columns.
 

@@ -23,13 +23,13 @@ AUDIT = "What to audit"
 DEFAULT_MODEL = "tiny-gpt-oss"
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
 OWN = (
-    "Attention of your own, package.module:function, with @eager, @sdpa, @flash or @none for the "
+    "Your own attention, package.module:function, with @eager, @sdpa, @flash or @none for the "
     "mask it takes; repeatable."
 )
-OWN_EXPERTS = "Experts of your own, package.module:function; repeatable."
+OWN_EXPERTS = "Your own experts, package.module:function; repeatable."
 NAMES = "Only this kernel and yours: eager, sink-sdpa …; repeatable."
 DTYPE = "fp64, fp32, bf16 or fp16; repeatable. Default: by device."
-LIMIT = "Seconds for one implementation; then it is ended."
+LIMIT = "Seconds after which an implementation is stopped."
 WHERE = "Directory for kernels.json and the log; default: none."
 
 AUDIT_FLAGS = (
@@ -39,9 +39,9 @@ AUDIT_FLAGS = (
     Option("name", list[str] | None, AUDIT, NAMES),
     Option("dtype", list[str] | None, AUDIT, DTYPE),
     Option("time_limit", float, AUDIT, LIMIT, default=900.0, range=WEEK_S),
-    Option("seed", int, AUDIT, "Of the inputs.", default=0, range=SEEDS),
+    Option("seed", int, AUDIT, "Seed of the inputs.", default=0, range=SEEDS),
     Option("out", Path | None, OUTPUT, WHERE),
-    switch("details", OUTPUT, "Also errors per dtype."),
+    switch("details", OUTPUT, "Also print errors per dtype."),
 )
 
 
@@ -52,7 +52,7 @@ def kernels(flags: Flags) -> int:
     Every implementation on this machine, for one model, runs forward and backward and is compared
     with float64: sinks, window, packing, gradients.
 
-    Exit code 0: no kernel that a run could use is wrong. 1: one of these, or of your kernels, is
+    Exit code 0: every kernel that a run could use is right. 1: one of them, or your kernel, is
     wrong. 2: nothing was audited.
 
     Examples:

@@ -7,7 +7,7 @@ FEATURE = Feature(
     commands=(
         Command(
             "locate",
-            "Name the first module at which engine and trainer part.",
+            "Name the first module where engine and trainer differ.",
             "mismatch.features.locate.command:locate",
         ),
     ),

@@ -45,13 +45,13 @@ DETAILS = switch("details", OUTPUT, "Every module of every layer.")
 
 @with_flags(RUN, FLAGS, DETAILS, JSON, TRUST_RUN)
 def locate(flags: Flags) -> int:
-    """Name the first module at which a side of a run parts from float32.
+    """Name the first module where a side of a run differs from float32.
 
     Engine, trainer and plain forwards run on some of the run's tokens while every module is
-    recorded. A module is a source if it errs on the same input beyond what its precision costs.
+    recorded. A module is a source if its error on the same input exceeds what its precision costs.
 
-    Exit code 0: no module does. 1: one does, or a side is off and none says why. 2: nothing was
-    recorded.
+    Exit code 0: no source. 1: a source was found, or a side is off without a source. 2: nothing
+    was recorded.
 
     Examples:
     mismatch locate runs/A

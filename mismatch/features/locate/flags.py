@@ -9,6 +9,6 @@ FLAGS = (
     switch(
         NO_LOCATE,
         TRAIN,
-        "Do not name the module where a float32 gap or an excess fails (see mismatch locate).",
+        "Do not locate the module if a float32 gap or an excess fails (see mismatch locate).",
     ),
 )

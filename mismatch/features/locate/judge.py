@@ -154,9 +154,9 @@ def sentence(side: SideLocation) -> str:
     others = f", with {more} more {'source' if more == 1 else 'sources'}" if more else ""
     share = (side.explained if more else group.explains) or 0.0
     kind = "" if side.kind is None else f", where its {side.kind} differs"
-    shown = f"{100 * min(1.0, max(0.0, share)):.0f} % of its squared distance come of it"
+    shown = f"{100 * min(1.0, max(0.0, share)):.0f} % of its squared distance comes from it"
     return (
-        f"{side.name} parts from float32 at the {group.place}{kind} "
+        f"{side.name} differs from float32 first at the {group.place}{kind} "
         f"({group.excess:.3g} times what {side.dtype} costs there){others}: {shown}"
     )
 

@@ -63,8 +63,8 @@ SIZES = ("num_prompts", "samples_per_prompt", "max_tokens")  # a loop may take l
 def loop(flags: Flags) -> int:
     """Train a few steps on-policy, with the mismatch and with its fixes, and show the curves.
 
-    The engine samples, the FSDP2 world takes a GRPO step, the weights go back into the engine and
-    are read back there. Every arm starts from the same weights with the same prompts.
+    The engine samples, the FSDP2 world takes a GRPO step, and the engine gets the new weights,
+    which are read back and compared. Every arm starts from the same weights with the same prompts.
 
     Exit code 0: every arm finished with every seed. 2: some did not.
 

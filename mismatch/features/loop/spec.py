@@ -59,10 +59,10 @@ class LoopSpec:
         int, Flag(LOOP, "Optimiser steps on each rollout.", range=Range(1, 1000))
     ] = 2
     learning_rate: Annotated[
-        float, Flag(LOOP, f"Of AdamW; {LARGE_MODELS:g} for your --model.", range=SHARE)
+        float, Flag(LOOP, f"Rate of AdamW; {LARGE_MODELS:g} for your --model.", range=SHARE)
     ] = 3e-4
     loss: Annotated[Loss, Flag(LOOP, "Mean over tokens, or over the means of sequences.")] = "token"
-    clip: Annotated[float, Flag(LOOP, "Of PPO's ratio.", range=SHARE)] = 0.2
+    clip: Annotated[float, Flag(LOOP, "Clip range of PPO's ratio.", range=SHARE)] = 0.2
     max_norm: float = 1.0
     """Gradients are cut to this norm."""
     old: Annotated[Old, Flag(LOOP, "Whose logprobs PPO's ratio divides by.")] = "trainer"
@@ -72,9 +72,7 @@ class LoopSpec:
     checkpoint_every: Annotated[
         int, Flag(LOOP, "Steps between checkpoints.", range=Range(1, MANY))
     ] = 5
-    reward: Annotated[
-        str | None, Flag(LOOP, "Your own, package.module:function(text, answer).")
-    ] = None
+    reward: Annotated[str | None, Flag(LOOP, "Your package.module:function(text, answer).")] = None
     corrections: tuple[str, ...] = ()
     """Of mismatch.metrics.importance_weights; their weights are multiplied."""
     frozen: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ FEATURE = Feature(
         ),
         Command(
             "read-rollouts",
-            "Make a run of rollouts that a framework recorded.",
+            "Make a run from rollouts that a framework recorded.",
             "mismatch.features.recorded.command:read_rollouts",
         ),
     ),

@@ -24,12 +24,12 @@ from mismatch.specs import (
 HELP = "File or folder that a framework recorded; docs/how-to/recorded-runs.md."
 DUMP = Option("file", Path, "", HELP, default=REQUIRED, argument=True)
 READING = (
-    Option("format", Form | None, PROMPTS, "Of the dump; default: by its fields."),
+    Option("format", Form | None, PROMPTS, "Format of the dump; default: found by its fields."),
     Option(
         "python",
         str | None,
         PROMPTS,
-        "Interpreter of the environment that wrote it, for files of torch and pickle.",
+        "Interpreter of the environment that wrote the dump, to read torch files and pickles.",
     ),
 )
 DUMP_FORMAT = replace(READING[0], name="dump_format", spelling="--dump-format")
@@ -94,7 +94,7 @@ def postmortem(flags: Flags) -> int:
 
 @with_flags(DUMP, MODEL_FLAGS, *READING, *SAMPLED, OUT)
 def read_rollouts(flags: Flags) -> int:
-    """Make a run of the rollouts that a framework recorded: ids and the sampler's logprobs.
+    """Make a run from rollouts that a framework recorded: ids and the engine's logprobs.
 
     Then `mismatch score RUN` scores the same tokens under FSDP2, and `mismatch compare RUN` judges.
     Say how the tokens were sampled (--temperature, --top-p, --top-k) and in which dtype. --model
@@ -135,7 +135,7 @@ def read_rollouts(flags: Flags) -> int:
         default=5.0,
         range=Range(0.1, 86400),
     ),
-    switch("once", OUTPUT, "Show the steps that are there, and stop."),
+    switch("once", OUTPUT, "Show the existing steps and stop."),
 )
 def watch(flags: Flags) -> int:
     """Follow the dumps of a run while it trains: a line per step.

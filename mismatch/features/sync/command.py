@@ -37,7 +37,7 @@ PROBE_FLAGS = (
         PROBE,
         "Your own push, package.module:function; it gets a state dict and the engine.",
     ),
-    Option("seed", int, PROBE, "Of the updates and of the tokens.", default=0, range=SEEDS),
+    Option("seed", int, PROBE, "Seed of updates and tokens.", default=0, range=SEEDS),
     switch(
         "keep_caches",
         PROBE,
@@ -51,7 +51,7 @@ ENGINE_OPTIONS = (
 )
 PROBE_OUTPUT = (
     Option("out", Path | None, OUTPUT, "Directory of the probe; default: runs/TIME-MODEL."),
-    switch("details", OUTPUT, "Also scores and caches."),
+    switch("details", OUTPUT, "Also print scores and caches."),
     replace(DRY_RUN, help="Show what would be pushed; start nothing."),
     JSON,
 )
@@ -63,10 +63,10 @@ FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 def sync_probe(flags: Flags) -> int:
     """Push known updates into an engine and say which parameters arrived.
 
-    Every parameter is updated by seed and pushed by the engine's own path, twice, then the first
-    weights again; after each push it is read back as the kernels hold it.
+    Every parameter gets two known updates, pushed by the engine's own path, then its first values;
+    after each push it is read back as the kernels use it.
 
-    Exit code 0: every parameter arrived. 1: one did not, or could not be compared. 2: no verdict.
+    Exit code 0: every parameter arrived. 1: some did not, or were not compared. 2: no verdict.
 
     Examples:
     mismatch sync-probe --model MODEL

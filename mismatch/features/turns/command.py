@@ -23,7 +23,7 @@ TEMPLATE = Option("chat_template", Path | None, MODEL, "Another template for the
 
 @with_flags(MODELS, flags_of(EngineSpec, "revision trust_remote_code"), TEMPLATE, JSON)
 def template(flags: Flags) -> int:
-    """Check a chat template: does a later turn keep the ids of earlier turns?
+    """Check a chat template: do later turns keep the ids of earlier turns?
 
     Needs only a tokenizer: no weights, no engine. Exit code 1 if a check fails.
 
