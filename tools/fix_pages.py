@@ -45,7 +45,7 @@ def _trial(fix: Fix) -> str:
     if not fix.flags:
         return block
     flags = f"`{fix.flags}`" if fix.flags.set else fix.flags
-    return f"{block}\n\nA check with it for good: {flags}"
+    return f"{block}\n\nFlags that keep the fix in a check: {flags}"
 
 
 def wrapped(text: str) -> str:
