@@ -48,7 +48,7 @@ COMMON = frozenset(
         *("fix", "explain", "resume", "out", "format", "dry_run", "help"),
     }
 )
-RESUME = "go on where it stopped: the same command with --resume"
+RESUME = "continue where it stopped: the same command with --resume"
 # Other commands keep finished work themselves, or start again.
 RESUMABLE = ("check", "rollout", "loop")
 USAGE = 2

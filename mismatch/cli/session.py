@@ -244,7 +244,7 @@ def passes_without_room(spec: CheckSpec, force: bool) -> dict[str, str]:
         memory = Memory()
     lost = [text for fit in refused(memory.sides, certain=True) for text in fit.warnings]
     if lost and not force:
-        raise MismatchError("\n    ".join(lost), "to start all the same: --force")
+        raise MismatchError("\n    ".join(lost), "to start anyway: --force")
     warnings = [text for fit in memory.sides for text in fit.warnings]
     for text in warnings if memory.sides else memory.notes:
         say(f"memory warning: {text}")

@@ -224,7 +224,7 @@ class Worker:
         raise MismatchError(
             f"the {self.label} process stalled: no output and no processor time "
             f"for {idle:.0f} s; it has been ended",
-            f"the whole log is {self.log_path}; go on with --resume; "
+            f"the whole log is {self.log_path}; continue with --resume; "
             f"{VARIABLE}=SECONDS waits longer",
             log=shown,
         )

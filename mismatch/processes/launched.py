@@ -104,5 +104,5 @@ def score(run_dir: Path, passes: list[Pass], world: Launched, note: Callable[[st
     except RuntimeError as error:
         raise MismatchError(
             f"rank {world.rank} lost the others: {first_line(error)}",
-            "the rank that failed first says why; the same command goes on with what is missing",
+            "the rank that failed first says why; the same command runs the missing passes",
         ) from error

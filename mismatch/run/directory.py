@@ -142,7 +142,7 @@ def require_new(out: Path) -> None:
     if out.exists() and (not out.is_dir() or _holds_anything(out)):
         fix = "choose another --out, or delete it"
         if (out / SPEC).exists():
-            fix = f"it holds another run: choose another --out, or go on with it: --resume {out}"
+            fix = f"it holds another run: choose another --out, or continue it: --resume {out}"
         raise MismatchError(f"{out} exists and is not empty", fix)
 
 

@@ -90,8 +90,8 @@ def policy_entropy(headline: Comparison) -> list[Check]:
     if entropy is None or entropy.value >= LEAST_ENTROPY:
         return []
     detail = (
-        f"the policy is nearly deterministic ({entropy.value:.2g} nats of entropy per token): how "
-        "training bears a mismatch is not tested"
+        f"the policy is nearly deterministic ({entropy.value:.2g} nats of entropy per token): the "
+        "effect on training is not tested"
     )
     fix = "measure a policy that is not certain: other prompts, an earlier checkpoint"
     return [Check(ENTROPY, "inconclusive", detail, fix)]

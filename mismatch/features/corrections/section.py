@@ -169,7 +169,7 @@ def _settings(result: Corrections) -> tuple[Section, ...]:
     if result.best is None:
         return ()
     best = result.named(result.best)
-    wish = "" if result.favoured == result.best else "; should you want one all the same"
+    wish = "" if result.favoured == result.best else "; if you want one anyway"
     blocks = [recipe_block(item) for item in recipes(result.best, result.settings)]
     title = f"How to switch it on: {best.label}"
     return (Section("corrections-settings", title, f"{best.setting}{wish}", blocks=blocks),)

@@ -120,8 +120,8 @@ def notes(check: GradientCheck) -> list[str]:
     ]
     if check.advantages != REWARDS:
         texts.append(
-            "No task steered this gradient: the rewards cannot, so signs stand in for advantages. "
-            "How kernels and dtypes bend a gradient shows all the same."
+            "The rewards give no advantages, so seeded signs replace them: no task steered this "
+            "gradient. It still shows the effect of kernels and dtypes."
         )
     elif check.deciding < check.prompts:
         texts.append(

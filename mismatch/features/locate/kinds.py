@@ -95,7 +95,7 @@ def causes_of(location: Location) -> tuple[Cause, ...]:
         evidence = (
             Evidence(MODULE, f"{group.place} in {side.name}"),
             Evidence(own, group.excess, "below 4"),
-            Evidence("share of the side's distance from float32 that comes of it", share),
+            Evidence("share of the side's distance from float32 that it explains", share),
         )
         cause = Cause(CAUSES[side.kind], status, name, None, evidence, alike=alike, fact=True)
         causes.append(cause)

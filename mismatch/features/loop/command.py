@@ -95,7 +95,7 @@ def loop(flags: Flags) -> int:
     never = [fit for each in fits.values() for fit in each if fit.level == "does not fit"]
     refused = dict.fromkeys(text for fit in never if fit.certain for text in fit.warnings)
     if refused and not flags["force"]:
-        raise MismatchError("\n    ".join(refused), "to start all the same: --force")
+        raise MismatchError("\n    ".join(refused), "to start anyway: --force")
     narrator = session.ConsoleNarrator(Console(stderr=flags["as_json"]))
     if not flags.explicit & {"model", "resume", "like"}:
         narrator.note(f"no --model was given: the embedded {DEFAULT_MODEL} is taken")

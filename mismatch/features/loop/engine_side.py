@@ -236,7 +236,7 @@ def own_rewards(
         except Exception as error:
             raise MismatchError(
                 f"--reward {name} failed on response {row} {where}: {named_line(error)}",
-                "repair the function; --resume goes on from the last checkpoint",
+                "repair the function; --resume continues from the last checkpoint",
             ) from error
         if not np.isfinite(value):
             raise MismatchError(

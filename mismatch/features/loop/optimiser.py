@@ -89,7 +89,7 @@ class PolicyOptimiser:
         except (OSError, CheckpointException) as error:
             raise MismatchError(
                 f"the checkpoint {folder} cannot be written: {_cause(error)}",
-                "free disk space; --resume goes on from the one before",
+                "free disk space; --resume continues from the one before",
             ) from error
 
     def load(self, folder: Path) -> None:
@@ -105,7 +105,7 @@ class PolicyOptimiser:
         except (Exception, CheckpointException) as error:
             raise MismatchError(
                 f"the checkpoint {folder} cannot be read: {_cause(error)}",
-                "delete it: the loop goes on from the one before, or from the beginning",
+                "delete it: the loop continues from the one before, or from the beginning",
             ) from error
         set_state_dict(
             self.loaded.scorer,
