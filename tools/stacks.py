@@ -170,9 +170,9 @@ HEAD = """\
 # Versions that were run
 
 Each row is a check on a CPU: 16 prompts, 2 samples each, at most 64 tokens. Engine and trainer ran
-in one environment with the versions of the row and without mismatch (`mismatch check --python
-ENV/bin/python`). `tiny-gpt-oss` is the embedded model, `qwen3` a dense model with random weights.
-The number is the mean absolute difference per token, in nats.
+in one environment with the versions of the row and without mismatch
+(`mismatch check --python ENV/bin/python`). `tiny-gpt-oss` is the embedded model, `qwen3` a dense
+model with random weights. The number is the mean absolute difference per token, in nats.
 
 | stack | vLLM | torch | transformers | code | date | tiny-gpt-oss | qwen3 |
 | --- | --- | --- | --- | --- | --- | --- | --- |\
@@ -215,9 +215,12 @@ def page(rows: list[Stack], work: Path) -> str:
             lines.append(row(stack, found))
         for each in found.values():
             untested.setdefault(code(stack), set()).update(each.get("not_tested", ()))
+    alike: dict[str, list[str]] = {}
+    for name, parts in untested.items():
+        alike.setdefault(", ".join(sorted(parts)), []).append(name)
     lines += [
-        f"\nNot tested with {name} code: {', '.join(sorted(parts))}."
-        for name, parts in untested.items()
+        f"\nNot tested with {' or '.join(names)} code: {parts}."
+        for parts, names in alike.items()
         if parts
     ]
     lines.append(TAIL)
