@@ -19,11 +19,11 @@ READ = (  # what `frameworks` of causes.toml was read from
     f"Read in {', '.join(FRAMEWORKS[id].read_in for id in ('verl', 'trl', 'skyrl'))}, NeMo-RL of "
     "2026-08-22, "
     "prime-rl and slime of 2026-08-21; a line that names a fix has the versions on the fix's page. "
-    "What is passed on to vLLM, SGLang, Megatron or transformers is named as it is named there."
+    "Settings passed on to vLLM, SGLang, Megatron or transformers have the names used there."
 )
 COMMAND = """```bash
 mismatch check … --explain
-mismatch check --resume RUN --explain   # of a finished run
+mismatch check --resume RUN --explain   # for a finished run
 ```
 """
 
@@ -104,13 +104,13 @@ def _by_experiment(entry: Entry, fixes: list[str], probes: list[str]) -> list[st
     among = [id for id in fixes if entry.id in TESTS[id].wide]
     made = _listed([*alone, *probes, *among])
     known = [fix.id for fix in FIXES if fix.id in alone]
-    parts = [f"`--explain` makes this experiment where it applies: {made}."]
+    parts = [f"`--explain` runs these experiments if they apply: {made}."]
     if known:
-        parts.append(f"Measured as a fix it says the same: `--fix {known[0]}`.")
+        parts.append(f"As a fix, it measures the same: `--fix {known[0]}`.")
     if among:
         parts.append(
-            f"{_listed(among)} removes the mismatch of other causes too: this cause is confirmed "
-            "only where experiments have ruled those out."
+            f"{_listed(among)} also removes the mismatch of other causes: this cause is confirmed "
+            "only if experiments ruled out the others."
         )
     return [" ".join(parts), COMMAND]
 

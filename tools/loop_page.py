@@ -170,7 +170,7 @@ def text(report: LoopReport) -> str:
         *("largest gradient norm:", f"reward {LEARNT:g} at step:"),
         *("gradient norm warns at:", "reward falls at:"),
     ]
-    lines = [f"Means of the first and of the last {WINDOW} steps, and first steps:"]
+    lines = [f"Means of the first and of the last {WINDOW} steps, and first step of each event:"]
     lines += ["", table(titles, rows(report))]
     warnings = [f"- {line}" for line in section(report).warnings]
     lines += ["", *warnings] if warnings else []
