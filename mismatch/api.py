@@ -122,7 +122,7 @@ def check(*, verbose: bool = False, **flags: Any) -> Run:
 def load(directory: str | os.PathLike[str]) -> Run:
     """Return a saved run.
 
-    Its verdict is unverified: that of report.json, which the numbers in it must bear out.
+    Its verdict is unverified: that of report.json, which the numbers in it must confirm.
     ``mismatch compare RUN`` judges the scorings again.
 
     Raises:

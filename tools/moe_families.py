@@ -183,7 +183,7 @@ The text models of these models are listed above: {composites}.
 ## Notes
 
 """
-# What an outcome of the engine means, once looked into.
+# What an outcome of the engine means, as far as it was investigated.
 FOUND = {
     "ernie4_5_moe": "vLLM's CPU router leaves out the selection bias (`e_score_correction_bias`) "
     "of softmax routers without groups",

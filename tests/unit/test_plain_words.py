@@ -20,13 +20,17 @@ ROOT = Path(__file__).parents[2]
 PACKAGE, DOCS = ROOT / "mismatch", ROOT / "docs"
 BANNED = {
     "anew": r"anew",
+    "bear": r"bears? (?:a|an|it|out)",
     "beside": r"besides?",
+    "comes of": r"comes? of (?:it|that|this)",
     "goes with": r"(?:go|goes|gone|went) with",
     "held against": r"held against",
     "its own": r"(?:its|their) own",
     "law": r"laws?",  # for a distribution; ids such as sampling-law are not words
+    "looked into": r"looked into",
     "mend": r"mend(?:s|ed|ing)?",
     "of theirs": r"of (?:theirs|ours|yours)",
+    "parts from": r"parts? from",
     "ones": r"ones|(?:this|another|such) one",
     "stands": r"stands?(?! (?:for|in|out)\b)",
     "such": r"(?<!no )such(?! as\b)",

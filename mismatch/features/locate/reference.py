@@ -3,7 +3,7 @@
 Its forward pass runs with every module given the side's own recorded input: each module's output
 against the recorded one is what is new there, and the recorded one goes on. So one pass compares
 every module of a side with the reference on the same input. What is new can then be put into the
-reference's own forward pass, all of it or in parts, to see how much of the end comes of it.
+reference's own forward pass, all of it or in parts, to see how much of the end it explains.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ CALLED = answered("", tool_calls=[{"id": "call00001", "type": "function", "funct
 
 @dataclass(frozen=True)
 class Change:
-    """Where rendered ids part from those that they should begin with: some ids from there on."""
+    """Where rendered ids differ from those that they should begin with: some ids from there on."""
 
     turn: int
     position: int

@@ -318,7 +318,7 @@ def name_likeliest(run_dir: Path, likeliest: Likeliest, spec: TrainSpec) -> None
 
 
 def free_memory() -> None:
-    """Give back what this process only keeps at hand."""
+    """Release what this process only keeps for later use."""
     import torch
 
     gc.collect()
