@@ -14,6 +14,7 @@ import pytest
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.applies import NEEDS
+from mismatch.experiments.fixes.base import FixOutcome
 from mismatch.experiments.fixes.context import Context, ModelFacts
 from mismatch.experiments.fixes.planning import plan_fixes
 from mismatch.experiments.fixes.results import STATE, table_of, with_fixes
@@ -296,11 +297,15 @@ def test_pairs_of_what_helps_are_tried(run_dir: Path) -> None:
     assert all(name.removeprefix("fix:") in pairs for name in run.stages.worlds[1])
 
 
-@pytest.mark.parametrize(("shift", "best"), [(0.0005, "both"), (0.00095, "single")])
+@pytest.mark.parametrize(
+    ("shift", "healed", "best"),
+    [(0.0005, False, "both"), (0.00095, False, "single"), (0.0005, True, "single")],
+)
 def test_a_combination_has_to_add_something(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, shift: float, best: str
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, shift: float, healed: bool, best: str
 ) -> None:
-    """Half the mismatch of the best single fix is worth it, 95 % is not."""
+    """Half the mismatch of the best single fix is worth it, 95 % is not, and HEALTHY is enough."""
+    monkeypatch.setattr(FixOutcome, "heals", healed)
     both = "fp32+micro-batch=512"
     monkeypatch.setitem(SHIFTS, both, shift)
     fixed(run_dir, "fp32", both)

@@ -201,6 +201,11 @@ class FixOutcome:
     cost: FixCost = field(default_factory=FixCost)
 
     @property
+    def heals(self) -> bool:
+        """Whether a run with it is HEALTHY."""
+        return self.verdict_after is not None and self.verdict_after.status == "healthy"
+
+    @property
     def measured(self) -> bool:
         return bool(self.after)
 
@@ -257,7 +262,8 @@ class FixTable:
         estimators: fixes of the loss that were asked for; never ranked.
         best: id of the best single fix, or None where none helps significantly.
         best_together: id of the best of all; a combination only where it leaves a tenth less than
-            the best single fix, and not by chance. None likewise.
+            the best single fix, not by chance, and where the single fix leaves the run less than
+            HEALTHY. None likewise.
         left_out: what was planned and not run, one sentence each: over the budget …
         method: how significance was decided, one sentence.
         verdict: which verdict the run ends with: "as-is" or "after-fixes".

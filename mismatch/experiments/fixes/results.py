@@ -141,7 +141,9 @@ def table_of(
     rows += [FixOutcome(**entry) for entry in state["refused"]]
     order = ranked(judged(rows, raw))
     single, together = best_of(order)
-    if single and together and single != together:
+    if any(row.id == single and row.heals for row in order):
+        together = single  # two changes where one is enough would not be good advice
+    elif single and together and single != together:
         places = {entry["id"]: entry["place"] for entry in state["variants"]}
         sides_of = [
             ScoredRollout.load(run_dir / places[name], engine, f"{FIX_PREFIX}{name}")

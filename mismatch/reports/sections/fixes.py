@@ -312,7 +312,9 @@ def _best(result: FixTable, measured: list[FixOutcome]) -> list[str]:
         texts.append(f"Best combination: {_effect(result.outcome(str(result.best_together)))}")
     several = next((row for row in measured if is_combination(row)), None)
     if result.best is not None and result.best == result.best_together and several is not None:
-        texts.append(f"No combination does clearly better. Best of them: {_effect(several)}")
+        enough = result.outcome(result.best).heals
+        no = "No combination is needed" if enough else "No combination does clearly better"
+        texts.append(f"{no}. Best of them: {_effect(several)}")
     return texts if result.held_out is None else [*texts, _confirmation(result.held_out)]
 
 
