@@ -38,7 +38,7 @@ def measure_with_fixes(stages: Stages, passes: list[Pass]) -> None:
     """
     context = context_of(stages.spec)
     plan = plan_fixes(stages.spec, context)
-    for line in plan.lines(stages.spec.budget_minutes):
+    for line in plan.lines(stages.spec):
         stages.narrator.note(line)
     run = FixRun(stages, plan)
     run.measure(passes)
@@ -233,4 +233,4 @@ def sampling_spec(variant: Variant) -> CheckSpec:
 
 def dry_run_lines(spec: CheckSpec) -> list[str]:
     """Return what ``--dry-run`` says about fixes."""
-    return plan_fixes(spec, context_of(spec)).lines(spec.budget_minutes) if spec.fixes else []
+    return plan_fixes(spec, context_of(spec)).lines(spec) if spec.fixes else []

@@ -87,13 +87,15 @@ class FixPlan:
     pairs: bool = False
     """Pairs of those that help are tried afterwards."""
 
-    def lines(self, budget_minutes: float | None) -> list[str]:
+    def lines(self, run: CheckSpec) -> list[str]:
         """Return the plan in words."""
-        count = len(self.variants)
+        count, budget_minutes = len(self.variants), run.budget_minutes
+        exact = sum(variant.in_float32(run) is not None for variant in self.variants)
         engines = len({variant.folder for variant in self.variants} - {""})
         lines = [
             f"fixes: {count} variant{'s' * (count != 1)} to measure: "
-            f"{count} pass{'es' * (count != 1)} of the trainer in the check's own world, "
+            f"{count} pass{'es' * (count != 1)} of the trainer in the check's own world "
+            f"and {exact} in float32, "
             f"{engines} further start{'s' * (engines != 1)} of the engine"
         ]
         if self.variants:
