@@ -160,7 +160,7 @@ def dump(random: Random, run: Path) -> str:
         if random.random() < 0.02:  # all of it, which takes a second
             return _main(["postmortem", str(path), "--out", str(run.parent / "postmortem")])
         read = read_recorded(path, random.choice([None, None, None, *FORMS]))
-        as_run(read.recorded, Sampling(), {"engine": "recorded"}, {"mode": "train"})
+        as_run(read, Sampling(), {"engine": "recorded"}, {"mode": "train"})
     except MismatchError:
         return "refused"
     finally:

@@ -55,7 +55,7 @@ def test_every_nth_step_is_written_and_read_again(tmp_path: Path) -> None:
     monitor = Monitor(tmp_path / "watch", every=3, rows=64)
     seen = [monitor.see(lambda: batch(held)) for _ in range(6)]
     assert [bool(found) for found in seen] == [True, False, True, False, False, True]
-    rows = read_recorded(tmp_path / "watch" / "step_3.jsonl").recorded.sequences
+    rows = read_recorded(tmp_path / "watch" / "step_3.jsonl").sequences
     assert len(rows) == 64
     assert rows[0].token_ids.tolist() == [
         *held["prompts"][0, 2:].tolist(),

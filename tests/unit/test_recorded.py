@@ -72,7 +72,7 @@ def written(path: Path, *entries: Any) -> Path:
 
 def read(path: Path, *entries: Any, form: Form | None = None) -> Any:
     got = read_recorded(written(path / "a.jsonl", *entries), form)
-    return got.form, got.recorded
+    return got.form, got
 
 
 def lists(row: Any) -> dict[str, Any]:
@@ -222,9 +222,9 @@ def test_a_pickle_is_read_by_torch_in_the_environment_that_wrote_it(
         read_recorded(dump)
     assert "--python" in refused.value.fix
     got = read_recorded(tmp_path, python=sys.executable)
-    assert (got.form, len(got.recorded.sequences)) == ("verl", 2)
+    assert (got.form, len(got.sequences)) == ("verl", 2)
     _, plain = read(tmp_path, VERL | {"padded": name == "gen_batch.dp"})
-    one, other = got.recorded.sequences[1], plain.sequences[0]
+    one, other = got.sequences[1], plain.sequences[0]
     assert lists(one) | {"number": 0} == lists(other)
 
 
@@ -300,7 +300,7 @@ def test_attributes_come_from_rows_and_from_names_of_files(tmp_path: Path) -> No
     plain = {key: value for key, value in PRIME.items() if key not in ("step", "rank")}
     written(folder / "rank_3.jsonl", plain)
     written(tmp_path / "token_exports" / "step_12.jsonl", PRIME)
-    first, second = read_recorded(tmp_path / "token_exports").recorded.sequences
+    first, second = read_recorded(tmp_path / "token_exports").sequences
     assert first.attributes == {"step": "7", "rank": "3", "environment": "math"}
     assert second.attributes == {"step": "3", "rank": "1", "environment": "math"}
 
@@ -310,11 +310,11 @@ def test_a_parquet_file_is_read_like_its_lines(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     pq.write_table(pa.Table.from_pylist([BOTH, BOTH]), tmp_path / "a.parquet")
-    rows = read_recorded(tmp_path / "a.parquet").recorded.sequences
+    rows = read_recorded(tmp_path / "a.parquet").sequences
     assert list(map(lists, rows)) == list(map(lists, read(tmp_path, BOTH, BOTH)[1].sequences))
     bad = BOTH | {"logprobs": [None, -0.2]}
     pq.write_table(pa.Table.from_pylist([BOTH, bad]).slice(1), tmp_path / "c.parquet")
-    sums = read_recorded(tmp_path / "c.parquet").recorded.sums
+    sums = read_recorded(tmp_path / "c.parquet").sums
     assert (sums.rows, sums.not_finite["rollout", "NaN or null"], sums.whole.tokens) == (1, 1, 1)
     pq.write_table(pa.Table.from_pylist([BOTH | {"token_ids": None}]), tmp_path / "d.parquet")
     with pytest.raises(MismatchError, match="token_ids"):
@@ -342,23 +342,23 @@ def test_of_a_large_dump_whole_prompts_are_drawn_and_sums_are_of_all(tmp_path: P
             }
         )
     dump = written(tmp_path / "a.jsonl", *entries)
-    kept = read_recorded(dump, most=500).recorded
+    kept = read_recorded(dump, most=500)
     tokens = sum(len(row.token_ids) for row in kept.sequences)
     assert 125 <= tokens <= 500
     per_prompt = Counter(row.prompt for row in kept.sequences)
     assert set(per_prompt.values()) == {3}
-    whole = read_recorded(dump).recorded
+    whole = read_recorded(dump)
     assert len(whole.sequences) == whole.sums.rows == kept.sums.rows == 600
     assert kept.sums.steps() == whole.sums.steps()
     assert [step.reward for step in kept.sums.steps()] == [0.0, 1.0]
     dump = written(tmp_path / "a.jsonl", *reversed(entries))
-    assert {row.prompt for row in read_recorded(dump, most=500).recorded.sequences} == {*per_prompt}
-    of_one = read_recorded(dump, step=1).recorded
+    assert {row.prompt for row in read_recorded(dump, most=500).sequences} == {*per_prompt}
+    of_one = read_recorded(dump, step=1)
     assert {row.attributes["step"] for row in of_one.sequences} == {"1"}
     assert of_one.sums.whole.step(1).abs_diff == pytest.approx(whole.sums.steps()[1].abs_diff)
     # Few prompts are all kept: an interval needs some.
     few = written(tmp_path / "a.jsonl", *(entry | {"prompt_id": 0} for entry in entries))
-    assert len(read_recorded(few, most=500).recorded.sequences) == 600
+    assert len(read_recorded(few, most=500).sequences) == 600
 
 
 def test_slimes_train_dump_is_read(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_slimes_train_dump_is_read(tmp_path: Path) -> None:
     }
     torch.save({"rollout_id": 4, "rank": 1, "rollout_data": data}, tmp_path / "4_1.pt")
     got = read_recorded(tmp_path / "4_1.pt", python=sys.executable)
-    (row,) = got.recorded.sequences
+    (row,) = got.sequences
     assert got.form == "slime"
     assert (row.logprobs.tolist(), row.train_logprobs.tolist()) == ([-0.5, -0.25], [-0.625, -0.25])
     assert row.attributes == {"rank": "1", "step": "4"}

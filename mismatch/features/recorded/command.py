@@ -9,7 +9,7 @@ from pathlib import Path
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import REQUIRED, Flags, Option, flags_of, spec_values, switch
 from mismatch.cli.options import FAIL_ON, LEVELS, LOG_TO, MODEL_FLAGS, NAME_FLAGS, OUT
-from mismatch.features.recorded.dumps import Form, Read, read_recorded
+from mismatch.features.recorded.dumps import Form, Recorded, read_recorded
 from mismatch.specs import (
     OUTPUT,
     PROMPTS,
@@ -71,10 +71,10 @@ def postmortem(flags: Flags) -> int:
     from mismatch.reports.files import write_report
     from mismatch.run.directory import new_directory
 
-    read = read_recorded(
+    recorded = read_recorded(
         flags["file"], flags["dump_format"], flags["python"], step=flags["step"], most=MOST
     )
-    sums = read.recorded.sums
+    sums = recorded.sums
     if sums.one_sided:
         raise MismatchError(
             f"{flags['file']}: {sums.one_sided} of {sums.rows} sequences hold no log-probabilities "
@@ -85,8 +85,8 @@ def postmortem(flags: Flags) -> int:
     run_dir = new_directory(flags["out"], flags["model"] or flags["file"].stem)
     spec = spec_of(flags, flags["model"] or UNKNOWN_MODEL)
     spec = replace(spec, quick=True, noise_floor=False)
-    keep(spec, run_dir, flags["file"], read, session.command(), both=True)
-    session.say(summary(read))
+    keep(spec, run_dir, flags["file"], recorded, session.command(), both=True)
+    session.say(summary(recorded))
     levels = session.levels(flags)
     report = run_compare(run_dir, session.narrator(), levels, session.command(), write_report)
     return session.conclude(report, run_dir, flags)
@@ -112,11 +112,11 @@ def read_rollouts(flags: Flags) -> int:
 
     model = resolve_model(require_model(flags))
     spec = spec_of(flags, model)
-    read = read_recorded(flags["file"], flags["format"], flags["python"])
+    recorded = read_recorded(flags["file"], flags["format"], flags["python"])
     run_dir = new_directory(flags["out"], flags["model"])
-    keep(spec, run_dir, flags["file"], read, session.command(), both=False)
-    session.say(summary(read))
-    if all(row.train_logprobs is not None for row in read.recorded.sequences):
+    keep(spec, run_dir, flags["file"], recorded, session.command(), both=False)
+    session.say(summary(recorded))
+    if all(row.train_logprobs is not None for row in recorded.sequences):
         session.say("It holds the trainer's log-probabilities too: mismatch postmortem judges them")
     session.say(f"Everything is in {run_dir}. Score it: mismatch score {run_dir}")
     return 0
@@ -191,10 +191,9 @@ def spec_of(flags: Flags, model: str) -> CheckSpec:
     return CheckSpec(rollout=RolloutSpec(engine, sampling=sampling, exact_kl=0), train=train)
 
 
-def summary(read: Read) -> str:
+def summary(recorded: Recorded) -> str:
     """Return what was read, and what was noticed, in lines."""
-    recorded = read.recorded
-    lines = [f"{recorded.sums.rows} sequences of the format {read.form}"]
+    lines = [f"{recorded.sums.rows} sequences of the format {recorded.form}"]
     if len(recorded.sequences) < recorded.sums.rows:
         lines[0] += (
             f", {recorded.sums.tokens:,} tokens: sums and steps are of all, everything else of "

@@ -77,6 +77,7 @@ class Row:
 class Recorded:
     """The sequences of a dump, and what was noticed while reading."""
 
+    form: Form = "generic"
     sequences: list[Row] = field(default_factory=list)
     """Those that are kept: all, or of a large dump some prompts."""
     sums: Sums = field(default_factory=Sums)
@@ -89,14 +90,6 @@ class Recorded:
     """Columns that no format knows."""
 
 
-@dataclass(frozen=True)
-class Read:
-    """A dump as it was read."""
-
-    form: Form
-    recorded: Recorded
-
-
 def read_recorded(
     path: Path,
     form: Form | None = None,
@@ -104,7 +97,7 @@ def read_recorded(
     *,
     step: int | None = None,
     most: int | None = None,
-) -> Read:
+) -> Recorded:
     """Return the format of a dump, its sequences, and sums over all of them.
 
     Args:
@@ -123,24 +116,22 @@ def read_recorded(
         for number, entry in _entries(file, python):
             where = f"{file}:{number}"
             form = form or _form_of(entry, where)
-            before = len(recorded.sequences)
             try:
-                FORMS[form].read(entry, recorded)
+                rows = [*FORMS[form].read(entry, recorded.remarks)]
             except WRONG as error:
                 raise MismatchError(
                     f"{where}: no sequence of the format {form}: {error}",
                     "docs/how-to/recorded-runs.md lists the fields; --format names another",
                 ) from error
             recorded.unread |= entry.keys() - FORMS[form].fields
-            rows = recorded.sequences[before:]
-            recorded.sequences[before:] = [row for row in rows if _fits(row, where, recorded)]
-            said = {name: str(entry[name]) for name in ATTRIBUTES if _is_label(entry.get(name))}
+            rows = [row for row in rows if _fits(row, where, recorded)]
+            said = {
+                name: str(entry[name]) for name in ATTRIBUTES if type(entry.get(name)) in (str, int)
+            }
             if not re.fullmatch(r"-?\d{1,18}", said.get("step", "0"), re.ASCII):
                 raise MismatchError(
                     f"{where}: step is {said['step']!r:.60}", "write the step as a whole number"
                 )
-            rows = recorded.sequences[before:]
-            del recorded.sequences[before:]
             for row in rows:
                 row.attributes = place | said | row.attributes
                 steps.add(of := row.attributes.get("step", "none"))
@@ -163,7 +154,8 @@ def read_recorded(
     if not recorded.sequences:
         left = "; ".join((*recorded.remarks, *recorded.misfits)) or "no row has a sampled token"
         raise MismatchError(f"{path} has no sequence that can be scored: {left}")
-    return Read(form, recorded)
+    recorded.form = form
+    return recorded
 
 
 def files_of(path: Path) -> list[Path]:
@@ -277,11 +269,10 @@ def _fits(row: Row, where: str, recorded: Recorded) -> bool:
 # ---------------------------------------------------------------- formats
 
 
-def generic(entry: Entry, recorded: Recorded) -> None:
+def generic(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     """Read the documented schema: ids with a mask, or the prompt's and the response's ids."""
     if "token_ids" in entry:
-        ids = _ids(entry, "token_ids")
-        sampled = _mask(_list(entry, "action_mask"))
+        ids, sampled = _ids(entry, "token_ids"), _mask(entry, "action_mask")
         if len(sampled) != len(ids):
             raise ValueError(f"action_mask has {len(sampled)} entries for {len(ids)} token_ids")
     else:
@@ -289,120 +280,80 @@ def generic(entry: Entry, recorded: Recorded) -> None:
         ids = np.concatenate([prompt, response])
         sampled = np.arange(len(ids)) >= len(prompt)
     name = "rollout_logprobs" if "rollout_logprobs" in entry else "logprobs"
-    recorded.sequences.append(
-        Row(
-            ids,
-            sampled,
-            _at_actions(_numbers(entry, name), sampled),
-            _at_actions(_optional(entry, "train_logprobs"), sampled),
-            _at_actions(_optional(entry, "entropy"), sampled),
-            prompt=entry.get("prompt_id"),
-            reward=_reward(entry.get("reward")),
-            finish_reason=str(entry.get("finish_reason") or "unknown"),
-        )
-    )
+    row = _row(entry, ids, sampled, sampled, name, "train_logprobs", "entropy")
+    row.prompt = entry.get("prompt_id")
+    row.finish_reason = str(entry.get("finish_reason") or "unknown")
+    yield row
 
 
-def nemo_rl(entry: Entry, recorded: Recorded) -> None:
+def nemo_rl(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     """Read a line of NeMo-RL's ``train_data_stepN.jsonl``: padded rows, each value in a list of
     one; the log-probability at index t is that of token t."""
-    for name in ("token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs"):
+    columns = ("token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs")
+    for name in columns:
         if name not in entry:
             raise ValueError(f"no {name}: a newer NeMo-RL writes it")
-    length = _alone(entry["input_lengths"])
-    ids = _ids(entry | {"token_ids": _alone(entry["token_ids"])}, "token_ids")
-    ids = ids[: _size(length, "input_lengths", len(ids))]
-    sampled = _mask(_alone(entry["token_loss_mask"])[:length])
-    sides = ("generation_logprobs", "prev_logprobs")
-    rollout, train = (_numbers({name: _alone(entry[name])}, name)[:length] for name in sides)
-    recorded.sequences.append(
-        Row(
-            ids,
-            sampled,
-            _at_actions(rollout, sampled),
-            _at_actions(train, sampled),
-            prompt=_context(ids, sampled),
-            reward=_reward(_alone(entry.get("rewards"))),
-        )
-    )
+    entry = {name: _alone(value) for name, value in entry.items()}
+    length = _size(entry["input_lengths"], "input_lengths", len(_list(entry, "token_ids")))
+    entry |= {name: _list(entry, name)[:length] for name in columns}
+    ids, sampled = _ids(entry, "token_ids"), _mask(entry, "token_loss_mask")
+    row = _row(entry, ids, sampled, sampled, "generation_logprobs", "prev_logprobs")
+    row.prompt, row.reward = _context(row), _reward(entry.get("rewards"))
+    yield row
 
 
-def prime_rl(entry: Entry, recorded: Recorded) -> None:
+def prime_rl(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     """Read a line of prime-rl's token export; every column has a value per token."""
-    ids = _ids(entry, "token_ids")
-    sampled = _mask(_list(entry, "loss_mask"))
+    ids, sampled = _ids(entry, "token_ids"), _mask(entry, "loss_mask")
     columns = ("inference_logprobs", "trainer_logprobs", "entropy")
-    rollout, train, entropy = (_at_actions(_optional(entry, name), sampled) for name in columns)
+    row = _row(entry, ids, sampled, sampled, *columns)
     rewards = [] if entry.get("rewards") is None else _numbers(entry, "rewards").tolist()
-    if rollout is None:
-        raise ValueError("inference_logprobs is no list")
-    recorded.sequences.append(
-        Row(
-            ids,
-            sampled,
-            rollout,
-            train,
-            entropy,
-            prompt=_context(ids, sampled),
-            reward=next(filter(math.isfinite, reversed(rewards)), None),
-            attributes={"environment": str(entry["env_name"])} if entry.get("env_name") else {},
-        )
-    )
+    row.prompt = _context(row)
+    row.reward = next(filter(math.isfinite, reversed(rewards)), None)
+    if entry.get("env_name"):
+        row.attributes["environment"] = str(entry["env_name"])
+    yield row
 
 
-def slime(entry: Entry, recorded: Recorded) -> None:
+def slime(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     """Read a sequence of slime's or miles' train dump, as convert.py writes it."""
     if "rollout_log_probs" not in entry:
         raise ValueError("no rollout_log_probs: run with --use-rollout-logprobs or --use-tis")
     ids = _ids(entry, "tokens")
     count = _size(entry["response_length"], "response_length", len(ids))
-    mask = entry.get("loss_mask")
-    response = _mask([1] * count if mask is None or not len(mask) else mask)
-    sampled = np.concatenate([np.zeros(len(ids) - count, np.bool_), response])
-    recorded.sequences.append(
-        Row(
-            ids,
-            sampled,
-            _at_actions(_numbers(entry, "rollout_log_probs"), response),
-            _at_actions(_optional(entry, "log_probs"), response),
-            _at_actions(_optional(entry, "entropy"), response),
-            prompt=tuple(ids[: len(ids) - count].tolist()),
-            reward=_reward(entry.get("reward")),
-        )
-    )
+    mask, context = entry.get("loss_mask"), len(ids) - count
+    whole = mask is None or not len(mask)
+    response = np.ones(count, np.bool_) if whole else _mask(entry, "loss_mask")
+    sampled = np.concatenate([np.zeros(context, np.bool_), response])
+    row = _row(entry, ids, sampled, response, "rollout_log_probs", "log_probs", "entropy")
+    row.prompt = tuple(ids[:context].tolist())
+    yield row
 
 
-def open_instruct(entry: Entry, recorded: Recorded) -> None:
+def open_instruct(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     """Read a line of open-instruct's ``*_rollouts_*.jsonl``. A sequence that called a tool is left
     out: the file does not say which tokens of its response were sampled."""
     if any((entry.get("request_info") or {}).get(name) for name in ("num_calls", "tool_calleds")):
-        recorded.remarks[
-            "left out: it called a tool, and no mask says which tokens were sampled"
-        ] += 1
+        remarks["left out: it called a tool, and no mask says which tokens were sampled"] += 1
         return
     if entry.get("logprobs") is None:
         raise ValueError("no logprobs")
     prompt, response = _ids(entry, "prompt_tokens"), _ids(entry, "response_tokens")
     ids = np.concatenate([prompt, response])
-    recorded.sequences.append(
-        Row(
-            ids,
-            np.arange(len(ids)) >= len(prompt),
-            _numbers(entry, "logprobs"),
-            prompt=(entry.get("step"), entry.get("prompt_idx")),
-            reward=_reward(entry.get("reward")),
-            finish_reason=str(entry.get("finish_reason", "stop")),
-        )
-    )
+    sampled = np.arange(len(ids)) >= len(prompt)
+    row = _row(entry, ids, sampled, sampled[len(prompt) :], "logprobs")
+    row.prompt = (entry.get("step"), entry.get("prompt_idx"))
+    row.finish_reason = str(entry.get("finish_reason", "stop"))
+    yield row
 
 
-def torchtitan(entry: Entry, recorded: Recorded) -> None:
+def torchtitan(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     """Read a line of torchtitan's ``rollout_samples.jsonl`` (``log_tensors``, ``log_logprobs``).
 
     Turns become one sequence as long as the prompt of each turn begins with the ids before it; a
     turn whose prompt does not is a separate sequence, with the context that its engine saw.
     """
-    row: Row | None = None
+    rows: list[Row] = []
     for number, turn in enumerate(_list(entry, "turns"), start=1):
         for name, switch in (
             ("completion_token_ids", "log_tensors"),
@@ -412,22 +363,25 @@ def torchtitan(entry: Entry, recorded: Recorded) -> None:
                 raise ValueError(f"turn {number} has no {name}: record with {switch}=True")
         context, ids = _ids(turn, "prompt_token_ids"), _ids(turn, "completion_token_ids")
         if turn.get("min_policy_version") != turn.get("max_policy_version"):
-            recorded.remarks["turns that were sampled by more than one version of the weights"] += 1
-        if row is None or context[: len(row.token_ids)].tolist() != row.token_ids.tolist():
-            if row is not None:
-                recorded.remarks["turns whose prompt has other ids than the turns before"] += 1
+            remarks["turns that were sampled by more than one version of the weights"] += 1
+        known = rows[-1].token_ids if rows else None
+        if known is None or context[: len(known)].tolist() != known.tolist():
+            if rows:
+                remarks["turns whose prompt has other ids than the turns before"] += 1
             empty = (np.zeros(0, np.int64), np.zeros(0, np.bool_), np.zeros(0))
-            row = Row(*empty, prompt=entry.get("group_id"), reward=_reward(entry.get("reward")))
+            reward = _reward(entry.get("reward"))
+            rows.append(Row(*empty, prompt=entry.get("group_id"), reward=reward))
             if turn.get("min_policy_version") is not None:
-                row.attributes["weight_version"] = str(turn["min_policy_version"])
-            recorded.sequences.append(row)
+                rows[-1].attributes["weight_version"] = str(turn["min_policy_version"])
+        row = rows[-1]
         observed = np.zeros(len(context) - len(row.token_ids), np.bool_)
         row.token_ids = np.concatenate([context, ids])
         row.sampled = np.concatenate([row.sampled, observed, np.ones(len(ids), np.bool_)])
         row.logprobs = np.concatenate([row.logprobs, _numbers(turn, "completion_logprobs")])
+    yield from rows
 
 
-def verl(entry: Entry, recorded: Recorded) -> None:
+def verl(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     """Read a row of verl's batch without its padding, as convert.py writes it.
 
     In a ``gen_batch.dp`` rows are padded, the prompt on the left and the response on the right. In
@@ -439,37 +393,30 @@ def verl(entry: Entry, recorded: Recorded) -> None:
             "no rollout_log_probs: record with actor_rollout_ref.rollout.calculate_log_probs=True"
         )
     prompt, response = _ids(entry, "prompts"), _ids(entry, "responses")
-    mask = _mask(_list(entry, "response_mask"))
+    mask = _mask(entry, "response_mask")
     whole = len(prompt) + len(response)
     masked = "attention_mask" in entry
-    attended = _mask(_list(entry, "attention_mask") if masked else [1] * whole)
+    attended = _mask(entry, "attention_mask") if masked else np.ones(whole, np.bool_)
     if len(attended) != whole:
         raise ValueError(f"attention_mask has {len(attended)} entries for {whole} tokens")
     there = attended[len(prompt) :]
     if len(mask) != len(there):
         raise ValueError(f"response_mask has {len(mask)} entries for {len(there)} tokens")
-    sampled, prompt = mask[there], prompt[attended[: len(prompt)]]
-    if not sampled.any():
-        recorded.remarks["left out: no token was sampled"] += 1
-        return
-    both = mask & there
+    prompt = prompt[attended[: len(prompt)]]
+    ids = np.concatenate([prompt, response[there]])
+    sampled = np.concatenate([np.zeros(len(prompt), np.bool_), mask[there]])
+    row = _row(entry, ids, sampled, mask & there, "rollout_log_probs", "old_log_probs")
+    row.prompt = tuple(prompt.tolist())
+    scores = entry.get("rm_scores")
+    row.reward = None if scores is None else _reward(float(sum(scores)))
     # A row does not say what ended it. A response that leaves no padding was cut; where the last
     # token was not sampled, the environment had the last word. Rows of different lengths do not
     # tell a response that was cut from one that ended.
-    reason = "stop" if sampled[-1] else "environment"
-    cut = masked and there[-1] and bool(entry.get("padded", True))
-    scores = entry.get("rm_scores")
-    recorded.sequences.append(
-        Row(
-            np.concatenate([prompt, response[there]]),
-            np.concatenate([np.zeros(len(prompt), np.bool_), sampled]),
-            _at_actions(_numbers(entry, "rollout_log_probs"), both),
-            _at_actions(_optional(entry, "old_log_probs"), both),
-            prompt=tuple(prompt.tolist()),
-            reward=None if scores is None else _reward(float(sum(scores))),
-            finish_reason="length" if cut else reason,
-        )
-    )
+    if masked and there[-1:].any() and bool(entry.get("padded", True)):
+        row.finish_reason = "length"
+    else:
+        row.finish_reason = "stop" if sampled[-1:].any() else "environment"
+    yield row
 
 
 @dataclass(frozen=True)
@@ -478,8 +425,8 @@ class Format:
 
     fits: Callable[[Entry], bool]
     """Whether a row has the fields that tell this format from the others."""
-    read: Callable[[Entry, Recorded], None]
-    """Add the sequences of a row."""
+    read: Callable[[Entry, Counter[str]], Iterator[Row]]
+    """Yield the sequences of a row, and count remarks."""
     fields: frozenset[str]
     """Columns that are read, or known to say nothing here; others are named in the report."""
 
@@ -597,13 +544,29 @@ def _ids(entry: Entry, name: str) -> Ints:
     return array
 
 
-def _mask(values: Any) -> Bools:
-    return np.asarray(values, np.bool_)
+def _mask(entry: Entry, name: str) -> Bools:
+    return np.asarray(_list(entry, name), np.bool_)
 
 
-def _context(ids: Ints, sampled: Bools) -> tuple[int, ...] | None:
+def _row(entry: Entry, ids: Ints, sampled: Bools, at: Bools, logprobs: str, *others: str) -> Row:
+    """Return a row; its columns have one value per entry of ``at``, or per sampled token.
+
+    Args:
+        others: columns of the trainer's log-probabilities and of its entropy, which may be missing.
+    """
+    rollout = _numbers(entry, logprobs)
+    held = [None if entry.get(name) is None else _numbers(entry, name) for name in others]
+    values: list[Any] = [rollout, *held]
+    values = [each[at] if each is not None and len(each) == len(at) else each for each in values]
+    row = Row(ids, sampled, *values)
+    row.reward = _reward(entry.get("reward"))
+    return row
+
+
+def _context(row: Row) -> tuple[int, ...] | None:
     """Return the ids before the first sampled one, which samples of a prompt have in common."""
-    return tuple(ids[: int(sampled.argmax())].tolist()) if sampled.any() else None
+    first = int(row.sampled.argmax())
+    return tuple(row.token_ids[:first].tolist()) if row.sampled.any() else None
 
 
 def _size(value: Any, name: str, most: int) -> int:
@@ -634,19 +597,6 @@ def _numbers(entry: Entry, name: str) -> Floats:
     elif values.dtype.kind not in "fiu":
         raise ValueError(f"{name} holds what is no log-probability")
     return np.asarray(values, np.float64)
-
-
-def _optional(entry: Entry, name: str) -> Floats | None:
-    return None if entry.get(name) is None else _numbers(entry, name)
-
-
-def _at_actions(values: Any, sampled: Bools) -> Any:
-    """Return the values at sampled tokens, of an array with one per token; others as they are."""
-    return values if values is None or len(values) != len(sampled) else values[sampled]
-
-
-def _is_label(value: Any) -> bool:
-    return isinstance(value, str | int) and not isinstance(value, bool)
 
 
 def _reward(value: Any) -> float | None:

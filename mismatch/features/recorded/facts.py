@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,29 +95,24 @@ def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
 
 def checks(result: RecordedReport) -> tuple[Check, ...]:
     """Return the checks that the verdict reads: values that cannot be true, and rows apart."""
-    return tuple(_checks(result))
-
-
-def _checks(result: RecordedReport) -> Iterator[Check]:
     if result.findings:
-        yield Check(
+        values = Check(
             "recorded-values",
             "failed",
             "; ".join(map(str, result.findings)),
             "find where these values arise; a trainer's NaN is often an overflow of fp16. The "
             "numbers are of all other tokens",
         )
-    elif result.format:
-        yield Check("recorded-values", "passed", "every recorded log-probability is a number")
-    if result.rows is not None:
-        found = result.rows.sentence()
-        if found:
-            yield Check("which-rows", "warning", found, result.rows.advice())
-        elif result.rows.rows < LEAST_ROWS:
-            few = f"{result.rows.rows} rows could be scored, {LEAST_ROWS} are needed"
-            yield Check("which-rows", "not_tested", few)
-        else:
-            yield Check("which-rows", "passed", "all sequences are equally far apart")
+    else:
+        values = Check("recorded-values", "passed", "every recorded log-probability is a number")
+    if result.rows is None:
+        return (values,)
+    if found := result.rows.sentence():
+        return values, Check("which-rows", "warning", found, result.rows.advice())
+    if result.rows.rows < LEAST_ROWS:
+        few = f"{result.rows.rows} rows could be scored, {LEAST_ROWS} are needed"
+        return values, Check("which-rows", "not_tested", few)
+    return values, Check("which-rows", "passed", "all sequences are equally far apart")
 
 
 ANALYSES = (

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,16 +76,14 @@ class Monitor:
         if self.step % self.every and self.step != 1:
             return {}
         try:
-            batch = batch_of()
-            rows = [*range(min(self.rows, len(batch.response_ids)))]
-            return self._write(batch, rows)
+            return self._write(batch_of())
         except Exception as error:  # whatever a framework of another version holds
             if not self._failed:
                 print(f"mismatch: this step is not recorded: {error!r}", file=sys.stderr)
             self._failed = True
             return {}
 
-    def _write(self, batch: Batch, rows: Sequence[int]) -> dict[str, float]:
+    def _write(self, batch: Batch) -> dict[str, float]:
         """Write some rows; return their headline numbers, by their names in a tracker."""
         from mismatch.features.recorded.dumps import Row
         from mismatch.features.recorded.steps import Sums
@@ -95,7 +93,7 @@ class Monitor:
         path = self.directory / f"step_{self.step}.jsonl"
         partial = path.with_suffix(".partial")
         with partial.open("w") as file:
-            for row in rows:
+            for row in range(min(self.rows, len(batch.response_ids))):
                 prompt = as_array(batch.prompt_ids[row])
                 if batch.prompt_mask is not None:
                     prompt = prompt[as_array(batch.prompt_mask[row]) > 0]

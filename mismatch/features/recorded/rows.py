@@ -10,7 +10,7 @@ that is known of the rows. A second test looks for a change inside rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -108,7 +108,15 @@ def row_groups(pair: Pair, rollout: Rollout, known: Mapping[str, Sequence[str]])
     changes = _changes(pair, surprise, scored)
     if changes.change_at is not None:  # these rows are farther apart as a whole, too
         return changes
-    attributes = {**known, **_of_rollout(rollout, tokens)}
+    turns = np.zeros(rollout.n_sequences, np.int64)
+    np.maximum.at(turns, rollout.sequence_of_token, rollout.turn)
+    longest = tokens > np.quantile(tokens, 0.75)
+    attributes: dict[str, Sequence[str]] = {
+        **known,
+        "finish reason": rollout.finish_reason,
+        "turns": [str(count) for count in turns],
+        "response length": ["the longest quarter" if long else "shorter" for long in longest],
+    }
     held = {name: np.asarray(values)[scored] for name, values in attributes.items()}
     far = far_group(score)
     if far is None:
@@ -164,7 +172,11 @@ def _by_source(score: Floats, scored: Ints, known: Mapping[str, np.ndarray]) -> 
     """Return the rows of sources whose scores are higher than the others', by ranks."""
     from scipy.stats import mannwhitneyu
 
-    tried = {name: values for name, values in _with_order(known).items() if _is_source(name)}
+    tried = {
+        name: values
+        for name, values in _with_order(known).items()
+        if name in SOURCES or name.startswith(IN_TURN)
+    }
     for name, values in tried.items():  # what the dump names comes before the order of its rows
         kinds, kind = np.unique(values, return_inverse=True)
         if not 2 <= len(kinds) <= len(score) // FEW:
@@ -183,24 +195,10 @@ def _by_source(score: Floats, scored: Ints, known: Mapping[str, np.ndarray]) -> 
     return None
 
 
-def _is_source(name: str) -> bool:
-    return name in SOURCES or name.startswith(IN_TURN)
-
-
-def _of_rollout(rollout: Rollout, tokens: Ints) -> dict[str, Sequence[str]]:
-    """Return what a rollout itself says of its rows."""
-    turns = np.zeros(rollout.n_sequences, np.int64)
-    np.maximum.at(turns, rollout.sequence_of_token, rollout.turn)
-    longest = tokens > np.quantile(tokens, 0.75)
-    return {
-        "finish reason": rollout.finish_reason,
-        "turns": [str(count) for count in turns],
-        "response length": ["the longest quarter" if long else "shorter" for long in longest],
-    }
-
-
 def _shared(far: Bools, known: Mapping[str, np.ndarray]) -> tuple[Shared, ...]:
     """Return the attributes that tell the far rows from the others, the best first."""
+    from scipy.stats import hypergeom
+
     tried = _with_order(known)
     found = []
     for name, values in tried.items():
@@ -212,7 +210,9 @@ def _shared(far: Bools, known: Mapping[str, np.ndarray]) -> tuple[Shared, ...]:
         agreement = float((predicted == far).mean())
         if not predicted.any() or predicted.all() or agreement < SAME:
             continue
-        if _chance(far, predicted) * len(tried) * 2 ** (len(kinds) - 1) < CHANCE:
+        hits = int((far & predicted).sum())  # as many or more, of a grouping drawn at random:
+        chance = hypergeom.sf(hits - 1, len(far), int(far.sum()), int(predicted.sum()))
+        if chance * len(tried) * 2 ** (len(kinds) - 1) < CHANCE:
             found.append(Shared(name, tuple(kinds[share > 0.5].tolist()), agreement))
     found.sort(key=lambda each: (-each.agreement, len(each.values)))
     return tuple(found)
@@ -230,14 +230,6 @@ def _with_order(known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return tried
 
 
-def _chance(far: Bools, predicted: Bools) -> float:
-    """Return the chance that as many far rows are predicted by a grouping drawn at random."""
-    from scipy.stats import hypergeom
-
-    hits = int((far & predicted).sum())
-    return float(hypergeom.sf(hits - 1, len(far), int(far.sum()), int(predicted.sum())))
-
-
 def _changes(pair: Pair, surprise: Floats, scored: Ints) -> RowGroups:
     """Look for a change inside rows, by ranks, so that a few far tokens make none."""
     places, factors = [], []
@@ -252,10 +244,8 @@ def _changes(pair: Pair, surprise: Floats, scored: Ints) -> RowGroups:
         if 2 * np.exp(-6 * walk[cut - 1] ** 2 / (n**3 + n**2)) < CHANGED:
             places.append(cut / n)
             factors.append(np.log((values[cut:].mean() + 1e-9) / (values[:cut].mean() + 1e-9)))
-    share = len(places) / len(scored)
+    groups = RowGroups(len(scored), changed=len(places) / len(scored))
     factor = float(np.exp(np.median(factors))) if factors else 1.0
-    if share < MANY_CHANGED or 1 / FACTOR < factor < FACTOR:
-        return RowGroups(len(scored), changed=share)
-    return RowGroups(
-        len(scored), changed=share, change_at=float(np.median(places)), change_factor=factor
-    )
+    if groups.changed < MANY_CHANGED or 1 / FACTOR < factor < FACTOR:
+        return groups
+    return replace(groups, change_at=float(np.median(places)), change_factor=factor)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mismatch.features.recorded.dumps import Form, Read, Recorded, Row
+from mismatch.features.recorded.dumps import Form, Recorded
 from mismatch.features.recorded.facts import FILE, Finding, RecordedFacts
 from mismatch.specs import CheckSpec, PromptSpec
-from mismatch.types import Bools, Fingerprint, Floats, Ints, NotTested, Rollout, Sampling, Scoring
+from mismatch.types import Bools, Fingerprint, Ints, NotTested, Rollout, Sampling, Scoring
 
 ENGINE = "recorded"
 UNKNOWN_MODEL = "recorded"
@@ -85,26 +85,15 @@ def as_run(
     decode = Scoring(f"{ENGINE}:decode", ids, sides["rollout"][finite], engine)
     train = None
     if trainer is not None and "trainer" in sides:
-        train = Scoring("fsdp", ids, sides["trainer"][finite], trainer, _entropy(rows, finite))
-    return RecordedRun(rollout, decode, train, tuple(findings), _attributes(rows))
-
-
-def _entropy(rows: Sequence[Row], finite: Bools) -> Floats | None:
-    held = [row.entropy for row in rows if row.entropy is not None]
-    if len(held) < len(rows):
-        return None
-    entropy: Floats = _flat(held, np.float64)[finite]
-    return entropy if np.isfinite(entropy).all() else None
-
-
-def _attributes(rows: Sequence[Row]) -> dict[str, tuple[str, ...]]:
-    names = {name for row in rows for name in row.attributes}
-    held = {
-        name: tuple(row.attributes[name] for row in rows)
-        for name in sorted(names)
-        if all(name in row.attributes for row in rows)
-    }
-    return held | {"row": tuple(str(row.number) for row in rows)}
+        held = [row.entropy for row in rows if row.entropy is not None]
+        entropy = _flat(held, np.float64)[finite] if len(held) == len(rows) else None
+        if entropy is not None and not np.isfinite(entropy).all():
+            entropy = None
+        train = Scoring("fsdp", ids, sides["trainer"][finite], trainer, entropy)
+    of_all = sorted(set.intersection(*(set(row.attributes) for row in rows)))
+    attributes = {name: tuple(row.attributes[name] for row in rows) for name in of_all}
+    attributes["row"] = tuple(str(row.number) for row in rows)
+    return RecordedRun(rollout, decode, train, tuple(findings), attributes)
 
 
 def turns_of(sampled: Bools) -> Ints:
@@ -120,7 +109,9 @@ def _flat(parts: Iterable[Any], kind: type[np.generic]) -> Any:
     return np.concatenate([np.asarray(part, kind) for part in parts])
 
 
-def keep(spec: CheckSpec, run_dir: Path, file: Path, read: Read, command: str, both: bool) -> bool:
+def keep(
+    spec: CheckSpec, run_dir: Path, file: Path, recorded: Recorded, command: str, both: bool
+) -> bool:
     """Write the rollout, its scorings, token texts and what the dump says into a new run.
 
     Args:
@@ -137,7 +128,7 @@ def keep(spec: CheckSpec, run_dir: Path, file: Path, read: Read, command: str, b
     from mismatch.run import store
     from mismatch.run.directory import at_work
 
-    engine, recorded = spec.rollout.engine, read.recorded
+    engine = spec.rollout.engine
     longest = int(max(row.sampled.sum() for row in recorded.sequences))
     sampling = replace(spec.rollout.sampling, max_tokens=longest, samples_per_prompt=1)
     not_tested = [
@@ -161,7 +152,7 @@ def keep(spec: CheckSpec, run_dir: Path, file: Path, read: Read, command: str, b
         "model": engine.model,
         "dtype": engine.dtype,
         "file": file.name,
-        "format": read.form,
+        "format": recorded.form,
         # At another temperature nobody says whether the logprobs are before or after it.
         "logprobs_temperature": 1.0 if sampling.temperature == 1 else None,
         "stop_token_ids": stops,
@@ -172,7 +163,7 @@ def keep(spec: CheckSpec, run_dir: Path, file: Path, read: Read, command: str, b
         "mode": "train",
         "model": engine.model,
         "dtype": spec.train.dtype,
-        "code": TRAINERS.get(read.form, "your trainer"),
+        "code": TRAINERS.get(recorded.form, "your trainer"),
         "temperature": sampling.temperature,
     }
     run = as_run(recorded, sampling, fingerprint, trainer if both else None)
@@ -182,7 +173,7 @@ def keep(spec: CheckSpec, run_dir: Path, file: Path, read: Read, command: str, b
     texts = token_texts(tokenizer, ids) if tokenizer else {token: f"⟨{token}⟩" for token in ids}
     facts = RecordedFacts(
         file.name,
-        read.form,
+        recorded.form,
         run.findings,
         run.attributes,
         *((sums.steps(), sums.whole.step(0)) if both and sums.whole.tokens else ()),

@@ -36,7 +36,11 @@ CROSSED = ((2e-3, "k3", "k3"), (0.013, "k3", "k3"), (0.08, "abs_diff", "mean |de
 def section(result: RecordedReport, report: Report) -> Section:
     """Show the values that cannot be true, the rows that are off, and the steps."""
     found = result.rows.sentence() if result.rows is not None else ""
-    sentences = crossings(result)
+    sentences = []
+    for bound, name, label in CROSSED:
+        step = next((step for step in result.steps if getattr(step, name) > bound), None)
+        if step is not None:
+            sentences.append(f"{label} is first above {bound:g} at step {step.step}.")
     enough = result.rows is not None and result.rows.rows >= LEAST_ROWS
     if result.rows is not None and enough and not found:
         sentences = [f"All {result.rows.rows} rows are about equally far apart.", *sentences]
@@ -64,13 +68,3 @@ def section(result: RecordedReport, report: Report) -> Section:
         tables=tables,
         short=found or ("All rows are about equally far apart." if enough else "Too few rows."),
     )
-
-
-def crossings(result: RecordedReport) -> list[str]:
-    """Say at which step each bound was crossed first."""
-    said = []
-    for bound, name, label in CROSSED:
-        step = next((step for step in result.steps if getattr(step, name) > bound), None)
-        if step is not None:
-            said.append(f"{label} is first above {bound:g} at step {step.step}.")
-    return said

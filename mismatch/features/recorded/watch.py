@@ -28,7 +28,9 @@ def follow(folder: Path, every_s: float, once: bool, python: str | None = None) 
     seen: set[Path] = set()
     first: list[float] = []
     while True:
-        now = {path: path.stat().st_size for path in _files(folder) if path not in seen}
+        files = [path for path in folder.rglob("*") if path.suffix in SUFFIXES]
+        files.sort(key=lambda path: path.stat().st_mtime)
+        now = {path: path.stat().st_size for path in files if path not in seen}
         # A file is complete when it has not grown since the last look.
         for path in [path for path, size in now.items() if once or sizes.get(path) == size]:
             seen.add(path)
@@ -43,15 +45,9 @@ def follow(folder: Path, every_s: float, once: bool, python: str | None = None) 
         time.sleep(every_s)
 
 
-def _files(folder: Path) -> list[Path]:
-    """Return the files of a dump, the oldest first."""
-    files = [path for path in folder.rglob("*") if path.suffix in SUFFIXES]
-    return sorted(files, key=lambda path: path.stat().st_mtime)
-
-
 def _steps(path: Path, python: str | None) -> Iterator[tuple[Step, str]]:
     """Yield the steps of a file that holds both sides, and which of its rows are off."""
-    recorded = read_recorded(path, python=python).recorded
+    recorded = read_recorded(path, python=python)
     run = as_run(recorded, Sampling(), {}, {})
     sums = recorded.sums
     if run.train is None or not sums.whole.tokens:
