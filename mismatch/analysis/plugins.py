@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from mismatch.codec import from_json, schema_of, to_json
 from mismatch.plugins import features, load
+from mismatch.specs import CheckSpec
 from mismatch.types import Check, Comparison, NotTested, Rollout, Scoring
 
 if TYPE_CHECKING:
     from mismatch.analysis.diagnosis.ranking import Cause
-    from mismatch.specs import CheckSpec
 
 R = TypeVar("R")
 

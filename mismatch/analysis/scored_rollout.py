@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mismatch.analysis.comparison import (
     inputs,
@@ -17,15 +16,12 @@ from mismatch.analysis.comparison import (
 from mismatch.analysis.diagnosis.pass_checks import enough_data
 from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
-from mismatch.analysis.levels import column_for, judge, verdict
+from mismatch.analysis.levels import Thresholds, column_for, judge, verdict
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.run import store
 from mismatch.types import Check, Comparison, Pair, Rollout, Scoring, Verdict
-
-if TYPE_CHECKING:
-    from mismatch.analysis.levels import Thresholds
 
 
 @dataclass(frozen=True, slots=True)

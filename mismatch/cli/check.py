@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mismatch.cli.command import with_flags
+from mismatch.cli.configuration import configured
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import CHECK
 from mismatch.errors import MismatchError
@@ -19,7 +20,6 @@ def check(flags: Flags) -> int:
     mismatch check --model MODEL --fix all --explain
     """
     from mismatch.cli import session
-    from mismatch.cli.configuration import configured
     from mismatch.cli.to_spec import check_spec
     from mismatch.pipeline.commands import run_check
     from mismatch.pipeline.preflight import preflight, require_names

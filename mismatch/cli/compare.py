@@ -7,6 +7,7 @@ from pathlib import Path
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option
 from mismatch.cli.options import CONFIG, FAIL_ON, LEVELS, LOG_TO, NAME_FLAGS, RUN
+from mismatch.errors import MismatchError
 from mismatch.specs import OUTPUT, Range
 
 OTHER_RUN = Option(
@@ -58,7 +59,6 @@ def compare(flags: Flags) -> int:
     mismatch compare runs/NEW --against runs/OLD
     """
     from mismatch.cli import session
-    from mismatch.errors import MismatchError
     from mismatch.pipeline.commands import run_compare
     from mismatch.reports.files import write_report
 
@@ -85,7 +85,6 @@ def compare(flags: Flags) -> int:
 
 def _against(flags: Flags) -> int:
     from mismatch.cli import session
-    from mismatch.errors import MismatchError
     from mismatch.pipeline.run_comparison import against
     from mismatch.reports.ci_formats import runs_to_github, runs_to_junit
     from mismatch.reports.files import require_fresh

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from mismatch.cli.flags import Flags, Option
 from mismatch.plugins import features, load
-
-if TYPE_CHECKING:
-    from mismatch.specs import CheckSpec
+from mismatch.specs import CheckSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from mismatch.cli.options import (
     SERVER_FLAGS,
     TRUST_RUN,
 )
+from mismatch.specs import CheckSpec, TrainSpec
 
 
 @with_flags(
@@ -34,7 +35,6 @@ def rollout(flags: Flags) -> int:
     from mismatch.models import resolve_model
     from mismatch.pipeline.commands import run_rollout
     from mismatch.pipeline.preflight import preflight_rollout
-    from mismatch.specs import CheckSpec, TrainSpec
 
     spec = session.stored_spec(flags)
     if spec is None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mismatch.cli.command import with_flags
+from mismatch.cli.configuration import configured
 from mismatch.cli.flags import Flags, Option
 from mismatch.cli.options import (
     CONFIG,
@@ -53,7 +54,6 @@ def score(flags: Flags) -> int:
     import re
 
     from mismatch.cli import session
-    from mismatch.cli.configuration import configured
     from mismatch.cli.to_spec import train_spec, training_fields
     from mismatch.models import resolve_model
     from mismatch.pipeline.commands import run_score

@@ -18,17 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import AROUND_A_RUN, FEATURE_FLAGS, FIX_FLAGS
-from mismatch.cli.to_spec import SERVER_NAMES, extras, moved
+from mismatch.cli.to_spec import SERVER_NAMES, extras, fix_fields, moved
 from mismatch.errors import MismatchError
 from mismatch.reports.formatting import plain_lines
+from mismatch.run.provenance import redacted_command
+from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
+from mismatch.types import Report
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from mismatch.analysis.levels import Thresholds
     from mismatch.reports.section import Page
-    from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
-    from mismatch.types import Report
 
 # What a finished run may be asked for as well, by the flags' names.
 FIX_NAMES = frozenset(option.name for option in FIX_FLAGS)
@@ -45,7 +46,6 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
         MismatchError: code or interpreters of the run that nobody trusts, or flags that the run
             cannot follow.
     """
-    from mismatch.cli.to_spec import fix_fields
     from mismatch.run.directory import NEWEST, load_spec, require_known_prompts
     from mismatch.run.trust import require_trust
 
@@ -77,7 +77,6 @@ def trusted_code(run_dir: Path, train: TrainSpec, flags: Flags) -> bool:
         MismatchError: the run was made with it, and nobody says so here.
     """
     from mismatch.run.trust import require_trust
-    from mismatch.specs import CheckSpec, TrainSpec
 
     if flags["trust_remote_code"]:
         return True
@@ -269,8 +268,6 @@ def say(text: str) -> None:
 
 def command() -> str:
     """Return the command line, as it would be typed again; without secrets."""
-    from mismatch.run.provenance import redacted_command
-
     return shlex.join(["mismatch", *redacted_command(sys.argv[1:])])
 
 

@@ -11,7 +11,7 @@ from mismatch.cli.flags import AUTO, DTYPE_NAMES, Flags, spec_values
 from mismatch.cli.options import CHECK, FEATURE_FLAGS, SERVER_FLAGS
 from mismatch.errors import MismatchError
 from mismatch.run.provenance import require_no_secret
-from mismatch.specs import MANY, EngineSpec
+from mismatch.specs import MANY, CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
 
 if TYPE_CHECKING:
     from mismatch.specs import CheckSpec, PromptSpec, RolloutSpec, TrainSpec
@@ -60,7 +60,6 @@ def require_companions(flags: Flags) -> None:
 def check_spec(flags: Flags) -> CheckSpec:
     """Return the spec that the flags of `check` mean."""
     from mismatch.models import resolve_model
-    from mismatch.specs import CheckSpec
 
     model = resolve_model(flags["model"] or configured_model(flags) or require_model(flags))
     train_model = resolve_model(flags["train_model"]) if flags["train_model"] else model
@@ -88,7 +87,6 @@ def training_fields(flags: Flags) -> dict[str, Any]:
     """Return what a check's spec says of the training side, apart from its trainer."""
     from mismatch.models.moe import parse_injections
     from mismatch.run.machine import local_gpus
-    from mismatch.specs import CheckSpec
 
     ranks = flags["nproc_per_node"]
     if ranks is None and flags.get("gpus"):
@@ -111,7 +109,6 @@ def fix_fields(flags: Flags, stored: tuple[str, ...] = ()) -> dict[str, Any]:
     if "fix" not in flags:
         return {}
     from mismatch.experiments.fixes.planning import parse_requests
-    from mismatch.specs import CheckSpec
 
     fixes = parse_requests(flags["fix"] or ()) or stored
     if "fix" in flags.explicit and flags["fix"] and not fixes:
@@ -130,8 +127,6 @@ def require_model(flags: Flags) -> str:
 
 def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
     """Return the engine's side; ``model`` is resolved already."""
-    from mismatch.specs import PromptSpec, RolloutSpec, Sampling
-
     require_companions(flags)
     sources = [name for name in ("task", "prompts", "dataset") if flags[name] != SOURCES[name]]
     if len(sources) > 1:
@@ -250,8 +245,6 @@ def moved(engine: EngineSpec, flags: Flags) -> EngineSpec:
 
 def train_spec(flags: Flags, model: str) -> TrainSpec:
     """Return the trainer's side; ``model`` is resolved already."""
-    from mismatch.specs import TrainSpec
-
     shared = flags.pick("revision trust_remote_code routing")
     values = spec_values(TrainSpec, flags, auto=lambda: checkpoint_dtype(model, flags["revision"]))
     if values.get("python") is None:

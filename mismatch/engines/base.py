@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 from mismatch.captures import Likeliest
 from mismatch.errors import MismatchError, did_you_mean
 from mismatch.run.interpreters import source_files
-from mismatch.types import EXACT_KL, PREFILL, ROUTES, Fingerprint, Floats
+from mismatch.specs import EngineSpec
+from mismatch.types import EXACT_KL, PREFILL, ROUTES, Fingerprint, Floats, Sampling
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11; workers run on 3.10 too
 
     from mismatch.engines.distribution_capture import CaptureRequest
-    from mismatch.specs import EngineSpec
-    from mismatch.types import Sampling
 
 
 def sample_seed(seed: int, prompt: int, sample: int) -> int:

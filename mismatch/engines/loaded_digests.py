@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mismatch.engines.held_weights import EXPERT_LEAVES, experts_prefix, packed_in, parts_of
+from mismatch.models.digests import OF_EXPERTS, UNORDERED, digest_tensor
 
 Owned = Callable[[Any, str, str], bool]  # (module, its unfused name, leaf)
 Digests = tuple[dict[str, list[int]], list[str]]
@@ -35,7 +36,6 @@ def loaded_digests(model: Any, owned: Owned | None = None) -> Digests:
 
 
 def _digests(model: Any, owned: Owned | None) -> Digests:
-    from mismatch.models.digests import OF_EXPERTS, UNORDERED, digest_tensor
 
     digests: dict[str, list[int]] = {}
     unknown: list[str] = []

@@ -21,7 +21,14 @@ from mismatch.analysis.diagnosis.pass_checks import (
 from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.exact_kl import exact_checks, exact_reason
-from mismatch.analysis.levels import column_for, judge, require_applied, verdict, without_short
+from mismatch.analysis.levels import (
+    Thresholds,
+    column_for,
+    judge,
+    require_applied,
+    verdict,
+    without_short,
+)
 from mismatch.analysis.long_sequence import LongSequence
 from mismatch.analysis.plugins import RunArtefacts, analyses
 from mismatch.analysis.routing_tables import replay_of
@@ -72,7 +79,6 @@ from mismatch.version import __version__
 if TYPE_CHECKING:
     import pandas as pd
 
-    from mismatch.analysis.levels import Thresholds
 
 COMPARISON = "comparison.json"
 COMPARISON_SCHEMA = "mismatch.comparison/1"

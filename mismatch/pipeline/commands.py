@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from mismatch.analysis.levels import Thresholds
 from mismatch.codec import from_json
 from mismatch.engines.registry import weight_givers
 from mismatch.errors import MismatchError
@@ -30,7 +31,6 @@ from mismatch.types import Report
 if TYPE_CHECKING:
     import pandas as pd
 
-    from mismatch.analysis.levels import Thresholds
 
 Writer = Callable[[Path, Report, "pd.DataFrame"], None]
 

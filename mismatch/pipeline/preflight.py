@@ -20,6 +20,7 @@ from mismatch.engines.registry import (
     weight_givers,
 )
 from mismatch.errors import INSTALL_SCORE, MismatchError, did_you_mean, require_packages
+from mismatch.models.config import find_config
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.processes.exchange import require_file
 from mismatch.processes.launch import own_python
@@ -143,8 +144,6 @@ def preflight_engine(spec: EngineSpec, *, reach: bool = True, dataset: bool = Fa
 
 def _vocabulary(spec: EngineSpec) -> int:
     """Rows of the model's head; 0 where its config.json is not on this machine."""
-    from mismatch.models.config import find_config
-
     try:
         return find_config(spec.model, spec.revision).model.vocab
     except MismatchError:

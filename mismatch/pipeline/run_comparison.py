@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from mismatch.analysis.displaced import Standing
-from mismatch.analysis.levels import default_thresholds, exit_code
+from mismatch.analysis.levels import Thresholds, default_thresholds, exit_code
 from mismatch.analysis.square import Evidence
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
@@ -39,9 +39,6 @@ from mismatch.pipeline.saved_runs import (
     samples,
 )
 from mismatch.types import Estimate, Status, Verdict
-
-if TYPE_CHECKING:
-    from mismatch.analysis.levels import Thresholds
 
 SCHEMA = "mismatch.runs/1"
 MARGIN = 0.1

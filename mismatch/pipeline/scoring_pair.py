@@ -10,7 +10,7 @@ import numpy as np
 
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.semantics import input_checks
-from mismatch.analysis.levels import column_for, judge, verdict
+from mismatch.analysis.levels import Thresholds, column_for, judge, verdict
 from mismatch.analysis.plugins import RunArtefacts, analyses
 from mismatch.errors import MismatchError
 from mismatch.models import named
@@ -22,8 +22,6 @@ from mismatch.types import NotTested, Pair, Report, Rollout
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from mismatch.analysis.levels import Thresholds
 
 
 UNTESTED = NotTested(

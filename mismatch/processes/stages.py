@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from mismatch.analysis.long_sequence import FOLDER as LONG
 from mismatch.analysis.long_sequence import MODE as LONG_MODE
@@ -59,10 +59,7 @@ from mismatch.specs import (
     TrainSpec,
     spec_hash,
 )
-
-if TYPE_CHECKING:
-    from mismatch.types import Rollout
-
+from mismatch.types import Rollout
 
 WORKER = "mismatch.processes.workers.session"
 # What a trainer needs next to an engine at work: both hold the weights, one of them in float32 and

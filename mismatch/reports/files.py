@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 from mismatch.errors import MismatchError
 from mismatch.pipeline.build import COMPARISON, COMPARISON_SCHEMA
 from mismatch.pipeline.document import SCHEMA, comparisons_to_json, report_to_json
+from mismatch.reports.section import Page
 from mismatch.reports.summary import next_steps
 from mismatch.run import manifest, store
 from mismatch.types import Report
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from mismatch.reports.section import Page
 
 
 REPORT = "report.json"

@@ -44,15 +44,13 @@ from mismatch.run.tables import (
     schema_of,
     write_table,
 )
-from mismatch.specs import RolloutSpec, spec_hash, to_dict
+from mismatch.specs import RolloutSpec, TrainSpec, spec_hash, to_dict
 from mismatch.types import Rollout, Sampling, Scoring
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import pandas as pd
-
-    from mismatch.specs import TrainSpec
 
 
 TRAIN = "fsdp"

@@ -9,7 +9,7 @@ from typing import Any
 from mismatch.engines.base import Engine
 from mismatch.engines.sync_drivers import Driver, Held
 from mismatch.errors import MismatchError
-from mismatch.models.weight_states import Checkpoint, Prints
+from mismatch.models.weight_states import SCALE, A, B, Checkpoint, Prints
 
 
 class TransformersDriver(Driver):
@@ -42,8 +42,6 @@ class TransformersDriver(Driver):
 
     def _apply_adapter(self, weights: Mapping[str, Any]) -> None:
         """Have every linear layer add alpha / rank x B A x, as PEFT does unmerged."""
-        from mismatch.models.weight_states import SCALE, A, B
-
         for hook in self._hooks:
             hook.remove()
 

@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mismatch.analysis.diagnosis.pass_checks import by_finiteness, enough_data
-from mismatch.analysis.levels import default_thresholds
+from mismatch.analysis.levels import Thresholds, default_thresholds
 from mismatch.analysis.plugins import RunArtefacts
 from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.analysis.square import Square, measure, precision_of
@@ -41,9 +41,6 @@ from mismatch.run.directory import invocations
 from mismatch.run.store import FIX_PREFIX, TRAIN, TRAINER_FLOAT32
 from mismatch.specs import CheckSpec
 from mismatch.types import Check, Comparison, Estimate, Report, Scoring
-
-if TYPE_CHECKING:
-    from mismatch.analysis.levels import Thresholds
 
 WORTH = 0.1  # less than that is no reason to change a second setting
 ANEW = "with this fix the engine sampled again, and no float32 pass was made of its tokens"

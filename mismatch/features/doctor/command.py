@@ -10,6 +10,7 @@ import typer
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option
 from mismatch.cli.options import JSON
+from mismatch.errors import MismatchError
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 
 if TYPE_CHECKING:
@@ -63,7 +64,6 @@ def look_into_environment(flags: Flags, console: Console) -> int:
     Raises:
         MismatchError: its interpreter cannot be started, or a model was named too.
     """
-    from mismatch.errors import MismatchError
     from mismatch.features.doctor.environment import examine_environment, print_environment
 
     if flags["model"] is not None:

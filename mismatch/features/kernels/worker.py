@@ -29,7 +29,10 @@ from mismatch.features.kernels.geometry import ModelGeometry, config_of, geometr
 from mismatch.features.kernels.isolation import DONE, LABEL, NOW, PLAN, AuditSpec, result_file
 from mismatch.features.kernels.results import Audit, AuditReport
 from mismatch.run.messages import PROGRESS, exit_worker, report_ready, say, write_error
+from mismatch.run.provenance import now, versions
 from mismatch.run.store import read_json, write_json
+from mismatch.training.experts import implementations_for
+from mismatch.training.user_kernels import load_function
 
 DTYPES = {"cpu": ("fp64", "fp32", "bf16"), "cuda": ("fp64", "fp32", "bf16", "fp16")}
 NO_WEIGHTS = "they are not on this machine; its shapes are from the config that ships with mismatch"
@@ -77,8 +80,6 @@ class AuditPlan:
 
     def report(self) -> AuditReport:
         """Return the report before any result: an audit with a reason cannot run here."""
-        from mismatch.run.provenance import now, versions
-
         device = self.options.device
         audits = [
             Audit(each.name, "attention", each.origin, "unusable", each.unavailable, False)
@@ -120,9 +121,6 @@ def _selected(
     spec: AuditSpec, geometry: ModelGeometry, device: str
 ) -> tuple[list[Candidate], list[str]]:
     """Return the implementations of both kinds that the spec selects."""
-    from mismatch.training.experts import implementations_for
-    from mismatch.training.user_kernels import load_function
-
     attention = [] if spec.only == "experts" else names_here(geometry, spec.kernels, device)
     experts = [] if spec.only == "attention" else implementations_for(geometry.bare)
     known = dict.fromkeys([*(c.name for c in attention if c.origin != "yours"), *experts])

@@ -21,8 +21,10 @@ from typing import Any
 import numpy as np
 
 from mismatch.codec import from_json, to_json
+from mismatch.engines.registry import engine_class
 from mismatch.features.locate.plan import part_of
 from mismatch.features.locate.results import Sequence
+from mismatch.models.derived import in_form
 from mismatch.processes.workers.engine import reported
 from mismatch.run import store
 from mismatch.run.messages import PROGRESS, exit_worker, report_ready, say
@@ -48,10 +50,8 @@ def record_engine(job: dict[str, Any], rollout: Rollout) -> None:
     Raises:
         MismatchError: an engine whose modules cannot be recorded, or that cannot start.
     """
-    from mismatch.engines.registry import engine_class
     from mismatch.features.locate.engine_side import RECORD
     from mismatch.features.locate.reference import side_folder
-    from mismatch.models.derived import in_form
 
     spec = from_json(RolloutSpec, job["spec"])
     name, sampling = spec.engine.engine, spec.sampling

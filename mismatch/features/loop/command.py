@@ -14,7 +14,19 @@ from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option, flags_of, spec_values
 from mismatch.cli.options import CHECK, DRY_RUN, FORCE, JSON, MODEL_FLAGS, NEW_RUN, TRUST_RUN
 from mismatch.errors import MismatchError, require_packages
-from mismatch.features.loop.spec import AS_IS, LARGE_MODELS, LOOP, PATHS, Asked, Checked, LoopSpec
+from mismatch.features.loop.spec import (
+    AS_IS,
+    LARGE_MODELS,
+    LOOP,
+    PATHS,
+    Asked,
+    Checked,
+    LoopSpec,
+    arm_of,
+    read_arms,
+    read_seeds,
+)
+from mismatch.models import resolve_model
 from mismatch.specs import MODEL
 
 if TYPE_CHECKING:
@@ -79,7 +91,6 @@ def loop(flags: Flags) -> int:
     from mismatch.features.loop.judge import loop_to_json
     from mismatch.features.loop.memory import memory_of_loop
     from mismatch.features.loop.section import section
-    from mismatch.features.loop.spec import arm_of
     from mismatch.pipeline.preflight import require_names
     from mismatch.reports.terminal import print_section, say
 
@@ -112,8 +123,6 @@ def loop(flags: Flags) -> int:
 def asked(flags: Flags) -> Asked:
     """Return what the flags ask, or what the run was asked that ``--resume RUN`` names."""
     from mismatch.features.loop.arms import read_settings
-    from mismatch.features.loop.spec import read_arms, read_seeds
-    from mismatch.models import resolve_model
     from mismatch.run.directory import NEWEST, require_known_prompts
     from mismatch.run.trust import require_trust
 

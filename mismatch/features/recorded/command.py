@@ -9,6 +9,7 @@ from pathlib import Path
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import REQUIRED, Flags, Option, flags_of, spec_values, switch
 from mismatch.cli.options import FAIL_ON, LEVELS, LOG_TO, MODEL_FLAGS, NAME_FLAGS, OUT
+from mismatch.errors import MismatchError
 from mismatch.features.recorded.dumps import Form, Recorded, read_recorded
 from mismatch.specs import (
     OUTPUT,
@@ -65,7 +66,6 @@ def postmortem(flags: Flags) -> int:
     mismatch postmortem outputs/token_exports --step 40
     """
     from mismatch.cli import session
-    from mismatch.errors import MismatchError
     from mismatch.features.recorded.run import UNKNOWN_MODEL, keep
     from mismatch.pipeline.commands import run_compare
     from mismatch.reports.files import write_report
@@ -148,7 +148,6 @@ def watch(flags: Flags) -> int:
     mismatch watch runs/watch --once
     """
     from mismatch.cli import session
-    from mismatch.errors import MismatchError
     from mismatch.features.recorded.watch import follow
 
     if not flags["file"].is_dir():

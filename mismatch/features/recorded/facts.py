@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mismatch.analysis.plugins import Analysis
 from mismatch.codec import from_json
@@ -12,10 +11,8 @@ from mismatch.features.recorded.rows import LEAST_ROWS, RowGroups, row_groups
 from mismatch.features.recorded.steps import Step
 from mismatch.reports.formatting import plural
 from mismatch.run.manifest import damage_named
-from mismatch.types import Check
-
-if TYPE_CHECKING:
-    from mismatch.specs import CheckSpec
+from mismatch.specs import CheckSpec
+from mismatch.types import Check, Pair
 
 FILE = "recorded.json"
 SCHEMA = "mismatch.recorded/1"
@@ -73,7 +70,6 @@ class RecordedReport:
 def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
     """Return what a run's dump says; None where the run was not made of one."""
     from mismatch.run import store
-    from mismatch.types import Pair
 
     if not (run_dir / FILE).exists():
         return None

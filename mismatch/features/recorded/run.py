@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mismatch.codec import to_json
 from mismatch.features.recorded.dumps import Form, Recorded
 from mismatch.features.recorded.facts import FILE, Finding, RecordedFacts
 from mismatch.specs import CheckSpec, PromptSpec
@@ -123,7 +124,6 @@ def keep(
     Raises:
         MismatchError: a model was named that has no tokenizer, or an id is outside its vocabulary.
     """
-    from mismatch.codec import to_json
     from mismatch.models.tokenizers import load_tokenizer, stop_ids, token_texts
     from mismatch.run import store
     from mismatch.run.directory import at_work

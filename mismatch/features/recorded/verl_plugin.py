@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from mismatch.features.recorded.monitor import DIRECTORY
+from mismatch.features.recorded.monitor import DIRECTORY, Batch, Monitor
 
 
 def install() -> None:
@@ -19,8 +19,6 @@ def install() -> None:
     from functools import wraps
 
     from verl.utils.debug import metrics
-
-    from mismatch.features.recorded.monitor import Batch, Monitor
 
     monitor, original = Monitor.from_environment(), metrics.calculate_debug_metrics
     if monitor is None or hasattr(original, "__wrapped__"):

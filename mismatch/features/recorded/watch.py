@@ -12,6 +12,7 @@ from mismatch.features.recorded.dumps import SUFFIXES, read_recorded
 from mismatch.features.recorded.rows import row_groups
 from mismatch.features.recorded.run import as_run
 from mismatch.features.recorded.steps import Step
+from mismatch.reports.formatting import number, percent
 from mismatch.types import Pair, Sampling
 
 WORSE = 3.0  # times the mean |delta| of the first steps: said to grow
@@ -59,7 +60,6 @@ def _steps(path: Path, python: str | None) -> Iterator[tuple[Step, str]]:
 
 
 def _line(step: Step, rows: str, usual: float | None) -> str:
-    from mismatch.reports.formatting import number, percent
 
     text = (
         f"step {step.step}: mean |delta| {number(step.abs_diff)}, k3 {number(step.k3)}, PPO clips "

@@ -13,6 +13,7 @@ import typer
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option, flags_of, switch
 from mismatch.cli.options import DRY_RUN, ENGINE_FLAGS, JSON, MODEL_FLAGS
+from mismatch.engines.registry import engine_info, model_directory, probed_engines
 from mismatch.errors import MismatchError, require_packages
 from mismatch.specs import OUTPUT, SEEDS, EngineSpec
 
@@ -110,7 +111,6 @@ def probe_spec(flags: Flags) -> SyncSpec:
         MismatchError: an unknown model, engine, path or push, or --path with --push.
     """
     from mismatch.cli.to_spec import engine_spec
-    from mismatch.engines.registry import engine_info, probed_engines
     from mismatch.features.sync.report import SyncSpec
     from mismatch.models import resolve_model
 
@@ -147,7 +147,6 @@ def plan(spec: SyncSpec) -> int:
     import psutil
 
     from mismatch.doctor.memory import BYTES
-    from mismatch.engines.registry import model_directory
     from mismatch.models.config import find_config
     from mismatch.models.sizes import sized
     from mismatch.models.weight_states import Checkpoint

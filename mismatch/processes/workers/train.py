@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch.captures import LIKELIEST
+from mismatch.captures import LIKELIEST, Distributions, Likeliest
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError, OutOfMemory, first_line, named_line
 from mismatch.experiments.jobs import Job
@@ -48,12 +48,11 @@ from mismatch.run.store import (
     scoring_header,
 )
 from mismatch.specs import Pass, TrainSpec, load_key
+from mismatch.types import Rollout
 
 if TYPE_CHECKING:
-    from mismatch.captures import Distributions, Likeliest
     from mismatch.training.distributed import World
     from mismatch.training.load import LoadedModel
-    from mismatch.types import Rollout
 
 EXIT_FAILED = 2
 
