@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 
 from mismatch.cli.main import app
 from mismatch.features.recorded import command
-from mismatch.features.recorded.dumps import Row
 from mismatch.features.recorded.facts import RecordedReport, checks
 from mismatch.features.recorded.rows import IN_TURN, LEAST_ROWS, RowGroups, row_groups
-from mismatch.features.recorded.steps import Sums
+from mismatch.features.recorded.steps import Row, Sums
 from mismatch.metrics import ess_seq, k3_kl
 from mismatch.types import Pair, Rollout, Sampling
 from tests.command import mismatch

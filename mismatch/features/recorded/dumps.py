@@ -19,7 +19,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ import numpy as np
 
 from mismatch.errors import MismatchError
 from mismatch.features.recorded.convert import converted, json_lines
-from mismatch.features.recorded.steps import Sums
+from mismatch.features.recorded.steps import Row, Sums
 from mismatch.run.manifest import WRONG
 from mismatch.types import Bools, Floats, Ints
 
@@ -39,38 +38,6 @@ LEAST = 16  # prompts that are kept of the largest dump
 PICKLED = (b"PK\x03\x04", b"\x80")
 # What a row may say of where it came from, in any format; ``step`` also from the file's name.
 ATTRIBUTES = ("replica", "rank", "weight_version", "step", "environment")
-
-
-@dataclass
-class Row:
-    """One recorded sequence."""
-
-    token_ids: Ints
-    sampled: Bools
-    """Per token: whether the policy sampled it."""
-    logprobs: Floats
-    """The sampler's, of the sampled tokens, nats; NaN where the file holds no number."""
-    train_logprobs: Floats | None = None
-    """The trainer's, likewise; None: the dump holds one side only."""
-    entropy: Floats | None = None
-    """Of the trainer's distribution at the sampled tokens, nats."""
-    prompt: Any = None
-    """What the samples of one prompt have in common; None: a separate prompt."""
-    reward: float | None = None
-    finish_reason: str = "unknown"
-    attributes: dict[str, str] = field(default_factory=dict)
-    number: int = 0
-    """Of the sequence in the dump."""
-
-    @property
-    def key(self) -> str:
-        """What tells its prompt from others."""
-        return f"alone {self.number}" if self.prompt is None else f"shared {self.prompt}"
-
-    @property
-    def draw(self) -> float:
-        """A number in [0, 1), the same for all samples of its prompt: which are kept."""
-        return int.from_bytes(blake2b(self.key.encode(), digest_size=7).digest()) / 2**56
 
 
 @dataclass

@@ -4,19 +4,49 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
 from mismatch.metrics import ess_seq
 from mismatch.metrics.token import exp_minus_linear
-from mismatch.types import Bools, Floats
-
-if TYPE_CHECKING:
-    from mismatch.features.recorded.dumps import Row
+from mismatch.types import Bools, Floats, Ints
 
 CLIP = 0.2  # PPO's usual clip range
 NOT_FINITE = (("NaN or null", np.isnan), ("-inf", np.isneginf), ("+inf", np.isposinf))
+
+
+@dataclass
+class Row:
+    """One recorded sequence."""
+
+    token_ids: Ints
+    sampled: Bools
+    """Per token: whether the policy sampled it."""
+    logprobs: Floats
+    """The sampler's, of the sampled tokens, nats; NaN where the file holds no number."""
+    train_logprobs: Floats | None = None
+    """The trainer's, likewise; None: the dump holds one side only."""
+    entropy: Floats | None = None
+    """Of the trainer's distribution at the sampled tokens, nats."""
+    prompt: Any = None
+    """What the samples of one prompt have in common; None: a separate prompt."""
+    reward: float | None = None
+    finish_reason: str = "unknown"
+    attributes: dict[str, str] = field(default_factory=dict)
+    number: int = 0
+    """Of the sequence in the dump."""
+
+    @property
+    def key(self) -> str:
+        """What tells its prompt from others."""
+        return f"alone {self.number}" if self.prompt is None else f"shared {self.prompt}"
+
+    @property
+    def draw(self) -> float:
+        """A number in [0, 1), the same for all samples of its prompt: which are kept."""
+        return int.from_bytes(blake2b(self.key.encode(), digest_size=7).digest()) / 2**56
 
 
 @dataclass(frozen=True)
