@@ -270,7 +270,11 @@ def corruption(
         if repeated.any():
             row, layer = np.argwhere(repeated)[0]
             return "the same expert twice", int(rows[row]), int(layer)
-        suspects = _still_constant(part, ids[captured[0]], suspects)
+        # Layers whose sets are all that of the first row; nearly always a few rows clear a layer.
+        for some in (part[:FEW_ROWS], part) if len(suspects) else ():
+            usual = np.sort(ids[captured[0]][suspects], axis=1)
+            same = (np.sort(some[:, suspects], axis=2) == usual).all(axis=(0, 2))
+            suspects = suspects[same]
     if len(suspects):
         return "the same experts for every token", int(captured[0]), int(suspects[0])
     return None
@@ -283,18 +287,6 @@ def _repeated(part: NDArray[Any]) -> NDArray[np.bool_]:
         for earlier in range(slot):
             repeated |= part[:, :, slot] == part[:, :, earlier]
     return repeated
-
-
-def _still_constant(
-    part: NDArray[Any], first: NDArray[Any], suspects: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Those layers, of ``suspects``, whose sets are all that of the first row, [L, K]."""
-    # Nearly always one look at a few rows clears a layer.
-    for some in (part[:FEW_ROWS], part) if len(suspects) else ():
-        usual = np.sort(first[suspects], axis=1)
-        same = (np.sort(some[:, suspects], axis=2) == usual).all(axis=(0, 2))
-        suspects = suspects[same]
-    return suspects
 
 
 def _chunks(rows: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:

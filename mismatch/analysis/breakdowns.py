@@ -152,7 +152,10 @@ def breakdowns(
         "top_tokens": top_tokens(rollout, places, pair, texts),
     }
     if disagree is not None:
-        _add_disagreement(tables["by_position"], places, disagree)
+        bucket = places.rank // bucket_width(places.rank)
+        count = np.bincount(bucket)
+        mean = np.bincount(bucket, weights=disagree)[count > 0] / count[count > 0]
+        tables["by_position"]["routing_disagree"] = mean.tolist()
     if texts:
         special = special_ids(left.fingerprint)
         tables["by_token_class"] = by_token_class(places, texts, special)
@@ -178,13 +181,6 @@ def by_position(places: Places, position: Ints) -> Table:
         "end": [(int(bucket) + 1) * width for bucket in present],
     }
     return edges | table
-
-
-def _add_disagreement(table: Table, places: Places, disagree: Floats) -> None:
-    bucket = places.rank // bucket_width(places.rank)
-    count = np.bincount(bucket)
-    mean = np.bincount(bucket, weights=disagree)[count > 0] / count[count > 0]
-    table["routing_disagree"] = mean.tolist()
 
 
 def by_value(places: Places, values: Floats, edges: Sequence[float]) -> Table:

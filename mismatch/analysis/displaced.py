@@ -83,22 +83,6 @@ def _terms(terms: Floats) -> Floats:
     return terms
 
 
-def _rms(means: Floats) -> Floats:
-    return floats(np.sqrt(means[..., 0]))
-
-
-def _size(means: Floats) -> Floats:
-    return floats(means[..., 2])
-
-
-def _rms_ratio(means: Floats) -> Floats:
-    return floats(np.sqrt(means[..., 0] / means[..., 1]))
-
-
-def _size_ratio(means: Floats) -> Floats:
-    return floats(means[..., 2] / means[..., 3])
-
-
 def _correlation(means: Floats) -> Floats:
     left, right, product, square, square_other = np.moveaxis(means, -1, 0)
     spread = (square - left * left) * (square_other - right * right)
@@ -109,10 +93,14 @@ def _metric(name: str, combine: Combine, unit: str, bounds: Bounds = POSITIVE) -
     return Metric(name, _terms, "ratio", unit, combine=combine, bounds=bounds)
 
 
-RMS = _metric("square_rms", _rms, "nats")
-SIZE = _metric("square_size", _size, "nats")
-EXCESS = _metric("square_excess", _rms_ratio, "ratio")
-EXCESS_SIZE = _metric("square_excess_size", _size_ratio, "ratio")
+RMS = _metric("square_rms", lambda means: floats(np.sqrt(means[..., 0])), "nats")
+SIZE = _metric("square_size", lambda means: floats(means[..., 2]), "nats")
+EXCESS = _metric(
+    "square_excess", lambda means: floats(np.sqrt(means[..., 0] / means[..., 1])), "ratio"
+)
+EXCESS_SIZE = _metric(
+    "square_excess_size", lambda means: floats(means[..., 2] / means[..., 3]), "ratio"
+)
 CORRELATION = _metric("square_correlation", _correlation, "correlation", REAL)
 
 
@@ -171,13 +159,9 @@ class Levels:
         return Bound(passed, failed)
 
 
-def read_levels() -> dict[str, Levels]:
-    """Those that ship with the package, by class of devices."""
-    text = resources.files("mismatch.analysis").joinpath(FILE).read_text(encoding="utf-8")
-    return {device: Levels(**cells) for device, cells in tomllib.loads(text).items()}
-
-
-LEVELS = read_levels()
+# Those that ship with the package, by class of devices.
+_text = resources.files("mismatch.analysis").joinpath(FILE).read_text(encoding="utf-8")
+LEVELS = {device: Levels(**cells) for device, cells in tomllib.loads(_text).items()}
 GENERIC = "generic"
 
 

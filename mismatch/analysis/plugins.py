@@ -126,13 +126,3 @@ def _built_in() -> tuple[Analysis[Any], ...]:
     )
     named = [load(feature.analyses) for feature in features() if feature.analyses]
     return ours + tuple(each for many in named for each in cast(tuple[Analysis[Any], ...], many))
-
-
-def section_of(id: str) -> str:
-    """Return where the section of an analysis is made, ``module:function``; "" in the core."""
-    return next((each.section for each in analyses() if each.id == id), "")
-
-
-def in_chapter(chapter: str) -> tuple[str, ...]:
-    """Return the ids of the analyses that name this chapter."""
-    return tuple(each.id for each in analyses() if each.section and each.chapter == chapter)

@@ -308,10 +308,7 @@ class _Corners:
                 leg = self.leg(side, scoring, its_float32)  # type: ignore[arg-type]
                 if leg is not None:
                     yield leg
-        yield from self.other_engines()
-
-    def other_engines(self) -> Iterator[Leg]:
-        """Yield the legs of other engines that scored the same tokens (mismatch score --engine)."""
+        # Other engines that scored the same tokens (mismatch score --engine).
         for name, scoring in self.usable.items():
             engine, _, mode = name.partition(":")
             if mode == "prefill" and engine != self.engine:

@@ -111,7 +111,8 @@ def _level(metric: str, column: str, cell: Any, old: Level | None, text: str, wh
     bounds = []
     for name in ("healthy", "unfit"):
         value: Any = cell.get(name, getattr(old, name, None))
-        if not _is_number(value):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value):
             raise MismatchError(f"{cell_name}: {name} is no number: {value!r}", f"write {example}")
         bounds.append(float(value))
     low, high = METRICS[metric].bounds
@@ -138,7 +139,3 @@ def _line(text: str, *names: str) -> int:
         if all(name in line for name in names):
             return number
     return 1 if len(names) == 1 else _line(text, names[0])
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

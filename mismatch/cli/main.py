@@ -61,15 +61,6 @@ def summaries() -> dict[str, str]:
     return COMMANDS | added
 
 
-def _function_of(name: str) -> Any:
-    """Return the function of a command, imported only now; None where there is no such command."""
-    if name in COMMANDS:
-        module = name.replace("-", "_")
-        return load(f"mismatch.cli.{module}:{module}")
-    command = find_command(name)
-    return None if command is None else load(command.function)
-
-
 class Command(TyperCommand):
     """A command with its flags in panels, examples at the end, and flags that may come alone.
 
@@ -130,8 +121,13 @@ class Group(TyperGroup):
         return list(summaries())
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        function = _function_of(cmd_name)
-        if function is None:
+        command = find_command(cmd_name)
+        if cmd_name in COMMANDS:
+            module = cmd_name.replace("-", "_")
+            function: Any = load(f"mismatch.cli.{module}:{module}")
+        elif command is not None:
+            function = load(command.function)
+        else:
             return None
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
         single.command(cmd_name, cls=Command, context_settings=HELP_NAMES)(function)

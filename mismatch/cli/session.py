@@ -207,9 +207,10 @@ def dry_run(spec: CheckSpec, gpus: str | None = None) -> int:
     planned = plan(spec, gpus=gpus or "")
     print_plan(planned, Console())
     if spec.fixes:
-        from mismatch.pipeline.fix_trials import dry_run_lines
+        from mismatch.experiments.fixes.context import context_of
+        from mismatch.experiments.fixes.planning import plan_fixes
 
-        for line in dry_run_lines(spec):
+        for line in plan_fixes(spec, context_of(spec)).lines(spec):
             say(line)
     return 0 if planned.fits else 2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mismatch.cli.configuration import configured_model
 from mismatch.cli.flags import AUTO, DTYPE_NAMES, Flags, spec_values
@@ -12,9 +12,6 @@ from mismatch.cli.options import CHECK, FEATURE_FLAGS, SERVER_FLAGS
 from mismatch.errors import MismatchError
 from mismatch.run.provenance import require_no_secret
 from mismatch.specs import MANY, CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
-
-if TYPE_CHECKING:
-    from mismatch.specs import CheckSpec, PromptSpec, RolloutSpec, TrainSpec
 
 NO_MODEL = "name one: --model tiny-gpt-oss, a hub id (org/name) or a directory"
 FIX_FIELDS = "fixes budget_minutes verdict explain"
@@ -127,6 +124,8 @@ def require_model(flags: Flags) -> str:
 
 def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
     """Return the engine's side; ``model`` is resolved already."""
+    from mismatch.prompts.tasks import find_task
+
     require_companions(flags)
     sources = [name for name in ("task", "prompts", "dataset") if flags[name] != SOURCES[name]]
     if len(sources) > 1:
@@ -135,24 +134,16 @@ def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
     count = flags["num_prompts"]
     if count is None:
         count = PromptSpec().num_prompts if flags["prompts"] is None else ALL_OF_A_FILE
+    prompts = PromptSpec(num_prompts=count, **spec_values(PromptSpec, flags))
+    partner = find_task(prompts.task).environment
+    if partner and not prompts.environment:
+        prompts = replace(prompts, environment=partner)
     return RolloutSpec(
         engine=engine_spec(flags, model, engine_name(flags), flags["engine_arg"]),
-        prompts=with_partner(PromptSpec(num_prompts=count, **spec_values(PromptSpec, flags))),
+        prompts=prompts,
         sampling=Sampling(seed=flags["seed"], **spec_values(Sampling, flags)),
         **spec_values(RolloutSpec, flags),
     )
-
-
-def with_partner(spec: PromptSpec) -> PromptSpec:
-    """Return a spec with the environment of its task, where it has one and none is named.
-
-    Raises:
-        MismatchError: no task of that name.
-    """
-    from mismatch.prompts.tasks import find_task
-
-    partner = find_task(spec.task).environment
-    return replace(spec, environment=partner) if partner and not spec.environment else spec
 
 
 def engine_name(flags: Flags) -> str:

@@ -85,12 +85,6 @@ def weight_givers() -> list[str]:
     return [name for name, info in engine_infos().items() if info.gives_routing_weights]
 
 
-def engine_packages() -> tuple[str, ...]:
-    """Return distributions of all registered engines."""
-    packages = (package for info in engine_infos().values() for package in info.packages)
-    return tuple(dict.fromkeys(packages))
-
-
 def startable_engines() -> list[str]:
     """Return the names that ``--engine`` takes, without third parties."""
     return [name for name, info in engine_infos().items() if info.started]
@@ -189,8 +183,9 @@ def versions() -> dict[str, str]:
     from importlib import metadata
 
     installed = {"python": platform.python_version()}
-    engines = [package for package in engine_packages() if package not in PACKAGES]
-    for package in (*engines, *PACKAGES):
+    named = (package for info in engine_infos().values() for package in info.packages)
+    engines = [package for package in named if package not in PACKAGES]
+    for package in dict.fromkeys((*engines, *PACKAGES)):
         try:
             installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

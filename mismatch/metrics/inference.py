@@ -289,17 +289,13 @@ def group_means(sums: Floats, counts: Floats, bounds: tuple[float, float]) -> Gr
         z = student(prompts - 1)
         for g in np.flatnonzero(total > 0):
             ends = mean[g] - z * error[g], mean[g] + z * error[g]
-            if bounds == (0.0, 1.0) and _rare(sums[:, g], counts[:, g]):
+            # The rarer outcome of a share is seen, but in few prompts.
+            seen = (sums[:, g] > 0.0).sum(), (sums[:, g] < counts[:, g]).sum()
+            if bounds == (0.0, 1.0) and 0 < min(seen) < RARE_PROMPTS:
                 ends = wilson(float(mean[g]), float(error[g]), z)
             cut = np.clip(ends, *bounds)
             low[g], high[g] = float(min(cut[0], mean[g])), float(max(cut[1], mean[g]))
     return Groups(mean, low, high, np.rint(total).astype(np.int64))
-
-
-def _rare(sums: Floats, counts: Floats) -> bool:
-    """Whether the rarer outcome of a share is seen, but in few prompts."""
-    seen = int((sums > 0.0).sum()), int((sums < counts).sum())
-    return 0 < min(seen) < RARE_PROMPTS
 
 
 # ---------------------------------------------------------------- differences

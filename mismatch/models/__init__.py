@@ -119,7 +119,13 @@ def resolve_model(name: str) -> str:
         return alias.hub_id
     if _HUB_ID.fullmatch(name):
         return name
-    raise MismatchError(f"model not found: {name!r}", fix=_suggestion(name))
+    hint = did_you_mean(name, [*EMBEDDED, *ALIASES], most=3)
+    embedded = ", ".join(EMBEDDED)
+    raise MismatchError(
+        f"model not found: {name!r}",
+        f"{hint}use a local directory, a hub id (org/name), an embedded model ({embedded}) or a "
+        "short name: mismatch models lists them",
+    )
 
 
 def named(data: Any) -> Any:
@@ -186,12 +192,3 @@ def unconverted(path: Path) -> MismatchError | None:
             "give the checkpoint that it was made from",
         )
     return None
-
-
-def _suggestion(name: str) -> str:
-    hint = did_you_mean(name, [*EMBEDDED, *ALIASES], most=3)
-    embedded = ", ".join(EMBEDDED)
-    return (
-        f"{hint}use a local directory, a hub id (org/name), an embedded model ({embedded}) or a "
-        "short name: mismatch models lists them"
-    )

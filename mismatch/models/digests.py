@@ -104,11 +104,8 @@ def _table() -> torch.Tensor:
 
 def combine(digests: Iterable[Digest]) -> Digest:
     """Digest of the tensors together: the wrapping sums of their digests, as far as all go."""
-    return tuple(_wrap(sum(column)) for column in zip(*digests, strict=False))
-
-
-def _wrap(value: int) -> int:
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+    sums = (sum(column) for column in zip(*digests, strict=False))
+    return tuple((total + (1 << 63)) % (1 << 64) - (1 << 63) for total in sums)
 
 
 def comparable(held: str) -> bool:

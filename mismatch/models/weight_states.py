@@ -88,7 +88,8 @@ class Prints:
 
 def parts_of(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """(label, part): every expert of a fused tensor, else blocks of rows and columns."""
-    if EXPERTS in name and not _numbered(name) and tensor.ndim >= MATRIX:
+    one_expert = name.partition(EXPERTS)[2].partition(".")[0].isdigit()
+    if EXPERTS in name and not one_expert and tensor.ndim >= MATRIX:
         for index, part in enumerate(tensor):
             yield f"expert {index}", part
         return
@@ -100,11 +101,6 @@ def parts_of(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
     for row, column in itertools.product(rows, _cuts(tensor.shape[1])):
         label = f"rows {row.start}:{row.stop}, columns {column.start}:{column.stop}"
         yield label, tensor[row, column]
-
-
-def _numbered(name: str) -> bool:
-    """Whether the name is that of one expert."""
-    return name.partition(EXPERTS)[2].partition(".")[0].isdigit()
 
 
 def _cuts(length: int) -> list[slice]:

@@ -229,8 +229,3 @@ def sampling_spec(variant: Variant) -> CheckSpec:
     rollout = variant.spec.rollout
     engine = replace(rollout.engine, prefill=False)
     return replace(variant.spec, rollout=replace(rollout, engine=engine, exact_kl=0))
-
-
-def dry_run_lines(spec: CheckSpec) -> list[str]:
-    """Return what ``--dry-run`` says about fixes."""
-    return plan_fixes(spec, context_of(spec)).lines(spec) if spec.fixes else []

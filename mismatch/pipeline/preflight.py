@@ -8,9 +8,10 @@ import os
 import socket
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from mismatch.engines.known_faults import require_no_fault
 from mismatch.engines.registry import (
@@ -38,9 +39,6 @@ from mismatch.specs import (
     Sampling,
     TrainSpec,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 OFFLINE = (
     "without a network: download it where there is one (hf download {model}), copy the cache and "
@@ -381,7 +379,16 @@ def require_reachable(model: str, revision: str | None) -> None:
             f"{model} is not in the cache {cache_folder()}, and HF_HUB_OFFLINE is set",
             OFFLINE.format(model=model),
         )
-    _require_writable(cache_folder())
+    cache = cache_folder()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cache):
+            pass
+    except OSError as error:
+        raise MismatchError(
+            f"the hub's cache {cache} cannot be written: {error.strerror}",
+            "set HF_HOME to a directory with space that can be written",
+        ) from error
     if unknown := unknown_host():
         fault = f"{model}: the hub cannot be reached: {unknown.host}: {unknown.reason}"
         raise MismatchError(fault, OFFLINE.format(model=model))
@@ -401,16 +408,4 @@ def require_reachable(model: str, revision: str | None) -> None:
         raise MismatchError(
             f"{model}: the hub cannot be reached: {str(error).splitlines()[0]}",
             OFFLINE.format(model=model),
-        ) from error
-
-
-def _require_writable(cache: Path) -> None:
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cache):
-            pass
-    except OSError as error:
-        raise MismatchError(
-            f"the hub's cache {cache} cannot be written: {error.strerror}",
-            "set HF_HOME to a directory with space that can be written",
         ) from error

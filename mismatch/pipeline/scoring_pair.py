@@ -49,7 +49,9 @@ def build_pair(
     right = store.load_scoring(right_run, names[1])
     Pair.of(rollout, left, right)
     if left_run != right_run:
-        first, second = _labels(left_run, right_run)
+        first, second = left_run.resolve().name, right_run.resolve().name
+        if first == second:
+            first, second = "A", "B"
         left = replace(left, name=f"{first}/{left.name}")
         right = replace(right, name=f"{second}/{right.name}")
     elif names[0] == names[1]:
@@ -105,8 +107,3 @@ def require_same_tokens(ours: Rollout, theirs: Rollout, first: Path, second: Pat
         f"score one rollout twice: copy {first} and run `mismatch score COPY --name NAME`, or "
         "compare the numbers of the two reports instead",
     )
-
-
-def _labels(left: Path, right: Path) -> tuple[str, str]:
-    names = left.resolve().name, right.resolve().name
-    return names if names[0] != names[1] else ("A", "B")

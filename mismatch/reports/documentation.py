@@ -35,11 +35,6 @@ def of_check(id: str) -> str:
     return f"reference/checks.md#{id}"
 
 
-def of_metric(name: str) -> str:
-    """Return the place that defines a metric."""
-    return f"reference/metrics.md#{name}"
-
-
 def address(page: str) -> str:
     """Return the address of a page of the documentation; "" where it has no site.
 

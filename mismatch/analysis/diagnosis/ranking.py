@@ -299,11 +299,8 @@ def _explains(each: Finding, cause: Cause) -> bool:
     """Return whether a stated difference is one of those that a cause could be."""
     meant = each.cause == cause.id or each.cause in cause.alike or cause.id in each.alike
     meant |= each.stated and each.certain and cause.id in MARKS and not cause.fact
-    return meant and (each.fact or cause.fact or _agree(each.side, cause.side))
-
-
-def _agree(side: Side, other: Side) -> bool:
-    return "either" in (side, other) or side == other
+    same_side = "either" in (each.side, cause.side) or each.side == cause.side
+    return meant and (each.fact or cause.fact or same_side)
 
 
 def _merged(cause: Cause, each: Finding) -> Cause:

@@ -25,10 +25,6 @@ def reason_against(needs: Iterable[str], context: Context) -> str:
     return ""
 
 
-def _reduced(context: Context) -> bool:
-    return context.spec.train.dtype != "fp32" or bool(context.spec.train.autocast)
-
-
 def _tempered(context: Context) -> bool:
     return context.spec.rollout.sampling.temperature not in (0.0, 1.0)
 
@@ -48,12 +44,6 @@ def _implicit_generation(context: Context) -> bool:
     names = ("generation_config", "override_generation_config")
     given = [engine_argument(context.spec, name) for name in names]
     return given not in ([ABSENT, ABSENT], ["vllm", ABSENT])
-
-
-def _no_cache_for_routes(context: Context) -> bool:
-    """Return whether the prefix cache is off for the capture of routes, as it is on a CPU."""
-    captures = context.model.experts and context.spec.rollout.engine.routing
-    return context.machine.cpu_build and bool(captures)
 
 
 def _made_quantised(context: Context) -> bool:
@@ -79,7 +69,10 @@ NEEDS: dict[str, tuple[Callable[[Context], object], str]] = {
         lambda c: c.spec.train.attention != "plain",
         "the trainer runs plain attention",
     ),
-    "reduced-trainer": (_reduced, "the trainer computes in float32 already"),
+    "reduced-trainer": (
+        lambda c: c.spec.train.dtype != "fp32" or c.spec.train.autocast,
+        "the trainer computes in float32 already",
+    ),
     "captured-experts": (
         lambda c: c.spec.rollout.engine.routing,
         "the engine's experts are not captured (--no-routing)",
@@ -127,7 +120,7 @@ NEEDS: dict[str, tuple[Callable[[Context], object], str]] = {
         "{machine.capability[0]}.{machine.capability[1]}",
     ),
     "prefix-cache": (
-        lambda c: not _no_cache_for_routes(c),
+        lambda c: not (c.machine.cpu_build and c.model.experts and c.spec.rollout.engine.routing),
         "prefix caching is off already, for the capture of routes on a CPU",
     ),
     "cascade": (

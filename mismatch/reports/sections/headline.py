@@ -284,7 +284,7 @@ def table(rows: list[Row]) -> Table:
 
 
 def _metric(row: Row) -> Cell:
-    return Cell(row.words.label, explained=documentation.of_metric(row.metric))
+    return Cell(row.words.label, explained=f"reference/metrics.md#{row.metric}")
 
 
 def _level(row: Row, name: str) -> Cell:

@@ -75,7 +75,7 @@ def sentences(result: Square) -> list[str]:
     texts = [_off(result, finding) for finding in beyond if finding in first.values()]
     displaced = [each for each in result.displaced if each.standing == "beyond"]
     texts += [
-        _displaced(result, each)
+        f"{_whose(result, each)} is wrong: {line(displacement(each))}."
         for each in {each.side: each for each in reversed(displaced)}.values()
     ]
     if not texts:
@@ -103,10 +103,6 @@ def _off(result: Square, finding: Finding) -> str:
         who = "the engine's implementation or the trainer's model code is off"
         return f"{name} and the float32 reference compute different functions: {who}; {apart}."
     return f"{WHOSE[finding.side]} computes another function than the float32 reference: {apart}."
-
-
-def _displaced(result: Square, moved: Displaced) -> str:
-    return f"{_whose(result, moved)} is wrong: {line(displacement(moved))}."
 
 
 def _whose(result: Square, finding: Finding | Displaced) -> str:

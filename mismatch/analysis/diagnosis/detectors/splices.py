@@ -7,6 +7,8 @@ other does not moves all later rows by one more each, or spoils the last token a
 
 from __future__ import annotations
 
+from statistics import multimode
+
 import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, above
@@ -51,7 +53,7 @@ def retokenised(case: Case) -> Look:
     if len(splits) < FEW:
         return Look(evidence)
     evidence += (
-        Evidence("tokens that they moved by, mostly", _common([s for _, s in splits])),
+        Evidence("tokens that they moved by, mostly", min(multimode(s for _, s in splits))),
         Evidence("first of their places, median", float(np.median([at for at, _ in splits]))),
     )
     return _closing(case, right, kept, evidence, "retokenisation", "template-drift", "misalignment")
@@ -81,11 +83,6 @@ def _length(row: slice) -> int:
 
 def _size(case: Case, row: slice) -> float:
     return float(np.abs(case.delta[row]).mean())
-
-
-def _common(values: list[int]) -> int:
-    numbers, counts = np.unique(values, return_counts=True)
-    return int(numbers[counts.argmax()])
 
 
 def _split(left: Floats, right: Floats) -> tuple[int, int] | None:
