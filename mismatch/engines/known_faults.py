@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from mismatch.errors import MismatchError
-
 
 @dataclass(frozen=True, slots=True)
 class KnownFault:
@@ -45,13 +43,3 @@ def faults_of(engine: str, version: str, model_type: str, stored: str) -> Iterat
         same = (fault.engine, fault.model_type, fault.stored) == (engine, model_type, stored)
         if same and release in fault.versions:
             yield fault
-
-
-def require_no_fault(engine: str, version: str, model_type: str, stored: str) -> None:
-    """Refuse an engine version that is known to fail with a checkpoint.
-
-    Raises:
-        MismatchError: it is.
-    """
-    for fault in faults_of(engine, version, model_type, stored):
-        raise MismatchError(fault.what, f"{fault.fix}; {fault.link}")

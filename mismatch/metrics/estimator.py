@@ -86,7 +86,12 @@ class Estimator:
             self._order = np.argsort(sequence, kind="stable")
             sequence = sequence[self._order]
         starts = np.concatenate([[0], np.flatnonzero(np.diff(sequence)) + 1])
-        _require_prompts(sequence[starts], prompt)
+        if sequence[0] < 0 or sequence[-1] >= len(prompt):
+            worst = sequence[0] if sequence[0] < 0 else sequence[-1]
+            raise MismatchError(
+                f"sequence {worst} has no prompt: prompts are given for 0 to {len(prompt) - 1}",
+                "give the prompt of every sequence, [N]",
+            )
         self._sequence = sequence
         self._by = Prompts(starts, prompt[sequence[starts]], len(sequence), block)
         self.n_tokens, self.n_sequences = self._by.n_tokens, self._by.n_sequences
@@ -323,12 +328,3 @@ def _whole(name: str, values: Array) -> Ints:
             f"{name} must be a list of whole numbers, not {array.ndim}-dimensional {array.dtype}"
         )
     return array
-
-
-def _require_prompts(sequence: Ints, prompt: Ints) -> None:
-    if sequence.min() < 0 or sequence.max() >= len(prompt):
-        worst = sequence.min() if sequence.min() < 0 else sequence.max()
-        raise MismatchError(
-            f"sequence {worst} has no prompt: prompts are given for 0 to {len(prompt) - 1}",
-            "give the prompt of every sequence, [N]",
-        )

@@ -89,11 +89,6 @@ def ratio_not_one(ratio: Floats) -> Floats:
     return floats(ratio != 1.0)
 
 
-def ratio_off(ratio: Floats) -> Floats:
-    """Mean of |ratio - 1|. ``ratio`` [A]."""
-    return floats(np.abs(ratio - 1.0))
-
-
 def ratio_off_max(ratio: Floats) -> float:
     """Largest |ratio - 1|. ``ratio`` [A]."""
     return float(np.abs(ratio - 1.0).max())
@@ -104,21 +99,6 @@ def ratio_clipped(ratio: Floats) -> Floats:
     return floats(np.abs(ratio - 1.0) > CLIP)
 
 
-def ratio_nats(delta: Floats) -> Floats:
-    """Mean |new - old|, nats: what an override of the ratio leaves as it is. ``delta`` [A]."""
-    return floats(np.abs(delta))
-
-
-def passes_differ_layer(layers: Floats) -> Floats:
-    """Share of (token, layer) with other experts. ``layers`` [A]: a token's share of layers."""
-    return layers
-
-
-def passes_differ_any(layers: Floats) -> Floats:
-    """Share of tokens with other experts in at least one layer. ``layers`` as above."""
-    return floats(layers > 0.0)
-
-
 def _metric(name: str, terms: Any, unit: str, kind: Any = "mean") -> Metric:
     """Return a metric of this module alone: no comparison of engine and trainer shows it."""
     bounds = SHARE if unit == "share" else POSITIVE
@@ -127,14 +107,15 @@ def _metric(name: str, terms: Any, unit: str, kind: Any = "mean") -> Metric:
 
 METRICS_OF_RATIO = (
     _metric("ratio_not_one", ratio_not_one, "share"),
-    _metric("ratio_off_mean", ratio_off, "1"),
+    _metric("ratio_off_mean", lambda ratio: floats(np.abs(ratio - 1.0)), "1"),
     _metric("ratio_off_max", ratio_off_max, "1", "extreme"),
     _metric("ratio_clipped", ratio_clipped, "share"),
-    _metric("logprob_abs_diff_mean", ratio_nats, "nats"),
+    # What an override of the ratio leaves as it is.
+    _metric("logprob_abs_diff_mean", lambda delta: floats(np.abs(delta)), "nats"),
 )
-METRICS_OF_ROUTES = (
-    _metric("routing_disagree_layer", passes_differ_layer, "share"),
-    _metric("routing_disagree_any", passes_differ_any, "share"),
+METRICS_OF_ROUTES = (  # ``layers`` [A]: a token's share of layers with other experts
+    _metric("routing_disagree_layer", lambda layers: layers, "share"),
+    _metric("routing_disagree_any", lambda layers: floats(layers > 0.0), "share"),
 )
 
 

@@ -111,7 +111,14 @@ def resolve_model(name: str) -> str:
     if path.name == "config.json" and path.is_file():
         path = path.parent
     if name and path.is_dir():
-        return _checkpoint(path)
+        if (reason := unconverted(path)) is not None:
+            raise reason
+        if not (path / "config.json").is_file():
+            raise MismatchError(
+                f"no config.json in {path}: not a model directory",
+                fix="give a directory in Hugging Face format, as save_pretrained writes it",
+            )
+        return str(path)
     if path.suffix == ".gguf":
         raise MismatchError(f"{name} is GGUF", fix="give the checkpoint that it was made from")
     alias = None if "/" in name else find_alias(name)
@@ -142,17 +149,6 @@ def named(data: Any) -> Any:
         return data
     # Of any installation: a run may be compared on another machine.
     return next((name for name in EMBEDDED if data.endswith(f"/mismatch/models/{name}")), data)
-
-
-def _checkpoint(path: Path) -> str:
-    if (reason := unconverted(path)) is not None:
-        raise reason
-    if not (path / "config.json").is_file():
-        raise MismatchError(
-            f"no config.json in {path}: not a model directory",
-            fix="give a directory in Hugging Face format, as save_pretrained writes it",
-        )
-    return str(path)
 
 
 def unconverted(path: Path) -> MismatchError | None:

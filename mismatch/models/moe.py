@@ -170,12 +170,9 @@ def norms_of(layer: Any) -> LayerNorms:
     """
     if not hasattr(layer, "input_layernorm"):
         raise LookupError("has no norm at its input")
-    further = {name for name, _ in _named_norms(layer)} - {"input_layernorm"}
+    norms = {name for name, _ in layer.named_children() if name.endswith("layernorm")}
+    further = norms - {"input_layernorm"}
     for names in (PLAIN, GEMMA, GLM4):
         if further == {name for name in names if name is not None}:
             return LayerNorms(*(None if name is None else getattr(layer, name) for name in names))
     raise LookupError(f"has the norms {', '.join(sorted(further)) or 'of its input alone'}")
-
-
-def _named_norms(layer: Any) -> list[tuple[str, Any]]:
-    return [(name, part) for name, part in layer.named_children() if name.endswith("layernorm")]

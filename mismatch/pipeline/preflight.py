@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from mismatch.engines.known_faults import require_no_fault
+from mismatch.engines.known_faults import faults_of
 from mismatch.engines.registry import (
     check_machine,
     engine_info,
@@ -352,7 +352,8 @@ def require_sound_version(spec: EngineSpec) -> None:
     model_type = json.loads((directory / "config.json").read_text()).get("model_type", "")
     stored = "mxfp4" if is_mxfp4(directory) else "bf16"
     if versions:
-        require_no_fault(spec.engine, versions[0], model_type, stored)
+        for fault in faults_of(spec.engine, versions[0], model_type, stored):
+            raise MismatchError(fault.what, f"{fault.fix}; {fault.link}")
 
 
 # ---------------------------------------------------------------- the hub

@@ -32,7 +32,6 @@ from mismatch.pipeline.saved_runs import (
     UNVERIFIED,
     SavedRun,
     engine_moved,
-    fact_order,
     judged_again,
     load_run,
     same_tokens,
@@ -530,7 +529,9 @@ def _facts(runs: Sequence[SavedRun]) -> Iterator[Fact]:
     """Engine first; what no run states, or all state alike, is left out."""
     for where in PLACES:
         sides: list[Mapping[str, str]] = [run.flat_facts(where) for run in runs]
-        for name in sorted({key for side in sides for key in side}, key=fact_order):
+        # The version and versions first: they are what an upgrade is about.
+        names = sorted({key for side in sides for key in side})
+        for name in sorted(names, key=lambda n: (n != "version", not n.startswith("versions."))):
             values = tuple(side.get(name, ABSENT) for side in sides)
             if len(set(values)) > 1 and set(values) != {ABSENT, "null"}:  # unset, or unknown
                 yield Fact(where, name, values)

@@ -212,11 +212,6 @@ def load_run(run: Path) -> SavedRun:
     return SavedRun(run, report, table)
 
 
-def fact_order(name: str) -> tuple[bool, bool, str]:
-    """Sort the version and versions first: they are what an upgrade is about."""
-    return name != "version", not name.startswith("versions."), name
-
-
 def _flat(facts: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
     for key, value in facts.items():
         if not prefix and key in NOT_SETTINGS:

@@ -306,14 +306,12 @@ class Stages:
         """Show a worker's progress until it ends (or as `finish`), and note its times."""
         with self.timed(key, title) as progress:
             worker.show(progress)
-            finish(worker, *beside, more_s=self._servers_may_take(), until=until)
+            # Requests to servers leave a worker idle, with their retries.
+            engine = self.spec.rollout.engine
+            more_s = 4 * engine.server_timeout_s if engine.servers else 0.0
+            finish(worker, *beside, more_s=more_s, until=until)
         self.journal.timings[worker.label] = worker.timings
         self.journal.save()
-
-    def _servers_may_take(self) -> float:
-        """Seconds for which requests to servers leave a worker idle, with their retries."""
-        engine = self.spec.rollout.engine
-        return 4 * engine.server_timeout_s if engine.servers else 0.0
 
     @contextmanager
     def timed(self, key: str, title: str) -> Iterator[Callable[[str], None]]:

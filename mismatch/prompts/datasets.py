@@ -231,7 +231,10 @@ def _prompt(entry: dict[str, Any], row: int, column: str, spec: PromptSpec) -> P
         )
     answer = None
     if spec.answer_column is not None:
-        answer = numeric_answer(_nested(entry, spec.answer_column))
+        value: Any = entry
+        for name in spec.answer_column.split("."):  # a path such as reward_model.ground_truth
+            value = value.get(name) if isinstance(value, dict) else None
+        answer = numeric_answer(value)
     return Prompt(origin, messages=messages, answer=answer, grader="number")
 
 
@@ -257,10 +260,3 @@ def _turn(item: Any) -> dict[str, Any] | None:
     if not isinstance(role, str) or not isinstance(content, str):
         return None
     return {"role": ROLES.get(role, role), "content": content}
-
-
-def _nested(entry: Any, path: str) -> Any:
-    """Return the value at a path such as ``reward_model.ground_truth``; None if there is none."""
-    for name in path.split("."):
-        entry = entry.get(name) if isinstance(entry, dict) else None
-    return entry

@@ -81,7 +81,8 @@ def show_section(section: Section) -> str:
         return ""
     body = _contents(section)
     if section.folded:
-        return _folded(escape(line(section.title)), body)  # raw HTML: no Markdown in it
+        title = escape(line(section.title))  # raw HTML: no Markdown in it
+        return body and f"<details><summary>{title}</summary>\n\n{body}\n\n</details>"
     return f"**{plain(section.title)}**\n\n{body}"
 
 
@@ -115,9 +116,3 @@ def _cell(cell: Cell, column: Column) -> str:
     value = cell_text(cell, column)
     shown = _code(value) if cell.tone == "code" and value else plain(badge(cell.tone) + value)
     return f"{shown} ({plain(cell.note)})" if cell.note else shown
-
-
-def _folded(title: str, body: str) -> str:
-    if not body:
-        return ""
-    return f"<details><summary>{title}</summary>\n\n{body}\n\n</details>"

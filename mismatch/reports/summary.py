@@ -339,8 +339,10 @@ def _float32(report: Report, spec: dict[str, Any]) -> str:
     """Return how to get the passes that tell a fault from rounding."""
     if headline(report).rollout == "recorded:decode":
         how = "Score the tokens with the model (mismatch read-rollouts, then score)"
-    elif flag := _without_float32(spec):
-        how = f"Run again without {flag}"
+    elif spec.get("quick"):
+        how = "Run again without --quick"
+    elif not spec.get("noise_floor", True):
+        how = "Run again without --no-noise-floor"
     else:
         how = "Let the float32 passes run (more memory, an engine started here)"
     return f"{how}: only the float32 passes tell a fault from rounding"
@@ -366,13 +368,6 @@ def _more_prompts(report: Report) -> list[str]:
         return [f"{_measure(report)}; a few tokens carry the number: look at them"]
     alone = "More prompts alone will not decide this: look at the worst tokens and prompts"
     return [alone] if deciding else []
-
-
-def _without_float32(spec: dict[str, Any]) -> str:
-    """Return the flag that left the float32 passes out; "" where they were asked for."""
-    if spec.get("quick"):
-        return "--quick"
-    return "" if spec.get("noise_floor", True) else "--no-noise-floor"
 
 
 def _where_to_look(report: Report) -> str:

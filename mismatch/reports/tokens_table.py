@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mismatch.types import Ints
-
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -22,8 +20,3 @@ def comparable(tokens: pd.DataFrame) -> pd.DataFrame:
     finite = np.isfinite(tokens["delta"].to_numpy(dtype=np.float64))
     rows: pd.DataFrame = tokens[finite]
     return rows.sort_values(["sequence", "position"], kind="stable", ignore_index=True)
-
-
-def rank_in_response(tokens: pd.DataFrame) -> Ints:
-    """Return the place of each token among its sequence's sampled tokens, from 0, [A]."""
-    return np.asarray(tokens.groupby("sequence").cumcount(), dtype=np.int64)

@@ -139,16 +139,15 @@ def require_new(out: Path) -> None:
     Raises:
         MismatchError: it does, or is no directory.
     """
-    if out.exists() and (not out.is_dir() or _holds_anything(out)):
+    # The lock, and what a command left before its first file, do not count.
+    if out.exists() and (
+        not out.is_dir()
+        or any(path.name != LOCK and not path.name.endswith(".partial") for path in out.iterdir())
+    ):
         fix = "choose another --out, or delete it"
         if (out / SPEC).exists():
             fix = f"it holds another run: choose another --out, or continue it: --resume {out}"
         raise MismatchError(f"{out} exists and is not empty", fix)
-
-
-def _holds_anything(out: Path) -> bool:
-    """Whether there is more than the lock and what a command left before its first file."""
-    return any(path.name != LOCK and not path.name.endswith(".partial") for path in out.iterdir())
 
 
 def _first_free(stem: Path) -> Path:

@@ -45,19 +45,14 @@ def main(arguments: list[str]) -> int:
         return 2
     except Exception as error:
         traceback.print_exc()
-        cause = root_of(error)
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # frameworks wrap what went wrong
+            cause = cause.__cause__
         what = f"{job['trainer']}: {type(cause).__name__}: {first_line(cause)}"
         fix = f"the traceback is in {job['run_dir']}/logs/{job['label']}.log"
         write_error(job["run_dir"], f"{job['label']}-rank{rank}", MismatchError(what, fix))
         return 2
     return 0
-
-
-def root_of(error: BaseException) -> BaseException:
-    """Return the error that a chain of errors began with: frameworks wrap what went wrong."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 def run(job: dict[str, Any], rank: int) -> None:

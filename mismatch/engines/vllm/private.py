@@ -217,11 +217,6 @@ def sinks_in_use(module: Any, parameter: torch.Tensor) -> torch.Tensor:
     return parameter
 
 
-def number_of_experts(router: Any) -> int:
-    """Return the experts that a router chooses from; the most that 16 bits hold if it is unsaid."""
-    return int(getattr(router, "global_num_experts", 0) or 1 << 16)
-
-
 def renamed(model: Any, checkpoint_names: list[str]) -> dict[str, str]:
     """Return vLLM's name, as if nothing were fused -> checkpoint name, of what its loader renames.
 

@@ -201,9 +201,8 @@ class WorkerExtension(WeightSync, ModelCalls):
         self._mismatch_steps: dict[str, list[tuple[int, np.ndarray]]] = {}
         current: dict[int, np.ndarray] = {}
         moe = private.moe_layers(self._mismatch_model())
-        narrow = {
-            layer: narrowest(private.number_of_experts(module.router)) for layer, module in moe
-        }
+        numbers = {layer: getattr(m.router, "global_num_experts", 0) for layer, m in moe}
+        narrow = {layer: narrowest(int(n or 1 << 16)) for layer, n in numbers.items()}  # 0: unsaid
 
         def seen(layer: int, ids: Any) -> None:
             experts = ids.detach().cpu().numpy()

@@ -78,7 +78,11 @@ def preview(
     present = np.unique(pair.sequence)
     # A unit is a sequence: to the estimator each is one token.
     estimator = Estimator(np.arange(len(present)), pair.prompt[present], seed=seed)
-    bench = Bench(ratios, estimator, token_advantages(rollout, pair), batch)
+    advantage = None
+    if rollout.rewards is not None:
+        advantage = group_advantages(rollout.rewards, rollout.prompt_index)[pair.sequence]
+    known = advantage is not None and advantage.any()  # where no rewards differ, none is
+    bench = Bench(ratios, estimator, advantage if known else None, batch)
     settings = settings or Settings()
     tried = bench.previews(settings, lawful=sampled_by_left)
     favoured, best, reason = choose(tried, batch) if sampled_by_left else (None, None, "")
@@ -96,14 +100,6 @@ def preview(
         not_tested=() if sampled_by_left else (NOT_LAWFUL,),
         recipes=() if best is None else recipes(best, settings),
     )
-
-
-def token_advantages(rollout: Rollout, pair: Pair) -> Floats | None:
-    """Return the advantage of every action token, [A]; None where no rewards differ."""
-    if rollout.rewards is None:
-        return None
-    advantage = group_advantages(rollout.rewards, rollout.prompt_index)[pair.sequence]
-    return advantage if advantage.any() else None
 
 
 def _effective(means: Floats) -> Floats:

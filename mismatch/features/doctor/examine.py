@@ -61,8 +61,12 @@ def examine(
 ) -> Diagnosis:
     """Examine this machine, or one that is described, for a check; plan it if it names a model."""
     machine, installed = machine or inspect_machine(), installed or packages()
-    problems = list(_broken(spec, installed))
-    planned = None
+    problems, planned = [], None
+    for name, package in installed.items():
+        if package.error and name in (spec.rollout.engine.engine, *TRAINER):
+            fix = IN_A_CLONE if name in TRAINER else engine_info(name).install_hint
+            what = f"{package.distribution} {package.version} cannot be used: {package.error}"
+            problems.append(Problem(what, fix))
     try:
         preflight(spec, reach=False)
         if spec.train.model:
@@ -72,16 +76,6 @@ def examine(
     except MismatchError as error:
         problems.append(Problem(error.message, error.fix))
     return Diagnosis(machine, installed, tuple(problems), planned)
-
-
-def _broken(spec: CheckSpec, installed: dict[str, Package]) -> Iterator[Problem]:
-    """Yield packages of this check that are installed and do not work."""
-    engine = spec.rollout.engine.engine
-    for name, package in installed.items():
-        if package.error and name in (engine, *TRAINER):
-            fix = IN_A_CLONE if name in TRAINER else engine_info(name).install_hint
-            what = f"{package.distribution} {package.version} cannot be used: {package.error}"
-            yield Problem(what, fix)
 
 
 def _missing_weights(spec: CheckSpec) -> Iterator[Problem]:

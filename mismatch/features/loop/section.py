@@ -59,13 +59,6 @@ def tiny(value: float) -> str:
     return "0 (float32)" if 0 < abs(value) < ROUNDING else number(value)
 
 
-def _over_seeds(values: list[float]) -> str:
-    """Write the mean of an arm's seeds, and from where to where they reach."""
-    low, high = tiny(min(values)), tiny(max(values))
-    mean = tiny(float(np.mean(values)))
-    return mean if low == high else f"{mean} ({low} to {high})"
-
-
 def _checked(result: LoopReport) -> list[Column]:
     """Return the column of the verdicts before the first step, where a check gave them."""
     checked = result.checked
@@ -76,8 +69,14 @@ def _checked(result: LoopReport) -> list[Column]:
 
 
 def _ends(name: str) -> Callable[[Arm], str]:
-    """Return a column's mean over the last steps, of all seeds."""
-    return lambda arm: _over_seeds([at_end(run, name) for run in arm.runs])
+    """Return a column's mean over the last steps of an arm's seeds, and from where to where."""
+
+    def shown(arm: Arm) -> str:
+        values = [at_end(run, name) for run in arm.runs]
+        low, high, mean = tiny(min(values)), tiny(max(values)), tiny(float(np.mean(values)))
+        return mean if low == high else f"{mean} ({low} to {high})"
+
+    return shown
 
 
 def _step(at: int | None) -> str:

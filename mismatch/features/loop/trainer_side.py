@@ -140,7 +140,13 @@ class TrainerSide:
         source = replay_source(folder, rollout, spec)
         train = score_pass(self.world, self.loaded, rollout, Pass(TRAIN, spec), source)
         if train is not None:  # on rank 0
-            require_finite(step, "the trainer's scoring", train.logprobs)
+            bad = int((~np.isfinite(train.logprobs)).sum())
+            if bad:
+                raise MismatchError(
+                    f"step {step}: the trainer's scoring has {bad} of {len(train.logprobs)} "
+                    "log-probabilities that are not finite",
+                    "the weights have diverged: a smaller --learning-rate, or another arm",
+                )
             row |= measure(rollout, decode, train)
         scored = time.monotonic()
         own = np.zeros(rollout.n_actions) if train is None else train.logprobs.copy()
@@ -213,16 +219,6 @@ class TrainerSide:
             "clip_share": removed / max(counted, 1),
             "ratio_max": max(largest),
         }
-
-
-def require_finite(step: int, what: str, values: Floats) -> None:
-    """Refuse numbers that are not finite: the model has diverged."""
-    bad = int((~np.isfinite(values)).sum())
-    if bad:
-        raise MismatchError(
-            f"step {step}: {what} has {bad} of {len(values)} log-probabilities that are not finite",
-            "the weights have diverged: a smaller --learning-rate, or another arm",
-        )
 
 
 if __name__ == "__main__":

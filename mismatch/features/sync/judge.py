@@ -188,18 +188,14 @@ def parameters(
         if source != name:
             prints = [p and replace(p, values=()) for p in prints]
         results.append(parameter(name, states, prints, reasons.get(name, "")))
-    by_name = {result.name: result for result in results}
-    return tuple(_alias(result, by_name, tied) for result in results)
-
-
-def _alias(
-    result: Parameter, by_name: Mapping[str, Parameter], tied: Mapping[str, str]
-) -> Parameter:
-    """Report a lost tie where a tied parameter is stale while its source arrived."""
-    source = by_name.get(tied.get(result.name, ""))
-    if source is None or not source.arrived or result.status != "stale":
-        return result
-    return replace(result, status="alias_lost")
+    # A tied parameter that is stale while its source arrived lost its tie.
+    arrived = {result.name for result in results if result.arrived}
+    return tuple(
+        replace(result, status="alias_lost")
+        if result.status == "stale" and tied.get(result.name) in arrived
+        else result
+        for result in results
+    )
 
 
 def of_adapters(compared: Sequence[Parameter], held: Sequence[States]) -> tuple[Parameter, ...]:

@@ -39,9 +39,9 @@ from mismatch.processes.workers.sampling import (
 from mismatch.run import resume, store
 from mismatch.run.messages import SAMPLED, Reporter, report_ready, report_timing, write_error
 from mismatch.specs import RolloutSpec
-from mismatch.types import Rollout
 
 CACHE_SCHEMA = "mismatch.cache/1"
+MOST_PROMPTS = 16  # of which the prefix cache is read
 LOG_DELAY_S = 1.0  # for the lines on their way to the log
 
 
@@ -73,7 +73,12 @@ def reported(
     except MismatchError as error:
         traceback.print_exc()
         if isinstance(error, CauseInLog):
-            error = error.explained(own_log(run_dir, label))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            time.sleep(LOG_DELAY_S)
+            # What this process and its children have said so far; the parent writes it down.
+            log = run_dir / "logs" / f"{label}.log"
+            error = error.explained(log.read_text("utf-8", "replace") if log.exists() else "")
         write_error(run_dir, name, error)
         return 1
     except Exception as error:
@@ -83,15 +88,6 @@ def reported(
         write_error(run_dir, name, MismatchError(what, f"the whole story is in {log}"))
         return 1
     return 0
-
-
-def own_log(run_dir: Path, label: str) -> str:
-    """Return what this process and its children have said so far; the parent writes it down."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    time.sleep(LOG_DELAY_S)
-    path = run_dir / "logs" / f"{label}.log"
-    return path.read_text("utf-8", "replace") if path.exists() else ""
 
 
 def run(run_dir: Path, spec: RolloutSpec) -> None:
@@ -143,7 +139,10 @@ def score(
     rollouts = [store.load_rollout(run_dir / task.folder) for task in tasks]
     longest = max((int(np.diff(rollout.offsets).max()) for rollout in rollouts), default=0)
     if cache is not None:
-        prompts = first_prompts(store.load_rollout(run_dir))
+        own = store.load_rollout(run_dir)
+        sequences, masks = own.sequences(), np.split(own.action_mask, own.offsets[1:-1])
+        rows = np.unique(own.prompt_index, return_index=True)[1][:MOST_PROMPTS]
+        prompts = [sequences[row][: int(np.flatnonzero(masks[row])[0])].tolist() for row in rows]
         longest = max(longest, artefacts.context_of(max(map(len, prompts))))
     with kind(in_form(spec.engine), spec.sampling, longest) as engine:
         report_ready()
@@ -162,14 +161,6 @@ def score(
                 document = read_cache(engine, capabilities, prompts)
             document |= {"seconds": round(time.monotonic() - start, 3)}
             store.save_document(run_dir, cache, document, schema=CACHE_SCHEMA)
-
-
-def first_prompts(rollout: Rollout) -> list[list[int]]:
-    """Return the first 16 prompts of a rollout."""
-    _, rows = np.unique(rollout.prompt_index, return_index=True)
-    sequences = rollout.sequences()
-    masks = np.split(rollout.action_mask, rollout.offsets[1:-1])
-    return [sequences[row][: int(np.flatnonzero(masks[row])[0])].tolist() for row in rows[:16]]
 
 
 def read_cache(

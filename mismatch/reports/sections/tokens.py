@@ -23,7 +23,7 @@ from mismatch.reports.svg import (
     legend_above,
     shades,
 )
-from mismatch.reports.tokens_table import LEAST, comparable, rank_in_response
+from mismatch.reports.tokens_table import LEAST, comparable
 from mismatch.types import Report
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ def by_position(tokens: pd.DataFrame) -> Figure:
 
 def _by_position(tokens: pd.DataFrame, axes: Axes) -> str:
     """Mean of the size of delta, and signed mean, per bucket of positions."""
-    offset = rank_in_response(tokens)
+    offset = tokens.groupby("sequence").cumcount()  # place among the sequence's sampled tokens
     width = max(1, -(-int(offset.max() + 1) // BUCKETS))
     by_bucket = tokens["delta"].groupby(offset // width)
     size = tokens["delta"].abs().groupby(offset // width)

@@ -333,8 +333,10 @@ def plain_attention(
     parts = []
     for span in attention_mask.spans:
         rows, keys = query[:, :, span.start : span.stop], slice(span.low, span.high)
-        seen = _additive(attention_mask, span, query.dtype)
-        ours = (rows, key[:, :, keys], value[:, :, keys], seen, scale)
+        seen = attention_mask.part(span.start, span.stop, span.low, span.high)
+        lowest = torch.finfo(query.dtype).min
+        added = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, lowest)
+        ours = (rows, key[:, :, keys], value[:, :, keys], added, scale)
         parts.append(
             with_sinks(*ours, sinks) if eager is None else eager(module, *ours, **options)[0]
         )
@@ -382,9 +384,3 @@ def eager_of(module: torch.nn.Module) -> Eager | None:
     home = sys.modules[type(module).__module__]
     function: Eager | None = getattr(home, "eager_attention_forward", None)
     return function
-
-
-def _additive(mask: BlockedMask, span: Span, dtype: torch.dtype) -> torch.Tensor:
-    """[B, 1, queries, keys] 0 where a query may attend, else the lowest number of the dtype."""
-    seen = mask.part(span.start, span.stop, span.low, span.high)
-    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)

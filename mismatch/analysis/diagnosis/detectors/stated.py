@@ -110,7 +110,17 @@ def configurations(case: Case) -> Look | NotTested:
     longest = int(np.diff(case.rollout.offsets).max())
     a, b = _resolved(engine, longest), _resolved(trainer, longest)
     common = [name for name in FIELDS if name in a and name in b]
-    findings = [*_differing(a, b, common), *_one_sided(engine, trainer), *_sampled(case)]
+    causes: dict[tuple[str, bool], list[Evidence]] = {}  # a finding each, of all its fields
+    for name in common:
+        if not _same(a[name], b[name]):
+            values = f"{_shown(a[name])} in the engine, {_shown(b[name])} in the trainer"
+            key = FIELDS[name], name not in LEADS
+            causes.setdefault(key, []).append(Evidence(name, values, "equal"))
+    findings = [
+        Finding(cause, "either", None, tuple(fields), certain=certain, stated=True, fact=certain)
+        for (cause, certain), fields in causes.items()
+    ]
+    findings += [*_one_sided(engine, trainer), *_sampled(case)]
     if not common and not findings and not (engine.get("dtype") and trainer.get("dtype")):
         return NotTested("resolved configurations", "a side states no settings")
     evidence = (
@@ -132,20 +142,6 @@ def _resolved(fingerprint: Fingerprint, longest: int) -> dict[str, Any]:
     if isinstance(windows, list):
         fields["sliding_window"] = [None if w is None or w >= longest else w for w in windows]
     return fields
-
-
-def _differing(a: dict[str, Any], b: dict[str, Any], common: list[str]) -> list[Finding]:
-    """One finding a cause, of all the fields that speak for it."""
-    causes: dict[tuple[str, bool], list[Evidence]] = {}
-    for name in common:
-        if not _same(a[name], b[name]):
-            values = f"{_shown(a[name])} in the engine, {_shown(b[name])} in the trainer"
-            key = FIELDS[name], name not in LEADS
-            causes.setdefault(key, []).append(Evidence(name, values, "equal"))
-    return [
-        Finding(cause, "either", None, tuple(fields), certain=certain, stated=True, fact=certain)
-        for (cause, certain), fields in causes.items()
-    ]
 
 
 def _same(a: Any, b: Any) -> bool:
