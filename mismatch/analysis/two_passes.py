@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mismatch.analysis.comparison import paired_routing
+from mismatch.analysis.plugins import Analysis
 from mismatch.analysis.routing_tables import replay_of
 from mismatch.metrics.ppo_passes import AS_RUN, OVERRIDE, REPLAY, TwoPasses, Variant, measure_pass
 from mismatch.models.moe import describe
@@ -94,3 +95,11 @@ def _notes(spec: CheckSpec, old: Scoring, new: Scoring, replayed: Scoring | None
             + (": --inject router-noise=SIGMA shows what that would do" if moe else "")
         )
     return notes
+
+
+ANALYSIS = Analysis(
+    "two_passes",
+    TwoPasses,
+    lambda run, spec: two_passes(spec, run.rollout, run.usable, spec.seed),
+    order=4,
+)
