@@ -40,20 +40,6 @@ COMPANIONS = {
 }
 
 
-def require_companions(flags: Flags) -> None:
-    """No flag is set that has no effect.
-
-    Raises:
-        MismatchError: one is. A file of all flags (``--print-config``) may hold their defaults.
-    """
-    defaults = {option.name: option.default for option in CHECK}
-    for name, needed in COMPANIONS.items():
-        asked = name in flags.explicit and flags[name] != defaults[name]
-        if asked and not any(flags.get(other) for other in needed.split()):
-            others = " or ".join(map(_flag, needed.split()))
-            raise MismatchError(f"{_flag(name)} without {others} does nothing", f"add {others}")
-
-
 def check_spec(flags: Flags) -> CheckSpec:
     """Return the spec that the flags of `check` mean."""
     from mismatch.models import resolve_model
@@ -126,7 +112,13 @@ def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
     """Return the engine's side; ``model`` is resolved already."""
     from mismatch.prompts.tasks import find_task
 
-    require_companions(flags)
+    defaults = {option.name: option.default for option in CHECK}
+    for name, needed in COMPANIONS.items():
+        # A file of all flags (--print-config) may hold their defaults.
+        asked = name in flags.explicit and flags[name] != defaults[name]
+        if asked and not any(flags.get(other) for other in needed.split()):
+            others = " or ".join(map(_flag, needed.split()))
+            raise MismatchError(f"{_flag(name)} without {others} does nothing", f"add {others}")
     sources = [name for name in ("task", "prompts", "dataset") if flags[name] != SOURCES[name]]
     if len(sources) > 1:
         both = " and ".join(map(_flag, sources))

@@ -144,7 +144,8 @@ def float32_engine(spec: RolloutSpec) -> RolloutSpec | None:
     kept = tuple(
         pair for pair in engine.args if pair[0].lstrip("-").replace("-", "_") not in REDUCING
     )
-    packed = engine.weights == "mxfp4" or (engine.weights == AS_STORED and _stores_mxfp4(engine))
+    as_stored = engine.weights == AS_STORED and (Path(engine.model) / "config.json").is_file()
+    packed = engine.weights == "mxfp4" or (as_stored and is_mxfp4(Path(engine.model)))
     exact = replace(
         engine,
         dtype="fp32",
@@ -154,11 +155,6 @@ def float32_engine(spec: RolloutSpec) -> RolloutSpec | None:
         weights="bf16" if packed else engine.weights,  # dequantised: engines refuse MXFP4 with it
     )
     return replace(spec, engine=exact, exact_kl=0)
-
-
-def _stores_mxfp4(engine: EngineSpec) -> bool:
-    directory = Path(engine.model)
-    return (directory / "config.json").is_file() and is_mxfp4(directory)
 
 
 def own_code(train: TrainSpec) -> TrainSpec:

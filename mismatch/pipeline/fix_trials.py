@@ -85,7 +85,12 @@ class FixRun:
         for variant in missing:
             if variant.id not in self.failed:
                 self.leave_out(variant, BUDGET)
-        self.spent_s = self.cost_s()
+        # Of engines and forward passes of fixes, of earlier runs too.
+        places = {variant.folder for variant in self.variants} - {""}
+        self.spent_s = sum(engine_seconds(self.run_dir / folder) for folder in places)
+        for variant in filter(self.scored, self.variants):
+            header = store.scoring_header(self.run_dir / variant.folder, variant.scoring.name)
+            self.spent_s += header["fingerprint"].get("seconds", 0.0)
 
     def pending(self) -> list[Variant]:
         """Return the variants without a scoring."""
@@ -180,15 +185,6 @@ class FixRun:
                 reason += f"; see {folder}/logs/engine.log"
             for variant in variants:
                 self.fail(variant, reason)
-
-    def cost_s(self) -> float:
-        """Return the seconds of engines and forward passes of fixes, of earlier runs too."""
-        places = {variant.folder for variant in self.variants} - {""}
-        total = sum(engine_seconds(self.run_dir / folder) for folder in places)
-        for variant in filter(self.scored, self.variants):
-            header = store.scoring_header(self.run_dir / variant.folder, variant.scoring.name)
-            total += header["fingerprint"].get("seconds", 0.0)
-        return total
 
     def pairs(self, context: Context) -> None:
         """Measure a second round: pairs of the best fixes that help."""

@@ -92,16 +92,12 @@ def to_svg(figure: Figure, name: str, title: str) -> str:
         name: prefix of the element's ids, unique in the page.
         title: read out by screen readers; plain text, escaped here.
     """
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return embed(buffer.getvalue(), name, title)
-
-
-def embed(document: str, name: str, title: str) -> str:
-    """Cut an SVG document down to what a page needs: no prolog, metadata, size or foreign ids."""
     from markupsafe import escape
 
-    body = document[document.index("<svg") :]
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    # Of the document a page needs no prolog, metadata, size or foreign ids.
+    body = buffer.getvalue()[buffer.getvalue().index("<svg") :]
     for element in ("metadata", "style"):  # a style inside an inline SVG rules the whole page
         body = re.sub(rf"<{element}\b.*?</{element}>", "", body, flags=re.DOTALL)
     body = re.sub(r"<!--.*?-->", "", body, flags=re.DOTALL)

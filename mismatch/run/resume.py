@@ -57,8 +57,14 @@ def _done(run_dir: Path, name: str, spec: RolloutSpec | TrainSpec) -> bool:
     if not manifest.is_current(run_dir, name, spec_hash(spec)):
         return False
     noted = manifest.made_with(run_dir, name)
-    if isinstance(spec, RolloutSpec) and not _same_process(spec):
-        return True  # the worker knows what its environment holds, and asks again
+    if isinstance(spec, RolloutSpec):
+        engine, python = spec.engine.engine, spec.engine.python
+        if python is not None:
+            here = os.path.abspath(python) == sys.executable
+        else:
+            here = engine not in SEPARABLE or find_spec(engine) is not None
+        if not here:
+            return True  # the worker knows what its environment holds, and asks again
     changed = differences(noted, made_with(spec)) if noted else []
     if changed:
         raise MismatchError(
@@ -67,14 +73,6 @@ def _done(run_dir: Path, name: str, spec: RolloutSpec | TrainSpec) -> bool:
             "put the old files back, or start a new run without --resume",
         )
     return True
-
-
-def _same_process(spec: RolloutSpec) -> bool:
-    """Whether this process has the packages that the engine of a spec runs with."""
-    engine, python = spec.engine.engine, spec.engine.python
-    if python is not None:
-        return os.path.abspath(python) == sys.executable
-    return engine not in SEPARABLE or find_spec(engine) is not None
 
 
 def differences(recorded: dict[str, Any], asked: dict[str, Any], prefix: str = "") -> list[str]:

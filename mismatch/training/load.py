@@ -41,11 +41,11 @@ from mismatch.training.routing.replay import require_interventions_possible
 from mismatch.training.scorer import Scorer, torch_dtype
 from mismatch.training.sequence_parallel import require_splittable
 from mismatch.training.source import (
+    TOKENIZER_FILES,
     dequantising,
     model_directory,
     quantisation_of,
     read_config,
-    require_tokenizer,
     resolve_master,
     skeleton,
 )
@@ -202,8 +202,12 @@ def require_runnable(
             experts implementation that cannot run it, routing that cannot be captured.
     """
     config = read_config(spec)
-    if Path(spec.model).is_dir():
-        require_tokenizer(Path(spec.model))
+    local = Path(spec.model)
+    if local.is_dir() and not any((local / name).exists() for name in TOKENIZER_FILES):
+        raise MismatchError(
+            f"{local} holds no tokenizer ({', '.join(TOKENIZER_FILES)})",
+            "copy the tokenizer's files next to the weights: tokenizer.save_pretrained(DIRECTORY)",
+        )
     bare = skeleton(config, spec.trust_remote_code)
     attention = resolve_for(spec.attention, bare, device, torch_dtype(spec.autocast or spec.dtype))
     _require_experts(spec.experts, bare)

@@ -84,16 +84,6 @@ def model_directory(spec: TrainSpec) -> Path | None:
     return None if config is None else config.parent
 
 
-def require_tokenizer(directory: Path) -> None:
-    """MismatchError unless the directory holds a tokenizer next to the weights."""
-    if any((directory / name).exists() for name in TOKENIZER_FILES):
-        return
-    raise MismatchError(
-        f"{directory} holds no tokenizer ({', '.join(TOKENIZER_FILES)})",
-        "copy the tokenizer's files next to the weights: tokenizer.save_pretrained(DIRECTORY)",
-    )
-
-
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 BF16_ONLY = {"BF16"}
 INTEGERS = {"U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}  # blocks, scales, ids

@@ -135,7 +135,13 @@ class VllmEngine(Engine):
             self._call("mismatch_start_distributions", asdict(self._wanted), self._next_id, sizes)
         outputs = self._run([prompts[p] for p, _ in jobs], params, progress)
         if self._wanted is not None:
-            self._distributions = self._stop_distributions()
+            # Tensor-parallel ranks have the same, or none.
+            self._distributions = {}
+            for packed, failed in self._call("mismatch_stop_distributions"):
+                if failed:
+                    print(f"distributions could not be taken: {failed}", file=sys.stderr)
+                if not self._distributions:
+                    self._distributions = {name: unpack(array) for name, array in packed.items()}
         rows = self._captured(outputs) if on_cpu else [None] * len(jobs)
         samples = [
             self._sample(request, output, routed, job)
@@ -251,15 +257,6 @@ class VllmEngine(Engine):
 
     def captured_distributions(self) -> dict[str, NDArray[Any]]:
         return self._distributions
-
-    def _stop_distributions(self) -> dict[str, NDArray[Any]]:
-        """Return what was taken; tensor-parallel ranks have the same, or none."""
-        found: dict[str, NDArray[Any]] = {}
-        for packed, failed in self._call("mismatch_stop_distributions"):
-            if failed:
-                print(f"distributions could not be taken: {failed}", file=sys.stderr)
-            found = found or {name: unpack(array) for name, array in packed.items()}
-        return found
 
     # ------------------------------------------------------------ prefill
 

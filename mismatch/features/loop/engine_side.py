@@ -124,7 +124,8 @@ class EngineSide:
         chosen = self.chosen(step)
         count = self.loop.check.rollout.sampling.samples_per_prompt
         progress = Reporter(f"step {step}")
-        rollout, decode = self.sample(chosen, count, seed_of(self.loop.seed, step), progress)
+        drawn = np.random.SeedSequence([self.loop.seed, step]).generate_state(1)[0]
+        rollout, decode = self.sample(chosen, count, int(drawn >> 1), progress)
         done["generate_s"] = time.monotonic() - began
         rollout = replace(rollout, rewards=self.rewards(rollout, chosen, f"of step {step}"))
         folder, spec = self.run_dir / STEPS / f"{step:06d}", self.loop.check.rollout
@@ -213,11 +214,6 @@ class EngineSide:
                 "prompts with answers, or your own: --reward package.module:function",
             )
         return rollout.rewards
-
-
-def seed_of(seed: int, step: int) -> int:
-    """Of the engine's sampling at a step."""
-    return int(np.random.SeedSequence([seed, step]).generate_state(1)[0] >> 1)
 
 
 def own_rewards(

@@ -14,7 +14,6 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import (
     RANKED_BY,
     VALUE,
-    EstimatorFix,
     FixOutcome,
     FixTable,
     HeldOut,
@@ -99,7 +98,11 @@ def section(result: FixTable, report: Report) -> Section:
         numbers.insert(0, ("without", *map(before.get, SIZES), *[None] * (len(NUMBERS) - 4)))
     left = [(row.id, row.reason) for row in result.outcomes if not row.measured]
     others = Table((Column("fix", text), Column("not measured, because", text)), left)
-    losses = [_loss(fix) for fix in result.estimators]
+    losses = []  # what they do to the tokens is among the corrections
+    for fix in result.estimators:
+        remark = HIDES if fix.hides else REMOVES_NOTHING
+        remark = f"{remark}; {fix.reason}" if fix.reason else remark
+        losses.append((Cell(fix.id, "code"), fix.summary, remark))
     first, rest = tried[: 1 + SHOWN], tried[1 + SHOWN :]
     folded = (
         Section("fixes-rest", f"Other fixes: {len(rest)}", tables=(Table(TRIED, rest),)),
@@ -204,12 +207,6 @@ def _dots(rows: list[FixOutcome], report: Report, axes: Axes) -> str:
         f"{_name(r.id)} {write(r.before[K3].value)} → {write(r.after[K3].value)}" for r in rows
     ]
     return f"k3 before and after: {'; '.join(values)}"
-
-
-def _loss(fix: EstimatorFix) -> Cells:
-    """Show one fix of the loss; what it does to the tokens is among the corrections."""
-    remark = HIDES if fix.hides else REMOVES_NOTHING
-    return Cell(fix.id, "code"), fix.summary, f"{remark}; {fix.reason}" if fix.reason else remark
 
 
 def command_of(row: FixOutcome) -> str:

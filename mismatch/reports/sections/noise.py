@@ -30,24 +30,22 @@ def section(report: Report) -> Section | None:
     rows = noise_rows(report)
     if not rows:
         return None
+    repeated = [row for row in rows if row.relative is not None and row.agree]
+    largest = max(repeated, key=lambda row: row.relative or 0.0, default=None)
+    if largest is None:
+        itself = ""
+    elif largest.relative:
+        itself = f"At most {largest.beside} ({largest.words.label})."
+    else:
+        itself = "None: every pass that was repeated gave the same numbers."
     return Section(
         "noise",
         "Noise of this run",
         NOISE,
         sentences=float32(report),
         tables=[Table.of(PASSES, rows)],
-        short=_itself(report),
+        short=itself,
     )
-
-
-def _itself(report: Report) -> str:
-    noise = [row for row in noise_rows(report) if row.relative is not None and row.agree]
-    if not noise:
-        return ""
-    largest = max(noise, key=lambda row: row.relative or 0.0)
-    if not largest.relative:
-        return "None: every pass that was repeated gave the same numbers."
-    return f"At most {largest.beside} ({largest.words.label})."
 
 
 def float32(report: Report) -> list[str]:
