@@ -290,22 +290,21 @@ class _Corners:
 
     def legs(self) -> Iterator[Leg]:
         """Yield every side that rounds, once: passes that agree bit for bit are one."""
-        exact = self.engine_in_float32() or self.reference
-        for side, names, its_float32 in (
-            ("engine", (self.run.decode.name, f"{self.engine}:prefill"), exact),
-            (
-                "trainer",
-                (TRAIN, f"{TRAIN}:regrouped", f"{TRAIN}:grad"),
-                self.trainer_in_float32() or self.reference,
-            ),
-        ):
+        engine = [self.run.decode.name, f"{self.engine}:prefill"]
+        trainer = [TRAIN, f"{TRAIN}:regrouped", f"{TRAIN}:grad"]
+        sides: list[tuple[Side, list[str], Scoring | None]] = [
+            ("engine", engine, self.engine_in_float32()),
+            ("trainer", trainer, self.trainer_in_float32()),
+        ]
+        for side, names, exact in sides:
+            its_float32 = self.reference if exact is None or rounds(exact) else exact
             seen: list[Floats] = []
             for name in names:
                 scoring = self.usable.get(name)
                 if scoring is None or any(np.array_equal(scoring.logprobs, s) for s in seen):
                     continue
                 seen.append(scoring.logprobs)
-                leg = self.leg(side, scoring, its_float32)  # type: ignore[arg-type]
+                leg = self.leg(side, scoring, its_float32)
                 if leg is not None:
                     yield leg
         # Other engines that scored the same tokens (mismatch score --engine).
@@ -442,8 +441,15 @@ class _Corners:
 SIDES: tuple[Side, ...] = ("engine", "trainer")
 
 
+def rounds(scoring: Scoring) -> bool:
+    """Whether it is known to compute below float32, whatever it was asked."""
+    return precision_of(scoring.fingerprint) not in (None, "fp32")
+
+
 def incomparable(exact: Scoring, reference: Scoring) -> str:
     """Return why a difference of two scorings in float32 says nothing of functions; "": it does."""
+    if rounds(exact):
+        return f"{exact.name} was not computed in float32, but in {precision_of(exact.fingerprint)}"
     if _law(exact) != _law(reference):
         return "its logprobs and float32's differ in temperature or cuts"
     forms = {each.fingerprint.get("weights_form") or "as-stored" for each in (exact, reference)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -48,6 +49,8 @@ class Trl:
         options = settings(job)
         self.notes = tuple(f"{name} is not followed" for name in LEFT_OUT if name in options)
         options = {name: value for name, value in options.items() if name not in LEFT_OUT}
+        if job.precision == "fp32":  # transformers 4 keeps the first trainer's precision here
+            os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
         with tempfile.TemporaryDirectory() as scratch:
             config = GRPOConfig(
                 **{"num_generations": 2, "per_device_train_batch_size": 2, "max_steps": 1}

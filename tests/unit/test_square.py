@@ -558,3 +558,14 @@ def test_too_little_memory_starts_no_engine(
     score_in_float32(starter)
     assert starter.started == []
     assert read_error(tmp_path, LABEL) is not None
+
+
+def test_a_float32_pass_that_a_framework_computed_in_bf16_is_no_corner() -> None:
+    """TRL under transformers 4 kept the autocast of its first trainer; its gap would be a fault."""
+    own = {"fsdp:fp32": {"dtype": "bf16", "autocast": "bf16"}}
+    measured = square(run_of({"fsdp:fp32": 30.0}, own))
+    assert [gap.left for gap in measured.gaps] == ["vllm:fp32"]
+    assert any("bf16" in entry.reason for entry in measured.not_judged)
+    assert "implementation-gap-trainer" in measured.unmeasured
+    legs = {leg.scoring: leg.exact for leg in measured.legs}
+    assert legs["fsdp"] == "reference:fp32"
