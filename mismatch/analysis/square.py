@@ -290,11 +290,11 @@ class _Corners:
 
     def legs(self) -> Iterator[Leg]:
         """Yield every side that rounds, once: passes that agree bit for bit are one."""
-        engine = [self.run.decode.name, f"{self.engine}:prefill"]
-        trainer = [TRAIN, f"{TRAIN}:regrouped", f"{TRAIN}:grad"]
+        of_engine = [self.run.decode.name, f"{self.engine}:prefill"]
+        of_trainer = [TRAIN, f"{TRAIN}:regrouped", f"{TRAIN}:grad"]
         sides: list[tuple[Side, list[str], Scoring | None]] = [
-            ("engine", engine, self.engine_in_float32()),
-            ("trainer", trainer, self.trainer_in_float32()),
+            ("engine", of_engine, self.engine_in_float32()),
+            ("trainer", of_trainer, self.trainer_in_float32()),
         ]
         for side, names, exact in sides:
             its_float32 = self.reference if exact is None or rounds(exact) else exact

@@ -224,7 +224,7 @@ def preflight_training(
         MismatchError: torch missing, nothing to run on, a port in use, the model out of reach.
     """
     if spec.python is not None:
-        own = (*WORKER_MODULES, "transformers")
+        own = (*WORKER_MODULES, "transformers", "accelerate")
         needed = {
             **dict.fromkeys((OWN_SCORER, FILE_SCORER), own),
             **{name: ("numpy", name) for name in ("verl", "trl")},

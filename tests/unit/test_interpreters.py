@@ -75,7 +75,9 @@ def test_a_trainer_s_environment_needs_what_its_code_needs(
 
 
 def test_our_own_loop_refuses_a_transformers_that_it_cannot_load_with(tmp_path: Path) -> None:
-    held = dict.fromkeys(("torch", "numpy", "pyarrow", "safetensors", "psutil"), "2.0")
+    held = dict.fromkeys(
+        ("torch", "numpy", "pyarrow", "safetensors", "psutil", "accelerate"), "2.0"
+    )
     python = environment(tmp_path, **held, transformers="4.57.6")
     with pytest.raises(MismatchError, match=r"4\.57\.6"):
         preflight_training(TrainSpec(model="m", python=python), 1, reach=False)
@@ -177,7 +179,13 @@ WORKERS = {"numpy": "2.0", "pyarrow": "20.0", "safetensors": "0.6", "psutil": "7
 
 
 def test_the_doctor_says_what_an_environment_can_measure(tmp_path: Path) -> None:
-    stack = {"torch": "2.11.0", "transformers": "5.9.0", "verl": "0.9.1", "vllm": "0.24.0"}
+    stack = {
+        "torch": "2.11.0",
+        "transformers": "5.9.0",
+        "accelerate": "1.0",
+        "verl": "0.9.1",
+        "vllm": "0.24.0",
+    }
     found = examine_environment(environment(tmp_path, **WORKERS, **stack))
     assert found.ready
     uses = {use.name: use for use in found.uses}

@@ -83,7 +83,7 @@ def examine_environment(python: str) -> Environment:
     packages = [package for info in engines.values() for package in info.packages]
     found = look_into(
         python,
-        (*WORKER_MODULES, "torch", "transformers", *of_engines),
+        (*WORKER_MODULES, "torch", "transformers", "accelerate", *of_engines),
         ("torch", "transformers", *FRAMEWORKS, *packages),
     )
     versions = found.packages
@@ -98,7 +98,7 @@ def examine_environment(python: str) -> Environment:
                 if fault.engine == name and release in fault.versions
             )
             yield Use("engine", name, version, lacking(WORKER_MODULES), faults)
-        own = lacking((*WORKER_MODULES, "transformers"))
+        own = lacking((*WORKER_MODULES, "transformers", "accelerate"))
         yield Use("trainer", "fsdp", versions.get("torch", ""), own)
         for name in FRAMEWORKS:
             yield Use("trainer", name, versions.get(name, ""), lacking(("numpy", "torch")))
