@@ -96,14 +96,15 @@ def test_a_claim_is_made_only_where_several_seeds_agree() -> None:
     assert not longer["end"].agree
 
 
-def test_the_page_says_where_the_reward_falls_if_every_seed_agrees() -> None:
+def test_the_page_says_where_the_reward_falls_and_with_how_many_seeds() -> None:
     both = report(("as-is", [COLLAPSE, COLLAPSE]), ("attention-sinks", [RISE, RISE]))
     at = reward_fall(both.arms[0].runs[0])
     told = page(both).lead
     assert numbers(told) == [at, at]
     assert told.index("as-is") < told.index("attention-sinks")
     mixed = report(("as-is", [COLLAPSE, RISE]), ("attention-sinks", [RISE, RISE]))
-    assert numbers(page(mixed).lead) == []
+    assert numbers(page(mixed).lead) == [at, 1, 2]  # one of two seeds: no claim, and not hidden
+    assert "no arm" not in page(mixed).lead
     one = report(("as-is", [COLLAPSE, COLLAPSE]), ("seq-tis", [COLLAPSE]))
     assert "seq-tis" not in page(one).lead  # one seed claims nothing beside several
 

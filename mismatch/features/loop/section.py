@@ -149,20 +149,23 @@ def section(result: LoopReport) -> Section:
 
 
 def story(result: LoopReport) -> str:
-    """Say of which arms the reward falls, and of which it does not; only where all seeds agree.
+    """Say in which arms the reward falls, and in which it does not, with every seed.
 
-    An arm of one seed says nothing next to arms of several.
+    An arm whose seeds disagree is named with how many of them fall. An arm of one seed says nothing
+    next to arms of several.
     """
     least = 2 if any(len(arm.runs) > 1 for arm in result.arms) else 1
     steps = {arm.name: _falls(arm) for arm in result.arms if len(arm.runs) >= least}
-    whole = {name: falls for name, falls in steps.items() if None not in falls}
+    falling = {name: falls for name, falls in steps.items() if set(falls) != {None}}
     never = [name for name, falls in list(steps.items())[: len(STRONG)] if set(falls) == {None}]
-    if not whole:
-        return "The reward falls in no arm." if never else "No arm's reward falls with every seed."
+    if not falling:
+        return "The reward falls in no arm."
     parts = []
-    for name, falls in whole.items():
-        at = " and ".join(map(str, falls))
-        parts.append(f"{name} at step{'s' * (len(falls) > 1)} {at}")
+    for name, falls in falling.items():
+        at = [str(step) for step in falls if step is not None]
+        part = f"{name} at step{'s' * (len(at) > 1)} {' and '.join(at)}"
+        few = f" ({len(at)} of {len(falls)} seeds)" if len(at) < len(falls) else ""
+        parts.append(part + few)
     fine = f"; with {' and '.join(never)} it does not" if never else ""
     return f"The reward falls in {'; in '.join(parts)}{fine}."
 
