@@ -127,6 +127,7 @@ class EngineSpec:
     Attributes:
         model: hub id or directory, resolved (no alias).
         args: further engine arguments, (name, value) pairs, values as JSON would read them.
+        layers: that are run, from the first; None: all.
         python: interpreter that the engine's process runs under; None: this interpreter.
         weights: the form in which the experts are served, see mismatch/models/derived.py.
         env: environment variables of the engine's process, (name, value) pairs.
@@ -159,6 +160,9 @@ class EngineSpec:
     routing: Annotated[bool, Flag(ENGINE, "Capture routed experts.")] = True
     prefill: Annotated[bool, Flag(ENGINE, "Rescore by the engine's prefill.")] = True
     trust_remote_code: Annotated[bool, Flag(MODEL, "Run code that comes with the model.")] = False
+    layers: Annotated[
+        int | None, Flag(MODEL, "Run the model's first N layers alone.", range=Range(1, MANY))
+    ] = None
     python: str | None = None
     weights: Annotated[
         WeightsForm,
@@ -317,6 +321,7 @@ class TrainSpec:
             in the dtype they have; "logits-rounded" likewise, with T rounded to that dtype first.
         logprobs_dtype: what logprobs and entropies are rounded to on their way out, or None.
         grad: run the forward in train mode with gradients on.
+        layers: as of the engine.
         weights: the form of the experts that are loaded, see mismatch/models/derived.py.
         replay_routing: "ids": use the experts of another scoring, weighted by this model's own
             gate; "ids+weights": its weights too, as constants. None: the model's own choice.
@@ -389,6 +394,7 @@ class TrainSpec:
     grad: bool = False
     routing: bool = True
     trust_remote_code: bool = False
+    layers: int | None = None
     temperature_in: Annotated[
         TemperatureIn, Flag(TRAIN, "Where logits are divided by the temperature.")
     ] = "fp32"
@@ -541,6 +547,7 @@ def weights_key(spec: TrainSpec) -> tuple[Any, ...]:
         spec.master_dtype,
         spec.offload,
         spec.weights,
+        spec.layers,
         spec.trust_remote_code,
     )
 
@@ -563,6 +570,8 @@ PACKAGED = re.compile(r"[/\\]mismatch[/\\]models[/\\][^/\\]+$")
 def _anywhere(data: dict[str, Any]) -> dict[str, Any]:
     """Return a spec's data without what changes no number: where it runs, turns if there is one."""
     dropped = PLACES if data.get("environment") else {*PLACES, *TURNS}
+    if data.get("layers", 0) is None:  # a spec from before that field has the same hash
+        dropped = {*dropped, "layers"}
     return {
         name: _anywhere(value) if isinstance(value, dict) else value
         for name, value in data.items()

@@ -43,6 +43,7 @@ MODEL_FLAGS = (
     Option("model", str | None, MODEL, "Embedded model, hub id or directory."),
     *flags_of(EngineSpec, "revision trust_remote_code"),
 )
+LAYERS = flags_of(EngineSpec, "layers")
 TRAIN_MODEL = Option("train_model", str | None, MODEL, "Another checkpoint for the trainer.")
 PROMPT_FLAGS = (
     *flags_of(
@@ -180,6 +181,7 @@ CONFIG = (
 )
 CHECK = (
     *MODEL_FLAGS,
+    *LAYERS,
     TRAIN_MODEL,
     *PROMPT_FLAGS,
     BOTH_PYTHONS,

@@ -9,6 +9,7 @@ from mismatch.cli.flags import Flags
 from mismatch.cli.options import (
     CONFIG,
     ENGINE_FLAGS,
+    LAYERS,
     MODEL_FLAGS,
     NEW_RUN,
     PROMPT_FLAGS,
@@ -20,7 +21,8 @@ from mismatch.specs import CheckSpec, TrainSpec
 
 
 @with_flags(
-    MODEL_FLAGS, PROMPT_FLAGS, ENGINE_FLAGS, SERVER_FLAGS, ROUTING, NEW_RUN, TRUST_RUN, CONFIG
+    *(MODEL_FLAGS, LAYERS, PROMPT_FLAGS, ENGINE_FLAGS, SERVER_FLAGS, ROUTING, NEW_RUN, TRUST_RUN),
+    CONFIG,
 )
 def rollout(flags: Flags) -> int:
     """Sample in the engine; score later, here or elsewhere.
@@ -39,7 +41,7 @@ def rollout(flags: Flags) -> int:
     spec = session.stored_spec(flags)
     if spec is None:
         model = resolve_model(require_model(flags))
-        train = TrainSpec(model=model, **flags.pick("revision trust_remote_code"))
+        train = TrainSpec(model=model, **flags.pick("revision trust_remote_code layers"))
         spec = CheckSpec(rollout=rollout_spec(flags, model), train=train, seed=flags["seed"])
     ranks = spec.nproc_per_node
     session.require_directory(flags)

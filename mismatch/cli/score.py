@@ -78,7 +78,7 @@ def score(flags: Flags) -> int:
     if unused := sorted(flags.explicit & ENGINE_NAMES):
         flag = unused[0].replace("_", "-")
         raise MismatchError(f"--{flag} is for a scoring by an engine", "name it: --engine NAME")
-    train = train_spec(flags, model)
+    train = replace(train_spec(flags, model), layers=stored.train.layers)
     if not flags["model"]:  # the run's own model, so as the run names it
         revision = flags["revision"] or stored.train.revision
         trusted = session.trusted_code(run, stored.train, flags)
@@ -115,7 +115,7 @@ def _by_engine(flags: Flags, run: Path, model: str) -> int:
         raise MismatchError(f"--{flag} is for a scoring by the trainer", "drop it, or --engine")
     stored = load_spec(run).rollout
     given = engine_spec(flags, model, flags["engine"], flags["engine_arg"])
-    engine = replace(given, routing=False)
+    engine = replace(given, routing=False, layers=stored.engine.layers)
     if not flags["model"]:
         trusted = session.trusted_code(run, load_spec(run).train, flags)
         revision = flags["revision"] or stored.engine.revision

@@ -22,7 +22,7 @@ SERVER_NAMES = frozenset(option.name for option in SERVER_FLAGS)
 # What only an engine that mismatch starts can be told.
 OURS = (
     *("engine_python", "vllm_python", "sglang_python", "max_model_len", "engine_arg"),
-    "tensor_parallel_size",
+    *("tensor_parallel_size", "layers"),
     *("gpu_memory_utilization", "rollout_weights"),
 )
 
@@ -232,7 +232,7 @@ def train_spec(flags: Flags, model: str) -> TrainSpec:
     values = spec_values(TrainSpec, flags, auto=lambda: checkpoint_dtype(model, flags["revision"]))
     if values.get("python") is None:
         values["python"] = flags.get("python")
-    return TrainSpec(model=model, **shared, **values)
+    return TrainSpec(model=model, layers=flags.get("layers"), **shared, **values)
 
 
 def checkpoint_dtype(model: str, revision: str | None) -> str:

@@ -83,7 +83,7 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
     machine = machine or inspect_machine()
     if gpus:
         machine = machine_with(machine, *parse_kind(gpus))
-    config = find_config(spec.train.model, spec.train.revision)
+    config = find_config(spec.train.model, spec.train.revision, spec.train.layers)
     # Resolved first: once transformers is imported here, sizes are counted here as well.
     attention = _attention(spec.train.attention, config, machine.device)
     spec = placed(spec, machine)
@@ -127,11 +127,11 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
     machine, engine = machine or inspect_machine(), spec.rollout.engine
     work = work_of(spec).load
     try:
-        shape = sized(find_config(spec.train.model, spec.train.revision))
+        shape = sized(find_config(spec.train.model, spec.train.revision, spec.train.layers))
         sides = trainer_fits(spec, shape, work, machine, training_passes(spec))
         if not engine.servers:  # their memory is not ours
             # The engine's model may be another checkpoint than the trainer's.
-            served = sized(find_config(engine.model, engine.revision))
+            served = sized(find_config(engine.model, engine.revision, engine.layers))
             sides = (engine_fit(spec, served, work, machine), *sides)
     except UnknownSize as error:
         return Memory(notes=(f"memory is not predicted: {error.message}",))
@@ -190,7 +190,7 @@ def placed(spec: CheckSpec, machine: Machine) -> CheckSpec:
 
     own = engine.tensor_parallel_size
     try:
-        shape = sized(find_config(engine.model, engine.revision))
+        shape = sized(find_config(engine.model, engine.revision, engine.layers))
         work = work_of(spec).load
         for room in (gpus - spec.nproc_per_node, gpus):
             sizes = [n for n in (own, *SPLITS) if own <= n <= room and shape.heads % n == 0]

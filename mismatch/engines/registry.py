@@ -195,6 +195,7 @@ def versions() -> dict[str, str]:
 
 def model_facts(spec: EngineSpec) -> dict[str, Any]:
     """Return model, versions and hashes of the source files."""
+    from mismatch.models.derived import layers_held
     from mismatch.models.digests import source_hashes
 
     directory = model_directory(spec)
@@ -203,6 +204,7 @@ def model_facts(spec: EngineSpec) -> dict[str, Any]:
         "model": spec.model,
         "revision": spec.revision,
         "weights_form": spec.weights,
+        **layers_held(directory),
         "versions": installed,
         "version": next((installed[name] for name in packages if name in installed), "unknown"),
         "source_files": source_hashes(str(directory)) if directory else {},

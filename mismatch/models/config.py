@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ TOP_K = (
 EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 EXTRA_EXPERTS = ("zero_expert_num",)  # what routers choose apart from experts, counted after them
 MOE_SWITCHES = ("is_moe", "enable_moe_block")  # off: a dense model, whatever the numbers say
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+UNCUT = ("hidden_size_per_layer_input", "num_kv_shared_layers")  # of whole models alone
+NOT_BY_LAYER = ("token_id", "token_ids", "architectures")
 TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 # In names of layer types that keep no keys and values.
 STATELESS = ("linear", "mamba", "conv", "recurrent", "moe", "mlp")
@@ -107,7 +110,7 @@ class ModelConfig:
             family=family,
             vocab=text.number("vocab_size"),
             hidden=hidden,
-            layers=text.number("num_hidden_layers"),
+            layers=text.number(*LAYERS),
             heads=heads,
             kv_heads=text.number("num_key_value_heads") or heads,
             head_dim=head_dim,
@@ -218,12 +221,47 @@ class FoundConfig:
         return ModelConfig.of(self.values)
 
 
-def find_config(model: str, revision: str | None = None) -> FoundConfig:
+def first_layers(values: dict[str, Any], kept: int) -> dict[str, Any]:
+    """Return the config.json of a model's first layers: lists with an entry per layer are cut.
+
+    >>> first_layers({"n_layer": 3, "layer_types": ["a", "b", "a"], "dense_layers": [0, 2]}, 2)
+    {'n_layer': 2, 'layer_types': ['a', 'b'], 'dense_layers': [0]}
+
+    Raises:
+        MismatchError: the model has no more layers than that, or cannot be cut.
+    """
+    if part := next((name for name in TEXT_PARTS if isinstance(values.get(name), dict)), None):
+        return values | {part: first_layers(values[part], kept)}
+    number = next((name for name in LAYERS if isinstance(values.get(name), int)), None)
+    if number is None or any(values.get(name) for name in UNCUT):
+        family = values.get("model_type")
+        raise MismatchError(f"--layers: a {family} model cannot be cut", "drop --layers")
+    whole, cut = values[number], {**values, number: kept}
+    if kept >= whole:
+        fix = f"give fewer than {whole}, or drop --layers to run all of them"
+        raise MismatchError(f"--layers {kept}: the model has {whole} layers", fix)
+    if isinstance(wide := values.get("max_window_layers"), int):
+        cut["max_window_layers"] = min(wide, kept)  # vLLM wants all or none
+    for name, value in values.items():
+        by_layer = isinstance(value, list) or (isinstance(value, str) and "pattern" in name)
+        if not by_layer or name.endswith(NOT_BY_LAYER):
+            continue
+        if len(value) == whole:
+            cut[name] = value[:kept]
+        elif isinstance(value, list) and "layer" in name:  # numbers of layers
+            cut[name] = [n for n in value if not isinstance(n, int) or n < kept]
+    return cut
+
+
+def find_config(model: str, revision: str | None = None, layers: int | None = None) -> FoundConfig:
     """Return the config.json of a resolved model (a directory or a hub id), without a network.
 
     Raises:
-        MismatchError: it is neither here nor shipped, or cannot be read.
+        MismatchError: it is neither here nor shipped, cannot be read, or has no more ``layers``.
     """
+    if layers is not None:
+        found = find_config(model, revision)
+        return replace(found, values=first_layers(found.values, layers))
     if Path(model).is_dir():
         return FoundConfig(read_config(Path(model)), "its directory", Path(model))
     cached = cached_snapshot(model, revision)

@@ -1,4 +1,4 @@
-"""A checkpoint with its experts in another form, written once and kept in a cache.
+"""A checkpoint with its experts in another form, or of its first layers, kept in a cache.
 
 What a quantised rollout does to the numbers can only be seen where both forms can be served:
 
@@ -19,13 +19,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mismatch.errors import MismatchError
-from mismatch.models.config import read_config
+from mismatch.models.config import ModelConfig, first_layers, read_config
 from mismatch.specs import AS_STORED, EngineSpec, TrainSpec, WeightsForm
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ INDEX = "model.safetensors.index.json"
 FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")  # [E, in, out], gpt-oss
 SINGLE = re.compile(r"\.experts\.\d+\.\w+\.weight$")  # [out, in], one matrix per expert
 PACKED = re.compile(r"\.experts\.\w+_(blocks|scales)$")
+IN_LAYER = re.compile(r"(?P<stack>(?:.*?\.)?(?:layers|h|blocks))\.(?P<number>\d+)\.")
+TOWERS = re.compile("vision|visual|image|audio|encoder")  # stacks that are not the decoder's
 Spec = TypeVar("Spec", EngineSpec, TrainSpec)
 
 
@@ -45,32 +47,41 @@ def in_form(spec: Spec) -> Spec:
 
     Raises:
         MismatchError: a model that is not in a local directory or cache, that has no experts in a
-            known layout, or no disk space.
+            known layout or too few layers, or no disk space.
     """
     from dataclasses import replace
 
-    if spec.weights == AS_STORED:
+    if spec.weights == AS_STORED and spec.layers is None:
         return spec
-    source = _local(spec)
-    return replace(spec, model=str(derive(source, spec.weights)), revision=None)
+    return replace(spec, model=str(derive(_local(spec), spec.weights, spec.layers)), revision=None)
 
 
-def derive(source: Path, form: WeightsForm) -> Path:
-    """Directory of the checkpoint in ``form``; the source itself where it has that form already."""
-    quantised = is_mxfp4(source)
-    if form == ("mxfp4" if quantised else "bf16"):
-        return source
-    require_form(source, form)
+def derive(source: Path, form: WeightsForm, layers: int | None = None) -> Path:
+    """Directory of the checkpoint or its first layers in ``form``; the source where it is that."""
+    if form in (AS_STORED, "mxfp4" if is_mxfp4(source) else "bf16"):
+        if layers is None:
+            return source
+        form = AS_STORED
+    else:
+        require_form(source, form)
     from mismatch.models.digests import source_hashes
 
     hashes = source_hashes(str(source))
-    text = json.dumps([form, sorted(hashes.items())])
-    target = cache() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}-{form}"
+    what = form if layers is None else f"{form}-{layers}-layers"
+    text = json.dumps([what, sorted(hashes.items())])
+    target = cache() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}-{what}"
     if not _whole(target):
         with _writing(target), _alone(target):
             if not _whole(target):
-                _write(source, target, form, hashes)
+                _write(source, target, form, layers, hashes)
     return target
+
+
+def layers_held(directory: Path | None) -> dict[str, list[int]]:
+    """Return ``{"layers": [N, M]}`` of a checkpoint of the first N of M layers; {}: of all."""
+    path = (directory or Path()) / RECORD
+    held = json.loads(path.read_text("utf-8")).get("layers") if path.is_file() else None
+    return {"layers": held} if held else {}
 
 
 def _whole(target: Path) -> bool:
@@ -155,20 +166,25 @@ def _writing(target: Path) -> Iterator[None]:
         ) from error
 
 
-def _write(source: Path, target: Path, form: WeightsForm, hashes: dict[str, str]) -> None:
+def _write(
+    source: Path, target: Path, form: WeightsForm, layers: int | None, hashes: dict[str, str]
+) -> None:
+    whole = read_config(source)
+    config = whole if layers is None else first_layers(whole, layers)
     partial = target.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir(parents=True)
-    require_space(source, partial)
+    if layers is None:  # what a few layers take is small next to the source
+        require_space(source, partial)
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith((".safetensors", ".bin", INDEX)):
             shutil.copyfile(path, partial / path.name)
     shards = Shards(partial)
-    for name, tensor in _converted(source, form):
+    for name, tensor in _converted(source, form, layers):
         shards.add(name, tensor)
     shards.finish()
-    config = read_config(source)
-    config.pop("quantization_config", None)
+    if form != AS_STORED:
+        config.pop("quantization_config", None)
     if form == "mxfp4":
         config["quantization_config"] = {
             "quant_method": "mxfp4",
@@ -181,31 +197,37 @@ def _write(source: Path, target: Path, form: WeightsForm, hashes: dict[str, str]
         }
     (partial / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
     sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
-    record = {"form": form, "source_files": hashes, "sizes": sizes}
+    held = None if layers is None else (layers, ModelConfig.of(whole).layers)
+    record = {"form": form, "source_files": hashes, "sizes": sizes, "layers": held}
     (partial / RECORD).write_text(json.dumps(record, indent=2), "utf-8")
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
 
 
-def _converted(source: Path, form: WeightsForm) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the checkpoint in its new form, one at a time."""
+def _converted(
+    source: Path, form: WeightsForm, layers: int | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the checkpoint, or of its first layers, in its new form, one at a time."""
     import torch
 
     from mismatch.models import mxfp4
 
     with ExitStack() as stack:
         files = open_tensors(source, stack)
+        if layers is not None:
+            files = {name: files[name] for name in _first_names(source, files, layers)}
         for name, file in files.items():
-            if name.endswith("_scales") and PACKED.search(name):
+            unpacked = form != AS_STORED and PACKED.search(name)
+            if name.endswith("_scales") and unpacked:
                 continue  # with its blocks
-            if PACKED.search(name):
+            if unpacked:
                 name = name.removesuffix("_blocks")
                 scales = _scales(source, files, f"{name}_scales")
                 blocks = file.get_tensor(f"{name}_blocks")
                 yield name, mxfp4.dequantise(blocks, scales, torch.bfloat16)
                 continue
             tensor = file.get_tensor(name)
-            if form == "bf16" or not (FUSED.search(name) or SINGLE.search(name)):
+            if form in (AS_STORED, "bf16") or not (FUSED.search(name) or SINGLE.search(name)):
                 yield name, tensor
             elif form == "mxfp4":
                 packed = [mxfp4.quantise(expert.t()) for expert in tensor]
@@ -215,6 +237,25 @@ def _converted(source: Path, form: WeightsForm) -> Iterator[tuple[str, torch.Ten
                 yield name, mxfp4.rounded(tensor)
             else:
                 yield name, mxfp4.rounded(tensor.t()[None])[0].t().contiguous()
+
+
+def _first_names(source: Path, held: Collection[str], layers: int) -> list[str]:
+    """Return names of a checkpoint's tensors, but for those of later layers of its decoder."""
+    index, whole = source / INDEX, ModelConfig.of(read_config(source)).layers
+    listed = json.loads(index.read_text("utf-8"))["weight_map"] if index.is_file() else held
+    matches = [match for name in listed if (match := IN_LAYER.match(name))]
+    # Layers of multi-token prediction follow the last one, or are another, short stack.
+    last = {match["stack"] for match in matches if int(match["number"]) == whole - 1}
+    decoders = [stack for stack in sorted(last) if not TOWERS.search(stack)]
+    if len(decoders) != 1:
+        fault = f"--layers: {source} has {' and '.join(decoders) or 'none'} for a layer {whole - 1}"
+        raise MismatchError(fault, "drop --layers; weights are read from safetensors alone")
+    later = {m.string for m in matches if m["stack"] in decoders and int(m["number"]) >= layers}
+    kept = [name for name in listed if name not in later]
+    if missing := [name for name in kept if name not in held]:
+        fault = f"{source} lacks {len(missing)} tensors of its index, e.g. {missing[0]}"
+        raise MismatchError(fault, "fetch the checkpoint again")
+    return kept
 
 
 class Shards:

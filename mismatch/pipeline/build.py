@@ -372,6 +372,9 @@ def _unseen(
     """Yield what the settings of the run and its scorings leave open."""
     engine = spec.rollout.engine
     decode, train = scorings[f"{engine.engine}:decode"], scorings[TRAIN]
+    if layers := decode.fingerprint.get("layers"):
+        reason = "--layers leaves them out; the text means nothing, nor do its rewards and lengths"
+        yield NotTested(f"layers {layers[0]} to {layers[1] - 1} of the model", reason)
     for name, scoring in scorings.items():
         if name not in (decode.name, TRAIN) and (reason := not_finite(scoring)):
             reason = f"left out of every comparison, because {reason}"
@@ -453,7 +456,8 @@ def _without_routes(spec: CheckSpec, decode: Scoring, train: Scoring) -> Iterato
 
 def facts(spec: CheckSpec, rollout: Rollout, command: str) -> dict[str, Any]:
     """Return what was run and where, and the size of it."""
-    rewards = rollout.rewards
+    # What the first layers alone write is no answer to anything.
+    rewards = None if spec.rollout.engine.layers else rollout.rewards
     return provenance(command, spec.rollout.prompts.path) | {
         "spec": to_dict(spec),
         "spec_hash": spec_hash(spec),

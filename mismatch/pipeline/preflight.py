@@ -166,10 +166,24 @@ def require_engine_names(engine: EngineSpec, environment: str | None = None) -> 
     """
     from mismatch.prompts.environments import built_in
 
+    require_layers(engine)
     if engine.args:
         check_machine(replace(engine, python=own_python(engine)))
     if environment is not None:
         built_in(environment)
+
+
+def require_layers(spec: EngineSpec | TrainSpec) -> None:
+    """Raise MismatchError where a model on this machine has no more layers, or cannot be cut."""
+    from mismatch.models.config import find_config, first_layers
+
+    if spec.layers is None:
+        return
+    try:
+        values = find_config(spec.model, spec.revision).values
+    except MismatchError:
+        return  # what is not on this machine is cut with its weights
+    first_layers(values, spec.layers)
 
 
 def require_trainer_names(spec: TrainSpec) -> None:
@@ -180,6 +194,10 @@ def require_trainer_names(spec: TrainSpec) -> None:
     """
     from mismatch.trainers.worker import place_of
 
+    require_layers(spec)
+    if spec.layers is not None and spec.scorer != OWN_SCORER:
+        fault = f"--layers and --scorer {spec.scorer}: that trainer loads the whole model"
+        raise MismatchError(fault, "drop --layers, or --scorer")
     if spec.scorer not in (OWN_SCORER, FILE_SCORER):
         place_of(spec.scorer)
     from mismatch.training.attention.resolve import NAMES, YARDSTICKS

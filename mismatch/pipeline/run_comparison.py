@@ -444,7 +444,7 @@ def obstacles(first: SavedRun, other: SavedRun, tests: int) -> Iterator[Mismatch
         which = f": {_some(differing)}" if differing else ""
         yield MismatchError(
             f"the trainers of {pair} loaded other weights{which}",
-            "compare runs of the same checkpoint, with the same --train-weights",
+            "compare runs of the same checkpoint, with the same --train-weights and --layers",
         )
     settings = [run.sampling for run in (first, other)]
     changed = [

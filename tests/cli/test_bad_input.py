@@ -136,6 +136,12 @@ CASES = {
     "no samples": (lambda f: [*TINY, "--samples-per-prompt", "0"], "--samples-per-prompt"),
     "no tokens": (lambda f: [*TINY, "--max-tokens", "0"], "--max-tokens"),
     "no prompts": (lambda f: [*TINY, "--num-prompts", "0"], "--num-prompts"),
+    "no layers": (lambda f: [*TINY, "--layers", "0"], "--layers"),
+    "all layers": (lambda f: [*TINY, "--layers", "4"], "has 4 layers"),
+    "layers of a server": (
+        lambda f: [*TINY, "--layers", "2", "--server", "http://127.0.0.1:1"],
+        "servers keep their settings",
+    ),
     "no ranks": (lambda f: [*TINY, "--nproc-per-node", "0"], "--nproc-per-node"),
     "negative temperature": (lambda f: [*TINY, "--temperature", "-1"], "--temperature"),
     "top-p of zero": (lambda f: [*TINY, "--top-p", "0"], "--top-p"),

@@ -13,8 +13,8 @@ from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dic
 @pytest.fixture
 def scored(tmp_path, monkeypatch):
     """Run `mismatch score` on a run of a hub model; gives the spec that would be scored."""
-    train = TrainSpec(model="org/model", revision="abc", trust_remote_code=True)
-    engine = EngineSpec(model="org/model", revision="abc", trust_remote_code=True)
+    fields = {"model": "org/model", "revision": "abc", "trust_remote_code": True, "layers": 2}
+    train, engine = TrainSpec(**fields), EngineSpec(**fields)
     spec = replace(CheckSpec(), rollout=RolloutSpec(engine=engine), train=train)
     store.write_json(tmp_path / "spec.json", to_dict(spec))
     seen = []
@@ -40,6 +40,7 @@ def test_the_runs_own_revision_is_scored(scored):
 def test_another_model_brings_its_own_revision(scored):
     train = scored("--model", "tiny-gpt-oss")
     assert train.revision is None
+    assert train.layers == 2  # the tokens are of those
     assert train.trust_remote_code is False
 
 

@@ -44,6 +44,7 @@ def test_help_imports_nothing_heavy(arguments, also):
         ("check", "--engine-arg", "enforce_eagr=1", "did you mean enforce_eager"),
         ("check", "--fix", "attention-sink", "did you mean attention-sinks"),
         ("check", "--scorer", "ver", "did you mean verl"),
+        ("check", "--layers", "5", "the model has 4 layers"),
         ("check", "--environment", "calculater", "did you mean calculator"),
         ("check", "--out", ".", "exists and is not empty"),
         ("loop", "--attention", "eagr", "did you mean eager"),

@@ -14,6 +14,14 @@ def failed(id: str, detail: str, fix: str) -> Check:
     return Check(id, "failed", detail, fix)
 
 
+def whole_model(left: Fingerprint) -> list[Check]:
+    """Warn that later layers were left out; no check of a run without ``--layers``."""
+    if "layers" not in left:
+        return []
+    detail = "only the first {} of {} layers were run".format(*left["layers"])
+    return [Check("whole-model", "warning", detail, "judge the whole model, without --layers")]
+
+
 def attention_sinks(right: Fingerprint) -> Check:
     """Check that the trainer's kernel honours the model's learned sinks, if it has any."""
     if "honours_sinks" not in right:

@@ -17,6 +17,7 @@ from mismatch.analysis.diagnosis.declared import (
     sampling_parameters,
     source_files,
     special_tokens,
+    whole_model,
 )
 from mismatch.analysis.diagnosis.detector import Look
 from mismatch.analysis.diagnosis.detectors import law
@@ -53,6 +54,7 @@ def semantic_checks(
         ratio_mean: mean importance ratio of this pair, with its interval.
     """
     return [
+        *whole_model(left.fingerprint),
         attention_sinks(right.fingerprint),
         alignment(rollout, left, right),
         temperature(rollout, left, right),

@@ -217,6 +217,9 @@ def loop_spec(flags: Flags) -> LoopSpec:
         require_trust(run, spec, flags["trust_run"])
         if not flags["trust_run"]:
             require_known_prompts(run, spec)
+        if spec.train.layers is not None:
+            fault = f"--like {run}: {spec.train.layers} layers alone ran, whose text earns nothing"
+            raise MismatchError(fault, "check the whole model")
         values["checked"] = checked_of(run)
         small = spec.rollout.engine.model == resolve_model(DEFAULT_MODEL)
         less = {name: flags[name] for name in SIZES if name in flags.explicit}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mismatch.analysis import plugins
 from mismatch.plugins import load
 from mismatch.reports import summary
-from mismatch.reports.formatting import TONES, capital
+from mismatch.reports.formatting import TONES, capital, line
 from mismatch.reports.section import Page, Section
 from mismatch.reports.sections import (
     breakdowns,
@@ -93,6 +93,7 @@ def page(report: Report, tokens: pd.DataFrame | None = None, framework: str | No
             f"rollout {comparison.rollout}, trainer {comparison.train}"
             if comparison.sampled_by_left
             else f"{comparison.rollout} against {comparison.train}",
+            *(line(check.detail) for check in report.checks if check.id == "whole-model"),
             f"{summary.size(report)}; levels for {report.verdict.levels}",
             *summary.trainer_code(report),
         ),
