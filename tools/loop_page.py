@@ -46,10 +46,7 @@ BEGIN = "<!-- the demonstration, written by tools/loop_page.py -->"
 END = "<!-- end of the demonstration -->"
 DIGITS = 5
 STEPS, SEEDS = 45, (0, 1)
-PLANNED = (
-    *("attention-sinks", "as-is", "seq-tis", "on-policy-ratio", "router-replay"),
-    *("attention-sinks+fp8-kv-cache", "forward-sinks"),
-)
+PLANNED = ("attention-sinks", "as-is", "seq-tis", "on-policy-ratio", "router-replay")
 LEARNT = 0.9  # of the reward, as a mean of the last steps
 COLOURS = {INK: "#222222", FAINT: "#777777", GRID: "#dddddd", ACCENT: "#2b5cc4", SECOND: "#c2570f"}
 

@@ -181,9 +181,9 @@ TAIL = """
 *Code* computed the trainer's log-probabilities: mismatch's FSDP2 loop, or the framework's own code.
 A stack named after a framework has that framework's versions. No row has run GPU kernels.
 
-The trainer alone (`--train-python`) was also healthy with torch 2.9.1 and transformers 5.5.3, and with torch 2.14.1 and
-transformers 5.24.0 (2026-11-26). TRL 1.16 scores with transformers 4.57.6 too, which ignores the `rope_parameters` that
-transformers 5 writes into config.json: a check of that checkpoint is BROKEN.
+The trainer alone (`--train-python`) was also healthy with torch 2.9.1 and transformers 5.5.3, and
+with torch 2.14.1 and transformers 5.24.0 (2026-11-26). TRL 1.16 scores with transformers 4.57.6.
+It ignores the `rope_parameters` of transformers 5 in a config.json: that check is BROKEN.
 
 `python tools/stacks.py` makes the environments and this table, and continues where it stopped.
 To add a stack, edit `tools/stacks.toml`.
