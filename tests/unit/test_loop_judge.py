@@ -124,6 +124,7 @@ def test_the_page_holds_six_pictures_and_every_run() -> None:
     text = show_page(page(loop_report))
     assert text.count("<svg") == 6
     assert text.count("attention-sinks") > 6
+    assert text.count(page(loop_report).lead) == 1  # said once
     document = loop_to_json(loop_report)
     assert document["found"]["as-is"]["0"]["reward_fall"] == reward_fall(
         loop_report.arms[0].runs[0]

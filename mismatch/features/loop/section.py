@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -271,7 +272,7 @@ def page(result: LoopReport) -> Page:
     runs = [run for arm in result.arms for run in arm.runs]
     falls = [arm.name for arm in result.arms if arm.runs and None not in _falls(arm)]
     reason = f"{plural(len(result.arms), 'arm')} with the same weights, prompts and seeds"
-    steps = max((run.steps for run in runs), default=0)
+    steps, shown = max((run.steps for run in runs), default=0), section(result)
     return Page(
         kind="training loop",
         word="reward falls" if falls else "reward holds",
@@ -280,6 +281,6 @@ def page(result: LoopReport) -> Page:
         reason=reason,
         title=Path(result.model).name,
         facts=(f"{result.engine} and FSDP2; {plural(steps, 'step')}",),
-        sections=(section(result),),
+        sections=(replace(shown, sentences=shown.sentences[1:]),),  # the first is the lead
         file="loop",
     )
