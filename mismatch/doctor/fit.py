@@ -39,10 +39,10 @@ REMEDIES = {
     "experts workspace": f"--experts-implementation bounded, or {_FEWER}",
     "MLP": _FEWER,
     "attention states": _FEWER,
-    "sharded parameters": "--master-dtype auto, --offload, or more GPUs",
+    "sharded parameters": "--master-dtype auto, --offload, more GPUs, or --layers N alone",
     "logits of the prefill": "--no-prefill, or a smaller --max-tokens",
     "KV cache": "a smaller --max-tokens or --max-model-len, or --engine-arg max_num_seqs=64",
-    "weights": "a larger --tensor-parallel-size",
+    "weights": "a larger --tensor-parallel-size, or --layers N alone",
     "activations": "--engine-arg max_num_batched_tokens=4096",
     "logits": "--engine-arg max_num_seqs=64",
 }
