@@ -14,10 +14,13 @@ from mismatch.cli.main import app
 from mismatch.features.recorded import command
 from mismatch.features.recorded.facts import RecordedReport, checks
 from mismatch.features.recorded.rows import IN_TURN, LEAST_ROWS, RowGroups, row_groups
-from mismatch.features.recorded.steps import Row, Sums
+from mismatch.features.recorded.section import section
+from mismatch.features.recorded.steps import Row, Step, Sums
 from mismatch.metrics import ess_seq, k3_kl
 from mismatch.types import Pair, Rollout, Sampling
 from tests.command import mismatch
+from tests.reports_fixture import make_report
+from tests.texts import numbers
 
 ROWS, TOKENS = 240, 60
 Edit = Callable[[int, np.ndarray, np.random.Generator], None]
@@ -176,6 +179,14 @@ def test_of_a_large_dump_a_part_is_judged_and_that_is_said(
     assert f"{whole['tokens']:,}" in done.output
     assert f"{whole['tokens']:,}" in (tmp_path / "r" / "report.html").read_text()
     assert any("other" in entry["what"] for entry in report["not_tested"])
+
+
+def test_a_step_beyond_every_number_has_crossed_the_bounds() -> None:
+    """An infinite k3 is stored as null, which is read as NaN."""
+    steps = (Step(4, 9, 0.01, 1e-4, 0.0, 1.0), Step(5, 9, 0.01, float("nan"), 0.0, 1.0))
+    report = RecordedReport("dump.jsonl", "generic", steps=steps)
+    said = [numbers(text) for text in section(report, make_report()).sentences]
+    assert [found[-1] for found in said] == [5, 5]  # healthy and unfit
 
 
 def test_a_dump_becomes_a_report_without_a_model(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from mismatch.types import Bools, Floats, Ints
 Entry = dict[str, Any]
 Form = Literal["torchtitan", "open-instruct", "generic", "verl", "nemo-rl", "prime-rl", "slime"]
 SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".dp", ".pkl")
-LEAST = 16  # prompts that are kept of the largest dump
+LEAST = 16  # where no more prompts are kept than this, rows are drawn instead of prompts
 # First bytes of a file by ``torch.save``, and by ``pickle.dump`` with protocol 2 and later.
 PICKLED = (b"PK\x03\x04", b"\x80")
 # What a row may say of where it came from, in any format; ``step`` also from the file's name.
@@ -77,7 +77,8 @@ def read_recorded(
         MismatchError: a file cannot be read, needs ``python``, holds no ids and logprobs, or a
             row is malformed (named).
     """
-    recorded, kept, share, steps = Recorded(), 0, 1.0, set()
+    recorded, kept, steps = Recorded(), 0, set()
+    prompts = rows_of_prompts = 1.0  # shares that are kept
     for file in files_of(path):
         place = _from_name(file)
         for number, entry in _entries(file, python):
@@ -106,12 +107,17 @@ def read_recorded(
                     continue
                 row.number = recorded.sums.rows
                 recorded.sums.add(row)
-                if share == 1.0 or row.draw < share:
+                if row.drawn(prompts, rows_of_prompts):
                     recorded.sequences.append(row)
                     kept += len(row.token_ids)
-            while most and kept > most and len({row.key for row in recorded.sequences}) > LEAST:
-                share /= 2
-                recorded.sequences = [row for row in recorded.sequences if row.draw < share]
+            while most and kept > most and len(recorded.sequences) > LEAST:
+                if len({row.key for row in recorded.sequences}) > LEAST:
+                    prompts /= 2
+                else:
+                    rows_of_prompts /= 2
+                recorded.sequences = [
+                    row for row in recorded.sequences if row.drawn(prompts, rows_of_prompts)
+                ]
                 kept = sum(len(row.token_ids) for row in recorded.sequences)
     if form is None:
         raise MismatchError(f"{path} is empty", "give a file with one JSON object per line")

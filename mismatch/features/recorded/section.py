@@ -38,7 +38,8 @@ def section(result: RecordedReport, report: Report) -> Section:
     found = result.rows.sentence() if result.rows is not None else ""
     sentences = []
     for bound, name, label in CROSSED:
-        step = next((step for step in result.steps if getattr(step, name) > bound), None)
+        # k3 beyond every number is stored as null, and read as NaN.
+        step = next((step for step in result.steps if not getattr(step, name) <= bound), None)
         if step is not None:
             sentences.append(f"{label} is first above {bound:g} at step {step.step}.")
     enough = result.rows is not None and result.rows.rows >= LEAST_ROWS

@@ -43,10 +43,15 @@ class Row:
         """What tells its prompt from others."""
         return f"alone {self.number}" if self.prompt is None else f"shared {self.prompt}"
 
-    @property
-    def draw(self) -> float:
-        """A number in [0, 1), the same for all samples of its prompt: which are kept."""
-        return int.from_bytes(blake2b(self.key.encode(), digest_size=7).digest()) / 2**56
+    def drawn(self, prompts: float, rows: float) -> bool:
+        """Whether it is among these shares of all prompts, and of their rows."""
+        wanted = ((self.key, prompts), (f"row {self.number}", rows))
+        return all(share == 1.0 or _draw(text) < share for text, share in wanted)
+
+
+def _draw(text: str) -> float:
+    """Return a number in [0, 1), the same for the same text in every process."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big") / 2**56
 
 
 @dataclass(frozen=True)
