@@ -121,7 +121,8 @@ class FixRun:
         by_name = {variant.scoring.name: variant for variant in pending}
         exact = {pass_.name for pass_ in self.exact()}
         for job in self.jobs:  # in the order of the world that ended
-            if job.pass_.name in exact:
+            refused = read_error(self.run_dir, pass_label(job.pass_.name)) is not None
+            if job.pass_.name in exact and not refused:
                 self.not_exact.add(job.pass_.name)
                 return True
             variant = by_name.get(job.pass_.name)

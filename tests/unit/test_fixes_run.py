@@ -108,7 +108,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 def fixed(run_dir: Path, *fixes: str, minutes: float | None = None, **kinds: Any) -> FixRun:
     """Run the fixes on a finished check."""
-    spec = spec_of(*fixes, minutes=minutes)
+    spec = replace(spec_of(*fixes, minutes=minutes), noise_floor=kinds.get("square", False))
     context = Context(spec, ModelFacts(sinks=True, experts=8))
     with at_work(run_dir, "check", spec, "mismatch check") as journal:
         stages = Pretend(spec, run_dir, Quiet(), journal)
@@ -187,6 +187,17 @@ def test_a_fix_that_takes_the_world_down_is_dropped_and_the_world_started_again(
     assert run.failed["fp16"] == KILLED
     assert len(run.stages.worlds) == 2
     assert "fix:fp16" not in run.stages.worlds[1]
+
+
+def test_float32_passes_that_are_refused_or_take_the_world_down_cost_no_fix(run_dir: Path) -> None:
+    """The one that ended the world is dropped, and not one that a kernel refused before it."""
+    refused = [f"experts-implementation={name}" for name in ("eager", "grouped_mm", "batched_mm")]
+    broken = frozenset({*(f"{name}:fp32" for name in refused), "!expert-memory:fp32"})
+    run = fixed(run_dir, *refused, "expert-memory", broken=broken, square=True)
+    assert run.stages.worlds[0][-1] == "fix:expert-memory:fp32"
+    assert run.failed == {}
+    assert all(map(run.scored, run.variants))
+    assert run.not_exact == {"fix:expert-memory:fp32"}
 
 
 def test_the_fix_that_was_at_work_is_the_one_that_is_dropped(run_dir: Path) -> None:
