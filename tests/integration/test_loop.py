@@ -139,6 +139,8 @@ def test_a_killed_run_goes_on_to_the_same_curve_and_a_lost_parameter_stops_it(
         while not (arm / "checkpoints" / "000001").exists() and time.monotonic() < until:
             assert process.poll() is None
             time.sleep(0.1)
+        for pid in children_of(arm, "loop.engine_side"):
+            os.kill(pid, signal.SIGSTOP)  # so that not all steps are done before the signal arrives
         process.send_signal(signal.SIGTERM)  # as Ctrl-C; a shell may ignore INT
         output = process.communicate(timeout=60)[1]
     assert process.returncode == 130
@@ -146,14 +148,17 @@ def test_a_killed_run_goes_on_to_the_same_curve_and_a_lost_parameter_stops_it(
     assert children_of(out) == []
     assert (out / "loop.json").exists()
 
+    start = resume_from(arm)
+    assert 0 < start < STEPS
+
     def ends_the_engine(line: str) -> None:
-        if line.startswith("step 1:"):
+        if line.startswith(f"step {start}:"):
             for pid in children_of(arm, "loop.engine_side"):
                 os.kill(pid, signal.SIGKILL)
 
     with pytest.raises(MismatchError, match="engine"):
         run_arm(arm, same, out / "pool.json", ends_the_engine)
     assert children_of(out) == []
-    assert 0 < resume_from(arm) < STEPS
+    assert start <= resume_from(arm) < STEPS
     rows = run_arm(arm, same, out / "pool.json", silent)
     assert numbers(rows) == numbers(expected)

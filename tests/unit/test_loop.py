@@ -19,8 +19,8 @@ from mismatch.cli.main import app
 from mismatch.doctor.machine import inspect_machine, machine_with, parse_kind
 from mismatch.doctor.memory import Workload, predict_trainer, sharded
 from mismatch.errors import MismatchError
-from mismatch.features.loop import history
-from mismatch.features.loop.arm import finish_both, resume_from
+from mismatch.features.loop import arm, history
+from mismatch.features.loop.arm import finish_both, resume_from, run_arm
 from mismatch.features.loop.arms import require_same_settings
 from mismatch.features.loop.command import asked, checked_of, loop, loop_spec
 from mismatch.features.loop.engine_side import EngineSide, own_rewards
@@ -378,3 +378,21 @@ def test_what_a_kill_left_half_written_goes_with_the_steps_that_are_made_again(
     history.forget_from(tmp_path, 1)
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/*")}
     assert left == {"rows/000000.json", "steps/000000"}
+
+
+def test_no_order_of_a_run_that_ended_reaches_the_engine_of_its_continuation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is up before the trainer would sample a step that is then made again."""
+
+    def ended(*_: object) -> None:
+        assert not (tmp_path / "go" / "000001.json").exists()
+        raise MismatchError("seen", "-")
+
+    for name in ("checkpoints/000001/state", "go/000000.json", "go/000001.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr(arm, "started", ended)
+    with pytest.raises(MismatchError, match="seen"):
+        run_arm(tmp_path, replace(BASE, steps=3), tmp_path / "pool.json", lambda line: None)
+    assert (tmp_path / "go" / "000000.json").exists()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mismatch.codec import to_json
-from mismatch.features.loop.history import CHECKPOINTS, Row, rows_of
+from mismatch.features.loop.history import CHECKPOINTS, Row, forget_from, rows_of
 from mismatch.features.loop.spec import LoopSpec
 from mismatch.processes.launch import POLL_S, Worker, started
 from mismatch.processes.stages import engine_command, world_command
@@ -32,6 +32,7 @@ def run_arm(directory: Path, loop: LoopSpec, pool: Path, progress: Progress) -> 
     """
     start = resume_from(directory)
     if start < loop.steps:
+        forget_from(directory, start)  # before the engine, which would follow an order of before
         where = placement(loop.check, local_gpus())
         job = {"run_dir": str(directory), "loop": to_json(loop), "start": start, "pool": str(pool)}
         path = write_json(directory / "jobs" / "loop.json", job)

@@ -27,7 +27,6 @@ from mismatch.features.loop.history import (
     STEPS,
     WEIGHTS,
     Row,
-    forget_from,
     in_words,
     measure,
     save_row,
@@ -99,7 +98,6 @@ class TrainerSide:
         if start:
             self.optimiser.load(self.run_dir / CHECKPOINTS / f"{start:06d}")
         if self.world.rank == 0:
-            forget_from(self.run_dir, start)
             report_ready()
         self.world.barrier()
         self.let_go(start)
