@@ -1,8 +1,9 @@
 """One long sequence beyond the run's own: how long it is, of which tokens, and who scores it.
 
 It lies in a separate run directory, ``long/``, and shares the float32 engine's process and the
-training world with the check. Only float32 reads it: rounding plays no part there, and what differs
-from some position on is another function (rotations, windows, chunks of a prefill).
+training world with the check. In float32 rounding plays no part, and what differs from some
+position on is another function (rotations, windows, chunks of a prefill). The trainer also scores
+it as it runs, next to a plain forward: kernels that refuse float32 are seen there alone.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from mismatch.analysis.long_sequence import EXACT, FOLDER, MODE
+from mismatch.analysis.long_sequence import AS_RUN, EXACT, FOLDER, MODE, TRAINER
 from mismatch.errors import MismatchError
-from mismatch.experiments.scoring_passes import reference_of, trainer_in_float32, wants_square
+from mismatch.experiments.scoring_passes import (
+    plain_passes,
+    reference_of,
+    trainer_in_float32,
+    wants_square,
+)
 from mismatch.models.config import ModelConfig, find_config
 from mismatch.run import store
 from mismatch.run.machine import free_gpu_bytes
-from mismatch.run.store import TRAIN
 from mismatch.specs import OWN_SCORER, CheckSpec, Pass, Sampling
 from mismatch.types import Rollout
 
-TRAINER = f"{TRAIN}:{MODE}"
 DEFAULT, LONGEST = 2048, 16_384  # tokens
 SCORES_BYTES = 4 * 3  # float32 scores of the eager reference, their softmax, and a mask
 
@@ -39,13 +43,23 @@ def wanted(spec: CheckSpec) -> bool:
 
 
 def long_passes(spec: CheckSpec) -> list[Pass]:
-    """Return the passes of a training world over the long sequence, both in float32."""
+    """Return the passes of a training world over the long sequence; the reference is the first."""
     passes = [Pass(EXACT, replace(reference_of(spec.train), routing=False))]
     if spec.train.scorer == OWN_SCORER:
-        as_it_runs = replace(spec.train, routing=False, grad=False)  # float32 already
-        exact = next((pass_.spec for pass_ in trainer_in_float32(spec)), as_it_runs)
-        passes.append(Pass(TRAINER, exact))
+        passes += trainer_passes(spec)
+        plain = plain_passes(spec) if passes[-1].name == AS_RUN else []
+        passes += [Pass(f"{pass_.name}:{MODE}", pass_.spec) for pass_ in plain]
     return passes
+
+
+def trainer_passes(spec: CheckSpec) -> list[Pass]:
+    """Return the trainer's: in float32 and, where that is another pass, as it runs."""
+    unrouted = {"routing": False, "replay_routing": None, "replay_source": None}
+    as_it_runs = replace(spec.train, grad=False, **unrouted)  # type: ignore[arg-type]
+    exact = trainer_in_float32(spec)
+    if not exact:
+        return [Pass(TRAINER, as_it_runs)]
+    return [Pass(TRAINER, exact[0].spec), Pass(AS_RUN, as_it_runs)]
 
 
 def prepare(run_dir: Path, spec: CheckSpec) -> str:

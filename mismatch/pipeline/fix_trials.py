@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, replace
 
+from mismatch.analysis.long_sequence import FOLDER as LONG
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.catalogue import is_combination
 from mismatch.experiments.fixes.context import Context, context_of
@@ -60,7 +61,7 @@ class FixRun:
         self.left_out: list[str] = []
         self.spent_s = 0.0
         self.jobs: list[Job] = []
-        self.not_exact: set[str] = set()  # float32 passes that took the world down
+        self.not_exact: set[str] = set()  # of these passes, those that took the world down
 
     def measure(self, passes: list[Pass], sample: bool = True) -> None:
         """Measure everything that is not there yet, in one world if no fix takes that down."""
@@ -70,7 +71,7 @@ class FixRun:
                 Job(self.run_dir / variant.folder, variant.scoring, optional=True)
                 for variant in pending
             ]
-            self.jobs += [Job(self.run_dir, pass_, optional=True) for pass_ in self.exact()]
+            self.jobs += self.exact()
             for job in self.jobs:
                 error_path(self.run_dir, pass_label(job.pass_.name)).unlink(missing_ok=True)
             self.stages.count.total += len({variant.folder for variant in pending} - {""})
@@ -96,15 +97,21 @@ class FixRun:
         """Return the variants without a scoring."""
         return [v for v in self.variants if v.id not in self.failed and not self.scored(v)]
 
-    def exact(self) -> list[Pass]:
-        """Return the float32 passes that the verdicts after fixes need, and that are not there."""
-        wanted = [v.in_float32(self.stages.spec) for v in self.variants if v.id not in self.failed]
+    def exact(self) -> list[Job]:
+        """Return what the verdicts after fixes need besides, and is not there: the float32 passes,
+        and those over the long sequence."""
+        jobs = []
+        for variant in self.variants:
+            if variant.id not in self.failed:
+                pass_ = variant.in_float32(self.stages.spec)
+                jobs += [Job(self.run_dir, pass_, optional=True)] if pass_ else []
+                beyond = variant.over_long(self.stages.spec)
+                jobs += [Job(self.run_dir / LONG, pass_, optional=True) for pass_ in beyond]
         return [
-            pass_
-            for pass_ in wanted
-            if pass_ is not None
-            and pass_.name not in self.not_exact
-            and not resume.scoring_done(self.run_dir, pass_.name, pass_.spec)
+            job
+            for job in jobs
+            if job.pass_.name not in self.not_exact
+            and not resume.scoring_done(job.run_dir, job.pass_.name, job.pass_.spec)
         ]
 
     def scored(self, variant: Variant) -> bool:
@@ -119,7 +126,7 @@ class FixRun:
             return False
         self.refusals(pending)
         by_name = {variant.scoring.name: variant for variant in pending}
-        exact = {pass_.name for pass_ in self.exact()}
+        exact = {job.pass_.name for job in self.exact()}
         for job in self.jobs:  # in the order of the world that ended
             refused = read_error(self.run_dir, pass_label(job.pass_.name)) is not None
             if job.pass_.name in exact and not refused:

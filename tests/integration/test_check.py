@@ -23,6 +23,17 @@ from tests.conftest import grid
 from .conftest import SMALL, Run, run_check
 
 pytestmark = pytest.mark.slow
+# Attention of a trainer whose blocks beyond the second are wrong, in bf16 alone.
+WRONG_BLOCKS = """
+import torch
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+def attend(module, query, *args, **more):
+    out, weights = eager_attention_forward(module, query, *args, **more)
+    if query.dtype == torch.bfloat16:
+        out[:, 256:] *= 0.9
+    return out, weights
+"""
 ARTEFACTS = (
     "report.html",
     "report.json",
@@ -119,7 +130,7 @@ def test_all_semantic_checks_pass_on_a_clean_run(default_run):
     assert bad.keys() <= {"importance-ratio"}, bad  # a 99.7 % test, so a warning may happen
     assert "failed" not in bad.values()
     assert {"displaced-engine", "displaced-trainer", "turns"} <= default_run.checks.keys()
-    assert len(default_run.checks) == 29
+    assert len(default_run.checks) == 30
 
 
 def test_a_clean_run_rounds_as_a_plain_forward_does(default_run):
@@ -137,11 +148,26 @@ def test_one_long_sequence_reaches_beyond_the_runs_own(default_run):
     """Both sides read it in float32; only what lies beyond it is not tested."""
     long = default_run.report["long_sequence"]
     assert long["tokens"] == 2047 > 10 * long["reached"]  # of 2,048 positions one is left free
-    assert [gap["scoring"] for gap in long["gaps"]] == ["vllm:long", "fsdp:long"]
+    names = ["vllm:long", "fsdp:long", "fsdp:as-run:long"]
+    assert [gap["scoring"] for gap in long["gaps"]] == names
+    assert 0.5 < max(block["nats"] / block["plain"] for block in long["gaps"][2]["blocks"]) < 1.5
     assert {"long-sequence-engine", "long-sequence-trainer"} <= default_run.checks.keys()
     untested = {entry["what"] for entry in default_run.report["not_tested"]}
     assert "positions beyond 2047" in untested
     assert "One long sequence" in (default_run.directory / "report.html").read_text()
+
+
+@pytest.mark.grid
+def test_a_kernel_that_is_wrong_in_bf16_beyond_every_response_is_broken(tmp_path, monkeypatch):
+    """No response of the run is so long, and float32 takes another path."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "wrong_blocks.py").write_text(WRONG_BLOCKS)
+    flags = ("--num-prompts", "16", "--samples-per-prompt", "2", "--nproc-per-node", "1")
+    own = ("--engine", "transformers", "--attention", "wrong_blocks:attend@eager")
+    run = run_check(tmp_path / "run", *flags, *own)
+    assert run.failed == {"long-sequence-trainer-rounding"}
+    assert run.report["verdict"]["status"] == "broken"
+    assert run.code == 1
 
 
 @pytest.mark.grid
@@ -156,7 +182,7 @@ def test_an_engine_that_is_wrong_beyond_every_response_is_broken(tmp_path, monke
     assert run.failed == {"long-sequence-engine"}
     assert run.report["verdict"]["status"] == "broken"
     assert run.code == 1
-    engine, trainer = run.report["long_sequence"]["gaps"]
+    engine, trainer, _ = run.report["long_sequence"]["gaps"]
     beyond = [block["nats"] > engine["failed"] for block in engine["blocks"]]
     # Most of a block decides.
     assert beyond == [(block["low"] + block["high"]) / 2 > 256 for block in engine["blocks"]]

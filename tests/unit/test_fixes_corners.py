@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mismatch.analysis.levels import judge, verdict
+from mismatch.analysis.long_sequence import FOLDER, with_fix
 from mismatch.analysis.scored_rollout import ScoredRollout
+from mismatch.experiments.beyond import long_rollout
 from mismatch.experiments.fixes.planning import Variant
 from mismatch.experiments.fixes.results import Corners, variant_of
 from mismatch.run import store
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
+from mismatch.types import Scoring
 from tests.unit.test_square import SPEC, rollout, run_of
 
 NAMES = ["logprob_abs_diff_mean", "k3_kl", "ratio_mean", "ratio_outside_2"]
@@ -20,6 +24,7 @@ NAMES = ["logprob_abs_diff_mean", "k3_kl", "ratio_mean", "ratio_outside_2"]
 
 WRONG = 1e6  # times the rounding of float32: another function
 PRECISE = variant_of(SPEC, "fp32-lm-head", "")  # changes precision alone
+LONG_TOKENS = 2000
 OTHER_TOKENS = variant_of(SPEC, "fp32-lm-head", "fixes/engine")
 OTHER_FUNCTION = variant_of(SPEC, "experts-implementation=eager", "")
 
@@ -119,3 +124,51 @@ def test_a_run_without_float32_passes_leaves_it_open_too(tmp_path: Path) -> None
         checks, unmeasured = corners.correctness(sides, comparison, PRECISE)
         assert [check.id for check in checks] == ["enough-data"]
         assert word in unmeasured
+
+
+def with_long(directory: Path, trainer: str, off: float) -> Corners:
+    """A run with a long sequence, on which one trainer is off."""
+    corners = corners_of(directory)
+    long = long_rollout(run_of({}).rollout, LONG_TOKENS)
+    (directory / FOLDER).mkdir()
+    store.save_rollout(directory / FOLDER, long)
+    exact = np.full(long.n_actions, -1.0)
+    facts = {"dtype": "fp32", "device": "cpu", "logprobs_temperature": 1.0}
+    for name in ("reference:long", "vllm:long", "fsdp:long", trainer):
+        values = exact - off * (name == trainer)
+        scoring = Scoring(name, long.token_ids[long.actions], values, facts)
+        store.save_scoring(directory / FOLDER, scoring, long)
+    return corners
+
+
+@pytest.mark.parametrize(
+    ("variant", "trainer", "off", "status"),
+    [
+        (OTHER_FUNCTION, with_fix("fix:experts-implementation=eager")[0], 0.0, "passed"),
+        (OTHER_FUNCTION, with_fix("fix:experts-implementation=eager")[0], 0.5, "failed"),
+        (OTHER_FUNCTION, "fsdp:long", 0.0, "inconclusive"),  # the run's own says nothing of it
+        (PRECISE, "fsdp:long", 0.5, "failed"),  # the run's own shows the same function
+        (PRECISE, "fsdp:long", 0.0, "passed"),
+    ],
+)
+def test_the_verdict_with_a_fix_covers_the_long_sequence(
+    tmp_path: Path, variant: Variant, trainer: str, off: float, status: str
+) -> None:
+    sides = sides_of(1.0)
+    corners = with_long(tmp_path, trainer, off)
+    checks, _ = corners.correctness(sides, sides.comparison(NAMES, 0), variant)
+    status_of = {check.id: check.status for check in checks}
+    assert status_of["long-sequence-trainer"] == status
+    assert status_of["long-sequence-engine"] == "passed"
+
+
+def test_a_fix_of_the_function_scores_the_long_sequence_in_float32_and_as_it_runs() -> None:
+    def passes(name: str, spec: CheckSpec = SPEC) -> list[str]:
+        return [pass_.name for pass_ in variant_of(spec, name, "").over_long(spec)]
+
+    name = "experts-implementation=eager"
+    assert passes(name) == [f"fix:{name}:fp32:long", f"fix:{name}:long"]
+    assert passes(f"fp32+{name}") == [f"fix:fp32+{name}:fp32:long"]
+    assert not any(map(passes, ("fp32-lm-head", "fp32", "fp16", "micro-batch=1024")))
+    assert passes(name, replace(SPEC, context_length=0)) == []
+    assert OTHER_TOKENS.over_long(SPEC) == []

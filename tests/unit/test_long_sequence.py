@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mismatch.analysis.long_sequence import FOLDER, LongSequence, checks, of_run
+from mismatch.analysis.long_sequence import (
+    AS_RUN,
+    FOLDER,
+    ROUNDING,
+    LongSequence,
+    checks,
+    of_run,
+    with_fix,
+)
 from mismatch.experiments.beyond import (
     DEFAULT,
     LONGEST,
@@ -81,8 +89,15 @@ def scoring(name: str, long: Rollout, logprobs: Floats, dtype: str, **more: Any)
     return Scoring(name, long.token_ids[long.actions], logprobs, facts)
 
 
-def run_with(directory: Path, off: float, start: int, tokens: int = TOKENS, **engine: Any) -> Path:
-    """A run whose engine in float32 is off from a position on."""
+def run_with(
+    directory: Path,
+    off: float,
+    start: int,
+    tokens: int = TOKENS,
+    as_run_off: float = 0.0,
+    **engine: Any,
+) -> Path:
+    """A run whose engine in float32, or whose trainer as it runs, is off from a position on."""
     run = make_run(directory)
     own = store.load_rollout(run)
     kept = np.full(own.n_actions, -1.0)
@@ -95,10 +110,15 @@ def run_with(directory: Path, off: float, start: int, tokens: int = TOKENS, **en
     exact = -draw.exponential(1.0, long.n_actions)
     places = np.arange(1, TOKENS)
     moved = exact - off * ((places >= start) & (places < start + tokens))
+    rough = exact + 0.004 * draw.standard_normal(long.n_actions)
+    as_run = exact + 0.004 * draw.standard_normal(long.n_actions)
+    as_run -= as_run_off * (places >= start)
     for name, values, dtype in (
         ("reference:long", exact, "fp32"),
         ("transformers:long", moved, "fp32"),
         ("fsdp:long", exact, "fp32"),
+        ("plain:bf16:long", rough, "bf16"),
+        (AS_RUN, as_run, "bf16"),
     ):
         more = engine if name.startswith("transformers") else {}
         store.save_scoring(run / FOLDER, scoring(name, long, values, dtype, **more), long)
@@ -152,7 +172,7 @@ def test_other_values_or_another_distribution_are_no_fault(
 ) -> None:
     """They differ as they were asked to: nothing is said of the engine's function."""
     result = long_of(run_with(tmp_path / "run", 0.05, 0, **engine))
-    assert [gap.scoring for gap in result.gaps] == ["fsdp:long"]
+    assert [gap.scoring for gap in result.gaps] == ["fsdp:long", AS_RUN]
     assert result.tested == 0
 
 
@@ -164,7 +184,8 @@ def test_one_token_whose_experts_changed_places_is_no_fault(tmp_path: Path) -> N
 def test_a_number_that_is_none_fails(tmp_path: Path) -> None:
     result = long_of(run_with(tmp_path / "run", off=float("nan"), start=399))
     found = {check.id: check.status for check in checks(result)}
-    assert found == {"long-sequence-engine": "failed", "long-sequence-trainer": "passed"}
+    assert found.pop("long-sequence-engine") == "failed"
+    assert found == {"long-sequence-trainer": "passed", ROUNDING: "passed"}
 
 
 def test_a_sequence_without_a_fault_passes_and_counts_as_seen(tmp_path: Path) -> None:
@@ -177,3 +198,34 @@ def test_a_sequence_without_a_fault_passes_and_counts_as_seen(tmp_path: Path) ->
 
 def test_a_run_without_one_has_no_result(tmp_path: Path) -> None:
     assert of_run(make_run(tmp_path / "run"), spec()) is None
+
+
+def test_a_kernel_that_is_wrong_only_as_it_runs_fails(tmp_path: Path) -> None:
+    """It refuses float32, or another kernel takes its place there."""
+    result = long_of(run_with(tmp_path / "run", off=0.0, start=256, as_run_off=0.05))
+    found = {check.id: check.status for check in checks(result)}
+    assert found.pop(ROUNDING) == "failed"
+    assert set(found.values()) == {"passed"}
+    own = result.gaps[-1]
+    assert own.blocks[0].off < 2 < 5 < own.worst.off
+    assert section(result).sentences[-1].startswith("From position 2")
+
+
+def test_a_number_that_is_none_as_it_runs_fails_too(tmp_path: Path) -> None:
+    result = long_of(run_with(tmp_path / "run", off=0.0, start=399, as_run_off=float("nan")))
+    assert {check.id for check in checks(result) if check.status == "failed"} == {ROUNDING}
+
+
+def test_with_a_fix_the_trainer_is_that_with_the_fix(tmp_path: Path) -> None:
+    run = run_with(tmp_path / "run", off=0.0, start=0)
+    long = store.load_rollout(run / FOLDER)
+    exact = store.load_scoring(run / FOLDER, "reference:long")
+    in_float32, as_run = with_fix("fix:some")
+    store.save_scoring(
+        run / FOLDER, replace(exact, name=in_float32, logprobs=exact.logprobs - 1.0), long
+    )
+    fixed = of_run(run, spec(), "fix:some")
+    assert fixed is not None
+    assert [gap.scoring for gap in fixed.gaps] == ["transformers:long", in_float32]
+    assert [check.status for check in checks(fixed)] == ["passed", "failed"]
+    assert as_run == "fix:some:long"

@@ -12,7 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+from mismatch.analysis.long_sequence import with_fix
 from mismatch.errors import MismatchError
+from mismatch.experiments.beyond import trainer_passes
+from mismatch.experiments.beyond import wanted as wants_long
 from mismatch.experiments.fixes.applies import reason_against
 from mismatch.experiments.fixes.base import Chosen, Fix, FixOutcome
 from mismatch.experiments.fixes.catalogue import FIXES, fix_named, labels
@@ -20,7 +23,7 @@ from mismatch.experiments.fixes.context import Context
 from mismatch.experiments.scoring_passes import trainer_in_float32
 from mismatch.models.moe import require_routes
 from mismatch.run.store import FIX_PREFIX, FLOAT32
-from mismatch.specs import CheckSpec, Pass
+from mismatch.specs import OWN_SCORER, CheckSpec, Pass
 
 ALL = "all"
 SIDES = ("train", "engine", "estimator")
@@ -60,6 +63,16 @@ class Variant:
             if replace(exact.spec, micro_batch_tokens=rows) not in own:
                 return Pass(f"{self.scoring.name}:{FLOAT32}", exact.spec)
         return None
+
+    def over_long(self, run: CheckSpec) -> list[Pass]:
+        """Return its passes over the long sequence; none where the run's own show the same."""
+        if self.folder or not wants_long(run) or run.train.scorer != OWN_SCORER:
+            return []
+        before, passes = trainer_passes(run)[0].spec, trainer_passes(self.spec)
+        if replace(passes[0].spec, micro_batch_tokens=before.micro_batch_tokens) == before:
+            return []
+        named = zip(with_fix(self.scoring.name), passes, strict=False)  # one where it is in float32
+        return [Pass(name, pass_.spec) for name, pass_ in named]
 
     def outcome(self, reason: str = "", *, applies: bool = True) -> FixOutcome:
         """Return a row without numbers."""

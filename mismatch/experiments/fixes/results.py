@@ -11,11 +11,14 @@ from typing import Any
 
 from mismatch.analysis.diagnosis.pass_checks import by_finiteness, enough_data
 from mismatch.analysis.levels import Thresholds, default_thresholds
+from mismatch.analysis.long_sequence import ROUNDING, of_run
+from mismatch.analysis.long_sequence import checks as long_checks
 from mismatch.analysis.plugins import RunArtefacts
 from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.analysis.square import Square, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
 from mismatch.errors import MismatchError
+from mismatch.experiments.beyond import trainer_passes
 from mismatch.experiments.fixes.base import (
     SHOWN,
     EstimatorFix,
@@ -44,6 +47,8 @@ from mismatch.types import Check, Comparison, Estimate, Report, Scoring
 
 WORTH = 0.1  # less than that is no reason to change a second setting
 ANEW = "with this fix the engine sampled again, and no float32 pass was made of its tokens"
+NOT_LONG = "the long sequence was not scored with this fix"
+AGAIN = "check again with this fix"
 NO_CORRECTIONS = "nothing was compared, so no correction was computed"
 STATE, STATE_SCHEMA = f"{DIRECTORY}/state.json", "mismatch.fixes/1"
 
@@ -241,7 +246,22 @@ class Corners:
         square = measure(run, self.spec)
         if not isinstance(square, Square):
             return [enough], square.reason
-        return [enough, *square_checks(square)], ""
+        return [enough, *square_checks(square), *self.long_checks(variant)], ""
+
+    def long_checks(self, variant: Variant) -> list[Check]:
+        """Return those of the long sequence, which a fix of the function changes too."""
+        run = of_run(self.run_dir, self.spec)
+        if run is None:
+            return []
+        fix = variant.scoring.name if variant.over_long(self.spec) else ""
+        found = of_run(self.run_dir, self.spec, fix)
+        checks = {check.id: check for check in (long_checks(found) if found else ())}
+        needless = {ROUNDING} if len(trainer_passes(variant.spec)) == 1 else set()
+        return [
+            checks.get(check.id, replace(check, status="inconclusive", detail=NOT_LONG, fix=AGAIN))
+            for check in long_checks(run)
+            if check.id not in needless
+        ]
 
     @cached_property
     def usable(self) -> dict[str, Scoring]:

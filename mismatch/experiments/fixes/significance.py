@@ -33,8 +33,7 @@ METHOD = (
     "exchanges before and after within prompts, adjusted for all fixes and both metrics (Holm), "
     "at 5 %. A change by less than 5 % of what there was is negligible, whatever its p-value. The "
     "best is chosen again on half of the prompts and measured on the others. Intervals are 95 % "
-    "each, not adjusted. The verdict with a fix does not cover the long sequence: check again with "
-    "the fix."
+    "each, not adjusted."
 )
 
 

@@ -8,9 +8,11 @@ from mismatch.reports.section import Cell, Column, Section, Table, Tone, Value
 from mismatch.types import CheckStatus, Report
 
 LEAD = (
-    "One sequence made of the run's own tokens, scored at once by both sides in float32 and by the "
-    "float32 reference. Rounding plays no part: what begins at some position is another function. "
-    "Median |delta| in nats, by position."
+    "One sequence made of the run's own tokens, scored at once by both sides in float32, by the "
+    "trainer as it runs, and by the float32 reference. In float32 rounding plays no part: what "
+    "begins at some position is another function. The table gives the median |delta| by position, "
+    "in nats. Of the trainer as it runs it gives the mean without the worst tenth, in multiples of "
+    "a plain forward's."
 )
 TONES: dict[CheckStatus, Tone] = {
     "passed": "healthy",
@@ -23,7 +25,7 @@ def section(result: LongSequence, report: Report | None = None) -> Section:
     """Return a row for each side: the run's own positions, then blocks beyond them."""
     blocks = result.gaps[0].blocks
     columns = (
-        Column("in float32", text),
+        Column("side", text),
         *(
             Column(f"{block.low}–{block.high - 1}", number, int(place > 0))
             for place, block in enumerate(blocks)
@@ -44,4 +46,5 @@ def section(result: LongSequence, report: Report | None = None) -> Section:
 
 def _row(gap: LongGap) -> tuple[Cell | Value, ...]:
     status = Cell(gap.status, TONES[gap.status])
-    return (line(gap.scoring), *(block.nats for block in gap.blocks), gap.passed, status)
+    name = f"{gap.scoring.partition(':')[0]}, {'as it runs' if gap.rounded else 'float32'}"
+    return (line(name), *(block.off for block in gap.blocks), gap.passed, status)
