@@ -1,0 +1,237 @@
+"""Twenty faults on each side and in the model code that both sides of the training world share.
+
+    python benchmarks/sides.py DIR [--faults NAME …] [--places engine trainer shared]
+
+Every case is one `mismatch check` of default size with one rank (no `locate`). A fault of the
+training world scores the clean run's own tokens again. A case whose report is in DIR is not run
+again, so the command goes on where it was stopped; docs/evidence/sides.json and the page next to
+it are written after each case. `--write` only writes.
+
+Goal: no HEALTHY and no TOLERABLE where mean |delta| or a float32 gap is beyond its level, and the
+clean run HEALTHY; exit code 1 if one is missed. About 75 minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.planted_sides import FAULTS, FUNCTIONS  # noqa: E402
+
+STATE = ROOT / "docs" / "evidence" / "sides.json"
+PLACES = ("engine", "trainer", "shared")
+CLEAN = "clean"
+FLAGS = ("--model", "tiny-gpt-oss", "--nproc-per-node", "1", "--no-locate")
+# What the side may be called. Shared code shows as a difference of two implementations; of weights
+# the digests say that it is the training world that holds others than the checkpoint.
+RIGHT_SIDES = {
+    "engine": {"engine", "either"},
+    "trainer": {"trainer"},
+    "shared": {"either", "trainer"},
+}
+HEAD = """# Twenty faults on each side
+
+One fault at a time was planted in memory: in the engine, in the trainer's passes, or in the model
+code that trainer and float32 reference share. Every line is one `mismatch check` of tiny-gpt-oss
+at default size ({tokens:,} tokens, one rank, bf16). Gaps are mean \\|delta\\| to the
+reference, both in float32. Made by `benchmarks/sides.py`, {date}.
+"""
+COUNTED = ("broken", "inconclusive", "unfit", "tolerable", "healthy")
+COUNTS = f"""| place | faults | {" | ".join(COUNTED)} | side right |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
+CASES = """
+## {title}
+
+| fault | verdict | mean \\|delta\\| | gap of engine | of trainer | first cause | side |
+| --- | --- | ---: | ---: | ---: | --- | --- |"""
+TITLES = {
+    "engine": "In the engine",
+    "trainer": "In the trainer",
+    "shared": "In shared model code",
+}
+END = """
+## Next
+
+[How the levels were chosen](calibration.md), and
+[what the square can and cannot see](../explain/square.md).
+"""
+WORLD = """
+import os
+
+if "RANK" in os.environ:
+    import planted_sides
+
+    planted_sides.plant_in_world()
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a check said of one fault."""
+
+    fault: str
+    place: str
+    verdict: str
+    exit_code: int
+    tokens: int
+    nats: float
+    """mean |delta|"""
+    gaps: dict[str, float]
+    failed: tuple[str, ...]
+    cause: str
+    side: str
+
+    @property
+    def missed(self) -> bool:
+        """Whether the check passes it although it moved the numbers: some check failed."""
+        return self.verdict in ("healthy", "tolerable") and bool(self.failed)
+
+    @property
+    def right_side(self) -> bool:
+        """Whether the side named, if any, is one that the run can know."""
+        function = self.place == "shared" and self.fault in FUNCTIONS
+        return self.side in ({"either"} if function else RIGHT_SIDES[self.place])
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict in ("healthy", "tolerable")
+
+
+def run(fault: str, place: str, home: Path) -> Path:
+    """Return the directory of a finished check, made if it is not there."""
+    target = home / (fault if fault == CLEAN else f"{place}-{fault}")
+    if (target / "report.json").is_file():
+        return target
+    shutil.rmtree(target, ignore_errors=True)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "mismatch", "check", *FLAGS, "--out", str(target)]
+    if fault != CLEAN:
+        env["PLANTED_SIDE"] = f"{fault}@{place}"
+        env["PYTHONPATH"] = os.pathsep.join([str(plugin(home)), str(ROOT)])
+    if place in ("trainer", "shared"):
+        shutil.copytree(home / CLEAN, target)
+        forget(target)
+        command = [sys.executable, "-m", "mismatch", "check", "--resume", str(target)]
+    print(f"{target.name}: {' '.join(command[2:])}", flush=True)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    (home / f"{target.name}.log").write_text(done.stdout + done.stderr)
+    if not (target / "report.json").is_file():
+        raise SystemExit(f"{target.name} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return target
+
+
+def forget(run_dir: Path) -> None:
+    """Delete what the training world scored, and the report."""
+    for folder in (run_dir, run_dir / "long"):
+        for kind in ("scores", "routing", "dists"):
+            for file in (folder / kind).glob("*"):
+                if not file.name.startswith("vllm"):
+                    file.unlink()
+    for report in run_dir.glob("report.*"):
+        report.unlink()
+
+
+def plugin(home: Path) -> Path:
+    """Return a directory for PYTHONPATH that plants faults in vLLM and in the training world."""
+    place = home / "plugin"
+    facts = place / "planted_sides-0.dist-info"
+    facts.mkdir(parents=True, exist_ok=True)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: planted-sides\nVersion: 0\n")
+    entry = "[vllm.general_plugins]\nplanted_sides = planted_sides:register\n"
+    (facts / "entry_points.txt").write_text(entry)
+    shutil.copy(Path(__file__).with_name("planted_sides.py"), place)
+    (place / "sitecustomize.py").write_text(WORLD)
+    return place
+
+
+def row_of(fault: str, place: str, run_dir: Path) -> Row:
+    """Read a finished check."""
+    report: dict[str, Any] = json.loads((run_dir / "report.json").read_text())
+    square = report.get("square") or {}
+    gaps = {gap["left"]: gap["size"]["value"] for gap in square.get("gaps", ())}
+    ranked = (report.get("causes") or {}).get("ranked") or []
+    headline = report["headline"]
+    return Row(
+        fault,
+        place,
+        report["verdict"]["status"],
+        headline["exit_code"],
+        headline["n_tokens"],
+        headline["logprob_abs_diff_mean"],
+        gaps,
+        tuple(check["id"] for check in report["checks"] if check["status"] == "failed"),
+        ranked[0]["id"] if ranked else "",
+        headline.get("side_at_fault") or "",
+    )
+
+
+def page(rows: list[Row], made: str) -> str:
+    """Write the page: counts by place, then every case."""
+    clean, *planted = rows
+    parts = [HEAD.format(tokens=clean.tokens, date=made)]
+    parts += [f"The clean run is **{clean.verdict.upper()}**.\n", COUNTS]
+    for place in PLACES:
+        of = [row for row in planted if row.place == place]
+        counts = [sum(row.verdict == state for row in of) for state in COUNTED]
+        right = sum(row.right_side for row in of)
+        parts.append(f"| {place} | {len(of)} | {' | '.join(map(str, counts))} | {right} |")
+    for place in PLACES:
+        parts.append(CASES.format(title=TITLES[place]))
+        for row in planted:
+            if row.place == place:
+                verdict = f"**{row.verdict}**" if row.passed else row.verdict
+                numbers = (row.nats, row.gaps.get("vllm:fp32"), row.gaps.get("fsdp:fp32"))
+                cells = [f"`{row.fault}`", verdict, *map(number, numbers), row.cause, row.side]
+                parts.append(f"| {' | '.join(cell or '–' for cell in cells)} |")
+    return "\n".join(parts) + "\n" + END
+
+
+def number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2g}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("home", type=Path)
+    parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=FAULTS)
+    parser.add_argument("--places", nargs="+", default=list(PLACES), choices=PLACES)
+    parser.add_argument(
+        "--write", action="store_true", help="only write the page of what is in DIR"
+    )
+    asked = parser.parse_args()
+    asked.home.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    cases = [(CLEAN, ""), *((fault, place) for fault in asked.faults for place in asked.places)]
+    for fault, place in cases:
+        target = asked.home / (fault if fault == CLEAN else f"{place}-{fault}")
+        if asked.write and not (target / "report.json").is_file():
+            continue
+        rows.append(row_of(fault, place, run(fault, place, asked.home)))
+        print(
+            f"  {rows[-1].verdict}, exit {rows[-1].exit_code}, {rows[-1].nats:.3g} nats", flush=True
+        )
+        made = date.today().isoformat()
+        state = {"date": made, "rows": [asdict(row) for row in rows]}
+        STATE.write_text(json.dumps(state, indent=1) + "\n")
+        STATE.with_suffix(".md").write_text(page(rows, made))
+    passed = [row for row in rows[1:] if row.passed]
+    for row in passed:
+        print(f"passed: {row.fault} in the {row.place} ({row.verdict}, {row.nats:.2g} nats)")
+    return int(rows[0].verdict != "healthy" or any(row.missed for row in passed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
