@@ -21,6 +21,7 @@ from mismatch.types import Bools, Floats, Ints
 Level = Literal["token", "sequence"]
 Band = tuple[float, float]
 ADVANTAGE_EPSILON = 1e-6  # verl's; TRL has 1e-4
+KL_EPSILON = 1e-8  # verl's and SkyRL's
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,11 @@ class Settings:
         sequence_cap: TRL's ``sequence_mask``: sequences of larger ratio are dropped.
         cis_lambda: lambda of CIS: the log-odds may rise by log(1 + lambda).
         cis_kappa: kappa of CIS: 1 - p is taken as at least this.
+        ipo: largest difference of probabilities, either way, of a token that IPO keeps.
+        dppo_tv: the same of DPPO, in the direction of the advantage alone.
+        dppo_kl: largest binary KL, in nats, of a token that DPPO keeps.
+        gspo: GSPO's clip range of the geometric mean ratio.
+        m2po: largest mean of squared log-ratios that M2PO leaves.
 
     Raises:
         MismatchError: bounds that are not finite and positive, or that drop a ratio of 1.
@@ -52,6 +58,11 @@ class Settings:
     sequence_cap: float = 3.0
     cis_lambda: float = 2.3
     cis_kappa: float = 5e-3
+    ipo: float = 0.3
+    dppo_tv: float = 0.2
+    dppo_kl: float = 0.05
+    gspo: Band = (0.9997, 1.0004)
+    m2po: float = 0.04
 
     def __post_init__(self) -> None:
         bands = {
@@ -63,12 +74,19 @@ class Settings:
             "geometric band": self.geometric,
             "CIS cap": (0.0, 1.0 + self.cis_lambda),
             "CIS kappa": (self.cis_kappa, 1.0),
+            "GSPO band": self.gspo,
         }
         for name, (low, high) in bands.items():
             if not 0.0 <= low <= 1.0 <= high < np.inf or low == high:
                 raise MismatchError(
                     f"corrections: the {name} of {low:g} to {high:g} does not lie around 1",
                     "bounds are ratios: 1 is a token that both sides agree on, and must be kept",
+                )
+        for name in ("ipo", "dppo_tv", "dppo_kl", "m2po"):
+            if not 0.0 < getattr(self, name) < np.inf:
+                raise MismatchError(
+                    f"corrections: the bound {name} is {getattr(self, name):g}",
+                    "it is a distance: finite, and over 0",
                 )
 
 
@@ -83,6 +101,8 @@ class Ratios:
         geometric: [N] exp(mean delta).
         least: [N] smallest token ratio.
         train: [A] the trainer's probability of each token.
+        engine: [A] the engine's.
+        advantage: [A] of each token's sequence; None where it is not known.
         clamped: number of tokens and sequences whose log-ratio was clamped.
     """
 
@@ -92,11 +112,18 @@ class Ratios:
     geometric: Floats
     least: Floats
     train: Floats
+    engine: Floats
+    advantage: Floats | None
     clamped: int
 
     @classmethod
-    def of(cls, delta: Floats, sequence: Ints, train: Floats) -> Ratios:
+    def of(
+        cls, delta: Floats, sequence: Ints, train: Floats, advantage: Floats | None = None
+    ) -> Ratios:
         """Build from delta [A], each token's sequence [A] and the trainer's log-probability [A].
+
+        Args:
+            advantage: [A] of each token's sequence; None where it is not known.
 
         Raises:
             EmptyComparison: no token.
@@ -114,6 +141,8 @@ class Ratios:
             geometric=_exp(total / count),
             least=_exp(least),
             train=floats(np.exp(np.minimum(train, 0.0))),
+            engine=floats(np.exp(np.minimum(train - delta, 0.0))),
+            advantage=advantage,
             clamped=int((np.abs(delta) > CLAMP).sum() + (np.abs(total) > CLAMP).sum()),
         )
 
@@ -164,6 +193,64 @@ def _geometric(r: Ratios, s: Settings) -> Floats:
     return _inside(r.geometric, s.geometric)[r.code]
 
 
+def _within(r: Ratios, beyond: tuple[Bools, Bools]) -> Bools:
+    """Return the tokens that the update does not push further out, [A].
+
+    Args:
+        beyond: [A] tokens over the upper bound, which a positive advantage pushes on, and [A] those
+            under the lower bound. Without advantages both are dropped.
+    """
+    above, below = beyond
+    if r.advantage is None:
+        return ~(above | below)
+    return ~((above & (r.advantage > 0.0)) | (below & (r.advantage < 0.0)))
+
+
+def _ipo(r: Ratios, s: Settings) -> Floats:
+    """IPO: ``ipo`` in prime-rl, src/prime_rl/trainer/rl/loss.py."""
+    return r.token * (np.abs(r.train - r.engine) <= s.ipo)
+
+
+def _dppo_tv(r: Ratios, s: Settings) -> Floats:
+    """DPPO with the total variation of a token against all others: arXiv 2602.04879, eq. 13."""
+    moved = r.train - r.engine
+    return r.token * _within(r, (moved > s.dppo_tv, moved < -s.dppo_tv))
+
+
+def _dppo_kl(r: Ratios, s: Settings) -> Floats:
+    """DPPO with the KL of a token against all others: arXiv 2602.04879, eq. 14.
+
+    q log(q / p) + (1 - q) log((1 - q) / (1 - p)), 1e-8 added to the last two as verl does.
+    """
+    p, q = r.train, r.engine
+    others = np.log((1.0 - q + KL_EPSILON) / (1.0 - p + KL_EPSILON))
+    far = (1.0 - q) * others - q * np.log(r.token) > s.dppo_kl
+    return r.token * _within(r, (far & (p > q), far & (p < q)))
+
+
+def _gspo(r: Ratios, s: Settings) -> Floats:
+    """GSPO: the geometric mean ratio, and no gradient where PPO's clip takes it.
+
+    Zheng et al., arXiv 2507.18071, eq. 5 to 7.
+    """
+    low, high = s.gspo
+    ratio = r.geometric[r.code]
+    return ratio * _within(r, (ratio > high, ratio < low))
+
+
+def _m2po(r: Ratios, s: Settings) -> Floats:
+    """M2PO: the largest squared log-ratios are dropped until the mean of the rest is small enough.
+
+    Zheng et al., arXiv 2510.01161; over all tokens here, over a mini-batch in AReaL.
+    """
+    squared = np.log(r.token) ** 2
+    order = np.argsort(squared, kind="stable")
+    means = np.cumsum(squared[order]) / np.arange(1, len(order) + 1)  # of the k smallest: rising
+    kept = np.zeros(len(order))
+    kept[order[: np.searchsorted(means, s.m2po, side="right")]] = 1.0
+    return r.token * kept
+
+
 NONE, OVERRIDE = "none", "override"
 # In the order of interference: where weights are equal on a run, the first is named.
 CORRECTIONS: tuple[Correction, ...] = (
@@ -190,6 +277,34 @@ CORRECTIONS: tuple[Correction, ...] = (
         lambda s: f"tokens with ratio up to {s.mask_cap:g}, weight ratio",
     ),
     Correction(
+        "ipo",
+        "IPO",
+        "token",
+        _ipo,
+        lambda s: f"tokens with |p - q| up to {s.ipo:g}, weight ratio",
+    ),
+    Correction(
+        "dppo-tv",
+        "DPPO, TV",
+        "token",
+        _dppo_tv,
+        lambda s: f"tokens not pushed on from |p - q| over {s.dppo_tv:g}, weight ratio",
+    ),
+    Correction(
+        "dppo-kl",
+        "DPPO, KL",
+        "token",
+        _dppo_kl,
+        lambda s: f"tokens not pushed on from a binary KL over {s.dppo_kl:g}, weight ratio",
+    ),
+    Correction(
+        "m2po",
+        "M2PO",
+        "token",
+        _m2po,
+        lambda s: f"tokens of the least squared log-ratio, to a mean of {s.m2po:g}, weight ratio",
+    ),
+    Correction(
         "tis-sequence",
         "TIS, sequence",
         "sequence",
@@ -209,6 +324,16 @@ CORRECTIONS: tuple[Correction, ...] = (
         "sequence",
         lambda r, s: _masked_sequence(r, s.sequence_cap),
         lambda s: f"sequences with ratio up to {s.sequence_cap:g}, weight sequence ratio",
+    ),
+    Correction(
+        "gspo",
+        "GSPO",
+        "sequence",
+        _gspo,
+        lambda s: (
+            f"sequences not pushed out of a geometric mean ratio of {s.gspo[0]:g} … "
+            f"{s.gspo[1]:g}, weight that ratio"
+        ),
     ),
     Correction(
         "geometric",

@@ -49,6 +49,12 @@ def test_bounds_reach_the_weights(run):
     assert tis("--geometric", "0.7", "1.4")["geometric"]["kept_sequences"] == 1.0
     assert tis("--sequence-cap", "9")["trl-sequence-mask"]["kept_tokens"] == 1.0  # exp(1.8) = 6.05
     assert tis("--sequence-cap", "6")["trl-sequence-mask"]["kept_tokens"] == 0.0
+    assert tis("--m2po", "0.08")["m2po"]["kept_tokens"] == 0.0  # 0.3 squared is 0.09
+    assert tis("--m2po", "0.1")["m2po"]["kept_tokens"] == 1.0
+    assert tis("--gspo", "0.7", "1.4")["gspo"]["weight_max"] == pytest.approx(1.3498588)
+    assert tis("--ipo", "1e-9")["ipo"]["kept_tokens"] == 0.0
+    assert tis("--dppo-tv", "1")["dppo-tv"]["kept_tokens"] == 1.0
+    assert tis("--dppo-kl", "9")["dppo-kl"]["kept_tokens"] == 1.0
 
 
 def test_batch(run):

@@ -48,8 +48,8 @@ def rollout(rewards=True, length=LENGTH):
     )
 
 
-def scorings(sampled, delta):
-    ids, left = sampled.token_ids[sampled.actions], np.full(sampled.n_actions, -30.0)
+def scorings(sampled, delta, logprob=-30.0):
+    ids, left = sampled.token_ids[sampled.actions], np.full(sampled.n_actions, logprob)
     return Scoring("e:decode", ids, left, {}), Scoring("fsdp", ids, left + delta, {})
 
 
@@ -57,10 +57,10 @@ def noise(sampled, scale, seed=0):
     return scale * np.random.default_rng(seed).standard_normal(sampled.n_actions) - scale**2 / 2
 
 
-def tried(delta=None, sampled=None, lawful=True, **options):
+def tried(delta=None, sampled=None, lawful=True, logprob=-30.0, **options):
     sampled = sampled or rollout()
     delta = np.zeros(sampled.n_actions) if delta is None else delta
-    return preview(sampled, *scorings(sampled, delta), sampled_by_left=lawful, **options)
+    return preview(sampled, *scorings(sampled, delta, logprob), sampled_by_left=lawful, **options)
 
 
 def rows(result):
@@ -161,12 +161,11 @@ def test_a_larger_batch_makes_the_same_bias_matter():
 
 
 def test_none_helps_where_every_correction_is_worse():
-    """Ratios of 50 on one sample of each prompt: all that is left is cut or dropped."""
+    """Ratios of 50, from 0.018 to 0.9, on one sample of each prompt: all is cut or dropped."""
     sampled = rollout(rewards=False, length=1)
     delta = np.where(np.arange(sampled.n_actions) % SAMPLES == 0, math.log(50.0), 0.0)
-    result = tried(
-        delta, sampled, settings=Settings(cap=1.0, band=(0.5, 1.5), mask_cap=1.0, cis_lambda=0.0)
-    )
+    settings = Settings(cap=1.0, band=(0.5, 1.5), mask_cap=1.0, cis_lambda=0.0)
+    result = tried(delta, sampled, settings=settings, logprob=-4.0)
     assert result.favoured == NONE
     assert result.named(NONE).token.tied
     assert result.named(NONE).token.distance.high > NEGLIGIBLE / math.sqrt(result.batch)

@@ -127,16 +127,17 @@ def recipes(correction: str, settings: Settings) -> tuple[Recipe, ...]:
     """
     tables = read("corrections.toml")
     low, high = settings.geometric
-    bounds = {"s": settings, "inverse": (1.0 / high, 1.0 / low)}
+    clip = 1.0 - settings.gspo[0], settings.gspo[1] - 1.0
+    bounds = {"s": settings, "inverse": (1.0 / high, 1.0 / low), "clip": clip}
     found = []
     for framework, source in tables["sources"].items():
         entry = tables.get(correction, {}).get(framework)
         if entry is not None:
-            entry = entry | {"lines": entry["lines"].format(**bounds)}
+            entry = entry | {"lines": entry.get("lines", "").format(**bounds)}
         elif framework in tables["missing"]:
             entry = {"remark": tables["missing"][framework]}
         if entry is not None:
-            found.append(_recipe(framework, entry, source))
+            found.append(_recipe(framework, entry, entry.get("source", source)))
     return tuple(found)
 
 

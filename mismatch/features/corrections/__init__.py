@@ -7,7 +7,7 @@ FEATURE = Feature(
     commands=(
         Command(
             "corrections",
-            "Try TIS, IcePop, MIS, rejection and more on a run's tokens.",
+            "Try TIS, IcePop, MIS, IPO, DPPO, GSPO, M2PO and more on a run's tokens.",
             "mismatch.features.corrections.command:corrections",
         ),
     ),

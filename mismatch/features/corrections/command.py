@@ -12,6 +12,7 @@ from mismatch.cli.options import JSON, RUN
 from mismatch.specs import MANY, OUTPUT, Range
 
 BOUNDS = "Bounds, as ratios"
+DISTANCES = "Bounds, as distances (p: the trainer's probability, q: the engine's)"
 PAIR = tuple[float, float]
 BOUND_FLAGS = (
     Option("cap", float, BOUNDS, "C of TIS: weights above are cut to it.", default=2.0),
@@ -30,6 +31,11 @@ BOUND_FLAGS = (
     Option("sequence_cap", float, BOUNDS, "Cap of TRL's sequence_mask.", default=3.0),
     Option("cis_lambda", float, BOUNDS, "Lambda of CIS.", default=2.3),
     Option("cis_kappa", float, BOUNDS, "Kappa of CIS: least 1 - p.", default=5e-3),
+    Option("gspo", PAIR, BOUNDS, "GSPO's clip range: LOW HIGH.", default=(0.9997, 1.0004)),
+    Option("ipo", float, DISTANCES, "Largest |p - q| that IPO keeps.", default=0.3),
+    Option("dppo_tv", float, DISTANCES, "Largest |p - q| of DPPO.", default=0.2),
+    Option("dppo_kl", float, DISTANCES, "Largest binary KL of DPPO.", default=0.05),
+    Option("m2po", float, DISTANCES, "Mean squared log-ratio that M2PO leaves.", default=0.04),
 )
 BATCH = Option(
     "batch",
@@ -43,10 +49,10 @@ SCORING = Option("scoring", str, OUTPUT, "The trainer's scoring.", default="fsdp
 
 @with_flags(RUN, BATCH, SCORING, JSON, BOUND_FLAGS)
 def corrections(flags: Flags) -> int:
-    """Try TIS, IcePop, MIS, rejection and more on a run's tokens.
+    """Try TIS, IcePop, MIS, IPO, DPPO, GSPO, M2PO and more on a run's tokens.
 
     Nothing is sampled or scored again. Prints kept shares, effective sizes, residual bias, a
-    ranking, and the setting for verl, TRL, NeMo-RL and prime-rl. A correction changes
+    ranking, and the setting for verl, TRL, NeMo-RL, prime-rl and others. A correction changes
     no delta and no verdict: the exit code is 0.
 
     Examples:
@@ -59,9 +65,7 @@ def corrections(flags: Flags) -> int:
     from mismatch.run import store
     from mismatch.run.directory import load_spec
 
-    settings = Settings(
-        **flags.pick("cap mask_cap band geometric veto sequence_cap cis_lambda cis_kappa")
-    )
+    settings = Settings(**flags.pick(" ".join(option.name for option in BOUND_FLAGS)))
     run = flags["run"]
     spec = load_spec(run)
     rollout = store.load_rollout(run)

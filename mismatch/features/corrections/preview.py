@@ -71,18 +71,19 @@ def preview(
         MismatchError: other token ids, non-finite logprobs, or a batch under 1.
     """
     pair = Pair.of(rollout, left, right)
-    ratios = Ratios.of(pair.delta, pair.sequence, pair.train)
-    batch = len(ratios.sequence) if batch is None else batch
+    present = np.unique(pair.sequence)
+    batch = len(present) if batch is None else batch
     if batch < 1:
         raise MismatchError("corrections: a batch has at least one sequence", "--batch 256")
-    present = np.unique(pair.sequence)
     # A unit is a sequence: to the estimator each is one token.
     estimator = Estimator(np.arange(len(present)), pair.prompt[present], seed=seed)
     advantage = None
     if rollout.rewards is not None:
         advantage = group_advantages(rollout.rewards, rollout.prompt_index)[pair.sequence]
-    known = advantage is not None and advantage.any()  # where no rewards differ, none is
-    bench = Bench(ratios, estimator, advantage if known else None, batch)
+        if not advantage.any():  # where no rewards differ, none is known
+            advantage = None
+    ratios = Ratios.of(pair.delta, pair.sequence, pair.train, advantage)
+    bench = Bench(ratios, estimator, batch)
     settings = settings or Settings()
     tried = bench.previews(settings, lawful=sampled_by_left)
     favoured, best, reason = choose(tried, batch) if sampled_by_left else (None, None, "")
@@ -109,22 +110,18 @@ def _effective(means: Floats) -> Floats:
 
 @dataclass
 class Bench:
-    """One rollout's ratios and advantages, on which corrections are tried.
-
-    Attributes:
-        advantage: [A] of each token's sequence, or None.
-    """
+    """One rollout's ratios and advantages, on which corrections are tried."""
 
     ratios: Ratios
     estimator: Estimator
-    advantage: Floats | None
     batch: int
 
     def __post_init__(self) -> None:
         code = self.ratios.code
         self.starts = np.flatnonzero(np.diff(code, prepend=-1))
         self.tokens = self.total(np.ones_like(self.ratios.token))
-        signal = np.ones_like(self.ratios.token) if self.advantage is None else self.advantage
+        known = self.ratios.advantage
+        signal = np.ones_like(self.ratios.token) if known is None else known
         self.size, self.power = np.abs(signal), signal**2
         self.sizes, self.powers = self.total(self.size), self.total(self.power)
 

@@ -72,7 +72,7 @@ def plain_coefficients(
     assert rollout.rewards is not None
     advantage = np.where(inside, group_advantages(rollout.rewards, rollout.prompt_index), 0.0)
     plain = per_token(advantage, inside[sequence], sequence, loop.loss)
-    of_tokens = Ratios.of(train - engine, sequence, train)
+    of_tokens = Ratios.of(train - engine, sequence, train, advantage[sequence])
     for id in loop.corrections:
         plain = plain * BY_ID[id].weights(of_tokens, Settings())
     return np.asarray(plain, np.float64)
