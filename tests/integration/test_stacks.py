@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.command import mismatch
-from tools.stacks import ROOT, environment, stacks
+from tools.stacks import ROOT, Stack, environment, stacks
 
 # A test may make an environment first: 5 GB with another torch, 2 minutes where nothing else runs.
 pytestmark = [
@@ -91,6 +91,68 @@ def test_verls_padded_rows_round_and_nothing_more(tmp_path: Path) -> None:
     assert {cause["id"] for cause in report["causes"]["ranked"]} <= {"bf16-logprobs"}
     assert report["fingerprints"]["fsdp"]["code"].startswith("verl 0.9.1")
     assert gaps_of(report)["trainer"] < 1e-5
+
+
+LOSSES = {"verl": "0.9.1", "trl": "1.16.0"}
+# Into the framework's own code: normalised by each micro-batch (verl 7200); weights that never
+# reach the loss (Liger 1082, TRL 5031).
+PLANTED = {
+    "verl": """
+from mismatch.features.losses.worker import verl_loss
+loss = verl_loss("")
+import verl.trainer.ppo.core_algos as algos
+whole = algos.agg_loss
+algos.agg_loss = lambda loss_mat, loss_mask, loss_agg_mode, **sizes: whole(
+    loss_mat, loss_mask, loss_agg_mode
+)
+""",
+    "trl": """
+from trl import GRPOTrainer
+from mismatch.features.losses.worker import trl_loss
+from mismatch.models import EMBEDDED
+whole = GRPOTrainer._compute_loss
+def planted(self, model, inputs):
+    self.use_vllm = False
+    return whole(self, model, inputs)
+GRPOTrainer._compute_loss = planted
+loss = trl_loss(str(EMBEDDED["tiny-gpt-oss"]))
+""",
+}
+SHOWN_BY = {"verl": " in 2", "trl": ", weights"}
+
+
+def bare_python(framework: str) -> str:
+    """Return the interpreter of an environment that holds a framework and no engine, or skip."""
+    stack = Stack(f"{framework} alone", packages=(f"{framework}=={LOSSES[framework]}",))
+    WORK.mkdir(parents=True, exist_ok=True)
+    try:
+        return str(environment(stack, WORK))
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"hub: no package index gives {framework}: {error.stdout[-200:]}")
+
+
+def compared(framework: str, loss: str, folder: Path, code: int) -> dict[str, Any]:
+    flags = ("--framework", loss, "--python", bare_python(framework), "--json")
+    done = mismatch("losses", *flags, cwd=folder)
+    assert done.returncode == code, done.stdout + done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    assert len(document["cases"]) == 16
+    return document
+
+
+@pytest.mark.parametrize("framework", LOSSES)
+def test_the_losses_of_verl_and_trl_are_their_closed_forms(framework: str, tmp_path: Path) -> None:
+    document = compared(framework, framework, tmp_path, 0)
+    assert document["code"] == f"{framework} {LOSSES[framework]}"
+    assert max(row["error"] for row in document["cases"]) < 1e-12
+
+
+@pytest.mark.parametrize("framework", LOSSES)
+def test_published_bugs_planted_in_verl_and_trl_are_found(framework: str, tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text(PLANTED[framework])
+    document = compared(framework, "planted:loss", tmp_path, 1)
+    for row in document["cases"]:
+        assert bool(row["remark"]) == (SHOWN_BY[framework] in row["case"])
 
 
 def test_the_newest_of_everything(tmp_path: Path) -> None:
