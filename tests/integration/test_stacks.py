@@ -121,9 +121,9 @@ loss = trl_loss(str(EMBEDDED["tiny-gpt-oss"]))
 SHOWN_BY = {"verl": " in 2", "trl": ", weights"}
 
 
-def bare_python(framework: str) -> str:
+def bare_python(framework: str, version: str) -> str:
     """Return the interpreter of an environment that holds a framework and no engine, or skip."""
-    stack = Stack(f"{framework} alone", packages=(f"{framework}=={LOSSES[framework]}",))
+    stack = Stack(f"{framework} {version} alone", packages=(f"{framework}=={version}",))
     WORK.mkdir(parents=True, exist_ok=True)
     try:
         return str(environment(stack, WORK))
@@ -131,8 +131,11 @@ def bare_python(framework: str) -> str:
         pytest.skip(f"hub: no package index gives {framework}: {error.stdout[-200:]}")
 
 
-def compared(framework: str, loss: str, folder: Path, code: int) -> dict[str, Any]:
-    flags = ("--framework", loss, "--python", bare_python(framework), "--json")
+def compared(
+    framework: str, loss: str, folder: Path, code: int, version: str = ""
+) -> dict[str, Any]:
+    python = bare_python(framework, version or LOSSES[framework])
+    flags = ("--framework", loss, "--python", python, "--json")
     done = mismatch("losses", *flags, cwd=folder)
     assert done.returncode == code, done.stdout + done.stderr
     document: dict[str, Any] = json.loads(done.stdout)
@@ -153,6 +156,17 @@ def test_published_bugs_planted_in_verl_and_trl_are_found(framework: str, tmp_pa
     document = compared(framework, "planted:loss", tmp_path, 1)
     for row in document["cases"]:
         assert bool(row["remark"]) == (SHOWN_BY[framework] in row["case"])
+
+
+def test_a_published_bug_is_found_in_the_release_that_has_it(tmp_path: Path) -> None:
+    """TRL 5619: token means were too small where a generation spans several optimiser steps."""
+    document = compared("trl", "trl", tmp_path, 1, version="1.0.0")
+    wrong = {row["case"]: row["remark"] for row in document["cases"] if row["remark"]}
+    kinds = [
+        f"{kind}{given} in 2" for kind in ("ppo-token-mean", "cispo") for given in ("", ", weights")
+    ]
+    assert list(wrong) == kinds
+    assert all("0.5 times" in remark for remark in wrong.values())
 
 
 def test_the_newest_of_everything(tmp_path: Path) -> None:

@@ -87,14 +87,17 @@ def trl_loss(model: str) -> Loss:
 
     def loss(case: Case, part: dict[str, Any]) -> Any:
         new, per_sequence, cispo = part["new"], case.kind in PER_SEQUENCE, case.kind == "cispo"
-        setattr(trainer, METHOD, lambda *args, **kwargs: (new, torch.zeros_like(new), None))
+        given = new, torch.zeros_like(new), None  # TRL before 1.16 takes the first two
+        setattr(trainer, METHOD, lambda *_, **asked: given[: 2 + ("compute_aux_loss" in asked)])
         trainer.loss_type = "cispo" if cispo else "grpo" if per_sequence else "dapo"
         trainer.importance_sampling_level = "sequence" if case.kind == "gspo" else "token"
         trainer.epsilon_low = CLIP
         trainer.epsilon_high = 1.0 + CLIP if cispo else CLIP  # of CISPO it is the cap itself
         trainer.use_vllm = part["weights"] is not None
+        # Two micro-batches are half of what was generated, whose tokens TRL is told (its #5619).
+        windows = case.micro_batches
         trainer.current_gradient_accumulation_steps = case.micro_batches
-        trainer.args.steps_per_generation = case.micro_batches
+        trainer.args.steps_per_generation = case.micro_batches * windows
         ids, prompt = torch.zeros(new.shape, dtype=torch.long), torch.ones(len(new), 1).long()
         inputs = {
             "prompt_ids": prompt,
@@ -104,7 +107,7 @@ def trl_loss(model: str) -> Loss:
             "tool_mask": part["mask"].long(),
             "advantages": part["advantages"],
             "old_per_token_logps": part["old"],
-            "num_items_in_batch": torch.tensor(part["tokens"]),
+            "num_items_in_batch": torch.tensor(part["tokens"] * windows),
         }
         if part["weights"] is not None:
             inputs["importance_sampling_ratio"] = part["weights"]
