@@ -5,9 +5,9 @@ as it is, over the positions that the run itself did not reach, in blocks, so th
 position on is not averaged away. Of a block the median token counts: two experts that are nearly
 tied change places by float32 rounding alone, and then one token is off by up to nats.
 
-The trainer as it runs rounds, so its blocks are judged by those of a plain forward. There the mean
-of all tokens but the worst tenth counts: half of a model's tokens may be so certain that the median
-is next to nothing.
+A side as it runs rounds, so its blocks are judged by those of a plain forward. There the mean of
+all tokens but the worst tenth counts: half of a model's tokens may be so certain that the median is
+next to nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from mismatch.analysis.displaced import device_class, levels_for
 from mismatch.analysis.plugins import Analysis
-from mismatch.analysis.square import OneSide, PlainCost, incomparable, precision_of
+from mismatch.analysis.square import OneSide, PlainCost, incomparable, precision_of, same_law
 from mismatch.run import store
 from mismatch.run.store import FLOAT32, PLAIN, PLAIN_TRAINER, REFERENCE, TRAIN
 from mismatch.specs import CheckSpec
@@ -32,7 +32,6 @@ FOLDER = "long"  # its run directory within that of the check
 MODE = "long"  # of its scorings: vllm:long, fsdp:long, reference:long
 EXACT = f"{REFERENCE.partition(':')[0]}:{MODE}"
 TRAINER = f"{TRAIN}:{MODE}"
-AS_RUN = f"{TRAIN}:as-run:{MODE}"  # in the precision of the run
 BLOCKS = 8  # of positions beyond the run's own
 BLOCK = 100  # tokens at least: of 47, clean trainers' rounding varies from 0.8 to 1.5 times
 # Over the level of a gap. Experts of one token exchanged on purpose, in each of 24 nearest ties of
@@ -41,6 +40,11 @@ FACTOR = 10.0
 # Times a plain forward. Clean trainers in bf16 (gpt-oss, qwen3, qwen3_moe, llama): 0.8 to 1.3.
 TIMES = (2.0, 3.0)
 ROUNDING = "long-sequence-trainer-rounding"  # the check of the trainer as it runs
+
+
+def as_run(side: str) -> str:
+    """Name the scoring of a side as it runs, in the precision of the run."""
+    return f"{side}:as-run:{MODE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,7 @@ class LongSequence:
     @property
     def tested(self) -> int:
         """Up to which length both sides were looked at; 0 where only one was."""
-        return self.tokens if len({gap.side for gap in self.gaps}) > 1 else 0
+        return self.tokens if len({gap.side == "trainer" for gap in self.gaps}) > 1 else 0
 
 
 def of_run(run_dir: Path | str, spec: CheckSpec, fix: str = "") -> LongSequence | None:
@@ -155,21 +159,26 @@ def _gaps(
     prints = {name.partition(":")[0]: scoring.fingerprint for name, scoring in scorings.items()}
     device = device_class(prints.get(engine, {}), prints.get(TRAIN, {}))
     level = levels_for(device).gap_bounds(cost.floor, cost.nats)
-    in_float32, as_run = with_fix(fix) if fix else (TRAINER, AS_RUN)
+    in_float32, rounded = with_fix(fix) if fix else (TRAINER, as_run(TRAIN))
     sides: dict[str, OneSide] = {f"{engine}:{MODE}": "either", in_float32: "trainer"}
     for name, side in sides.items():
         if name in scorings and not incomparable(scorings[name], reference):
             blocks = tuple(_blocks(scorings[name].logprobs - reference.logprobs, reached))
             yield LongGap(name, side, blocks, FACTOR * level.passed, FACTOR * level.failed)
-    own = scorings.get(as_run)
-    names = (PLAIN_TRAINER, f"{PLAIN}:{precision_of(own.fingerprint)}") if own else ()
-    plain = next((scorings[f"{n}:{MODE}"] for n in names if f"{n}:{MODE}" in scorings), None)
-    if own and plain:
-        away, yardstick = (each.logprobs - reference.logprobs for each in (own, plain))
-        own_blocks, plains = (_blocks(each, reached, _without_worst) for each in (away, yardstick))
-        pairs = zip(own_blocks, plains, strict=True)
-        rounded = tuple(replace(block, plain=of_plain.nats) for block, of_plain in pairs)
-        yield LongGap(as_run, "trainer", rounded, *TIMES)
+    both: dict[str, OneSide] = {as_run(engine): "engine", rounded: "trainer"}
+    for name, side in both.items():
+        own = scorings.get(name)
+        names = [f"{PLAIN}:{precision_of(own.fingerprint)}:{MODE}"] if own else []
+        names = [f"{PLAIN_TRAINER}:{MODE}"] * (side == "trainer") + names
+        plain = next((scorings[each] for each in names if each in scorings), None)
+        if own and plain and same_law(own, reference):
+            away, yardstick = (each.logprobs - reference.logprobs for each in (own, plain))
+            own_blocks, plains = (
+                _blocks(each, reached, _without_worst) for each in (away, yardstick)
+            )
+            pairs = zip(own_blocks, plains, strict=True)
+            blocks = tuple(replace(block, plain=of_plain.nats) for block, of_plain in pairs)
+            yield LongGap(name, side, blocks, *TIMES)
 
 
 def with_fix(name: str) -> tuple[str, str]:
@@ -198,7 +207,7 @@ def checks(result: LongSequence) -> tuple[Check, ...]:
     made = []
     for gap in result.gaps:
         side = "trainer" if gap.side == "trainer" else "engine"
-        id_ = ROUNDING if gap.rounded else f"long-sequence-{side}"
+        id_ = f"long-sequence-{side}{'-rounding' if gap.rounded else ''}"
         fix = "" if gap.status == "passed" else (
             "compare what depends on position: rotary settings, attention window, chunked prefill"
         )  # fmt: skip
@@ -210,13 +219,15 @@ def checks(result: LongSequence) -> tuple[Check, ...]:
 def sentence(result: LongSequence, gap: LongGap) -> str:
     """Say from which position on a side is off, or that it is nowhere."""
     name, off = gap.scoring.partition(":")[0], f"{gap.worst.off:.2g}"
-    if gap.rounded:
-        where = f"at all {result.tokens:,} positions"
-        if gap.begins is not None:
-            where = f"from position {gap.begins:,} on"
+    if gap.rounded and gap.begins is None:
         return (
-            f"{where} {name} as it runs is up to {off} times as far from the float32 reference as "
-            "a plain forward"
+            f"at all {result.tokens:,} positions {name} as it runs rounds like a plain forward: a "
+            f"block is at most {off} times as far from the float32 reference"
+        )
+    if gap.rounded:
+        return (
+            f"from position {gap.begins:,} on {name} as it runs is up to {off} times as far from "
+            "the float32 reference as a plain forward"
         )
     if gap.begins is None:
         return (

@@ -222,7 +222,7 @@ def gap_side(exact: Scoring, scorings: Mapping[str, Scoring], level: float) -> O
     for name, third in scorings.items():
         own = name.partition(":")[0] in (TRAIN, PLAIN, *(s.name.partition(":")[0]
                                                          for s in (exact, reference)))  # fmt: skip
-        if own or precision_of(third.fingerprint) != "fp32" or _law(third) != _law(reference):
+        if own or precision_of(third.fingerprint) != "fp32" or not same_law(third, reference):
             continue
         engine, trainer = (
             float(np.abs(third.logprobs - other.logprobs).mean()) <= level
@@ -334,7 +334,7 @@ class _Corners:
             reason = self.run.refused.get(name, f"the run holds no scoring {name}")
             self.missing.append(NotTested(what, reason))
             return None
-        if len({_law(scored) for scored in (scoring, exact, plain, self.reference)}) > 1:
+        if not all(same_law(each, self.reference) for each in (scoring, exact, plain)):
             self.missing.append(
                 NotTested(what, "its logprobs and float32's differ in temperature or cuts")
             )
@@ -450,7 +450,7 @@ def incomparable(exact: Scoring, reference: Scoring) -> str:
     """Return why a difference of two scorings in float32 says nothing of functions; "": it does."""
     if rounds(exact):
         return f"{exact.name} was not computed in float32, but in {precision_of(exact.fingerprint)}"
-    if _law(exact) != _law(reference):
+    if not same_law(exact, reference):
         return "its logprobs and float32's differ in temperature or cuts"
     forms = {each.fingerprint.get("weights_form") or "as-stored" for each in (exact, reference)}
     if len(forms) > 1 and not forms <= SAME_VALUES:
@@ -458,11 +458,15 @@ def incomparable(exact: Scoring, reference: Scoring) -> str:
     return ""
 
 
-def _law(scoring: Scoring) -> tuple[float | None, bool]:
-    """Temperature of the logprobs, and whether they are renormalised over kept tokens."""
-    temperature = scoring.fingerprint.get("logprobs_temperature")
-    rounded = None if temperature is None else round(float(temperature), 9)
-    return rounded, bool(scoring.fingerprint.get("logprobs_truncated"))
+def same_law(left: Scoring, right: Scoring) -> bool:
+    """Return whether both logprobs are of one temperature, and renormalised or not alike."""
+
+    def law(scoring: Scoring) -> tuple[float | None, bool]:
+        temperature = scoring.fingerprint.get("logprobs_temperature")
+        rounded = None if temperature is None else round(float(temperature), 9)
+        return rounded, bool(scoring.fingerprint.get("logprobs_truncated"))
+
+    return law(left) == law(right)
 
 
 def check_id(finding: Finding) -> str:

@@ -2,8 +2,8 @@
 
 It lies in a separate run directory, ``long/``, and shares the float32 engine's process and the
 training world with the check. In float32 rounding plays no part, and what differs from some
-position on is another function (rotations, windows, chunks of a prefill). The trainer also scores
-it as it runs, next to a plain forward: kernels that refuse float32 are seen there alone.
+position on is another function (rotations, windows, chunks of a prefill). Both sides also score it
+as they run, next to a plain forward: kernels that refuse float32 are seen there alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from mismatch.analysis.long_sequence import AS_RUN, EXACT, FOLDER, MODE, TRAINER
+from mismatch.analysis.long_sequence import EXACT, FOLDER, MODE, TRAINER, as_run
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import (
     plain_passes,
@@ -26,6 +26,7 @@ from mismatch.experiments.scoring_passes import (
 from mismatch.models.config import ModelConfig, find_config
 from mismatch.run import store
 from mismatch.run.machine import free_gpu_bytes
+from mismatch.run.store import TRAIN
 from mismatch.specs import OWN_SCORER, CheckSpec, Pass, Sampling
 from mismatch.types import Rollout
 
@@ -47,7 +48,7 @@ def long_passes(spec: CheckSpec) -> list[Pass]:
     passes = [Pass(EXACT, replace(reference_of(spec.train), routing=False))]
     if spec.train.scorer == OWN_SCORER:
         passes += trainer_passes(spec)
-        plain = plain_passes(spec) if passes[-1].name == AS_RUN else []
+        plain = plain_passes(spec) if passes[-1].name == as_run(TRAIN) else []
         passes += [Pass(f"{pass_.name}:{MODE}", pass_.spec) for pass_ in plain]
     return passes
 
@@ -59,32 +60,43 @@ def trainer_passes(spec: CheckSpec) -> list[Pass]:
     exact = trainer_in_float32(spec)
     if not exact:
         return [Pass(TRAINER, as_it_runs)]
-    return [Pass(TRAINER, exact[0].spec), Pass(AS_RUN, as_it_runs)]
+    return [Pass(TRAINER, exact[0].spec), Pass(as_run(TRAIN), as_it_runs)]
 
 
 def prepare(run_dir: Path, spec: CheckSpec) -> str:
-    """Write the long sequence of a run that has its tokens; say why it is shorter than asked.
+    """Write the long sequence of a run that has its tokens; say why it is shorter than asked."""
+    tokens = len(store.load_rollout(run_dir).token_ids)
+    length, why = length_here(spec, tokens)
+    leave(run_dir, length)
+    return why
 
-    Where no token would lie beyond the run's own sequences nothing is written. What an earlier
-    long sequence left is deleted with it: its scorings are of other tokens.
+
+def length_here(spec: CheckSpec, tokens: int) -> tuple[int, str]:
+    """Return :func:`length_of` with what is free now; 0 where nothing is known of the model."""
+    try:
+        model = find_config(spec.train.model, spec.train.revision).model
+    except MismatchError as error:  # no check ends for want of its length
+        return 0, error.message
+    free = min(free_gpu_bytes(), default=psutil.virtual_memory().available)
+    return length_of(spec, model, tokens, free)
+
+
+def leave(run_dir: Path, length: int) -> None:
+    """Write the long sequence, unless no token would lie beyond the run's own sequences.
+
+    One of the same tokens stays as it is. One that an earlier sampling left is deleted with its
+    scorings: they are of other tokens.
     """
     folder = run_dir / FOLDER
     rollout = store.load_rollout(run_dir)
     if (folder / store.ROLLOUT).exists():
         held = store.load_rollout(folder).token_ids
         if np.array_equal(held, np.resize(rollout.token_ids, len(held))):
-            return ""
+            return
         shutil.rmtree(folder)
-    try:
-        model = find_config(spec.train.model, spec.train.revision).model
-    except MismatchError as error:  # no check ends for want of its length
-        return error.message
-    free = min(free_gpu_bytes(), default=psutil.virtual_memory().available)
-    length, why = length_of(spec, model, len(rollout.token_ids), free)
     if length > int(np.diff(rollout.offsets).max()):
         folder.mkdir(exist_ok=True)
         store.save_rollout(folder, long_rollout(rollout, length))
-    return why
 
 
 def length_of(spec: CheckSpec, model: ModelConfig, tokens: int, free_bytes: int) -> tuple[int, str]:

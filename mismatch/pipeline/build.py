@@ -29,7 +29,7 @@ from mismatch.analysis.levels import (
     verdict,
     without_short,
 )
-from mismatch.analysis.long_sequence import LongSequence
+from mismatch.analysis.long_sequence import LongSequence, as_run
 from mismatch.analysis.plugins import RunArtefacts, analyses
 from mismatch.analysis.routing_tables import replay_of
 from mismatch.analysis.square import ANALYSIS as SQUARE
@@ -418,11 +418,14 @@ def _unsynchronised(counts: dict[str, Any] | None) -> str:
 
 def without_room(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> Iterator[NotTested]:
     """Yield passes that are missing because memory did not suffice, and why."""
-    passes = training_passes(spec) + (long_passes(spec) if with_long_sequence(spec) else [])
-    for pass_ in passes:
-        reason = None if pass_.name in scorings else read_error(run_dir, pass_label(pass_.name))
+    names = [pass_.name for pass_ in training_passes(spec)]
+    if with_long_sequence(spec):
+        names += [pass_.name for pass_ in long_passes(spec)]
+        names.append(as_run(spec.rollout.engine.engine))
+    for name in names:
+        reason = None if name in scorings else read_error(run_dir, pass_label(name))
         if reason is not None:
-            yield NotTested(pass_.name, reason.message, reason.fix)
+            yield NotTested(name, reason.message, reason.fix)
 
 
 def _without_exact_kl(spec: CheckSpec, decode: Scoring, train: Scoring) -> Iterator[NotTested]:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from mismatch.analysis.long_sequence import FOLDER as LONG
 from mismatch.analysis.long_sequence import MODE as LONG_MODE
+from mismatch.analysis.long_sequence import as_run
 from mismatch.errors import MismatchError
 from mismatch.experiments import beyond
 from mismatch.experiments.jobs import Job
@@ -37,10 +38,11 @@ from mismatch.processes.launch import (
 )
 from mismatch.processes.tasks import (
     EngineSession,
+    EngineTask,
     Guide,
-    ReadCache,
     Sample,
     Score,
+    ScoreLong,
     TrainerSession,
     write_session,
 )
@@ -173,8 +175,10 @@ class Stages:
             from_code = bool(adapted) and adapted[0].spec.scorer != FILE_SCORER
             self.count.total += sum((engine_runs, overlaps, float32, from_code, train is not None))
             if engine_runs:
-                with self.engine(self.spec.rollout) as engine:
-                    name = self.spec.rollout.engine.engine
+                name = self.spec.rollout.engine.engine
+                tokens = beyond.length_here(self.spec, beyond.LONGEST)[0] if with_long else 0
+                long = [ScoreLong(as_run(name), tokens)] if tokens else []
+                with self.engine(self.spec.rollout, "engine", Sample(), *long) as engine:
                     until = SAMPLED if overlap and train else ""
                     title = f"rollout: {name} samples"
                     self.wait(engine, "rollout", title, *with_train, until=until)
@@ -276,7 +280,7 @@ class Stages:
 
     @contextmanager
     def engine(
-        self, spec: RolloutSpec, label: str = "engine", *tasks: Score | ReadCache
+        self, spec: RolloutSpec, label: str = "engine", *tasks: EngineTask
     ) -> Iterator[Worker]:
         """Run an engine's process; behind the block the GPUs' memory is free again.
 

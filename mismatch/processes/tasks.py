@@ -39,11 +39,27 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreLong:
+    """After sampling, score one long sequence of what was sampled; the run goes on where it fails.
+
+    See mismatch.experiments.beyond.
+    """
+
+    name: str
+    """Of the scoring."""
+    tokens: int
+    """At most."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReadCache:
     """Continue some of the run's prompts with the prefix cache unread and read."""
 
     file: str
     """Document of the pairs (CachePair), or of the reason why there are none."""
+
+
+EngineTask = Sample | Score | ScoreLong | ReadCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +68,7 @@ class EngineSession:
 
     run_dir: Path
     rollout: RolloutSpec
-    tasks: tuple[Sample | Score | ReadCache, ...] = (Sample(),)
+    tasks: tuple[EngineTask, ...] = (Sample(),)
     label: str = "engine"
     """Of its log, and of the file in ``errors`` where it fails."""
 

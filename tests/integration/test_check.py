@@ -130,7 +130,7 @@ def test_all_semantic_checks_pass_on_a_clean_run(default_run):
     assert bad.keys() <= {"importance-ratio"}, bad  # a 99.7 % test, so a warning may happen
     assert "failed" not in bad.values()
     assert {"displaced-engine", "displaced-trainer", "turns"} <= default_run.checks.keys()
-    assert len(default_run.checks) == 30
+    assert len(default_run.checks) == 31
 
 
 def test_a_clean_run_rounds_as_a_plain_forward_does(default_run):
@@ -148,10 +148,12 @@ def test_one_long_sequence_reaches_beyond_the_runs_own(default_run):
     """Both sides read it in float32; only what lies beyond it is not tested."""
     long = default_run.report["long_sequence"]
     assert long["tokens"] == 2047 > 10 * long["reached"]  # of 2,048 positions one is left free
-    names = ["vllm:long", "fsdp:long", "fsdp:as-run:long"]
+    names = ["vllm:long", "fsdp:long", "vllm:as-run:long", "fsdp:as-run:long"]
     assert [gap["scoring"] for gap in long["gaps"]] == names
-    assert 0.5 < max(block["nats"] / block["plain"] for block in long["gaps"][2]["blocks"]) < 1.5
-    assert {"long-sequence-engine", "long-sequence-trainer"} <= default_run.checks.keys()
+    for gap in long["gaps"][2:]:
+        assert 0.5 < max(block["nats"] / block["plain"] for block in gap["blocks"]) < 1.5
+    kinds = {f"long-sequence-{side}" for side in ("engine", "trainer")}
+    assert kinds | {f"{kind}-rounding" for kind in kinds} <= default_run.checks.keys()
     untested = {entry["what"] for entry in default_run.report["not_tested"]}
     assert "positions beyond 2047" in untested
     assert "One long sequence" in (default_run.directory / "report.html").read_text()
@@ -179,10 +181,10 @@ def test_an_engine_that_is_wrong_beyond_every_response_is_broken(tmp_path, monke
     flags = ("--num-prompts", "16", "--samples-per-prompt", "2", "--nproc-per-node", "1")
     run = run_check(tmp_path / "run", *flags)
     assert run.report["long_sequence"]["reached"] < 256
-    assert run.failed == {"long-sequence-engine"}
+    assert run.failed == {"long-sequence-engine", "long-sequence-engine-rounding"}
     assert run.report["verdict"]["status"] == "broken"
     assert run.code == 1
-    engine, trainer, _ = run.report["long_sequence"]["gaps"]
+    engine, trainer, *_ = run.report["long_sequence"]["gaps"]
     beyond = [block["nats"] > engine["failed"] for block in engine["blocks"]]
     # Most of a block decides.
     assert beyond == [(block["low"] + block["high"]) / 2 > 256 for block in engine["blocks"]]

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from mismatch.analysis.long_sequence import (
-    AS_RUN,
     FOLDER,
     ROUNDING,
     LongSequence,
+    as_run,
     checks,
     of_run,
     with_fix,
@@ -111,14 +111,14 @@ def run_with(
     places = np.arange(1, TOKENS)
     moved = exact - off * ((places >= start) & (places < start + tokens))
     rough = exact + 0.004 * draw.standard_normal(long.n_actions)
-    as_run = exact + 0.004 * draw.standard_normal(long.n_actions)
-    as_run -= as_run_off * (places >= start)
+    off_as_run = exact + 0.004 * draw.standard_normal(long.n_actions)
+    off_as_run -= as_run_off * (places >= start)
     for name, values, dtype in (
         ("reference:long", exact, "fp32"),
         ("transformers:long", moved, "fp32"),
         ("fsdp:long", exact, "fp32"),
         ("plain:bf16:long", rough, "bf16"),
-        (AS_RUN, as_run, "bf16"),
+        (as_run("fsdp"), off_as_run, "bf16"),
     ):
         more = engine if name.startswith("transformers") else {}
         store.save_scoring(run / FOLDER, scoring(name, long, values, dtype, **more), long)
@@ -172,7 +172,7 @@ def test_other_values_or_another_distribution_are_no_fault(
 ) -> None:
     """They differ as they were asked to: nothing is said of the engine's function."""
     result = long_of(run_with(tmp_path / "run", 0.05, 0, **engine))
-    assert [gap.scoring for gap in result.gaps] == ["fsdp:long", AS_RUN]
+    assert [gap.scoring for gap in result.gaps] == ["fsdp:long", as_run("fsdp")]
     assert result.tested == 0
 
 
@@ -220,7 +220,7 @@ def test_with_a_fix_the_trainer_is_that_with_the_fix(tmp_path: Path) -> None:
     run = run_with(tmp_path / "run", off=0.0, start=0)
     long = store.load_rollout(run / FOLDER)
     exact = store.load_scoring(run / FOLDER, "reference:long")
-    in_float32, as_run = with_fix("fix:some")
+    in_float32, rounded = with_fix("fix:some")
     store.save_scoring(
         run / FOLDER, replace(exact, name=in_float32, logprobs=exact.logprobs - 1.0), long
     )
@@ -228,4 +228,18 @@ def test_with_a_fix_the_trainer_is_that_with_the_fix(tmp_path: Path) -> None:
     assert fixed is not None
     assert [gap.scoring for gap in fixed.gaps] == ["transformers:long", in_float32]
     assert [check.status for check in checks(fixed)] == ["passed", "failed"]
-    assert as_run == "fix:some:long"
+    assert rounded == "fix:some:long"
+
+
+def test_the_engine_as_it_runs_is_looked_at_too(tmp_path: Path) -> None:
+    run = run_with(tmp_path / "run", off=0.0, start=0)
+    own = store.load_scoring(run / FOLDER, as_run("fsdp"))
+    wrong = own.logprobs - 0.05 * (np.arange(1, TOKENS) >= 256)
+    long = store.load_rollout(run / FOLDER)
+    engine = replace(own, name=as_run("transformers"), logprobs=wrong)
+    store.save_scoring(run / FOLDER, engine, long)
+    failed = [check.id for check in checks(long_of(run)) if check.status == "failed"]
+    assert failed == ["long-sequence-engine-rounding"]
+    tempered = replace(engine, fingerprint={**engine.fingerprint, "logprobs_temperature": 0.7})
+    store.save_scoring(run / FOLDER, tempered, long)
+    assert as_run("transformers") not in [gap.scoring for gap in long_of(run).gaps]

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from mismatch.analysis.long_sequence import FOLDER
 from mismatch.captures import LIKELIEST
 from mismatch.codec import to_json
 from mismatch.engines import artefacts
@@ -24,9 +25,10 @@ from mismatch.engines.artefacts import prefill_scoring
 from mismatch.engines.base import Capabilities, Engine
 from mismatch.engines.model_info import CauseInLog
 from mismatch.engines.registry import engine_class
-from mismatch.errors import MismatchError, first_line
+from mismatch.errors import MismatchError, first_line, named_line
+from mismatch.experiments.beyond import leave
 from mismatch.models.derived import in_form
-from mismatch.processes.tasks import EngineSession, ReadCache, Sample, Score
+from mismatch.processes.tasks import EngineSession, ReadCache, Sample, Score, ScoreLong
 from mismatch.processes.workers.sampling import (
     Ready,
     ready_for,
@@ -37,7 +39,15 @@ from mismatch.processes.workers.sampling import (
     with_routes,
 )
 from mismatch.run import resume, store
-from mismatch.run.messages import SAMPLED, Reporter, report_ready, report_timing, write_error
+from mismatch.run.messages import (
+    SAMPLED,
+    Reporter,
+    error_path,
+    pass_label,
+    report_ready,
+    report_timing,
+    write_error,
+)
 from mismatch.specs import RolloutSpec
 
 CACHE_SCHEMA = "mismatch.cache/1"
@@ -51,7 +61,7 @@ def work(session: EngineSession) -> int:
 
     def tasks_done() -> None:
         if Sample() in tasks:
-            run(run_dir, spec)
+            run(run_dir, spec, next((task for task in tasks if isinstance(task, ScoreLong)), None))
         else:
             cache = next((task.file for task in tasks if isinstance(task, ReadCache)), None)
             score(run_dir, spec, [task for task in tasks if isinstance(task, Score)], cache)
@@ -90,21 +100,45 @@ def reported(
     return 0
 
 
-def run(run_dir: Path, spec: RolloutSpec) -> None:
+def run(run_dir: Path, spec: RolloutSpec, long: ScoreLong | None = None) -> None:
     """Sample, rescore, and write every artefact of the rollout stage that is not there yet."""
     start = time.monotonic()
     kind, ready = engine_class(spec.engine.engine), ready_for(spec)
-    capabilities = ready.capabilities
-    with kind(in_form(spec.engine), spec.sampling, ready.longest) as engine:
+    rescores = wants_prefill(spec, ready.capabilities)
+    longest = max(ready.longest, long.tokens if long and rescores else 0)
+    with kind(in_form(spec.engine), spec.sampling, longest) as engine:
         stop_at(engine, ready)
         report_ready()
         if not resume.rollout_done(run_dir, spec):
             sample(run_dir, spec, engine, ready)
         report_timing(SAMPLED, time.monotonic() - start)
-        if not wants_prefill(spec, capabilities):
+        if not rescores:
             return
         if not resume.rescored(run_dir, spec):
             rescore(run_dir, spec, engine)
+        if long is not None:
+            score_long(run_dir, spec, engine, long)
+
+
+def score_long(run_dir: Path, spec: RolloutSpec, engine: Engine, task: ScoreLong) -> None:
+    """Score one long sequence of what was sampled; a failure leaves its reason."""
+    leave(run_dir, task.tokens)
+    folder = run_dir / FOLDER
+    if not (folder / store.ROLLOUT).exists():
+        return
+    error_path(run_dir, pass_label(task.name)).unlink(missing_ok=True)
+    try:
+        rollout = store.load_rollout(folder)
+        scoring = replace(prefill_scoring(engine, rollout, Reporter("long")), name=task.name)
+        scoring.fingerprint["model"] = spec.engine.model
+        store.save_scoring(folder, scoring, rollout, made_by=spec)
+    except (
+        Exception
+    ) as error:  # an engine's limits raise many kinds; the run's own tokens are there
+        traceback.print_exc()
+        if not isinstance(error, MismatchError):
+            error = MismatchError(named_line(error), "see logs/engine.log")
+        write_error(run_dir, pass_label(task.name), error)
 
 
 def stop_at(engine: Engine, ready: Ready) -> None:

@@ -8,11 +8,10 @@ from mismatch.reports.section import Cell, Column, Section, Table, Tone, Value
 from mismatch.types import CheckStatus, Report
 
 LEAD = (
-    "One sequence made of the run's own tokens, scored at once by both sides in float32, by the "
-    "trainer as it runs, and by the float32 reference. In float32 rounding plays no part: what "
-    "begins at some position is another function. The table gives the median |delta| by position, "
-    "in nats. Of the trainer as it runs it gives the mean without the worst tenth, in multiples of "
-    "a plain forward's."
+    "One sequence made of the run's own tokens, scored at once by both sides, in float32 and as "
+    "they run, and by the float32 reference. In float32 rounding plays no part: what begins at "
+    "some position is another function. The table gives the median |delta| by position, in nats; "
+    "of a side as it runs the mean without the worst tenth, in multiples of a plain forward's."
 )
 TONES: dict[CheckStatus, Tone] = {
     "passed": "healthy",
