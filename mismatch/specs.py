@@ -336,15 +336,10 @@ class TrainSpec:
     model: str = ""
     revision: str | None = None
     scorer: Annotated[
-        str,
-        Flag(
-            TRAIN,
-            "Whose code scores: fsdp (ours), verl, trl, module:Class, or file.",
-        ),
+        str, Flag(TRAIN, "Whose code scores: fsdp (ours), verl, trl, module:Class, or file.")
     ] = OWN_SCORER
     python: Annotated[
-        str | None,
-        Flag(TRAIN, "Interpreter of your training environment.", name="train_python"),
+        str | None, Flag(TRAIN, "Interpreter of your training environment.", name="train_python")
     ] = None
     scorer_config: Annotated[
         str | None, Flag(TRAIN, "For --scorer: your verl YAML, GRPOConfig fields, or logprobs.")
@@ -521,10 +516,7 @@ class CheckSpec:
     ] = False
     overlap: Annotated[
         bool | None,
-        Flag(
-            TRAIN,
-            "Score while the engine rescores; default: if they use different GPUs.",
-        ),
+        Flag(TRAIN, "Score while the engine rescores; default: if they use different GPUs."),
     ] = None
     extras: tuple[tuple[str, Any], ...] = ()
 
@@ -558,10 +550,7 @@ def load_key(spec: TrainSpec) -> tuple[Any, ...]:
 
 
 TURNS = ("environment", "max_turns", "max_observation_tokens")
-PLACES = (
-    *("servers", "served_model", "server_concurrency", "server_timeout_s"),
-    "overlap",
-)
+PLACES = (*("servers", "served_model", "server_concurrency", "server_timeout_s"), "overlap")
 
 
 PACKAGED = re.compile(r"[/\\]mismatch[/\\]models[/\\][^/\\]+$")

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.diagnosis.detector import (
-    detectors,
-)
+from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.ranking import Cause, Causes, diagnose
 from tests import drawn_pair as drawn
 

@@ -7,12 +7,7 @@ from functools import cache
 import numpy as np
 
 from mismatch.features.gradients.plan import Batch, GradientPlan, Planned
-from mismatch.features.gradients.results import (
-    GradientCheck,
-    PassSums,
-    Taken,
-    compare_gradients,
-)
+from mismatch.features.gradients.results import GradientCheck, PassSums, Taken, compare_gradients
 from mismatch.specs import TrainSpec
 from mismatch.types import Floats
 

@@ -308,11 +308,7 @@ def make_report(tokens: pd.DataFrame | None = None, checks: tuple[Check, ...] = 
             "versions": {"mismatch": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0"},
             "spec": {"seed": 0},
         },
-    ).with_analyses(
-        corrections=corrections_of(tokens),
-        gradients=make_check(),
-        square=square_of(),
-    )
+    ).with_analyses(corrections=corrections_of(tokens), gradients=make_check(), square=square_of())
 
 
 def make_inconclusive_report() -> tuple[Report, pd.DataFrame]:

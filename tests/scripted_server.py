@@ -186,11 +186,7 @@ class ScriptedServer:
             choice["routed_experts"] = base64.b64encode(packed.getvalue()).decode()
         if self.logprobs and body.get("logprobs") is not None:
             names = [f"token_id:{i}" for i in sampled]
-            choice["logprobs"] = {
-                "tokens": names,
-                "token_logprobs": logprobs,
-                "top_logprobs": tops,
-            }
+            choice["logprobs"] = {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops}
         if self.prompt_logprobs and body.get("prompt_logprobs") is not None:
             rows: list[Any] = [None]
             for before, token in itertools.pairwise(ids):

@@ -109,9 +109,6 @@ def _against(flags: Flags) -> int:
             thresholds=session.levels(flags),
             fail_on=flags["fail_on"] or "unfit",
         )
-    machines = {
-        "github": lambda: runs_to_github(result),
-        "junit": lambda: runs_to_junit(result),
-    }
+    machines = {"github": lambda: runs_to_github(result), "junit": lambda: runs_to_junit(result)}
     session.conclude_page(runs_page(result), result.to_json(), flags, machines)
     return int(result.gate is not None and result.gate.fails)

@@ -64,12 +64,7 @@ ENGINE_FLAGS = (
         ENGINE,
         "NAME=PATH: interpreter of the environment that holds an engine; repeatable.",
     ),
-    Option(
-        "vllm_python",
-        str | None,
-        ENGINE,
-        "Interpreter of vLLM's environment, if different.",
-    ),
+    Option("vllm_python", str | None, ENGINE, "Interpreter of vLLM's environment, if different."),
     Option(
         "sglang_python",
         str | None,

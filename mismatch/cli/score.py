@@ -23,20 +23,14 @@ from mismatch.specs import TRAIN
 TRAIN_NAME = "fsdp"
 PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9._]*"
 NAME = Option(
-    "name",
-    str | None,
-    TRAIN,
-    "Name of the new scoring; default: fsdp, or ENGINE:prefill.",
+    "name", str | None, TRAIN, "Name of the new scoring; default: fsdp, or ENGINE:prefill."
 )
 # Flags that a scoring by an engine shares with one by the trainer.
 ENGINE_NAMES = frozenset(option.name for option in SCORING_ENGINE)
 SHARED = {"run", "model", "revision", "trust_remote_code", "name", "trust_run", "config"}
 
 
-@with_flags(
-    *(RUN, MODEL_FLAGS, TRAIN_FLAGS, SCORING_ENGINE, NAME, ROUTING, TRUST_RUN),
-    CONFIG,
-)
+@with_flags(*(RUN, MODEL_FLAGS, TRAIN_FLAGS, SCORING_ENGINE, NAME, ROUTING, TRUST_RUN), CONFIG)
 def score(flags: Flags) -> int:
     """Score the tokens of a run under FSDP2, or with --engine by the prefill of another engine.
 
@@ -83,11 +77,7 @@ def score(flags: Flags) -> int:
         revision = flags["revision"] or stored.train.revision
         trusted = session.trusted_code(run, stored.train, flags)
         train = replace(train, revision=revision, trust_remote_code=trusted)
-    spec = replace(
-        stored,
-        train=train,
-        **training_fields(flags),
-    )
+    spec = replace(stored, train=train, **training_fields(flags))
     complete = configured(spec, flags)
     spec = complete.spec
     world = launched()

@@ -179,10 +179,7 @@ def _head(shape: SizedModel, spec: TrainSpec, tokens: int, work: Workload) -> Pa
     # Two float32 buffers serve all strips; with gradients every step is a new tensor. Truncation
     # needs them sorted, as mass, renormalised and summed up.
     each = (16 if spec.grad else 8) + (17 if work.sampling.truncates else 0)
-    return {
-        "logits chunk": b * rows * shape.vocab,
-        "float32 strips": each * strip * shape.vocab,
-    }
+    return {"logits chunk": b * rows * shape.vocab, "float32 strips": each * strip * shape.vocab}
 
 
 def forward_bytes(

@@ -17,11 +17,7 @@ from typing import Any
 from mismatch.engines.base import Engine
 from mismatch.engines.registry import engine_info, probed_engines
 from mismatch.errors import MismatchError
-from mismatch.models.weight_states import (
-    Checkpoint,
-    Prints,
-    state_of,
-)
+from mismatch.models.weight_states import Checkpoint, Prints, state_of
 from mismatch.specs import EngineSpec
 from mismatch.types import NotTested
 

@@ -33,7 +33,4 @@ class _Fixes(Analysis[FixTable]):
         return {"fixes": outcomes, "fix_trials": {"$ref": "#/$defs/FixTrials"}}
 
 
-ANALYSES = (
-    _Fixes("fixes", FixTable, order=5),
-    Analysis("explain", Explanation, order=9),
-)
+ANALYSES = (_Fixes("fixes", FixTable, order=5), Analysis("explain", Explanation, order=9))

@@ -9,14 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.metrics.registry import (
-    POSITIVE,
-    SHARE,
-    effective_share,
-    floats,
-    metric,
-    spread,
-)
+from mismatch.metrics.registry import POSITIVE, SHARE, effective_share, floats, metric, spread
 from mismatch.metrics.token import TRUNCATION
 from mismatch.types import Floats, Ints
 

@@ -135,11 +135,7 @@ ATTENTIONS = ("self_attn", "attn")
 MLPS = ("mlp", "block_sparse_moe", "feed_forward")
 # Norms before the MLP, behind the attention and behind the MLP: two of the three ways have all.
 PLAIN = ("post_attention_layernorm", None, None)
-GEMMA = (
-    "pre_feedforward_layernorm",
-    "post_attention_layernorm",
-    "post_feedforward_layernorm",
-)
+GEMMA = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
 GLM4 = ("post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm")
 
 

@@ -52,11 +52,7 @@ def stated(model: str, revision: str | None) -> dict[str, float]:
 
 def not_applied(model: str, revision: str | None, sampling: Sampling) -> Iterator[NotTested]:
     """Yield the checkpoint's settings that a run did not sample with."""
-    used = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-    }
+    used = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     other = {
         name: value
         for name, value in stated(model, revision).items()

@@ -53,14 +53,7 @@ from mismatch.run import manifest, store
 from mismatch.run.manifest import damage_named
 from mismatch.run.messages import pass_label, read_error
 from mismatch.run.provenance import provenance
-from mismatch.run.store import (
-    FLOAT32,
-    REFERENCE,
-    REPLAYED,
-    TRAIN,
-    TRAINER_FLOAT32,
-    WEIGHTS,
-)
+from mismatch.run.store import FLOAT32, REFERENCE, REPLAYED, TRAIN, TRAINER_FLOAT32, WEIGHTS
 from mismatch.specs import CheckSpec, spec_hash, to_dict
 from mismatch.types import (
     EXACT_KL,
@@ -131,10 +124,7 @@ class Artefacts:
 
 
 def build_report(
-    run_dir: Path,
-    spec: CheckSpec,
-    thresholds: Thresholds | None = None,
-    again: bool = False,
+    run_dir: Path, spec: CheckSpec, thresholds: Thresholds | None = None, again: bool = False
 ) -> tuple[Report, pd.DataFrame]:
     """Compare what the stages left in ``run_dir``; leaves comparison.json and tokens.parquet.
 

@@ -14,12 +14,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from mismatch.engines.known_faults import faults_of
-from mismatch.engines.registry import (
-    check_machine,
-    engine_info,
-    require_engine,
-    weight_givers,
-)
+from mismatch.engines.registry import check_machine, engine_info, require_engine, weight_givers
 from mismatch.errors import INSTALL_SCORE, MismatchError, did_you_mean, require_packages
 from mismatch.models.config import find_config
 from mismatch.models.moe import require_forms, require_routes

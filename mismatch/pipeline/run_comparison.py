@@ -300,10 +300,7 @@ def compared(
 
 
 def raw_move(
-    name: str,
-    values: tuple[Estimate, Estimate],
-    tokens: tuple[Sample, Sample] | None,
-    alike: bool,
+    name: str, values: tuple[Estimate, Estimate], tokens: tuple[Sample, Sample] | None, alike: bool
 ) -> Move:
     """Measure a change, by tokens where both runs have what the metric needs.
 

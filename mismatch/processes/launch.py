@@ -310,11 +310,7 @@ def started(
 
 
 def finish(
-    worker: Worker,
-    *beside: Worker,
-    more_s: float = 0.0,
-    until: str = "",
-    end: float = math.inf,
+    worker: Worker, *beside: Worker, more_s: float = 0.0, until: str = "", end: float = math.inf
 ) -> None:
     """Wait until a worker is done.
 

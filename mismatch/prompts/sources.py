@@ -177,11 +177,7 @@ def _render(prompt: Prompt, tokenizer: Any) -> list[int]:
     tools = {"tools": prompt.tools} if prompt.tools else {}
     try:
         ids = tokenizer.apply_chat_template(
-            prompt.messages,
-            **tools,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
+            prompt.messages, **tools, add_generation_prompt=True, tokenize=True, return_dict=False
         )
     except Exception as error:  # a template raises whatever it likes
         raise MismatchError(

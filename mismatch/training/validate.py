@@ -14,11 +14,7 @@ from mismatch.training.distributed import World
 from mismatch.training.load import LoadedModel
 from mismatch.training.logprobs import Rounding
 from mismatch.training.packing import Batch, MicroBatch, collate
-from mismatch.training.routing.interventions import (
-    RouterDtype,
-    RouterIntervention,
-    RouterNoise,
-)
+from mismatch.training.routing.interventions import RouterDtype, RouterIntervention, RouterNoise
 from mismatch.training.routing.replay import Replay, ReplaySource, require_interventions_work
 from mismatch.training.scorer import ForwardOptions, torch_dtype
 from mismatch.training.sequence_parallel import SequenceParallel

@@ -30,10 +30,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     examples = ROOT / "examples"
     broken = "example-tiny-gpt-oss-no-sinks"
     both = compare_runs([examples / "tiny-gpt-oss", examples / "tiny-gpt-oss-no-sinks"])
-    documents = {
-        "report": to_html(*MAKERS[broken]()),
-        "side by side": show_page(runs_page(both)),
-    }
+    documents = {"report": to_html(*MAKERS[broken]()), "side by side": show_page(runs_page(both))}
     folder, addresses = tmp_path_factory.mktemp("axe"), {}
     for name, document in documents.items():
         path = folder / f"{name}.html"

@@ -11,15 +11,7 @@ from mismatch.cli.main import main
 from mismatch.cli.options import CHECK
 from mismatch.errors import MismatchError
 from mismatch.pipeline.preflight import preflight_rollout, preflight_training, require_ranges
-from mismatch.specs import (
-    CheckSpec,
-    EngineSpec,
-    Flag,
-    PromptSpec,
-    RolloutSpec,
-    Sampling,
-    TrainSpec,
-)
+from mismatch.specs import CheckSpec, EngineSpec, Flag, PromptSpec, RolloutSpec, Sampling, TrainSpec
 
 CHECKED = ["check", "--model", "tiny-gpt-oss", "--engine", "transformers"]
 

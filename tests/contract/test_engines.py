@@ -48,10 +48,7 @@ TIE = 1e-5
 # SGLang has the trainer itself to agree with in `make test` (integration/test_sglang.py).
 every_engine = pytest.mark.parametrize("engine", grid(ENGINES, "vllm", "transformers"))
 # One start of an engine per law; `make test` takes those of which no other shows the same.
-SHOWN = (
-    *(("vllm", law) for law in ("plain", "truncated")),
-    ("transformers", "plain"),
-)
+SHOWN = (*(("vllm", law) for law in ("plain", "truncated")), ("transformers", "plain"))
 EVERY_LAW = [(engine, law) for engine in ENGINES for law in LAWS if law != "chunked"]
 every_law = pytest.mark.parametrize(("engine", "law"), grid(EVERY_LAW, *SHOWN))
 # SGLang gives no whole distributions.

@@ -22,14 +22,7 @@ from mismatch.captures import CachePair
 from mismatch.codec import from_json
 from mismatch.experiments.confirmation import applied, judged
 from mismatch.experiments.explanation import Experiment
-from mismatch.experiments.probes import (
-    CACHE,
-    CACHE_FILE,
-    FRESH,
-    PROBES,
-    RESCORING,
-    judged_cache,
-)
+from mismatch.experiments.probes import CACHE, CACHE_FILE, FRESH, PROBES, RESCORING, judged_cache
 from mismatch.processes.tasks import EngineSession, ReadCache, Score, write_session
 from mismatch.run import store
 from mismatch.run.store import REFERENCE

@@ -110,10 +110,7 @@ def test_a_stopped_rank_ends_the_run_and_not_never(tmp_path, monkeypatch):
     assert_ended(process, tmp_path / "run", "train process stalled", "fix:")
 
 
-@pytest.mark.parametrize(
-    "session",
-    grid([ENGINE, TRAINER], TRAINER),
-)
+@pytest.mark.parametrize("session", grid([ENGINE, TRAINER], TRAINER))
 def test_ctrl_c_leaves_nothing_running(tmp_path, session):
     process = start(tmp_path / "run", *QUICK)
     wait_for_workers(tmp_path, session, 1)
@@ -217,10 +214,7 @@ CASES = {
 
 
 # One of the prompts and one of the files; the trainer's refusal is a test of its own below.
-@pytest.mark.parametrize(
-    "name",
-    grid(CASES, "token id out of vocabulary", "weights truncated"),
-)
+@pytest.mark.parametrize("name", grid(CASES, "token id out of vocabulary", "weights truncated"))
 def test_refused_by_a_worker_with_the_fix(name, tmp_path):
     make, expected = CASES[name]
     run = run_check(tmp_path / "run", *QUICK, "--nproc-per-node", "1", *make(tmp_path))

@@ -77,10 +77,7 @@ def left_running(cwd: Path) -> list[psutil.Process]:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(ONE, id="one"),
-        pytest.param(KILLS, id="all", marks=pytest.mark.grid),
-    ],
+    params=[pytest.param(ONE, id="one"), pytest.param(KILLS, id="all", marks=pytest.mark.grid)],
 )
 def killed_and_resumed(request, tmp_path_factory):
     cwd = tmp_path_factory.mktemp("killed")

@@ -112,11 +112,7 @@ def test_what_should_differ_differs(ran: Ran) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "config"),
-    [
-        (3, Qwen3Config(num_attention_heads=4)),
-        (2, Qwen3NextConfig()),
-    ],
+    ("count", "config"), [(3, Qwen3Config(num_attention_heads=4)), (2, Qwen3NextConfig())]
 )
 def test_what_cannot_be_split_is_refused_before_weights_load(count: int, config: object) -> None:
     with pytest.raises(MismatchError, match="--sequence-parallel"):

@@ -20,10 +20,7 @@ from tests.command import mismatch
 from tools.stacks import ROOT, Stack, environment, stacks
 
 # A test may make an environment first: 5 GB with another torch, 2 minutes where nothing else runs.
-pytestmark = [
-    *(pytest.mark.slow, pytest.mark.grid, pytest.mark.stack),
-    pytest.mark.timeout(1800),
-]
+pytestmark = [*(pytest.mark.slow, pytest.mark.grid, pytest.mark.stack), pytest.mark.timeout(1800)]
 OLDEST, VERL, NEWEST = "TRL 1.16, lowest vLLM", "verl 0.9.1, vLLM 0.26", "newest"
 BEFORE = "vLLM 0.28"  # the oldest whose CPU kernels load under the torch of this environment
 FEW = ("--num-prompts", "16", "--samples-per-prompt", "2", "--max-tokens", "48")

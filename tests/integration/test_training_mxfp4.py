@@ -56,13 +56,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     session = write_session(TrainerSession(root, jobs, resident_report=True))
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD), "-m"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            *torchrun,
-            "mismatch.processes.workers.session",
-            str(session),
-        ],
+        [sys.executable, "-m", *torchrun, "mismatch.processes.workers.session", str(session)],
         # Freed tensors leave the process at once: what a pass left behind would hide the next one.
         env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
         capture_output=True,

@@ -14,10 +14,7 @@ from mismatch.prompts.arithmetic import arithmetic_problems, reward, story
 from tools.tiny_gpt_oss_corpus import chats, worked_answer
 
 PINNED = [
-    (
-        "Rosa has 4 bags with 5 buttons in each of them. How many buttons does Rosa have?",
-        20,
-    ),
+    ("Rosa has 4 bags with 5 buttons in each of them. How many buttons does Rosa have?", 20),
     (
         "Mia has 12 lemons. Mia sells 6 lemons on the beach. Then Mia sells 5 lemons in the park. "
         "How many lemons does Mia have now?",

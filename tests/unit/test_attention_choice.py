@@ -30,11 +30,7 @@ from mismatch.training.distributed import World
 from mismatch.training.load import load
 from mismatch.training.score import score_pass
 from mismatch.training.source import skeleton
-from mismatch.training.user_kernels import (
-    is_user_kernel,
-    load_function,
-    register_attention,
-)
+from mismatch.training.user_kernels import is_user_kernel, load_function, register_attention
 from tests.checkpoints import configuration, make, rollout
 from tests.texts import numbers
 

@@ -61,14 +61,8 @@ def test_names_and_only_choose(work):
     [
         ({"kernels": ("nowhere.at.all:f",)}, "cannot import nowhere"),
         ({"kernels": ("mismatch.features.kernels.results:ATTENTION_COLUMNS",)}, "is no function"),
-        (
-            {"kernels": ("tests.planted_attention:no_sinks@wrong",)},
-            "mask 'wrong'",
-        ),
-        (
-            {"expert_kernels": ("tests.planted_experts:nothing",)},
-            "has no nothing",
-        ),
+        ({"kernels": ("tests.planted_attention:no_sinks@wrong",)}, "mask 'wrong'"),
+        ({"expert_kernels": ("tests.planted_experts:nothing",)}, "has no nothing"),
         ({"names": ("flash_attention_9",)}, "'flash_attention_9'"),
         ({"names": ("bounded",), "only": "attention"}, "'bounded'"),
         ({"model": "/nowhere"}, "does not exist"),

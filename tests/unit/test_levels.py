@@ -8,14 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mismatch.analysis.levels import (
-    column_for,
-    exit_code,
-    fails_on,
-    judge,
-    judge_one,
-    verdict,
-)
+from mismatch.analysis.levels import column_for, exit_code, fails_on, judge, judge_one, verdict
 from mismatch.analysis.thresholds import COLUMNS, Level, default_thresholds, load_thresholds
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS

@@ -55,12 +55,7 @@ def fresh(
     world: World, model: Path, attention: str = "auto", **settings: object
 ) -> tuple[LoadedModel, PolicyOptimiser]:
     spec = TrainSpec(
-        str(model),
-        dtype="fp32",
-        master_dtype="fp32",
-        attention=attention,
-        grad=True,
-        routing=False,
+        str(model), dtype="fp32", master_dtype="fp32", attention=attention, grad=True, routing=False
     )
     loaded = load(spec, world.mesh, world.device)
     return loaded, PolicyOptimiser(world, loaded, RATE, NORM, **settings)  # type: ignore[arg-type]

@@ -23,14 +23,7 @@ from mismatch.errors import MismatchError
 from mismatch.processes.launch import started
 from mismatch.processes.stages import Stages
 from mismatch.run.machine import Placement, placement
-from mismatch.specs import (
-    CheckSpec,
-    EngineSpec,
-    Pass,
-    RolloutSpec,
-    TrainSpec,
-    spec_hash,
-)
+from mismatch.specs import CheckSpec, EngineSpec, Pass, RolloutSpec, TrainSpec, spec_hash
 from mismatch.types import Sampling
 from tests.texts import numbers
 

@@ -153,11 +153,7 @@ class Letters:
         return {"input_ids": [ord(c) for c in ("^" + text if add_special_tokens else text)]}
 
     def apply_chat_template(self, messages: list[dict[str, str]], **kwargs: bool) -> list[int]:
-        assert kwargs == {
-            "add_generation_prompt": True,
-            "tokenize": True,
-            "return_dict": False,
-        }
+        assert kwargs == {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
         if messages[0]["role"] != "user":
             raise ValueError("the first role must be user")
         return [ord(c) for message in messages for c in message["content"]]

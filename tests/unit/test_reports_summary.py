@@ -23,12 +23,7 @@ from mismatch.types import (
     Verdict,
 )
 from tests.report_makers import MAKERS, sections
-from tests.reports_fixture import (
-    estimate,
-    make_failing_report,
-    make_report,
-    noise_pair,
-)
+from tests.reports_fixture import estimate, make_failing_report, make_report, noise_pair
 from tests.tables import values
 from tests.texts import numbers
 
@@ -111,12 +106,7 @@ def test_nothing_that_is_left_out_is_worse_than_what_is_shown() -> None:
     ("mean", "median", "far", "parts"),
     [
         (0.0, 0.0, 0.0, ["Both sides give every token exactly the same probability."]),
-        (
-            0.125,
-            0.0023,
-            0.038,
-            ["Median token: 0.23 % apart", "0.12 nats", "3.8 % of tokens"],
-        ),
+        (0.125, 0.0023, 0.038, ["Median token: 0.23 % apart", "0.12 nats", "3.8 % of tokens"]),
         (0.9, 0.9, 0.0, ["Median token: 2.5× apart", "no token differs by more than 2×"]),
         (0.01, 0.0, 0.0, ["Median token: no difference", "0.010 nats"]),
     ],

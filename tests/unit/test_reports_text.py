@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mismatch.reports.formatting import (
-    alike,
-    near_one,
-    number,
-    signed,
-    token_text,
-    visible,
-)
+from mismatch.reports.formatting import alike, near_one, number, signed, token_text, visible
 from mismatch.reports.formatting import text as words
 from mismatch.reports.section import Cell, Column, Table, cell_text
 

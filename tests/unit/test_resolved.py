@@ -97,11 +97,7 @@ def test_sinks_windows_and_caps_of_an_engine():
     assert fields["attention_sinks"] is False
     assert fields["sliding_window"] == [8]
     changed = {"attention_sinks": True, "sliding_window": [None], "final_logit_softcapping": 30.0}
-    assert named(fields, fields | changed) == {
-        "attention-sinks",
-        "sliding-window",
-        "logit-softcap",
-    }
+    assert named(fields, fields | changed) == {"attention-sinks", "sliding-window", "logit-softcap"}
 
 
 def test_a_window_that_no_sequence_reaches_past_is_none():

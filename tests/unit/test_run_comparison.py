@@ -99,10 +99,7 @@ def save(
         report,
         model=model,
         checks=checks,
-        comparisons=(
-            replace(first, metrics=metrics, routing=routing),
-            *report.comparisons[1:],
-        ),
+        comparisons=(replace(first, metrics=metrics, routing=routing), *report.comparisons[1:]),
         fingerprints={
             name: facts | given.get(name, {}) for name, facts in report.fingerprints.items()
         },

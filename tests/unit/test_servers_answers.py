@@ -72,9 +72,7 @@ GOOD = {
         },
     },
     (SglangServer, "score"): {
-        "meta_info": {
-            "input_token_logprobs": [[None, 1, None], [-1.0, 2, None], [-2.0, 3, None]],
-        }
+        "meta_info": {"input_token_logprobs": [[None, 1, None], [-1.0, 2, None], [-2.0, 3, None]]}
     },
 }
 FACTS = {

@@ -26,12 +26,7 @@ from mismatch.engines.servers.address import (
     redacted,
     unprotected,
 )
-from mismatch.engines.servers.client import (
-    Client,
-    RequestFailed,
-    api_key,
-    wait_for,
-)
+from mismatch.engines.servers.client import Client, RequestFailed, api_key, wait_for
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec, RolloutSpec
 from tests.scripted_server import ScriptedServer

@@ -16,16 +16,7 @@ from mismatch.errors import MismatchError
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, spec_hash, to_dict
 from mismatch.types import NotTested
 from tests.scripted_server import ScriptedServer
-from tests.servers_fixture import (
-    LAW,
-    MODEL,
-    _light,
-    generate,
-    require_true,
-    serve,
-    sglang,
-    spec,
-)
+from tests.servers_fixture import LAW, MODEL, _light, generate, require_true, serve, sglang, spec
 from tests.texts import numbers
 
 __all__ = ["_light", "serve", "sglang"]  # fixtures

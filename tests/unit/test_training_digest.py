@@ -12,13 +12,7 @@ import torch
 from mismatch.analysis.diagnosis.loaded_weights import weights_as_loaded
 from mismatch.engines.loaded_digests import NO_DIGESTS, loaded_digests
 from mismatch.models import digests
-from mismatch.models.digests import (
-    ZERO,
-    combine,
-    comparable,
-    digest_tensor,
-    source_hashes,
-)
+from mismatch.models.digests import ZERO, combine, comparable, digest_tensor, source_hashes
 
 torch.manual_seed(0)
 WEIGHT = torch.randn(24, 16).to(torch.bfloat16)

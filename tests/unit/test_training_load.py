@@ -162,11 +162,7 @@ def test_with_gradients_a_layer_keeps_its_input_and_no_more(world: World, tmp_pa
         scorer.zero_grad()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             stats, _ = scorer(
-                scorer.score,
-                batch,
-                rows,
-                wanted,
-                ForwardOptions(Sampling(), routing=True),
+                scorer.score, batch, rows, wanted, ForwardOptions(Sampling(), routing=True)
             )
         stats[0].sum().backward()
         slopes = [p.grad.full_tensor() for p in scorer.parameters() if p.grad is not None]

@@ -42,8 +42,5 @@ def test_a_family_without_readable_routes_is_refused_before_it_loads(tmp_path: P
     model = families.write("doge", tmp_path)
     spec = EngineSpec("transformers", str(model), dtype="fp32")
     (model / "model.safetensors").write_bytes(b"broken")
-    with (
-        pytest.raises(MismatchError, match="captured: doge"),
-        TransformersEngine(spec, LAW, 16),
-    ):
+    with pytest.raises(MismatchError, match="captured: doge"), TransformersEngine(spec, LAW, 16):
         pass

@@ -15,14 +15,7 @@ from mismatch.analysis.two_passes import mark_injected, two_passes
 from mismatch.codec import from_json
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.scoring_passes import reference_of, training_passes
-from mismatch.metrics.ppo_passes import (
-    AS_RUN,
-    OVERRIDE,
-    REPLAY,
-    measure_pass,
-    ratios,
-    unclipped,
-)
+from mismatch.metrics.ppo_passes import AS_RUN, OVERRIDE, REPLAY, measure_pass, ratios, unclipped
 from mismatch.models.config import is_moe
 from mismatch.models.moe import describe, parse_injections, require_routes
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
@@ -40,14 +33,7 @@ from mismatch.run.store import (
     save_rollout,
     save_scoring,
 )
-from mismatch.specs import (
-    CheckSpec,
-    EngineSpec,
-    Pass,
-    RolloutSpec,
-    TrainSpec,
-    to_dict,
-)
+from mismatch.specs import CheckSpec, EngineSpec, Pass, RolloutSpec, TrainSpec, to_dict
 from mismatch.types import Report, Routing, Scoring, Verdict
 from tests.made_run import rollout
 from tests.reports_fixture import make_report, make_tokens

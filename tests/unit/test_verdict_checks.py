@@ -8,11 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mismatch.analysis.diagnosis.declared import (
-    sharding_checks,
-    source_files,
-    special_tokens,
-)
+from mismatch.analysis.diagnosis.declared import sharding_checks, source_files, special_tokens
 from mismatch.analysis.diagnosis.loaded_weights import weights_as_loaded
 from mismatch.analysis.diagnosis.routes import beyond_chance, routing_checks
 from mismatch.analysis.levels import exit_code, judge_one, verdict
@@ -20,13 +16,7 @@ from mismatch.analysis.thresholds import Level, default_thresholds, load_thresho
 from mismatch.captures import Distributions
 from mismatch.errors import MismatchError
 from mismatch.types import Estimate, Rollout, Routing, Scoring
-from tests.invented_run import (
-    likely,
-    noise,
-    report_of,
-    sampled,
-    saved,
-)
+from tests.invented_run import likely, noise, report_of, sampled, saved
 
 # ---------------------------------------------------------------- levels of the user's own
 
@@ -40,10 +30,7 @@ def levels(folder: Path, text: str):
 @pytest.mark.parametrize(
     ("cell", "named"),
     [
-        (
-            '[routing_disagree_any."bf16 dense"]\nhealthy=0.01\nunfit=0.02',
-            "routing_disagree_any",
-        ),
+        ('[routing_disagree_any."bf16 dense"]\nhealthy=0.01\nunfit=0.02', "routing_disagree_any"),
         ('[k3_kl."bf16 MoE"]\nhealthy=1e-4\nunfit=1e-3', '"bf16 dense"'),
         ('[exact_kl."bf16 dense"]\nhealthy=1e-4\nunfit=1e-3', "exact_kl"),
     ],

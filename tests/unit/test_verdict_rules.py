@@ -57,16 +57,7 @@ from mismatch.pipeline.build import build_report
 from mismatch.reports.files import require_fresh, write_report
 from mismatch.run import store
 from mismatch.types import Check, Estimate, Sampling, Scoring
-from tests.invented_run import (
-    facts,
-    likely,
-    noise,
-    passes,
-    report_of,
-    sampled,
-    saved,
-    serious,
-)
+from tests.invented_run import facts, likely, noise, passes, report_of, sampled, saved, serious
 from tests.made_run import spec
 
 

@@ -55,9 +55,7 @@ class Diagnosis:
 
 
 def examine(
-    spec: CheckSpec,
-    machine: Machine | None = None,
-    installed: dict[str, Package] | None = None,
+    spec: CheckSpec, machine: Machine | None = None, installed: dict[str, Package] | None = None
 ) -> Diagnosis:
     """Examine this machine, or one that is described, for a check; plan it if it names a model."""
     machine, installed = machine or inspect_machine(), installed or packages()

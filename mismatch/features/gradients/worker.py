@@ -137,8 +137,7 @@ def take(
             failed[planned.id] = in_words(lost)
             if planned.id == REFERENCE:
                 raise MismatchError(
-                    f"the float32 reference has no gradient: {in_words(lost)}",
-                    f"see logs/{ID}.log",
+                    f"the float32 reference has no gradient: {in_words(lost)}", f"see logs/{ID}.log"
                 )
     return Taken(groups, tuple(sums), failed)
 

@@ -29,12 +29,7 @@ from mismatch.features.locate.results import (
     SideLocation,
     Site,
 )
-from mismatch.models.boundaries import (
-    Boundaries,
-    Recorder,
-    expert_count,
-    mlp_of,
-)
+from mismatch.models.boundaries import Boundaries, Recorder, expert_count, mlp_of
 from mismatch.specs import Dtype, Pass
 from mismatch.training.load import load
 from mismatch.training.packing import MicroBatch

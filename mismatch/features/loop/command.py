@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # What --resume RUN may have with it and still go on as the run began.
 BESIDE_RESUME = {
-    *("resume", "arms", "seeds", "steps", "checkpoint_every", "dry_run", "force", "as_json"),
+    *("resume", "arms", "seeds", "steps", "checkpoint_every", "dry_run", "force", "as_json")
 }
 DEFAULT_MODEL = "tiny-gpt-oss"
 POOL, SAMPLES = 24, 8  # few prompts that come again soon: what can be learnt in some steps
@@ -252,8 +252,7 @@ def loop_spec(flags: Flags) -> LoopSpec:
         )
     if sampling.samples_per_prompt < 2:
         raise MismatchError(
-            "group-normalised advantages need several samples of a prompt",
-            "--samples-per-prompt 4",
+            "group-normalised advantages need several samples of a prompt", "--samples-per-prompt 4"
         )
     # The loop measures decode against the trainer; the other passes are a check's.
     rollout = replace(spec.rollout, exact_kl=0, engine=replace(engine, prefill=False))

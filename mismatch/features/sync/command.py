@@ -39,11 +39,7 @@ PROBE_FLAGS = (
         "Your own push, package.module:function; it gets a state dict and the engine.",
     ),
     Option("seed", int, PROBE, "Seed of updates and tokens.", default=0, range=SEEDS),
-    switch(
-        "keep_caches",
-        PROBE,
-        "Do not reset the prefix cache after a push by --path.",
-    ),
+    switch("keep_caches", PROBE, "Do not reset the prefix cache after a push by --path."),
     Option("trainer", bool, PROBE, "Score with transformers too.", default=True),
 )
 ENGINE_OPTIONS = (

@@ -133,10 +133,7 @@ def _held_by_server(url: str, names: list[str], transposed: list[str]) -> Held:
 
 
 def _set(
-    parameters: Mapping[str, torch.Tensor],
-    first: Mapping[str, torch.Tensor],
-    seed: int,
-    push: int,
+    parameters: Mapping[str, torch.Tensor], first: Mapping[str, torch.Tensor], seed: int, push: int
 ) -> None:
     for name, tensor in parameters.items():
         tensor.data.copy_(updated(name, first[name], seed, state_of(push)))

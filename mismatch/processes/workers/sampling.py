@@ -20,12 +20,7 @@ from mismatch.engines.artefacts import (
     decode_scoring,
     response_rewards,
 )
-from mismatch.engines.base import (
-    UNTESTED,
-    Capabilities,
-    Engine,
-    Sample,
-)
+from mismatch.engines.base import UNTESTED, Capabilities, Engine, Sample
 from mismatch.engines.distribution_capture import CaptureRequest, build_distributions, reported_law
 from mismatch.engines.model_info import ModelInfo, load_tokenizer, read_model_info
 from mismatch.engines.registry import engine_class

@@ -27,13 +27,7 @@ from mismatch.errors import MismatchError, OutOfMemory, first_line, named_line
 from mismatch.experiments.jobs import Job
 from mismatch.processes.tasks import TrainerSession, turn_path, turns, wait_for
 from mismatch.processes.workers.replayed_routes import replay_source, routes_from
-from mismatch.run.messages import (
-    pass_label,
-    report_ready,
-    report_timing,
-    say,
-    write_error,
-)
+from mismatch.run.messages import pass_label, report_ready, report_timing, say, write_error
 from mismatch.run.store import (
     NEW_REPLAYED,
     REPLAYED,

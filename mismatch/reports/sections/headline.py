@@ -27,16 +27,7 @@ from mismatch.reports.formatting import (
     text,
     times,
 )
-from mismatch.reports.section import (
-    Answer,
-    Block,
-    Cell,
-    Cells,
-    Column,
-    Section,
-    Table,
-    status_cell,
-)
+from mismatch.reports.section import Answer, Block, Cell, Cells, Column, Section, Table, status_cell
 from mismatch.reports.sections import fixes, noise, square
 from mismatch.reports.summary import Row
 from mismatch.types import Report

@@ -74,11 +74,7 @@ PASSES_LEAD = (
     "PPO divides the probabilities of a new forward pass by those of an old one. Both are the "
     "trainer's, with the same weights: on-policy every ratio should be 1."
 )
-LABELS = {
-    AS_RUN: "as it runs",
-    REPLAY: "with router replay",
-    OVERRIDE: "on-policy override",
-}
+LABELS = {AS_RUN: "as it runs", REPLAY: "with router replay", OVERRIDE: "on-policy override"}
 PASSES = (
     Column("new pass", text),
     Column("ratio ≠ 1", percent, interval=4, detail="of the tokens"),

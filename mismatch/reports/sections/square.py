@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING
 from mismatch.analysis.displaced import Displaced, Side, Standing
 from mismatch.analysis.square import Finding, Gap, Leg, Square, shared
 from mismatch.analysis.square_checks import displacement
-from mismatch.reports.formatting import (
-    bound,
-    count,
-    interval,
-    line,
-    number,
-    plural,
-    text,
-    times,
-)
+from mismatch.reports.formatting import bound, count, interval, line, number, plural, text, times
 from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone
 from mismatch.reports.svg import ACCENT, INK, SECOND
 from mismatch.types import Report

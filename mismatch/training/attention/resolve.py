@@ -20,10 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 # Our kernels: name -> name in transformers' registry, where "sdpa" would mean transformers' own.
-OUR_KERNELS = {
-    "sink-sdpa": "mismatch_sinks",
-    "no-sinks": "mismatch_no_sinks",
-}
+OUR_KERNELS = {"sink-sdpa": "mismatch_sinks", "no-sinks": "mismatch_no_sinks"}
 # For any model, with sinks or without; see mismatch/training/attention/sink_sdpa.py.
 YARDSTICKS = {"plain": "mismatch_plain", "plain-fp8-kv": "mismatch_plain_fp8_kv"}
 NAMES = (

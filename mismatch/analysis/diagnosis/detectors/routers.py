@@ -53,10 +53,7 @@ def routes(case: Case) -> Look | NotTested:
         shown = (Evidence("rows that the capture is shifted by", best, "0"), *evidence)
         findings.append(Finding("shifted-route-capture", "either", None, shown))
     elif lost:
-        shown = (
-            Evidence("turns whose experts are others'", ", ".join(map(str, lost))),
-            *evidence,
-        )
+        shown = (Evidence("turns whose experts are others'", ", ".join(map(str, lost))), *evidence)
         findings.append(Finding("shifted-route-capture", "either", None, tuple(shown),
                                 alike=("corrupt-route-capture",)))  # fmt: skip
     elif at_chance:

@@ -59,14 +59,7 @@ def trainer_itself(case: Case) -> Look | NotTested:
         packed = case.trainer.fingerprint.get("layout") == "packing"
         cause = PASSES[REGROUPED] if name == ALONE and not packed else PASSES[name]
         findings.append(
-            Finding(
-                cause,
-                "trainer",
-                effect,
-                shown,
-                confirmed=above(effect, CLEAR),
-                repair=repair,
-            )
+            Finding(cause, "trainer", effect, shown, confirmed=above(effect, CLEAR), repair=repair)
         )
     return Look(tuple(evidence), tuple(findings))
 
