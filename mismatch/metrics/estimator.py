@@ -24,12 +24,13 @@ from mismatch.metrics.inference import (
     bootstrap_t,
     central,
     draws,
+    quantile_cuts,
     student,
     wilson,
     with_unseen,
+    woodruff_ends,
 )
 from mismatch.metrics.prompt_terms import Prompts, Sums
-from mismatch.metrics.quantiles import quantile_cuts, woodruff_ends
 from mismatch.metrics.registry import FLAT, REALS, Array, Metric, plain_array
 from mismatch.types import Estimate, Floats, Ints
 

@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.features.loop.arm import resume_from, run_arm
-from mismatch.features.loop.arms import run_loop
+from mismatch.features.loop.arms import resume_from, run_arm, run_loop
 from mismatch.features.loop.history import Row, rows_of
 from mismatch.features.loop.judge import LoopReport
 from mismatch.features.loop.spec import Asked, LoopSpec

@@ -23,7 +23,7 @@ from mismatch.features.loop import arms as pipeline
 from mismatch.features.loop import engine_side as loop_engine
 from mismatch.features.loop import history
 from mismatch.features.loop import trainer_side as loop_trainer
-from mismatch.features.loop.arm import resume_from
+from mismatch.features.loop.arms import resume_from
 from mismatch.features.loop.judge import FILE
 from mismatch.features.loop.optimiser import PolicyOptimiser
 from mismatch.features.loop.spec import Asked, LoopSpec

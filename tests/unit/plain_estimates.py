@@ -8,11 +8,12 @@ from mismatch.metrics.inference import (
     PERCENTILE_FROM,
     PromptSums,
     central,
+    quantile_cuts,
     student,
     wilson,
     with_unseen,
+    woodruff_ends,
 )
-from mismatch.metrics.quantiles import quantile_cuts, woodruff_ends
 from mismatch.metrics.registry import Metric, columns, floats
 from mismatch.metrics.tails import heavy_tail
 from mismatch.types import Estimate

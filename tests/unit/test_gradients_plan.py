@@ -10,8 +10,8 @@ import pytest
 from mismatch.codec import from_json
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.fixes.context import Context, ModelFacts
-from mismatch.features.gradients.groups import GROUPS, group_of
 from mismatch.features.gradients.plan import REWARDS, GradientPlan, choose_batch, plan_gradients
+from mismatch.features.gradients.worker import GROUPS, group_of
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 from mismatch.types import Rollout
 from tests.checkpoints import rollout

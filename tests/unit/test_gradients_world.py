@@ -19,9 +19,8 @@ import torch.distributed as dist
 import transformers
 
 from mismatch.errors import MismatchError
-from mismatch.features.gradients.groups import group_of
 from mismatch.features.gradients.plan import GradientPlan, Planned, choose_batch
-from mismatch.features.gradients.worker import accumulated, take
+from mismatch.features.gradients.worker import accumulated, group_of, take
 from mismatch.run import store
 from mismatch.specs import Pass, Sampling, TrainSpec
 from mismatch.training import backward

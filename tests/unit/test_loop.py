@@ -19,9 +19,8 @@ from mismatch.cli.main import app
 from mismatch.doctor.machine import inspect_machine, machine_with, parse_kind
 from mismatch.doctor.memory import Workload, predict_trainer, sharded
 from mismatch.errors import MismatchError
-from mismatch.features.loop import arm, history
-from mismatch.features.loop.arm import finish_both, resume_from, run_arm
-from mismatch.features.loop.arms import require_same_settings
+from mismatch.features.loop import arms, history
+from mismatch.features.loop.arms import finish_both, require_same_settings, resume_from, run_arm
 from mismatch.features.loop.command import asked, checked_of, loop, loop_spec
 from mismatch.features.loop.engine_side import EngineSide, own_rewards
 from mismatch.features.loop.memory import memory_of_loop
@@ -392,7 +391,7 @@ def test_no_order_of_a_run_that_ended_reaches_the_engine_of_its_continuation(
     for name in ("checkpoints/000001/state", "go/000000.json", "go/000001.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    monkeypatch.setattr(arm, "started", ended)
+    monkeypatch.setattr(arms, "started", ended)
     with pytest.raises(MismatchError, match="seen"):
         run_arm(tmp_path, replace(BASE, steps=3), tmp_path / "pool.json", lambda line: None)
     assert (tmp_path / "go" / "000000.json").exists()

@@ -12,7 +12,7 @@ from mismatch import captures
 from mismatch.captures import corruption, narrowest
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.run import store
-from mismatch.run.arrays import load_arrays, save_arrays
+from mismatch.run.captured import load_arrays, save_arrays
 from mismatch.types import Routing, Scoring
 from tests.checkpoints import rollout
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from mismatch.engines.loaded_digests import loaded_digests
+from mismatch.engines.held_weights import loaded_digests
 from mismatch.engines.model_info import ModelInfo
 from mismatch.engines.sglang import wire as sglang_args
 from mismatch.engines.sglang import wire as sglang_wire

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mismatch.analysis.diagnosis.loaded_weights import weights_as_loaded
-from mismatch.engines.loaded_digests import NO_DIGESTS, loaded_digests
+from mismatch.engines.held_weights import NO_DIGESTS, loaded_digests
 from mismatch.models import digests
 from mismatch.models.digests import ZERO, combine, comparable, digest_tensor, source_hashes
 

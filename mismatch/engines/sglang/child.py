@@ -18,8 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mismatch.engines.held_weights import HeldWeights, Ranks
-from mismatch.engines.loaded_digests import NO_DIGESTS
+from mismatch.engines.held_weights import NO_DIGESTS, HeldWeights, Ranks
 from mismatch.engines.sglang import private, wire
 from mismatch.errors import MismatchError
 from mismatch.models.resolved import resolved

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mismatch.engines.distribution_capture import stable_top_k
-from mismatch.engines.loaded_digests import loaded_digests
+from mismatch.engines.held_weights import loaded_digests
 
 # The folder of a package that adds to SGLang's processes: `prepare()` runs in each of them before
 # SGLang is imported, `register()` in its scheduler, `arguments(context)` makes arguments of its

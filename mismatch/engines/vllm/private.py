@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mismatch.engines.distribution_capture import stable_top_k
-from mismatch.engines.loaded_digests import loaded_digests
+from mismatch.engines.held_weights import loaded_digests
 from mismatch.types import Ints
 
 if TYPE_CHECKING:

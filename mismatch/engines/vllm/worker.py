@@ -21,7 +21,7 @@ from mismatch.engines.distribution_capture import (
     join_steps,
     pack,
 )
-from mismatch.engines.loaded_digests import NO_DIGESTS, Digests
+from mismatch.engines.held_weights import NO_DIGESTS, Digests
 from mismatch.engines.model_calls import ModelCalls
 from mismatch.engines.vllm import private
 from mismatch.engines.vllm.weight_sync import WeightSync
