@@ -16,19 +16,38 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
+from mismatch.analysis.levels import Thresholds, exit_code, fails_on, load_thresholds
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import AROUND_A_RUN, FEATURE_FLAGS, FIX_FLAGS
 from mismatch.cli.to_spec import SERVER_NAMES, extras, fix_fields, moved
+from mismatch.doctor.machine import inspect_machine
+from mismatch.doctor.plan import Memory, left_out, memory_of, plan, refused
+from mismatch.doctor.plan import placed as on_machine
+from mismatch.doctor.show import print_plan
+from mismatch.engines.servers.address import KEY_VARIABLE, parse_address, unprotected
 from mismatch.errors import MismatchError
+from mismatch.reports import ci_formats, files, markdown, terminal
+from mismatch.reports.files import write_page
 from mismatch.reports.formatting import plain_lines
+from mismatch.reports.sections import page
+from mismatch.run import store
+from mismatch.run.directory import (
+    NEWEST,
+    load_spec,
+    new_directory,
+    require_known_prompts,
+    require_new,
+)
+from mismatch.run.directory import open_run as open_directory
+from mismatch.run.machine import local_gpus
 from mismatch.run.provenance import redacted_command
+from mismatch.run.trust import require_trust
 from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
 from mismatch.types import Report
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from mismatch.analysis.levels import Thresholds
     from mismatch.reports.section import Page
 
 # What a finished run may be asked for as well, by the flags' names.
@@ -46,9 +65,6 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
         MismatchError: code or interpreters of the run that nobody trusts, or flags that the run
             cannot follow.
     """
-    from mismatch.run.directory import NEWEST, load_spec, require_known_prompts
-    from mismatch.run.trust import require_trust
-
     resume, explicit = flags["resume"], flags.explicit
     if resume in (None, NEWEST) or explicit - BESIDE_RESUME:
         return None
@@ -76,8 +92,6 @@ def trusted_code(run_dir: Path, train: TrainSpec, flags: Flags) -> bool:
     Raises:
         MismatchError: the run was made with it, and nobody says so here.
     """
-    from mismatch.run.trust import require_trust
-
     if flags["trust_remote_code"]:
         return True
     own = TrainSpec(model=train.model, trust_remote_code=train.trust_remote_code)
@@ -87,8 +101,6 @@ def trusted_code(run_dir: Path, train: TrainSpec, flags: Flags) -> bool:
 
 def require_directory(flags: Flags) -> None:
     """Refuse an output directory that is in use, before anything is counted or started."""
-    from mismatch.run.directory import NEWEST, require_new
-
     if flags["resume"] not in (None, NEWEST) and flags["out"] is not None:
         raise MismatchError(
             "--resume RUN and --out DIR are two directories", "drop --out: RUN is worked in"
@@ -99,8 +111,6 @@ def require_directory(flags: Flags) -> None:
 
 def open_run(verb: str, spec: CheckSpec, flags: Flags) -> Path:
     """Return the run directory to work in; say so where it is an earlier one."""
-    from mismatch.run.directory import open_run as open_directory
-
     model = flags["model"] or spec.rollout.engine.model
     run_dir, resumed = open_directory(verb, spec, model, flags["out"], flags["resume"])
     if resumed:
@@ -114,14 +124,10 @@ def open_run(verb: str, spec: CheckSpec, flags: Flags) -> Path:
 
 def levels(flags: Flags) -> Thresholds | None:
     """Return the user's levels, if any."""
-    from mismatch.analysis.levels import load_thresholds
-
     return load_thresholds(flags["thresholds"]) if flags["thresholds"] else None
 
 
 def narrator(silent: bool = False) -> ConsoleNarrator:
-    from rich.console import Console
-
     return ConsoleNarrator(Console(quiet=silent))
 
 
@@ -199,11 +205,6 @@ def waiting_line(title: str, doing: str, seconds: float, width: int | None = Non
 
 def dry_run(spec: CheckSpec, gpus: str | None = None) -> int:
     """Print what would be run. Exit code 0 if it fits on this machine, or on ``gpus``, else 2."""
-    from rich.console import Console
-
-    from mismatch.doctor.plan import plan
-    from mismatch.doctor.show import print_plan
-
     planned = plan(spec, gpus=gpus or "")
     print_plan(planned, Console())
     if spec.fixes:
@@ -217,13 +218,8 @@ def dry_run(spec: CheckSpec, gpus: str | None = None) -> int:
 
 def placed(spec: CheckSpec) -> CheckSpec:
     """Return the spec with the engine split over this machine's GPUs where it needs several."""
-    from mismatch.run.machine import local_gpus
-
     if local_gpus() < 2:
         return spec
-    from mismatch.doctor.machine import inspect_machine
-    from mismatch.doctor.plan import placed as on_machine
-
     return on_machine(spec, inspect_machine())
 
 
@@ -236,8 +232,6 @@ def passes_without_room(spec: CheckSpec, force: bool) -> dict[str, str]:
     Raises:
         MismatchError: the engine or the trainer cannot fit, and ``force`` is not set.
     """
-    from mismatch.doctor.plan import Memory, left_out, memory_of, refused
-
     try:
         memory = memory_of(spec)
     except MismatchError:  # no config.json to go by; the stages themselves say what is wrong
@@ -253,8 +247,6 @@ def passes_without_room(spec: CheckSpec, force: bool) -> dict[str, str]:
 
 def warn_of_key(spec: RolloutSpec) -> None:
     """Say before it is sent that a key of servers can be read on its way."""
-    from mismatch.engines.servers.address import KEY_VARIABLE, parse_address, unprotected
-
     addresses = [parse_address(text) for text in spec.engine.servers]
     open_ones = [address.text for address in addresses if unprotected(address)]
     if open_ones and os.environ.get(KEY_VARIABLE):
@@ -262,8 +254,6 @@ def warn_of_key(spec: RolloutSpec) -> None:
 
 
 def say(text: str) -> None:
-    from rich.console import Console
-
     Console().print(plain_lines(text), highlight=False, markup=False, soft_wrap=True)
 
 
@@ -278,11 +268,6 @@ def conclude(report: Report, run_dir: Path | None, flags: Flags, written: bool =
     Args:
         written: whether the run's HTML and Markdown hold the names of ``--names`` already.
     """
-    from mismatch.analysis.levels import exit_code, fails_on
-    from mismatch.reports import ci_formats, files, markdown, terminal
-    from mismatch.reports.sections import page
-    from mismatch.run import store
-
     framework = flags.get("names")
     if framework is not None and run_dir is not None and not written:
         files.write_rendered(run_dir, report, store.load_tokens(run_dir), framework)
@@ -323,10 +308,6 @@ def conclude_page(
     Raises:
         MismatchError: a directory that cannot be written.
     """
-    from mismatch.reports import markdown, terminal
-    from mismatch.reports.files import write_page
-    from mismatch.run.directory import new_directory
-
     out = None if flags["out"] is None else new_directory(flags["out"], shown.file)
     if out is not None:
         write_page(out, shown, document)
@@ -344,8 +325,6 @@ def conclude_page(
 
 def _write(flags: Flags, writers: Mapping[str, Callable[[], str]]) -> Console | None:
     """Write what ``--format`` asks for; return the console to print on where that is text."""
-    from rich.console import Console
-
     output, form = flags.output or sys.stdout, flags.get("format", "text")
     if form == "text":
         return Console(file=output)

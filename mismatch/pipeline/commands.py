@@ -12,9 +12,13 @@ from mismatch.analysis.levels import Thresholds
 from mismatch.codec import from_json
 from mismatch.engines.registry import weight_givers
 from mismatch.errors import MismatchError
+from mismatch.experiments.fixes.results import with_fixes
 from mismatch.experiments.scoring_passes import training_passes, wants_square
 from mismatch.models.moe import require_forms, require_routes
+from mismatch.pipeline.build import build_report
+from mismatch.pipeline.explain import with_explanation
 from mismatch.pipeline.on_disk import compare_with_disk
+from mismatch.pipeline.tokens import record_best_fix
 from mismatch.plugins import features, load, step_label
 from mismatch.processes.launched import Launched
 from mismatch.processes.launched import score as score_launched
@@ -201,11 +205,6 @@ def conclude(
     Args:
         again: compare again even if ``comparison.json`` exists.
     """
-    from mismatch.experiments.fixes.results import with_fixes
-    from mismatch.pipeline.build import build_report
-    from mismatch.pipeline.explain import with_explanation
-    from mismatch.pipeline.tokens import record_best_fix
-
     with stages.timed("compare", "compare: metrics with intervals"):
         report, tokens = build_report(stages.run_dir, stages.spec, thresholds, again=again)
         report = with_fixes(report, stages.run_dir, stages.spec, thresholds)

@@ -16,10 +16,13 @@ from typing import Any, get_args, get_type_hints
 from mismatch.engines.known_faults import faults_of
 from mismatch.engines.registry import check_machine, engine_info, require_engine, weight_givers
 from mismatch.errors import INSTALL_SCORE, MismatchError, did_you_mean, require_packages
-from mismatch.models.config import find_config
+from mismatch.models.config import find_config, first_layers
+from mismatch.models.derived import is_mxfp4
+from mismatch.models.derived import require_form as require_derived
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.processes.exchange import require_file
 from mismatch.processes.launch import own_python
+from mismatch.prompts.sources import read_prompts, require_within
 from mismatch.run.hub import cache_folder, cached_snapshot, offline, unknown_host
 from mismatch.run.interpreters import WORKER_MODULES, look_into, require_modules, source_files
 from mismatch.run.machine import local_gpus, placement
@@ -102,8 +105,6 @@ def preflight_rollout(spec: RolloutSpec, *, reach: bool = True) -> None:
     Raises:
         MismatchError: see :func:`preflight`.
     """
-    from mismatch.prompts.sources import read_prompts, require_within
-
     require_ranges(spec, spec.prompts, spec.sampling)
     require_a_law(spec.sampling)
     require_engine_names(spec.engine, spec.prompts.environment)
@@ -170,8 +171,6 @@ def require_engine_names(engine: EngineSpec, environment: str | None = None) -> 
 
 def require_layers(spec: EngineSpec | TrainSpec) -> None:
     """Raise MismatchError where a model on this machine has no more layers, or cannot be cut."""
-    from mismatch.models.config import find_config, first_layers
-
     if spec.layers is None:
         return
     try:
@@ -293,9 +292,6 @@ def require_form(spec: EngineSpec) -> None:
     Raises:
         MismatchError: it cannot.
     """
-    from mismatch.models.derived import is_mxfp4
-    from mismatch.models.derived import require_form as require_derived
-
     directory = Path(spec.model)
     if not (directory / "config.json").is_file():
         return
@@ -354,8 +350,6 @@ def require_sound_version(spec: EngineSpec) -> None:
     Raises:
         MismatchError: it has one.
     """
-    from mismatch.models.derived import is_mxfp4
-
     directory = Path(spec.model)
     if spec.weights != AS_STORED or not (directory / "config.json").is_file():
         return

@@ -28,6 +28,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from mismatch.engines.registry import engine_info
 from mismatch.errors import MismatchError
 from mismatch.run.messages import (
@@ -337,8 +339,6 @@ def finish(
 
 def kill_tree(process: subprocess.Popen[bytes], tag: str) -> None:
     """End a supervisor, which ends its family; and what is left where it was killed itself."""
-    import psutil
-
     process.terminate()
     try:
         process.wait(2 * GRACE_S)
@@ -438,8 +438,6 @@ class StallWatch:
 
 def processor_seconds(pid: int) -> float:
     """Return the processor time of all descendants, user and system."""
-    import psutil
-
     total = 0.0
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):

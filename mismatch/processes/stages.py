@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 from mismatch.analysis.long_sequence import FOLDER as LONG
 from mismatch.analysis.long_sequence import MODE as LONG_MODE
 from mismatch.analysis.long_sequence import as_run
@@ -414,8 +416,6 @@ def still_held(before: list[int], timeout_s: float = FREE_AGAIN_S) -> int:
 
 def may_load_early(train: TrainSpec) -> bool:
     """Return whether the trainer's weights fit next to an engine at work: never on its GPU."""
-    import psutil
-
     held = weight_bytes(train.model, "*.safetensors", "*.bin")
     available: int = psutil.virtual_memory().available
     return not local_gpus() and held > 0 and EARLY_FACTOR * held + EARLY_BYTES < available
@@ -468,8 +468,6 @@ def require_memory(spec: RolloutSpec) -> None:
     Raises:
         MismatchError: float32 weights do not fit into what is free.
     """
-    import psutil
-
     held = weight_bytes(spec.engine.model, "*.safetensors")
     if local_gpus() or not held:
         return

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 from mismatch.errors import MismatchError
 from mismatch.pipeline.build import COMPARISON, COMPARISON_SCHEMA
 from mismatch.pipeline.document import SCHEMA, comparisons_to_json, report_to_json
+from mismatch.reports import html, markdown
+from mismatch.reports.html import to_html
+from mismatch.reports.markdown import to_markdown
 from mismatch.reports.section import Page
 from mismatch.reports.summary import next_steps
 from mismatch.run import manifest, store
@@ -69,9 +72,6 @@ def write_rendered(
         framework: whose names the tables show; None: everybody's in the HTML report, nobody's in
             Markdown.
     """
-    from mismatch.reports.html import to_html
-    from mismatch.reports.markdown import to_markdown
-
     for name, text in (
         ("report.md", to_markdown(report, framework)),
         ("report.html", to_html(report, tokens, framework)),
@@ -94,8 +94,6 @@ def write_page(directory: Path, shown: Page, document: dict[str, Any]) -> None:
     Raises:
         MismatchError: the directory cannot be written.
     """
-    from mismatch.reports import html, markdown
-
     for name, text in (
         (f"{shown.file}.html", html.show_page(shown)),
         (f"{shown.file}.md", markdown.show_page(shown)),

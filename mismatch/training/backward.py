@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from mismatch.specs import Pass
 from mismatch.training.distributed import World
@@ -137,7 +138,5 @@ class Backward:
 
 def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """Return this rank's shard of a parameter's gradient; None without one."""
-    from torch.distributed.tensor import DTensor
-
     grad = parameter.grad
     return grad.to_local() if isinstance(grad, DTensor) else grad

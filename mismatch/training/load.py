@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mismatch.errors import MismatchError, first_line
 from mismatch.models import mxfp4
@@ -229,8 +230,6 @@ def resident_share(scorer: Scorer) -> float:
 
 
 def _from_pretrained(spec: TrainSpec, attention: ResolvedAttention, config: Any) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM
-
     method = quantisation_of(config)
     if method not in ("", "mxfp4"):
         raise MismatchError(
@@ -270,8 +269,6 @@ def loads_shards() -> bool:
 
     An older one reads the whole model into every rank's host memory.
     """
-    from transformers import PreTrainedModel
-
     return hasattr(PreTrainedModel, "maybe_distribute_model")
 
 

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import transformers
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -207,8 +208,6 @@ def fingerprint(
     world: World, loaded: LoadedModel, job: Pass, sampling: Sampling, routing: str
 ) -> Fingerprint:
     """Facts about one pass; all ranks must call it (shards and digests are summed over them)."""
-    import transformers
-
     spec, scorer, device = job.spec, loaded.scorer, world.device
     kind = job.name.partition(":")[0]
     head_dtype = spec.head_dtype or spec.autocast or spec.dtype

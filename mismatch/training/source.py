@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
 from mismatch.errors import MismatchError, first_line
 from mismatch.specs import MasterDtype, TrainSpec
@@ -20,10 +22,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 OTHER_MODEL = "give a hub id, or a directory that holds config.json, weights and tokenizer"
 
 
+def quieten() -> None:
+    """Have transformers write errors alone into this process's log."""
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
 def read_config(spec: TrainSpec) -> Any:
     """Return the model's configuration; MismatchError if there is none or it is not supported."""
-    from transformers import AutoConfig
-
     path = Path(spec.model)
     if (path.is_absolute() or spec.model.startswith(".")) and not path.is_dir():
         raise MismatchError(f"model directory {spec.model} does not exist", OTHER_MODEL)
@@ -44,8 +50,6 @@ def skeleton(config: Any, trust_remote_code: bool = False, dtype: torch.dtype | 
     Args:
         dtype: that it is built in; None: its configuration's.
     """
-    from transformers import AutoModelForCausalLM
-
     build: Any = AutoModelForCausalLM.from_config
     try:
         with torch.device("meta"):

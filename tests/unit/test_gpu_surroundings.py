@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from mismatch.cli import session
-from mismatch.doctor import plan
 from mismatch.doctor.fit import Fit
 from mismatch.doctor.memory import Prediction
 from mismatch.doctor.plan import Memory
@@ -110,13 +109,13 @@ def test_what_cannot_fit_is_refused_before_anything_starts(
         return Fit(Prediction(side, {"then": {}}), 2, 1, "does not fit", (text,), certain=True)
 
     own, reference = lost("fsdp"), lost("reference:fp32")
-    monkeypatch.setattr(plan, "memory_of", lambda spec: Memory((own, reference)))
+    monkeypatch.setattr(session, "memory_of", lambda spec: Memory((own, reference)))
     with pytest.raises(MismatchError, match="fsdp: too large") as caught:
         session.passes_without_room(CheckSpec(), force=False)
     assert "--force" in caught.value.fix
     assert session.passes_without_room(CheckSpec(), force=True) == {}
     assert "fsdp: too large" in capsys.readouterr().out
-    monkeypatch.setattr(plan, "memory_of", lambda spec: Memory((reference,)))
+    monkeypatch.setattr(session, "memory_of", lambda spec: Memory((reference,)))
     left_out = session.passes_without_room(CheckSpec(), force=False)
     assert left_out == {"reference:fp32": "reference:fp32: too large"}
 

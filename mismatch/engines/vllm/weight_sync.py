@@ -14,7 +14,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from mismatch.engines.held_weights import (
     BY_TURNS,
@@ -31,10 +33,6 @@ from mismatch.engines.held_weights import (
 )
 from mismatch.engines.vllm.private import expert_packer, experts_kernel, renamed, sinks_in_use
 from mismatch.models.weight_states import RANK, A, B, Checkpoint, Prints
-
-if TYPE_CHECKING:
-    import torch
-
 
 IDENTITY_ROWS = 1024  # of the identity matrix at a time
 LOW = 1 << 7  # indices are packed in digits that bfloat16 holds exactly
@@ -138,8 +136,6 @@ def by_identity(module: Any) -> torch.Tensor:
 
     Every product has one term that is not 0, so that the values come out as they are.
     """
-    import torch
-
     names = ("input_size_per_partition", "input_size", "embedding_dim")
     sizes = [int(getattr(module, name)) for name in names if hasattr(module, name)]
     width = sizes[0] if sizes else int(module.weight.shape[1])
@@ -168,8 +164,6 @@ def unshuffled(weight: torch.Tensor, pack: Callable[[torch.Tensor], torch.Tensor
         weight: [E, out, in], shuffled.
         pack: that function; it is given the elements' own indices, digit by digit.
     """
-    import torch
-
     size = weight[0].numel()
     index = torch.arange(size).view(1, *weight.shape[1:])
     places = torch.zeros(size, dtype=torch.int64)
@@ -210,8 +204,6 @@ def write_unloaded(model: Any, checkpoint: Checkpoint, push: int) -> None:
     loads them without a custom loader (gpt-oss), or leaves experts as loaded, not as their
     kernel wants them (qwen3_moe).
     """
-    import torch
-
     names = checkpoint.names()
     own_names = {name: theirs for theirs, name in renamed(model, names).items()}
     turned = type(model).__name__ in BY_TURNS  # and [E, in, out] in their checkpoints

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError, first_line, named_line
@@ -34,13 +35,14 @@ from mismatch.processes.workers.train import free_memory
 from mismatch.run import store
 from mismatch.run.messages import PROGRESS, exit_worker, report_ready, say
 from mismatch.specs import Pass
+from mismatch.training.backward import Backward, local_gradient
+from mismatch.training.distributed import World
+from mismatch.training.load import LoadedModel, load, switched
+from mismatch.training.source import quieten
+from mismatch.training.validate import prepare_pass
 from mismatch.types import Rollout
 
 if TYPE_CHECKING:
-    import torch
-
-    from mismatch.training.distributed import World
-    from mismatch.training.load import LoadedModel
     from mismatch.training.routing.replay import ReplaySource
 
 
@@ -108,13 +110,7 @@ def run(job: dict[str, Any]) -> None:
     Raises:
         MismatchError: the reference has no gradient, or the ranks parted.
     """
-    import transformers
-
-    from mismatch.training.distributed import World
-
-    logging: Any = transformers.utils.logging
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quieten()
     run_dir, plan = Path(job["run_dir"]), from_json(GradientPlan, job["plan"])
     rollout = store.load_rollout(run_dir)
     batch = choose_batch(rollout, plan.prompts, plan.seed)
@@ -141,10 +137,6 @@ def take(
     Raises:
         MismatchError: the reference has no gradient, or the ranks parted.
     """
-    import torch
-
-    from mismatch.training.load import load, switched
-
     loaded: LoadedModel | None = None
     reference: Shards = {}
     groups: tuple[str, ...] = ()
@@ -191,8 +183,6 @@ def take(
 
 def in_words(error: Exception) -> str:
     """Return why a pass has no gradient."""
-    import torch
-
     if isinstance(error, torch.OutOfMemoryError):
         return (
             f"out of GPU memory: {first_line(error)}; lower --micro-batch-tokens, or use more "
@@ -220,11 +210,6 @@ def accumulated(
         MismatchError: what cannot be scored, or a gradient that is not finite.
         torch.OutOfMemoryError: it does not fit on this rank's GPU.
     """
-    import torch
-
-    from mismatch.training.backward import Backward, local_gradient
-    from mismatch.training.validate import prepare_pass
-
     options, _ = prepare_pass(world, loaded, rollout, planned.spec, source)
     sequence = rollout.sequence_of_token[rollout.actions]
     rows = [int(row) for row in np.unique(sequence[batch.coefficients != 0.0])]

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
 from mismatch.errors import MismatchError
 from mismatch.features.kernels.geometry import ModelGeometry
 from mismatch.features.kernels.results import Origin
+from mismatch.training.attention.resolve import OUR_KERNELS, register_kernels, resolve_for
+from mismatch.training.user_kernels import register_attention
 
 PLANTED = "no-sinks"  # audited only where it is named: nobody takes it by accident
 PAGED = "serves continuous batching only, with a paged cache"
@@ -37,12 +42,6 @@ def names_here(
     geometry: ModelGeometry, users: Sequence[str] = (), device: str = "cpu"
 ) -> list[Candidate]:
     """Return every attention implementation, then the user's ``package.module:function[@MASK]``."""
-    import torch
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from mismatch.training.attention.resolve import OUR_KERNELS, register_kernels, resolve_for
-    from mismatch.training.user_kernels import register_attention
-
     register_kernels()
     others = [n for n in ALL_ATTENTION_FUNCTIONS.valid_keys() if not n.startswith(OUR_PREFIX)]
     names = dict.fromkeys(["eager", "sdpa", *(OUR_KERNELS if geometry.sinks else ()), *others])
@@ -52,10 +51,6 @@ def names_here(
 
 
 def _candidate(geometry: ModelGeometry, name: str, chosen: str, device: str) -> Candidate:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from mismatch.training.attention.resolve import OUR_KERNELS, resolve_for
-
     origin: Origin = "ours" if name in OUR_KERNELS else "transformers"
     if name == FLEX and not device.startswith("cuda"):
         return Candidate(name, origin, unavailable=NO_BACKWARD)

@@ -14,6 +14,7 @@ import torch
 from mismatch.errors import MismatchError
 from mismatch.features.kernels.findings import OUT, Tensors, gradients
 from mismatch.features.kernels.geometry import ModelGeometry
+from mismatch.training.experts import implementations_for
 
 BIAS = 0.3  # of random biases: large enough to be missed
 SIZES = {  # what families call the three sizes on the module; some code reads them
@@ -67,8 +68,6 @@ def module_of(geometry: ModelGeometry) -> Any:
     Raises:
         MismatchError: a dense model, or one whose experts are behind no interface.
     """
-    from mismatch.training.experts import implementations_for
-
     for module in geometry.bare.modules():
         if hasattr(module, "is_concatenated"):
             return module

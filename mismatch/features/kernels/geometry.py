@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import AutoConfig
+
 from mismatch.errors import MismatchError
 from mismatch.models.config import SHIPPED, ModelConfig, find_config
+from mismatch.specs import TrainSpec
+from mismatch.training.attention.resolve import has_sinks
+from mismatch.training.attention.trial import scaling_of
+from mismatch.training.source import read_config, skeleton
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +50,6 @@ def config_of(model: str, revision: str | None, trust_remote_code: bool) -> tupl
 
     The copy serves where the model is not on this machine: an audit needs only shapes.
     """
-    from transformers import AutoConfig
-
-    from mismatch.specs import TrainSpec
-    from mismatch.training.source import read_config
-
     try:
         config = find_config(model, revision)
     except MismatchError:  # perhaps the hub has it
@@ -60,10 +61,6 @@ def config_of(model: str, revision: str | None, trust_remote_code: bool) -> tupl
 
 def geometry_of(config: Any, model: str = "", trust_remote_code: bool = False) -> ModelGeometry:
     """Read a model's shapes off its configuration and its modules, without weights."""
-    from mismatch.training.attention.resolve import has_sinks
-    from mismatch.training.attention.trial import scaling_of
-    from mismatch.training.source import skeleton
-
     bare = skeleton(config, trust_remote_code)
     text, sizes = config.get_text_config(), ModelConfig.of(config)
     return ModelGeometry(

@@ -32,6 +32,7 @@ from mismatch.run.messages import PROGRESS, exit_worker, report_ready, say, writ
 from mismatch.run.provenance import now, versions
 from mismatch.run.store import read_json, write_json
 from mismatch.training.experts import implementations_for
+from mismatch.training.source import quieten
 from mismatch.training.user_kernels import load_function
 
 DTYPES = {"cpu": ("fp64", "fp32", "bf16"), "cuda": ("fp64", "fp32", "bf16", "fp16")}
@@ -62,10 +63,7 @@ class AuditPlan:
         Raises:
             MismatchError: something is not there, or there is nothing to audit.
         """
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        quieten()
         name = Path(spec.model).name if Path(spec.model).is_dir() else spec.model
         config, shipped = config_of(spec.model, spec.revision, spec.trust_remote_code)
         geometry = geometry_of(config, name, spec.trust_remote_code)

@@ -72,14 +72,11 @@ def record_engine(job: dict[str, Any], rollout: Rollout) -> None:
 
 def run_passes(job: dict[str, Any], rollout: Rollout) -> None:
     """Record the trainer and the plain forwards, then replay every side in the reference."""
-    import transformers
-
     from mismatch.features.locate.reference import Forward, Reference, side_folder
     from mismatch.training.distributed import World
+    from mismatch.training.source import quieten
 
-    logging: Any = transformers.utils.logging
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quieten()
     directory, end = Path(job["place"]), time.monotonic() + job["seconds"]
     *passes, exact = [Pass(e["name"], from_json(TrainSpec, e["spec"])) for e in job["passes"]]
     world = World.start()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError, OutOfMemory, first_line
@@ -31,6 +32,7 @@ from mismatch.features.loop.history import (
     measure,
     save_row,
 )
+from mismatch.features.loop.optimiser import PolicyOptimiser, export
 from mismatch.features.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
 from mismatch.features.loop.spec import LoopSpec
 from mismatch.processes.tasks import wait_for
@@ -40,6 +42,13 @@ from mismatch.run import store
 from mismatch.run.messages import exit_worker, report_ready, say
 from mismatch.run.store import TRAIN
 from mismatch.specs import Pass
+from mismatch.training.backward import Backward
+from mismatch.training.distributed import World
+from mismatch.training.load import load
+from mismatch.training.score import score_pass, weights_changed
+from mismatch.training.scorer import torch_dtype
+from mismatch.training.source import quieten
+from mismatch.training.validate import prepare_pass
 from mismatch.types import Floats, Rollout
 
 LABEL = "loop-trainer"
@@ -57,14 +66,7 @@ def main(arguments: list[str]) -> int:
 
 def run(run_dir: Path, loop: LoopSpec, start: int) -> None:
     """Run every step from ``start``; all ranks call it."""
-    import torch
-    from transformers.utils import logging
-
-    from mismatch.training.distributed import World
-    from mismatch.training.load import load
-
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    quieten()
     world = World.start()
     torch.manual_seed(loop.seed)
     try:
@@ -85,8 +87,6 @@ class TrainerSide:
     """A sharded model, its optimiser, and the steps."""
 
     def __init__(self, world: Any, loaded: Any, loop: LoopSpec, run_dir: Path) -> None:
-        from mismatch.features.loop.optimiser import PolicyOptimiser
-
         self.world, self.loaded, self.loop, self.run_dir = world, loaded, loop, run_dir
         self.recent: list[Row] = []  # of the last steps, for the time that is left
         self.optimiser = PolicyOptimiser(
@@ -104,10 +104,6 @@ class TrainerSide:
 
     def let_go(self, step: int) -> float:
         """Export the weights and let the engine sample this step; seconds."""
-        from mismatch.features.loop.optimiser import export
-        from mismatch.training.score import weights_changed
-        from mismatch.training.scorer import torch_dtype
-
         began = time.monotonic()
         if step >= self.loop.steps:
             return 0.0
@@ -121,10 +117,6 @@ class TrainerSide:
 
     def step(self, step: int) -> None:
         """Score, update, measure, hand on."""
-        import torch
-
-        from mismatch.training.score import score_pass
-
         folder = self.run_dir / STEPS / f"{step:06d}"
         wait_for(folder / DONE)
         began = time.monotonic()
@@ -178,11 +170,6 @@ class TrainerSide:
         self, step: int, folder: Path, rollout: Rollout, train: Floats, engine: Floats
     ) -> Row:
         """Take the optimiser's steps on one rollout; refuse what is not finite."""
-        import torch
-
-        from mismatch.training.backward import Backward
-        from mismatch.training.validate import prepare_pass
-
         spec = replace(self.loop.check.train, grad=True)
         source = replay_source(folder, rollout, spec)
         options, _ = prepare_pass(self.world, self.loaded, rollout, spec, source)

@@ -17,14 +17,16 @@ import os
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow.parquet  # noqa: F401 (start-up, not part of the first pass)
+import torch
 
 from mismatch.captures import LIKELIEST, Distributions, Likeliest
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError, OutOfMemory, first_line, named_line
 from mismatch.experiments.jobs import Job
+from mismatch.models.tokenizers import load_tokenizer, token_texts
 from mismatch.processes.tasks import TrainerSession, turn_path, turns, wait_for
 from mismatch.processes.workers.replayed_routes import replay_source, routes_from
 from mismatch.run.messages import pass_label, report_ready, report_timing, say, write_error
@@ -42,11 +44,11 @@ from mismatch.run.store import (
     scoring_header,
 )
 from mismatch.specs import Pass, TrainSpec, load_key
+from mismatch.training.distributed import World, require_usable_gpus
+from mismatch.training.load import LoadedModel, load, require_runnable, switched
+from mismatch.training.score import score_pass
+from mismatch.training.source import quieten
 from mismatch.types import Rollout
-
-if TYPE_CHECKING:
-    from mismatch.training.distributed import World
-    from mismatch.training.load import LoadedModel
 
 EXIT_FAILED = 2
 
@@ -70,15 +72,7 @@ def run(session: TrainerSession) -> None:
         MismatchError: see :func:`mismatch.training.load.load` and
             :func:`mismatch.training.score.score_pass`; also out of memory.
     """
-    import pyarrow.parquet  # noqa: F401 (start-up, not part of the first pass)
-    import torch
-    import transformers
-
-    from mismatch.training.distributed import World, require_usable_gpus
-
-    logging: Any = transformers.utils.logging
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quieten()
     refused: set[int] = set()
     if session.guided:
         require_usable_gpus()
@@ -115,8 +109,6 @@ def require_same(world: World, session: TrainerSession) -> None:
     Raises:
         MismatchError: they do not: they see different files.
     """
-    import torch
-
     text = json.dumps(to_json(session), sort_keys=True)
     own = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
     if int(world.sum(torch.tensor(own))) != own * world.size:
@@ -177,10 +169,6 @@ class Passes:
             report_timing(item.pass_.name, seconds)
 
     def load(self, pass_: Pass) -> None:
-        import torch
-
-        from mismatch.training.load import load, switched
-
         if self.loaded is not None and load_key(self.loaded.spec) == load_key(pass_.spec):
             return
         held, self.loaded = self.loaded, None  # what fails half way is loaded again
@@ -204,8 +192,6 @@ class Passes:
             report_timing(f"load:{pass_.name}", time.monotonic() - start)
 
     def run_pass(self, item: Job) -> None:
-        from mismatch.training.score import score_pass
-
         world, pass_ = self.world, item.pass_
         self.load(pass_)
         assert self.loaded is not None
@@ -243,8 +229,6 @@ def refused_passes(session: TrainerSession) -> set[int]:
         MismatchError: model or tokenizer missing, an architecture, attention or experts
             implementation that cannot run it, in a pass that is not optional.
     """
-    from mismatch.training.load import require_runnable
-
     refused, seen = set(), set()
     for number, item in sorted(enumerate(session.passes), key=lambda pair: pair[1].optional):
         spec = item.pass_.spec
@@ -274,8 +258,6 @@ def leave_out(
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    import torch
-
     return isinstance(error, (torch.OutOfMemoryError, OutOfMemory))
 
 
@@ -299,8 +281,6 @@ def engine_distributions(run_dir: Path, rollout: Rollout) -> Distributions | Non
 
 def name_likeliest(run_dir: Path, likeliest: Likeliest, spec: TrainSpec) -> None:
     """Add the texts of ids that the trainer thinks likeliest, and the engine nowhere."""
-    from mismatch.models.tokenizers import load_tokenizer, token_texts
-
     texts = load_vocabulary(run_dir)
     unnamed = sorted(set(np.unique(likeliest.ids).tolist()) - texts.keys())
     if not texts or not unnamed:
@@ -312,8 +292,6 @@ def name_likeliest(run_dir: Path, likeliest: Likeliest, spec: TrainSpec) -> None
 
 def free_memory() -> None:
     """Release what this process only keeps for later use."""
-    import torch
-
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
