@@ -130,9 +130,8 @@ def load(directory: str | os.PathLike[str]) -> Run:
     """
     run = Run(Path(directory))
     if not (run.directory / "report.json").exists():
-        raise MismatchError(
-            f"{run.directory} holds no report.json", f"mismatch compare {run.directory}"
-        )
+        fault = f"{run.directory} holds no report.json"
+        raise MismatchError(fault, f"mismatch compare {run.directory}")
     return run
 
 

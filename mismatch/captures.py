@@ -171,10 +171,8 @@ class Likeliest:
 
     def __post_init__(self) -> None:
         if self.ids.ndim != 2 or self.ids.shape != self.logprobs.shape:
-            raise CorruptCapture(
-                f"likeliest tokens: {self.ids.shape} ids, {self.logprobs.shape} logprobs",
-                "look into the engine's log",
-            )
+            fault = f"likeliest tokens: {self.ids.shape} ids, {self.logprobs.shape} logprobs"
+            raise CorruptCapture(fault, "look into the engine's log")
 
     @classmethod
     def of(cls, ids: Any, logprobs: Any) -> Likeliest:

@@ -89,10 +89,8 @@ def refused(schema: str, *, command: str, page: str) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise MismatchError(
-            f"incomplete {schema} document: {error}",
-            f"run `{command}` again; {page} lists the fields",
-        ) from error
+        fault = f"incomplete {schema} document: {error}"
+        raise MismatchError(fault, f"run `{command}` again; {page} lists the fields") from error
 
 
 def _read(kind: Any, value: Any, path: str) -> Any:

@@ -156,24 +156,20 @@ class Routing:
         """Raise :class:`CorruptCapture` naming layer and row if these ids cannot be true."""
         want = (len(rollout.token_ids), len(self.layers))
         if self.ids.ndim != 3 or self.ids.shape[:2] != want or len(self.present) != want[0]:
-            raise CorruptCapture(
-                f"{source}: routed experts have shape {self.ids.shape}, expected {want} + (K,)",
-                "upgrade the engine, or run without routing: --no-routing",
-            )
+            fault = f"{source}: routed experts have shape {self.ids.shape}, expected {want} + (K,)"
+            raise CorruptCapture(fault, "upgrade the engine, or run without routing: --no-routing")
         needed = rollout.actions - 1
         missing = needed[~self.present[needed]]
         if len(missing):
             self._corrupt(source, "no experts", int(missing[0]), None)
-        fault = corruption(self.ids, self.present, self.num_experts)
-        if fault is not None:
-            self._corrupt(source, *fault)
+        found = corruption(self.ids, self.present, self.num_experts)
+        if found is not None:
+            self._corrupt(source, *found)
 
     def _corrupt(self, source: str, what: str, row: int, layer: int | None) -> None:
         where = "" if layer is None else f" at layer {self.layers[layer]}"
-        raise CorruptCapture(
-            f"{source}: corrupt route capture: {what} for token {row}{where}",
-            "upgrade the engine, or run without routing: --no-routing",
-        )
+        fault = f"{source}: corrupt route capture: {what} for token {row}{where}"
+        raise CorruptCapture(fault, "upgrade the engine, or run without routing: --no-routing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,10 +409,8 @@ class Pair:
         actions = rollout.actions
         for scoring in (left, right):
             if not np.array_equal(scoring.token_ids, rollout.token_ids[actions]):
-                raise MismatchError(
-                    f"{scoring.name} scored other tokens than the rollout's",
-                    "score the rollout's token ids, never re-tokenised text",
-                )
+                fault = f"{scoring.name} scored other tokens than the rollout's"
+                raise MismatchError(fault, "score the rollout's token ids, never re-tokenised text")
             if scoring.logprobs.shape != scoring.token_ids.shape:
                 raise MismatchError(
                     f"{scoring.name}: {scoring.logprobs.size} logprobs for "

@@ -163,10 +163,8 @@ def inputs(pair: Pair, left: Scoring, right: Scoring) -> dict[str, Array]:
     if right.entropy is not None:
         finite = np.isfinite(right.entropy)
         if not finite.all():
-            raise MismatchError(
-                f"{right.name}: {int((~finite).sum())} entropies are not finite",
-                "look for overflow (fp16) in the logits",
-            )
+            fault = f"{right.name}: {int((~finite).sum())} entropies are not finite"
+            raise MismatchError(fault, "look for overflow (fp16) in the logits")
         arrays["train_entropy"] = right.entropy.astype(np.float64)
     if left.top1 is not None and right.top1 is not None:
         arrays["rollout_top1"], arrays["train_top1"] = left.top1, right.top1

@@ -52,14 +52,11 @@ def exact_arrays(
         raise MismatchError(f"{silent} holds no whole distributions", "run with --exact-kl 512")
     reason = why_incomparable(left.distributions, right.distributions)
     if reason:
-        raise MismatchError(
-            f"{left.name} and {right.name}: {reason}", "score again the tokens of one rollout"
-        )
+        fault = f"{left.name} and {right.name}: {reason}"
+        raise MismatchError(fault, "score again the tokens of one rollout")
     if not np.array_equal(left.token_ids, right.token_ids):
-        raise MismatchError(
-            f"{left.name} and {right.name}: they scored other tokens",
-            "score the rollout's token ids, never re-tokenised text",
-        )
+        fault = f"{left.name} and {right.name}: they scored other tokens"
+        raise MismatchError(fault, "score the rollout's token ids, never re-tokenised text")
     laws = left.distributions.law(left.name), right.distributions.law(right.name)
     terms = divergences(*laws)
     positions = left.distributions.positions

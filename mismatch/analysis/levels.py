@@ -116,9 +116,8 @@ def _name(value: Any) -> str | None:
 def _precision(name: str) -> int:
     short = LONG_NAMES.get(name, name)
     if short not in PRECISION:
-        raise MismatchError(
-            f"no levels for computation in {name!r}", f"use one of {', '.join(PRECISION)}"
-        )
+        fault = f"no levels for computation in {name!r}"
+        raise MismatchError(fault, f"use one of {', '.join(PRECISION)}")
     return PRECISION.index(short)
 
 

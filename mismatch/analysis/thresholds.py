@@ -61,10 +61,8 @@ def load_thresholds(path: str | Path) -> Thresholds:
         text = path.read_text(encoding="utf-8")
         data = tomllib.loads(text)
     except OSError as error:
-        raise MismatchError(
-            f"cannot read the thresholds file {path}: {error.strerror or error}",
-            "give --thresholds the path of a TOML file",
-        ) from error
+        fault = f"cannot read the thresholds file {path}: {error.strerror or error}"
+        raise MismatchError(fault, "give --thresholds the path of a TOML file") from error
     except (ValueError, RecursionError) as error:
         raise MismatchError(
             f"{path} is not TOML: {error}", 'a cell looks like: [k3_kl."bf16 MoE"] healthy = 1e-3'
@@ -94,9 +92,8 @@ def _known(name: str, names: Sequence[str], what: str, text: str, where: str) ->
         return
     guess = did_you_mean(name, names, most=1)
     listed = ", ".join(names) if len(names) <= 8 else "docs/reference/metrics.md lists them"
-    raise MismatchError(
-        f"{where}, line {_line(text, name)}: unknown {what}: {name!r}", f"{guess}known: {listed}"
-    )
+    fault = f"{where}, line {_line(text, name)}: unknown {what}: {name!r}"
+    raise MismatchError(fault, f"{guess}known: {listed}")
 
 
 def _level(metric: str, column: str, cell: Any, old: Level | None, text: str, where: str) -> Level:
@@ -118,10 +115,8 @@ def _level(metric: str, column: str, cell: Any, old: Level | None, text: str, wh
     low, high = METRICS[metric].bounds
     for name, bound in zip(("healthy", "critical"), bounds, strict=True):
         if bound > high if METRICS[metric].good == "high" else bound < low:
-            raise MismatchError(
-                f"{cell_name}: no run can reach {name} = {bound:g}",
-                f"{metric} lies between {low:g} and {high:g}",
-            )
+            fault = f"{cell_name}: no run can reach {name} = {bound:g}"
+            raise MismatchError(fault, f"{metric} lies between {low:g} and {high:g}")
     sign = -1.0 if METRICS[metric].good == "high" else 1.0
     if sign * bounds[0] > sign * bounds[1]:
         order = "above" if sign < 0 else "below"

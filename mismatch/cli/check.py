@@ -41,9 +41,8 @@ def check(flags: Flags) -> int:
             preflight(spec, reach=False)
         return code
     if flags["gpus"]:
-        raise MismatchError(
-            "--gpus plans for other GPUs than these, and nothing can run there", "add --dry-run"
-        )
+        fault = "--gpus plans for other GPUs than these, and nothing can run there"
+        raise MismatchError(fault, "add --dry-run")
     spec = session.placed(spec)
     preflight(spec)
     left_out = session.passes_without_room(spec, flags["force"])

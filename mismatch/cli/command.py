@@ -92,9 +92,8 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise MismatchError(
-            f"config file {path}: {error.strerror}", "give a readable TOML file: --config FILE"
-        ) from error
+        fault = f"config file {path}: {error.strerror}"
+        raise MismatchError(fault, "give a readable TOML file: --config FILE") from error
     except (ValueError, RecursionError) as error:
         raise MismatchError(
             f"config file {path} is not TOML: {error}",
@@ -107,14 +106,11 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
         name = key.replace("-", "_")
         if name not in known:
             guess = did_you_mean(name, known, most=1)
-            raise MismatchError(
-                f"config file {path}: unknown key {key!r}",
-                f"{guess}mismatch check --print-config lists all of them",
-            )
+            fault = f"config file {path}: unknown key {key!r}"
+            raise MismatchError(fault, f"{guess}mismatch check --print-config lists all of them")
         if name in values:
-            raise MismatchError(
-                f"config file {path}: {name} is there twice, with - and with _", "drop one of them"
-            )
+            fault = f"config file {path}: {name} is there twice, with - and with _"
+            raise MismatchError(fault, "drop one of them")
         option, where = known[name], f"config file {path}, key {key!r}:"
         # Most files name one engine: a string is a list of one.
         items = value if option.is_list and isinstance(value, list) else [value]

@@ -94,9 +94,8 @@ def _against(flags: Flags) -> int:
     new, old, usage = flags["run"], flags["against"], "mismatch compare NEW --against OLD"
     clash = [name for name in ("other", "left", "right", "names", "log_to") if flags[name]]
     if clash:
-        raise MismatchError(
-            f"--against compares two whole runs: {', '.join(clash)} has no place in it", usage
-        )
+        fault = f"--against compares two whole runs: {', '.join(clash)} has no place in it"
+        raise MismatchError(fault, usage)
     if new.resolve() == old.resolve():
         raise MismatchError(f"{new} against itself", usage)
     for run in (old, new):

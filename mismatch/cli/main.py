@@ -136,9 +136,8 @@ class Group(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in COMMANDS and find_command(args[0]) is None:
             near = did_you_mean(args[0], summaries(), 1)
-            raise MismatchError(
-                f"No such command: {args[0]}", f"{near}mismatch --help lists every command"
-            )
+            fault = f"No such command: {args[0]}"
+            raise MismatchError(fault, f"{near}mismatch --help lists every command")
         return super().resolve_command(ctx, args)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:

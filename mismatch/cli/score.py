@@ -57,16 +57,14 @@ def score(flags: Flags) -> int:
 
     name = flags["name"]
     if name is not None and not re.fullmatch(PLAIN_NAME, name):
-        raise MismatchError(
-            f"--name {name!r} is no plain name", "use letters, digits, dots, underscores"
-        )
+        fault = f"--name {name!r} is no plain name"
+        raise MismatchError(fault, "use letters, digits, dots, underscores")
     run: Path = flags["run"]
     stored = load_spec(run)
     model = resolve_model(flags["model"]) if flags["model"] else stored.train.model
     if Path(model).is_absolute() and not Path(model).is_dir():
-        raise MismatchError(
-            f"the run's model {model} is not on this machine", "say where it is: --model MODEL"
-        )
+        fault = f"the run's model {model} is not on this machine"
+        raise MismatchError(fault, "say where it is: --model MODEL")
     if "engine" in flags.explicit:
         return _by_engine(flags, run, model)
     if unused := sorted(flags.explicit & ENGINE_NAMES):

@@ -102,9 +102,8 @@ def trusted_code(run_dir: Path, train: TrainSpec, flags: Flags) -> bool:
 def require_directory(flags: Flags) -> None:
     """Refuse an output directory that is in use, before anything is counted or started."""
     if flags["resume"] not in (None, NEWEST) and flags["out"] is not None:
-        raise MismatchError(
-            "--resume RUN and --out DIR are two directories", "drop --out: RUN is worked in"
-        )
+        fault = "--resume RUN and --out DIR are two directories"
+        raise MismatchError(fault, "drop --out: RUN is worked in")
     if flags["resume"] is None and flags["out"] is not None:
         require_new(flags["out"])
 

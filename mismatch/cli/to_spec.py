@@ -153,9 +153,8 @@ def engine_pythons(flags: Flags) -> dict[str, str]:
     for text in flags.get("engine_python") or ():
         name, _, path = text.partition("=")
         if not name or not path:
-            raise MismatchError(
-                f"--engine-python {text}: no NAME=PATH", "--engine-python vllm=ENV/bin/python"
-            )
+            fault = f"--engine-python {text}: no NAME=PATH"
+            raise MismatchError(fault, "--engine-python vllm=ENV/bin/python")
         pythons[name] = path
     given = {name: path for name, path in pythons.items() if path}
     if (both := flags.get("python")) and not flags.get("server"):
@@ -218,9 +217,8 @@ def moved(engine: EngineSpec, flags: Flags) -> EngineSpec:
         MismatchError: the run was not made with servers.
     """
     if not engine.servers:
-        raise MismatchError(
-            f"the run was made with the engine {engine.engine}, not with servers", "drop --server"
-        )
+        fault = f"the run was made with the engine {engine.engine}, not with servers"
+        raise MismatchError(fault, "drop --server")
     explicit = {name: flags[name] for name in SERVER_NAMES & flags.explicit}
     servers = server_addresses(flags) if flags["server"] else engine.servers
     return replace(engine, servers=servers, **spec_values(EngineSpec, explicit))
@@ -248,10 +246,8 @@ def checkpoint_dtype(model: str, revision: str | None) -> str:
     name = config.dtype or ("bfloat16" if config.quantised else "")
     dtype = DTYPE_NAMES.get(name.removeprefix("torch."))
     if dtype in (None, AUTO):
-        raise MismatchError(
-            f"auto: the config.json of {model} names {name or 'no dtype'}",
-            "name one: bf16, fp16, fp32",
-        )
+        fault = f"auto: the config.json of {model} names {name or 'no dtype'}"
+        raise MismatchError(fault, "name one: bf16, fp16, fp32")
     return str(dtype)
 
 

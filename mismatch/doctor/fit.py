@@ -125,10 +125,8 @@ def engine_fit(spec: CheckSpec, shape: SizedModel, work: Workload, machine: Mach
         free, most = machine.ram_free_bytes, machine.ram_bytes
         return fits(prediction, free, CPU_ENGINE_RESERVE, most=most)
     if engine_gpus(engine) > len(gpus):
-        raise MismatchError(
-            f"--tensor-parallel-size {engine.tensor_parallel_size}: {len(gpus)} GPUs here",
-            f"use at most {len(gpus)}",
-        )
+        fault = f"--tensor-parallel-size {engine.tensor_parallel_size}: {len(gpus)} GPUs here"
+        raise MismatchError(fault, f"use at most {len(gpus)}")
     size, free = (min(getattr(g, name) for g in gpus) for name in ("memory_bytes", "free_bytes"))
     if engine.engine != "vllm":
         return fits(predict_engine(shape, engine, work, "cuda", size), free, GPU_RESERVE)

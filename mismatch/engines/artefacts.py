@@ -35,10 +35,8 @@ def decode_fingerprint(
     """
     facts = engine.fingerprint("decode") | {"model": spec.engine.model}
     if facts["dtype"] not in (None, spec.engine.dtype):  # None: a server that does not say
-        raise MismatchError(
-            f"{engine.name} runs in {facts['dtype']}, --dtype asked for {spec.engine.dtype}",
-            f"use --dtype {facts['dtype']}",
-        )
+        fault = f"{engine.name} runs in {facts['dtype']}, --dtype asked for {spec.engine.dtype}"
+        raise MismatchError(fault, f"use --dtype {facts['dtype']}")
     facts |= {"stop_token_ids": list(info.stop_ids), "bos_token_id": tokenizer.bos_token_id}
     lost = "fp16 weights have lost bits that the checkpoint has"
     if reason := lost if facts["dtype"] == "fp16" else pushed:

@@ -53,9 +53,8 @@ def require_starts(starts: Sequence[int]) -> None:
         MismatchError: a start below 1: nothing predicts the first token.
     """
     if min(starts, default=1) < 1:
-        raise MismatchError(
-            "prefill from token 0: nothing predicts the first token", "start at token 1 or later"
-        )
+        fault = "prefill from token 0: nothing predicts the first token"
+        raise MismatchError(fault, "start at token 1 or later")
 
 
 def require_ids(sequences: Sequence[Sequence[int]], vocabulary: int) -> None:
@@ -70,9 +69,8 @@ def require_ids(sequences: Sequence[Sequence[int]], vocabulary: int) -> None:
             raise MismatchError(f"sequence {index} is empty", "drop the prompt")
         for token in (min(ids), max(ids)):
             if not 0 <= token < vocabulary:
-                raise MismatchError(
-                    f"sequence {index} holds id {token}, the vocabulary has {vocabulary}", fix
-                )
+                fault = f"sequence {index} holds id {token}, the vocabulary has {vocabulary}"
+                raise MismatchError(fault, fix)
 
 
 def argument_name(raw: str) -> str:
@@ -109,10 +107,8 @@ def checked_arguments(
     for raw, value in spec.args:
         name = argument_name(raw)
         if name not in names:
-            raise MismatchError(
-                f"--engine-arg {raw}: {engine} has no such engine argument",
-                did_you_mean(name, names, 2, 0.6) + f"see: {help_command}",
-            )
+            fault = f"--engine-arg {raw}: {engine} has no such engine argument"
+            raise MismatchError(fault, did_you_mean(name, names, 2, 0.6) + f"see: {help_command}")
         arguments[name] = value
     return arguments
 

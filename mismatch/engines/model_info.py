@@ -97,10 +97,8 @@ def read_model_info(spec: EngineSpec) -> ModelInfo:
     names = list(config.architectures or [])
     generates = any(kind in name for name in names for kind in GENERATIVE)
     if names and not generates and not spec.trust_remote_code:
-        raise MismatchError(
-            f"model {spec.model} is a {names[0]}: not a causal language model",
-            "choose a model that generates text (…ForCausalLM)",
-        )
+        fault = f"model {spec.model} is a {names[0]}: not a causal language model"
+        raise MismatchError(fault, "choose a model that generates text (…ForCausalLM)")
     model = ModelConfig.of(config)
     return ModelInfo(
         model_type=config.model_type,

@@ -113,9 +113,8 @@ def engine_info(name: str) -> EngineInfo:
             declared: EngineInfo = _load(name, point.value, hint)
             return declared
     hint = did_you_mean(name, engine_names())
-    raise MismatchError(
-        f"unknown engine {name!r}", f"{hint}known engines: {', '.join(engine_names())}"
-    )
+    fault = f"unknown engine {name!r}"
+    raise MismatchError(fault, f"{hint}known engines: {', '.join(engine_names())}")
 
 
 def require_engine(name: str) -> None:
@@ -163,9 +162,8 @@ def _load(name: str, target: str, fix: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise MismatchError(
-            f"the engine {name!r} cannot be imported ({target}): {error}", fix
-        ) from error
+        fault = f"the engine {name!r} cannot be imported ({target}): {error}"
+        raise MismatchError(fault, fix) from error
 
 
 PACKAGES = ("torch", "transformers", "numpy")  # in addition to those of the engines

@@ -105,9 +105,8 @@ def driver_class(engine: str) -> type[Driver]:
     """
     named = engine_info(engine).sync_driver
     if named is None:
-        raise MismatchError(
-            f"the weight sync of {engine} cannot be probed", f"one of {', '.join(probed_engines())}"
-        )
+        fault = f"the weight sync of {engine} cannot be probed"
+        raise MismatchError(fault, f"one of {', '.join(probed_engines())}")
     module, _, name = named.partition(":")
     driver: type[Driver] = getattr(import_module(module), name)
     return driver

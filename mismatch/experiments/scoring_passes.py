@@ -137,10 +137,8 @@ def float32_engine(spec: RolloutSpec) -> RolloutSpec | None:
     if precision_of(_engine_facts(engine)) == "fp32":
         return None
     if engine.servers:
-        raise MismatchError(
-            "servers run at the precision that they were started in",
-            "check a local engine of the same version",
-        )
+        fault = "servers run at the precision that they were started in"
+        raise MismatchError(fault, "check a local engine of the same version")
     kept = tuple(
         pair for pair in engine.args if pair[0].lstrip("-").replace("-", "_") not in REDUCING
     )

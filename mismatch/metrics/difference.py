@@ -162,10 +162,8 @@ def _require(metric: Metric, arrays: Mapping[str, Array], tokens: int) -> None:
         if name not in arrays:
             raise MismatchError(f"{metric.name} needs {name!r}, which a side does not have")
         if len(arrays[name]) != tokens:
-            raise MismatchError(
-                f"{metric.name}: {name} has {len(arrays[name])} tokens, expected {tokens}",
-                "compare scorings of the same tokens",
-            )
+            fault = f"{metric.name}: {name} has {len(arrays[name])} tokens, expected {tokens}"
+            raise MismatchError(fault, "compare scorings of the same tokens")
 
 
 def _terms(metric: Metric, arrays: Mapping[str, Array]) -> Floats:

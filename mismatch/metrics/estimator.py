@@ -89,10 +89,8 @@ class Estimator:
         starts = np.concatenate([[0], np.flatnonzero(np.diff(sequence)) + 1])
         if sequence[0] < 0 or sequence[-1] >= len(prompt):
             worst = sequence[0] if sequence[0] < 0 else sequence[-1]
-            raise MismatchError(
-                f"sequence {worst} has no prompt: prompts are given for 0 to {len(prompt) - 1}",
-                "give the prompt of every sequence, [N]",
-            )
+            fault = f"sequence {worst} has no prompt: prompts are given for 0 to {len(prompt) - 1}"
+            raise MismatchError(fault, "give the prompt of every sequence, [N]")
         self._sequence = sequence
         self._by = Prompts(starts, prompt[sequence[starts]], len(sequence), block)
         self.n_tokens, self.n_sequences = self._by.n_tokens, self._by.n_sequences
@@ -176,10 +174,8 @@ class Estimator:
     def _checked(self, name: str, array: Array) -> Array:
         if array.ndim == 0 or len(array) != self.n_tokens:
             tokens = array.size if array.ndim == 0 else len(array)
-            raise MismatchError(
-                f"{name} has {tokens} tokens, sequence has {self.n_tokens}",
-                "give one entry per action token in every array",
-            )
+            fault = f"{name} has {tokens} tokens, sequence has {self.n_tokens}"
+            raise MismatchError(fault, "give one entry per action token in every array")
         infinite = array == np.inf if name.startswith("exact_kl") else False  # the worst value
         if array.dtype.kind == "f" and not (np.isfinite(array) | infinite).all():
             bad = np.argwhere(~np.isfinite(array))[0]

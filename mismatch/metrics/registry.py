@@ -171,10 +171,8 @@ def _checked(label: str, name: str, values: Any) -> Array:
     if array.ndim == 0 or len(array) == 0:
         raise EmptyComparison(f"{label}: no action tokens to compare")
     if name in FLAT and array.ndim != 1:
-        raise MismatchError(
-            f"{label} has shape {array.shape}, expected one value per action token",
-            "flatten it without prompt and padding: x[mask]",
-        )
+        fault = f"{label} has shape {array.shape}, expected one value per action token"
+        raise MismatchError(fault, "flatten it without prompt and padding: x[mask]")
     if array.dtype.kind not in ("fiu" if name in FLAT else "fiub"):
         raise MismatchError(f"{label} holds {array.dtype}, which are no real numbers")
     if array.dtype.kind == "f" and not np.isfinite(array).all():

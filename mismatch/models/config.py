@@ -297,9 +297,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     try:
         parsed = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise MismatchError(
-            f"{path} cannot be read: {error}", "give a model directory with a valid config.json"
-        ) from error
+        fault = f"{path} cannot be read: {error}"
+        raise MismatchError(fault, "give a model directory with a valid config.json") from error
     if not isinstance(parsed, dict):
         raise MismatchError(f"{path} is not a JSON object", "give a valid config.json")
     if not isinstance(parsed.get("model_type", ""), str):

@@ -101,10 +101,8 @@ def require_form(source: Path, form: WeightsForm) -> None:
     """
     family = read_config(source).get("model_type")
     if form == "mxfp4" and family != "gpt_oss":
-        raise MismatchError(
-            f"--rollout-weights mxfp4: engines read MXFP4 experts of gpt-oss, not of {family}",
-            "use mxfp4-rounded: the same values, stored in bf16",
-        )
+        fault = f"--rollout-weights mxfp4: engines read MXFP4 experts of gpt-oss, not of {family}"
+        raise MismatchError(fault, "use mxfp4-rounded: the same values, stored in bf16")
     if not any(p.search(name) for name in _names(source) for p in (FUSED, SINGLE, PACKED)):
         raise MismatchError(
             f"{source} holds no experts in a layout whose MXFP4 form is defined",
@@ -133,10 +131,8 @@ def _local(spec: EngineSpec | TrainSpec) -> Path:
     try:
         return Path(snapshot_download(spec.model, revision=spec.revision))
     except Exception as error:  # the hub's client raises many kinds
-        raise MismatchError(
-            f"{spec.model} cannot be fetched to change the form of its weights: {error}",
-            "give a local directory",
-        ) from error
+        fault = f"{spec.model} cannot be fetched to change the form of its weights: {error}"
+        raise MismatchError(fault, "give a local directory") from error
 
 
 @contextmanager
@@ -311,19 +307,16 @@ def open_tensors(source: Path, stack: ExitStack) -> dict[str, Any]:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
-            raise MismatchError(
-                f"{path} cannot be read: {error}", "fetch the checkpoint again"
-            ) from error
+            fault = f"{path} cannot be read: {error}"
+            raise MismatchError(fault, "fetch the checkpoint again") from error
         files |= dict.fromkeys(file.keys(), file)
     return files
 
 
 def _scales(source: Path, files: dict[str, Any], name: str) -> torch.Tensor:
     if name not in files:
-        raise MismatchError(
-            f"{source} holds no {name}, the exponents of its MXFP4 experts",
-            "fetch the checkpoint again",
-        )
+        fault = f"{source} holds no {name}, the exponents of its MXFP4 experts"
+        raise MismatchError(fault, "fetch the checkpoint again")
     scales: torch.Tensor = files[name].get_tensor(name)
     return scales
 

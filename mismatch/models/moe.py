@@ -103,10 +103,8 @@ def require_forms(spec: CheckSpec) -> None:
 
     train, effect = spec.train, spec.weights_effect
     if effect == train.weights:
-        raise MismatchError(
-            f"--weights-effect {effect}: the trainer's experts have that form already",
-            "name another form, or drop --weights-effect",
-        )
+        fault = f"--weights-effect {effect}: the trainer's experts have that form already"
+        raise MismatchError(fault, "name another form, or drop --weights-effect")
     directory = Path(train.model)
     if (directory / "config.json").is_file():  # else it is found out with the weights
         for form in (train.weights, effect):
@@ -118,10 +116,8 @@ def _require_engine_routes(
     train: TrainSpec, engine: str, routing: bool, weight_givers: Collection[str]
 ) -> None:
     if not routing:
-        raise MismatchError(
-            f"--replay-routing {train.replay_routing}: the engine's experts are not captured",
-            "drop --no-routing",
-        )
+        fault = f"--replay-routing {train.replay_routing}: the engine's experts are not captured"
+        raise MismatchError(fault, "drop --no-routing")
     if train.replay_routing == "ids+weights" and engine not in weight_givers:
         given = ", ".join(weight_givers)
         raise MismatchError(

@@ -45,16 +45,13 @@ def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         MismatchError: NaN or infinite values, or a last dimension that 32 does not divide.
     """
     if values.shape[-1] % BLOCK:
-        raise MismatchError(
-            f"MXFP4: {values.shape[-1]} inputs are no multiple of {BLOCK}",
-            "leave these weights as they are stored",
-        )
+        fault = f"MXFP4: {values.shape[-1]} inputs are no multiple of {BLOCK}"
+        raise MismatchError(fault, "leave these weights as they are stored")
     grouped = values.float().reshape(*values.shape[:-1], -1, BLOCK)
     largest = grouped.abs().amax(-1)
     if not torch.isfinite(largest).all():
-        raise MismatchError(
-            "MXFP4: the weights hold NaN or infinite values", "use an undamaged checkpoint"
-        )
+        fault = "MXFP4: the weights hold NaN or infinite values"
+        raise MismatchError(fault, "use an undamaged checkpoint")
     # frexp is exact where log2 is not: a power of two must give exactly that exponent.
     exponent = torch.frexp(largest).exponent - 1 - LARGEST_EXPONENT
     exponent = torch.where(largest > 0, exponent, -BIAS).clamp(-BIAS, BIAS)

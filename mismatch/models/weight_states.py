@@ -255,10 +255,8 @@ class Adapters(Checkpoint):
                     module = name.removesuffix(".weight")
                     self._base[module] = (*tensor.shape, rms)
         if not self._base:
-            raise MismatchError(
-                f"{self.directory} has no linear layers that an adapter is made for here",
-                "another --path",
-            )
+            fault = f"{self.directory} has no linear layers that an adapter is made for here"
+            raise MismatchError(fault, "another --path")
 
     def names(self) -> list[str]:
         return [f"{module}.{matrix}" for module in self._base for matrix in (A, B)]

@@ -130,10 +130,8 @@ def run_score(
             f"drop --name, or give this scoring the form: --train-weights {spec.weights_effect}",
         )
     if spec.inject and name != TRAIN:
-        raise MismatchError(
-            f"--inject is for the second pass of the scoring {TRAIN!r}, not for {name!r}",
-            "drop --name, or drop --inject",
-        )
+        fault = f"--inject is for the second pass of the scoring {TRAIN!r}, not for {name!r}"
+        raise MismatchError(fault, "drop --name, or drop --inject")
     recorded = load_spec(run_dir)
     passes = training_passes(spec) if name == TRAIN else [Pass(name, spec.train)]
     _require_free_name(run_dir, passes[0])
@@ -165,9 +163,8 @@ def run_engine_score(
     """
     store.load_rollout(run_dir)
     if name in store.scoring_names(run_dir):
-        raise MismatchError(
-            f"{run_dir} holds a scoring {name!r}", "keep both: --name NAME for the new scoring"
-        )
+        fault = f"{run_dir} holds a scoring {name!r}"
+        raise MismatchError(fault, "keep both: --name NAME for the new scoring")
     recorded = load_spec(run_dir)
     spec = replace(recorded.rollout, engine=engine, exact_kl=0)
     with at_work(run_dir, "score", recorded, command) as journal:

@@ -254,10 +254,8 @@ def preflight_training(
         require_file(spec.scorer_config)
     gpus = local_gpus()
     if gpus and nproc_per_node > gpus:
-        raise MismatchError(
-            f"--nproc-per-node is {nproc_per_node}, this machine has {gpus} GPUs",
-            f"one rank needs one GPU: --nproc-per-node {gpus}, or fewer",
-        )
+        fault = f"--nproc-per-node is {nproc_per_node}, this machine has {gpus} GPUs"
+        raise MismatchError(fault, f"one rank needs one GPU: --nproc-per-node {gpus}, or fewer")
     if meets and nproc_per_node % spec.sequence_parallel:
         raise MismatchError(
             f"--sequence-parallel {spec.sequence_parallel} does not divide the "
@@ -319,9 +317,8 @@ def require_free_port(environment: Mapping[str, str]) -> None:
     except (ValueError, OverflowError) as error:
         raise MismatchError(f"MASTER_PORT is {port!r}, no port number", fix) from error
     except OSError as error:
-        raise MismatchError(
-            f"port {port} (MASTER_PORT) cannot be used: {error.strerror}", fix
-        ) from error
+        fault = f"port {port} (MASTER_PORT) cannot be used: {error.strerror}"
+        raise MismatchError(fault, fix) from error
 
 
 # ---------------------------------------------------------------- another environment

@@ -148,10 +148,8 @@ def load_report(run: Path) -> Report:
         with damage_named(run / COMPARISON):
             held = comparisons_from_json(store.load_document(run, COMPARISON))[0]
         if to_json(held) != to_json(list(report.comparisons)):
-            raise MismatchError(
-                f"{path} holds other numbers than {COMPARISON}",
-                f"judge the scorings again: mismatch compare {run}",
-            )
+            fault = f"{path} holds other numbers than {COMPARISON}"
+            raise MismatchError(fault, f"judge the scorings again: mismatch compare {run}")
     return report
 
 

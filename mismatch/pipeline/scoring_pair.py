@@ -55,10 +55,8 @@ def build_pair(
         left = replace(left, name=f"{first}/{left.name}")
         right = replace(right, name=f"{second}/{right.name}")
     elif names[0] == names[1]:
-        raise MismatchError(
-            f"--left and --right are the same scoring, {names[0]}",
-            f"choose two of: {', '.join(store.scoring_names(left_run))}",
-        )
+        fault = f"--left and --right are the same scoring, {names[0]}"
+        raise MismatchError(fault, f"choose two of: {', '.join(store.scoring_names(left_run))}")
     spec = load_spec(left_run)
     law = is_sampling_law(rollout, left)
     texts = store.load_vocabulary(left_run)

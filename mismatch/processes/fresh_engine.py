@@ -35,9 +35,8 @@ def fresh(spec: RolloutSpec) -> RolloutSpec:
         MismatchError: servers, which run as they were started.
     """
     if spec.engine.servers:
-        raise MismatchError(
-            "servers run as they were started", "check a local engine of the same version"
-        )
+        fault = "servers run as they were started"
+        raise MismatchError(fault, "check a local engine of the same version")
     engine = replace(spec.engine, routing=False, prefill=True)
     return replace(spec, engine=engine, exact_kl=0)
 

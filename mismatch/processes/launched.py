@@ -66,9 +66,8 @@ def launched() -> Launched | None:
         rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         return Launched(rank, size, int(environment.get("LOCAL_WORLD_SIZE", size)))
     except ValueError as error:
-        raise MismatchError(
-            f"RANK or WORLD_SIZE is no number: {error}", "start it with torchrun, srun or Ray"
-        ) from error
+        fault = f"RANK or WORLD_SIZE is no number: {error}"
+        raise MismatchError(fault, "start it with torchrun, srun or Ray") from error
 
 
 def score(run_dir: Path, passes: list[Pass], world: Launched, note: Callable[[str], None]) -> None:
@@ -87,10 +86,8 @@ def score(run_dir: Path, passes: list[Pass], world: Launched, note: Callable[[st
         note("score: there already")
         return
     if passes[0].spec.scorer != OWN_SCORER:
-        raise MismatchError(
-            f"--scorer {passes[0].spec.scorer} starts its processes itself",
-            "start mismatch itself, without torchrun or srun",
-        )
+        fault = f"--scorer {passes[0].spec.scorer} starts its processes itself"
+        raise MismatchError(fault, "start mismatch itself, without torchrun or srun")
     jobs = by_load([Job.of_check(run_dir, pass_, passes[0]) for pass_ in missing])
     session = TrainerSession(run_dir, tuple(jobs), same_on_all_ranks=True)
     if world.rank == 0:

@@ -474,7 +474,5 @@ def require_memory(spec: RolloutSpec) -> None:
     needed = FACTOR * held // 2 + RESERVE
     free = psutil.virtual_memory().available
     if needed > free:
-        raise MismatchError(
-            f"the engine in float32 needs about {gib(needed)} of memory, {gib(free)} are free",
-            "check on a machine with more memory",
-        )
+        fault = f"the engine in float32 needs about {gib(needed)} of memory, {gib(free)} are free"
+        raise MismatchError(fault, "check on a machine with more memory")

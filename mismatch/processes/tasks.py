@@ -150,8 +150,6 @@ def wait_for(path: Path) -> None:
     parent = os.getppid()
     while not path.exists():
         if os.getppid() != parent:
-            raise MismatchError(
-                f"the parent process has exited, so that {path} will not appear",
-                "start the run again: --resume",
-            )
+            fault = f"the parent process has exited, so that {path} will not appear"
+            raise MismatchError(fault, "start the run again: --resume")
         time.sleep(POLL_S)

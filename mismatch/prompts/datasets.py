@@ -69,17 +69,14 @@ def prompt_column(columns: list[str], spec: PromptSpec) -> str:
     if len(usual) == 1:
         return usual[0]
     what = f"several could be the prompt ({', '.join(usual)})" if usual else "none has a usual name"
-    raise MismatchError(
-        f"{_named(spec)}: of the columns {', '.join(columns)}, {what}",
-        f"name it: --prompt-column {usual[0] if usual else columns[0]}",
-    )
+    fault = f"{_named(spec)}: of the columns {', '.join(columns)}, {what}"
+    raise MismatchError(fault, f"name it: --prompt-column {usual[0] if usual else columns[0]}")
 
 
 def _require_column(name: str, columns: list[str], flag: str) -> None:
     if name not in columns:
-        raise MismatchError(
-            f"{flag} {name}: the data set has no such column", f"it has {', '.join(columns)}"
-        )
+        fault = f"{flag} {name}: the data set has no such column"
+        raise MismatchError(fault, f"it has {', '.join(columns)}")
 
 
 def _named(spec: PromptSpec) -> str:
@@ -94,10 +91,8 @@ def _load(spec: PromptSpec) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise MismatchError(
-            f"{_named(spec)}: the datasets library is not installed",
-            f"{INSTALL}, or --prompts FILE",
-        ) from error
+        fault = f"{_named(spec)}: the datasets library is not installed"
+        raise MismatchError(fault, f"{INSTALL}, or --prompts FILE") from error
     datasets.disable_progress_bars()
     name = str(spec.dataset)
     path = Path(name).expanduser()
@@ -113,10 +108,8 @@ def _load(spec: PromptSpec) -> Any:
 def _file(datasets: Any, path: Path, spec: PromptSpec) -> Any:
     """Load one file; it has no splits, so ``dataset_split`` does not matter."""
     if path.suffix not in FORMATS:
-        raise MismatchError(
-            f"{_named(spec)}: cannot read a {path.suffix or 'file without suffix'}",
-            f"use one of {SUFFIXES}, or a directory that save_to_disk wrote",
-        )
+        fault = f"{_named(spec)}: cannot read a {path.suffix or 'file without suffix'}"
+        raise MismatchError(fault, f"use one of {SUFFIXES}, or a directory that save_to_disk wrote")
     import tempfile
 
     # A separate cache: the library's would keep a copy of every file that is ever measured with.
@@ -143,21 +136,16 @@ def _directory(datasets: Any, path: Path, spec: PromptSpec) -> Any:
     except FileNotFoundError:
         if any(file.suffix in FORMATS for file in path.rglob("*")):
             return _hub(datasets, str(path), spec)  # named after their splits, as on the hub
-        raise MismatchError(
-            f"{_named(spec)}: neither written by save_to_disk nor holding {SUFFIXES} files",
-            "give a file, or a directory that save_to_disk wrote",
-        ) from None
+        fault = f"{_named(spec)}: neither written by save_to_disk nor holding {SUFFIXES} files"
+        raise MismatchError(fault, "give a file, or a directory that save_to_disk wrote") from None
     except Exception as error:
-        raise MismatchError(
-            f"{_named(spec)}: cannot be read: {_reason(error)}", "write it with save_to_disk again"
-        ) from error
+        fault = f"{_named(spec)}: cannot be read: {_reason(error)}"
+        raise MismatchError(fault, "write it with save_to_disk again") from error
     if not isinstance(loaded, datasets.DatasetDict):
         return loaded
     if spec.dataset_split not in loaded:
-        raise MismatchError(
-            f"{_named(spec)} has no split {spec.dataset_split}",
-            f"--dataset-split, one of {', '.join(loaded)}",
-        )
+        fault = f"{_named(spec)} has no split {spec.dataset_split}"
+        raise MismatchError(fault, f"--dataset-split, one of {', '.join(loaded)}")
     return loaded[spec.dataset_split]
 
 

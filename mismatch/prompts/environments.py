@@ -194,10 +194,8 @@ def between_turns(tokenizer: Any, message: Message, stop_ids: Sequence[int]) -> 
         ) from error
     _, mark, tail = text.rpartition(ANSWER)
     if not mark:
-        raise MismatchError(
-            "the chat template drops the answer before an observation",
-            "see what it keeps: mismatch template --model MODEL",
-        )
+        fault = "the chat template drops the answer before an observation"
+        raise MismatchError(fault, "see what it keeps: mismatch template --model MODEL")
     ends = [tokenizer.decode([token]) for token in stop_ids]
     places = [(tail.index(end), end) for end in ends if end and end in tail]
     if places:

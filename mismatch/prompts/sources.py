@@ -42,10 +42,8 @@ def read_prompts(spec: PromptSpec) -> list[Prompt]:
         return read_file(Path(spec.path))[: spec.num_prompts]
     task = find_task(spec.task)
     if spec.num_prompts > MOST_PROBLEMS:
-        raise MismatchError(
-            f"--num-prompts is {spec.num_prompts:,}, the built-in task has {MOST_PROBLEMS:,}",
-            "give fewer, or a file of prompts: --prompts FILE",
-        )
+        fault = f"--num-prompts is {spec.num_prompts:,}, the built-in task has {MOST_PROBLEMS:,}"
+        raise MismatchError(fault, "give fewer, or a file of prompts: --prompts FILE")
     return task.prompts(spec.num_prompts, spec.seed)
 
 
@@ -58,9 +56,8 @@ def read_file(path: Path) -> list[Prompt]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise MismatchError(
-            f"prompts file {path}: {error.strerror}", "give a readable JSONL file: --prompts FILE"
-        ) from error
+        fault = f"prompts file {path}: {error.strerror}"
+        raise MismatchError(fault, "give a readable JSONL file: --prompts FILE") from error
     prompts = []
     for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if raw.strip():
@@ -148,10 +145,8 @@ def render_prompts(
 def require_within(prompt: Prompt, ids: Sequence[int], vocab_size: int) -> None:
     """Refuse an id that the model has no row for."""
     if max(ids) >= vocab_size:
-        raise MismatchError(
-            f"{prompt.origin}: token id {max(ids)} is outside the vocabulary of {vocab_size}",
-            "tokenise the prompt with this model's own tokenizer",
-        )
+        fault = f"{prompt.origin}: token id {max(ids)} is outside the vocabulary of {vocab_size}"
+        raise MismatchError(fault, "tokenise the prompt with this model's own tokenizer")
 
 
 def _as_text(prompt: Prompt) -> Prompt:

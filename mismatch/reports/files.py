@@ -57,10 +57,8 @@ def require_fresh(run_dir: Path) -> None:
     changed = sorted(name for name in now.keys() | before.keys()
                      if now.get(name) != before.get(name))  # fmt: skip
     if REPORT in entries and changed:
-        raise MismatchError(
-            f"the report of {run_dir} is older than {', '.join(changed[:3])}",
-            f"judge what lies there now: mismatch compare {run_dir}",
-        )
+        fault = f"the report of {run_dir} is older than {', '.join(changed[:3])}"
+        raise MismatchError(fault, f"judge what lies there now: mismatch compare {run_dir}")
 
 
 def write_rendered(

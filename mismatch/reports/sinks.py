@@ -65,10 +65,8 @@ def require_clients(trackers: Iterable[str]) -> None:
         if tracker not in CLIENTS:
             raise MismatchError(f"{fault}no such tracker", f"use one of {', '.join(CLIENTS)}")
         if find_spec(CLIENTS[tracker]) is None:
-            raise MismatchError(
-                f"{fault}its client, {CLIENTS[tracker]}, is not installed",
-                f"pip install 'train-infer-mismatch[{tracker}]'",
-            )
+            fault += f"its client, {CLIENTS[tracker]}, is not installed"
+            raise MismatchError(fault, f"pip install 'train-infer-mismatch[{tracker}]'")
 
 
 def send(

@@ -68,9 +68,8 @@ def load_arrays(run_dir: Path, name: str, schema: str) -> ArrayFile:
             metadata = file.metadata() or {}
             arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise MismatchError(
-            f"{path} cannot be read: {error}", "run the stage that makes it again"
-        ) from error
+        fault = f"{path} cannot be read: {error}"
+        raise MismatchError(fault, "run the stage that makes it again") from error
     if "mismatch" in metadata:
         header = json.loads(metadata["mismatch"])
     else:  # of an earlier version: the schema, and other entries as JSON

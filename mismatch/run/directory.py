@@ -76,10 +76,8 @@ def at_work(
     """
     with _lock(run_dir) as free:
         if not free or (new and (run_dir / SPEC).exists()):
-            raise MismatchError(
-                f"another mismatch process is at work in {run_dir}",
-                "wait until it ends, or choose another directory: --out DIR",
-            )
+            fault = f"another mismatch process is at work in {run_dir}"
+            raise MismatchError(fault, "wait until it ends, or choose another directory: --out DIR")
         require_no_links(run_dir)
         for partial in [*run_dir.rglob("*.partial")]:  # of writers that were killed
             if partial.is_dir():
@@ -178,9 +176,8 @@ def _created(out: Path, *, exist_ok: bool) -> Path:
             raise
         if new and out.is_dir():
             out.rmdir()
-        raise MismatchError(
-            f"cannot create {out}: {error.strerror}", "choose a writable directory: --out DIR"
-        ) from error
+        fault = f"cannot create {out}: {error.strerror}"
+        raise MismatchError(fault, "choose a writable directory: --out DIR") from error
     return out
 
 
@@ -241,10 +238,8 @@ def require_same_prompts(run_dir: Path, spec: CheckSpec) -> None:
     path = spec.rollout.prompts.path
     sums = [entry["prompts_sha256"] for entry in invocations(run_dir) if "prompts_sha256" in entry]
     if path is not None and sums and sha256(Path(path)) != sums[-1]:
-        raise MismatchError(
-            f"{path} has changed since {run_dir} was begun",
-            "put the old file back, or start a new run without --resume",
-        )
+        fault = f"{path} has changed since {run_dir} was begun"
+        raise MismatchError(fault, "put the old file back, or start a new run without --resume")
 
 
 def require_known_prompts(run_dir: Path, spec: CheckSpec) -> None:
@@ -297,10 +292,8 @@ def invocations(run_dir: Path) -> list[dict[str, Any]]:
     document = store.read_json(run_dir / RUN)
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema != RUN_SCHEMA:
-        raise MismatchError(
-            f"{run_dir / RUN} has schema {schema}, this version reads {RUN_SCHEMA}",
-            "read the run with the version of mismatch that made it",
-        )
+        fault = f"{run_dir / RUN} has schema {schema}, this version reads {RUN_SCHEMA}"
+        raise MismatchError(fault, "read the run with the version of mismatch that made it")
     with damage_named(run_dir / RUN):
         kept: list[dict[str, Any]] = list(document["invocations"])
         for entry in kept:
@@ -322,10 +315,8 @@ def _lock(run_dir: Path) -> Iterator[bool]:
     try:
         descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
-        raise MismatchError(
-            f"cannot write in {run_dir}: {error.strerror}",
-            "copy the run to a directory that can be written",
-        ) from error
+        fault = f"cannot write in {run_dir}: {error.strerror}"
+        raise MismatchError(fault, "copy the run to a directory that can be written") from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -142,10 +142,8 @@ def entries(run_dir: Path | str) -> dict[str, Entry]:
             "delete it to read the artefacts unverified, or make the run again",
         ) from error
     if schema != SCHEMA:
-        raise MismatchError(
-            f"{path} has schema {schema}, this version reads {SCHEMA}",
-            "read the run with the version of mismatch that made it",
-        )
+        fault = f"{path} has schema {schema}, this version reads {SCHEMA}"
+        raise MismatchError(fault, "read the run with the version of mismatch that made it")
     recorded: dict[str, Entry] = artefacts
     return recorded
 
@@ -260,10 +258,8 @@ def missing_fix(path: Path) -> str:
 
 def require_schema(path: Path, schema: str | None, wanted: str) -> None:
     if schema != wanted:
-        raise MismatchError(
-            f"{path} has schema {schema or 'none'}, this version reads {wanted}",
-            "make it again with this version of mismatch",
-        )
+        fault = f"{path} has schema {schema or 'none'}, this version reads {wanted}"
+        raise MismatchError(fault, "make it again with this version of mismatch")
 
 
 def _intact(run_dir: Path, name: str, entry: Entry) -> bool:

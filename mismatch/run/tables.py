@@ -120,10 +120,8 @@ def _parquet(path: Path) -> Iterator[None]:
         yield
     except (OSError, pa.ArrowException) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise MismatchError(
-            f"{path} is not a readable Parquet file (truncated or foreign): {reason}",
-            "run the stage that makes it again",
-        ) from error
+        fault = f"{path} is not a readable Parquet file (truncated or foreign): {reason}"
+        raise MismatchError(fault, "run the stage that makes it again") from error
 
 
 def ragged(values: np.ndarray, offsets: np.ndarray) -> pa.Array:

@@ -204,10 +204,8 @@ def require_usable_gpus() -> None:
         MismatchError: torch was built without CUDA, for a newer driver, or for ROCm.
     """
     if torch.version.hip is not None and torch.cuda.is_available():
-        raise MismatchError(
-            "this torch is built for ROCm, and mismatch was never run on AMD GPUs",
-            "use NVIDIA GPUs, or the CPU build of torch",
-        )
+        fault = "this torch is built for ROCm, and mismatch was never run on AMD GPUs"
+        raise MismatchError(fault, "use NVIDIA GPUs, or the CPU build of torch")
     count = local_gpus()
     if not count or torch.cuda.is_available():
         return
@@ -227,9 +225,7 @@ def _device() -> torch.device:
     local = int(os.environ.get("LOCAL_RANK", 0))
     count = torch.cuda.device_count()
     if local >= count:
-        raise MismatchError(
-            f"rank {local} of this machine has no GPU: there are {count}",
-            f"lower --nproc-per-node to {count}",
-        )
+        fault = f"rank {local} of this machine has no GPU: there are {count}"
+        raise MismatchError(fault, f"lower --nproc-per-node to {count}")
     torch.cuda.set_device(local)
     return torch.device("cuda", local)

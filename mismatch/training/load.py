@@ -121,10 +121,8 @@ def load(
     _settle(scorer, torch_dtype(master), device)
     running = model.config._attn_implementation
     if running != attention.implementation:
-        raise MismatchError(
-            f"attention {attention.implementation} was resolved, but {running} runs",
-            "name the kernel: --attention eager or sink-sdpa",
-        )
+        fault = f"attention {attention.implementation} was resolved, but {running} runs"
+        raise MismatchError(fault, "name the kernel: --attention eager or sink-sdpa")
     experts = model.config._experts_implementation if scorer.moe else None
     return LoadedModel(
         scorer, spec, attention, experts, master, directory, peak.bytes, device, _silence(scorer)
@@ -232,10 +230,8 @@ def resident_share(scorer: Scorer) -> float:
 def _from_pretrained(spec: TrainSpec, attention: ResolvedAttention, config: Any) -> tuple[Any, Any]:
     method = quantisation_of(config)
     if method not in ("", "mxfp4"):
-        raise MismatchError(
-            f"{spec.model} is quantised ({method}); a trainer needs weights in full precision",
-            "give the unquantised checkpoint",
-        )
+        fault = f"{spec.model} is quantised ({method}); a trainer needs weights in full precision"
+        raise MismatchError(fault, "give the unquantised checkpoint")
     options = dequantising(config)
     if loads_shards():
         from transformers.distributed.configuration_utils import DistributedConfig
@@ -358,10 +354,8 @@ def _require_experts(name: str, bare: Any) -> None:
         return
     possible = implementations_for(bare)
     if not possible:
-        raise MismatchError(
-            f"--experts-implementation {name}: {bare.config.model_type} has no experts",
-            "leave it out",
-        )
+        fault = f"--experts-implementation {name}: {bare.config.model_type} has no experts"
+        raise MismatchError(fault, "leave it out")
     if possible == ["eager"] and name != "eager":  # transformers would take it, and run its loop
         raise MismatchError(
             f"--experts-implementation {name}: the experts of {bare.config.model_type} are not "
@@ -373,7 +367,5 @@ def _require_experts(name: str, bare: Any) -> None:
     try:
         bare.get_correct_experts_implementation(name)
     except (ValueError, ImportError) as error:
-        raise MismatchError(
-            f"--experts-implementation {name} cannot run: {first_line(error)}",
-            f"use auto, {', '.join(possible)}",
-        ) from error
+        fault = f"--experts-implementation {name} cannot run: {first_line(error)}"
+        raise MismatchError(fault, f"use auto, {', '.join(possible)}") from error

@@ -71,10 +71,8 @@ class DistributionCapture:
         slots = slots[slots >= 0]
         order = np.argsort(slots, kind="stable")
         if not np.array_equal(slots[order], np.arange(len(self.engine.positions))):
-            raise MismatchError(
-                f"{len(slots)} distributions were taken, {len(self.engine.positions)} asked for",
-                "a rank lost its part; run the pass again",
-            )
+            fault = f"{len(slots)} distributions were taken, {len(self.engine.positions)} asked for"
+            raise MismatchError(fault, "a rank lost its part; run the pass again")
         values = np.concatenate([rows for _, rows in parts])[order]
         if self.engine.ids is None:
             return Distributions(self.engine.positions, values, values.shape[1])

@@ -168,10 +168,8 @@ def _assemble(
     targets = np.concatenate([part.targets for part in parts])
     order = np.argsort(targets, kind="stable")
     if not np.array_equal(targets[order], rollout.actions):
-        raise MismatchError(
-            f"{name}: {len(targets)} tokens were scored, the rollout has {rollout.n_actions}",
-            "a rank lost its part; run the pass again",
-        )
+        fault = f"{name}: {len(targets)} tokens were scored, the rollout has {rollout.n_actions}"
+        raise MismatchError(fault, "a rank lost its part; run the pass again")
     stats = {
         key: np.concatenate([part.stats[key] for part in parts])[order] for key in parts[0].stats
     }

@@ -159,9 +159,8 @@ class Scorer(nn.Module):
                 self.decoder_config, like, None, None, position_ids=batch.position_ids
             )
         except TypeError as error:  # a layer type whose mask transformers cannot build from outside
-            raise MismatchError(
-                f"{family}: no masks for packed documents: {error}", "use --layout padding"
-            ) from error
+            fault = f"{family}: no masks for packed documents: {error}"
+            raise MismatchError(fault, "use --layout padding") from error
         if not isinstance(masks, dict):
             return masks
         # Whether the decoder's forward accepts ``{"full_attention": mask, …}``.

@@ -42,16 +42,12 @@ def require_splittable(spec: TrainSpec, config: Any) -> None:
         return
     heads = getattr(text, "num_attention_heads", None)
     if not isinstance(heads, int) or heads % count:
-        raise MismatchError(
-            f"{FLAG} {count} does not divide the {heads} attention heads of {text.model_type}",
-            f"give a divisor of {heads}, or leave it out",
-        )
+        fault = f"{FLAG} {count} does not divide the {heads} attention heads of {text.model_type}"
+        raise MismatchError(fault, f"give a divisor of {heads}, or leave it out")
     others = sorted(set(getattr(text, "layer_types", None) or ()) - set(SPLIT_LAYERS))
     if others:
-        raise MismatchError(
-            f"{FLAG}: {text.model_type} mixes positions outside attention: {', '.join(others)}",
-            "leave it out",
-        )
+        fault = f"{FLAG}: {text.model_type} mixes positions outside attention: {', '.join(others)}"
+        raise MismatchError(fault, "leave it out")
 
 
 @dataclass
@@ -83,10 +79,8 @@ class SequenceParallel:
         if size == 1:
             return cls(1, 0, world.rank, world.size)
         if world.size % size:
-            raise MismatchError(
-                f"{FLAG} {size} does not divide the {world.size} ranks",
-                "set --nproc-per-node to a multiple of it",
-            )
+            fault = f"{FLAG} {size} does not divide the {world.size} ranks"
+            raise MismatchError(fault, "set --nproc-per-node to a multiple of it")
         index, rank = divmod(world.rank, size)
         return cls(size, rank, index, world.size // size, _group(size))
 

@@ -52,13 +52,11 @@ def load_function(text: str) -> tuple[Callable[..., Any], str]:
     path, _, mask = text.partition("@")
     module_name, colon, name = path.partition(":")
     if not (colon and module_name and name):
-        raise MismatchError(
-            f"{text!r} names no function", "write it as package.module:function, or with @MASK"
-        )
+        fault = f"{text!r} names no function"
+        raise MismatchError(fault, "write it as package.module:function, or with @MASK")
     if "@" in text and mask not in MASKS:
-        raise MismatchError(
-            f"{text}: there is no mask {mask!r}", f"after @ comes one of {', '.join(MASKS)}"
-        )
+        fault = f"{text}: there is no mask {mask!r}"
+        raise MismatchError(fault, f"after @ comes one of {', '.join(MASKS)}")
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
@@ -68,9 +66,8 @@ def load_function(text: str) -> tuple[Callable[..., Any], str]:
         fix = "put the folder that holds it on PYTHONPATH, or install the package"
         if not isinstance(error, ModuleNotFoundError):
             fix = f"repair the module: `python -c 'import {module_name}'` shows the whole error"
-        raise MismatchError(
-            f"{text}: cannot import {module_name}: {named_line(error)}", fix
-        ) from error
+        fault = f"{text}: cannot import {module_name}: {named_line(error)}"
+        raise MismatchError(fault, fix) from error
     for part in name.split("."):
         if not hasattr(function, part):
             raise MismatchError(f"{text}: {module_name} has no {name}", "check the name after ':'")

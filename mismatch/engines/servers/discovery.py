@@ -64,10 +64,8 @@ async def _recognise(spec: EngineSpec) -> list[Server]:
     first = servers[0]
     for other in servers[1:]:
         if (difference := first.facts.difference(other.facts)) is not None:
-            raise MismatchError(
-                f"the servers {first.url} and {other.url} differ in {difference}",
-                "measure one kind at a time: give servers that are alike",
-            )
+            fault = f"the servers {first.url} and {other.url} differ in {difference}"
+            raise MismatchError(fault, "measure one kind at a time: give servers that are alike")
     return servers
 
 
@@ -85,10 +83,8 @@ async def _describe(client: Client, spec: EngineSpec) -> Server:
             ) from error
         if facts is not None:
             return kind(client, facts)
-    raise MismatchError(
-        f"{url} is no server that mismatch knows",
-        "give the address of a vLLM or SGLang server, without a path",
-    )
+    fault = f"{url} is no server that mismatch knows"
+    raise MismatchError(fault, "give the address of a vLLM or SGLang server, without a path")
 
 
 def _require_model(url: str, facts: ServerFacts, spec: EngineSpec) -> None:

@@ -157,10 +157,8 @@ async def _logprobs_mode(server: Server, probes: Probes) -> LogprobsMode:
         cold = await _likeliest(server, ids, Sampling(COLD, max_tokens=1))
         cut = await _likeliest(server, ids, Sampling(top_k=2, max_tokens=1))
         if plain and sum(np.exp(list(plain.values()))) > 1.01:
-            raise MismatchError(
-                f"{server.url} reports logits, not logprobs",
-                "vLLM: --logprobs-mode raw_logprobs or processed_logprobs",
-            )
+            fault = f"{server.url} reports logits, not logprobs"
+            raise MismatchError(fault, "vLLM: --logprobs-mode raw_logprobs or processed_logprobs")
         ranked = sorted(plain, key=plain.__getitem__, reverse=True)
         if ranked and ranked[0] in cold:
             others = [token for token in ranked[1:] if token in cold]

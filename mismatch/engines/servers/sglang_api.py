@@ -48,10 +48,8 @@ class SglangServer(Server):
             if not (isinstance(info, dict) and "version" in info and "model_path" in model):
                 return None
             if not model.get("is_generation", True):
-                raise MismatchError(
-                    f"{client.address.text} serves a model that generates no text",
-                    "give the address of a server for generation",
-                )
+                fault = f"{client.address.text} serves a model that generates no text"
+                raise MismatchError(fault, "give the address of a server for generation")
             names = (model.get("served_model_name"), model["model_path"], info.get("model_path"))
             served_names = tuple(dict.fromkeys(str(name) for name in names if name))
             dtype = info.get("dtype")  # "auto": it does not say what that became

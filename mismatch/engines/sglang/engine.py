@@ -104,9 +104,8 @@ class SglangEngine(Engine):
             )
             self._forget()
             shown = textwrap.shorten(reason, 400, placeholder=" …")
-            raise MismatchError(
-                f"SGLang cannot load {self.spec.model}: {shown}", load_fix(RuntimeError(reason))
-            ) from error
+            fault = f"SGLang cannot load {self.spec.model}: {shown}"
+            raise MismatchError(fault, load_fix(RuntimeError(reason))) from error
         # SGLang's own signal handlers would kill this process silently.
         self.engine.tokenizer_manager.signal_handler_class = lambda manager: SimpleNamespace(
             sigterm_handler=_end, running_phase_sigquit_handler=lambda *_: self._fail()
@@ -196,9 +195,8 @@ class SglangEngine(Engine):
         except MismatchError:
             raise
         except Exception as error:
-            raise MismatchError(
-                f"SGLang failed: {self._scheduler_error() or first_line(error)}", wire.LOG_FIX
-            ) from error
+            fault = f"SGLang failed: {self._scheduler_error() or first_line(error)}"
+            raise MismatchError(fault, wire.LOG_FIX) from error
         return answers
 
     # ------------------------------------------------------------ prefill

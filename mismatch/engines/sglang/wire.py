@@ -266,9 +266,8 @@ def parse_sample(answer: Mapping[str, Any], where: str, routed: NDArray[Any] | N
         why = reason.get("message") or reason.get("type") or "no reason"
         raise MismatchError(f"SGLang ended {where}: {why}", LOG_FIX)
     if not ids or [entry[1] for entry in given] != ids:
-        raise MismatchError(
-            f"SGLang gave {len(given)} logprobs for {len(ids)} tokens ({where})", LOG_FIX
-        )
+        fault = f"SGLang gave {len(given)} logprobs for {len(ids)} tokens ({where})"
+        raise MismatchError(fault, LOG_FIX)
     rows = facts.get("output_top_logprobs") or []
     likeliest = None  # where the answer lacks some
     if len(rows) == len(ids) and len({len(row) for row in rows}) == 1:
@@ -300,10 +299,8 @@ def parse_prefill(answer: Mapping[str, Any], ids: Sequence[int], start: int, whe
         for entry, want in zip(given, asked, strict=False)
     ]
     if len(given) != len(asked) or names != list(asked):
-        raise MismatchError(
-            f"SGLang scored {len(given)} other tokens than the {len(asked)} asked for ({where})",
-            LOG_FIX,
-        )
+        fault = f"SGLang scored {len(given)} other tokens than the {len(asked)} asked for ({where})"
+        raise MismatchError(fault, LOG_FIX)
     return _values(given, where)
 
 

@@ -116,16 +116,12 @@ class TransformersEngine(Engine):
         self.options: dict[str, Any] = dict(ARGUMENTS)
         for name, value in spec.args:
             if name not in self.options:
-                raise MismatchError(
-                    f"--engine-arg {name}: the transformers engine has no such argument",
-                    f"it has {', '.join(self.options)}",
-                )
+                fault = f"--engine-arg {name}: the transformers engine has no such argument"
+                raise MismatchError(fault, f"it has {', '.join(self.options)}")
             self.options[name] = value
         if spec.tensor_parallel_size != 1:
-            raise MismatchError(
-                "the transformers engine runs on one device",
-                "drop --tensor-parallel-size, or use --engine vllm",
-            )
+            fault = "the transformers engine runs on one device"
+            raise MismatchError(fault, "drop --tensor-parallel-size, or use --engine vllm")
         self._prefill_temperature = 1.0
         self._stop: tuple[str, ...] = ()
         self._recorder: DistributionRecorder | None = None
@@ -184,9 +180,8 @@ class TransformersEngine(Engine):
             )
             return model.to(self.device).eval()
         except Exception as error:  # transformers and safetensors raise many kinds here
-            raise MismatchError(
-                f"transformers cannot load {self.spec.model}: {first_line(error)}", load_fix(error)
-            ) from error
+            fault = f"transformers cannot load {self.spec.model}: {first_line(error)}"
+            raise MismatchError(fault, load_fix(error)) from error
 
     # ------------------------------------------------------------ decode
 

@@ -115,10 +115,8 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return keyword arguments of ``vllm.LLM``; the user's own (``spec.args``) win."""
     if sampling.temperature != 0 and not 0.01 <= sampling.temperature <= 2:
-        raise MismatchError(
-            f"--temperature {sampling.temperature}: vLLM samples at 0.01 to 2, or at 0 (greedy)",
-            "choose one of these, or another engine: --engine transformers",
-        )
+        fault = f"--temperature {sampling.temperature}: vLLM samples at 0.01 to 2, or at 0 (greedy)"
+        raise MismatchError(fault, "choose one of these, or another engine: --engine transformers")
     # The mode whose logprobs are of the distribution that samples. Greedy decoding has none; its
     # logprobs are reported raw, at T = 1.
     raw = sampling.temperature == 0 or (sampling.temperature == 1 and not sampling.truncates)
@@ -204,10 +202,8 @@ def user_arguments(spec: EngineSpec) -> dict[str, Any]:
     refuse_own(spec, OWN_OPTIONS, KEPT)
     arguments = checked_arguments(spec, "vLLM", {*EngineArgs.__dataclass_fields__, *MORE}, HELP)
     if arguments.get("logprobs_mode", LOGPROB_MODES[0]) not in LOGPROB_MODES:
-        raise MismatchError(
-            f"--engine-arg logprobs_mode={arguments['logprobs_mode']}: not logprobs",
-            f"choose {' or '.join(LOGPROB_MODES)}, or leave it to mismatch",
-        )
+        fault = f"--engine-arg logprobs_mode={arguments['logprobs_mode']}: not logprobs"
+        raise MismatchError(fault, f"choose {' or '.join(LOGPROB_MODES)}, or leave it to mismatch")
     return arguments
 
 

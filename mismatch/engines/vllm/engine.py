@@ -99,9 +99,8 @@ class VllmEngine(Engine):
         except Exception as error:
             if CHILD_FAILED in str(error):
                 raise CauseInLog(f"vLLM cannot load {self.spec.model}", load_fix(error)) from error
-            raise MismatchError(
-                f"vLLM cannot load {self.spec.model}: {first_line(error)}", load_fix(error)
-            ) from error
+            fault = f"vLLM cannot load {self.spec.model}: {first_line(error)}"
+            raise MismatchError(fault, load_fix(error)) from error
         self.config = self.llm.llm_engine.vllm_config
         self._facts: dict[str, Any] = self._call("mismatch_describe")[0]
         self._refused = self._refused or self._facts["capture_refused"]
@@ -197,10 +196,8 @@ class VllmEngine(Engine):
                 tokens += len(scored)
                 progress(len(done), len(order), tokens)
         if len(done) != len(order):
-            raise MismatchError(
-                f"vLLM finished {len(done)} of {len(order)} requests",
-                "look into the engine's log for the reason",
-            )
+            fault = f"vLLM finished {len(done)} of {len(order)} requests"
+            raise MismatchError(fault, "look into the engine's log for the reason")
         return [done[index] for index in range(len(order))]
 
     def _captured(self, outputs: list[tuple[str, Any]]) -> list[NDArray[Any] | None]:
@@ -228,17 +225,13 @@ class VllmEngine(Engine):
                 "look into the engine's log for an aborted request",
             )
         if completion.finish_reason not in ("stop", "length"):
-            raise MismatchError(
-                f"vLLM ended prompt {job[0]}, sample {job[1]} with {completion.finish_reason!r}",
-                "look into the engine's log for the reason",
-            )
+            fault = f"vLLM ended prompt {job[0]}, sample {job[1]} with {completion.finish_reason!r}"
+            raise MismatchError(fault, "look into the engine's log for the reason")
         tokens = np.asarray(given.token_ids).reshape(len(ids), -1)
         logprobs = np.asarray(given.logprobs, np.float64).reshape(len(ids), -1)
         if tokens[:, 0].tolist() != ids:
-            raise MismatchError(
-                f"vLLM gave logprobs of other tokens (prompt {job[0]}, sample {job[1]})",
-                "use a version of vLLM that mismatch was tested with",
-            )
+            fault = f"vLLM gave logprobs of other tokens (prompt {job[0]}, sample {job[1]})"
+            raise MismatchError(fault, "use a version of vLLM that mismatch was tested with")
         if self._capture and getattr(completion, "routed_experts", None) is not None:
             routed = self._layout.columns(np.asarray(completion.routed_experts))
         return Sample(

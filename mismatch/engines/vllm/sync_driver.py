@@ -38,24 +38,18 @@ class VllmDriver(Driver):
     def prepared(engine: EngineSpec, path: str) -> EngineSpec:
         """Return it with room for an adapter, or the ability to sleep; see the protocol."""
         if path == "rpc" and engine.tensor_parallel_size > 1:
-            raise MismatchError(
-                "--path rpc writes whole tensors, and each rank holds slices",
-                "drop --tensor-parallel-size, or another --path",
-            )
+            fault = "--path rpc writes whole tensors, and each rank holds slices"
+            raise MismatchError(fault, "drop --tensor-parallel-size, or another --path")
         if path in SLEEPS:
             if is_cpu_build():
-                raise MismatchError(
-                    f"{ASLEEP.format(level=SLEEPS[path])} is not tested: {IGNORED}",
-                    "the same command on a GPU, or another --path",
-                )
+                fault = f"{ASLEEP.format(level=SLEEPS[path])} is not tested: {IGNORED}"
+                raise MismatchError(fault, "the same command on a GPU, or another --path")
             return with_arguments(engine, (("enable_sleep_mode", True),))
         if path != "lora":
             return engine
         if is_cpu_build() and read_model_info(engine).moe:
-            raise MismatchError(
-                "vLLM's CPU build has no LoRA kernels for layers with experts",
-                "a model without experts, a GPU, or another --path",
-            )
+            fault = "vLLM's CPU build has no LoRA kernels for layers with experts"
+            raise MismatchError(fault, "a model without experts, a GPU, or another --path")
         return with_arguments(engine, ROOM)
 
     def push(self, path: str, push: int) -> None:

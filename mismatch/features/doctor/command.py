@@ -67,10 +67,8 @@ def look_into_environment(flags: Flags, console: Console) -> int:
     from mismatch.features.doctor.environment import examine_environment, print_environment
 
     if flags["model"] is not None:
-        raise MismatchError(
-            "--python and --model: an environment is examined without a model",
-            "mismatch check --model MODEL --python PATH --dry-run",
-        )
+        fault = "--python and --model: an environment is examined without a model"
+        raise MismatchError(fault, "mismatch check --model MODEL --python PATH --dry-run")
     environment = examine_environment(flags["python"])
     if flags["as_json"]:
         typer.echo(json.dumps(environment.to_dict(), indent=2))

@@ -139,10 +139,8 @@ def plan_gradients(spec: CheckSpec, prompts: int, context: Context | None = None
         MismatchError: a trainer whose gradient cannot be taken, or that is the reference itself.
     """
     if spec.train.scorer != OWN_SCORER:
-        raise MismatchError(
-            f"the gradient of {spec.train.scorer}'s own code is not taken",
-            "--scorer fsdp takes that of the same settings in our trainer",
-        )
+        fault = f"the gradient of {spec.train.scorer}'s own code is not taken"
+        raise MismatchError(fault, "--scorer fsdp takes that of the same settings in our trainer")
     # The plain kernels keep every score for the backward pass.
     reference = replace(reference_of(spec.train), attention="auto", experts="auto")
     fixes = plan_fixes(

@@ -169,15 +169,13 @@ def take(
         try:
             world.meet(f"gradient:{planned.id}")
         except RuntimeError as error:
-            raise MismatchError(
-                f"the ranks parted in the gradient of {planned.id}", f"see logs/{ID}.log"
-            ) from (lost or error)
+            fault = f"the ranks parted in the gradient of {planned.id}"
+            raise MismatchError(fault, f"see logs/{ID}.log") from lost or error
         if lost is not None:
             failed[planned.id] = in_words(lost)
             if planned.id == REFERENCE:
-                raise MismatchError(
-                    f"the float32 reference has no gradient: {in_words(lost)}", f"see logs/{ID}.log"
-                )
+                fault = f"the float32 reference has no gradient: {in_words(lost)}"
+                raise MismatchError(fault, f"see logs/{ID}.log")
     return Taken(groups, tuple(sums), failed)
 
 
@@ -228,10 +226,8 @@ def accumulated(
     try:
         with torch.enable_grad(), backward.installed():
             if backward.until_finite(rows) is None:
-                raise MismatchError(
-                    f"the gradient of {planned.id} is not finite",
-                    "look for overflow: another --train-dtype",
-                )
+                fault = f"the gradient of {planned.id} is not finite"
+                raise MismatchError(fault, "look for overflow: another --train-dtype")
         for name, parameter in named:
             gradient = local_gradient(parameter)
             if gradient is None:

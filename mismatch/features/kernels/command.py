@@ -100,10 +100,8 @@ def audit_spec(flags: Flags) -> AuditSpec:
     only = flags["only"]
     for kind, name in (("experts", "kernel"), ("attention", "kernel_experts")):
         if only == kind and flags[name]:
-            raise MismatchError(
-                f"--only {kind} leaves nothing to do for --{name.replace('_', '-')}",
-                "drop one of the two",
-            )
+            fault = f"--only {kind} leaves nothing to do for --{name.replace('_', '-')}"
+            raise MismatchError(fault, "drop one of the two")
     dtypes = tuple(name for text in flags["dtype"] or () for name in text.split(","))
     for name in dtypes:
         if name not in DTYPES:

@@ -168,10 +168,8 @@ def judge(report: AuditReport) -> Judged:
     if not ran:
         reasons = "; ".join(f"{audit.name}: {audit.reason}" for audit in report.audits[:4])
         reasons = f" ({reasons})" if reasons else ""
-        raise MismatchError(
-            f"no implementation was audited for {report.model}{reasons}",
-            "drop --only and --name, or name one that runs here: eager",
-        )
+        fault = f"no implementation was audited for {report.model}{reasons}"
+        raise MismatchError(fault, "drop --only and --name, or name one that runs here: eager")
     bad = [
         audit
         for audit in report.audits

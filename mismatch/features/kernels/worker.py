@@ -71,9 +71,8 @@ class AuditPlan:
         options = Options(device, spec.dtypes or DTYPES[device], spec.seed)
         attention, experts = _selected(spec, geometry, device)
         if not attention and not experts:
-            raise MismatchError(
-                f"there is nothing to audit: {name} is dense", "drop --only experts"
-            )
+            fault = f"there is nothing to audit: {name} is dense"
+            raise MismatchError(fault, "drop --only experts")
         return cls(spec, geometry, options, attention, experts, shipped)
 
     def report(self) -> AuditReport:
@@ -124,16 +123,14 @@ def _selected(
     known = dict.fromkeys([*(c.name for c in attention if c.origin != "yours"), *experts])
     for name in spec.names:
         if name not in known:
-            raise MismatchError(
-                f"there is no implementation {name!r} here", f"one of {', '.join(known)}"
-            )
+            fault = f"there is no implementation {name!r} here"
+            raise MismatchError(fault, f"one of {', '.join(known)}")
     chosen = spec.names or known.keys() - {PLANTED}
     for text in spec.expert_kernels:
         load_function(text)
         if not geometry.sizes.experts:
-            raise MismatchError(
-                f"{geometry.model} has no experts for {text} to run", "drop --kernel-experts"
-            )
+            fault = f"{geometry.model} has no experts for {text} to run"
+            raise MismatchError(fault, "drop --kernel-experts")
     return (
         [each for each in attention if each.name in chosen or each.origin == "yours"],
         [name for name in experts if name in chosen] + list(spec.expert_kernels),

@@ -39,10 +39,8 @@ def select(
     masks = np.split(rollout.action_mask, rollout.offsets[1:-1])
     able = [index for index, mask in enumerate(masks) if mask[:longest].any()]
     if not able:
-        raise MismatchError(
-            f"no sequence has an action token among its first {longest} tokens",
-            "raise --max-sequence-tokens",
-        )
+        fault = f"no sequence has an action token among its first {longest} tokens"
+        raise MismatchError(fault, "raise --max-sequence-tokens")
     worst: list[int] = []
     if delta is not None:
         owner, size = rollout.sequence_of_token[rollout.actions], np.abs(np.nan_to_num(delta))

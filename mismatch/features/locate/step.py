@@ -38,10 +38,8 @@ def locate_failed(stages: Stages) -> None:
     if not failed:
         return
     if spec.train.scorer != OWN_SCORER:
-        raise MismatchError(
-            f"the modules of {spec.train.scorer}'s own trainer cannot be recorded",
-            "mismatch locate RUN on a check of the built-in trainer",
-        )
+        fault = f"the modules of {spec.train.scorer}'s own trainer cannot be recorded"
+        raise MismatchError(fault, "mismatch locate RUN on a check of the built-in trainer")
     first = failed[0]
     pair, exact = None, isinstance(first, Finding) and first.evidence == "gap"
     if exact:

@@ -156,10 +156,8 @@ def require_same_settings(asked: Asked, run_dir: Path) -> Asked:
         free = {"steps": base.steps, "checkpoint_every": base.checkpoint_every}
         earlier = settings(replace(before.loop, **free))  # type: ignore[arg-type]
         if other := differences(earlier, settings(base)):
-            raise MismatchError(
-                f"{run_dir} was begun with other settings:\n    " + "\n    ".join(other),
-                "the same flags, or none but --resume RUN; or a new --out",
-            )
+            fault = f"{run_dir} was begun with other settings:\n    " + "\n    ".join(other)
+            raise MismatchError(fault, "the same flags, or none but --resume RUN; or a new --out")
         arms = tuple(dict.fromkeys([*before.arms, *asked.arms]))
         asked = Asked(base, arms, tuple(dict.fromkeys([*before.seeds, *asked.seeds])))
     every = {"arms": list(asked.arms), "seeds": list(asked.seeds)}

@@ -209,10 +209,8 @@ def loop_spec(flags: Flags) -> LoopSpec:
     if flags["like"] is not None:
         run = flags["like"]
         if given := flags.explicit & ({"model", *SIDES} - {*SIZES}):
-            raise MismatchError(
-                f"--like takes model, engine, trainer and prompts of {run}",
-                f"drop --{min(given).replace('_', '-')}, or --like",
-            )
+            fault = f"--like takes model, engine, trainer and prompts of {run}"
+            raise MismatchError(fault, f"drop --{min(given).replace('_', '-')}, or --like")
         spec = load_spec(run)
         require_trust(run, spec, flags["trust_run"])
         if not flags["trust_run"]:
@@ -242,18 +240,14 @@ def loop_spec(flags: Flags) -> LoopSpec:
         spec = replace(spec, train=replace(spec.train, master_dtype="fp32"))
     engine, sampling = spec.rollout.engine, spec.rollout.sampling
     if engine.servers or engine.engine not in PATHS:
-        raise MismatchError(
-            f"the loop has no way to bring weights into {engine.engine}",
-            f"--engine {', '.join(PATHS)}",
-        )
+        fault = f"the loop has no way to bring weights into {engine.engine}"
+        raise MismatchError(fault, f"--engine {', '.join(PATHS)}")
     if sampling.temperature == 0:
-        raise MismatchError(
-            "--temperature 0: greedy samples of a prompt are all the same", "--temperature 1"
-        )
+        fault = "--temperature 0: greedy samples of a prompt are all the same"
+        raise MismatchError(fault, "--temperature 1")
     if sampling.samples_per_prompt < 2:
-        raise MismatchError(
-            "group-normalised advantages need several samples of a prompt", "--samples-per-prompt 4"
-        )
+        fault = "group-normalised advantages need several samples of a prompt"
+        raise MismatchError(fault, "--samples-per-prompt 4")
     # The loop measures decode against the trainer; the other passes are a check's.
     rollout = replace(spec.rollout, exact_kl=0, engine=replace(engine, prefill=False))
     check = replace(spec, rollout=rollout, two_passes=False, noise_floor=False)

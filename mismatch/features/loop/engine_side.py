@@ -64,9 +64,8 @@ def run(run_dir: Path, loop: LoopSpec, start: int, pool: Path) -> None:
     ready = ready_for(spec)
     base = model_directory(spec.engine)
     if base is None or not list(base.glob("*.safetensors")):
-        raise MismatchError(
-            f"{spec.engine.model} has no safetensors files", "save it again with save_pretrained"
-        )
+        fault = f"{spec.engine.model} has no safetensors files"
+        raise MismatchError(fault, "save it again with save_pretrained")
     with engine_class(spec.engine.engine)(
         in_form(spec.engine), spec.sampling, ready.longest
     ) as engine:
@@ -235,9 +234,8 @@ def own_rewards(
                 "repair the function; --resume continues from the last checkpoint",
             ) from error
         if not np.isfinite(value):
-            raise MismatchError(
-                f"--reward {name} gave {value} for response {row} {where}", "give finite numbers"
-            )
+            fault = f"--reward {name} gave {value} for response {row} {where}"
+            raise MismatchError(fault, "give finite numbers")
         values.append(value)
     return np.asarray(values, np.float64)
 

@@ -92,10 +92,8 @@ def arm_of(base: LoopSpec, name: str) -> LoopSpec:
     for label in () if name == AS_IS else labels(name):
         before, loop = loop, _changed(loop, *label.partition("=")[::2])
         if loop == before:
-            raise MismatchError(
-                f"the arm {name}: {label} changes nothing of these settings",
-                f"leave it out; alone it is the same as {AS_IS}",
-            )
+            fault = f"the arm {name}: {label} changes nothing of these settings"
+            raise MismatchError(fault, f"leave it out; alone it is the same as {AS_IS}")
     return loop
 
 

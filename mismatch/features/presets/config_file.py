@@ -54,10 +54,8 @@ class ConfigFile:
         """
         path = self.get(key)
         if not isinstance(path, str):
-            raise MismatchError(
-                f"{self.origin}: {key} is {'not given' if path is None else path}",
-                f"name the model: --model MODEL, or {key} in the file",
-            )
+            fault = f"{self.origin}: {key} is {'not given' if path is None else path}"
+            raise MismatchError(fault, f"name the model: --model MODEL, or {key} in the file")
         return str(Path(path).expanduser()) if path.startswith("~") else path
 
     def given(self) -> Iterator[str]:

@@ -64,9 +64,8 @@ def apply(spec: CheckSpec, flags: Flags) -> Configured:
         if len(both) > 1:
             raise MismatchError(f"{' and '.join(both)} both describe the {what}", f"drop {both[0]}")
     if flags.get("verl_override") and not flags.get("verl_config"):
-        raise MismatchError(
-            "--verl-override without --verl-config", "name the file: --verl-config FILE"
-        )
+        fault = "--verl-override without --verl-config"
+        raise MismatchError(fault, "name the file: --verl-config FILE")
     if flags.get("trainer"):
         result = from_preset(spec, flags)
     elif file := next((name for name in ("verl", "trl") if flags.get(f"{name}_config")), None):

@@ -35,9 +35,8 @@ def read_verl_config(path: Path, overrides: Sequence[str] = ()) -> ConfigFile:
     if "defaults" in source.tree:
         lacking.insert(0, "what its defaults name, other files")
     if lacking:
-        raise MismatchError(
-            f"verl config {path} is not complete: it lacks {', '.join(lacking)}", COMPLETE
-        )
+        fault = f"verl config {path} is not complete: it lacks {', '.join(lacking)}"
+        raise MismatchError(fault, COMPLETE)
     return source
 
 

@@ -157,10 +157,8 @@ def watch(flags: Flags) -> int:
         lines += 1
         session.say(text)
     if not lines:
-        raise MismatchError(
-            f"{flags['file']} holds no step with both log-probabilities",
-            "docs/how-to/monitor.md says how verl and TRL write them",
-        )
+        fault = f"{flags['file']} holds no step with both log-probabilities"
+        raise MismatchError(fault, "docs/how-to/monitor.md says how verl and TRL write them")
     return 0
 
 

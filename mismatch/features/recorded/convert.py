@@ -79,9 +79,8 @@ def converted(path: Path, python: str | None) -> Iterator[tuple[int, dict[str, A
                 check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise MismatchError(
-                f"{path} was not read by {python}: {error}", "check --python, or write JSONL"
-            ) from error
+            fault = f"{path} was not read by {python}: {error}"
+            raise MismatchError(fault, "check --python, or write JSONL") from error
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise MismatchError(

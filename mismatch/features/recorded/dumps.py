@@ -97,9 +97,8 @@ def read_recorded(
                 name: str(entry[name]) for name in ATTRIBUTES if type(entry.get(name)) in (str, int)
             }
             if not re.fullmatch(r"-?\d{1,18}", said.get("step", "0"), re.ASCII):
-                raise MismatchError(
-                    f"{where}: step is {said['step']!r:.60}", "write the step as a whole number"
-                )
+                fault = f"{where}: step is {said['step']!r:.60}"
+                raise MismatchError(fault, "write the step as a whole number")
             for row in rows:
                 row.attributes = place | said | row.attributes
                 steps.add(of := row.attributes.get("step", "none"))
@@ -143,9 +142,8 @@ def files_of(path: Path) -> list[Path]:
         return [path]
     files = [file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file()]
     if not files:
-        raise MismatchError(
-            f"{path} holds no {', '.join(SUFFIXES)} file", "give the folder that the dump is in"
-        )
+        fault = f"{path} holds no {', '.join(SUFFIXES)} file"
+        raise MismatchError(fault, "give the folder that the dump is in")
     return sorted(files, key=lambda file: (int(_from_name(file).get("step", 0)), str(file)))
 
 
@@ -187,9 +185,8 @@ def _parquet(path: Path) -> Iterator[tuple[int, Entry]]:
                 number += 1
                 yield number, {name: column[row] for name, column in columns.items()}
     except (pa.ArrowException, OSError) as error:
-        raise MismatchError(
-            f"{path} is no readable Parquet file: {error}", "was it cut off?"
-        ) from error
+        fault = f"{path} is no readable Parquet file: {error}"
+        raise MismatchError(fault, "was it cut off?") from error
 
 
 def _values(column: Any) -> Any:

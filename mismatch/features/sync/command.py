@@ -113,15 +113,12 @@ def probe_spec(flags: Flags) -> SyncSpec:
     engine = flags["engine"]
     paths = tuple(engine_info(engine).weight_paths)
     if not paths:
-        raise MismatchError(
-            f"--engine {engine}: its weight sync cannot be probed",
-            f"one of {', '.join(probed_engines())}",
-        )
+        fault = f"--engine {engine}: its weight sync cannot be probed"
+        raise MismatchError(fault, f"one of {', '.join(probed_engines())}")
     path, push = flags["path"] or paths[0], flags["push"]
     if path not in paths:
-        raise MismatchError(
-            f"--path {path}: {engine} has no such path", f"one of {', '.join(paths)}"
-        )
+        fault = f"--path {path}: {engine} has no such path"
+        raise MismatchError(fault, f"one of {', '.join(paths)}")
     if push is not None and not FUNCTION.fullmatch(push):
         raise MismatchError(f"--push {push!r} names no function", "write package.module:function")
     if flags["path"] and flags["push"]:

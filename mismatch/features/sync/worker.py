@@ -78,9 +78,8 @@ def loaded(engine: EngineSpec, spec: SyncSpec) -> Any:
         report_ready()
         directory = model_directory(engine)
         if directory is None or not list(directory.glob("*.safetensors")):
-            raise MismatchError(
-                f"{engine.model} has no safetensors files", "save it again with save_pretrained"
-            )
+            fault = f"{engine.model} has no safetensors files"
+            raise MismatchError(fault, "save it again with save_pretrained")
         source = Adapters if spec.adapters else Checkpoint
         yield running, sequences, source(directory, spec.seed)
 

@@ -45,9 +45,8 @@ def template(flags: Flags) -> int:
         try:
             other = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise MismatchError(
-                f"--chat-template {file}: {first_line(error)}", "give a file with a Jinja template"
-            ) from error
+            fault = f"--chat-template {file}: {first_line(error)}"
+            raise MismatchError(fault, "give a file with a Jinja template") from error
     reports = []
     for name in flags["model"]:
         folder = Path(name).expanduser()

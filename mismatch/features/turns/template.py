@@ -140,10 +140,8 @@ def examine(model: str, tokenizer: Any, stop_ids: Sequence[int] = ()) -> Templat
         MismatchError: no template, or one that refuses a question and its answer.
     """
     if not tokenizer.chat_template:
-        raise MismatchError(
-            f"{model}: the tokenizer has no chat template",
-            "give a chat model, or --chat-template FILE",
-        )
+        fault = f"{model}: the tokenizer has no chat template"
+        raise MismatchError(fault, "give a chat model, or --chat-template FILE")
     render = Renderer(tokenizer, frozenset(stop_ids))
     try:
         prompt, answered = render.ids(DIALOGUE[:1], ask=True), render.ids(DIALOGUE[:2])

@@ -326,10 +326,8 @@ def require_complete(
     """
     got = sum(len(group) for group in samples)
     if len(samples) != prompts or any(len(group) != per_prompt for group in samples):
-        raise MismatchError(
-            f"{engine} returned {got} samples, asked for {prompts} x {per_prompt}",
-            "look into logs/engine.log for requests that were dropped",
-        )
+        fault = f"{engine} returned {got} samples, asked for {prompts} x {per_prompt}"
+        raise MismatchError(fault, "look into logs/engine.log for requests that were dropped")
     for index, group in enumerate(samples):
         for sample in group:
             if not sample.token_ids or len(sample.token_ids) != len(sample.logprobs):

@@ -157,9 +157,8 @@ class Passes:
         except RuntimeError as lost:
             if failed is not None:
                 leave_out(self.session, item, failed, any_rank=True)
-            raise MismatchError(
-                f"the ranks parted in the pass {item.pass_.name}", "see logs/train.log"
-            ) from lost
+            fault = f"the ranks parted in the pass {item.pass_.name}"
+            raise MismatchError(fault, "see logs/train.log") from lost
         if failed is not None:
             self.note_time(item, 0.0)
 

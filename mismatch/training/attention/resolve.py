@@ -107,15 +107,11 @@ def resolve_for(
     if name in YARDSTICKS:
         return _yardstick(name, model, sinks, passes_masks)
     if name in OUR_KERNELS and not sinks:
-        raise MismatchError(
-            f"--attention {name} makes no sense: {family} has no attention sinks",
-            "use --attention auto",
-        )
+        fault = f"--attention {name} makes no sense: {family} has no attention sinks"
+        raise MismatchError(fault, "use --attention auto")
     if (name in OUR_KERNELS or is_user_kernel(name)) and not passes_masks:
-        raise MismatchError(
-            f"--attention {name} cannot run {family}, which computes with its masks",
-            "use --attention auto",
-        )
+        fault = f"--attention {name} cannot run {family}, which computes with its masks"
+        raise MismatchError(fault, "use --attention auto")
     if name in OUR_KERNELS:
         return ResolvedAttention(name, OUR_KERNELS[name], name == "sink-sdpa")
     if is_user_kernel(name):

@@ -272,10 +272,8 @@ class RouteRecorder:
         """
         missing = [layer.index for layer in self.layers if layer.index not in self.routes]
         if missing:
-            raise CorruptCapture(
-                f"the experts of layer {missing[0]} were not seen to run",
-                f"this family's routing cannot be captured; {CAPTURE_FIX}",
-            )
+            fault = f"the experts of layer {missing[0]} were not seen to run"
+            raise CorruptCapture(fault, f"this family's routing cannot be captured; {CAPTURE_FIX}")
         return [self.routes[layer.index] for layer in self.layers]
 
 

@@ -65,10 +65,8 @@ class ReplaySource:
         """
         routing = scoring.routing
         if routing is None:
-            raise MismatchError(
-                f"--replay-routing {mode}: {scoring.name} holds no routed experts",
-                "capture them (drop --no-routing), or drop --replay-routing",
-            )
+            fault = f"--replay-routing {mode}: {scoring.name} holds no routed experts"
+            raise MismatchError(fault, "capture them (drop --no-routing), or drop --replay-routing")
         if mode == "ids+weights" and routing.weights is None:
             raise MismatchError(
                 f"--replay-routing ids+weights: {scoring.name} holds expert ids without weights",
@@ -269,10 +267,8 @@ class Replay(RouterIntervention):
         super().finish()
         unweighted = sorted(self._entered - self._weighted)
         if self.weights is not None and unweighted:
-            raise MismatchError(
-                f"replay: layer {unweighted[0]} gives its experts no weights to replace",
-                "use --replay-routing ids",
-            )
+            fault = f"replay: layer {unweighted[0]} gives its experts no weights to replace"
+            raise MismatchError(fault, "use --replay-routing ids")
 
 
 def _listed(layers: tuple[int, ...]) -> str:
