@@ -149,6 +149,7 @@ def context_needed(longest: int, limit: int | None) -> int:
 
 GREEDY_TOP = 20  # outcomes of a position; vLLM gives no more unless it is told so at its start
 Mode = Literal["decode", "prefill"]
+TokenIds = Sequence[list[int]]  # of several sequences
 
 # (finished sequences, all sequences, tokens so far)
 Progress = Callable[[int, int, int], None]
@@ -275,12 +276,9 @@ class Engine(Protocol):
         """Return what this engine can do here, without loading weights."""
 
     def __enter__(self) -> Self: ...
-
     def __exit__(self, *exc: object) -> None: ...
 
-    def generate(
-        self, prompts: Sequence[list[int]], progress: Progress, turn: int = 1
-    ) -> list[list[Sample]]:
+    def generate(self, prompts: TokenIds, progress: Progress, turn: int = 1) -> list[list[Sample]]:
         """Sample and return the samples of every prompt, in the order of the prompts.
 
         Args:
@@ -292,11 +290,7 @@ class Engine(Protocol):
         """
 
     def prefill(
-        self,
-        sequences: Sequence[list[int]],
-        starts: Sequence[int],
-        temperature: float,
-        progress: Progress,
+        self, sequences: TokenIds, starts: Sequence[int], temperature: float, progress: Progress
     ) -> list[Floats]:
         """Score the tokens ``start:`` of each sequence: float64 nats, at ``temperature``.
 
@@ -335,7 +329,7 @@ class Engine(Protocol):
         raise NotImplementedError
 
     def continue_greedily(
-        self, contexts: Sequence[list[int]], max_tokens: int, read_cache: bool, progress: Progress
+        self, contexts: TokenIds, max_tokens: int, read_cache: bool, progress: Progress
     ) -> list[Continued]:
         """Return the ``max_tokens`` likeliest tokens after each context, whatever they are.
 

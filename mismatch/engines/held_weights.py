@@ -237,7 +237,6 @@ def loaded_digests(model: Any, owned: Owned | None = None) -> Digests:
 
 
 def _digests(model: Any, owned: Owned | None) -> Digests:
-
     digests: dict[str, list[int]] = {}
     unknown: list[str] = []
     modules = dict(model.named_modules(remove_duplicate=False))

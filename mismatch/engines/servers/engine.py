@@ -26,6 +26,7 @@ from mismatch.engines.base import (
     Mode,
     Progress,
     Sample,
+    TokenIds,
     by_prompt,
     requests_of,
     require_ids,
@@ -105,9 +106,7 @@ class ServerEngine(Engine):
     def stop_at(self, texts: Sequence[str]) -> None:
         self._stop = tuple(texts)
 
-    def generate(
-        self, prompts: Sequence[list[int]], progress: Progress, turn: int = 1
-    ) -> list[list[Sample]]:
+    def generate(self, prompts: TokenIds, progress: Progress, turn: int = 1) -> list[list[Sample]]:
         """Sample each of a turn's requests, whichever server answers it and when."""
         require_ids(prompts, self.info.vocab_size)
         requests = requests_of(len(prompts), self.sampling, turn)
@@ -134,11 +133,7 @@ class ServerEngine(Engine):
         return by_prompt(samples, len(prompts))
 
     def prefill(
-        self,
-        sequences: Sequence[list[int]],
-        starts: Sequence[int],
-        temperature: float,
-        progress: Progress,
+        self, sequences: TokenIds, starts: Sequence[int], temperature: float, progress: Progress
     ) -> list[Floats]:
         """Score at temperature 1, whatever ``temperature`` is."""
         require_starts(starts)

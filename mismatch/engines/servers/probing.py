@@ -148,7 +148,6 @@ async def _logprobs_mode(server: Server, probes: Probes) -> LogprobsMode:
         MismatchError: they are no logprobs: their probabilities sum to more than one.
         RequestFailed: the server gives none of the likeliest tokens.
     """
-
     at_one: list[float] = []  # distances to the likeliest token
     at_cold: list[float] = []
     renormalised: list[bool] = []

@@ -25,6 +25,7 @@ from mismatch.engines.base import (
     Mode,
     Progress,
     Sample,
+    TokenIds,
     by_prompt,
     requests_of,
     require_ids,
@@ -123,9 +124,7 @@ class SglangEngine(Engine):
 
     # ------------------------------------------------------------ decode
 
-    def generate(
-        self, prompts: Sequence[list[int]], progress: Progress, turn: int = 1
-    ) -> list[list[Sample]]:
+    def generate(self, prompts: TokenIds, progress: Progress, turn: int = 1) -> list[list[Sample]]:
         require_ids(prompts, self.info.vocab_size)
         self._sent = wire.sampling_parameters(self.sampling, self.info.stop_ids, self._stop)
         jobs = requests_of(len(prompts), self.sampling, turn)
@@ -202,11 +201,7 @@ class SglangEngine(Engine):
     # ------------------------------------------------------------ prefill
 
     def prefill(
-        self,
-        sequences: Sequence[list[int]],
-        starts: Sequence[int],
-        temperature: float,
-        progress: Progress,
+        self, sequences: TokenIds, starts: Sequence[int], temperature: float, progress: Progress
     ) -> list[Floats]:
         """Score given tokens, at T = 1 only.
 
@@ -224,7 +219,7 @@ class SglangEngine(Engine):
         ]
 
     def continue_greedily(
-        self, contexts: Sequence[list[int]], max_tokens: int, read_cache: bool, progress: Progress
+        self, contexts: TokenIds, max_tokens: int, read_cache: bool, progress: Progress
     ) -> list[Continued]:
         bodies = [wire.greedy_request(ids, max_tokens, read_cache) for ids in contexts]
         answers = self._run(bodies, progress)

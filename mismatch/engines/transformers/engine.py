@@ -24,6 +24,7 @@ from mismatch.engines.base import (
     Mode,
     Progress,
     Sample,
+    TokenIds,
     requests_of,
     require_starts,
     sample_seed,
@@ -185,9 +186,7 @@ class TransformersEngine(Engine):
 
     # ------------------------------------------------------------ decode
 
-    def generate(
-        self, prompts: Sequence[list[int]], progress: Progress, turn: int = 1
-    ) -> list[list[Sample]]:
+    def generate(self, prompts: TokenIds, progress: Progress, turn: int = 1) -> list[list[Sample]]:
         import torch
 
         jobs = requests_of(len(prompts), self.sampling, turn)
@@ -297,11 +296,7 @@ class TransformersEngine(Engine):
     # ------------------------------------------------------------ prefill
 
     def prefill(
-        self,
-        sequences: Sequence[list[int]],
-        starts: Sequence[int],
-        temperature: float,
-        progress: Progress,
+        self, sequences: TokenIds, starts: Sequence[int], temperature: float, progress: Progress
     ) -> list[Floats]:
         """See the protocol; one forward per sequence, without a cache."""
         import torch

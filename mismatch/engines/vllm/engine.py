@@ -23,6 +23,7 @@ from mismatch.engines.base import (
     Mode,
     Progress,
     Sample,
+    TokenIds,
     by_prompt,
     requests_of,
     require_starts,
@@ -121,9 +122,7 @@ class VllmEngine(Engine):
 
     # ------------------------------------------------------------ decode
 
-    def generate(
-        self, prompts: Sequence[list[int]], progress: Progress, turn: int = 1
-    ) -> list[list[Sample]]:
+    def generate(self, prompts: TokenIds, progress: Progress, turn: int = 1) -> list[list[Sample]]:
         jobs = requests_of(len(prompts), self.sampling, turn)
         params = [self._params(prompt, sample) for prompt, sample in jobs]
         on_cpu = self._capture and is_cpu_build()
@@ -254,11 +253,7 @@ class VllmEngine(Engine):
     # ------------------------------------------------------------ prefill
 
     def prefill(
-        self,
-        sequences: Sequence[list[int]],
-        starts: Sequence[int],
-        temperature: float,
-        progress: Progress,
+        self, sequences: TokenIds, starts: Sequence[int], temperature: float, progress: Progress
     ) -> list[Floats]:
         """See the protocol; vLLM skips its prefix cache for requests with prompt logprobs."""
         from vllm import SamplingParams
@@ -283,7 +278,7 @@ class VllmEngine(Engine):
         ]
 
     def continue_greedily(
-        self, contexts: Sequence[list[int]], max_tokens: int, read_cache: bool, progress: Progress
+        self, contexts: TokenIds, max_tokens: int, read_cache: bool, progress: Progress
     ) -> list[Continued]:
         from vllm import SamplingParams
 
