@@ -208,37 +208,20 @@ def effective_share(means: Floats) -> Floats:
 
 
 def metric(
-    kind: Kind = "mean",
-    *,
-    unit: str,
-    label: str,
-    meaning: str,
-    reduction: Reduction = "token",
-    combine: Combine = first,
-    bounds: Bounds = REAL,
-    good: Good = "low",
+    kind: Kind = "mean", *, unit: str, label: str, meaning: str, **more: Any
 ) -> Callable[[Callable[P, Any]], Callable[P, float]]:
     """Declare the decorated function's terms as the metric of the function's name.
 
     The result is the metric as a function on plain arrays, see :meth:`Metric.__call__`.
+
+    Args:
+        more: further fields of :class:`Metric`.
     """
+    more |= {"unit": unit, "label": label, "meaning": meaning}
 
     def declare(terms: Callable[P, Any]) -> Callable[P, float]:
-        return register(
-            Metric(
-                terms.__name__,
-                terms,
-                kind,
-                unit,
-                reduction,
-                combine,
-                bounds,
-                good,
-                label=label,
-                meaning=meaning,
-                definition=inspect.getdoc(terms) or "",
-            )
-        )
+        definition = inspect.getdoc(terms) or ""
+        return register(Metric(terms.__name__, terms, kind, definition=definition, **more))
 
     return declare
 
