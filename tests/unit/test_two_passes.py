@@ -19,8 +19,7 @@ from mismatch.metrics.ppo_passes import AS_RUN, OVERRIDE, REPLAY, measure_pass, 
 from mismatch.models.config import is_moe
 from mismatch.models.moe import describe, parse_injections, require_routes
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
-from mismatch.processes.workers.replayed_routes import replay_source
-from mismatch.processes.workers.train import left_out
+from mismatch.processes.workers.train import left_out, replay_source
 from mismatch.reports.section import cell_text
 from mismatch.reports.sections import page
 from mismatch.reports.sections import passes as section

@@ -30,8 +30,7 @@ from mismatch.features.gradients.plan import (
 )
 from mismatch.features.gradients.results import ID, PassSums, Taken
 from mismatch.processes.workers.engine import reported
-from mismatch.processes.workers.replayed_routes import replay_source
-from mismatch.processes.workers.train import free_memory
+from mismatch.processes.workers.train import free_memory, replay_source
 from mismatch.run import store
 from mismatch.run.messages import PROGRESS, exit_worker, report_ready, say
 from mismatch.specs import Pass

@@ -37,7 +37,7 @@ from mismatch.features.loop.policy import PolicyLoss, deal, old_logprobs, plain_
 from mismatch.features.loop.spec import LoopSpec
 from mismatch.processes.tasks import wait_for
 from mismatch.processes.workers.engine import reported
-from mismatch.processes.workers.replayed_routes import replay_source
+from mismatch.processes.workers.train import replay_source
 from mismatch.run import store
 from mismatch.run.messages import exit_worker, report_ready, say
 from mismatch.run.store import TRAIN

@@ -60,7 +60,6 @@ def _steps(path: Path, python: str | None) -> Iterator[tuple[Step, str]]:
 
 
 def _line(step: Step, rows: str, usual: float | None) -> str:
-
     text = (
         f"step {step.step}: mean |delta| {number(step.abs_diff)}, k3 {number(step.k3)}, PPO clips "
         f"{percent(step.clipped)}, effective size {percent(step.ess)} ({step.tokens:,} tokens)"

@@ -28,7 +28,6 @@ from mismatch.errors import MismatchError, OutOfMemory, first_line, named_line
 from mismatch.experiments.jobs import Job
 from mismatch.models.tokenizers import load_tokenizer, token_texts
 from mismatch.processes.tasks import TrainerSession, turn_path, turns, wait_for
-from mismatch.processes.workers.replayed_routes import replay_source, routes_from
 from mismatch.run.messages import pass_label, report_ready, report_timing, say, write_error
 from mismatch.run.store import (
     NEW_REPLAYED,
@@ -37,6 +36,7 @@ from mismatch.run.store import (
     distributions_file,
     load_distributions,
     load_rollout,
+    load_scoring,
     load_vocabulary,
     routing_file,
     save_scoring,
@@ -46,6 +46,7 @@ from mismatch.run.store import (
 from mismatch.specs import Pass, TrainSpec, load_key
 from mismatch.training.distributed import World, require_usable_gpus
 from mismatch.training.load import LoadedModel, load, require_runnable, switched
+from mismatch.training.routing.replay import ReplaySource
 from mismatch.training.score import score_pass
 from mismatch.training.source import quieten
 from mismatch.types import Rollout
@@ -294,3 +295,20 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def routes_from(rollout: Rollout, spec: TrainSpec) -> str:
+    """Return the name of the scoring whose routes a pass replays."""
+    return spec.replay_source or f"{rollout.fingerprint['engine']}:decode"
+
+
+def replay_source(run_dir: Path, rollout: Rollout, spec: TrainSpec) -> ReplaySource | None:
+    """Return the routes that a pass replays, of the engine's decode or of an earlier pass, if any.
+
+    Raises:
+        MismatchError: no such scoring, no routes in it, or routes that cannot be true.
+    """
+    if spec.replay_routing is None:
+        return None
+    scoring = load_scoring(run_dir, routes_from(rollout, spec))
+    return ReplaySource.of(scoring, spec.replay_routing, rollout)
