@@ -10,11 +10,14 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from mismatch.training.distributed import World
 
 # The reason of every skip begins with its kind (tests/unit/test_architecture.py looks).
 SKIPS = {
@@ -51,6 +54,17 @@ def grid(values: Iterable[Any], *keep: Any) -> list[Any]:
 def _marked(value: Any) -> Any:
     values = value if isinstance(value, tuple) else (value,)
     return pytest.param(*values, marks=pytest.mark.grid)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """A training world of one rank."""
+    from torch.distributed import destroy_process_group  # not where commands are forked
+
+    from mismatch.training.distributed import World
+
+    yield World.start()
+    destroy_process_group()
 
 
 def last_line(stats: dict[str, list[Any]]) -> str:

@@ -6,7 +6,6 @@ others were passed over, is printed (``pytest -rA``) and must be right.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +86,6 @@ def test_auto_takes_a_right_kernel(model: Any, dtype: torch.dtype) -> None:
     assert choice.tried
     assert try_kernel(choice.implementation, geometry_of(model, True), GPU, dtype).passed
     assert choice.implementation == OUR_KERNELS["sink-sdpa"]
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    world = World.start()
-    yield world
-    torch.distributed.destroy_process_group()
 
 
 def test_the_choice_is_recorded(world: World, tmp_path: Path) -> None:

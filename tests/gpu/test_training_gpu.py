@@ -5,7 +5,6 @@ Each claim is one that the CPU tests hold too; here other kernels must hold it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,6 @@ pytestmark = [
 ]
 MIB = 1 << 20
 ROLLOUT = rollout()
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    world = World.start()
-    yield world
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from mismatch.engines.registry import engine_class
 from mismatch.errors import MismatchError, named_line
@@ -43,13 +41,6 @@ EVERY = 23  # all of them take a quarter of an hour
 
 def reward(text: str, answer: object) -> float:
     return float(len(text) % 7)
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    world = World.start()
-    yield world
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

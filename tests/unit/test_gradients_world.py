@@ -7,7 +7,6 @@ tests/integration/test_gradients.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 
 from mismatch.errors import MismatchError
@@ -36,13 +34,6 @@ ROLLOUT = rollout(
     ((5, 12), (5, 20), (6, 0), (6, 9), (4, 7), (9, 30)), sampling=Sampling(temperature=TEMPERATURE)
 )
 BATCH = choose_batch(ROLLOUT, 16, 0)
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    world = World.start()
-    yield world
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
@@ -28,13 +26,6 @@ pytestmark = pytest.mark.slow
 ROLLOUT = rollout(((5, 12), (6, 9)), sampling=Sampling())
 COEFFICIENTS = np.random.default_rng(0).normal(0, 0.05, ROLLOUT.n_actions)
 RATE, NORM = 1e-2, 0.05
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    world = World.start()
-    yield world
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

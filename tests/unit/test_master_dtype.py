@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -29,13 +27,6 @@ COMPUTING = (
     {"dtype": "bf16", "autocast": "bf16", "head_dtype": "fp32"},
 )
 TOKENS = rollout(((5, 12), (5, 30), (6, 9)))
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    world = World.start()
-    yield world
-    dist.destroy_process_group()
 
 
 def scored(world: World, spec: TrainSpec) -> tuple[Scoring, str]:

@@ -6,14 +6,13 @@ the trainer under the preset has to give the same bits, and the plain trainer ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from mismatch.experiments.scoring_passes import reference_of
@@ -119,13 +118,6 @@ ARITHMETIC: dict[str, Callable[[Logits, torch.Tensor, float], torch.Tensor]] = {
     "trl": _out_of_the_root,
     "skyrl": _in_place,
 }
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    world = World.start()
-    yield world
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

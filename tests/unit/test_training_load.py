@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from mismatch.errors import EmptyComparison, MismatchError
@@ -25,13 +23,6 @@ from mismatch.training.scorer import ForwardOptions
 from mismatch.types import NotTested
 from tests.checkpoints import make, make_mxfp4, rollout
 from tests.tensors import Largest
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    world = World.start()
-    yield world
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 from mismatch.errors import MismatchError
 from mismatch.specs import Pass, TrainSpec
@@ -18,13 +16,6 @@ from mismatch.types import Scoring
 from tests.checkpoints import make, rollout
 
 ROLLOUT = rollout(((5, 12), (5, 30), (6, 9)))
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    world = World.start()
-    yield world
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
