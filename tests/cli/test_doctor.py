@@ -16,8 +16,7 @@ from mismatch.doctor.memory import Workload, predict_engine
 from mismatch.doctor.plan import plan, refused
 from mismatch.doctor.show import print_plan
 from mismatch.errors import MismatchError
-from mismatch.features.doctor.examine import examine, print_diagnosis
-from mismatch.features.doctor.packages import Package, inspect_package
+from mismatch.features.doctor.examine import Package, examine, inspect_package, print_diagnosis
 from mismatch.models import EMBEDDED, resolve_model
 from mismatch.models.config import find_config
 from mismatch.models.sizes import sized

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import mismatch.models
+from mismatch.features.kernels.attention import Runner
 from mismatch.features.kernels.cases import (
     Case,
     Inputs,
@@ -20,7 +21,6 @@ from mismatch.features.kernels.cases import (
     positions_of,
 )
 from mismatch.features.kernels.geometry import ModelGeometry, geometry_of
-from mismatch.features.kernels.runner import Runner
 from mismatch.training.attention.trial import relative_error
 
 TINY = Path(mismatch.models.__file__).parent / "tiny-gpt-oss"

@@ -13,7 +13,7 @@ from mismatch.engines import registry
 from mismatch.engines.registry import check_machine, model_facts, versions
 from mismatch.engines.sync_drivers import driver_class
 from mismatch.errors import MismatchError
-from mismatch.features.doctor.packages import inspect_package
+from mismatch.features.doctor.examine import inspect_package
 from mismatch.features.presets.verl import follow_verl, read_verl_config
 from mismatch.models.moe import require_routes
 from mismatch.pipeline.preflight import preflight_rollout

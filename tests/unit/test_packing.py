@@ -17,7 +17,7 @@ from mismatch.pipeline.tokens import arrow_lists
 from mismatch.reports.html import to_html
 from mismatch.reports.sections import explorer
 from mismatch.reports.sections.explorer import EXACT, LONGEST, Packed, notes, pack, section
-from mismatch.reports.tokens_table import comparable
+from mismatch.reports.sections.tokens import comparable
 from mismatch.run.provenance import redact
 from tests.explorer_fixture import many
 from tests.reports_fixture import HOSTILE, make_empty_report, make_report, make_tokens

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mismatch.features.presets.sampling import sample_as
+from mismatch.features.presets.flags import sample_as
 from mismatch.models.sampling_defaults import FILE, not_applied, stated
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec
 from mismatch.types import Sampling

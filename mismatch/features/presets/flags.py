@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 from mismatch.cli.configuration import Configuration, Configured
 from mismatch.cli.flags import Flags, Option
 from mismatch.errors import MismatchError
 from mismatch.features.presets.apply import Followed
 from mismatch.features.presets.frameworks import NAMES, get_preset, installed_kernels
-from mismatch.features.presets.sampling import Name, sample_as
 from mismatch.features.presets.trl import MODEL as TRL_MODEL
 from mismatch.features.presets.trl import follow_trl, read_trl_config
 from mismatch.features.presets.verl import MODEL as VERL_MODEL
 from mismatch.features.presets.verl import follow_verl, read_verl_config
-from mismatch.specs import PROMPTS, TRAIN, CheckSpec
+from mismatch.specs import PROMPTS, TRAIN, CheckSpec, Sampling
 
+Name = Literal["verl", "trl", "skyrl", "openrlhf", "slime", "nemo-rl", "prime-rl"]
 TRAINER = Option(
     "trainer",
     str | None,
@@ -108,6 +110,40 @@ def from_file(spec: CheckSpec, flags: Flags) -> Followed:
         return follow_trl(read_trl_config(flags["trl_config"]), spec, *own)
     source = read_verl_config(flags["verl_config"], flags["verl_override"] or ())
     return follow_verl(source, spec, *own)
+
+
+def sample_as(name: str, spec: CheckSpec, explicit: Collection[str]) -> Configured:
+    """Return the check with a framework's sampling where the user's own flags leave it open.
+
+    All frameworks here sample at temperature 1 from the whole vocabulary unless their user says
+    otherwise. They differ in what they leave to the engine, which takes it from the checkpoint.
+    """
+    from mismatch.models.sampling_defaults import FILE, LEFT_OPEN, stated  # numpy: not for a help
+
+    engine = spec.rollout.engine
+    taken = {
+        key: value
+        for key, value in stated(engine.model, engine.revision).items()
+        if key in LEFT_OPEN.get(name, ())
+    }
+    fields = ("temperature", "top_p", "top_k")
+    plain = Sampling()
+    values: dict[str, Any] = {
+        field: taken.pop(field, getattr(plain, field)) for field in fields if field not in explicit
+    }
+    missing = tuple(
+        f"{name}: {key} is left to the engine, which takes {value:g} from {FILE}; "
+        "here it is not applied"
+        for key, value in taken.items()
+    )
+    sampling = replace(spec.rollout.sampling, **values)
+    spec = replace(
+        spec,
+        rollout=replace(spec.rollout, sampling=sampling),
+        not_reproduced=(*spec.not_reproduced, *missing),
+    )
+    note = ", ".join(f"{field} {value:g}" for field, value in values.items())
+    return Configured(spec, (f"sampling as {name}: {note}", *(f"  {text}" for text in missing)))
 
 
 def with_own_code(spec: CheckSpec, flags: Flags) -> CheckSpec:

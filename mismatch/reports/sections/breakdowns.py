@@ -7,8 +7,8 @@ from typing import Any
 
 from mismatch.reports.formatting import bound, capital, count, line, number, percent, plural, text
 from mismatch.reports.section import Cell, Column, Section, Table
+from mismatch.reports.sections.tokens import LEAST
 from mismatch.reports.summary import headline
-from mismatch.reports.tokens_table import LEAST
 from mismatch.types import Report
 
 Breakdown = dict[str, list[Any]]

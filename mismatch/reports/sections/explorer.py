@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from mismatch.captures import LIKELIEST
 from mismatch.reports.formatting import count, number, plural, signed, text, token_text, visible
 from mismatch.reports.section import Cell, Column, Section, Table, Widget
-from mismatch.reports.tokens_table import comparable
+from mismatch.reports.sections.tokens import comparable
 from mismatch.types import Floats, Ints, Report
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def pack(tokens: pd.DataFrame, about: dict[str, Any], budget: int = BUDGET) -> P
     """Pack a tokens table.
 
     Args:
-        tokens: as :func:`mismatch.reports.tokens_table.comparable` gives them, at least one.
+        tokens: as :func:`mismatch.reports.sections.tokens.comparable` gives them, at least one.
         about: JSON data that the page's script is to know in addition to the tokens.
         budget: most characters of text.
     """

@@ -24,6 +24,7 @@ from mismatch.reports.formatting import (
 )
 from mismatch.reports.section import Cells, Column, Figure, Section
 from mismatch.reports.section import Table as Rows
+from mismatch.reports.sections.tokens import LEAST
 from mismatch.reports.summary import all_rows, headline, metric_tables
 from mismatch.reports.svg import (
     ACCENT,
@@ -37,7 +38,6 @@ from mismatch.reports.svg import (
     shades,
     ticks,
 )
-from mismatch.reports.tokens_table import LEAST
 from mismatch.types import Comparison, Estimate, Report
 
 if TYPE_CHECKING:

@@ -23,12 +23,25 @@ from mismatch.reports.svg import (
     legend_above,
     shades,
 )
-from mismatch.reports.tokens_table import LEAST, comparable
 from mismatch.types import Report
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
+
+
+LEAST = 20  # tokens of a group, below which its mean is too uncertain to show
+
+
+def comparable(tokens: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows whose delta is a number, in order of sequence and position.
+
+    Where a side gave no logprob (a failed check says so) there is nothing to draw.
+    """
+    finite = np.isfinite(tokens["delta"].to_numpy(dtype=np.float64))
+    rows: pd.DataFrame = tokens[finite]
+    return rows.sort_values(["sequence", "position"], kind="stable", ignore_index=True)
+
 
 REACH = 1e3  # ratios that the axis reaches at most
 NEAREST = 6.0  # and at least: every guide is on it
