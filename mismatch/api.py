@@ -182,10 +182,9 @@ def score_pair(
                 size = len(entry["rollout_logprobs"])
                 for name, held in entry.items():
                     if len(held) != size:
-                        raise MismatchError(
-                            f"row {row}: {len(held)} {name} for {size} rollout_logprobs",
-                            "give one value per token of the response in every array",
-                        )
+                        fault = f"row {row}: {len(held)} {name} for {size} rollout_logprobs"
+                        fix = "give one value per token of the response in every array"
+                        raise MismatchError(fault, fix)
                 sampled = [int(bool(value)) for value in entry.pop("action_mask", [1] * size)]
                 ids = entry.pop("token_ids", [0] * size)
                 entry = {name: [0.0, *held] for name, held in entry.items()}

@@ -74,10 +74,9 @@ def fields_of(document: Any, schema: str, *, command: str) -> dict[str, Any]:
     """Return the document without its schema's name, which must be the expected name."""
     name = document.get("schema") if isinstance(document, dict) else None
     if name != schema:
-        raise MismatchError(
-            f"not a {schema} document: its schema is {name!r}",
-            f"read it with the version of mismatch that wrote it, or run `{command}` again",
-        )
+        fault = f"not a {schema} document: its schema is {name!r}"
+        fix = f"read it with the version of mismatch that wrote it, or run `{command}` again"
+        raise MismatchError(fault, fix)
     return {key: value for key, value in document.items() if key != "schema"}
 
 

@@ -174,10 +174,9 @@ def require_applied(
         elif metric not in measured:
             lost.append(f"{metric}: not measured in this run")
     if lost:
-        raise MismatchError(
-            f"{len(lost)} of your levels could not be applied: {'; '.join(lost)}",
-            "correct or drop them in the file, then: mismatch compare RUN --thresholds …",
-        )
+        fault = f"{len(lost)} of your levels could not be applied: {'; '.join(lost)}"
+        fix = "correct or drop them in the file, then: mismatch compare RUN --thresholds …"
+        raise MismatchError(fault, fix)
 
 
 def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
@@ -269,10 +268,9 @@ def verdict(
     """
     correct = _correctness(checks, unmeasured)
     if not judgements and column is not None and correct.status != "broken":
-        raise MismatchError(
-            "nothing measured: no metric has a level for this run, so there is no verdict",
-            f'set levels for the column "{column}" with --thresholds FILE.toml',
-        )
+        fault = "nothing measured: no metric has a level for this run, so there is no verdict"
+        fix = f'set levels for the column "{column}" with --thresholds FILE.toml'
+        raise MismatchError(fault, fix)
     fit = _fitness(judgements, checks, column)
     status, reason = correct.status, correct.reason
     if SEVERITY[fit.status] > SEVERITY[status] or status == "healthy":
@@ -356,10 +354,9 @@ def exit_code(result: Verdict, fail_on: str = "inconclusive") -> int:
     """
     if fail_on not in FAIL_ON:
         new = {"warn": "tolerable", "critical": "unfit"}.get(fail_on)
-        raise MismatchError(
-            f"--fail-on {fail_on}: no such status",
-            f"it is called {new} now" if new else f"use one of {', '.join(FAIL_ON)}",
-        )
+        fault = f"--fail-on {fail_on}: no such status"
+        fix = f"it is called {new} now" if new else f"use one of {', '.join(FAIL_ON)}"
+        raise MismatchError(fault, fix)
     return int(SEVERITY[result.status] >= SEVERITY[fail_on])
 
 

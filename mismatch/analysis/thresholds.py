@@ -64,9 +64,9 @@ def load_thresholds(path: str | Path) -> Thresholds:
         fault = f"cannot read the thresholds file {path}: {error.strerror or error}"
         raise MismatchError(fault, "give --thresholds the path of a TOML file") from error
     except (ValueError, RecursionError) as error:
-        raise MismatchError(
-            f"{path} is not TOML: {error}", 'a cell looks like: [k3_kl."bf16 MoE"] healthy = 1e-3'
-        ) from error
+        fault = f"{path} is not TOML: {error}"
+        fix = 'a cell looks like: [k3_kl."bf16 MoE"] healthy = 1e-3'
+        raise MismatchError(fault, fix) from error
     return _cells(data, text, str(path), default_thresholds())
 
 
@@ -76,10 +76,9 @@ def _cells(data: dict[str, Any], text: str, where: str, base: Thresholds) -> Thr
     for metric, columns in data.items():
         _known(metric, judgeable, "metric", text, where)
         if not isinstance(columns, dict):
-            raise MismatchError(
-                f"{where}, line {_line(text, metric)}: {metric} is no table of columns",
-                f'write [{metric}."bf16 MoE"], then healthy = … and unfit = …',
-            )
+            fault = f"{where}, line {_line(text, metric)}: {metric} is no table of columns"
+            fix = f'write [{metric}."bf16 MoE"], then healthy = … and unfit = …'
+            raise MismatchError(fault, fix)
         for column, cell in columns.items():
             _known(column, COLUMNS, f"column of {metric}", text, where)
             old = table.get(metric, {}).get(column)
@@ -120,10 +119,9 @@ def _level(metric: str, column: str, cell: Any, old: Level | None, text: str, wh
     sign = -1.0 if METRICS[metric].good == "high" else 1.0
     if sign * bounds[0] > sign * bounds[1]:
         order = "above" if sign < 0 else "below"
-        raise MismatchError(
-            f"{cell_name}: healthy {bounds[0]:g} is worse than unfit {bounds[1]:g}",
-            f"{metric} is good when {METRICS[metric].good}: healthy lies {order} unfit",
-        )
+        fault = f"{cell_name}: healthy {bounds[0]:g} is worse than unfit {bounds[1]:g}"
+        fix = f"{metric} is good when {METRICS[metric].good}: healthy lies {order} unfit"
+        raise MismatchError(fault, fix)
     source = str(cell.get("source", f"your thresholds ({where})"))
     return Level(bounds[0], bounds[1], source, yours=where != SHIPPED)
 

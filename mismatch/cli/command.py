@@ -95,10 +95,9 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
         fault = f"config file {path}: {error.strerror}"
         raise MismatchError(fault, "give a readable TOML file: --config FILE") from error
     except (ValueError, RecursionError) as error:
-        raise MismatchError(
-            f"config file {path} is not TOML: {error}",
-            'a line looks like: attention = "eager"; --print-config writes a whole file',
-        ) from error
+        fault = f"config file {path} is not TOML: {error}"
+        fix = 'a line looks like: attention = "eager"; --print-config writes a whole file'
+        raise MismatchError(fault, fix) from error
     own = _in_files(options)
     known = _in_files(CHECK) | own
     values: dict[str, Any] = {}

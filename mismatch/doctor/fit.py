@@ -116,10 +116,9 @@ def engine_fit(spec: CheckSpec, shape: SizedModel, work: Workload, machine: Mach
     engine, gpus = spec.rollout.engine, machine.gpus
     context = engine.max_model_len or shape.context
     if context is not None and work.longest > context:
-        raise MismatchError(
-            f"sequences of up to {work.longest} tokens, but the context is {context}",
-            "lower --max-tokens, or raise --max-model-len where the model allows it",
-        )
+        fault = f"sequences of up to {work.longest} tokens, but the context is {context}"
+        fix = "lower --max-tokens, or raise --max-model-len where the model allows it"
+        raise MismatchError(fault, fix)
     if not gpus:
         prediction = predict_engine(shape, engine, work, "cpu")
         free, most = machine.ram_free_bytes, machine.ram_bytes

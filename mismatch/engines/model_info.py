@@ -58,16 +58,14 @@ def require_model(spec: EngineSpec) -> None:
     if not path.exists():
         if spec.model.count("/") == 1 and not spec.model.startswith((".", "/", "~")):
             return  # a hub id
-        raise MismatchError(
-            f"model {spec.model!r} does not exist",
-            "give a directory with config.json, a hub id (org/name), or tiny-gpt-oss",
-        )
+        fault = f"model {spec.model!r} does not exist"
+        fix = "give a directory with config.json, a hub id (org/name), or tiny-gpt-oss"
+        raise MismatchError(fault, fix)
     for what, patterns in REQUIRED_FILES.items():
         if not any(any(path.glob(pattern)) for pattern in patterns):
-            raise MismatchError(
-                f"model {spec.model}: no {what}",
-                "save it with save_pretrained() of the model and of its tokenizer",
-            )
+            fault = f"model {spec.model}: no {what}"
+            fix = "save it with save_pretrained() of the model and of its tokenizer"
+            raise MismatchError(fault, fix)
 
 
 def load_tokenizer(spec: EngineSpec) -> Any:

@@ -179,10 +179,9 @@ class Estimator:
         infinite = array == np.inf if name.startswith("exact_kl") else False  # the worst value
         if array.dtype.kind == "f" and not (np.isfinite(array) | infinite).all():
             bad = np.argwhere(~np.isfinite(array))[0]
-            raise MismatchError(
-                f"{name} is {array[tuple(bad)]} at action token {int(bad[0])}",
-                "look for overflow (fp16), -inf of a masked token, or padding that was scored",
-            )
+            fault = f"{name} is {array[tuple(bad)]} at action token {int(bad[0])}"
+            fix = "look for overflow (fp16), -inf of a masked token, or padding that was scored"
+            raise MismatchError(fault, fix)
         if (array.dtype.kind == "f" and array.ndim == 1) or name in REALS:
             array = array.astype(np.float64, copy=False)  # tables [A, L] stay, for their size
         return array if self._order is None else array[self._order]

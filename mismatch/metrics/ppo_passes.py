@@ -144,10 +144,9 @@ def measure_pass(
     estimator = Estimator(sequence, prompt, seed=seed)
     finite = np.isfinite(ratio)
     if not finite.all():
-        raise MismatchError(
-            f"two passes: the ratio of {int((~finite).sum())} tokens overflows in float32",
-            "these are no passes of one trainer: compare them as two scorings",
-        )
+        fault = f"two passes: the ratio of {int((~finite).sum())} tokens overflows in float32"
+        fix = "these are no passes of one trainer: compare them as two scorings"
+        raise MismatchError(fault, fix)
     routes = {}
     if differs is not None:
         routes = estimator.all(METRICS_OF_ROUTES, {"layers": floats(differs.mean(axis=1))})

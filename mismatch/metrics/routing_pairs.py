@@ -80,10 +80,9 @@ def pair_routing(
     """
     layers = tuple(layer for layer in left.layers if layer in right.layers)
     if not layers:
-        raise MismatchError(
-            f"routing: no MoE layer in common: {left.layers} against {right.layers}",
-            "capture the same layers on both sides, or run without routing: --no-routing",
-        )
+        fault = f"routing: no MoE layer in common: {left.layers} against {right.layers}"
+        fix = "capture the same layers on both sides, or run without routing: --no-routing"
+        raise MismatchError(fault, fix)
     if (left.top_k, left.num_experts) != (right.top_k, right.num_experts):
         raise MismatchError(
             f"routing: top-{left.top_k} of {left.num_experts} experts against "

@@ -272,10 +272,9 @@ def find_config(model: str, revision: str | None = None, layers: int | None = No
     if alias is not None and revision is None:
         return FoundConfig(alias.config, SHIPPED, None)
     at = f" at revision {revision}" if revision else ""
-    raise MismatchError(
-        f"the config.json of {model}{at} is not on this machine",
-        f"fetch it: hf download {model} config.json; or give a directory that holds it",
-    )
+    fault = f"the config.json of {model}{at} is not on this machine"
+    fix = f"fetch it: hf download {model} config.json; or give a directory that holds it"
+    raise MismatchError(fault, fix)
 
 
 def is_moe(model: str, revision: str | None = None) -> bool | None:

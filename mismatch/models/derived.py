@@ -156,10 +156,9 @@ def _writing(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise MismatchError(
-            f"a checkpoint in another form cannot be written to {target.parent}: {error}",
-            "free some space, or name another place: MISMATCH_CACHE=DIR",
-        ) from error
+        fault = f"a checkpoint in another form cannot be written to {target.parent}: {error}"
+        fix = "free some space, or name another place: MISMATCH_CACHE=DIR"
+        raise MismatchError(fault, fix) from error
 
 
 def _write(

@@ -23,10 +23,9 @@ def load_tokenizer(model: str, revision: str | None = None, trust_remote_code: b
             model, revision=revision, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # transformers raises many kinds here
-        raise MismatchError(
-            f"tokenizer of {model} cannot be loaded: {first_line(error)}",
-            "save it in the model's folder: tokenizer.save_pretrained(DIR)",
-        ) from error
+        fault = f"tokenizer of {model} cannot be loaded: {first_line(error)}"
+        fix = "save it in the model's folder: tokenizer.save_pretrained(DIR)"
+        raise MismatchError(fault, fix) from error
 
 
 def stop_ids(model: str, revision: str | None, *sources: Any) -> tuple[int, ...]:

@@ -88,10 +88,9 @@ def preflight(spec: CheckSpec, *, reach: bool = True) -> None:
     """
     require_ranges(spec)
     if spec.train.scorer == FILE_SCORER:
-        raise MismatchError(
-            f"--scorer {FILE_SCORER}: tokens that are not sampled yet have no scores",
-            "mismatch rollout; mismatch tokens RUN FILE; then mismatch score RUN --scorer file",
-        )
+        fault = f"--scorer {FILE_SCORER}: tokens that are not sampled yet have no scores"
+        fix = "mismatch rollout; mismatch tokens RUN FILE; then mismatch score RUN --scorer file"
+        raise MismatchError(fault, fix)
     preflight_rollout(spec.rollout, reach=reach)
     preflight_training(spec.train, spec.nproc_per_node, reach=reach)
     placement(spec, local_gpus())

@@ -224,10 +224,9 @@ def against(
     old, new = (judged_by(load_run(path), thresholds) for path in (old_run, new_run))
     for run in (old, new):
         if run.tokens is None:
-            raise MismatchError(
-                f"{run.path} has no table of tokens, or one without prompts",
-                f"make it again from the scorings: mismatch compare {run.path}",
-            )
+            fault = f"{run.path} has no table of tokens, or one without prompts"
+            fix = f"make it again from the scorings: mismatch compare {run.path}"
+            raise MismatchError(fault, fix)
     for error in obstacles(old, new, len(DECIDING)):
         raise MismatchError(f"not comparable: {error.message}", error.fix)
     result = compared([old, new], [], margin)

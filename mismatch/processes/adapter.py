@@ -128,10 +128,9 @@ def scoring_from(
             "return one per action token",
         )
     if np.nanmax(logprobs, initial=0.0) > 1e-3:
-        raise MismatchError(
-            f"{scorer} returned {np.nanmax(logprobs):.3g} as a log-probability",
-            "return natural logarithms of probabilities, which are at most 0",
-        )
+        fault = f"{scorer} returned {np.nanmax(logprobs):.3g} as a log-probability"
+        fix = "return natural logarithms of probabilities, which are at most 0"
+        raise MismatchError(fault, fix)
     missing = []
     if is_moe(pass_.spec.model, pass_.spec.revision) is not False:
         missing.append(NotTested(ROUTES, f"{facts['code']} returns no routed experts"))

@@ -123,8 +123,7 @@ def require_file(path: str | None) -> Path:
         MismatchError: none is named, or it is not there.
     """
     if path is None or not Path(path).is_file():
-        raise MismatchError(
-            f"--scorer {FILE_SCORER}: {path or 'no file'} to read log-probabilities from",
-            "--scorer-config FILE, a .parquet or .jsonl file; docs/how-to/your-trainer.md",
-        )
+        fault = f"--scorer {FILE_SCORER}: {path or 'no file'} to read log-probabilities from"
+        fix = "--scorer-config FILE, a .parquet or .jsonl file; docs/how-to/your-trainer.md"
+        raise MismatchError(fault, fix)
     return Path(path)

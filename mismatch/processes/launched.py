@@ -52,10 +52,9 @@ def launched() -> Launched | None:
     environment = os.environ
     if "RANK" not in environment and int(environment.get(SLURM["WORLD_SIZE"], "1")) > 1:
         if "MASTER_ADDR" not in environment:
-            raise MismatchError(
-                "srun started several ranks, and there is no MASTER_ADDR for them to meet at",
-                "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)",
-            )
+            fault = "srun started several ranks, and there is no MASTER_ADDR for them to meet at"
+            fix = "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
+            raise MismatchError(fault, fix)
         environment.update({name: environment[given] for name, given in SLURM.items()})
         environment.setdefault("MASTER_PORT", PORT)
         tasks = environment.get("SLURM_NTASKS_PER_NODE", environment["WORLD_SIZE"])
@@ -99,7 +98,6 @@ def score(run_dir: Path, passes: list[Pass], world: Launched, note: Callable[[st
     try:
         run(session)
     except RuntimeError as error:
-        raise MismatchError(
-            f"rank {world.rank} lost the others: {first_line(error)}",
-            "the rank that failed first says why; the same command runs the missing passes",
-        ) from error
+        fault = f"rank {world.rank} lost the others: {first_line(error)}"
+        fix = "the rank that failed first says why; the same command runs the missing passes"
+        raise MismatchError(fault, fix) from error

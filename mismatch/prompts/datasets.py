@@ -123,10 +123,9 @@ def _file(datasets: Any, path: Path, spec: PromptSpec) -> Any:
                 keep_in_memory=True,
             )
         except Exception as error:  # the library's readers raise whatever they like
-            raise MismatchError(
-                f"{_named(spec)}: not a readable {FORMATS[path.suffix]} file: {_reason(error)}",
-                "open it with the datasets library to see more, or write JSONL",
-            ) from error
+            fault = f"{_named(spec)}: not a readable {FORMATS[path.suffix]} file: {_reason(error)}"
+            fix = "open it with the datasets library to see more, or write JSONL"
+            raise MismatchError(fault, fix) from error
 
 
 def _directory(datasets: Any, path: Path, spec: PromptSpec) -> Any:
@@ -213,10 +212,9 @@ def _prompt(entry: dict[str, Any], row: int, column: str, spec: PromptSpec) -> P
     origin = f"{spec.dataset} row {row}"
     messages = _messages(entry[column])
     if messages is None:
-        raise MismatchError(
-            f"{origin}: {column} holds no prompt ({type(entry[column]).__name__})",
-            "a prompt is text, or a list of messages with role and content; --prompt-column NAME",
-        )
+        fault = f"{origin}: {column} holds no prompt ({type(entry[column]).__name__})"
+        fix = "a prompt is text, or a list of messages with role and content; --prompt-column NAME"
+        raise MismatchError(fault, fix)
     answer = None
     if spec.answer_column is not None:
         value: Any = entry

@@ -159,10 +159,9 @@ def prepared(kind: object, prompts: list[Prompt]) -> list[Prompt]:
     try:
         return [prepare(prompt) for prompt in prompts]
     except Exception as error:  # whatever a user's class raises
-        raise MismatchError(
-            f"the environment's prepare(prompt) failed: {named_line(error)}",
-            "return a mismatch.prompts.prompt.Prompt from it; docs/how-to/multi-turn.md",
-        ) from error
+        fault = f"the environment's prepare(prompt) failed: {named_line(error)}"
+        fix = "return a mismatch.prompts.prompt.Prompt from it; docs/how-to/multi-turn.md"
+        raise MismatchError(fault, fix) from error
 
 
 def between_turns(tokenizer: Any, message: Message, stop_ids: Sequence[int]) -> list[int]:
@@ -188,10 +187,9 @@ def between_turns(tokenizer: Any, message: Message, stop_ids: Sequence[int]) -> 
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # a template raises whatever it likes
-        raise MismatchError(
-            f"the chat template refuses the environment's message: {named_line(error)}",
-            "see which roles it knows: mismatch template --model MODEL",
-        ) from error
+        fault = f"the chat template refuses the environment's message: {named_line(error)}"
+        fix = "see which roles it knows: mismatch template --model MODEL"
+        raise MismatchError(fault, fix) from error
     _, mark, tail = text.rpartition(ANSWER)
     if not mark:
         fault = "the chat template drops the answer before an observation"

@@ -165,18 +165,16 @@ def _render(prompt: Prompt, tokenizer: Any) -> list[int]:
         special = not (bos and prompt.text.startswith(bos))
         return list(tokenizer(prompt.text, add_special_tokens=special)["input_ids"])
     if not tokenizer.chat_template:
-        raise MismatchError(
-            f"{prompt.origin}: the model's tokenizer has no chat template",
-            "use a chat model, or give each prompt as `prompt` or `prompt_token_ids` in a file",
-        )
+        fault = f"{prompt.origin}: the model's tokenizer has no chat template"
+        fix = "use a chat model, or give each prompt as `prompt` or `prompt_token_ids` in a file"
+        raise MismatchError(fault, fix)
     tools = {"tools": prompt.tools} if prompt.tools else {}
     try:
         ids = tokenizer.apply_chat_template(
             prompt.messages, **tools, add_generation_prompt=True, tokenize=True, return_dict=False
         )
     except Exception as error:  # a template raises whatever it likes
-        raise MismatchError(
-            f"{prompt.origin}: the chat template refuses these messages: {error}",
-            "look at the roles and their order; the template is the model's chat_template.jinja",
-        ) from error
+        fault = f"{prompt.origin}: the chat template refuses these messages: {error}"
+        fix = "look at the roles and their order; the template is the model's chat_template.jinja"
+        raise MismatchError(fault, fix) from error
     return list(ids)

@@ -41,7 +41,6 @@ def find_task(name: str) -> Task:
     for task in TASKS:
         if task.name == name:
             return task
-    raise MismatchError(
-        f"unknown task {name!r}",
-        f"use {', '.join(task.name for task in TASKS)}, or a file of prompts: --prompts FILE",
-    )
+    fault = f"unknown task {name!r}"
+    fix = f"use {', '.join(task.name for task in TASKS)}, or a file of prompts: --prompts FILE"
+    raise MismatchError(fault, fix)

@@ -189,18 +189,16 @@ def load_spec(run_dir: Path) -> CheckSpec:
     """
     path = run_dir / SPEC
     if not path.exists():
-        raise MismatchError(
-            f"no run in {run_dir}: it has no {SPEC}",
-            "give a run directory, or make one: mismatch rollout --model MODEL --out DIR",
-        )
+        fault = f"no run in {run_dir}: it has no {SPEC}"
+        fix = "give a run directory, or make one: mismatch rollout --model MODEL --out DIR"
+        raise MismatchError(fault, fix)
     data = store.read_json(path)
     try:
         return from_json(CheckSpec, data)
     except WRONG as error:
-        raise MismatchError(
-            f"{path} is no spec that this version knows: {error}",
-            "read the run with the version of mismatch that made it",
-        ) from error
+        fault = f"{path} is no spec that this version knows: {error}"
+        fix = "read the run with the version of mismatch that made it"
+        raise MismatchError(fault, fix) from error
 
 
 def require_same_spec(run_dir: Path, spec: CheckSpec) -> None:
@@ -257,10 +255,9 @@ def require_known_prompts(run_dir: Path, spec: CheckSpec) -> None:
     local = prompts.dataset is not None and Path(prompts.dataset).exists()
     if local or (there and not noted):
         named = prompts.dataset if local else prompts.path
-        raise MismatchError(
-            f"the spec of {run_dir} names {named}, and the run holds no checksum of it",
-            f"if that is yours: {FLAG}; or give the flags of the run again, with --resume",
-        )
+        fault = f"the spec of {run_dir} names {named}, and the run holds no checksum of it"
+        fix = f"if that is yours: {FLAG}; or give the flags of the run again, with --resume"
+        raise MismatchError(fault, fix)
     if there:
         require_same_prompts(run_dir, spec)
 

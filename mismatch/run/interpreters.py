@@ -69,10 +69,9 @@ def look_into(
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise MismatchError(
-            f"{python} cannot be started: {getattr(error, 'strerror', error)}",
-            "give the path of an interpreter, such as ENV/bin/python",
-        ) from error
+        fault = f"{python} cannot be started: {getattr(error, 'strerror', error)}"
+        fix = "give the path of an interpreter, such as ENV/bin/python"
+        raise MismatchError(fault, fix) from error
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         least = ".".join(map(str, LEAST))
@@ -96,10 +95,9 @@ def require_modules(python: str, flag: str, modules: tuple[str, ...], who: str) 
     except MismatchError as error:
         raise MismatchError(f"{flag}: {error.message}", error.fix) from error
     if found.missing:
-        raise MismatchError(
-            f"{flag}: {python} has no {', '.join(found.missing)}, which {who} needs",
-            f"{python} -m pip install {' '.join(found.missing)}, or name the right environment",
-        )
+        fault = f"{flag}: {python} has no {', '.join(found.missing)}, which {who} needs"
+        fix = f"{python} -m pip install {' '.join(found.missing)}, or name the right environment"
+        raise MismatchError(fault, fix)
     return found
 
 

@@ -132,15 +132,13 @@ def entries(run_dir: Path | str) -> dict[str, Entry]:
     except FileNotFoundError:
         return {}
     except NotADirectoryError:
-        raise MismatchError(
-            f"{run_dir} is a file, not a run directory",
-            f"name the directory that holds report.json: {Path(run_dir).parent}",
-        ) from None
+        fault = f"{run_dir} is a file, not a run directory"
+        fix = f"name the directory that holds report.json: {Path(run_dir).parent}"
+        raise MismatchError(fault, fix) from None
     except (OSError, *WRONG) as error:
-        raise MismatchError(
-            f"{path} cannot be read: {error}",
-            "delete it to read the artefacts unverified, or make the run again",
-        ) from error
+        fault = f"{path} cannot be read: {error}"
+        fix = "delete it to read the artefacts unverified, or make the run again"
+        raise MismatchError(fault, fix) from error
     if schema != SCHEMA:
         fault = f"{path} has schema {schema}, this version reads {SCHEMA}"
         raise MismatchError(fault, "read the run with the version of mismatch that made it")

@@ -201,7 +201,6 @@ def require_no_secret(flag: str, name: str, value: object) -> None:
     """
     text = str(value)
     if NAME.search(name) or redact(text) != text:
-        raise MismatchError(
-            f"{flag} {name}: that looks like a secret, and settings are kept in the run",
-            "give it by the environment of the command, e.g. HF_TOKEN=… mismatch …",
-        )
+        fault = f"{flag} {name}: that looks like a secret, and settings are kept in the run"
+        fix = "give it by the environment of the command, e.g. HF_TOKEN=… mismatch …"
+        raise MismatchError(fault, fix)

@@ -128,7 +128,6 @@ def require_no_links(run_dir: Path) -> None:
     """
     for path in run_dir.rglob("*"):  # does not follow links to directories
         if path.is_symlink() and path.name != PACKAGE_LINK:
-            raise MismatchError(
-                f"{path} is a symbolic link, and a run directory must not hold any",
-                "copy the run without links (rsync --no-links, cp without -a), or delete the link",
-            )
+            fault = f"{path} is a symbolic link, and a run directory must not hold any"
+            fix = "copy the run without links (rsync --no-links, cp without -a), or delete the link"
+            raise MismatchError(fault, fix)

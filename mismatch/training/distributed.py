@@ -143,10 +143,9 @@ class World:
                 backend, store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT
             )
         else:
-            raise MismatchError(
-                f"WORLD_SIZE is {size}, but there is no MASTER_ADDR",
-                "start it with torchrun, or without WORLD_SIZE in the environment",
-            )
+            fault = f"WORLD_SIZE is {size}, but there is no MASTER_ADDR"
+            fix = "start it with torchrun, or without WORLD_SIZE in the environment"
+            raise MismatchError(fault, fix)
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("fsdp",))
         control = dist.new_group(backend="gloo", timeout=TIMEOUT)
         return cls(rank, size, device, mesh, control)

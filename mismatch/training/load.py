@@ -203,10 +203,9 @@ def require_runnable(
     config = read_config(spec)
     local = Path(spec.model)
     if local.is_dir() and not any((local / name).exists() for name in TOKENIZER_FILES):
-        raise MismatchError(
-            f"{local} holds no tokenizer ({', '.join(TOKENIZER_FILES)})",
-            "copy the tokenizer's files next to the weights: tokenizer.save_pretrained(DIRECTORY)",
-        )
+        fault = f"{local} holds no tokenizer ({', '.join(TOKENIZER_FILES)})"
+        fix = "copy the tokenizer's files next to the weights: tokenizer.save_pretrained(DIRECTORY)"
+        raise MismatchError(fault, fix)
     bare = skeleton(config, spec.trust_remote_code)
     attention = resolve_for(spec.attention, bare, device, torch_dtype(spec.autocast or spec.dtype))
     _require_experts(spec.experts, bare)
@@ -315,10 +314,9 @@ def shard(model: Any, spec: TrainSpec, mesh: DeviceMesh) -> Scorer:
     blocks = set(model._no_split_modules or ())
     layers = [m for m in scorer.decoder.modules() if type(m).__name__ in blocks]
     if not layers:
-        raise MismatchError(
-            f"{model.config.model_type} does not say which of its modules are decoder layers",
-            "use an architecture of transformers that declares _no_split_modules",
-        )
+        fault = f"{model.config.model_type} does not say which of its modules are decoder layers"
+        fix = "use an architecture of transformers that declares _no_split_modules"
+        raise MismatchError(fault, fix)
     for layer in layers:
         fully_shard(layer, reshard_after_forward=True, **options)
     if model.supports_gradient_checkpointing:

@@ -38,10 +38,9 @@ def read_config(spec: TrainSpec) -> Any:
             spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        raise MismatchError(
-            f"cannot read the configuration of {spec.model}: {first_line(error)}",
-            f"{OTHER_MODEL}; code from the model's repository runs only with --trust-remote-code",
-        ) from error
+        fault = f"cannot read the configuration of {spec.model}: {first_line(error)}"
+        fix = f"{OTHER_MODEL}; code from the model's repository runs only with --trust-remote-code"
+        raise MismatchError(fault, fix) from error
 
 
 def skeleton(config: Any, trust_remote_code: bool = False, dtype: torch.dtype | None = None) -> Any:
@@ -56,10 +55,9 @@ def skeleton(config: Any, trust_remote_code: bool = False, dtype: torch.dtype | 
             options = {} if dtype is None else {"dtype": dtype}
             return build(config, trust_remote_code=trust_remote_code, **options)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise MismatchError(
-            f"architecture {config.model_type!r} is not supported: {first_line(error)}",
-            "a causal language model of transformers is needed; new models need a new version",
-        ) from error
+        fault = f"architecture {config.model_type!r} is not supported: {first_line(error)}"
+        fix = "a causal language model of transformers is needed; new models need a new version"
+        raise MismatchError(fault, fix) from error
 
 
 def quantisation_of(config: Any) -> str:

@@ -203,10 +203,9 @@ class Client:
             raise RequestFailed(f"no answer in {allowed_s:g} s", "slow") from error
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                raise MismatchError(
-                    f"{self.address.text}: its certificate is not accepted: {error}",
-                    "name the authority that signed it: SSL_CERT_FILE=FILE.pem mismatch …",
-                ) from error
+                fault = f"{self.address.text}: its certificate is not accepted: {error}"
+                fix = "name the authority that signed it: SSL_CERT_FILE=FILE.pem mismatch …"
+                raise MismatchError(fault, fix) from error
             unreached = (httpx.ConnectError, httpx.ConnectTimeout, httpx.InvalidURL)
             reason = self._one_line(reason_of(error) or "the connection was lost").lower()
             kind: Kind = "absent" if isinstance(error, unreached) else "failed"

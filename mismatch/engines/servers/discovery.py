@@ -77,10 +77,9 @@ async def _describe(client: Client, spec: EngineSpec) -> Server:
         except RequestFailed as error:
             if error.kind == "refused":
                 continue
-            raise MismatchError(
-                f"{url}: {error.reason}",
-                f"is it up, and is this its address? try: curl {url}/v1/models; or leave it out",
-            ) from error
+            fault = f"{url}: {error.reason}"
+            fix = f"is it up, and is this its address? try: curl {url}/v1/models; or leave it out"
+            raise MismatchError(fault, fix) from error
         if facts is not None:
             return kind(client, facts)
     fault = f"{url} is no server that mismatch knows"

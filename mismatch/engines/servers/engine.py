@@ -73,10 +73,9 @@ class ServerEngine(Engine):
             scoring = spec.prefill and server.prefill  # samples one token more
             needed = longest + server.facts.spare + scoring
             if limit is not None and needed > limit:
-                raise MismatchError(
-                    f"{server.url} takes sequences of {limit} tokens, these may have {needed}",
-                    "lower --max-tokens, or start the server with a longer context",
-                )
+                fault = f"{server.url} takes sequences of {limit} tokens, these may have {needed}"
+                fix = "lower --max-tokens, or start the server with a longer context"
+                raise MismatchError(fault, fix)
 
     @classmethod
     def capabilities(cls, spec: EngineSpec, sampling: Sampling) -> Capabilities:
@@ -217,10 +216,9 @@ class ServerEngine(Engine):
                     answers[job] = await ask(server, job)
                 except RequestFailed as error:
                     if error.kind == "refused":
-                        raise MismatchError(
-                            f"{server.url} refuses a request: {error.reason}",
-                            "look into the server's log; its version may not know this request",
-                        ) from error
+                        fault = f"{server.url} refuses a request: {error.reason}"
+                        fix = "look into the server's log; its version may not know this request"
+                        raise MismatchError(fault, fix) from error
                     _drop(server, error.reason)
                     waiting.appendleft(job)
                     return

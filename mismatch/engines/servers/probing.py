@@ -116,10 +116,9 @@ async def examine(server: Server, probes: Probes, layout: ExpertLayout | None) -
     server.probe = await probe_logprobs(server, probes)
     server.noise = mean_abs_diff(server.probe, await probe_logprobs(server, probes))
     if not np.isfinite(server.noise):
-        raise MismatchError(
-            f"{server.url} gives probe logprobs that are no finite numbers",
-            "look into the server's log: its model may overflow in its dtype",
-        )
+        fault = f"{server.url} gives probe logprobs that are no finite numbers"
+        fix = "look into the server's log: its model may overflow in its dtype"
+        raise MismatchError(fault, fix)
 
 
 def _require_conclusive(error: RequestFailed) -> None:

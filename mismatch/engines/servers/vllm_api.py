@@ -115,10 +115,9 @@ def _choice(answer: Any, ids: Sequence[int]) -> dict[str, Any]:
     (choice,) = answer["choices"]
     prompt = choice.get("prompt_token_ids")
     if prompt is not None and list(prompt) != list(ids):
-        raise MismatchError(
-            f"the server changed the prompt: {len(ids)} tokens sent, {len(prompt)} used",
-            "look for a proxy, or for a setting of the server that truncates prompts",
-        )
+        fault = f"the server changed the prompt: {len(ids)} tokens sent, {len(prompt)} used"
+        fix = "look for a proxy, or for a setting of the server that truncates prompts"
+        raise MismatchError(fault, fix)
     return dict(choice)
 
 

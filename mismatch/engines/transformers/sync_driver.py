@@ -33,10 +33,9 @@ class TransformersDriver(Driver):
         own = self.model.state_dict()
         unknown = sorted(set(weights) - set(own))
         if unknown:
-            raise MismatchError(
-                f"transformers has another name for {unknown[0]} and {len(unknown) - 1} more",
-                "its loader converts this checkpoint: save it again with save_pretrained",
-            )
+            fault = f"transformers has another name for {unknown[0]} and {len(unknown) - 1} more"
+            fix = "its loader converts this checkpoint: save it again with save_pretrained"
+            raise MismatchError(fault, fix)
         for name, tensor in weights.items():
             own[name].copy_(tensor)
 

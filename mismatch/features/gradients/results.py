@@ -133,10 +133,9 @@ def compare_gradients(taken: Taken, plan: GradientPlan, batch: Batch) -> Gradien
         why = "; ".join(taken.failed.values())
         raise EmptyComparison(f"gradients: nothing to compare: {why}", "see logs/gradients.log")
     if not sum(reference.squared):
-        raise EmptyComparison(
-            "gradients: the reference's is 0",
-            "samples of one prompt need different rewards: --task, or more --samples",
-        )
+        fault = "gradients: the reference's is 0"
+        fix = "samples of one prompt need different rewards: --task, or more --samples"
+        raise EmptyComparison(fault, fix)
     whole = _summed(reference)
     rows = tuple(
         GradientRow(

@@ -251,10 +251,9 @@ def record(
             path = folder / f"{number}.safetensors"
             tokens = min(engine._call(CALL, f"{__name__}:take", str(path)))
             if tokens != len(ids):
-                raise MismatchError(
-                    f"{engine.name}: {tokens} of {len(ids)} tokens went through the modules",
-                    "drop the --engine-arg that keeps a prefix cache or splits a sequence",
-                )
+                fault = f"{engine.name}: {tokens} of {len(ids)} tokens went through the modules"
+                fix = "drop the --engine-arg that keeps a prefix cache or splits a sequence"
+                raise MismatchError(fault, fix)
             join_ranks(path, engine.spec.tensor_parallel_size)
     finally:
         engine._call(CALL, f"{__name__}:stop")

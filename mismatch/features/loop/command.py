@@ -134,10 +134,9 @@ def asked(flags: Flags) -> Asked:
     require_trust(Path(run), check, trusted=False)
     require_known_prompts(Path(run), check)
     if reward is not None:
-        raise MismatchError(
-            f"{run} names a reward function: {reward}",
-            "if that is yours: give the flags of the run again, with --resume",
-        )
+        fault = f"{run} names a reward function: {reward}"
+        fix = "if that is yours: give the flags of the run again, with --resume"
+        raise MismatchError(fault, fix)
     engine, train = check.rollout.engine, check.train  # with the models of this installation
     engine = replace(engine, model=resolve_model(engine.model))
     train = replace(train, model=resolve_model(train.model))

@@ -110,10 +110,9 @@ class EngineSide:
             store.write_json(file, {"kept": kept, "rates": rates, "samples": POOL_SAMPLES})
         self.pool = store.read_json(file)["kept"]
         if not self.pool:
-            raise MismatchError(
-                f"the model solves none of {len(self.ready.prompts)} prompts sometimes",
-                "other prompts, more of them (--num-prompts), or --no-perfectible",
-            )
+            fault = f"the model solves none of {len(self.ready.prompts)} prompts sometimes"
+            fix = "other prompts, more of them (--num-prompts), or --no-perfectible"
+            raise MismatchError(fault, fix)
 
     def step(self, step: int) -> None:
         """Take the weights, verify them, sample."""
@@ -208,10 +207,9 @@ class EngineSide:
             prompts = [self.ready.prompts[index] for index in chosen]
             return own_rewards(self.loop.reward, prompts, rollout, self.ready.tokenizer, where)
         if rollout.rewards is None:
-            raise MismatchError(
-                "these prompts have no answers, so that there is no reward",
-                "prompts with answers, or your own: --reward package.module:function",
-            )
+            fault = "these prompts have no answers, so that there is no reward"
+            fix = "prompts with answers, or your own: --reward package.module:function"
+            raise MismatchError(fault, fix)
         return rollout.rewards
 
 
@@ -229,10 +227,9 @@ def own_rewards(
         try:
             value = float(function(tokenizer.decode(ids[mask], skip_special_tokens=True), answer))
         except Exception as error:
-            raise MismatchError(
-                f"--reward {name} failed on response {row} {where}: {named_line(error)}",
-                "repair the function; --resume continues from the last checkpoint",
-            ) from error
+            fault = f"--reward {name} failed on response {row} {where}: {named_line(error)}"
+            fix = "repair the function; --resume continues from the last checkpoint"
+            raise MismatchError(fault, fix) from error
         if not np.isfinite(value):
             fault = f"--reward {name} gave {value} for response {row} {where}"
             raise MismatchError(fault, "give finite numbers")

@@ -87,10 +87,9 @@ class PolicyOptimiser:
             if self.world.rank == 0:
                 partial.rename(folder)
         except (OSError, CheckpointException) as error:
-            raise MismatchError(
-                f"the checkpoint {folder} cannot be written: {_cause(error)}",
-                "free disk space; --resume continues from the one before",
-            ) from error
+            fault = f"the checkpoint {folder} cannot be written: {_cause(error)}"
+            fix = "free disk space; --resume continues from the one before"
+            raise MismatchError(fault, fix) from error
 
     def load(self, folder: Path) -> None:
         """Read what :meth:`save` wrote, in a world of any size."""
@@ -103,10 +102,9 @@ class PolicyOptimiser:
                 del moments[name]
             load_sharded(state, checkpoint_id=folder, process_group=self.world.control)
         except (Exception, CheckpointException) as error:
-            raise MismatchError(
-                f"the checkpoint {folder} cannot be read: {_cause(error)}",
-                "delete it: the loop continues from the one before, or from the beginning",
-            ) from error
+            fault = f"the checkpoint {folder} cannot be read: {_cause(error)}"
+            fix = "delete it: the loop continues from the one before, or from the beginning"
+            raise MismatchError(fault, fix) from error
         set_state_dict(
             self.loaded.scorer,
             self.optimiser,
@@ -156,10 +154,9 @@ def export(world: World, loaded: LoadedModel, base: Path, target: Path, dtype: t
                 shards.add(name, tensor)
                 missing.remove(name)
     if shards is not None and missing:
-        raise MismatchError(
-            f"the trainer has another name for {min(missing)} and {len(missing) - 1} more",
-            "its loader converts this checkpoint: save it again with save_pretrained",
-        )
+        fault = f"the trainer has another name for {min(missing)} and {len(missing) - 1} more"
+        fix = "its loader converts this checkpoint: save it again with save_pretrained"
+        raise MismatchError(fault, fix)
     if shards is not None:
         shards.finish()
 

@@ -41,10 +41,9 @@ class ConfigFile:
                 OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             )
         except OmegaConfBaseException as error:
-            raise MismatchError(
-                f"{self.origin}: {key}: {first_line(error)}",
-                f"give the value of {key} in the file, or as --verl-override {key}=VALUE",
-            ) from error
+            fault = f"{self.origin}: {key}: {first_line(error)}"
+            fix = f"give the value of {key} in the file, or as --verl-override {key}=VALUE"
+            raise MismatchError(fault, fix) from error
 
     def model(self, key: str) -> str:
         """Return the text at the key that names the model, with ``~`` expanded.
@@ -107,8 +106,7 @@ def read_config(flag: str, path: Path, overrides: Sequence[str] = ()) -> ConfigF
                 raise ValueError("no key, or no value")
             tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([text.lstrip("+")]))
         except (OmegaConfBaseException, YAMLError, ValueError) as error:
-            raise MismatchError(
-                f"--verl-override {text!r} is not key=value: {first_line(error)}",
-                "--verl-override actor_rollout_ref.rollout.temperature=0.7",
-            ) from error
+            fault = f"--verl-override {text!r} is not key=value: {first_line(error)}"
+            fix = "--verl-override actor_rollout_ref.rollout.temperature=0.7"
+            raise MismatchError(fault, fix) from error
     return ConfigFile(str(path), tree)

@@ -114,10 +114,9 @@ def typed(kind: str, value: Any, key: str) -> Any:
     try:
         return READERS[kind](value)
     except (TypeError, ValueError, KeyError) as error:
-        raise MismatchError(
-            f"{key} is {short(value)}, not {_EXPECTED.get(kind, f'a {kind}')}",
-            f"correct it in the file; verl: --verl-override {key}=VALUE",
-        ) from error
+        fault = f"{key} is {short(value)}, not {_EXPECTED.get(kind, f'a {kind}')}"
+        fix = f"correct it in the file; verl: --verl-override {key}=VALUE"
+        raise MismatchError(fault, fix) from error
 
 
 def _number(value: Any) -> float:

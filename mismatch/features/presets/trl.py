@@ -28,10 +28,9 @@ def read_trl_config(path: Path) -> ConfigFile:
     from omegaconf import OmegaConf
 
     if path.suffix == ".bin":
-        raise MismatchError(
-            f"{FLAG} {path}: saved arguments are a pickle, which can run code when it is read",
-            "write them as JSON: Path('grpo.json').write_text(trainer.args.to_json_string())",
-        )
+        fault = f"{FLAG} {path}: saved arguments are a pickle, which can run code when it is read"
+        fix = "write them as JSON: Path('grpo.json').write_text(trainer.args.to_json_string())"
+        raise MismatchError(fault, fix)
     source = read_config(FLAG, path)
     present = {name: value for name, value in source.tree.items() if value is not None}
     tree = OmegaConf.merge(OmegaConf.create(dict(read_keys("trl").defaults)), present)

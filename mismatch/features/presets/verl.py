@@ -80,10 +80,9 @@ class _Verl(Work):
         started = {n: info for n, info in engine_infos().items() if info.started}
         engines = {info.verl_name or n: n for n, info in started.items()}
         if name not in engines and "engine" not in self.explicit:
-            raise MismatchError(
-                f"{self.source.origin}: {key} is {name}, which mismatch has no engine for",
-                f"use one of {', '.join(sorted(engines))}: --verl-override {key}=vllm",
-            )
+            fault = f"{self.source.origin}: {key} is {name}, which mismatch has no engine for"
+            fix = f"use one of {', '.join(sorted(engines))}: --verl-override {key}=vllm"
+            raise MismatchError(fault, fix)
         self.set(key, name, "engine.engine", engines.get(name, name))
 
     def engine_kwargs(self) -> None:

@@ -40,10 +40,9 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 entry = json.loads(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
-                raise MismatchError(
-                    f"{path}:{number} is not JSON: {error}",
-                    "was it cut off? one JSON object per line is expected",
-                ) from error
+                fault = f"{path}:{number} is not JSON: {error}"
+                fix = "was it cut off? one JSON object per line is expected"
+                raise MismatchError(fault, fix) from error
             if not isinstance(entry, dict):
                 raise MismatchError(f"{path}:{number} is no JSON object", "write one per line")
             yield number, entry
@@ -83,10 +82,9 @@ def converted(path: Path, python: str | None) -> Iterator[tuple[int, dict[str, A
             raise MismatchError(fault, "check --python, or write JSONL") from error
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise MismatchError(
-                f"{path} was not read by {python}: {last}",
-                "name the environment that wrote it, or write JSONL: docs/how-to/recorded-runs.md",
-            )
+            fault = f"{path} was not read by {python}: {last}"
+            fix = "name the environment that wrote it, or write JSONL: docs/how-to/recorded-runs.md"
+            raise MismatchError(fault, fix)
         yield from json_lines(rows)
 
 

@@ -87,10 +87,9 @@ def read_recorded(
             try:
                 rows = [*FORMS[form].read(entry, recorded.remarks)]
             except WRONG as error:
-                raise MismatchError(
-                    f"{where}: no sequence of the format {form}: {error}",
-                    "docs/how-to/recorded-runs.md lists the fields; --format names another",
-                ) from error
+                fault = f"{where}: no sequence of the format {form}: {error}"
+                fix = "docs/how-to/recorded-runs.md lists the fields; --format names another"
+                raise MismatchError(fault, fix) from error
             recorded.unread |= entry.keys() - FORMS[form].fields
             rows = [row for row in rows if _fits(row, where, recorded)]
             said = {
@@ -214,19 +213,17 @@ def _fits(row: Row, where: str, recorded: Recorded) -> bool:
             predicts.
     """
     if len(row.sampled) != len(row.token_ids):
-        raise MismatchError(
-            f"{where}: a mask of {len(row.sampled)} entries for {len(row.token_ids)} tokens",
-            "docs/how-to/recorded-runs.md lists the fields; --format names another format",
-        )
+        fault = f"{where}: a mask of {len(row.sampled)} entries for {len(row.token_ids)} tokens"
+        fix = "docs/how-to/recorded-runs.md lists the fields; --format names another format"
+        raise MismatchError(fault, fix)
     count = int(row.sampled.sum())
     if count == 0:
         recorded.remarks["left out: no token was sampled"] += 1
         return False
     if row.sampled[0]:
-        raise MismatchError(
-            f"{where}: the first token is sampled, and nothing predicts it",
-            "the mask is shifted, or the prompt is missing: write the prompt's ids too",
-        )
+        fault = f"{where}: the first token is sampled, and nothing predicts it"
+        fix = "the mask is shifted, or the prompt is missing: write the prompt's ids too"
+        raise MismatchError(fault, fix)
     sides = {"rollout": row.logprobs, "trainer": row.train_logprobs, "entropy": row.entropy}
     for side, values in sides.items():
         if values is not None and len(values) != count:
@@ -484,10 +481,9 @@ def _form_of(entry: Entry, where: str) -> Form:
     for fields, what, remedy in TEXT_ONLY:
         if fields <= set(entry):
             raise MismatchError(f"{where}: {what}, and tokens are what is compared", remedy)
-    raise MismatchError(
-        f"{where}: no known format (fields: {', '.join(sorted(entry)) or 'none'})",
-        f"one of {', '.join(FORMS)}: docs/how-to/recorded-runs.md lists their fields",
-    )
+    fault = f"{where}: no known format (fields: {', '.join(sorted(entry)) or 'none'})"
+    fix = f"one of {', '.join(FORMS)}: docs/how-to/recorded-runs.md lists their fields"
+    raise MismatchError(fault, fix)
 
 
 # ---------------------------------------------------------------- values

@@ -63,10 +63,9 @@ def probe(
     held = [prints]
     shared = [name for name in prints if name in first]
     if not any(prints[name].cells == expected[0][name].cells for name in shared):
-        raise MismatchError(
-            "the engine holds none of these parameters' values before any push",
-            "sync once first, and give the parameters under the checkpoint's names",
-        )
+        fault = "the engine holds none of these parameters' values before any push"
+        fix = "sync once first, and give the parameters under the checkpoint's names"
+        raise MismatchError(fault, fix)
     try:
         for push in range(1, PUSHES + 1):
             _set(parameters, first, seed, push)

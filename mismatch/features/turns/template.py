@@ -146,10 +146,9 @@ def examine(model: str, tokenizer: Any, stop_ids: Sequence[int] = ()) -> Templat
     try:
         prompt, answered = render.ids(DIALOGUE[:1], ask=True), render.ids(DIALOGUE[:2])
     except Refused as error:
-        raise MismatchError(
-            f"{model}: the chat template refuses a question and its answer: {error}",
-            "look at its roles; --chat-template FILE tries another",
-        ) from error
+        fault = f"{model}: the chat template refuses a question and its answer: {error}"
+        fix = "look at its roles; --chat-template FILE tries another"
+        raise MismatchError(fault, fix) from error
     checks = [append_only(render), generation_prompt(render), end_of_turn(render)]
     for wanted in KEPT:
         try:

@@ -303,10 +303,9 @@ def require_context(
     # Rescoring asks the engine to sample one token more than the sequence has.
     room = limit - (1 if spec.engine.prefill else 0)
     if prompt >= room:
-        raise MismatchError(
-            f"{origin} has {prompt} tokens, the context is {limit}",
-            "shorten or drop the prompt, or raise --max-model-len if the model allows it",
-        )
+        fault = f"{origin} has {prompt} tokens, the context is {limit}"
+        fix = "shorten or drop the prompt, or raise --max-model-len if the model allows it"
+        raise MismatchError(fault, fix)
     if longest > room:
         raise MismatchError(
             f"{origin} has {prompt} tokens; with --max-tokens {spec.sampling.max_tokens} "

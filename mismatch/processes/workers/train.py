@@ -97,10 +97,9 @@ def run(session: TrainerSession) -> None:
             else:
                 passes.score(item)
     except torch.OutOfMemoryError as error:
-        raise OutOfMemory(
-            f"rank {world.rank} is out of GPU memory: {first_line(error)}",
-            "lower --micro-batch-tokens, or use more GPUs: --nproc-per-node",
-        ) from error
+        fault = f"rank {world.rank} is out of GPU memory: {first_line(error)}"
+        fix = "lower --micro-batch-tokens, or use more GPUs: --nproc-per-node"
+        raise OutOfMemory(fault, fix) from error
     world.close()
 
 

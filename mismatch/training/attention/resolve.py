@@ -117,10 +117,9 @@ def resolve_for(
     if is_user_kernel(name):
         return _tried(name, register_attention(name), model, sinks, target)
     if sinks and name == "sdpa":
-        raise MismatchError(
-            f"--attention sdpa ignores the learned attention sinks of {family}",
-            "use --attention sink-sdpa, eager or auto; to see the damage: --attention no-sinks",
-        )
+        fault = f"--attention sdpa ignores the learned attention sinks of {family}"
+        fix = "use --attention sink-sdpa, eager or auto; to see the damage: --attention no-sinks"
+        raise MismatchError(fault, fix)
     implementation = _transformers_choice(name, model)
     if not sinks or implementation == "eager":
         return ResolvedAttention(name, implementation, honours)
@@ -184,10 +183,9 @@ def _transformers_choice(name: str, model: PreTrainedModel) -> str:
     try:
         return str(model._check_and_adjust_attn_implementation(name, is_init_check=True))
     except Exception as error:  # unknown name, package not installed, kernel not downloadable …
-        raise MismatchError(
-            f"--attention {name} cannot run {model.config.model_type}: {first_line(error)}",
-            f"use --attention auto, or one of {', '.join(n for n in NAMES[1:] if n != name)}",
-        ) from error
+        fault = f"--attention {name} cannot run {model.config.model_type}: {first_line(error)}"
+        fix = f"use --attention auto, or one of {', '.join(n for n in NAMES[1:] if n != name)}"
+        raise MismatchError(fault, fix) from error
 
 
 def register_kernels() -> None:

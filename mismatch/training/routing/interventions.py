@@ -135,10 +135,9 @@ def blocks_of(
     parents |= {id(layer.experts): layer.experts for layer in layers if layer.family.reads_output}
     orphans = [layer.index for layer in layers if id(layer.experts) not in parents]
     if orphans:
-        raise MismatchError(
-            f"the block around the experts of layer {orphans[0]} was not found",
-            "this family's routers cannot be intercepted: drop --replay-routing and --inject",
-        )
+        fault = f"the block around the experts of layer {orphans[0]} was not found"
+        fix = "this family's routers cannot be intercepted: drop --replay-routing and --inject"
+        raise MismatchError(fault, fix)
     return [(layer, parents[id(layer.experts)]) for layer in layers]
 
 
