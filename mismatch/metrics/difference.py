@@ -211,11 +211,8 @@ def _units(metric: Metric, sample: Sample) -> tuple[Ints, Ints]:
 
 def _joined(old: Sample, new: Sample) -> Sample:
     shift = len(old.prompt)
-    return Sample(
-        {},
-        np.concatenate([old.sequence, new.sequence + shift]),
-        np.concatenate([old.prompt, new.prompt]),
-    )
+    sequence = np.concatenate([old.sequence, new.sequence + shift])
+    return Sample({}, sequence, np.concatenate([old.prompt, new.prompt]))
 
 
 def _held(sample: Sample) -> Ints:

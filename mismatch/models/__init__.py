@@ -114,10 +114,8 @@ def resolve_model(name: str) -> str:
         if (reason := unconverted(path)) is not None:
             raise reason
         if not (path / "config.json").is_file():
-            raise MismatchError(
-                f"no config.json in {path}: not a model directory",
-                fix="give a directory in Hugging Face format, as save_pretrained writes it",
-            )
+            fix = "give a directory in Hugging Face format, as save_pretrained writes it"
+            raise MismatchError(f"no config.json in {path}: not a model directory", fix=fix)
         return str(path)
     if path.suffix == ".gguf":
         raise MismatchError(f"{name} is GGUF", fix="give the checkpoint that it was made from")
@@ -183,8 +181,6 @@ def unconverted(path: Path) -> MismatchError | None:
             f"tokenizer there, then --model {merged}",
         )
     if any(path.glob("*.gguf")):
-        return MismatchError(
-            f"{path} holds GGUF, which no trainer reads",
-            "give the checkpoint that it was made from",
-        )
+        fault = f"{path} holds GGUF, which no trainer reads"
+        return MismatchError(fault, "give the checkpoint that it was made from")
     return None

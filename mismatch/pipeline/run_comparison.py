@@ -432,16 +432,12 @@ def obstacles(first: SavedRun, other: SavedRun, tests: int) -> Iterator[Mismatch
     else:
         same = first.model == other.model  # nothing else to go by
     if not same and first.model != other.model:
-        yield MismatchError(
-            f"{other.name} is of another model than {first.name}: {other.model}, {first.model}",
-            "compare two runs of one model",
-        )
+        fault = f"{other.name} is of another model than {first.name}: {other.model}, {first.model}"
+        yield MismatchError(fault, "compare two runs of one model")
     elif not same:
         which = f": {_some(differing)}" if differing else ""
-        yield MismatchError(
-            f"the trainers of {pair} loaded other weights{which}",
-            "compare runs of the same checkpoint, with the same --train-weights and --layers",
-        )
+        fix = "compare runs of the same checkpoint, with the same --train-weights and --layers"
+        yield MismatchError(f"the trainers of {pair} loaded other weights{which}", fix)
     settings = [run.sampling for run in (first, other)]
     changed = [
         f"{name} {settings[0][name]:g} in {first.name}, {settings[1][name]:g} in {other.name}"
@@ -449,10 +445,8 @@ def obstacles(first: SavedRun, other: SavedRun, tests: int) -> Iterator[Mismatch
         if name in settings[0] and name in settings[1] and settings[0][name] != settings[1][name]
     ]
     if changed:
-        yield MismatchError(
-            f"{pair} sampled with other settings: {'; '.join(changed)}",
-            "make the new run with the old one's flags: mismatch check --config FILE for both",
-        )
+        fix = "make the new run with the old one's flags: mismatch check --config FILE for both"
+        yield MismatchError(f"{pair} sampled with other settings: {'; '.join(changed)}", fix)
     tokens = samples(first, other)
     if tokens is None:
         return
@@ -513,12 +507,8 @@ def _square_lines(runs: Sequence[SavedRun]) -> Iterator[SquareLine]:
     ]
     for key in dict.fromkeys(key for side in reversed(findings) for key in side):
         found = [side.get(key) for side in findings]
-        yield SquareLine(
-            key[0],
-            key[1],
-            tuple(each and each.value for each in found),
-            tuple(each and each.standing for each in found),
-        )
+        standings = tuple(each and each.standing for each in found)
+        yield SquareLine(key[0], key[1], tuple(each and each.value for each in found), standings)
 
 
 def _facts(runs: Sequence[SavedRun]) -> Iterator[Fact]:

@@ -284,11 +284,8 @@ class Worker:
             if error is not None:
                 return error
         memory = f"; {OUT_OF_MEMORY}" if code in (-9, 128 + 9) else ""
-        return MismatchError(
-            f"the {self.label} process {_meaning(code)}",
-            remedy(self._shown(), f"the whole log is {self.log_path}{memory}"),
-            log=self._shown(),
-        )
+        fix = remedy(self._shown(), f"the whole log is {self.log_path}{memory}")
+        return MismatchError(f"the {self.label} process {_meaning(code)}", fix, log=self._shown())
 
     def _shown(self) -> str:
         """Its last lines."""

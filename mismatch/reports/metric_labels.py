@@ -34,10 +34,8 @@ def metric_label(name: str, *, sampled_by_left: bool = True) -> MetricLabel:
         words = MetricLabel(metric.label, metric.meaning, share=metric.unit == "share")
     if sampled_by_left or "KL" not in words.label or name.startswith("exact_"):
         return words
-    return MetricLabel(
-        words.label.replace("KL", "divergence score"),
-        "the KL formula on tokens that neither side sampled: a score, no estimate of a KL",
-    )
+    meaning = "the KL formula on tokens that neither side sampled: a score, no estimate of a KL"
+    return MetricLabel(words.label.replace("KL", "divergence score"), meaning)
 
 
 def noise_label(pair: SidePair) -> MetricLabel:

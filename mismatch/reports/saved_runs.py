@@ -182,12 +182,8 @@ def _changes(result: RunComparison) -> Section:
                 BASIS[move.basis],
             )
             (deciding if item.metric in DECIDING else moved).append(row)
-    other = Section(
-        "other-changes",
-        "Other metrics",
-        tables=[Table(CHANGES, moved)],
-        short=plural(len(moved), "significant change"),
-    )
+    short = plural(len(moved), "significant change")
+    other = Section("other-changes", "Other metrics", tables=[Table(CHANGES, moved)], short=short)
     return Section(
         "changes",
         f"Changes from {result.runs[0].run}",

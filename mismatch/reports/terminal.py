@@ -143,10 +143,8 @@ def print_alone(
     print_section(section, console, details)
     if directory is not None:
         report = directory / "report.html"
-        say(
-            console,
-            f"\nEverything is in {directory} (open {report.name if report.exists() else file})",
-        )
+        text = f"\nEverything is in {directory} (open {report.name if report.exists() else file})"
+        say(console, text)
     say(console, "")
     say(console, verdict.line, "bold red" if verdict.code else "green")
 

@@ -36,10 +36,8 @@ def parse_address(text: str) -> Address:
         MismatchError: no http(s) URL, or one that holds a name, a password, a query or a fragment:
             addresses are written into artefacts, secrets are not. The message shows neither.
     """
-    refused = MismatchError(
-        f"--server {redacted(text)}: no address",
-        "give scheme, host and port: --server http://127.0.0.1:8000",
-    )
+    fix = "give scheme, host and port: --server http://127.0.0.1:8000"
+    refused = MismatchError(f"--server {redacted(text)}: no address", fix)
     try:
         parts = urlsplit(text.strip())
         port = parts.port

@@ -232,10 +232,8 @@ class Client:
         status = response.status_code
         if status in (401, 403):
             has = "does not accept the key in" if self.key else "asks for a key: set"
-            return MismatchError(
-                f"{self.address.text} {has} {KEY_VARIABLE} (HTTP {status})",
-                f"{KEY_VARIABLE}=… mismatch …; it is read from the environment only",
-            )
+            fix = f"{KEY_VARIABLE}=… mismatch …; it is read from the environment only"
+            return MismatchError(f"{self.address.text} {has} {KEY_VARIABLE} (HTTP {status})", fix)
         says = self._one_line(_error_message(data) or response.reason_phrase)
         if status in TEMPORARY:
             kind: Kind = "busy" if status in BUSY else "failed"

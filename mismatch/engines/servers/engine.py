@@ -322,10 +322,8 @@ def not_tested(servers: Sequence[Server]) -> Iterator[NotTested]:
         yield NotTested("equal settings of all servers", "their configurations differ")
     for server in servers:
         if server.noise > SAME_WEIGHTS:
-            yield NotTested(
-                f"that one model answers at {server.url}",
-                f"two probes in a row differ by {server.noise:.2g} on average",
-            )
+            reason = f"two probes in a row differ by {server.noise:.2g} on average"
+            yield NotTested(f"that one model answers at {server.url}", reason)
         if server.unconfirmed:
             yield NotTested(
                 f"the weights of {server.url} to its end",

@@ -218,10 +218,8 @@ async def verify(server: Server, probes: Probes) -> None:
 
 def changed(server: Server, how: str) -> MismatchError:
     """Return the error that ends a run whose server became another."""
-    return MismatchError(
-        f"{server.url} changed during the run: {how}",
-        "keep its weights and settings until the run is complete, then sample again: --resume",
-    )
+    fix = "keep its weights and settings until the run is complete, then sample again: --resume"
+    return MismatchError(f"{server.url} changed during the run: {how}", fix)
 
 
 def allowed_drift(noise: float) -> float:

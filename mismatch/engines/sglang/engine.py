@@ -305,10 +305,8 @@ class SglangEngine(Engine):
         """Fail the requests in flight: a child process failed."""
         if self._failed is not None and not self._failed.done():
             reason = self._scheduler_error()
-            error = MismatchError(
-                f"SGLang failed: {reason or 'one of its processes was ended'}",
-                wire.LOG_FIX if reason else OUT_OF_MEMORY,
-            )
+            fault = f"SGLang failed: {reason or 'one of its processes was ended'}"
+            error = MismatchError(fault, wire.LOG_FIX if reason else OUT_OF_MEMORY)
             self._failed.set_exception(error)
 
     def _scheduler_error(self) -> str:

@@ -81,11 +81,8 @@ def examine_environment(python: str) -> Environment:
     }
     of_engines = [str(info.module) for info in engines.values()]
     packages = [package for info in engines.values() for package in info.packages]
-    found = look_into(
-        python,
-        (*WORKER_MODULES, "torch", "transformers", "accelerate", *of_engines),
-        ("torch", "transformers", *FRAMEWORKS, *packages),
-    )
+    modules = (*WORKER_MODULES, "torch", "transformers", "accelerate", *of_engines)
+    found = look_into(python, modules, ("torch", "transformers", *FRAMEWORKS, *packages))
     versions = found.packages
 
     def uses() -> Iterator[Use]:

@@ -190,11 +190,8 @@ class EngineSide:
         spec = self.loop.check.rollout
         sampling = replace(spec.sampling, samples_per_prompt=count, seed=seed)
         self.engine.sampling = sampling
-        part = replace(
-            self.ready,
-            prompts=[self.ready.prompts[index] for index in chosen],
-            ids=[self.ready.ids[index] for index in chosen],
-        )
+        prompts = [self.ready.prompts[index] for index in chosen]
+        part = replace(self.ready, prompts=prompts, ids=[self.ready.ids[index] for index in chosen])
         asked = replace(spec, sampling=sampling)
         rollout, trajectories, decode = sampled(asked, self.engine, part, progress, PUSHED)
         if self.ready.capabilities.routed_experts:

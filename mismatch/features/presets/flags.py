@@ -137,11 +137,8 @@ def sample_as(name: str, spec: CheckSpec, explicit: Collection[str]) -> Configur
         for key, value in taken.items()
     )
     sampling = replace(spec.rollout.sampling, **values)
-    spec = replace(
-        spec,
-        rollout=replace(spec.rollout, sampling=sampling),
-        not_reproduced=(*spec.not_reproduced, *missing),
-    )
+    rollout = replace(spec.rollout, sampling=sampling)
+    spec = replace(spec, rollout=rollout, not_reproduced=(*spec.not_reproduced, *missing))
     note = ", ".join(f"{field} {value:g}" for field, value in values.items())
     return Configured(spec, (f"sampling as {name}: {note}", *(f"  {text}" for text in missing)))
 

@@ -56,11 +56,8 @@ def implementation(case: Case) -> Look | NotTested:
     if not names or case.reference is None:
         return NotTested(WHAT, f"needs the float32 reference, and {engine} or {TRAINER_FLOAT32}")
     looks = [_gap(case, name, case.reference) for name in names]
-    return Look(
-        tuple(item for look in looks for item in look.evidence),
-        tuple(finding for look in looks for finding in look.findings),
-        KINDS,
-    )
+    findings = tuple(finding for look in looks for finding in look.findings)
+    return Look(tuple(item for look in looks for item in look.evidence), findings, KINDS)
 
 
 def _gap(case: Case, name: str, reference: Floats) -> Look:
@@ -142,11 +139,8 @@ def far_side(case: Case) -> Look | NotTested:
     """Look which side is far from float32, measured against the other side."""
     legs = of_two_precisions(case)
     if legs is None or case.reference is None:
-        return NotTested(
-            "distance from float32",
-            f"needs {REFERENCE}, and {PLAIN}:<dtype> where the sides' dtypes differ",
-            "drop --no-noise-floor",
-        )
+        reason = f"needs {REFERENCE}, and {PLAIN}:<dtype> where the sides' dtypes differ"
+        return NotTested("distance from float32", reason, "drop --no-noise-floor")
     engine, trainer = (
         np.minimum(np.abs(leg), float(np.quantile(np.abs(leg[case.kept]), TAIL)))
         for leg in legs[:2]

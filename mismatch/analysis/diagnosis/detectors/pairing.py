@@ -58,10 +58,8 @@ def lag(case: Case) -> Look | NotTested:
     if elsewhere is None and not above(effect, CLEAR):
         return Look(evidence)
     repair = Repair(case.left, right, kept)
-    return Look(
-        evidence,
-        (Finding("misalignment", "either", effect, evidence, confirmed=True, repair=repair),),
-    )
+    findings = (Finding("misalignment", "either", effect, evidence, confirmed=True, repair=repair),)
+    return Look(evidence, findings)
 
 
 def _correlations(case: Case) -> tuple[Floats, Floats]:

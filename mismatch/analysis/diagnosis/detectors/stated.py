@@ -73,11 +73,8 @@ def weights(case: Case) -> Look | NotTested:
     held = comparable(engine, trainer)
     found = None if held is None else Difference.of(*held)
     if found is None or not found.common:
-        return NotTested(
-            "digests of the weights",
-            "a side gave none, or holds them in a dtype that lost bits",
-            "keep them in bf16 or fp32",
-        )
+        reason = "a side gave none, or holds them in a dtype that lost bits"
+        return NotTested("digests of the weights", reason, "keep them in bf16 or fp32")
     compared = Evidence("parameters compared", len(found.common))
     if not found.differ:
         return Look((Evidence("parameters that differ", 0, "0"), compared))
