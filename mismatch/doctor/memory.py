@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from mismatch.models.sizes import SizedModel
 from mismatch.specs import EngineSpec, TrainSpec
-from mismatch.training.logprobs import CHUNK_BYTES, STRIP_BYTES
-from mismatch.training.packing import EXPERT_ROWS
+from mismatch.training.packing import CHUNK_BYTES, EXPERT_ROWS, STRIP_BYTES
 from mismatch.types import Sampling
 
 GIB = 1 << 30

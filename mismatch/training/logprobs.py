@@ -15,18 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.utils.checkpoint import checkpoint
 
 from mismatch.captures import Distributions
 from mismatch.errors import MismatchError
 from mismatch.specs import Sampling, TemperatureIn
+from mismatch.training.packing import CHUNK_BYTES, STRIP_BYTES
 from mismatch.types import Ints, Rollout
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,6 @@ class DistributionCapture:
 
     def rows(self, targets: Ints) -> CapturedRows:
         """Return which rows to keep of the tokens ``targets`` [n], indices into T."""
-        import torch
-
         slots = self.slots[targets]
         ids = self.engine.ids
         return CapturedRows(torch.from_numpy(slots), None if ids is None else torch.from_numpy(ids))
@@ -104,8 +102,6 @@ def select_rows(logps: torch.Tensor, slots: torch.Tensor, ids: torch.Tensor | No
     Returns:
         [kept, V] or [kept, k + 1], float32, in the order of the rows.
     """
-    import torch
-
     selected = slots >= 0
     if not selected.any():
         return logps.new_empty((0, logps.shape[-1] if ids is None else ids.shape[-1] + 1))
@@ -115,10 +111,6 @@ def select_rows(logps: torch.Tensor, slots: torch.Tensor, ids: torch.Tensor | No
     columns = ids[slots[selected]].to(logps.device)
     rest = rows.scatter(-1, columns, -torch.inf).logsumexp(dim=-1, keepdim=True)
     return torch.cat([rows.gather(-1, columns), rest], dim=-1)
-
-
-CHUNK_BYTES = 192 << 20  # of the logits alive at once, in the head's dtype
-STRIP_BYTES = 32 << 20  # of each of the two float32 buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +170,6 @@ def token_stats(
 
     With gradients on, each strip is recomputed in the backward pass instead of being kept.
     """
-    import torch
-    from torch.utils.checkpoint import checkpoint
-
     sampling, rounding = sampling or Sampling(), rounding or Rounding()
     temperature, k = sampling.scored_temperature, min(likeliest, vocabulary)
     strip_rows = max(1, min(STRIP_BYTES // (4 * vocabulary), len(targets)))
@@ -242,8 +231,6 @@ def _cut(most: int, *columns: torch.Tensor) -> Iterator[tuple[Any, ...]]:
 
 
 def _joined(parts: Iterable[Columns]) -> Columns:
-    import torch
-
     columns = zip(*parts, strict=True)
     return tuple(None if column[0] is None else torch.cat(column) for column in columns)
 
@@ -256,8 +243,6 @@ def divide(logits: torch.Tensor, temperature: float, where: TemperatureIn) -> to
     >>> [divide(x, 0.7, where).item() for where in ("logits", "logits-rounded")]
     [17.625, 17.75]
     """
-    import torch
-
     if where == "fp32":
         return logits.float() / temperature
     if where == "logits-rounded":
@@ -272,8 +257,6 @@ def kept_mass(logps: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     top-p then drops, from the least likely up, what sums to at most 1 - p of the *renormalised*
     rest, and always keeps the most likely token.
     """
-    import torch
-
     ascending = logps.sort(dim=-1).values
     if 0 < top_k < ascending.shape[-1]:
         threshold = ascending[:, -top_k, None]

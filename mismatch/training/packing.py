@@ -18,10 +18,10 @@ from mismatch.types import Ints
 if TYPE_CHECKING:
     import torch
 
-
+# How much is computed at a time: what the memory of a pass is predicted from.
 EXPERT_ROWS = 4096  # of one matmul in `bounded` experts; more would only add memory
-
-
+CHUNK_BYTES = 192 << 20  # of the logits alive at once, in the head's dtype
+STRIP_BYTES = 32 << 20  # of each of the two float32 buffers
 PAD_ID = 0  # never read: masked, and behind every token that is scored
 
 
