@@ -9,7 +9,14 @@ from typing import Any
 from mismatch.cli.configuration import configured_model
 from mismatch.cli.flags import AUTO, DTYPE_NAMES, Flags, spec_values
 from mismatch.cli.options import CHECK, FEATURE_FLAGS, SERVER_FLAGS
+from mismatch.engines.servers.address import parse_address
 from mismatch.errors import MismatchError
+from mismatch.experiments.fixes.planning import parse_requests
+from mismatch.models import resolve_model
+from mismatch.models.config import ModelConfig, find_config
+from mismatch.models.moe import parse_injections
+from mismatch.prompts.tasks import find_task
+from mismatch.run.machine import local_gpus
 from mismatch.run.provenance import require_no_secret
 from mismatch.specs import MANY, CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
 
@@ -42,8 +49,6 @@ COMPANIONS = {
 
 def check_spec(flags: Flags) -> CheckSpec:
     """Return the spec that the flags of `check` mean."""
-    from mismatch.models import resolve_model
-
     model = resolve_model(flags["model"] or configured_model(flags) or require_model(flags))
     train_model = resolve_model(flags["train_model"]) if flags["train_model"] else model
     return CheckSpec(
@@ -68,9 +73,6 @@ def extras(flags: Flags, stored: tuple[tuple[str, Any], ...] = ()) -> tuple[tupl
 
 def training_fields(flags: Flags) -> dict[str, Any]:
     """Return what a check's spec says of the training side, apart from its trainer."""
-    from mismatch.models.moe import parse_injections
-    from mismatch.run.machine import local_gpus
-
     ranks = flags["nproc_per_node"]
     if ranks is None and flags.get("gpus"):
         from mismatch.doctor.machine import parse_kind
@@ -91,8 +93,6 @@ def fix_fields(flags: Flags, stored: tuple[str, ...] = ()) -> dict[str, Any]:
     """
     if "fix" not in flags:
         return {}
-    from mismatch.experiments.fixes.planning import parse_requests
-
     fixes = parse_requests(flags["fix"] or ()) or stored
     if "fix" in flags.explicit and flags["fix"] and not fixes:
         raise MismatchError("--fix names no fix", "mismatch fixes lists them; --fix all")
@@ -110,8 +110,6 @@ def require_model(flags: Flags) -> str:
 
 def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
     """Return the engine's side; ``model`` is resolved already."""
-    from mismatch.prompts.tasks import find_task
-
     defaults = {option.name: option.default for option in CHECK}
     for name, needed in COMPANIONS.items():
         # A file of all flags (--print-config) may hold their defaults.
@@ -197,8 +195,6 @@ def server_addresses(flags: Flags) -> tuple[str, ...]:
         for name in sorted(SERVER_NAMES & flags.explicit):
             raise MismatchError(f"{_flag(name)} without --server", "--server http://127.0.0.1:8000")
         return ()
-    from mismatch.engines.servers.address import parse_address
-
     if "engine" in flags.explicit:
         raise MismatchError("--engine and --server: a server is asked what it is", "drop --engine")
     for name in OURS:
@@ -239,8 +235,6 @@ def checkpoint_dtype(model: str, revision: str | None) -> str:
     Raises:
         MismatchError: the config is not on this machine, or names none that can be run.
     """
-    from mismatch.models.config import ModelConfig, find_config
-
     config = ModelConfig.of(find_config(model, revision).values)
     # Of a quantised checkpoint that names none: that of what is not quantised.
     name = config.dtype or ("bfloat16" if config.quantised else "")

@@ -21,11 +21,13 @@ import re
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mismatch.errors import MismatchError
 from mismatch.models.config import ModelConfig, first_layers, read_config
+from mismatch.models.digests import source_hashes
 from mismatch.specs import AS_STORED, EngineSpec, TrainSpec, WeightsForm
 
 if TYPE_CHECKING:
@@ -49,8 +51,6 @@ def in_form(spec: Spec) -> Spec:
         MismatchError: a model that is not in a local directory or cache, that has no experts in a
             known layout or too few layers, or no disk space.
     """
-    from dataclasses import replace
-
     if spec.weights == AS_STORED and spec.layers is None:
         return spec
     return replace(spec, model=str(derive(_local(spec), spec.weights, spec.layers)), revision=None)
@@ -64,8 +64,6 @@ def derive(source: Path, form: WeightsForm, layers: int | None = None) -> Path:
         form = AS_STORED
     else:
         require_form(source, form)
-    from mismatch.models.digests import source_hashes
-
     hashes = source_hashes(str(source))
     what = form if layers is None else f"{form}-{layers}-layers"
     text = json.dumps([what, sorted(hashes.items())])

@@ -10,6 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.padding import Padding
+from rich.table import Table as RichTable
+from rich.text import Text
+
 from mismatch.reports.formatting import badge, line, visible
 from mismatch.reports.section import Page, Section, Spread, Table, cell_text
 from mismatch.reports.sections import page
@@ -63,8 +67,6 @@ def print_page(
 
 def _head(shown: Page, console: Console) -> None:
     """Print what was measured, the numbers that decide, the answers."""
-    from rich.text import Text
-
     title = Text(line(shown.title), "bold")
     title.append(f"  {line(shown.facts[0])}")
     console.print(title, highlight=False)
@@ -174,10 +176,6 @@ def _contents(section: Section, console: Console, details: bool) -> None:
 
 def print_table(table: Table, console: Console) -> None:
     """Print as many columns as fit, those of priority 0 always; names to be copied do not wrap."""
-    from rich.padding import Padding
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
     columns = [_Texts(each) for each in table.spread()]
     while 1 + sum(c.width + 1 for c in columns) > console.width:
         if not any(c.column.priority for c in columns):

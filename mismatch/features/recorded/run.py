@@ -12,6 +12,9 @@ import numpy as np
 from mismatch.codec import to_json
 from mismatch.features.recorded.dumps import Form, Recorded
 from mismatch.features.recorded.facts import FILE, Finding, RecordedFacts
+from mismatch.models.tokenizers import load_tokenizer, stop_ids, token_texts
+from mismatch.run import store
+from mismatch.run.directory import at_work
 from mismatch.specs import CheckSpec, PromptSpec
 from mismatch.types import Bools, Fingerprint, Ints, NotTested, Rollout, Sampling, Scoring
 
@@ -124,10 +127,6 @@ def keep(
     Raises:
         MismatchError: a model was named that has no tokenizer, or an id is outside its vocabulary.
     """
-    from mismatch.models.tokenizers import load_tokenizer, stop_ids, token_texts
-    from mismatch.run import store
-    from mismatch.run.directory import at_work
-
     engine = spec.rollout.engine
     longest = int(max(row.sampled.sum() for row in recorded.sequences))
     sampling = replace(spec.rollout.sampling, max_tokens=longest, samples_per_prompt=1)
