@@ -10,28 +10,13 @@ from mismatch.cli.options import CONFIG, FAIL_ON, LEVELS, LOG_TO, NAME_FLAGS, RU
 from mismatch.errors import MismatchError
 from mismatch.specs import OUTPUT, Range
 
-OTHER_RUN = Option(
-    "other",
-    Path | None,
-    "",
-    "A second run of the same tokens, to compare with the first run.",
-    argument=True,
-)
+OTHER_HELP = "A second run of the same tokens, to compare with the first run."
+OTHER_RUN = Option("other", Path | None, "", OTHER_HELP, argument=True)
+AGAINST_HELP = "An older run of the same model and prompts: is RUN worse than it?"
+MARGIN_HELP = "Share by which RUN may be worse than --against (0.1: 10 %)."
 AGAINST = (
-    Option(
-        "against",
-        Path | None,
-        OUTPUT,
-        "An older run of the same model and prompts: is RUN worse than it?",
-    ),
-    Option(
-        "margin",
-        float,
-        OUTPUT,
-        "Share by which RUN may be worse than --against (0.1: 10 %).",
-        default=0.1,
-        range=Range(0, 1000),
-    ),
+    Option("against", Path | None, OUTPUT, AGAINST_HELP),
+    Option("margin", float, OUTPUT, MARGIN_HELP, default=0.1, range=Range(0, 1000)),
 )
 SIDES = (
     Option("left", str | None, OUTPUT, "Scoring of the first run; default: fsdp."),

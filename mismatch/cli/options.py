@@ -53,24 +53,16 @@ PROMPT_FLAGS = (
     *flags_of(Sampling, "samples_per_prompt max_tokens temperature top_p top_k"),
     *flags_of(PromptSpec, "seed environment max_turns max_observation_tokens"),
 )
+ENGINE_PYTHON_HELP = "NAME=PATH: interpreter of the environment that holds an engine; repeatable."
+SGLANG_PYTHON_HELP = "Interpreter of the environment that holds SGLang; default: .venv-sglang."
 ENGINE_FLAGS = (
     *(
         replace(option, help=option.help.format(engines=_engines()))
         for option in flags_of(EngineSpec, "engine")
     ),
-    Option(
-        "engine_python",
-        list[str] | None,
-        ENGINE,
-        "NAME=PATH: interpreter of the environment that holds an engine; repeatable.",
-    ),
+    Option("engine_python", list[str] | None, ENGINE, ENGINE_PYTHON_HELP),
     Option("vllm_python", str | None, ENGINE, "Interpreter of vLLM's environment, if different."),
-    Option(
-        "sglang_python",
-        str | None,
-        ENGINE,
-        "Interpreter of the environment that holds SGLang; default: .venv-sglang.",
-    ),
+    Option("sglang_python", str | None, ENGINE, SGLANG_PYTHON_HELP),
     *flags_of(EngineSpec, "dtype tensor_parallel_size max_model_len"),
     *flags_of(EngineSpec, "gpu_memory_utilization"),
     *flags_of(EngineSpec, "args weights prefill"),
@@ -104,13 +96,9 @@ BOTH_PYTHONS = Option(
 )
 CONFIGURATION_FLAGS = tuple(option for each in configurations() for option in each.flags)
 LEVELS = Option("thresholds", Path | None, OUTPUT, "TOML file that overrides levels.")
+NAMES_HELP = "Also show a framework's names of the metrics, and how its numbers differ."
 NAME_FLAGS = (
-    Option(
-        "names",
-        Framework | None,
-        OUTPUT,
-        "Also show a framework's names of the metrics, and how its numbers differ.",
-    ),
+    Option("names", Framework | None, OUTPUT, NAMES_HELP),
     switch("details", OUTPUT, "Print every analysis in full."),
     switch("quiet", OUTPUT, "Print only the verdict."),
     Option(
@@ -165,13 +153,9 @@ GPUS = Option(
     "gpus", str | None, OUTPUT, "With --dry-run: plan for GPUs like 8xH100-80GB instead of these."
 )
 FORCE = switch("force", OUTPUT, "Start even if memory does not suffice.")
+CONFIG_HELP = "TOML file of flags (same names); flags given here override it."
 CONFIG = (
-    Option(
-        "config",
-        Path | None,
-        OUTPUT,
-        "TOML file of flags (same names); flags given here override it.",
-    ),
+    Option("config", Path | None, OUTPUT, CONFIG_HELP),
     switch("print_config", OUTPUT, "Print all flags as TOML and exit."),
 )
 CHECK = (

@@ -13,15 +13,9 @@ from mismatch.cli.options import JSON, RUN, TRUST_RUN
 from mismatch.specs import MANY, OUTPUT, SEEDS, Range
 
 WHAT = "What to record"
+SEQUENCES_HELP = "Sequences of the run: the worst half, and others at random."
 FLAGS = (
-    Option(
-        "sequences",
-        int,
-        WHAT,
-        "Sequences of the run: the worst half, and others at random.",
-        default=8,
-        range=Range(1, MANY),
-    ),
+    Option("sequences", int, WHAT, SEQUENCES_HELP, default=8, range=Range(1, MANY)),
     Option(
         "max_sequence_tokens",
         int,

@@ -25,14 +25,10 @@ TRAINER = Option(
     TRAIN,
     f"Give mismatch's own loop a framework's settings: {', '.join(NAMES)}.",
 )
+VERL_OVERRIDE_HELP = "key=value, as on verl's command line; repeatable."
 FLAGS = (
     Option("verl_config", Path | None, TRAIN, "Your verl run's YAML, for both sides."),
-    Option(
-        "verl_override",
-        list[str] | None,
-        TRAIN,
-        "key=value, as on verl's command line; repeatable.",
-    ),
+    Option("verl_override", list[str] | None, TRAIN, VERL_OVERRIDE_HELP),
     Option("trl_config", Path | None, TRAIN, "Your GRPOConfig as YAML or JSON, for both sides."),
     Option(
         "sample_as",

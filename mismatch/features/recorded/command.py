@@ -24,14 +24,10 @@ from mismatch.specs import (
 
 HELP = "File or folder that a framework recorded; docs/how-to/recorded-runs.md."
 DUMP = Option("file", Path, "", HELP, default=REQUIRED, argument=True)
+PYTHON_HELP = "Interpreter of the environment that wrote the dump, to read torch files and pickles."
 READING = (
     Option("format", Form | None, PROMPTS, "Format of the dump; default: found by its fields."),
-    Option(
-        "python",
-        str | None,
-        PROMPTS,
-        "Interpreter of the environment that wrote the dump, to read torch files and pickles.",
-    ),
+    Option("python", str | None, PROMPTS, PYTHON_HELP),
 )
 DUMP_FORMAT = replace(READING[0], name="dump_format", spelling="--dump-format")
 MOST = 1_000_000  # tokens of a dump that are judged; of a larger one, prompts are drawn

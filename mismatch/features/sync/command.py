@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PROBE = "What to probe"
 DEFAULT_MODEL = "tiny-gpt-oss"
 UPDATE_BYTES = 8  # of an element of a weight update: its float32 value, and the noise added to it
+PUSH_HELP = "Your own push, package.module:function; it gets a state dict and the engine."
 PROBE_FLAGS = (
     Option("engine", str, PROBE, "vllm, sglang or transformers.", default="vllm"),
     Option(
@@ -32,12 +33,7 @@ PROBE_FLAGS = (
         "How weights are pushed: vllm reload, load, rpc, sleep-1, sleep-2 or lora; sglang disk or "
         "tensor; transformers load. Default: the first.",
     ),
-    Option(
-        "push",
-        str | None,
-        PROBE,
-        "Your own push, package.module:function; it gets a state dict and the engine.",
-    ),
+    Option("push", str | None, PROBE, PUSH_HELP),
     Option("seed", int, PROBE, "Seed of updates and tokens.", default=0, range=SEEDS),
     switch("keep_caches", PROBE, "Do not reset the prefix cache after a push by --path."),
     Option("trainer", bool, PROBE, "Score with transformers too.", default=True),
