@@ -226,3 +226,10 @@ def rollout(
         sampling=sampling or Sampling(),
         fingerprint={"engine": "none"},
     )
+
+
+def tensors_of(directory: Path) -> dict[str, Any]:
+    """All tensors of a checkpoint."""
+    from safetensors.torch import load_file
+
+    return {k: v for path in directory.glob("*.safetensors") for k, v in load_file(path).items()}

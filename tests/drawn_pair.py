@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.types import Rollout, Sampling, Scoring
+from mismatch.types import Floats, Rollout, Sampling, Scoring
 
 VOCABULARY, PROMPT = 24, 12
 END = VOCABULARY  # id that ends a turn; those above it name a prompt
@@ -293,3 +293,10 @@ def turned(case: Case, turns: int = 3) -> Case:
         trainer=replace(case.trainer, token_ids=new),
         others={name: replace(each, token_ids=new) for name, each in case.others.items()},
     )
+
+
+def scored(case: Case, left: Floats | None = None, right: Floats | None = None) -> Case:
+    """The case with other numbers of a side, in its scoring as well."""
+    engine = replace(case.engine, logprobs=case.left if left is None else left)
+    trainer = replace(case.trainer, logprobs=case.right if right is None else right)
+    return Case.of(case.rollout, engine, trainer, case.others)

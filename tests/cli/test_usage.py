@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
 from mismatch.cli.flags import Flags
-from mismatch.cli.main import main
 from mismatch.cli.options import CHECK
 from mismatch.cli.to_spec import check_spec, checkpoint_dtype
 from mismatch.errors import MismatchError
 from mismatch.specs import spec_hash
+from tests.cli.test_ranges import run
 
 CASES = {
     "unknown flag": (["check", "--tempertaure", "1"], "--tempertaure", "mean --temperature?"),
@@ -33,14 +32,6 @@ LOOPS = {
     "greedy": (["--temperature", "0"], "--temperature 0", "--temperature 1"),
     "one sample": (["--samples-per-prompt", "1"], "several samples", "--samples-per-prompt 4"),
 }
-
-
-def run(arguments, monkeypatch, capsys) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["mismatch", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    out, err = capsys.readouterr()
-    return ended.value.code, out, err
 
 
 @pytest.mark.parametrize("name", LOOPS)

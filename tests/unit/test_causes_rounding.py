@@ -14,6 +14,7 @@ from mismatch.run.store import REFERENCE
 from mismatch.types import Bools, NotTested, Scoring
 from tests import drawn_pair as drawn
 from tests.diagnosed import causes, first, healthy, stating
+from tests.drawn_pair import scored
 
 # ---------------------------------------------------------------- the engine in float32
 
@@ -62,7 +63,7 @@ def test_a_trainer_that_is_off_in_float32_is_named() -> None:
     exact = case.others["vllm:fp32"].logprobs
     off = replace(case.others[REFERENCE], name="fsdp:fp32", logprobs=exact)
     others = {name: case.others[name] for name in (REFERENCE, "plain:bf16")} | {off.name: off}
-    leading = first(changed(replace(case, others=others), case.right, case.left))
+    leading = first(scored(replace(case, others=others), case.right, case.left))
     assert (leading.id, leading.side) == ("function-differs", "trainer")
 
 
@@ -85,21 +86,14 @@ def test_weights_that_are_equal_in_memory_leave_the_function(in_memory: bool) ->
 # ---------------------------------------------------------------- beside rounding, and destroyed
 
 
-def changed(case: Case, left=None, right=None) -> Case:  # type: ignore[no-untyped-def]
-    """The same run with other numbers of a side, in its scoring as well."""
-    engine = replace(case.engine, logprobs=case.left if left is None else left)
-    trainer = replace(case.trainer, logprobs=case.right if right is None else right)
-    return Case.of(case.rollout, engine, trainer, case.others)
-
-
 @pytest.mark.parametrize("offset", [-0.05, 0.05, -0.5])
 @pytest.mark.parametrize("side", ["engine", "trainer"])
 def test_a_constant_is_a_law_that_does_not_sum_to_one(offset: float, side: str) -> None:
     case = healthy(1)
     moved = (
-        changed(case, case.left + offset)
+        scored(case, case.left + offset)
         if side == "engine"
-        else changed(case, None, case.right + offset)
+        else scored(case, None, case.right + offset)
     )
     assert [(c.id, c.side) for c in causes(moved).ranked] == [("unnormalised-law", side)]
     assert first(moved).status == "suspected"
@@ -129,7 +123,7 @@ def test_a_side_of_which_nothing_is_left_is_given_no_temperature_and_no_place() 
     case = healthy(2)
     rng = np.random.default_rng(2)
     for level in (-1.0, -5.0):
-        lost = changed(case, None, level - rng.exponential(1.0, len(case.right)))
+        lost = scored(case, None, level - rng.exponential(1.0, len(case.right)))
         assert {c.id for c in causes(lost).ranked} <= {"side-off"}
         assert first(lost).side == "trainer"
 
@@ -141,10 +135,10 @@ def test_faults_of_single_tokens_are_named_beside_large_rounding(rounding: float
     last[[row.stop - 1 for row in case.rows]] = True
     exact = case.others["reference:fp32"]
     exact = replace(exact, logprobs=exact.logprobs - last)  # unlikely in float32 as well
-    ended = changed(replace(case, others={exact.name: exact}), None, case.right - last)
+    ended = scored(replace(case, others={exact.name: exact}), None, case.right - last)
     assert [(c.id, c.side) for c in causes(ended).ranked] == [("appended-eos", "engine")]
     mantissa, exponent = np.frexp(case.right)
-    rounded = changed(case, None, np.ldexp(np.round(mantissa * 2**8) / 2**8, exponent))
+    rounded = scored(case, None, np.ldexp(np.round(mantissa * 2**8) / 2**8, exponent))
     assert [(c.id, c.side) for c in causes(rounded).ranked] == [("bf16-logprobs", "trainer")]
 
 
@@ -155,7 +149,7 @@ def test_two_rows_in_a_noisy_run_are_paired_again() -> None:
         length = min(rows[row].stop - rows[row].start, rows[other].stop - rows[other].start)
         start, its = rows[row].start, rows[other].start
         right[start : start + length] = case.right[its : its + length]
-    assert first(changed(case, None, right)).id == "row-pairing"
+    assert first(scored(case, None, right)).id == "row-pairing"
 
 
 def test_a_small_cause_behind_a_shift_is_named() -> None:
@@ -216,7 +210,7 @@ def leaking(seed: int, budget: int) -> Case:
             used = int(length)
             continue
         right[row] -= rng.exponential(1.0, row.stop - row.start)
-    return changed(case, None, right)
+    return scored(case, None, right)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -228,7 +222,7 @@ def test_rows_of_a_pack_that_see_each_other_are_named(seed: int) -> None:
     for number, row in enumerate(case.rows):
         if number not in (0, 3, 40, 44, 90):
             right[row] -= np.random.default_rng(number).exponential(1.0, row.stop - row.start)
-    assert "packing-leak" not in {cause.id for cause in causes(changed(case, None, right)).ranked}
+    assert "packing-leak" not in {cause.id for cause in causes(scored(case, None, right)).ranked}
 
 
 def test_rows_of_few_tokens_tell_nothing_of_packs() -> None:
@@ -240,7 +234,7 @@ def test_rows_of_few_tokens_tell_nothing_of_packs() -> None:
 
 def rolled(case: Case, by: int) -> Case:
     """The trainer's numbers of every row are those of ``by`` tokens further on."""
-    return changed(case, None, np.concatenate([np.roll(case.right[row], -by) for row in case.rows]))
+    return scored(case, None, np.concatenate([np.roll(case.right[row], -by) for row in case.rows]))
 
 
 @pytest.mark.parametrize("by", [1, -2])
@@ -276,7 +270,7 @@ def moved(case: Case, where: Bools, times: float) -> Case:
     """The engine's rounding so many times as large in some tokens."""
     reference = case.others[REFERENCE].logprobs
     left = np.where(where, reference + (case.left - reference) * times, case.left)
-    return changed(case, np.minimum(left, -1e-6))
+    return scored(case, np.minimum(left, -1e-6))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -303,7 +297,7 @@ def test_a_decode_that_flipped_in_a_few_prompts_is_no_path_of_its_own() -> None:
         left = case.left + rows * rng.uniform(-0.4, 0.4, len(case.left))
         prefill = Scoring("vllm:prefill", case.engine.token_ids, case.right.copy(), {})
         others = {**case.others, "vllm:prefill": prefill}
-        moved = changed(replace(case, others=others), np.minimum(left, -1e-6))
+        moved = scored(replace(case, others=others), np.minimum(left, -1e-6))
         ids = [cause.id for cause in causes(moved).ranked]
         assert [id for id in ids if id == "decode-vs-prefill"] == named
 
@@ -312,7 +306,7 @@ def test_other_weights_are_not_named_that_the_float32_passes_exclude() -> None:
     """The engine started in float32 agrees with the reference: its weights are no cause."""
     case = healthy(7)
     assert case.reference is not None
-    blind = changed(case, np.minimum(case.reference + 4 * (case.left - case.reference), -1e-6))
+    blind = scored(case, np.minimum(case.reference + 4 * (case.left - case.reference), -1e-6))
     assert [(c.id, c.side) for c in causes(blind).ranked] == [("side-off", "either")]
     exact = Scoring("vllm:fp32", case.engine.token_ids, case.reference, {})
     seen = replace(blind, others={**blind.others, exact.name: exact})
@@ -325,7 +319,7 @@ def test_noise_from_pass_to_pass_is_the_trainers_own() -> None:
     noisy = [np.minimum(case.right + 0.1 * rng.standard_normal(len(case.right)), -1e-6)
              for _ in range(2)]  # fmt: skip
     again = replace(case.trainer, name="fsdp:repeated", logprobs=noisy[1])
-    case = changed(replace(case, others={**case.others, again.name: again}), None, noisy[0])
+    case = scored(replace(case, others={**case.others, again.name: again}), None, noisy[0])
     leading = first(case)
     assert (leading.id, leading.side, leading.status) == ("nondeterminism", "trainer", "confirmed")
 
@@ -340,7 +334,7 @@ def test_what_float32_is_certain_of_may_be_exactly_0() -> None:
     case = replace(case, others={**case.others, exact.name: exact})
     rng = np.random.default_rng(9)
     lower = np.where(certain, case.right - rng.uniform(0, 0.5, len(certain)), case.right)
-    off = changed(case, np.where(certain, 0.0, case.left), lower)
+    off = scored(case, np.where(certain, 0.0, case.left), lower)
     assert "appended-eos" not in {cause.id for cause in causes(off).ranked}
 
 
@@ -348,7 +342,7 @@ def test_an_engine_that_is_nearer_to_float32_than_the_trainer_has_cut_no_law() -
     """A trainer whose law is lower where it is open looks as if the engine's had been cut."""
     case = healthy(2)
     assert case.entropy is not None
-    case = changed(case, None, case.right - 0.2 * case.entropy)
+    case = scored(case, None, case.right - 0.2 * case.entropy)
     ranked = [cause.id for cause in causes(case).ranked]
     assert ranked
     assert "sampling-truncation" not in ranked

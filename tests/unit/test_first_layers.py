@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from mismatch.analysis.diagnosis.declared import whole_model
@@ -21,7 +21,7 @@ from mismatch.models.digests import source_hashes
 from mismatch.models.sizes import sized
 from mismatch.pipeline.preflight import require_engine_names, require_trainer_names
 from mismatch.specs import AS_STORED, EngineSpec, TrainSpec, spec_hash, weights_key
-from tests.checkpoints import VOCABULARY, make, make_mxfp4
+from tests.checkpoints import VOCABULARY, make, make_mxfp4, tensors_of
 from tests.texts import numbers
 
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -31,13 +31,6 @@ FOUR = {"num_hidden_layers": 4}
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MISMATCH_CACHE", str(tmp_path / "cache"))
-
-
-def _tensors(directory: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for path in directory.glob("*.safetensors"):
-        tensors |= load_file(path)
-    return tensors
 
 
 def _model(directory: Path) -> Any:
@@ -100,9 +93,9 @@ def test_mxfp4_stays_packed_or_is_unpacked_as_asked(tmp_path: Path) -> None:
     assert derived.derive(released, "mxfp4", 2) == packed != plain
     assert derived.is_mxfp4(packed)
     assert not derived.is_mxfp4(plain)
-    first = {n for n in _tensors(released) if ".layers.2." not in n and ".layers.3." not in n}
-    assert _tensors(packed).keys() == first
-    numbers, ours = _tensors(tmp_path / "plain"), _tensors(plain)
+    first = {n for n in tensors_of(released) if ".layers.2." not in n and ".layers.3." not in n}
+    assert tensors_of(packed).keys() == first
+    numbers, ours = tensors_of(tmp_path / "plain"), tensors_of(plain)
     assert all(torch.equal(tensor.float(), numbers[name]) for name, tensor in ours.items())
     assert derived.layers_held(plain) == {"layers": [2, 4]}
     assert derived.derive(released, "bf16") != plain
@@ -110,7 +103,7 @@ def test_mxfp4_stays_packed_or_is_unpacked_as_asked(tmp_path: Path) -> None:
 
 def _sharded(tmp_path: Path) -> tuple[Path, dict[str, str]]:
     source = make("qwen3_moe", tmp_path / "model", **FOUR)
-    tensors = _tensors(source)
+    tensors = tensors_of(source)
     (source / "model.safetensors").unlink()
     places = {}
     for name in tensors:
@@ -128,7 +121,7 @@ def test_shards_of_later_layers_need_not_be_here_and_of_earlier_ones_must(tmp_pa
     (source / "model-2.safetensors").unlink()
     cut = derived.derive(source, AS_STORED, 2)
     kept = {name for name, place in places.items() if place[6] in "01r"}
-    assert _tensors(cut).keys() == kept
+    assert tensors_of(cut).keys() == kept
     (source / "model-1.safetensors").unlink()
     with pytest.raises(MismatchError, match=r"lacks \d+ tensors.*model\.layers\.1\."):
         derived.derive(source, AS_STORED, 2)
@@ -136,12 +129,12 @@ def test_shards_of_later_layers_need_not_be_here_and_of_earlier_ones_must(tmp_pa
 
 def test_layers_of_multi_token_prediction_and_of_towers_are_told_apart(tmp_path: Path) -> None:
     source = make("deepseek_v3", tmp_path / "model", **FOUR, num_nextn_predict_layers=1)
-    tensors = _tensors(source)
+    tensors = tensors_of(source)
     more = ("model.layers.4.eh_proj.weight", "vision_tower.layers.3.q.weight", "mtp.layers.0.w")
     save_file(tensors | {name: torch.ones(2) for name in more}, source / "model.safetensors")
     tower = {f"vision_tower.layers.{n}.w": torch.ones(2) for n in range(4)}
     save_file(tower, source / "tower.safetensors")
-    names = set(_tensors(derived.derive(source, AS_STORED, 3)))
+    names = set(tensors_of(derived.derive(source, AS_STORED, 3)))
     assert names == {n for n in tensors if ".layers.3." not in n} | {*more[1:], *tower}
     two = {f"talker.layers.{n}.w": torch.ones(2) for n in range(4)}
     save_file(two, source / "second.safetensors")

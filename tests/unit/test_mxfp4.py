@@ -23,7 +23,7 @@ from mismatch.models.moe import require_forms
 from mismatch.pipeline.commands import run_score
 from mismatch.run.store import REFERENCE, WEIGHTS, save_rollout
 from mismatch.specs import CheckSpec, TrainSpec, WeightsForm
-from tests.checkpoints import make, make_mxfp4, rollout
+from tests.checkpoints import make, make_mxfp4, rollout, tensors_of
 
 
 @pytest.fixture(autouse=True)
@@ -101,17 +101,10 @@ def test_inputs_that_blocks_do_not_divide_are_refused() -> None:
 # ---------------------------------------------------------------- whole checkpoints
 
 
-def _tensors(directory: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for path in directory.glob("*.safetensors"):
-        tensors |= load_file(path)
-    return tensors
-
-
 def test_a_published_checkpoint_becomes_plain_numbers(tmp_path: Path) -> None:
     released = make_mxfp4(tmp_path / "released", tmp_path / "plain")
     checkpoint = derived.derive(released, "bf16")
-    ours, plain = _tensors(checkpoint), _tensors(tmp_path / "plain")
+    ours, plain = tensors_of(checkpoint), tensors_of(tmp_path / "plain")
     assert ours.keys() == plain.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor.float(), plain[name]), name
@@ -125,7 +118,7 @@ def test_rounding_a_checkpoint_changes_its_experts_and_nothing_else(
     tmp_path: Path, family: str
 ) -> None:
     source = make(family, tmp_path / "model")
-    before, after = _tensors(source), _tensors(derived.derive(source, "mxfp4-rounded"))
+    before, after = tensors_of(source), tensors_of(derived.derive(source, "mxfp4-rounded"))
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     wanted = ("gate_up_proj", "down_proj", "gate_proj.weight", "up_proj.weight", "down_proj.weight")
@@ -142,7 +135,7 @@ def test_packed_and_rounded_forms_hold_the_same_numbers(tmp_path: Path) -> None:
     assert derived.is_mxfp4(packed)
     assert not derived.is_mxfp4(rounded)
     unpacked = derived.derive(packed, "bf16")
-    ours, theirs = _tensors(unpacked), _tensors(rounded)
+    ours, theirs = tensors_of(unpacked), tensors_of(rounded)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -169,7 +162,7 @@ def test_large_checkpoints_are_written_in_shards(
     assert len(files) > 2
     index = json.loads((checkpoint / derived.INDEX).read_text())
     assert sorted(set(index["weight_map"].values())) == files
-    assert _tensors(checkpoint).keys() == index["weight_map"].keys()
+    assert tensors_of(checkpoint).keys() == index["weight_map"].keys()
 
 
 def test_what_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,18 +14,12 @@ from mismatch.analysis.diagnosis.ranking import TURNS, Cause, diagnose
 from mismatch.analysis.diagnosis.semantics import missing_logprobs
 from mismatch.types import CACHED, Check, Floats, Routing
 from tests import drawn_pair as drawn
+from tests.drawn_pair import scored
 from tests.texts import numbers
 
 
 def clean(seed: int = 0, **how: float) -> Case:
     return drawn.turned(drawn.draw(seed, **{"prompts": 32, **how}).case())  # type: ignore[arg-type]
-
-
-def scored(case: Case, left: Floats | None = None, right: Floats | None = None) -> Case:
-    """The case with other numbers of a side."""
-    engine = replace(case.engine, logprobs=case.left if left is None else left)
-    trainer = replace(case.trainer, logprobs=case.right if right is None else right)
-    return Case.of(case.rollout, engine, trainer, case.others)
 
 
 def first(case: Case) -> Cause:
