@@ -17,10 +17,9 @@ from mismatch.reports.formatting import (
     signed,
     text,
 )
-from mismatch.reports.metric_labels import metric_label
 from mismatch.reports.section import Cell, Cells, Column, Page, Section, Table, Tone, status_cell
 from mismatch.reports.sections.square import standing_cell
-from mismatch.reports.summary import Row
+from mismatch.reports.summary import Row, metric_label
 from mismatch.types import Estimate
 
 # Of the new run and the old one.

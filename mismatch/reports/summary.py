@@ -10,6 +10,7 @@ from typing import Any
 from mismatch.analysis import square_checks
 from mismatch.analysis.diagnosis.pass_checks import MORE
 from mismatch.analysis.levels import ENTROPY, TOO_LITTLE
+from mismatch.metrics import METRICS
 from mismatch.reports.formatting import (
     Format,
     bound,
@@ -23,11 +24,74 @@ from mismatch.reports.formatting import (
     times,
     wording,
 )
-from mismatch.reports.metric_labels import MetricLabel, metric_label, noise_label
 from mismatch.reports.section import Cell, Column, Table
 from mismatch.run.store import REFERENCE
 from mismatch.specs import FILE_SCORER
-from mismatch.types import Check, Comparison, Estimate, Judgement, NotTested, Report
+from mismatch.types import Check, Comparison, Estimate, Judgement, NotTested, Report, SidePair
+
+
+@dataclass(frozen=True, slots=True)
+class MetricLabel:
+    """How one metric is introduced to a stranger.
+
+    Attributes:
+        label: at most 24 characters, for tables.
+        meaning: one sentence.
+        share: whether the value is a share, written in percent.
+    """
+
+    label: str
+    meaning: str
+    share: bool = False
+
+
+def metric_label(name: str, *, sampled_by_left: bool = True) -> MetricLabel:
+    """Return the words of a metric; one that this page does not know keeps the metric's name.
+
+    Where neither side sampled the tokens, the KL estimators estimate no KL and are called scores.
+    """
+    metric = METRICS.get(name)
+    words = MetricLabel(name, "")
+    if metric is not None:
+        words = MetricLabel(metric.label, metric.meaning, share=metric.unit == "share")
+    if sampled_by_left or "KL" not in words.label or name.startswith("exact_"):
+        return words
+    meaning = "the KL formula on tokens that neither side sampled: a score, no estimate of a KL"
+    return MetricLabel(words.label.replace("KL", "divergence score"), meaning)
+
+
+def noise_label(pair: SidePair) -> MetricLabel:
+    """Return what a pair of the noise floor compares, from the scorings' names."""
+    left, right = pair.left, pair.right
+    kinds = {_kind(left), _kind(right)}
+    if kinds == {"decode", "prefill"}:
+        return MetricLabel(
+            "engine: prefill / decode", "the engine reads back the tokens it sampled"
+        )
+    if "reference" in kinds and kinds & {"decode", "prefill"}:
+        return MetricLabel("engine vs float32", "what the engine's precision and kernels cost")
+    if "reference" in kinds:
+        return MetricLabel("trainer vs float32", "what the trainer's precision and kernels cost")
+    for kind, words in _TRAINER.items():
+        if kind in kinds:
+            return words
+    return MetricLabel(f"{left} vs {right}", "two passes that should agree")
+
+
+def _kind(scoring: str) -> str:
+    name, _, variant = scoring.partition(":")
+    return "reference" if name == "reference" else variant
+
+
+_TRAINER = {
+    "regrouped": MetricLabel("trainer: regrouped", "the same tokens in other micro-batches"),
+    "grad": MetricLabel(
+        "trainer: gradients on", "the training forward against the scoring forward"
+    ),
+    "alone": MetricLabel("trainer: alone", "one sequence per forward pass"),
+    "repeated": MetricLabel("trainer: repeated", "the same pass once more"),
+}
+
 
 # Close to 1 three significant digits hide everything that matters.
 AROUND_ONE = {"token_mult_prob_error", "probs_pearson", "ratio_mean", "ratio_min", "ratio_max"}
@@ -153,13 +217,13 @@ def _row(comparison: Comparison, name: str, judgement: Judgement | None = None) 
     return Row(name, words, estimate, judgement)
 
 
-METRICS = (
+COLUMNS = (
     Column("metric", text, of=lambda row: Cell(row.words.label, note=row.words.meaning)),
     Column("value", interval=0, of="cell"),
 )
 
 
-def metric_tables(rows: list[Row], columns: tuple[Column, ...] = METRICS) -> tuple[Table, ...]:
+def metric_tables(rows: list[Row], columns: tuple[Column, ...] = COLUMNS) -> tuple[Table, ...]:
     """Metrics without levels: numbers in one table, shares in another, the first row's first."""
     kinds = dict.fromkeys(row.words.share for row in rows)
     return tuple(

@@ -20,10 +20,15 @@ from mismatch.doctor.machine import inspect_machine, machine_with, parse_kind
 from mismatch.doctor.memory import Workload, predict_trainer, sharded
 from mismatch.errors import MismatchError
 from mismatch.features.loop import arms, history
-from mismatch.features.loop.arms import finish_both, require_same_settings, resume_from, run_arm
+from mismatch.features.loop.arms import (
+    finish_both,
+    memory_of_loop,
+    require_same_settings,
+    resume_from,
+    run_arm,
+)
 from mismatch.features.loop.command import asked, checked_of, loop, loop_spec
 from mismatch.features.loop.engine_side import EngineSide, own_rewards
-from mismatch.features.loop.memory import memory_of_loop
 from mismatch.features.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
 from mismatch.features.loop.spec import AS_IS, Asked, LoopSpec, arm_of, place_of, read_seeds
 from mismatch.metrics.importance_weights import group_advantages

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from mismatch.reports import summary
-from mismatch.reports.metric_labels import metric_label, noise_label
 from mismatch.reports.section import Section, cell_interval, cell_text
 from mismatch.reports.sections import headline, noise, ran
+from mismatch.reports.summary import metric_label, noise_label
 from mismatch.types import (
     Answer,
     Check,

@@ -8,18 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 
 from mismatch.codec import from_json, refused, to_json
+from mismatch.doctor.fit import Fit, engine_fit, trainer_fits
+from mismatch.doctor.machine import Machine, inspect_machine
+from mismatch.doctor.plan import work_of
 from mismatch.errors import MismatchError
 from mismatch.features.loop.history import CHECKPOINTS, COLUMNS, PATH, Row, forget_from, rows_of
 from mismatch.features.loop.judge import FILE, SCHEMA, Arm, LoopReport, SeedRun, loop_to_json
 from mismatch.features.loop.spec import Asked, LoopSpec, arm_of, place_of, settings
+from mismatch.models.config import find_config
+from mismatch.models.sizes import sized
 from mismatch.processes.launch import POLL_S, Worker, started
 from mismatch.processes.stages import Narrator, engine_command, world_command
 from mismatch.run import store
 from mismatch.run.directory import at_work
 from mismatch.run.machine import local_gpus, placement
 from mismatch.run.resume import differences
-from mismatch.run.store import write_json
-from mismatch.specs import portable
+from mismatch.run.store import TRAIN, write_json
+from mismatch.specs import CheckSpec, Pass, portable
 
 ENGINE, TRAINER = "loop-engine", "loop-trainer"
 ENGINE_MODULE = "mismatch.features.loop.engine_side"
@@ -174,3 +179,24 @@ def read_settings(run_dir: Path) -> Asked:
     with refused(SCHEMA, command="mismatch loop", page="docs/how-to/loop.md"):
         loop = from_json(LoopSpec, portable(stored["loop"]))
     return Asked(loop, tuple(stored.get("arms", ())), tuple(stored.get("seeds", ())))
+
+
+def memory_of_loop(spec: CheckSpec, machine: Machine | None = None) -> tuple[Fit, ...]:
+    """Predict engine and trainer with its optimiser, alive at once; empty where sizes are unknown.
+
+    The trainer has what the engine leaves, unless each has separate GPUs.
+
+    Args:
+        machine: where it would run; None: this machine.
+    """
+    machine = machine or inspect_machine()
+    try:
+        shape = sized(find_config(spec.train.model, spec.train.revision))
+        work = work_of(spec)[0]
+        where = placement(spec, len(machine.gpus))
+    except MismatchError:
+        return ()
+    steps = [Pass(TRAIN, replace(spec.train, grad=True))]
+    engine = engine_fit(spec, shape, work, machine)
+    beside = 0 if where.trainer else engine.needed
+    return (engine, *trainer_fits(spec, shape, work, machine, steps, beside))

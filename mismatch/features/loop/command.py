@@ -87,9 +87,8 @@ def loop(flags: Flags) -> int:
     from rich.console import Console
 
     from mismatch.cli import session
-    from mismatch.features.loop.arms import run_loop
+    from mismatch.features.loop.arms import memory_of_loop, run_loop
     from mismatch.features.loop.judge import loop_to_json
-    from mismatch.features.loop.memory import memory_of_loop
     from mismatch.features.loop.section import section
     from mismatch.pipeline.preflight import require_names
     from mismatch.reports.terminal import print_section, say
