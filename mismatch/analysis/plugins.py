@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
+from mismatch.analysis.diagnosis.ranking import Cause
 from mismatch.codec import from_json, schema_of, to_json
 from mismatch.plugins import features, load
 from mismatch.specs import CheckSpec
 from mismatch.types import Check, Comparison, NotTested, Rollout, Scoring
-
-if TYPE_CHECKING:
-    from mismatch.analysis.diagnosis.ranking import Cause
 
 R = TypeVar("R")
 

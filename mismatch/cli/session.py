@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -31,6 +31,7 @@ from mismatch.errors import MismatchError
 from mismatch.reports import ci_formats, files, markdown, terminal
 from mismatch.reports.files import write_page
 from mismatch.reports.formatting import plain_lines
+from mismatch.reports.section import Page
 from mismatch.reports.sections import page
 from mismatch.run import store
 from mismatch.run.directory import (
@@ -46,9 +47,6 @@ from mismatch.run.provenance import redacted_command
 from mismatch.run.trust import require_trust
 from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
 from mismatch.types import Report
-
-if TYPE_CHECKING:
-    from mismatch.reports.section import Page
 
 # What a finished run may be asked for as well, by the flags' names.
 FIX_NAMES = frozenset(option.name for option in FIX_FLAGS)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import textwrap
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -18,9 +18,6 @@ from mismatch.reports.formatting import badge, line, visible
 from mismatch.reports.section import Page, Section, Spread, Table, cell_text
 from mismatch.reports.sections import page
 from mismatch.types import Judged, Report
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 STEPS = 3  # next steps that are printed
 WRAP = 28  # characters of a column of text

@@ -334,8 +334,7 @@ def parse_routes(
             f"{flat.size} routed experts ({where}), expected {forwarded} tokens x layers x {top_k}",
             "upgrade SGLang, or run without routing: --no-routing",
         )
-    experts: NDArray[np.int32] = flat.reshape(forwarded, layers, top_k)[:, list(moe_layers)]
-    return experts
+    return flat.reshape(forwarded, layers, top_k)[:, list(moe_layers)]
 
 
 def _facts(answer: Mapping[str, Any], where: str) -> Mapping[str, Any]:

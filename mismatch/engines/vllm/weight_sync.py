@@ -47,8 +47,7 @@ class TensorParallel(Ranks):
     def gather(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
         from vllm.distributed import get_tp_group
 
-        whole: torch.Tensor = get_tp_group().all_gather(tensor.contiguous(), axis)
-        return whole
+        return get_tp_group().all_gather(tensor.contiguous(), axis)
 
 
 def as_computed(module: Any, leaf: str, parameter: Any) -> torch.Tensor | str:

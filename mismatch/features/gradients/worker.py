@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,13 +37,10 @@ from mismatch.specs import Pass
 from mismatch.training.backward import Backward, local_gradient
 from mismatch.training.distributed import World
 from mismatch.training.load import LoadedModel, load, switched
+from mismatch.training.routing.replay import ReplaySource
 from mismatch.training.source import quieten
 from mismatch.training.validate import prepare_pass
 from mismatch.types import Rollout
-
-if TYPE_CHECKING:
-    from mismatch.training.routing.replay import ReplaySource
-
 
 # Groups of parameters, by their names in transformers.
 GROUPS = ("attention", "sinks", "router", "experts", "mlp", "embeddings", "norms", "head", "other")

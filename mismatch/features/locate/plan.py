@@ -58,8 +58,7 @@ def _rows(rollout: Rollout, sequences: Several[Sequence]) -> Ints:
     """Return the places of these sequences' tokens, as far as they are kept."""
     starts = [int(rollout.offsets[sequence.index]) for sequence in sequences]
     spans = zip(starts, sequences, strict=True)
-    rows: Ints = np.concatenate([np.arange(at, at + sequence.tokens) for at, sequence in spans])
-    return rows
+    return np.concatenate([np.arange(at, at + sequence.tokens) for at, sequence in spans])
 
 
 def part_of(rollout: Rollout, sequences: Several[Sequence]) -> Rollout:
@@ -85,8 +84,7 @@ def part_of(rollout: Rollout, sequences: Several[Sequence]) -> Rollout:
 def actions_of(rollout: Rollout, sequences: Several[Sequence]) -> Ints:
     """Return the places among the rollout's action tokens [A] of those in :func:`part_of`."""
     rows = _rows(rollout, sequences)
-    places: Ints = (np.cumsum(rollout.action_mask) - 1)[rows[rollout.action_mask[rows]]]
-    return places
+    return (np.cumsum(rollout.action_mask) - 1)[rows[rollout.action_mask[rows]]]
 
 
 def require_disk(config: ModelConfig, tokens: int, sides: int, free: int) -> None:

@@ -173,8 +173,7 @@ def _sampled(tokens: pd.DataFrame, share: float, seed: int) -> pd.DataFrame:
     order = np.concatenate([worst, np.random.default_rng(seed).permutation(others)])
     lengths = sequence.value_counts().reindex(order).to_numpy()
     fits = max(1, int(np.searchsorted(np.cumsum(lengths), share * len(tokens), "right")))
-    kept: pd.DataFrame = tokens[sequence.isin(order[:fits])].reset_index(drop=True)
-    return kept
+    return tokens[sequence.isin(order[:fits])].reset_index(drop=True)
 
 
 def _lines(tokens: pd.DataFrame, about: dict[str, Any]) -> str:

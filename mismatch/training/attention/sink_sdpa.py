@@ -382,5 +382,4 @@ def with_sinks(
 def eager_of(module: torch.nn.Module) -> Eager | None:
     """Return the eager function of a layer's family; None if its module has none of that name."""
     home = sys.modules[type(module).__module__]
-    function: Eager | None = getattr(home, "eager_attention_forward", None)
-    return function
+    return getattr(home, "eager_attention_forward", None)
