@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import typer
 from rich.console import Console
 
 from mismatch.analysis.levels import Thresholds, exit_code, fails_on, load_thresholds
@@ -31,7 +32,7 @@ from mismatch.errors import MismatchError
 from mismatch.reports import ci_formats, files, markdown, terminal
 from mismatch.reports.files import write_page
 from mismatch.reports.formatting import plain_lines
-from mismatch.reports.section import Page
+from mismatch.reports.section import Page, Section
 from mismatch.reports.sections import page
 from mismatch.run import store
 from mismatch.run.directory import (
@@ -46,7 +47,7 @@ from mismatch.run.machine import local_gpus
 from mismatch.run.provenance import redacted_command
 from mismatch.run.trust import require_trust
 from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
-from mismatch.types import Report
+from mismatch.types import Judged, Report
 
 # What a finished run may be asked for as well, by the flags' names.
 FIX_NAMES = frozenset(option.name for option in FIX_FLAGS)
@@ -122,6 +123,14 @@ def open_run(verb: str, spec: CheckSpec, flags: Flags) -> Path:
 def levels(flags: Flags) -> Thresholds | None:
     """Return the user's levels, if any."""
     return load_thresholds(flags["thresholds"]) if flags["thresholds"] else None
+
+
+def narrator_of(flags: Flags, default: str) -> ConsoleNarrator:
+    """Return who tells of the stages beside JSON, and say which model is taken by default."""
+    telling = ConsoleNarrator(Console(stderr=flags["as_json"]))
+    if not flags.explicit & {"model", "resume", "like"}:
+        telling.note(f"no --model was given: the embedded {default} is taken")
+    return telling
 
 
 def narrator(silent: bool = False) -> ConsoleNarrator:
@@ -318,6 +327,26 @@ def conclude_page(
         terminal.print_tail(shown, console)
     elif console is not None:
         terminal.print_page(shown, console, out, bool(flags.get("details")))
+
+
+def conclude_alone(
+    shown: Section,
+    verdict: Judged,
+    document: dict[str, Any],
+    out: Path | None,
+    file: str,
+    flags: Flags,
+) -> int:
+    """Print what a command measures that makes no whole report, or its numbers; the exit code.
+
+    Args:
+        out, file: where its files are, and the one to open.
+    """
+    if flags["as_json"]:
+        typer.echo(json.dumps(document, indent=2, allow_nan=False))
+    else:
+        terminal.print_alone(shown, verdict, Console(), out, file, flags["details"])
+    return verdict.code
 
 
 def _write(flags: Flags, writers: Mapping[str, Callable[[], str]]) -> Console | None:

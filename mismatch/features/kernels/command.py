@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-
-import typer
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option, switch
@@ -58,21 +55,16 @@ def kernels(flags: Flags) -> int:
     Examples:
     mismatch kernels --model gpt-oss-20b
     """
-    from rich.console import Console
-
-    from mismatch.cli.session import ConsoleNarrator
+    from mismatch.cli import session
     from mismatch.features.kernels.isolation import LABEL, PLAN, run_audit
     from mismatch.features.kernels.results import judge, kernels_to_json
     from mismatch.features.kernels.section import section
-    from mismatch.reports.terminal import print_alone
     from mismatch.run.directory import new_directory
     from mismatch.run.store import write_json
 
     require_packages("torch")
     spec, out = audit_spec(flags), flags["out"]
-    narrator = ConsoleNarrator(Console(stderr=flags["as_json"]))
-    if flags["model"] is None:
-        narrator.note(f"no --model was given: the embedded {DEFAULT_MODEL} is taken")
+    narrator = session.narrator_of(flags, DEFAULT_MODEL)
     with tempfile.TemporaryDirectory(prefix="mismatch-kernels-") as scratch:
         directory = Path(scratch) if out is None else new_directory(out, spec.model)
         try:
@@ -82,14 +74,10 @@ def kernels(flags: Flags) -> int:
             if out is not None and not (out / LABEL / PLAN).exists():
                 shutil.rmtree(out)  # nothing began: the same command may come again
             raise
-    verdict = judge(report)
+    verdict, document, file = judge(report), kernels_to_json(report), "kernels.json"
     if out is not None:
-        write_json(out / "kernels.json", kernels_to_json(report))
-    if flags["as_json"]:
-        typer.echo(json.dumps(kernels_to_json(report), indent=2, allow_nan=False))
-    else:
-        print_alone(section(report), verdict, Console(), out, "kernels.json", flags["details"])
-    return verdict.code
+        write_json(out / file, document)
+    return session.conclude_alone(section(report), verdict, document, out, file, flags)
 
 
 def audit_spec(flags: Flags) -> AuditSpec:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-
-import typer
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option, switch
@@ -51,15 +48,12 @@ def locate(flags: Flags) -> int:
     mismatch locate runs/A
     mismatch locate runs/A --sequences 16 --details
     """
-    from rich.console import Console
-
     from mismatch.cli import session
     from mismatch.features.locate.judge import judge, to_document
     from mismatch.features.locate.recording import Scope, locate_in
     from mismatch.features.locate.section import section
     from mismatch.pipeline.saved_runs import load_report
     from mismatch.reports.files import write_report
-    from mismatch.reports.terminal import print_alone
     from mismatch.run import store
     from mismatch.run.directory import at_work, load_spec
     from mismatch.run.trust import require_trust
@@ -78,9 +72,7 @@ def locate(flags: Flags) -> int:
         location = locate_in(run, spec, narrator, scope)
     if (run / "report.json").exists():
         write_report(run, load_report(run).with_analyses(locate=location), store.load_tokens(run))
-    verdict = judge(location)
-    if flags["as_json"]:
-        typer.echo(json.dumps(to_document(location), indent=2, allow_nan=False))
-    else:
-        print_alone(section(location), verdict, Console(), run, "locate.json", flags["details"])
-    return verdict.code
+    verdict, file = judge(location), "locate.json"
+    return session.conclude_alone(
+        section(location), verdict, to_document(location), run, file, flags
+    )

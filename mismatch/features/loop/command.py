@@ -106,9 +106,7 @@ def loop(flags: Flags) -> int:
     refused = dict.fromkeys(text for fit in never if fit.certain for text in fit.warnings)
     if refused and not flags["force"]:
         raise MismatchError("\n    ".join(refused), "to start anyway: --force")
-    narrator = session.ConsoleNarrator(Console(stderr=flags["as_json"]))
-    if not flags.explicit & {"model", "resume", "like"}:
-        narrator.note(f"no --model was given: the embedded {DEFAULT_MODEL} is taken")
+    narrator = session.narrator_of(flags, DEFAULT_MODEL)
     run_dir = session.open_run("loop", wanted.loop.check, flags)
     report = run_loop(wanted, run_dir, narrator, session.command(), save_page)
     if flags["as_json"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -65,14 +64,11 @@ def sync_probe(flags: Flags) -> int:
     mismatch sync-probe --model MODEL
     mismatch sync-probe --model MODEL --engine sglang
     """
-    from rich.console import Console
-
-    from mismatch.cli.session import ConsoleNarrator
+    from mismatch.cli import session
     from mismatch.features.sync.judge import judge, sync_to_json
     from mismatch.features.sync.processes import run_probe
     from mismatch.features.sync.section import section
     from mismatch.pipeline.preflight import require_engine_names
-    from mismatch.reports.terminal import print_alone
     from mismatch.run.directory import new_directory
 
     spec = probe_spec(flags)
@@ -81,19 +77,13 @@ def sync_probe(flags: Flags) -> int:
         require_packages("torch", "transformers")
     if flags["dry_run"]:
         return plan(spec)
-    narrator = ConsoleNarrator(Console(stderr=flags["as_json"]))
-    if flags["model"] is None:
-        narrator.note(f"no --model was given: the embedded {DEFAULT_MODEL} is taken")
+    narrator = session.narrator_of(flags, DEFAULT_MODEL)
     out = new_directory(flags["out"], spec.engine.model)
     with narrator.stage("probe of the weight sync") as progress:
         report = run_probe(out, spec, progress)
     save(report, out)
-    verdict = judge(report)
-    if flags["as_json"]:
-        typer.echo(json.dumps(sync_to_json(report), indent=2, allow_nan=False))
-    else:
-        print_alone(section(report), verdict, Console(), out, "sync-probe.html", flags["details"])
-    return verdict.code
+    verdict, file = judge(report), "sync-probe.html"
+    return session.conclude_alone(section(report), verdict, sync_to_json(report), out, file, flags)
 
 
 def probe_spec(flags: Flags) -> SyncSpec:
