@@ -10,7 +10,12 @@ import pytest
 from mismatch.codec import from_json, to_json
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.features.corrections import section as words
-from mismatch.features.corrections.preview import NEGLIGIBLE, NOT_LAWFUL, ONE_PROMPT, preview
+from mismatch.features.corrections.preview import (
+    NEGLIGIBLE,
+    NOT_LAWFUL,
+    ONE_PROMPT,
+    preview,
+)
 from mismatch.features.corrections.results import Corrections
 from mismatch.metrics.importance_weights import (
     CORRECTIONS,

@@ -164,7 +164,10 @@ def test_the_frameworks_settings_of_the_best_are_shown_once():
     ("name", "command"),
     [
         ("fp32", "mismatch check … --train-dtype fp32"),
-        ("batch-invariant+engine-fp32", "VLLM_BATCH_INVARIANT=1 mismatch check … --dtype fp32"),
+        (
+            "batch-invariant+engine-fp32",
+            "VLLM_BATCH_INVARIANT=1 mismatch check … --dtype fp32",
+        ),
         (
             "processed-logprobs+rollout-bf16-weights",
             "mismatch check … --rollout-weights bf16, without --engine-arg logprobs_mode"
