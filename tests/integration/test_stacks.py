@@ -14,9 +14,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.command import mismatch
+from tests.unit.test_recorded_parts import ROWS, entries
 from tools.stacks import ROOT, Stack, environment, stacks
 
 # A test may make an environment first: 5 GB with another torch, 2 minutes where nothing else runs.
@@ -235,3 +238,51 @@ def test_the_base_package_measures_an_environment_beside_it(tmp_path: Path) -> N
     report = report_of(tmp_path / "run")
     assert report["verdict"]["status"] in ("healthy", "tolerable")
     assert {gap["side"] for gap in report["square"]["gaps"]} == {"either", "trainer"}
+
+
+CLUSTER = """
+import sys
+from distributed import LocalCluster
+
+if __name__ == "__main__":
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+        print(cluster.scheduler_address, flush=True)
+        sys.stdin.read()
+"""
+
+
+def test_a_dask_cluster_reads_a_dump_to_the_same_numbers(tmp_path: Path) -> None:
+    """Its workers are processes that found mismatch on their path, as they would installed."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--target",
+        str(tmp_path / "packages"),
+    ]
+    installed = subprocess.run([*command, "distributed"], capture_output=True, text=True)
+    if installed.returncode != 0:
+        pytest.skip(f"hub: no package index gives distributed: {installed.stderr[-200:]}")
+    dump = tmp_path / "dump"
+    dump.mkdir()
+    for number in range(4):
+        pq.write_table(pa.Table.from_pylist(entries(number)), dump / f"step_{number}.parquet")
+    script = tmp_path / "cluster.py"
+    script.write_text(CLUSTER)
+    path = os.pathsep.join([str(ROOT), str(tmp_path / "packages")])
+    env = os.environ | {"PYTHONPATH": path}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, str(script)], env=env, **pipes) as cluster:
+        address = cluster.stdout.readline().strip()
+        for name, flags in (("dask", ("--dask", address)), ("here", ())):
+            arguments = ("postmortem", dump, "--out", tmp_path / name, *flags)
+            command = [sys.executable, "-m", "mismatch", *map(str, arguments)]
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+            assert done.returncode in (0, 1), done.stdout + done.stderr
+        cluster.stdin.close()
+    kept = ("comparisons", "recorded", "verdict")
+    there, here = report_of(tmp_path / "dask"), report_of(tmp_path / "here")
+    assert {name: there.get(name) for name in kept} == {name: here.get(name) for name in kept}
+    assert here["headline"]["n_tokens"] == 4 * 3 * ROWS

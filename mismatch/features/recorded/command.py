@@ -11,6 +11,7 @@ from mismatch.cli.flags import REQUIRED, Flags, Option, flags_of, spec_values, s
 from mismatch.cli.options import FAIL_ON, LEVELS, LOG_TO, MODEL_FLAGS, NAME_FLAGS, OUT
 from mismatch.errors import MismatchError
 from mismatch.features.recorded.dumps import Form, Recorded, read_recorded
+from mismatch.features.recorded.parts import Where
 from mismatch.specs import (
     OUTPUT,
     PROMPTS,
@@ -31,6 +32,16 @@ READING = (
 )
 DUMP_FORMAT = replace(READING[0], name="dump_format", spelling="--dump-format")
 MOST = 1_000_000  # tokens of a dump that are judged; of a larger one, prompts are drawn
+WHERE = (
+    Option(
+        "workers",
+        int | None,
+        OUTPUT,
+        "Processes that read the dump; default: one per core for a large one.",
+        range=Range(1, 1024),
+    ),
+    Option("dask", str | None, OUTPUT, "Address of a Dask scheduler whose workers read the dump."),
+)
 STEP = Option("step", int | None, OUTPUT, "Report this step alone; default: all steps of the dump.")
 SAMPLED = (*flags_of(Sampling, "temperature top_p top_k"), *flags_of(EngineSpec, "dtype"))
 TRAIN_DTYPE = flags_of(TrainSpec, "dtype")
@@ -42,6 +53,7 @@ TRAIN_DTYPE = flags_of(TrainSpec, "dtype")
     DUMP_FORMAT,
     READING[1],
     STEP,
+    *WHERE,
     *SAMPLED,
     *TRAIN_DTYPE,
     OUT,
@@ -67,9 +79,9 @@ def postmortem(flags: Flags) -> int:
     from mismatch.reports.files import write_report
     from mismatch.run.directory import new_directory
 
-    recorded = read_recorded(
-        flags["file"], flags["dump_format"], flags["python"], step=flags["step"], most=MOST
-    )
+    asked = flags["file"], flags["dump_format"], flags["python"]
+    where = Where(flags["workers"], flags["dask"])
+    recorded = read_recorded(*asked, step=flags["step"], most=MOST, on=where)
     sums = recorded.sums
     if sums.one_sided:
         raise MismatchError(

@@ -19,6 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ import numpy as np
 
 from mismatch.errors import MismatchError
 from mismatch.features.recorded.convert import converted, json_lines
+from mismatch.features.recorded.parts import HERE, Part, Where, parts_of
 from mismatch.features.recorded.steps import Row, Sums
 from mismatch.run.manifest import WRONG
 from mismatch.types import Bools, Floats, Ints
@@ -42,9 +44,9 @@ ATTRIBUTES = ("replica", "rank", "weight_version", "step", "environment")
 
 @dataclass
 class Recorded:
-    """The sequences of a dump, and what was noticed while reading."""
+    """The sequences of a dump, or of a part of it, and what was noticed while reading."""
 
-    form: Form = "generic"
+    form: Form | None = None
     sequences: list[Row] = field(default_factory=list)
     """Those that are kept: all, or of a large dump some prompts."""
     sums: Sums = field(default_factory=Sums)
@@ -55,6 +57,44 @@ class Recorded:
     """Sequences that were left out because their arrays differ in length: how -> how many."""
     unread: set[str] = field(default_factory=set)
     """Columns that no format knows."""
+    steps: set[str] = field(default_factory=set)
+    """Of all sequences, those of steps that are left out too."""
+    prompts: float = 1.0
+    """Share of the prompts that is kept."""
+    rows: float = 1.0
+    """Share of their rows."""
+    kept: int = 0
+    """Tokens."""
+
+    def keep(self, rows: list[Row], most: int | None) -> None:
+        """Keep rows; of more than ``most`` tokens draw prompts, or rows where prompts are few."""
+        rows = [row for row in rows if row.drawn(self.prompts, self.rows)]
+        self.sequences += rows
+        self.kept += sum(len(row.token_ids) for row in rows)
+        while most and self.kept > most and len(self.sequences) > LEAST:
+            if len({row.key for row in self.sequences}) > LEAST:
+                self.prompts /= 2
+            else:
+                self.rows /= 2
+            self._redraw()
+
+    def merge(self, part: Recorded, most: int | None) -> None:
+        """Add the part that follows; the result does not depend on who read it."""
+        self.form = self.form or part.form
+        for row in part.sequences:
+            row.number += self.sums.rows
+        self.sums.merge(part.sums)
+        self.remarks += part.remarks
+        self.misfits += part.misfits
+        self.unread |= part.unread
+        self.steps |= part.steps
+        self.prompts, self.rows = min(self.prompts, part.prompts), min(self.rows, part.rows)
+        self._redraw()
+        self.keep(part.sequences, most)
+
+    def _redraw(self) -> None:
+        self.sequences = [row for row in self.sequences if row.drawn(self.prompts, self.rows)]
+        self.kept = sum(len(row.token_ids) for row in self.sequences)
 
 
 def read_recorded(
@@ -64,68 +104,71 @@ def read_recorded(
     *,
     step: int | None = None,
     most: int | None = None,
+    on: Where = HERE,
 ) -> Recorded:
     """Return the format of a dump, its sequences, and sums over all of them.
 
     Args:
-        form: None: decided by the fields of the first row.
+        form: None: decided by the fields of the first row of each file.
         python: interpreter of the framework's environment, for files of torch and pickle.
         step: leave out the sequences of others.
         most: tokens that are kept, about; prompts are drawn so that no more are. None: all.
+        on: which processes read its parts.
 
     Raises:
-        MismatchError: a file cannot be read, needs ``python``, holds no ids and logprobs, or a
-            row is malformed (named).
+        MismatchError: a file cannot be read, needs ``python``, holds no ids and logprobs, a row is
+            malformed (named), or two files have different formats.
     """
-    recorded, kept, steps = Recorded(), 0, set()
-    prompts = rows_of_prompts = 1.0  # shares that are kept
-    for file in files_of(path):
-        place = _from_name(file)
-        for number, entry in _entries(file, python):
-            where = f"{file}:{number}"
-            form = form or _form_of(entry, where)
-            try:
-                rows = [*FORMS[form].read(entry, recorded.remarks)]
-            except WRONG as error:
-                fault = f"{where}: no sequence of the format {form}: {error}"
-                fix = "docs/how-to/recorded-runs.md lists the fields; --format names another"
-                raise MismatchError(fault, fix) from error
-            recorded.unread |= entry.keys() - FORMS[form].fields
-            rows = [row for row in rows if _fits(row, where, recorded)]
-            said = {
-                name: str(entry[name]) for name in ATTRIBUTES if type(entry.get(name)) in (str, int)
-            }
-            if not re.fullmatch(r"-?\d{1,18}", said.get("step", "0"), re.ASCII):
-                fault = f"{where}: step is {said['step']!r:.60}"
-                raise MismatchError(fault, "write the step as a whole number")
-            for row in rows:
-                row.attributes = place | said | row.attributes
-                steps.add(of := row.attributes.get("step", "none"))
-                if step is not None and of != str(step):
-                    continue
-                row.number = recorded.sums.rows
-                recorded.sums.add(row)
-                if row.drawn(prompts, rows_of_prompts):
-                    recorded.sequences.append(row)
-                    kept += len(row.token_ids)
-            while most and kept > most and len(recorded.sequences) > LEAST:
-                if len({row.key for row in recorded.sequences}) > LEAST:
-                    prompts /= 2
-                else:
-                    rows_of_prompts /= 2
-                recorded.sequences = [
-                    row for row in recorded.sequences if row.drawn(prompts, rows_of_prompts)
-                ]
-                kept = sum(len(row.token_ids) for row in recorded.sequences)
-    if form is None:
+    recorded, parts = Recorded(), parts_of(files_of(path))
+    work = partial(read_part, form=form, python=python, step=step, most=most)
+    for part, read in zip(parts, on.each(work, parts), strict=True):
+        if read.form and recorded.form and read.form != recorded.form:
+            fault = f"{part.file} has the format {read.form}, and files before it {recorded.form}"
+            raise MismatchError(fault, "give the files of one format")
+        recorded.merge(read, most)
+    if recorded.form is None:
         raise MismatchError(f"{path} is empty", "give a file with one JSON object per line")
-    if not recorded.sequences and step is not None and steps:
-        has = ", ".join(sorted(steps, key=len))
+    if not recorded.sequences and step is not None and recorded.steps:
+        has = ", ".join(sorted(recorded.steps, key=len))
         raise MismatchError(f"--step {step}: the dump has none of it", f"it has {has}")
     if not recorded.sequences:
         left = "; ".join((*recorded.remarks, *recorded.misfits)) or "no row has a sampled token"
         raise MismatchError(f"{path} has no sequence that can be scored: {left}")
-    recorded.form = form
+    return recorded
+
+
+def read_part(
+    part: Part, form: Form | None, python: str | None, step: int | None, most: int | None
+) -> Recorded:
+    """Read one part of a dump; see :func:`read_recorded`."""
+    recorded, place = Recorded(form), _from_name(part.file)
+    for number, entry in _entries(part, python):
+        where = f"{part.file}:{number}"
+        recorded.form = form = recorded.form or _form_of(entry, where)
+        try:
+            rows = [*FORMS[form].read(entry, recorded.remarks)]
+        except WRONG as error:
+            fault = f"{where}: no sequence of the format {form}: {error}"
+            fix = "docs/how-to/recorded-runs.md lists the fields; --format names another"
+            raise MismatchError(fault, fix) from error
+        recorded.unread |= entry.keys() - FORMS[form].fields
+        rows = [row for row in rows if _fits(row, where, recorded)]
+        said = {
+            name: str(entry[name]) for name in ATTRIBUTES if type(entry.get(name)) in (str, int)
+        }
+        if not re.fullmatch(r"-?\d{1,18}", said.get("step", "0"), re.ASCII):
+            fault = f"{where}: step is {said['step']!r:.60}"
+            raise MismatchError(fault, "write the step as a whole number")
+        wanted = []
+        for row in rows:
+            row.attributes = place | said | row.attributes
+            recorded.steps.add(of := row.attributes.get("step", "none"))
+            if step is None or of == str(step):
+                row.number = recorded.sums.rows
+                row.place = f"{part.number}:{row.number}"
+                recorded.sums.add(row)
+                wanted.append(row)
+        recorded.keep(wanted, most)
     return recorded
 
 
@@ -153,8 +196,9 @@ def _from_name(file: Path) -> dict[str, str]:
     return {name: numbers[-1] for name, numbers in found.items() if numbers}
 
 
-def _entries(path: Path, python: str | None) -> Iterator[tuple[int, Entry]]:
-    """Yield the number and the fields of every row of a file."""
+def _entries(part: Part, python: str | None) -> Iterator[tuple[int, Entry]]:
+    """Yield the number and the fields of every row of a part of a file."""
+    path = part.file
     try:
         with path.open("rb") as file:
             start = file.read(4)
@@ -163,19 +207,20 @@ def _entries(path: Path, python: str | None) -> Iterator[tuple[int, Entry]]:
     if start.startswith(PICKLED):
         yield from converted(path, python)
     elif start == b"PAR1":
-        yield from _parquet(path)
+        yield from _parquet(part)
     else:
         yield from json_lines(path)
 
 
-def _parquet(path: Path) -> Iterator[tuple[int, Entry]]:
+def _parquet(part: Part) -> Iterator[tuple[int, Entry]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    number = 0
+    path, number = part.file, part.first
     try:
         # Buffering ahead holds a row group several times.
-        for batch in pq.ParquetFile(path, pre_buffer=False).iter_batches(batch_size=256):
+        file = pq.ParquetFile(path, pre_buffer=False)
+        for batch in file.iter_batches(batch_size=256, row_groups=part.groups):
             columns = {
                 name: _values(column)
                 for name, column in zip(batch.schema.names, batch.columns, strict=True)

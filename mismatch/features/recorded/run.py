@@ -162,7 +162,7 @@ def keep(
         "mode": "train",
         "model": engine.model,
         "dtype": spec.train.dtype,
-        "code": TRAINERS.get(recorded.form, "your trainer"),
+        "code": TRAINERS.get(recorded.form or "generic", "your trainer"),
         "temperature": sampling.temperature,
     }
     run = as_run(recorded, sampling, fingerprint, trainer if both else None)
@@ -172,7 +172,7 @@ def keep(
     texts = token_texts(tokenizer, ids) if tokenizer else {token: f"⟨{token}⟩" for token in ids}
     facts = RecordedFacts(
         file.name,
-        recorded.form,
+        recorded.form or "generic",
         run.findings,
         run.attributes,
         *((sums.steps(), sums.whole.step(0)) if both and sums.whole.tokens else ()),

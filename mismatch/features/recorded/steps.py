@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -37,15 +38,17 @@ class Row:
     attributes: dict[str, str] = field(default_factory=dict)
     number: int = 0
     """Of the sequence in the dump."""
+    place: str = ""
+    """Part of the dump, and number there: known before the parts are put together."""
 
     @property
     def key(self) -> str:
         """What tells its prompt from others."""
-        return f"alone {self.number}" if self.prompt is None else f"shared {self.prompt}"
+        return f"alone {self.place}" if self.prompt is None else f"shared {self.prompt}"
 
     def drawn(self, prompts: float, rows: float) -> bool:
         """Whether it is among these shares of all prompts, and of their rows."""
-        wanted = ((self.key, prompts), (f"row {self.number}", rows))
+        wanted = ((self.key, prompts), (f"row {self.place}", rows))
         return all(share == 1.0 or _draw(text) < share for text, share in wanted)
 
 
@@ -87,6 +90,11 @@ class _Rows:
     log_ratios: list[float] = field(default_factory=list)
     """Of every row."""
 
+    def merge(self, other: _Rows) -> None:
+        """Add the sums of other rows."""
+        for name in ("tokens", "abs_diff", "k3", "clipped", "entropy", "reward", "log_ratios"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     def step(self, number: int) -> Step:
         """Return their means; NaN, where a row lacks a value, is None."""
         n, rows = self.tokens, len(self.log_ratios)
@@ -107,7 +115,7 @@ class Sums:
     one_sided: int = 0
     """Rows without the trainer's log-probabilities."""
     whole: _Rows = field(default_factory=_Rows)
-    by_step: defaultdict[str, _Rows] = field(default_factory=lambda: defaultdict(_Rows))
+    by_step: defaultdict[str, _Rows] = field(default_factory=partial(defaultdict, _Rows))
     """Step, or "" for rows that name none -> its sums."""
     not_finite: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(side, what) -> tokens without a finite value."""
@@ -139,6 +147,17 @@ class Sums:
             rows.entropy += entropy
             rows.reward += np.nan if row.reward is None else row.reward
             rows.log_ratios.append(total)
+
+    def merge(self, other: Sums) -> None:
+        """Add the sums of the rows that follow."""
+        self.rows += other.rows
+        self.tokens += other.tokens
+        self.one_sided += other.one_sided
+        self.whole.merge(other.whole)
+        for name, rows in other.by_step.items():
+            self.by_step[name].merge(rows)
+        self.not_finite += other.not_finite
+        self.bad_rows += other.bad_rows
 
     def _finite(self, values: Floats, side: str) -> Bools:
         finite = np.isfinite(values)

@@ -1,0 +1,165 @@
+"""A dump in parts: the same result whoever reads them, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mismatch.errors import MismatchError
+from mismatch.features.recorded import parts as parts_module
+from mismatch.features.recorded.dumps import read_recorded
+from mismatch.features.recorded.parts import Part, Where, parts_of
+
+ROWS = 60
+
+
+def entries(first: int = 0) -> list[dict[str, Any]]:
+    random = np.random.default_rng(first)
+    return [
+        {
+            "token_ids": [1, 2, 3, 4],
+            "action_mask": [False, True, True, True],
+            "rollout_logprobs": [-1.0] * 3,
+            "train_logprobs": (random.normal(0, 0.1, 3) - 1.0).tolist(),
+            "prompt_id": None if number % 3 else f"p{number // 6}",
+            "step": (first + number) % 4,
+        }
+        for number in range(ROWS)
+    ]
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> Path:
+    """Three Parquet files of six row groups each."""
+    folder = tmp_path / "dump"
+    folder.mkdir()
+    for number in range(3):
+        table = pa.Table.from_pylist(entries(number))
+        pq.write_table(table, folder / f"part{number}.parquet", row_group_size=10)
+    return folder
+
+
+def test_a_large_file_is_cut_at_its_row_groups(dump: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = sorted(dump.iterdir())
+    assert [(part.number, part.groups) for part in parts_of(files)] == [
+        (number, (0, 1, 2, 3, 4, 5)) for number in range(3)
+    ]
+    monkeypatch.setattr(parts_module, "PART_BYTES", 1)
+    parts = parts_of(files)
+    assert [part.number for part in parts] == list(range(18))
+    assert [(part.first, part.groups) for part in parts[6:9]] == [(0, (0,)), (10, (1,)), (20, (2,))]
+
+
+@pytest.mark.parametrize("most", [None, 100])
+def test_several_processes_read_what_one_reads(
+    dump: Path, monkeypatch: pytest.MonkeyPatch, most: int | None
+) -> None:
+    """Sums, rows that are drawn, their numbers: all the same, and in the same order."""
+    monkeypatch.setattr(parts_module, "PART_BYTES", 1)
+    one = read_recorded(dump, most=most)
+    two = read_recorded(dump, most=most, on=Where(workers=2))
+    assert repr(one) == repr(two)
+    assert one.sums.rows == 3 * ROWS
+    assert [row.number for row in one.sequences] == sorted(row.number for row in one.sequences)
+    if most is None:
+        assert [row.number for row in one.sequences] == list(range(3 * ROWS))
+    else:
+        assert 16 < len(one.sequences) < 3 * ROWS
+
+
+def test_parts_change_no_sum(dump: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = read_recorded(dump)
+    monkeypatch.setattr(parts_module, "PART_BYTES", 1)
+    cut = read_recorded(dump)
+    assert cut.sums.rows == whole.sums.rows
+    for one, other in zip(cut.sums.steps(), whole.sums.steps(), strict=True):
+        numbers, others = (
+            {name: value for name, value in asdict(step).items() if value is not None}
+            for step in (one, other)
+        )
+        assert numbers == pytest.approx(others, rel=1e-12)
+
+
+def test_a_fault_in_another_process_is_the_same_error(
+    dump: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts_module, "PART_BYTES", 1)
+    wrong = [*entries(9)[:25], entries(9)[0] | {"action_mask": [True] * 4}]
+    pq.write_table(pa.Table.from_pylist(wrong), dump / "part1.parquet", row_group_size=10)
+    for on in (Where(), Where(workers=2)):
+        with pytest.raises(MismatchError, match=r"part1\.parquet:26: the first token") as error:
+            read_recorded(dump, on=on)
+        assert "mask is shifted" in error.value.fix
+
+
+def kills_itself(part: Part) -> None:
+    if part.number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_ends_the_reading_with_its_remedy() -> None:
+    parts = [Part(Path("a"), number) for number in range(4)]
+    with pytest.raises(MismatchError, match="killed") as error:
+        list(Where(workers=2).each(kills_itself, parts))
+    assert "--workers 1" in error.value.fix
+
+
+SLEEPS = """
+import sys, time
+from pathlib import Path
+from mismatch.features.recorded.parts import Part, Where
+
+def sleeps(part):
+    time.sleep(60)
+
+if __name__ == "__main__":
+    print("ready", flush=True)
+    list(Where(workers=2).each(sleeps, [Part(Path("a"), n) for n in range(2)]))
+"""
+
+
+def test_a_killed_reader_leaves_no_process(tmp_path: Path) -> None:
+    script = tmp_path / "sleeps.py"
+    script.write_text(SLEEPS)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == b"ready\n"
+        until = time.monotonic() + 30
+        children: list[psutil.Process] = []
+        while len(children) < 3 and time.monotonic() < until:  # two, and a resource tracker
+            children = psutil.Process(reader.pid).children(recursive=True)
+            time.sleep(0.1)
+        assert len(children) >= 2
+        time.sleep(2)  # they have begun
+        reader.kill()
+    gone, alive = psutil.wait_procs(children, timeout=20)
+    assert (len(gone), alive) == (len(children), [])
+
+
+def test_files_of_two_formats_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        '{"token_ids": [1, 2], "action_mask": [0, 1], "logprobs": [-1.0]}\n'
+    )
+    (tmp_path / "b.jsonl").write_text(
+        '{"prompt_tokens": [1], "response_tokens": [2], "logprobs": [-1.0]}\n'
+    )
+    with pytest.raises(MismatchError, match=r"b\.jsonl has the format open-instruct"):
+        read_recorded(tmp_path)
+
+
+def test_a_scheduler_that_does_not_answer_is_an_error_with_its_remedy() -> None:
+    with pytest.raises(MismatchError, match="--dask") as error:
+        list(Where(dask="tcp://127.0.0.1:9").each(kills_itself, []))
+    assert error.value.fix
