@@ -76,8 +76,8 @@ class Headline:
     """The report in one flat object, for logs and one-liners.
 
     Attributes:
-        side_at_fault: "engine", "trainer", or "either" where that cannot be told: which the square
-            found beyond its level.
+        side_at_fault: "engine", "trainer", or "either" where that cannot be told: which the square,
+            the long sequence or the digests of a broken run show.
         best_fix: id of the best fix or combination; None where none helped or was tried.
         exit_code: of `mismatch check` without --fail-on.
     """
@@ -105,10 +105,13 @@ def headline_of(report: Report) -> Headline:
     metrics = {} if first is None else {**first.metrics, **first.routing}
     k3, verdict = metrics.get("k3_kl"), report.verdict
     square, fixes = report.result("square"), report.result("fixes")
-    faults = sides_at_fault(square) if square else []
+    faults: list[str] = [*sides_at_fault(square)] if square else []
     causes = report.result("causes")
     known = [c.side for c in causes.ranked if c.fact and c.side != "either"] if causes else []
-    if faults[:1] == ["either"] and known:  # digests of the checkpoint decide
+    if long := report.result("long_sequence"):
+        faults += [gap.side for gap in long.gaps if gap.status == "failed"]
+    broken = verdict.correctness is not None and verdict.correctness.status == "broken"
+    if broken and known and faults[:1] in ([], ["either"]):  # digests of the checkpoint decide
         faults = known
     quick = bool((report.run.get("spec") or {}).get("quick"))
 

@@ -28,6 +28,7 @@ from mismatch.experiments.beyond import (
 )
 from mismatch.models.config import ModelConfig
 from mismatch.pipeline.build import build_report
+from mismatch.pipeline.document import headline_of
 from mismatch.reports.sections.headline import answers
 from mismatch.reports.sections.long_sequence import section
 from mismatch.run import store
@@ -151,6 +152,7 @@ def test_the_first_screen_names_the_side_and_not_that_all_agree(tmp_path: Path) 
     (said,) = [each.text for each in answers(report) if each.question == "Both sides"]
     assert said.startswith("From position 2")
     assert "transformers in float32 computes another function" in said
+    assert headline_of(report).side_at_fault == "either"
     clean, _ = build_report(run_with(tmp_path / "clean", off=0.0, start=0), spec())
     assert not [each for each in answers(clean) if "another function" in each.text]
 
