@@ -211,7 +211,7 @@ def plant_in_world() -> None:
     def loading(self: Any, pass_: Any) -> None:
         wanted = place == "shared" or pass_.name.startswith("fsdp")
         if self.loaded is not None and hasattr(self.loaded.scorer, "planted") != wanted:
-            self.loaded = None  # the right weights again, or the wrong ones
+            self.loaded = None  # loaded again, right or wrong
         load(self, pass_)
         scorer = self.loaded.scorer
         if wanted and not hasattr(scorer, "planted"):

@@ -126,7 +126,7 @@ def levels(flags: Flags) -> Thresholds | None:
 
 
 def narrator_of(flags: Flags, default: str) -> ConsoleNarrator:
-    """Return who tells of the stages beside JSON, and say which model is taken by default."""
+    """Return who tells of the stages, on stderr with --json, and name the default model."""
     telling = ConsoleNarrator(Console(stderr=flags["as_json"]))
     if not flags.explicit & {"model", "resume", "like"}:
         telling.note(f"no --model was given: the embedded {default} is taken")

@@ -98,8 +98,8 @@ class FixRun:
         return [v for v in self.variants if v.id not in self.failed and not self.scored(v)]
 
     def exact(self) -> list[Job]:
-        """Return what the verdicts after fixes need besides, and is not there: the float32 passes,
-        and those over the long sequence."""
+        """Return passes that verdicts after fixes need and that are not there: the trainer's in
+        float32, and those over the long sequence."""
         jobs = []
         for variant in self.variants:
             if variant.id not in self.failed:

@@ -27,7 +27,9 @@ WHOSE = "verl, trl, or your package.module:function."
 LIMIT_S = 600.0
 FLAGS = (
     Option("framework", str, PANEL, WHOSE, default=REQUIRED),
-    Option("python", str | None, PANEL, "Interpreter of its environment; default: this one."),
+    Option(
+        "python", str | None, PANEL, "Interpreter of its environment; default: that of mismatch."
+    ),
 )
 LEAD = (
     "The loss of {code} got made log-probabilities, masks, advantages and weights. It and its "
