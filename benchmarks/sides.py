@@ -28,6 +28,9 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.planted_sides import FAULTS, FUNCTIONS  # noqa: E402
+from mismatch.pipeline.build import build_report  # noqa: E402
+from mismatch.pipeline.document import headline_of  # noqa: E402
+from mismatch.run.directory import load_spec  # noqa: E402
 
 STATE = ROOT / "docs" / "evidence" / "sides.json"
 PLACES = ("engine", "trainer", "shared")
@@ -43,28 +46,20 @@ RIGHT_SIDES = {
 HEAD = """# Twenty faults on each side
 
 One fault at a time was planted in memory: in the engine, in the trainer's passes, or in the model
-code that trainer and float32 reference share. Every line is one `mismatch check` of tiny-gpt-oss
-at default size ({tokens:,} tokens, one rank, bf16). Gaps are mean \\|delta\\| to the
-reference, both in float32. Made by `benchmarks/sides.py`, {date}.
+code that trainer and float32 reference share. Each got a `mismatch check` of tiny-gpt-oss at
+default size ({tokens:,} tokens, one rank, bf16). The table has the largest gap to the reference in
+float32, mean \\|delta\\| in nats. Made by `benchmarks/sides.py`, {date}.
 """
-COUNTED = ("broken", "inconclusive", "unfit", "tolerable", "healthy")
-COUNTS = f"""| place | faults | {" | ".join(COUNTED)} | side right |
-| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
-CASES = """
-## {title}
-
-| fault | verdict | mean \\|delta\\| | gap of engine | of trainer | first cause | side |
-| --- | --- | ---: | ---: | ---: | --- | --- |"""
 TITLES = {
     "engine": "In the engine",
     "trainer": "In the trainer",
     "shared": "In shared model code",
 }
+PAGE = """
+| fault | in the engine | in the trainer | in shared code |
+| --- | ---: | ---: | ---: |"""
 END = """
-## Next
-
-[How the levels were chosen](calibration.md), and
-[what the square can and cannot see](../explain/square.md).
+**Next:** [how the levels were chosen](calibration.md).
 """
 WORLD = """
 import os
@@ -157,11 +152,12 @@ def plugin(home: Path) -> Path:
 
 def row_of(fault: str, place: str, run_dir: Path) -> Row:
     """Read a finished check."""
+    built, _ = build_report(run_dir, load_spec(run_dir))
     report: dict[str, Any] = json.loads((run_dir / "report.json").read_text())
     square = report.get("square") or {}
     gaps = {gap["left"]: gap["size"]["value"] for gap in square.get("gaps", ())}
     ranked = (report.get("causes") or {}).get("ranked") or []
-    headline = report["headline"]
+    headline = asdict(headline_of(built))  # of this version
     return Row(
         fault,
         place,
@@ -177,28 +173,27 @@ def row_of(fault: str, place: str, run_dir: Path) -> Row:
 
 
 def page(rows: list[Row], made: str) -> str:
-    """Write the page: counts by place, then every case."""
+    """Write the page: what was passed and placed, then the gap that each fault makes."""
     clean, *planted = rows
     parts = [HEAD.format(tokens=clean.tokens, date=made)]
-    parts += [f"The clean run is **{clean.verdict.upper()}**.\n", COUNTS]
-    for place in PLACES:
+    parts.append(f"The clean run is {clean.verdict.upper()}.")
+    for place, title in TITLES.items():
         of = [row for row in planted if row.place == place]
-        counts = [sum(row.verdict == state for row in of) for state in COUNTED]
+        broken = sum(row.verdict == "broken" for row in of)
         right = sum(row.right_side for row in of)
-        parts.append(f"| {place} | {len(of)} | {' | '.join(map(str, counts))} | {right} |")
-    for place in PLACES:
-        parts.append(CASES.format(title=TITLES[place]))
-        for row in planted:
-            if row.place == place:
-                verdict = f"**{row.verdict}**" if row.passed else row.verdict
-                numbers = (row.nats, row.gaps.get("vllm:fp32"), row.gaps.get("fsdp:fp32"))
-                cells = [f"`{row.fault}`", verdict, *map(number, numbers), row.cause, row.side]
-                parts.append(f"| {' | '.join(cell or '–' for cell in cells)} |")
+        parts.append(f"{title} {broken} of {len(of)} are BROKEN, {right} on the right side.")
+    others = [row for row in planted if row.verdict != "broken"]
+    parts += [f"`{row.fault}` in {row.place} is {row.verdict.upper()}." for row in others]
+    parts.append(PAGE)
+    for fault in dict.fromkeys(row.fault for row in planted):
+        of_place = {row.place: row for row in planted if row.fault == fault}
+        gaps = [number(max(of_place[p].gaps.values())) if p in of_place else "–" for p in PLACES]
+        parts.append(f"| `{fault}` | {' | '.join(gaps)} |")
     return "\n".join(parts) + "\n" + END
 
 
-def number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2g}"
+def number(value: float) -> str:
+    return f"{value:.2g}"
 
 
 def main() -> int:
