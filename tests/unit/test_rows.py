@@ -15,8 +15,8 @@ from mismatch.features.recorded import command
 from mismatch.features.recorded.facts import RecordedReport, checks
 from mismatch.features.recorded.rows import IN_TURN, LEAST_ROWS, RowGroups, row_groups
 from mismatch.features.recorded.section import section
-from mismatch.features.recorded.steps import Row, Step, Sums
 from mismatch.metrics import ess_seq, k3_kl
+from mismatch.metrics.row_sums import Row, Step, Sums
 from mismatch.types import Pair, Rollout, Sampling
 from tests.command import mismatch
 from tests.reports_fixture import make_report

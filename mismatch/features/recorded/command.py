@@ -11,7 +11,7 @@ from mismatch.cli.flags import REQUIRED, Flags, Option, flags_of, spec_values, s
 from mismatch.cli.options import FAIL_ON, LEVELS, LOG_TO, MODEL_FLAGS, NAME_FLAGS, OUT
 from mismatch.errors import MismatchError
 from mismatch.features.recorded.dumps import Form, Recorded, read_recorded
-from mismatch.features.recorded.parts import Where
+from mismatch.processes.spread import Where
 from mismatch.specs import (
     OUTPUT,
     PROMPTS,

@@ -27,8 +27,9 @@ import numpy as np
 
 from mismatch.errors import MismatchError
 from mismatch.features.recorded.convert import converted, json_lines
-from mismatch.features.recorded.parts import HERE, Part, Where, parts_of
-from mismatch.features.recorded.steps import Row, Sums
+from mismatch.features.recorded.parts import LARGE_BYTES, Part, parts_of
+from mismatch.metrics.row_sums import Row, Sums
+from mismatch.processes.spread import HERE, Where
 from mismatch.run.manifest import WRONG
 from mismatch.types import Bools, Floats, Ints
 
@@ -119,9 +120,10 @@ def read_recorded(
         MismatchError: a file cannot be read, needs ``python``, holds no ids and logprobs, a row is
             malformed (named), or two files have different formats.
     """
-    recorded, parts = Recorded(), parts_of(files_of(path))
+    recorded, files = Recorded(), files_of(path if on.dask is None else path.resolve())
+    parts, large = parts_of(files), sum(file.stat().st_size for file in files) > LARGE_BYTES
     work = partial(read_part, form=form, python=python, step=step, most=most)
-    for part, read in zip(parts, on.each(work, parts), strict=True):
+    for part, read in zip(parts, on.each(work, parts, large), strict=True):
         if read.form and recorded.form and read.form != recorded.form:
             fault = f"{part.file} has the format {read.form}, and files before it {recorded.form}"
             raise MismatchError(fault, "give the files of one format")

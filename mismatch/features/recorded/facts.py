@@ -8,7 +8,7 @@ from pathlib import Path
 from mismatch.analysis.plugins import Analysis
 from mismatch.codec import from_json
 from mismatch.features.recorded.rows import LEAST_ROWS, RowGroups, row_groups
-from mismatch.features.recorded.steps import Step
+from mismatch.metrics.row_sums import Step
 from mismatch.reports.formatting import plural
 from mismatch.run.manifest import damage_named
 from mismatch.specs import CheckSpec

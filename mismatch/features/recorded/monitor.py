@@ -85,7 +85,7 @@ class Monitor:
 
     def _write(self, batch: Batch) -> dict[str, float]:
         """Write some rows; return their headline numbers, by their names in a tracker."""
-        from mismatch.features.recorded.steps import Row, Sums
+        from mismatch.metrics.row_sums import Row, Sums
 
         sums = Sums()
         self.directory.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ import numpy as np
 from mismatch.features.recorded.dumps import SUFFIXES, read_recorded
 from mismatch.features.recorded.rows import row_groups
 from mismatch.features.recorded.run import as_run
-from mismatch.features.recorded.steps import Step
+from mismatch.metrics.row_sums import Step
 from mismatch.reports.formatting import number, percent
 from mismatch.types import Pair, Sampling
 
