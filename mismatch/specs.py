@@ -15,6 +15,7 @@ TemperatureIn = Literal["fp32", "logits", "logits-rounded"]
 ReplayMode = Literal["ids", "ids+weights"]
 WeightsForm = Literal["as-stored", "bf16", "mxfp4", "mxfp4-rounded"]
 VerdictFrom = Literal["as-is", "after-fixes"]
+AdapterWay = Literal["own", "merged"]
 AS_STORED: WeightsForm = "as-stored"
 Injections = tuple[tuple[str, float], ...]
 TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -121,6 +122,19 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter of PEFT over a spec's model.
+
+    Attributes:
+        path: directory with adapter_config.json and adapter_model.safetensors.
+        digest: twelve hexadecimal digits of both files' sha256.
+    """
+
+    path: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """One inference engine.
 
@@ -132,6 +146,7 @@ class EngineSpec:
         weights: the form in which the experts are served, see mismatch/models/derived.py.
         env: environment variables of the engine's process, (name, value) pairs.
         servers: addresses of running servers that sample, for the engine "server".
+        adapter_as: how the adapter is served; None: by the engine's own LoRA, if it has one here.
     """
 
     GONE = frozenset({"data_parallel_size"})
@@ -162,6 +177,14 @@ class EngineSpec:
     trust_remote_code: Annotated[bool, Flag(MODEL, "Run code that comes with the model.")] = False
     layers: Annotated[
         int | None, Flag(MODEL, "Run the model's first N layers alone.", range=Range(1, MANY))
+    ] = None
+    adapter: Annotated[
+        Adapter | None,
+        Flag(MODEL, "LoRA adapter (PEFT directory) of both sides.", kind=str | None),
+    ] = None
+    adapter_as: Annotated[
+        AdapterWay | None,
+        Flag(ENGINE, "Serve the adapter by the engine's LoRA (default where it can), or merged."),
     ] = None
     python: str | None = None
     weights: Annotated[
@@ -322,6 +345,7 @@ class TrainSpec:
         logprobs_dtype: what logprobs and entropies are rounded to on their way out, or None.
         grad: run the forward in train mode with gradients on.
         layers: as of the engine.
+        adapter: merged into what is loaded.
         weights: the form of the experts that are loaded, see mismatch/models/derived.py.
         replay_routing: "ids": use the experts of another scoring, weighted by this model's own
             gate; "ids+weights": its weights too, as constants. None: the model's own choice.
@@ -390,6 +414,10 @@ class TrainSpec:
     routing: bool = True
     trust_remote_code: bool = False
     layers: int | None = None
+    adapter: Annotated[
+        Adapter | None,
+        Flag(MODEL, "Another adapter for the trainer.", name="train_adapter", kind=str | None),
+    ] = None
     temperature_in: Annotated[
         TemperatureIn, Flag(TRAIN, "Where logits are divided by the temperature.")
     ] = "fp32"
@@ -540,6 +568,7 @@ def weights_key(spec: TrainSpec) -> tuple[Any, ...]:
         spec.offload,
         spec.weights,
         spec.layers,
+        spec.adapter,
         spec.trust_remote_code,
     )
 
@@ -551,6 +580,7 @@ def load_key(spec: TrainSpec) -> tuple[Any, ...]:
 
 TURNS = ("environment", "max_turns", "max_observation_tokens")
 PLACES = (*("servers", "served_model", "server_concurrency", "server_timeout_s"), "overlap")
+LATER = ("layers", "adapter", "adapter_as")
 
 
 PACKAGED = re.compile(r"[/\\]mismatch[/\\]models[/\\][^/\\]+$")
@@ -558,9 +588,9 @@ PACKAGED = re.compile(r"[/\\]mismatch[/\\]models[/\\][^/\\]+$")
 
 def _anywhere(data: dict[str, Any]) -> dict[str, Any]:
     """Return a spec's data without what changes no number: where it runs, turns if there is one."""
-    dropped = PLACES if data.get("environment") else {*PLACES, *TURNS}
-    if data.get("layers", 0) is None:  # a spec from before that field has the same hash
-        dropped = {*dropped, "layers"}
+    dropped = {*PLACES} if data.get("environment") else {*PLACES, *TURNS}
+    # A spec from before one of these fields has the same hash.
+    dropped |= {name for name in LATER if data.get(name, 0) is None}
     return {
         name: _anywhere(value) if isinstance(value, dict) else value
         for name, value in data.items()

@@ -33,6 +33,7 @@ NAMES_OF_TYPES = {bool: "true or false", int: "a whole number", float: "a number
 METAVARS: dict[Any, str] = {
     **dict.fromkeys(("engine_arg", "verl_override", "inject"), "KEY=VALUE"),
     **dict.fromkeys(("prompts", "resume", "scorer_config", "accelerate_config"), "PATH"),
+    **dict.fromkeys(("adapter", "train_adapter"), "PATH"),
     "server": "URL",
     "engine_python": "NAME=PATH",
     int: "N",

@@ -45,6 +45,8 @@ MODEL_FLAGS = (
 )
 LAYERS = flags_of(EngineSpec, "layers")
 TRAIN_MODEL = Option("train_model", str | None, MODEL, "Another checkpoint for the trainer.")
+ADAPTER = flags_of(EngineSpec, "adapter adapter_as")
+TRAIN_ADAPTER = flags_of(TrainSpec, "adapter")
 PROMPT_FLAGS = (
     *flags_of(
         PromptSpec,
@@ -162,6 +164,8 @@ CHECK = (
     *MODEL_FLAGS,
     *LAYERS,
     TRAIN_MODEL,
+    *ADAPTER,
+    *TRAIN_ADAPTER,
     *PROMPT_FLAGS,
     BOTH_PYTHONS,
     *ENGINE_FLAGS,

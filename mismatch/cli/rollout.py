@@ -7,6 +7,7 @@ from dataclasses import replace
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import (
+    ADAPTER,
     CONFIG,
     ENGINE_FLAGS,
     LAYERS,
@@ -21,8 +22,8 @@ from mismatch.specs import CheckSpec, TrainSpec
 
 
 @with_flags(
-    *(MODEL_FLAGS, LAYERS, PROMPT_FLAGS, ENGINE_FLAGS, SERVER_FLAGS, ROUTING, NEW_RUN, TRUST_RUN),
-    CONFIG,
+    *(MODEL_FLAGS, LAYERS, ADAPTER, PROMPT_FLAGS, ENGINE_FLAGS, SERVER_FLAGS, ROUTING, NEW_RUN),
+    *(TRUST_RUN, CONFIG),
 )
 def rollout(flags: Flags) -> int:
     """Sample in the engine; score later, here or elsewhere.
@@ -42,7 +43,9 @@ def rollout(flags: Flags) -> int:
     if spec is None:
         model = resolve_model(require_model(flags))
         train = TrainSpec(model=model, **flags.pick("revision trust_remote_code layers"))
-        spec = CheckSpec(rollout=rollout_spec(flags, model), train=train, seed=flags["seed"])
+        asked = rollout_spec(flags, model)
+        train = replace(train, adapter=asked.engine.adapter)
+        spec = CheckSpec(rollout=asked, train=train, seed=flags["seed"])
     ranks = spec.nproc_per_node
     session.require_directory(flags)
     session.warn_of_key(spec.rollout)

@@ -14,6 +14,7 @@ from mismatch.cli.options import (
     ROUTING,
     RUN,
     SCORING_ENGINE,
+    TRAIN_ADAPTER,
     TRAIN_FLAGS,
     TRUST_RUN,
 )
@@ -30,7 +31,10 @@ ENGINE_NAMES = frozenset(option.name for option in SCORING_ENGINE)
 SHARED = {"run", "model", "revision", "trust_remote_code", "name", "trust_run", "config"}
 
 
-@with_flags(*(RUN, MODEL_FLAGS, TRAIN_FLAGS, SCORING_ENGINE, NAME, ROUTING, TRUST_RUN), CONFIG)
+@with_flags(
+    *(RUN, MODEL_FLAGS, TRAIN_ADAPTER, TRAIN_FLAGS, SCORING_ENGINE, NAME, ROUTING, TRUST_RUN),
+    CONFIG,
+)
 def score(flags: Flags) -> int:
     """Score the tokens of a run under FSDP2, or with --engine by the prefill of another engine.
 
@@ -70,7 +74,9 @@ def score(flags: Flags) -> int:
     if unused := sorted(flags.explicit & ENGINE_NAMES):
         flag = unused[0].replace("_", "-")
         raise MismatchError(f"--{flag} is for a scoring by an engine", "name it: --engine NAME")
-    train = replace(train_spec(flags, model), layers=stored.train.layers)
+    train = train_spec(flags, model)
+    adapter = train.adapter or stored.train.adapter
+    train = replace(train, layers=stored.train.layers, adapter=adapter)
     if not flags["model"]:  # the run's own model, so as the run names it
         revision = flags["revision"] or stored.train.revision
         trusted = session.trusted_code(run, stored.train, flags)
@@ -103,7 +109,8 @@ def _by_engine(flags: Flags, run: Path, model: str) -> int:
         raise MismatchError(f"--{flag} is for a scoring by the trainer", "drop it, or --engine")
     stored = load_spec(run).rollout
     given = engine_spec(flags, model, flags["engine"], flags["engine_arg"])
-    engine = replace(given, routing=False, layers=stored.engine.layers)
+    ran = stored.engine
+    engine = replace(given, routing=False, layers=ran.layers, adapter=ran.adapter)
     if not flags["model"]:
         trusted = session.trusted_code(run, load_spec(run).train, flags)
         revision = flags["revision"] or stored.engine.revision

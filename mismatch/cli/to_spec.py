@@ -18,7 +18,16 @@ from mismatch.models.moe import parse_injections
 from mismatch.prompts.tasks import find_task
 from mismatch.run.machine import local_gpus
 from mismatch.run.provenance import require_no_secret
-from mismatch.specs import MANY, CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
+from mismatch.specs import (
+    MANY,
+    Adapter,
+    CheckSpec,
+    EngineSpec,
+    PromptSpec,
+    RolloutSpec,
+    Sampling,
+    TrainSpec,
+)
 
 NO_MODEL = "name one: --model tiny-gpt-oss, a hub id (org/name) or a directory"
 FIX_FIELDS = "fixes budget_minutes verdict explain"
@@ -29,7 +38,7 @@ SERVER_NAMES = frozenset(option.name for option in SERVER_FLAGS)
 # What only an engine that mismatch starts can be told.
 OURS = (
     *("engine_python", "vllm_python", "sglang_python", "max_model_len", "engine_arg"),
-    *("tensor_parallel_size", "layers"),
+    *("tensor_parallel_size", "layers", "adapter", "adapter_as"),
     *("gpu_memory_utilization", "rollout_weights"),
 )
 
@@ -43,6 +52,7 @@ COMPANIONS = {
     "prompt_column": "dataset",
     "answer_column": "dataset",
     "budget_minutes": "fix explain",
+    "adapter_as": "adapter",
     "exact_kl_top_k": "exact_kl",
 }
 
@@ -180,6 +190,7 @@ def engine_spec(flags: Flags, model: str, name: str, arguments: list[str] | None
             "args": tuple(_engine_arg(text) for text in arguments or ()),
             "python": pythons.get(name),
             "servers": server_addresses(flags),
+            "adapter": adapter_of(flags.get("adapter")),
         }
     )
 
@@ -226,7 +237,19 @@ def train_spec(flags: Flags, model: str) -> TrainSpec:
     values = spec_values(TrainSpec, flags, auto=lambda: checkpoint_dtype(model, flags["revision"]))
     if values.get("python") is None:
         values["python"] = flags.get("python")
-    return TrainSpec(model=model, layers=flags.get("layers"), **shared, **values)
+    adapter = adapter_of(flags.get("train_adapter") or flags.get("adapter"))
+    return TrainSpec(model=model, layers=flags.get("layers"), adapter=adapter, **shared, **values)
+
+
+def adapter_of(path: str | None) -> Adapter | None:
+    """Return the adapter in a directory; None for None.
+
+    Raises:
+        MismatchError: there is none that can be merged.
+    """
+    from mismatch.models.adapters import find_adapter
+
+    return find_adapter(path) if path else None
 
 
 def checkpoint_dtype(model: str, revision: str | None) -> str:

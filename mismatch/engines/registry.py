@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,8 @@ class EngineInfo:
         gives_routing_weights: it gives the ids of the experts that it used, and their weights.
         verl_name: its name in a verl config; None: the same.
         started: mismatch starts it (``--engine NAME``), in contrast to running servers.
+        no_adapter: ``module:function`` that takes an EngineSpec and says why the engine cannot
+            apply its LoRA adapter itself; "": it can. None: it gets merged weights.
         sync_driver: ``module:class`` of its :class:`mismatch.engines.sync_drivers.Driver`; None:
             its weight sync cannot be probed.
         weight_paths: ways to push weights into it -> what each calls; the first is the default.
@@ -56,6 +58,7 @@ class EngineInfo:
     gives_routing_weights: bool = False
     verl_name: str | None = None
     started: bool = True
+    no_adapter: str | None = None
     sync_driver: str | None = None
     weight_paths: Mapping[str, str] = field(default_factory=dict)
 
@@ -151,6 +154,23 @@ def check_machine(spec: EngineSpec) -> None:
         _load(spec.engine, info.preflight, info.install_hint)(spec)
 
 
+def with_adapter_way(spec: EngineSpec) -> EngineSpec:
+    """Return the spec with ``adapter_as`` decided, by what its engine can in this environment.
+
+    Raises:
+        MismatchError: the engine is to apply the adapter itself and cannot.
+    """
+    if spec.adapter is None or spec.adapter_as == "merged":
+        return spec
+    info = engine_info(spec.engine)
+    why = f"mismatch gives {spec.engine} merged weights alone"
+    if info.no_adapter is not None:
+        why = _load(spec.engine, info.no_adapter, info.install_hint)(spec)
+    if why and spec.adapter_as == "own":
+        raise MismatchError(f"--adapter-as own: {why}", "--adapter-as merged")
+    return replace(spec, adapter_as="merged" if why else "own")
+
+
 def _entry_points() -> Any:
     from importlib.metadata import entry_points
 
@@ -193,10 +213,12 @@ def versions() -> dict[str, str]:
 
 def model_facts(spec: EngineSpec) -> dict[str, Any]:
     """Return model, versions and hashes of the source files."""
+    from mismatch.models.adapters import adapter_facts, adapter_files
     from mismatch.models.derived import layers_held
     from mismatch.models.digests import source_hashes
 
     directory = model_directory(spec)
+    files = adapter_files(spec.adapter.path) if spec.adapter else {}
     installed, packages = versions(), engine_info(spec.engine).packages
     return {
         "model": spec.model,
@@ -205,7 +227,8 @@ def model_facts(spec: EngineSpec) -> dict[str, Any]:
         **layers_held(directory),
         "versions": installed,
         "version": next((installed[name] for name in packages if name in installed), "unknown"),
-        "source_files": source_hashes(str(directory)) if directory else {},
+        "source_files": source_hashes(str(directory)) | files if directory else {},
+        **adapter_facts(spec.adapter, spec.adapter_as),
     }
 
 

@@ -150,6 +150,7 @@ def float32_engine(spec: RolloutSpec) -> RolloutSpec | None:
         args=kept,
         routing=False,
         prefill=True,
+        adapter_as="merged" if engine.adapter_as == "merged" else None,  # own if it can in fp32
         weights="bf16" if packed else engine.weights,  # dequantised: engines refuse MXFP4 with it
     )
     return replace(spec, engine=exact, exact_kl=0)

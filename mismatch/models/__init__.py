@@ -158,7 +158,6 @@ def unconverted(path: Path) -> MismatchError | None:
     whole = any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))
     if whole and not (path / "adapter_config.json").is_file():
         return None
-    merged = f"{path}-merged"
     for place in (path, path.parent, path / "actor"):
         if any(place.glob("model_world_size_*_rank_*.pt")):
             target = f"{place}-merged"
@@ -176,11 +175,18 @@ def unconverted(path: Path) -> MismatchError | None:
     if (path / "adapter_config.json").is_file():
         return MismatchError(
             f"{path} is a LoRA adapter, without its base model",
-            'python -c "from peft import AutoPeftModelForCausalLM as Model; Model.from_pretrained('
-            f"'{path}').merge_and_unload().save_pretrained('{merged}')\", copy the base model's "
-            f"tokenizer there, then --model {merged}",
+            f"--model {_base_of(path)} --adapter {path}",
         )
     if any(path.glob("*.gguf")):
         fault = f"{path} holds GGUF, which no trainer reads"
         return MismatchError(fault, "give the checkpoint that it was made from")
     return None
+
+
+def _base_of(path: Path) -> str:
+    """Return the base model that an adapter names; BASE where it names none."""
+    try:
+        config = json.loads((path / "adapter_config.json").read_text("utf-8"))
+        return str(config.get("base_model_name_or_path") or "BASE")
+    except (OSError, ValueError, AttributeError):
+        return "BASE"

@@ -1,4 +1,4 @@
-"""A checkpoint with its experts in another form, or of its first layers, kept in a cache.
+"""A checkpoint with its experts in another form, an adapter, or its first layers alone; cached.
 
 What a quantised rollout does to the numbers can only be seen where both forms can be served:
 
@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mismatch.errors import MismatchError
+from mismatch.models.adapters import adapter_files, with_adapter
 from mismatch.models.config import ModelConfig, first_layers, read_config
 from mismatch.models.digests import source_hashes
-from mismatch.specs import AS_STORED, EngineSpec, TrainSpec, WeightsForm
+from mismatch.specs import AS_STORED, Adapter, EngineSpec, TrainSpec, WeightsForm
 
 if TYPE_CHECKING:
     import torch
@@ -47,31 +48,51 @@ Spec = TypeVar("Spec", EngineSpec, TrainSpec)
 def in_form(spec: Spec) -> Spec:
     """Return the spec with its model replaced by one in the form it asks for, made if need be.
 
+    An adapter is merged, but for an engine that applies it itself (``adapter_as`` is "own").
+
     Raises:
         MismatchError: a model that is not in a local directory or cache, that has no experts in a
-            known layout or too few layers, or no disk space.
+            known layout or too few layers, an adapter that does not fit it, or no disk space.
     """
-    if spec.weights == AS_STORED and spec.layers is None:
+    adapter = None if isinstance(spec, EngineSpec) and spec.adapter_as == "own" else spec.adapter
+    if spec.weights == AS_STORED and spec.layers is None and adapter is None:
         return spec
-    return replace(spec, model=str(derive(_local(spec), spec.weights, spec.layers)), revision=None)
+    model = derive(_local(spec), spec.weights, spec.layers, adapter, exact=spec.dtype == "fp32")
+    return replace(spec, model=str(model), revision=None)
 
 
-def derive(source: Path, form: WeightsForm, layers: int | None = None) -> Path:
-    """Directory of the checkpoint or its first layers in ``form``; the source where it is that."""
+def derive(
+    source: Path,
+    form: WeightsForm,
+    layers: int | None = None,
+    adapter: Adapter | None = None,
+    exact: bool = False,
+) -> Path:
+    """Directory of the checkpoint or its first layers in ``form``; the source where it is that.
+
+    Args:
+        exact: store what the adapter changes in float32: in a float32 pass the rounding of merged
+            weights would look like another function than that of an engine with its own LoRA.
+
+    Raises:
+        MismatchError: as :func:`in_form`.
+    """
     if form in (AS_STORED, "mxfp4" if is_mxfp4(source) else "bf16"):
-        if layers is None:
+        if layers is None and adapter is None:
             return source
         form = AS_STORED
     else:
         require_form(source, form)
     hashes = source_hashes(str(source))
     what = form if layers is None else f"{form}-{layers}-layers"
+    if adapter is not None:
+        hashes, what = hashes | adapter_files(adapter.path), f"{what}-adapter{'-fp32' * exact}"
     text = json.dumps([what, sorted(hashes.items())])
     target = cache() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}-{what}"
     if not _whole(target):
         with _writing(target), _alone(target):
             if not _whole(target):
-                _write(source, target, form, layers, hashes)
+                _write(source, target, form, layers, hashes, adapter, exact)
     return target
 
 
@@ -160,7 +181,13 @@ def _writing(target: Path) -> Iterator[None]:
 
 
 def _write(
-    source: Path, target: Path, form: WeightsForm, layers: int | None, hashes: dict[str, str]
+    source: Path,
+    target: Path,
+    form: WeightsForm,
+    layers: int | None,
+    hashes: dict[str, str],
+    adapter: Adapter | None,
+    exact: bool,
 ) -> None:
     whole = read_config(source)
     config = whole if layers is None else first_layers(whole, layers)
@@ -172,8 +199,8 @@ def _write(
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith((".safetensors", ".bin", INDEX)):
             shutil.copyfile(path, partial / path.name)
-    shards = Shards(partial)
-    for name, tensor in _converted(source, form, layers):
+    shards, tensors = Shards(partial), _converted(source, form, layers)
+    for name, tensor in with_adapter(adapter, source, tensors, exact) if adapter else tensors:
         shards.add(name, tensor)
     shards.finish()
     if form != AS_STORED:

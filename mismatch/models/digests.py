@@ -126,10 +126,11 @@ def source_hashes(model_dir: str | Path) -> dict[str, str]:
         recorded: dict[str, str] = json.loads(record.read_text("utf-8"))["source_files"]
         return recorded
     paths = {path for pattern in SOURCE_FILES for path in root.glob(pattern) if path.is_file()}
-    return {path.name: _sha256(path) for path in sorted(paths)}
+    return {path.name: file_sha256(path) for path in sorted(paths)}
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """Return sha256 of a file, as hexadecimal digits; of the hub's cache by the blob's name."""
     blob = path.resolve()
     if path.is_symlink() and blob.parent.name == "blobs" and len(blob.name) == 64:
         return blob.name

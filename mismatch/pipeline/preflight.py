@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from mismatch.engines.known_faults import faults_of
-from mismatch.engines.registry import check_machine, engine_info, require_engine, weight_givers
+from mismatch.engines.registry import (
+    check_machine,
+    engine_info,
+    require_engine,
+    weight_givers,
+    with_adapter_way,
+)
 from mismatch.errors import INSTALL_SCORE, MismatchError, did_you_mean, require_packages
+from mismatch.models.adapters import merge_first, require_adapter
 from mismatch.models.config import find_config, first_layers
 from mismatch.models.derived import is_mxfp4
 from mismatch.models.derived import require_form as require_derived
@@ -96,6 +103,9 @@ def preflight(spec: CheckSpec, *, reach: bool = True) -> None:
     placement(spec, local_gpus())
     require_routes(spec, weight_givers())
     require_forms(spec)
+    if spec.weights_effect is not None and spec.train.adapter is not None:
+        fault = "--weights-effect changes weights that an adapter was not trained on"
+        raise MismatchError(fault, f"drop it; or {merge_first(spec.train.adapter.path)}")
 
 
 def preflight_rollout(spec: RolloutSpec, *, reach: bool = True) -> None:
@@ -162,10 +172,19 @@ def require_engine_names(engine: EngineSpec, environment: str | None = None) -> 
     from mismatch.prompts.environments import built_in
 
     require_layers(engine)
+    require_adapter(engine)
+    require_own_adapter(engine)
     if engine.args:
         check_machine(replace(engine, python=own_python(engine)))
     if environment is not None:
         built_in(environment)
+
+
+def require_own_adapter(spec: EngineSpec) -> None:
+    """Raise MismatchError where it is known already that the engine cannot do as --adapter-as."""
+    known = engine_info(spec.engine).no_adapter is None or own_python(spec) is None
+    if spec.adapter_as == "own" and known:
+        with_adapter_way(spec)
 
 
 def require_layers(spec: EngineSpec | TrainSpec) -> None:
@@ -188,6 +207,10 @@ def require_trainer_names(spec: TrainSpec) -> None:
     from mismatch.trainers.worker import place_of
 
     require_layers(spec)
+    require_adapter(spec)
+    if spec.adapter is not None and spec.scorer not in (OWN_SCORER, FILE_SCORER):
+        fault = f"an adapter and --scorer {spec.scorer}: that trainer loads whole models"
+        raise MismatchError(fault, merge_first(spec.adapter.path))
     if spec.layers is not None and spec.scorer != OWN_SCORER:
         fault = f"--layers and --scorer {spec.scorer}: that trainer loads the whole model"
         raise MismatchError(fault, "drop --layers, or --scorer")

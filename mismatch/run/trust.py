@@ -84,13 +84,13 @@ DATA: dict[type, frozenset[str]] = {
         RolloutSpec: "engine prompts sampling exact_kl exact_kl_top_k",
         Sampling: "temperature top_p top_k max_tokens samples_per_prompt seed",
         EngineSpec: "engine model revision dtype tensor_parallel_size max_model_len "
-        "gpu_memory_utilization routing prefill layers weights served_model server_concurrency "
-        "server_timeout_s",
+        "gpu_memory_utilization routing prefill layers adapter adapter_as weights served_model "
+        "server_concurrency server_timeout_s",
         PromptSpec: "task num_prompts seed dataset_config dataset_split prompt_column "
         "answer_column max_turns max_observation_tokens",
         TrainSpec: "model revision dtype master_dtype offload autocast head_dtype router_dtype "
         "micro_batch_tokens layout sequence_parallel grad routing temperature_in logprobs_dtype "
-        "layers weights replay_routing replay_source inject inject_seed",
+        "layers adapter weights replay_routing replay_source inject inject_seed",
     }.items()
 }
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from mismatch.captures import Distributions, Likeliest, narrowest
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
+from mismatch.models.adapters import adapter_facts
 from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
 from mismatch.models.resolved import resolved
 from mismatch.run.messages import Reporter
@@ -262,6 +263,7 @@ def fingerprint(
         **_contents(world, loaded),
         "weights_comparable": comparable(loaded.master_dtype),
     }
+    facts |= adapter_facts(spec.adapter, "merged")
     if loaded.attention.tried:  # kernels that were run before one was trusted
         facts["attention_candidates"] = list(loaded.attention.tried)
     if loaded.dropout:

@@ -120,6 +120,9 @@ def _stop_token_gap(stop: np.ndarray, left: Scoring, right: Scoring, stopped: in
     return Check("special-tokens", "passed", detail)
 
 
+SAME_CHECKPOINT = "point engine and trainer at the same checkpoint"
+
+
 def source_files(left: Fingerprint, right: Fingerprint) -> Check:
     """Check that both sides read the same files, by sha256."""
     a, b = left.get("source_files"), right.get("source_files")
@@ -131,7 +134,9 @@ def source_files(left: Fingerprint, right: Fingerprint) -> Check:
     both = all(any(name.endswith(WEIGHT_FILES) for name in side) for side in (a, b))
     if differ or (only and (common or both)):
         detail = f"{', '.join((differ + only)[:5])} differ between the two sides"
-        return failed("source-files", detail, "point engine and trainer at the same checkpoint")
+        adapters = all(name.startswith("adapter/") for name in (*differ, *only))
+        fix = "give both sides one adapter: --adapter" if adapters else SAME_CHECKPOINT
+        return failed("source-files", detail, fix)
     if not common:
         detail = "nothing to check: the two sides hashed no file of the same name"
         return Check("source-files", "not_tested", detail)

@@ -25,6 +25,7 @@ INFO = EngineInfo(
     "--engine transformers",
     import_check=LOAD_LIBRARY,
     preflight="mismatch.engines.vllm.arguments:require_machine",
+    no_adapter="mismatch.engines.vllm.lora:no_adapter",
     sync_driver="mismatch.engines.vllm.sync_driver:VllmDriver",
     weight_paths={
         "reload": "reload_weights(weights_path=…), vLLM's own",

@@ -31,7 +31,12 @@ from mismatch.engines.base import (
 )
 from mismatch.engines.distribution_capture import CaptureRequest, unpack
 from mismatch.engines.model_info import CauseInLog, ModelInfo, load_fix, read_model_info
-from mismatch.engines.registry import checkpoint_names, model_facts, short_dtype
+from mismatch.engines.registry import (
+    checkpoint_names,
+    model_directory,
+    model_facts,
+    short_dtype,
+)
 from mismatch.engines.vllm.arguments import (
     captures_routes,
     engine_arguments,
@@ -41,6 +46,7 @@ from mismatch.engines.vllm.arguments import (
     set_environment,
     without_refused_capture,
 )
+from mismatch.engines.vllm.lora import NUMBER, as_merged, lora_arguments
 from mismatch.errors import MismatchError, first_line
 from mismatch.specs import EngineSpec
 from mismatch.types import ROUTES, Fingerprint, Floats, NotTested, Sampling
@@ -58,7 +64,10 @@ class VllmEngine(Engine):
         self.spec = spec
         self.sampling = sampling
         self.info: ModelInfo = read_model_info(spec)
-        self._arguments = engine_arguments(spec, sampling, self.info, longest)
+        self._applies = bool(lora_arguments(spec))  # the adapter itself, not merged weights
+        self._arguments = lora_arguments(spec) | engine_arguments(
+            spec, sampling, self.info, longest
+        )
         self._capture = captures_routes(spec, self.info)
         self._sent: dict[str, Any] = {}
         self._refused = ""  # why vLLM does not capture routes that were asked for
@@ -95,9 +104,13 @@ class VllmEngine(Engine):
 
             arguments, self._refused = without_refused_capture(self._arguments)
             self.llm = LLM(**arguments)
+            self._apply_adapter()
         except MismatchError:
             raise
         except Exception as error:
+            if self._applies:
+                what = f"vLLM cannot load {self.spec.model} with the adapter: {first_line(error)}"
+                raise MismatchError(what, "serve them merged: --adapter-as merged") from error
             if CHILD_FAILED in str(error):
                 raise CauseInLog(f"vLLM cannot load {self.spec.model}", load_fix(error)) from error
             fault = f"vLLM cannot load {self.spec.model}: {first_line(error)}"
@@ -115,6 +128,15 @@ class VllmEngine(Engine):
                 )
         self._capture = self._capture and not self._refused
         return self
+
+    def _apply_adapter(self) -> None:
+        """Load the spec's adapter, so that all requests carry it."""
+        if self._applies and self.spec.adapter is not None:
+            from vllm.lora.request import LoRARequest
+
+            path = self.spec.adapter.path
+            self.adapter = LoRARequest("mismatch", NUMBER, path)
+            self.llm.llm_engine.add_lora(self.adapter)
 
     def __exit__(self, *exc: object) -> None:
         # The process ends with the engine; what has to go is vLLM's own children.
@@ -318,7 +340,10 @@ class VllmEngine(Engine):
             unmapped.update(unknown)
             for name, digest in digests.items():
                 total[name] = combine([total[name], digest]) if name in total else digest
-        return LoadedWeights(total, tuple(sorted(unmapped)))
+        loaded, base = LoadedWeights(total, tuple(sorted(unmapped))), model_directory(self.spec)
+        if not self._applies or base is None:
+            return loaded
+        return as_merged(self.spec, base, loaded, self._call)
 
     def fingerprint(self, mode: Mode) -> Fingerprint:
         config, model = self.config, self.config.model_config

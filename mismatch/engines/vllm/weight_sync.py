@@ -83,13 +83,14 @@ class WeightSync(HeldWeights):
         return json.dumps(self.mismatch_held(names, transposed))
 
     def mismatch_held_adapter(
-        self, names: list[str], adapter: int
+        self, names: list[str], adapter: int, rank: int = RANK
     ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """Return the same of a LoRA adapter's matrices; zeros where no slot holds the adapter.
 
         Args:
             names: of an adapter's file, by the checkpoint's modules.
             adapter: vLLM's lora_int_id.
+            rank: of its widest matrices.
         """
         wanted = {name.removesuffix(f".{A}") for name in names if name.endswith(A)}
         modules = {
@@ -101,7 +102,7 @@ class WeightSync(HeldWeights):
         slot = slots.index(adapter) if adapter in slots else None
         prints, missing = {}, {}
         for path, layer in model.named_modules():
-            for part, a, b in _matrices(path, layer, slot):
+            for part, a, b in _matrices(path, layer, slot, rank):
                 module = modules.get(part, part)
                 if module not in wanted:
                     continue
@@ -177,7 +178,7 @@ def unshuffled(weight: torch.Tensor, pack: Callable[[torch.Tensor], torch.Tensor
 
 
 def _matrices(
-    path: str, layer: Any, slot: int | None
+    path: str, layer: Any, slot: int | None, rank: int
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield (unfused module, A [rank, in], B [out, rank]) of one wrapped layer."""
     stacks = getattr(layer, "lora_a_stacked", None)
@@ -188,7 +189,7 @@ def _matrices(
     for part, a, b in zip(parts, stacks, layer.lora_b_stacked, strict=False):
         if a.ndim != 4:  # [slots, 1, rank, in]: embeddings and experts lie otherwise
             return
-        of_a, of_b = a[slot or 0, 0, :RANK], b[slot or 0, 0, :, :RANK]
+        of_a, of_b = a[slot or 0, 0, :rank], b[slot or 0, 0, :, :rank]
         empty = slot is None
         yield f"{parent}.{part}", *(m.new_zeros(m.shape) if empty else m for m in (of_a, of_b))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,9 @@ def record_engine(job: dict[str, Any], rollout: Rollout) -> None:
     sequences = [ids.tolist() for ids in rollout.sequences()]
     masks = np.split(rollout.action_mask, rollout.offsets[1:-1])
     starts = [int(np.flatnonzero(mask)[0]) for mask in masks]
-    with engine_class(name)(in_form(spec.engine), sampling, longest) as engine:
+    # Merged: an engine's own LoRA puts its layers into others, which have no sites.
+    served = in_form(replace(spec.engine, adapter_as="merged"))
+    with engine_class(name)(served, sampling, longest) as engine:
         report_ready()
         scores = RECORD[name](engine, sequences, starts, sampling.temperature, folder)
         facts = engine.fingerprint("prefill")

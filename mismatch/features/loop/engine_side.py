@@ -67,7 +67,7 @@ def run(run_dir: Path, loop: LoopSpec, start: int, pool: Path) -> None:
         fault = f"{spec.engine.model} has no safetensors files"
         raise MismatchError(fault, "save it again with save_pretrained")
     with engine_class(spec.engine.engine)(
-        in_form(spec.engine), spec.sampling, ready.longest
+        in_form(replace(spec.engine, adapter_as="merged")), spec.sampling, ready.longest
     ) as engine:
         report_ready()
         stop_at(engine, ready)

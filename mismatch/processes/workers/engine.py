@@ -24,7 +24,7 @@ from mismatch.engines import artefacts
 from mismatch.engines.artefacts import prefill_scoring
 from mismatch.engines.base import Capabilities, Engine
 from mismatch.engines.model_info import CauseInLog
-from mismatch.engines.registry import engine_class
+from mismatch.engines.registry import engine_class, with_adapter_way
 from mismatch.errors import MismatchError, first_line, named_line
 from mismatch.experiments.beyond import leave
 from mismatch.models.derived import in_form
@@ -106,7 +106,7 @@ def run(run_dir: Path, spec: RolloutSpec, long: ScoreLong | None = None) -> None
     kind, ready = engine_class(spec.engine.engine), ready_for(spec)
     rescores = wants_prefill(spec, ready.capabilities)
     longest = max(ready.longest, long.tokens if long and rescores else 0)
-    with kind(in_form(spec.engine), spec.sampling, longest) as engine:
+    with kind(in_form(with_adapter_way(spec.engine)), spec.sampling, longest) as engine:
         stop_at(engine, ready)
         report_ready()
         if not resume.rollout_done(run_dir, spec):
@@ -178,7 +178,7 @@ def score(
         rows = np.unique(own.prompt_index, return_index=True)[1][:MOST_PROMPTS]
         prompts = [sequences[row][: int(np.flatnonzero(masks[row])[0])].tolist() for row in rows]
         longest = max(longest, artefacts.context_of(max(map(len, prompts))))
-    with kind(in_form(spec.engine), spec.sampling, longest) as engine:
+    with kind(in_form(with_adapter_way(spec.engine)), spec.sampling, longest) as engine:
         report_ready()
         for task, rollout in zip(tasks, rollouts, strict=True):
             with timed("prefill"):

@@ -139,9 +139,11 @@ def _aspects(side: dict[str, Any]) -> dict[str, str]:
     replay, injected = side.get("replay"), dict(side.get("injected") or {})
     seed = injected.pop("seed", None)
     own = int(replay["rows_own"]) if replay else 0
+    adapter = side.get("adapter") or {}
     return {
         "software": listed(f"{name} {said('version')}".strip() + world, *libraries),
         "precision": listed(said("dtype"), *reduced),
+        "adapter": "{name} ({digest}), {as}".format(**adapter) if adapter else "",
         "attention": f"{said('attention')}{honours}" if said("attention") else "",
         "experts": said("experts") or said("moe_backend"),
         "routes": listed(
