@@ -171,7 +171,7 @@ def test_more_than_lora_is_refused_by_name_with_the_command_that_merges(
     [
         ("model.layers.7.self_attn.q_proj.lora_A.weight", (8, 64), "has no model.layers.7"),
         (f"{K}.lora_A.weight", (8, 63), "not \\[32, 63\\]"),
-        (f"{K}.lora_A.weight", (4, 64), "4 rows, which is no rank of 8"),
+        (f"{K}.lora_A.weight", (4, 64), "no rank of 8"),
         (f"{K}.lora_magnitude_vector", (32,), "lora_magnitude_vector"),
     ],
 )
@@ -204,7 +204,7 @@ def test_quantised_bases_tied_heads_other_forms_and_other_trainers_are_refused(
     adapter = find_adapter(str(write_adapter(matrices(base, {Q: 8}), tmp_path / "a")))
     with pytest.raises(MismatchError, match="is quantised"):
         require_adapter(TrainSpec(model=str(packed), adapter=adapter))
-    with pytest.raises(MismatchError, match="asked for as mxfp4-rounded"):
+    with pytest.raises(MismatchError, match="as mxfp4-rounded"):
         require_adapter(EngineSpec(model=str(base), adapter=adapter, weights="mxfp4-rounded"))
     with pytest.raises(MismatchError, match="loads whole models") as refused:
         require_trainer_names(TrainSpec(model=str(base), adapter=adapter, scorer="trl"))
@@ -238,7 +238,7 @@ def test_the_cache_depends_on_the_files_and_first_layers_go_with_it(
     second = find_adapter(str(write_adapter(held, folder, lora_alpha=32)))
     assert first.digest != second.digest
     assert derived.in_form(replace(spec, adapter=second)).model != place
-    with pytest.raises(MismatchError, match="no longer the one of this run"):
+    with pytest.raises(MismatchError, match="no longer the"):
         require_adapter(spec)
     assert weights_key(spec) != weights_key(replace(spec, adapter=second))
 

@@ -209,7 +209,7 @@ def test_a_file_and_transformers_say_the_same(name):
          "actor/huggingface", "verl.model_merger"),
         (["actor/model_world_size_2_rank_0.pt"], ".", "verl.model_merger"),
         ([".metadata", "__0_0.distcp", "config.json"], ".", "dcp_to_torch"),
-        (["adapter_config.json", "adapter_model.safetensors"], ".", "merge_and_unload"),
+        (["adapter_config.json", "adapter_model.safetensors"], ".", "--model BASE --adapter"),
         (["model.gguf"], ".", "made from"),
         (["model.gguf"], "model.gguf", "made from"),
     ],
