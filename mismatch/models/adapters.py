@@ -154,7 +154,7 @@ def changes(path: str | Path, shapes: Shapes, tied: bool = False) -> dict[str, C
         else:
             other = key[: key.rindex("lora_")] + key[key.rindex("lora_") :].translate(SWAPPED)
             if other not in held:
-                raise _unfit(path, key, f"it has no {other.removeprefix(PREFIX)}")
+                raise _unfit(path, key, f"there is no {other.removeprefix(PREFIX)}")
             if match["side"] == "B":
                 continue
             target = _parameter(match["module"], config, shapes)

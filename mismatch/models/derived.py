@@ -72,7 +72,7 @@ def derive(
 
     Args:
         exact: store what the adapter changes in float32: in a float32 pass the rounding of merged
-            weights would look like another function than that of an engine with its own LoRA.
+            weights would look like another function where the engine has the adapter apart.
 
     Raises:
         MismatchError: as :func:`in_form`.

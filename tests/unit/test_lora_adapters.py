@@ -193,7 +193,7 @@ def test_a_lone_matrix_is_refused(base: Path, tmp_path: Path) -> None:
     held = matrices(base, {Q: 8})
     for lone in sorted(held):
         path = write_adapter({lone: held[lone]}, tmp_path / lone)
-        with pytest.raises(MismatchError, match="it has no "):
+        with pytest.raises(MismatchError, match="there is no "):
             require_adapter(TrainSpec(model=str(base), adapter=find_adapter(str(path))))
 
 
