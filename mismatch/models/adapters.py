@@ -36,7 +36,7 @@ EXPERTS_AXES = 3  # [E, in, out]
 # Settings of PEFT with which an adapter is more than a sum of two matrices' products.
 MORE = {
     "use_dora": "DoRA",
-    "lora_bias": "biases of its own",
+    "lora_bias": "separate biases",
     "layer_replication": "repeated layers",
     "use_qalora": "QALoRA",
     "use_bdlora": "BD-LoRA",
