@@ -24,14 +24,11 @@ from mismatch.analysis.displaced import device_class, levels_for
 from mismatch.analysis.plugins import Analysis
 from mismatch.analysis.square import OneSide, PlainCost, incomparable, precision_of, same_law
 from mismatch.run import store
-from mismatch.run.store import FLOAT32, PLAIN, PLAIN_TRAINER, REFERENCE, TRAIN
+from mismatch.run.long_rollout import EXACT, FOLDER, MODE, TRAINER, as_run, with_fix
+from mismatch.run.store import PLAIN, PLAIN_TRAINER, REFERENCE, TRAIN
 from mismatch.specs import CheckSpec
 from mismatch.types import Check, CheckStatus, Floats, Scoring
 
-FOLDER = "long"  # its run directory within that of the check
-MODE = "long"  # of its scorings: vllm:long, fsdp:long, reference:long
-EXACT = f"{REFERENCE.partition(':')[0]}:{MODE}"
-TRAINER = f"{TRAIN}:{MODE}"
 BLOCKS = 8  # of positions beyond the run's own
 BLOCK = 100  # tokens at least: of 47, clean trainers' rounding varies from 0.8 to 1.5 times
 # Over the level of a gap. Experts of one token exchanged on purpose, in each of 24 nearest ties of
@@ -40,11 +37,6 @@ FACTOR = 10.0
 # Times a plain forward. Clean trainers in bf16 (gpt-oss, qwen3, qwen3_moe, llama): 0.8 to 1.3.
 TIMES = (2.0, 3.0)
 ROUNDING = "long-sequence-trainer-rounding"  # the check of the trainer as it runs
-
-
-def as_run(side: str) -> str:
-    """Name the scoring of a side as it runs, in the precision of the run."""
-    return f"{side}:as-run:{MODE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +171,6 @@ def _gaps(
             pairs = zip(own_blocks, plains, strict=True)
             blocks = tuple(replace(block, plain=of_plain.nats) for block, of_plain in pairs)
             yield LongGap(name, side, blocks, *TIMES)
-
-
-def with_fix(name: str) -> tuple[str, str]:
-    """Return the names of a fixed trainer's scorings: in float32, and as it runs."""
-    return f"{name}:{FLOAT32}:{MODE}", f"{name}:{MODE}"
 
 
 def _blocks(

@@ -8,14 +8,11 @@ as they run, next to a plain forward: kernels that refuse float32 are seen there
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import psutil
 
-from mismatch.analysis.long_sequence import EXACT, FOLDER, MODE, TRAINER, as_run
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import (
     plain_passes,
@@ -25,10 +22,10 @@ from mismatch.experiments.scoring_passes import (
 )
 from mismatch.models.config import ModelConfig, find_config
 from mismatch.run import store
+from mismatch.run.long_rollout import EXACT, MODE, TRAINER, as_run, leave
 from mismatch.run.machine import free_gpu_bytes
 from mismatch.run.store import TRAIN
-from mismatch.specs import OWN_SCORER, CheckSpec, Pass, Sampling
-from mismatch.types import Rollout
+from mismatch.specs import OWN_SCORER, CheckSpec, Pass
 
 DEFAULT, LONGEST = 2048, 16_384  # tokens
 SCORES_BYTES = 4 * 3  # float32 scores of the eager reference, their softmax, and a mask
@@ -81,24 +78,6 @@ def length_here(spec: CheckSpec, tokens: int) -> tuple[int, str]:
     return length_of(spec, model, tokens, free)
 
 
-def leave(run_dir: Path, length: int) -> None:
-    """Write the long sequence, unless no token would lie beyond the run's own sequences.
-
-    One of the same tokens stays as it is. One that an earlier sampling left is deleted with its
-    scorings: they are of other tokens.
-    """
-    folder = run_dir / FOLDER
-    rollout = store.load_rollout(run_dir)
-    if (folder / store.ROLLOUT).exists():
-        held = store.load_rollout(folder).token_ids
-        if np.array_equal(held, np.resize(rollout.token_ids, len(held))):
-            return
-        shutil.rmtree(folder)
-    if length > int(np.diff(rollout.offsets).max()):
-        folder.mkdir(exist_ok=True)
-        store.save_rollout(folder, long_rollout(rollout, length))
-
-
 def length_of(spec: CheckSpec, model: ModelConfig, tokens: int, free_bytes: int) -> tuple[int, str]:
     """Return how many tokens are scored, and why fewer than were asked for ("": nobody asked).
 
@@ -125,23 +104,3 @@ def length_of(spec: CheckSpec, model: ModelConfig, tokens: int, free_bytes: int)
     if asked <= least:
         return asked, ""
     return least, why if spec.context_length else ""
-
-
-def long_rollout(rollout: Rollout, length: int) -> Rollout:
-    """Return one sequence made of the run's own sequences, in their order.
-
-    Every token but the first is an action: it is scored as if the policy had sampled it.
-    """
-    ids = np.resize(rollout.token_ids, length)
-    actions = np.arange(length) > 0
-    return replace(
-        rollout,
-        token_ids=ids,
-        offsets=np.asarray([0, length]),
-        action_mask=actions,
-        turn=actions.astype(rollout.turn.dtype),
-        prompt_index=np.zeros(1, rollout.prompt_index.dtype),
-        finish_reason=("length",),
-        rewards=None,
-        sampling=replace(rollout.sampling, top_p=1.0, top_k=Sampling().top_k),
-    )

@@ -29,7 +29,7 @@ from mismatch.analysis.levels import (
     verdict,
     without_short,
 )
-from mismatch.analysis.long_sequence import LongSequence, as_run
+from mismatch.analysis.long_sequence import LongSequence
 from mismatch.analysis.plugins import RunArtefacts, analyses
 from mismatch.analysis.routing_tables import replay_of
 from mismatch.analysis.square import ANALYSIS as SQUARE
@@ -50,6 +50,7 @@ from mismatch.pipeline.tokens import token_table
 from mismatch.plugins import features, step_label
 from mismatch.processes.stages import LABEL as FLOAT32_ENGINE
 from mismatch.run import manifest, store
+from mismatch.run.long_rollout import as_run
 from mismatch.run.manifest import damage_named
 from mismatch.run.messages import pass_label, read_error
 from mismatch.run.provenance import provenance

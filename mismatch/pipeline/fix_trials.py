@@ -10,7 +10,6 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, replace
 
-from mismatch.analysis.long_sequence import FOLDER as LONG
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.catalogue import is_combination
 from mismatch.experiments.fixes.context import Context, context_of
@@ -21,6 +20,7 @@ from mismatch.processes.launch import Worker
 from mismatch.processes.stages import Stages
 from mismatch.run import resume, store
 from mismatch.run.directory import at_work
+from mismatch.run.long_rollout import FOLDER as LONG
 from mismatch.run.messages import error_path, pass_label, read_error
 from mismatch.run.store import TRAIN
 from mismatch.specs import CheckSpec, Pass

@@ -19,9 +19,6 @@ from typing import Any, Protocol
 
 import psutil
 
-from mismatch.analysis.long_sequence import FOLDER as LONG
-from mismatch.analysis.long_sequence import MODE as LONG_MODE
-from mismatch.analysis.long_sequence import as_run
 from mismatch.errors import MismatchError
 from mismatch.experiments import beyond
 from mismatch.experiments.jobs import Job
@@ -50,6 +47,9 @@ from mismatch.processes.tasks import (
 )
 from mismatch.run import manifest, resume, store
 from mismatch.run.directory import Journal
+from mismatch.run.long_rollout import FOLDER as LONG
+from mismatch.run.long_rollout import MODE as LONG_MODE
+from mismatch.run.long_rollout import as_run
 from mismatch.run.machine import Placement, free_gpu_bytes, gib, local_gpus, placement, visible_as
 from mismatch.run.messages import SAMPLED, error_path, pass_label, write_error
 from mismatch.run.store import FLOAT32

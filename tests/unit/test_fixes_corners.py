@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from mismatch.analysis.levels import judge, verdict
-from mismatch.analysis.long_sequence import FOLDER, with_fix
 from mismatch.analysis.scored_rollout import ScoredRollout
-from mismatch.experiments.beyond import long_rollout
 from mismatch.experiments.fixes.planning import Variant
 from mismatch.experiments.fixes.results import Corners, variant_of
 from mismatch.run import store
+from mismatch.run.long_rollout import FOLDER, long_rollout, with_fix
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 from mismatch.types import Scoring
 from tests.unit.test_square import SPEC, rollout, run_of

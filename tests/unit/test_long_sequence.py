@@ -9,20 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mismatch.analysis.long_sequence import (
-    FOLDER,
-    ROUNDING,
-    LongSequence,
-    as_run,
-    checks,
-    of_run,
-    with_fix,
-)
+from mismatch.analysis.long_sequence import ROUNDING, LongSequence, checks, of_run
 from mismatch.experiments.beyond import (
     DEFAULT,
     LONGEST,
     length_of,
-    long_rollout,
     prepare,
     wanted,
 )
@@ -32,6 +23,7 @@ from mismatch.pipeline.document import headline_of
 from mismatch.reports.sections.headline import answers
 from mismatch.reports.sections.long_sequence import section
 from mismatch.run import store
+from mismatch.run.long_rollout import FOLDER, as_run, long_rollout, with_fix
 from mismatch.specs import CheckSpec
 from mismatch.types import Floats, Rollout, Scoring
 from tests.made_run import PROMPT, RESPONSE, make_run, rollout, spec

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from mismatch.analysis.long_sequence import with_fix
 from mismatch.errors import MismatchError
 from mismatch.experiments.beyond import trainer_passes
 from mismatch.experiments.beyond import wanted as wants_long
@@ -22,6 +21,7 @@ from mismatch.experiments.fixes.catalogue import FIXES, fix_named, labels
 from mismatch.experiments.fixes.context import Context
 from mismatch.experiments.scoring_passes import trainer_in_float32
 from mismatch.models.moe import require_routes
+from mismatch.run.long_rollout import with_fix
 from mismatch.run.store import FIX_PREFIX, FLOAT32
 from mismatch.specs import OWN_SCORER, CheckSpec, Pass
 

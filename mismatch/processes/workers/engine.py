@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from mismatch.analysis.long_sequence import FOLDER
 from mismatch.captures import LIKELIEST
 from mismatch.codec import to_json
 from mismatch.engines import artefacts
@@ -26,7 +25,6 @@ from mismatch.engines.base import Capabilities, Engine
 from mismatch.engines.model_info import CauseInLog
 from mismatch.engines.registry import engine_class, with_adapter_way
 from mismatch.errors import MismatchError, first_line, named_line
-from mismatch.experiments.beyond import leave
 from mismatch.models.derived import in_form
 from mismatch.processes.tasks import EngineSession, ReadCache, Sample, Score, ScoreLong
 from mismatch.processes.workers.sampling import (
@@ -39,6 +37,7 @@ from mismatch.processes.workers.sampling import (
     with_routes,
 )
 from mismatch.run import resume, store
+from mismatch.run.long_rollout import FOLDER, leave
 from mismatch.run.messages import (
     SAMPLED,
     Reporter,

@@ -1,0 +1,66 @@
+"""The long sequence of a run: a run directory within that of a check, and names of its scorings."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from mismatch.run import store
+from mismatch.run.store import FLOAT32, REFERENCE, TRAIN
+from mismatch.specs import Sampling
+from mismatch.types import Rollout
+
+FOLDER = MODE = "long"  # vllm:long, fsdp:long, reference:long: all in float32
+EXACT = f"{REFERENCE.partition(':')[0]}:{MODE}"
+TRAINER = f"{TRAIN}:{MODE}"
+
+
+def as_run(side: str) -> str:
+    """Name the scoring of a side as it runs, in the precision of the run."""
+    return f"{side}:as-run:{MODE}"
+
+
+def with_fix(name: str) -> tuple[str, str]:
+    """Return the names of a fixed trainer's scorings: in float32, and as it runs."""
+    return f"{name}:{FLOAT32}:{MODE}", f"{name}:{MODE}"
+
+
+def leave(run_dir: Path, length: int) -> None:
+    """Write the long sequence, unless no token would lie beyond the run's own sequences.
+
+    One of the same tokens stays as it is. One that an earlier sampling left is deleted with its
+    scorings: they are of other tokens.
+    """
+    folder = run_dir / FOLDER
+    rollout = store.load_rollout(run_dir)
+    if (folder / store.ROLLOUT).exists():
+        held = store.load_rollout(folder).token_ids
+        if np.array_equal(held, np.resize(rollout.token_ids, len(held))):
+            return
+        shutil.rmtree(folder)
+    if length > int(np.diff(rollout.offsets).max()):
+        folder.mkdir(exist_ok=True)
+        store.save_rollout(folder, long_rollout(rollout, length))
+
+
+def long_rollout(rollout: Rollout, length: int) -> Rollout:
+    """Return one sequence made of the run's own sequences, in their order.
+
+    Every token but the first is an action: it is scored as if the policy had sampled it.
+    """
+    ids = np.resize(rollout.token_ids, length)
+    actions = np.arange(length) > 0
+    return replace(
+        rollout,
+        token_ids=ids,
+        offsets=np.asarray([0, length]),
+        action_mask=actions,
+        turn=actions.astype(rollout.turn.dtype),
+        prompt_index=np.zeros(1, rollout.prompt_index.dtype),
+        finish_reason=("length",),
+        rewards=None,
+        sampling=replace(rollout.sampling, top_p=1.0, top_k=Sampling().top_k),
+    )
