@@ -183,7 +183,7 @@ def play(recording: Recording) -> None:
     launch.kill_tree = lambda process, tag: process.terminate()
     html.to_html = lambda *rest, **more: "<html></html>\n"  # takes longest, and is not compared
     engine.engine_class = sampling.engine_class = engine_class
-    score.score_pass = score_pass
+    score.score_pass = train.score_pass = score_pass
     engine.LOG_DELAY_S = 0.0
     train.Passes.load = load
     gradients.take = take

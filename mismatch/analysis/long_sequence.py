@@ -7,7 +7,9 @@ tied change places by float32 rounding alone, and then one token is off by up to
 
 A side as it runs rounds, so its blocks are judged by those of a plain forward. There the mean of
 all tokens but the worst tenth counts: half of a model's tokens may be so certain that the median is
-next to nothing.
+next to nothing. One pair of experts that changes places early moves the tokens that attend to it,
+for some blocks (4.7, 3.6, 1.5, 1.3, 0.9 … times were seen in a clean run). A fault stays: half of
+the blocks, or the last quarter, have to be off.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ BLOCK = 100  # tokens at least: of 47, clean trainers' rounding varies from 0.8 
 # tiny-gpt-oss, moved the median token of a later block by 1.9e-5 nats at most (the level is 1e-5).
 FACTOR = 10.0
 # Times a plain forward. Clean trainers in bf16 (gpt-oss, qwen3, qwen3_moe, llama): 0.8 to 1.3.
-TIMES = (2.0, 3.0)
+TIMES = (2.0, 2.5)
 ROUNDING = "long-sequence-trainer-rounding"  # the check of the trainer as it runs
 
 
@@ -83,11 +85,20 @@ class LongGap:
         return max(self.blocks[1:], key=lambda b: (np.isnan(b.off), np.nan_to_num(b.off)))
 
     @property
+    def off(self) -> float:
+        """What is judged: the worst block, or how far a side as it runs stays off; NaN fails."""
+        beyond = [block.off for block in self.blocks[1:]]
+        if not self.rounded or np.isnan(beyond).any():
+            return self.worst.off
+        last = math.ceil(len(beyond) / 4)
+        return max(float(np.median(beyond)), min(beyond[-last:]))
+
+    @property
     def status(self) -> CheckStatus:
-        """Judge the worst block; a number that is none fails."""
-        if self.worst.off <= self.passed:
+        """Judge it; a number that is none fails."""
+        if self.off <= self.passed:
             return "passed"
-        return "inconclusive" if self.worst.off <= self.failed else "failed"
+        return "inconclusive" if self.off <= self.failed else "failed"
 
     @property
     def begins(self) -> int | None:
@@ -205,16 +216,16 @@ def checks(result: LongSequence) -> tuple[Check, ...]:
 
 def sentence(result: LongSequence, gap: LongGap) -> str:
     """Say from which position on a side is off, or that it is nowhere."""
-    name, off = gap.scoring.partition(":")[0], f"{gap.worst.off:.2g}"
-    if gap.rounded and gap.begins is None:
+    name, off = gap.scoring.partition(":")[0], f"{gap.off:.2g}"
+    if gap.rounded and gap.status == "passed":
         return (
-            f"at all {result.tokens:,} positions {name} as it runs rounds like a plain forward: a "
-            f"block is at most {off} times as far from the float32 reference"
+            f"up to position {result.tokens:,} {name} as it runs rounds like a plain forward: "
+            f"{off} times as far from the float32 reference"
         )
     if gap.rounded:
         return (
-            f"from position {gap.begins:,} on {name} as it runs is up to {off} times as far from "
-            "the float32 reference as a plain forward"
+            f"from position {gap.begins:,} on {name} as it runs is {off} times as far from the "
+            "float32 reference as a plain forward"
         )
     if gap.begins is None:
         return (

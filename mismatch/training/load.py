@@ -25,7 +25,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mismatch.errors import MismatchError, first_line
 from mismatch.models import mxfp4
@@ -227,6 +226,8 @@ def resident_share(scorer: Scorer) -> float:
 
 
 def _from_pretrained(spec: TrainSpec, attention: ResolvedAttention, config: Any) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM  # not at the top: SGLang's has no torchvision
+
     method = quantisation_of(config)
     if method not in ("", "mxfp4"):
         fault = f"{spec.model} is quantised ({method}); a trainer needs weights in full precision"
@@ -264,6 +265,8 @@ def loads_shards() -> bool:
 
     An older one reads the whole model into every rank's host memory.
     """
+    from transformers import PreTrainedModel
+
     return hasattr(PreTrainedModel, "maybe_distribute_model")
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from mismatch.errors import MismatchError, first_line
@@ -30,6 +29,8 @@ def quieten() -> None:
 
 def read_config(spec: TrainSpec) -> Any:
     """Return the model's configuration; MismatchError if there is none or it is not supported."""
+    from transformers import AutoConfig
+
     path = Path(spec.model)
     if (path.is_absolute() or spec.model.startswith(".")) and not path.is_dir():
         raise MismatchError(f"model directory {spec.model} does not exist", OTHER_MODEL)
@@ -49,6 +50,8 @@ def skeleton(config: Any, trust_remote_code: bool = False, dtype: torch.dtype | 
     Args:
         dtype: that it is built in; None: its configuration's.
     """
+    from transformers import AutoModelForCausalLM  # not at the top: SGLang's has no torchvision
+
     build: Any = AutoModelForCausalLM.from_config
     try:
         with torch.device("meta"):

@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mismatch.analysis.long_sequence import ROUNDING, LongSequence, checks, of_run
+from mismatch.analysis.long_sequence import (
+    ROUNDING,
+    TIMES,
+    Block,
+    LongGap,
+    LongSequence,
+    checks,
+    of_run,
+)
 from mismatch.experiments.beyond import (
     DEFAULT,
     LONGEST,
@@ -203,6 +211,24 @@ def test_a_kernel_that_is_wrong_only_as_it_runs_fails(tmp_path: Path) -> None:
     own = result.gaps[-1]
     assert own.blocks[0].off < 2 < 5 < own.worst.off
     assert section(result).sentences[-1].startswith("From position 2")
+
+
+@pytest.mark.parametrize(
+    ("times", "status"),
+    [
+        ((4.7, 3.6, 1.5, 1.3, 0.9, 1.1, 1.0, 0.9, 0.8), "passed"),  # experts changed places early
+        ((1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0), "passed"),
+        ((1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.5, 9.0), "inconclusive"),
+        ((1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.0, 9.0), "failed"),  # from the last blocks on
+        ((1.0, 1.0, 1.0, 4.0, 4.0, 4.0, 4.0, 4.0, 1.0), "failed"),
+        ((1.0, float("nan"), *[1.0] * 7), "failed"),
+    ],
+)
+def test_a_side_as_it_runs_fails_where_it_stays_off(times: tuple[float, ...], status: str) -> None:
+    blocks = tuple(Block(n, n + 1, off, plain=1.0) for n, off in enumerate(times))
+    gap = LongGap(as_run("vllm"), "engine", blocks, *TIMES)
+    assert gap.status == status
+    assert checks(LongSequence(9, 1, (gap,)))[0].status == status
 
 
 def test_a_number_that_is_none_as_it_runs_fails_too(tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ SETTINGS = (
 class SglangEngine(Engine):
     """SGLang's ``Engine`` with one model; see :class:`mismatch.engines.base.Engine`."""
 
+    spare_tokens = wire.SPARE_TOKENS
+
     name: ClassVar[str] = "sglang"
 
     @staticmethod

@@ -104,7 +104,11 @@ def run(run_dir: Path, spec: RolloutSpec, long: ScoreLong | None = None) -> None
     start = time.monotonic()
     kind, ready = engine_class(spec.engine.engine), ready_for(spec)
     rescores = wants_prefill(spec, ready.capabilities)
-    longest = max(ready.longest, long.tokens if long and rescores else 0)
+    if long is not None:
+        context = spec.engine.max_model_len or ready.info.context or long.tokens
+        room = context - getattr(kind, "spare_tokens", 0)
+        long = replace(long, tokens=min(long.tokens, room)) if rescores else None
+    longest = max(ready.longest, long.tokens if long else 0)
     with kind(in_form(with_adapter_way(spec.engine)), spec.sampling, longest) as engine:
         stop_at(engine, ready)
         report_ready()
