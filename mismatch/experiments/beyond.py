@@ -45,8 +45,7 @@ def long_passes(spec: CheckSpec) -> list[Pass]:
     passes = [Pass(EXACT, replace(reference_of(spec.train), routing=False))]
     if spec.train.scorer == OWN_SCORER:
         passes += trainer_passes(spec)
-        plain = plain_passes(spec) if passes[-1].name == as_run(TRAIN) else []
-        passes += [Pass(f"{pass_.name}:{MODE}", pass_.spec) for pass_ in plain]
+    passes += [Pass(f"{pass_.name}:{MODE}", pass_.spec) for pass_ in plain_passes(spec)]
     return passes
 
 

@@ -22,6 +22,7 @@ from mismatch.experiments.beyond import (
     DEFAULT,
     LONGEST,
     length_of,
+    long_passes,
     prepare,
     wanted,
 )
@@ -32,7 +33,7 @@ from mismatch.reports.sections.headline import answers
 from mismatch.reports.sections.long_sequence import section
 from mismatch.run import store
 from mismatch.run.long_rollout import FOLDER, as_run, long_rollout, with_fix
-from mismatch.specs import CheckSpec
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 from mismatch.types import Floats, Rollout, Scoring
 from tests.made_run import PROMPT, RESPONSE, make_run, rollout, spec
 
@@ -263,3 +264,10 @@ def test_the_engine_as_it_runs_is_looked_at_too(tmp_path: Path) -> None:
     tempered = replace(engine, fingerprint={**engine.fingerprint, "logprobs_temperature": 0.7})
     store.save_scoring(run / FOLDER, tempered, long)
     assert as_run("transformers") not in [gap.scoring for gap in long_of(run).gaps]
+
+
+def test_an_engine_in_bf16_has_its_plain_forward_where_the_trainer_is_in_float32() -> None:
+    engine, train = EngineSpec(model="m", dtype="bf16"), TrainSpec(model="m", dtype="fp32")
+    check = CheckSpec(rollout=RolloutSpec(engine), train=train)
+    names = [pass_.name for pass_ in long_passes(check)]
+    assert names == ["reference:long", "fsdp:long", "plain:bf16:long"]
