@@ -157,15 +157,15 @@ def run(case: Case, home: Path) -> Path:
     return place
 
 
-def plugin(home: Path) -> Path:
-    """Return a directory for PYTHONPATH that holds the faults as a plugin of vLLM."""
+def plugin(home: Path, module: str = "planted_fault") -> Path:
+    """Return a directory for PYTHONPATH that holds a file of faults as a plugin of vLLM."""
     place = home / "plugin"
-    facts = place / "planted_fault-0.dist-info"
+    facts = place / f"{module}-0.dist-info"
     facts.mkdir(parents=True, exist_ok=True)
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: planted-fault\nVersion: 0\n")
-    entry = "[vllm.general_plugins]\nplanted_fault = planted_fault:register\n"
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 0\n")
+    entry = f"[vllm.general_plugins]\n{module} = {module}:register\n"
     (facts / "entry_points.txt").write_text(entry)
-    shutil.copy(Path(__file__).with_name("planted_fault.py"), place)
+    shutil.copy(Path(__file__).with_name(f"{module}.py"), place)
     return place
 
 

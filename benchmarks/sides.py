@@ -27,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.calibration import plugin  # noqa: E402
 from benchmarks.planted_sides import FAULTS, FUNCTIONS  # noqa: E402
 from mismatch.pipeline.build import build_report  # noqa: E402
 from mismatch.pipeline.document import headline_of  # noqa: E402
@@ -88,11 +89,6 @@ class Row:
     side: str
 
     @property
-    def missed(self) -> bool:
-        """Whether the check passes it although it moved the numbers: some check failed."""
-        return self.verdict in ("healthy", "tolerable") and bool(self.failed)
-
-    @property
     def right_side(self) -> bool:
         """Whether the side named, if any, is one that the run can know."""
         function = self.place == "shared" and self.fault in FUNCTIONS
@@ -113,7 +109,7 @@ def run(fault: str, place: str, home: Path) -> Path:
     command = [sys.executable, "-m", "mismatch", "check", *FLAGS, "--out", str(target)]
     if fault != CLEAN:
         env["PLANTED_SIDE"] = f"{fault}@{place}"
-        env["PYTHONPATH"] = os.pathsep.join([str(plugin(home)), str(ROOT)])
+        env["PYTHONPATH"] = os.pathsep.join([str(planted(home)), str(ROOT)])
     if place in ("trainer", "shared"):
         shutil.copytree(home / CLEAN, target)
         forget(target)
@@ -137,15 +133,9 @@ def forget(run_dir: Path) -> None:
         report.unlink()
 
 
-def plugin(home: Path) -> Path:
+def planted(home: Path) -> Path:
     """Return a directory for PYTHONPATH that plants faults in vLLM and in the training world."""
-    place = home / "plugin"
-    facts = place / "planted_sides-0.dist-info"
-    facts.mkdir(parents=True, exist_ok=True)
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: planted-sides\nVersion: 0\n")
-    entry = "[vllm.general_plugins]\nplanted_sides = planted_sides:register\n"
-    (facts / "entry_points.txt").write_text(entry)
-    shutil.copy(Path(__file__).with_name("planted_sides.py"), place)
+    place = plugin(home, "planted_sides")
     (place / "sitecustomize.py").write_text(WORLD)
     return place
 
@@ -225,7 +215,7 @@ def main() -> int:
     passed = [row for row in rows[1:] if row.passed]
     for row in passed:
         print(f"passed: {row.fault} in the {row.place} ({row.verdict}, {row.nats:.2g} nats)")
-    return int(rows[0].verdict != "healthy" or any(row.missed for row in passed))
+    return int(rows[0].verdict != "healthy" or bool(passed))
 
 
 if __name__ == "__main__":
