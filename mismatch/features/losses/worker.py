@@ -94,7 +94,7 @@ def trl_loss(model: str) -> Loss:
         trainer.epsilon_low = CLIP
         trainer.epsilon_high = 1.0 + CLIP if cispo else CLIP  # of CISPO it is the cap itself
         trainer.use_vllm = part["weights"] is not None
-        # Two micro-batches are half of what was generated, whose tokens TRL is told (its #5619).
+        # One generation serves several optimiser steps: see huggingface/trl#5619.
         windows = case.micro_batches
         trainer.current_gradient_accumulation_steps = case.micro_batches
         trainer.args.steps_per_generation = case.micro_batches * windows

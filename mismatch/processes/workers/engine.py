@@ -135,9 +135,7 @@ def score_long(run_dir: Path, spec: RolloutSpec, engine: Engine, task: ScoreLong
         scoring = replace(prefill_scoring(engine, rollout, Reporter("long")), name=task.name)
         scoring.fingerprint["model"] = spec.engine.model
         store.save_scoring(folder, scoring, rollout, made_by=spec)
-    except (
-        Exception
-    ) as error:  # an engine's limits raise many kinds; the run's own tokens are there
+    except Exception as error:  # of many kinds; the run's own tokens are there
         traceback.print_exc()
         if not isinstance(error, MismatchError):
             error = MismatchError(named_line(error), "see logs/engine.log")
