@@ -94,5 +94,12 @@ def _on_dask(address: str, work: Callable[[P], T], parts: Sequence[P]) -> Iterat
         raise MismatchError(fault, "give its address, such as tcp://HOST:8786") from error
     with client:
         for future in client.map(work, parts, pure=False):
-            yield future.result()
+            try:
+                result = future.result()
+            except MismatchError:
+                raise
+            except Exception as error:  # a worker that was killed, or has no mismatch
+                fault = f"--dask {address}: a worker failed: {named_line(error)}"
+                raise MismatchError(fault, "its workers need mismatch and the files") from error
+            yield result
             future.release()

@@ -9,7 +9,9 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import psutil
@@ -167,3 +169,18 @@ def test_a_scheduler_that_does_not_answer_is_an_error_with_its_remedy() -> None:
     with pytest.raises(MismatchError, match="--dask") as error:
         list(Where(dask="tcp://127.0.0.1:9").each(kills_itself, [], True))
     assert error.value.fix
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError("no mismatch"), MismatchError("own", "fix")])
+def test_what_fails_on_a_dask_worker_is_said(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def result() -> None:
+        raise error
+
+    client = MagicMock()
+    client.return_value.map.return_value = [SimpleNamespace(result=result)]
+    monkeypatch.setitem(sys.modules, "distributed", SimpleNamespace(Client=client))
+    said = "own" if isinstance(error, MismatchError) else "worker failed.*no mismatch"
+    with pytest.raises(MismatchError, match=said):
+        list(Where(dask="tcp://there").each(kills_itself, [Part(Path("a"), 0)], True))
