@@ -10,8 +10,9 @@ from mismatch.types import CheckStatus, Report
 LEAD = (
     "One sequence made of the run's own tokens, scored at once by both sides, in float32 and as "
     "they run, and by the float32 reference. In float32 rounding plays no part: what begins at "
-    "some position is another function. The table gives the median |delta| by position, in nats; "
-    "of a side as it runs the mean without the worst tenth, in multiples of a plain forward's."
+    "some position is another function. The rows in float32 give the median |delta| in nats. The "
+    "rows of a side as it runs give the mean without the worst tenth, as a multiple of a plain "
+    "forward's."
 )
 TONES: dict[CheckStatus, Tone] = {
     "passed": "healthy",
