@@ -11,6 +11,7 @@ from benchmarks.planted_sides import BEYOND, FAULTS, in_trainer
 from benchmarks.sides import Row
 from mismatch.models import resolve_model
 
+ROUNDING = 1e-3  # a second forward moves a logit by less; the smallest fault moves one by 0.06
 IDS = (torch.arange(BEYOND + 44) * 7 % 900)[None]
 
 
@@ -28,9 +29,9 @@ def test_a_planted_fault_changes_the_logits(name: str) -> None:
         before = run()
         in_trainer(model, name)
         moved = (run() - before).abs().amax(-1)[0]
-    assert moved.max() > 1e-5
+    assert moved.max() > ROUNDING
     if name == "rope-still-from-256":
-        assert moved[: BEYOND + 1].max() == 0
+        assert moved[: BEYOND + 1].max() < ROUNDING
 
 
 @pytest.mark.parametrize(
