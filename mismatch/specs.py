@@ -478,7 +478,7 @@ class CheckSpec:
         Flag(
             TRAIN,
             "Tokens of one long sequence that both sides score in float32 too (0: none); "
-            "default: up to 2,048.",
+            "default: 2,048, or --max-tokens if that is more.",
             range=Range(0, MANY),
         ),
     ] = None

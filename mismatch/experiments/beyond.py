@@ -80,6 +80,7 @@ def length_here(spec: CheckSpec, tokens: int) -> tuple[int, str]:
 def length_of(spec: CheckSpec, model: ModelConfig, tokens: int, free_bytes: int) -> tuple[int, str]:
     """Return how many tokens are scored, and why fewer than were asked for ("": nobody asked).
 
+    Asked for are those of the flag, else those of the longest response that is planned.
     The reference attends eagerly: all scores of a layer's heads are in memory at once.
 
     Args:
@@ -99,7 +100,8 @@ def length_of(spec: CheckSpec, model: ModelConfig, tokens: int, free_bytes: int)
     if spec.rollout.engine.max_model_len is not None:
         limits.append((spec.rollout.engine.max_model_len - 1, "--max-model-len allows no more"))
     least, why = min(limits, key=lambda pair: pair[0])
-    asked = spec.context_length or DEFAULT
+    planned = spec.rollout.sampling.max_tokens
+    asked = spec.context_length or max(DEFAULT, min(planned, LONGEST))
     if asked <= least:
         return asked, ""
-    return least, why if spec.context_length else ""
+    return least, why if asked > DEFAULT else ""

@@ -34,7 +34,7 @@ from mismatch.reports.sections.long_sequence import section
 from mismatch.run import store
 from mismatch.run.long_rollout import FOLDER, as_run, long_rollout, with_fix
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
-from mismatch.types import Floats, Rollout, Scoring
+from mismatch.types import Floats, Rollout, Sampling, Scoring
 from tests.made_run import PROMPT, RESPONSE, make_run, rollout, spec
 
 TOKENS = 400
@@ -62,6 +62,20 @@ def test_it_is_as_long_as_model_memory_and_run_allow(
     assert found == length
     assert why in reason
     assert bool(why) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("planned", "length", "why"),
+    [(128, DEFAULT, ""), (3000, 3000, ""), (8000, 4095, "the model was made for no more")],
+)
+def test_it_reaches_as_far_as_the_responses_that_are_planned(
+    planned: int, length: int, why: str
+) -> None:
+    sampling = Sampling(max_tokens=planned)
+    check = CheckSpec(RolloutSpec(sampling=sampling))
+    assert length_of(check, CONFIG, MUCH, MUCH) == (length, why)
+    longest = CheckSpec(RolloutSpec(sampling=Sampling(max_tokens=10**6)))
+    assert length_of(longest, replace(CONFIG, context=None), MUCH, 1 << 60) == (LONGEST, "")
 
 
 def test_no_longer_one_than_the_most_is_made() -> None:
