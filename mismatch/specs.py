@@ -200,16 +200,16 @@ class EngineSpec:
         tuple[str, ...],
         Flag(
             SERVERS,
-            "URL of a running vLLM or SGLang server; repeatable; docs/how-to/servers.md.",
+            "URL of a running vLLM or SGLang server; docs/how-to/servers.md.",
             name="server",
             kind=list[str] | None,
         ),
     ] = ()
     served_model: Annotated[
-        str | None, Flag(SERVERS, "Model name on the servers, if different.")
+        str | None, Flag(SERVERS, "Model name on the server, if different.")
     ] = None
     server_concurrency: Annotated[
-        int, Flag(SERVERS, "Requests at a time, per server.", range=Range(1, 4096))
+        int, Flag(SERVERS, "Requests at a time.", range=Range(1, 4096))
     ] = 32
     server_timeout_s: Annotated[
         float,

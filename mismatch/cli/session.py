@@ -253,8 +253,7 @@ def passes_without_room(spec: CheckSpec, force: bool) -> dict[str, str]:
 
 def warn_of_key(spec: RolloutSpec) -> None:
     """Say before it is sent that a key of servers can be read on its way."""
-    addresses = [parse_address(text) for text in spec.engine.servers]
-    open_ones = [address.text for address in addresses if unprotected(address)]
+    open_ones = [url for url in map(parse_address, spec.engine.servers) if unprotected(url)]
     if open_ones and os.environ.get(KEY_VARIABLE):
         say(f"warning: {KEY_VARIABLE} goes to {', '.join(open_ones)} unencrypted: use https")
 

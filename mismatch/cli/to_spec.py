@@ -214,7 +214,7 @@ def server_addresses(flags: Flags) -> tuple[str, ...]:
                 f"{_flag(name)} is for an engine that mismatch starts, servers keep their settings",
                 f"drop {_flag(name)}, or --server",
             )
-    return tuple(parse_address(text).text for text in flags["server"])
+    return tuple(parse_address(text) for text in flags["server"])
 
 
 def moved(engine: EngineSpec, flags: Flags) -> EngineSpec:

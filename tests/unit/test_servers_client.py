@@ -32,17 +32,24 @@ from mismatch.specs import EngineSpec, RolloutSpec
 from tests.scripted_server import ScriptedServer
 
 KEY = "sk-abcdef123456"
-ONCE = {"attempts": 1, "busy_attempts": 1}
-PATIENT = {"busy_attempts": 30, "unreached": True}
 SAMPLE = {"prompt": [1, 2], "max_tokens": 4, "temperature": 1.0, "top_k": 0, "stop_token_ids": []}
 
 
+@pytest.fixture(autouse=True)
+def _once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send every request once, and wait for nothing."""
+    monkeypatch.setattr(module, "ATTEMPTS", 1)
+    monkeypatch.setattr(module, "BUSY_ATTEMPTS", 1)
+    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(module, "LONGEST_BACKOFF_S", 0.02)
+
+
 def get(url: str, timeout_s: float = 5.0, key: str | None = None, path: str = "/version") -> Any:
-    return wait_for(Client(parse_address(url), timeout_s, key, **ONCE).get(path))
+    return wait_for(Client(parse_address(url), timeout_s, key).get(path))
 
 
-def post(server: ScriptedServer, patience: dict[str, Any] = ONCE, timeout_s: float = 5.0) -> Any:
-    client = Client(parse_address(server.url), timeout_s, None, **patience)
+def post(server: ScriptedServer, timeout_s: float = 5.0) -> Any:
+    client = Client(parse_address(server.url), timeout_s)
     return wait_for(client.post("/v1/completions", SAMPLE, lambda answer: answer))
 
 
@@ -66,7 +73,7 @@ def failure(fault: str, timeout_s: float = 5.0) -> RequestFailed:
     ],
 )
 def test_addresses_are_kept_plain(given: str, kept: str) -> None:
-    assert parse_address(given).text == kept
+    assert parse_address(given) == kept
 
 
 @pytest.mark.parametrize(
@@ -106,7 +113,7 @@ def test_a_key_over_plain_http_to_another_host_is_warned_of(
         assert not shown(url)
     for url in risky:
         assert unprotected(parse_address(url))
-        assert parse_address(url).text in shown(url)
+        assert parse_address(url) in shown(url)
         assert KEY not in shown(url)
 
 
@@ -116,7 +123,7 @@ def test_a_key_over_plain_http_to_another_host_is_warned_of(
 @pytest.mark.parametrize(
     ("fault", "kind", "says"),
     [
-        ("status:429:7", "busy", "not now"),
+        ("status:429", "busy", "not now"),
         ("status:503", "busy", "503"),
         ("status:500", "failed", "500"),
         ("status:400", "refused", "400: not now"),
@@ -132,8 +139,8 @@ def test_every_failure_has_a_kind(fault: str, kind: str, says: str) -> None:
     late = kind == "slow"  # on a loaded machine any other answer may take a second, too
     error = failure(fault, timeout_s=0.6 if late else 60.0)
     assert error.kind == kind
-    assert says in error.reason
-    assert error.reason
+    assert says in str(error)
+    assert str(error)
 
 
 def test_an_address_without_a_server_is_absent() -> None:
@@ -145,40 +152,16 @@ def test_an_address_without_a_server_is_absent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "seconds"),
-    [("7", 7.0), ("-3", 0.0), ("nan", None), ("Mon, 23 Nov 2026 12:00:00 GMT", None)],
+    ("fault", "attempts"),
+    [("status:500", 3), ("status:503", 5), ("reset", 3), ("status:400", 1), ("hang:1", 1)],
 )
-def test_a_busy_server_says_when_to_come_back(header: str, seconds: float | None) -> None:
-    assert failure(f"status:503:{header}").retry_after_s == seconds
-
-
-@pytest.mark.parametrize(
-    ("fault", "patience", "attempts"),
-    [
-        ("status:500", PATIENT | {"attempts": 3}, 3),
-        ("status:503", {"attempts": 2, "busy_attempts": 5}, 5),
-        ("status:400", PATIENT, 1),
-        ("hang:1", PATIENT | {"attempts": 2}, 2),
-        ("hang:1", {}, 1),
-    ],
-)
-def test_attempts_are_bounded(
-    monkeypatch: pytest.MonkeyPatch, fault: str, patience: dict[str, Any], attempts: int
-) -> None:
-    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(module, "LONGEST_BACKOFF_S", 0.02)
+def test_attempts_are_bounded(monkeypatch: pytest.MonkeyPatch, fault: str, attempts: int) -> None:
+    monkeypatch.setattr(module, "ATTEMPTS", 3)
+    monkeypatch.setattr(module, "BUSY_ATTEMPTS", 5)
     with ScriptedServer(faults=lambda number, body: fault) as server:
         with pytest.raises(RequestFailed):
-            post(server, patience, timeout_s=0.3 if fault.startswith("hang") else 60.0)
+            post(server, timeout_s=0.3 if fault.startswith("hang") else 60.0)
         assert server.sampled == attempts
-
-
-def test_retry_after_is_honoured() -> None:
-    faults = lambda number, body: "status:429:0.4" if number == 0 else None  # noqa: E731
-    with ScriptedServer(faults=faults) as server:
-        start = time.monotonic()
-        assert post(server, PATIENT)["choices"]
-        assert time.monotonic() - start >= 0.4
 
 
 # ---------------------------------------------------------------- time and size
@@ -267,7 +250,7 @@ def test_nonsense_is_a_failed_request(case: str) -> None:
     with raw_server([NONSENSE[case]]) as url, pytest.raises(RequestFailed) as caught:
         get(url)
     assert caught.value.kind == "failed"
-    assert len(caught.value.reason) < 400
+    assert len(str(caught.value)) < 400
 
 
 def test_it_runs_within_a_loop_of_the_caller() -> None:

@@ -16,10 +16,20 @@ from mismatch.errors import MismatchError
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, spec_hash, to_dict
 from mismatch.types import NotTested
 from tests.scripted_server import ScriptedServer
-from tests.servers_fixture import LAW, MODEL, _light, generate, require_true, serve, sglang, spec
+from tests.servers_fixture import (
+    LAW,
+    MODEL,
+    PROMPTS,
+    _light,
+    generate,
+    quiet,
+    require_true,
+    serve,
+    spec,
+)
 from tests.texts import numbers
 
-__all__ = ["_light", "serve", "sglang"]  # fixtures
+__all__ = ["_light", "serve"]  # fixtures
 
 
 # ---------------------------------------------------------------- what servers cannot do
@@ -44,11 +54,12 @@ def test_a_server_without_logprobs_measures_nothing(serve: Any) -> None:
 
 
 def test_a_server_without_prompt_logprobs_is_watched_by_what_it_would_say_next(serve: Any) -> None:
-    server, other = serve(prompt_logprobs=False), serve(prompt_logprobs=False, weights=1)
-    samples, _ = generate(server)
+    server = serve(prompt_logprobs=False)
+    samples, engine = generate(server)
     require_true(samples)
+    server.weights = 1
     with pytest.raises(MismatchError, match="other weights"):
-        ServerEngine(spec(server, other), LAW, longest=64)
+        engine.generate(PROMPTS, quiet)
 
 
 def test_the_context_of_the_server_is_respected(serve: Any) -> None:
@@ -92,38 +103,6 @@ def test_the_wrong_model_is_refused_by_its_name(serve: Any) -> None:
         recognise(spec(serve(name="large"), served_model="other"))
 
 
-@pytest.mark.parametrize(
-    ("setting", "other", "named"),
-    [
-        ("version", "0.33.0", r"version \(0\.32\.0, 0\.33\.0"),
-        ("max_model_len", 256, r"\(512, 256"),
-        ("weights", 1, "probe logprobs"),
-    ],
-)
-def test_servers_that_are_not_alike_are_refused(
-    serve: Any, setting: str, other: Any, named: str
-) -> None:
-    with pytest.raises(MismatchError, match=named):
-        ServerEngine(spec(serve(), serve(**{setting: other})), LAW, longest=64)
-
-
-def test_servers_with_different_logprobs_are_refused(serve: Any) -> None:
-    with pytest.raises(MismatchError, match=r"raw at .*processed"):
-        ServerEngine(spec(serve(), serve(mode="processed")), LAW, longest=64)
-
-
-def test_other_settings_are_said(serve: Any) -> None:
-    _, engine = generate(serve(), serve(configuration="vllm-0.32.0-xyz"))
-    _, alike = generate(serve(), serve())
-    notes = [set(NotTested.of(each.fingerprint("decode"))) for each in (engine, alike)]
-    assert len(notes[0] - notes[1]) == 1
-
-
-def test_vllm_and_sglang_are_not_mixed(serve: Any, sglang: Any) -> None:
-    with pytest.raises(MismatchError, match="vllm, sglang"):
-        recognise(spec(serve(), sglang()))
-
-
 def test_where_servers_are_is_no_part_of_what_was_asked() -> None:
     first, second, other = (
         CheckSpec(rollout=RolloutSpec(engine))
@@ -137,10 +116,10 @@ def test_where_servers_are_is_no_part_of_what_was_asked() -> None:
     assert from_json(CheckSpec, json.loads(json.dumps(to_dict(first)))) == first
 
 
-def test_the_same_server_twice_is_refused() -> None:
-    twice = EngineSpec("server", MODEL, servers=("http://h:1", "http://h:1/"))
-    with pytest.raises(MismatchError, match="twice"):
-        recognise(twice)
+def test_a_run_measures_one_server() -> None:
+    with pytest.raises(MismatchError, match="one server") as caught:
+        recognise(EngineSpec("server", MODEL, servers=("http://h:1", "http://i:1")))
+    assert caught.value.fix
 
 
 def test_an_address_with_two_models_behind_it_is_said(serve: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from mismatch.errors import MismatchError
@@ -11,25 +10,10 @@ KEY_VARIABLE = "MISMATCH_API_KEY"  # where the key is given, in place of the add
 HIDDEN = "***"
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a server is."""
+def parse_address(text: str) -> str:
+    """Return a ``--server`` address as it is asked and kept: scheme, host, port and path.
 
-    scheme: str
-    host: str
-    port: int
-    path: str = ""
-
-    @property
-    def text(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}{self.path}"
-
-
-def parse_address(text: str) -> Address:
-    """Read a ``--server`` address.
-
-    >>> parse_address("http://127.0.0.1:8000/v1").text
+    >>> parse_address("http://127.0.0.1:8000/v1")
     'http://127.0.0.1:8000'
 
     Raises:
@@ -38,10 +22,11 @@ def parse_address(text: str) -> Address:
     """
     fix = "give scheme, host and port: --server http://127.0.0.1:8000"
     refused = MismatchError(f"--server {redacted(text)}: no address", fix)
+    text = text.strip()
     try:
-        parts = urlsplit(text.strip())
-        port = parts.port
-        (parts.hostname or "").encode("idna")
+        parts = urlsplit(text)
+        host, port = parts.hostname or "", parts.port
+        host.encode("idna")
     except ValueError:  # UnicodeError is one
         raise refused from None
     if "@" in parts.netloc or parts.query or parts.fragment:
@@ -50,18 +35,20 @@ def parse_address(text: str) -> Address:
             "because addresses are kept in the run",
             f"put the key into the environment: {KEY_VARIABLE}=… mismatch …",
         )
-    plain = text.strip().isprintable() and " " not in text.strip()
-    if not plain or parts.scheme not in ("http", "https") or not parts.hostname:
+    if not text.isprintable() or " " in text or parts.scheme not in ("http", "https") or not host:
         raise refused
-    path = parts.path.rstrip("/").removesuffix("/v1")
-    default = 443 if parts.scheme == "https" else 80
-    return Address(parts.scheme, parts.hostname, default if port is None else port, path)
+    if port is None:
+        port = 443 if parts.scheme == "https" else 80
+    host = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
-def unprotected(address: Address) -> bool:
+def unprotected(address: str) -> bool:
     """Tell whether a key sent there could be read on its way: plain http to another machine."""
-    here = address.host == "localhost" or address.host.startswith("127.") or address.host == "::1"
-    return address.scheme == "http" and not here
+    parts = urlsplit(address)
+    host = parts.hostname or ""
+    here = host in ("localhost", "::1") or host.startswith("127.")
+    return parts.scheme == "http" and not here
 
 
 def redacted(text: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import random
 import ssl
@@ -23,7 +22,7 @@ from typing import Any, Literal, TypeVar
 
 import httpx
 
-from mismatch.engines.servers.address import HIDDEN, KEY_VARIABLE, Address
+from mismatch.engines.servers.address import HIDDEN, KEY_VARIABLE
 from mismatch.errors import MismatchError
 
 T = TypeVar("T")
@@ -34,27 +33,20 @@ HIDDEN_FROM = 8  # characters: a shorter key is a word that answers contain anyw
 # Statuses after which the same request may succeed later. Proxies have other 5xx statuses;
 # 501 alone is final.
 TEMPORARY = frozenset({408, 425, 429, *range(500, 600)}) - {501}
-BUSY = frozenset({429, 503})
+ATTEMPTS = 4  # in all, of a request that failed
+BUSY_ATTEMPTS = 10  # the same of a busy server: two minutes
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
-LONGEST_RETRY_AFTER_S = 300.0  # a longer Retry-After is cut to this
+# Why there is no answer. busy: 429 or 503; slow: none before the deadline; absent: no connection;
+# refused: the same request will be rejected again.
 Kind = Literal["failed", "busy", "slow", "absent", "refused"]
 
 
 class RequestFailed(Exception):
-    """A request without a usable answer.
+    """A request without a usable answer; its text is one phrase."""
 
-    Attributes:
-        reason: one phrase.
-        kind: "busy" (429, 503), "slow" (no answer before the deadline), "absent" (no connection),
-            "refused" (the same request will be rejected again), "failed" (anything else).
-        retry_after_s: when the server wants to be asked again; None: it did not say.
-    """
-
-    def __init__(
-        self, reason: str, kind: Kind = "failed", retry_after_s: float | None = None
-    ) -> None:
+    def __init__(self, reason: str, kind: Kind = "failed") -> None:
         super().__init__(reason)
-        self.reason, self.kind, self.retry_after_s = reason, kind, retry_after_s
+        self.kind = kind
 
 
 @contextmanager
@@ -94,17 +86,6 @@ def api_key() -> str | None:
     return key or None
 
 
-def backoff_s(failures: int, retry_after_s: float | None) -> float:
-    """Return how long to leave a server alone: what it asked for, else twice as long each time.
-
-    With jitter, so that requests that failed together do not come back at the same moment.
-    """
-    if retry_after_s is not None:
-        return min(retry_after_s, LONGEST_RETRY_AFTER_S) * (1.0 + 0.1 * random.random())
-    doubled = FIRST_BACKOFF_S * 2.0 ** max(0, failures - 1)
-    return min(LONGEST_BACKOFF_S, doubled) * (0.5 + random.random())
-
-
 def reason_of(error: BaseException) -> str:
     """Return the system's words for a connection that was not made, else those of the error.
 
@@ -123,24 +104,16 @@ def reason_of(error: BaseException) -> str:
 class Client:
     """Sends requests to one server."""
 
-    address: Address
+    address: str
     timeout_s: float
     """Deadline of one request, from connecting to the last byte."""
     key: str | None = field(default=None, repr=False)
     """Sent as a bearer token, and removed from everything the server says."""
-    attempts: int = 4
-    """How often a request that failed is sent in all."""
-    busy_attempts: int = 4
-    """The same of a request to a busy server; few, so that an error at the start comes soon."""
-    unreached: bool = False
-    """Whether to retry without a connection and after the deadline: an address may be wrong."""
-    failures: Counter[Kind] = field(default_factory=Counter)
-    """Requests that failed, by kind."""
 
     @cached_property
     def _tls(self) -> ssl.SSLContext | bool:
         """The authorities of the system, or of SSL_CERT_FILE; False: plain HTTP has none."""
-        return self.address.scheme == "https" and ssl.create_default_context()
+        return self.address.startswith("https:") and ssl.create_default_context()
 
     async def get(self, path: str) -> Any:
         """Return the JSON at ``path``: what a server says about itself; see :meth:`post`."""
@@ -160,22 +133,27 @@ class Client:
         return await self._ask(path, body, lambda data: read(self._json(data)))
 
     async def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[bytes], T]) -> T:
-        tried: Counter[bool] = Counter()  # busy or not -> attempts
+        """Ask until there is an answer, where asking again may help.
+
+        A request that ran out of time is not repeated: its answer was a long one, and the sample
+        would have short ones in its place. What a server says about itself is asked at the start,
+        where no connection means a wrong address.
+        """
+        tried: Counter[Kind] = Counter()
         while True:
             try:
                 data = await self._exchange(path, body)
                 with usable_answer():
                     return read(data)
             except RequestFailed as error:
-                self.failures[error.kind] += 1
-                busy = error.kind == "busy"
-                tried[busy] += 1
-                most = self.busy_attempts if busy else self.attempts
-                final = ["refused"] if self.unreached else ["refused", "slow", "absent"]
-                if tried[busy] >= most or error.kind in final:
+                tried[error.kind] += 1
+                most = BUSY_ATTEMPTS if error.kind == "busy" else ATTEMPTS
+                final = error.kind in ("refused", "slow") or (error.kind == "absent" and not body)
+                if final or tried[error.kind] >= most:
                     raise
-                wait_s = backoff_s(tried.total(), error.retry_after_s)
-            await asyncio.sleep(wait_s)
+            doubled = FIRST_BACKOFF_S * 2.0 ** (tried.total() - 1)
+            # Requests that failed together do not come back at the same moment.
+            await asyncio.sleep(min(LONGEST_BACKOFF_S, doubled) * (0.5 + random.random()))
 
     async def _exchange(self, path: str, body: dict[str, Any] | None) -> bytes:
         """Return the body of one answer, with the key cut out of it."""
@@ -187,7 +165,7 @@ class Client:
         if body is None:
             method, allowed_s = "GET", min(DESCRIBE_S, self.timeout_s)
         timeout = httpx.Timeout(None, connect=min(CONNECT_S, allowed_s))
-        url, data = self.address.text + path, bytearray()
+        url, data = self.address + path, bytearray()
         try:
             async with (
                 asyncio.timeout(allowed_s),
@@ -203,7 +181,7 @@ class Client:
             raise RequestFailed(f"no answer in {allowed_s:g} s", "slow") from error
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                fault = f"{self.address.text}: its certificate is not accepted: {error}"
+                fault = f"{self.address}: its certificate is not accepted: {error}"
                 fix = "name the authority that signed it: SSL_CERT_FILE=FILE.pem mismatch …"
                 raise MismatchError(fault, fix) from error
             unreached = (httpx.ConnectError, httpx.ConnectTimeout, httpx.InvalidURL)
@@ -233,12 +211,11 @@ class Client:
         if status in (401, 403):
             has = "does not accept the key in" if self.key else "asks for a key: set"
             fix = f"{KEY_VARIABLE}=… mismatch …; it is read from the environment only"
-            return MismatchError(f"{self.address.text} {has} {KEY_VARIABLE} (HTTP {status})", fix)
+            return MismatchError(f"{self.address} {has} {KEY_VARIABLE} (HTTP {status})", fix)
         says = self._one_line(_error_message(data) or response.reason_phrase)
         if status in TEMPORARY:
-            kind: Kind = "busy" if status in BUSY else "failed"
-            wait_s = _retry_after(response.headers.get("Retry-After", ""))
-            return RequestFailed(f"HTTP {status}: {says}", kind, wait_s)
+            kind: Kind = "busy" if status in (429, 503) else "failed"
+            return RequestFailed(f"HTTP {status}: {says}", kind)
         if 300 <= status < 400:
             says = "moved; redirections are not followed"
         return RequestFailed(f"HTTP {status}: {says}", "refused")
@@ -260,12 +237,3 @@ def _error_message(data: bytes) -> str:
         while isinstance(body, dict) and key in body:
             body = body[key]
     return body if isinstance(body, str) else text
-
-
-def _retry_after(value: str) -> float | None:
-    """Return the seconds of a Retry-After header; None: none, or a date."""
-    try:
-        seconds = float(value)
-    except ValueError:
-        return None
-    return None if math.isnan(seconds) else max(0.0, seconds)

@@ -1,27 +1,18 @@
-"""Which servers these are, whether they have the right model, and whether they are alike.
+"""Which server this is, and whether it has the right model.
 
 :func:`recognise` needs none of the model's files, so that a wrong address or model is reported
-before any process starts; :func:`discover` probes the servers too.
+before any process starts; :func:`discover` probes the server too.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from mismatch.engines.base import ExpertLayout
 from mismatch.engines.model_info import read_model_info
 from mismatch.engines.servers.address import parse_address
 from mismatch.engines.servers.client import Client, RequestFailed, api_key, wait_for
-from mismatch.engines.servers.probing import (
-    Probes,
-    allowed_drift,
-    examine,
-    expert_layout,
-    make_probes,
-    mean_abs_diff,
-)
+from mismatch.engines.servers.probing import examine, expert_layout, make_probes
 from mismatch.engines.servers.server import Server, ServerFacts
 from mismatch.engines.servers.sglang_api import SglangServer
 from mismatch.engines.servers.vllm_api import VllmServer
@@ -31,56 +22,35 @@ from mismatch.specs import EngineSpec
 KINDS: tuple[type[Server], ...] = (SglangServer, VllmServer)  # in the order of asking
 
 
-@dataclass(frozen=True, slots=True)
-class ServerGroup:
-    """All servers of a run, and what they are probed with."""
-
-    servers: tuple[Server, ...]
-    probes: Probes
-    layout: ExpertLayout | None
-
-
-def recognise(spec: EngineSpec) -> list[Server]:
-    """Ask every server who it is, and whether it has the right model.
+def recognise(spec: EngineSpec) -> Server:
+    """Ask the server who it is, and whether it has the right model.
 
     Raises:
-        MismatchError: no address, a bad one or the same one twice; no answer, no server of a known
-            kind, another model, or not all alike.
+        MismatchError: no address, a bad one or several; no answer, no server of a known kind, or
+            another model.
     """
     if not spec.servers:
         raise MismatchError("--engine server: no address", "--server http://127.0.0.1:8000")
+    if len(spec.servers) > 1:
+        fault = f"{len(spec.servers)} addresses given with --server: a run measures one server"
+        raise MismatchError(fault, "name one of them; a second run measures another")
     return wait_for(_recognise(spec))
 
 
-async def _recognise(spec: EngineSpec) -> list[Server]:
-    addresses = [parse_address(text) for text in spec.servers]
-    if len(set(addresses)) < len(addresses):
-        raise MismatchError("the same --server twice", "name every server once")
-    servers = []
-    for address in addresses:
-        server = await _describe(Client(address, spec.server_timeout_s, api_key()), spec)
-        _require_model(server.url, server.facts, spec)
-        servers.append(server)
-    first = servers[0]
-    for other in servers[1:]:
-        if (difference := first.facts.difference(other.facts)) is not None:
-            fault = f"the servers {first.url} and {other.url} differ in {difference}"
-            raise MismatchError(fault, "measure one kind at a time: give servers that are alike")
-    return servers
-
-
-async def _describe(client: Client, spec: EngineSpec) -> Server:
-    url = client.address.text
+async def _recognise(spec: EngineSpec) -> Server:
+    client = Client(parse_address(spec.servers[0]), spec.server_timeout_s, api_key())
+    url = client.address
     for kind in KINDS:
         try:
             facts = await kind.describe(client, spec.served_model)
         except RequestFailed as error:
             if error.kind == "refused":
                 continue
-            fault = f"{url}: {error.reason}"
-            fix = f"is it up, and is this its address? try: curl {url}/v1/models; or leave it out"
+            fault = f"{url}: {error}"
+            fix = f"is it up, and is this its address? try: curl {url}/v1/models"
             raise MismatchError(fault, fix) from error
         if facts is not None:
+            _require_model(url, facts, spec)
             return kind(client, facts)
     fault = f"{url} is no server that mismatch knows"
     raise MismatchError(fault, "give the address of a vLLM or SGLang server, without a path")
@@ -105,42 +75,22 @@ def _require_model(url: str, facts: ServerFacts, spec: EngineSpec) -> None:
 
 
 @functools.lru_cache(maxsize=4)
-def discover(spec: EngineSpec) -> ServerGroup:
-    """Recognise and probe all servers of a spec; they are asked once in a process.
+def discover(spec: EngineSpec) -> Server:
+    """Recognise and probe the server of a spec; it is asked once in a process.
 
     Raises:
-        MismatchError: as :func:`recognise`; or a server that gives no logprobs of sampled tokens,
-            or has other weights than the first.
+        MismatchError: as :func:`recognise`; or it gives no logprobs of sampled tokens.
     """
-    return wait_for(_discover(spec))
-
-
-async def _discover(spec: EngineSpec) -> ServerGroup:
     probes, info = make_probes(spec), read_model_info(spec)
     layout = expert_layout(spec, info) if spec.routing else None
-    servers = await _recognise(spec)
-    for server in servers:
-        try:
-            await examine(server, probes, layout)
-        except RequestFailed as error:
-            raise MismatchError(
-                f"{server.url} did not answer a probe: {error.reason}",
-                "look into the server's log; --server-timeout gives a request more time. If the "
-                "server refuses it, compare --model with what it loaded",
-            ) from error
-    first = servers[0]
-    for other in servers[1:]:
-        difference = mean_abs_diff(first.probe, other.probe)
-        if difference > allowed_drift(max(first.noise, other.noise)):
-            raise MismatchError(
-                f"the servers have other weights or settings: probe logprobs of {first.url} and "
-                f"{other.url} are {difference:.3g} apart on average",
-                "give servers that loaded the same checkpoint in the same way",
-            )
-        if first.mode != other.mode:
-            raise MismatchError(
-                f"the servers differ: logprobs are {first.mode.name} at {first.url}, "
-                f"{other.mode.name} at {other.url}",
-                "start them with the same logprobs mode",
-            )
-    return ServerGroup(tuple(servers), probes, layout)
+    server = recognise(spec)
+    server.probes = probes
+    try:
+        wait_for(examine(server, layout))
+    except RequestFailed as error:
+        raise MismatchError(
+            f"{server.url} did not answer a probe: {error}",
+            "look into the server's log; --server-timeout gives a request more time. If the "
+            "server refuses it, compare --model with what it loaded",
+        ) from error
+    return server

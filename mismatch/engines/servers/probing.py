@@ -8,14 +8,13 @@ not show the weights themselves: a change below 0.03 nats goes unnoticed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.model_info import ModelInfo, load_tokenizer, read_model_info
 from mismatch.engines.servers.client import RequestFailed
-from mismatch.engines.servers.server import LogprobsMode, SampleRequest, Server
+from mismatch.engines.servers.server import LogprobsMode, Probes, SampleRequest, Server
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import Floats, Sampling
@@ -34,14 +33,6 @@ COLD = 0.5  # temperature at which tempered logprobs are distinguished from raw 
 # embedded model two engines in bf16 differ by 0.011, an 8-bit KV cache makes it 0.046.
 SAME_WEIGHTS = 0.03
 NOISE_FACTOR = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Probes:
-    """Token ids to ask about: ``whole`` texts, and ``openings`` of them."""
-
-    whole: tuple[tuple[int, ...], ...]
-    openings: tuple[tuple[int, ...], ...]
 
 
 def make_probes(spec: EngineSpec) -> Probes:
@@ -79,16 +70,16 @@ def expert_layout(spec: EngineSpec, info: ModelInfo) -> ExpertLayout | None:
 # ---------------------------------------------------------------- at the start
 
 
-async def examine(server: Server, probes: Probes, layout: ExpertLayout | None) -> None:
-    """Find out what one server can do, by asking for it.
+async def examine(server: Server, layout: ExpertLayout | None) -> None:
+    """Find out what a server can do, by asking for it.
 
     Raises:
         MismatchError: it returns no logprobs of sampled tokens, or logits for logprobs.
         RequestFailed: it has no time, or is gone: that says nothing about what it can do.
     """
-    kind, settings = server.facts.kind, server.settings(Sampling(max_tokens=2))
+    ids, settings = server.probes.whole[0], server.settings(Sampling(max_tokens=2))
     try:
-        answer = await server.generate(SampleRequest(probes.whole[0], settings, layout=layout))
+        answer = await server.generate(SampleRequest(ids, settings, layout=layout))
     except RequestFailed as error:
         _require_conclusive(error)
         raise MismatchError(
@@ -97,24 +88,25 @@ async def examine(server: Server, probes: Probes, layout: ExpertLayout | None) -
             "start it so that it returns logprobs and token ids; a proxy may cut them out",
         ) from error
     server.configuration = answer.identity
-    server.routes = answer.sample.routed is not None
-    if not server.routes:
+    if answer.sample.routed is not None:
+        server.layout = layout
+    else:
         server.reasons["routed_experts"] = (
-            f"the {kind} server returns no routed experts; start it with "
+            f"the {server.kind} server returns no routed experts; start it with "
             "--enable-return-routed-experts"
         )
     try:
-        await server.score(probes.whole[0], 1)
+        await server.score(ids, 1)
     except RequestFailed as error:
         _require_conclusive(error)
         server.prefill = False
-        server.reasons["prefill"] = f"the {kind} server gives no prompt logprobs ({error})"
+        server.reasons["prefill"] = f"the {server.kind} server gives no prompt logprobs ({error})"
     try:
-        server.mode = await _logprobs_mode(server, probes)
+        server.mode = await _logprobs_mode(server)
     except RequestFailed as error:
         _require_conclusive(error)
-    server.probe = await probe_logprobs(server, probes)
-    server.noise = mean_abs_diff(server.probe, await probe_logprobs(server, probes))
+    server.probe = await probe_logprobs(server)
+    server.noise = mean_abs_diff(server.probe, await probe_logprobs(server))
     if not np.isfinite(server.noise):
         fault = f"{server.url} gives probe logprobs that are no finite numbers"
         fix = "look into the server's log: its model may overflow in its dtype"
@@ -137,7 +129,7 @@ async def _likeliest(server: Server, ids: Sequence[int], law: Sampling) -> dict[
     return {token: logprob for token, logprob in pairs if logprob > -np.inf}
 
 
-async def _logprobs_mode(server: Server, probes: Probes) -> LogprobsMode:
+async def _logprobs_mode(server: Server) -> LogprobsMode:
     """Find out which distribution the logprobs are of.
 
     At T = 0.5 distances between logprobs double if they are tempered, and stay if they are raw.
@@ -150,7 +142,7 @@ async def _logprobs_mode(server: Server, probes: Probes) -> LogprobsMode:
     at_one: list[float] = []  # distances to the likeliest token
     at_cold: list[float] = []
     renormalised: list[bool] = []
-    for ids in probes.openings:
+    for ids in server.probes.openings:
         plain = await _likeliest(server, ids, Sampling(max_tokens=1))
         cold = await _likeliest(server, ids, Sampling(COLD, max_tokens=1))
         cut = await _likeliest(server, ids, Sampling(top_k=2, max_tokens=1))
@@ -181,50 +173,38 @@ async def _logprobs_mode(server: Server, probes: Probes) -> LogprobsMode:
 # ---------------------------------------------------------------- the same weights still?
 
 
-async def probe_logprobs(server: Server, probes: Probes) -> Floats:
+async def probe_logprobs(server: Server) -> Floats:
     """Return logprobs of the probe tokens by prefill, or of the likeliest next tokens."""
+    probes = server.probes
     if server.prefill:
         return np.concatenate([await server.score(ids, 1) for ids in probes.whole if len(ids) > 1])
     tops = [await _likeliest(server, ids, Sampling(max_tokens=1)) for ids in probes.openings]
     return np.asarray([logprob for top in tops for logprob in top.values()], np.float64)
 
 
-async def verify(server: Server, probes: Probes) -> None:
-    """Refuse a server that is not what it was when it was discovered.
+async def verify(server: Server) -> None:
+    """Refuse a server whose weights or settings are not what they were at the start.
 
     Raises:
-        MismatchError: other weights, version or settings.
+        MismatchError: they are others.
         RequestFailed: it does not answer.
     """
     try:
-        facts = await server.describe(server.client, server.facts.model)
-        if facts is None:
-            raise changed(server, "another program answers at its address")
-        if (difference := server.facts.difference(facts)) is not None:
-            raise changed(server, f"other {difference}")
-        drift = mean_abs_diff(server.probe, await probe_logprobs(server, probes))
+        drift = mean_abs_diff(server.probe, await probe_logprobs(server))
     except RequestFailed as error:
         if error.kind != "refused":
             raise
         raise changed(server, f"it refuses a probe that it answered before ({error})") from error
     server.drift = max(drift, server.drift)
-    if drift > allowed_drift(server.noise):
-        raise changed(
-            server,
-            f"its probe logprobs moved by {drift:.3g} on average (noise {server.noise:.2g}): other "
-            "weights or settings",
-        )
+    if drift > max(SAME_WEIGHTS, NOISE_FACTOR * server.noise):
+        moved = f"its probe logprobs moved by {drift:.3g} on average (noise {server.noise:.2g})"
+        raise changed(server, f"{moved}: other weights or settings")
 
 
 def changed(server: Server, how: str) -> MismatchError:
     """Return the error that ends a run whose server became another."""
     fix = "keep its weights and settings until the run is complete, then sample again: --resume"
     return MismatchError(f"{server.url} changed during the run: {how}", fix)
-
-
-def allowed_drift(noise: float) -> float:
-    """Return the mean |difference| that two probes of the same weights may have."""
-    return max(SAME_WEIGHTS, NOISE_FACTOR * noise)
 
 
 def mean_abs_diff(before: Floats, now: Floats) -> float:

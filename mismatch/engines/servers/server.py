@@ -36,21 +36,16 @@ class ServerFacts:
     spare: int = 0
     """Tokens of the context that it keeps free, in addition to one for scoring."""
     dtype: str | None = None
-    weight_version: str | None = None
-    """Changes with the weights, where an operator sets it."""
     details: dict[str, Any] = field(default_factory=dict)
     """Other settings that belong into a fingerprint."""
 
-    def difference(self, other: ServerFacts) -> str | None:
-        """Name the first fact in which two servers of one run differ, with both values.
 
-        Their names of the model may differ: probes show which checkpoint it is.
-        """
-        for name in ("kind", "version", "max_model_len", "dtype", "weight_version"):
-            first, second = getattr(self, name), getattr(other, name)
-            if first != second:
-                return f"{name.replace('_', ' ')} ({first}, {second})"
-        return None
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """Token ids to ask about: ``whole`` texts, and ``openings`` of them."""
+
+    whole: tuple[tuple[int, ...], ...] = ()
+    openings: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +113,7 @@ class LogprobsMode:
 
 @dataclass
 class Server(ABC):
-    """One server: how it is asked, what is known about it, and what it did in this run.
+    """A server: how it is asked, and what is known about it.
 
     Every request raises as :meth:`mismatch.engines.servers.client.Client.post` does; an answer that
     lacks what was asked for is a failed request too.
@@ -132,25 +127,21 @@ class Server(ABC):
     mode: LogprobsMode = field(default_factory=LogprobsMode)
     prefill: bool = True
     """It scores given tokens."""
-    routes: bool = False
-    """It returns routed experts."""
+    layout: ExpertLayout | None = None
+    """The layers whose routed experts it returns."""
     reasons: dict[str, str] = field(default_factory=dict)
     """Capability -> why it is missing."""
+    probes: Probes = field(default_factory=Probes)
     probe: Floats = field(default_factory=lambda: np.empty(0))
     """Logprobs of the probe tokens at the start."""
     noise: float = 0.0
     """Mean |difference| of two probes then."""
     drift: float = 0.0
     """Largest mean |difference| from the first probe."""
-    sequences: int = 0
-    unconfirmed: int = 0
-    """Answers since its weights were last seen to be the same."""
-    dropped: str | None = None
-    """Why it gets no requests any more."""
 
     @property
     def url(self) -> str:
-        return self.client.address.text
+        return self.client.address
 
     @classmethod
     @abstractmethod

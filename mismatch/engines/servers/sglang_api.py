@@ -47,9 +47,6 @@ class SglangServer(Server):
             info = await client.get("/server_info")
             if not (isinstance(info, dict) and "version" in info and "model_path" in model):
                 return None
-            if not model.get("is_generation", True):
-                fault = f"{client.address.text} serves a model that generates no text"
-                raise MismatchError(fault, "give the address of a server for generation")
             names = (model.get("served_model_name"), model["model_path"], info.get("model_path"))
             served_names = tuple(dict.fromkeys(str(name) for name in names if name))
             dtype = info.get("dtype")  # "auto": it does not say what that became
@@ -65,7 +62,6 @@ class SglangServer(Server):
                 max_model_len=context_length(context),
                 spare=wire.SPARE_TOKENS,
                 dtype=None if dtype in (None, "", "auto") else short_dtype(dtype),
-                weight_version=_text(model.get("weight_version")),
                 details={
                     name: info[key] for key, name in SETTINGS.items() if info.get(key) is not None
                 },
@@ -80,15 +76,15 @@ class SglangServer(Server):
         ids, layout = request.ids, request.layout
 
         def read(answer: Any) -> Answer:
-            entry, routed = _one(answer), None
-            if layout is not None and wire.has_routes(entry):
-                forwarded = len(ids) + len(entry["output_ids"]) - 1
+            routed = None
+            if layout is not None and wire.has_routes(answer):
+                forwarded = len(ids) + len(answer["output_ids"]) - 1
                 routed = wire.parse_routes(
-                    entry, forwarded, layout.layers, layout.top_k, A_SEQUENCE
+                    answer, forwarded, layout.layers, layout.top_k, A_SEQUENCE
                 )
             with _retried():
-                sample = wire.parse_sample(entry, A_SEQUENCE, routed)
-            return Answer(checked(sample), _text(entry["meta_info"].get("weight_version")))
+                sample = wire.parse_sample(answer, A_SEQUENCE, routed)
+            return Answer(checked(sample), _text(answer["meta_info"].get("weight_version")))
 
         body = wire.generate_request(
             ids,
@@ -102,7 +98,7 @@ class SglangServer(Server):
     async def score(self, ids: Sequence[int], start: int) -> Floats:
         def read(answer: Any) -> Floats:
             with _retried():
-                return wire.parse_prefill(_one(answer), ids, start, A_SEQUENCE)
+                return wire.parse_prefill(answer, ids, start, A_SEQUENCE)
 
         return await self.client.post("/generate", wire.prefill_request(ids, start), read)
 
@@ -114,14 +110,6 @@ def _retried() -> Iterator[None]:
         yield
     except MismatchError as error:
         raise RequestFailed(error.headline) from error
-
-
-def _one(answer: Any) -> dict[str, Any]:
-    """Return the answer to one request: a dictionary, or a list of one."""
-    entry = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
-    if not isinstance(entry, dict):
-        raise RequestFailed("an answer that is no sample")
-    return entry
 
 
 def _text(value: Any) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -24,7 +23,6 @@ from mismatch.engines.servers.server import (
     checked,
     context_length,
 )
-from mismatch.engines.sync_drivers import Held, held_from_plain
 from mismatch.engines.vllm.arguments import request_law
 from mismatch.errors import MismatchError
 from mismatch.types import Floats, Sampling
@@ -97,19 +95,6 @@ class VllmServer(Server):
         }
 
 
-async def held_by(client: Client, names: list[str], transposed: list[str]) -> Held | None:
-    """Ask workers that have :class:`mismatch.engines.vllm.weight_sync.WeightSync` what they hold.
-
-    None: they have not, or the server is not in its development mode.
-    """
-    call = {"method": "mismatch_held_json", "args": [names, transposed]}
-    read = lambda answer: held_from_plain(json.loads(answer["results"][0]))  # noqa: E731
-    try:
-        return await client.post("/collective_rpc", call, read)
-    except RequestFailed:
-        return None
-
-
 def _choice(answer: Any, ids: Sequence[int]) -> dict[str, Any]:
     """Return the one choice of an answer to these prompt tokens."""
     (choice,) = answer["choices"]
@@ -143,11 +128,6 @@ def _sample(answer: Any, request: SampleRequest) -> Answer:
     return Answer(checked(sample), None if identity is None else str(identity))
 
 
-def _by_id(top: dict[str, Any]) -> dict[int, float]:
-    """Return token id -> logprob of an entry of ``top_logprobs``."""
-    return {int(text.removeprefix(ID_TEXT)): float(lp) for text, lp in top.items()}
-
-
 def _likeliest(tops: Any, count: int) -> Likeliest | None:
     """Return the ``count`` likeliest ids of every sampled token; None: the server does not say.
 
@@ -155,9 +135,9 @@ def _likeliest(tops: Any, count: int) -> Likeliest | None:
     """
     if not count or not isinstance(tops, list):
         return None
-    rows = [sorted(_by_id(top).items(), key=lambda item: -item[1])[:count] for top in tops]
-    ids = [[token for token, _ in row] for row in rows]
-    return Likeliest.of(ids, [[logprob for _, logprob in row] for row in rows])
+    rows = [sorted(top.items(), key=lambda item: -float(item[1]))[:count] for top in tops]
+    ids = [[int(text.removeprefix(ID_TEXT)) for text, _ in row] for row in rows]
+    return Likeliest.of(ids, [[float(logprob) for _, logprob in row] for row in rows])
 
 
 def _experts(packed: str | None, layout: ExpertLayout | None) -> NDArray[Any] | None:

@@ -11,6 +11,7 @@ holds is read back. Twice, then the first weights again (docs/how-to/weight-sync
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -116,19 +117,20 @@ def held_by(engine: Any, names: list[str], transposed: list[str]) -> Held:
 
 
 def _held_by_server(url: str, names: list[str], transposed: list[str]) -> Held:
+    """Ask workers that have :class:`mismatch.engines.vllm.weight_sync.WeightSync`."""
     from mismatch.engines.servers.address import parse_address
     from mismatch.engines.servers.client import Client, RequestFailed, api_key, wait_for
-    from mismatch.engines.servers.vllm_api import held_by as asked
 
-    client = Client(parse_address(url), SERVER_S, api_key(), attempts=1, busy_attempts=1)
-    fix = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
+    def read(answer: Any) -> Held:
+        return held_from_plain(json.loads(answer["results"][0]))
+
+    call = {"method": "mismatch_held_json", "args": [names, transposed]}
+    client = Client(parse_address(url), SERVER_S, api_key())
     try:
-        held = wait_for(asked(client, names, transposed))
+        return wait_for(client.post("/collective_rpc", call, read))
     except RequestFailed as error:
-        raise MismatchError(f"{url}: {error}", fix) from error
-    if held is None:
-        raise MismatchError(f"{url} does not show its parameters", fix)
-    return held
+        fix = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
+        raise MismatchError(f"{url} does not show its parameters: {error}", fix) from error
 
 
 def _set(

@@ -116,8 +116,8 @@ def _aspects(side: dict[str, Any]) -> dict[str, str]:
         return ", ".join(filter(None, parts))
 
     name = said("code") or said("served_by") or said("engine") or said("backend")
-    if servers := side.get("servers"):
-        name = f"{plural(len(servers), 'server')}: {name}"
+    if side.get("server"):
+        name = f"server: {name}"
     world = f" × {side['world_size']}" if side.get("world_size") else ""
     versions = side.get("versions") or {}
     libraries = [f"{key} {versions[key]}" for key in ("torch", "transformers") if versions.get(key)]
