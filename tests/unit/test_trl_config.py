@@ -52,7 +52,6 @@ def test_both_sides(tmp_path: Path) -> None:
     assert train.logprobs_dtype == "bf16"  # from the preset
     assert read_trl_config(tmp_path / "grpo.yaml").model(MODEL) == "Qwen/Qwen3-0.6B"
     assert followed.ignored == ()
-    assert {"dataset_name", "learning_rate"} == set(followed.others)
 
 
 def test_arguments_that_a_trainer_saved_as_json(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ The order of precedence is: flags of the user, keys of the configuration, the fr
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -22,7 +21,8 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "prompts": ("rollout", "prompts"),
     "train": ("train",),
 }
-TRAINER = ("actor_rollout_ref.actor.", "fsdp", "deepspeed")  # keys of the trainer alone
+# Keys of the trainer alone.
+TRAINER = ("actor_rollout_ref.actor.", "actor_rollout_ref.rollout.log_prob_", "fsdp", "deepspeed")
 # vLLM's CPU build needs other settings, or refuses these.
 NOT_ON_A_CPU = ("max_num_batched_tokens", "enable_prefix_caching", "VLLM_BATCH_INVARIANT")
 
@@ -40,8 +40,6 @@ class Followed:
     """Keys that matter and have no counterpart here; also in ``spec.not_reproduced``."""
     ignored: tuple[str, ...]
     """Keys near the engine and the trainer that are not followed."""
-    others: tuple[str, ...]
-    """All other keys that are not followed: critics, rewards, logging."""
 
     def notes(self) -> tuple[str, ...]:
         """Return lines for the terminal."""
@@ -50,7 +48,6 @@ class Followed:
             *(f"  {line}" for line in self.used),
             *(f"  kept: {line}" for line in self.kept),
             *(f"  not followed: {line}" for line in sections(self.ignored)),
-            *(f"  not read: {line}" for line in counted(self.others)),
         )
 
 
@@ -134,15 +131,15 @@ class Work:
             if gap.matters(value) and not (own_code and gap.key.startswith(TRAINER)):
                 self.gaps.append(f"{gap.key} = {short(value)}: {gap.what}")
         known = self.seen | set(self.keys.no_effect)
-        ignored = tuple(key for key in self.source.given() if not _below(key, known))
-        others = tuple(key for key in ignored if not key.startswith(self.keys.near))
-        near = tuple(
+        ignored = tuple(
             key
-            for key in ignored
-            if key not in others and not (own_code and key.startswith(TRAINER))
+            for key in self.source.given()
+            if key.startswith(self.keys.near)
+            and not any(f"{key}.".startswith(f"{name}.") for name in known)
+            and not (own_code and key.startswith(TRAINER))
         )
-        if near:
-            self.gaps.append(f"keys that this run does not follow: {'; '.join(sections(near))}")
+        if ignored:
+            self.gaps.append(f"keys that this run does not follow: {'; '.join(sections(ignored))}")
         gaps = tuple(dict.fromkeys(self.gaps))
         spec = replace(
             self.spec,
@@ -151,7 +148,7 @@ class Work:
             not_reproduced=(*self.spec.not_reproduced, *gaps),
         )
         used = tuple(dict.fromkeys(self.used))
-        return Followed(spec, used, tuple(self.kept), gaps, near, others)
+        return Followed(spec, used, tuple(self.kept), gaps, ignored)
 
 
 def sections(keys: Iterable[str]) -> list[str]:
@@ -161,17 +158,6 @@ def sections(keys: Iterable[str]) -> list[str]:
         section, _, name = key.rpartition(".")
         names.setdefault(section or "top level", []).append(name)
     return [f"{section}: {', '.join(inside)}" for section, inside in names.items()]
-
-
-def counted(keys: Iterable[str]) -> list[str]:
-    """Return the sections at the top of these keys with their numbers: "critic (31)"."""
-    counts = Counter(key.partition(".")[0] for key in keys)
-    return [", ".join(f"{name} ({count})" for name, count in counts.items())] if counts else []
-
-
-def _below(key: str, known: set[str]) -> bool:
-    parts = key.split(".")
-    return any(".".join(parts[:count]) in known for count in range(1, len(parts) + 1))
 
 
 def _put(spec: Any, place: str, value: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from mismatch.cli.configuration import Configuration, Configured
 from mismatch.cli.flags import Flags, Option
 from mismatch.errors import MismatchError
-from mismatch.features.presets.apply import Followed
 from mismatch.features.presets.frameworks import NAMES, get_preset, installed_kernels
 from mismatch.features.presets.trl import MODEL as TRL_MODEL
 from mismatch.features.presets.trl import follow_trl, read_trl_config
@@ -66,15 +65,8 @@ def apply(spec: CheckSpec, flags: Flags) -> Configured:
         raise MismatchError(fault, "name the file: --verl-config FILE")
     if flags.get("trainer"):
         result = from_preset(spec, flags)
-    elif file := next((name for name in ("verl", "trl") if flags.get(f"{name}_config")), None):
-        if spec.rollout.engine.servers:
-            raise MismatchError(
-                f"--{file}-config describes an engine that mismatch starts, servers keep "
-                "their settings",
-                f"drop --{file}-config, or --server; --trainer describes the trainer alone",
-            )
-        followed = from_file(spec, flags)
-        result = Configured(with_own_code(followed.spec, flags), followed.notes())
+    elif flags.get("verl_config") or flags.get("trl_config"):
+        result = from_file(spec, flags)
     else:
         result = Configured(spec)
     if flags.get("sample_as"):
@@ -97,15 +89,27 @@ def from_preset(spec: CheckSpec, flags: Flags) -> Configured:
     return Configured(spec, notes)
 
 
-def from_file(spec: CheckSpec, flags: Flags) -> Followed:
+def from_file(spec: CheckSpec, flags: Flags) -> Configured:
     """Return the check that ``--verl-config`` or ``--trl-config`` describes."""
     from mismatch.engines.vllm.arguments import is_cpu_build
 
+    name = "trl" if flags.get("trl_config") else "verl"
+    if spec.rollout.engine.servers:
+        raise MismatchError(
+            f"--{name}-config describes an engine that mismatch starts, servers keep their "
+            "settings",
+            f"drop --{name}-config, or --server; --trainer describes the trainer alone",
+        )
+    file, overrides = flags[f"{name}_config"], tuple(flags.get("verl_override") or ())
     own = flags.explicit, installed_kernels(), is_cpu_build()
-    if flags.get("trl_config"):
-        return follow_trl(read_trl_config(flags["trl_config"]), spec, *own)
-    source = read_verl_config(flags["verl_config"], flags["verl_override"] or ())
-    return follow_verl(source, spec, *own)
+    if name == "trl":
+        followed = follow_trl(read_trl_config(file), spec, *own)
+    else:
+        followed = follow_verl(read_verl_config(file, overrides), spec, *own)
+    train = followed.spec.train
+    if train.scorer == name and train.scorer_config is None:  # its own code reads the same file
+        train = replace(train, scorer_config=str(file), scorer_overrides=overrides)
+    return Configured(replace(followed.spec, train=train), followed.notes())
 
 
 def sample_as(name: str, spec: CheckSpec, explicit: Collection[str]) -> Configured:
@@ -137,17 +141,6 @@ def sample_as(name: str, spec: CheckSpec, explicit: Collection[str]) -> Configur
     spec = replace(spec, rollout=rollout, not_reproduced=(*spec.not_reproduced, *missing))
     note = ", ".join(f"{field} {value:g}" for field, value in values.items())
     return Configured(spec, (f"sampling as {name}: {note}", *(f"  {text}" for text in missing)))
-
-
-def with_own_code(spec: CheckSpec, flags: Flags) -> CheckSpec:
-    """Hand the same file to the framework's own code, where that scores (``--scorer``)."""
-    train = spec.train
-    file = {"verl": flags.get("verl_config"), "trl": flags.get("trl_config")}.get(train.scorer)
-    if file is None or train.scorer_config is not None:
-        return spec
-    overrides = tuple(flags.get("verl_override") or ())
-    train = replace(train, scorer_config=str(file), scorer_overrides=overrides)
-    return replace(spec, train=train)
 
 
 CONFIGURATION = Configuration(trainer_flags=(TRAINER,), flags=FLAGS, model=model, apply=apply)

@@ -55,12 +55,12 @@ class Keys:
 
     rules: tuple[Rule, ...]
     gaps: tuple[KeyGap, ...]
-    always: tuple[str, ...]
-    """What the framework does whatever its configuration says, and this tool does not."""
     no_effect: tuple[str, ...]
     """Keys that change no log-probability, and their sections."""
     near: tuple[str, ...]
-    """Beginnings of the keys that the report names where they are not followed."""
+    """Beginnings of the keys that are named where they are not followed."""
+    always: tuple[str, ...] = ()
+    """What the framework does whatever its configuration says, and this tool does not."""
     required: tuple[str, ...] = ()
     """Keys that every complete configuration has."""
     own_arguments: tuple[Rule, ...] = ()
@@ -81,9 +81,13 @@ def read_keys(name: str) -> Keys:
     return Keys(
         rules=rules("follow"),
         gaps=tuple(KeyGap(**row) for row in data["gap"]),
-        always=tuple(data["always"]),
-        no_effect=tuple(data["no_effect"]),
+        no_effect=tuple(
+            f"{section}.{name}".lstrip(".")
+            for section, names in data["no_effect"].items()
+            for name in names
+        ),
         near=tuple(data["near"]),
+        always=tuple(data.get("always", ())),
         required=tuple(data.get("required", ())),
         own_arguments=rules("engine_argument"),
         defaults=tuple(data.get("defaults", {}).items()),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mismatch.engines.registry import engine_infos
@@ -58,92 +57,45 @@ def follow_verl(
         MismatchError: a value of the wrong type, an interpolation that leads nowhere, or a
             rollout engine that mismatch does not have; each with the key.
     """
-    work = _Verl(source, read_keys("verl"), spec, explicit, packages, cpu_engine)
+    work = Work(source, read_keys("verl"), spec, explicit, packages, cpu_engine)
     # The model is asked for beforehand; response_length is the longest response, resolved.
     work.seen |= {MODEL, "data.max_response_length"}
-    work.engine()
+    key = f"{ROOT}rollout.name"
+    name = work.value(key, "text")
+    started = {n: info for n, info in engine_infos().items() if info.started}
+    engines = {info.verl_name or n: n for n, info in started.items()}
+    if name not in engines and "engine" not in explicit:
+        fault = f"{source.origin}: {key} is {name}, which mismatch has no engine for"
+        fix = f"use one of {', '.join(sorted(engines))}: --verl-override {key}=vllm"
+        raise MismatchError(fault, fix)
+    work.set(key, name, "engine.engine", engines.get(name, name))
     work.rules()
-    work.engine_kwargs()
-    if spec.train.scorer != "verl":  # verl's code reads the budget itself
-        work.micro_batch()
-    work.prompts()
+    # The engine's own arguments win over verl's keys, as in verl.
+    prefix = f"{ROOT}rollout.engine_kwargs.{work.spec.rollout.engine.engine}"
+    own = {rule.key: rule for rule in work.keys.own_arguments}
+    for option, value in (work.value(prefix, "mapping") or {}).items():
+        key = f"{prefix}.{option}"
+        if value in (None, MISSING):
+            continue
+        if option in own:
+            work.follow(own[option], key, typed(own[option].kind, value, key))
+        else:
+            work.argument(key, option, value)
+    if files := work.value("data.train_files", "files"):
+        _sample_from(files, work)
     return work.result(get_preset("verl"))
 
 
-@dataclass
-class _Verl(Work):
-    """What is verl's alone."""
-
-    def engine(self) -> None:
-        key = f"{ROOT}rollout.name"
-        name = self.value(key, "text")
-        started = {n: info for n, info in engine_infos().items() if info.started}
-        engines = {info.verl_name or n: n for n, info in started.items()}
-        if name not in engines and "engine" not in self.explicit:
-            fault = f"{self.source.origin}: {key} is {name}, which mismatch has no engine for"
-            fix = f"use one of {', '.join(sorted(engines))}: --verl-override {key}=vllm"
-            raise MismatchError(fault, fix)
-        self.set(key, name, "engine.engine", engines.get(name, name))
-
-    def engine_kwargs(self) -> None:
-        """Follow the engine's own arguments; they win over verl's keys, as in verl."""
-        prefix = f"{ROOT}rollout.engine_kwargs.{self.spec.rollout.engine.engine}"
-        own = {rule.key: rule for rule in self.keys.own_arguments}
-        for option, value in (self.value(prefix, "mapping") or {}).items():
-            key = f"{prefix}.{option}"
-            if value in (None, MISSING):
-                continue
-            if option in own:
-                self.follow(own[option], key, typed(own[option].kind, value, key))
-            else:
-                self.argument(key, option, value)
-
-    def micro_batch(self) -> None:
-        """Take the token budget of the log-probability pass from whichever keys set it."""
-        rollout, actor = f"{ROOT}rollout.", f"{ROOT}actor."
-        if self.value(f"{actor}use_dynamic_bsz", "switch"):
-            names = (
-                f"{rollout}log_prob_max_token_len_per_gpu",
-                f"{actor}ppo_max_token_len_per_gpu",
-            )
-            pairs = [(key, self.value(key, "count")) for key in names]
-            key, tokens = next((pair for pair in pairs if pair[1]), (names[0], None))
-        else:
-            key = f"{rollout}log_prob_micro_batch_size_per_gpu"
-            rows = self.value(key, "count")
-            prompt, response = self._length("prompt"), self._length("response")
-            tokens = rows * (prompt + response) if rows and prompt and response else None
-        if not tokens:
-            return
-        tokens *= self.spec.train.sequence_parallel  # those ranks share what is for one GPU each
-        most = self.spec.train.micro_batch_tokens
-        if tokens > most and "flash_attn" not in self.packages:
-            self.gaps.append(
-                f"{key}: micro-batches of up to {tokens} tokens; without flash_attn attention "
-                f"needs memory that grows with their square, so they stay at {most}"
-            )
-            self.settled.add("micro_batch_tokens")
-        else:
-            self.set(key, tokens, "train.micro_batch_tokens", tokens)
-
-    def _length(self, side: str) -> int | None:
-        own: int | None = self.value(f"{ROOT}rollout.{side}_length", "count")
-        return own or self.value(f"data.max_{side}_length", "count")
-
-    def prompts(self) -> None:
-        key = "data.train_files"
-        files = self.value(key, "files")
-        if not files:
-            return
-        path = Path(files[0]).expanduser()
-        if {"prompts", "dataset"} & set(self.explicit):
-            self.kept.append(f"{key} gives way to your own prompts")
-            return
-        if not path.exists():
-            self.gaps.append(f"{key} = {files[0]} is not on this machine: other prompts are used")
-            return
+def _sample_from(files: Sequence[str], work: Work) -> None:
+    """Take the prompts from verl's training data, if it is on this machine."""
+    key, path = "data.train_files", Path(files[0]).expanduser()
+    if {"prompts", "dataset"} & set(work.explicit):
+        work.kept.append(f"{key} gives way to your own prompts")
+    elif not path.exists():
+        work.gaps.append(f"{key} = {files[0]} is not on this machine: other prompts are used")
+    else:
         if len(files) > 1:
-            self.gaps.append(f"{key}: only the first of {len(files)} files is used")
-        self.set(key, files[0], "prompts.dataset", str(path))
-        column = self.value("data.prompt_key", "text") or "prompt"
-        self.set("data.prompt_key", column, "prompts.prompt_column", column)
+            work.gaps.append(f"{key}: only the first of {len(files)} files is used")
+        work.set(key, files[0], "prompts.dataset", str(path))
+        column = work.value("data.prompt_key", "text") or "prompt"
+        work.set("data.prompt_key", column, "prompts.prompt_column", column)
