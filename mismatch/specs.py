@@ -615,8 +615,8 @@ def portable(data: dict[str, Any]) -> dict[str, Any]:
 def spec_hash(spec: Any) -> str:
     """Return twelve hex digits that change whenever anything in the spec does, but the place.
 
-    A run may go on with servers at other addresses: that they are the same otherwise is asked of
-    the servers, see mismatch/engines/servers. Passes do not depend on what runs next to them.
+    A run may go on with a server at another address. Passes do not depend on what runs next to
+    them.
     """
     import hashlib
     import json

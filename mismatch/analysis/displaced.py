@@ -79,10 +79,6 @@ def sign_test(sizes: Floats, others: Floats, only_largest: bool = False) -> Sign
                     float(chances[worst]))  # fmt: skip
 
 
-def _terms(terms: Floats) -> Floats:
-    return terms
-
-
 def _correlation(means: Floats) -> Floats:
     left, right, product, square, square_other = np.moveaxis(means, -1, 0)
     spread = (square - left * left) * (square_other - right * right)
@@ -90,7 +86,7 @@ def _correlation(means: Floats) -> Floats:
 
 
 def _metric(name: str, combine: Combine, unit: str, bounds: Bounds = POSITIVE) -> Metric:
-    return Metric(name, _terms, "ratio", unit, combine=combine, bounds=bounds)
+    return Metric(name, lambda terms: terms, "ratio", unit, combine=combine, bounds=bounds)
 
 
 RMS = _metric("square_rms", lambda means: floats(np.sqrt(means[..., 0])), "nats")

@@ -223,11 +223,11 @@ COLUMNS = (
 )
 
 
-def metric_tables(rows: list[Row], columns: tuple[Column, ...] = COLUMNS) -> tuple[Table, ...]:
+def metric_tables(rows: list[Row]) -> tuple[Table, ...]:
     """Metrics without levels: numbers in one table, shares in another, the first row's first."""
     kinds = dict.fromkeys(row.words.share for row in rows)
     return tuple(
-        Table.of(columns, [row for row in rows if row.words.share == share]) for share in kinds
+        Table.of(COLUMNS, [row for row in rows if row.words.share == share]) for share in kinds
     )
 
 

@@ -93,7 +93,7 @@ def run(session: TrainerSession) -> None:
         for number in turns(session) if session.guided else range(len(session.passes)):
             item = session.passes[number]
             if number in refused:
-                passes.note_time(item, 0.0)
+                passes.note_over(item)
             else:
                 passes.score(item)
     except torch.OutOfMemoryError as error:
@@ -160,12 +160,12 @@ class Passes:
             fault = f"the ranks parted in the pass {item.pass_.name}"
             raise MismatchError(fault, "see logs/train.log") from lost
         if failed is not None:
-            self.note_time(item, 0.0)
+            self.note_over(item)
 
-    def note_time(self, item: Job, seconds: float) -> None:
-        """Tell the parent that a pass is over, and how long it took."""
+    def note_over(self, item: Job) -> None:
+        """Tell the parent that a pass is over without a scoring."""
         if self.world.rank == 0:
-            report_timing(item.pass_.name, seconds)
+            report_timing(item.pass_.name, 0.0)
 
     def load(self, pass_: Pass) -> None:
         if self.loaded is not None and load_key(self.loaded.spec) == load_key(pass_.spec):
@@ -201,7 +201,7 @@ class Passes:
         if pass_.spec.replay_routing is not None:
             world.barrier()  # the routes may come from an earlier pass, which rank 0 saves
         if left_out(item.run_dir, rollout, pass_):
-            self.note_time(item, 0.0)
+            self.note_over(item)
             return
         source = replay_source(item.run_dir, rollout, pass_.spec)
         likeliest = LIKELIEST if pass_.name == TRAIN and not item.optional else 0

@@ -187,13 +187,13 @@ def _histogram(tokens: pd.DataFrame, floor: float | None, after: Array | None, a
     return description
 
 
-def ratio_histogram(delta: Array, bins: int = 61) -> tuple[Array, Array]:
-    """Return counts and edges of an odd number of bins centred on ratio 1, [bins] and [bins + 1].
+def ratio_histogram(delta: Array) -> tuple[Array, Array]:
+    """Return counts and edges of 61 bins centred on ratio 1, [61] and [62].
 
     Ratios beyond the axis are counted in its outermost bins.
     """
     far = np.log(np.clip(np.exp(min(float(np.abs(delta).max()), 700.0)), NEAREST, REACH)) * 1.0001
-    counts, edges = np.histogram(np.clip(delta, -far, far), bins=bins, range=(-far, far))
+    counts, edges = np.histogram(np.clip(delta, -far, far), bins=61, range=(-far, far))
     return counts, np.exp(edges)
 
 

@@ -6,7 +6,7 @@ token is not taken for a place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -164,14 +164,11 @@ def onset(case: Case) -> Look | NotTested:
     look = scan(case)
     if isinstance(look, NotTested) or not look.findings:
         return look
-    return next(_named(case), look)
-
-
-def _named(case: Case) -> Iterator[Look]:
     for name, cause in BOUNDARIES.items():
-        look = at_boundary(name, cause)(case)
-        if isinstance(look, Look) and look.findings:
-            yield look
+        named = at_boundary(name, cause)(case)
+        if isinstance(named, Look) and named.findings:
+            return named
+    return look
 
 
 def _opens_blocks(case: Case) -> bool:
