@@ -16,7 +16,7 @@ import pytest
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.servers.address import parse_address
 from mismatch.engines.servers.client import RequestFailed, usable_answer, wait_for
-from mismatch.engines.servers.server import SampleRequest, ServerFacts
+from mismatch.engines.servers.server import SampleRequest
 from mismatch.engines.servers.sglang_api import SglangServer
 from mismatch.engines.servers.vllm_api import VllmServer
 from mismatch.errors import MismatchError
@@ -167,7 +167,7 @@ class Canned:
 
 
 def ask(kind, what, answer):
-    api = kind(Canned(answer), ServerFacts("x", "1", "t", ("t",)))
+    api = kind(Canned(answer), "1", "t", ("t",))
     settings = api.settings(Sampling(max_tokens=4))
     if what == "score":
         return wait_for(api.score(IDS, 1))
@@ -175,7 +175,7 @@ def ask(kind, what, answer):
 
 
 def described(kind, documents):
-    return wait_for(kind.describe(Canned(got=documents), None))
+    return wait_for(kind.recognised(Canned(got=documents), None))
 
 
 @pytest.mark.parametrize(("kind", "what"), GOOD, ids=lambda part: getattr(part, "__name__", part))

@@ -13,7 +13,7 @@ from mismatch.engines.model_info import read_model_info
 from mismatch.engines.servers.address import parse_address
 from mismatch.engines.servers.client import Client, RequestFailed, api_key, wait_for
 from mismatch.engines.servers.probing import examine, expert_layout, make_probes
-from mismatch.engines.servers.server import Server, ServerFacts
+from mismatch.engines.servers.server import Server
 from mismatch.engines.servers.sglang_api import SglangServer
 from mismatch.engines.servers.vllm_api import VllmServer
 from mismatch.errors import MismatchError
@@ -42,36 +42,36 @@ async def _recognise(spec: EngineSpec) -> Server:
     url = client.address
     for kind in KINDS:
         try:
-            facts = await kind.describe(client, spec.served_model)
+            server = await kind.recognised(client, spec.served_model)
         except RequestFailed as error:
             if error.kind == "refused":
                 continue
             fault = f"{url}: {error}"
             fix = f"is it up, and is this its address? try: curl {url}/v1/models"
             raise MismatchError(fault, fix) from error
-        if facts is not None:
-            _require_model(url, facts, spec)
-            return kind(client, facts)
+        if server is not None:
+            _require_model(server, spec)
+            return server
     fault = f"{url} is no server that mismatch knows"
     raise MismatchError(fault, "give the address of a vLLM or SGLang server, without a path")
 
 
-def _require_model(url: str, facts: ServerFacts, spec: EngineSpec) -> None:
+def _require_model(server: Server, spec: EngineSpec) -> None:
     """Compare the server's names of its model with the one that was asked for."""
-    served = {PurePosixPath(name.replace("\\", "/")).name.casefold() for name in facts.names}
+    served = {PurePosixPath(name.replace("\\", "/")).name.casefold() for name in server.names}
     wanted = PurePosixPath(spec.model.replace("\\", "/")).name.casefold()
     if spec.served_model is None and wanted not in served:
         asked = f"--model {wanted}"
         fix = (
-            f"is it the same checkpoint under another name? --served-model {facts.model}; "
+            f"is it the same checkpoint under another name? --served-model {server.model}; "
             "else name the model that it serves"
         )
-    elif spec.served_model is not None and spec.served_model not in facts.names:
+    elif spec.served_model is not None and spec.served_model not in server.names:
         asked, fix = f"--served-model {spec.served_model}", "name one that it has"
     else:
         return
     names = " or ".join(sorted(served))
-    raise MismatchError(f"{url} serves {names}, not {asked}: the wrong model", fix)
+    raise MismatchError(f"{server.url} serves {names}, not {asked}: the wrong model", fix)
 
 
 @functools.lru_cache(maxsize=4)

@@ -53,9 +53,9 @@ class ServerEngine(Engine):
         self.server = server = discover(spec)
         self._sent: dict[str, Any] = {}
         self._stop: tuple[str, ...] = ()
-        limit = server.facts.max_model_len
+        limit = server.max_model_len
         scoring = spec.prefill and server.prefill  # samples one token more
-        needed = longest + server.facts.spare + scoring
+        needed = longest + server.spare + scoring
         if limit is not None and needed > limit:
             fault = f"{server.url} takes sequences of {limit} tokens, these may have {needed}"
             fix = "lower --max-tokens, or start the server with a longer context"
@@ -138,7 +138,7 @@ class ServerEngine(Engine):
     def fingerprint(self, mode: Mode) -> Fingerprint:
         """Return what the server says and what probes showed."""
         server = self.server
-        facts, decode = server.facts, mode == "decode"
+        decode = mode == "decode"
         temperature: float | None = 1.0
         if decode and self.sampling.temperature not in (0.0, 1.0):
             tempered = {True: self.sampling.temperature, False: 1.0, None: None}
@@ -147,18 +147,18 @@ class ServerEngine(Engine):
             model_facts(self.spec)
             | {
                 "mode": mode,
-                "served_by": facts.kind,
-                "version": facts.version,
-                "versions": {facts.kind: facts.version},
+                "served_by": server.kind,
+                "version": server.version,
+                "versions": {server.kind: server.version},
                 "source_files": {},  # those of the server cannot be read
-                "dtype": facts.dtype,
+                "dtype": server.dtype,
             }
-            | facts.details
+            | server.details
             | {
                 "logprobs_mode": f"{server.mode.name} (probed)" if decode else "prompt_logprobs",
                 "logprobs_temperature": temperature,
                 "logprobs_truncated": decode and self.sampling.truncates and server.mode.truncated,
-                "max_model_len": facts.max_model_len,
+                "max_model_len": server.max_model_len,
                 "weights_not_comparable": "a server does not show its parameters",
                 "engine": self.name,
                 "moe": self.info.moe,
@@ -223,8 +223,8 @@ class ServerEngine(Engine):
         sampler dies of a seeded request whose prefill is cut in two, and a server does not say
         where it runs.
         """
-        facts = self.server.facts
-        safe = facts.kind == "sglang" or facts.details.get("device") == "cuda"
+        server = self.server
+        safe = server.kind == "sglang" or server.details.get("device") == "cuda"
         return sample_seed(self.sampling.seed, prompt, sample) if safe else None
 
     def _require_whole(self, sample: Sample) -> None:
@@ -247,7 +247,7 @@ class ServerEngine(Engine):
 
 def not_tested(server: Server) -> Iterator[NotTested]:
     """List what is not known about the server."""
-    if server.facts.dtype is None:
+    if server.dtype is None:
         yield NotTested("the dtype that the server computes in", "it does not say")
     if server.mode.tempered is None:
         yield NotTested(

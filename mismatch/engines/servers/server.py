@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -14,30 +14,6 @@ from mismatch.engines.servers.client import Client
 from mismatch.types import Floats, Sampling
 
 LARGEST_ID = 1 << 31
-
-
-@dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """What a server says about itself; None: it does not say.
-
-    Example::
-
-        ServerFacts("vllm", "0.32.0", "tiny", ("tiny", "tiny-gpt-oss"), max_model_len=1024)
-    """
-
-    kind: str
-    version: str
-    model: str
-    """The name that requests have to carry."""
-    names: tuple[str, ...]
-    """Every name or path under which it knows the model."""
-    max_model_len: int | None = None
-    """Tokens of a prompt and its response."""
-    spare: int = 0
-    """Tokens of the context that it keeps free, in addition to one for scoring."""
-    dtype: str | None = None
-    details: dict[str, Any] = field(default_factory=dict)
-    """Other settings that belong into a fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +89,27 @@ class LogprobsMode:
 
 @dataclass
 class Server(ABC):
-    """A server: how it is asked, and what is known about it.
+    """A server: how it is asked, what it says about itself, and what probes showed.
 
     Every request raises as :meth:`mismatch.engines.servers.client.Client.post` does; an answer that
     lacks what was asked for is a failed request too.
     """
 
     kind: ClassVar[str]
+    spare: ClassVar[int] = 0
+    """Tokens of the context that it keeps free, in addition to one for scoring."""
     client: Client
-    facts: ServerFacts
+    version: str
+    model: str
+    """The name that requests have to carry."""
+    names: tuple[str, ...]
+    """Every name or path under which it knows the model."""
+    max_model_len: int | None = None
+    """Tokens of a prompt and its response; None: it does not say."""
+    dtype: str | None = None
+    """None: it does not say."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """Other settings that belong into a fingerprint."""
     configuration: str | None = None
     """A hash of its settings, or its weight version: the same in all its answers."""
     mode: LogprobsMode = field(default_factory=LogprobsMode)
@@ -145,8 +133,8 @@ class Server(ABC):
 
     @classmethod
     @abstractmethod
-    async def describe(cls, client: Client, served: str | None) -> ServerFacts | None:
-        """Return facts of a server of this kind; None, or a request refused: it is another kind.
+    async def recognised(cls, client: Client, served: str | None) -> Self | None:
+        """Return a server of this kind; None, or a request refused: it is another kind.
 
         Args:
             served: the model's name there, where several are served; None: the base model.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from mismatch.engines.registry import short_dtype
 from mismatch.engines.servers.client import Client, RequestFailed, usable_answer
@@ -12,7 +12,6 @@ from mismatch.engines.servers.server import (
     Answer,
     SampleRequest,
     Server,
-    ServerFacts,
     checked,
     context_length,
 )
@@ -38,9 +37,10 @@ A_SEQUENCE = "the request"
 
 class SglangServer(Server):
     kind: ClassVar[str] = "sglang"
+    spare: ClassVar[int] = wire.SPARE_TOKENS
 
     @classmethod
-    async def describe(cls, client: Client, served: str | None) -> ServerFacts | None:
+    async def recognised(cls, client: Client, served: str | None) -> Self | None:
         """Read ``/model_info``, which only SGLang has, and the settings in ``/server_info``."""
         with usable_answer():
             model = await client.get("/model_info")
@@ -54,13 +54,12 @@ class SglangServer(Server):
                 context = (await client.get("/v1/models"))["data"][0].get("max_model_len")
             except (RequestFailed, KeyError, IndexError):
                 context = info.get("context_length")
-            return ServerFacts(
-                kind=cls.kind,
+            return cls(
+                client,
                 version=str(info["version"]),
                 model=served_names[0],
                 names=served_names,
                 max_model_len=context_length(context),
-                spare=wire.SPARE_TOKENS,
                 dtype=None if dtype in (None, "", "auto") else short_dtype(dtype),
                 details={
                     name: info[key] for key, name in SETTINGS.items() if info.get(key) is not None

@@ -6,7 +6,8 @@ import base64
 import io
 import re
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from contextlib import suppress
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,6 @@ from mismatch.engines.servers.server import (
     Answer,
     SampleRequest,
     Server,
-    ServerFacts,
     checked,
     context_length,
 )
@@ -37,7 +37,7 @@ class VllmServer(Server):
     kind: ClassVar[str] = "vllm"
 
     @classmethod
-    async def describe(cls, client: Client, served: str | None) -> ServerFacts | None:
+    async def recognised(cls, client: Client, served: str | None) -> Self | None:
         """Read ``/v1/models``, and what ``/metrics`` and ``/server_info`` add where they are."""
         with usable_answer():
             cards = list((await client.get("/v1/models"))["data"])
@@ -47,9 +47,9 @@ class VllmServer(Server):
             base = [card for card in cards if not card.get("parent")] or cards
             card = next((candidate for candidate in cards if candidate["id"] == served), base[0])
             context = card.get("max_model_len") or base[0].get("max_model_len")
-            details = await _settings(client) | await _cache(client)
-            return ServerFacts(
-                kind=cls.kind,
+            details = await _details(client)
+            return cls(
+                client,
                 version=version,
                 model=str(card["id"]),
                 names=tuple(str(card[key]) for key in ("id", "root") if card.get(key)),
@@ -86,7 +86,7 @@ class VllmServer(Server):
 
     def _body(self, ids: Sequence[int]) -> dict[str, Any]:
         return {
-            "model": self.facts.model,
+            "model": self.model,
             "prompt": list(ids),
             "n": 1,
             "stream": False,
@@ -148,33 +148,26 @@ def _experts(packed: str | None, layout: ExpertLayout | None) -> NDArray[Any] | 
     return layout.columns(np.asarray(np.load(data, allow_pickle=False)))
 
 
-async def _settings(client: Client) -> dict[str, Any]:
-    """Return settings that vLLM shows in its development mode alone."""
-    try:
-        answer = await client.get("/server_info?config_format=json")
-    except RequestFailed:
-        return {}
-    config = dict(answer["vllm_config"])
-    model, parallel = config.get("model_config") or {}, config.get("parallel_config") or {}
+async def _details(client: Client) -> dict[str, Any]:
+    """Return what the development mode shows, if it is on, and the metrics say of the KV cache."""
+    config: dict[str, Any] = {}
+    labels: dict[str, str] = {}
+    with suppress(RequestFailed):
+        config = dict((await client.get("/server_info?config_format=json"))["vllm_config"])
+    with suppress(RequestFailed):
+        if match := CACHE.search(await client.text("/metrics")):
+            labels = dict(LABEL.findall(match[1]))
+    parts = ("model_config", "parallel_config", "device_config")
+    model, parallel, device = (config.get(name) or {} for name in parts)
     return {
         "dtype": short_dtype(model["dtype"]) if model.get("dtype") else None,
         "logprobs_mode": model.get("logprobs_mode"),
         "quantization": model.get("quantization"),
         "tensor_parallel_size": parallel.get("tensor_parallel_size"),
-        "device": (config.get("device_config") or {}).get("device_type"),
-    }
-
-
-async def _cache(client: Client) -> dict[str, Any]:
-    """Return settings of the KV cache, from the metrics."""
-    try:
-        match = CACHE.search(await client.text("/metrics"))
-    except RequestFailed:
-        return {}
-    labels = dict(LABEL.findall(match[1])) if match else {}
-    switch = {"True": True, "False": False}
-    return {
+        "device": device.get("device_type"),
         "kv_cache_dtype": labels.get("cache_dtype"),
-        "prefix_caching": switch.get(labels.get("enable_prefix_caching", "")),
+        "prefix_caching": {"True": True, "False": False}.get(
+            labels.get("enable_prefix_caching", "")
+        ),
         "block_size": labels.get("block_size"),
     }
