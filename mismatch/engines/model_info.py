@@ -14,6 +14,7 @@ from mismatch.models.config import ModelConfig
 from mismatch.specs import EngineSpec
 
 # "(EngineCore pid=7) ERROR 01-02 03:04:05 [core.py:9] KindError: text", as vLLM's children log.
+MISSING = re.compile(r"No module named '(\w+)")
 LOGGED_ERROR = re.compile(
     r"\([\w ]+pid=\d+\)\s+(?:ERROR \S+ \S+ \[\S+\]\s+)?"
     r"[A-Za-z_][\w.]*(?:Error|Exception): (?P<text>.+)"
@@ -139,6 +140,8 @@ def logged_cause(log: str) -> str:
 def load_fix(error: BaseException) -> str:
     """Say what may help when an engine cannot load a model."""
     text = str(error).lower()
+    if (missing := MISSING.search(str(error))) is not None:
+        return f"install it into the engine's environment: pip install {missing[1]}"
     if "routed" in text or "auxoutput" in text:
         return "run without routing: --no-routing"
     if "deserializ" in text or "metadata" in text:

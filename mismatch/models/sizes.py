@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from mismatch.errors import MismatchError, first_line
+from mismatch.models.auto_class import auto_class
 from mismatch.models.config import MXFP4_BITS, FoundConfig, ModelConfig
 
 TIMEOUT_S = 180.0  # a cold import of torch from a network file system takes a minute
@@ -111,11 +112,11 @@ def count(config: str) -> dict[str, Any]:
         config: the text of config.json.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     values = json.loads(config)
     plain = {k: v for k, v in values.items() if k not in ("model_type", "quantization_config")}
-    build: Any = AutoModelForCausalLM.from_config
+    build: Any = auto_class(values["model_type"]).from_config
     try:
         made = AutoConfig.for_model(values["model_type"], **plain)
         with torch.device("meta"):

@@ -389,6 +389,8 @@ def _unseen(
     yield NotTested(
         f"positions beyond {longest}", "no sequence of the run is longer", "--context-length"
     )
+    if train.fingerprint.get("reads_images"):
+        yield NotTested("images", "no prompt has one: the language model alone ran")
     if rollout.turn.max() <= 1:
         template = "mismatch template --model MODEL looks at the chat template"
         yield NotTested("multi-turn rollouts", "every sequence has one turn", template)

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from mismatch.errors import MismatchError, first_line
 from mismatch.models import mxfp4
+from mismatch.models.auto_class import auto_class
 from mismatch.models.derived import in_form
 from mismatch.specs import MasterDtype, TrainSpec, weights_key
 from mismatch.training.attention.resolve import ResolvedAttention, resolve_for
@@ -226,8 +227,6 @@ def resident_share(scorer: Scorer) -> float:
 
 
 def _from_pretrained(spec: TrainSpec, attention: ResolvedAttention, config: Any) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM  # not at the top: SGLang's has no torchvision
-
     method = quantisation_of(config)
     if method not in ("", "mxfp4"):
         fault = f"{spec.model} is quantised ({method}); a trainer needs weights in full precision"
@@ -240,7 +239,7 @@ def _from_pretrained(spec: TrainSpec, attention: ResolvedAttention, config: Any)
     if spec.experts != "auto":
         options["experts_implementation"] = spec.experts
     try:
-        pair: Any = AutoModelForCausalLM.from_pretrained(
+        pair: Any = auto_class(config.model_type).from_pretrained(
             spec.model,
             revision=spec.revision,
             dtype=torch_dtype(spec.master_dtype),

@@ -243,6 +243,7 @@ def fingerprint(
         "config": config,
         "experts": loaded.experts,
         "moe": bool(scorer.moe),
+        "reads_images": scorer.model.config is not scorer.decoder_config,
         "routing": routing,
         "layout": spec.layout,
         "micro_batch_tokens": spec.micro_batch_tokens,

@@ -15,6 +15,7 @@ import torch
 from transformers.utils import logging
 
 from mismatch.errors import MismatchError, first_line
+from mismatch.models.auto_class import auto_class
 from mismatch.specs import MasterDtype, TrainSpec
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -50,9 +51,7 @@ def skeleton(config: Any, trust_remote_code: bool = False, dtype: torch.dtype | 
     Args:
         dtype: that it is built in; None: its configuration's.
     """
-    from transformers import AutoModelForCausalLM  # not at the top: SGLang's has no torchvision
-
-    build: Any = AutoModelForCausalLM.from_config
+    build: Any = auto_class(config.model_type).from_config
     try:
         with torch.device("meta"):
             options = {} if dtype is None else {"dtype": dtype}

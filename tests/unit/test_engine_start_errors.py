@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mismatch.engines.model_info import CauseInLog, logged_cause
+from mismatch.engines.model_info import CauseInLog, load_fix, logged_cause
 from mismatch.errors import MismatchError, first_line
 from mismatch.processes.tasks import EngineSession
 from mismatch.processes.workers import engine as worker
@@ -37,11 +37,21 @@ CAUSE = (
         (LOG, CAUSE),
         ("", ""),
         ("ValueError: of a library, while it was tried\nINFO fine", ""),
+        (
+            "(MainProcess pid=7) ERROR 11-26 09:20:46 [registry.py:1120] ModuleNotFoundError: "
+            "No module named 'torchvision'",
+            "No module named 'torchvision'",
+        ),
         ("(EngineCore pid=7) torch.OutOfMemoryError: CUDA out of memory.", "CUDA out of memory."),
     ],
 )
 def test_the_cause_is_the_childs_own_error(log: str, cause: str) -> None:
     assert logged_cause(log) == cause
+
+
+def test_a_package_that_the_engine_lacks_is_named_with_its_command() -> None:
+    fix = load_fix(ValueError("No module named 'torchvision'"))
+    assert fix.endswith("pip install torchvision")
 
 
 @pytest.mark.parametrize("log", [LOG, ""])

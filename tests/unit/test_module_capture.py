@@ -252,8 +252,22 @@ class Engine(torch.nn.Module):
         return self.model.norm(x, residual)
 
 
-def test_fused_modules_show_every_site_under_its_name(tmp_path: Path) -> None:
-    model, x = Engine(), torch.randn(3, 4)
+class WithImages(torch.nn.Module):
+    """A model that reads images: vLLM keeps its language model under a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.language_model = Engine()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.language_model(x)
+
+
+@pytest.mark.parametrize("kind", [Engine, WithImages])
+def test_fused_modules_show_every_site_under_its_name(
+    kind: type[torch.nn.Module], tmp_path: Path
+) -> None:
+    model, x = kind(), torch.randn(3, 4)
     assert start(model) == ""
     for step in (x[:2], x[2:]):  # a prefill in two steps is joined
         final, stream = model(step.clone())

@@ -33,6 +33,7 @@ from mismatch.engines.distribution_capture import CaptureRequest, DistributionRe
 from mismatch.engines.model_info import ModelInfo, load_fix, load_tokenizer, read_model_info
 from mismatch.engines.registry import model_facts, short_dtype
 from mismatch.errors import MismatchError, first_line
+from mismatch.models.auto_class import auto_class
 from mismatch.models.resolved import resolved
 from mismatch.specs import TORCH_NAMES, EngineSpec
 from mismatch.types import Fingerprint, Floats, Sampling
@@ -160,7 +161,6 @@ class TransformersEngine(Engine):
 
     def _load(self, config: Any) -> Any:
         import torch
-        from transformers import AutoModelForCausalLM
 
         from mismatch.training.source import dequantising
 
@@ -169,7 +169,7 @@ class TransformersEngine(Engine):
         if self.device.type == "cuda" and find_spec("accelerate") is not None:
             extra["device_map"] = self.device  # MXFP4 is dequantised there, not on the host
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            model: Any = auto_class(config.model_type).from_pretrained(
                 self.spec.model,
                 config=config,
                 revision=self.spec.revision,

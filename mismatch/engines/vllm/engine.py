@@ -51,7 +51,8 @@ from mismatch.errors import MismatchError, first_line
 from mismatch.specs import EngineSpec
 from mismatch.types import ROUTES, Fingerprint, Floats, NotTested, Sampling
 
-CHILD_FAILED = "See root cause above"  # vLLM's words where its engine's process failed
+# vLLM's words where its engine's process failed, and where one that imports a model's code did.
+CHILD_FAILED = ("See root cause above", "failed to be inspected")
 
 
 class VllmEngine(Engine):
@@ -111,7 +112,7 @@ class VllmEngine(Engine):
             if self._applies:
                 what = f"vLLM cannot load {self.spec.model} with the adapter: {first_line(error)}"
                 raise MismatchError(what, "serve them merged: --adapter-as merged") from error
-            if CHILD_FAILED in str(error):
+            if any(words in str(error) for words in CHILD_FAILED):
                 raise CauseInLog(f"vLLM cannot load {self.spec.model}", load_fix(error)) from error
             fault = f"vLLM cannot load {self.spec.model}: {first_line(error)}"
             raise MismatchError(fault, load_fix(error)) from error

@@ -82,16 +82,20 @@ class ModuleCapture:
         Raises:
             AttributeError, LookupError: layers that are put together otherwise.
         """
-        layers = {
-            int(match[1]): module
-            for name, module in model.named_modules()
-            if (match := LAYER.search(name)) and hasattr(module, "input_layernorm")
-        }
+        layers, holders = {}, set()  # a model that reads images has layers of its language model
+        for name, module in model.named_modules():
+            if (match := LAYER.search(name)) and hasattr(module, "input_layernorm"):
+                layers[int(match[1])] = module
+                holders.add(name[: match.start()])
         if not layers:
             raise LookupError("no layer has a norm at its input")
+        if len(holders) > 1:
+            raise LookupError(f"they are in {' and '.join(sorted(holders))}")
         for number, layer in sorted(layers.items()):
             self._layer(number, layer)
-        self._norm(model.model.norm, f"{len(layers) - 1}.residual", "final_norm")
+        self._norm(
+            model.get_submodule(holders.pop()).norm, f"{len(layers) - 1}.residual", "final_norm"
+        )
 
     def take(self, path: str) -> int:
         """Write what was seen to a safetensors file; return how many tokens it has."""
