@@ -277,8 +277,16 @@ SLIME = {
     "log_probs": [-0.625, -0.25],
     "reward": 1.0,
 }
+SKYRL = {
+    "sequences": [0, 1, 2, 3, 4],
+    "attention_mask": [0, 1, 1, 1, 1],
+    "loss_mask": [0.0, 1.0, 1.0],
+    "rollout_logprobs": [0.0, -0.1, -0.2],
+    "action_log_probs": [0.0, -0.11, -0.21],
+}
 # A row of every format, for tests/fuzz.py.
-ROWS = (GENERIC, MASKED, INSTRUCT, VERL, titan(turn([1, 2], [3, 4])), NEMO, PRIME, BOTH, SLIME)
+ROWS = (GENERIC, MASKED, INSTRUCT, VERL, NEMO, PRIME, BOTH, SLIME, SKYRL)
+ROWS = (*ROWS, titan(turn([1, 2], [3, 4])))
 
 
 @pytest.mark.parametrize("entry", [NEMO, PRIME, BOTH], ids=["nemo-rl", "prime-rl", "generic"])

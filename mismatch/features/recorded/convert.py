@@ -2,11 +2,13 @@
 
 The parent never opens these files. The child is this file, run by path; it imports torch, and
 tensordict where it is installed (which allows its classes), and reads with ``weights_only=True``.
+That reader knows no pickle of today's protocols, which SkyRL writes: see :class:`OfSkyRL`.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,16 @@ from typing import Any
 MINUTES = 10
 VERL = ("prompts", "responses", "attention_mask", "response_mask", "rollout_log_probs",
         "old_log_probs", "rm_scores")  # fmt: skip
+# SkyRL removes rewards and uids before it writes.
+SKYRL = ("sequences", "attention_mask", "loss_mask", "rollout_logprobs", "action_log_probs")
+# What a batch of SkyRL names: itself, its device, numbers in its metrics and, until March 2026,
+# tensors a second time.
+NAMED = {
+    *("training_batch._rebuild_tensor_batch", "training_batch.TrainingInputBatch"),
+    *("torch.device", "torch._utils._rebuild_tensor_v2", "torch.storage._load_from_bytes"),
+    *("collections.OrderedDict", "numpy.dtype", "numpy.core.multiarray.scalar"),
+    "numpy._core.multiarray.scalar",
+}
 # slime's name of a list with one entry per sequence -> name in a row.
 SLIME = {
     "tokens": "tokens",
@@ -97,7 +109,7 @@ def main() -> int:
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a dump of verl, slime or miles."""
+    """Yield the rows of a dump of verl, SkyRL, slime or miles."""
     batch, padded = load(path)
     if isinstance(batch, dict) and isinstance(batch.get("rollout_data"), dict):
         data = batch["rollout_data"]
@@ -105,9 +117,10 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
             row = {name: plain(data[key][number]) for key, name in SLIME.items() if key in data}
             yield row | {"rank": str(batch.get("rank")), "step": str(batch.get("rollout_id"))}
         return
-    names = [name for name in VERL if name in batch.keys()]  # noqa: SIM118 (a TensorDict)
-    if "responses" not in names:
-        raise ValueError("neither a batch of verl nor a train dump of slime or miles")
+    held = batch.keys()  # of a TensorDict only these are names
+    names = [name for name in (SKYRL if "sequences" in held else VERL) if name in held]
+    if names[:1] != ["sequences"] and "responses" not in names:
+        raise ValueError("neither a batch of verl or SkyRL nor a train dump of slime or miles")
     for values in zip(*(batch[name] for name in names), strict=True):
         row = {name: plain(value) for name, value in zip(names, values, strict=True)}
         yield row | {"padded": padded}
@@ -132,15 +145,61 @@ def load(path: Path) -> tuple[Any, bool]:
         file.seek(0)
         source: Any = file
         if not zipped:
-            values = (value for _, value, _ in pickletools.genops(file))
-            held = next((v for v in values if type(v) is bytes and v[:2] == b"PK"), None)
-            if held is None:
-                raise ValueError("a pickle without a file of torch inside")
-            source = io.BytesIO(held)
+            for _, value, _ in pickletools.genops(file):
+                if type(value) is str and "training_batch" in value:  # comes before the tensors
+                    file.seek(0)
+                    return tensors_of(OfSkyRL(file).load()), True
+                if type(value) is bytes and value[:2] == b"PK":
+                    source = io.BytesIO(value)
+                    break
+            else:
+                raise ValueError("a pickle with neither a file of torch nor a batch of SkyRL")
         batch = torch.load(source, weights_only=True, map_location="cpu")
     if isinstance(batch, dict) and "tensordict" in batch:
         batch = batch["tensordict"]
     return batch, not zipped
+
+
+class Held(dict[Any, Any]):
+    """Stands for whatever a batch's pickle names: takes what it is given, and runs nothing."""
+
+    def __init__(self, *given: Any) -> None:
+        self.given = given
+
+    def __setstate__(self, state: Any) -> None:
+        self.given = (state,)
+
+
+class OfSkyRL(pickle.Unpickler):
+    """Reads a pickle of SkyRL's ``training_batch.py`` (a956457) without any of its classes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the stand-in of a known name; refuse others, which are not imported."""
+        module = "training_batch" if module.endswith(".training_batch") else module
+        if f"{module}.{name}" not in NAMED:
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of a batch of SkyRL")
+        return Held
+
+
+def tensors_of(batch: Any) -> dict[str, Any]:
+    """Return the arrays of a batch of SkyRL, without the rows that fill up its last step."""
+    import io
+
+    import numpy as np
+    import torch
+
+    state, arrays = batch.given[-1], dict[str, Any]()
+    for name in SKYRL:
+        held = state["batch_dict"].get(name)
+        if held is None:
+            continue
+        if held.get("format") == "torch":  # of a type that numpy lacks, e.g. bfloat16
+            arrays[name] = torch.load(io.BytesIO(held["data"]), weights_only=True)
+        else:
+            array = np.frombuffer(held["data"], np.dtype(str(held["dtype"])))
+            arrays[name] = array.reshape(held["shape"])
+    added = (state["metadata"] or {}).get("pad_size", 0)
+    return {name: array[: len(array) - added] for name, array in arrays.items()}
 
 
 def plain(value: Any) -> Any:

@@ -9,7 +9,8 @@ not of the file: they are kept, counted and reported. Sums are of all rows; of a
 rows of some prompts are kept. Fields were read in the frameworks' sources, all of August 2026:
 torchtitan's ``rollout_recorder.py`` (b5bcd76), open-instruct's ``rl_utils.py`` (e6c3044), verl's
 ``rollout_skip.py`` (1dda039), NeMo-RL's ``grpo.py`` and ``logger.py`` (7ea279a), prime-rl's
-``token_export.py`` (559b447) and slime's ``train_dump_utils.py`` (624b824).
+``token_export.py`` (559b447), slime's ``train_dump_utils.py`` (624b824) and SkyRL's ``trainer.py``
+(a956457).
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from mismatch.run.manifest import WRONG
 from mismatch.types import Bools, Floats, Ints
 
 Entry = dict[str, Any]
-Form = Literal["torchtitan", "open-instruct", "generic", "verl", "nemo-rl", "prime-rl", "slime"]
+Form = Literal[
+    "torchtitan", "open-instruct", "generic", "verl", "nemo-rl", "prime-rl", "slime", "skyrl"
+]
 SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".dp", ".pkl")
 LEAST = 16  # where no more prompts are kept than this, rows are drawn instead of prompts
 # First bytes of a file by ``torch.save``, and by ``pickle.dump`` with protocol 2 and later.
@@ -433,6 +436,25 @@ def verl(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     yield row
 
 
+def skyrl(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
+    """Read a row of SkyRL's batch without its padding, as convert.py writes it.
+
+    The mask and the log-probabilities are of the last columns of the sequence, wherever its padding
+    is: on the left, or in files of before 2026 on both sides.
+    """
+    if "rollout_logprobs" not in entry:
+        raise ValueError("no rollout_logprobs: run with generator.sampling_params.logprobs=1")
+    ids, there = _ids(entry, "sequences"), _mask(entry, "attention_mask")
+    mask = _mask(entry, "loss_mask")
+    if len(there) != len(ids) or len(mask) > len(ids):
+        raise ValueError(f"masks of {len(there)} and {len(mask)} entries for {len(ids)} tokens")
+    sampled = np.concatenate([np.zeros(len(ids) - len(mask), np.bool_), mask]) & there
+    at = sampled[len(ids) - len(mask) :]
+    row = _row(entry, ids[there], sampled[there], at, "rollout_logprobs", "action_log_probs")
+    row.prompt = _context(row)
+    yield row
+
+
 @dataclass(frozen=True)
 class Format:
     """One format of rows."""
@@ -502,6 +524,11 @@ FORMS: dict[Form, Format] = {
             "prompts responses attention_mask response_mask rollout_log_probs old_log_probs "
             "rm_scores padded"
         ),
+    ),
+    "skyrl": Format(
+        lambda entry: {"sequences", "loss_mask"} <= set(entry),
+        skyrl,
+        _columns("sequences attention_mask loss_mask rollout_logprobs action_log_probs padded"),
     ),
 }
 # Files that many have and that cannot be scored: fields that mark them, what they are, the remedy.

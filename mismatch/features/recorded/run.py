@@ -23,6 +23,7 @@ UNKNOWN_MODEL = "recorded"
 TRAINERS: dict[Form, str] = {
     "nemo-rl": "NeMo-RL",
     "prime-rl": "prime-rl",
+    "skyrl": "SkyRL",
     "slime": "slime or miles",
     "verl": "verl",
 }
