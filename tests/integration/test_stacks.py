@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.checkpoints import make
 from tests.command import mismatch
 from tests.unit.test_recorded_parts import ROWS, entries
 from tools.stacks import ROOT, Stack, environment, stacks
@@ -167,6 +168,119 @@ def test_a_published_bug_is_found_in_the_release_that_has_it(tmp_path: Path) -> 
     ]
     assert list(wrong) == kinds
     assert all("0.5 times" in remark for remark in wrong.values())
+
+
+# TRL's trainer with its own vLLM in the same process. vLLM packs weights for the CPU and drops what
+# it packed, so that TRL could not write new ones: plain matrices instead, and nothing compiled.
+TRAINED = """
+import json, sys
+import torch
+from vllm.model_executor.layers import utils
+
+def plain(layer, remove_weight):
+    layer.cpu_linear = torch.nn.functional.linear
+
+utils.dispatch_cpu_unquantized_gemm = plain
+import trl.generation.vllm_generation as generation
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+from mismatch.features.recorded.trl_callback import MismatchCallback
+
+class Eager(generation.LLM):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs, enforce_eager=True)
+
+generation.LLM = Eager
+model, steps = sys.argv[1], 3
+
+def trained(sampler, *callbacks):
+    config = GRPOConfig(
+        "trl", use_cpu=True, bf16=False, max_steps=steps, logging_steps=1, save_strategy="no",
+        per_device_train_batch_size=4, num_generations=4, max_completion_length=16, seed=0,
+        learning_rate=1e-3, report_to="none", model_init_kwargs={"dtype": "float32"}, **sampler,
+    )
+    rows = Dataset.from_list([{"prompt": "one two three"}] * 16)
+    def length(completions, **kwargs):
+        return [float(len(text)) for text in completions]
+    trainer = GRPOTrainer(model=model, args=config, train_dataset=rows, reward_funcs=[length])
+    for folder, every in callbacks:
+        trainer.add_callback(MismatchCallback(trainer, folder, every=every))
+    trainer.train()
+    return trainer.state.log_history[:steps]
+
+vllm = dict(use_vllm=True, vllm_mode="colocate", vllm_max_model_length=128)
+logs = trained(vllm, ("watch", 1), ("file", 1))
+steps = 1
+trained({}, ("alone", 1))
+json.dump(logs, open("logs.json", "w"))
+"""
+
+
+def test_trls_trainer_goes_on_and_logs_what_the_callback_records(tmp_path: Path) -> None:
+    """TRL logs a mean difference of its own, which is ours; two callbacks fail in the same run."""
+    python = bare_python("trl", LOSSES["trl"])
+    make("qwen3", tmp_path / "model", head_dim=64)
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "train.py").write_text(TRAINED)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [python, str(tmp_path / "train.py"), str(tmp_path / "model")]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    logs = json.loads((tmp_path / "logs.json").read_text())
+    assert [entry["step"] for entry in logs] == [1, 2, 3]
+    for entry in logs:
+        differs = entry["sampling/sampling_logp_difference/mean"]
+        assert entry["mismatch/logprob_abs_diff_mean"] == pytest.approx(differs, rel=1e-4)
+        assert 0 < entry["mismatch/k3_kl"] < 0.01  # weights that reached vLLM late would be far
+        assert entry["mismatch/not_finite"] == 0
+    names = [f"step_{step}.jsonl" for step in (1, 2, 3)]
+    assert sorted(path.name for path in (tmp_path / "watch").iterdir()) == names
+    said = [line for line in done.stderr.splitlines() if "is not recorded" in line]
+    assert len(said) == 2  # once for the file that is no folder, once for the run without vLLM
+    assert "use_vllm=True" in said[1]
+    assert not (tmp_path / "alone").exists()
+    done = mismatch("postmortem", tmp_path / "watch", "--out", tmp_path / "run")
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    steps = report_of(tmp_path / "run")["recorded"]["steps"]
+    for entry, step in zip(logs, steps, strict=True):
+        assert step["abs_diff"] == pytest.approx(entry["mismatch/logprob_abs_diff_mean"])
+
+
+# What verl's trainer calls at every step, on a batch as verl holds it.
+VERLS_STEP = """
+import json
+import torch, verl
+from verl.utils.debug.metrics import calculate_debug_metrics
+from verl import DataProto
+
+logprobs = -torch.rand(6, 5, generator=torch.Generator().manual_seed(0))
+ones = {"prompts": 3, "responses": 5, "attention_mask": 8, "response_mask": 5}
+held = {name: torch.ones(6, width, dtype=torch.long) for name, width in ones.items()}
+held |= {"rollout_log_probs": logprobs, "old_log_probs": logprobs + 0.125}
+print(json.dumps(calculate_debug_metrics(DataProto.from_dict(held))))
+"""
+
+
+@pytest.mark.parametrize("folder", ["watch", "file"])
+def test_verl_loads_the_plugin_by_itself(folder: str, tmp_path: Path) -> None:
+    """By the entry point that mismatch's installation gives; verl's own numbers stay."""
+    (tmp_path / "file").write_text("no folder")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "MISMATCH_WATCH_DIR": str(tmp_path / folder)}
+    command = [bare_python("verl", LOSSES["verl"]), "-c", VERLS_STEP]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["training/rollout_probs_diff_valid"] == 1
+    if folder == "file":
+        assert "mismatch/k3_kl" not in found
+        assert done.stderr.count("is not recorded") == 1
+        return
+    assert found["mismatch/logprob_abs_diff_mean"] == pytest.approx(0.125)
+    assert [path.name for path in (tmp_path / folder).iterdir()] == ["step_1.jsonl"]
 
 
 def test_the_newest_of_everything(tmp_path: Path) -> None:

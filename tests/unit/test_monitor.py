@@ -122,6 +122,7 @@ def test_trls_callback_logs_by_the_trainers_own_log(tmp_path: Path) -> None:
         "completion_mask": held["response_mask"],
         "sampling_per_token_logps": held["rollout_log_probs"],
         "old_per_token_logps": held["old_log_probs"],
+        "tool_mask": torch.arange(R).expand(N, R) % 5 > 0,  # tools wrote every fifth token
     }
     trainer = SimpleNamespace(_buffered_inputs=[buffered], _metrics={"train": defaultdict(list)})
     callback = MismatchCallback(trainer, tmp_path, every=5)
@@ -130,6 +131,9 @@ def test_trls_callback_logs_by_the_trainers_own_log(tmp_path: Path) -> None:
         callback.on_step_end(None, state, None)
     assert len(trainer._metrics["train"]["mismatch/k3_kl"]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step_5.jsonl"]
+    row = read_recorded(tmp_path).sequences[0]
+    assert row.token_ids.tolist()[P - 2 :] == held["responses"][0, :30].tolist()
+    assert row.sampled.tolist() == [False] * (P - 2) + [False, True, True, True, True] * 6
 
 
 def test_watch_says_which_step_grew(tmp_path: Path) -> None:

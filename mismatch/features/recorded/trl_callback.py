@@ -40,10 +40,11 @@ class MismatchCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 "the trainer keeps no sampler's log-probabilities: set use_vllm=True and "
                 "vllm_importance_sampling_correction=True"
             )
+        mask = held["completion_mask"]
         return Batch(
             held["prompt_ids"],
             held["completion_ids"],
-            held["completion_mask"],
+            mask * held["tool_mask"] if "tool_mask" in held else mask,
             held["sampling_per_token_logps"],
             held["old_per_token_logps"],
             held["prompt_mask"],
