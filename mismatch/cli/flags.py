@@ -34,6 +34,7 @@ METAVARS: dict[Any, str] = {
     **dict.fromkeys(("engine_arg", "verl_override", "inject"), "KEY=VALUE"),
     **dict.fromkeys(("prompts", "resume", "scorer_config", "accelerate_config"), "PATH"),
     **dict.fromkeys(("adapter", "train_adapter"), "PATH"),
+    "dump_format": "NAME",
     "server": "URL",
     "engine_python": "NAME=PATH",
     int: "N",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -65,12 +67,77 @@ def test_a_large_file_is_cut_at_its_row_groups(dump: Path, monkeypatch: pytest.M
     assert [(part.first, part.groups) for part in parts[6:9]] == [(0, (0,)), (10, (1,)), (20, (2,))]
 
 
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    """Three JSONL files, lines of other lengths, blank ones among them, the last without an end."""
+    folder = tmp_path / "lines"
+    folder.mkdir()
+    for number in range(3):
+        texts = [json.dumps(entry) for entry in entries(number)]
+        texts[10:10] = ["", "  "]
+        (folder / f"part{number}.jsonl").write_text("\n".join(texts))
+    return folder
+
+
+@pytest.mark.parametrize("size", [1, 100, 177, 1000, 1 << 20])
+def test_a_jsonl_file_is_cut_between_its_lines(
+    lines: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Every byte is of one part, and every part ends with a line; its lines are the file's."""
+    whole = read_recorded(lines)
+    monkeypatch.setattr(parts_module, "PART_BYTES", size)
+    files = sorted(lines.iterdir())
+    parts = parts_of(files)
+    assert [part.number for part in parts] == list(range(len(parts)))
+    for file in files:
+        text = file.read_bytes()
+        spans = [(part.start, part.end) for part in parts if part.file == file]
+        if size > len(text):
+            assert spans == [(0, None)]
+            continue
+        assert len(spans) == len(text.splitlines()) if size == 1 else len(spans) > 1
+        assert b"".join(text[a:b] for a, b in spans) == text
+        assert all(text[:b].endswith(b"\n") for _, b in spans[:-1])
+        at = [part.place(number) for part in parts if part.file == file
+              for number, _ in part.json_lines()]  # fmt: skip
+        kept = [n for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
+        assert at == [f"{file}:{number}" for number in kept]
+    rows = read_recorded(lines).sequences
+    assert [row.logprobs.tolist() for row in rows] == [
+        row.logprobs.tolist() for row in whole.sequences
+    ]
+
+
+def test_only_lines_of_json_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts_module, "PART_BYTES", 1)
+    texts = (b"PK\x03\x04\n1\n2", pickle.dumps(b"\n\n"), b"\n{}\n{}", b"PAR1\n\n", b"")
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.jsonl").write_bytes(text)
+    parts = parts_of([*sorted(tmp_path.iterdir()), tmp_path / "gone.jsonl"])
+    assert [(part.start, part.end) for part in parts] == [(0, None)] * 6
+
+
+def test_a_fault_in_the_lines_of_another_part_names_its_line(
+    lines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts_module, "PART_BYTES", 500)
+    good = [json.dumps(entry) for entry in entries(9)[:40]]
+    bad = json.dumps(entries(9)[0] | {"action_mask": [True] * 4})
+    for wrong, says in ((bad, "the first"), ("{", "is no JSON"), ("[1]", "is no JSON")):
+        (lines / "part1.jsonl").write_text("\n".join([*good[:30], wrong, *good[30:]]))
+        for on in (Where(), Where(workers=2)):
+            with pytest.raises(MismatchError, match=rf"part1\.jsonl:31:? {says}"):
+                read_recorded(lines, on=on)
+
+
 @pytest.mark.parametrize("most", [None, 100])
+@pytest.mark.parametrize("form", ["dump", "lines"])
 def test_several_processes_read_what_one_reads(
-    dump: Path, monkeypatch: pytest.MonkeyPatch, most: int | None
+    form: str, monkeypatch: pytest.MonkeyPatch, most: int | None, request: pytest.FixtureRequest
 ) -> None:
     """Sums, rows that are drawn, their numbers: all the same, and in the same order."""
-    monkeypatch.setattr(parts_module, "PART_BYTES", 1)
+    dump = request.getfixturevalue(form)
+    monkeypatch.setattr(parts_module, "PART_BYTES", 1 if form == "dump" else 1000)
     one = read_recorded(dump, most=most)
     two = read_recorded(dump, most=most, on=Where(workers=2))
     assert one.steps == two.steps
@@ -84,7 +151,11 @@ def test_several_processes_read_what_one_reads(
         assert 16 < len(one.sequences) < 3 * ROWS
 
 
-def test_parts_change_no_sum(dump: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["dump", "lines"])
+def test_parts_change_no_sum(
+    form: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    dump = request.getfixturevalue(form)
     whole = read_recorded(dump)
     monkeypatch.setattr(parts_module, "PART_BYTES", 1)
     cut = read_recorded(dump)

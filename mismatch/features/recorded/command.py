@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import REQUIRED, Flags, Option, flags_of, spec_values, switch
@@ -32,36 +33,18 @@ READING = (
 )
 DUMP_FORMAT = replace(READING[0], name="dump_format", spelling="--dump-format")
 MOST = 1_000_000  # tokens of a dump that are judged; of a larger one, prompts are drawn
+PROCESSES = "Processes that read the dump; default: one per core for a large one."
 WHERE = (
-    Option(
-        "workers",
-        int | None,
-        OUTPUT,
-        "Processes that read the dump; default: one per core for a large one.",
-        range=Range(1, 1024),
-    ),
+    Option("workers", int | None, OUTPUT, PROCESSES, range=Range(1, 1024)),
     Option("dask", str | None, OUTPUT, "Address of a Dask scheduler whose workers read the dump."),
 )
+EVERY = Option("every", float, OUTPUT, "Seconds between reads of the folder.")
 STEP = Option("step", int | None, OUTPUT, "Report this step alone; default: all steps of the dump.")
 SAMPLED = (*flags_of(Sampling, "temperature top_p top_k"), *flags_of(EngineSpec, "dtype"))
-TRAIN_DTYPE = flags_of(TrainSpec, "dtype")
+JUDGED: Any = (*SAMPLED, *flags_of(TrainSpec, "dtype"), OUT, LEVELS, NAME_FLAGS, LOG_TO, FAIL_ON)
 
 
-@with_flags(
-    DUMP,
-    MODEL_FLAGS,
-    DUMP_FORMAT,
-    READING[1],
-    STEP,
-    *WHERE,
-    *SAMPLED,
-    *TRAIN_DTYPE,
-    OUT,
-    LEVELS,
-    NAME_FLAGS,
-    LOG_TO,
-    FAIL_ON,
-)
+@with_flags(DUMP, MODEL_FLAGS, DUMP_FORMAT, READING[1], STEP, *WHERE, *JUDGED)
 def postmortem(flags: Flags) -> int:
     """Judge a run that already happened, from a dump that holds both log-probabilities.
 
@@ -131,18 +114,9 @@ def read_rollouts(flags: Flags) -> int:
 
 
 @with_flags(
-    Option(
-        "file", Path, "", "Folder that a run writes its dumps to.", default=REQUIRED, argument=True
-    ),
+    replace(DUMP, help="Folder that a run writes its dumps to."),
     READING[1],
-    Option(
-        "every",
-        float,
-        OUTPUT,
-        "Seconds between reads of the folder.",
-        default=5.0,
-        range=Range(0.1, 86400),
-    ),
+    replace(EVERY, default=5.0, range=Range(0.1, 86400)),
     switch("once", OUTPUT, "Show the existing steps and stop."),
 )
 def watch(flags: Flags) -> int:
@@ -177,9 +151,8 @@ def spec_of(flags: Flags, model: str) -> CheckSpec:
     from mismatch.models import resolve_model
 
     if model == UNKNOWN_MODEL:
-        engine = EngineSpec(
-            model=model, dtype="bf16" if flags["dtype"] == "auto" else flags["dtype"]
-        )
+        dtype: Any = "bf16" if flags["dtype"] == "auto" else flags["dtype"]
+        engine = EngineSpec(model=model, dtype=dtype)
     else:
         model = resolve_model(model)
         auto = partial(checkpoint_dtype, model, flags["revision"])

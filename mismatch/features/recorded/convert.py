@@ -16,48 +16,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-MINUTES = 10
 VERL = ("prompts", "responses", "attention_mask", "response_mask", "rollout_log_probs",
         "old_log_probs", "rm_scores")  # fmt: skip
 # SkyRL removes rewards and uids before it writes.
 SKYRL = ("sequences", "attention_mask", "loss_mask", "rollout_logprobs", "action_log_probs")
-# What a batch of SkyRL names: itself, its device, numbers in its metrics and, until March 2026,
-# tensors a second time.
-NAMED = {
-    *("training_batch._rebuild_tensor_batch", "training_batch.TrainingInputBatch"),
-    *("torch.device", "torch._utils._rebuild_tensor_v2", "torch.storage._load_from_bytes"),
-    *("collections.OrderedDict", "numpy.dtype", "numpy.core.multiarray.scalar"),
-    "numpy._core.multiarray.scalar",
-}
-# slime's name of a list with one entry per sequence -> name in a row.
-SLIME = {
-    "tokens": "tokens",
-    "response_lengths": "response_length",
-    "loss_masks": "loss_mask",
-    "rollout_log_probs": "rollout_log_probs",
-    "log_probs": "log_probs",
-    "entropy": "entropy",
-    "rewards": "reward",
-}
-
-
-def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the object of every line that is not blank."""
-    from mismatch.errors import MismatchError  # not at the top: a child has no mismatch
-
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                entry = json.loads(line.decode("utf-8"))
-            except (ValueError, RecursionError) as error:
-                fault = f"{path}:{number} is not JSON: {error}"
-                fix = "was it cut off? one JSON object per line is expected"
-                raise MismatchError(fault, fix) from error
-            if not isinstance(entry, dict):
-                raise MismatchError(f"{path}:{number} is no JSON object", "write one per line")
-            yield number, entry
+# What a batch of SkyRL names; until March 2026 it held its tensors twice.
+NAMED = (
+    "training_batch._rebuild_tensor_batch training_batch.TrainingInputBatch torch.device "
+    "torch._utils._rebuild_tensor_v2 torch.storage._load_from_bytes collections.OrderedDict "
+    "numpy.dtype numpy.core.multiarray.scalar numpy._core.multiarray.scalar"
+)
+# slime's lists with one entry per sequence, and those whose names it gives an s.
+SLIME = ("tokens", "rollout_log_probs", "log_probs", "entropy")
+SLIMES = ("response_length", "loss_mask", "reward")
 
 
 def converted(path: Path, python: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -69,7 +40,9 @@ def converted(path: Path, python: str | None) -> Iterator[tuple[int, dict[str, A
     Raises:
         MismatchError: no interpreter was given, or its torch refuses the file.
     """
+    # Not at the top: a child has no mismatch.
     from mismatch.errors import MismatchError
+    from mismatch.features.recorded.parts import Part
 
     if python is None:
         raise MismatchError(
@@ -80,14 +53,10 @@ def converted(path: Path, python: str | None) -> Iterator[tuple[int, dict[str, A
         )
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.jsonl"
+        command = [python, "-I", __file__, str(path), str(rows)]
         try:
             done = subprocess.run(
-                [python, "-I", __file__, str(path), str(rows)],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=60 * MINUTES,
-                check=False,
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             fault = f"{path} was not read by {python}: {error}"
@@ -97,7 +66,7 @@ def converted(path: Path, python: str | None) -> Iterator[tuple[int, dict[str, A
             fault = f"{path} was not read by {python}: {last}"
             fix = "name the environment that wrote it, or write JSONL: docs/how-to/recorded-runs.md"
             raise MismatchError(fault, fix)
-        yield from json_lines(rows)
+        yield from Part(rows, 0).json_lines()
 
 
 def main() -> int:
@@ -113,8 +82,10 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
     batch, padded = load(path)
     if isinstance(batch, dict) and isinstance(batch.get("rollout_data"), dict):
         data = batch["rollout_data"]
+        lists = {name: data.get(name) for name in SLIME}
+        lists |= {name: data.get(f"{name}s") for name in SLIMES}
         for number in range(len(data["tokens"])):
-            row = {name: plain(data[key][number]) for key, name in SLIME.items() if key in data}
+            row = {name: plain(held[number]) for name, held in lists.items() if held is not None}
             yield row | {"rank": str(batch.get("rank")), "step": str(batch.get("rollout_id"))}
         return
     held = batch.keys()  # of a TensorDict only these are names
@@ -166,8 +137,7 @@ class Held(dict[Any, Any]):
     def __init__(self, *given: Any) -> None:
         self.given = given
 
-    def __setstate__(self, state: Any) -> None:
-        self.given = (state,)
+    __setstate__ = __init__
 
 
 class OfSkyRL(pickle.Unpickler):
@@ -176,7 +146,7 @@ class OfSkyRL(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in of a known name; refuse others, which are not imported."""
         module = "training_batch" if module.endswith(".training_batch") else module
-        if f"{module}.{name}" not in NAMED:
+        if f"{module}.{name}" not in NAMED.split():
             raise pickle.UnpicklingError(f"{module}.{name} is no part of a batch of SkyRL")
         return Held
 

@@ -20,14 +20,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from mismatch.errors import MismatchError
-from mismatch.features.recorded.convert import converted, json_lines
+from mismatch.features.recorded.convert import converted
 from mismatch.features.recorded.parts import LARGE_BYTES, Part, parts_of
 from mismatch.metrics.row_sums import Row, Sums
 from mismatch.processes.spread import HERE, Where
@@ -148,12 +148,12 @@ def read_part(
     """Read one part of a dump; see :func:`read_recorded`."""
     recorded, place = Recorded(form), _from_name(part.file)
     for number, entry in _entries(part, python):
-        where = f"{part.file}:{number}"
+        where = partial(part.place, number)
         recorded.form = form = recorded.form or _form_of(entry, where)
         try:
             rows = [*FORMS[form].read(entry, recorded.remarks)]
         except WRONG as error:
-            fault = f"{where}: no sequence of the format {form}: {error}"
+            fault = f"{where()}: no sequence of the format {form}: {error}"
             fix = "docs/how-to/recorded-runs.md lists the fields; --format names another"
             raise MismatchError(fault, fix) from error
         recorded.unread |= entry.keys() - FORMS[form].fields
@@ -162,7 +162,7 @@ def read_part(
             name: str(entry[name]) for name in ATTRIBUTES if type(entry.get(name)) in (str, int)
         }
         if not re.fullmatch(r"-?\d{1,18}", said.get("step", "0"), re.ASCII):
-            fault = f"{where}: step is {said['step']!r:.60}"
+            fault = f"{where()}: step is {said['step']!r:.60}"
             raise MismatchError(fault, "write the step as a whole number")
         wanted = []
         for row in rows:
@@ -214,14 +214,14 @@ def _entries(part: Part, python: str | None) -> Iterator[tuple[int, Entry]]:
     elif start == b"PAR1":
         yield from _parquet(part)
     else:
-        yield from json_lines(path)
+        yield from part.json_lines()
 
 
 def _parquet(part: Part) -> Iterator[tuple[int, Entry]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path, number = part.file, part.first
+    path, number = part.file, 0
     try:
         # Buffering ahead holds a row group several times.
         file = pq.ParquetFile(path, pre_buffer=False)
@@ -255,7 +255,7 @@ def _values(column: Any) -> Any:
     ]
 
 
-def _fits(row: Row, where: str, recorded: Recorded) -> bool:
+def _fits(row: Row, where: Callable[[], str], recorded: Recorded) -> bool:
     """Whether a row can be scored; counts it among the misfits where its arrays do not fit.
 
     Raises:
@@ -263,7 +263,7 @@ def _fits(row: Row, where: str, recorded: Recorded) -> bool:
             predicts.
     """
     if len(row.sampled) != len(row.token_ids):
-        fault = f"{where}: a mask of {len(row.sampled)} entries for {len(row.token_ids)} tokens"
+        fault = f"{where()}: a mask of {len(row.sampled)} entries for {len(row.token_ids)} tokens"
         fix = "docs/how-to/recorded-runs.md lists the fields; --format names another format"
         raise MismatchError(fault, fix)
     count = int(row.sampled.sum())
@@ -271,7 +271,7 @@ def _fits(row: Row, where: str, recorded: Recorded) -> bool:
         recorded.remarks["left out: no token was sampled"] += 1
         return False
     if row.sampled[0]:
-        fault = f"{where}: the first token is sampled, and nothing predicts it"
+        fault = f"{where()}: the first token is sampled, and nothing predicts it"
         fix = "the mask is shifted, or the prompt is missing: write the prompt's ids too"
         raise MismatchError(fault, fix)
     sides = {"rollout": row.logprobs, "trainer": row.train_logprobs, "entropy": row.entropy}
@@ -411,19 +411,13 @@ def verl(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
         )
     prompt, response = _ids(entry, "prompts"), _ids(entry, "responses")
     mask = _mask(entry, "response_mask")
-    whole = len(prompt) + len(response)
+    if len(mask) != len(response):
+        raise ValueError(f"response_mask has {len(mask)} entries for {len(response)} tokens")
+    ids = np.concatenate([prompt, response])
     masked = "attention_mask" in entry
-    attended = _mask(entry, "attention_mask") if masked else np.ones(whole, np.bool_)
-    if len(attended) != whole:
-        raise ValueError(f"attention_mask has {len(attended)} entries for {whole} tokens")
-    there = attended[len(prompt) :]
-    if len(mask) != len(there):
-        raise ValueError(f"response_mask has {len(mask)} entries for {len(there)} tokens")
-    prompt = prompt[attended[: len(prompt)]]
-    ids = np.concatenate([prompt, response[there]])
-    sampled = np.concatenate([np.zeros(len(prompt), np.bool_), mask[there]])
-    row = _row(entry, ids, sampled, mask & there, "rollout_log_probs", "old_log_probs")
-    row.prompt = tuple(prompt.tolist())
+    there = _mask(entry, "attention_mask") if masked else np.ones(len(ids), np.bool_)
+    row = _unpadded(entry, ids, there, mask, "rollout_log_probs", "old_log_probs")
+    row.prompt = tuple(prompt[there[: len(prompt)]].tolist())
     scores = entry.get("rm_scores")
     row.reward = None if scores is None else _reward(float(sum(scores)))
     # A row does not say what ended it. A response that leaves no padding was cut; where the last
@@ -432,104 +426,96 @@ def verl(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     if masked and there[-1:].any() and bool(entry.get("padded", True)):
         row.finish_reason = "length"
     else:
-        row.finish_reason = "stop" if sampled[-1:].any() else "environment"
+        row.finish_reason = "stop" if row.sampled[-1:].any() else "environment"
     yield row
 
 
 def skyrl(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     """Read a row of SkyRL's batch without its padding, as convert.py writes it.
 
-    The mask and the log-probabilities are of the last columns of the sequence, wherever its padding
-    is: on the left, or in files of before 2026 on both sides.
+    The mask and log-probabilities are of its last columns, whichever of them are padding.
     """
     if "rollout_logprobs" not in entry:
         raise ValueError("no rollout_logprobs: run with generator.sampling_params.logprobs=1")
-    ids, there = _ids(entry, "sequences"), _mask(entry, "attention_mask")
-    mask = _mask(entry, "loss_mask")
-    if len(there) != len(ids) or len(mask) > len(ids):
-        raise ValueError(f"masks of {len(there)} and {len(mask)} entries for {len(ids)} tokens")
-    sampled = np.concatenate([np.zeros(len(ids) - len(mask), np.bool_), mask]) & there
-    at = sampled[len(ids) - len(mask) :]
-    row = _row(entry, ids[there], sampled[there], at, "rollout_logprobs", "action_log_probs")
+    ids, mask = _ids(entry, "sequences"), _mask(entry, "loss_mask")
+    there = _mask(entry, "attention_mask")
+    row = _unpadded(entry, ids, there, mask, "rollout_logprobs", "action_log_probs")
     row.prompt = _context(row)
     yield row
+
+
+def _unpadded(entry: Entry, ids: Ints, there: Bools, mask: Bools, *columns: str) -> Row:
+    """Return a row of a batch without its padding.
+
+    Args:
+        mask: of the last tokens: whether they were sampled; the columns are of these tokens too.
+    """
+    before = len(ids) - len(mask)
+    if len(there) != len(ids) or before < 0:
+        raise ValueError(f"attention_mask has {len(there)} entries for {len(ids)} tokens")
+    sampled = np.concatenate([np.zeros(before, np.bool_), mask]) & there
+    return _row(entry, ids[there], sampled[there], sampled[before:], *columns)
 
 
 @dataclass(frozen=True)
 class Format:
     """One format of rows."""
 
-    fits: Callable[[Entry], bool]
-    """Whether a row has the fields that tell this format from the others."""
     read: Callable[[Entry, Counter[str]], Iterator[Row]]
     """Yield the sequences of a row, and count remarks."""
-    fields: frozenset[str]
-    """Columns that are read, or known to say nothing here; others are named in the report."""
+    marks: str
+    """Fields that tell a row of this format from others."""
+    columns: str
+    """Others that are read, or known to say nothing here; all others are named in the report."""
+
+    @cached_property
+    def fields(self) -> frozenset[str]:
+        """Its marks and columns, and what a row of any format may have."""
+        marks = self.marks.replace("|", " ").split()
+        return frozenset((*marks, *self.columns.split(), *ATTRIBUTES))
 
 
-def _columns(names: str) -> frozenset[str]:
-    return frozenset((*names.split(), *ATTRIBUTES))
-
-
+# The first whose marks a row has; other rows may count their turns, so that list is last.
 FORMS: dict[Form, Format] = {
-    "torchtitan": Format(
-        lambda entry: isinstance(entry.get("turns"), list),
-        torchtitan,
-        _columns("turns group_id rollout_id reward"),
-    ),
     "open-instruct": Format(
-        lambda entry: "response_tokens" in entry,
         open_instruct,
-        _columns(
-            "prompt_tokens response_tokens logprobs prompt_idx sample_idx reward finish_reason "
-            "request_info dataset ground_truth advantage"
-        ),
+        "response_tokens",
+        "prompt_tokens logprobs prompt_idx sample_idx reward finish_reason "
+        "request_info dataset ground_truth advantage",
     ),
     "prime-rl": Format(
-        lambda entry: "inference_logprobs" in entry,
         prime_rl,
-        _columns(
-            "token_ids loss_mask inference_logprobs trainer_logprobs entropy rewards env_name "
-            "schema_version export_step micro_step micro_sequence_idx export_sequence_idx "
-            "preflight_only sample_id run_id position_ids temperatures advantages env_names "
-            "mismatch_kl log_importance_ratio importance_ratio prob_delta is_masked "
-            "is_masked_high is_masked_low rl_weights ce_weights ref_kl_weights"
-        ),
+        "inference_logprobs",
+        "token_ids loss_mask trainer_logprobs entropy rewards env_name "
+        "schema_version export_step micro_step micro_sequence_idx export_sequence_idx "
+        "preflight_only sample_id run_id position_ids temperatures advantages env_names "
+        "mismatch_kl log_importance_ratio importance_ratio prob_delta is_masked "
+        "is_masked_high is_masked_low rl_weights ce_weights ref_kl_weights",
     ),
     "nemo-rl": Format(
-        lambda entry: "generation_logprobs" in entry,
         nemo_rl,
-        _columns(
-            "token_ids token_loss_mask generation_logprobs prev_logprobs input_lengths rewards "
-            "idx content sample_loss_mask advantages filtered_rewards"
-        ),
+        "generation_logprobs",
+        "token_ids token_loss_mask prev_logprobs input_lengths rewards "
+        "idx content sample_loss_mask advantages filtered_rewards",
     ),
     "slime": Format(
-        lambda entry: {"tokens", "response_length"} <= set(entry),
-        slime,
-        _columns("tokens response_length loss_mask rollout_log_probs log_probs entropy reward"),
+        slime, "tokens response_length", "loss_mask rollout_log_probs log_probs entropy reward"
     ),
     "generic": Format(
-        lambda entry: "token_ids" in entry or "response_token_ids" in entry,
         generic,
-        _columns(
-            "token_ids action_mask prompt_token_ids response_token_ids logprobs rollout_logprobs "
-            "train_logprobs entropy prompt_id reward finish_reason"
-        ),
+        "token_ids|response_token_ids",
+        "action_mask prompt_token_ids logprobs rollout_logprobs "
+        "train_logprobs entropy prompt_id reward finish_reason",
     ),
     "verl": Format(
-        lambda entry: {"responses", "response_mask"} <= set(entry),
         verl,
-        _columns(
-            "prompts responses attention_mask response_mask rollout_log_probs old_log_probs "
-            "rm_scores padded"
-        ),
+        "responses response_mask",
+        "prompts attention_mask rollout_log_probs old_log_probs rm_scores padded",
     ),
     "skyrl": Format(
-        lambda entry: {"sequences", "loss_mask"} <= set(entry),
-        skyrl,
-        _columns("sequences attention_mask loss_mask rollout_logprobs action_log_probs padded"),
+        skyrl, "sequences loss_mask", "attention_mask rollout_logprobs action_log_probs padded"
     ),
+    "torchtitan": Format(torchtitan, "turns", "group_id rollout_id reward"),
 }
 # Files that many have and that cannot be scored: fields that mark them, what they are, the remedy.
 TEXT_ONLY = (
@@ -548,14 +534,14 @@ TEXT_ONLY = (
 )
 
 
-def _form_of(entry: Entry, where: str) -> Form:
+def _form_of(entry: Entry, where: Callable[[], str]) -> Form:
     for form, known in FORMS.items():
-        if known.fits(entry):
+        if any(set(marks.split()) <= entry.keys() for marks in known.marks.split("|")):
             return form
     for fields, what, remedy in TEXT_ONLY:
         if fields <= set(entry):
-            raise MismatchError(f"{where}: {what}, and tokens are what is compared", remedy)
-    fault = f"{where}: no known format (fields: {', '.join(sorted(entry)) or 'none'})"
+            raise MismatchError(f"{where()}: {what}, and tokens are what is compared", remedy)
+    fault = f"{where()}: no known format (fields: {', '.join(sorted(entry)) or 'none'})"
     fix = f"one of {', '.join(FORMS)}: docs/how-to/recorded-runs.md lists their fields"
     raise MismatchError(fault, fix)
 

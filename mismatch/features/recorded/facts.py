@@ -91,16 +91,11 @@ def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
 
 def checks(result: RecordedReport) -> tuple[Check, ...]:
     """Return the checks that the verdict reads: values that cannot be true, and rows apart."""
+    values = Check("recorded-values", "passed", "every recorded log-probability is a number")
     if result.findings:
-        values = Check(
-            "recorded-values",
-            "failed",
-            "; ".join(map(str, result.findings)),
-            "find where these values arise; a trainer's NaN is often an overflow of fp16. The "
-            "numbers are of all other tokens",
-        )
-    else:
-        values = Check("recorded-values", "passed", "every recorded log-probability is a number")
+        fix = "find where these values arise; a trainer's NaN is often an overflow of fp16. The "
+        fix += "numbers are of all other tokens"
+        values = Check("recorded-values", "failed", "; ".join(map(str, result.findings)), fix)
     if result.rows is None:
         return (values,)
     if found := result.rows.sentence():

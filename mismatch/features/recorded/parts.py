@@ -1,10 +1,14 @@
-"""The parts of a dump, each read by itself: files, and of large Parquet files row groups."""
+"""The parts of a dump, each read by itself: files, and of large files row groups or lines."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from mismatch.errors import MismatchError
 
 PART_BYTES = 32 << 20
 LARGE_BYTES = 2 * PART_BYTES  # of a dump that several processes read sooner than one
@@ -12,27 +16,81 @@ LARGE_BYTES = 2 * PART_BYTES  # of a dump that several processes read sooner tha
 
 @dataclass(frozen=True)
 class Part:
-    """A file, or some row groups of a Parquet file, that a process reads by itself.
+    """A file, or what a process reads of it: row groups of a Parquet file, lines of a JSONL file.
 
     Attributes:
         number: in the order of the dump.
-        first: rows of the file before it.
+        first: rows of the file before it; of lines, they are counted when someone asks.
         groups: None: the whole file.
+        start: byte at which its first line begins.
+        end: byte after its last line; None: the whole file.
     """
 
     file: Path
     number: int
     first: int = 0
     groups: tuple[int, ...] | None = None
+    start: int = 0
+    end: int | None = None
+
+    def place(self, number: int) -> str:
+        """Return the file, and the number in it of a row of this part, for errors."""
+        number += self.first
+        with self.file.open("rb") as file:
+            for at in range(0, self.start, PART_BYTES):
+                number += file.read(min(PART_BYTES, self.start - at)).count(b"\n")
+        return f"{self.file}:{number}"
+
+    def json_lines(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the number and the object of every line that is not blank."""
+        at = self.start
+        with self.file.open("rb") as file:
+            file.seek(at)
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    try:
+                        entry = json.loads(line.decode("utf-8"))
+                        if not isinstance(entry, dict):
+                            raise TypeError(f"it is a {type(entry).__name__}")
+                    except (ValueError, TypeError, RecursionError) as error:
+                        fault = f"{self.place(number)} is no JSON object: {error}"
+                        fix = "was it cut off? one JSON object per line is expected"
+                        raise MismatchError(fault, fix) from error
+                    yield number, entry
+                at += len(line)
+                if at == self.end:
+                    return
 
 
 def parts_of(files: Sequence[Path]) -> list[Part]:
-    """Return the parts of a dump, in order: files, and of large Parquet files their row groups."""
+    """Return the parts of a dump, in order: files, and of large files their row groups or lines."""
     parts: list[Part] = []
     for file in files:
-        for first, groups in _groups(file) if file.suffix == ".parquet" else [(0, None)]:
-            parts.append(Part(file, len(parts), first, groups))
+        if file.suffix == ".parquet":
+            for first, groups in _groups(file):
+                parts.append(Part(file, len(parts), first, groups))
+        else:
+            for start, end in _lines(file):
+                parts.append(Part(file, len(parts), start=start, end=end))
     return parts
+
+
+def _lines(file: Path) -> Iterator[tuple[int, int | None]]:
+    """Yield where some lines of a JSONL file begin and end; (0, None) for every other file."""
+    try:
+        with file.open("rb") as lines:
+            start, size = 0, file.stat().st_size
+            if size <= PART_BYTES or lines.read(1) != b"{":
+                yield 0, None
+                return
+            while start < size:
+                lines.seek(start + PART_BYTES - 1)
+                lines.readline()
+                end = min(lines.tell(), size)
+                yield start, end
+                start = end
+    except OSError:  # reading it says what is wrong
+        yield 0, None
 
 
 def _groups(file: Path) -> Iterator[tuple[int, tuple[int, ...] | None]]:

@@ -53,9 +53,7 @@ def as_run(
         trainer: fingerprint of the trainer's scoring; None: do not take it, even if it is there.
     """
     number_of: dict[Any, int] = {}
-    prompts = []
-    for row in recorded.sequences:
-        prompts.append(number_of.setdefault(row.key, len(number_of)))
+    prompts = [number_of.setdefault(row.key, len(number_of)) for row in recorded.sequences]
     order = np.argsort(prompts, kind="stable")
     rows = [recorded.sequences[number] for number in order]
     sampled = _flat((row.sampled for row in rows), np.bool_)
