@@ -249,8 +249,8 @@ def test_trls_trainer_goes_on_and_logs_what_the_callback_records(tmp_path: Path)
 
 
 # What verl's trainer calls at every step, on a batch as verl holds it.
-VERLS_STEP = """
-import json
+VERLS_STEPS = """
+import json, shutil
 import torch, verl
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl import DataProto
@@ -260,27 +260,29 @@ ones = {"prompts": 3, "responses": 5, "attention_mask": 8, "response_mask": 5}
 held = {name: torch.ones(6, width, dtype=torch.long) for name, width in ones.items()}
 held |= {"rollout_log_probs": logprobs, "old_log_probs": logprobs + 0.125}
 print(json.dumps(calculate_debug_metrics(DataProto.from_dict(held))))
+shutil.move("watch", "moved")
+open("watch", "w").close()
+print(json.dumps(calculate_debug_metrics(DataProto.from_dict(held))))
 """
 
 
-@pytest.mark.parametrize("folder", ["watch", "file"])
-def test_verl_loads_the_plugin_by_itself(folder: str, tmp_path: Path) -> None:
-    """By the entry point that mismatch's installation gives; verl's own numbers stay."""
-    (tmp_path / "file").write_text("no folder")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "MISMATCH_WATCH_DIR": str(tmp_path / folder)}
-    command = [bare_python("verl", LOSSES["verl"]), "-c", VERLS_STEP]
+def test_verl_loads_the_plugin_by_itself(tmp_path: Path) -> None:
+    """By the entry point that mismatch's installation gives; at the second step the folder is gone,
+    and verl's own numbers stay."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env |= {"MISMATCH_WATCH_DIR": str(tmp_path / "watch"), "MISMATCH_WATCH_EVERY": "1"}
+    command = [bare_python("verl", LOSSES["verl"]), "-c", VERLS_STEPS]
     done = subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["training/rollout_probs_diff_valid"] == 1
-    if folder == "file":
-        assert "mismatch/k3_kl" not in found
-        assert done.stderr.count("is not recorded") == 1
-        return
-    assert found["mismatch/logprob_abs_diff_mean"] == pytest.approx(0.125)
-    assert [path.name for path in (tmp_path / folder).iterdir()] == ["step_1.jsonl"]
+    first, second = map(json.loads, done.stdout.splitlines()[-2:])
+    assert first["mismatch/logprob_abs_diff_mean"] == pytest.approx(0.125)
+    assert [path.name for path in (tmp_path / "moved").iterdir()] == ["step_1.jsonl"]
+    own = {name: value for name, value in first.items() if not name.startswith("mismatch/")}
+    assert own["training/rollout_probs_diff_valid"] == 1
+    assert second == own
+    assert done.stderr.count("is not recorded") == 1
 
 
 def test_the_newest_of_everything(tmp_path: Path) -> None:
