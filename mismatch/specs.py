@@ -13,7 +13,11 @@ MasterDtype = Literal["auto", "bf16", "fp16", "fp32"]
 DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 TemperatureIn = Literal["fp32", "logits", "logits-rounded"]
 ReplayMode = Literal["ids", "ids+weights"]
-WeightsForm = Literal["as-stored", "bf16", "mxfp4", "mxfp4-rounded"]
+WeightsForm = Literal[
+    "as-stored", "bf16", "mxfp4", "mxfp4-rounded", "fp8-rounded", "int4-rounded", "nvfp4-rounded"
+]
+ROUNDED_FORMS = ("fp8-rounded", "int4-rounded", "nvfp4-rounded")
+QUANTISED_FORMS = ("mxfp4", "mxfp4-rounded", *ROUNDED_FORMS)
 VerdictFrom = Literal["as-is", "after-fixes"]
 AdapterWay = Literal["own", "merged"]
 AS_STORED: WeightsForm = "as-stored"
@@ -191,7 +195,7 @@ class EngineSpec:
         WeightsForm,
         Flag(
             ENGINE,
-            "Form of the experts that the engine serves; docs/how-to/quantised-rollouts.md.",
+            "Form of the weights that the engine serves; docs/how-to/quantised-rollouts.md.",
             name="rollout_weights",
         ),
     ] = AS_STORED
@@ -423,7 +427,7 @@ class TrainSpec:
     ] = "fp32"
     logprobs_dtype: Annotated[Dtype | None, Flag(TRAIN, "Dtype of the trainer's logprobs.")] = None
     weights: Annotated[
-        WeightsForm, Flag(TRAIN, "Form of the experts in the trainer.", name="train_weights")
+        WeightsForm, Flag(TRAIN, "Form of the weights in the trainer.", name="train_weights")
     ] = AS_STORED
     replay_routing: Annotated[
         ReplayMode | None,
@@ -453,7 +457,8 @@ class CheckSpec:
         two_passes: the trainer's "old" against its "new" pass. None: from passes that are made
             anyway; True: with what router replay does to them; False: leave it out.
         inject: disturbances of the new pass alone.
-        weights_effect: also score with the trainer's experts in this form; None: do not.
+        weights_effect: also score with the trainer's weights in this form; None: do not. bf16:
+            with those of the engine's checkpoint.
         fixes: what ``--fix`` asked for: ids, "a+b", "all" or a side, see experiments.fixes.
         verdict: which verdict the run ends with; "after-fixes": that of the best combination.
         explain: tell the leading causes apart by experiment, see experiments.explanation.
@@ -502,7 +507,11 @@ class CheckSpec:
     ] = None
     weights_effect: Annotated[
         WeightsForm | None,
-        Flag(TRAIN, "Also score with the trainer's experts in this form, to measure its effect."),
+        Flag(
+            TRAIN,
+            "Also score with the trainer's weights in this form, to measure its effect; "
+            "bf16: with those of --model, dequantised.",
+        ),
     ] = None
     inject: Annotated[
         Injections,

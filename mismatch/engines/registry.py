@@ -214,7 +214,7 @@ def versions() -> dict[str, str]:
 def model_facts(spec: EngineSpec) -> dict[str, Any]:
     """Return model, versions and hashes of the source files."""
     from mismatch.models.adapters import adapter_facts, adapter_files
-    from mismatch.models.derived import layers_held
+    from mismatch.models.derived import form_name, layers_held
     from mismatch.models.digests import source_hashes
 
     directory = model_directory(spec)
@@ -223,7 +223,7 @@ def model_facts(spec: EngineSpec) -> dict[str, Any]:
     return {
         "model": spec.model,
         "revision": spec.revision,
-        "weights_form": spec.weights,
+        "weights_form": form_name(spec.weights, directory),
         **layers_held(directory),
         "versions": installed,
         "version": next((installed[name] for name in packages if name in installed), "unknown"),

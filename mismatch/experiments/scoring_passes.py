@@ -222,7 +222,11 @@ def training_passes(spec: CheckSpec) -> list[Pass]:
     passes = [Pass(TRAIN, train)]
     effect = []  # after all passes with the trainer's own weights: one load more, not two
     if spec.weights_effect is not None:
-        effect.append(Pass(WEIGHTS, replace(train, weights=spec.weights_effect)))
+        held: dict[str, Any] = {"weights": spec.weights_effect}
+        if spec.weights_effect == "bf16":  # of the engine's checkpoint
+            engine = spec.rollout.engine
+            held |= {"model": engine.model, "revision": engine.revision}
+        effect.append(Pass(WEIGHTS, replace(train, **held)))
     if not spec.noise_floor:
         return passes + second_passes(spec) + effect
     passes.append(Pass(f"{TRAIN}:regrouped", regrouped(train)))

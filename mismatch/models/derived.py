@@ -2,12 +2,13 @@
 
 What a quantised rollout does to the numbers can only be seen where both forms can be served:
 
-    bf16           MXFP4 experts, dequantised: exactly the published values, for any engine
+    bf16           a quantised checkpoint, dequantised: exactly the stored values, for any engine
     mxfp4          the experts of a gpt-oss in MXFP4, as it is published; engines on GPUs serve it
     mxfp4-rounded  experts rounded to what MXFP4 can hold, still stored in bf16: the numbers of a
                    quantised rollout on machines without kernels for it
+    fp8-rounded, int4-rounded, nvfp4-rounded: likewise all matrices of the layers, but for routers
 
-Only the experts' projections change, as in the published gpt-oss. Tensors go through one by one and
+Tensors go through one by one and
 shards are closed at 2 GB, so memory stays small whatever the model's size.
 """
 
@@ -19,7 +20,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from mismatch.errors import MismatchError
 from mismatch.models.adapters import adapter_files, with_adapter
 from mismatch.models.config import ModelConfig, first_layers, read_config
 from mismatch.models.digests import source_hashes
-from mismatch.specs import AS_STORED, Adapter, EngineSpec, TrainSpec, WeightsForm
+from mismatch.specs import AS_STORED, ROUNDED_FORMS, Adapter, EngineSpec, TrainSpec, WeightsForm
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,10 @@ INDEX = "model.safetensors.index.json"
 FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")  # [E, in, out], gpt-oss
 SINGLE = re.compile(r"\.experts\.\d+\.\w+\.weight$")  # [out, in], one matrix per expert
 PACKED = re.compile(r"\.experts\.\w+_(blocks|scales)$")
+ROUTER = re.compile(r"(router|\.gate|shared_expert_gate)\.weight$")
+# Where a quantised module keeps its values.
+STORED = ("weight", "weight_packed", "qweight")
+METHODS = ("fp8", "compressed-tensors", "gptq", "awq")  # that models/quantised.py reads
 IN_LAYER = re.compile(r"(?P<stack>(?:.*?\.)?(?:layers|h|blocks))\.(?P<number>\d+)\.")
 TOWERS = re.compile("vision|visual|image|audio|encoder")  # stacks that are not the decoder's
 Spec = TypeVar("Spec", EngineSpec, TrainSpec)
@@ -77,7 +82,8 @@ def derive(
     Raises:
         MismatchError: as :func:`in_form`.
     """
-    if form in (AS_STORED, "mxfp4" if is_mxfp4(source) else "bf16"):
+    held = quantisation(source).get("quant_method", "bf16")
+    if form in (AS_STORED, held):
         if layers is None and adapter is None:
             return source
         form = AS_STORED
@@ -103,6 +109,23 @@ def layers_held(directory: Path | None) -> dict[str, list[int]]:
     return {"layers": held} if held else {}
 
 
+def form_name(form: str, directory: Path | None) -> str:
+    """Return a form with what it was made of where that tells: "bf16 of fp8".
+
+    Such values are those of no unquantised checkpoint. MXFP4 is how gpt-oss itself is published.
+
+    Args:
+        directory: of a checkpoint, derived or not.
+    """
+    if form != "bf16" or directory is None or not (directory / "config.json").is_file():
+        return form
+    path = directory / RECORD
+    method = quantisation(directory).get("quant_method")
+    if path.is_file():
+        method = json.loads(path.read_text("utf-8")).get("of")
+    return form if method in (None, "mxfp4") else f"{form} of {method}"
+
+
 def _whole(target: Path) -> bool:
     """Whether a derived checkpoint lies there as it was written: its record names the sizes."""
     try:
@@ -116,9 +139,15 @@ def require_form(source: Path, form: WeightsForm) -> None:
     """Refuse, before anything is loaded, what cannot be made of a checkpoint.
 
     Raises:
-        MismatchError: no experts in a known layout, or MXFP4 asked of another family than gpt-oss.
+        MismatchError: no experts in a known layout, MXFP4 asked of another family than gpt-oss, or
+            a quantised checkpoint in another form than bf16.
     """
-    family = read_config(source).get("model_type")
+    family, method = read_config(source).get("model_type"), quantisation(source).get("quant_method")
+    if method not in (None, "mxfp4") and (form != "bf16" or method not in METHODS):
+        fault = f"{source} is quantised ({method}), and has no form {form}"
+        raise MismatchError(fault, "give the unquantised checkpoint, or bf16 for its own values")
+    if method != "mxfp4" and form in (*ROUNDED_FORMS, "bf16"):
+        return
     if form == "mxfp4" and family != "gpt_oss":
         fault = f"--rollout-weights mxfp4: engines read MXFP4 experts of gpt-oss, not of {family}"
         raise MismatchError(fault, "use mxfp4-rounded: the same values, stored in bf16")
@@ -131,8 +160,13 @@ def require_form(source: Path, form: WeightsForm) -> None:
 
 def is_mxfp4(directory: Path) -> bool:
     """Return whether a checkpoint stores its experts in MXFP4."""
-    quantisation = read_config(directory).get("quantization_config") or {}
-    return bool(quantisation.get("quant_method") == "mxfp4")
+    return quantisation(directory).get("quant_method") == "mxfp4"
+
+
+def quantisation(directory: Path) -> dict[str, Any]:
+    """Return how a checkpoint is quantised, as its config.json says; {}: it is not."""
+    config: dict[str, Any] = read_config(directory).get("quantization_config") or {}
+    return config
 
 
 def cache() -> Path:
@@ -219,6 +253,7 @@ def _write(
     sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
     held = None if layers is None else (layers, ModelConfig.of(whole).layers)
     record = {"form": form, "source_files": hashes, "sizes": sizes, "layers": held}
+    record["of"] = quantisation(source).get("quant_method")
     (partial / RECORD).write_text(json.dumps(record, indent=2), "utf-8")
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
@@ -231,12 +266,19 @@ def _converted(
     import torch
 
     from mismatch.models import mxfp4
+    from mismatch.models.quantised import ROUNDED
 
     with ExitStack() as stack:
         files = open_tensors(source, stack)
         if layers is not None:
             files = {name: files[name] for name in _first_names(source, files, layers)}
+        if form == "bf16" and not is_mxfp4(source):
+            yield from _dequantised(quantisation(source), files)
+            return
         for name, file in files.items():
+            if form in ROUNDED:
+                yield name, _rounded(name, file.get_tensor(name), ROUNDED[form])
+                continue
             unpacked = form != AS_STORED and PACKED.search(name)
             if name.endswith("_scales") and unpacked:
                 continue  # with its blocks
@@ -257,6 +299,33 @@ def _converted(
                 yield name, mxfp4.rounded(tensor)
             else:
                 yield name, mxfp4.rounded(tensor.t()[None])[0].t().contiguous()
+
+
+def _rounded(
+    name: str, tensor: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return a matrix of a layer rounded, and everything else as it is."""
+    if FUSED.search(name) and tensor.ndim == 3:  # [E, in, out]
+        return rounded(tensor.mT).mT.contiguous()
+    matrix = name.endswith(".weight") and tensor.ndim == 2 and IN_LAYER.match(name)
+    return rounded(tensor) if matrix and not ROUTER.search(name) else tensor
+
+
+def _dequantised(
+    config: dict[str, Any], files: dict[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a quantised checkpoint, and of a quantised module its matrix alone."""
+    from mismatch.models.quantised import PARTS, dequantise
+
+    modules = {name.rpartition(".")[0] for name in files if name.rpartition(".")[2] in PARTS}
+    for name, file in files.items():
+        module, _, part = name.rpartition(".")
+        if module not in modules or part not in {*PARTS, "weight"}:
+            yield name, file.get_tensor(name)
+        elif part in STORED:
+            held = {each: f"{module}.{each}" for each in {*PARTS, "weight"}}
+            parts = {k: files[v].get_tensor(v) for k, v in held.items() if v in files}
+            yield f"{module}.weight", dequantise(parts, config)
 
 
 def _first_names(source: Path, held: Collection[str], layers: int) -> list[str]:

@@ -99,17 +99,22 @@ def require_forms(spec: CheckSpec) -> None:
     Raises:
         MismatchError: a form that cannot be made of the checkpoint, or an effect of no change.
     """
-    from mismatch.models.derived import require_form
+    from mismatch.models.derived import quantisation, require_form
 
     train, effect = spec.train, spec.weights_effect
     if effect == train.weights:
-        fault = f"--weights-effect {effect}: the trainer's experts have that form already"
+        fault = f"--weights-effect {effect}: the trainer's weights have that form already"
         raise MismatchError(fault, "name another form, or drop --weights-effect")
-    directory = Path(train.model)
-    if (directory / "config.json").is_file():  # else it is found out with the weights
-        for form in (train.weights, effect):
-            if form is not None and form != AS_STORED:
-                require_form(directory, form)
+    engine = spec.rollout.engine.model
+    asked = [(train.model, train.weights), (engine if effect == "bf16" else train.model, effect)]
+    for model, form in asked:
+        directory = Path(model)
+        if form in (None, AS_STORED) or not (directory / "config.json").is_file():
+            continue  # a hub id: it is found out with the weights
+        if form == effect == "bf16" and not quantisation(directory):
+            fault = f"--weights-effect bf16: the engine's checkpoint {engine} is not quantised"
+            raise MismatchError(fault, "drop it, or give the engine a quantised one: --model")
+        require_form(directory, form)
 
 
 def _require_engine_routes(

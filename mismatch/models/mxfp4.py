@@ -56,11 +56,11 @@ def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponent = torch.frexp(largest).exponent - 1 - LARGEST_EXPONENT
     exponent = torch.where(largest > 0, exponent, -BIAS).clamp(-BIAS, BIAS)
     scaled = torch.ldexp(grouped, -exponent[..., None])
-    codes = _nearest(scaled.abs()) | (torch.signbit(scaled).to(torch.uint8) << 3)
+    codes = nearest(scaled.abs()) | (torch.signbit(scaled).to(torch.uint8) << 3)
     return codes[..., 0::2] | (codes[..., 1::2] << 4), (exponent + BIAS).to(torch.uint8)
 
 
-def _nearest(size: torch.Tensor) -> torch.Tensor:
+def nearest(size: torch.Tensor) -> torch.Tensor:
     """Index into ``VALUES`` of the nearest; a tie goes to the even index, whose last bit is 0."""
     table = torch.tensor(VALUES, device=size.device)
     middle = (table[1:] + table[:-1]) / 2

@@ -18,6 +18,7 @@ import numpy as np
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.models.config import is_moe
+from mismatch.models.derived import form_name
 from mismatch.processes.launch import EXACT, rendezvous_args, worker_path
 from mismatch.run import store
 from mismatch.run.machine import visible_as
@@ -139,7 +140,7 @@ def scoring_from(
         "backend": scorer,
         "model": pass_.spec.model,
         "revision": pass_.spec.revision,
-        "weights_form": pass_.spec.weights,
+        "weights_form": form_name(pass_.spec.weights, Path(pass_.spec.model)),
         "attention_requested": pass_.spec.attention,
         "temperature": rollout.sampling.temperature,
         "logprobs_temperature": rollout.sampling.scored_temperature,

@@ -230,7 +230,9 @@ def _from_pretrained(spec: TrainSpec, attention: ResolvedAttention, config: Any)
     method = quantisation_of(config)
     if method not in ("", "mxfp4"):
         fault = f"{spec.model} is quantised ({method}); a trainer needs weights in full precision"
-        raise MismatchError(fault, "give the unquantised checkpoint")
+        raise MismatchError(
+            fault, "give the unquantised checkpoint, or its values: --train-weights bf16"
+        )
     options = dequantising(config)
     if loads_shards():
         from transformers.distributed.configuration_utils import DistributedConfig

@@ -17,6 +17,7 @@ from mismatch.captures import Distributions, Likeliest, narrowest
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.models.adapters import adapter_facts
+from mismatch.models.derived import form_name
 from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
 from mismatch.models.resolved import resolved
 from mismatch.run.messages import Reporter
@@ -29,6 +30,7 @@ from mismatch.training.packing import plan_batches
 from mismatch.training.routing.replay import ReplaySource
 from mismatch.training.scorer import ForwardOptions, Scorer
 from mismatch.training.sequence_parallel import SequenceParallel
+from mismatch.training.source import model_directory
 from mismatch.training.validate import DeviceBatch, prepare_pass, to_device
 from mismatch.types import Fingerprint, Ints, NotTested, Rollout, Routing, Scoring
 
@@ -224,7 +226,7 @@ def fingerprint(
         "backend": "fsdp2",
         "model": spec.model,
         "revision": spec.revision,
-        "weights_form": spec.weights,
+        "weights_form": form_name(spec.weights, model_directory(spec)),
         "dtype": spec.dtype,
         "master_dtype": loaded.master_dtype,
         "offload": spec.offload,

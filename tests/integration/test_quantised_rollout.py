@@ -7,13 +7,17 @@ the quantisation does, no more and no less.
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from mismatch.models import derived, resolve_model
-from tests.checkpoints import make_mxfp4
+from tests.checkpoints import make, make_mxfp4
 
 from .conftest import Run, check_command, run_check
 
@@ -95,3 +99,43 @@ def test_a_cpu_engine_refuses_mxfp4_before_anything_starts(tmp_path: Path) -> No
         assert "MXFP4" in done.stderr
         assert "--rollout-weights bf16" in done.stderr
         assert not (tmp_path / "run" / "logs").exists()
+
+
+@pytest.mark.grid
+def test_what_fp8_matrices_cost_is_told_from_the_rest(tmp_path: Path) -> None:
+    """The engine serves the values of an FP8 checkpoint, the trainer has the original."""
+    original, fp8 = make("qwen3", tmp_path / "original", head_dim=32), tmp_path / "fp8"
+    write_fp8(original, fp8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MISMATCH_CACHE", str(tmp_path / "cache"))
+        models = ("--model", str(fp8), "--train-model", str(original))
+        forms = ("--rollout-weights", "bf16", "--weights-effect", "bf16")
+        run = run_check(tmp_path / "run", *models, *FLOAT32, *FEW, *forms)
+    run.require_judged()
+    whole = _comparison(run, "vllm:decode", "fsdp")["logprob_abs_diff_mean"]
+    form = _comparison(run, "fsdp", "fsdp:other-weights")["logprob_abs_diff_mean"]
+    rest = _comparison(run, "vllm:decode", "fsdp:other-weights")["logprob_abs_diff_max"]
+    assert whole > 1e-3
+    assert form == pytest.approx(whole, rel=1e-2)
+    assert rest <= 1e-4
+    assert run.report["verdict"]["levels"] == "quantised"
+    assert run.checks["weights-as-loaded"] == "warning"
+
+
+def write_fp8(source: Path, target: Path) -> None:
+    """Store the matrices of the layers in FP8 with scales of 128 x 128 blocks, as DeepSeek-V3."""
+    shutil.copytree(source, target)
+    (file,) = target.glob("*.safetensors")
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(file).items():
+        if not name.endswith("_proj.weight"):
+            state[name] = tensor
+            continue
+        scale = tensor.float().abs().max().reshape(1, 1) / 448
+        assert max(tensor.shape) <= 128  # one block
+        state[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
+        state[f"{name}_scale_inv"] = scale
+    save_file(state, file, {"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (target / "config.json").write_text(json.dumps(config))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from mismatch.specs import ROUNDED_FORMS
 from mismatch.types import Check, CheckStatus, Fingerprint
 
 Digests = Mapping[str, Sequence[int]]
@@ -17,6 +18,9 @@ CHECK = "weights-as-loaded"
 # Of a fingerprint: names of parameters that the two sides hold otherwise, and this side otherwise
 # than its checkpoint's files; left out where the files could not be compared.
 NOT_OF_CHECKPOINT = "weights_not_of_checkpoint"
+# Parameters that another form of the weights changes: of MXFP4, and of forms of all matrices.
+EXPERTS = re.compile(r"\.experts")
+MATRIX = re.compile(r"\.experts|\.layers\.\d+\.(?!.*(norm|router|gate)\.weight$).*\.weight$")
 AS_READ = "as read from disk, before the engine rearranges them"
 
 
@@ -154,9 +158,11 @@ def unlike_its_checkpoint(left: Fingerprint, right: Fingerprint) -> int | None:
 
 
 def asked_apart(left: Fingerprint, right: Fingerprint, differ: Sequence[str]) -> list[str]:
-    """Return both forms of the experts, where they alone differ and were asked to; else []."""
+    """Return both forms of the weights, where no others differ and they were asked to; else []."""
     forms = [side.get("weights_form", "as-stored") for side in (left, right)]
-    asked = bool(differ) and forms[0] != forms[1] and all(".experts" in name for name in differ)
+    matrices = any(form in ROUNDED_FORMS or " of " in form for form in forms)
+    changed = MATRIX if matrices else EXPERTS
+    asked = bool(differ) and forms[0] != forms[1] and all(map(changed.search, differ))
     return forms if asked else []
 
 
@@ -177,7 +183,7 @@ def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
     rest = f"; not compared: {_some(unmapped)}" if unmapped else ""
     rest += "" if left.get("weights_in_memory") else f" ({AS_READ})"
     if forms := asked_apart(left, right, found.values):
-        detail = f"asked for: experts {forms[0]} in the engine, {forms[1]} in the trainer; "
+        detail = f"asked for: weights {forms[0]} in the engine, {forms[1]} in the trainer; "
         fix = "train and sample in one form"
         return Check(CHECK, "warning", detail + found.text() + rest, fix)
     if found.differ:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from mismatch.experiments.fixes.context import Context
 from mismatch.experiments.fixes.spec_edits import ABSENT, engine_argument
-from mismatch.specs import AS_STORED
+from mismatch.specs import AS_STORED, QUANTISED_FORMS
 
 PLAIN = ("", "bfloat16", "float16", "float32", "float64")
 CASCADE_GONE = (0, 32)  # vLLM's release without it; off by default for some releases before that
@@ -50,7 +50,7 @@ def _made_quantised(context: Context) -> bool:
     """Return whether the flags of the check quantise the engine's weights."""
     form = context.spec.rollout.engine.weights
     by_argument = engine_argument(context.spec, "quantization") not in (ABSENT, None)
-    return form in ("mxfp4", "mxfp4-rounded") or by_argument
+    return form in QUANTISED_FORMS or by_argument
 
 
 def _quantised(context: Context) -> bool:

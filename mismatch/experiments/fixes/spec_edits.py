@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mismatch.errors import MismatchError
-from mismatch.specs import AS_STORED, CheckSpec
+from mismatch.specs import AS_STORED, ROUNDED_FORMS, CheckSpec
 
 Change = Callable[[CheckSpec, str], CheckSpec]
 ABSENT = object()
@@ -84,7 +84,7 @@ def _head_in_fp32(spec: CheckSpec, value: str) -> CheckSpec:
 def _full_weights(spec: CheckSpec, value: str) -> CheckSpec:
     """Serve the trainer's own form of the experts, which is never quantised."""
     spec = without_arguments("quantization")(spec, value)
-    rounded = spec.rollout.engine.weights == "mxfp4-rounded"
+    rounded = spec.rollout.engine.weights in (*ROUNDED_FORMS, "mxfp4-rounded")
     return on_engine(spec, weights=AS_STORED if rounded else "bf16")
 
 

@@ -208,7 +208,7 @@ def _setting(report: Report, comparison: Comparison) -> Cells:
     flips = comparison.routing.get("routing_disagree_layer")
     constructed = bool(given) and flips is not None and flips.value == 0
     meaning = [f"replays the {line(given)}"] if given else []
-    meaning += [f"experts {line(form)}"] if form != AS_STORED else []
+    meaning += [f"weights {line(form)}"] if form != AS_STORED else []
     return (
         Cell(f"{comparison.rollout} / {comparison.train}", note="; ".join(meaning)),
         comparison.metrics.get("logprob_abs_diff_mean"),
