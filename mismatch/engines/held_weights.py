@@ -41,6 +41,7 @@ COLUMNS = {"RowParallelLinear"}  # and some columns, of the weight alone
 COPIED = ("k_proj", "v_proj")  # several ranks may hold the same heads
 BY_TURNS = ("GptOssForCausalLM",)  # rows of gate and up of an expert come by turns
 HALVES = ("gate_proj", "up_proj")  # of an expert's first matrix, in their order
+COMPOSED = "composed_loader"  # of vLLM and SGLang: changes values, as Mamba's A = -exp(A_log)
 ROUTED = ".routed_experts"  # a module of vLLM's that checkpoints do not name
 Values = Iterator[tuple[str, "torch.Tensor | str"]]  # or why there are none
 Reader = Callable[[Any, str, Any], "torch.Tensor | str"]
@@ -247,8 +248,9 @@ def _digests(model: Any, owned: Owned | None) -> Digests:
         if id(parameter) in seen and not name.endswith("lm_head.weight"):
             continue
         seen.add(id(parameter))
-        if not parameter.is_floating_point():
-            unknown.append(name)  # quantised: packed integers, not the checkpoint's values
+        loader = getattr(parameter, "weight_loader", None)
+        if not parameter.is_floating_point() or getattr(loader, "__name__", "") == COMPOSED:
+            unknown.append(name)  # packed integers, or a function of the checkpoint's values
             continue
         path, _, leaf = name.rpartition(".")
         if leaf in EXPERT_LEAVES:  # of all ranks: each holds a different share

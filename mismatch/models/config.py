@@ -294,7 +294,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """
     path = directory / "config.json"
     try:
-        parsed = json.loads(path.read_text("utf-8"))
+        parsed = json.loads(path.read_text("utf-8"), object_hook=_float)
     except (OSError, ValueError, RecursionError) as error:
         fault = f"{path} cannot be read: {error}"
         raise MismatchError(fault, "give a model directory with a valid config.json") from error
@@ -303,6 +303,11 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(parsed.get("model_type", ""), str):
         raise MismatchError(f"{path}: model_type is not text", "give a valid config.json")
     return parsed
+
+
+def _float(value: dict[str, Any]) -> Any:
+    """Return the number for what transformers writes of an infinite one."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _window(text: _Fields, kinds: tuple[str, ...]) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mismatch.engines.model_info import CauseInLog, load_fix, logged_cause
+from mismatch.engines.vllm.engine import STATES, started
 from mismatch.errors import MismatchError, first_line
 from mismatch.processes.tasks import EngineSession
 from mismatch.processes.workers import engine as worker
@@ -95,3 +96,25 @@ def test_a_validation_error_keeps_what_each_field_was_refused_for() -> None:
     said = first_line(Refused("2 validation errors")).split("; ")
     assert [text.split(" ")[0] for text in said] == ["User-specified", "block_size:"]
     assert said[0].endswith("is too long.")
+
+
+@pytest.mark.parametrize("given", [{}, {"enable_prefix_caching": True}])
+def test_a_model_with_states_starts_without_prefixes_unless_they_are_asked_for(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = pytest.importorskip("vllm", reason="client: vllm")
+    calls: list[dict[str, Any]] = []
+
+    def start(**arguments: Any) -> str:
+        calls.append(arguments)
+        if arguments.get("enable_prefix_caching", True):
+            raise ValueError(f"Assertion failed, {STATES} 'align'.")
+        return "started"
+
+    monkeypatch.setattr(vllm, "LLM", start)
+    if given:
+        with pytest.raises(ValueError, match="mamba"):
+            started(given)
+    else:
+        assert started(given) == "started"
+    assert len(calls) == 2 - len(given)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import transformers.modeling_utils  # noqa: F401  sizes are then counted in this process
@@ -20,7 +21,7 @@ from mismatch.models import (
     resolve_model,
 )
 from mismatch.models import config as config_module
-from mismatch.models.config import FoundConfig, ModelConfig, find_config
+from mismatch.models.config import FoundConfig, ModelConfig, find_config, read_config
 from mismatch.models.sizes import SizedModel, sized
 
 # One alias per family: building all of them only repeats the same formulas.
@@ -231,3 +232,9 @@ def test_a_model_directory_may_lie_next_to_shards_and_be_named_by_its_config(tmp
         (tmp_path / name).touch()
     merged = tmp_path / "merged"
     assert resolve_model(str(merged)) == resolve_model(str(merged / "config.json")) == str(merged)
+
+
+def test_an_infinite_number_of_a_configuration_is_read(tmp_path: Path) -> None:
+    text = '{"model_type": "falcon_h1", "time_step_limit": [0.0, {"__float__": "Infinity"}]}'
+    (tmp_path / "config.json").write_text(text)  # as transformers writes Falcon-H1's
+    assert read_config(tmp_path)["time_step_limit"] == [0.0, float("inf")]

@@ -141,3 +141,16 @@ def test_a_failing_digest_does_not_cost_the_engine() -> None:
         raise RuntimeError("CUDA error")
 
     assert loaded_digests(torch.nn.Linear(4, 3), owned=fails) == NO_DIGESTS
+
+
+def test_a_parameter_that_its_loader_changes_is_not_compared() -> None:
+    """Mamba's A is -exp(A_log): its digest would be another one in a clean run."""
+
+    def composed_loader(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+        """Named as vLLM's and SGLang's."""
+
+    model = torch.nn.Linear(4, 3)
+    vars(model.weight)["weight_loader"] = composed_loader
+    digests, unknown = loaded_digests(model)
+    assert list(digests) == ["bias"]
+    assert list(unknown) == ["weight"]

@@ -52,6 +52,7 @@ from mismatch.specs import EngineSpec
 from mismatch.types import ROUTES, Fingerprint, Floats, NotTested, Sampling
 
 # vLLM's words where its engine's process failed, and where one that imports a model's code did.
+STATES = "Chunked prefill is required for mamba cache mode"  # its words for models with states
 CHILD_FAILED = ("See root cause above", "failed to be inspected")
 
 
@@ -101,10 +102,8 @@ class VllmEngine(Engine):
 
     def __enter__(self) -> VllmEngine:
         try:
-            from vllm import LLM
-
             arguments, self._refused = without_refused_capture(self._arguments)
-            self.llm = LLM(**arguments)
+            self.llm = started(arguments)
             self._apply_adapter()
         except MismatchError:
             raise
@@ -388,3 +387,19 @@ class VllmEngine(Engine):
     def _call(self, method: str, *args: Any) -> list[Any]:
         call: Callable[..., list[Any]] = self.llm.collective_rpc
         return call(method, args=args)
+
+
+def started(arguments: dict[str, Any]) -> Any:
+    """Start vLLM; where a model keeps states, without reuse of prefixes if it asks for that.
+
+    Prefills stay whole on a CPU (arguments.py), and states can only be reused with prefills in
+    chunks. Which models keep states, vLLM alone knows.
+    """
+    from vllm import LLM
+
+    try:
+        return LLM(**arguments)
+    except Exception as error:
+        if STATES not in str(error) or "enable_prefix_caching" in arguments:
+            raise
+        return LLM(**arguments, enable_prefix_caching=False)
