@@ -288,6 +288,29 @@ def test_fused_modules_show_every_site_under_its_name(
     assert take(model, str(tmp_path / "1")) == 0  # the hooks are gone
 
 
+class Latent(torch.nn.Module):
+    """MLA as vLLM has it: what is inside has no place in a trainer's model."""
+
+    kv_lora_rank = 512
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return 5 * hidden_states
+
+
+def test_latent_attention_is_recorded_as_a_whole(tmp_path: Path) -> None:
+    model, x = Engine(), torch.randn(3, 4)
+    for layer in model.model.layers:
+        layer.self_attn = Latent()
+    assert start(model) == ""
+    model(x.clone())
+    assert take(model, str(tmp_path / "0")) == 3
+    stop(model)
+    join_ranks(tmp_path / "0", 1)
+    shown = load_file(tmp_path / "0")
+    torch.testing.assert_close(shown["0.attention_output"], 5 * shown["0.input_norm"])
+    assert not {"0.q", "0.v", "0.attention", "1.rope_k"} & shown.keys()
+
+
 def test_layers_of_an_engine_that_are_put_together_otherwise_are_said() -> None:
     model = Engine()
     del model.model.layers[1].self_attn.rotary_emb  # MLA turns a part of its queries elsewhere

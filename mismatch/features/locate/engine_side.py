@@ -38,7 +38,7 @@ KV_COPIES = "kv_copies"  # in a file's metadata: layer -> ranks that have the sa
 def start(model: Any) -> str:
     """Record what every module gives from now on; return why that is impossible, or "".
 
-    A family whose layers are put together otherwise (MLA, no norm at the input) lacks an attribute.
+    A family whose layers are put together otherwise (no norm at the input) lacks an attribute.
     """
     capture = ModuleCapture()
     setattr(model, CAPTURE, capture)
@@ -122,14 +122,17 @@ class ModuleCapture:
             self._number = number
 
         self._before(attention, enter)
-        if id(attention.rotary_emb) not in self._ropes:  # layers may share one
-            self._ropes.add(id(attention.rotary_emb))
-            self._before(attention.rotary_emb, lambda args: self._pair("q", "k", args[1:]))
-            self._after(attention.rotary_emb, lambda out: self._pair("rope_q", "rope_k", out))
-        self._before(attention.attn, lambda args: self._keep(f"{number}.v", args[2]))
+        # Latent attention (MLA) has other parts than the trainer's: it is recorded as a whole.
+        inside = None if hasattr(attention, "kv_lora_rank") else attention.attn
+        if inside is not None:
+            if id(attention.rotary_emb) not in self._ropes:  # layers may share one
+                self._ropes.add(id(attention.rotary_emb))
+                self._before(attention.rotary_emb, lambda args: self._pair("q", "k", args[1:]))
+                self._after(attention.rotary_emb, lambda out: self._pair("rope_q", "rope_k", out))
+            self._before(inside, lambda args: self._keep(f"{number}.v", args[2]))
         for module, site in (
-            (attention.attn, "attention"),
-            (attention.o_proj, "attention_output"),
+            (inside, "attention"),
+            (attention if inside is None else attention.o_proj, "attention_output"),
             (norms.behind_attention, "attention_norm"),
             (child(mlp, GATES), "router"),
             (mlp, "mlp"),
