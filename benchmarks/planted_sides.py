@@ -12,6 +12,7 @@ tiny-gpt-oss.
 from __future__ import annotations
 
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -114,6 +115,8 @@ WEIGHTS: dict[str, Callable[[State], None]] = {
 }
 FUNCTIONS = ("rope-base+3%", "rope-still-from-256", "yarn-factor-lost", "epsilon-x10")
 FAULTS = (*WEIGHTS, *FUNCTIONS)
+MLP = "half-mlp-1.05"  # of layer 1, in a model of any family (benchmarks/families.py)
+MLPS = ("mlp", "feed_forward", "block_sparse_moe", "mixer")
 BEYOND = 256
 BASE = 1.03
 
@@ -137,7 +140,9 @@ def register() -> None:
         return iter(state.items())
 
     def finished(model: Any, *rest: Any) -> None:
-        if name in FUNCTIONS:
+        if name == MLP:
+            louder_mlp(model)
+        elif name in FUNCTIONS:
             in_engine(model, name)
         finish(model, *rest)
 
@@ -173,6 +178,8 @@ def in_trainer(model: Any, name: str) -> None:
         with torch.no_grad():
             WEIGHTS[name]({key: _local(tensor) for key, tensor in model.named_parameters()})
         return
+    if name == MLP:
+        return louder_mlp(model)
     rotary = model.model.rotary_emb
     if name == "epsilon-x10":
         for module in model.modules():
@@ -193,6 +200,27 @@ def in_trainer(model: Any, name: str) -> None:
         rotary.inv_freq.copy_(fresh.inv_freq)
 
 
+def louder_mlp(model: Any) -> None:
+    """Multiply half of the channels that the MLP of layer 1 gives by 1.05, on either side.
+
+    A norm behind the MLP would take out a factor on all of them.
+    """
+    named = dict(model.named_modules())
+    (mlp,) = [
+        module
+        for name, module in named.items()
+        if name.endswith(("h.1.mlp", *(f"s.1.{mlp}" for mlp in MLPS)))
+    ]
+
+    def louder(_: Any, __: Any, output: Any) -> Any:
+        whole = output[0] if isinstance(output, tuple) else output
+        factor = torch.ones_like(whole)
+        factor[..., ::2] = 1.05
+        return (whole * factor, *output[1:]) if isinstance(output, tuple) else whole * factor
+
+    mlp.register_forward_hook(louder)
+
+
 def _local(tensor: Any) -> torch.Tensor:
     """Return what a rank holds: all of it where there is one rank."""
     local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -204,6 +232,8 @@ def plant_in_world() -> None:
     name, _, place = os.environ.get("PLANTED_SIDE", "").partition("@")
     if place not in ("trainer", "shared"):
         return
+    if "mismatch.features.locate.worker" in sys.orig_argv:
+        return plant_in_recording(name, place)
     from mismatch.processes.workers.train import Passes
 
     load: Any = Passes.load
@@ -219,3 +249,19 @@ def plant_in_world() -> None:
             scorer.planted = True
 
     Passes.load = loading  # type: ignore[method-assign]
+
+
+def plant_in_recording(name: str, place: str) -> None:
+    """Plant the fault where ``mismatch locate`` records the trainer's modules."""
+    from mismatch.features.locate import reference
+
+    where: Any = reference
+    load = where.load
+
+    def loading(spec: Any, *rest: Any, **more: Any) -> Any:
+        loaded = load(spec, *rest, **more)
+        if place == "shared" or not spec.attention.startswith("plain"):
+            in_trainer(loaded.scorer.model, name)
+        return loaded
+
+    where.load = loading

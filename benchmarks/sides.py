@@ -64,8 +64,9 @@ END = """
 """
 WORLD = """
 import os
+import sys
 
-if "RANK" in os.environ:
+if "RANK" in os.environ or "mismatch.features.locate.worker" in sys.orig_argv:
     import planted_sides
 
     planted_sides.plant_in_world()
@@ -99,14 +100,18 @@ class Row:
         return self.verdict in ("healthy", "tolerable")
 
 
-def run(fault: str, place: str, home: Path) -> Path:
-    """Return the directory of a finished check, made if it is not there."""
+def run(fault: str, place: str, home: Path, flags: tuple[str, ...] = FLAGS) -> Path:
+    """Return the directory of a finished check, made if it is not there.
+
+    Raises:
+        SystemExit: the check left no report; with its last lines.
+    """
     target = home / (fault if fault == CLEAN else f"{place}-{fault}")
     if (target / "report.json").is_file():
         return target
     shutil.rmtree(target, ignore_errors=True)
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "mismatch", "check", *FLAGS, "--out", str(target)]
+    command = [sys.executable, "-m", "mismatch", "check", *flags, "--out", str(target)]
     if fault != CLEAN:
         env["PLANTED_SIDE"] = f"{fault}@{place}"
         env["PYTHONPATH"] = os.pathsep.join([str(planted(home)), str(ROOT)])
@@ -129,8 +134,8 @@ def forget(run_dir: Path) -> None:
             for file in (folder / kind).glob("*"):
                 if not file.name.startswith("vllm"):
                     file.unlink()
-    for report in run_dir.glob("report.*"):
-        report.unlink()
+    for file in (*run_dir.glob("report.*"), *run_dir.glob("locate.json")):
+        file.unlink()
 
 
 def planted(home: Path) -> Path:
