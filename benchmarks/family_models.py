@@ -40,7 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {},
     "deepseek_v3": _LATENT,
     "deepseek_v32": _LATENT,
-    "qwen3_next": {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "qwen3_next": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "falcon_h1": {
         "intermediate_size": 256,
         "mamba_n_heads": 8,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, get_args
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from mismatch.analysis.diagnosis.ranking import Cause, Causes
 from mismatch.analysis.displaced import Standing
 from mismatch.analysis.square import Finding, Square
 from mismatch.errors import MismatchError
+from mismatch.features.locate import step
 from mismatch.features.locate.errors import BEYOND, ROUNDING, Sums, site_errors
 from mismatch.features.locate.judge import (
     explained,
@@ -27,6 +30,7 @@ from mismatch.features.locate.judge import (
 )
 from mismatch.features.locate.kinds import causes_of, kind_of
 from mismatch.features.locate.plan import actions_of, part_of, require_disk, select
+from mismatch.features.locate.recording import Scope
 from mismatch.features.locate.results import (
     LAYER_SITES,
     Group,
@@ -38,7 +42,7 @@ from mismatch.features.locate.results import (
     SiteError,
 )
 from mismatch.models.config import ModelConfig
-from mismatch.specs import Sampling
+from mismatch.specs import CheckSpec, Sampling
 from mismatch.types import Estimate, NotTested
 from tests import checkpoints
 from tests.texts import numbers
@@ -432,3 +436,19 @@ def test_a_source_of_little_effect_stays_suspected_and_every_kind_has_its_page()
     for kind in (*get_args(Kind), None):
         cause = located_cause(kind)
         assert {cause.id, *cause.alike} <= set(catalogue())
+
+
+@pytest.mark.parametrize(
+    ("gaps", "needed"), [(("beyond", "within"), True), (("within", "beyond"), False)]
+)
+def test_an_engine_that_cannot_be_recorded_ends_it_only_where_the_engine_may_be_wrong(
+    gaps: tuple[Standing, Standing], needed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scopes: list[Scope] = []
+    monkeypatch.setattr(step, "square_of", lambda *_: square(*gaps))
+    monkeypatch.setattr(step, "locate_in", lambda *given: scopes.append(given[-1]))
+    monkeypatch.setattr(step.manifest, "is_current", lambda *_: False)
+    stages = SimpleNamespace(run_dir=tmp_path, spec=CheckSpec(), narrator=None)
+    step.locate_failed(cast("Any", stages))
+    assert [scope.both for scope in scopes] == [needed]
+    assert scopes[0].exact

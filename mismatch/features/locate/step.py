@@ -49,7 +49,7 @@ def locate_failed(stages: Stages) -> None:
         seconds=LONGEST_S / 2,
         limit_s=LONGEST_S,
         exact=exact,
-        both=True,
+        both=first.side != "trainer",  # whose modules can be recorded without the engine's
         pair=pair,
     )
     locate_in(run_dir, spec, stages.narrator, scope)
