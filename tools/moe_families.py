@@ -7,6 +7,7 @@ Real checks of trained models, with vLLM, are in benchmarks/families.py.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -110,4 +111,5 @@ def _version(package: str, name: str = "") -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     PAGE.write_text(page(), encoding="utf-8")

@@ -112,7 +112,7 @@ def layers_held(directory: Path | None) -> dict[str, list[int]]:
 def form_name(form: str, directory: Path | None) -> str:
     """Return a form with what it was made of where that tells: "bf16 of fp8".
 
-    Such values are those of no unquantised checkpoint. MXFP4 is how gpt-oss itself is published.
+    No unquantised checkpoint holds these values. MXFP4 is how gpt-oss itself is published.
 
     Args:
         directory: of a checkpoint, derived or not.
@@ -145,7 +145,7 @@ def require_form(source: Path, form: WeightsForm) -> None:
     family, method = read_config(source).get("model_type"), quantisation(source).get("quant_method")
     if method not in (None, "mxfp4") and (form != "bf16" or method not in METHODS):
         fault = f"{source} is quantised ({method}), and has no form {form}"
-        raise MismatchError(fault, "give the unquantised checkpoint, or bf16 for its own values")
+        raise MismatchError(fault, "give the unquantised checkpoint, or use bf16")
     if method != "mxfp4" and form in (*ROUNDED_FORMS, "bf16"):
         return
     if form == "mxfp4" and family != "gpt_oss":

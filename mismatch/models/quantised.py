@@ -15,8 +15,8 @@ import torch
 from mismatch.errors import MismatchError
 from mismatch.models.mxfp4 import VALUES, nearest
 
-# What a module holds beside, or instead of, its weight. Scales of activations and of the KV cache
-# are not the weights'.
+# What a module holds in addition to its weight, or in place of it. Scales of activations and of
+# the KV cache are not the weights'.
 OF_WEIGHTS = {"scale_inv", "scale", "packed", "shape", "global_scale", "zero_point", "g_idx"}
 PARTS = {f"weight_{part}" for part in OF_WEIGHTS} | {"qweight", "qzeros", "scales", "g_idx"}
 PARTS |= {"input_scale", "input_global_scale", "activation_scale", "k_scale", "v_scale"}
@@ -140,7 +140,7 @@ def fp8_rounded(matrix: torch.Tensor) -> torch.Tensor:
 def int4_rounded(matrix: torch.Tensor) -> torch.Tensor:
     """Round to 16 even steps from the least to the largest of each 128 inputs of a row.
 
-    GPTQ and AWQ store such values, and choose them better than by rounding to nearest.
+    GPTQ and AWQ store values of this kind, and choose them better than by rounding to nearest.
     """
     parts = []
     for group in torch.split(matrix.float(), INT4_GROUP, -1):

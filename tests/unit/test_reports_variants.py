@@ -37,7 +37,7 @@ def test_weights_in_another_form_and_replayed_experts_are_shown() -> None:
     headline, form, replayed = _rows(report)
     assert str(headline[0].value).endswith(f"/ {report.comparisons[0].train}")
     assert headline[0].note == ""
-    assert form[0].note == "experts mxfp4-rounded"
+    assert form[0].note == "weights mxfp4-rounded"
     assert (form[1].value, form[3].value) == (_estimate(0.0123), _estimate(0.07))
     assert replayed[0].note == f"replays the {given['mode']} of {given['source']}"
     assert replayed[3].value == "replayed"

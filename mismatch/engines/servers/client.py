@@ -135,9 +135,9 @@ class Client:
     async def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[bytes], T]) -> T:
         """Ask until there is an answer, where asking again may help.
 
-        A request that ran out of time is not repeated: its answer was a long one, and the sample
-        would have short ones in its place. What a server says about itself is asked at the start,
-        where no connection means a wrong address.
+        A request that ran out of time is not repeated: its answer was long, and the sample
+        would have short answers in its place. What a server says about itself is asked at the
+        start, where no connection means a wrong address.
         """
         tried: Counter[Kind] = Counter()
         while True:

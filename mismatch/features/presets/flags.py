@@ -107,7 +107,9 @@ def from_file(spec: CheckSpec, flags: Flags) -> Configured:
     else:
         followed = follow_verl(read_verl_config(file, overrides), spec, *own)
     train = followed.spec.train
-    if train.scorer == name and train.scorer_config is None:  # its own code reads the same file
+    if (
+        train.scorer == name and train.scorer_config is None
+    ):  # the framework's code reads the same file
         train = replace(train, scorer_config=str(file), scorer_overrides=overrides)
     return Configured(replace(followed.spec, train=train), followed.notes())
 
