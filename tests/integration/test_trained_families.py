@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.families import SMALL, Result, page, result, wrong
+from benchmarks.families import SMALL, Result, outcome, page, result, wrong
 from benchmarks.families import Row as Family
 from benchmarks.family_models import FAMILIES, trained
 from benchmarks.planted_sides import MLP
@@ -41,7 +41,9 @@ def test_a_fault_that_passes_or_a_clean_run_that_is_broken_fails_the_benchmark()
     assert wrong(row(Result("broken"), FOUND))
     assert not wrong(row(Result("broken"), FOUND, "deepseek_v3"))
     text = page([row(HEALTHY, FOUND), Family("gpt2", 2.0, {CLEAN: Result(error="no")})], "today")
-    assert "| HEALTHY; BROKEN, one located | `llama` 4.0 (1.0%) |" in text
+    (line,) = [line for line in text.splitlines() if "`llama`" in line]
+    assert line.strip("| ").split(" | ") == [outcome(row(HEALTHY, FOUND)), "`llama` 4.0 (1.0%)"]
+    assert line.startswith("| HEALTHY; BROKEN,")
     assert "- `gpt2`: no" in text
 
 
