@@ -13,8 +13,8 @@ from mismatch.models import tokenizers
 from mismatch.models.config import ModelConfig
 from mismatch.specs import EngineSpec
 
+MISSING = re.compile(r"No module named '(\w+)")  # Python's words
 # "(EngineCore pid=7) ERROR 01-02 03:04:05 [core.py:9] KindError: text", as vLLM's children log.
-MISSING = re.compile(r"No module named '(\w+)")
 LOGGED_ERROR = re.compile(
     r"\([\w ]+pid=\d+\)\s+(?:ERROR \S+ \S+ \[\S+\]\s+)?"
     r"[A-Za-z_][\w.]*(?:Error|Exception): (?P<text>.+)"

@@ -102,7 +102,7 @@ def test_a_cpu_engine_refuses_mxfp4_before_anything_starts(tmp_path: Path) -> No
 
 
 @pytest.mark.grid
-def test_what_fp8_matrices_cost_is_told_from_the_rest(tmp_path: Path) -> None:
+def test_what_fp8_matrices_cost_is_measured_apart(tmp_path: Path) -> None:
     """The engine serves the values of an FP8 checkpoint, the trainer has the original."""
     original, fp8 = make("qwen3", tmp_path / "original", head_dim=32), tmp_path / "fp8"
     write_fp8(original, fp8)

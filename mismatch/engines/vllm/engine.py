@@ -51,8 +51,8 @@ from mismatch.errors import MismatchError, first_line
 from mismatch.specs import EngineSpec
 from mismatch.types import ROUTES, Fingerprint, Floats, NotTested, Sampling
 
-# vLLM's words where its engine's process failed, and where one that imports a model's code did.
-STATES = "Chunked prefill is required for mamba cache mode"  # its words for models with states
+STATES = "Chunked prefill is required for mamba cache mode"  # vLLM's words for models with states
+# Its words where its engine's process failed, and where one that imports a model's code did.
 CHILD_FAILED = ("See root cause above", "failed to be inspected")
 
 
