@@ -25,6 +25,18 @@ FLOOR = (  # reading the same columns, as arrays, and nothing else
     "for batch in pq.ParquetFile(sys.argv[1], pre_buffer=False).iter_batches(batch_size=256):\n"
     "    [column.flatten().to_numpy() for column in batch.columns[:4]]"
 )
+JSON_FLOOR = (
+    "import sys, pyarrow.json as pj\n"
+    "pj.read_json(sys.argv[1], read_options=pj.ReadOptions(block_size=32 << 20))"
+)
+READ = (  # the dump as `mismatch postmortem` reads it, without the report
+    "import sys\n"
+    "from pathlib import Path\n"
+    "from mismatch.features.recorded.dumps import read_recorded\n"
+    "from mismatch.processes.spread import Where\n"
+    "if __name__ == '__main__':\n"
+    "    read_recorded(Path(sys.argv[1]), most=1_000_000, on=Where(None))"
+)
 
 
 @dataclass(frozen=True)
@@ -65,8 +77,9 @@ def cases(place: Path, largest: int, only: str) -> Iterator[tuple[str, list[str]
                 out = place / f"run-{size}-{kind}"
                 shutil.rmtree(out, ignore_errors=True)
                 yield name, [*module, "postmortem", str(dump), "--out", str(out)]
-                if kind == "parquet":
-                    yield f"pyarrow alone, {size} tokens", ["-c", FLOOR, str(dump)]
+                yield f"of that, reading, {size} tokens, {kind}", ["-c", READ, str(dump)]
+                floor = FLOOR if kind == "parquet" else JSON_FLOOR
+                yield f"pyarrow alone, {size} tokens, {kind}", ["-c", floor, str(dump)]
     for command in ("compare", "report"):
         if only in (name := f"{command}, 1M tokens"):
             yield name, [*module, command, str(place / "run-1M-jsonl")]

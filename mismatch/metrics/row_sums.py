@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -45,6 +46,13 @@ class Row:
     def key(self) -> str:
         """What tells its prompt from others."""
         return f"alone {self.place}" if self.prompt is None else f"shared {self.prompt}"
+
+    def own(self) -> None:
+        """Copy arrays that are views of a larger one, which they would keep in memory."""
+        for name in ("token_ids", "sampled", "logprobs", "train_logprobs", "entropy"):
+            values = getattr(self, name)
+            if values is not None and values.base is not None:
+                setattr(self, name, values.copy())
 
     def drawn(self, prompts: float, rows: float) -> bool:
         """Whether it is among these shares of all prompts, and of their rows."""
@@ -90,6 +98,17 @@ class _Rows:
     log_ratios: list[float] = field(default_factory=list)
     """Of every row."""
 
+    def add(self, found: Sequence[float], entropy: float, reward: float) -> None:
+        """Add the sums over the tokens of one row."""
+        tokens, size, k3, clipped, log_ratio = found
+        self.tokens += int(tokens)
+        self.abs_diff += size
+        self.k3 += k3
+        self.clipped += int(clipped)
+        self.entropy += entropy
+        self.reward += reward
+        self.log_ratios.append(log_ratio)
+
     def merge(self, other: _Rows) -> None:
         """Add the sums of other rows."""
         for name in ("tokens", "abs_diff", "k3", "clipped", "entropy", "reward", "log_ratios"):
@@ -122,31 +141,39 @@ class Sums:
     bad_rows: Counter[tuple[str, str]] = field(default_factory=Counter)
     """The same -> rows that hold them."""
 
-    def add(self, row: Row) -> None:
-        """Count a row; its values that are not finite are left out of the sums."""
-        self.rows += 1
-        self.tokens += len(row.logprobs)
-        finite = self._finite(row.logprobs, "rollout")
-        if row.train_logprobs is None:
-            self.one_sided += 1
+    def add(self, rows: Sequence[Row]) -> None:
+        """Count rows; their values that are not finite are left out of the sums."""
+        self.rows += len(rows)
+        self.tokens += sum(len(row.logprobs) for row in rows)
+        both = [(row, row.train_logprobs) for row in rows if row.train_logprobs is not None]
+        self.one_sided += len(rows) - len(both)
+        for row in rows if len(both) < len(rows) else ():
+            if row.train_logprobs is None:
+                self._count(row.logprobs, "rollout")
+        both = [(row, train) for row, train in both if len(train)]
+        if not both:
             return
-        finite &= self._finite(row.train_logprobs, "trainer")
-        if not finite.any():
-            return
-        with np.errstate(over="ignore"):
-            delta = (row.train_logprobs - row.logprobs)[finite]
-            k3 = float(exp_minus_linear(delta).sum())
-            clipped = int((np.abs(np.expm1(delta)) > CLIP).sum())
-        size, total = float(np.abs(delta).sum()), float(delta.sum())
-        entropy = np.nan if row.entropy is None else float(row.entropy[finite].sum())
-        for rows in (self.whole, self.by_step[row.attributes.get("step", "")]):
-            rows.tokens += len(delta)
-            rows.abs_diff += size
-            rows.k3 += k3
-            rows.clipped += clipped
-            rows.entropy += entropy
-            rows.reward += np.nan if row.reward is None else row.reward
-            rows.log_ratios.append(total)
+        starts = np.cumsum([0, *(len(train) for _, train in both[:-1])])
+        with np.errstate(over="ignore", invalid="ignore"):
+            delta = np.concatenate([train for _, train in both])
+            delta -= np.concatenate([row.logprobs for row, _ in both])
+            finite = np.isfinite(delta)
+            if not finite.all():
+                for row, train in both:
+                    self._count(row.logprobs, "rollout")
+                    self._count(train, "trainer")
+                delta[~finite] = 0.0
+            clipped = np.abs(np.expm1(delta)) > CLIP
+            terms = finite, np.abs(delta), exp_minus_linear(delta), clipped, delta
+        of_rows = [np.add.reduceat(term, starts, dtype=np.float64).tolist() for term in terms]
+        for (row, train), start, *found in zip(both, starts.tolist(), *of_rows, strict=True):
+            if found[0]:
+                entropy = np.nan
+                if row.entropy is not None:
+                    entropy = float(row.entropy[finite[start : start + len(train)]].sum())
+                reward = np.nan if row.reward is None else row.reward
+                self.whole.add(found, entropy, reward)
+                self.by_step[row.attributes.get("step", "")].add(found, entropy, reward)
 
     def merge(self, other: Sums) -> None:
         """Add the sums of the rows that follow."""
@@ -159,13 +186,12 @@ class Sums:
         self.not_finite += other.not_finite
         self.bad_rows += other.bad_rows
 
-    def _finite(self, values: Floats, side: str) -> Bools:
-        finite = np.isfinite(values)
-        for what, test in NOT_FINITE if not finite.all() else ():
+    def _count(self, values: Floats, side: str) -> None:
+        """Count values of a row that are not finite."""
+        for what, test in NOT_FINITE:
             count = int(test(values).sum())
             self.not_finite[side, what] += count
             self.bad_rows[side, what] += count > 0
-        return finite
 
     def steps(self) -> tuple[Step, ...]:
         """Return the numbers of every step, in order; none where a row names no step."""

@@ -124,7 +124,7 @@ def test_steps_hold_the_numbers_of_their_rows() -> None:
         sides = pair.rollout[at], pair.train[at]
         label = {"step": "7" if row % 4 == 3 else "2"}
         ids = np.arange(at.sum() + 1)
-        sums.add(Row(ids, ids > 0, *sides, reward=1.0, attributes=label))
+        sums.add([Row(ids, ids > 0, *sides, reward=1.0, attributes=label)])
     first, second = sums.steps()
     assert (first.step, second.step) == (2, 7)
     assert first.tokens == 3 * second.tokens == ROWS // 4 * 3 * TOKENS
@@ -136,8 +136,45 @@ def test_steps_hold_the_numbers_of_their_rows() -> None:
     whole = sums.whole.step(0)
     assert whole.tokens == sums.tokens == ROWS * TOKENS
     assert whole.k3 == pytest.approx(k3_kl(pair.delta))
-    sums.add(Row(np.arange(2), np.arange(2) > 0, np.zeros(1), np.zeros(1)))
+    sums.add([Row(np.arange(2), np.arange(2) > 0, np.zeros(1), np.zeros(1))])
     assert sums.steps() == ()  # a row that names no step
+
+
+def test_rows_added_together_give_the_sums_of_rows_added_alone() -> None:
+    rng = np.random.default_rng(6)
+    rows = []
+    for number, tokens in enumerate((3, 1, 40, 7, 0, 12, 2)):
+        ids = np.arange(tokens + 1)
+        sides = -rng.exponential(1.0, (3, tokens))
+        rows.append(Row(ids, ids > 0, *sides, attributes={"step": str(number % 2)}))
+    rows[2].logprobs[5], rows[3].train_logprobs[:] = np.nan, -np.inf
+    rows[5].train_logprobs = rows[6].entropy = None
+    rows[5].logprobs[3] = np.inf
+    together, alone = Sums(), Sums()
+    together.add(rows)
+    for row in rows:
+        alone.add([row])
+    for both in (
+        (together.whole, alone.whole),
+        *zip(*map(by_step, (together, alone)), strict=True),
+    ):
+        left, right = (list(vars(rows).values()) for rows in both)
+        assert np.hstack(left) == pytest.approx(np.hstack(right), nan_ok=True)
+    assert (together.not_finite, together.bad_rows) == (alone.not_finite, alone.bad_rows)
+    assert (together.rows, together.tokens, together.one_sided) == (7, 65, 1)
+    assert together.whole.tokens == 3 + 1 + 39 + 2
+    assert len(together.whole.log_ratios) == 4
+    delta = (rows[2].train_logprobs - rows[2].logprobs)[np.arange(40) != 5]
+    assert together.whole.log_ratios[2] == pytest.approx(delta.sum())
+    assert +together.not_finite == {
+        ("rollout", "NaN or null"): 1,
+        ("trainer", "-inf"): 7,
+        ("rollout", "+inf"): 1,
+    }
+
+
+def by_step(sums: Sums) -> list[object]:
+    return [sums.by_step[name] for name in sorted(sums.by_step)]
 
 
 def dumped(dump: Path, pair: Pair, *, alike: bool = True) -> Path:

@@ -39,6 +39,7 @@ Form = Literal[
     "torchtitan", "open-instruct", "generic", "verl", "nemo-rl", "prime-rl", "slime", "skyrl"
 ]
 SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".dp", ".pkl")
+TOGETHER = 1 << 16  # tokens that are added up at once
 LEAST = 16  # where no more prompts are kept than this, rows are drawn instead of prompts
 # First bytes of a file by ``torch.save``, and by ``pickle.dump`` with protocol 2 and later.
 PICKLED = (b"PK\x03\x04", b"\x80")
@@ -67,20 +68,26 @@ class Recorded:
     """Share of the prompts that is kept."""
     rows: float = 1.0
     """Share of their rows."""
-    kept: int = 0
-    """Tokens."""
+
+    def add(self, rows: list[Row], most: int | None) -> None:
+        """Add rows that follow to the sums, and keep some of them."""
+        self.sums.add(rows)
+        self.keep(rows, most)
 
     def keep(self, rows: list[Row], most: int | None) -> None:
         """Keep rows; of more than ``most`` tokens draw prompts, or rows where prompts are few."""
         rows = [row for row in rows if row.drawn(self.prompts, self.rows)]
+        for row in rows:
+            row.own()
         self.sequences += rows
-        self.kept += sum(len(row.token_ids) for row in rows)
-        while most and self.kept > most and len(self.sequences) > LEAST:
+        while most and len(self.sequences) > LEAST:
+            if sum(len(row.token_ids) for row in self.sequences) <= most:
+                return
             if len({row.key for row in self.sequences}) > LEAST:
                 self.prompts /= 2
             else:
                 self.rows /= 2
-            self._redraw()
+            self.sequences = [row for row in self.sequences if row.drawn(self.prompts, self.rows)]
 
     def merge(self, part: Recorded, most: int | None) -> None:
         """Add the part that follows; the result does not depend on who read it."""
@@ -93,12 +100,8 @@ class Recorded:
         self.unread |= part.unread
         self.steps |= part.steps
         self.prompts, self.rows = min(self.prompts, part.prompts), min(self.rows, part.rows)
-        self._redraw()
-        self.keep(part.sequences, most)
-
-    def _redraw(self) -> None:
-        self.sequences = [row for row in self.sequences if row.drawn(self.prompts, self.rows)]
-        self.kept = sum(len(row.token_ids) for row in self.sequences)
+        before, self.sequences = self.sequences, []
+        self.keep(before + part.sequences, most)
 
 
 def read_recorded(
@@ -147,6 +150,7 @@ def read_part(
 ) -> Recorded:
     """Read one part of a dump; see :func:`read_recorded`."""
     recorded, place = Recorded(form), _from_name(part.file)
+    waiting, tokens = list[Row](), 0
     for number, entry in _entries(part, python):
         where = partial(part.place, number)
         recorded.form = form = recorded.form or _form_of(entry, where)
@@ -164,16 +168,18 @@ def read_part(
         if not re.fullmatch(r"-?\d{1,18}", said.get("step", "0"), re.ASCII):
             fault = f"{where()}: step is {said['step']!r:.60}"
             raise MismatchError(fault, "write the step as a whole number")
-        wanted = []
         for row in rows:
             row.attributes = place | said | row.attributes
             recorded.steps.add(of := row.attributes.get("step", "none"))
             if step is None or of == str(step):
-                row.number = recorded.sums.rows
+                row.number = recorded.sums.rows + len(waiting)
                 row.place = f"{part.number}:{row.number}"
-                recorded.sums.add(row)
-                wanted.append(row)
-        recorded.keep(wanted, most)
+                waiting.append(row)
+        tokens += sum(len(row.token_ids) for row in rows)
+        if tokens > TOGETHER:
+            recorded.add(waiting, most)
+            waiting, tokens = [], 0
+    recorded.add(waiting, most)
     return recorded
 
 
@@ -249,10 +255,8 @@ def _values(column: Any) -> Any:
     values = column.values.to_numpy(zero_copy_only=False)
     ends = column.offsets.to_numpy().tolist()
     there = column.is_valid().to_pylist()
-    return [
-        values[a:b].copy() if valid else None  # a view would hold the whole batch
-        for a, b, valid in zip(ends[:-1], ends[1:], there, strict=True)
-    ]
+    spans = zip(ends[:-1], ends[1:], there, strict=True)
+    return [values[a:b] if valid else None for a, b, valid in spans]
 
 
 def _fits(row: Row, where: Callable[[], str], recorded: Recorded) -> bool:
@@ -277,8 +281,7 @@ def _fits(row: Row, where: Callable[[], str], recorded: Recorded) -> bool:
     sides = {"rollout": row.logprobs, "trainer": row.train_logprobs, "entropy": row.entropy}
     for side, values in sides.items():
         if values is not None and len(values) != count:
-            difference = len(values) - count
-            recorded.misfits[f"{difference:+d} {side} values for the sampled tokens"] += 1
+            recorded.misfits[f"{len(values) - count:+d} {side} values for the sampled tokens"] += 1
             return False
     return True
 
@@ -290,8 +293,6 @@ def generic(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     """Read the documented schema: ids with a mask, or the prompt's and the response's ids."""
     if "token_ids" in entry:
         ids, sampled = _ids(entry, "token_ids"), _mask(entry, "action_mask")
-        if len(sampled) != len(ids):
-            raise ValueError(f"action_mask has {len(sampled)} entries for {len(ids)} token_ids")
     else:
         prompt, response = _ids(entry, "prompt_token_ids"), _ids(entry, "response_token_ids")
         ids = np.concatenate([prompt, response])

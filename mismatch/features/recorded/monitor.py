@@ -102,7 +102,7 @@ class Monitor:
                 sampled = np.concatenate([np.zeros(len(prompt), np.bool_), mask[:end]])
                 rollout = as_array(batch.rollout_logprobs[row])[mask].astype(np.float64)
                 train = as_array(batch.train_logprobs[row])[mask].astype(np.float64)
-                sums.add(Row(ids, sampled, rollout, train))
+                sums.add([Row(ids, sampled, rollout, train)])
                 entry = {
                     "token_ids": ids.tolist(),
                     "action_mask": sampled.astype(int).tolist(),

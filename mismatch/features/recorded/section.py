@@ -45,8 +45,7 @@ def section(result: RecordedReport, report: Report) -> Section:
     enough = result.rows is not None and result.rows.rows >= LEAST_ROWS
     if result.rows is not None and enough and not found:
         sentences = [f"All {result.rows.rows} rows are about equally far apart.", *sentences]
-    if result.whole is not None:
-        whole = result.whole
+    if (whole := result.whole) is not None:
         sentences = [
             f"All {whole.tokens:,} tokens in {whole.sequences:,} sequences: mean |delta| "
             f"{number(whole.abs_diff)} nats, k3 {number(whole.k3)} nats per token. The steps are "
