@@ -62,6 +62,8 @@ class Case:
         model: an embedded model, "smollm2", or a family that is written with random weights.
         fault: what is planted, NAME:STRENGTH; "": clean. The name is one of
             benchmarks/planted_fault.py, or the fault lies in the flags.
+        tokens: of each response; 0: as a check has them by default.
+        samples: of each prompt; as many as a check draws by default make blocks of default size.
         task: built-in prompts in place of random token ids, which are short.
         yardstick: of the engine, where it is not that of its precision.
         of: the clean case that a fault is compared with.
@@ -73,6 +75,7 @@ class Case:
     fault: str = ""
     prompts: int = LONG
     tokens: int = 12
+    samples: int = 1
     task: bool = False
     yardstick: str = ""
     of: str = "gpt-oss-task"
@@ -89,6 +92,15 @@ def fault(kind: str, strength: str, *flags: str, **facts: Any) -> Case:
     return Case(name, flags=flags, fault=f"{kind}:{strength}", **TASK | facts)
 
 
+def usual(model: str, *flags: str) -> Case:
+    """Return ten blocks of the size of a default check, of a family that was trained."""
+    name = "-".join(["default", model, *flags[1:2]])
+    model = model if model == "tiny-gpt-oss" else f"trained-{model}"
+    return Case(name, model, flags, prompts=10 * BLOCK, tokens=0, samples=4, task=True)
+
+
+FP16 = ("--dtype", "fp16", "--train-dtype", "fp16")
+COOLER = ("--temperature", "0.7")
 TASK: dict[str, Any] = {"prompts": 2 * BLOCK, "tokens": 24, "task": True}
 SLOW: dict[str, Any] = {"model": "smollm2", "prompts": BLOCK, "tokens": 16, "task": True}
 CASES = (
@@ -99,7 +111,7 @@ CASES = (
     Case("gpt-oss-transformers", flags=("--engine", "transformers")),
     Case("olmoe", "olmoe"),
     Case("smollm2", **SLOW),
-    Case("gpt-oss-fp16", flags=("--dtype", "fp16", "--train-dtype", "fp16")),
+    Case("gpt-oss-fp16", flags=FP16),
     fault("layer-noise", "0.03", of="smollm2", **SLOW),
     fault("layer-noise", "0.0003"),
     Case("glm4-moe", "glm4_moe"),
@@ -125,6 +137,9 @@ CASES = (
     Case("llama-sglang", "llama", ("--engine", "sglang"), prompts=SOME),
     # vLLM's CPU cache cuts values off where others round: no clean run of an fp8 cache is known.
     fault("fp8-kv-own", "1", *FP8_KV, yardstick="plain:bf16-fp8kv"),
+    *(usual(m) for m in ("tiny-gpt-oss", "llama", "qwen3_moe", "gemma3_text", "olmo2", "olmoe")),
+    *(usual(model, *FP16) for model in ("mistral", "granite", "qwen3_moe")),
+    *(usual(model, *COOLER) for model in ("qwen3", "phi3", "glm4")),
 )  # fmt: skip
 
 
@@ -138,9 +153,9 @@ def run(case: Case, home: Path) -> Path:
         return place
     shutil.rmtree(place, ignore_errors=True)
     command = [sys.executable, "-c", RECORD, "check", "--exact-kl", "0"]
-    command += ["--num-prompts", str(case.prompts), "--samples-per-prompt", "1"]
-    command += ["--max-tokens", str(case.tokens), "--model", model_of(case.model, home)]
-    command += ["--out", str(place), *case.flags]
+    command += ["--num-prompts", str(case.prompts), "--samples-per-prompt", str(case.samples)]
+    command += ["--max-tokens", str(case.tokens)] if case.tokens else []
+    command += ["--model", model_of(case.model, home), "--out", str(place), *case.flags]
     if not case.task:
         command += ["--prompts", str(prompts_of(home, case.prompts))]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -179,6 +194,11 @@ def model_of(name: str, home: Path) -> str:
     if name == "smollm2":
         tool = ROOT / "tools" / "smollm2_checkpoint.py"
         subprocess.run([sys.executable, str(tool), "--out", str(place)], check=True)
+        return str(place)
+    if name.startswith("trained-"):
+        from benchmarks.family_models import trained
+
+        trained(name.removeprefix("trained-"), place, 75)
         return str(place)
     import torch
 

@@ -142,9 +142,9 @@ def judged(run: Recorded) -> dict[str, Any]:
     """All tests of the verdict on one run, as plain numbers.
 
     Returns:
-        correctness, fitness: status of the two answers. failed, warned: checks. values, low: of
-        every finding of the square. chance: least of its sign tests. floor: of the gap. mean:
-        |delta|.
+        verdict: their worse one. correctness, fitness: status of the two answers. failed, warned:
+        checks. values, low: of every finding of the square. chance: least of its sign tests. floor:
+        of the gap. mean: |delta|.
     """
     found, spec, measured = run.found, run.spec, run.measured()
     sides = found.rollout, found.decode, found.train
@@ -162,6 +162,7 @@ def judged(run: Recorded) -> dict[str, Any]:
     assert answer.correctness is not None
     assert answer.fitness is not None
     return {
+        "verdict": answer.status,
         "correctness": answer.correctness.status,
         "fitness": answer.fitness.status,
         "failed": sorted(check.id for check in checks if check.status == "failed"),

@@ -32,13 +32,16 @@ Result = dict[str, Any]  # of one case, see calibration.result
 def write(state: dict[str, Result], cases: Sequence[Case]) -> None:
     """Return the measured part of the page, and its figure."""
     head = PAGE.read_text().partition(MARK)[0]
-    clean = {case.name: state[case.name] for case in cases if not case.fault and case.name in state}
+    sound = [case for case in cases if not case.fault and case.name in state]
+    clean = {case.name: state[case.name] for case in sound if case.samples == 1}
+    usual = {case.name: state[case.name] for case in sound if case.samples > 1}
     planted = [case for case in cases if case.fault and case.name in state]
     absent = [case.name for case in cases if case.name not in state]
     lines = [MARK, "", _summary(state, clean), "", *_clean_table(clean), ""]
     lines += [NOTE, ""]
     if planted:
         lines += [PLANTED, "", *_fault_table(planted, state), ""]
+    lines += ["## Runs of default size", "", *_usual_table(usual), ""] if usual else []
     lines += [f"Not run: {', '.join(absent)}.", ""] if absent else []
     lines += ["![Excess and float32 gap of clean and faulty runs](../images/calibration.svg)", ""]
     lines += ["**Next:** [how the levels are used](../explain/square.md).", ""]
@@ -78,6 +81,30 @@ def _clean_table(clean: dict[str, Result]) -> list[str]:
         rows.append(
             f"| {name} | {one['tokens']:,} | {_number(_mean(one))} | {' | '.join(spans)} | "
             f"{broken} of {len(blocks)} | {warned} |"
+        )
+    return rows
+
+
+def _usual_table(usual: dict[str, Result]) -> list[str]:
+    """Count the verdicts of blocks that are as large as a default check."""
+    kinds = Counter(block["verdict"] for one in usual.values() for block in one["blocks"])
+    total = sum(kinds.values())
+    counts = ", ".join(f"{count} {kind.upper()}" for kind, count in kinds.most_common())
+    passed = kinds["healthy"] + kinds["tolerable"]
+    rows = [
+        f"Trained families, 64 prompts × 4 samples a block: of {total} clean runs {counts}; exit "
+        f"code 0 in {passed}.",
+        "",
+        "| clean run | tokens of a run | mean abs delta | not healthy | what warns |",
+        "| --- | ---: | ---: | --- | --- |",
+    ]
+    for name, one in usual.items():
+        blocks = one["blocks"]
+        others = Counter(b["verdict"] for b in blocks if b["verdict"] != "healthy")
+        found = ", ".join(f"{count} {kind}" for kind, count in others.items()) or "–"
+        rows.append(
+            f"| {name.removeprefix('default-')} | {one['tokens'] // len(blocks):,} | "
+            f"{_number(_mean(one))} | {found} | {_counted(blocks, 'warned')} |"
         )
     return rows
 

@@ -115,8 +115,15 @@ WEIGHTS: dict[str, Callable[[State], None]] = {
 }
 FUNCTIONS = ("rope-base+3%", "rope-still-from-256", "yarn-factor-lost", "epsilon-x10")
 FAULTS = (*WEIGHTS, *FUNCTIONS)
-MLP = "half-mlp-1.05"  # of layer 1, in a model of any family (benchmarks/families.py)
-MLPS = ("mlp", "feed_forward", "block_sparse_moe", "mixer")
+MLP = "half-mlp-1.05"  # of a model of any family (benchmarks/families.py, smallest.py)
+# What "half-PART-FACTOR" makes louder -> ends of the modules' names, on either side.
+PARTS = {
+    "embedding": ("embed_tokens", "model.embedding"),
+    "norm": ("s.1.input_layernorm",),
+    "attention": ("s.1.self_attn", "s.1.attn"),
+    "mlp": ("h.1.mlp", "s.1.mlp", "s.1.feed_forward", "s.1.block_sparse_moe", "s.1.mixer"),
+    "final-norm": ("model.norm",),
+}
 BEYOND = 256
 BASE = 1.03
 
@@ -140,8 +147,8 @@ def register() -> None:
         return iter(state.items())
 
     def finished(model: Any, *rest: Any) -> None:
-        if name == MLP:
-            louder_mlp(model)
+        if name.startswith("half-"):
+            louder(model, name)
         elif name in FUNCTIONS:
             in_engine(model, name)
         finish(model, *rest)
@@ -178,8 +185,8 @@ def in_trainer(model: Any, name: str) -> None:
         with torch.no_grad():
             WEIGHTS[name]({key: _local(tensor) for key, tensor in model.named_parameters()})
         return
-    if name == MLP:
-        return louder_mlp(model)
+    if name.startswith("half-"):
+        return louder(model, name)
     rotary = model.model.rotary_emb
     if name == "epsilon-x10":
         for module in model.modules():
@@ -200,25 +207,23 @@ def in_trainer(model: Any, name: str) -> None:
         rotary.inv_freq.copy_(fresh.inv_freq)
 
 
-def louder_mlp(model: Any) -> None:
-    """Multiply half of the channels that the MLP of layer 1 gives by 1.05, on either side.
+def louder(model: Any, name: str) -> None:
+    """Multiply half of the channels that a part of the model gives, on either side.
 
-    A norm behind the MLP would take out a factor on all of them.
+    A norm behind it would take out a factor on all of them.
     """
+    part, factor = name.removeprefix("half-").rsplit("-", 1)
     named = dict(model.named_modules())
-    (mlp,) = [
-        module
-        for name, module in named.items()
-        if name.endswith(("h.1.mlp", *(f"s.1.{mlp}" for mlp in MLPS)))
-    ]
+    (module,) = [module for name, module in named.items() if name.endswith(PARTS[part])]
 
-    def louder(_: Any, __: Any, output: Any) -> Any:
+    def after(_: Any, __: Any, output: Any) -> Any:
         whole = output[0] if isinstance(output, tuple) else output
-        factor = torch.ones_like(whole)
-        factor[..., ::2] = 1.05
-        return (whole * factor, *output[1:]) if isinstance(output, tuple) else whole * factor
+        factors = torch.ones(whole.shape[-1], device=whole.device)  # bf16 has no 1.001
+        factors[::2] = float(factor)
+        changed = (whole * factors).to(whole.dtype)
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
-    mlp.register_forward_hook(louder)
+    module.register_forward_hook(after)
 
 
 def _local(tensor: Any) -> torch.Tensor:

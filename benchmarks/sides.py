@@ -117,7 +117,7 @@ def run(fault: str, place: str, home: Path, flags: tuple[str, ...] = FLAGS) -> P
         env["PYTHONPATH"] = os.pathsep.join([str(planted(home)), str(ROOT)])
     if place in ("trainer", "shared"):
         shutil.copytree(home / CLEAN, target)
-        forget(target)
+        forget(target, ("vllm",) if place == "shared" else ("vllm", "reference", "plain"))
         command = [sys.executable, "-m", "mismatch", "check", "--resume", str(target)]
     print(f"{target.name}: {' '.join(command[2:])}", flush=True)
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -127,12 +127,12 @@ def run(fault: str, place: str, home: Path, flags: tuple[str, ...] = FLAGS) -> P
     return target
 
 
-def forget(run_dir: Path) -> None:
-    """Delete what the training world scored, and the report."""
+def forget(run_dir: Path, kept: tuple[str, ...]) -> None:
+    """Delete the report, and scorings whose names do not begin with one of these."""
     for folder in (run_dir, run_dir / "long"):
         for kind in ("scores", "routing", "dists"):
             for file in (folder / kind).glob("*"):
-                if not file.name.startswith("vllm"):
+                if not file.name.startswith(kept):
                     file.unlink()
     for file in (*run_dir.glob("report.*"), *run_dir.glob("locate.json")):
         file.unlink()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.planted_sides import BEYOND, FAULTS, in_trainer
+from benchmarks.planted_sides import BEYOND, FAULTS, PARTS, in_trainer
 from benchmarks.sides import Row
 from mismatch.models import resolve_model
 
@@ -22,7 +22,7 @@ def logits() -> tuple[Any, Any]:
     return model, lambda: model(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [*FAULTS, *(f"half-{part}-1.05" for part in PARTS)])
 def test_a_planted_fault_changes_the_logits(name: str) -> None:
     model, run = logits()
     with torch.no_grad():
