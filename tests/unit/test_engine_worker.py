@@ -17,6 +17,7 @@ from mismatch.engines.base import Capabilities, ExpertLayout, LoadedWeights, Sam
 from mismatch.engines.model_info import ModelInfo
 from mismatch.errors import MismatchError
 from mismatch.processes.stages import Stages
+from mismatch.processes.tasks import Score
 from mismatch.processes.workers import engine as worker
 from mismatch.processes.workers import sampling
 from mismatch.prompts.prompt import Prompt
@@ -146,6 +147,16 @@ def test_routes_and_prefill_are_saved_where_the_engine_has_them(
     assert resume.rescored(tmp_path, SPEC)
     (tmp_path / store.scoring_file("stub:prefill")).unlink()
     assert not resume.rescored(tmp_path, SPEC)
+
+
+def test_an_engine_that_scores_later_says_which_weights_it_holds(
+    kind: type[Stub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.run(tmp_path, SPEC)
+    monkeypatch.setattr(kind, "weights", lambda self: LoadedWeights({"norm": (1, 2, 3)}))
+    spec = replace(SPEC, engine=replace(SPEC.engine, dtype="bf16"))
+    worker.score(tmp_path, spec, [Score("stub:fp32")])
+    assert store.load_scoring(tmp_path, "stub:fp32").fingerprint["weights"] == {"norm": [1, 2, 3]}
 
 
 def test_an_engine_that_cannot_capture_routes_samples_without_them(

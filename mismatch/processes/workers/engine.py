@@ -189,6 +189,8 @@ def score(
                 dtype = facts["dtype"]
                 raise MismatchError(f"{engine.name} runs in {dtype}, not in {spec.engine.dtype}")
             facts |= {"model": spec.engine.model, "seconds": round(time.monotonic() - start, 3)}
+            digests = engine.weights().digests  # whether it holds what the engine that sampled did
+            facts["weights"] = {label: list(digest) for label, digest in digests.items()}
             named = replace(scoring, name=task.name)
             store.save_scoring(run_dir / task.folder, named, rollout, made_by=spec)
         if cache is not None:
