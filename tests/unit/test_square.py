@@ -30,11 +30,12 @@ from mismatch.experiments.scoring_passes import (
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.document import headline_of
 from mismatch.processes.stages import LABEL, score_in_float32
+from mismatch.reports.sections.headline import answers
 from mismatch.reports.sections.square import section
 from mismatch.run import store
 from mismatch.run.messages import read_error, write_error
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
-from mismatch.types import Judgement, NotTested, Pair, Rollout, Sampling, Scoring
+from mismatch.types import Check, Judgement, NotTested, Pair, Rollout, Sampling, Scoring
 from tests.made_run import make_run
 from tests.made_run import spec as made_spec
 from tests.reports_fixture import make_report
@@ -124,6 +125,17 @@ def test_rounding_alone_is_within_on_both_sides() -> None:
     assert measured.correlation is not None
     assert measured.correlation.value == pytest.approx(0.5, abs=0.06)
     assert measured.seconds == {"reference:fp32": 2.5, "plain:bf16": 1.5}
+
+
+@pytest.mark.parametrize("status", ["passed", "failed"])
+def test_weights_that_differ_and_sides_that_agree_are_never_both_said(status: Any) -> None:
+    measured, report = square(run_of()), make_report()
+    checks = (Check("weights-as-loaded", status, "lm_head.weight"),)
+    report = replace(report.with_analyses(square=measured), checks=checks)
+    said = section(measured, report).sentences[0]
+    assert ("agree" in said) == (status == "passed")
+    both = next(each for each in answers(report) if each.question == "Both sides")
+    assert ("agree" in both.text) == (status == "passed")
 
 
 @pytest.mark.parametrize(

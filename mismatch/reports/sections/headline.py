@@ -98,7 +98,7 @@ def _sides(report: Report) -> str:
     off = [] if long is None else [gap for gap in long.gaps if gap.status != "passed"]
     if off and not (result and sides_at_fault(result)):
         return _sentence(line(sentence(long, gap)) for gap in off)
-    return square.sentences(result)[0] if result else "".join(noise.float32(report))
+    return square.sentences(result, report)[0] if result else "".join(noise.float32(report))
 
 
 def _sentence(parts: Iterable[str]) -> str:

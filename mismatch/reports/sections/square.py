@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from mismatch.analysis.diagnosis.loaded_weights import CHECK as WEIGHTS
 from mismatch.analysis.displaced import Displaced, Side, Standing
 from mismatch.analysis.square import Finding, Gap, Leg, Square, shared
 from mismatch.analysis.square_checks import displacement
@@ -52,14 +53,14 @@ def section(result: Square, report: Report) -> Section:
     return Section(
         id="square",
         title="Rounding or fault",
-        sentences=sentences(result),
+        sentences=sentences(result, report),
         figures=(_figure(result),) if result.legs else (),
         parts=(Section("square-numbers", "Numbers", LEAD, tables=tables, notes=notes),),
         folded=False,
     )
 
 
-def sentences(result: Square) -> list[str]:
+def sentences(result: Square, report: Report | None = None) -> list[str]:
     """Return which side is off and by what evidence."""
     beyond = [finding for finding in result.findings if finding.standing == "beyond"]
     first = {(finding.side, finding.evidence): finding for finding in reversed(beyond)}
@@ -70,7 +71,8 @@ def sentences(result: Square) -> list[str]:
         for each in {each.side: each for each in reversed(displaced)}.values()
     ]
     if not texts:
-        texts.append(_clean(result))
+        failed = [check.id for check in report.checks if check.status == "failed"] if report else []
+        texts.append(_clean(result, WEIGHTS in failed))
     if result.declared is not None:
         texts.append(
             f"The trainer's declared settings cost {times(result.declared.value)} "
@@ -103,7 +105,7 @@ def _whose(result: Square, finding: Finding | Displaced) -> str:
     return WHOSE[finding.side]
 
 
-def _clean(result: Square) -> str:
+def _clean(result: Square, other_weights: bool) -> str:
     if not result.findings:
         return "Neither side could be shown to be free of faults: see what was not tested."
     standings = {each.standing for each in result.findings}
@@ -118,6 +120,8 @@ def _clean(result: Square) -> str:
     sentence = "The implementations agree in float32"
     if any(finding.evidence == "excess" for finding in result.findings):
         sentence = "Each is as accurate as its precision allows; they agree in float32"
+    if other_weights:
+        sentence = "In float32 the tokens of this run do not show which weights differ"
     if not result.calibrated:
         general = f"the levels are general, not calibrated on {line(result.device)}"
         return f"{sentence}; {general}."
