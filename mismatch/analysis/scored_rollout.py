@@ -77,14 +77,16 @@ class ScoredRollout:
         """As a separate check would end; None where no level applies.
 
         Args:
-            more: checks of all passes and of the amount of data; None: of the amount alone.
+            more: checks of all passes and of the amount of data, which replace others of their id;
+                None: of the amount alone.
             unmeasured: why there is no square; "": there is one, or it is judged elsewhere.
         """
         checks = input_checks(self.rollout, self.decode, self.train)
         ratio = comparison.metrics["ratio_mean"]
         checks += semantic_checks(self.rollout, self.decode, self.train, ratio)
         checks += routing_checks(self.rollout, self.decode, self.train)
-        checks += [enough_data(self.rollout)] if more is None else list(more)
+        more = [enough_data(self.rollout)] if more is None else more
+        checks = [*(each for each in checks if each.id not in {new.id for new in more}), *more]
         try:
             column = column_for(self.decode.fingerprint, self.train.fingerprint)
             open_question = "" if column == "fp32" else unmeasured

@@ -12,6 +12,7 @@ import numpy as np
 from mismatch.analysis.causes import cause_checks, led_by, of_sides_at_fault
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.declared import sharding_checks
+from mismatch.analysis.diagnosis.digests_by_passes import with_passes
 from mismatch.analysis.diagnosis.pass_checks import (
     by_finiteness,
     not_finite,
@@ -110,7 +111,8 @@ class Artefacts:
         rest = {n: store.load_scoring(run_dir, n) for n in names if n not in (decode.name, TRAIN)}
         scorings = {**rest, decode.name: decode, TRAIN: train}
         scorings = {name: scorings[name] for name in sorted(scorings)}
-        return cls(rollout, scorings, decode, train, scorings.get(f"{engine}:prefill"))
+        sides = with_passes(decode, train, rest)
+        return cls(rollout, scorings, *sides, scorings.get(f"{engine}:prefill"))
 
     @property
     def others(self) -> list[Scoring]:

@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from mismatch.analysis import square_checks
+from mismatch.analysis.diagnosis.loaded_weights import ONE_FORM
 from mismatch.analysis.diagnosis.pass_checks import MORE
 from mismatch.analysis.levels import ENTROPY, TOO_LITTLE
 from mismatch.metrics import METRICS
@@ -359,7 +360,7 @@ def next_steps(report: Report) -> list[str]:
     if report.verdict.status == "tolerable":
         steps += _more_prompts(report)
     # Weights in two forms are a cause already, and the float32 reference holds only one of them.
-    two_forms = any(check.id == "weights-as-loaded" for check in checks(report, "warning"))
+    two_forms = any(check.fix == ONE_FORM for check in checks(report, "warning"))
     undecided = report.verdict.status not in ("healthy", "inconclusive")
     if undecided and not (two_forms or checks(report, "failed") or known):
         steps.append(_where_to_look(report))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.applies import NEEDS
 from mismatch.experiments.fixes.base import FixOutcome
@@ -27,8 +28,9 @@ from mismatch.reports.sections.fixes import ONLY_OF_THE_LOSS, sentences
 from mismatch.run import store
 from mismatch.run.directory import at_work
 from mismatch.run.messages import pass_label, write_error
-from mismatch.run.store import TRAIN
+from mismatch.run.store import TRAIN, WEIGHTS
 from mismatch.specs import CheckSpec, Pass
+from mismatch.types import Check, Scoring
 from tests import made_run
 
 KILLED = "the train process was killed"
@@ -341,6 +343,70 @@ def test_the_verdict_after_fixes_is_that_of_the_best(run_dir: Path, verdict: Any
         assert final_report.verdict.reason == f"after fp32: {after.reason}"
         assert final_report.verdict.status == after.status
         assert final_report.result("fixes").verdict_as_is == report.verdict
+
+
+@pytest.mark.parametrize("status", ["warning", "failed"])
+def test_what_the_run_found_of_its_weights_holds_after_a_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: Any
+) -> None:
+    """Passes that the fix did not make may have excused a digest, or found a fault."""
+    made = made_run.scoring
+
+    def scoring(name: str, *rest: Any) -> Scoring:
+        scored = made(name, *rest)
+        held = {"weights": {"A_log": [1, 2, 3 + (name == "transformers:decode")]}}
+        return replace(scored, fingerprint=scored.fingerprint | held)
+
+    monkeypatch.setattr(made_run, "scoring", scoring)
+    run_dir = made_run.make_run(tmp_path / "run")
+    fixed(run_dir, "fp32", "engine-fp16")
+    report, _ = build_report(run_dir, spec_of("fp32", "engine-fp16"))
+    check = Check("weights-as-loaded", status, "A_log")
+    checks = [check if each.id == check.id else each for each in report.checks]
+    report = replace(report, checks=tuple(checks))
+    seen: dict[str, Any] = {}
+    plain = ScoredRollout.verdict
+
+    def verdict(self: ScoredRollout, *rest: Any) -> Any:
+        seen[self.train.name] = check in rest[2]
+        return plain(self, *rest)
+
+    monkeypatch.setattr(ScoredRollout, "verdict", verdict)
+    table = with_fixes(report, run_dir, spec_of("fp32", "engine-fp16"), None).result("fixes")
+    # Another engine, started for its fix, may not have the fault.
+    assert seen == {"fix:fp32": True, "fix:engine-fp16": status == "warning"}
+    reason = table.outcome("fp32").verdict_after.reason
+    assert ("A_log" in reason) == (status == "failed")
+
+
+STALE = {"model.layers.0.self_attn.q_proj.weight": [7, 7, 7]}
+FORMED = {"model.layers.0.self_attn.q_proj.weight": [8, 8, 8]}
+
+
+@pytest.mark.parametrize(("engine", "status"), [(FORMED, "warning"), (STALE, "failed")])
+def test_a_weight_that_is_stale_behind_a_form_is_no_better_after_a_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: dict[str, list[int]], status: str
+) -> None:
+    plain = made_run.scoring
+
+    def scoring(name: str, *rest: Any) -> Scoring:
+        held, form = ({"model.layers.0.self_attn.q_proj.weight": [1, 2, 3]}, "as-stored")
+        if name in (WEIGHTS, "transformers:decode"):
+            held, form = (FORMED if name == WEIGHTS else engine), "fp8-rounded"
+        made = plain(name, *rest)
+        facts = {"weights": held, "weights_form": form, "seconds": 1.0}
+        return replace(made, fingerprint=made.fingerprint | facts)
+
+    monkeypatch.setattr(made_run, "scoring", scoring)
+    run_dir = made_run.make_run(tmp_path / "run")
+    rollout = store.load_rollout(run_dir)
+    store.save_scoring(run_dir, scoring(WEIGHTS, rollout), rollout, made_by=made_run.spec().train)
+    fixed(run_dir, "fp32")
+    report, _ = build_report(run_dir, spec_of("fp32"))
+    (check,) = (each for each in report.checks if each.id == "weights-as-loaded")
+    assert check.status == status
+    after = with_fixes(report, run_dir, spec_of("fp32"), None).result("fixes").outcome("fp32")
+    assert ("weights-as-loaded" in after.verdict_after.reason) == (status == "failed")
 
 
 def test_without_a_fix_that_helps_the_verdict_stays(run_dir: Path) -> None:

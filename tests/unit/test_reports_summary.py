@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from mismatch.analysis.diagnosis.loaded_weights import ONE_FORM
 from mismatch.reports import summary
 from mismatch.reports.section import Section, cell_interval, cell_text
 from mismatch.reports.sections import headline, noise, ran
@@ -275,7 +276,7 @@ def test_weights_in_two_forms_are_the_step_and_no_other_place_is_named() -> None
     warned = Judgement("k3_kl", "tolerable", 3e-3, 2e-3, 0.013, "x")
     report = with_verdict(make_report(), warned)
     assert any(step.startswith("Look") for step in summary.next_steps(report))
-    asked_for = Check("weights-as-loaded", "warning", "asked for", "train in one form")
+    asked_for = Check("weights-as-loaded", "warning", "asked for", ONE_FORM)
     steps = summary.next_steps(replace(report, checks=(asked_for,)))
     assert steps[0] == f"Fix {asked_for.id}: {asked_for.fix}"
     assert not any(step.startswith("Look") for step in steps)

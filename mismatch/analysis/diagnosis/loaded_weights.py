@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
+from mismatch.run.store import WEIGHTS
 from mismatch.specs import ROUNDED_FORMS
 from mismatch.types import Check, CheckStatus, Fingerprint
 
@@ -18,6 +19,10 @@ CHECK = "weights-as-loaded"
 # Of a fingerprint: names of parameters that the two sides hold otherwise, and this side otherwise
 # than its checkpoint's files; left out where the files could not be compared.
 NOT_OF_CHECKPOINT = "weights_not_of_checkpoint"
+# Of the engine's, and of the trainer's: see mismatch/analysis/diagnosis/digests_by_passes.py.
+UNDESCRIBED = "weights_not_described"  # names of parameters whose digests say nothing
+IN_ENGINES_FORM = "weights_in_engines_form"  # digests of a pass with the engine's form
+ONE_FORM = "train and sample in one form"
 # Parameters that another form of the weights changes: of MXFP4, and of forms of all matrices.
 EXPERTS = re.compile(r"\.experts")
 MATRIX = re.compile(r"\.experts|\.layers\.\d+\.(?!.*(norm|router|gate)\.weight$).*\.weight$")
@@ -33,6 +38,9 @@ class Difference:
         moved: of the same values in another order.
         layouts: kinds of parameters that one side lays out otherwise in every layer.
         exchanged: what stands in the other's place on one side, as pairs of names' beginnings.
+        forms: of the weights on both sides, where no others differ and they were asked to; or ().
+        by_pass: the trainer's side is a pass with the engine's form, from which ``values`` and
+            ``moved`` are taken, or which equals the engine where ``forms`` are given.
     """
 
     common: tuple[str, ...]
@@ -40,6 +48,25 @@ class Difference:
     moved: tuple[str, ...]
     layouts: tuple[str, ...]
     exchanged: tuple[tuple[str, str], ...]
+    forms: tuple[str, ...] = ()
+    by_pass: bool = False
+
+    @classmethod
+    def between(cls, engine: Fingerprint, trainer: Fingerprint) -> Difference | None:
+        """Compare two sides, and by the pass with the engine's form where the run has one."""
+        held, other = comparable(engine, trainer), trainer.get(IN_ENGINES_FORM)
+        if held is None:
+            return None
+        found = cls.of(*held)
+        forms = tuple(asked_apart(engine, trainer, found.differ))
+        if other is None or not found.differ:
+            return replace(found, forms=forms)
+        beyond = cls.of(held[0], other)
+        if beyond.differ:
+            return replace(beyond, by_pass=True)
+        # The pass was loaded from the checkpoint: it speaks for a trainer that holds the same.
+        equal = set(found.differ) <= set(beyond.common) and not trainer.get(NOT_OF_CHECKPOINT)
+        return replace(found, forms=forms, by_pass=bool(forms) and equal)
 
     @classmethod
     def of(cls, left: Digests, right: Digests) -> Difference:
@@ -132,15 +159,18 @@ def _exchanged(left: Digests, right: Digests, differ: Sequence[str]) -> list[tup
 
 def comparable(left: Fingerprint, right: Fingerprint) -> tuple[Digests, Digests] | None:
     """Return both sides' digests; None where a side gave none or lost bits of its weights."""
-    a, b = left.get("weights"), right.get("weights")
-    sound = all(side.get("weights_comparable") is not False for side in (left, right))
-    return (a, b) if a and b and sound else None
+    held, silent = (left.get("weights"), right.get("weights")), set(left.get(UNDESCRIBED, ()))
+    if not all(held) or any(side.get("weights_comparable") is False for side in (left, right)):
+        return None
+    a, b = ({name: side[name] for name in side if name not in silent} for side in held if side)
+    return a, b
 
 
 def same_weights(left: Fingerprint, right: Fingerprint) -> bool:
     """Return whether every parameter of both sides was compared, in its order, and is equal."""
     held = comparable(left, right)
-    if held is None or left.get("unmapped_weights") or held[0].keys() != held[1].keys():
+    silent = left.get("unmapped_weights") or left.get(UNDESCRIBED)
+    if held is None or silent or held[0].keys() != held[1].keys():
         return False
     difference = Difference.of(*held)
     return not difference.differ and not difference.layouts
@@ -168,32 +198,39 @@ def asked_apart(left: Fingerprint, right: Fingerprint, differ: Sequence[str]) ->
 
 def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
     """Check that parameters hold the same values, by digest, where names can be mapped."""
-    held = comparable(left, right)
-    if held is None:
+    held, found = comparable(left, right), Difference.between(left, right)
+    if held is None or found is None:
         lossy = [side["dtype"] for side in (left, right) if side.get("weights_comparable") is False]
         detail = left.get("weights_not_comparable") or "a side gave no digest of its parameters"
         if lossy:
             detail = f"held in {lossy[0]}, which the checkpoint's values do not fit"
         return Check(CHECK, "not_tested", detail)
-    found = Difference.of(*held)
     if not found.common:
         return Check(CHECK, "not_tested", "no parameter name could be mapped")
-    names = held[0].keys() ^ held[1].keys()
+    names, silent = held[0].keys() ^ held[1].keys(), left.get(UNDESCRIBED, ())
     unmapped = sorted(names | set(left.get("unmapped_weights", ())))
     rest = f"; not compared: {_some(unmapped)}" if unmapped else ""
     rest += "" if left.get("weights_in_memory") else f" ({AS_READ})"
-    if forms := asked_apart(left, right, found.values):
-        detail = f"asked for: weights {forms[0]} in the engine, {forms[1]} in the trainer; "
-        fix = "train and sample in one form"
-        return Check(CHECK, "warning", detail + found.text() + rest, fix)
+    if found.forms:
+        alone = f"; {WEIGHTS}, in the engine's form, equals it" if found.by_pass else ""
+        detail = "asked for: weights {} in the engine, {} in the trainer; ".format(*found.forms)
+        return Check(CHECK, "warning", detail + found.text() + alone + rest, ONE_FORM)
     if found.differ:
+        alone = f"; compared with {WEIGHTS}, in the engine's form" if found.by_pass else ""
         fix = "reload both sides from one checkpoint; look at the weight sync and at the loader"
-        return Check(CHECK, "failed", found.text() + rest, fix)
+        return Check(CHECK, "failed", found.text() + alone + rest, fix)
     if found.layouts:
         kinds = _some(found.layouts)
         rest = f"; order not compared: {kinds}, laid out otherwise in the engine{rest}"
-    total = len(found.common) + len(unmapped)
+    total = len(found.common) + len(unmapped) + len(silent)
     unordered = sum(kind_of(name) in found.layouts for name in found.common)
-    little = len(unmapped) + unordered > MOST_UNCOMPARED * total
+    little = total - len(found.common) + unordered > MOST_UNCOMPARED * total
     status: CheckStatus = "not_tested" if little else "passed"
-    return Check(CHECK, status, f"{len(found.common)} of {total} parameters equal{rest}")
+    detail, fix = f"{len(found.common)} of {total} parameters equal{rest}", ""
+    if silent and not little:
+        status, fix = "warning", "report these names and the engine's version to mismatch"
+        detail = (
+            f"the digests of {_some(_kinds(silent))} differ while both sides agree in float32: "
+            f"a loader seems to change these values, so digests say nothing of them; {detail}"
+        )
+    return Check(CHECK, status, detail, fix)

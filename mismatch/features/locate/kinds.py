@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mismatch.analysis.diagnosis.detector import Evidence, Side
-from mismatch.analysis.diagnosis.loaded_weights import Difference, comparable
+from mismatch.analysis.diagnosis.loaded_weights import Difference
 from mismatch.analysis.diagnosis.ranking import Cause, Status
 from mismatch.analysis.square import Square
 from mismatch.features.locate.results import Kind, Location, SideLocation
@@ -57,11 +57,9 @@ def kind_of(
     """
     if side.source is None:
         return None
-    digests = comparable(engine, trainer)
-    if digests is not None and any(
-        decides(name, side.source.site, side.source.layers)
-        for name in Difference.of(*digests).differ
-    ):
+    found = Difference.between(engine, trainer)
+    differ = () if found is None else found.differ
+    if any(decides(name, side.source.site, side.source.layers) for name in differ):
         return "weights"
     if side.dtype == "fp32":
         unknown = side.role == "engine" and not engine.get("weights_in_memory")

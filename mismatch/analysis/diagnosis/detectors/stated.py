@@ -18,8 +18,6 @@ from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Lo
 from mismatch.analysis.diagnosis.loaded_weights import (
     NOT_OF_CHECKPOINT,
     Difference,
-    asked_apart,
-    comparable,
     unlike_its_checkpoint,
 )
 from mismatch.analysis.levels import NOT_QUANTISED
@@ -70,8 +68,7 @@ FIELDS = {
 def weights(case: Case) -> Look | NotTested:
     """Compare the digests of every parameter; the first evidence lists those that differ."""
     engine, trainer = case.engine.fingerprint, case.trainer.fingerprint
-    held = comparable(engine, trainer)
-    found = None if held is None else Difference.of(*held)
+    found = Difference.between(engine, trainer)
     if found is None or not found.common:
         reason = "a side gave none, or holds them in a dtype that lost bits"
         return NotTested("digests of the weights", reason, "keep them in bf16 or fp32")
@@ -81,8 +78,8 @@ def weights(case: Case) -> Look | NotTested:
     evidence: tuple[Evidence, ...] = (Evidence(DIFFER, found.text(), "none"), compared)
     tied = any(_resolved(side, 0).get("tie_word_embeddings") for side in (engine, trainer))
     cause, alike = "weights-differ", ALIKE
-    if forms := asked_apart(engine, trainer, found.differ):
-        asked = f"{forms[0]} in the engine, {forms[1]} in the trainer"
+    if found.forms:
+        asked = f"{found.forms[0]} in the engine, {found.forms[1]} in the trainer"
         evidence += (Evidence("form of the experts, as asked", asked, "equal"),)
         cause, alike = "quantised-rollout", ()
     elif all(".experts" in name for name in found.differ):
@@ -94,7 +91,7 @@ def weights(case: Case) -> Look | NotTested:
     off = unlike_its_checkpoint(engine, trainer)
     side: Side = "either" if off is None else ("engine", "trainer")[off]
     if off is not None:
-        own = (engine, trainer)[off][NOT_OF_CHECKPOINT]
+        own = set(found.differ) & set((engine, trainer)[off][NOT_OF_CHECKPOINT])
         what = f"parameters that the {side} alone holds otherwise than its checkpoint"
         evidence += (Evidence(what, len(own), "0"),)
     finding = Finding(cause, side, None, evidence, alike=alike, stated=True, fact=True)
