@@ -32,4 +32,4 @@ def test_the_page_has_a_line_for_each_family_and_side() -> None:
     (line,) = [line for line in page([found, other], "now").splitlines() if "`llama` 4.1 |" in line]
     cells = line.strip("| ").split(" | ")
     assert cells[1:] == ["trainer", "–", "0.01 (5.2)", "–", "0.001 (4.2)", "–"]
-    assert "- `llama`, norm in the trainer: TOLERABLE." in page([found, other], "now")
+    assert page([found, other], "now").count("TOLERABLE") == 1
