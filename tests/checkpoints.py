@@ -17,6 +17,9 @@ from mismatch.types import Rollout, Sampling
 VOCABULARY = 320
 FAMILIES = ("gpt_oss", "qwen3_moe", "qwen3", "llama")
 FURTHER_NORMS = ("gemma2", "gemma3", "glm4")  # norms behind attention and MLP too
+# Norms behind alone, other names, two mixers at once, one or the other, no norm before the MLP, and
+# norms of names that no other family has.
+OTHER_LAYERS = ("olmo2", "gpt2", "falcon_h1", "granitemoehybrid", "cohere", "apertus")
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -35,6 +38,12 @@ _GEMMA = {
     "intermediate_size": 128,
     "sliding_window": 16,
     "layer_types": ["sliding_attention", "full_attention"],
+}
+_MAMBA = {
+    "intermediate_size": 128,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
 }
 _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": (
@@ -91,6 +100,20 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm4": ("Glm4Config", {"intermediate_size": 128, "attention_bias": True}),
+    "olmo2": ("Olmo2Config", {"intermediate_size": 128}),
+    "falcon_h1": ("FalconH1Config", {**_MAMBA, "mamba_d_head": 32, "mamba_d_ssm": 128}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **_MOE,
+            **_MAMBA,
+            "num_local_experts": 8,
+            "shared_intermediate_size": 64,
+            "layer_types": ["mamba", "attention"],
+        },
+    ),
+    "cohere": ("CohereConfig", {"intermediate_size": 128}),
+    "apertus": ("ApertusConfig", {"intermediate_size": 128}),
 }
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mismatch.errors import MismatchError
-from mismatch.models.moe import MLPS, child, norms_of
+from mismatch.models.layer_parts import LAYERS, child, final_norm, has_rope, parts_of
 
 Visit = Callable[[str, torch.Tensor], torch.Tensor | None]
 ROPE = "apply_rotary_pos_emb"
@@ -36,23 +36,18 @@ class Recorder:
         self.values[key] = value.detach().to("cpu", copy=True).contiguous()
 
 
-def mlp_of(layer: Any) -> Any:
-    """Return the MLP or block of experts of a layer; None where it has none."""
-    return child(layer, MLPS)
-
-
 @dataclass
 class Boundaries:
     """Shows the boundaries of a decoder's forward passes to a visitor, within :meth:`shown`.
 
     Args:
-        decoder: with ``layers`` and ``norm``.
+        decoder: with layers and a norm behind them.
         visit: called with key and value; its result, if any, takes the value's place.
     """
 
     decoder: Any
     visit: Visit
-    _layer: int = -1  # whose attention is at work
+    _layer: int = -1  # at work
     _turning: bool = False
     _modes: ExitStack = field(default_factory=ExitStack)
 
@@ -69,45 +64,45 @@ class Boundaries:
                     stack.callback(handle.remove)
             except (AttributeError, LookupError) as error:
                 raise MismatchError(f"{type(self.decoder).__name__}: {error}", FIX) from error
-            layers = self.decoder.layers
-            for name in {type(layer.self_attn).__module__ for layer in layers}:
+            parts = [part for layer in child(self.decoder, LAYERS) for part in layer.children()]
+            for name in {type(part).__module__ for part in parts}:
                 stack.enter_context(self._rope(sys.modules[name]))
             stack.enter_context(self._attention())
             stack.callback(self._modes.close)
             yield
 
     def _hooks(self) -> Iterator[Any]:
-        before, norm = "embedding", self.decoder.norm
-        for number, layer in enumerate(self.decoder.layers):
+        before, norm = "embedding", final_norm(self.decoder)
+        for number, layer in enumerate(child(self.decoder, LAYERS) or ()):
             yield from self._of_layer(number, layer, before)
             before = f"{number}.residual"
         yield norm.register_forward_pre_hook(self._residual(before))
         yield norm.register_forward_hook(self._leaving("final_norm"))
 
     def _of_layer(self, number: int, layer: Any, before: str) -> Iterator[Any]:
-        attention, mlp, norms = layer.self_attn, mlp_of(layer), norms_of(layer)
-        if mlp is None:
-            raise LookupError(f"layer {number} has no MLP")
+        parts = parts_of(layer)
 
-        def attending(module: Any, args: Any) -> None:
+        def enter_layer(*called: Any) -> None:
             self._layer = number
 
+        yield layer.register_forward_pre_hook(enter_layer)
         yield layer.register_forward_pre_hook(self._entering(before), with_kwargs=True)
-        yield attention.register_forward_pre_hook(attending)
-        yield norms.before_mlp.register_forward_pre_hook(
-            self._residual(f"{number}.attention_residual")
-        )
+        if parts.middle is not None:
+            stream = self._residual(f"{number}.attention_residual")
+            yield parts.middle.register_forward_pre_hook(stream)
         for module, site in (
-            (layer.input_layernorm, "input_norm"),
-            (attention, "attention_output"),
-            (norms.behind_attention, "attention_norm"),
-            (norms.before_mlp, "post_norm"),
-            (mlp, "mlp"),
-            (norms.behind_mlp, "mlp_norm"),
+            (parts.input_norm, "input_norm"),
+            (parts.attention, "attention_output"),
+            (parts.mixer, "mixer"),
+            (parts.behind_attention, "attention_norm"),
+            (parts.before_mlp, "post_norm"),
+            (parts.mlp, "mlp"),
+            (parts.shared_mlp, "shared_mlp"),
+            (parts.behind_mlp, "mlp_norm"),
         ):
             if module is not None:
                 yield module.register_forward_hook(self._leaving(f"{number}.{site}"))
-        experts = getattr(mlp, "experts", None)
+        mlp, experts = parts.mlp, getattr(parts.mlp, "experts", None)
         if experts is not None:
             logits = _RouterLogits(expert_count(mlp), f"{number}.router", self._see)
 
@@ -183,12 +178,14 @@ class Boundaries:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         kind: Any = type(ALL_ATTENTION_FUNCTIONS)
-        get = kind.get_interface
+        get, turned = kind.get_interface, has_rope(self.decoder)
 
         def get_shown(own: Any, *args: Any, **kwargs: Any) -> Any:
             attend = get(own, *args, **kwargs)
 
             def shown(module: Any, q: Any, k: Any, v: Any, *rest: Any, **named: Any) -> Any:
+                if not turned:
+                    q, k = self._heads("q", q), self._heads("k", k)
                 v = self._heads("v", v)
                 out, weights = attend(module, q, k, v, *rest, **named)
                 flat = out.reshape(*out.shape[:2], -1)

@@ -9,19 +9,21 @@ MLP = r"(?:mlp|block_sparse_moe|feed_forward)"
 # Parameters that decide what a site gives on a given input, by their names in a checkpoint. Rope
 # has none.
 PARAMETERS = {
-    "embedding": r"embed_tokens|wte",
-    "input_norm": r"input_layernorm",
-    "q": r"(?:self_attn|attention)\.(?:q_|qkv)",
-    "k": r"(?:self_attn|attention)\.(?:k_|kv_|qkv)",
-    "v": r"(?:self_attn|attention)\.(?:v_|kv_|qkv)",
+    "embedding": r"embed_tokens|w[tp]e",
+    "input_norm": r"input_layernorm|ln_1",
+    "q": r"att\w*\.(?:q_|qkv|c_attn)",
+    "k": r"att\w*\.(?:k_|kv_|qkv|c_attn)",
+    "v": r"att\w*\.(?:v_|kv_|qkv|c_attn)",
     "attention": r"sinks",
-    "attention_output": r"(?:self_attn|attention)\.(?:o_proj|dense)",
+    "attention_output": r"att\w*\.(?:o_proj|dense|c_proj)",
+    "mixer": r"\.(?:mamba|linear_attn|mixer)\.",
     "attention_norm": r"post_(?:self_attn|attention)_layernorm",
-    "post_norm": r"post_attention_layernorm|pre_feedforward_layernorm",
+    "post_norm": r"post_attention_layernorm|pre_f\w+_layernorm|ln_2",
     "router": rf"{MLP}\.(?:router|gate)\.",
     "mlp": rf"{MLP}\.",
+    "shared_mlp": r"shared_mlp\.",
     "mlp_norm": r"post_(?:feedforward|mlp)_layernorm",
-    "final_norm": r"(?:^|\.)norm\.",
+    "final_norm": r"(?:^|\.)(?:final_layer)?norm\.|ln_f|norm_f",
     "head": r"lm_head|embed_tokens",  # tied heads have no separate parameter
 }
 

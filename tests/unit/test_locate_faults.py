@@ -18,12 +18,13 @@ from mismatch.features.locate.judge import groups_of
 from mismatch.features.locate.reference import Replay
 from mismatch.features.locate.results import Site
 from mismatch.models.boundaries import Boundaries, Recorder
-from mismatch.models.moe import norms_of
+from mismatch.models.layer_parts import LAYERS, child, parts_of
 from tests import checkpoints
 from tests.unit.test_module_capture import model_of
 
 SEQUENCES, TOKENS = 3, 40
 FAULTY = 1  # layer
+FAMILIES = (*checkpoints.FAMILIES, *checkpoints.FURTHER_NORMS, *checkpoints.OTHER_LAYERS)
 Plant = Callable[[Any], None]
 
 
@@ -79,11 +80,34 @@ def router_bf16(model: Any) -> None:
 
 
 def behind_attention(model: Any) -> None:
-    norms_of(model.get_decoder().layers[FAULTY]).behind_attention.weight.data.add_(0.2)
+    parts_of(model.get_decoder().layers[FAULTY]).behind_attention.weight.data.add_(0.2)
 
 
 def behind_mlp(model: Any) -> None:
-    norms_of(model.get_decoder().layers[FAULTY]).behind_mlp.weight.data.add_(0.2)
+    parts_of(model.get_decoder().layers[FAULTY]).behind_mlp.weight.data.add_(0.2)
+
+
+def query(model: Any) -> None:
+    model.get_decoder().h[FAULTY].attn.c_attn.weight.data[:, : model.config.n_embd] *= 1.1
+
+
+def mamba(model: Any) -> None:
+    model.get_decoder().layers[0].mamba.out_proj.weight.data.mul_(1.1)
+
+
+def shared(model: Any) -> None:
+    model.get_decoder().layers[FAULTY].shared_mlp.output_linear.weight.data.mul_(1.1)
+
+
+def mlp(model: Any) -> None:
+    """Half of what the MLP gives: a norm behind it would take out a factor on all of it."""
+    decoder = model.get_decoder()
+    layer = child(decoder, LAYERS)[FAULTY]
+
+    def louder(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+        return out * (1 + 0.1 * (torch.arange(out.shape[-1]) % 2).to(out.dtype))
+
+    parts_of(layer).mlp.register_forward_hook(louder)
 
 
 FAULTS: tuple[tuple[str, Plant, str, torch.dtype], ...] = (
@@ -106,6 +130,12 @@ FAULTS: tuple[tuple[str, Plant, str, torch.dtype], ...] = (
     ("gemma3", behind_attention, "1.attention_norm", torch.bfloat16),
     ("glm4", behind_attention, "1.attention_norm", torch.bfloat16),
     ("glm4", behind_mlp, "1.mlp_norm", torch.bfloat16),
+    *((family, mlp, "1.mlp", torch.bfloat16) for family in checkpoints.OTHER_LAYERS),
+    ("olmo2", behind_attention, "1.attention_norm", torch.bfloat16),
+    ("gpt2", query, "1.q", torch.bfloat16),
+    ("falcon_h1", mamba, "0.mixer", torch.bfloat16),
+    ("granitemoehybrid", mamba, "0.mixer", torch.bfloat16),
+    ("granitemoehybrid", shared, "1.shared_mlp", torch.bfloat16),
 )
 
 
@@ -157,6 +187,6 @@ def test_the_first_source_is_the_module_at_fault(
     assert sources(family, plant, dtype)[:1] == [expected]
 
 
-@pytest.mark.parametrize("family", [*checkpoints.FAMILIES, *checkpoints.FURTHER_NORMS])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_clean_side_has_no_source(family: str) -> None:
     assert sources(family, None, torch.bfloat16) == []

@@ -15,15 +15,36 @@ from mismatch.features.locate.reference import Adding, Replay, unseen
 from mismatch.features.locate.results import LAYER_SITES, SOME_FAMILIES, TITLES
 from mismatch.models.boundaries import Boundaries, Recorder
 from tests import checkpoints
-from tests.checkpoints import FAMILIES, FURTHER_NORMS
+from tests.checkpoints import FAMILIES, FURTHER_NORMS, OTHER_LAYERS
 
 TOKENS = 12
 
 
-def sites_of(family: str) -> set[str]:
+ROPE = {"rope_q", "rope_k"}
+NORMS_BEHIND = {"attention_norm", "mlp_norm"}
+ATTENTION = {"q", "k", "v", "attention", "attention_output"}
+# What a layer of other parts shows further, and what it does not have or does not show.
+FURTHER = {
+    **dict.fromkeys((*FURTHER_NORMS, "olmo2"), NORMS_BEHIND),
+    "falcon_h1": {"mixer"},
+    "granitemoehybrid": {"shared_mlp"},
+}
+WITHOUT = {
+    "olmo2": {"input_norm", "post_norm"},
+    "gpt2": ROPE,
+    "granitemoehybrid": ROPE,
+    "cohere": {"attention_residual", "post_norm"},
+    "apertus": {"input_norm", "attention_residual", "post_norm"},
+}
+
+
+def sites_of(family: str, layer: int = 1) -> set[str]:
     """What a layer of this family shows."""
     left_out = set() if "moe" in family or family == "gpt_oss" else {"router"}
-    return set(LAYER_SITES) - left_out - set(() if family in FURTHER_NORMS else SOME_FAMILIES)
+    shown = set(LAYER_SITES) - left_out - set(SOME_FAMILIES) - WITHOUT.get(family, set())
+    if family == "granitemoehybrid" and layer == 0:
+        shown = (shown - ATTENTION) | {"mixer"}
+    return shown | FURTHER.get(family, set())
 
 
 def model_of(family: str, **overrides: Any) -> Any:
@@ -46,7 +67,7 @@ def logits(model: Any, visit: Any) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *FURTHER_NORMS])
+@pytest.mark.parametrize("family", [*FAMILIES, *FURTHER_NORMS, *OTHER_LAYERS])
 def test_every_site_is_seen_and_replacing_it_by_itself_changes_nothing(family: str) -> None:
     model = model_of(family)
     recorder = Recorder()
@@ -54,7 +75,7 @@ def test_every_site_is_seen_and_replacing_it_by_itself_changes_nothing(family: s
         plain = model(input_ids=torch.arange(TOKENS)[None] + 5, use_cache=False).logits
     torch.testing.assert_close(logits(model, recorder), plain, rtol=0, atol=0)
     layers = range(model.config.num_hidden_layers)
-    expected = {f"{layer}.{name}" for layer in layers for name in sites_of(family)}
+    expected = {f"{layer}.{name}" for layer in layers for name in sites_of(family, layer)}
     assert set(recorder.values) == expected | {"embedding", "final_norm"}
     assert all(len(value) == TOKENS for value in recorder.values.values())
     top_k = getattr(model.config, "num_experts_per_tok", 0) or 0
@@ -97,14 +118,36 @@ def test_a_fault_is_new_at_its_module_alone_and_explains_the_end(name: str) -> N
     assert float((alone - off).abs().max()) < 0.01 * float((plain - off).abs().max())
 
 
-def test_layers_that_are_put_together_otherwise_are_refused() -> None:
-    model = model_of("llama")
-    layer = model.get_decoder().layers[1]
-    layer.post_mlp_layernorm = torch.nn.Identity()  # GLM4's, without the one behind attention
-    hooks = len(layer.input_layernorm._forward_hooks)
-    with pytest.raises(MismatchError, match="post_mlp"):
-        logits(model, Recorder())
-    assert len(layer.input_layernorm._forward_hooks) == hooks
+class Unnamed(torch.nn.Module):
+    """A layer whose parts have names of no other family."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.whole = torch.nn.Sequential(layer)
+
+    def forward(self, x: torch.Tensor, **rest: Any) -> torch.Tensor:
+        out: torch.Tensor = self.whole[0](x, **rest)
+        return out
+
+
+def test_layers_without_known_parts_are_compared_as_wholes() -> None:
+    model, faulty = model_of("llama"), model_of("llama")
+    for each in (model, faulty):
+        decoder = each.get_decoder()
+        decoder.layers = torch.nn.ModuleList(map(Unnamed, decoder.layers))
+    faulty.get_decoder().layers[1].whole[0].mlp.down_proj.weight.data.mul_(1.5)
+    own, natural = Recorder(), Recorder()
+    logits(model, natural), logits(faulty, own)
+    replay = Replay(own.values, natural.values, 0)
+    logits(model, replay)
+    large = {site.key for site, sums in replay.sums.items() if sums.new > 1e-9 * sums.same}
+    assert large == {"1.residual"}
+    (entry,) = unseen(set(own.values), 2, set())
+    assert TITLES["mlp"] in entry.what
+    assert TITLES["residual"] not in entry.what.split(", ")
+
+
+def test_a_module_without_layers_is_refused() -> None:
     with pytest.raises(MismatchError), Boundaries(torch.nn.Linear(2, 2), Recorder()).shown():
         pass
 
@@ -288,6 +331,109 @@ def test_fused_modules_show_every_site_under_its_name(
     assert take(model, str(tmp_path / "1")) == 0  # the hooks are gone
 
 
+class Alone(torch.nn.Module):
+    """A layer with a state-space block that fills what it is given, and norms behind alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn, self.mamba, self.mlp = torch.nn.Identity(), Filling(), torch.nn.Identity()
+        self.self_attn.attn = Attend()
+        self.post_attention_layernorm, self.post_feedforward_layernorm = Fused(), Fused()
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        filled = torch.zeros_like(x)
+        self.mamba(x, filled)
+        x = x + self.post_attention_layernorm(self.self_attn(self.self_attn.attn(x, x + 1, x)))
+        return x + self.post_feedforward_layernorm(self.mlp(x))
+
+
+class Filling(torch.nn.Module):
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x)
+
+
+class Batched(torch.nn.Module):
+    """A model that is given a batch of one sequence, with names of GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = torch.nn.Module()
+        self.transformer.h = torch.nn.ModuleList([Alone(), Alone()])
+        self.transformer.ln_f = Fused()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x[None]
+        for layer in self.transformer.h:
+            x = layer(torch.arange(x.shape[1])[None], x)
+        return self.transformer.ln_f(x)
+
+
+def test_layers_of_other_parts_are_recorded_by_what_they_have(tmp_path: Path) -> None:
+    model, x = Batched(), torch.randn(3, 4)
+    assert start(model) == ""
+    final = torch.cat([model(step.clone())[0] for step in (x[:2], x[2:])])
+    assert take(model, str(tmp_path / "0")) == 3
+    stop(model)
+    join_ranks(tmp_path / "0", 1)
+    shown = load_file(tmp_path / "0")
+    sites = sites_of("olmo2") - ROPE
+    assert set(shown) == {f"{n}.{site}" for n in (0, 1) for site in sites} | {
+        "embedding",
+        "final_norm",
+    }
+    torch.testing.assert_close(shown["embedding"], x)
+    torch.testing.assert_close(shown["0.k"], x + 1)
+    torch.testing.assert_close(shown["0.attention_residual"], x + 2 * (3 * x + 1))
+    torch.testing.assert_close(shown["final_norm"], final)
+    torch.testing.assert_close(shown["final_norm"], 2 * shown["1.residual"])
+
+
+class PassingOn(torch.nn.Module):
+    """A norm as Cohere's models have it in vLLM: it takes a residual and does not add it."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> Any:
+        return x * 2, residual
+
+
+class Parallel(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm, self.mlp = PassingOn(), torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        normed, residual = self.input_layernorm(x, x)
+        return residual + self.mlp(normed), residual
+
+
+def test_a_residual_that_a_norm_passes_on_is_not_the_stream(tmp_path: Path) -> None:
+    model, x = Engine(), torch.randn(3, 4)
+    model.model.layers = torch.nn.ModuleList([Parallel(), Parallel()])
+    model.model.norm = PassingOn()
+    assert start(model) == ""
+    model(x.clone())
+    assert take(model, str(tmp_path / "0")) == 3
+    join_ranks(tmp_path / "0", 1)
+    shown = load_file(tmp_path / "0")
+    torch.testing.assert_close(shown["embedding"], x)
+    torch.testing.assert_close(shown["0.residual"], 3 * x)
+    torch.testing.assert_close(shown["1.residual"], 9 * x)
+
+
+def test_a_stream_in_two_parts_is_not_taken_for_one(tmp_path: Path) -> None:
+    model, x = Engine(), torch.randn(3, 4)
+    for layer in model.model.layers:
+        layer.norm_of_mine, layer.input_layernorm = layer.input_layernorm, None
+        layer.forward = lambda x, residual, own=layer: (own.mlp(x), x)
+    assert start(model) == ""
+    model(x.clone())
+    assert take(model, str(tmp_path / "0")) == 3
+    stop(model)
+    join_ranks(tmp_path / "0", 1)
+    shown = load_file(tmp_path / "0")
+    assert {"embedding", "1.residual", "1.mlp"} <= set(shown)
+    assert "0.residual" not in shown
+
+
 class Latent(torch.nn.Module):
     """MLA as vLLM has it: what is inside has no place in a trainer's model."""
 
@@ -313,8 +459,6 @@ def test_latent_attention_is_recorded_as_a_whole(tmp_path: Path) -> None:
 
 def test_layers_of_an_engine_that_are_put_together_otherwise_are_said() -> None:
     model = Engine()
-    del model.model.layers[1].self_attn.rotary_emb  # MLA turns a part of its queries elsewhere
-    assert "rotary_emb" in start(model)
-    assert not model.model.layers[0].mlp._forward_hooks
-    del model.model.layers[0].input_layernorm, model.model.layers[1].input_layernorm
+    del model.model.norm
     assert start(model)
+    assert not model.model.layers[0].mlp._forward_hooks

@@ -9,7 +9,6 @@ another and adds what is not added up yet.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,9 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from mismatch.errors import MismatchError
-from mismatch.models.moe import ATTENTIONS, MLPS, child, norms_of
+from mismatch.models.layer_parts import LAYERS, child, final_norm, has_rope, parts_of
 
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 GATES = ("router", "gate")
 BY_HEAD = ("q", "k", "v", "rope_q", "rope_k", "attention")  # each rank has different heads
 BY_KV_HEAD = ("k", "v", "rope_k")  # of which several ranks may have the same
@@ -36,10 +34,7 @@ KV_COPIES = "kv_copies"  # in a file's metadata: layer -> ranks that have the sa
 
 
 def start(model: Any) -> str:
-    """Record what every module gives from now on; return why that is impossible, or "".
-
-    A family whose layers are put together otherwise (no norm at the input) lacks an attribute.
-    """
+    """Record what every module gives from now on; return why that is impossible, or ""."""
     capture = ModuleCapture()
     setattr(model, CAPTURE, capture)
     if any(type(module).__name__ == "PPMissingLayer" for module in model.modules()):
@@ -73,7 +68,8 @@ class ModuleCapture:
         self.parts: dict[str, list[torch.Tensor]] = {}
         self.handles: list[Any] = []
         self._ropes: set[int] = set()
-        self._number = 0  # of the layer whose attention is at work
+        self._turned = True  # queries and keys, by anything
+        self._number = 0  # of the layer at work
         self._kv_copies: dict[int, int] = {}
 
     def watch(self, model: Any) -> None:
@@ -82,20 +78,19 @@ class ModuleCapture:
         Raises:
             AttributeError, LookupError: layers that are put together otherwise.
         """
-        layers, holders = {}, set()  # a model that reads images has layers of its language model
+        decoders = {}  # more than one where a model reads images
         for name, module in model.named_modules():
-            if (match := LAYER.search(name)) and hasattr(module, "input_layernorm"):
-                layers[int(match[1])] = module
-                holders.add(name[: match.start()])
-        if not layers:
-            raise LookupError("no layer has a norm at its input")
-        if len(holders) > 1:
-            raise LookupError(f"they are in {' and '.join(sorted(holders))}")
-        for number, layer in sorted(layers.items()):
+            layers = child(module, LAYERS)
+            if isinstance(layers, torch.nn.ModuleList) and final_norm(module) is not None:
+                decoders[name] = module, layers, parts_of(layers[0]).input_norm is not None
+        known = [decoder for decoder in decoders.values() if decoder[2]] or [*decoders.values()]
+        if len(known) != 1:
+            raise LookupError(f"they are in {' and '.join(sorted(decoders)) or 'no known place'}")
+        ((decoder, layers, _),) = known
+        self._turned = has_rope(model)
+        for number, layer in enumerate(layers):
             self._layer(number, layer)
-        self._norm(
-            model.get_submodule(holders.pop()).norm, f"{len(layers) - 1}.residual", "final_norm"
-        )
+        self._norm(final_norm(decoder), f"{len(layers) - 1}.residual", "final_norm")
 
     def take(self, path: str) -> int:
         """Write what was seen to a safetensors file; return how many tokens it has."""
@@ -112,31 +107,45 @@ class ModuleCapture:
 
     def _layer(self, number: int, layer: Any) -> None:
         before = "embedding" if number == 0 else f"{number - 1}.residual"
-        attention, mlp, norms = child(layer, ATTENTIONS), child(layer, MLPS), norms_of(layer)
-        self._norm(layer.input_layernorm, before, f"{number}.input_norm")
-        self._norm(norms.before_mlp, f"{number}.attention_residual", f"{number}.post_norm")
+        parts, middle = parts_of(layer), f"{number}.attention_residual"
+        attention = parts.attention
         fused = getattr(attention, "qkv_proj", None)
         self._kv_copies[number] = int(getattr(fused, "num_kv_head_replicas", 1))
 
         def enter(args: Any) -> None:
             self._number = number
+            streams = [x for x in args if torch.is_tensor(x) and x.is_floating_point()]
+            if parts.input_norm is None and len(streams) == 1:  # not in two parts
+                self._keep(before, streams[0])
 
-        self._before(attention, enter)
+        self._before(layer, enter)
+        if parts.input_norm is not None:
+            self._norm(parts.input_norm, before, f"{number}.input_norm")
+        if parts.before_mlp is not None:
+            self._norm(parts.before_mlp, middle, f"{number}.post_norm")
+        elif parts.middle is not None:
+            self._before(parts.middle, lambda args: self._keep(middle, args[0]))
         # Latent attention (MLA) has other parts than the trainer's: it is recorded as a whole.
-        inside = None if hasattr(attention, "kv_lora_rank") else attention.attn
+        latent = hasattr(attention, "kv_lora_rank")
+        inside = None if latent else getattr(attention, "attn", None)
         if inside is not None:
-            if id(attention.rotary_emb) not in self._ropes:  # layers may share one
-                self._ropes.add(id(attention.rotary_emb))
-                self._before(attention.rotary_emb, lambda args: self._pair("q", "k", args[1:]))
-                self._after(attention.rotary_emb, lambda out: self._pair("rope_q", "rope_k", out))
+            rope = getattr(attention, "rotary_emb", None)
+            if not self._turned:
+                self._before(inside, lambda args: self._pair("q", "k", args))
+            elif rope is not None and id(rope) not in self._ropes:  # layers may share one
+                self._ropes.add(id(rope))
+                self._before(rope, lambda args: self._pair("q", "k", args[1:]))
+                self._after(rope, lambda out: self._pair("rope_q", "rope_k", out))
             self._before(inside, lambda args: self._keep(f"{number}.v", args[2]))
         for module, site in (
             (inside, "attention"),
-            (attention if inside is None else attention.o_proj, "attention_output"),
-            (norms.behind_attention, "attention_norm"),
-            (child(mlp, GATES), "router"),
-            (mlp, "mlp"),
-            (norms.behind_mlp, "mlp_norm"),
+            (attention if latent else getattr(attention, "o_proj", attention), "attention_output"),
+            (parts.mixer, "mixer"),
+            (parts.behind_attention, "attention_norm"),
+            (child(parts.mlp, GATES), "router"),
+            (parts.mlp, "mlp"),
+            (parts.shared_mlp, "shared_mlp"),
+            (parts.behind_mlp, "mlp_norm"),
         ):
             if module is not None:
                 self._after(module, partial(self._keep, f"{number}.{site}"))
@@ -144,33 +153,31 @@ class ModuleCapture:
     def _norm(self, norm: Any, stream: str, normed: str) -> None:
         """Keep both values of a norm that adds the residual: (normed, stream).
 
-        A norm that does not add it is given the stream.
+        A norm that does not add it is given the stream, and may pass a residual on.
         """
-        alone = False
+        given: list[Any] = []
 
         def before(args: Any) -> None:
-            nonlocal alone
-            alone = len(args) == 1 or args[1] is None
-            if alone:
-                self._keep(stream, args[0])
+            given[:] = [x.clone() for x in args[:2] if torch.is_tensor(x)]
 
         def after(out: Any) -> None:
             self._keep(normed, out)
-            if not alone:
-                self._keep(stream, out[1])
+            passed_on = len(given) == 1 or torch.equal(out[1], given[1])
+            self._keep(stream, given[0] if passed_on else out[1])
 
         self._before(norm, before)
         self._after(norm, after)
 
     def _pair(self, first: str, second: str, values: Any) -> None:
-        """Keep queries and keys of the layer whose attention is at work."""
+        """Keep queries and keys of the layer at work."""
         self._keep(f"{self._number}.{first}", values[0])
         self._keep(f"{self._number}.{second}", values[1])
 
     def _keep(self, key: str, value: Any) -> None:
         value = value[0] if isinstance(value, tuple) else value
-        flat = value.detach().reshape(len(value), -1).to("cpu", copy=True)
-        self.parts.setdefault(key, []).append(flat)
+        if torch.is_tensor(value):  # some modules write into one that they are given
+            flat = value.detach().reshape(-1, value.shape[-1]).to("cpu", copy=True)
+            self.parts.setdefault(key, []).append(flat)
 
     def _before(self, module: Any, keep: Callable[[Any], None]) -> None:
         def hook(_: Any, args: Any, kwargs: Any) -> None:

@@ -29,7 +29,8 @@ from mismatch.features.locate.results import (
     SideLocation,
     Site,
 )
-from mismatch.models.boundaries import Boundaries, Recorder, expert_count, mlp_of
+from mismatch.models.boundaries import Boundaries, Recorder, expert_count
+from mismatch.models.layer_parts import LAYERS, child, parts_of
 from mismatch.specs import Dtype, Pass
 from mismatch.training.load import load
 from mismatch.training.packing import MicroBatch
@@ -114,9 +115,10 @@ class Reference:
                 break
             self.own.append(forward.record(folder, number))
         self.count = len(self.own)
-        routers = {n for n, layer in enumerate(decoder.layers) if expert_count(mlp_of(layer))}
+        mlps = [parts_of(layer).mlp for layer in child(decoder, LAYERS)]
+        routers = {n for n, mlp in enumerate(mlps) if mlp is not None and expert_count(mlp)}
         with safe_open(folder / "0.safetensors", "pt") as shown:
-            self.not_tested += unseen(set(shown.keys()), len(decoder.layers), routers)
+            self.not_tested += unseen(set(shown.keys()), len(mlps), routers)
 
     def replayed(self, side: str) -> BySite:
         """Return every site of a side, one entry a sequence; what is new goes to files."""
@@ -209,7 +211,7 @@ class Reference:
 
 
 def unseen(shown: Collection[str], layers: int, routers: Collection[int]) -> list[NotTested]:
-    """Return the sites that this family's layers do not show on any side.
+    """Return the sites that some layer of this family does not show on any side.
 
     Args:
         shown: keys that the reference recorded.
@@ -224,7 +226,7 @@ def unseen(shown: Collection[str], layers: int, routers: Collection[int]) -> lis
     if not missing:
         return []
     names = ", ".join(TITLES[name] for name in LAYER_SITES if name in missing)
-    reason = "this family's layers do not show them; what is new there counts for the next module"
+    reason = "not every layer has and shows them; what is new there counts for the next module"
     return [NotTested(names, reason)]
 
 

@@ -22,11 +22,13 @@ TITLES = {
     "rope_k": "rope of keys",
     "attention": "attention",
     "attention_output": "attention's output projection",
+    "mixer": "state-space block or other mixer",
     "attention_norm": "norm behind attention",
     "attention_residual": "residual after attention",
     "post_norm": "norm before the MLP",
     "router": "router",
     "mlp": "experts or MLP",
+    "shared_mlp": "shared MLP",
     "mlp_norm": "norm behind the MLP",
     "residual": "residual after the layer",
     "final_norm": "final norm",
@@ -34,7 +36,7 @@ TITLES = {
 }
 OUTER_SITES = ("embedding", "final_norm", "head")
 LAYER_SITES = tuple(name for name in TITLES if name not in OUTER_SITES)
-SOME_FAMILIES = ("attention_norm", "mlp_norm")  # Gemma 2 and 3, GLM4: norms of what is added
+SOME_FAMILIES = ("mixer", "attention_norm", "shared_mlp", "mlp_norm")
 
 
 class Site(NamedTuple):
