@@ -16,6 +16,7 @@ from mismatch.features.locate.results import LAYER_SITES, SOME_FAMILIES, TITLES
 from mismatch.models.boundaries import Boundaries, Recorder
 from tests import checkpoints
 from tests.checkpoints import FAMILIES, FURTHER_NORMS, OTHER_LAYERS
+from tests.families import configuration
 
 TOKENS = 12
 
@@ -116,6 +117,20 @@ def test_a_fault_is_new_at_its_module_alone_and_explains_the_end(name: str) -> N
     assert large == {expected}
     alone = logits(model, Adding({expected: replay.news[expected]}))
     assert float((alone - off).abs().max()) < 0.01 * float((plain - off).abs().max())
+
+
+@pytest.mark.parametrize(("family", "attention"), [("nemotron_h", 2), ("qwen3_next", 3)])
+def test_what_mixes_tokens_without_attention_is_seen(family: str, attention: int) -> None:
+    """In Nemotron-H a layer is one such part, whatever it does, behind one norm."""
+    import transformers
+
+    model: Any = transformers.AutoModelForCausalLM.from_config(configuration(family)).eval()
+    recorder = Recorder()
+    plain = logits(model, recorder)
+    assert {"0.input_norm", "0.mixer", "0.residual"} <= set(recorder.values)
+    shown = [key for key in recorder.values if key.endswith(".attention")]
+    assert shown == [f"{attention}.attention"]
+    torch.testing.assert_close(logits(model, Replay(recorder.values, recorder.values, 2)), plain)
 
 
 class Unnamed(torch.nn.Module):
