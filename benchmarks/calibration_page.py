@@ -17,11 +17,6 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "evidence" / "calibration.md"
 PICTURE = DOCS / "images" / "calibration.svg"
 MARK = "<!-- measured -->"
-NOTE = (
-    "Excess and gap are those of the highest block. *Warn*: blocks in which a check warns. "
-    "`calibration.json` has every block, also its fitness; for random weights fitness says nothing "
-    "about a trained model."
-)
 PLANTED = (
     "Planted faults, with the excess of the side at fault and the gap, each in its lowest block. "
     "Bold: missed in a block."
@@ -37,8 +32,7 @@ def write(state: dict[str, Result], cases: Sequence[Case]) -> None:
     usual = {case.name: state[case.name] for case in sound if case.samples > 1}
     planted = [case for case in cases if case.fault and case.name in state]
     absent = [case.name for case in cases if case.name not in state]
-    lines = [MARK, "", _summary(state, clean), "", *_clean_table(clean), ""]
-    lines += [NOTE, ""]
+    lines = [MARK, "", _summary(state, clean), ""]
     if planted:
         lines += [PLANTED, "", *_fault_table(planted, state), ""]
     lines += ["## Runs of default size", "", *_usual_table(usual), ""] if usual else []
@@ -63,26 +57,9 @@ def _summary(state: dict[str, Result], clean: dict[str, Result]) -> str:
         f"excess {level.excess:g}; float32 gap {level.gap:g} times the expected rounding and at "
         f"least {level.least_gap:g} nats. **{broken} of {len(blocks)} disjoint clean blocks of 64 "
         f"prompts were called broken**{'' if broken else bound}; the highest lower end of an "
-        f"excess among them is {_number(max(lows, default=None))}."
+        f"excess among them is {_number(max(lows, default=None))}. `calibration.json` has every "
+        "block."
     )
-
-
-def _clean_table(clean: dict[str, Result]) -> list[str]:
-    rows = [
-        "| clean run | tokens | mean abs delta | excess of the engine | of the trainer | "
-        "float32 gap | called broken | warn |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for name, one in clean.items():
-        blocks = one["blocks"]
-        spans = [_number(max(_values(one, *which), default=None)) for which in KINDS]
-        broken = sum(bool(block["failed"]) for block in blocks)
-        warned = sum(bool(block["warned"]) for block in blocks)
-        rows.append(
-            f"| {name} | {one['tokens']:,} | {_number(_mean(one))} | {' | '.join(spans)} | "
-            f"{broken} of {len(blocks)} | {warned} |"
-        )
-    return rows
 
 
 def _usual_table(usual: dict[str, Result]) -> list[str]:
@@ -137,7 +114,6 @@ def _kind_and_strength(case: Case) -> tuple[str, str, float]:
 
 
 ENGINE, TRAINER = "engine", "trainer"
-KINDS = (("excess", ENGINE), ("excess", TRAINER), ("gap", ENGINE))
 
 
 def _values(one: Result, evidence: str, side: str) -> list[float]:

@@ -129,12 +129,32 @@ def test_a_measurement_that_was_stopped_goes_on(
     (counted,) = re.findall(r"\*\*(.+) disjoint", page.read_text())
     assert numbers(counted) == [0, 2]
     assert page.read_text().startswith("words\n")
-    table = [[cell.strip() for cell in line.split("|")] for line in page.read_text().splitlines()]
-    assert [names[1], "5,120"] in [row[1:3] for row in table]
     started.clear()
     with pytest.raises(KeyboardInterrupt):
         calibration.main()
     assert started == names[2:4]
+
+
+def test_runs_of_default_size_are_counted_by_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "calibration.md"
+    page.write_text(calibration_page.MARK)
+    monkeypatch.setattr(calibration_page, "PAGE", page)
+    monkeypatch.setattr(calibration_page, "PICTURE", tmp_path / "a.svg")
+    block = judged(recorded()) | {"warned": []}
+    other = block | {"verdict": "inconclusive", "warned": ["importance-ratio"]}
+    made = {"date": "2026-01-01", "seconds": 60, "tokens": 9000, "blocks": [block, block, other]}
+    case = next(case for case in calibration.CASES if case.name == "default-llama")
+    calibration_page.write({case.name: made}, [case])
+    (row,) = [line for line in page.read_text().splitlines() if line.startswith("| llama |")]
+    cells = row.strip("| ").split(" | ")
+    assert cells[1] == "3,000"
+    assert cells[3:] == ["1 inconclusive", "importance-ratio 1"]
+    (counted,) = [line for line in page.read_text().splitlines() if "INCONCLUSIVE" in line]
+    passed = 2 if block["verdict"] in ("healthy", "tolerable") else 0
+    assert numbers(counted.partition("of ")[2])[0] == 3
+    assert numbers(counted)[-1] == passed
 
 
 def test_levels_say_where_they_were_measured() -> None:
