@@ -60,7 +60,7 @@ PAGE = """
 | fault | in the engine | in the trainer | in shared code |
 | --- | ---: | ---: | ---: |"""
 END = """
-**Next:** [how the levels were chosen](calibration.md).
+**Next:** [the smallest faults that are seen](smallest.md).
 """
 WORLD = """
 import os

@@ -29,7 +29,7 @@ def test_a_fault_that_is_never_seen_has_no_smallest_strength() -> None:
 def test_the_page_has_a_line_for_each_family_and_side() -> None:
     found = Found("llama", "mlp", "trainer", 0.0041, 100, 0.001, "broken", 0.0042, 2e-5)
     other = Found("llama", "norm", "trainer", 0.0041, 100, 0.01, "tolerable", 0.0052, 2e-5)
-    (line,) = [line for line in page([found, other], "now").splitlines() if "`llama` 4.1 |" in line]
-    cells = line.strip("| ").split(" | ")
-    assert cells[1:] == ["trainer", "–", "0.01 (5.2)", "–", "0.001 (4.2)", "–"]
+    (line,) = [line for line in page([found, other], "now").splitlines() if "`llama` |" in line]
+    assert line.strip("| ").split(" | ")[1:] == ["trainer", "0.01", "0.001"]
+    assert "27%" in page([found, other], "now")
     assert page([found, other], "now").count("TOLERABLE") == 1
