@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mismatch.errors import MismatchError
-from mismatch.run.machine import nvidia_smi, visible_gpus
+from mismatch.run.machine import Card, free_by_uuid, visible_cards
 
 CONTEXT_BYTES = 600 << 20  # of an idle GPU, already taken
-NO_OWN_MEMORY = "[N/A]"  # of a GPU that shares the host's (GB10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,32 +40,29 @@ def inspect_machine() -> Machine:
     import psutil
 
     memory = psutil.virtual_memory()
-    query = "--query-gpu=name,memory.total,memory.free,driver_version"
-    listing = nvidia_smi(query, "--format=csv,noheader,nounits")
-    gpus = parse_gpus(listing, visible_gpus(), (memory.total, memory.available))
+    cards = visible_cards()
+    now = free_by_uuid() if any(not card.free for card in cards) else {}
+    gpus = gpus_of(cards, now, (memory.total, memory.available))
     return Machine(len(os.sched_getaffinity(0)), memory.total, memory.available, gpus)
 
 
-def parse_gpus(
-    listing: str, visible: list[str] | None, shared: tuple[int, int] = (0, 0)
+def gpus_of(
+    cards: Sequence[Card], now: dict[str, str], shared: tuple[int, int] = (0, 0)
 ) -> tuple[Gpu, ...]:
-    """GPUs out of nvidia-smi's lines ``name, total MiB, free MiB, driver``, as many as visible.
+    """Return GPUs with their memory.
 
     Args:
+        now: UUID -> free MiB.
         shared: (total, free) bytes of the host's memory, for a GPU that shares it: "[N/A]".
     """
     gpus = []
-    for line in listing.splitlines():
-        name, *fields = (field.strip() for field in line.rsplit(",", 3))
-        if len(fields) == 3 and fields[0].isdigit() and fields[1].isdigit():
-            gpus.append(Gpu(name, int(fields[0]) << 20, int(fields[1]) << 20, fields[2]))
-        elif len(fields) == 3 and fields[0] == NO_OWN_MEMORY:
-            gpus.append(Gpu(name, *shared, fields[2]))
-    if visible is None:
-        return tuple(gpus)
-    if all(item.isdigit() and int(item) < len(gpus) for item in visible):
-        return tuple(gpus[int(item)] for item in visible)
-    return tuple(gpus[: len(visible)])
+    for card in cards:
+        free = card.free or now.get(card.uuid, "")
+        total, left = shared
+        if card.total.isdigit():
+            total, left = int(card.total) << 20, int(free or 0) << 20
+        gpus.append(Gpu(card.model, total, left, card.driver))
+    return tuple(gpus)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ import psutil
 
 from mismatch.engines.registry import engine_info
 from mismatch.errors import MismatchError
+from mismatch.run.machine import BUS_ORDER
 from mismatch.run.messages import (
     ERROR,
     OUT_OF_MEMORY,
@@ -167,7 +168,8 @@ class Worker:
             stdin=subprocess.PIPE,  # closed by the kernel when the tool dies, however it does
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **package_path(), **(env or {}), **ENVIRONMENT, TAG: self._tag},
+            env={**os.environ, **BUS_ORDER, **package_path(), **(env or {}), **ENVIRONMENT}
+            | {TAG: self._tag},
             start_new_session=True,
         )
         assert self._process.stdin is not None

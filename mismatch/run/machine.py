@@ -3,47 +3,153 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from glob import glob
 
 from mismatch.errors import MismatchError
 from mismatch.specs import CheckSpec, EngineSpec
 
 GIB = 1 << 30
 SHARED_BYTES = 192 * 2**20  # vLLM's message ring is 160 MiB
+# nvidia-smi counts GPUs by their place on the PCI bus, CUDA the fastest first unless told.
+BUS_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+SMI_S = 60.0  # without persistence mode the driver starts for every question: seconds a GPU
+TORCH_S = 180.0  # a cold import of torch from a network file system takes a minute
+CSV = "--format=csv,noheader,nounits"
+FIELDS = "index,uuid,name,memory.total,driver_version,mig.mode.current"
+# Of a driver: Linux, WSL, Jetson.
+DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvhost-gpu")
+ASK_TORCH = """
+import torch
+for number in range(torch.cuda.device_count()):
+    seen = torch.cuda.get_device_properties(number)
+    free, total = torch.cuda.mem_get_info(number)
+    print(number, getattr(seen, "uuid", number), total >> 20, free >> 20, seen.name)
+"""
 
 
 def nvidia_smi(*arguments: str) -> str:
     """Return what nvidia-smi answers; "" where it is missing, hangs or fails."""
     try:
         answer = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=20, check=False
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return answer.stdout
+    return answer.stdout if answer.returncode == 0 else ""
 
 
-def visible_gpus() -> list[str] | None:
-    """Return the items of CUDA_VISIBLE_DEVICES; None: it is not set."""
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU, or a slice of one (MIG), with what does not change while a process runs.
+
+    Attributes:
+        name: as CUDA_VISIBLE_DEVICES takes it: an index in the order of the PCI bus, or a UUID.
+        total: MiB; "[N/A]" of a GPU that shares the host's memory.
+        free: MiB where torch was asked; "": nvidia-smi knows.
+    """
+
+    name: str
+    uuid: str
+    model: str
+    total: str
+    driver: str = ""
+    free: str = ""
+    sliced: bool = False
+
+
+@cache
+def cards() -> tuple[Card, ...]:
+    """Return the GPUs of this machine, visible or not: nvidia-smi is asked once a process."""
+    found = []
+    for line in nvidia_smi(f"--query-gpu={FIELDS}", CSV).splitlines():
+        head, *tail = (field.strip() for field in line.rsplit(",", 3))
+        index, uuid, model = (field.strip() for field in [*head.split(",", 2), "", ""][:3])
+        if index.isdigit() and len(tail) == 3:
+            sliced = tail[2] == "Enabled"
+            found.append(Card(index, uuid, model, tail[0], tail[1], sliced=sliced))
+    return tuple(found)
+
+
+def visible_cards() -> tuple[Card, ...]:
+    """Return the GPUs that a process started here would see, in its order.
+
+    torch is asked, in a process of its own, for slices of a GPU and where the driver has devices
+    but nvidia-smi is missing or too slow.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return None
-    return [item.strip() for item in visible.split(",") if item.strip() not in ("", "-1")]
+    known = cards()
+    chosen = known if visible is None else chosen_cards(visible, known)
+    sliced = (visible or "").startswith("MIG-") or any(card.sliced for card in chosen)
+    unlisted = visible != "" and not known and any(glob(pattern) for pattern in DEVICES)
+    return cards_of_torch(visible) if sliced or unlisted else chosen
+
+
+def chosen_cards(visible: str, known: tuple[Card, ...]) -> tuple[Card, ...]:
+    """Return the GPUs that CUDA takes from CUDA_VISIBLE_DEVICES: up to the first that is none.
+
+    Items are indices, or UUIDs or beginnings of UUIDs; one that is named twice leaves none.
+    """
+    chosen: list[Card] = []
+    for item in map(str.strip, visible.split(",")):
+        if item.startswith("GPU-"):
+            fitting = [card for card in known if card.uuid.startswith(item)]
+        else:
+            number = re.match(r"\+?[0-9]+", item)
+            fitting = [card for card in known if number and int(card.name) == int(number[0])]
+        if len(fitting) != 1:
+            break
+        if any(card.uuid == fitting[0].uuid for card in chosen):
+            return ()
+        name = item if item.startswith("GPU-") else fitting[0].name
+        chosen.append(replace(fitting[0], name=name))
+    return tuple(chosen)
+
+
+@cache
+def cards_of_torch(visible: str | None) -> tuple[Card, ...]:
+    """Return what torch sees, asked in a process that ends; () where it sees none.
+
+    Args:
+        visible: CUDA_VISIBLE_DEVICES, of which the answer depends.
+    """
+    command = [sys.executable, "-c", ASK_TORCH]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TORCH_S, env=os.environ | BUS_ORDER
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    names = [item.strip() for item in visible.split(",")] if visible else []
+    found = []
+    for line in done.stdout.splitlines():
+        number, uuid, total, free, model = line.split(" ", 4)
+        name = names[int(number)] if int(number) < len(names) else number
+        found.append(Card(name, uuid, model, total, free=free, sliced=True))
+    return tuple(found)
 
 
 def local_gpus() -> int:
     """GPUs that a process here would see, without importing torch."""
-    visible = visible_gpus()
-    if visible is not None:
-        return len(visible)
-    return sum(line.startswith("GPU") for line in nvidia_smi("-L").splitlines())
+    return len(visible_cards())
+
+
+def free_by_uuid() -> dict[str, str]:
+    """Return the free MiB of every GPU now, as nvidia-smi writes it."""
+    lines = nvidia_smi("--query-gpu=uuid,memory.free", CSV).splitlines()
+    return {uuid.strip(): free.strip() for uuid, _, free in (line.partition(",") for line in lines)}
 
 
 def free_gpu_bytes() -> list[int]:
-    """Free memory of every GPU of this machine, visible or not; [] without nvidia-smi."""
-    listing = nvidia_smi("--query-gpu=memory.free", "--format=csv,noheader,nounits")
-    return [int(line) << 20 for line in listing.split() if line.isdigit()]
+    """Free memory of the visible GPUs now; [] without nvidia-smi, and for slices of a GPU."""
+    seen = [card for card in visible_cards() if not card.free]
+    now = free_by_uuid() if seen else {}
+    free = (now.get(card.uuid, "") for card in seen)
+    return [int(text) << 20 for text in free if text.isdigit()]
 
 
 def gib(count: float) -> str:
@@ -95,8 +201,8 @@ def visible_as(places: tuple[int, ...]) -> dict[str, str]:
     """Return the environment of a process that shall see these of the visible GPUs; {}: all."""
     if not places:
         return {}
-    names = visible_gpus() or [str(number) for number in range(local_gpus())]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names[index] for index in places)}
+    seen = visible_cards()
+    return {"CUDA_VISIBLE_DEVICES": ",".join(seen[index].name for index in places)}
 
 
 def in_words(places: tuple[int, ...]) -> str:

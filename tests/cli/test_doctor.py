@@ -11,7 +11,7 @@ import transformers.modeling_utils  # noqa: F401  sizes are then counted in this
 from huggingface_hub import constants
 from rich.console import Console
 
-from mismatch.doctor.machine import Gpu, Machine, parse_gpus, parse_kind
+from mismatch.doctor.machine import Gpu, Machine, gpus_of, parse_kind
 from mismatch.doctor.memory import Workload, predict_engine
 from mismatch.doctor.plan import plan, refused
 from mismatch.doctor.show import print_plan
@@ -20,6 +20,7 @@ from mismatch.features.doctor.examine import Package, examine, inspect_package, 
 from mismatch.models import EMBEDDED, resolve_model
 from mismatch.models.config import find_config
 from mismatch.models.sizes import sized
+from mismatch.run.machine import Card
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, TrainSpec
 from mismatch.types import Sampling
 from tests.command import mismatch
@@ -269,17 +270,6 @@ def test_a_model_that_does_not_fit_is_a_problem_with_a_fix():
 # ---------------------------------------------------------------- looking at a machine
 
 
-def test_gpus_are_read_from_nvidia_smi():
-    listing = "NVIDIA H100, SXM, 81559, 80000, 580.1\nNVIDIA L4, 23034, 22000, 580.1\n"
-    gpus = parse_gpus(listing, None)
-    assert [gpu.name for gpu in gpus] == ["NVIDIA H100, SXM", "NVIDIA L4"]
-    assert gpus[0].memory_bytes == 81559 << 20
-    assert [gpu.name for gpu in parse_gpus(listing, ["1"])] == ["NVIDIA L4"]
-    assert parse_gpus(listing, []) == ()
-    nothing = "No devices were found\n"
-    assert parse_gpus(nothing, None) == ()
-
-
 def test_a_package_that_fails_to_import_says_why(tmp_path, monkeypatch):
     (tmp_path / "sglang.py").write_text("raise RuntimeError('no such operator')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -357,7 +347,8 @@ def test_what_another_job_holds_of_a_gpu_is_not_there():
 
 
 def test_a_gpu_that_shares_the_hosts_memory_is_a_gpu():
-    (gpu,) = parse_gpus("NVIDIA GB10, [N/A], [N/A], 580.1", None, (120 * GIB, 90 * GIB))
+    card = Card("0", "GPU-1", "NVIDIA GB10", "[N/A]", "580.1")
+    (gpu,) = gpus_of([card], {"GPU-1": "[N/A]"}, (120 * GIB, 90 * GIB))
     assert (gpu.memory_bytes, gpu.free_bytes) == (120 * GIB, 90 * GIB)
 
 

@@ -6,7 +6,7 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,16 +19,18 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import training_passes
 from mismatch.pipeline.build import without_room
 from mismatch.processes import stages
+from mismatch.run import machine
 from mismatch.run.messages import pass_label, write_error
 from mismatch.specs import CheckSpec, TrainSpec
 from mismatch.training.distributed import require_usable_gpus
 
 MIB = 1 << 20
+H100 = "GPU-1, NVIDIA H100 80GB HBM3, 81559, 580.1, Disabled"  # behind its index
 Smi = Callable[[str], None]
 
 
 @pytest.fixture
-def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Smi]:
     """Put a shell script in the place of nvidia-smi."""
 
     def write(script: str) -> None:
@@ -36,10 +38,12 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
+        machine.cards.cache_clear()
 
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return write
+    yield write
+    machine.cards.cache_clear()
 
 
 @pytest.mark.slow
@@ -63,7 +67,7 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_take_the_cpu(smi: Smi) -> N
 
     if torch.cuda.is_available():
         pytest.skip("not applicable: torch can use the GPUs here")
-    smi("echo 'GPU 0: NVIDIA H100 80GB HBM3'; echo 'GPU 1: NVIDIA H100 80GB HBM3'")
+    smi(f"echo '0, {H100}'; echo '1, {H100}'")
     with pytest.raises(MismatchError, match="lists 2 GPUs") as caught:
         require_usable_gpus()
     assert "580" in caught.value.fix
@@ -72,7 +76,7 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_take_the_cpu(smi: Smi) -> N
 
 
 def test_a_cpu_that_is_asked_for_is_taken(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
-    smi("echo 'GPU 0: NVIDIA H100 80GB HBM3'")
+    smi(f"echo '0, {H100}'")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     require_usable_gpus()
 
@@ -82,10 +86,12 @@ def test_the_trainer_waits_until_the_engines_memory_is_free(
 ) -> None:
     monkeypatch.setattr(stages, "FREE_POLL_S", 0.01)
     asked = tmp_path / "asked"
-    smi(f"echo x >> {asked}; [ $(wc -l < {asked}) -ge 4 ] && echo 80000 || echo 9000")
+    listed = f"case $1 in *index*) echo '0, {H100}'; exit;; esac"
+    free = "echo 'GPU-1,80000' || echo 'GPU-1,9000'"
+    smi(f"{listed}; echo x >> {asked}; [ $(wc -l < {asked}) -ge 4 ] && {free}")
     assert stages.still_held([80000 * MIB], timeout_s=20) == 0
     assert len(asked.read_text().split()) >= 4
-    smi("echo 9000")
+    smi(f"{listed}; echo 'GPU-1,9000'")
     assert stages.still_held([80000 * MIB], timeout_s=0.1) == 71000 * MIB
     assert stages.still_held([]) == 0  # no GPU
 
