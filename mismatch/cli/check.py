@@ -45,10 +45,18 @@ def check(flags: Flags) -> int:
         raise MismatchError(fault, "add --dry-run")
     spec = session.placed(spec)
     preflight(spec)
-    left_out = session.passes_without_room(spec, flags["force"])
+    room = session.room_for(spec, flags["force"])
     run_dir = session.open_run("check", spec, flags)
     narrator = session.narrator()
     report = run_check(
-        spec, run_dir, narrator, levels, session.command(), write_report, left_out=left_out
+        spec,
+        run_dir,
+        narrator,
+        levels,
+        session.command(),
+        write_report,
+        left_out=room.left_out,
+        float32_split=room.float32_split,
+        float32_left_out=room.float32_left_out,
     )
     return session.conclude(report, run_dir, flags)

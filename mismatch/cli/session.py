@@ -24,7 +24,16 @@ from mismatch.cli.flags import Flags
 from mismatch.cli.options import AROUND_A_RUN, FEATURE_FLAGS, FIX_FLAGS
 from mismatch.cli.to_spec import SERVER_NAMES, extras, fix_fields, moved
 from mismatch.doctor.machine import inspect_machine
-from mismatch.doctor.plan import Memory, left_out, memory_of, plan, refused
+from mismatch.doctor.plan import (
+    IN_FLOAT32,
+    Memory,
+    Room,
+    left_out,
+    memory_of,
+    plan,
+    refused,
+    warnings_of,
+)
 from mismatch.doctor.plan import placed as on_machine
 from mismatch.doctor.show import print_plan
 from mismatch.engines.servers.address import KEY_VARIABLE, parse_address, unprotected
@@ -229,11 +238,11 @@ def placed(spec: CheckSpec) -> CheckSpec:
     return on_machine(spec, inspect_machine())
 
 
-def passes_without_room(spec: CheckSpec, force: bool) -> dict[str, str]:
+def room_for(spec: CheckSpec, force: bool) -> Room:
     """Say before anything starts what will probably not fit, and what would help.
 
     Returns:
-        Passes that are left out because they cannot fit, and why; none with ``force``.
+        What is left out because it cannot fit, and why; nothing with ``force``.
 
     Raises:
         MismatchError: the engine or the trainer cannot fit, and ``force`` is not set.
@@ -245,10 +254,12 @@ def passes_without_room(spec: CheckSpec, force: bool) -> dict[str, str]:
     lost = [text for fit in refused(memory.sides, certain=True) for text in fit.warnings]
     if lost and not force:
         raise MismatchError("\n    ".join(lost), "to start anyway: --force")
-    warnings = [text for fit in memory.sides for text in fit.warnings]
+    warnings = warnings_of(memory.sides)
     for text in warnings if memory.sides else memory.notes:
         say(f"memory warning: {text}")
-    return {} if force else left_out(memory.sides)
+    out = {} if force else left_out(memory.sides)
+    reason = out.pop(f"{spec.rollout.engine.engine}{IN_FLOAT32}", "")
+    return Room(out, memory.float32_split, reason)
 
 
 def warn_of_key(spec: RolloutSpec) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mismatch.models.sizes import SizedModel
-from mismatch.specs import EngineSpec, TrainSpec
+from mismatch.specs import AS_STORED, EngineSpec, TrainSpec
 from mismatch.training.packing import CHUNK_BYTES, EXPERT_ROWS, STRIP_BYTES
 from mismatch.types import Sampling
 
@@ -23,7 +23,7 @@ PLAIN_BLOCK = 256  # queries at a time, as mismatch/training/attention has it; a
 UTILISATION = 0.92
 LARGE_BYTES = 70 * GIB  # from here on larger batches (on an A100 vLLM keeps to the smaller)
 CPU_KV_BYTES = GIB  # VLLM_CPU_KVCACHE_SPACE as mismatch sets it
-PROMPT_CHUNK = 1024  # tokens whose prompt logprobs the GPU model runner takes at a time
+PROMPT_CHUNK = 1024  # rows of a batch whose prompt logprobs the GPU model runner takes at a time
 TRANSFORMERS_BATCH = 64  # max_num_seqs of mismatch's own engine
 
 Parts = dict[str, int]  # what is allocated at one moment -> bytes
@@ -217,6 +217,7 @@ def predict_engine(
     work: Workload,
     device: str = "cuda",
     device_bytes: int = 80 * GIB,
+    name: str = "engine",
 ) -> Prediction:
     """Return the peak bytes of the engine on one device, with the KV cache that ``work`` can use.
 
@@ -228,6 +229,7 @@ def predict_engine(
         device_bytes: memory of one GPU, which sets vLLM's default batch sizes.
     """
     own = spec.engine == "transformers"  # one device, MXFP4 dequantised
+    packed = not own and spec.weights in (AS_STORED, "mxfp4")
     b, args, split = BYTES[spec.dtype], dict(spec.args), 1 if own else spec.tensor_parallel_size
     large = device != "cpu" and device_bytes >= LARGE_BYTES
     batched, at_once = (16384, 1024) if large else (8192, 256)
@@ -244,7 +246,7 @@ def predict_engine(
         token = shape.kv_heads * (shape.head_dim + shape.value_dim) * b
         each = token * work.longest * (shape.layers + 1)
     stays = {
-        "weights": int(shape.stored_bytes(b, keeps_mxfp4=not own) / split),
+        "weights": int(shape.stored_bytes(b, keeps_mxfp4=packed) / split),
         "KV cache": CPU_KV_BYTES if device == "cpu" and not own else running * each,
     }
     # Compiled kernels keep two states of the residual stream next to the widest intermediate.
@@ -258,6 +260,6 @@ def predict_engine(
     }
     if spec.prefill:
         chunked = device != "cpu" and not own
-        scored = min(work.longest, batched, PROMPT_CHUNK if chunked else batched)
+        scored = min(batched, PROMPT_CHUNK if chunked else work.longest)
         moments["prefill rescoring"] = stays | {"logits of the prefill": scored * logit}
-    return Prediction("engine", moments)
+    return Prediction(name, moments)

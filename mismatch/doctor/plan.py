@@ -8,21 +8,22 @@ rest of the plan stays.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import NamedTuple
 
 from mismatch.doctor.fit import Fit, engine_fit, trainer_fits
 from mismatch.doctor.machine import Machine, inspect_machine, machine_with, parse_kind
-from mismatch.doctor.memory import Workload
+from mismatch.doctor.memory import BYTES, Workload
 from mismatch.errors import MismatchError, first_line
 from mismatch.experiments.scoring_passes import float32_engine, training_passes, wants_square
 from mismatch.models.config import FoundConfig, find_config
+from mismatch.models.derived import cache
 from mismatch.models.sizes import SizedModel, UnknownSize, sized
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts
-from mismatch.run.machine import in_words, placement
+from mismatch.run.machine import gib, in_words, placement
 from mismatch.run.store import TRAIN
 from mismatch.specs import CheckSpec, PromptSpec
 
@@ -31,6 +32,7 @@ CHARACTERS_PER_TOKEN = 3  # low, so that prompts are rather over- than underesti
 UNKNOWN_PROMPT_TOKENS = 512
 # Families whose predictions were compared with measured peaks (benchmarks/memory.py).
 MEASURED = ("gpt_oss", "qwen3", "qwen3_moe")
+IN_FLOAT32 = " in float32"  # behind the engine's name
 SPLITS = (2, 4, 8)  # tensor parallel sizes that a plan may choose
 
 
@@ -66,7 +68,7 @@ class Plan:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Of memory, each with the setting that would help."""
-        return tuple(text for fit in self.sides for text in fit.warnings)
+        return tuple(warnings_of(self.sides))
 
 
 def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Plan:
@@ -93,7 +95,7 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
         model=spec.rollout.engine.model,
         config_source=config.source,
         device=machine.device,
-        stages=_stages(spec, len(machine.gpus)),
+        stages=_stages(spec, len(machine.gpus), memory.float32_split),
         tokens=work.tokens,
         attention=attention,
         sides=memory.sides,
@@ -110,12 +112,23 @@ class Memory:
     """Predictions of both sides, known before anything starts.
 
     Attributes:
-        sides: the engine, unless servers are the engine, and every pass of the trainer.
+        sides: the engine, unless servers are the engine, every pass of the trainer, and the
+            engine in float32.
         notes: which parts are not predicted.
+        float32_split: the tensor parallel size at which the engine in float32 fits, if any does.
     """
 
     sides: tuple[Fit, ...] = ()
     notes: tuple[str, ...] = ()
+    float32_split: int = 0
+
+
+class Room(NamedTuple):
+    """What is left out of a check for want of memory, and why; see ``run_check``."""
+
+    left_out: dict[str, str]
+    float32_split: int = 0
+    float32_left_out: str = ""
 
 
 def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
@@ -133,9 +146,44 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
             # The engine's model may be another checkpoint than the trainer's.
             served = sized(find_config(engine.model, engine.revision, engine.layers))
             sides = (engine_fit(spec, served, work, machine), *sides)
+            exact = _float32_engine(spec)
+            if exact is not None:
+                size, fit = _float32_fit(exact, served, work, machine)
+                copied = exact.rollout.engine.weights != engine.weights
+                copy = served.stored_bytes(BYTES["bf16"], keeps_mxfp4=False)
+                notes = [f"disk: {gib(copy)} in {cache()} while the engine runs in float32"]
+                notes = [*notes * copied, *_not_predicted(shape, spec)]
+                return Memory((*sides, fit), tuple(notes), size)
     except UnknownSize as error:
         return Memory(notes=(f"memory is not predicted: {error.message}",))
     return Memory(sides, tuple(_not_predicted(shape, spec)))
+
+
+def _float32_engine(spec: CheckSpec) -> CheckSpec | None:
+    """Return the spec with its engine in float32; None: it is not started in float32."""
+    if spec.rollout.engine.servers or not wants_square(spec):
+        return None
+    exact = float32_engine(spec.rollout)
+    return None if exact is None else replace(spec, rollout=exact)
+
+
+def _float32_fit(
+    exact: CheckSpec, shape: SizedModel, work: Workload, machine: Machine
+) -> tuple[int, Fit]:
+    """Return the smallest tensor parallel size at which the engine in float32 fits, and its Fit.
+
+    A training world on other GPUs keeps these meanwhile.
+    """
+    own, gpus = exact.rollout.engine.tensor_parallel_size, len(machine.gpus)
+    shared = not placement(exact, gpus).trainer
+    most = max(own, gpus if shared else gpus - exact.nproc_per_node)
+    name = f"{exact.rollout.engine.engine}{IN_FLOAT32}"
+    fits = {
+        size: engine_fit(_split(exact, size), shape, work, machine, name)
+        for size in _sizes(own, most, shape)
+    }
+    size = next(_fitting({size: fit.level for size, fit in fits.items()}), max(fits))
+    return size, fits[size]
 
 
 def _not_predicted(shape: SizedModel, spec: CheckSpec) -> list[str]:
@@ -168,6 +216,15 @@ def refused(sides: Sequence[Fit], certain: bool = False) -> list[Fit]:
     return [fit for fit in own if fit.level == "does not fit" and (fit.certain or not certain)]
 
 
+def warnings_of(sides: Sequence[Fit]) -> list[str]:
+    """Return what is wrong, each with what would help; passes that lack the same share a line."""
+    names: dict[str, list[str]] = {}
+    for fit in sides:
+        for text in fit.warnings:
+            names.setdefault(text.removeprefix(f"{fit.side}: "), []).append(fit.side)
+    return [f"{', '.join(same)}: {text}" for text, same in names.items()]
+
+
 def left_out(sides: Sequence[Fit]) -> dict[str, str]:
     """Return passes other than the trainer's that can never fit here, and why."""
     optional = side_passes(sides)
@@ -184,23 +241,37 @@ def placed(spec: CheckSpec, machine: Machine) -> CheckSpec:
     if engine.servers or gpus < 2:
         return spec
 
-    def split(size: int) -> CheckSpec:
-        wide = replace(engine, tensor_parallel_size=size)
-        return replace(spec, rollout=replace(spec.rollout, engine=wide))
-
     own = engine.tensor_parallel_size
     try:
         shape = sized(find_config(engine.model, engine.revision, engine.layers))
         work = work_of(spec).load
         for room in (gpus - spec.nproc_per_node, gpus):
-            sizes = [n for n in (own, *SPLITS) if own <= n <= room and shape.heads % n == 0]
-            levels = {n: engine_fit(split(n), shape, work, machine).level for n in sizes}
-            for wanted in ("fits", "tight"):
-                if enough := [size for size, level in levels.items() if level == wanted]:
-                    return split(enough[0])
+            levels = {
+                size: engine_fit(_split(spec, size), shape, work, machine).level
+                for size in _sizes(own, room, shape)
+            }
+            for size in _fitting(levels):
+                return _split(spec, size)
     except MismatchError:  # the plan itself says what is wrong with the model
         pass
     return spec
+
+
+def _split(spec: CheckSpec, size: int) -> CheckSpec:
+    """Return the spec with its engine's tensor parallel size."""
+    wide = replace(spec.rollout.engine, tensor_parallel_size=size)
+    return replace(spec, rollout=replace(spec.rollout, engine=wide))
+
+
+def _sizes(own: int, most: int, shape: SizedModel) -> list[int]:
+    """Return tensor parallel sizes that can be chosen: the user's, or more."""
+    return [n for n in (own, *SPLITS) if own <= n <= most and shape.heads % n == 0]
+
+
+def _fitting(levels: Mapping[int, str]) -> Iterator[int]:
+    """Yield sizes that fit, then those that are tight, each from the smallest on."""
+    for wanted in ("fits", "tight"):
+        yield from (size for size, level in levels.items() if level == wanted)
 
 
 # ---------------------------------------------------------------- what there is to do
@@ -254,15 +325,16 @@ def _prompts(spec: PromptSpec) -> tuple[int, int, list[str]]:
     return len(prompts), max(map(tokens, prompts)), [note] if estimated else []
 
 
-def _stages(spec: CheckSpec, gpus: int) -> dict[str, str]:
+def _stages(spec: CheckSpec, gpus: int, split: int) -> dict[str, str]:
     engine, devices = spec.rollout.engine, placement(spec, gpus)
     where = in_words(devices.engine)
     runs = f"{engine.engine}, tensor parallel {engine.tensor_parallel_size}{where}: samples"
     stages = {"rollout": f"{', '.join(engine.servers)}: samples" if engine.servers else runs}
     if engine.prefill:
         stages["rollout"] += ", then rescores the same tokens by prefill"
-    if not engine.servers and wants_square(spec) and float32_engine(spec.rollout) is not None:
-        stages["rollout in float32"] = f"{engine.engine}{where}: scores the same tokens"
+    if _float32_engine(spec) is not None:
+        wide = f", tensor parallel {split}" if split > engine.tensor_parallel_size else ""
+        stages["rollout in float32"] = f"{engine.engine}{wide or where}: scores the same tokens"
     ranks = f"{spec.nproc_per_node} rank{'s' if spec.nproc_per_node > 1 else ''}"
     meanwhile = ", while the engine rescores" if devices.overlap and not spec.fixes else ""
     passes = ", ".join(item.name for item in training_passes(spec))

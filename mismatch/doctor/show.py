@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mismatch.doctor.plan import Plan, left_out
+from mismatch.doctor.plan import IN_FLOAT32, Plan, left_out
 from mismatch.run.machine import gib
 
 if TYPE_CHECKING:
@@ -15,9 +15,11 @@ STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Print a dry run; the last line says whether it fits."""
+    """Print a dry run; its second line, and the last, say whether it fits."""
     machine = plan.gpus or plan.device
     say(console, f"plan for {plan.model} on {machine} (config.json: {plan.config_source})")
+    fits = "it fits" if plan.fits else "it does not fit: see the warnings"
+    say(console, fits if plan.sides else "memory is not predicted: see what is assumed")
     stages = [*plan.stages.items(), ("the trainer's attention", plan.attention)]
     print_table(console, "stages", stages)
     print_table(console, "tokens", [(name, f"{count:,}") for name, count in plan.tokens.items()])
@@ -27,7 +29,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     device = "GPU" if plan.device == "cuda" else "rank (CPU)"
     header = ("side", "needed", "there", "", "at its highest")
     print_table(console, f"memory per {device}", rows, header)
-    for fit in (*plan.sides[:1], *sorted(plan.sides[1:], key=lambda fit: -fit.needed)[:1]):
+    trainers = [fit for fit in plan.sides[1:] if not fit.side.endswith(IN_FLOAT32)]
+    for fit in (*plan.sides[:1], *sorted(trainers, key=lambda fit: -fit.needed)[:1]):
         parts = {**fit.prediction.highest}
         parts["runtime, context, libraries"] = fit.needed - fit.prediction.peak_bytes
         sizes = [(name, gib(size)) for name, size in parts.items() if size]
@@ -35,13 +38,11 @@ def print_plan(plan: Plan, console: Console) -> None:
     print_list(console, "assumed", plan.notes)
     print_list(console, "warnings", plan.warnings)
     say(console, "")
-    if not plan.sides:
-        say(console, "memory is not predicted: see what is assumed")
-        return
     out = left_out(plan.sides)
     if out and plan.fits:
         say(console, f"left out, for want of memory: {', '.join(sorted(out))}")
-    say(console, "it fits" if plan.fits else "it does not fit: see the warnings")
+    if plan.sides:
+        say(console, fits)
 
 
 def print_table(

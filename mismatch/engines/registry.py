@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch.errors import MismatchError, did_you_mean
+from mismatch.models.config import serves_mxfp4
 from mismatch.run.hub import cached_snapshot
 from mismatch.specs import TORCH_NAMES, EngineSpec
 
@@ -70,6 +71,7 @@ ENGINES = {
     "transformers": f"{__package__}.transformers:INFO",
     "server": f"{__package__}.servers:INFO",
 }
+PACKED = ("vllm", "sglang")  # compute MXFP4 experts as they are stored
 ENTRY_POINT_GROUP = "mismatch.engines"
 
 
@@ -150,6 +152,11 @@ def check_machine(spec: EngineSpec) -> None:
         MismatchError: this machine cannot run it as ``spec`` asks.
     """
     info = engine_info(spec.engine)
+    if spec.dtype == "fp32" and spec.engine in PACKED and serves_mxfp4(spec):
+        raise MismatchError(
+            f"--dtype fp32: {spec.engine} computes MXFP4 experts in bf16 whatever it is asked for",
+            "serve the same values unpacked: --rollout-weights bf16",
+        )
     if info.preflight is not None:
         _load(spec.engine, info.preflight, info.install_hint)(spec)
 

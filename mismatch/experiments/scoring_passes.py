@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from mismatch.analysis.square import precision_of
 from mismatch.errors import MismatchError
 from mismatch.experiments.jobs import Job
-from mismatch.models.config import is_moe
-from mismatch.models.derived import is_mxfp4
+from mismatch.models.config import is_moe, serves_mxfp4
 from mismatch.run.store import (
     ALONE,
     NEW,
@@ -26,7 +24,6 @@ from mismatch.run.store import (
     WEIGHTS,
 )
 from mismatch.specs import (
-    AS_STORED,
     DTYPES,
     OWN_SCORER,
     CheckSpec,
@@ -142,8 +139,7 @@ def float32_engine(spec: RolloutSpec) -> RolloutSpec | None:
     kept = tuple(
         pair for pair in engine.args if pair[0].lstrip("-").replace("-", "_") not in REDUCING
     )
-    as_stored = engine.weights == AS_STORED and (Path(engine.model) / "config.json").is_file()
-    packed = engine.weights == "mxfp4" or (as_stored and is_mxfp4(Path(engine.model)))
+    packed = serves_mxfp4(engine)
     exact = replace(
         engine,
         dtype="fp32",

@@ -14,6 +14,7 @@ from typing import Any
 from mismatch.errors import MismatchError
 from mismatch.models import find_alias
 from mismatch.run.hub import cached_snapshot
+from mismatch.specs import AS_STORED, EngineSpec
 
 SHIPPED = "shipped with mismatch"
 MXFP4_BITS = 4.25  # 4 per value, and 8 for the scale that 32 values share
@@ -284,6 +285,16 @@ def is_moe(model: str, revision: str | None = None) -> bool | None:
     except MismatchError:
         return None
     return None if config.source == SHIPPED else config.model.experts > 0
+
+
+def serves_mxfp4(engine: EngineSpec) -> bool:
+    """Whether an engine gets experts in MXFP4, of a directory or a hub id alike."""
+    if engine.weights != AS_STORED:
+        return engine.weights == "mxfp4"
+    try:
+        return find_config(engine.model, engine.revision).model.quantised == "mxfp4"
+    except MismatchError:  # not here: nothing is known of it
+        return False
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -21,10 +21,10 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from mismatch.errors import MismatchError
 from mismatch.models.adapters import adapter_files, with_adapter
@@ -48,6 +48,7 @@ METHODS = ("fp8", "compressed-tensors", "gptq", "awq")  # that models/quantised.
 IN_LAYER = re.compile(r"(?P<stack>(?:.*?\.)?(?:layers|h|blocks))\.(?P<number>\d+)\.")
 TOWERS = re.compile("vision|visual|image|audio|encoder")  # stacks that are not the decoder's
 Spec = TypeVar("Spec", EngineSpec, TrainSpec)
+READ: dict[Path, IO[str]] = {}  # derived checkpoints that this process reads, locked
 
 
 def in_form(spec: Spec) -> Spec:
@@ -64,6 +65,25 @@ def in_form(spec: Spec) -> Spec:
         return spec
     model = derive(_local(spec), spec.weights, spec.layers, adapter, exact=spec.dtype == "fp32")
     return replace(spec, model=str(model), revision=None)
+
+
+@contextmanager
+def in_form_while(spec: EngineSpec) -> Iterator[EngineSpec]:
+    """As :func:`in_form`; a checkpoint that is made here is deleted behind the block.
+
+    It stays where another process reads it, or where it was there already.
+    """
+    before = set(cache().glob("*"))
+    made = in_form(spec)
+    try:
+        yield made
+    finally:
+        target = Path(made.model)
+        if target.parent == cache() and target not in before:
+            READ.pop(target).close()
+            with open(target.with_suffix(".read"), "w") as lock, suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(target)
 
 
 def derive(
@@ -95,11 +115,20 @@ def derive(
         hashes, what = hashes | adapter_files(adapter.path), f"{what}-adapter{'-fp32' * exact}"
     text = json.dumps([what, sorted(hashes.items())])
     target = cache() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}-{what}"
-    if not _whole(target):
+    while not (_whole(target) and _reading(target)):
         with _writing(target), _alone(target):
             if not _whole(target):
                 _write(source, target, form, layers, hashes, adapter, exact)
     return target
+
+
+def _reading(target: Path) -> bool:
+    """Hold a derived checkpoint until this process ends; False: it was deleted just before."""
+    with suppress(OSError):  # a cache that cannot be written to: nobody deletes from it
+        if target not in READ:
+            READ[target] = open(target.with_suffix(".read"), "w")  # noqa: SIM115 (of this process)
+            fcntl.flock(READ[target], fcntl.LOCK_SH)
+    return _whole(target)
 
 
 def layers_held(directory: Path | None) -> dict[str, list[int]]:

@@ -47,11 +47,15 @@ def run_check(
     command: str = "",
     write: Writer | None = None,
     left_out: Mapping[str, str] | None = None,
+    float32_split: int = 0,
+    float32_left_out: str = "",
 ) -> Report:
     """After :func:`preflight`: run every stage that is not done, write every artefact.
 
     Args:
         left_out: passes other than the trainer's that are not run, and why.
+        float32_split: tensor parallel size of the engine in float32; 0: as it samples.
+        float32_left_out: why it does not run in float32; "": it does.
         write: called with the run directory, the report and the token table while the directory
             is still held; None: the report is only returned.
 
@@ -59,7 +63,9 @@ def run_check(
         MismatchError: a stage failed; what was written before stays, to be resumed.
     """
     with at_work(run_dir, "check", spec, command) as journal:
-        stages = Stages(spec, run_dir, narrator, journal, wants_square(spec))
+        stages = Stages(
+            spec, run_dir, narrator, journal, wants_square(spec), float32_split, float32_left_out
+        )
         stages.count.total = 1  # the comparison
         passes = [pass_ for pass_ in training_passes(spec) if pass_.name not in (left_out or {})]
         if spec.fixes:

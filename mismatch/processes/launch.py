@@ -53,14 +53,17 @@ ROOT = Path(__file__).parents[2]
 
 # What containers set to have TF32 in place of float32 (NVIDIA's NGC images).
 EXACT = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "NVIDIA_TF32_OVERRIDE": "0"}
+# Triton's products of float32 are TF32 unless told: vLLM's attention and experts in float32.
+EXACT_TRITON = {"TRITON_F32_DEFAULT": "ieee"}
 
 
 def rendezvous_args() -> list[str]:
     """Return how the ranks of one machine find each other."""
+    here = ["--nnodes", "1", "--node-rank", "0"]  # whatever PET_NNODES says of a pod
     port = os.environ.get("MASTER_PORT")
     if port is None:
-        return ["--standalone"]
-    return ["--master-addr", "127.0.0.1", "--master-port", port]
+        return [*here, "--standalone"]
+    return [*here, "--master-addr", "127.0.0.1", "--master-port", port]
 
 
 def package_path() -> dict[str, str]:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,10 +23,12 @@ from mismatch.errors import MismatchError
 from mismatch.experiments import beyond
 from mismatch.experiments.jobs import Job
 from mismatch.experiments.scoring_passes import by_load, float32_engine
+from mismatch.models.derived import cache
 from mismatch.processes.adapter import missing_corner, prepared, scoring_of
 from mismatch.processes.exchange import column_of, read_scores, require_file
 from mismatch.processes.launch import (
     EXACT,
+    EXACT_TRITON,
     Worker,
     engine_python,
     finish,
@@ -36,6 +38,7 @@ from mismatch.processes.launch import (
     worker_path,
 )
 from mismatch.processes.tasks import (
+    FLOAT32_ENGINE,
     EngineSession,
     EngineTask,
     Guide,
@@ -127,6 +130,8 @@ class Stages:
     narrator: Narrator
     journal: Journal
     square: bool = False  # whether the engine is started once more, in float32
+    float32_split: int = 0  # its tensor parallel size then; 0: as it sampled
+    float32_left_out: str = ""  # why it does not fit here
     count: Count = field(default_factory=Count)
 
     @cached_property
@@ -291,9 +296,12 @@ class Stages:
         """
         session = EngineSession(self.run_dir, spec, tasks or (Sample(),), label)
         path = write_session(session)
-        command, env = engine_command(spec.engine, self.placement, WORKER, path)
+        where = self.placement
+        if spec.engine.tensor_parallel_size > self.spec.rollout.engine.tensor_parallel_size:
+            where = placement(replace(self.spec, rollout=spec), local_gpus())
+        command, env = engine_command(spec.engine, where, WORKER, path)
         # With separate GPUs the engine leaves them to nobody, and others' change meanwhile.
-        before = [] if self.placement.engine else free_gpu_bytes()
+        before = [] if where.engine else free_gpu_bytes()
         with started(label, command, self.run_dir, env=env) as worker:
             yield worker
         if held := still_held(before):
@@ -398,6 +406,8 @@ def engine_command(
     """Return the same of an engine's process."""
     command = [engine_python(spec), "-m", module, str(job)]
     env = worker_path(job.parent) if own_python(spec) else {}
+    if spec.dtype == "fp32":
+        env |= EXACT | EXACT_TRITON
     return command, env | visible_as(where.engine) | dict(spec.env)
 
 
@@ -427,7 +437,7 @@ def weight_bytes(model: str, *patterns: str) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-LABEL = "float32-engine"
+LABEL = FLOAT32_ENGINE
 FACTOR, RESERVE = 5, 3 << 30  # float32 next to bf16 files, and what the process itself takes
 
 
@@ -438,6 +448,8 @@ def score_in_float32(stages: Stages, *beside: Worker) -> None:
         spec = float32_engine(stages.spec.rollout)
         if spec is None:
             return
+        split = stages.float32_split or spec.engine.tensor_parallel_size
+        spec = replace(spec, engine=replace(spec.engine, tensor_parallel_size=split))
         tasks = [Score(f"{spec.engine.engine}:{FLOAT32}")]
         if (run_dir / LONG / store.ROLLOUT).exists():
             tasks.append(Score(f"{spec.engine.engine}:{LONG_MODE}", LONG))
@@ -451,7 +463,14 @@ def score_in_float32(stages: Stages, *beside: Worker) -> None:
         if not tasks:
             return
         error_path(run_dir, LABEL).unlink(missing_ok=True)
+        if stages.float32_left_out:
+            raise MismatchError(stages.float32_left_out)
         require_memory(spec)
+        if spec.engine.weights != stages.spec.rollout.engine.weights:
+            stages.narrator.note(
+                f"the engine in float32 reads a copy of the weights in {spec.engine.weights}, kept "
+                f"in {cache()} while it runs"
+            )
         title = f"rollout: {spec.engine.engine} in float32 scores the same tokens"
         with stages.engine(spec, LABEL, *tasks) as worker:
             stages.wait(worker, LABEL, title, *beside)

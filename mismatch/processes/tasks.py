@@ -21,6 +21,7 @@ from mismatch.run import store
 from mismatch.specs import RolloutSpec
 
 POLL_S = 0.05
+FLOAT32_ENGINE = "float32-engine"  # label of the session that scores a run's tokens in float32
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ def cards() -> tuple[Card, ...]:
 def visible_cards() -> tuple[Card, ...]:
     """Return the GPUs that a process started here would see, in its order.
 
-    torch is asked, in a process of its own, for slices of a GPU and where the driver has devices
+    torch is asked, in a separate process, for slices of a GPU and where the driver has devices
     but nvidia-smi is missing or too slow.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

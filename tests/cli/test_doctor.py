@@ -83,6 +83,7 @@ def test_the_plan_counts_what_the_run_would_do():
         "fsdp:fp32",
         "reference:fp32",
         "plain:bf16",
+        "vllm in float32",
     ]
     assert list(run_plan.stages)[:2] == ["rollout", "rollout in float32"]
     quick = plan(replace(spec(max_tokens=100), quick=True), machine())
@@ -142,7 +143,9 @@ def test_released_models_are_checked_whole_on_their_machines(model, gpus):
         "fsdp:grad",
         "reference:fp32",
     }
-    assert [s.prediction.side for s in run_plan.sides if s.level == "does not fit"] == []
+    # 20.9 billion parameters in float32 are 78 GiB; eight GPUs share those of the larger model.
+    lacking = ["vllm in float32"] if gpus[0] == "1" else []
+    assert [s.side for s in run_plan.sides if s.level == "does not fit"] == lacking
     assert run_plan.fits
 
 
@@ -175,7 +178,7 @@ def test_offloading_moves_the_shards_to_the_host():
         for offload in (False, True)
     )
     assert moved.sides[1].needed < plain.sides[1].needed - 35 * GIB
-    host = moved.sides[-1]
+    (host,) = (side for side in moved.sides if side.side == "host memory")
     assert (host.prediction.side, host.level) == ("host memory", "fits")
     small = plan(spec("gpt-oss-20b", ranks=1, offload=True), machine(gpus=1, ram_gib=32))
     assert not small.fits

@@ -10,7 +10,7 @@ import pytest
 import transformers.modeling_utils  # noqa: F401  sizes are then counted in this process
 
 from benchmarks.memory import CASES, MEASURED, predict
-from mismatch.cli.session import passes_without_room
+from mismatch.cli.session import room_for
 from mismatch.doctor import fit
 from mismatch.doctor.memory import (
     GIB,
@@ -216,10 +216,10 @@ def test_kv_cache_is_for_the_sequences_that_run_at_once():
     assert part(small, "sampling", "KV cache") == 10 * GPT.kv_elements(1000)
 
 
-def test_prefill_rescoring_needs_the_logits_of_a_whole_sequence():
+def test_prefill_rescoring_needs_the_logits_of_a_chunk_of_the_batch():
     prediction = predict_engine(GPT, EngineSpec(), Workload((1000,) * 10))
     logits = part(prediction, "prefill rescoring", "logits of the prefill")
-    assert logits == 1000 * GPT.vocab * (2 + 4 + 4)
+    assert logits == 1024 * GPT.vocab * (2 + 4 + 4)
     without = predict_engine(GPT, EngineSpec(prefill=False), Workload((1000,) * 10))
     assert "prefill rescoring" not in without.moments
 
@@ -274,7 +274,7 @@ def test_a_check_warns_before_memory_runs_out_and_stays_silent_where_it_does_not
         model = resolve_model(name)
         spec = CheckSpec(RolloutSpec(EngineSpec(model=model)), TrainSpec(model=model))
         try:
-            passes_without_room(spec, force=False)
+            room_for(spec, force=False)
         except MismatchError:
             return True
         return False

@@ -507,6 +507,7 @@ class Starter:
     def __init__(self, run_dir: Path, spec: CheckSpec, error: MismatchError | None = None) -> None:
         self.run_dir, self.spec, self.error = run_dir, spec, error
         self.started: list[RolloutSpec] = []
+        self.float32_split, self.float32_left_out = 0, ""
         self.notes: list[str] = []
         self.narrator = self
 

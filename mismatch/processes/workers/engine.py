@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,15 @@ from mismatch.engines.base import Capabilities, Engine
 from mismatch.engines.model_info import CauseInLog
 from mismatch.engines.registry import engine_class, with_adapter_way
 from mismatch.errors import MismatchError, first_line, named_line
-from mismatch.models.derived import in_form
-from mismatch.processes.tasks import EngineSession, ReadCache, Sample, Score, ScoreLong
+from mismatch.models.derived import in_form, in_form_while
+from mismatch.processes.tasks import (
+    FLOAT32_ENGINE,
+    EngineSession,
+    ReadCache,
+    Sample,
+    Score,
+    ScoreLong,
+)
 from mismatch.processes.workers.sampling import (
     Ready,
     ready_for,
@@ -63,7 +71,8 @@ def work(session: EngineSession) -> int:
             run(run_dir, spec, next((task for task in tasks if isinstance(task, ScoreLong)), None))
         else:
             cache = next((task.file for task in tasks if isinstance(task, ReadCache)), None)
-            score(run_dir, spec, [task for task in tasks if isinstance(task, Score)], cache)
+            scored = [task for task in tasks if isinstance(task, Score)]
+            score(run_dir, spec, scored, cache, brief=session.label == FLOAT32_ENGINE)
 
     return reported(run_dir, session.label, tasks_done)
 
@@ -154,12 +163,17 @@ def stop_at(engine: Engine, ready: Ready) -> None:
 
 
 def score(
-    run_dir: Path, spec: RolloutSpec, tasks: Sequence[Score], cache: str | None = None
+    run_dir: Path,
+    spec: RolloutSpec,
+    tasks: Sequence[Score],
+    cache: str | None = None,
+    brief: bool = False,
 ) -> None:
     """Score the tokens of a run by prefill, with an engine that need not have sampled them.
 
     Args:
         cache: document for what the engine gives with its prefix cache and without.
+        brief: a copy of the weights in another form is deleted afterwards.
 
     Raises:
         MismatchError: an engine that cannot rescore as it sampled, or runs in another
@@ -179,7 +193,11 @@ def score(
         rows = np.unique(own.prompt_index, return_index=True)[1][:MOST_PROMPTS]
         prompts = [sequences[row][: int(np.flatnonzero(masks[row])[0])].tolist() for row in rows]
         longest = max(longest, artefacts.context_of(max(map(len, prompts))))
-    with kind(in_form(with_adapter_way(spec.engine)), spec.sampling, longest) as engine:
+    in_its_form = in_form_while if brief else lambda spec: nullcontext(in_form(spec))
+    with (
+        in_its_form(with_adapter_way(spec.engine)) as served,
+        kind(served, spec.sampling, longest) as engine,
+    ):
         report_ready()
         for task, rollout in zip(tasks, rollouts, strict=True):
             with timed("prefill"):

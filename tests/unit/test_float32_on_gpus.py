@@ -1,0 +1,228 @@
+"""The engine in float32 where there are GPUs: its weights, its memory, its environment."""
+
+from __future__ import annotations
+
+import fcntl
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers.modeling_utils  # noqa: F401  sizes are then counted in this process
+from rich.console import Console
+
+from mismatch.doctor.fit import WIDER
+from mismatch.doctor.machine import Gpu, Machine, inspect_machine, machine_with, parse_kind
+from mismatch.doctor.memory import Workload, predict_engine
+from mismatch.doctor.plan import left_out, memory_of, plan
+from mismatch.doctor.show import print_plan
+from mismatch.engines.registry import check_machine
+from mismatch.errors import MismatchError
+from mismatch.experiments.scoring_passes import float32_engine
+from mismatch.models import derived, resolve_model
+from mismatch.models.config import find_config, serves_mxfp4
+from mismatch.models.derived import in_form, in_form_while
+from mismatch.models.sizes import sized
+from mismatch.processes.launch import EXACT, EXACT_TRITON
+from mismatch.processes.stages import engine_command, score_in_float32
+from mismatch.processes.tasks import FLOAT32_ENGINE
+from mismatch.run.machine import Placement
+from mismatch.run.messages import read_error
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
+from tests.checkpoints import make_mxfp4
+from tests.unit.test_square import SPEC, Starter
+
+GIB = 1 << 30
+HUB = resolve_model("gpt-oss-20b")  # an id: no directory
+
+
+def check(model: str = HUB, ranks: int = 1, **engine: Any) -> CheckSpec:
+    return CheckSpec(
+        RolloutSpec(EngineSpec(model=model, **engine)), TrainSpec(model), nproc_per_node=ranks
+    )
+
+
+def gpus(text: str) -> Machine:
+    return machine_with(inspect_machine(), *parse_kind(text))
+
+
+# ---------------------------------------------------------------- its weights
+
+
+def test_a_hub_id_and_a_directory_are_unpacked_alike(tmp_path: Path) -> None:
+    directory = make_mxfp4(tmp_path / "released", tmp_path / "plain")
+    for model in (HUB, str(directory)):
+        exact = float32_engine(check(model).rollout)
+        assert exact is not None
+        assert (exact.engine.weights, exact.engine.dtype) == ("bf16", "fp32")
+    for model in (str(tmp_path / "plain"), "someone/unknown"):
+        exact = float32_engine(check(model).rollout)
+        assert exact is not None
+        assert exact.engine.weights == "as-stored"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_mxfp4_in_float32_is_refused_before_it_runs(engine: str) -> None:
+    spec = EngineSpec(engine, HUB, dtype="fp32")
+    assert serves_mxfp4(spec)
+    with pytest.raises(MismatchError) as refused:
+        check_machine(spec)
+    assert "--rollout-weights bf16" in refused.value.fix
+    check_machine(replace(spec, weights="bf16"))
+
+
+def test_a_copy_is_deleted_behind_the_engine_unless_it_was_there_or_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MISMATCH_CACHE", str(tmp_path / "cache"))
+    model = make_mxfp4(tmp_path / "released", tmp_path / "plain")
+    spec = EngineSpec("vllm", str(model), dtype="fp32", weights="bf16")
+
+    def again() -> None:  # as in a new process
+        for file in derived.READ.values():
+            file.close()
+        derived.READ.clear()
+
+    with in_form_while(spec) as served:
+        copy = Path(served.model)
+        assert (copy / "config.json").exists()
+    assert not copy.exists()
+    again()
+    with in_form_while(spec), open(copy.with_suffix(".read"), "w") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        other_stays = other.fileno()
+        derived.READ[tmp_path] = open(copy.with_suffix(".read"))  # noqa: SIM115
+        fcntl.flock(derived.READ[tmp_path], fcntl.LOCK_SH)
+    assert other_stays
+    assert copy.exists()
+    again()
+    with in_form_while(spec):
+        pass
+    assert copy.exists()  # it was there before
+    assert in_form(spec).model == str(copy)
+    again()
+
+
+# ---------------------------------------------------------------- its environment
+
+
+def test_float32_is_no_tf32_in_the_engines_process(tmp_path: Path) -> None:
+    def env(dtype: Any) -> dict[str, str]:
+        job = tmp_path / "jobs" / "job.json"
+        return engine_command(EngineSpec(dtype=dtype), Placement(), "m", job)[1]
+
+    assert env("fp32").items() >= (EXACT | EXACT_TRITON).items()
+    assert EXACT_TRITON == {"TRITON_F32_DEFAULT": "ieee"}
+    assert not env("bf16").keys() & (EXACT | EXACT_TRITON).keys()
+
+
+def test_triton_takes_that_name_for_its_products() -> None:
+    """Of the wheel, where it is here: what a product of float32 is unless told."""
+    triton = pytest.importorskip("triton", reason="engine: triton comes with CUDA wheels")
+    knobs = Path(triton.__file__).parent
+    assert any("TRITON_F32_DEFAULT" in path.read_text("utf-8") for path in knobs.rglob("*.py"))
+
+
+# ---------------------------------------------------------------- its memory
+
+
+def sides(spec: CheckSpec, machine: Machine) -> dict[str, Any]:
+    return {fit.side: fit for fit in memory_of(spec, machine).sides}
+
+
+def test_the_plan_has_a_row_for_it_and_the_disk_of_its_copy() -> None:
+    planned = plan(check(), gpus="1xH100-80GB")
+    fits = {fit.side: fit for fit in planned.sides}
+    exact = fits["vllm in float32"]
+    assert 77 * GIB < exact.prediction.highest["weights"] < 79 * GIB  # 20.9 B parameters
+    assert exact.level == "does not fit"
+    assert planned.fits  # a check can do without it
+    assert "vllm in float32" in left_out(planned.sides)
+    assert any("39.0 GiB" in note for note in planned.notes)
+    assert not any("39.0 GiB" in note for note in plan(check(resolve_model("tiny-gpt-oss"))).notes)
+
+
+@pytest.mark.parametrize(
+    ("machine", "ranks", "split"),
+    [("8xH100-80GB", 8, 2), ("2xH100-80GB", 2, 2), ("8xH100-80GB", 7, 1), ("8xH200-141GB", 4, 1)],
+)
+def test_it_is_split_until_it_fits(machine: str, ranks: int, split: int) -> None:
+    memory = memory_of(check(ranks=ranks), gpus(machine))
+    assert memory.float32_split == split
+    exact = memory.sides[-1]
+    # Seven GPUs are the trainer's, which holds them meanwhile: the eighth is too small.
+    assert (exact.level == "does not fit") is (ranks == 7)
+    stage = plan(check(ranks=ranks), gpus=machine).stages["rollout in float32"]
+    assert (f"parallel {split}" in stage) is (split > 1)
+
+
+def test_unpacked_experts_take_what_they_take() -> None:
+    packed, bf16 = (
+        memory_of(check(weights=form), gpus("1xH100-80GB")).sides[0].prediction.highest["weights"]
+        for form in ("as-stored", "bf16")
+    )
+    assert (packed // GIB, bf16 // GIB) == (12, 38)
+
+
+def test_different_gpus_are_planned_by_the_smallest() -> None:
+    big, small = (Gpu(str(gib), gib * GIB, (gib - 1) * GIB, "580") for gib in (80, 24))
+    mixed = Machine(8, 64 * GIB, 64 * GIB, (big, small))
+    same = replace(mixed, gpus=(small, small))
+    assert [f.capacity for f in memory_of(check(ranks=2), mixed).sides] == [
+        f.capacity for f in memory_of(check(ranks=2), same).sides
+    ]
+
+
+def test_what_does_not_fit_is_left_out_with_its_reason_and_starts_nothing(tmp_path: Path) -> None:
+    starter = Starter(tmp_path, SPEC)
+    starter.float32_left_out = "80 GiB needed"
+    score_in_float32(starter)
+    assert starter.started == []
+    left = read_error(tmp_path, FLOAT32_ENGINE)
+    assert left is not None
+    assert left.message == "80 GiB needed"
+    starter.float32_left_out, starter.float32_split = "", 4
+    score_in_float32(starter)
+    assert [spec.engine.tensor_parallel_size for spec in starter.started] == [4]
+
+
+# ---------------------------------------------------------------- what would help
+
+
+def test_no_setting_that_is_in_use_is_a_remedy() -> None:
+    def warnings(**train: Any) -> str:
+        model = resolve_model("gpt-oss-120b")
+        spec = CheckSpec(RolloutSpec(EngineSpec(model=model)), TrainSpec(model, **train))
+        return plan(replace(spec, nproc_per_node=1), gpus="1xH100-80GB").warnings[1]
+
+    assert "--offload" in warnings()
+    assert "--master-dtype auto" in warnings(master_dtype="fp32")
+    assert "--master-dtype auto" not in warnings()
+    assert "--offload" not in " ".join(plan_of_offloaded())
+    assert WIDER not in " ".join(plan(check(dtype="fp32", weights="bf16"), gpus="H100").warnings)
+    spec = check(dtype="fp32", weights="bf16", ranks=2, tensor_parallel_size=2)
+    two = plan(spec, gpus="2xA100-40GB").warnings
+    assert WIDER not in " ".join(two)  # both GPUs are the engine's
+
+
+def plan_of_offloaded() -> tuple[str, ...]:
+    model = resolve_model("gpt-oss-120b")
+    spec = CheckSpec(RolloutSpec(EngineSpec(model=model)), TrainSpec(model, offload=True))
+    small = replace(gpus("1xH100-80GB"), ram_bytes=64 * GIB, ram_free_bytes=64 * GIB)
+    return plan(replace(spec, nproc_per_node=1), small).warnings
+
+
+def test_prompt_logprobs_take_a_chunk_of_the_batch_however_short_a_prompt_is() -> None:
+    shape = sized(find_config(HUB))
+    work = Workload((271,) * 64)
+    logits = predict_engine(shape, EngineSpec(model=HUB), work).moments["prefill rescoring"]
+    (part,) = (size for name, size in logits.items() if name.startswith("logits"))
+    assert part == 1024 * 201_088 * (2 + 8)
+
+
+def test_whether_it_fits_stands_first(capsys: pytest.CaptureFixture[str]) -> None:
+    for model, first in ((HUB, "it fits"), (resolve_model("gpt-oss-120b"), "it does not fit")):
+        print_plan(plan(check(model), gpus="H100"), Console())
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1].startswith(first)
+        assert lines[-1].startswith(first)
