@@ -275,7 +275,8 @@ def preflight_training(
     if spec.scorer == FILE_SCORER:
         require_file(spec.scorer_config)
     gpus = local_gpus()
-    if gpus and nproc_per_node > gpus:
+    given = gpus == 1 and not meets  # by a launcher, to each rank (srun --gpus-per-task=1)
+    if gpus and nproc_per_node > gpus and not given:
         fault = f"--nproc-per-node is {nproc_per_node}, this machine has {gpus} GPUs"
         raise MismatchError(fault, f"one rank needs one GPU: --nproc-per-node {gpus}, or fewer")
     if meets and nproc_per_node % spec.sequence_parallel:

@@ -20,6 +20,7 @@ from mismatch.run.messages import clear_errors, error_path, pass_label
 from mismatch.specs import OWN_SCORER, Pass
 
 PORT = "29500"  # torch's own default
+POD = {"PET_NNODES"}  # of torchrun's variables that which Kubeflow's operator sets for every pod
 SLURM = {
     "RANK": "SLURM_PROCID",
     "LOCAL_RANK": "SLURM_LOCALID",
@@ -47,7 +48,8 @@ def launched() -> Launched | None:
     taken, and put under torch's names; MASTER_ADDR is the user's to set.
 
     Raises:
-        MismatchError: a step of several tasks without MASTER_ADDR, or numbers that are none.
+        MismatchError: a step of several tasks without MASTER_ADDR, places of pods and not of
+            ranks, or numbers that are none.
     """
     environment = os.environ
     if "RANK" not in environment and int(environment.get(SLURM["WORLD_SIZE"], "1")) > 1:
@@ -61,6 +63,10 @@ def launched() -> Launched | None:
         environment.setdefault("LOCAL_WORLD_SIZE", tasks)
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys():
         return None
+    if "LOCAL_RANK" not in environment and environment.keys() >= POD:
+        fault = "RANK and WORLD_SIZE count pods here (Kubeflow's PET_NNODES is set), not ranks"
+        fix = "in every pod: torchrun --no-python mismatch score …; torchrun reads PET_*"
+        raise MismatchError(fault, fix)
     try:
         rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         return Launched(rank, size, int(environment.get("LOCAL_WORLD_SIZE", size)))

@@ -223,6 +223,9 @@ def _device() -> torch.device:
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", 0))
     count = torch.cuda.device_count()
+    # srun --gpus-per-task=1 shows a single GPU to every rank, torchrun all of them.
+    if count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        os.environ["LOCAL_RANK"], local = "0", 0
     if local >= count:
         fault = f"rank {local} of this machine has no GPU: there are {count}"
         raise MismatchError(fault, f"lower --nproc-per-node to {count}")

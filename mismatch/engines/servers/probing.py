@@ -26,6 +26,11 @@ TEXTS = (
     "def mean(values):\n    total = sum(values)\n    return total / len(values)\n\n\nclass",
     "Dear all, thank you for coming. Before we begin, here are three things to keep in mind: first",
 )
+# The MXFP4 kernel of a Hopper or Ampere GPU gives no routes unless our extension is imported.
+EXTENDED = (
+    " (for gpt-oss on a GPU also --worker-extension-cls "
+    "mismatch.engines.vllm.worker.WorkerExtension, or --moe-backend marlin)"
+)
 TOP = 5
 PROBE_TOKENS = 64  # of each text at most
 COLD = 0.5  # temperature at which tempered logprobs are distinguished from raw logprobs
@@ -93,7 +98,7 @@ async def examine(server: Server, layout: ExpertLayout | None) -> None:
     else:
         server.reasons["routed_experts"] = (
             f"the {server.kind} server returns no routed experts; start it with "
-            "--enable-return-routed-experts"
+            "--enable-return-routed-experts" + EXTENDED * (server.kind == "vllm")
         )
     try:
         await server.score(ids, 1)

@@ -6,11 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch.codec import to_json
@@ -150,6 +152,7 @@ def examine(
             fix = IN_A_CLONE if name in TRAINER else engine_info(name).install_hint
             what = f"{package.distribution} {package.version} cannot be used: {package.error}"
             problems.append(Problem(what, fix))
+    problems += _missing_compiler(machine)
     try:
         preflight(spec, reach=False)
         if spec.train.model:
@@ -159,6 +162,16 @@ def examine(
     except MismatchError as error:
         problems.append(Problem(error.message, error.fix))
     return Diagnosis(machine, installed, tuple(problems), planned)
+
+
+def _missing_compiler(machine: Machine) -> Iterator[Problem]:
+    """Yield what Triton lacks to compile its launchers with, which it does while a model runs."""
+    if not machine.gpus:
+        return
+    if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+        yield Problem("Triton finds no C compiler", "apt-get install gcc, or set CC")
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        yield Problem("Triton finds no Python.h", "apt-get install python3-dev")
 
 
 def _missing_weights(spec: CheckSpec) -> Iterator[Problem]:

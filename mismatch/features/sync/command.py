@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
@@ -40,6 +40,7 @@ PROBE_FLAGS = (
 ENGINE_OPTIONS = (
     *(option for option in ENGINE_FLAGS if option.name in ("vllm_python", "sglang_python")),
     *flags_of(EngineSpec, "dtype tensor_parallel_size gpu_memory_utilization max_model_len args"),
+    replace(flags_of(EngineSpec, "weights")[0], kind=Literal["as-stored", "bf16"]),
 )
 PROBE_OUTPUT = (
     Option("out", Path | None, OUTPUT, "Directory of the probe; default: runs/TIME-MODEL."),
@@ -126,21 +127,26 @@ def plan(spec: SyncSpec) -> int:
     import psutil
 
     from mismatch.doctor.memory import BYTES
-    from mismatch.models.config import find_config
+    from mismatch.models.config import find_config, serves_mxfp4
     from mismatch.models.sizes import sized
     from mismatch.models.weight_states import Checkpoint
     from mismatch.reports.formatting import memory
 
     engine, directory = spec.engine, model_directory(spec.engine)
     shape = sized(find_config(engine.model, engine.revision))
-    size = shape.parameters * BYTES[engine.dtype]
+    packed = serves_mxfp4(engine)
+    size = shape.stored_bytes(BYTES[engine.dtype], keeps_mxfp4=packed)
+    trainer = shape.stored_bytes(BYTES[engine.dtype], keeps_mxfp4=False) * spec.trainer
     here = directory is not None and any(directory.glob("*.safetensors"))
     names = len(Checkpoint(directory, spec.seed).names()) if here else 0  # type: ignore[arg-type]
     typer.echo(f"model    {engine.model}: {f'{names} tensors' if here else 'weights not here'}")
     typer.echo(f"push     3 times by {spec.push or spec.path} of {engine.engine}")
+    pushed = shape.parameters - shape.packed_parameters * packed
+    rest = f"; {shape.packed_parameters:,} in MXFP4 stay: --rollout-weights bf16" if packed else ""
+    typer.echo(f"numbers  {pushed:,} parameters{rest}")
     if spec.path in ON_DISK and spec.push is None:
         typer.echo(f"disk     {memory(size)}, one state at a time")
-    beside = {"trainer": size * spec.trainer, "largest tensor": shape.largest_tensor * UPDATE_BYTES}
+    beside = {"trainer": trainer, "largest tensor": shape.largest_tensor * UPDATE_BYTES}
     parts = " and ".join(f"{name} {memory(part)}" for name, part in beside.items() if part)
     needed, free = memory(sum(beside.values())), memory(psutil.virtual_memory().available)
     typer.echo(f"memory   the engine's, and {needed} ({parts}); {free} are free")

@@ -20,6 +20,7 @@ from mismatch.processes.launch import (
     own_python,
     started,
 )
+from mismatch.run.machine import engine_gpus, local_gpus, visible_as
 from mismatch.run.store import read_json, write_json
 from mismatch.types import Floats, NotTested
 
@@ -35,10 +36,17 @@ def run_probe(run_dir: Path, spec: SyncSpec, progress: Progress) -> SyncReport:
         MismatchError: the engine does not start, or refuses the first push.
     """
     trainer: MismatchError | None = None
-    with started(*_worker(run_dir, spec, "engine"), progress, _environment(spec)) as engine:
+    gpus, own = local_gpus(), engine_gpus(spec.engine)
+    apart = gpus > own  # the engine takes the last, the trainer the first; else both in turn
+    places, first = (tuple(range(gpus - own, gpus)), (0,)) if apart else ((), ())
+    env = _environment(spec) | visible_as(places)
+    with started(*_worker(run_dir, spec, "engine"), progress, env) as engine:
+        if gpus and not apart:
+            finish(engine)
         if spec.trainer:
             try:
-                with started(*_worker(run_dir, spec, "trainer")) as beside:
+                side = _worker(run_dir, spec, "trainer")
+                with started(*side, env=visible_as(first)) as beside:
                     finish(beside, engine)
             except MismatchError as error:
                 engine.ended()  # the engine's failure comes first
