@@ -356,3 +356,18 @@ def test_both_sides_state_what_their_loaded_models_compute_with(default_run):
     assert sides["fsdp"]["cast_forward_inputs"] is True
     assert default_run.report["causes"]["ranked"] == []
     assert default_run.report["causes"]["failures"] == []
+
+
+def test_an_engine_in_a_separate_process_gives_all_that_it_gives_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where vLLM's core is another process: all calls go through msgpack."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    run = run_check(tmp_path / "run", *SMALL)
+    run.require_judged()
+    assert "(EngineCore pid=" in (run.directory / "logs" / "engine.log").read_text()
+    assert run.report["verdict"]["fitness"]["status"] == "healthy", run.output
+    assert run.value("exact_kl") < 0.002
+    for name in ("routing/vllm-decode.safetensors", "scores/vllm-prefill.parquet"):
+        assert (run.directory / name).stat().st_size > 0, name
+    assert all("routing" not in entry["what"] for entry in run.report["not_tested"])
