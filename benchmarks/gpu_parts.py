@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ import torch
 
 from mismatch.engines.distribution_capture import stable_top_k
 from mismatch.models.digests import digest_tensor
+from mismatch.run import store
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training.attention.resolve import OUR_KERNELS, register_kernels
 from mismatch.training.attention.trial import Geometry, try_kernel
@@ -35,10 +37,34 @@ from mismatch.training.packing import Batch, collate, plan_batches
 from mismatch.training.routing.capture import recording
 from mismatch.training.score import score_pass
 from mismatch.training.scorer import Scorer
-from tests.checkpoints import configuration, make, rollout
+from mismatch.types import Rollout, Routing
+from tests.checkpoints import configuration, make, make_mxfp4, rollout
 
 MIB = 1 << 20
 HEADS = Geometry(64, 8, 64, 64, True, True, 0.125)  # gpt-oss-20b's
+# gpt-oss-20b's layer. Its width decides which kernel vLLM takes.
+WIDE = {
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+}
+SHORT = ("--num-prompts", "16", "--samples-per-prompt", "2", "--max-tokens", "64")
+EAGER, MARLIN = "enforce_eager=true", "moe_backend=marlin"
+VARIANTS = {  # the float32 engine and the noise floor once: ten minutes in all
+    "auto with CUDA graphs": (),
+    "auto, eager": ("--quick", "--engine-arg", EAGER),
+    "Marlin, eager": ("--quick", "--engine-arg", EAGER, "--engine-arg", MARLIN),
+    "auto on two GPUs": ("--quick", "--tensor-parallel-size", "2"),
+}
+COMPARED = ("auto, eager", "Marlin, eager")
+# What no check of this size tests; and what a quick check leaves out.
+EXPECTED = ("sharding", "positions beyond", "multi-turn", "weight sync", "sequence weights")
+QUICK = ("rounding or fault",)
+AGREE = 0.99  # attention's own noise moves choices that all but tie
 FLASH = {
     "FlashAttention 2": ("flash_attention_2", False),  # takes no sinks: it must be found out
     "FlashAttention 3 with sinks": ("kernels-community/vllm-flash-attn3", True),
@@ -89,7 +115,7 @@ def answers(world: World) -> Iterator[Answer]:
     for kernel in ("sink-sdpa", "flex_attention"):
         yield ask(f"{kernel} runs all kinds of passes", partial(passes_with, kernel, device))
     yield ask("bf16 at rest is float32 at rest, bit for bit", lambda: masters(world))
-    yield ask("vLLM: a whole check of tiny-gpt-oss", lambda: whole_check(device))
+    yield from whole_checks(device)
 
 
 def need_cuda(device: torch.device) -> None:
@@ -139,6 +165,8 @@ def flash(kernel: str, sinks: bool, device: torch.device) -> str:
 
 def triton_ties(device: torch.device) -> str:
     need_cuda(device)
+    with suppress(ImportError):  # vLLM's copy is found under its plain name only after this
+        importlib.import_module("vllm.utils.import_utils").import_triton_kernels()
     for name in ("vllm.third_party.triton_kernels.topk", "triton_kernels.topk"):
         try:
             topk = importlib.import_module(name).topk
@@ -239,15 +267,87 @@ def masters(world: World) -> str:
     return "; ".join(told)
 
 
-def whole_check(device: torch.device) -> str:
-    need_cuda(device)
-    if importlib.util.find_spec("vllm") is None:
-        raise NotHere("vLLM is not installed")
+def mxfp4_model(place: Path, **shape: Any) -> Path:
+    """Write two layers of gpt-oss-20b's width with random experts in MXFP4, as it is published."""
+    return make_mxfp4(place / "mxfp4", place / "plain", **{**WIDE, **shape})
+
+
+def whole_checks(device: torch.device) -> Iterator[Answer]:
+    """Check the model in MXFP4 with the kernel that vLLM chooses, and with Marlin's.
+
+    "auto" is what this GPU gets: Triton's or FlashInfer's kernel on Hopper and Blackwell, Marlin's
+    on Ampere. On two GPUs the engine is split and the trainer has two ranks.
+    """
     with tempfile.TemporaryDirectory() as place:
-        command = [sys.executable, "-m", "mismatch", "check", "--model", "tiny-gpt-oss"]
-        command += ["--out", f"{place}/run", "--engine-arg", "enforce_eager=true"]
-        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    last = (done.stdout.strip().splitlines() or ["no output"])[-1]
-    assert done.returncode in (0, 1), last
+        made: list[Path] = []
+
+        def model() -> Path:
+            need_cuda(device)
+            if importlib.util.find_spec("vllm") is None:
+                raise NotHere("vLLM is not installed")
+            if not made:
+                made.append(mxfp4_model(Path(place)))
+            return made[0]
+
+        for name, flags in VARIANTS.items():
+            part = partial(whole_check, model, Path(place) / name.replace(" ", "-"), flags)
+            yield ask(f"vLLM: a whole check of MXFP4 experts, {name}", part)
+        yield ask(
+            "the chosen kernel routes as Marlin's does",
+            partial(same_routes, *(Path(place) / name.replace(" ", "-") for name in COMPARED)),
+        )
+
+
+def whole_check(model: Callable[[], Path], out: Path, flags: tuple[str, ...]) -> str:
+    """Run one check from the command line and read its report."""
+    directory = model()
+    if "--tensor-parallel-size" in flags and torch.cuda.device_count() == 1:
+        raise NotHere("one GPU")
+    command = [sys.executable, "-m", "mismatch", "check", "--model", str(directory)]
+    command += ["--out", str(out), "--no-locate", *SHORT, *flags]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    last = (done.stdout.strip().splitlines() or [done.stderr.strip() or "no output"])[-1]
+    assert done.returncode == 0, last
+    fault = fault_of(json.loads((out / "report.json").read_text("utf-8")))
+    assert not fault, fault
     return last
+
+
+def fault_of(run: Path) -> str:
+    """Return what a check on a GPU must not say; "": it says nothing of the kind."""
+    report = json.loads((run / "report.json").read_text("utf-8"))
+    if not (run / "routing" / "vllm-decode.safetensors").exists():
+        return "the engine gave no routes"
+    missing = {entry["what"]: entry["reason"] for entry in report["not_tested"]}
+    expected = (*EXPECTED, *QUICK) if report["run"]["spec"]["quick"] else EXPECTED
+    unexpected = {what: reason for what, reason in missing.items() if not what.startswith(expected)}
+    return "; ".join(f"not tested: {what}: {reason}" for what, reason in unexpected.items())
+
+
+def same_routes(one: Path, other: Path) -> str:
+    """Compare the experts that two kernels chose for the same prompts.
+
+    The first layer's router reads what attention gives, before any expert: it must agree.
+    """
+    sides = []
+    for run in (one, other):
+        if not (run / "routing" / "vllm-decode.safetensors").exists():
+            raise NotHere("one of the two checks left no routes")
+        sides.append((store.load_rollout(run), store.load_scoring(run, "vllm:decode").routing))
+    shares = equal_choices(*sides)
+    assert shares[0] > AGREE, f"{1 - shares[0]:.2%} of the first layer's choices differ"
+    return "equal choices by layer: " + ", ".join(f"{share:.2%}" for share in shares)
+
+
+def equal_choices(*sides: tuple[Rollout, Routing | None]) -> list[float]:
+    """Return for every layer how many of the experts of the prompts' tokens two sides share."""
+    chosen = []
+    for sampled, routing in sides:
+        assert routing is not None
+        starts = sampled.offsets[:-1]
+        masks = np.split(sampled.action_mask, sampled.offsets[1:-1])
+        firsts = [int(np.flatnonzero(mask)[0]) for mask in masks]
+        rows = [np.arange(start, start + n) for start, n in zip(starts, firsts, strict=True)]
+        chosen.append(np.sort(routing.ids[np.concatenate(rows)], -1))
+    return [float(x) for x in (chosen[0] == chosen[1]).all(-1).mean(0)]
