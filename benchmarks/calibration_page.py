@@ -68,21 +68,22 @@ def _usual_table(usual: dict[str, Result]) -> list[str]:
     total = sum(kinds.values())
     counts = ", ".join(f"{count} {kind.upper()}" for kind, count in kinds.most_common())
     passed = kinds["healthy"] + kinds["tolerable"]
+    names = {name: name.removeprefix("default-") for name in usual}
     rows = [
-        f"Trained families, 64 prompts × 4 samples a block: of {total} clean runs {counts}; exit "
-        f"code 0 in {passed}. Exact KL and the long sequence are not in them.",
+        f"64 prompts × 4 samples a run, of trained models ({', '.join(names.values())}): of "
+        f"{total} clean runs {counts}; exit code 0 in {passed}. Exact KL and the long sequence are "
+        "not in them.",
         "",
-        "| clean run | tokens of a run | mean abs delta | not healthy | what warns |",
-        "| --- | ---: | ---: | --- | --- |",
+        "| clean run | tokens of a run | mean abs delta | not healthy |",
+        "| --- | ---: | ---: | --- |",
     ]
     for name, one in usual.items():
         blocks = one["blocks"]
         others = Counter(b["verdict"] for b in blocks if b["verdict"] != "healthy")
-        found = ", ".join(f"{count} {kind}" for kind, count in others.items()) or "–"
-        rows.append(
-            f"| {name.removeprefix('default-')} | {one['tokens'] // len(blocks):,} | "
-            f"{_number(_mean(one))} | {found} | {_counted(blocks, 'warned')} |"
-        )
+        if others:
+            found = ", ".join(f"{count} {kind}" for kind, count in others.items())
+            tokens, mean = one["tokens"] // len(blocks), _number(_mean(one))
+            rows.append(f"| {names[name]} | {tokens:,} | {mean} | {found} |")
     return rows
 
 
