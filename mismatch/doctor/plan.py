@@ -95,7 +95,7 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
         model=spec.rollout.engine.model,
         config_source=config.source,
         device=machine.device,
-        stages=_stages(spec, len(machine.gpus), memory.float32_split),
+        stages=_stages(spec, len(machine.gpus), memory),
         tokens=work.tokens,
         attention=attention,
         sides=memory.sides,
@@ -149,7 +149,7 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
             exact = _float32_engine(spec)
             if exact is not None:
                 size, fit = _float32_fit(exact, served, work, machine)
-                copied = exact.rollout.engine.weights != engine.weights
+                copied = exact.rollout.engine.weights != engine.weights and not fit.certain
                 copy = served.stored_bytes(BYTES["bf16"], keeps_mxfp4=False)
                 notes = [f"disk: {gib(copy)} in {cache()} while the engine runs in float32"]
                 notes = [*notes * copied, *_not_predicted(shape, spec)]
@@ -325,14 +325,16 @@ def _prompts(spec: PromptSpec) -> tuple[int, int, list[str]]:
     return len(prompts), max(map(tokens, prompts)), [note] if estimated else []
 
 
-def _stages(spec: CheckSpec, gpus: int, split: int) -> dict[str, str]:
+def _stages(spec: CheckSpec, gpus: int, memory: Memory) -> dict[str, str]:
     engine, devices = spec.rollout.engine, placement(spec, gpus)
     where = in_words(devices.engine)
     runs = f"{engine.engine}, tensor parallel {engine.tensor_parallel_size}{where}: samples"
     stages = {"rollout": f"{', '.join(engine.servers)}: samples" if engine.servers else runs}
     if engine.prefill:
         stages["rollout"] += ", then rescores the same tokens by prefill"
-    if _float32_engine(spec) is not None:
+    exact = f"{engine.engine}{IN_FLOAT32}"
+    if _float32_engine(spec) is not None and exact not in left_out(memory.sides):
+        split = memory.float32_split
         wide = f", tensor parallel {split}" if split > engine.tensor_parallel_size else ""
         stages["rollout in float32"] = f"{engine.engine}{wide or where}: scores the same tokens"
     ranks = f"{spec.nproc_per_node} rank{'s' if spec.nproc_per_node > 1 else ''}"
