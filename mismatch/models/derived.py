@@ -48,6 +48,7 @@ METHODS = ("fp8", "compressed-tensors", "gptq", "awq")  # that models/quantised.
 IN_LAYER = re.compile(r"(?P<stack>(?:.*?\.)?(?:layers|h|blocks))\.(?P<number>\d+)\.")
 TOWERS = re.compile("vision|visual|image|audio|encoder")  # stacks that are not the decoder's
 Spec = TypeVar("Spec", EngineSpec, TrainSpec)
+TRIES = 4
 READ: dict[Path, IO[str]] = {}  # derived checkpoints that this process reads, locked
 
 
@@ -115,11 +116,14 @@ def derive(
         hashes, what = hashes | adapter_files(adapter.path), f"{what}-adapter{'-fp32' * exact}"
     text = json.dumps([what, sorted(hashes.items())])
     target = cache() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}-{what}"
-    while not (_whole(target) and _reading(target)):
+    for _ in range(TRIES):  # another process may delete it before this process holds it
+        if _whole(target) and _reading(target):
+            return target
         with _writing(target), _alone(target):
             if not _whole(target):
                 _write(source, target, form, layers, hashes, adapter, exact)
-    return target
+    fault = f"{target} is not whole, however often it is written"
+    raise MismatchError(fault, "name another place: MISMATCH_CACHE=DIR")
 
 
 def _reading(target: Path) -> bool:
@@ -260,7 +264,7 @@ def _write(
     if layers is None:  # what a few layers take is small next to the source
         require_space(source, partial)
     for path in source.iterdir():
-        if path.is_file() and not path.name.endswith((".safetensors", ".bin", INDEX)):
+        if path.is_file() and not path.name.endswith((".safetensors", ".bin", INDEX, RECORD)):
             shutil.copyfile(path, partial / path.name)
     shards, tensors = Shards(partial), _converted(source, form, layers)
     for name, tensor in with_adapter(adapter, source, tensors, exact) if adapter else tensors:

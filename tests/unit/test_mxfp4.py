@@ -135,6 +135,9 @@ def test_packed_and_rounded_forms_hold_the_same_numbers(tmp_path: Path) -> None:
     assert derived.is_mxfp4(packed)
     assert not derived.is_mxfp4(rounded)
     unpacked = derived.derive(packed, "bf16")
+    stamp = (unpacked / "config.json").stat().st_mtime_ns
+    derived.derive(packed, "bf16")  # of a derived checkpoint, whose record is not its record
+    assert (unpacked / "config.json").stat().st_mtime_ns == stamp
     ours, theirs = tensors_of(unpacked), tensors_of(rounded)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -283,3 +286,13 @@ def test_the_effect_belongs_to_the_trainer_under_test(tmp_path: Path) -> None:
     spec = _asked(make("gpt_oss", tmp_path / "moe"), "mxfp4-rounded")
     with pytest.raises(MismatchError, match=r"--weights-effect.*'fsdp'"):
         run_score(spec, tmp_path, MagicMock(), name="other")
+
+
+def test_a_checkpoint_that_is_never_whole_ends_in_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(derived, "_whole", lambda target: False)
+    source = make("gpt_oss", tmp_path / "model")
+    with pytest.raises(MismatchError) as refused:
+        derived.derive(source, "mxfp4-rounded")
+    assert "MISMATCH_CACHE" in refused.value.fix
