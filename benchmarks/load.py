@@ -61,7 +61,7 @@ def main() -> int:
         cost = measured(arguments, place / "log")
         words = "" if cost.code in (0, 1) else f" (exit code {cost.code})"
         print(
-            f"| {name}{words} | {cost.seconds:.0f} | {cost.peak_bytes / 1e9:.1f} GB |", flush=True
+            f"| {name}{words} | {cost.seconds:.1f} | {cost.peak_bytes / 1e9:.1f} GB |", flush=True
         )
     return 0
 

@@ -15,7 +15,7 @@ from mismatch.metrics import ess_seq
 from mismatch.metrics.token import exp_minus_linear
 from mismatch.types import Bools, Floats, Ints
 
-CLIP = 0.2  # PPO's usual clip range
+CLIP = np.log1p([-0.2, 0.2])  # PPO's usual clip range, of log-ratios
 NOT_FINITE = (("NaN or null", np.isnan), ("-inf", np.isneginf), ("+inf", np.isposinf))
 
 
@@ -47,17 +47,18 @@ class Row:
         """What tells its prompt from others."""
         return f"alone {self.place}" if self.prompt is None else f"shared {self.prompt}"
 
-    def own(self) -> None:
+    def owned(self) -> Row:
         """Copy arrays that are views of a larger one, which they would keep in memory."""
         for name in ("token_ids", "sampled", "logprobs", "train_logprobs", "entropy"):
             values = getattr(self, name)
             if values is not None and values.base is not None:
                 setattr(self, name, values.copy())
+        return self
 
     def drawn(self, prompts: float, rows: float) -> bool:
         """Whether it is among these shares of all prompts, and of their rows."""
-        wanted = ((self.key, prompts), (f"row {self.place}", rows))
-        return all(share == 1.0 or _draw(text) < share for text, share in wanted)
+        kept = prompts == 1.0 or _draw(self.key) < prompts
+        return kept and (rows == 1.0 or _draw(f"row {self.place}") < rows)
 
 
 def _draw(text: str) -> float:
@@ -163,7 +164,7 @@ class Sums:
                     self._count(row.logprobs, "rollout")
                     self._count(train, "trainer")
                 delta[~finite] = 0.0
-            clipped = np.abs(np.expm1(delta)) > CLIP
+            clipped = (delta < CLIP[0]) | (delta > CLIP[1])
             terms = finite, np.abs(delta), exp_minus_linear(delta), clipped, delta
         of_rows = [np.add.reduceat(term, starts, dtype=np.float64).tolist() for term in terms]
         for (row, train), start, *found in zip(both, starts.tolist(), *of_rows, strict=True):

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ import pytest
 
 from mismatch.errors import MismatchError
 from mismatch.features.recorded import parts as parts_module
-from mismatch.features.recorded.dumps import read_recorded
+from mismatch.features.recorded.dumps import read_part, read_recorded
 from mismatch.features.recorded.parts import Part, parts_of
 from mismatch.processes.spread import Where
 
@@ -255,3 +255,19 @@ def test_what_fails_on_a_dask_worker_is_said(
     said = "own" if isinstance(error, MismatchError) else "worker failed.*no mismatch"
     with pytest.raises(MismatchError, match=said):
         list(Where(dask="tcp://there").each(kills_itself, [Part(Path("a"), 0)], True))
+
+
+def test_a_part_keeps_few_rows_more_than_its_share(tmp_path: Path) -> None:
+    """So that little goes from one process to another; a part alone keeps what the dump does."""
+    path = tmp_path / "dump.jsonl"
+    row = {"prompt_token_ids": [1], "response_token_ids": [5] * 9, "logprobs": [-1.0] * 9}
+    path.write_text("".join(json.dumps(row) + "\n" for _ in range(4000)))
+    kept = {
+        share: sum(len(row.token_ids) for row in read_part(
+            replace(part, share=share), None, None, None, 8000).sequences)
+        for part in parts_of([path])
+        for share in (1.0, 0.05)
+    }  # fmt: skip
+    assert 3000 < kept[1.0] <= 8000
+    assert 400 < kept[0.05] <= 1601
+    assert [part.share for part in parts_of([path, path])] == [0.5, 0.5]

@@ -40,6 +40,7 @@ Form = Literal[
 ]
 SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".dp", ".pkl")
 TOGETHER = 1 << 16  # tokens that are added up at once
+SPARE = 4  # times its share of the tokens may a part keep: bytes do not count tokens
 LEAST = 16  # where no more prompts are kept than this, rows are drawn instead of prompts
 # First bytes of a file by ``torch.save``, and by ``pickle.dump`` with protocol 2 and later.
 PICKLED = (b"PK\x03\x04", b"\x80")
@@ -76,10 +77,7 @@ class Recorded:
 
     def keep(self, rows: list[Row], most: int | None) -> None:
         """Keep rows; of more than ``most`` tokens draw prompts, or rows where prompts are few."""
-        rows = [row for row in rows if row.drawn(self.prompts, self.rows)]
-        for row in rows:
-            row.own()
-        self.sequences += rows
+        self.sequences += [row.owned() for row in rows if row.drawn(self.prompts, self.rows)]
         while most and len(self.sequences) > LEAST:
             if sum(len(row.token_ids) for row in self.sequences) <= most:
                 return
@@ -150,6 +148,7 @@ def read_part(
 ) -> Recorded:
     """Read one part of a dump; see :func:`read_recorded`."""
     recorded, place = Recorded(form), _from_name(part.file)
+    most = most and min(most, 1 + int(SPARE * most * part.share))  # few rows leave a process
     waiting, tokens = list[Row](), 0
     for number, entry in _entries(part, python):
         where = partial(part.place, number)
@@ -232,13 +231,10 @@ def _parquet(part: Part) -> Iterator[tuple[int, Entry]]:
         # Buffering ahead holds a row group several times.
         file = pq.ParquetFile(path, pre_buffer=False)
         for batch in file.iter_batches(batch_size=256, row_groups=part.groups):
-            columns = {
-                name: _values(column)
-                for name, column in zip(batch.schema.names, batch.columns, strict=True)
-            }
-            for row in range(batch.num_rows):
+            names = batch.schema.names
+            for row in zip(*map(_values, batch.columns), strict=True):
                 number += 1
-                yield number, {name: column[row] for name, column in columns.items()}
+                yield number, dict(zip(names, row, strict=True))
     except (pa.ArrowException, OSError) as error:
         fault = f"{path} is no readable Parquet file: {error}"
         raise MismatchError(fault, "was it cut off?") from error
@@ -254,8 +250,7 @@ def _values(column: Any) -> Any:
         return column.to_pylist()
     values = column.values.to_numpy(zero_copy_only=False)
     ends = column.offsets.to_numpy().tolist()
-    there = column.is_valid().to_pylist()
-    spans = zip(ends[:-1], ends[1:], there, strict=True)
+    spans = zip(ends[:-1], ends[1:], column.is_valid().to_pylist(), strict=True)
     return [values[a:b] if valid else None for a, b, valid in spans]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ class Part:
         number: in the order of the dump.
         first: rows of the file before it; of lines, they are counted when someone asks.
         groups: None: the whole file.
-        start: byte at which its first line begins.
-        end: byte after its last line; None: the whole file.
+        start, end: bytes of its first line and after its last; None: the whole file.
+        share: of the bytes of the dump.
     """
 
     file: Path
@@ -32,6 +32,7 @@ class Part:
     groups: tuple[int, ...] | None = None
     start: int = 0
     end: int | None = None
+    share: float = 1.0
 
     def place(self, number: int) -> str:
         """Return the file, and the number in it of a row of this part, for errors."""
@@ -64,15 +65,17 @@ class Part:
 
 def parts_of(files: Sequence[Path]) -> list[Part]:
     """Return the parts of a dump, in order: files, and of large files their row groups or lines."""
-    parts: list[Part] = []
+    parts = list[Part]()
     for file in files:
         if file.suffix == ".parquet":
-            for first, groups in _groups(file):
-                parts.append(Part(file, len(parts), first, groups))
+            for first, groups, size in _groups(file):
+                parts.append(Part(file, len(parts), first, groups, share=size))
         else:
             for start, end in _lines(file):
-                parts.append(Part(file, len(parts), start=start, end=end))
-    return parts
+                size = (end or (file.stat().st_size if file.exists() else 0)) - start
+                parts.append(Part(file, len(parts), start=start, end=end, share=size))
+    total = sum(part.share for part in parts) or 1
+    return [replace(part, share=part.share / total) for part in parts]
 
 
 def _lines(file: Path) -> Iterator[tuple[int, int | None]]:
@@ -93,15 +96,15 @@ def _lines(file: Path) -> Iterator[tuple[int, int | None]]:
         yield 0, None
 
 
-def _groups(file: Path) -> Iterator[tuple[int, tuple[int, ...] | None]]:
-    """Yield rows before some row groups, and their numbers."""
+def _groups(file: Path) -> Iterator[tuple[int, tuple[int, ...] | None, int]]:
+    """Yield rows before some row groups, their numbers, and their bytes."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         about = pq.read_metadata(file)
     except (pa.ArrowException, OSError):  # reading it says what is wrong
-        yield 0, None
+        yield 0, None, 0
         return
     first, rows, size, groups = 0, 0, 0, []
     for number in range(about.num_row_groups):
@@ -109,7 +112,7 @@ def _groups(file: Path) -> Iterator[tuple[int, tuple[int, ...] | None]]:
         size += about.row_group(number).total_byte_size
         rows += about.row_group(number).num_rows
         if size >= PART_BYTES or number == about.num_row_groups - 1:
-            yield first, tuple(groups)
+            yield first, tuple(groups), size
             first, size, groups = rows, 0, []
     if not about.num_row_groups:
-        yield 0, None
+        yield 0, None, 0
