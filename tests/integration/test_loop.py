@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -160,4 +161,5 @@ def test_a_killed_run_goes_on_to_the_same_curve_and_a_lost_parameter_stops_it(
     assert children_of(out) == []
     assert start <= resume_from(arm) < STEPS
     rows = run_arm(arm, same, out / "pool.json", silent)
-    assert numbers(rows) == numbers(expected)
+    pairs = np.array(numbers(rows), float), np.array(numbers(expected), float)
+    np.testing.assert_allclose(*pairs, rtol=1e-9)  # a sum's last bit varies
