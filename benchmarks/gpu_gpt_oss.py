@@ -30,7 +30,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_parts import answers  # noqa: E402
+from benchmarks.gpu_parts import WIDE, answers  # noqa: E402
 from mismatch.specs import Pass, Sampling, TrainSpec  # noqa: E402
 from mismatch.training.attention.resolve import resolve_for  # noqa: E402
 from mismatch.training.distributed import MemoryPeak, World  # noqa: E402
@@ -41,14 +41,8 @@ from mismatch.training.source import skeleton  # noqa: E402
 from tests.checkpoints import configuration, rollout  # noqa: E402
 
 SHAPE: dict[str, Any] = {
+    **WIDE,
     "num_hidden_layers": 24,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "num_local_experts": 32,
-    "num_experts_per_tok": 4,
     "vocab_size": 201088,
     "sliding_window": 128,
     "layer_types": ["sliding_attention", "full_attention"] * 12,

@@ -149,7 +149,7 @@ def test_faults_that_leave_float32_alone_are_not_excused(differ: list[str]) -> N
 
 
 def synced_since(run: Run) -> None:
-    """The running engine holds other values than the float32 engine, which was started anew."""
+    """Give the engine that sampled other values; the float32 engine loads the checkpoint again."""
     run.state("vllm:decode", weights=changed(LOADER, 500))
 
 

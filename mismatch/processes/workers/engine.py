@@ -199,6 +199,8 @@ def score(
         kind(served, spec.sampling, longest) as engine,
     ):
         report_ready()
+        # Whether it holds what the engine that sampled did; tasks do not change it.
+        held = {label: list(digest) for label, digest in engine.weights().digests.items()}
         for task, rollout in zip(tasks, rollouts, strict=True):
             with timed("prefill"):
                 scoring = prefill_scoring(engine, rollout, Reporter("prefill"))
@@ -207,8 +209,7 @@ def score(
                 dtype = facts["dtype"]
                 raise MismatchError(f"{engine.name} runs in {dtype}, not in {spec.engine.dtype}")
             facts |= {"model": spec.engine.model, "seconds": round(time.monotonic() - start, 3)}
-            digests = engine.weights().digests  # whether it holds what the engine that sampled did
-            facts["weights"] = {label: list(digest) for label, digest in digests.items()}
+            facts["weights"] = held
             named = replace(scoring, name=task.name)
             store.save_scoring(run_dir / task.folder, named, rollout, made_by=spec)
         if cache is not None:
