@@ -104,6 +104,12 @@ class Sampling:
     top_k: Annotated[
         int, Flag(PROMPTS, "Sample from the k likeliest; 0 or -1: off.", range=Range(-1, MANY))
     ] = 0
+    min_p: Annotated[
+        float,
+        Flag(
+            PROMPTS, "Drop tokens below this share of the likeliest's; 0: off.", range=Range(0, 1)
+        ),
+    ] = 0.0
     max_tokens: Annotated[int, Flag(PROMPTS, "Longest response.", range=Range(1, 10**7))] = 128
     samples_per_prompt: Annotated[
         int, Flag(PROMPTS, "Samples of each prompt.", range=Range(1, 10**5))
@@ -117,7 +123,16 @@ class Sampling:
     @property
     def truncates(self) -> bool:
         """Whether the tail of the distribution is cut before sampling."""
-        return self.top_p < 1.0 or self.top_k > 0
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
+    def cut(self) -> str:
+        """How the tail is cut, for a sentence."""
+        return f"top-p {self.top_p:g}, top-k {self.top_k or 'off'}, min-p {self.min_p or 'off'}"
+
+    def uncut(self) -> Sampling:
+        """Return the sampling that draws from all tokens."""
+        return dataclasses.replace(self, top_p=1.0, top_k=0, min_p=0.0)
 
     @property
     def scored_temperature(self) -> float:
@@ -589,7 +604,7 @@ def load_key(spec: TrainSpec) -> tuple[Any, ...]:
 
 TURNS = ("environment", "max_turns", "max_observation_tokens")
 PLACES = (*("servers", "served_model", "server_concurrency", "server_timeout_s"), "overlap")
-LATER = ("layers", "adapter", "adapter_as")
+LATER = {"layers": None, "adapter": None, "adapter_as": None, "min_p": 0.0}
 
 
 PACKAGED = re.compile(r"[/\\]mismatch[/\\]models[/\\][^/\\]+$")
@@ -599,7 +614,7 @@ def _anywhere(data: dict[str, Any]) -> dict[str, Any]:
     """Return a spec's data without what changes no number: where it runs, turns if there is one."""
     dropped = {*PLACES} if data.get("environment") else {*PLACES, *TURNS}
     # A spec from before one of these fields has the same hash.
-    dropped |= {name for name in LATER if data.get(name, 0) is None}
+    dropped |= {name for name, off in LATER.items() if data.get(name, name) == off}
     return {
         name: _anywhere(value) if isinstance(value, dict) else value
         for name, value in data.items()

@@ -52,7 +52,7 @@ PROMPT_FLAGS = (
         PromptSpec,
         "task path dataset dataset_config dataset_split prompt_column answer_column num_prompts",
     ),
-    *flags_of(Sampling, "samples_per_prompt max_tokens temperature top_p top_k"),
+    *flags_of(Sampling, "samples_per_prompt max_tokens temperature top_p top_k min_p"),
     *flags_of(PromptSpec, "seed environment max_turns max_observation_tokens"),
 )
 ENGINE_PYTHON_HELP = "NAME=PATH: interpreter of the environment that holds an engine; repeatable."

@@ -5,8 +5,9 @@ Nothing waits for the device here: what is taken stays there until sampling has 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,17 +67,20 @@ def stable_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def keep_mask(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Tell which tokens survive top-k and then top-p, [..., V] bool; ``logits`` are tempered.
+    """Tell which tokens survive the cuts, [..., V] bool; ``logits`` are tempered.
 
-    Top-k keeps all that equal the k-th largest. Top-p is over what top-k left, renormalised: the
-    smallest set of most likely tokens whose mass reaches ``top_p``, and always the most likely one.
+    The order is vLLM's: min-p, top-k, top-p (SGLang's has min-p last, which differs only where
+    top-p cuts too). Min-p keeps what has that share of the likeliest's probability; top-k all that
+    equal the k-th largest; top-p, over what is left, renormalised, the smallest set of most likely
+    tokens whose mass reaches ``top_p``, and always the most likely one.
     """
     import torch
 
     keep = torch.ones_like(logits, dtype=torch.bool)
+    if sampling.min_p > 0.0:
+        keep = logits >= logits.amax(dim=-1, keepdim=True) + math.log(sampling.min_p)
     if 0 < sampling.top_k < logits.shape[-1]:
-        kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
-        keep = logits >= kth
+        keep &= logits >= logits.topk(sampling.top_k, dim=-1).values[..., -1:]
     if sampling.top_p < 1.0:
         left = logits.masked_fill(~keep, -torch.inf)
         ordered, order = left.sort(dim=-1)
@@ -132,12 +136,8 @@ class CaptureRequest:
 def reported_law(facts: Fingerprint, sampling: Sampling) -> Sampling:
     """Return the sampling whose logprobs an engine reports while decoding, by its fingerprint."""
     cut = bool(facts["logprobs_truncated"])
-    return Sampling(
-        temperature=float(facts["logprobs_temperature"]),
-        top_p=sampling.top_p if cut else 1.0,
-        top_k=sampling.top_k if cut else 0,
-        seed=sampling.seed,
-    )
+    law = sampling if cut else sampling.uncut()
+    return replace(law, temperature=float(facts["logprobs_temperature"]))
 
 
 @dataclass

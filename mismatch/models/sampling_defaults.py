@@ -52,11 +52,10 @@ def stated(model: str, revision: str | None) -> dict[str, float]:
 
 def not_applied(model: str, revision: str | None, sampling: Sampling) -> Iterator[NotTested]:
     """Yield the checkpoint's settings that a run did not sample with."""
-    used = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     other = {
         name: value
         for name, value in stated(model, revision).items()
-        if name not in used or not math.isclose(used[name], value)
+        if not math.isclose(getattr(sampling, name, NEUTRAL[name][0]), value)
     }
     if other:
         settings = ", ".join(f"{name} {value:g}" for name, value in other.items())

@@ -10,7 +10,6 @@ import numpy as np
 
 from mismatch.run import store
 from mismatch.run.store import FLOAT32, REFERENCE, TRAIN
-from mismatch.specs import Sampling
 from mismatch.types import Rollout
 
 FOLDER = MODE = "long"  # vllm:long, fsdp:long, reference:long: all in float32
@@ -62,5 +61,5 @@ def long_rollout(rollout: Rollout, length: int) -> Rollout:
         prompt_index=np.zeros(1, rollout.prompt_index.dtype),
         finish_reason=("length",),
         rewards=None,
-        sampling=replace(rollout.sampling, top_p=1.0, top_k=Sampling().top_k),
+        sampling=rollout.sampling.uncut(),
     )

@@ -13,6 +13,7 @@ getting it again costs more than the arithmetic.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -129,7 +130,7 @@ class TokenStats:
 
     Attributes:
         untempered: logprob at T = 1, where the sampling temperature is another; else None.
-        kept_mass: probability that survives top-k, then top-p; None where nothing is cut.
+        kept_mass: probability that survives the cuts; None where nothing is cut.
         distributions: of the captured rows, as from :func:`select_rows`.
         likeliest_ids, likeliest: [n, k] the k most likely ids (int32), and their logprobs.
     """
@@ -208,7 +209,7 @@ def token_stats(
         picked = logps.gather(-1, ids[:, None])[:, 0]
         if sampling.truncates:
             with torch.no_grad():
-                mass = kept_mass(logps, sampling.top_k, sampling.top_p)
+                mass = kept_mass(logps, sampling)
         if captured is not None:
             whole = select_rows(logps, slot, captured.ids)
         if k:
@@ -250,20 +251,24 @@ def divide(logits: torch.Tensor, temperature: float, where: TemperatureIn) -> to
     return (logits / temperature).float()
 
 
-def kept_mass(logps: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Return probability that survives top-k and then top-p, per row of log-probabilities [n, V].
+def kept_mass(logps: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Return probability that survives the cuts, per row of log-probabilities [n, V].
 
-    The definition is vLLM's: top-k keeps everything not below the k-th largest (ties included);
-    top-p then drops, from the least likely up, what sums to at most 1 - p of the *renormalised*
-    rest, and always keeps the most likely token.
+    The definition is vLLM's: min-p keeps what is at least that share of the likeliest; top-k then
+    keeps everything not below the k-th largest (ties included); top-p then drops, from the least
+    likely up, what sums to at most 1 - p of the *renormalised* rest, and always keeps the most
+    likely token.
     """
     ascending = logps.sort(dim=-1).values
-    if 0 < top_k < ascending.shape[-1]:
-        threshold = ascending[:, -top_k, None]
+    if sampling.min_p > 0.0:
+        floor = ascending[:, -1:] + math.log(sampling.min_p)
+        ascending = ascending.masked_fill(ascending < floor, -torch.inf)
+    if 0 < sampling.top_k < ascending.shape[-1]:
+        threshold = ascending[:, -sampling.top_k, None]
         ascending = ascending.masked_fill(ascending < threshold, -torch.inf)
     mass = ascending.exp()
-    if top_p < 1.0:
-        tail = torch.softmax(ascending, -1).cumsum(-1) <= 1.0 - top_p
+    if sampling.top_p < 1.0:
+        tail = torch.softmax(ascending, -1).cumsum(-1) <= 1.0 - sampling.top_p
         tail[:, -1] = False
         mass = mass.masked_fill(tail, 0.0)
     return mass.sum(-1)

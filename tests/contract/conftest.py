@@ -35,7 +35,7 @@ LAWS = {
     "crowded": PLAIN,
     "chunked": PLAIN,
     "tempered": dataclasses.replace(PLAIN, temperature=0.7),
-    "truncated": dataclasses.replace(PLAIN, temperature=0.9, top_p=0.8, top_k=20),
+    "truncated": dataclasses.replace(PLAIN, temperature=0.9, top_p=0.8, top_k=20, min_p=0.1),
     "greedy": dataclasses.replace(PLAIN, temperature=0.0),
 }
 # Little room: requests wait, are preempted and forwarded again; prompts are cut into chunks.
@@ -46,7 +46,7 @@ ARGUMENTS: dict[tuple[str, str], tuple[tuple[str, Any], ...]] = {
     ("transformers", "crowded"): (("max_num_seqs", 3),),
 }
 MAKE = {"sglang": "make env-sglang"}
-# SGLang takes logprobs before top-p and top-k cut the tail, and scores given tokens at T = 1 only.
+# SGLang takes logprobs before the cuts, and scores given tokens at T = 1 only.
 UNTRUNCATED = frozenset({"sglang"})
 PREFILL_AT_ONE = frozenset({"sglang"})
 
@@ -59,7 +59,7 @@ def installed(engine: str) -> bool:
 def reported(engine: str, sampling: Sampling) -> Sampling:
     """The law that an engine's decode logprobs are of."""
     if engine in UNTRUNCATED:
-        return dataclasses.replace(sampling, top_p=1.0, top_k=0)
+        return sampling.uncut()
     return sampling
 
 

@@ -66,6 +66,7 @@ def law_logprobs(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
         return np.log(probs)
     for row in probs:
         ranked = np.argsort(-row)[: sampling.top_k or None]
+        ranked = ranked[row[ranked] >= sampling.min_p * row.max()]
         mass = row[ranked] / row[ranked].sum()
         # The token that carries the sum past top_p is the last one kept.
         kept = ranked[: int(np.searchsorted(np.cumsum(mass), sampling.top_p)) + 1]
@@ -345,7 +346,7 @@ def test_the_fingerprint_tells_the_law(engine: str, law: str, run_of: Runs) -> N
     for scoring in run.scorings[1:]:
         assert scoring.fingerprint["logprobs_truncated"] is False
     assert decode["logprobs_truncated"] == reported(engine, asked).truncates
-    for name in ("temperature", "top_p", "top_k", "max_tokens"):
+    for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens"):
         assert decode["sampling"][name] == getattr(asked, name)
     assert decode["engine"] == engine
     assert decode["dtype"] == decode["kv_cache_dtype"] == "fp32"

@@ -67,8 +67,10 @@ def test_seeds_are_fixed_distinct_and_in_range() -> None:
 PROBS = torch.tensor([[0.5, 0.2, 0.2, 0.1]])
 
 
-def kept(top_p: float = 1.0, top_k: int = 0, probs: torch.Tensor = PROBS) -> list[bool]:
-    mask = keep_mask(probs.log(), Sampling(top_p=top_p, top_k=top_k))
+def kept(
+    top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, probs: torch.Tensor = PROBS
+) -> list[bool]:
+    mask = keep_mask(probs.log(), Sampling(top_p=top_p, top_k=top_k, min_p=min_p))
     return [bool(x) for x in mask[0]]
 
 
@@ -87,6 +89,15 @@ def test_top_p_is_over_what_top_k_left() -> None:
     assert kept(top_p=0.55, probs=probs) == [True, True, False, False]
     # Of the two that top-k leaves, the first has 4/7 > 0.55 of the mass.
     assert kept(top_p=0.55, top_k=2, probs=probs) == [True, False, False, False]
+
+
+def test_min_p_is_a_share_of_the_likeliest_and_comes_before_top_p() -> None:
+    probs = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
+    assert kept(min_p=0.45, probs=probs) == [True, True, True, False]
+    assert kept(min_p=0.55, probs=probs) == [True, True, False, False]
+    assert kept(min_p=1.0, probs=probs) == [True, False, False, False]
+    # Of the two that min-p leaves, the first has 4/7 > 0.55 of the mass: as with top-k.
+    assert kept(top_p=0.55, min_p=0.7, probs=probs) == [True, False, False, False]
 
 
 def test_the_law_is_normalised_over_what_is_kept() -> None:

@@ -66,6 +66,7 @@ def with_args(**args: Any) -> EngineSpec:
         ({"temperature": 0.7}, "processed_logprobs"),
         ({"top_p": 0.9}, "processed_logprobs"),
         ({"top_k": 5}, "processed_logprobs"),
+        ({"min_p": 0.1}, "processed_logprobs"),
         ({"temperature": 0.0}, "raw_logprobs"),
         ({"temperature": 0.0, "top_k": 5}, "raw_logprobs"),
     ],
@@ -78,9 +79,9 @@ def test_nothing_is_left_to_vllms_defaults_that_changes_the_law() -> None:
     settings = arguments(EngineSpec(model="m", dtype="fp32"), seed=4)
     assert settings["generation_config"] == "vllm"
     assert (settings["dtype"], settings["seed"]) == ("float32", 4)
-    sent = vllm_args.sampling_arguments(Sampling(top_k=3), (2, 7))
-    assert (sent["n"], sent["top_k"], sent["stop_token_ids"]) == (1, 3, [2, 7])
-    assert (sent["min_p"], sent["repetition_penalty"], sent["min_tokens"]) == (0.0, 1.0, 0)
+    sent = vllm_args.sampling_arguments(Sampling(top_k=3, min_p=0.1), (2, 7))
+    assert (sent["n"], sent["top_k"], sent["min_p"], sent["stop_token_ids"]) == (1, 3, 0.1, [2, 7])
+    assert (sent["repetition_penalty"], sent["min_tokens"]) == (1.0, 0)
 
 
 def test_the_context_is_as_long_as_needed_and_no_longer_than_the_model() -> None:

@@ -316,12 +316,12 @@ def test_tokens_computed_past_the_end_are_dropped() -> None:
 
 
 def test_the_law_is_the_one_that_the_logprobs_are_of() -> None:
-    sampling = Sampling(temperature=0.7, top_p=0.9, seed=4)
+    sampling = Sampling(temperature=0.7, top_p=0.9, min_p=0.1, seed=4)
     facts = {"logprobs_temperature": 0.7, "logprobs_truncated": True}
-    assert reported_law(facts, sampling).top_p == 0.9
+    assert reported_law(facts, sampling) == sampling
     raw = {"logprobs_temperature": 1.0, "logprobs_truncated": False}
     law = reported_law(raw, sampling)
-    assert (law.temperature, law.top_p) == (1.0, 1.0)
+    assert (law.temperature, law.truncates) == (1.0, False)
 
 
 # ---------------------------------------------------------------- the trainer's side

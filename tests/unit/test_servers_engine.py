@@ -80,12 +80,12 @@ def test_a_server_gets_no_more_at_once_than_allowed(serve: Any) -> None:
 
 def test_only_token_ids_are_sent_and_every_parameter_of_the_law(serve: Any) -> None:
     server = serve()
-    generate(server, sampling=Sampling(0.7, top_p=0.9, top_k=5, max_tokens=6, samples_per_prompt=1))
+    generate(server, sampling=Sampling(0.7, 0.9, 5, 0.1, max_tokens=6, samples_per_prompt=1))
     bodies = [body for path, _, body in server.seen if body.get("max_tokens") == 6]
     assert len(bodies) == len(PROMPTS)
     for body in bodies:
         assert all(isinstance(token, int) for token in body["prompt"])
-        assert (body["temperature"], body["top_p"], body["top_k"]) == (0.7, 0.9, 5)
+        assert [body[n] for n in ("temperature", "top_p", "top_k", "min_p")] == [0.7, 0.9, 5, 0.1]
         assert body["stop_token_ids"] == [STOP]
         assert body["repetition_penalty"] == 1.0
         assert body["model"] == "tiny"

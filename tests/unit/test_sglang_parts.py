@@ -97,13 +97,14 @@ def test_what_is_no_sample_is_refused(facts: dict[str, Any], says: str) -> None:
 
 
 def test_every_parameter_of_the_law_is_sent() -> None:
-    law = Sampling(temperature=0.7, top_p=0.9, max_tokens=5)
+    law = Sampling(temperature=0.7, top_p=0.9, min_p=0.1, max_tokens=5)
     body = sglang_wire.generate_request(
         [1], sglang_wire.sampling_parameters(law, (2, 5)), routes=False, seed=9
     )
     sent = body["sampling_params"]
     assert sent["top_k"] == -1  # SGLang refuses 0
-    assert (sent["temperature"], sent["top_p"], sent["sampling_seed"]) == (0.7, 0.9, 9)
+    assert (sent["temperature"], sent["top_p"], sent["min_p"]) == (0.7, 0.9, 0.1)
+    assert sent["sampling_seed"] == 9
     assert sent["stop_token_ids"] == [2, 5]
     unseeded = sglang_wire.generate_request([1], {}, routes=False)["sampling_params"]
     assert "sampling_seed" not in unseeded

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from mismatch.engines.distribution_capture import keep_mask
 from mismatch.specs import Sampling
 from mismatch.training import logprobs
 from mismatch.training.logprobs import TokenStats, kept_mass, token_stats
@@ -140,23 +141,30 @@ PROBABILITIES = torch.tensor([[0.4, 0.3, 0.2, 0.06, 0.04]]).log()
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "kept"),
+    ("cut", "kept"),
     [
-        (0, 1.0, 1.0),
-        (2, 1.0, 0.7),
-        (0, 0.65, 0.7),  # the 0.3 is needed to pass 0.65, the rest falls
-        (0, 0.05, 0.4),  # never less than the most likely token
-        (3, 0.5, 0.7),  # top-p counts in the renormalised 0.9: 0.4 / 0.9 < 0.5
-        (99, 1.0, 1.0),
+        ({}, 1.0),
+        ({"top_k": 2}, 0.7),
+        ({"top_p": 0.65}, 0.7),  # the 0.3 is needed to pass 0.65, the rest falls
+        ({"top_p": 0.05}, 0.4),  # never less than the most likely token
+        ({"top_k": 3, "top_p": 0.5}, 0.7),  # over the renormalised 0.9: 0.4 / 0.9 < 0.5
+        ({"top_k": 99}, 1.0),
+        ({"min_p": 0.45}, 0.9),  # at least 0.18
+        ({"min_p": 0.11}, 0.96),
+        ({"min_p": 1.0}, 0.4),
+        ({"min_p": 0.7, "top_p": 0.55}, 0.4),  # over the renormalised 0.7: 0.4 / 0.7 > 0.55
     ],
 )
-def test_kept_mass(top_k: int, top_p: float, kept: float) -> None:
-    assert kept_mass(PROBABILITIES, top_k, top_p).item() == pytest.approx(kept)
+def test_kept_mass(cut: dict[str, float], kept: float) -> None:
+    sampling = Sampling(**cut)
+    assert kept_mass(PROBABILITIES, sampling).item() == pytest.approx(kept)
+    engine = PROBABILITIES.exp()[keep_mask(PROBABILITIES, sampling)]  # written apart from it
+    assert engine.sum().item() == pytest.approx(kept)
 
 
 def test_ties_at_the_top_k_threshold_are_kept() -> None:
     tied = torch.tensor([[0.4, 0.2, 0.2, 0.2]]).log()
-    assert kept_mass(tied, 2, 1.0).item() == pytest.approx(1.0)
+    assert kept_mass(tied, Sampling(top_k=2)).item() == pytest.approx(1.0)
 
 
 def test_kept_mass_is_reported_only_where_something_is_cut() -> None:

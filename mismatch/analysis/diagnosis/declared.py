@@ -46,7 +46,7 @@ def sampling_parameters(rollout: Rollout, left: Scoring) -> Check:
         "temperature": rollout.sampling.temperature,
         "top_p": rollout.sampling.top_p,
         "top_k": rollout.sampling.top_k,
-        "min_p": 0.0,
+        "min_p": rollout.sampling.min_p,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,

@@ -167,19 +167,19 @@ def temperature(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
 def truncation(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     """Check that both sides normalise over the same set of tokens."""
     sampling = rollout.sampling
-    cut = f"top_p = {sampling.top_p:g}, top_k = {sampling.top_k or 'off'}"
+    cut = sampling.cut
     if sampling.truncates:
         kept = right.extra.get("kept_mass")
         mass = "" if kept is None else f"; the trainer's mean kept mass is {float(kept.mean()):.4f}"
         if kept is not None and float(kept.min()) > NOTHING_CUT:
-            return Check("truncation", "passed", f"{cut} cut nothing off in this run")
+            return Check("truncation", "passed", f"{cut}: nothing was cut off in this run")
         if left.fingerprint.get("logprobs_truncated"):
             detail = f"{cut}: the engine renormalised over what it kept, the trainer did not{mass}"
         else:
             detail = (
                 f"{cut}: drawn from a truncated distribution, but logprobs are of all tokens{mass}"
             )
-        fix = "sample with top_p = 1 and top_k off, or replay the sampling mask in the trainer"
+        fix = "sample with top_p 1, top_k and min_p off, or replay the sampling mask in the trainer"
         return failed("truncation", detail, fix)
     if left.fingerprint.get("logprobs_truncated") is None:
         return Check("truncation", "not_tested", "the engine does not say how it normalises")

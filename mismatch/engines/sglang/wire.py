@@ -159,7 +159,7 @@ def sampling_parameters(
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
-        "min_p": 0.0,
+        "min_p": sampling.min_p,
         "max_new_tokens": sampling.max_tokens,
         "min_new_tokens": 0,
         "presence_penalty": 0.0,

@@ -365,6 +365,7 @@ class TransformersEngine(Engine):
                 "temperature": law.temperature,
                 "top_p": law.top_p,
                 "top_k": law.top_k,
+                "min_p": law.min_p,
                 "max_tokens": law.max_tokens,
                 "stop_token_ids": list(self.info.stop_ids),
                 "stop": list(self._stop),

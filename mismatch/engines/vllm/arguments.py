@@ -220,7 +220,7 @@ def request_law(
         stop: texts that end a response; vLLM keeps the tokens up to the one that completes it.
     """
     return {
-        "min_p": 0.0,
+        "min_p": sampling.min_p,
         "min_tokens": 0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,

@@ -100,7 +100,7 @@ NEEDS: dict[str, tuple[Callable[[Context], object], str]] = {
         lambda c: _tempered(c) or _cuts(c),
         "raw and processed logprobs are the same at temperature 1 without truncation",
     ),
-    "truncation": (_cuts, "nothing is cut: top-p is 1 and top-k is off"),
+    "truncation": (_cuts, "nothing is cut: top-p is 1, top-k and min-p are off"),
     "implicit-generation": (_implicit_generation, "sampling settings are sent explicitly already"),
     "reduced-engine": (
         lambda c: c.spec.rollout.engine.dtype != "fp32",

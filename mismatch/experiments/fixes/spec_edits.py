@@ -71,8 +71,8 @@ def _micro_batch(spec: CheckSpec, value: str) -> CheckSpec:
 
 
 def _no_truncation(spec: CheckSpec, value: str) -> CheckSpec:
-    sampling = replace(spec.rollout.sampling, top_p=1.0, top_k=0)
-    return replace(spec, rollout=replace(spec.rollout, sampling=sampling))
+    rollout = spec.rollout
+    return replace(spec, rollout=replace(rollout, sampling=rollout.sampling.uncut()))
 
 
 def _head_in_fp32(spec: CheckSpec, value: str) -> CheckSpec:

@@ -13,12 +13,11 @@ from mismatch.experiments.scoring_passes import plain_of, reference_of
 from mismatch.features.locate.results import Sequence
 from mismatch.models.config import ModelConfig
 from mismatch.run.store import PLAIN, REFERENCE, TRAIN
-from mismatch.specs import DTYPES, Dtype, EngineSpec, Pass, Sampling, TrainSpec
+from mismatch.specs import DTYPES, Dtype, EngineSpec, Pass, TrainSpec
 from mismatch.types import Fingerprint, Floats, Ints, Rollout
 
 SEQUENCES, TOKENS = 8, 512  # recorded by default, and of each at most
 FLOAT32_BYTES = 4
-WHOLE = Sampling().top_k  # no token is cut
 
 
 def select(
@@ -64,14 +63,14 @@ def _rows(rollout: Rollout, sequences: Several[Sequence]) -> Ints:
 def part_of(rollout: Rollout, sequences: Several[Sequence]) -> Rollout:
     """Return the rollout of these sequences alone, as far as they are kept.
 
-    Its distribution is that of all tokens: engines rescore without top-p and top-k.
+    Its distribution is that of all tokens: engines rescore without a cut.
     """
     rows = _rows(rollout, sequences)
     index = np.asarray([sequence.index for sequence in sequences])
     return replace(
         rollout,
         token_ids=rollout.token_ids[rows],
-        sampling=replace(rollout.sampling, top_p=1.0, top_k=WHOLE),
+        sampling=rollout.sampling.uncut(),
         offsets=np.concatenate([[0], np.cumsum([sequence.tokens for sequence in sequences])]),
         action_mask=rollout.action_mask[rows],
         turn=rollout.turn[rows],

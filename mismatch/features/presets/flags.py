@@ -128,7 +128,7 @@ def sample_as(name: str, spec: CheckSpec, explicit: Collection[str]) -> Configur
         for key, value in stated(engine.model, engine.revision).items()
         if key in LEFT_OPEN.get(name, ())
     }
-    fields = ("temperature", "top_p", "top_k")
+    fields = ("temperature", "top_p", "top_k", "min_p")
     plain = Sampling()
     values: dict[str, Any] = {
         field: taken.pop(field, getattr(plain, field)) for field in fields if field not in explicit

@@ -40,7 +40,7 @@ WHERE = (
 )
 EVERY = Option("every", float, OUTPUT, "Seconds between reads of the folder.")
 STEP = Option("step", int | None, OUTPUT, "Report this step alone; default: all steps of the dump.")
-SAMPLED = (*flags_of(Sampling, "temperature top_p top_k"), *flags_of(EngineSpec, "dtype"))
+SAMPLED = (*flags_of(Sampling, "temperature top_p top_k min_p"), *flags_of(EngineSpec, "dtype"))
 JUDGED: Any = (*SAMPLED, *flags_of(TrainSpec, "dtype"), OUT, LEVELS, NAME_FLAGS, LOG_TO, FAIL_ON)
 
 
@@ -88,9 +88,9 @@ def read_rollouts(flags: Flags) -> int:
     """Make a run from rollouts that a framework recorded: ids and the engine's logprobs.
 
     Then `mismatch score RUN` scores the same tokens under FSDP2, and `mismatch compare RUN` judges.
-    Say how the tokens were sampled (--temperature, --top-p, --top-k) and in which dtype. --model
-    has to hold the weights that sampled. A dump that holds the trainer's log-probabilities as well
-    is judged by `mismatch postmortem`.
+    Say how the tokens were sampled (--temperature, --top-p, --top-k, --min-p) and in which dtype.
+    --model has to hold the weights that sampled. A dump that holds the trainer's log-probabilities
+    as well is judged by `mismatch postmortem`.
 
     Examples:
     mismatch read-rollouts dump.jsonl --model MODEL --out runs/A

@@ -195,10 +195,8 @@ def _sampled(case: Case) -> list[Finding]:
     scored_whole = case.engine.fingerprint.get("logprobs_truncated") is False
     if not sampling.truncates or sampling.temperature == 0 or not scored_whole or nothing_cut:
         return []
-    cut = f"top-p {sampling.top_p:g}, top-k {sampling.top_k or 'off'}"
-    evidence = (
-        Evidence("distribution that sampled; log-probabilities are of the whole", cut, "whole"),
-    )
+    what = "distribution that sampled; log-probabilities are of the whole"
+    evidence = (Evidence(what, sampling.cut, "whole"),)
     return [Finding("sampling-truncation", "engine", None, evidence)]
 
 
