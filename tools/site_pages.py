@@ -142,7 +142,8 @@ def models() -> str:
 
 def presets() -> str:
     """Return the settings of every framework's preset with the place where each was read."""
-    from mismatch.features.presets.frameworks import NAMES, preset_file
+    from mismatch.features.presets.rules import NAMES
+    from mismatch.features.presets.rules import table as preset_file
 
     parts = []
     for name in NAMES:

@@ -61,8 +61,11 @@ def not_applied(model: str, revision: str | None, sampling: Sampling) -> Iterato
         settings = ", ".join(f"{name} {value:g}" for name, value in other.items())
         appliers = [id for id, names in LEFT_OPEN.items() if other.keys() & set(names)]
         would = f"{' and '.join(appliers)} would" if appliers else "no framework known here does"
+        taken = {name: value for name, value in other.items() if hasattr(sampling, name)}
+        flags = " ".join(f"--{name.replace('_', '-')} {taken[name]:g}" for name in taken)
         yield NotTested(
             f"{', '.join(other)} of {FILE}",
             f"the checkpoint sets {settings}, which this run does not sample with; {would}",
-            "--sample-as FRAMEWORK; docs/reference/causes/implicit-generation-config.md",
+            f"{flags or 'no penalty is applied here'}; "
+            "docs/reference/causes/implicit-generation-config.md",
         )

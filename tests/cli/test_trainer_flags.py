@@ -8,7 +8,7 @@ from mismatch.cli.configuration import configured
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import CHECK
 from mismatch.cli.to_spec import check_spec
-from mismatch.errors import MismatchError, did_you_mean
+from mismatch.errors import MismatchError
 from mismatch.prompts.sources import read_prompts
 from tests.command import mismatch
 
@@ -32,12 +32,6 @@ def test_a_preset_sets_what_the_user_left_open():
     assert spec.preset.startswith("verl")
     assert any("autocast" in note for note in notes)
     assert check_spec(flags()).train.autocast is None
-
-
-def test_an_unknown_trainer_names_the_near_miss():
-    with pytest.raises(MismatchError, match="no such preset") as caught:
-        spec_of(trainer="verll")
-    assert caught.value.fix.startswith(did_you_mean("verll", ["verl"]).rstrip("? "))
 
 
 def test_one_interpreter_holds_both_sides_where_no_other_is_named():
@@ -90,7 +84,7 @@ def test_a_verl_config_sets_both_sides(tmp_path):
     ("given", "message"),
     [
         ({"trainer": "verl", "verl_config": "x.yaml"}, "--trainer and --verl-config"),
-        ({"sample_as": "trl", "verl_config": "x.yaml"}, "--verl-config and --sample-as"),
+        ({"trl_config": "x.json", "verl_config": "x.yaml"}, "--verl-config and --trl-config"),
         ({"verl_override": ["a=1"]}, "without --verl-config"),
         ({"prompts": "a.jsonl", "dataset": "b"}, "--prompts and --dataset"),
         ({"task": "calculator", "dataset": "b"}, "--task and --dataset"),

@@ -24,8 +24,15 @@ from mismatch.reports.sections.fixes import with_proof
 from mismatch.specs import CheckSpec
 from tests.checkpoints import configuration
 from tests.fixes_fixture import make_table
+from tests.preset_machine import be_on
 from tests.reports_fixture import make_failing_report
-from tests.unit.test_verl_config import FLASH, PRINTED
+from tests.unit.test_verl_config import PRINTED
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_on(monkeypatch)
+
 
 NOT_FOLLOWED = {"ids", "4 sequences"}  # Megatron's keys; a check counts a batch in tokens
 RECIPES = [
@@ -45,14 +52,14 @@ def followed(recipe: Recipe, folder: Path) -> CheckSpec:
         path = folder / "ppo.yaml"
         path.write_text(PRINTED, "utf-8")
         overrides = [line.removeprefix("+") for line in recipe.lines]
-        return follow_verl(read_verl_config(path, overrides), CheckSpec(), packages=FLASH).spec
+        return follow_verl(read_verl_config(path, overrides), CheckSpec()).spec
     call = ast.parse("\n".join(recipe.lines), mode="eval").body
     assert isinstance(call, ast.Call)
     fields = {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
     experts = fields.get("model_init_kwargs", {}).pop("experts_implementation", None)
     path = folder / "grpo.json"
     path.write_text(json.dumps({"bf16": True} | fields), "utf-8")
-    spec = follow_trl(read_trl_config(path), CheckSpec(), packages=FLASH).spec
+    spec = follow_trl(read_trl_config(path), CheckSpec()).spec
     # A field of transformers that TRL hands on, and that a check has by the same name.
     return replace(spec, train=replace(spec.train, experts=experts)) if experts else spec
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from mismatch.features.presets.rules import Keys, read_keys
+from mismatch.features.presets.rules import Name, rules_of, table
 from mismatch.features.presets.verl import follow_verl, read_verl_config
 from mismatch.specs import CheckSpec
+from tests.preset_machine import be_on
 
 VERL, TRL = "verl==0.9.1", "trl==1.16.0"
 SERVER = "verl/workers/rollout/vllm_rollout/vllm_async_server.py"
@@ -64,10 +65,13 @@ def read_by_verl(tree: ast.AST) -> set[str]:
     return found
 
 
-def known(keys: Keys) -> set[str]:
+def known(framework: Name) -> set[str]:
     """Return every key that has a meaning here."""
-    rules = {rule.key for rule in (*keys.rules, *keys.gaps)}
-    return rules | set(keys.no_effect) | {name for name, _ in keys.defaults}
+    keys = table(f"{framework}_keys")
+    names = {row["key"] for row in (*keys["follow"], *keys["gap"])} | set(keys.get("defaults", ()))
+    for section, inside in keys["no_effect"].items():
+        names.update(f"{section}.{name}".lstrip(".") for name in inside)
+    return names
 
 
 def accounted(key: str, names: set[str]) -> bool:
@@ -83,7 +87,7 @@ def test_every_key_that_verls_server_reads_is_accounted_for(wheels: Path) -> Non
     ]
     read = {key for key in read_by_verl(server) if not key.startswith(MADE)}
     assert len(read) > 40
-    names = {key.removeprefix("actor_rollout_ref.") for key in known(read_keys("verl"))}
+    names = {key.removeprefix("actor_rollout_ref.") for key in known("verl")}
     names |= {"rollout.prompt_length", "rollout.response_length"}
     assert [key for key in sorted(read) if not accounted(key, names)] == []
 
@@ -97,7 +101,7 @@ def test_verls_arguments_have_their_names_here(wheels: Path) -> None:
                 if isinstance(name, ast.Constant) and chain(value).startswith("self.config."):
                     sent[chain(value).removeprefix("self.config.")] = name.value
     compared = []
-    for rule in read_keys("verl").rules:
+    for rule in rules_of("verl"):
         key = rule.key.removeprefix("actor_rollout_ref.rollout.")
         places = [place.partition(".")[2] for place in rule.to]
         if key in sent and (rule.argument or rule.to[0].startswith("engine.")):
@@ -106,8 +110,11 @@ def test_verls_arguments_have_their_names_here(wheels: Path) -> None:
     assert len(compared) > 8
 
 
-def test_verls_own_defaults_are_followed_to_the_last_key(wheels: Path) -> None:
+def test_verls_own_defaults_are_followed_to_the_last_key(
+    wheels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The composed configuration of its wheel: all that its engine could get is known."""
+    be_on(monkeypatch)
     overrides = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.path=org/name")
     followed = follow_verl(read_verl_config(wheels / DEFAULTS, overrides), CheckSpec())
     engine = followed.spec.rollout.engine
@@ -125,7 +132,7 @@ def test_what_trl_passes_to_vllm_is_accounted_for(wheels: Path) -> None:
         for node in ast.walk(trainer)
         if isinstance(node, ast.Call) and chain(node.func) == "VLLMGeneration"
     ]
-    names = known(read_keys("trl"))
+    names = known("trl")
     passed = {
         str(word.arg): chain(word.value).rpartition(".")[2]
         for word in call.keywords
@@ -153,7 +160,7 @@ def test_trls_constants_and_defaults_are_its_own(wheels: Path) -> None:
             given = {word.arg: word.value for word in node.value.keywords}
             if "default" in given:
                 fields[chain(node.target)] = ast.literal_eval(given["default"])
-    own = dict(read_keys("trl").defaults)
+    own = table("trl_keys")["defaults"]
     assert {name: fields[name] for name in own if name in fields} == {
         name: value for name, value in own.items() if name in fields
     }

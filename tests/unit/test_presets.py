@@ -6,7 +6,7 @@ the trainer under the preset has to give the same bits, and the plain trainer ot
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,15 +16,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mismatch.experiments.scoring_passes import reference_of
-from mismatch.features.presets.frameworks import NAMES, get_preset, preset_file
-from mismatch.specs import Pass, TrainSpec
+from mismatch.features.presets.apply import Followed
+from mismatch.features.presets.rules import NAMES, Name, table
+from mismatch.specs import CheckSpec, Pass, TrainSpec
 from mismatch.training.distributed import World
 from mismatch.training.load import load
 from mismatch.training.score import score_pass
 from mismatch.types import Rollout, Sampling
 from tests.checkpoints import make, rollout
+from tests.preset_machine import be_on
 
-FLASH = frozenset({"flash_attn"})
 BF16 = TrainSpec(dtype="bf16", master_dtype="fp32", autocast="bf16")
 KNOWN = {
     "verl": replace(
@@ -41,14 +42,21 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_each_framework_runs(name: str) -> None:
-    assert get_preset(name).resolve(TrainSpec(), packages=FLASH).train == KNOWN[name]
+def applied(name: Name, train: TrainSpec | None = None, explicit: Collection[str] = ()) -> Followed:
+    followed = Followed(CheckSpec(train=train or TrainSpec()), explicit)
+    followed.preset(name)
+    return followed
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_setting_says_where_it_was_read(name: str) -> None:
-    data = preset_file(name)
+def test_what_each_framework_runs(name: Name, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_on(monkeypatch)
+    assert applied(name).spec.train == KNOWN[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_setting_says_where_it_was_read(name: Name) -> None:
+    data = table(name)
     for row in (*data["setting"], *data["gap"]):
         assert row["file"].endswith((".py", ".yaml"))
         assert row["symbol"]
@@ -57,37 +65,41 @@ def test_every_setting_says_where_it_was_read(name: str) -> None:
     assert len(fields) == len(set(fields))
 
 
-def test_a_kernel_that_is_not_installed_is_left_out_and_said_so() -> None:
-    applied = get_preset("verl").resolve(TrainSpec())
-    assert applied.train.attention == "auto"
-    assert applied.train.micro_batch_tokens == TrainSpec().micro_batch_tokens
-    assert any("flash_attn" in line for line in applied.not_reproduced)
-    with_kernel = get_preset("verl").resolve(TrainSpec(), packages=FLASH)
-    assert not any("flash_attn" in line for line in with_kernel.not_reproduced)
+def test_a_kernel_that_is_not_installed_is_left_out_and_said_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    be_on(monkeypatch, flash=False)
+    train = applied("verl").spec.train
+    assert train.attention == "auto"
+    assert train.micro_batch_tokens == TrainSpec().micro_batch_tokens
+    assert any("flash_attn" in line for line in applied("verl").spec.not_reproduced)
+    be_on(monkeypatch)
+    assert not any("flash_attn" in line for line in applied("verl").spec.not_reproduced)
 
 
 def test_the_users_flags_win() -> None:
     own = TrainSpec(master_dtype="bf16")
-    applied = get_preset("verl").resolve(own, explicit={"train_dtype", "autocast", "layout"})
-    assert applied.train.master_dtype == "bf16"  # not at its default
-    assert (applied.train.autocast, applied.train.layout) == (None, "padding")  # given by name
-    assert applied.train.temperature_in == "logits-rounded"
-    kept = [line.split(" ")[0] for line in applied.kept]
+    done = applied("verl", own, {"train_dtype", "autocast", "layout"})
+    train = done.spec.train
+    assert train.master_dtype == "bf16"  # not at its default
+    assert (train.autocast, train.layout) == (None, "padding")  # given by name
+    assert train.temperature_in == "logits-rounded"
+    kept = [line.split(" ")[0] for line in done.kept]
     assert sorted(kept) == ["autocast", "layout", "master_dtype"]
 
 
 def test_the_engines_dtype_flag_is_not_the_trainers() -> None:
-    own = TrainSpec(dtype="bf16")
-    preset = replace(
-        get_preset("verl"), settings=(replace(get_preset("verl").settings[0], value="fp16"),)
-    )
-    assert preset.resolve(own, explicit={"dtype"}).train.dtype == "fp16"
-    assert preset.resolve(own, explicit={"train_dtype"}).train.dtype == "bf16"
+    done = Followed(CheckSpec(), {"dtype"})
+    done.set("bf16", False, "train.dtype", "fp16")
+    assert done.spec.train.dtype == "fp16"
+    done = Followed(CheckSpec(), {"train_dtype"})
+    done.set("bf16", False, "train.dtype", "fp16")
+    assert done.spec.train.dtype == TrainSpec().dtype
 
 
 def test_the_reference_stays_exact_under_a_preset() -> None:
     for name in NAMES:
-        reference = reference_of(get_preset(name).resolve(TrainSpec()).train)
+        reference = reference_of(applied(name).spec.train)
         assert (reference.logprobs_dtype, reference.temperature_in) == (None, "fp32")
         assert (reference.dtype, reference.autocast) == ("fp32", None)
 
@@ -157,11 +169,11 @@ def _scored(world: World, model: Path, rolled: Rollout, train: TrainSpec) -> np.
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_bits_as_the_frameworks_arithmetic(
-    name: str, world: World, model: Path, rolled: Rollout, rows: tuple[Logits, torch.Tensor]
+    name: Name, world: World, model: Path, rolled: Rollout, rows: tuple[Logits, torch.Tensor]
 ) -> None:
     logits, targets = rows
     expected = ARITHMETIC[name](logits, targets, 0.7).double().numpy()
-    preset = get_preset(name).resolve(TrainSpec()).train
+    preset = applied(name).spec.train
     assert np.array_equal(_scored(world, model, rolled, preset), expected)
     undone = replace(preset, temperature_in="fp32", logprobs_dtype=None)
     assert (_scored(world, model, rolled, undone) != expected).mean() > 0.5

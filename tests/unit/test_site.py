@@ -14,7 +14,7 @@ import yaml
 
 from mismatch.analysis.thresholds import COLUMNS
 from mismatch.cli.main import summaries
-from mismatch.features.presets.frameworks import NAMES
+from mismatch.features.presets.rules import NAMES
 from mismatch.metrics import METRICS
 from mismatch.models import ALIASES
 from mismatch.pipeline.document import schema

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.features.presets.apply import Followed
+from mismatch.features.presets.apply import FollowedFile
 from mismatch.features.presets.trl import MODEL, follow_trl, read_trl_config
 from mismatch.specs import CheckSpec
+from tests.preset_machine import be_on
 
 # As a script's YAML has it: script, model and training arguments together.
 SCRIPT = """\
@@ -30,7 +31,12 @@ learning_rate: 1.0e-6
 """
 
 
-def follow(folder: Path, text: str = SCRIPT, **options: Any) -> Followed:
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_on(monkeypatch)
+
+
+def follow(folder: Path, text: str = SCRIPT, **options: Any) -> FollowedFile:
     path = folder / "grpo.yaml"
     path.write_text(text)
     return follow_trl(read_trl_config(path), CheckSpec(), **options)
@@ -63,12 +69,13 @@ def test_arguments_that_a_trainer_saved_as_json(tmp_path: Path) -> None:
     assert (followed.spec.train.dtype, followed.spec.train.autocast) == ("fp32", None)
     with pytest.raises(MismatchError, match="model_name_or_path"):
         read_trl_config(path).model(MODEL)
-    with pytest.raises(MismatchError, match="pickle"):
-        read_trl_config(tmp_path / "training_args.bin")
 
 
-def test_the_users_flags_win_and_a_cpu_engine_keeps_its_own(tmp_path: Path) -> None:
-    followed = follow(tmp_path, explicit={"temperature"}, cpu_engine=True)
+def test_the_users_flags_win_and_a_cpu_engine_keeps_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_on(monkeypatch, cpu_engine=True)
+    followed = follow(tmp_path, explicit={"temperature"})
     assert followed.spec.rollout.sampling.temperature == 1.0
     assert any(line.endswith("--temperature") for line in followed.kept)
     assert "max_num_batched_tokens" not in dict(followed.spec.rollout.engine.args)

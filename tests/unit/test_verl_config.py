@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.features.presets.apply import Followed
+from mismatch.features.presets.apply import FollowedFile
 from mismatch.features.presets.config_file import read_config
-from mismatch.features.presets.rules import read_keys
+from mismatch.features.presets.rules import table
 from mismatch.features.presets.verl import MODEL, follow_verl, read_verl_config
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
+from tests.preset_machine import be_on
 from tests.texts import numbers
 
-FLASH = frozenset({"flash_attn"})
 # As verl prints it when it starts, shortened: interpolations still in place.
 PRINTED = """\
 actor_rollout_ref:
@@ -75,6 +75,11 @@ trainer:
 """
 
 
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_on(monkeypatch)
+
+
 def _write(directory: Path, text: str, name: str = "ppo.yaml") -> Path:
     path = directory / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,13 +89,13 @@ def _write(directory: Path, text: str, name: str = "ppo.yaml") -> Path:
 
 def _applied(
     directory: Path, text: str = PRINTED, overrides: tuple[str, ...] = (), **options: Any
-) -> Followed:
+) -> FollowedFile:
     spec = options.pop("spec", CheckSpec())
     return follow_verl(read_verl_config(_write(directory, text), overrides), spec, **options)
 
 
 def test_both_sides(tmp_path: Path) -> None:
-    applied = _applied(tmp_path, packages=FLASH)
+    applied = _applied(tmp_path)
     engine, sampling = applied.spec.rollout.engine, applied.spec.rollout.sampling
     assert (engine.engine, engine.dtype, engine.tensor_parallel_size) == ("vllm", "fp16", 4)
     assert (engine.max_model_len, engine.gpu_memory_utilization) == (2048, 0.6)
@@ -111,7 +116,7 @@ def test_both_sides(tmp_path: Path) -> None:
 
 
 def test_every_key_is_accounted_for(tmp_path: Path) -> None:
-    applied = _applied(tmp_path, packages=FLASH)
+    applied = _applied(tmp_path)
     used = {line.partition(" = ")[0].removeprefix("actor_rollout_ref.") for line in applied.used}
     assert {
         "rollout.temperature",
@@ -125,19 +130,19 @@ def test_every_key_is_accounted_for(tmp_path: Path) -> None:
     assert not any("default_local_dir" in line for line in applied.not_reproduced)
     (unfollowed,) = [line for line in applied.not_reproduced if "reduce_dtype" in line]
     assert "actor_rollout_ref.actor.fsdp_config.mixed_precision: reduce_dtype" in unfollowed
-    assert applied.spec.not_reproduced == applied.not_reproduced
+    assert applied.spec.not_reproduced == tuple(applied.not_reproduced)
     assert applied.spec.preset.startswith("verl 0.9")
     assert not any("FSDP1" in line for line in applied.not_reproduced)  # strategy is fsdp2
     assert any(line.startswith("verl:") for line in applied.not_reproduced)  # the preset's
-    assert set(read_keys("verl").always) <= set(applied.not_reproduced)
-    assert applied.kept == ()
+    assert set(table("verl_keys")["always"]) <= set(applied.not_reproduced)
+    assert applied.kept == []
 
 
 def test_beside_verls_own_code_nothing_is_said_of_a_trainer_of_ours(tmp_path: Path) -> None:
     own = CheckSpec(train=TrainSpec(scorer="verl"))
     overrides = ("actor_rollout_ref.actor.strategy=fsdp",)
-    applied = _applied(tmp_path, spec=own, overrides=overrides, packages=FLASH)
-    assert set(read_keys("verl").always) <= set(applied.not_reproduced)
+    applied = _applied(tmp_path, spec=own, overrides=overrides)
+    assert set(table("verl_keys")["always"]) <= set(applied.not_reproduced)
     imitated = ("FSDP", "verl:", "log_prob_max_token_len_per_gpu")
     assert not any(word in line for line in applied.not_reproduced for word in imitated)
 
@@ -145,7 +150,7 @@ def test_beside_verls_own_code_nothing_is_said_of_a_trainer_of_ours(tmp_path: Pa
 def test_flags_win_over_the_config_and_the_config_over_the_preset(tmp_path: Path) -> None:
     spec = CheckSpec(rollout=RolloutSpec(engine=EngineSpec(args=(("max_num_seqs", 2),))))
     given = {"temperature", "dtype", "layout", "master_dtype"}
-    applied = _applied(tmp_path, spec=spec, explicit=given, packages=FLASH)
+    applied = _applied(tmp_path, spec=spec, explicit=given)
     assert applied.spec.rollout.sampling.temperature == 1.0
     assert applied.spec.rollout.engine.dtype == "bf16"
     assert dict(applied.spec.rollout.engine.args)["max_num_seqs"] == 2
@@ -189,8 +194,8 @@ GAPS = {
 
 @pytest.mark.parametrize("override", GAPS)
 def test_what_cannot_be_followed_is_said(tmp_path: Path, override: str) -> None:
-    plain = _applied(tmp_path, packages=FLASH).not_reproduced
-    remarks = _applied(tmp_path, overrides=(override,), packages=FLASH).not_reproduced
+    plain = _applied(tmp_path).not_reproduced
+    remarks = _applied(tmp_path, overrides=(override,)).not_reproduced
     (new,) = set(remarks) - set(plain)
     assert GAPS[override] in new
     assert override.partition("=")[0] in new
@@ -199,13 +204,16 @@ def test_what_cannot_be_followed_is_said(tmp_path: Path, override: str) -> None:
 @pytest.mark.parametrize("section", ["actor", "actor.fsdp_config"])
 def test_ulysses_splits_sequences(tmp_path: Path, section: str) -> None:
     override = (f"actor_rollout_ref.{section}.ulysses_sequence_parallel_size=2",)
-    applied = _applied(tmp_path, overrides=override, packages=FLASH)
+    applied = _applied(tmp_path, overrides=override)
     assert applied.spec.train.sequence_parallel == 2
     assert not any("ulysses" in line for line in applied.not_reproduced)
 
 
-def test_vllms_cpu_build_keeps_its_own_scheduler_options(tmp_path: Path) -> None:
-    applied = _applied(tmp_path, cpu_engine=True)
+def test_vllms_cpu_build_keeps_its_own_scheduler_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_on(monkeypatch, cpu_engine=True)
+    applied = _applied(tmp_path)
     assert "max_num_batched_tokens" not in dict(applied.spec.rollout.engine.args)
     assert any("max_num_batched_tokens = 16384" in line for line in applied.not_reproduced)
 

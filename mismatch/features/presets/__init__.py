@@ -1,4 +1,4 @@
-"""Settings, configuration files and sampling of RL frameworks, for a check."""
+"""Settings and configuration files of RL frameworks, for a check."""
 
 from mismatch.plugins import Feature
 

@@ -1,4 +1,4 @@
-"""A framework's configuration on a check: what it sets here, and an account of every key.
+"""A framework's settings on a check: what they set here, and an account of every key.
 
 The order of precedence is: flags of the user, keys of the configuration, the framework's preset.
 """
@@ -7,65 +7,129 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from importlib.util import find_spec
 from typing import Any
 
 from mismatch.features.presets.config_file import ConfigFile
-from mismatch.features.presets.frameworks import Preset
-from mismatch.features.presets.rules import CONVERSIONS, Keys, Rule, short, typed
-from mismatch.specs import CheckSpec
+from mismatch.features.presets.rules import CONVERSIONS, Name, Rule, rules_of, short, table, typed
+from mismatch.specs import CheckSpec, TrainSpec
 
-_PLACES: dict[str, tuple[str, ...]] = {
-    "engine": ("rollout", "engine"),
-    "sampling": ("rollout", "sampling"),
-    "prompts": ("rollout", "prompts"),
-    "train": ("train",),
-}
+# Fields of TrainSpec whose command-line parameter has another name.
+PARAMETERS = {"dtype": "train_dtype", "experts": "experts_implementation"}
 # Keys of the trainer alone.
 TRAINER = ("actor_rollout_ref.actor.", "actor_rollout_ref.rollout.log_prob_", "fsdp", "deepspeed")
+OFF = ("false", "none", "disabled")  # how a switch is off
 # vLLM's CPU build needs other settings, or refuses these.
-NOT_ON_A_CPU = ("max_num_batched_tokens", "enable_prefix_caching", "VLLM_BATCH_INVARIANT")
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # a variable of its environment
+NOT_ON_A_CPU = ("max_num_batched_tokens", "enable_prefix_caching", BATCH_INVARIANT)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Followed:
-    """A check with a framework's configuration on; one sentence each."""
+    """A check as a framework's settings fill it in, and the account of them, in sentences.
+
+    Attributes:
+        explicit: command-line parameters that the user has given; they win.
+        used: what took effect, "KEY = VALUE → SETTING".
+        kept: what lost against a flag of the user.
+        not_reproduced: what matters and has no counterpart here; also in the check.
+        ignored: keys near the engine and the trainer that are not followed.
+        seen: keys that were read, or change no log-probability.
+        settled: fields of TrainSpec that the configuration decides.
+    """
 
     spec: CheckSpec
-    used: tuple[str, ...]
-    """Keys that took effect, "KEY = VALUE → SETTING"."""
-    kept: tuple[str, ...]
-    """Keys that lost against a flag of the user."""
-    not_reproduced: tuple[str, ...]
-    """Keys that matter and have no counterpart here; also in ``spec.not_reproduced``."""
-    ignored: tuple[str, ...]
-    """Keys near the engine and the trainer that are not followed."""
+    explicit: Collection[str] = ()
+    used: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    not_reproduced: list[str] = field(default_factory=list)
+    ignored: tuple[str, ...] = ()
+    seen: set[str] = field(default_factory=set)
+    settled: set[str] = field(default_factory=set)
 
     def notes(self) -> tuple[str, ...]:
         """Return lines for the terminal."""
         return (
             f"trainer: {self.spec.preset}",
-            *(f"  {line}" for line in self.used),
+            *(f"  {line}" for line in dict.fromkeys(self.used)),
             *(f"  kept: {line}" for line in self.kept),
             *(f"  not followed: {line}" for line in sections(self.ignored)),
         )
 
+    def set(self, key: str, shown: Any, place: str, value: Any) -> None:
+        """Put a value at ``engine.dtype``, ``train.dtype`` …, unless the user has."""
+        group, _, name = place.partition(".")
+        parameter = name
+        if own := group == "train":
+            parameter = PARAMETERS.get(name, name)
+            self.settled.add(name)
+        if parameter not in self.explicit:
+            self.spec = _put(self.spec, place, value)
+            self.used.append(f"{key} = {shown} → {parameter} {value}")
+        elif getattr(getattr(self.spec if own else self.spec.rollout, group), name) != value:
+            self.kept.append(f"{key} = {shown} gives way to --{parameter.replace('_', '-')}")
+
+    def follow(self, rule: Rule, key: str, value: Any) -> None:
+        """Do what a rule says of a typed value."""
+        for target in rule.to:
+            self.set(key, value, target, CONVERSIONS[rule.convert](value))
+        if self.spec.rollout.engine.engine == "vllm" and rule.argument:
+            self.argument(key, rule.argument, value)
+
+    def argument(self, key: str, name: str, value: Any) -> None:
+        """Give the engine one more argument, unless the user has (--engine-arg)."""
+        from mismatch.engines.vllm.arguments import is_cpu_build
+
+        engine = self.spec.rollout.engine
+        if name in NOT_ON_A_CPU and is_cpu_build():
+            gap = f"{key} = {value}: left out, vLLM's CPU build needs other settings"
+            self.not_reproduced.append(gap)
+        elif name == BATCH_INVARIANT:
+            self.set(key, value, "engine.env", (*engine.env, (name, "1")))
+        elif name in dict(engine.args):
+            self.kept.append(f"{key} = {value} gives way to --engine-arg {name}")
+        else:
+            self.spec = _put(self.spec, "engine.args", (*engine.args, (name, value)))
+            self.used.append(f"{key} = {value} → engine-arg {name}={value}")
+
+    def preset(self, name: Name) -> None:
+        """Fill what is left open of the trainer with a framework's settings, and name its gaps."""
+        data = table(name)
+        self.spec = replace(self.spec, preset=data["title"])
+        for row in data["setting"]:
+            where, value, what = row["field"], row["value"], f"{name}: {row['what']}"
+            current, needs = getattr(self.spec.train, where), row.get("needs")
+            given = PARAMETERS.get(where, where) in self.explicit
+            if where in self.settled and current != value:
+                continue
+            if current != value and (given or current != getattr(TrainSpec(), where)):
+                self.kept.append(f"{where} is {current}, by request; {what}")
+            elif current != value and needs and find_spec(needs) is None:
+                gap = f"{what}; {needs} is not installed here, so {where} stays {current}"
+                self.not_reproduced.append(gap)
+            else:
+                self.spec = _put(self.spec, f"train.{where}", value)
+                self.used.append(f"{where} = {value}: {row['what']}")
+        self.not_reproduced += [f"{name}: {row['what']}" for row in data["gap"]]
+        self.tell_gaps()
+
+    def tell_gaps(self) -> None:
+        """Put what is not reproduced into the check."""
+        told = (*self.spec.not_reproduced, *self.not_reproduced)
+        self.spec = replace(self.spec, not_reproduced=tuple(dict.fromkeys(told)))
+
 
 @dataclass
-class Work:
-    """One application of a configuration: the spec as it grows, and the account of every key."""
+class FollowedFile(Followed):
+    """A check as a framework's configuration file fills it in."""
 
-    source: ConfigFile
-    keys: Keys
-    spec: CheckSpec
-    explicit: Collection[str]
-    packages: frozenset[str]
-    cpu_engine: bool
-    used: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
-    gaps: list[str] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)
-    settled: set[str] = field(default_factory=set)  # fields of TrainSpec that the config decides
+    source: ConfigFile = field(kw_only=True)
+    framework: Name = field(kw_only=True)
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """What is known of the framework's keys."""
+        return table(f"{self.framework}_keys")
 
     def value(self, key: str, kind: str) -> Any:
         """Return the typed value of a key; None if it is not set."""
@@ -73,82 +137,46 @@ class Work:
         self.seen.add(key)
         return None if value is None else typed(kind, value, key)
 
-    def set(self, key: str, shown: Any, target: str, value: Any) -> None:
-        """Put a value at ``engine.dtype``, ``train.dtype:train_dtype`` …, unless the user has."""
-        place, _, parameter = target.partition(":")
-        parameter = parameter or place.partition(".")[2]
-        if parameter in self.explicit:
-            if reduce(getattr, _path(place), self.spec) != value:
-                self.kept.append(f"{key} = {shown} gives way to --{parameter.replace('_', '-')}")
-        else:
-            self.spec = _put(self.spec, place, value)
-            self.used.append(f"{key} = {shown} → {parameter} {value}")
-        if place.startswith("train."):
-            self.settled.add(place.removeprefix("train."))
-
     def rules(self) -> None:
         """Follow every key that has a rule."""
-        for rule in self.keys.rules:
+        for rule in rules_of(self.framework):
             value = self.value(rule.key, rule.kind)
             if value is not None and rule.skip != value:
                 self.follow(rule, rule.key, value)
 
-    def follow(self, rule: Rule, key: str, value: Any) -> None:
-        """Do what a rule says of a typed value."""
-        for target in rule.to:
-            self.set(key, value, target, CONVERSIONS[rule.convert](value))
-        if self.spec.rollout.engine.engine == "vllm" and (rule.argument or rule.env):
-            self.argument(key, rule.argument or rule.env, value, env=bool(rule.env))
-
-    def argument(self, key: str, name: str, value: Any, env: bool = False) -> None:
-        """Give the engine one more argument or variable, unless the user has (--engine-arg)."""
-        engine = self.spec.rollout.engine
-        if self.cpu_engine and name in NOT_ON_A_CPU:
-            self.gaps.append(f"{key} = {value}: left out, vLLM's CPU build needs other settings")
-        elif env:
-            self.spec = _put(self.spec, "engine.env", (*engine.env, (name, "1")))
-            self.used.append(f"{key} = {value} → {name}=1")
-        elif name in dict(engine.args):
-            self.kept.append(f"{key} = {value} gives way to --engine-arg {name}")
-        else:
-            self.spec = _put(self.spec, "engine.args", (*engine.args, (name, value)))
-            self.used.append(f"{key} = {value} → engine-arg {name}={value}")
-
-    def result(self, preset: Preset) -> Followed:
+    def finish(self) -> None:
         """Fill what the configuration leaves open from the preset, and close the account.
 
         Where the framework's own code scores, nothing of the trainer is imitated.
         """
-        own_code = self.spec.train.scorer == preset.name
-        if own_code:
-            preset = replace(preset, settings=(), gaps=())
-        resolved = preset.resolve(self.spec.train, self.explicit, self.packages, self.settled)
-        self.kept += resolved.kept
-        self.gaps += [*self.keys.always, *resolved.not_reproduced]
-        for gap in self.keys.gaps:
-            value = self.source.get(gap.key)
-            self.seen.add(gap.key)
-            if gap.matters(value) and not (own_code and gap.key.startswith(TRAINER)):
-                self.gaps.append(f"{gap.key} = {short(value)}: {gap.what}")
-        known = self.seen | set(self.keys.no_effect)
-        ignored = tuple(
+        own_code = self.spec.train.scorer == self.framework
+        self.not_reproduced += self.keys.get("always", ())
+        for gap in self.keys["gap"]:
+            key, value = gap["key"], self.source.get(gap["key"])
+            self.seen.add(key)
+            matters = bool(value) and str(value).lower() not in OFF
+            if "usual" in gap:
+                matters = value not in (None, *gap["usual"])
+            if matters and not (own_code and key.startswith(TRAINER)):
+                self.not_reproduced.append(f"{key} = {short(value)}: {gap['what']}")
+        for section, names in self.keys["no_effect"].items():
+            self.seen.update(f"{section}.{name}".lstrip(".") for name in names)
+        self.ignored = tuple(
             key
             for key in self.source.given()
-            if key.startswith(self.keys.near)
-            and not any(f"{key}.".startswith(f"{name}.") for name in known)
+            if key.startswith(tuple(self.keys["near"]))
+            and not any(f"{key}.".startswith(f"{name}.") for name in self.seen)
             and not (own_code and key.startswith(TRAINER))
         )
-        if ignored:
-            self.gaps.append(f"keys that this run does not follow: {'; '.join(sections(ignored))}")
-        gaps = tuple(dict.fromkeys(self.gaps))
-        spec = replace(
-            self.spec,
-            train=resolved.train,
-            preset=f"{preset.title}, as {self.source.origin} sets it",
-            not_reproduced=(*self.spec.not_reproduced, *gaps),
-        )
-        used = tuple(dict.fromkeys(self.used))
-        return Followed(spec, used, tuple(self.kept), gaps, ignored)
+        if self.ignored:
+            unread = f"keys that this run does not follow: {'; '.join(sections(self.ignored))}"
+            self.not_reproduced.append(unread)
+        if own_code:
+            self.tell_gaps()
+        else:
+            self.preset(self.framework)
+        title = f"{table(self.framework)['title']}, as {self.source.origin} sets it"
+        self.spec = replace(self.spec, preset=title)
 
 
 def sections(keys: Iterable[str]) -> list[str]:
@@ -160,16 +188,10 @@ def sections(keys: Iterable[str]) -> list[str]:
     return [f"{section}: {', '.join(inside)}" for section, inside in names.items()]
 
 
-def _put(spec: Any, place: str, value: Any) -> Any:
-    """Return the check with another value there."""
-
-    def inside(node: Any, path: tuple[str, ...]) -> Any:
-        inner = value if len(path) == 1 else inside(getattr(node, path[0]), path[1:])
-        return replace(node, **{path[0]: inner})
-
-    return inside(spec, _path(place))
-
-
-def _path(place: str) -> tuple[str, ...]:
+def _put(spec: CheckSpec, place: str, value: Any) -> CheckSpec:
+    """Return the check with another value at ``train.NAME``, ``engine.NAME`` …"""
     group, _, name = place.partition(".")
-    return (*_PLACES[group], name)
+    if group == "train":
+        return replace(spec, train=replace(spec.train, **{name: value}))
+    part = replace(getattr(spec.rollout, group), **{name: value})
+    return replace(spec, rollout=replace(spec.rollout, **{group: part}))

@@ -19,12 +19,10 @@ INSTALL = "pip install 'train-infer-mismatch[verl]'"
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """A config."""
+    """A file of this name, and its OmegaConf ``DictConfig``, interpolations still in place."""
 
     origin: str
-    """The file, for messages."""
     tree: Any
-    """An OmegaConf ``DictConfig``, interpolations still in place."""
 
     def get(self, key: str) -> Any:
         """Return the value at a dotted key as plain data; None where it is absent, null or ???.
@@ -37,20 +35,15 @@ class ConfigFile:
 
         try:
             value = OmegaConf.select(self.tree, key)
-            return (
-                OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            )
+            whole = OmegaConf.is_config(value)
+            return OmegaConf.to_container(value, resolve=True) if whole else value
         except OmegaConfBaseException as error:
             fault = f"{self.origin}: {key}: {first_line(error)}"
             fix = f"give the value of {key} in the file, or as --verl-override {key}=VALUE"
             raise MismatchError(fault, fix) from error
 
     def model(self, key: str) -> str:
-        """Return the text at the key that names the model, with ``~`` expanded.
-
-        Raises:
-            MismatchError: it is not in the file, or no text.
-        """
+        """Return the model that the key names; MismatchError where it names none."""
         path = self.get(key)
         if not isinstance(path, str):
             fault = f"{self.origin}: {key} is {'not given' if path is None else path}"
@@ -88,13 +81,7 @@ def read_config(flag: str, path: Path, overrides: Sequence[str] = ()) -> ConfigF
     where = f"{flag} {path}"
     try:
         tree = OmegaConf.load(path)
-    except (
-        OSError,
-        ValueError,  # bytes that are no text, a number of thousands of digits
-        YAMLError,
-        RecursionError,
-        OmegaConfBaseException,
-    ) as error:
+    except (OSError, ValueError, YAMLError, RecursionError, OmegaConfBaseException) as error:
         reason = " ".join(str(error).split())  # a YAML error says the line
         raise MismatchError(f"{where}: {reason}", f"{flag} FILE, a YAML mapping") from error
     if not OmegaConf.is_dict(tree):

@@ -1,104 +1,62 @@
-"""Which keys of a framework's configuration a check follows, read from one TOML file each."""
+"""What is known of frameworks, read from TOML files next to this file.
+
+``NAME.toml`` has what a framework's trainer runs, as settings of our own trainer (a preset); each
+names its place in the framework's source. verl and TRL also have adapters, which run the
+framework's code: a preset is for what only our own loop measures. ``NAME_keys.toml`` has the keys
+of a framework's configuration.
+"""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal, get_args
 
 from mismatch.errors import MismatchError
+
+Name = Literal["verl", "trl", "skyrl"]
+NAMES: tuple[Name, ...] = get_args(Name)
+
+
+@cache
+def table(name: str) -> dict[str, Any]:
+    """Return ``NAME.toml`` next to this file."""
+    text = files("mismatch.features.presets").joinpath(f"{name}.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A key that is followed."""
+    """A key that is followed.
+
+    Attributes:
+        kind: type of its value, a key of ``READERS``.
+        to: places in the spec, ``train.dtype``.
+        argument: instead of places, the argument of vLLM that it becomes.
+        skip: a value that asks for nothing.
+        convert: a key of ``CONVERSIONS``; "": the value as it is.
+    """
 
     key: str
     kind: str
-    """Type of its value, a key of ``READERS``."""
-    to: tuple[str, ...] = ()
-    """Places in the spec, ``train.dtype``; ``:NAME`` follows where the flag has another name."""
+    to: Sequence[str] = ()
     argument: str = ""
-    """Instead of places: the argument of vLLM that it becomes."""
-    env: str = ""
-    """Instead of places: the variable of the engine's environment that it sets to 1."""
     skip: Any = None
-    """A value that asks for nothing."""
     convert: str = ""
-    """A key of ``CONVERSIONS``; "": the value as it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeyGap:
-    """A key that matters and cannot be followed."""
-
-    key: str
-    what: str
-    above: int | None = None
-    """It matters above this number."""
-    usual: tuple[Any, ...] = ()
-    """Values at which it does not matter; with neither, it matters where it is switched on."""
-
-    def matters(self, value: Any) -> bool:
-        if self.above is not None:
-            return isinstance(value, int) and value > self.above
-        if self.usual:
-            return value is not None and value not in self.usual
-        return bool(value) and str(value).lower() not in ("false", "none", "disabled")
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """What is known of a framework's keys."""
-
-    rules: tuple[Rule, ...]
-    gaps: tuple[KeyGap, ...]
-    no_effect: tuple[str, ...]
-    """Keys that change no log-probability, and their sections."""
-    near: tuple[str, ...]
-    """Beginnings of the keys that are named where they are not followed."""
-    always: tuple[str, ...] = ()
-    """What the framework does whatever its configuration says, and this tool does not."""
-    required: tuple[str, ...] = ()
-    """Keys that every complete configuration has."""
-    own_arguments: tuple[Rule, ...] = ()
-    """Arguments of vLLM that have a separate flag here."""
-    defaults: tuple[tuple[str, Any], ...] = ()
-    """What the framework sends where its configuration does not name a key."""
-
-
-def read_keys(name: str) -> Keys:
-    """Return ``NAME_keys.toml`` next to this file."""
-    text = files("mismatch.features.presets").joinpath(f"{name}_keys.toml").read_text("utf-8")
-    data = tomllib.loads(text)
-
-    def rules(section: str) -> tuple[Rule, ...]:
-        rows = data.get(section, ())
-        return tuple(Rule(**row | {"to": tuple(row.get("to", ()))}) for row in rows)
-
-    return Keys(
-        rules=rules("follow"),
-        gaps=tuple(KeyGap(**row) for row in data["gap"]),
-        no_effect=tuple(
-            f"{section}.{name}".lstrip(".")
-            for section, names in data["no_effect"].items()
-            for name in names
-        ),
-        near=tuple(data["near"]),
-        always=tuple(data.get("always", ())),
-        required=tuple(data.get("required", ())),
-        own_arguments=rules("engine_argument"),
-        defaults=tuple(data.get("defaults", {}).items()),
-    )
+def rules_of(name: Name) -> tuple[Rule, ...]:
+    """Return the keys of a framework's configuration that are followed."""
+    return tuple(Rule(**row) for row in table(f"{name}_keys")["follow"])
 
 
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "": lambda value: value,
     "layout": lambda value: "packing" if value else "padding",
     "autocast": lambda value: None if value == "fp32" else value,
-    "top_k": lambda value: max(value, 0),  # -1 is off
     "fp32 head": lambda value: "fp32" if value else None,
 }
 _DTYPES = {
@@ -136,13 +94,10 @@ def _whole(value: Any, least: float = float("-inf")) -> int:
     return int(number)
 
 
-def _instance(kind: type) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise TypeError(value)
-        return value
-
-    return read
+def _of(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(value)
+    return value
 
 
 READERS: dict[str, Callable[[Any], Any]] = {
@@ -150,11 +105,9 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "whole number": _whole,
     "count": lambda value: _whole(value, least=1),
     "switch": lambda value: {"true": True, "false": False}[str(value).lower()],
-    "text": _instance(str),
-    "mapping": _instance(dict),
-    "files": lambda value: [
-        _instance(str)(item) for item in (value if isinstance(value, list) else [value])
-    ],
+    "text": lambda value: _of(str, value),
+    "mapping": lambda value: _of(dict, value),
+    "files": lambda value: [_of(str, x) for x in (value if isinstance(value, list) else [value])],
     "dtype": lambda value: _DTYPES[str(value).lower()],
 }
 

@@ -6,11 +6,9 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from mismatch.errors import MismatchError
-from mismatch.features.presets.apply import Followed, Work
+from mismatch.features.presets.apply import FollowedFile
 from mismatch.features.presets.config_file import ConfigFile, read_config
-from mismatch.features.presets.frameworks import get_preset
-from mismatch.features.presets.rules import read_keys
+from mismatch.features.presets.rules import table
 from mismatch.specs import CheckSpec
 
 FLAG = "--trl-config"
@@ -23,29 +21,19 @@ def read_trl_config(path: Path) -> ConfigFile:
     """Read fields of ``GRPOConfig``: a script's YAML, or what ``to_json_string`` wrote.
 
     Raises:
-        MismatchError: missing file, no YAML or JSON mapping, or pickled arguments.
+        MismatchError: missing file, or no YAML or JSON mapping.
     """
     from omegaconf import OmegaConf
 
-    if path.suffix == ".bin":
-        fault = f"{FLAG} {path}: saved arguments are a pickle, which can run code when it is read"
-        fix = "write them as JSON: Path('grpo.json').write_text(trainer.args.to_json_string())"
-        raise MismatchError(fault, fix)
     source = read_config(FLAG, path)
     present = {name: value for name, value in source.tree.items() if value is not None}
-    tree = OmegaConf.merge(OmegaConf.create(dict(read_keys("trl").defaults)), present)
+    tree = OmegaConf.merge(OmegaConf.create(table("trl_keys")["defaults"]), present)
     return replace(source, tree=tree)
 
 
-def follow_trl(
-    source: ConfigFile,
-    spec: CheckSpec,
-    explicit: Collection[str] = (),
-    packages: frozenset[str] = frozenset(),
-    cpu_engine: bool = False,
-) -> Followed:
-    """Return the check that a GRPOConfig describes; arguments as of :func:`follow_verl`."""
-    work = Work(source, read_keys("trl"), spec, explicit, packages, cpu_engine)
+def follow_trl(source: ConfigFile, spec: CheckSpec, explicit: Collection[str] = ()) -> FollowedFile:
+    """Return the check that a GRPOConfig describes; arguments as of :class:`Followed`."""
+    work = FollowedFile(spec, explicit, source=source, framework="trl")
     work.seen |= {MODEL, "bf16", "fp16"}
     work.rules()
     if source.get("vllm_mode") == "colocate" and work.spec.rollout.engine.engine == "vllm":
@@ -56,11 +44,12 @@ def follow_trl(
             sequences = rows * work.spec.rollout.engine.tensor_parallel_size * int(steps)
             work.argument("per_device_train_batch_size", "max_num_seqs", sequences)
     if source.get("fp16"):
-        for target in ("train.dtype:train_dtype", "train.autocast"):
+        for target in ("train.dtype", "train.autocast"):
             work.set("fp16", True, target, "fp16")
     elif source.get("bf16") is False:  # no mixed precision: what is loaded computes
         master = work.spec.train.master_dtype
         dtype = "fp32" if master == "auto" else master
-        work.set("bf16", False, "train.dtype:train_dtype", dtype)
+        work.set("bf16", False, "train.dtype", dtype)
         work.settled |= {"autocast", "logprobs_dtype"}
-    return work.result(get_preset("trl"))
+    work.finish()
+    return work

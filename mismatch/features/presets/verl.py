@@ -7,10 +7,9 @@ from pathlib import Path
 
 from mismatch.engines.registry import engine_infos
 from mismatch.errors import MismatchError
-from mismatch.features.presets.apply import Followed, Work
+from mismatch.features.presets.apply import FollowedFile
 from mismatch.features.presets.config_file import MISSING, ConfigFile, read_config
-from mismatch.features.presets.frameworks import get_preset
-from mismatch.features.presets.rules import read_keys, typed
+from mismatch.features.presets.rules import rules_of, table, typed
 from mismatch.specs import CheckSpec
 
 FLAG = "--verl-config"
@@ -30,7 +29,7 @@ def read_verl_config(path: Path, overrides: Sequence[str] = ()) -> ConfigFile:
             or a malformed override.
     """
     source = read_config(FLAG, path, overrides)
-    lacking = [key for key in read_keys("verl").required if source.get(key) is None]
+    lacking = [key for key in table("verl_keys")["required"] if source.get(key) is None]
     if "defaults" in source.tree:
         lacking.insert(0, "what its defaults name, other files")
     if lacking:
@@ -40,24 +39,15 @@ def read_verl_config(path: Path, overrides: Sequence[str] = ()) -> ConfigFile:
 
 
 def follow_verl(
-    source: ConfigFile,
-    spec: CheckSpec,
-    explicit: Collection[str] = (),
-    packages: frozenset[str] = frozenset(),
-    cpu_engine: bool = False,
-) -> Followed:
-    """Return the check that a config describes.
-
-    Args:
-        explicit: command-line parameters that the user has given; they win.
-        packages: installed kernel packages.
-        cpu_engine: the engine is vLLM's CPU build.
+    source: ConfigFile, spec: CheckSpec, explicit: Collection[str] = ()
+) -> FollowedFile:
+    """Return the check that a config describes; arguments as of :class:`Followed`.
 
     Raises:
         MismatchError: a value of the wrong type, an interpolation that leads nowhere, or a
             rollout engine that mismatch does not have; each with the key.
     """
-    work = Work(source, read_keys("verl"), spec, explicit, packages, cpu_engine)
+    work = FollowedFile(spec, explicit, source=source, framework="verl")
     # The model is asked for beforehand; response_length is the longest response, resolved.
     work.seen |= {MODEL, "data.max_response_length"}
     key = f"{ROOT}rollout.name"
@@ -72,7 +62,8 @@ def follow_verl(
     work.rules()
     # The engine's own arguments win over verl's keys, as in verl.
     prefix = f"{ROOT}rollout.engine_kwargs.{work.spec.rollout.engine.engine}"
-    own = {rule.key: rule for rule in work.keys.own_arguments}
+    # Some of these have a flag here, and a rule that sets it.
+    own = {rule.to[0].partition(".")[2]: rule for rule in rules_of("verl") if rule.to}
     for option, value in (work.value(prefix, "mapping") or {}).items():
         key = f"{prefix}.{option}"
         if value in (None, MISSING):
@@ -83,19 +74,21 @@ def follow_verl(
             work.argument(key, option, value)
     if files := work.value("data.train_files", "files"):
         _sample_from(files, work)
-    return work.result(get_preset("verl"))
+    work.finish()
+    return work
 
 
-def _sample_from(files: Sequence[str], work: Work) -> None:
+def _sample_from(files: Sequence[str], work: FollowedFile) -> None:
     """Take the prompts from verl's training data, if it is on this machine."""
     key, path = "data.train_files", Path(files[0]).expanduser()
     if {"prompts", "dataset"} & set(work.explicit):
         work.kept.append(f"{key} gives way to your own prompts")
     elif not path.exists():
-        work.gaps.append(f"{key} = {files[0]} is not on this machine: other prompts are used")
+        gap = f"{key} = {files[0]} is not on this machine: other prompts are used"
+        work.not_reproduced.append(gap)
     else:
         if len(files) > 1:
-            work.gaps.append(f"{key}: only the first of {len(files)} files is used")
+            work.not_reproduced.append(f"{key}: only the first of {len(files)} files is used")
         work.set(key, files[0], "prompts.dataset", str(path))
         column = work.value("data.prompt_key", "text") or "prompt"
         work.set("data.prompt_key", column, "prompts.prompt_column", column)
