@@ -4,7 +4,6 @@ import importlib.util
 import json
 from dataclasses import replace
 from io import StringIO
-from types import SimpleNamespace
 
 import pytest
 import transformers.modeling_utils  # noqa: F401  sizes are then counted in this process
@@ -229,45 +228,28 @@ def test_sequences_beyond_the_context_are_refused():
 
 
 def test_a_complete_machine_is_ready():
-    diagnosis = examine(spec(), machine(), WORKING)
+    diagnosis = examine("vllm", machine(), WORKING)
     assert diagnosis.problems == ()
     text = text_of(print_diagnosis, diagnosis)
     assert text.splitlines()[-1].startswith("ready:")
     assert "\x1b[" not in text
     document = json.loads(json.dumps(diagnosis.to_dict()))
     assert document["ready"] is True
-    assert document["plan"]["sides"][0]["level"] == "fits"
 
 
 def test_what_a_check_refuses_is_a_problem_with_its_fix(monkeypatch):
     monkeypatch.setattr("mismatch.engines.registry.importlib.util.find_spec", lambda name: None)
-    (problem,) = examine(spec(), machine(), WORKING).problems
+    (problem,) = examine("vllm", machine(), WORKING).problems
     assert "pip install 'train-infer-mismatch[vllm]'" in problem.fix
 
 
 @pytest.mark.parametrize("name", ["vllm", "torch"])
 def test_a_package_that_is_installed_and_does_not_work_is_a_problem(name):
     broken = WORKING | {name: Package(name, name, "0.32", "ImportError: nms")}
-    diagnosis = examine(spec(), machine(), broken)
+    diagnosis = examine("vllm", machine(), broken)
     assert not diagnosis.ready
     assert "ImportError: nms" in diagnosis.problems[0].what
-    other = replace(spec(), rollout=RolloutSpec(EngineSpec("transformers", spec().train.model)))
-    assert examine(other, machine(), broken).ready == (name == "vllm")
-
-
-def test_weights_that_cannot_be_fetched_are_a_problem(monkeypatch):
-    here = SimpleNamespace(free=GIB)
-    monkeypatch.setattr("mismatch.features.doctor.examine.shutil.disk_usage", lambda path: here)
-    (problem,) = examine(spec("gpt-oss-20b", 8), machine(gpus=8), WORKING).problems
-    assert "14 GB" in problem.what
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    (problem,) = examine(spec("gpt-oss-20b", 8), machine(gpus=8), WORKING).problems
-    assert "HF_HUB_OFFLINE" in problem.what
-
-
-def test_a_model_that_does_not_fit_is_a_problem_with_a_fix():
-    diagnosis = examine(spec("gpt-oss-20b", 1), machine(gpus=1, gib=24), WORKING)
-    assert any("--nproc-per-node" in problem.what for problem in diagnosis.problems)
+    assert examine("transformers", machine(), broken).ready == (name == "vllm")
 
 
 # ---------------------------------------------------------------- looking at a machine
@@ -294,7 +276,6 @@ def test_a_model_of_unknown_size_is_planned_without_its_memory(tmp_path):
     assert run_plan.fits
     assert any("no-such-model" in note for note in run_plan.notes)
     assert not text_of(print_plan, run_plan).rstrip().endswith("it fits")
-    assert examine(spec(str(tmp_path)), machine(), WORKING).ready
 
 
 def test_a_family_without_measured_peaks_is_planned_and_says_so():
@@ -315,15 +296,14 @@ def test_models_lists_every_name(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_examines_this_machine(tmp_path):
-    done = mismatch("doctor", "--model", "tiny-gpt-oss", "--json", cwd=tmp_path, timeout=400)
+    done = mismatch("doctor", "--json", cwd=tmp_path, timeout=400)
     document = json.loads(done.stdout)
     assert document["ready"] == (done.returncode == 0), done.stderr
     assert document["packages"]["torch"]["error"] == ""
-    assert document["plan"]["sides"][0]["level"] == "fits"
 
 
 def test_an_unknown_model_is_refused_with_near_misses(tmp_path):
-    done = mismatch("doctor", "--model", "gpt-oss-21b", cwd=tmp_path)
+    done = mismatch("check", "--dry-run", "--model", "gpt-oss-21b", cwd=tmp_path)
     assert done.returncode == 2
     assert "gpt-oss-20b" in done.stderr
 

@@ -1,4 +1,4 @@
-"""What this machine can measure, and whether a model fits."""
+"""What this machine can measure."""
 
 from mismatch.plugins import Command, Feature
 
@@ -7,7 +7,7 @@ FEATURE = Feature(
     commands=(
         Command(
             "doctor",
-            "What this machine can measure, and whether a model fits.",
+            "What this machine can measure.",
             "mismatch.features.doctor.command:doctor",
             group="Information",
         ),

@@ -1,77 +1,48 @@
-"""`mismatch doctor`: what is installed here, and whether a model fits."""
+"""`mismatch doctor`: what is installed here, or in another environment."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import typer
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option
 from mismatch.cli.options import JSON
-from mismatch.errors import MismatchError
-from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 @with_flags(
-    Option("model", str | None, "", "Also plan a check of this model, offline."),
-    Option("engine", str, "", "The engine that the check would use.", default="vllm"),
+    Option("engine", str, "", "The engine that a check would use.", default="vllm"),
     Option("python", str | None, "", "Inspect the environment of this interpreter instead."),
     JSON,
 )
 def doctor(flags: Flags) -> int:
-    """Show what this machine can run, and whether a model fits.
+    """Show what this machine can run: engines, libraries, GPUs, and what is missing.
 
-    Engines, libraries and GPUs, and what is missing. With --model also the plan of a check with its
-    defaults; `mismatch check --dry-run` plans one with any flags. Exit code 0: `mismatch check`
-    could run here (for the model, if given). 2: it could not; the fix is printed. With --python:
-    what a check can measure in your environment, which does not need mismatch.
+    `mismatch check --model MODEL --dry-run` says whether a model fits. Exit code 0: `mismatch
+    check` could run here. 2: it could not; the fix is printed. With --python: what a check can
+    measure in your environment, which does not need mismatch.
 
     Examples:
     mismatch doctor
-    mismatch doctor --model gpt-oss-20b
+    mismatch doctor --engine sglang
     mismatch doctor --python ENV/bin/python
     """
     from rich.console import Console
 
-    if flags["python"] is not None:
-        return look_into_environment(flags, Console())
-    from mismatch.features.doctor.examine import examine, print_diagnosis
-    from mismatch.models import resolve_model
-    from mismatch.run.machine import local_gpus
-
-    model = "" if flags["model"] is None else resolve_model(flags["model"])
-    spec = CheckSpec(
-        rollout=RolloutSpec(engine=EngineSpec(engine=flags["engine"], model=model)),
-        train=TrainSpec(model=model),
-        nproc_per_node=local_gpus() or 2,
-    )
-    diagnosis = examine(spec)
-    if flags["as_json"]:
-        typer.echo(json.dumps(diagnosis.to_dict(), indent=2))
-    else:
-        print_diagnosis(diagnosis, Console())
-    return 0 if diagnosis.ready else 2
-
-
-def look_into_environment(flags: Flags, console: Console) -> int:
-    """Say what can be measured in another environment; the exit code.
-
-    Raises:
-        MismatchError: its interpreter cannot be started, or a model was named too.
-    """
     from mismatch.features.doctor.environment import examine_environment, print_environment
+    from mismatch.features.doctor.examine import examine, print_diagnosis
 
-    if flags["model"] is not None:
-        fault = "--python and --model: an environment is examined without a model"
-        raise MismatchError(fault, "mismatch check --model MODEL --python PATH --dry-run")
-    environment = examine_environment(flags["python"])
-    if flags["as_json"]:
-        typer.echo(json.dumps(environment.to_dict(), indent=2))
+    if flags["python"] is not None:
+        environment = examine_environment(flags["python"])
+        document, ready = environment.to_dict(), environment.ready
+        if not flags["as_json"]:
+            print_environment(environment, Console())
     else:
-        print_environment(environment, console)
-    return 0 if environment.ready else 2
+        diagnosis = examine(flags["engine"])
+        document, ready = diagnosis.to_dict(), diagnosis.ready
+        if not flags["as_json"]:
+            print_diagnosis(diagnosis, Console())
+    if flags["as_json"]:
+        typer.echo(json.dumps(document, indent=2))
+    return 0 if ready else 2

@@ -17,17 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch.codec import to_json
 from mismatch.doctor.machine import Machine, inspect_machine
-from mismatch.doctor.memory import BYTES
-from mismatch.doctor.plan import Plan, plan, refused
-from mismatch.doctor.show import print_plan, print_table, say
+from mismatch.doctor.show import print_table, say
 from mismatch.engines.registry import engine_info, engine_infos
 from mismatch.errors import MismatchError
-from mismatch.models.config import find_config
-from mismatch.models.sizes import UnknownSize, sized
 from mismatch.pipeline.preflight import IN_A_CLONE, preflight
-from mismatch.run.hub import cache_folder, offline
-from mismatch.run.machine import gib
-from mismatch.specs import CheckSpec
+from mismatch.run.machine import gib, local_gpus
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -125,12 +120,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What the doctor found; ``plan`` is that of the model that was asked about."""
+    """What the doctor found."""
 
     machine: Machine
     packages: dict[str, Package]
     problems: tuple[Problem, ...]
-    plan: Plan | None
 
     @property
     def ready(self) -> bool:
@@ -138,30 +132,27 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
-        return {"schema": "mismatch.doctor/3", "ready": self.ready, **to_json(self)}
+        return {"schema": "mismatch.doctor/4", "ready": self.ready, **to_json(self)}
 
 
 def examine(
-    spec: CheckSpec, machine: Machine | None = None, installed: dict[str, Package] | None = None
+    engine: str, machine: Machine | None = None, installed: dict[str, Package] | None = None
 ) -> Diagnosis:
-    """Examine this machine, or one that is described, for a check; plan it if it names a model."""
+    """Examine this machine, or one that is described, for checks with this engine."""
     machine, installed = machine or inspect_machine(), installed or packages()
-    problems, planned = [], None
+    problems = []
     for name, package in installed.items():
-        if package.error and name in (spec.rollout.engine.engine, *TRAINER):
+        if package.error and name in (engine, *TRAINER):
             fix = IN_A_CLONE if name in TRAINER else engine_info(name).install_hint
             what = f"{package.distribution} {package.version} cannot be used: {package.error}"
             problems.append(Problem(what, fix))
     problems += _missing_compiler(machine)
     try:
-        preflight(spec, reach=False)
-        if spec.train.model:
-            planned = plan(spec, machine)
-            problems += [Problem(fit.warnings[0]) for fit in refused(planned.sides)]
-            problems += _missing_weights(spec)
+        rollout, ranks = RolloutSpec(EngineSpec(engine)), local_gpus() or 2
+        preflight(CheckSpec(rollout, nproc_per_node=ranks), reach=False)
     except MismatchError as error:
         problems.append(Problem(error.message, error.fix))
-    return Diagnosis(machine, installed, tuple(problems), planned)
+    return Diagnosis(machine, installed, tuple(problems))
 
 
 def _missing_compiler(machine: Machine) -> Iterator[Problem]:
@@ -174,24 +165,6 @@ def _missing_compiler(machine: Machine) -> Iterator[Problem]:
         yield Problem("Triton finds no Python.h", "apt-get install python3-dev")
 
 
-def _missing_weights(spec: CheckSpec) -> Iterator[Problem]:
-    """Weights that are not here and cannot be fetched, as far as their size is known."""
-    config, cache = find_config(spec.train.model, spec.train.revision), cache_folder()
-    if config.weights is not None:
-        return
-    try:
-        size = sized(config).stored_bytes(BYTES[spec.rollout.engine.dtype], keeps_mxfp4=True)
-    except UnknownSize:
-        return
-    need = f"{size / 1e9:.0f} GB of weights are not on this machine"
-    free = shutil.disk_usage(next(at for at in (cache, *cache.parents) if at.exists())).free
-    if offline():
-        yield Problem(f"{need}, and HF_HUB_OFFLINE is set", "unset it, or --model DIR")
-    elif size > free:
-        what = f"{need}, and {cache} has {free / 1e9:.0f} GB free"
-        yield Problem(what, "set HF_HOME to a larger disk, or --model DIR")
-
-
 def print_diagnosis(found: Diagnosis, console: Console) -> None:
     """Print what the doctor found; the last line says whether a check could run here."""
     machine = found.machine
@@ -201,9 +174,6 @@ def print_diagnosis(found: Diagnosis, console: Console) -> None:
     states = [(each.name, each.version or "", each.state) for each in found.packages.values()]
     print_table(console, "packages", states)
     say(console, "")
-    if found.plan is not None:
-        print_plan(found.plan, console)
-        say(console, "")
     if found.ready:
         say(console, "ready: mismatch check can run here")
         return
