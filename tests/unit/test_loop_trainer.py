@@ -43,13 +43,13 @@ def passes(world: World, loaded: LoadedModel, values: Floats = COEFFICIENTS) -> 
 
 
 def fresh(
-    world: World, model: Path, attention: str = "auto", **settings: object
+    world: World, model: Path, attention: str = "auto"
 ) -> tuple[LoadedModel, PolicyOptimiser]:
     spec = TrainSpec(
         str(model), dtype="fp32", master_dtype="fp32", attention=attention, grad=True, routing=False
     )
     loaded = load(spec, world.mesh, world.device)
-    return loaded, PolicyOptimiser(world, loaded, RATE, NORM, **settings)  # type: ignore[arg-type]
+    return loaded, PolicyOptimiser(world, loaded, RATE, NORM)
 
 
 def weights(loaded: LoadedModel) -> dict[str, torch.Tensor]:
@@ -141,15 +141,11 @@ def test_a_checkpoint_without_moments_of_parameters_that_get_no_gradient(
     assert all(torch.equal(tensor, held[name]) for name, tensor in weights(again).items())
 
 
-def test_what_is_not_finite_changes_nothing_and_frozen_parameters_stay(
-    world: World, model: Path
-) -> None:
-    loaded, optimiser = fresh(world, model, frozen=(".self_attn.",))
+def test_what_is_not_finite_changes_nothing(world: World, model: Path) -> None:
+    loaded, optimiser = fresh(world, model)
     before = weights(loaded)
     broken = np.where(np.arange(len(COEFFICIENTS)) == 3, np.nan, COEFFICIENTS)
     assert optimiser.step(passes(world, loaded, broken), [0, 1]) is None
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(loaded).items())
     assert optimiser.step(passes(world, loaded), [0, 1]) is not None
-    moved = {name for name, t in weights(loaded).items() if not torch.equal(t, before[name])}
-    assert moved
-    assert not any(".self_attn." in name for name in moved)
+    assert any(not torch.equal(t, before[name]) for name, t in weights(loaded).items())

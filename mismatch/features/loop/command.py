@@ -40,8 +40,8 @@ BESIDE_RESUME = {
 DEFAULT_MODEL = "tiny-gpt-oss"
 POOL, SAMPLES = 24, 8  # few prompts that come again soon: what can be learnt in some steps
 NAMES = (
-    "as-is, and fixes by name (mismatch fixes), several joined by +; also frozen-attention, "
-    "fp8-kv-cache, raw-logprobs, router-noise=SIZE, no-sinks, forward-sinks."
+    "as-is, and fixes by name (mismatch fixes), several joined by +; also fp8-kv-cache, "
+    "raw-logprobs, no-sinks, forward-sinks."
 )
 EACH = "Every arm is run with each of these seeds."
 OF_CHECK = "Run of a check: take model, engine, trainer and prompts from it, and its verdicts."

@@ -28,25 +28,16 @@ BETAS = 0.9, 0.95
 
 
 class PolicyOptimiser:
-    """AdamW without weight decay, gradients cut to a norm; ``frozen``: parts of names."""
+    """AdamW without weight decay, gradients cut to a norm."""
 
     def __init__(
-        self,
-        world: World,
-        loaded: LoadedModel,
-        learning_rate: float,
-        max_norm: float,
-        frozen: Sequence[str] = (),
+        self, world: World, loaded: LoadedModel, learning_rate: float, max_norm: float
     ) -> None:
         self.world, self.loaded, self.max_norm = world, loaded, max_norm
-        trained = []
-        for name, parameter in loaded.scorer.named_parameters():
-            parameter.requires_grad_(not any(part in name for part in frozen))
-            trained += [parameter] if parameter.requires_grad else []
-        if not trained:
-            raise MismatchError(f"{' and '.join(frozen)} leave nothing to train")
-        self.trained = trained
-        self.optimiser = torch.optim.AdamW(trained, learning_rate, BETAS, weight_decay=0.0)
+        self.trained = [*loaded.scorer.parameters()]
+        for parameter in self.trained:
+            parameter.requires_grad_(True)
+        self.optimiser = torch.optim.AdamW(self.trained, learning_rate, BETAS, weight_decay=0.0)
 
     def step(self, backward: Backward, rows: Sequence[int]) -> tuple[float, float] | None:
         """Take one step on these samples; all ranks call it.

@@ -11,7 +11,6 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Chosen
 from mismatch.experiments.fixes.catalogue import fix_named, labels
 from mismatch.experiments.fixes.spec_edits import Change, train, with_argument
-from mismatch.models.moe import ROUTER_NOISE
 from mismatch.specs import MANY, SEEDS, SHARE, CheckSpec, Flag, Range, portable
 
 LOOP = "Training loop"
@@ -19,7 +18,6 @@ AS_IS = "as-is"
 LARGE_MODELS = 1e-6  # a learning rate that large models are trained with
 # Ways of the weights into an engine; the engine's way first.
 PATHS = {"vllm": ("reload", "rpc"), "sglang": ("disk", "tensor"), "transformers": ("load",)}
-FROZEN_ATTENTION = "frozen-attention"
 Old = Literal["trainer", "engine"]
 Loss = Literal["token", "sequence"]
 RAW = "raw-logprobs"
@@ -44,7 +42,7 @@ class Checked:
 class LoopSpec:
     """One arm of a loop, with one seed."""
 
-    GONE = frozenset({"path", "plant"})  # see mismatch/codec.py
+    GONE = frozenset({"path", "plant", "frozen"})  # see mismatch/codec.py
 
     check: CheckSpec = field(default_factory=CheckSpec)
     """Engine, trainer, prompts and sampling, with the arm's changes."""
@@ -75,8 +73,6 @@ class LoopSpec:
     reward: Annotated[str | None, Flag(LOOP, "Your package.module:function(text, answer).")] = None
     corrections: tuple[str, ...] = ()
     """Of mismatch.metrics.importance_weights; their weights are multiplied."""
-    frozen: tuple[str, ...] = ()
-    """Parts of names of parameters that are not trained."""
 
 
 def arm_of(base: LoopSpec, name: str) -> LoopSpec:
@@ -98,12 +94,6 @@ def arm_of(base: LoopSpec, name: str) -> LoopSpec:
 
 
 def _changed(loop: LoopSpec, id: str, value: str) -> LoopSpec:
-    train = loop.check.train
-    if id == FROZEN_ATTENTION:
-        return replace(loop, frozen=(*loop.frozen, ".self_attn."))
-    if id == ROUTER_NOISE:
-        noisy = replace(train, inject=((ROUTER_NOISE, _size(value)),))
-        return replace(loop, check=replace(loop.check, train=noisy))
     law = loop.check.rollout.sampling
     if id == RAW and law.temperature == 1 and not law.truncates:
         return loop  # raw and processed log-probabilities are the same
@@ -114,16 +104,6 @@ def _changed(loop: LoopSpec, id: str, value: str) -> LoopSpec:
         return replace(loop, corrections=(*loop.corrections, fix.corrects))
     chosen = Chosen(fix, value or (fix.values[0] if fix.values else ""))
     return replace(loop, check=chosen.apply(loop.check))
-
-
-def _size(value: str) -> float:
-    try:
-        size = float(value or "0.1")
-    except ValueError:
-        size = 0.0
-    if not 0 < size < float("inf"):
-        raise MismatchError(f"{ROUTER_NOISE}={value}: no size", f"{ROUTER_NOISE}=0.1")
-    return size
 
 
 def settings(loop: LoopSpec) -> dict[str, Any]:

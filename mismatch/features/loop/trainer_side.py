@@ -89,9 +89,7 @@ class TrainerSide:
     def __init__(self, world: Any, loaded: Any, loop: LoopSpec, run_dir: Path) -> None:
         self.world, self.loaded, self.loop, self.run_dir = world, loaded, loop, run_dir
         self.recent: list[Row] = []  # of the last steps, for the time that is left
-        self.optimiser = PolicyOptimiser(
-            world, loaded, loop.learning_rate, loop.max_norm, loop.frozen
-        )
+        self.optimiser = PolicyOptimiser(world, loaded, loop.learning_rate, loop.max_norm)
 
     def begin(self, start: int) -> None:
         """Go back to the checkpoint of a step, and give the engine its first weights."""
