@@ -190,11 +190,11 @@ def test_an_answer_with_one_thing_wrong_is_a_failed_request(kind, what):
             continue
         outcomes["taken"] += 1
         if what == "generate":
-            assert all(type(i) is int and 0 <= i < 2**31 for i in given.sample.token_ids), answer
-            assert np.isfinite(given.sample.logprobs).all(), answer
-            assert len(given.sample.logprobs) == len(given.sample.token_ids)
-            top = given.sample.likeliest
-            assert top is None or len(top.ids) == len(given.sample.token_ids)
+            assert all(type(i) is int and 0 <= i < 2**31 for i in given[0].token_ids), answer
+            assert np.isfinite(given[0].logprobs).all(), answer
+            assert len(given[0].logprobs) == len(given[0].token_ids)
+            top = given[0].likeliest
+            assert top is None or len(top.ids) == len(given[0].token_ids)
         elif what == "score":
             assert given.shape == (2,)  # finite or not: the engine looks at that
     assert outcomes["RequestFailed"] > 50, outcomes

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from mismatch.engines.model_info import read_model_info
 from mismatch.engines.servers.address import parse_address
 from mismatch.engines.servers.client import Client, RequestFailed, api_key, wait_for
-from mismatch.engines.servers.probing import examine, expert_layout, make_probes
+from mismatch.engines.servers.probing import examine, expert_layout, probe_texts
 from mismatch.engines.servers.server import Server
 from mismatch.engines.servers.sglang_api import SglangServer
 from mismatch.engines.servers.vllm_api import VllmServer
@@ -81,10 +81,10 @@ def discover(spec: EngineSpec) -> Server:
     Raises:
         MismatchError: as :func:`recognise`; or it gives no logprobs of sampled tokens.
     """
-    probes, info = make_probes(spec), read_model_info(spec)
+    texts, info = probe_texts(spec), read_model_info(spec)
     layout = expert_layout(spec, info) if spec.routing else None
     server = recognise(spec)
-    server.probes = probes
+    server.texts = texts
     try:
         wait_for(examine(server, layout))
     except RequestFailed as error:

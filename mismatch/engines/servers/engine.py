@@ -73,7 +73,7 @@ class ServerEngine(Engine):
             prefill=server.prefill,
             prefill_tempered=False,
             routed_experts=server.layout is not None,
-            processed_logprobs=bool(server.mode.truncated),
+            processed_logprobs=bool(server.truncated),
             deterministic=False,
             reasons=reasons | server.reasons,
         )
@@ -95,20 +95,13 @@ class ServerEngine(Engine):
 
         async def ask(job: int) -> Sample:
             prompt, number = requests[job]
-            answer = await server.generate(
-                SampleRequest(
-                    prompts[prompt],
-                    settings,
-                    self._seed(prompt, number),
-                    server.layout,
-                    self.likeliest,
-                )
-            )
-            known = server.configuration
-            if answer.identity != known:
-                raise changed(server, f"it answers as {answer.identity}, not {known}")
-            self._require_whole(answer.sample)
-            return answer.sample
+            seed = self._seed(prompt, number)
+            asked = SampleRequest(prompts[prompt], settings, seed, server.layout, self.likeliest)
+            sample, identity = await server.generate(asked)
+            if identity != server.configuration:
+                raise changed(server, f"it answers as {identity}, not {server.configuration}")
+            self._require_whole(sample)
+            return sample
 
         samples = self._work(len(requests), ask, lambda sample: len(sample.token_ids), progress)
         return by_prompt(samples, len(prompts))
@@ -140,9 +133,12 @@ class ServerEngine(Engine):
         server = self.server
         decode = mode == "decode"
         temperature: float | None = 1.0
+        mode_name = {None: "not known", False: "raw", True: "tempered"}[server.tempered]
+        if server.tempered and server.truncated:
+            mode_name = "processed"
         if decode and self.sampling.temperature not in (0.0, 1.0):
             tempered = {True: self.sampling.temperature, False: 1.0, None: None}
-            temperature = tempered[server.mode.tempered]
+            temperature = tempered[server.tempered]
         return (
             model_facts(self.spec)
             | {
@@ -155,9 +151,9 @@ class ServerEngine(Engine):
             }
             | server.details
             | {
-                "logprobs_mode": f"{server.mode.name} (probed)" if decode else "prompt_logprobs",
+                "logprobs_mode": f"{mode_name} (probed)" if decode else "prompt_logprobs",
                 "logprobs_temperature": temperature,
-                "logprobs_truncated": decode and self.sampling.truncates and server.mode.truncated,
+                "logprobs_truncated": decode and self.sampling.truncates and server.truncated,
                 "max_model_len": server.max_model_len,
                 "weights_not_comparable": "a server does not show its parameters",
                 "engine": self.name,
@@ -249,7 +245,7 @@ def not_tested(server: Server) -> Iterator[NotTested]:
     """List what is not known about the server."""
     if server.dtype is None:
         yield NotTested("the dtype that the server computes in", "it does not say")
-    if server.mode.tempered is None:
+    if server.tempered is None:
         yield NotTested(
             "which distribution the server's logprobs are of", "its probes did not tell"
         )

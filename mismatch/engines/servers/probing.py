@@ -14,7 +14,7 @@ import numpy as np
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.model_info import ModelInfo, load_tokenizer, read_model_info
 from mismatch.engines.servers.client import RequestFailed
-from mismatch.engines.servers.server import LogprobsMode, Probes, SampleRequest, Server
+from mismatch.engines.servers.server import SampleRequest, Server
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import Floats, Sampling
@@ -40,16 +40,17 @@ SAME_WEIGHTS = 0.03
 NOISE_FACTOR = 5.0
 
 
-def make_probes(spec: EngineSpec) -> Probes:
-    """Make probe tokens with the model's own tokenizer, cut to its context and vocabulary."""
+def probe_texts(spec: EngineSpec) -> tuple[tuple[int, ...], ...]:
+    """Return probe tokens by the model's own tokenizer, cut to its context and vocabulary."""
     tokenizer, info = load_tokenizer(spec), read_model_info(spec)
     limit = min(PROBE_TOKENS, (info.context or PROBE_TOKENS + 2) - 2)
-    whole = []
-    for text in TEXTS:
-        ids = tokenizer(text, add_special_tokens=True)["input_ids"]
-        whole.append(tuple(int(i) for i in ids[:limit] if i < info.vocab_size))
-    openings = [ids[: max(1, (len(ids) * part) // 4)] for ids in whole for part in (2, 4)]
-    return Probes(tuple(whole), tuple(openings))
+    encoded = [tokenizer(text, add_special_tokens=True)["input_ids"] for text in TEXTS]
+    return tuple(tuple(int(i) for i in ids[:limit] if i < info.vocab_size) for ids in encoded)
+
+
+def openings(server: Server) -> list[tuple[int, ...]]:
+    """Return the first half of every probe text, and the text: what comes next is open."""
+    return [ids[: max(1, (len(ids) * part) // 4)] for ids in server.texts for part in (2, 4)]
 
 
 def expert_layout(spec: EngineSpec, info: ModelInfo) -> ExpertLayout | None:
@@ -82,9 +83,11 @@ async def examine(server: Server, layout: ExpertLayout | None) -> None:
         MismatchError: it returns no logprobs of sampled tokens, or logits for logprobs.
         RequestFailed: it has no time, or is gone: that says nothing about what it can do.
     """
-    ids, settings = server.probes.whole[0], server.settings(Sampling(max_tokens=2))
+    ids, settings = server.texts[0], server.settings(Sampling(max_tokens=2))
     try:
-        answer = await server.generate(SampleRequest(ids, settings, layout=layout))
+        sample, server.configuration = await server.generate(
+            SampleRequest(ids, settings, layout=layout)
+        )
     except RequestFailed as error:
         _require_conclusive(error)
         raise MismatchError(
@@ -92,8 +95,7 @@ async def examine(server: Server, layout: ExpertLayout | None) -> None:
             "be measured",
             "start it so that it returns logprobs and token ids; a proxy may cut them out",
         ) from error
-    server.configuration = answer.identity
-    if answer.sample.routed is not None:
+    if sample.routed is not None:
         server.layout = layout
     else:
         server.reasons["routed_experts"] = (
@@ -107,7 +109,7 @@ async def examine(server: Server, layout: ExpertLayout | None) -> None:
         server.prefill = False
         server.reasons["prefill"] = f"the {server.kind} server gives no prompt logprobs ({error})"
     try:
-        server.mode = await _logprobs_mode(server)
+        server.tempered, server.truncated = await _logprobs_mode(server)
     except RequestFailed as error:
         _require_conclusive(error)
     server.probe = await probe_logprobs(server)
@@ -127,15 +129,15 @@ def _require_conclusive(error: RequestFailed) -> None:
 async def _likeliest(server: Server, ids: Sequence[int], law: Sampling) -> dict[int, float]:
     """Return id -> logprob of the likeliest next tokens, as decoding reports it."""
     request = SampleRequest(ids, server.settings(law), likeliest=TOP)
-    top = (await server.generate(request)).sample.likeliest
+    top = (await server.generate(request))[0].likeliest
     if top is None:
         raise RequestFailed("an answer without the likeliest tokens")
     pairs = zip(top.ids[0].tolist(), top.logprobs[0].tolist(), strict=True)
     return {token: logprob for token, logprob in pairs if logprob > -np.inf}
 
 
-async def _logprobs_mode(server: Server) -> LogprobsMode:
-    """Find out which distribution the logprobs are of.
+async def _logprobs_mode(server: Server) -> tuple[bool | None, bool | None]:
+    """Find out whether the logprobs are tempered, and whether they are truncated.
 
     At T = 0.5 distances between logprobs double if they are tempered, and stay if they are raw.
     With top-k = 2 the two kept tokens' probabilities rise to a sum of one if renormalised.
@@ -147,7 +149,7 @@ async def _logprobs_mode(server: Server) -> LogprobsMode:
     at_one: list[float] = []  # distances to the likeliest token
     at_cold: list[float] = []
     renormalised: list[bool] = []
-    for ids in server.probes.openings:
+    for ids in openings(server):
         plain = await _likeliest(server, ids, Sampling(max_tokens=1))
         cold = await _likeliest(server, ids, Sampling(COLD, max_tokens=1))
         cut = await _likeliest(server, ids, Sampling(top_k=2, max_tokens=1))
@@ -168,11 +170,11 @@ async def _logprobs_mode(server: Server) -> LogprobsMode:
     truncated = 2 * sum(renormalised) > len(renormalised) if renormalised else None
     squares = float(np.dot(at_one, at_one))
     if squares == 0.0:
-        return LogprobsMode(None, truncated)
+        return None, truncated
     ratio = float(np.dot(at_one, at_cold)) / squares  # least squares
     tempered = abs(ratio - 1 / COLD) < abs(ratio - 1.0)
     clear = abs(ratio - (1 / COLD if tempered else 1.0)) < 0.25
-    return LogprobsMode(tempered if clear else None, truncated)
+    return tempered if clear else None, truncated
 
 
 # ---------------------------------------------------------------- the same weights still?
@@ -180,10 +182,9 @@ async def _logprobs_mode(server: Server) -> LogprobsMode:
 
 async def probe_logprobs(server: Server) -> Floats:
     """Return logprobs of the probe tokens by prefill, or of the likeliest next tokens."""
-    probes = server.probes
     if server.prefill:
-        return np.concatenate([await server.score(ids, 1) for ids in probes.whole if len(ids) > 1])
-    tops = [await _likeliest(server, ids, Sampling(max_tokens=1)) for ids in probes.openings]
+        return np.concatenate([await server.score(ids, 1) for ids in server.texts if len(ids) > 1])
+    tops = [await _likeliest(server, ids, Sampling(max_tokens=1)) for ids in openings(server)]
     return np.asarray([logprob for top in tops for logprob in top.values()], np.float64)
 
 

@@ -17,14 +17,6 @@ LARGEST_ID = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
-class Probes:
-    """Token ids to ask about: ``whole`` texts, and ``openings`` of them."""
-
-    whole: tuple[tuple[int, ...], ...] = ()
-    openings: tuple[tuple[int, ...], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class SampleRequest:
     """One continuation of ``ids`` to sample."""
 
@@ -36,14 +28,6 @@ class SampleRequest:
     """Return the routed experts of these layers; None: none."""
     likeliest: int = 0
     """Tokens to return with each sampled one, where the server does."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A sample, and what the server said about its configuration with it."""
-
-    sample: Sample
-    identity: str | None = None
 
 
 def checked(sample: Sample) -> Sample:
@@ -69,63 +53,50 @@ def context_length(value: Any) -> int | None:
     return length
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobsMode:
-    """Which distribution the logprobs of sampled tokens are of; None: could not be found out."""
-
-    tempered: bool | None = None
-    """After the temperature."""
-    truncated: bool | None = None
-    """Renormalised over what top-p and top-k keep."""
-
-    @property
-    def name(self) -> str:
-        if self.tempered is None:
-            return "not known"
-        if not self.tempered:
-            return "raw"
-        return "processed" if self.truncated else "tempered"
-
-
 @dataclass
 class Server(ABC):
     """A server: how it is asked, what it says about itself, and what probes showed.
 
     Every request raises as :meth:`mismatch.engines.servers.client.Client.post` does; an answer that
-    lacks what was asked for is a failed request too.
+    lacks what was asked for is a failed request too. None: it does not say, or could not be found.
+
+    Attributes:
+        spare: tokens of the context that it keeps free, in addition to one for scoring.
+        model: the name that requests have to carry.
+        names: every name or path under which it knows the model.
+        max_model_len: tokens of a prompt and its response.
+        details: other settings that belong into a fingerprint.
+        configuration: a hash of its settings, or its weight version: the same in all its answers.
+        tempered: its logprobs of sampled tokens are those after the temperature.
+        truncated: they are renormalised over what top-p, top-k and min-p keep.
+        prefill: it scores given tokens.
+        layout: the layers whose routed experts it returns.
+        reasons: capability -> why it is missing.
+        texts: token ids of the probe texts.
+        probe: logprobs of the probe tokens at the start.
+        noise: mean |difference| of two probes then.
+        drift: largest mean |difference| from the first probe.
     """
 
     kind: ClassVar[str]
     spare: ClassVar[int] = 0
-    """Tokens of the context that it keeps free, in addition to one for scoring."""
     client: Client
     version: str
     model: str
-    """The name that requests have to carry."""
     names: tuple[str, ...]
-    """Every name or path under which it knows the model."""
     max_model_len: int | None = None
-    """Tokens of a prompt and its response; None: it does not say."""
     dtype: str | None = None
-    """None: it does not say."""
     details: dict[str, Any] = field(default_factory=dict)
-    """Other settings that belong into a fingerprint."""
     configuration: str | None = None
-    """A hash of its settings, or its weight version: the same in all its answers."""
-    mode: LogprobsMode = field(default_factory=LogprobsMode)
+    tempered: bool | None = None
+    truncated: bool | None = None
     prefill: bool = True
-    """It scores given tokens."""
     layout: ExpertLayout | None = None
-    """The layers whose routed experts it returns."""
     reasons: dict[str, str] = field(default_factory=dict)
-    """Capability -> why it is missing."""
-    probes: Probes = field(default_factory=Probes)
+    texts: tuple[tuple[int, ...], ...] = ()
     probe: Floats = field(default_factory=lambda: np.empty(0))
-    """Logprobs of the probe tokens at the start."""
     noise: float = 0.0
-    """Mean |difference| of two probes then."""
     drift: float = 0.0
-    """Largest mean |difference| from the first probe."""
 
     @property
     def url(self) -> str:
@@ -147,8 +118,8 @@ class Server(ABC):
         """Return all sampling parameters as they are sent, so that no default slips in."""
 
     @abstractmethod
-    async def generate(self, request: SampleRequest) -> Answer:
-        """Sample one continuation."""
+    async def generate(self, request: SampleRequest) -> tuple[Sample, str | None]:
+        """Sample one continuation; what the server said about its configuration comes with it."""
 
     @abstractmethod
     async def score(self, ids: Sequence[int], start: int) -> Floats:

@@ -6,15 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
+from mismatch.engines.base import Sample
 from mismatch.engines.registry import short_dtype
 from mismatch.engines.servers.client import Client, RequestFailed, usable_answer
-from mismatch.engines.servers.server import (
-    Answer,
-    SampleRequest,
-    Server,
-    checked,
-    context_length,
-)
+from mismatch.engines.servers.server import SampleRequest, Server, checked, context_length
 from mismatch.engines.sglang import wire
 from mismatch.errors import MismatchError
 from mismatch.types import Floats, Sampling
@@ -71,10 +66,10 @@ class SglangServer(Server):
     ) -> dict[str, Any]:
         return wire.sampling_parameters(sampling, stop_ids, stop)
 
-    async def generate(self, request: SampleRequest) -> Answer:
+    async def generate(self, request: SampleRequest) -> tuple[Sample, str | None]:
         ids, layout = request.ids, request.layout
 
-        def read(answer: Any) -> Answer:
+        def read(answer: Any) -> tuple[Sample, str | None]:
             routed = None
             if layout is not None and wire.has_routes(answer):
                 forwarded = len(ids) + len(answer["output_ids"]) - 1
@@ -83,7 +78,8 @@ class SglangServer(Server):
                 )
             with _retried():
                 sample = wire.parse_sample(answer, A_SEQUENCE, routed)
-            return Answer(checked(sample), _text(answer["meta_info"].get("weight_version")))
+            version = answer["meta_info"].get("weight_version")
+            return checked(sample), None if version is None else str(version)
 
         body = wire.generate_request(
             ids,
@@ -109,7 +105,3 @@ def _retried() -> Iterator[None]:
         yield
     except MismatchError as error:
         raise RequestFailed(error.headline) from error
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)

@@ -16,13 +16,7 @@ from mismatch.captures import Likeliest
 from mismatch.engines.base import ExpertLayout, Sample
 from mismatch.engines.registry import short_dtype
 from mismatch.engines.servers.client import Client, RequestFailed, usable_answer
-from mismatch.engines.servers.server import (
-    Answer,
-    SampleRequest,
-    Server,
-    checked,
-    context_length,
-)
+from mismatch.engines.servers.server import SampleRequest, Server, checked, context_length
 from mismatch.engines.vllm.arguments import request_law
 from mismatch.errors import MismatchError
 from mismatch.types import Floats, Sampling
@@ -63,7 +57,7 @@ class VllmServer(Server):
     ) -> dict[str, Any]:
         return request_law(sampling, stop_ids, stop)
 
-    async def generate(self, request: SampleRequest) -> Answer:
+    async def generate(self, request: SampleRequest) -> tuple[Sample, str | None]:
         """Sample; vLLM adds routes by itself where it was told to capture them."""
         body = self._body(request.ids) | request.settings | {"logprobs": request.likeliest}
         if request.seed is not None:
@@ -106,7 +100,7 @@ def _choice(answer: Any, ids: Sequence[int]) -> dict[str, Any]:
     return dict(choice)
 
 
-def _sample(answer: Any, request: SampleRequest) -> Answer:
+def _sample(answer: Any, request: SampleRequest) -> tuple[Sample, str | None]:
     choice = _choice(answer, request.ids)
     logs, tokens = choice.get("logprobs") or {}, choice.get("token_ids") or []
     logprobs = logs.get("token_logprobs") or []
@@ -125,7 +119,7 @@ def _sample(answer: Any, request: SampleRequest) -> Answer:
         cached=None if cached is None else int(cached),
     )
     identity = answer.get("system_fingerprint")
-    return Answer(checked(sample), None if identity is None else str(identity))
+    return checked(sample), None if identity is None else str(identity)
 
 
 def _likeliest(tops: Any, count: int) -> Likeliest | None:
