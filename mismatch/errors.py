@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 
 INSTALL_SCORE = "pip install 'train-infer-mismatch[score]'"  # the packages of the training side
@@ -70,6 +70,16 @@ def did_you_mean(name: str, choices: Iterable[str], most: int = 2, cutoff: float
 
     near = get_close_matches(name.lower(), list(choices), n=most, cutoff=cutoff)
     return f"did you mean {' or '.join(near)}? " if near else ""
+
+
+def in_list(names: Sequence[str], most: int = 4) -> str:
+    """Return some names, and how many more.
+
+    >>> in_list(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def first_line(error: BaseException) -> str:

@@ -65,27 +65,19 @@ def gpus_of(
     return tuple(gpus)
 
 
-@dataclass(frozen=True, slots=True)
-class GpuType:
-    """One kind of GPU that a plan can be made for without having it."""
-
-    name: str
-    mib: int
-    """Of memory, as nvidia-smi lists it."""
-
-
-TYPES = (
-    GpuType("A100-40GB", 40_960),
-    GpuType("A100-80GB", 81_920),
-    GpuType("H100-80GB", 81_559),
-    GpuType("H200-141GB", 143_771),
-    GpuType("B200-192GB", 183_359),
-    GpuType("L40S-48GB", 46_068),
-    GpuType("RTX4090-24GB", 24_564),
-)
+# Kinds of GPUs that a plan can be made for without having them; MiB as nvidia-smi lists them.
+KINDS = {
+    "A100-40GB": 40_960,
+    "A100-80GB": 81_920,
+    "H100-80GB": 81_559,
+    "H200-141GB": 143_771,
+    "B200-192GB": 183_359,
+    "L40S-48GB": 46_068,
+    "RTX4090-24GB": 24_564,
+}
 
 
-def parse_kind(text: str) -> tuple[int, GpuType]:
+def parse_kind(text: str) -> tuple[int, str]:
     """Return the number and kind of "8xH100-80GB", "4xa100-80gb", "H200" …
 
     Raises:
@@ -93,16 +85,16 @@ def parse_kind(text: str) -> tuple[int, GpuType]:
     """
     match = re.fullmatch(r"(?:([0-9]+)\s*[x×*])?\s*(?:rtx)?(.+)", text.strip().lower())
     count, name = (int(match[1] or 1), match[2]) if match else (0, "")
-    kinds = [kind for kind in TYPES if kind.name.lower().removeprefix("rtx").startswith(name)]
+    kinds = [kind for kind in KINDS if kind.lower().removeprefix("rtx").startswith(name)]
     if count < 1 or len(kinds) != 1:
-        choices = ", ".join(kind.name for kind in (kinds if len(kinds) > 1 else TYPES))
+        choices = ", ".join(kinds if len(kinds) > 1 else KINDS)
         raise MismatchError(f"--gpus {text}: no kind of GPU known here", f"e.g. 8x{choices}")
     return count, kinds[0]
 
 
-def machine_with(machine: Machine, count: int, kind: GpuType) -> Machine:
+def machine_with(machine: Machine, count: int, kind: str) -> Machine:
     """Return this machine with other GPUs; its host memory is kept if it is more than theirs."""
-    total = kind.mib << 20
-    gpu = Gpu(kind.name, total, total - CONTEXT_BYTES, "")
+    total = KINDS[kind] << 20
+    gpu = Gpu(kind, total, total - CONTEXT_BYTES, "")
     ram = max(machine.ram_free_bytes, count * total)
     return replace(machine, gpus=(gpu,) * count, ram_bytes=ram, ram_free_bytes=ram)

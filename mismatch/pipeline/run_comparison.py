@@ -19,7 +19,7 @@ from mismatch.analysis.displaced import Standing
 from mismatch.analysis.levels import Thresholds, default_thresholds, exit_code
 from mismatch.analysis.square import Evidence
 from mismatch.codec import to_json
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, in_list
 from mismatch.experiments.fixes.base import RANKED_BY
 from mismatch.experiments.fixes.significance import per_prompt
 from mismatch.metrics import METRICS
@@ -47,7 +47,6 @@ TIMES, UNDECIDED = 3.0, 0.26
 DECIDING = (*RANKED_BY, "routing_disagree_layer")
 ALSO = ("logprob_abs_diff_p999", "logprob_abs_diff_max", "kl", "ratio_mean", "routing_disagree_any")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
-NAMED = 4  # facts or files that a sentence names
 
 Outcome = Literal["better", "worse", "mixed", "undecided", "none"]
 Basis = Literal["paired", "prompts", "intervals"]
@@ -235,7 +234,7 @@ def against(
     }
     notes = []
     if changes["trainer"]:
-        named = _some(changes["trainer"])
+        named = in_list(changes["trainer"])
         notes.append(f"the trainer has changed as well ({named}): not all of it is the engine's")
     if not changes["engine"]:
         notes.append("nothing that the engine says of itself has changed")
@@ -435,7 +434,7 @@ def obstacles(first: SavedRun, other: SavedRun, tests: int) -> Iterator[Mismatch
         fault = f"{other.name} is of another model than {first.name}: {other.model}, {first.model}"
         yield MismatchError(fault, "compare two runs of one model")
     elif not same:
-        which = f": {_some(differing)}" if differing else ""
+        which = f": {in_list(differing)}" if differing else ""
         fix = "compare runs of the same checkpoint, with the same --train-weights and --layers"
         yield MismatchError(f"the trainers of {pair} loaded other weights{which}", fix)
     settings = [run.sampling for run in (first, other)]
@@ -465,11 +464,6 @@ def obstacles(first: SavedRun, other: SavedRun, tests: int) -> Iterator[Mismatch
             "change, however large, could be significant",
             f"make both runs with --num-prompts {least} at the least; the default is a better one",
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{', '.join(names[:NAMED])}{more}"
 
 
 # ---------------------------------------------------------------- what is shown next to the metrics

@@ -219,10 +219,14 @@ def test_vllms_cpu_build_keeps_its_own_scheduler_options(
 
 
 def test_engine_kwargs_with_a_flag_of_their_own(tmp_path: Path) -> None:
-    key = "actor_rollout_ref.rollout.engine_kwargs.vllm.max_model_len"
-    applied = _applied(tmp_path, overrides=(f"{key}=4096",))
-    assert applied.spec.rollout.engine.max_model_len == 4096
-    assert "max_model_len" not in dict(applied.spec.rollout.engine.args)
+    key = "+actor_rollout_ref.rollout.engine_kwargs.vllm"
+    overrides = (f"{key}.max_model_len=4096", f"{key}.dtype=float32", f"{key}.seed=9")
+    applied = _applied(tmp_path, overrides=overrides)
+    engine = applied.spec.rollout.engine
+    assert (engine.max_model_len, engine.dtype) == (4096, "fp32")
+    assert applied.spec.rollout.sampling.seed == 9
+    assert applied.spec.train.dtype == "fp16"  # the trainer's own
+    assert not {"max_model_len", "dtype", "seed"} & dict(engine.args).keys()
 
 
 def test_train_files_that_are_here_become_the_prompts(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from mismatch.errors import in_list
 from mismatch.run.store import WEIGHTS
 from mismatch.specs import ROUNDED_FORMS
 from mismatch.types import Check, CheckStatus, Fingerprint
@@ -14,7 +15,6 @@ from mismatch.types import Check, CheckStatus, Fingerprint
 Digests = Mapping[str, Sequence[int]]
 UNORDERED = 3  # sums of a digest that do not see order
 MOST_UNCOMPARED = 0.5  # share of the parameters beyond which equality of the rest says nothing
-SHOWN = 4  # kinds of parameters, or exchanges, that are named; the rest is counted
 CHECK = "weights-as-loaded"
 # Of a fingerprint: names of parameters that the two sides hold otherwise, and this side otherwise
 # than its checkpoint's files; left out where the files could not be compared.
@@ -102,12 +102,12 @@ class Difference:
             for name in self.values
             if not any(name == part or name.startswith(f"{part}.") for part in inside)
         ]
-        parts = [f"{_some(swapped)} are exchanged"] if swapped else []
+        parts = [f"{in_list(swapped)} are exchanged"] if swapped else []
         if rest:
-            kinds = _some(_kinds(rest))
+            kinds = in_list(_kinds(rest))
             parts.append(f"{len(rest)} of {len(self.common)} parameters differ: {kinds}")
         if self.moved:
-            kinds = _some(_kinds(self.moved))
+            kinds = in_list(_kinds(self.moved))
             parts.append(f"{len(self.moved)} of {len(self.common)} parameters hold the same values "
                          f"in another order: {kinds}")  # fmt: skip
         return "; ".join(parts)
@@ -127,11 +127,6 @@ def _kinds(names: Sequence[str]) -> list[str]:
     groups = groupby(sorted(names, key=kind_of), key=kind_of)
     held = [(kind, list(group)) for kind, group in groups]
     return [kind if len(group) > 1 else group[0] for kind, group in held]
-
-
-def _some(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-    return ", ".join(texts[:SHOWN]) + more
 
 
 def _exchanged(left: Digests, right: Digests, differ: Sequence[str]) -> list[tuple[str, str]]:
@@ -209,7 +204,7 @@ def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
         return Check(CHECK, "not_tested", "no parameter name could be mapped")
     names, silent = held[0].keys() ^ held[1].keys(), left.get(UNDESCRIBED, ())
     unmapped = sorted(names | set(left.get("unmapped_weights", ())))
-    rest = f"; not compared: {_some(unmapped)}" if unmapped else ""
+    rest = f"; not compared: {in_list(unmapped)}" if unmapped else ""
     rest += "" if left.get("weights_in_memory") else f" ({AS_READ})"
     if found.forms:
         alone = f"; {WEIGHTS}, in the engine's form, equals it" if found.by_pass else ""
@@ -220,7 +215,7 @@ def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
         fix = "reload both sides from one checkpoint; look at the weight sync and at the loader"
         return Check(CHECK, "failed", found.text() + alone + rest, fix)
     if found.layouts:
-        kinds = _some(found.layouts)
+        kinds = in_list(found.layouts)
         rest = f"; order not compared: {kinds}, laid out otherwise in the engine{rest}"
     total = len(found.common) + len(unmapped) + len(silent)
     unordered = sum(kind_of(name) in found.layouts for name in found.common)
@@ -230,7 +225,7 @@ def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
     if silent and not little:
         status, fix = "warning", "report these names and the engine's version to mismatch"
         detail = (
-            f"the digests of {_some(_kinds(silent))} differ while both sides agree in float32: "
+            f"the digests of {in_list(_kinds(silent))} differ while both sides agree in float32: "
             f"a loader seems to change these values, so digests say nothing of them; {detail}"
         )
     return Check(CHECK, status, detail, fix)

@@ -51,8 +51,10 @@ def usable_answer() -> Iterator[None]:
     """Raise RequestFailed for whatever goes wrong while an answer is read."""
     try:
         yield
-    except (RequestFailed, MismatchError):
+    except RequestFailed:
         raise
+    except MismatchError as error:  # what would end a local engine may pass here
+        raise RequestFailed(error.headline) from error
     except Exception as error:
         # The text of other errors may repeat the server's, and that a key.
         lacks = f" {error}" if isinstance(error, KeyError) else ""
@@ -114,7 +116,7 @@ class Client:
 
         Raises:
             RequestFailed: no usable answer.
-            MismatchError: the key or the certificate is not accepted, or ``read`` raised it.
+            MismatchError: the key or the certificate is not accepted.
         """
         return await self._ask(path, body, lambda data: read(_json(data)))
 

@@ -38,6 +38,8 @@ COLD = 0.5  # temperature at which tempered logprobs are distinguished from raw 
 # embedded model two engines in bf16 differ by 0.011, an 8-bit KV cache makes it 0.046.
 SAME_WEIGHTS = 0.03
 NOISE_FACTOR = 5.0
+# Failures that show what a server cannot do; others say that it is busy, slow or gone.
+CONCLUSIVE = ("failed", "refused")
 
 
 def probe_texts(spec: EngineSpec) -> tuple[tuple[int, ...], ...]:
@@ -89,7 +91,8 @@ async def examine(server: Server, layout: ExpertLayout | None) -> None:
             SampleRequest(ids, settings, layout=layout)
         )
     except RequestFailed as error:
-        _require_conclusive(error)
+        if error.kind not in CONCLUSIVE:
+            raise
         raise MismatchError(
             f"{server.url} gives no logprobs of the tokens that it samples ({error}): nothing can "
             "be measured",
@@ -105,25 +108,21 @@ async def examine(server: Server, layout: ExpertLayout | None) -> None:
     try:
         await server.score(ids, 1)
     except RequestFailed as error:
-        _require_conclusive(error)
+        if error.kind not in CONCLUSIVE:
+            raise
         server.prefill = False
         server.reasons["prefill"] = f"the {server.kind} server gives no prompt logprobs ({error})"
     try:
         server.tempered, server.truncated = await _logprobs_mode(server)
     except RequestFailed as error:
-        _require_conclusive(error)
+        if error.kind not in CONCLUSIVE:
+            raise
     server.probe = await probe_logprobs(server)
     server.noise = mean_abs_diff(server.probe, await probe_logprobs(server))
     if not np.isfinite(server.noise):
         fault = f"{server.url} gives probe logprobs that are no finite numbers"
         fix = "look into the server's log: its model may overflow in its dtype"
         raise MismatchError(fault, fix)
-
-
-def _require_conclusive(error: RequestFailed) -> None:
-    """Raise again what says nothing about what the server can do: it is busy, slow or gone."""
-    if error.kind not in ("failed", "refused"):
-        raise error
 
 
 async def _likeliest(server: Server, ids: Sequence[int], law: Sampling) -> dict[int, float]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 from mismatch.engines.base import Sample
@@ -11,7 +10,6 @@ from mismatch.engines.registry import short_dtype
 from mismatch.engines.servers.client import Client, RequestFailed, usable_answer
 from mismatch.engines.servers.server import SampleRequest, Server, checked, context_length
 from mismatch.engines.sglang import wire
-from mismatch.errors import MismatchError
 from mismatch.types import Floats, Sampling
 
 # Settings that belong into a fingerprint; the server's whole answer may hold its API key.
@@ -76,8 +74,7 @@ class SglangServer(Server):
                 routed = wire.parse_routes(
                     answer, forwarded, layout.layers, layout.top_k, A_SEQUENCE
                 )
-            with _retried():
-                sample = wire.parse_sample(answer, A_SEQUENCE, routed)
+            sample = wire.parse_sample(answer, A_SEQUENCE, routed)
             version = answer["meta_info"].get("weight_version")
             return checked(sample), None if version is None else str(version)
 
@@ -92,16 +89,6 @@ class SglangServer(Server):
 
     async def score(self, ids: Sequence[int], start: int) -> Floats:
         def read(answer: Any) -> Floats:
-            with _retried():
-                return wire.parse_prefill(answer, ids, start, A_SEQUENCE)
+            return wire.parse_prefill(answer, ids, start, A_SEQUENCE)
 
         return await self.client.post("/generate", wire.prefill_request(ids, start), read)
-
-
-@contextmanager
-def _retried() -> Iterator[None]:
-    """Treat errors that would abort a local engine as retryable."""
-    try:
-        yield
-    except MismatchError as error:
-        raise RequestFailed(error.headline) from error

@@ -18,7 +18,6 @@ from mismatch.engines.registry import short_dtype
 from mismatch.engines.servers.client import Client, RequestFailed, usable_answer
 from mismatch.engines.servers.server import SampleRequest, Server, checked, context_length
 from mismatch.engines.vllm.arguments import request_law
-from mismatch.errors import MismatchError
 from mismatch.types import Floats, Sampling
 
 COMPLETIONS = "/v1/completions"
@@ -94,9 +93,8 @@ def _choice(answer: Any, ids: Sequence[int]) -> dict[str, Any]:
     (choice,) = answer["choices"]
     prompt = choice.get("prompt_token_ids")
     if prompt is not None and list(prompt) != list(ids):
-        fault = f"the server changed the prompt: {len(ids)} tokens sent, {len(prompt)} used"
-        fix = "look for a proxy, or for a setting of the server that truncates prompts"
-        raise MismatchError(fault, fix)
+        used = f"{len(ids)} tokens sent, {len(prompt)} used"
+        raise RequestFailed(f"the server, or a proxy, changed the prompt: {used}", "refused")
     return dict(choice)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mismatch.codec import to_json
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, in_list
 from mismatch.types import Judged
 
 Kind = Literal["attention", "experts"]
@@ -114,9 +114,7 @@ class Audit:
         """The first two failed checks, or the reason."""
         if not self.failed:
             return self.reason
-        named = ", ".join(word_of(f.column) for f in self.failed[:2])
-        more = len(self.failed) - 2
-        return f"{named} and {more} more" if more > 0 else named
+        return in_list([word_of(f.column) for f in self.failed], most=2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import numpy as np
 from mismatch.codec import from_json
 from mismatch.engines.registry import engine_class, model_directory
 from mismatch.engines.sync_drivers import driver_class
-from mismatch.errors import MismatchError, named_line
+from mismatch.errors import MismatchError, in_list, named_line
 from mismatch.features.loop.history import DONE, GO, PATH, STEPS, WEIGHTS
 from mismatch.features.loop.spec import PATHS, LoopSpec
 from mismatch.models.derived import in_form
@@ -241,16 +241,6 @@ def lost(step: int, names: Sequence[str], where: str) -> MismatchError:
         f"{where} lost {in_list(names)}",
         NOWHERE,
     )
-
-
-def in_list(names: Sequence[str], most: int = 3) -> str:
-    """Return some names, and how many more.
-
-    >>> in_list(["a", "b", "c", "d", "e"])
-    'a, b, c and 2 more'
-    """
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from mismatch.features.presets.verl import MODEL as VERL_MODEL
 from mismatch.features.presets.verl import follow_verl, read_verl_config
 from mismatch.specs import TRAIN, CheckSpec
 
-TRAINER_HELP = "Give mismatch's own loop a framework's settings."
 VERL_OVERRIDE_HELP = "key=value, as on verl's command line; repeatable."
 FLAGS = (
     Option("verl_config", Path | None, TRAIN, "Your verl run's YAML, for both sides."),
@@ -75,5 +74,5 @@ def apply(spec: CheckSpec, flags: Flags) -> Configured:
     return Configured(spec, followed.notes())
 
 
-TRAINER = Option("trainer", Name | None, TRAIN, TRAINER_HELP)
+TRAINER = Option("trainer", Name | None, TRAIN, "Give mismatch's own loop a framework's settings.")
 CONFIGURATION = Configuration(trainer_flags=(TRAINER,), flags=FLAGS, model=model, apply=apply)

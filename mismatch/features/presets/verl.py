@@ -62,33 +62,28 @@ def follow_verl(
     work.rules()
     # The engine's own arguments win over verl's keys, as in verl.
     prefix = f"{ROOT}rollout.engine_kwargs.{work.spec.rollout.engine.engine}"
-    # Some of these have a flag here, and a rule that sets it.
-    own = {rule.to[0].partition(".")[2]: rule for rule in rules_of("verl") if rule.to}
+    places = {rule.to[0]: rule for rule in rules_of("verl") if rule.to}
     for option, value in (work.value(prefix, "mapping") or {}).items():
         key = f"{prefix}.{option}"
         if value in (None, MISSING):
             continue
-        if option in own:
-            work.follow(own[option], key, typed(own[option].kind, value, key))
+        own = places.get(f"engine.{option}") or places.get(f"sampling.{option}")
+        if own is not None:  # it has a flag here
+            work.follow(own, key, typed(own.kind, value, key))
         else:
             work.argument(key, option, value)
     if files := work.value("data.train_files", "files"):
-        _sample_from(files, work)
+        key, path = "data.train_files", Path(files[0]).expanduser()
+        if {"prompts", "dataset"} & set(explicit):
+            work.kept.append(f"{key} gives way to your own prompts")
+        elif not path.exists():
+            gap = f"{key} = {files[0]} is not on this machine: other prompts are used"
+            work.not_reproduced.append(gap)
+        else:
+            if len(files) > 1:
+                work.not_reproduced.append(f"{key}: only the first of {len(files)} files is used")
+            work.set(key, files[0], "prompts.dataset", str(path))
+            column = work.value("data.prompt_key", "text") or "prompt"
+            work.set("data.prompt_key", column, "prompts.prompt_column", column)
     work.finish()
     return work
-
-
-def _sample_from(files: Sequence[str], work: FollowedFile) -> None:
-    """Take the prompts from verl's training data, if it is on this machine."""
-    key, path = "data.train_files", Path(files[0]).expanduser()
-    if {"prompts", "dataset"} & set(work.explicit):
-        work.kept.append(f"{key} gives way to your own prompts")
-    elif not path.exists():
-        gap = f"{key} = {files[0]} is not on this machine: other prompts are used"
-        work.not_reproduced.append(gap)
-    else:
-        if len(files) > 1:
-            work.not_reproduced.append(f"{key}: only the first of {len(files)} files is used")
-        work.set(key, files[0], "prompts.dataset", str(path))
-        column = work.value("data.prompt_key", "text") or "prompt"
-        work.set("data.prompt_key", column, "prompts.prompt_column", column)

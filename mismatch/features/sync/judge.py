@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mismatch.codec import to_json
+from mismatch.errors import in_list
 from mismatch.features.sync.report import (
     BACK,
     CacheRow,
@@ -326,7 +327,7 @@ def _kinds(parameters: Sequence[Parameter]) -> str:
     """Modules and how many parameters of each; a page has the parameters."""
     counted = Counter(MODULE.sub("", kind_of(p.name)) for p in parameters)
     named = [f"{name} ({count})" for name, count in counted.items()]
-    return ", ".join(named[:5]) + (f" and {len(named) - 5} more" if len(named) > 5 else "")
+    return in_list(named, most=5)
 
 
 def kind_of(name: str) -> str:

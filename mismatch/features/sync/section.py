@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from mismatch.errors import in_list
 from mismatch.features.sync.judge import WORDS, judge, kept_caches, kind_of
 from mismatch.features.sync.report import BACK, Parameter, Status, SyncReport
 from mismatch.reports.formatting import Tone, count, number, text
@@ -108,8 +109,7 @@ def _where(parameters: Sequence[Parameter]) -> str:
         for outcome in parameter.outcomes:
             if outcome.parts:
                 return "; ".join(
-                    f"{status}: {', '.join(labels[:MOST_PARTS])}"
-                    + (f" and {len(labels) - MOST_PARTS} more" if len(labels) > MOST_PARTS else "")
+                    f"{status}: {in_list(labels, MOST_PARTS)}"
                     for status, labels in outcome.parts.items()
                 )
     return ""

@@ -11,6 +11,7 @@ from mismatch.analysis.diagnosis.detectors.stated import DIFFER
 from mismatch.analysis.diagnosis.ranking import LITTLE
 from mismatch.analysis.long_sequence import sentence
 from mismatch.analysis.square import sides_at_fault
+from mismatch.errors import in_list
 from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
 from mismatch.experiments.fixes.catalogue import labels
 from mismatch.frameworks import CORRECTING, FRAMEWORKS
@@ -70,7 +71,6 @@ def answers(
     result, causes = report.result("square"), report.result("causes")
     named = bool(causes and causes.ranked)  # what checks found is said with the cause
     missing = list(dict.fromkeys(line(entry.what) for entry in summary.untested(report)))
-    more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
     texts = {
         "Careful": line(" ".join(warnings)),
         "Cause": _cause(report),
@@ -80,7 +80,7 @@ def answers(
         "In training": _sentence(_training(report)),
         "How sure": _sure(report),
         "Checks": "" if named else _sentence(_wrong(report)),
-        "Not tested": f"{', '.join(missing[:NAMED])}{more}." if missing else "",
+        "Not tested": f"{in_list(missing, NAMED)}." if missing else "",
     }
     fix = _fix(report)
     others = [Answer(question, answer) for question, answer in texts.items() if answer]
