@@ -463,8 +463,17 @@ def test_the_engine_in_float32_keeps_all_but_its_precision() -> None:
     exact = float32_engine(replace(SPEC.rollout, engine=engine))
     assert exact is not None
     assert exact.engine.dtype == "fp32"
-    assert exact.engine.args == args[1:]  # a fault in a setting stays, and shows in the gap
+    # A fault in a setting stays, and shows in the gap; graphs serve no step of scoring.
+    assert exact.engine.args == (*args[1:], ("compilation_config", {"cudagraph_mode": "NONE"}))
     assert exact.sampling == SPEC.rollout.sampling
+
+
+@pytest.mark.parametrize("own", ["--enforce-eager", "compilation_config"])
+def test_what_the_user_says_of_graphs_holds_in_float32_too(own: str) -> None:
+    engine = replace(SPEC.rollout.engine, args=((own, True),))
+    exact = float32_engine(replace(SPEC.rollout, engine=engine))
+    assert exact is not None
+    assert exact.engine.args == engine.args
 
 
 def test_an_engine_in_float32_is_not_started_twice_and_servers_not_at_all() -> None:
