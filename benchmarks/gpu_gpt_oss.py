@@ -140,7 +140,8 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def run(tiny: bool) -> dict[str, Any]:
+def run(tiny: bool, keep: Path | None) -> dict[str, Any]:
+    """Measure, then ask; ``keep`` holds what is known so far, should the machine be taken away."""
     world = World.start()
     if not tiny and world.device.type != "cuda":
         world.close()
@@ -157,7 +158,7 @@ def run(tiny: bool) -> dict[str, Any]:
     score(world, loaded, "warm-up", [256])
     works = [(f"{len(many)} x {many[0]}", many), (f"1 x {long}", [long])]
     measured = [score(world, loaded, name, lengths) for name, lengths in works]
-    facts = {
+    facts: dict[str, Any] = {
         "model": "tiny" if tiny else "gpt-oss-20b shape, random weights",
         "parameters": sum(p.numel() for p in loaded.scorer.parameters()),
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
@@ -169,9 +170,14 @@ def run(tiny: bool) -> dict[str, Any]:
         "build_peak_gib": (peak.bytes or 0) / GIB,
         "date": time.strftime("%Y-%m-%d"),
         "scored": [{**asdict(one), "tokens_per_s": one.tokens_per_s} for one in measured],
+        "answers": [],
     }
     del loaded
-    facts["answers"] = [asdict(one) for one in answers(world)]
+    for one in answers(world):
+        facts["answers"].append(asdict(one))
+        print(f"{one.seconds:.0f} s: {one.question}: {one.state}: {one.detail}", flush=True)
+        if keep:
+            keep.write_text(json.dumps(facts, indent=1))
     world.close()
     return facts
 
@@ -213,11 +219,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the numbers here")
     parser.add_argument("--write", type=Path, help="put the table into this Markdown file")
     options = parser.parse_args()
-    facts = run(options.tiny)
+    facts = run(options.tiny, options.json)
     print(markdown(facts))
     gone_wrong = [one["question"] for one in facts["answers"] if one["state"] == "no"]
-    if options.json:
-        options.json.write_text(json.dumps(facts, indent=1))
     if options.write:
         write(options.write, markdown(facts))
     if gone_wrong:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from benchmarks.gpu_parts import (
     fault_of,
     mxfp4_model,
     same_routes,
+    whole_check,
     whole_checks,
 )
 from mismatch.models import resolve_model
@@ -54,7 +56,8 @@ def left(place: Path, *missing: str, quick: bool = False, routes: bool = True) -
 
 
 def test_what_a_check_on_a_gpu_must_not_say(tmp_path: Path) -> None:
-    usual = ("sharding", "weight synchronisation", "positions beyond 511")
+    usual = ("sharding", "weight synchronisation", "positions beyond 511", "multi-turn rollouts")
+    usual += ("the same tokens from the same seed",)  # as a check on an H200 said
     assert fault_of(left(tmp_path / "good", *usual)) == ""
     assert "routes" in fault_of(left(tmp_path / "routes", *usual, routes=False))
     assert "weights loaded" in fault_of(left(tmp_path / "digests", *usual, "weights loaded"))
@@ -81,6 +84,18 @@ def test_choices_are_compared_on_the_prompts_alone() -> None:
     first, second = equal_choices((sampled, routing(ids)), (sampled, routing(other)))
     assert first == 1.0
     assert 0.3 < second < 0.7
+
+
+def test_a_check_that_ends_early_tells_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its standard output ends with the last progress line."""
+    told = "error: vLLM cannot load it\n  fix: install something\n"
+    ended = subprocess.CompletedProcess([], 2, "[1/3] rollout: starting\n", told)
+    monkeypatch.setattr("benchmarks.gpu_parts.subprocess.run", lambda *_args, **_more: ended)
+    with pytest.raises(AssertionError) as raised:
+        whole_check(lambda: tmp_path, tmp_path / "out", ())
+    assert str(raised.value).startswith("error: vLLM cannot")
 
 
 def test_without_a_gpu_every_check_is_not_run(tmp_path: Path) -> None:
