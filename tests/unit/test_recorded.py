@@ -16,7 +16,7 @@ import pytest
 
 from mismatch.errors import MismatchError
 from mismatch.features.recorded.dumps import Form, read_recorded
-from mismatch.features.recorded.run import as_run
+from mismatch.features.recorded.run import as_run, turns_of
 from mismatch.types import Sampling
 
 GENERIC = {"prompt_token_ids": [1, 2], "response_token_ids": [3, 4], "logprobs": [-0.1, -0.2]}
@@ -28,6 +28,19 @@ MASKED = {
     "reward": 1,
     "finish_reason": "length",
 }
+INSTRUCT = {
+    "step": 1,
+    "sample_idx": 0,
+    "prompt_idx": 7,
+    "prompt_tokens": [1, 2],
+    "response_tokens": [3, 4],
+    "reward": 0.5,
+    "finish_reason": "stop",
+    "logprobs": [-0.1, -0.2],
+    "request_info": None,
+}
+
+
 VERL = {
     "prompts": [0, 5, 6],
     "responses": [7, 8, 20, 9, 0],
@@ -36,6 +49,20 @@ VERL = {
     "rollout_log_probs": [-0.5, -0.25, 0.0, -0.125, 0.0],
     "rm_scores": [0.0, 0.0, 0.0, 1.0, 0.0],
 }
+
+
+def turn(prompt: list[int], completion: list[int], versions: tuple[int, int] = (1, 1)) -> Any:
+    return {
+        "min_policy_version": versions[0],
+        "max_policy_version": versions[1],
+        "prompt_token_ids": prompt,
+        "completion_token_ids": completion,
+        "completion_logprobs": [-float(token) for token in completion],
+    }
+
+
+def titan(*turns: Any, group: int = 0) -> Any:
+    return {"group_id": group, "rollout_id": 0, "reward": 1.0, "turns": list(turns)}
 
 
 def written(path: Path, *entries: Any) -> Path:
@@ -68,21 +95,56 @@ def test_the_plain_form_and_the_masked_one(tmp_path: Path) -> None:
 
 
 def test_samples_of_a_prompt_stand_together(tmp_path: Path) -> None:
-    other = MASKED | {"prompt_id": "b", "reward": 2.0}
-    _, batch = read(tmp_path, MASKED, other, MASKED)
+    other = INSTRUCT | {"prompt_idx": 8, "reward": 2.0}
+    _, batch = read(tmp_path, INSTRUCT, other, INSTRUCT)
     rollout = as_run(batch, Sampling(), {}).rollout
     assert rollout.prompt_index.tolist() == [0, 0, 1]
     assert rollout.rewards is not None
-    assert rollout.rewards.tolist() == [1.0, 1.0, 2.0]
+    assert rollout.rewards.tolist() == [0.5, 0.5, 2.0]
+
+
+def test_turns_that_grow_are_one_sequence(tmp_path: Path) -> None:
+    entry = titan(turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5], [6]), group=4)
+    form, batch = read(tmp_path, entry)
+    assert form == "torchtitan"
+    (row,) = batch.sequences
+    assert row.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert row.sampled.tolist() == [False, False, True, True, False, True]
+    assert turns_of(row.sampled).tolist() == [0, 0, 1, 1, 1, 2]
+    assert row.logprobs.tolist() == [-3.0, -4.0, -6.0]
+    assert not batch.remarks
+
+
+def test_a_turn_with_other_ids_before_it_is_a_sequence_of_its_own(tmp_path: Path) -> None:
+    """Encoded anew between the turns: each is scored with the context that its engine saw."""
+    entry = titan(turn([1, 2], [3, 4]), turn([1, 2, 7, 5], [6], versions=(1, 2)))
+    _, batch = read(tmp_path, entry)
+    assert [row.token_ids.tolist() for row in batch.sequences] == [[1, 2, 3, 4], [1, 2, 7, 5, 6]]
+    assert sorted(batch.remarks.values()) == [1, 1]
+    rollout = as_run(batch, Sampling(), {}).rollout
+    assert rollout.n_prompts == 1
+
+
+def test_sequences_of_tools_without_a_mask_are_left_out(tmp_path: Path) -> None:
+    tool = INSTRUCT | {"request_info": {"num_calls": 2, "tool_calleds": True}}
+    _, batch = read(tmp_path, INSTRUCT, tool)
+    assert len(batch.sequences) == 1
+    assert list(batch.remarks.values()) == [1]
+    with pytest.raises(MismatchError, match="no sequence"):
+        read(tmp_path, tool)
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
+    "no tensors": (titan({"turn_id": 0}), "log_tensors=True"),
+    "no logprobs": (titan({"completion_token_ids": [1]}), "log_logprobs=True"),
     "text for a number": (GENERIC | {"logprobs": [-0.1, "-0.3"]}, "no log-probability"),
     "text ids": (GENERIC | {"response_token_ids": ["a", "b"]}, "no token id"),
     "negative": (GENERIC | {"response_token_ids": [3, -4]}, "no token id"),
     "first sampled": (GENERIC | {"prompt_token_ids": []}, "nothing predicts it"),
     "short mask": (MASKED | {"action_mask": [0, 1]}, "2 entries for 6"),
     "mask is no list": (MASKED | {"action_mask": 7}, "no list"),
+    "instruct without": (INSTRUCT | {"logprobs": None}, "no logprobs"),
+    "turns are text": (titan("a"), "torchtitan"),
     "verl": ({"input": "a", "output": "b", "gts": None, "score": 1}, "calculate_log_probs"),
     "TRL": ({"prompt": "a", "completion": "b", "step": 1}, "sampling_per_token_logps"),
     "verl without": ({"responses": [1], "response_mask": [1]}, "calculate_log_probs=True"),
@@ -223,7 +285,8 @@ SKYRL = {
     "action_log_probs": [0.0, -0.11, -0.21],
 }
 # A row of every format, for tests/fuzz.py.
-ROWS = (GENERIC, MASKED, VERL, NEMO, PRIME, BOTH, SLIME, SKYRL)
+ROWS = (GENERIC, MASKED, INSTRUCT, VERL, NEMO, PRIME, BOTH, SLIME, SKYRL)
+ROWS = (*ROWS, titan(turn([1, 2], [3, 4])))
 
 
 @pytest.mark.parametrize("entry", [NEMO, PRIME, BOTH], ids=["nemo-rl", "prime-rl", "generic"])

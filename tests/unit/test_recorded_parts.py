@@ -230,9 +230,9 @@ def test_files_of_two_formats_are_refused(tmp_path: Path) -> None:
         '{"token_ids": [1, 2], "action_mask": [0, 1], "logprobs": [-1.0]}\n'
     )
     (tmp_path / "b.jsonl").write_text(
-        '{"tokens": [1, 2], "response_length": 1, "rollout_log_probs": [-1.0]}\n'
+        '{"prompt_tokens": [1], "response_tokens": [2], "logprobs": [-1.0]}\n'
     )
-    with pytest.raises(MismatchError, match=r"b\.jsonl .* slime"):
+    with pytest.raises(MismatchError, match=r"b\.jsonl .* open-instruct"):
         read_recorded(tmp_path)
 
 

@@ -7,7 +7,7 @@ encoded again, text may become other tokens. Files of torch and pickle are read 
 Values that cannot be true (NaN, null, infinities, lengths that do not fit) are faults of the run,
 not of the file: they are kept, counted and reported. Sums are of all rows; of a large dump only the
 rows of some prompts are kept. Fields were read in the frameworks' sources, all of August 2026:
-verl's
+torchtitan's ``rollout_recorder.py`` (b5bcd76), open-instruct's ``rl_utils.py`` (e6c3044), verl's
 ``rollout_skip.py`` (1dda039), NeMo-RL's ``grpo.py`` and ``logger.py`` (7ea279a), prime-rl's
 ``token_export.py`` (559b447), slime's ``train_dump_utils.py`` (624b824) and SkyRL's ``trainer.py``
 (a956457).
@@ -35,7 +35,9 @@ from mismatch.run.manifest import WRONG
 from mismatch.types import Bools, Floats, Ints
 
 Entry = dict[str, Any]
-Form = Literal["generic", "verl", "nemo-rl", "prime-rl", "slime", "skyrl"]
+Form = Literal[
+    "torchtitan", "open-instruct", "generic", "verl", "nemo-rl", "prime-rl", "slime", "skyrl"
+]
 SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".dp", ".pkl")
 TOGETHER = 1 << 16  # tokens that are added up at once
 SPARE = 4  # times its share of the tokens may a part keep: bytes do not count tokens
@@ -341,6 +343,57 @@ def slime(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     yield row
 
 
+def open_instruct(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
+    """Read a line of open-instruct's ``*_rollouts_*.jsonl``. A sequence that called a tool is left
+    out: the file does not say which tokens of its response were sampled."""
+    if any((entry.get("request_info") or {}).get(name) for name in ("num_calls", "tool_calleds")):
+        remarks["left out: it called a tool, and no mask says which tokens were sampled"] += 1
+        return
+    if entry.get("logprobs") is None:
+        raise ValueError("no logprobs")
+    prompt, response = _ids(entry, "prompt_tokens"), _ids(entry, "response_tokens")
+    ids = np.concatenate([prompt, response])
+    sampled = np.arange(len(ids)) >= len(prompt)
+    row = _row(entry, ids, sampled, sampled[len(prompt) :], "logprobs")
+    row.prompt = (entry.get("step"), entry.get("prompt_idx"))
+    row.finish_reason = str(entry.get("finish_reason", "stop"))
+    yield row
+
+
+def torchtitan(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
+    """Read a line of torchtitan's ``rollout_samples.jsonl`` (``log_tensors``, ``log_logprobs``).
+
+    Turns become one sequence as long as the prompt of each turn begins with the ids before it; a
+    turn whose prompt does not is a separate sequence, with the context that its engine saw.
+    """
+    rows: list[Row] = []
+    for number, turn in enumerate(_list(entry, "turns"), start=1):
+        for name, switch in (
+            ("completion_token_ids", "log_tensors"),
+            ("completion_logprobs", "log_logprobs"),
+        ):
+            if name not in turn:
+                raise ValueError(f"turn {number} has no {name}: record with {switch}=True")
+        context, ids = _ids(turn, "prompt_token_ids"), _ids(turn, "completion_token_ids")
+        if turn.get("min_policy_version") != turn.get("max_policy_version"):
+            remarks["turns that were sampled by more than one version of the weights"] += 1
+        known = rows[-1].token_ids if rows else None
+        if known is None or context[: len(known)].tolist() != known.tolist():
+            if rows:
+                remarks["turns whose prompt has other ids than the turns before"] += 1
+            empty = (np.zeros(0, np.int64), np.zeros(0, np.bool_), np.zeros(0))
+            reward = _reward(entry.get("reward"))
+            rows.append(Row(*empty, prompt=entry.get("group_id"), reward=reward))
+            if turn.get("min_policy_version") is not None:
+                rows[-1].attributes["weight_version"] = str(turn["min_policy_version"])
+        row = rows[-1]
+        observed = np.zeros(len(context) - len(row.token_ids), np.bool_)
+        row.token_ids = np.concatenate([context, ids])
+        row.sampled = np.concatenate([row.sampled, observed, np.ones(len(ids), np.bool_)])
+        row.logprobs = np.concatenate([row.logprobs, _numbers(turn, "completion_logprobs")])
+    yield from rows
+
+
 def verl(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     """Read a row of verl's batch without its padding, as convert.py writes it.
 
@@ -418,8 +471,14 @@ class Format:
         return frozenset((*marks, *self.columns.split(), *ATTRIBUTES))
 
 
-# The first whose marks a row has.
+# The first whose marks a row has; other rows may count their turns, so that list is last.
 FORMS: dict[Form, Format] = {
+    "open-instruct": Format(
+        open_instruct,
+        "response_tokens",
+        "prompt_tokens logprobs prompt_idx sample_idx reward finish_reason "
+        "request_info dataset ground_truth advantage",
+    ),
     "prime-rl": Format(
         prime_rl,
         "inference_logprobs",
@@ -452,6 +511,7 @@ FORMS: dict[Form, Format] = {
     "skyrl": Format(
         skyrl, "sequences loss_mask", "attention_mask rollout_logprobs action_log_probs padded"
     ),
+    "torchtitan": Format(torchtitan, "turns", "group_id rollout_id reward"),
 }
 # Files that many have and that cannot be scored: fields that mark them, what they are, the remedy.
 TEXT_ONLY = (
