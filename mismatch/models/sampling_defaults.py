@@ -66,6 +66,6 @@ def not_applied(model: str, revision: str | None, sampling: Sampling) -> Iterato
         yield NotTested(
             f"{', '.join(other)} of {FILE}",
             f"the checkpoint sets {settings}, which this run does not sample with; {would}",
-            f"{flags or 'no penalty is applied here'}; "
+            f"{flags or 'no penalty is applied here'}; --sample-as FRAMEWORK; "
             "docs/reference/causes/implicit-generation-config.md",
         )

@@ -85,6 +85,7 @@ def test_a_verl_config_sets_both_sides(tmp_path):
     [
         ({"trainer": "verl", "verl_config": "x.yaml"}, "--trainer and --verl-config"),
         ({"trl_config": "x.json", "verl_config": "x.yaml"}, "--verl-config and --trl-config"),
+        ({"sample_as": "trl", "verl_config": "x.yaml"}, "--verl-config and --sample-as"),
         ({"verl_override": ["a=1"]}, "without --verl-config"),
         ({"prompts": "a.jsonl", "dataset": "b"}, "--prompts and --dataset"),
         ({"task": "calculator", "dataset": "b"}, "--task and --dataset"),

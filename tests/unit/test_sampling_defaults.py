@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from mismatch.features.presets.flags import sample_as
 from mismatch.models.sampling_defaults import FILE, not_applied, stated
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec
 from mismatch.types import Sampling
 
 
@@ -23,6 +25,24 @@ def test_settings_that_change_a_law_are_named_with_their_values(tmp_path: Path) 
     assert "temperature" not in entry.reason
     assert "prime-rl" in entry.reason
     assert entry.how.startswith("--top-k 20;")
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"), [("verl", 0), ("trl", 0), ("prime-rl", 1), ("nemo-rl", 1)]
+)
+def test_a_frameworks_sampling_takes_what_it_leaves_to_the_engine(
+    tmp_path: Path, name: str, missing: int
+) -> None:
+    values = {"temperature": 0.7, "repetition_penalty": 1.05, "min_p": 0.1}
+    model = checkpoint(tmp_path, json.dumps(values))
+    check = CheckSpec(RolloutSpec(EngineSpec(model=model), sampling=Sampling(temperature=0.5)))
+    done = sample_as(name, check, explicit=())
+    assert done.spec.rollout.sampling.temperature == 1.0  # each of them sends its own
+    assert done.spec.rollout.sampling.min_p == (0.1 if name == "nemo-rl" else 0.0)
+    assert len(done.spec.not_reproduced) == missing
+    assert all("1.05" in line for line in done.spec.not_reproduced)
+    kept = sample_as(name, check, explicit={"temperature"})
+    assert kept.spec.rollout.sampling.temperature == 0.5
 
 
 @pytest.mark.parametrize(

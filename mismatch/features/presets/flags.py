@@ -1,9 +1,11 @@
-"""The feature's flags: a framework's settings, its configuration file."""
+"""The feature's flags: a framework's settings, its configuration file, its sampling."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from mismatch.cli.configuration import Configuration, Configured
 from mismatch.cli.flags import Flags, Option
@@ -14,15 +16,18 @@ from mismatch.features.presets.trl import MODEL as TRL_MODEL
 from mismatch.features.presets.trl import follow_trl, read_trl_config
 from mismatch.features.presets.verl import MODEL as VERL_MODEL
 from mismatch.features.presets.verl import follow_verl, read_verl_config
-from mismatch.specs import TRAIN, CheckSpec
+from mismatch.specs import PROMPTS, TRAIN, CheckSpec, Sampling
 
+Framework = Literal["verl", "trl", "skyrl", "openrlhf", "slime", "nemo-rl", "prime-rl"]
 VERL_OVERRIDE_HELP = "key=value, as on verl's command line; repeatable."
 FLAGS = (
     Option("verl_config", Path | None, TRAIN, "Your verl run's YAML, for both sides."),
     Option("verl_override", list[str] | None, TRAIN, VERL_OVERRIDE_HELP),
     Option("trl_config", Path | None, TRAIN, "Your GRPOConfig as YAML or JSON, for both sides."),
+    Option("sample_as", Framework | None, PROMPTS, "Sample with a framework's defaults."),
 )
-DESCRIBE = ("trainer", "verl_config", "trl_config")
+DESCRIBE = ("trainer", "verl_config", "trl_config")  # the trainer
+SAMPLE = ("verl_config", "trl_config", "sample_as")  # the sampling
 
 
 def model(flags: Flags) -> str | None:
@@ -36,24 +41,28 @@ def model(flags: Flags) -> str | None:
 
 
 def apply(spec: CheckSpec, flags: Flags) -> Configured:
-    """Fill in what a framework's settings or file say; flags of the user win.
+    """Fill in what a framework's settings, file or sampling say; flags of the user win.
 
     Raises:
         MismatchError: two of them at once, or a file that cannot be read.
     """
-    both = [f"--{name.replace('_', '-')}" for name in DESCRIBE if flags.get(name)]
-    if len(both) > 1:
-        fault = f"{' and '.join(both)} both describe the trainer"
-        raise MismatchError(fault, f"drop {both[0]}")
+    for names, what in ((DESCRIBE, "trainer"), (SAMPLE, "sampling")):
+        both = [f"--{name.replace('_', '-')}" for name in names if flags.get(name)]
+        if len(both) > 1:
+            raise MismatchError(f"{' and '.join(both)} both describe the {what}", f"drop {both[0]}")
+    notes: tuple[str, ...] = ()
+    if flags.get("sample_as"):
+        sampled = sample_as(flags["sample_as"], spec, flags.explicit)
+        spec, notes = sampled.spec, sampled.notes
     if flags.get("verl_override") and not flags.get("verl_config"):
         fault = "--verl-override without --verl-config"
         raise MismatchError(fault, "name the file: --verl-config FILE")
     if flags.get("trainer"):
         followed = Followed(spec, flags.explicit)
         followed.preset(flags["trainer"])
-        return Configured(followed.spec, followed.notes())
-    if not both:
-        return Configured(spec)
+        return Configured(followed.spec, (*followed.notes(), *notes))
+    if not (flags.get("verl_config") or flags.get("trl_config")):
+        return Configured(spec, notes)
     name = "trl" if flags.get("trl_config") else "verl"
     if spec.rollout.engine.servers:
         raise MismatchError(
@@ -72,6 +81,29 @@ def apply(spec: CheckSpec, flags: Flags) -> Configured:
         train = replace(spec.train, scorer_config=str(file), scorer_overrides=overrides)
         spec = replace(spec, train=train)
     return Configured(spec, followed.notes())
+
+
+def sample_as(name: str, spec: CheckSpec, explicit: Collection[str]) -> Configured:
+    """Return the check with a framework's sampling where the user's flags leave it open.
+
+    All frameworks here sample at temperature 1 from all tokens unless their user says otherwise.
+    What they leave to the engine comes from the checkpoint; a penalty is named and not applied.
+    """
+    from mismatch.models.sampling_defaults import FILE, LEFT_OPEN, stated  # numpy: not for a help
+
+    engine, left_open = spec.rollout.engine, LEFT_OPEN.get(name, ())
+    found = stated(engine.model, engine.revision).items()
+    taken = {key: value for key, value in found if key in left_open}
+    values = {
+        field: taken.pop(field, getattr(Sampling(), field))
+        for field in ("temperature", "top_p", "top_k", "min_p")
+        if field not in explicit
+    }
+    gaps = [f"{name}: the engine takes {key} {taken[key]:g} from {FILE}, not here" for key in taken]
+    rollout = replace(spec.rollout, sampling=replace(spec.rollout.sampling, **values))
+    spec = replace(spec, rollout=rollout, not_reproduced=(*spec.not_reproduced, *gaps))
+    note = ", ".join(f"{field} {value:g}" for field, value in values.items())
+    return Configured(spec, (f"sampling as {name}: {note}", *(f"  {gap}" for gap in gaps)))
 
 
 TRAINER = Option("trainer", Name | None, TRAIN, "Give mismatch's own loop a framework's settings.")
