@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import ssl
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 from mismatch.cli.session import warn_of_key
 from mismatch.engines.servers import client as module
 from mismatch.engines.servers.address import (
+    HIDDEN,
     KEY_VARIABLE,
     parse_address,
     redacted,
@@ -144,7 +146,7 @@ def test_every_failure_has_a_kind(fault: str, kind: str, says: str) -> None:
 def test_an_address_without_a_server_is_absent() -> None:
     with ScriptedServer() as server:
         assert len(post(server)["choices"][0]["token_ids"]) == 4
-    with pytest.raises(RequestFailed) as caught:
+    with pytest.raises(RequestFailed, match="connection refused") as caught:
         get(server.url)
     assert caught.value.kind == "absent"
 
@@ -225,6 +227,13 @@ def test_one_deadline_holds_for_the_whole_request(case: str) -> None:
     assert caught.value.kind in ("slow", "failed", "absent")
 
 
+def test_an_answer_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LARGEST_ANSWER", 1 << 20)
+    endless = raw_server([HEAD + b"\r\n"], 0.0, b" " * 65536)
+    with endless as url, pytest.raises(RequestFailed, match=str(1 << 20)):  # not by its deadline
+        get(url, timeout_s=60.0)
+
+
 NONSENSE = {
     "no status": b"hello\r\n\r\n",
     "endless digits": HEAD + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n{}",
@@ -270,6 +279,15 @@ def test_a_key_that_is_echoed_is_not_shown(case: str) -> None:
         with pytest.raises(RequestFailed) as caught:
             get(url, key=KEY)
         assert KEY[:4] not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [KEY, KEY.replace("s", "\\u0073", 1), "\\u0073" + KEY[1:]])
+def test_a_key_in_an_answer_is_cut_out(text: str) -> None:
+    body = f'{{"version": "{text}", "{text}": ["{text}"]}}'
+    with raw_server([HEAD + b"\r\n" + body.encode()]) as url:
+        answer = json.dumps(get(url, key=KEY))
+    assert KEY not in answer
+    assert HIDDEN in answer
 
 
 def test_a_wrong_key_is_an_error_that_names_the_variable() -> None:

@@ -1,4 +1,4 @@
-"""Ask one server over HTTP: key, TLS, deadline, retries, and what a failure means.
+"""Ask one server over HTTP: key, TLS, deadline, size limit, retries, and what a failure means.
 
 httpx does the protocol. Every request has a separate connection: against seconds of sampling a
 handshake costs nothing, and nothing stays open between requests. This module does not know what
@@ -12,6 +12,7 @@ import json
 import os
 import random
 import ssl
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from mismatch.errors import MismatchError
 T = TypeVar("T")
 CONNECT_S = 10.0
 DESCRIBE_S = 30.0  # deadline of a request for what a server says about itself
+LARGEST_ANSWER = 1 << 30  # bytes of a sample with its routed experts
+HIDDEN_FROM = 8  # characters: a shorter key is a word that answers contain anyway
 # Statuses after which the same request may succeed later. Proxies have other 5xx statuses;
 # 501 alone is final.
 TEMPORARY = frozenset({408, 425, 429, *range(500, 600)}) - {501}
@@ -85,18 +88,29 @@ def api_key() -> str | None:
     return key or None
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the system's words for a connection that was not made, else those of the error.
+
+    httpx says "All connection attempts failed"; the first attempt's error is among its causes.
+    """
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, OSError) and inner.errno is not None:
+            return os.strerror(inner.errno)
+        attempts = getattr(inner, "exceptions", None)
+        inner = attempts[0] if attempts else inner.__cause__ or inner.__context__
+    return str(error)
+
+
 @dataclass
 class Client:
-    """Sends requests to one server.
-
-    Attributes:
-        timeout_s: deadline of one request, from connecting to the last byte.
-        key: sent as a bearer token, and removed from what errors say.
-    """
+    """Sends requests to one server."""
 
     address: str
     timeout_s: float
+    """Deadline of one request, from connecting to the last byte."""
     key: str | None = field(default=None, repr=False)
+    """Sent as a bearer token, and removed from everything the server says."""
 
     @cached_property
     def _tls(self) -> ssl.SSLContext | bool:
@@ -105,7 +119,7 @@ class Client:
 
     async def get(self, path: str) -> Any:
         """Return the JSON at ``path``: what a server says about itself; see :meth:`post`."""
-        return await self._ask(path, None, _json)
+        return await self._ask(path, None, self._json)
 
     async def text(self, path: str) -> str:
         """Return the text at ``path``; see :meth:`post`."""
@@ -118,7 +132,7 @@ class Client:
             RequestFailed: no usable answer.
             MismatchError: the key or the certificate is not accepted.
         """
-        return await self._ask(path, body, lambda data: read(_json(data)))
+        return await self._ask(path, body, lambda data: read(self._json(data)))
 
     async def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[bytes], T]) -> T:
         """Ask until there is an answer, where asking again may help.
@@ -127,39 +141,44 @@ class Client:
         would have short answers in its place. What a server says about itself is asked at the
         start, where no connection means a wrong address.
         """
-        attempts = 0
+        tried: Counter[Kind] = Counter()
         while True:
             try:
                 data = await self._exchange(path, body)
                 with usable_answer():
                     return read(data)
             except RequestFailed as error:
-                attempts += 1
+                tried[error.kind] += 1
                 most = BUSY_ATTEMPTS if error.kind == "busy" else ATTEMPTS
                 final = error.kind in ("refused", "slow") or (error.kind == "absent" and not body)
-                if final or attempts >= most:
+                if final or tried[error.kind] >= most:
                     raise
-            doubled = FIRST_BACKOFF_S * 2.0 ** (attempts - 1)
+            doubled = FIRST_BACKOFF_S * 2.0 ** (tried.total() - 1)
             # Requests that failed together do not come back at the same moment.
             await asyncio.sleep(min(LONGEST_BACKOFF_S, doubled) * (0.5 + random.random()))
 
     async def _exchange(self, path: str, body: dict[str, Any] | None) -> bytes:
-        """Return the body of one answer."""
-        headers = {"Accept": "application/json"}
+        """Return the body of one answer, with the key cut out of it."""
+        # No compression: a small answer could be unpacked to any size.
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
         method, allowed_s = "POST", self.timeout_s
         if body is None:
             method, allowed_s = "GET", min(DESCRIBE_S, self.timeout_s)
         timeout = httpx.Timeout(None, connect=min(CONNECT_S, allowed_s))
+        url, data = self.address + path, bytearray()
         try:
             async with (
                 asyncio.timeout(allowed_s),
                 # No proxies of the environment.
                 httpx.AsyncClient(verify=self._tls, timeout=timeout, trust_env=False) as http,
+                http.stream(method, url, headers=headers, json=body) as response,
             ):
-                url = self.address + path
-                response = await http.request(method, url, headers=headers, json=body)
+                async for chunk in response.aiter_raw():
+                    data += chunk
+                    if len(data) > LARGEST_ANSWER:
+                        raise RequestFailed(f"the answer has more than {LARGEST_ANSWER} bytes")
         except TimeoutError as error:
             raise RequestFailed(f"no answer in {allowed_s:g} s", "slow") from error
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
@@ -168,39 +187,45 @@ class Client:
                 fix = "name the authority that signed it: SSL_CERT_FILE=FILE.pem mismatch …"
                 raise MismatchError(fault, fix) from error
             unreached = (httpx.ConnectError, httpx.ConnectTimeout, httpx.InvalidURL)
+            reason = self._one_line(reason_of(error) or "the connection was lost").lower()
             kind: Kind = "absent" if isinstance(error, unreached) else "failed"
-            raise RequestFailed(self._one_line(str(error) or "lost connection"), kind) from error
+            raise RequestFailed(reason, kind) from error
+        if self.key and len(self.key) >= HIDDEN_FROM:
+            data = data.replace(self.key.encode(), HIDDEN.encode())
         if response.status_code != 200:
-            raise self._failure(response)
-        return response.content
+            raise self._failure(response, bytes(data[:2000]))
+        return bytes(data)
 
-    def _failure(self, response: httpx.Response) -> Exception:
+    def _json(self, data: bytes) -> Any:
+        """Parse JSON without the key, also where that is written with escapes."""
+        try:
+            answer = json.loads(data)
+        except ValueError as error:
+            raise RequestFailed(f"the answer is no JSON ({len(data)} bytes)") from error
+        if self.key and len(self.key) >= HIDDEN_FROM and b"\\" in data:
+            written = json.dumps(self.key)[1:-1]
+            answer = json.loads(json.dumps(answer).replace(written, HIDDEN))
+        return answer
+
+    def _failure(self, response: httpx.Response, data: bytes) -> Exception:
         """Say what a status other than 200 means."""
         status = response.status_code
         if status in (401, 403):
             has = "does not accept the key in" if self.key else "asks for a key: set"
             fix = f"{KEY_VARIABLE}=… mismatch …; it is read from the environment only"
             return MismatchError(f"{self.address} {has} {KEY_VARIABLE} (HTTP {status})", fix)
+        says = self._one_line(_error_message(data) or response.reason_phrase)
         if status in TEMPORARY:
             kind: Kind = "busy" if status in (429, 503) else "failed"
-        else:
-            kind = "refused"
-        says = _error_message(response.content) or response.reason_phrase
+            return RequestFailed(f"HTTP {status}: {says}", kind)
         if 300 <= status < 400:
             says = "moved; redirections are not followed"
-        return RequestFailed(f"HTTP {status}: {self._one_line(says)}", kind)
+        return RequestFailed(f"HTTP {status}: {says}", "refused")
 
     def _one_line(self, text: str) -> str:
         """Shorten what a server said to one line, without the key that it may repeat."""
         shown = text.replace(self.key, HIDDEN) if self.key else text
         return " ".join(shown.split())[:300]
-
-
-def _json(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except ValueError as error:
-        raise RequestFailed(f"the answer is no JSON ({len(data)} bytes)") from error
 
 
 def _error_message(data: bytes) -> str:
