@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.family_models import FAMILIES as CONFIGS
 from benchmarks.planted_sides import BEYOND, FAULTS, NEEDS, PARTS, WEIGHTS, in_trainer
-from benchmarks.sides import CLEAN, EMBEDDED, FAMILIES, Row, anatomy, lacked, page
+from benchmarks.sides import CLEAN, EMBEDDED, FAMILIES, WRONG, Row, anatomy, lacked, page
 from mismatch.models import resolve_model
 
 ROUNDING = 1e-3  # a second forward moves a logit by less; the smallest fault moves one by 0.06
@@ -84,10 +84,16 @@ def test_the_page_counts_faults_and_tells_those_that_are_not_broken() -> None:
         Row("stale-2%", "trainer", "tolerable", 0, 9, 0.1, {"a": 0.01}, (), "", "", "llama"),
     ]
     text = page(rows, {"llama": ["experts", "sinks"]}, "today")
-    assert "| `llama` | HEALTHY | 1/1 | 0/1 | 0/0 | experts, sinks |" in text
-    assert "- `llama`, `stale-2%`, trainer: TOLERABLE (gap 0.01, 0.1 bf16)." in text
-    assert "All but 1 blame a right side." in text
-    assert "| `stale-2%` | 0.01 | `llama`, trainer |" in text
+    told = {
+        line.split("`")[1]: line.strip("| ").split(" | ")
+        for line in text.splitlines()
+        if line.startswith("| `")
+    }
+    assert told["llama"][1:] == ["HEALTHY", "1/1", "0/1", "0/0", "experts, sinks"]
+    assert told["stale-2%"][1:] == ["0.01", "`llama`, trainer"]
+    (line,) = [line for line in text.splitlines() if line.startswith("- ")]
+    assert {"`llama`,", "`stale-2%`,", "trainer:", "TOLERABLE"} <= set(line.split())
+    assert WRONG.format(n=1) in text
 
 
 @pytest.mark.parametrize(
