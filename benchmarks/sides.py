@@ -43,28 +43,26 @@ PLACES = ("engine", "trainer", "shared")
 CLEAN = "clean"
 EMBEDDED = "tiny-gpt-oss"
 FAMILIES = (EMBEDDED, "llama", "qwen3", "qwen3_moe", "gemma3_text", "mistral")
-# What the side may be called. Shared code shows as a difference of two implementations; of weights
-# the digests say that it is the training world that holds others than the checkpoint.
-RIGHT_SIDES = {
-    "engine": {"engine", "either"},
-    "trainer": {"trainer"},
-    "shared": {"either", "trainer"},
-}
+# Digests say which side holds other weights than the checkpoint. A function of the engine shows as
+# a difference of two implementations, as one of the code that trainer and reference share does.
+SIDES = {"engine": "engine", "trainer": "trainer", "shared": "trainer"}
 HEAD = """# Planted faults on each side
 
 One fault at a time was planted in memory: in the engine, in the trainer's passes, or in the model
 code that trainer and float32 reference share. Each got a `mismatch check` at default size (one
-rank, bf16). The table counts BROKEN of planted. Made by `benchmarks/sides.py`, {date}.
+rank, bf16). The table counts BROKEN of planted; `deepseek_v3` is left out, whose engine is wrong
+on a CPU. Made by `benchmarks/sides.py`, {date}.
 
 | family | clean | {places} | not planted: no |
 | --- | --- |{columns} --- |"""
-WRONG = """
-All but {n} blame a right side."""
+SAID = """
+{n} of {all} blame what a check can know: the side, or either side for functions in engine or shared
+code."""
 GAPS = """
-Gaps to the reference in float32, mean \\|delta\\| in nats, where each is smallest:
+Each fault's smallest gap to the reference in float32, mean \\|delta\\| in nats:
 
-| fault | gap | where |
-| --- | ---: | --- |"""
+| fault | gap |
+| --- | ---: |"""
 END = """
 **Next:** [the smallest faults that are seen](smallest.md).
 """
@@ -98,9 +96,9 @@ class Row:
 
     @property
     def right_side(self) -> bool:
-        """Whether the side named, if any, is one that the run can know."""
-        function = self.place == "shared" and self.fault in FUNCTIONS
-        return self.side in ({"either"} if function else RIGHT_SIDES[self.place])
+        """Whether the side named is what the run can know of it."""
+        function = self.place != "trainer" and self.fault in FUNCTIONS
+        return self.side == ("either" if function else SIDES[self.place])
 
     @property
     def passed(self) -> bool:
@@ -210,7 +208,7 @@ def page(rows: list[Row], without: dict[str, list[str]], made: str) -> str:
     for clean in (row for row in rows if row.fault == CLEAN):
         of = [row for row in planted if row.family == clean.family]
         verdicts = [[row.verdict for row in of if row.place == place] for place in PLACES]
-        counts = [f"{each.count('broken')}/{len(each)}" for each in verdicts]
+        counts = [f"{each.count('broken')}/{len(each)}" if each else "–" for each in verdicts]
         lacks = ", ".join(without.get(clean.family, ())) or "–"
         lines.append(
             f"| `{clean.family}` | {clean.verdict.upper()} | {' | '.join(counts)} | {lacks} |"
@@ -220,13 +218,12 @@ def page(rows: list[Row], without: dict[str, list[str]], made: str) -> str:
     for row in others:
         told = f"{row.verdict.upper()} (gap {number(gap(row))}, {number(row.nats)} bf16)"
         lines.append(f"- `{row.family}`, `{row.fault}`, {row.place}: {told}.")
-    if wrong := sum(not row.right_side for row in planted):
-        lines.append(WRONG.format(n=wrong))
+    right = sum(row.right_side for row in planted)
+    lines.append(SAID.format(n=right, all=len(planted)))
     lines.append(GAPS)
     for fault in FAULTS:
         if of := [row for row in planted if row.fault == fault]:
-            least = min(of, key=gap)
-            lines.append(f"| `{fault}` | {number(gap(least))} | `{least.family}`, {least.place} |")
+            lines.append(f"| `{fault}` | {number(min(map(gap, of)))} |")
     return "\n".join(lines) + "\n" + END
 
 

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.family_models import FAMILIES as CONFIGS
 from benchmarks.planted_sides import BEYOND, FAULTS, NEEDS, PARTS, WEIGHTS, in_trainer
-from benchmarks.sides import CLEAN, EMBEDDED, FAMILIES, WRONG, Row, anatomy, lacked, page
+from benchmarks.sides import CLEAN, EMBEDDED, FAMILIES, SAID, Row, anatomy, lacked, page
 from mismatch.models import resolve_model
 
 ROUNDING = 1e-3  # a second forward moves a logit by less; the smallest fault moves one by 0.06
@@ -89,11 +89,11 @@ def test_the_page_counts_faults_and_tells_those_that_are_not_broken() -> None:
         for line in text.splitlines()
         if line.startswith("| `")
     }
-    assert told["llama"][1:] == ["HEALTHY", "1/1", "0/1", "0/0", "experts, sinks"]
-    assert told["stale-2%"][1:] == ["0.01", "`llama`, trainer"]
+    assert told["llama"][1:] == ["HEALTHY", "1/1", "0/1", "–", "experts, sinks"]
+    assert told["stale-2%"][1:] == ["0.01"]
     (line,) = [line for line in text.splitlines() if line.startswith("- ")]
     assert {"`llama`,", "`stale-2%`,", "trainer:", "TOLERABLE"} <= set(line.split())
-    assert WRONG.format(n=1) in text
+    assert SAID.format(n=1, all=2) in text
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,8 @@ def test_the_page_counts_faults_and_tells_those_that_are_not_broken() -> None:
     [
         ("final-norm-1.02", "engine", "engine", True),
         ("final-norm-1.02", "engine", "trainer", False),
+        ("final-norm-1.02", "engine", "either", False),
+        ("epsilon-x10", "engine", "either", True),
         ("final-norm-1.02", "trainer", "either", False),
         ("final-norm-1.02", "shared", "trainer", True),  # it holds other weights than the files
         ("rope-base+3%", "shared", "trainer", False),
