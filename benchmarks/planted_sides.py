@@ -1,12 +1,13 @@
-"""Twenty faults for either side, planted in memory: ``PLANTED_SIDE=NAME@PLACE``.
+"""Faults for either side, planted in memory: ``PLANTED_SIDE=NAME@PLACE``.
 
 Places: ``engine`` (vLLM alone), ``trainer`` (the passes of the trainer, in float32 too, and not the
 reference), ``shared`` (model code: every pass of the training world). Files on disk stay right, so
 that only numbers, and digests of what an engine holds, can show the fault.
 
 benchmarks/sides.py puts this file on the path, as a plugin of vLLM (entry-point group
-vllm.general_plugins) and, by ``sitecustomize``, in the training world. Weights have the names of
-tiny-gpt-oss.
+vllm.general_plugins) and, by ``sitecustomize``, in the training world. An edit of weights takes the
+names of transformers' model or of the checkpoint, which differ for experts; NEEDS says which faults
+a family cannot have.
 """
 
 from __future__ import annotations
@@ -71,21 +72,63 @@ def exchanged(state: State) -> None:
 
 def permuted(state: State) -> None:
     """Reverse the order of the key and value heads of one layer."""
-    for name in ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias"):
-        tensor = state[f"{LAYER}self_attn.{name}"]
-        tensor.copy_(torch.cat(tensor.split(HEAD)[::-1]))
+    for name, tensor in state.items():
+        if name.startswith((f"{LAYER}self_attn.k_proj.", f"{LAYER}self_attn.v_proj.")):
+            tensor.copy_(torch.cat(tensor.split(HEAD)[::-1]))
+
+
+def of_expert(state: State, layer: int, number: int, part: str = "") -> list[torch.Tensor]:
+    """Return an expert's weights: tensors that name it, or its rows of tensors for all experts."""
+    start = f"model.layers.{layer}.mlp.experts."
+    names = [name for name in sorted(state) if name.startswith(start)]
+    names = [name for name in names if not part or part in name.split(".")]
+    named = [state[name] for name in names if name.startswith(f"{start}{number}.")]
+    return named or [state[name][number] for name in names]
+
+
+def expert_scaled(by: float, layer: int, number: int) -> Callable[[State], None]:
+    """Multiply what one expert gives by a number."""
+
+    def edit(state: State) -> None:
+        (tensor,) = of_expert(state, layer, number, "down_proj")
+        tensor.mul_(by)
+
+    return edit
 
 
 def swapped(state: State) -> None:
     """Exchange the first two experts of one layer, and not in their router."""
-    for name, tensor in state.items():
-        if name.startswith(f"{LAYER}mlp.experts."):
-            tensor[:2].copy_(tensor[:2].flip(0).clone())
+    for one, other in zip(of_expert(state, 1, 0), of_expert(state, 1, 1), strict=True):
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
 
 
 def raised(state: State) -> None:
-    """Raise the router's bias for one expert."""
-    state[f"{LAYER}mlp.router.bias"][0] += 0.5
+    """Raise the router's bias for one expert, or its row where there is no bias."""
+    if f"{LAYER}mlp.router.bias" in state:
+        state[f"{LAYER}mlp.router.bias"][0] += 0.5
+    else:
+        state[f"{LAYER}mlp.gate.weight"][0] *= 1.1
+
+
+def norm_scaled(by: float, *ends: str) -> Callable[[State], None]:
+    """Multiply by a number what norms multiply with: gemma's have 1 + weight."""
+
+    def edit(state: State) -> None:
+        offset = 1.0 if f"{LAYER}pre_feedforward_layernorm.weight" in state else 0.0
+        in_all_layers(lambda tensor: tensor.mul_(by).add_(offset * (by - 1)), *ends)(state)
+
+    return edit
+
+
+def attention_scaled(state: State) -> None:
+    """Multiply attention's logits by 1.01; behind a norm of queries, which would take it out."""
+    by = 1.01
+    if f"{LAYER}self_attn.q_norm.weight" in state:
+        norm_scaled(by, "q_norm.weight")(state)
+    else:
+        in_all_layers(lambda tensor: tensor.mul_(by), "q_proj.weight", "q_proj.bias")(state)
 
 
 def zeroed_head(state: State) -> None:
@@ -94,27 +137,37 @@ def zeroed_head(state: State) -> None:
 
 
 WEIGHTS: dict[str, Callable[[State], None]] = {
-    "expert-1.1": scaled(1.1, f"{LAYER}mlp.experts.down_proj", row=0),
-    "rare-expert-1.02": scaled(1.02, "model.layers.3.mlp.experts.down_proj", row=7),
-    "final-norm-1.02": scaled(1.02, "model.norm.weight"),
-    "layer-norm-1.02": scaled(1.02, "model.layers.2.post_attention_layernorm.weight"),
+    "expert-1.1": expert_scaled(1.1, 1, 0),
+    "rare-expert-1.02": expert_scaled(1.02, 3, 7),
+    "final-norm-1.02": norm_scaled(1.02, "model.norm.weight"),
+    "layer-norm-1.02": norm_scaled(1.02, "layers.2.post_attention_layernorm.weight"),
     "eos-row-1.1": scaled(1.1, "lm_head.weight", row=EOS),
     "stale-0.1%": stale(0.001),
     "stale-0.5%": stale(0.005),
     "stale-2%": stale(0.02),
-    "router-bias": raised,
+    "router-raised": raised,
     "layers-exchanged": exchanged,
     "kv-heads-permuted": permuted,
     "head-zeroed": zeroed_head,
     "k-bias-zeroed": scaled(0.0, f"{LAYER}self_attn.k_proj.bias"),
     "experts-swapped": swapped,
-    "attention-scale-1.01": in_all_layers(
-        lambda tensor: tensor.mul_(1.01), "q_proj.weight", "q_proj.bias"
-    ),
+    "attention-scale-1.01": attention_scaled,
     "sinks-0.5-nats-lower": in_all_layers(lambda tensor: tensor.sub_(0.5), "self_attn.sinks"),
 }
-FUNCTIONS = ("rope-base+3%", "rope-still-from-256", "yarn-factor-lost", "epsilon-x10")
+FUNCTIONS = ("rope-base+3%", "rope-still-from-256", "yarn-factor-lost", "epsilon-x10", "window+1")
 FAULTS = (*WEIGHTS, *FUNCTIONS)
+EXPERTS = ("experts", r"\.experts\.")
+# Fault -> what a model needs for it: a word, and a pattern in its config.json or names of tensors.
+NEEDS = {
+    "expert-1.1": EXPERTS,
+    "rare-expert-1.02": EXPERTS,
+    "router-raised": EXPERTS,
+    "experts-swapped": EXPERTS,
+    "k-bias-zeroed": ("biases", r"k_proj\.bias"),
+    "sinks-0.5-nats-lower": ("sinks", r"\.sinks"),
+    "yarn-factor-lost": ("YaRN", r'"yarn"'),
+    "window+1": ("window", r'"sliding_window": \d'),
+}
 MLP = "half-mlp-1.05"  # of a model of any family (benchmarks/families.py, smallest.py)
 # What "half-PART-FACTOR" makes louder -> ends of the modules' names, on either side.
 PARTS = {
@@ -159,10 +212,13 @@ def register() -> None:
 
 def in_engine(model: Any, name: str) -> None:
     """Plant a fault of a function in vLLM's modules."""
-    if name == "epsilon-x10":
-        for module in model.modules():
-            if type(module).__name__ == "RMSNorm":
-                module.variance_epsilon *= 10
+    for module in model.modules():
+        if name == "epsilon-x10" and type(module).__name__ in ("RMSNorm", "GemmaRMSNorm"):
+            module.variance_epsilon *= 10
+        if name == "window+1" and getattr(module, "sliding_window", None) is not None:
+            module.sliding_window += 1  # keeps a key longer
+            module.impl.sliding_window += 1
+    if name in ("epsilon-x10", "window+1"):
         return
     seen: set[int] = set()
     for module in model.modules():
@@ -190,8 +246,12 @@ def in_trainer(model: Any, name: str) -> None:
     rotary = model.model.rotary_emb
     if name == "epsilon-x10":
         for module in model.modules():
-            if hasattr(module, "variance_epsilon"):
-                module.variance_epsilon *= 10
+            for attribute in {"variance_epsilon", "eps"} & set(vars(module)):
+                setattr(module, attribute, getattr(module, attribute) * 10)
+    elif name == "window+1":
+        for owner in (model.config, *model.modules()):
+            if getattr(owner, "sliding_window", None):
+                owner.sliding_window += 1
     elif name == "yarn-factor-lost":
         rotary.attention_scaling = 1.0
     elif name == "rope-still-from-256":
@@ -201,10 +261,15 @@ def in_trainer(model: Any, name: str) -> None:
         )
     else:
         config = model.config
-        config.rope_parameters["rope_theta"] *= BASE
-        fresh = type(rotary)(config)
-        config.rope_parameters["rope_theta"] /= BASE
-        rotary.inv_freq.copy_(fresh.inv_freq)
+        every = config.rope_parameters
+        every = [every] if "rope_theta" in every else list(every.values())  # by kind of layer
+        for parameters in every:
+            parameters["rope_theta"] *= BASE
+        fresh = dict(type(rotary)(config).named_buffers())
+        for parameters in every:
+            parameters["rope_theta"] /= BASE
+        for buffer, values in rotary.named_buffers():
+            values.copy_(fresh[buffer])
 
 
 def louder(model: Any, name: str) -> None:

@@ -24,13 +24,12 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.family_models import FAMILIES, trained  # noqa: E402
+from benchmarks.family_models import FAMILIES  # noqa: E402
 from benchmarks.planted_sides import PARTS  # noqa: E402
-from benchmarks.sides import CLEAN, row_of, run  # noqa: E402
+from benchmarks.sides import CLEAN, EMBEDDED, prepared, row_of, run  # noqa: E402
+from benchmarks.sides import FAMILIES as USUAL  # noqa: E402
 
 STATE = ROOT / "docs" / "evidence" / "smallest.json"
-EMBEDDED = "tiny-gpt-oss"
-USUAL = (EMBEDDED, "llama", "qwen3", "qwen3_moe", "gemma3_text", "mistral")
 PLACES = ("trainer", "engine")
 STRENGTHS = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001)
 START = 0.003
@@ -140,12 +139,7 @@ def main() -> int:
         (f, place, part) for place in asked.places for f in asked.families for part in asked.parts
     ]
     for family, place, part in () if asked.write else cases:
-        model, home = asked.home / "models" / family, asked.home / family
-        home.mkdir(parents=True, exist_ok=True)
-        if family != EMBEDDED:
-            trained(family, model, asked.seconds)
-        which = family if family == EMBEDDED else str(model)
-        flags = ("--model", which, "--nproc-per-node", "1", "--no-locate")
+        home, flags = prepared(family, asked.home, asked.seconds)
         rows[family, place, part] = found = measured(family, part, place, home, flags)
         made = date.today().isoformat()
         print(found, flush=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from operator import ne
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,14 @@ from mismatch.analysis.diagnosis.loaded_weights import NOT_OF_CHECKPOINT, Differ
 from mismatch.errors import MismatchError
 from mismatch.models.config import find_config
 from mismatch.models.derived import open_tensors
+from mismatch.models.digests import OF_EXPERTS, Digest, combine, digest_tensor
 from mismatch.processes.stages import Stages
 from mismatch.run import manifest, store
 from mismatch.run.store import TRAIN
 from mismatch.types import Fingerprint, Scoring
 
 FILE, SCHEMA = "weights-on-disk.json", "mismatch.weights-on-disk/1"
+MATRICES = {"gate_up_proj": "gate|up", "down_proj": "down"}  # of each expert, in the files
 
 
 def compare_with_disk(stages: Stages) -> None:
@@ -35,16 +39,13 @@ def compare_with_disk(stages: Stages) -> None:
     differ = () if held is None else Difference.of(*held).differ
     if not differ or manifest.is_current(run_dir, FILE, ""):
         return
-    off: dict[str, list[str]] = {}
     checkpoints = (engine.model, engine.revision), (spec.train.model, spec.train.revision)
-    for name, side, checkpoint in zip(names, prints, checkpoints, strict=True):
-        try:
-            found = not_of_checkpoint(side, *checkpoint, differ)
-        except (MismatchError, ImportError) as error:  # costs this answer, never the check
-            stages.narrator.note(f"the checkpoint was not compared: {error}")
-            return
-        if found is not None:
-            off[name] = found
+    sides = zip(prints, checkpoints, strict=True)
+    try:
+        found = [not_of_checkpoint(side, *checkpoint, differ) for side, checkpoint in sides]
+    except (MismatchError, ImportError) as error:  # costs this answer, never the check
+        return stages.narrator.note(f"the checkpoint was not compared: {error}")
+    off = {name: each for name, each in zip(names, found, strict=True) if each is not None}
     inputs = [store.scoring_file(name) for name in names]
     store.save_document(run_dir, FILE, {"schema": SCHEMA, **off}, schema=SCHEMA, inputs=inputs)
 
@@ -54,39 +55,38 @@ def not_of_checkpoint(
 ) -> list[str] | None:
     """Return which of these parameters a side holds otherwise than its checkpoint's files do.
 
-    None where a name is not in the files: it is fused, quantised, tied, or of an adapter.
+    None where a name is not in the files: it is quantised, tied, of an adapter, or fused.
 
     Raises:
         MismatchError: no such checkpoint, or one that cannot be read.
     """
-    from mismatch.models.digests import digest_tensor
-
     directory = find_config(model, revision).weights
-    if directory is None:
-        return None
-    off = []
     with ExitStack() as stack:
-        files = open_tensors(directory, stack)
-        if not set(names) <= files.keys():
+        files = open_tensors(directory, stack) if directory else {}
+        stored = {name: stored_digest(files, name) or () for name in names}
+    if not all(stored.values()):
+        return None
+    return [name for name, sums in stored.items() if any(map(ne, side["weights"][name], sums))]
+
+
+def stored_digest(files: Mapping[str, Any], name: str) -> Digest | None:
+    """Return the digest of a parameter in files, which may have a matrix for each expert."""
+    layer, _, leaf = name.rpartition(".")
+    pattern = rf"{re.escape(layer)}\.(\d+)\.({MATRICES.get(leaf, '-')})_proj\.weight"
+    matrices = () if name in files else filter(None, map(re.compile(pattern).fullmatch, files))
+    first: dict[str, Sequence[int]] = {each[0]: (int(each[1]),) for each in matrices}
+    digests: list[Digest] = []
+    for part in first or {name} & files.keys():
+        tensor = files[part].get_tensor(part)
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
             return None
-        for name in names:
-            tensor = files[name].get_tensor(name)
-            if not tensor.is_floating_point():
-                return None
-            own, disk = side["weights"][name], digest_tensor(tensor)
-            if list(own) != list(disk[: len(own)]):
-                off.append(name)
-    return off
+        digests.append(digest_tensor(tensor[None] if first else tensor, first.get(part, ())))
+    return combine(digests)[: OF_EXPERTS if first else None] if digests else None
 
 
 def with_disk(run_dir: Path, *scorings: Scoring) -> tuple[Scoring, ...]:
     """Return scorings whose fingerprints say what :func:`compare_with_disk` found."""
-    if not manifest.is_current(run_dir, FILE, ""):
-        return scorings
-    found: dict[str, Any] = store.load_document(run_dir, FILE)
-    return tuple(
-        replace(each, fingerprint=each.fingerprint | {NOT_OF_CHECKPOINT: found[each.name]})
-        if each.name in found
-        else each
-        for each in scorings
-    )
+    found = store.load_document(run_dir, FILE) if manifest.is_current(run_dir, FILE, "") else {}
+    off = [{NOT_OF_CHECKPOINT: found[s.name]} if s.name in found else {} for s in scorings]
+    pairs = zip(scorings, off, strict=True)
+    return tuple(replace(scoring, fingerprint=scoring.fingerprint | own) for scoring, own in pairs)

@@ -99,6 +99,34 @@ def test_what_a_side_holds_is_compared_with_the_files_of_its_checkpoint(tmp_path
     assert not_of_checkpoint(fused, str(tmp_path), None, ["a.weight", "ab.weight"]) is None
 
 
+def test_fused_experts_are_compared_with_a_matrix_for_each_in_the_files(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gate, up, down = (torch.randn(3, 4, 4, generator=generator) for _ in range(3))
+    layer = "model.layers.1.mlp.experts"
+    kinds = {"gate": gate, "up": up, "down": down}
+    files = {
+        f"{layer}.{n}.{k}_proj.weight": t[n].clone() for k, t in kinds.items() for n in range(3)
+    }
+    save_file(files, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    names = [f"{layer}.gate_up_proj", f"{layer}.down_proj"]
+
+    def off(gate_up: torch.Tensor, down: torch.Tensor, sums: int) -> list[str] | None:
+        held = dict(zip(names, (gate_up, down), strict=True))
+        digests = {name: list(digest_tensor(tensor)[:sums]) for name, tensor in held.items()}
+        return not_of_checkpoint({"weights": digests}, str(tmp_path), None, names)
+
+    both = torch.cat([gate, up], 1)
+    for sums in (4, 6):  # of an engine, and of a trainer
+        assert off(both, down, sums) == []
+        assert off(both, down.mT.contiguous(), sums) == []  # however a side lays out a matrix
+        assert off(both, down.flip(0), sums) == [names[1]]
+        assert off(both * 1.02, down, sums) == [names[0]]
+    eight_bits = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in files.items()}
+    save_file(eight_bits, tmp_path / "model.safetensors")
+    assert off(both, down, 4) is None
+
+
 def test_layers_that_are_exchanged_are_found_by_their_digests() -> None:
     swapped = dict(SAME)
     for name in NAMES:
