@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from PIL import Image
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -79,7 +81,7 @@ PICTURES = (
             "#causes > .said",
             "#causes-evidence",
             "#square > .beside",
-            "#explain",
+            "#locate",
             "#fixes > .beside",
             "#fixes > .beside .scroll",
         ),
@@ -124,6 +126,8 @@ def draw(page: Page, picture: Picture, path: Path) -> None:
     height = end["y"] + end["height"] - top["y"] + 2 * MARGIN
     clip = {"x": 0.0, "y": max(top["y"] - MARGIN, 0), "width": float(WIDTH), "height": height}
     page.screenshot(path=path, clip=clip, full_page=True)  # type: ignore[arg-type]
+    with Image.open(path) as drawn:  # a page has few colours: a third of the bytes
+        drawn.convert("RGB").quantize(128).save(path, optimize=True)
 
 
 if __name__ == "__main__":

@@ -132,6 +132,9 @@ def test_every_number_in_a_picture_is_explained_below_it() -> None:
         listed = re.findall(r"^(\d)\. ", below.partition("\n## ")[0], re.M)
         assert image
         assert listed == [str(number) for number, _ in enumerate(picture.places, 1)]
+        page = (annotate_report.EXAMPLE / "report.html").read_text("utf-8")
+        parts = re.findall(r"#([\w-]+)", " ".join(picture.places))
+        assert [part for part in parts if f'id="{part}"' not in page] == []
     drawn = [annotate_report.IMAGES / f"{each.name}.png" for each in annotate_report.PICTURES]
     assert sum(path.stat().st_size for path in drawn) < 600_000
 
