@@ -63,7 +63,7 @@ VARIANTS = {  # the float32 engine and the noise floor once: ten minutes in all
 COMPARED = ("auto, eager", "Marlin, eager")
 # What no check of this size tests; and what a quick check leaves out.
 EXPECTED = (
-    *("sharding", "positions beyond", "multi-turn", "weight sync", "sequence weights"),
+    *("sharding", "positions beyond", "several turns", "weight syncs", "sequence weights"),
     "the same tokens",  # a batch's other rows move a GPU's last digits
 )
 QUICK = ("rounding or fault",)

@@ -395,9 +395,9 @@ def _unseen(
         yield NotTested("images", "no prompt has one: the language model alone ran")
     if rollout.turn.max() <= 1:
         template = "mismatch template --model MODEL looks at the chat template"
-        yield NotTested("multi-turn rollouts", "every sequence has one turn", template)
+        yield NotTested("several turns", "every sequence has one turn", template)
     if reason := _unsynchronised(decode.fingerprint.get("synchronised")):
-        yield NotTested("weight synchronisation", reason, "mismatch sync-probe --model MODEL")
+        yield NotTested("weight syncs", reason, "mismatch sync-probe --model MODEL")
 
 
 def _unsynchronised(counts: dict[str, Any] | None) -> str:

@@ -111,7 +111,7 @@ def _explains(cause: Cause, check: str) -> bool:
         return True
     if cause.effect is not None and cause.effect.value < CARRIES:
         return False
-    what, _, side = check.rpartition("-")
+    what, _, side = check.removesuffix("-rounding").rpartition("-")
     same = side == cause.side or "either" in (side, cause.side)
     return check in DISTANCES or (what in DISTANCES and same)
 

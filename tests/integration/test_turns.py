@@ -50,7 +50,7 @@ def test_both_sides_agree_on_every_turn(turns: Run) -> None:
     assert by_turn["turn"][:2] == [1, 2]
     assert max(by_turn["mean_abs_delta"]) < 0.15
     untested = {entry["what"] for entry in turns.report["not_tested"]}
-    assert not untested & {"multi-turn rollouts", EXACT_KL}
+    assert not untested & {"several turns", EXACT_KL}
 
 
 def test_whole_distributions_are_taken_in_later_turns_too(turns: Run) -> None:

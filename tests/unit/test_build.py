@@ -183,6 +183,6 @@ def test_weights_that_a_loop_pushed_and_read_back_count_as_tested(
     decode = scoring("transformers:decode", rollout())
     facts = decode.fingerprint | ({} if synchronised is None else {"synchronised": synchronised})
     store.save_scoring(run, replace(decode, fingerprint=facts), rollout(), made_by=spec().rollout)
-    reasons = mentioned(report_of(run), "weight synchronisation")
+    reasons = mentioned(report_of(run), "weight syncs")
     assert bool(reasons) == bool(named)
     assert all(named in reason for reason in reasons)

@@ -56,7 +56,7 @@ def left(place: Path, *missing: str, quick: bool = False, routes: bool = True) -
 
 
 def test_what_a_check_on_a_gpu_must_not_say(tmp_path: Path) -> None:
-    usual = ("sharding", "weight synchronisation", "positions beyond 511", "multi-turn rollouts")
+    usual = ("sharding", "weight syncs", "positions beyond 511", "several turns")
     usual += ("the same tokens from the same seed",)  # as a check on an H200 said
     assert fault_of(left(tmp_path / "good", *usual)) == ""
     assert "routes" in fault_of(left(tmp_path / "routes", *usual, routes=False))

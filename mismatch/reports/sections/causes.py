@@ -18,7 +18,7 @@ LEAD = (
     "the run."
 )
 PAGE = "docs/reference/causes.md"
-SHOWN = 8  # rows of evidence beyond which they are folded
+SHOWN = 5  # rows of evidence beyond which they are folded
 SIDES = {"engine": "the engine's side", "trainer": "the trainer's side", "either": "side not known"}
 RANKED = (
     Column("cause", text, of=lambda cause: title_of(cause.id)),

@@ -7,6 +7,7 @@ from mismatch.reports.formatting import bound, capital, line, number, text
 from mismatch.reports.section import Cell, Column, Section, Table, Tone, Value
 from mismatch.types import CheckStatus, Report
 
+SECTION = "long-sequence"
 LEAD = (
     "One sequence made of the run's own tokens, scored at once by both sides, in float32 and as "
     "they run, and by the float32 reference. In float32 rounding plays no part: what begins at "
@@ -22,7 +23,14 @@ TONES: dict[CheckStatus, Tone] = {
 
 
 def section(result: LongSequence, report: Report | None = None) -> Section:
-    """Return a row for each side: the run's own positions, then blocks beyond them."""
+    """Return a row for each side: the run's own positions, then blocks beyond them.
+
+    It is open where no other failed check says that a side is wrong.
+    """
+    off = [gap for gap in result.gaps if gap.status != "passed"]
+    failed = [check.id for check in report.checks if check.status == "failed"] if report else []
+    alone = all(name.startswith(SECTION) for name in failed)
+    tokens = f"{result.tokens:,} tokens; the run's own sequences have up to {result.reached:,}"
     blocks = result.gaps[0].blocks
     columns = (
         Column("side", text),
@@ -34,13 +42,13 @@ def section(result: LongSequence, report: Report | None = None) -> Section:
         Column("", text),
     )
     return Section(
-        "long-sequence",
+        SECTION,
         "One long sequence",
         LEAD,
         sentences=[f"{capital(line(sentence(result, gap)))}." for gap in result.gaps],
         tables=[Table(columns, [_row(gap) for gap in result.gaps])],
-        folded=all(gap.status == "passed" for gap in result.gaps),
-        short=f"{result.tokens:,} tokens; the run's own sequences have up to {result.reached:,}",
+        folded=not (off and alone),
+        short=capital(line(sentence(result, off[0]))) if off else tokens,
     )
 
 
