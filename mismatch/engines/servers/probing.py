@@ -113,7 +113,7 @@ async def examine(server: Server, layout: ExpertLayout | None) -> None:
         server.prefill = False
         server.reasons["prefill"] = f"the {server.kind} server gives no prompt logprobs ({error})"
     try:
-        server.tempered, server.truncated = await _logprobs_mode(server)
+        await _probe_mode(server)
     except RequestFailed as error:
         if error.kind not in CONCLUSIVE:
             raise
@@ -135,7 +135,7 @@ async def _likeliest(server: Server, ids: Sequence[int], law: Sampling) -> dict[
     return {token: logprob for token, logprob in pairs if logprob > -np.inf}
 
 
-async def _logprobs_mode(server: Server) -> tuple[bool | None, bool | None]:
+async def _probe_mode(server: Server) -> None:
     """Find out whether the logprobs are tempered, and whether they are truncated.
 
     At T = 0.5 distances between logprobs double if they are tempered, and stay if they are raw.
@@ -166,14 +166,13 @@ async def _logprobs_mode(server: Server) -> tuple[bool | None, bool | None]:
         if len(kept) == 2 and mass <= 0.98 and all(token in cut for token in kept):
             rise = float(np.mean([cut[token] - plain[token] for token in kept]))
             renormalised.append(bool(rise > -np.log(mass) / 2))
-    truncated = 2 * sum(renormalised) > len(renormalised) if renormalised else None
+    if renormalised:
+        server.truncated = 2 * sum(renormalised) > len(renormalised)
     squares = float(np.dot(at_one, at_one))
-    if squares == 0.0:
-        return None, truncated
-    ratio = float(np.dot(at_one, at_cold)) / squares  # least squares
+    ratio = float(np.dot(at_one, at_cold)) / (squares or np.nan)  # least squares
     tempered = abs(ratio - 1 / COLD) < abs(ratio - 1.0)
-    clear = abs(ratio - (1 / COLD if tempered else 1.0)) < 0.25
-    return tempered if clear else None, truncated
+    if abs(ratio - (1 / COLD if tempered else 1.0)) < 0.25:
+        server.tempered = tempered
 
 
 # ---------------------------------------------------------------- the same weights still?
