@@ -113,6 +113,13 @@ def test_artefacts_are_the_same_bytes_made_by_the_same_hash(tmp_path: Path) -> N
     assert differing_json(now, golden) == []
 
 
+def test_saved_runs_name_packaged_models_shortly() -> None:
+    """The examples are of any machine."""
+    for name in EXAMPLES:
+        for file in (ROOT / "examples" / name).glob("report.*"):
+            assert "mismatch/models/tiny" not in file.read_text("utf-8"), file.name
+
+
 if __name__ == "__main__":
     for report in REPORTS:
         for suffix in SUFFIXES:

@@ -45,7 +45,7 @@ from mismatch.processes.stages import Narrator
 from mismatch.run import store
 from mismatch.run.machine import local_gpus, placement, visible_as
 from mismatch.run.store import FLOAT32, TRAIN
-from mismatch.specs import CheckSpec, Dtype, to_dict
+from mismatch.specs import CheckSpec, Dtype, portable, to_dict
 from mismatch.types import NotTested, Rollout
 
 MOST_SIDES = 4  # engine, trainer, a plain forward in the dtype of each
@@ -121,7 +121,7 @@ def locate_in(
         sides = [replace(side, kind=kind_of(side, left, right, square)) for side in sides]
     location = Location(
         model=Path(train.model).name,
-        reference=train.model,
+        reference=portable({"model": train.model})["model"],
         sequences=chosen,
         tokens=len(actions_of(rollout, chosen)),
         sides=tuple(sides),
