@@ -129,6 +129,7 @@ def test_a_check_whose_gap_fails_names_the_module_by_itself(tmp_path: Path) -> N
     assert (first["id"], first["side"]) == ("attention-sinks", "trainer")
     place = evidence_of(run)[MODULE]
     assert place.endswith("in fsdp")
+    assert location_of(run.directory).reference == "tiny-gpt-oss"  # no path of this machine
     fixes = {check["id"]: check["fix"] for check in run.report["checks"]}
     assert place in fixes["implementation-gap-trainer"]
     assert place in " ".join(run.output.split())
