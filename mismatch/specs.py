@@ -110,6 +110,14 @@ class Sampling:
             PROMPTS, "Drop tokens below this share of the likeliest's; 0: off.", range=Range(0, 1)
         ),
     ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Flag(
+            PROMPTS,
+            "Makes earlier tokens less likely; 1: off.",
+            range=Range(0, 100, above=True),
+        ),
+    ] = 1.0
     max_tokens: Annotated[int, Flag(PROMPTS, "Longest response.", range=Range(1, 10**7))] = 128
     samples_per_prompt: Annotated[
         int, Flag(PROMPTS, "Samples of each prompt.", range=Range(1, 10**5))
@@ -126,13 +134,23 @@ class Sampling:
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     @property
+    def penalises(self) -> bool:
+        """Whether tokens that were there before lose probability."""
+        return self.repetition_penalty != 1.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether it draws from the model's whole distribution, at some temperature."""
+        return self == self.uncut()
+
+    @property
     def cut(self) -> str:
         """How the tail is cut, for a sentence."""
         return f"top-p {self.top_p:g}, top-k {self.top_k or 'off'}, min-p {self.min_p or 'off'}"
 
     def uncut(self) -> Sampling:
-        """Return the sampling that draws from all tokens."""
-        return dataclasses.replace(self, top_p=1.0, top_k=0, min_p=0.0)
+        """Return the sampling that draws from all tokens as the model weighs them."""
+        return dataclasses.replace(self, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
 
     @property
     def scored_temperature(self) -> float:
@@ -605,6 +623,7 @@ def load_key(spec: TrainSpec) -> tuple[Any, ...]:
 TURNS = ("environment", "max_turns", "max_observation_tokens")
 PLACES = (*("servers", "served_model", "server_concurrency", "server_timeout_s"), "overlap")
 LATER = {"layers": None, "adapter": None, "adapter_as": None, "min_p": 0.0}
+LATER |= {"repetition_penalty": 1.0}
 
 
 PACKAGED = re.compile(r"[/\\]mismatch[/\\]models[/\\][^/\\]+$")

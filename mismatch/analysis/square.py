@@ -336,7 +336,7 @@ class _Corners:
             return None
         if not all(same_law(each, self.reference) for each in (scoring, exact, plain)):
             self.missing.append(
-                NotTested(what, "its logprobs and float32's differ in temperature or cuts")
+                NotTested(what, "its logprobs and float32's differ in temperature, cuts or penalty")
             )
             return None
         away = scoring.logprobs - exact.logprobs
@@ -451,7 +451,7 @@ def incomparable(exact: Scoring, reference: Scoring) -> str:
     if rounds(exact):
         return f"{exact.name} was not computed in float32, but in {precision_of(exact.fingerprint)}"
     if not same_law(exact, reference):
-        return "its logprobs and float32's differ in temperature or cuts"
+        return "its logprobs and float32's differ in temperature, cuts or penalty"
     forms = {each.fingerprint.get("weights_form") or "as-stored" for each in (exact, reference)}
     if len(forms) > 1 and not forms <= SAME_VALUES:
         return "the two sides hold weights in different forms"
@@ -459,12 +459,13 @@ def incomparable(exact: Scoring, reference: Scoring) -> str:
 
 
 def same_law(left: Scoring, right: Scoring) -> bool:
-    """Return whether both logprobs are of one temperature, and renormalised or not alike."""
+    """Return whether both logprobs are of one temperature, and cut and penalised or not alike."""
 
-    def law(scoring: Scoring) -> tuple[float | None, bool]:
-        temperature = scoring.fingerprint.get("logprobs_temperature")
+    def law(scoring: Scoring) -> tuple[float | None, bool, bool]:
+        facts = scoring.fingerprint
+        temperature = facts.get("logprobs_temperature")
         rounded = None if temperature is None else round(float(temperature), 9)
-        return rounded, bool(scoring.fingerprint.get("logprobs_truncated"))
+        return rounded, bool(facts.get("logprobs_truncated")), bool(facts.get("logprobs_penalised"))
 
     return law(left) == law(right)
 

@@ -53,6 +53,7 @@ PROMPT_FLAGS = (
         "task path dataset dataset_config dataset_split prompt_column answer_column num_prompts",
     ),
     *flags_of(Sampling, "samples_per_prompt max_tokens temperature top_p top_k min_p"),
+    *flags_of(Sampling, "repetition_penalty"),
     *flags_of(PromptSpec, "seed environment max_turns max_observation_tokens"),
 )
 ENGINE_PYTHON_HELP = "NAME=PATH: interpreter of the environment that holds an engine; repeatable."

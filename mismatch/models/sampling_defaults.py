@@ -55,17 +55,15 @@ def not_applied(model: str, revision: str | None, sampling: Sampling) -> Iterato
     other = {
         name: value
         for name, value in stated(model, revision).items()
-        if not math.isclose(getattr(sampling, name, NEUTRAL[name][0]), value)
+        if not math.isclose(getattr(sampling, name), value)
     }
     if other:
         settings = ", ".join(f"{name} {value:g}" for name, value in other.items())
         appliers = [id for id, names in LEFT_OPEN.items() if other.keys() & set(names)]
         would = f"{' and '.join(appliers)} would" if appliers else "no framework known here does"
-        taken = {name: value for name, value in other.items() if hasattr(sampling, name)}
-        flags = " ".join(f"--{name.replace('_', '-')} {taken[name]:g}" for name in taken)
+        flags = " ".join(f"--{name.replace('_', '-')} {other[name]:g}" for name in other)
         yield NotTested(
             f"{', '.join(other)} of {FILE}",
             f"the checkpoint sets {settings}, which this run does not sample with; {would}",
-            f"{flags or 'no penalty is applied here'}; --sample-as FRAMEWORK; "
-            "docs/reference/causes/implicit-generation-config.md",
+            f"{flags}; --sample-as FRAMEWORK; docs/reference/causes/implicit-generation-config.md",
         )

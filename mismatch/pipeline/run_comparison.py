@@ -46,7 +46,7 @@ MARGIN = 0.1
 TIMES, UNDECIDED = 3.0, 0.26
 DECIDING = (*RANKED_BY, "routing_disagree_layer")
 ALSO = ("logprob_abs_diff_p999", "logprob_abs_diff_max", "kl", "ratio_mean", "routing_disagree_any")
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
 Outcome = Literal["better", "worse", "mixed", "undecided", "none"]
 Basis = Literal["paired", "prompts", "intervals"]

@@ -82,7 +82,8 @@ DATA: dict[type, frozenset[str]] = {
         "not_reproduced quick two_passes weights_effect inject fixes budget_minutes verdict "
         "explain overlap extras",
         RolloutSpec: "engine prompts sampling exact_kl exact_kl_top_k",
-        Sampling: "temperature top_p top_k min_p max_tokens samples_per_prompt seed",
+        Sampling: "temperature top_p top_k min_p repetition_penalty max_tokens samples_per_prompt "
+        "seed",
         EngineSpec: "engine model revision dtype tensor_parallel_size max_model_len "
         "gpu_memory_utilization routing prefill layers adapter adapter_as weights served_model "
         "server_concurrency server_timeout_s",

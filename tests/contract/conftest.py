@@ -38,6 +38,7 @@ LAWS = {
     "truncated": dataclasses.replace(PLAIN, temperature=0.9, top_p=0.8, top_k=20, min_p=0.1),
     "greedy": dataclasses.replace(PLAIN, temperature=0.0),
 }
+PENALISED = dataclasses.replace(PLAIN, temperature=0.8, repetition_penalty=1.3)
 # Little room: requests wait, are preempted and forwarded again; prompts are cut into chunks.
 ARGUMENTS: dict[tuple[str, str], tuple[tuple[str, Any], ...]] = {
     ("vllm", "crowded"): (("num_gpu_blocks_override", 40), ("block_size", 32)),
@@ -127,10 +128,11 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Run
             pytest.skip(f"engine: {engine} is not installed: {MAKE.get(engine, 'make env')}")
         if (engine, law) not in runs:
             args = ARGUMENTS.get((engine, law), ())
+            sampling = PENALISED if law == "penalised" else LAWS[law]
             spec = RolloutSpec(
                 EngineSpec(engine, str(MODEL), dtype="fp32", args=args),
                 PromptSpec(num_prompts=PROMPTS),
-                LAWS[law],
+                sampling,
             )
 
             def make(directory: Path) -> None:
@@ -138,7 +140,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Run
                 assert done.returncode == 0, done.stdout[-3000:]
 
             directory = once(tmp_path_factory, f"{engine}-{law}", make)
-            runs[engine, law] = Run(directory, engine, LAWS[law])
+            runs[engine, law] = Run(directory, engine, sampling)
         return runs[engine, law]
 
     return get

@@ -27,6 +27,7 @@ from tests.conftest import grid
 from tests.contract.conftest import (
     LAWS,
     MODEL,
+    PENALISED,
     PLAIN,
     PROMPTS,
     Reference,
@@ -122,6 +123,31 @@ def test_a_sampled_stop_token_is_kept_as_an_action(engine: str, run_of: Runs) ->
         assert not set(response[:-1]) & set(stop_ids)
         assert (response[-1] in stop_ids) == (reason == "stop")
         assert reason == "stop" or len(response) == PLAIN.max_tokens
+
+
+@pytest.mark.parametrize("engine", grid(ENGINES, "vllm"))
+def test_a_penalty_moves_the_tokens_that_were_there_before(
+    engine: str, run_of: Runs, reference: Reference
+) -> None:
+    run = run_of(engine, "penalised")
+    expected = []
+    masks = np.split(run.rollout.action_mask, run.rollout.offsets[1:-1])
+    for ids, mask in zip(run.rollout.sequences(), masks, strict=True):
+        first = int(np.flatnonzero(mask)[0])
+        logits = reference.logits(ids).copy()
+        for at in range(first, len(ids)):
+            # SGLang counts tokens of the response alone; its scheduler does not know the last yet.
+            counted = ids[first : at - 1] if engine == "sglang" else ids[:at]
+            row, before = logits[at - 1], np.unique(counted)
+            row[before] *= np.where(row[before] > 0, 1 / 1.3, 1.3)
+            expected.append(law_logprobs(row[None], PENALISED)[0, ids[at]])
+    assert (np.abs(run.decode.logprobs - expected) > SAME_IN_FP32).mean() < 0.01  # ties of experts
+    assert run.decode.fingerprint["logprobs_penalised"] is True
+    assert run.decode.fingerprint["sampling"]["repetition_penalty"] == 1.3
+    assert UNTESTED["distributions"] in {
+        entry.what for entry in NotTested.of(run.decode.fingerprint)
+    }
+    assert not any(each.fingerprint["logprobs_penalised"] for each in run.scorings[1:])
 
 
 @every_engine

@@ -241,6 +241,25 @@ def test_tokens_of_a_cut_law_are_seen_though_both_sides_score_the_whole_one() ->
     assert 0.035 < float(surplus) < 0.0434
 
 
+@pytest.mark.parametrize("rescored", [True, False])
+def test_a_penalty_is_the_first_cause_and_not_the_decode_path(rescored: bool) -> None:
+    """The engine's prefill has no penalty: it agrees with the trainer, as if decode were wrong."""
+    case = healthy(0)
+    moved = -0.2 * (np.arange(len(case.left)) % 3 == 0)
+    engine = replace(case.engine, logprobs=case.left + moved)
+    sampling = replace(case.rollout.sampling, repetition_penalty=1.1)
+    rollout = replace(case.rollout, sampling=sampling)
+    others = {"vllm:prefill": replace(case.engine, name="vllm:prefill")} if rescored else {}
+    case = Case.of(rollout, engine, case.trainer, case.others | others)
+    named = first(stating(case, {"logprobs_penalised": True}, {}))
+    assert (named.id, named.side, named.fact) == ("sampling-law", "engine", True)
+    assert named.effect is not None
+    assert named.effect.value > 0.7
+    if rescored:  # without the fact these numbers are another path of the engine
+        plain = replace(case, rollout=healthy(0).rollout)
+        assert "decode-vs-prefill" in {cause.id for cause in causes(plain).ranked}
+
+
 def test_the_trainers_own_softcap_is_no_other_law_of_the_sampler() -> None:
     case = drawn.softcapped(0, 5.0, rounding=0.005)
     assert float((case.right + case.trainer.entropy).mean()) > 0.05  # by the trainer's law

@@ -24,14 +24,12 @@ def test_settings_that_change_a_law_are_named_with_their_values(tmp_path: Path) 
     assert "1.05" in entry.reason
     assert "temperature" not in entry.reason
     assert "prime-rl" in entry.reason
-    assert entry.how.startswith("--top-k 20;")
+    assert {"--top-k", "--repetition-penalty"} <= set(entry.how.split())
 
 
-@pytest.mark.parametrize(
-    ("name", "missing"), [("verl", 0), ("trl", 0), ("prime-rl", 1), ("nemo-rl", 1)]
-)
+@pytest.mark.parametrize("name", ["verl", "trl", "prime-rl", "nemo-rl"])
 def test_a_frameworks_sampling_takes_what_it_leaves_to_the_engine(
-    tmp_path: Path, name: str, missing: int
+    tmp_path: Path, name: str
 ) -> None:
     values = {"temperature": 0.7, "repetition_penalty": 1.05, "min_p": 0.1}
     model = checkpoint(tmp_path, json.dumps(values))
@@ -39,8 +37,8 @@ def test_a_frameworks_sampling_takes_what_it_leaves_to_the_engine(
     done = sample_as(name, check, explicit=())
     assert done.spec.rollout.sampling.temperature == 1.0  # each of them sends its own
     assert done.spec.rollout.sampling.min_p == (0.1 if name == "nemo-rl" else 0.0)
-    assert len(done.spec.not_reproduced) == missing
-    assert all("1.05" in line for line in done.spec.not_reproduced)
+    leaves_open = name in ("prime-rl", "nemo-rl")
+    assert done.spec.rollout.sampling.repetition_penalty == (1.05 if leaves_open else 1.0)
     kept = sample_as(name, check, explicit={"temperature"})
     assert kept.spec.rollout.sampling.temperature == 0.5
 

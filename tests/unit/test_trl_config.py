@@ -62,10 +62,11 @@ def test_both_sides(tmp_path: Path) -> None:
 
 def test_arguments_that_a_trainer_saved_as_json(tmp_path: Path) -> None:
     path = tmp_path / "grpo.json"
-    path.write_text(json.dumps({"temperature": 0.7, "top_k": 0, "min_p": 0.1, "bf16": False}))
+    given = {"temperature": 0.7, "top_k": 0, "min_p": 0.1, "repetition_penalty": 1.1, "bf16": False}
+    path.write_text(json.dumps(given))
     followed = follow_trl(read_trl_config(path), CheckSpec())
     sampling = followed.spec.rollout.sampling
-    assert (sampling.temperature, sampling.min_p) == (0.7, 0.1)
+    assert (sampling.temperature, sampling.min_p, sampling.repetition_penalty) == (0.7, 0.1, 1.1)
     assert (followed.spec.train.dtype, followed.spec.train.autocast) == ("fp32", None)
     with pytest.raises(MismatchError, match="model_name_or_path"):
         read_trl_config(path).model(MODEL)
@@ -84,7 +85,6 @@ def test_the_users_flags_win_and_a_cpu_engine_keeps_its_own(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("repetition_penalty: 1.1", "penalty"),
         ("vllm_mode: server", "--server"),
         ("use_peft: true", "LoRA"),
         ("generation_kwargs: {seed: 3}", "SamplingParams"),

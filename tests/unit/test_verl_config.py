@@ -185,7 +185,6 @@ GAPS = {
     "data.train_files=/nowhere/train.parquet": "is not on this machine",
     "trainer.use_legacy_worker_impl=auto": "releases up to 0.7",
     "actor_rollout_ref.model.lora.rank=16": "no LoRA",
-    "actor_rollout_ref.rollout.repetition_penalty=1.05": "penalty",
     "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded": "sync-probe",
     "actor_rollout_ref.rollout.full_determinism=true": "deterministic",
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=32768": "micro-batches",

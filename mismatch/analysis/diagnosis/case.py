@@ -48,6 +48,11 @@ class Case:
             self, left=left, right=right, kept=self.kept if kept is None else self.kept & kept
         )
 
+    @property
+    def prefill(self) -> Scoring | None:
+        """The engine's scoring of the same tokens in one go."""
+        return self.others.get(f"{self.engine.name.partition(':')[0]}:prefill")
+
     @cached_property
     def delta(self) -> Floats:
         """[A] train - rollout, of this case."""

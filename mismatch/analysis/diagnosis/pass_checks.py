@@ -183,6 +183,8 @@ def _agreement(rollout: Rollout, train: Scoring, again: Scoring, headline: float
 
 def engine_agreement(rollout: Rollout, decode: Scoring, prefill: Scoring) -> Check:
     """Compare what the engine said while sampling with what it says of the tokens read at once."""
+    if decode.fingerprint.get("logprobs_penalised"):
+        return Check("engine-self-agreement", "not_tested", "prefill has no repetition penalty")
     clipped, mean = _apart(rollout, decode, prefill)
     detail = (
         f"decode against prefill: {clipped.value:.3g} of the tokens lie beyond PPO's clip range, "

@@ -241,7 +241,8 @@ def _cause(finding: Finding, before: float, turns: tuple[Evidence, ...]) -> Caus
         effect = replace(effect, value=effect.value * before, low=low, high=high)
     status: Status = "confirmed" if finding.confirmed else "suspected"
     evidence = finding.evidence + turns
-    return Cause(finding.cause, status, finding.side, effect, evidence, finding.alike)
+    cause = Cause(finding.cause, status, finding.side, effect, evidence, finding.alike)
+    return replace(cause, stated=finding.stated, fact=finding.fact)
 
 
 def _with_side(cause: Cause, first: Looks) -> Cause:

@@ -154,6 +154,7 @@ class ServerEngine(Engine):
                 "logprobs_mode": f"{mode_name} (probed)" if decode else "prompt_logprobs",
                 "logprobs_temperature": temperature,
                 "logprobs_truncated": decode and self.sampling.truncates and server.truncated,
+                "logprobs_penalised": decode and self.sampling.penalises and server.truncated,
                 "max_model_len": server.max_model_len,
                 "weights_not_comparable": "a server does not show its parameters",
                 "engine": self.name,

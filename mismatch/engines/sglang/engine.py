@@ -270,6 +270,7 @@ class SglangEngine(Engine):
             "logprobs_mode": "input_token_logprobs" if mode == "prefill" else "output_logprobs",
             "logprobs_temperature": temperature,
             "logprobs_truncated": False,
+            "logprobs_penalised": self.sampling.penalises and not raw,
             "attention": f"{backend} ({'; '.join(substitutes)})" if substitutes else backend,
             "substitutes": substitutes,
             "moe": self.info.moe,

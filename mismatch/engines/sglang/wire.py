@@ -164,7 +164,7 @@ def sampling_parameters(
         "min_new_tokens": 0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
+        "repetition_penalty": sampling.repetition_penalty,
         "stop_token_ids": list(stop_ids),
         "ignore_eos": False,
     }

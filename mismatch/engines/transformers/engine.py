@@ -29,7 +29,12 @@ from mismatch.engines.base import (
     require_starts,
     sample_seed,
 )
-from mismatch.engines.distribution_capture import CaptureRequest, DistributionRecorder, law_logprobs
+from mismatch.engines.distribution_capture import (
+    CaptureRequest,
+    DistributionRecorder,
+    law_logprobs,
+    penalised,
+)
 from mismatch.engines.model_info import ModelInfo, load_fix, load_tokenizer, read_model_info
 from mismatch.engines.registry import model_facts, short_dtype
 from mismatch.errors import MismatchError, first_line
@@ -226,6 +231,7 @@ class TransformersEngine(Engine):
         cache.batch_repeat_interleave(count)
         logits = logits.repeat_interleave(count, dim=0)
         rows = [SequenceState.seeded(self.sampling.seed, job) for job in jobs]
+        prompt_of = {job[0]: prompts[n // count] for n, job in enumerate(jobs)}
         if routed is not None:
             routed = routed.repeat(count, axis=0)
         while True:
@@ -236,6 +242,9 @@ class TransformersEngine(Engine):
                 places = [self._places[row.job] for row in rows]
                 taken = [len(row.ids) for row in rows]
                 self._recorder.take(np.asarray(places), np.asarray(taken), logits)
+            if self.sampling.penalises:
+                before = [prompt_of[row.job[0]] + row.ids for row in rows]
+                logits = penalised(logits, before, self.sampling.repetition_penalty)
             law = law_logprobs(logits, self.sampling)
             draw(rows, law, self.sampling.temperature == 0)
             if self.likeliest:
@@ -347,6 +356,7 @@ class TransformersEngine(Engine):
             "logprobs_mode": "processed_logprobs" if decode else "raw_logprobs",
             "logprobs_temperature": temperature,
             "logprobs_truncated": decode and law.truncates and law.temperature > 0,
+            "logprobs_penalised": decode and law.penalises,
             "attention": self._attention.label,
             "honours_sinks": self._attention.honours_sinks,
             "moe": self.info.moe,
@@ -366,6 +376,7 @@ class TransformersEngine(Engine):
                 "top_p": law.top_p,
                 "top_k": law.top_k,
                 "min_p": law.min_p,
+                "repetition_penalty": law.repetition_penalty,
                 "max_tokens": law.max_tokens,
                 "stop_token_ids": list(self.info.stop_ids),
                 "stop": list(self._stop),

@@ -119,7 +119,7 @@ def engine_arguments(
         raise MismatchError(fault, "choose one of these, or another engine: --engine transformers")
     # The mode whose logprobs are of the distribution that samples. Greedy decoding has none; its
     # logprobs are reported raw, at T = 1.
-    raw = sampling.temperature == 0 or (sampling.temperature == 1 and not sampling.truncates)
+    raw = sampling.temperature == 0 or (sampling.temperature == 1 and sampling.plain)
     arguments: dict[str, Any] = {
         "model": spec.model,
         "revision": spec.revision,
@@ -224,7 +224,7 @@ def request_law(
         "min_tokens": 0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
+        "repetition_penalty": sampling.repetition_penalty,
         "ignore_eos": False,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

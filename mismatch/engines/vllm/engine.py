@@ -362,6 +362,7 @@ class VllmEngine(Engine):
             "logprobs_mode": model.logprobs_mode if decode else "prompt_logprobs",
             "logprobs_temperature": temperature if decode else self._prefill_temperature,
             "logprobs_truncated": decode and processed and self.sampling.truncates,
+            "logprobs_penalised": decode and processed and self.sampling.penalises,
             "moe": self.info.moe,
             **{name: self._facts[name] for name in described},
             "config": self._facts["config"] | {"head_dtype": short_dtype(model.head_dtype)},

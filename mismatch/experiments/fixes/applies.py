@@ -30,7 +30,7 @@ def _tempered(context: Context) -> bool:
 
 
 def _cuts(context: Context) -> bool:
-    return context.spec.rollout.sampling.truncates
+    return not context.spec.rollout.sampling.plain
 
 
 def _mxfp4_kernels(context: Context) -> bool:
@@ -100,7 +100,7 @@ NEEDS: dict[str, tuple[Callable[[Context], object], str]] = {
         lambda c: _tempered(c) or _cuts(c),
         "raw and processed logprobs are the same at temperature 1 without truncation",
     ),
-    "truncation": (_cuts, "nothing is cut: top-p is 1, top-k and min-p are off"),
+    "truncation": (_cuts, "nothing is cut or penalised: top-p, top-k, min-p, penalty are off"),
     "implicit-generation": (_implicit_generation, "sampling settings are sent explicitly already"),
     "reduced-engine": (
         lambda c: c.spec.rollout.engine.dtype != "fp32",

@@ -209,7 +209,7 @@ class _Recording:
         names = [f"{engine}:{FLOAT32}"] if side.dtype == "fp32" else []
         names += [side.name, side.name.replace(":prefill", ":decode")]
         name = next((name for name in names if name in store.scoring_names(self.run_dir)), None)
-        if name is None or rollout.sampling.truncates:  # recorded with other probabilities
+        if name is None or not rollout.sampling.plain:  # recorded with other probabilities
             return None
         own = store.load_scoring(self.run_dir, name).logprobs[actions_of(rollout, self.sequences)]
         files = [self._folder(side.name) / f"{n}.npy" for n in range(len(self.sequences))]

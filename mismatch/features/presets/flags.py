@@ -87,23 +87,18 @@ def sample_as(name: str, spec: CheckSpec, explicit: Collection[str]) -> Configur
     """Return the check with a framework's sampling where the user's flags leave it open.
 
     All frameworks here sample at temperature 1 from all tokens unless their user says otherwise.
-    What they leave to the engine comes from the checkpoint; a penalty is named and not applied.
+    What they leave to the engine comes from the checkpoint.
     """
-    from mismatch.models.sampling_defaults import FILE, LEFT_OPEN, stated  # numpy: not for a help
+    from mismatch.models.sampling_defaults import LEFT_OPEN, NEUTRAL, stated  # it imports numpy
 
     engine, left_open = spec.rollout.engine, LEFT_OPEN.get(name, ())
     found = stated(engine.model, engine.revision).items()
     taken = {key: value for key, value in found if key in left_open}
-    values = {
-        field: taken.pop(field, getattr(Sampling(), field))
-        for field in ("temperature", "top_p", "top_k", "min_p")
-        if field not in explicit
-    }
-    gaps = [f"{name}: the engine takes {key} {taken[key]:g} from {FILE}, not here" for key in taken]
+    unset = (field for field in NEUTRAL if field not in explicit)
+    values = {field: taken.get(field, getattr(Sampling(), field)) for field in unset}
     rollout = replace(spec.rollout, sampling=replace(spec.rollout.sampling, **values))
-    spec = replace(spec, rollout=rollout, not_reproduced=(*spec.not_reproduced, *gaps))
     note = ", ".join(f"{field} {value:g}" for field, value in values.items())
-    return Configured(spec, (f"sampling as {name}: {note}", *(f"  {gap}" for gap in gaps)))
+    return Configured(replace(spec, rollout=rollout), (f"sampling as {name}: {note}",))
 
 
 TRAINER = Option("trainer", Name | None, TRAIN, "Give mismatch's own loop a framework's settings.")

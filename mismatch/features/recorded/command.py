@@ -40,7 +40,8 @@ WHERE = (
 )
 EVERY = Option("every", float, OUTPUT, "Seconds between reads of the folder.")
 STEP = Option("step", int | None, OUTPUT, "Report this step alone; default: all steps of the dump.")
-SAMPLED = (*flags_of(Sampling, "temperature top_p top_k min_p"), *flags_of(EngineSpec, "dtype"))
+LAW = flags_of(Sampling, "temperature top_p top_k min_p repetition_penalty")
+SAMPLED = (*LAW, *flags_of(EngineSpec, "dtype"))
 JUDGED: Any = (*SAMPLED, *flags_of(TrainSpec, "dtype"), OUT, LEVELS, NAME_FLAGS, LOG_TO, FAIL_ON)
 
 

@@ -65,6 +65,10 @@ def ready_for(spec: RolloutSpec) -> Ready:
     kind = engine_class(spec.engine.engine)
     getattr(kind, "prepare", lambda: None)()
     capabilities = kind.capabilities(spec.engine, spec.sampling)
+    if spec.sampling.penalises:
+        why = {"distributions": "they are taken before the repetition penalty"}
+        reasons = {**capabilities.reasons, **why}
+        capabilities = replace(capabilities, distributions=False, reasons=reasons)
     environment = environment_class(spec)
     prompts = prepared(environment, read_prompts(spec.prompts))
     info, tokenizer = read_model_info(spec.engine), load_tokenizer(spec.engine)

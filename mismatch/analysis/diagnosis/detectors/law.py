@@ -272,9 +272,26 @@ def sampling_law(case: Case) -> Look | NotTested:
     return Look(evidence, (finding,))
 
 
+def penalty(case: Case) -> Look | NotTested:
+    """Judge how much of delta is gone against the engine's prefill, which has no penalty."""
+    sampling = case.rollout.sampling
+    if not sampling.penalises:
+        return Look((), looked_for=())
+    evidence = [Evidence("repetition penalty of the sampler", sampling.repetition_penalty, "1")]
+    prefill, effect, repair = case.prefill, None, None
+    if prefill is not None and case.engine.fingerprint.get("logprobs_penalised"):
+        moved = prefill.logprobs - case.engine.logprobs
+        effect, repair = case.share(case.delta - moved), Repair(case.left + moved, case.right)
+        evidence.append(Evidence("share gone against the engine's prefill", effect.value, "0"))
+    finding = Finding("sampling-law", "engine", effect, tuple(evidence), repair=repair,
+                      stated=True, fact=True)  # fmt: skip
+    return Look(tuple(evidence), (finding,))
+
+
 DETECTORS = (
     Detector("constant", "semantics", ("unnormalised-law",), constant, order=15),
     Detector("temperature", "semantics", ("temperature-semantics",), temperature, NEEDS, 20),
     Detector("truncation", "semantics", ("sampling-truncation",), truncation, order=21),
     Detector("sampling-law", "semantics", ("sampling-law",), sampling_law, NEEDS, 22),
+    Detector("penalty", "semantics", ("sampling-law",), penalty, order=14),
 )

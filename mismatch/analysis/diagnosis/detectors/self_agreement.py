@@ -78,11 +78,11 @@ def _own_rounding(case: Case, other: Floats) -> Floats | None:
 
 def decode_path(case: Case) -> Look | NotTested:
     """How much goes when the engine scores its tokens in one prefill and not token by token."""
-    prefill = case.others.get(f"{case.engine.name.partition(':')[0]}:prefill")
+    prefill, what = case.prefill, "decode against prefill"
     if prefill is None:
-        return NotTested(
-            "decode against prefill", "no rescoring by the engine", "drop --no-prefill"
-        )
+        return NotTested(what, "no rescoring by the engine", "drop --no-prefill")
+    if case.engine.fingerprint.get("logprobs_penalised"):
+        return NotTested(what, "prefill has no repetition penalty", "drop --repetition-penalty")
     moved = prefill.logprobs - case.engine.logprobs
     effect = case.share(case.delta - moved)
     own = case.ratio(np.abs(moved), np.abs(case.delta) + 1e-12)
