@@ -228,7 +228,8 @@ class TransformersEngine(Engine):
         count = len(jobs) // len(prompts)
         cache = DynamicCache(config=self.model.config)
         logits, routed = self._forward(torch.tensor(prompts, device=self.device), cache)
-        cache.batch_repeat_interleave(count)
+        # Every kind of layer can be reordered; recurrent ones can neither be repeated nor selected.
+        cache.reorder_cache(torch.arange(len(prompts), device=self.device).repeat_interleave(count))
         logits = logits.repeat_interleave(count, dim=0)
         rows = [SequenceState.seeded(self.sampling.seed, job) for job in jobs]
         prompt_of = {job[0]: prompts[n // count] for n, job in enumerate(jobs)}
@@ -262,7 +263,7 @@ class TransformersEngine(Engine):
             if not keep:
                 return
             if len(keep) < len(rows):
-                cache.batch_select_indices(torch.tensor(keep, device=self.device))
+                cache.reorder_cache(torch.tensor(keep, device=self.device))
                 rows = [rows[index] for index in keep]
             last = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)
             logits, routed = self._forward(last, cache)
