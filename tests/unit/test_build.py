@@ -166,23 +166,3 @@ def test_missing_routes_are_said_where_nobody_gave_a_reason(tmp_path: Path) -> N
     )
     (entry,) = mentioned(report_of(run), "routing disagreement")
     assert "fsdp" in entry
-
-
-@pytest.mark.parametrize(
-    ("synchronised", "named"),
-    [
-        (None, "no refit took place"),
-        ({"path": "rpc", "verified": 71, "not_compared": 0}, ""),
-        ({"path": "rpc", "verified": 69, "not_compared": 2}, "2 of 71 parameters"),
-    ],
-)
-def test_weights_that_a_loop_pushed_and_read_back_count_as_tested(
-    synchronised: dict[str, object] | None, named: str, tmp_path: Path
-) -> None:
-    run = make_run(tmp_path / "run")
-    decode = scoring("transformers:decode", rollout())
-    facts = decode.fingerprint | ({} if synchronised is None else {"synchronised": synchronised})
-    store.save_scoring(run, replace(decode, fingerprint=facts), rollout(), made_by=spec().rollout)
-    reasons = mentioned(report_of(run), "weight syncs")
-    assert bool(reasons) == bool(named)
-    assert all(named in reason for reason in reasons)
