@@ -19,6 +19,7 @@ from benchmarks.known_issue_runs import here
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.plugins import RunArtefacts
 from mismatch.run.store import REFERENCE, REGROUPED, TRAIN
+from mismatch.types import SideFacts
 
 PREFILL, IN_FLOAT32 = "vllm:prefill", "vllm:fp32"
 EVAL = f"{TRAIN}:grad"  # the pass of the other mode, without a dropout
@@ -422,7 +423,7 @@ def _scored(held: Any, fault: Planted, run: RunArtefacts, right: Case) -> Case:
         job: replace(right.trainer, name=job, logprobs=held[f"{job} p"], entropy=held[f"{job} H"])
         for job in {key.rpartition(" ")[0] for key in held.files}
     }
-    facts = {"dtype": fault.spec.get("dtype", fault.dtype)}
+    facts: SideFacts = {"dtype": fault.spec.get("dtype", fault.dtype)}
     trainer = replace(passes.pop(TRAIN), fingerprint=facts)
     others = right.others | passes
     if {"dtype", "autocast"} & fault.spec.keys():  # as every check of two dtypes has it

@@ -17,7 +17,7 @@ from benchmarks.fault_blocks import BLOCK, of_prompts
 from benchmarks.known_faults import Fault
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.plugins import RunArtefacts
-from mismatch.types import Rollout, Scoring
+from mismatch.types import Rollout, Scoring, SideFacts
 
 ROOT = Path(__file__).parents[1]
 
@@ -160,8 +160,12 @@ def undeclared(run: RunArtefacts) -> Case:
 
 
 def _bare(scoring: Scoring) -> Scoring:
-    kept = ("dtype", "device", "mode")
-    facts = {key: value for key, value in scoring.fingerprint.items() if key in kept}
+    given = scoring.fingerprint
+    facts: SideFacts = {"dtype": given.get("dtype")}
+    if device := given.get("device"):
+        facts["device"] = device
+    if mode := given.get("mode"):
+        facts["mode"] = mode
     raw = {key: value for key, value in scoring.extra.items() if key == "logprobs_untempered"}
     return replace(scoring, fingerprint=facts, extra=raw)
 

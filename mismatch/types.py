@@ -24,9 +24,9 @@ from mismatch.captures import Distributions, Likeliest, corruption
 from mismatch.captures import Floats as Floats
 from mismatch.captures import Ints as Ints
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
+from mismatch.facts import SideFacts as SideFacts
 from mismatch.specs import Sampling as Sampling
 
-Fingerprint = dict[str, Any]
 CACHED = "cached_tokens"  # of the context of a token's turn, from the prefix cache; NaN: not said
 Status = Literal["healthy", "tolerable", "inconclusive", "unfit", "broken"]  # ever worse
 CheckStatus = Literal["passed", "warning", "inconclusive", "failed", "not_tested"]
@@ -57,7 +57,7 @@ class Rollout:
     prompt_index: Ints
     finish_reason: tuple[str, ...]
     sampling: Sampling
-    fingerprint: Fingerprint
+    fingerprint: SideFacts
     rewards: Floats | None = None
 
     def __post_init__(self) -> None:
@@ -196,7 +196,7 @@ class Scoring:
     name: str
     token_ids: Ints
     logprobs: Floats
-    fingerprint: Fingerprint
+    fingerprint: SideFacts
     entropy: Floats | None = None
     top1: Ints | None = None
     routing: Routing | None = None
@@ -286,7 +286,7 @@ class NotTested:
         return f"{self.what}: {self.reason}" + (f"; {self.how}" if self.how else "")
 
     @classmethod
-    def of(cls, fingerprint: Fingerprint) -> list[NotTested]:
+    def of(cls, fingerprint: SideFacts) -> list[NotTested]:
         """Return what a worker left in its ``not_tested``; earlier versions left sentences."""
         entries = fingerprint.get("not_tested", ())
         return [cls("rollout", e) if isinstance(e, str) else cls(**e) for e in entries]
@@ -455,7 +455,7 @@ class Report:
 
     model: str
     verdict: Verdict
-    fingerprints: dict[str, Fingerprint]
+    fingerprints: dict[str, SideFacts]
     comparisons: tuple[Comparison, ...]
     noise_floor: tuple[SidePair, ...]
     checks: tuple[Check, ...]

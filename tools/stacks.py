@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mismatch.types import SideFacts
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "evidence" / "compatibility.md"
 SHARED = ROOT / "tools" / "stacks.toml"
@@ -152,7 +154,7 @@ def checked(stack: Stack, model: str, python: Path, work: Path) -> dict[str, Any
             "refused": (errors or ["error: it failed without a word"])[0].removeprefix("error: ")
         }
     report = json.loads((run / "report.json").read_text())
-    prints = report["fingerprints"]
+    prints: dict[str, SideFacts] = report["fingerprints"]
     engine, trainer = prints["vllm:decode"]["versions"], prints["fsdp"]["versions"]
     return {
         "verdict": report["verdict"]["status"],

@@ -16,15 +16,16 @@ from typing import Any
 
 import numpy as np
 
+from mismatch.facts import known
 from mismatch.metrics.registry import floats
 from mismatch.metrics.token import exp_minus_linear
-from mismatch.types import CACHED, Bools, Fingerprint, Floats, Ints, Pair, Rollout, Scoring
+from mismatch.types import CACHED, Bools, Floats, Ints, Pair, Rollout, Scoring, SideFacts
 
 TOKEN_CLASSES = ("special", "whitespace", "digit", "word", "other", "unknown")
 _SPECIAL = re.compile(r"<[|｜].*[|｜]>|</?s>|<(pad|unk|bos|eos|mask)>|\[(CLS|SEP|PAD|UNK|MASK)\]")
 
 
-def special_ids(facts: Fingerprint) -> set[int]:
+def special_ids(facts: SideFacts) -> set[int]:
     """Return ids that the engine says are special: its stop tokens and the BOS."""
     ids = [*(facts.get("stop_token_ids") or ()), facts.get("bos_token_id")]
     return {int(token) for token in ids if token is not None}
@@ -261,7 +262,7 @@ def by_length(places: Places) -> Table:
     } | table
 
 
-def by_block(places: Places, left: Fingerprint, right: Fingerprint) -> Table:
+def by_block(places: Places, left: SideFacts, right: SideFacts) -> Table:
     """Return tokens whose forward opens a block (or lies beyond the window) against all others.
 
     A token at index i is predicted by the forward of row i - 1: row 0 opens nothing. The chunks of
@@ -278,15 +279,15 @@ def by_block(places: Places, left: Fingerprint, right: Fingerprint) -> Table:
     return table
 
 
-def boundaries(left: Fingerprint, right: Fingerprint) -> list[tuple[str, int]]:
+def boundaries(left: SideFacts, right: SideFacts) -> list[tuple[str, int]]:
     """Return the boundaries that both sides' facts name, each with its size in tokens."""
-    facts = {**right, **{key: value for key, value in left.items() if value is not None}}
+    facts = right | known(left)
     block = facts.get("block_size")
     sizes = [("KV block", int(size)) for size in ([block] if block else KV_BLOCKS)]
-    if facts.get("chunked_prefill") and facts.get("max_num_batched_tokens"):
-        sizes.append(("prefill chunk", int(facts["max_num_batched_tokens"])))
-    if facts.get("sliding_window"):
-        sizes.append(("beyond sliding window", int(facts["sliding_window"])))
+    if facts.get("chunked_prefill") and (chunk := facts.get("max_num_batched_tokens")):
+        sizes.append(("prefill chunk", chunk))
+    if window := facts.get("sliding_window"):
+        sizes.append(("beyond sliding window", window))
     return sizes
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from mismatch.metrics.registry import POSITIVE, REAL, Bounds, Combine, Metric, floats
-from mismatch.types import Fingerprint, Floats, Ints
+from mismatch.types import Floats, Ints, SideFacts
 
 WINSOR = 0.995  # quantile of both sides' |differences| together, above which they are cut
 BOUNDS = 256  # of a sign test, at most
@@ -166,7 +166,7 @@ def levels_for(device: str) -> Levels:
     return LEVELS.get(device, LEVELS[GENERIC])
 
 
-def device_class(engine: Fingerprint, trainer: Fingerprint) -> str:
+def device_class(engine: SideFacts, trainer: SideFacts) -> str:
     """ "cpu" where both sides ran on one, else the trainer's device by its name."""
     names = [str(facts.get("device") or "unknown") for facts in (engine, trainer)]
     return "cpu" if names == ["cpu", "cpu"] else names[1]

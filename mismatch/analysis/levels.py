@@ -24,10 +24,10 @@ from mismatch.types import (
     Check,
     Comparison,
     Estimate,
-    Fingerprint,
     Judgement,
     NotTested,
     Rollout,
+    SideFacts,
     Status,
     Verdict,
 )
@@ -66,7 +66,7 @@ NOT_QUANTISED = frozenset((None, "", "auto", "none", AS_STORED, *PRECISION, *LON
 DEQUANTISED = frozenset(("mxfp4", "gpt_oss_mxfp4"))
 
 
-def column_for(rollout: Fingerprint, train: Fingerprint) -> str | None:
+def column_for(rollout: SideFacts, train: SideFacts) -> str | None:
     """Return the column of the levels table: the class of the less precise side.
 
     "quantised" where the two sides compute with other values: a quantised KV cache, or weights that
@@ -85,7 +85,7 @@ def column_for(rollout: Fingerprint, train: Fingerprint) -> str | None:
         return "quantised"
     if any(facts.get("dtype") is None for facts in sides):
         return None
-    dtypes = [_name(facts.get(key)) for facts in sides for key in ("dtype", "autocast")]
+    dtypes = [_name(kind) for each in sides for kind in (each.get("dtype"), each.get("autocast"))]
     lowest = max(_precision(name) for name in dtypes if name is not None)
     dtype = PRECISION[lowest]
     if dtype != "bf16":
@@ -93,19 +93,19 @@ def column_for(rollout: Fingerprint, train: Fingerprint) -> str | None:
     return "bf16 MoE" if any(facts.get("moe") for facts in sides) else "bf16 dense"
 
 
-def _other_values(rollout: Fingerprint, train: Fingerprint) -> bool:
+def _other_values(rollout: SideFacts, train: SideFacts) -> bool:
     """Whether one side alone rounds weights or KV cache to a quantised format."""
     sides = (rollout, train)
-    if any(_quantised(side, "kv_cache_dtype") for side in sides):
+    if any(_quantised(side.get("kv_cache_dtype")) for side in sides):
         return True
     forms = [_name(side.get("weights_form")) or AS_STORED for side in sides]
     if forms[0] != forms[1]:
         return any(form not in NOT_QUANTISED for form in forms)
-    return any(_quantised(side, "quantization", DEQUANTISED) for side in sides)
+    return any(_quantised(side.get("quantization"), DEQUANTISED) for side in sides)
 
 
-def _quantised(side: Fingerprint, key: str, same: frozenset[str] = frozenset()) -> bool:
-    name = _name(side.get(key) or None)
+def _quantised(stated: str | None, same: frozenset[str] = frozenset()) -> bool:
+    name = _name(stated or None)
     return name not in NOT_QUANTISED and name not in same
 
 

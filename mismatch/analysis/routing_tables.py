@@ -25,7 +25,7 @@ from mismatch.metrics.routing_pairs import (
     other_rows,
     pair_routing,
 )
-from mismatch.types import Estimate, Fingerprint, Floats, Ints, Pair, Rollout, Routing, Scoring
+from mismatch.types import Estimate, Floats, Ints, Pair, Rollout, Routing, Scoring, SideFacts
 
 MARGIN_EDGES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)  # times the router's noise, from
 NOISE_UNKNOWN = "near-ties: the router's noise is unknown"
@@ -69,7 +69,7 @@ def prompt_routing(
     return estimator.all(wanted, {"prompt_differs": differs})
 
 
-def replay_of(fingerprint: Fingerprint) -> str:
+def replay_of(fingerprint: SideFacts) -> str:
     """Say how experts were given to a side, and by which scoring; "" where it chose them.
 
     >>> replay_of({"replay": {"mode": "ids+weights", "source": "vllm:decode"}})

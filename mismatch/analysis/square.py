@@ -43,7 +43,7 @@ from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.run.store import FLOAT32, PLAIN, PLAIN_TRAINER, REFERENCE, TRAIN, TRAINER_FLOAT32
 from mismatch.specs import CheckSpec
-from mismatch.types import Estimate, Fingerprint, Floats, NotTested, Scoring
+from mismatch.types import Estimate, Floats, NotTested, Scoring, SideFacts
 
 Evidence = Literal["excess", "gap"]
 OneSide = Literal["engine", "trainer", "either"]
@@ -184,7 +184,7 @@ def measure(run: RunArtefacts, spec: CheckSpec) -> Square | NotTested:
     return square
 
 
-def precision_of(facts: Fingerprint | dict[str, Any]) -> str | None:
+def precision_of(facts: SideFacts) -> str | None:
     """Return the precision that a side computes in: "bf16", "fp16", "fp32", or with "-fp8kv".
 
     None where it is not known, or where no plain forward rounds as it does (quantised activations,
@@ -270,7 +270,7 @@ class _Corners:
                 for name, scoring in self.usable.items()
                 if name.startswith(f"{PLAIN}:")
                 or name in (REFERENCE, self.float32_name, TRAINER_FLOAT32)
-                if "seconds" in scoring.fingerprint
+                if scoring.fingerprint.get("seconds") is not None
             },
         )
 

@@ -9,7 +9,7 @@ from mismatch.analysis.comparison import paired_routing
 from mismatch.analysis.plugins import Analysis
 from mismatch.analysis.routing_tables import replay_of
 from mismatch.metrics.ppo_passes import AS_RUN, OVERRIDE, REPLAY, TwoPasses, Variant, measure_pass
-from mismatch.models.moe import describe
+from mismatch.models.moe import injected_into
 from mismatch.run.store import NEW, NEW_REPLAYED, REGROUPED, TRAIN
 from mismatch.specs import CheckSpec
 from mismatch.types import Pair, Rollout, Scoring, Verdict
@@ -30,7 +30,8 @@ def two_passes(
     if spec.two_passes is False or new is None:
         return None
     old, replayed = scorings[TRAIN], scorings.get(NEW_REPLAYED)
-    if replayed is not None and _injected(replayed) != _injected(new):
+    injected = injected_into(new.fingerprint)
+    if replayed is not None and injected_into(replayed.fingerprint) != injected:
         replayed = None  # of an earlier command, with other noise
     variants = [_variant(AS_RUN, rollout, old, new, seed)]
     if replayed is not None:
@@ -39,7 +40,7 @@ def two_passes(
     return TwoPasses(
         old=old.name,
         variants=tuple(variants),
-        injected=_injected(new),
+        injected=injected,
         replayed=replay_of(old.fingerprint),
         notes=tuple(_notes(spec, old, new, replayed)),
     )
@@ -49,18 +50,12 @@ def mark_injected(verdict: Verdict, scorings: Mapping[str, Scoring]) -> Verdict:
     """Return the verdict with what was injected on purpose said in its reason."""
     marks: dict[str, list[str]] = {}
     for name, scoring in scorings.items():
-        if text := _injected(scoring):
+        if text := injected_into(scoring.fingerprint):
             marks.setdefault(text, []).append(name)
     if not marks:
         return verdict
     injected = [f"{text} in {' and '.join(names)} only" for text, names in marks.items()]
     return replace(verdict, reason=f"{verdict.reason}; injected on purpose: {', '.join(injected)}")
-
-
-def _injected(scoring: Scoring) -> str:
-    settings = dict(scoring.fingerprint.get("injected") or {})
-    seed = settings.pop("seed", None)
-    return describe(tuple(settings.items()), seed)
 
 
 def _variant(id: str, rollout: Rollout, old: Scoring, new: Scoring, seed: int) -> Variant:
@@ -89,7 +84,7 @@ def _notes(spec: CheckSpec, old: Scoring, new: Scoring, replayed: Scoring | None
         )
     if not moe:
         notes.append("router replay in the new pass: a dense model has no routers")
-    if old.fingerprint.get("device") == "cpu" and not _injected(new):
+    if old.fingerprint.get("device") == "cpu" and not injected_into(new.fingerprint):
         notes.append(
             "batch variance: kernels on a CPU hardly depend on the batch, a GPU's do"
             + (": --inject router-noise=SIGMA shows what that would do" if moe else "")

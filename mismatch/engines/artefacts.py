@@ -17,14 +17,14 @@ from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.models.tokenizers import special_texts
 from mismatch.prompts.prompt import Prompt, grade
 from mismatch.specs import RolloutSpec
-from mismatch.types import CACHED, Fingerprint, Floats, Rollout, Routing, Scoring
+from mismatch.types import CACHED, Floats, Rollout, Routing, Scoring, SideFacts
 
 CAPTURE_FIX = "upgrade the engine, or run without routing: --no-routing"
 
 
 def decode_fingerprint(
     engine: Engine, spec: RolloutSpec, tokenizer: Any, info: ModelInfo, pushed: str = ""
-) -> Fingerprint:
+) -> SideFacts:
     """Return the engine's fingerprint with the weights as loaded.
 
     Args:
@@ -33,7 +33,7 @@ def decode_fingerprint(
     Raises:
         MismatchError: the engine runs in another dtype than was asked for.
     """
-    facts = engine.fingerprint("decode") | {"model": spec.engine.model}
+    facts: SideFacts = {**engine.fingerprint("decode"), "model": spec.engine.model}
     if facts["dtype"] not in (None, spec.engine.dtype):  # None: a server that does not say
         fault = f"{engine.name} runs in {facts['dtype']}, --dtype asked for {spec.engine.dtype}"
         raise MismatchError(fault, f"use --dtype {facts['dtype']}")
@@ -51,11 +51,13 @@ def decode_fingerprint(
 
 
 def build_rollout(
-    trajectories: Sequence[Trajectory], spec: RolloutSpec, fingerprint: Fingerprint
+    trajectories: Sequence[Trajectory], spec: RolloutSpec, fingerprint: SideFacts
 ) -> Rollout:
     """Return all sequences as one flat rollout; the digests stay with the scoring."""
     sequences = [trajectory.token_ids for trajectory in trajectories]
-    digests = ("weights", "unmapped_weights")
+    facts = fingerprint.copy()
+    facts.pop("weights", None)
+    facts.pop("unmapped_weights", None)
     return Rollout(
         token_ids=np.concatenate([np.asarray(ids, np.int64) for ids in sequences]),
         offsets=np.cumsum([0, *map(len, sequences)]).astype(np.int64),
@@ -64,12 +66,12 @@ def build_rollout(
         prompt_index=np.asarray([trajectory.prompt for trajectory in trajectories], np.int64),
         finish_reason=tuple(trajectory.finish_reason for trajectory in trajectories),
         sampling=spec.sampling,
-        fingerprint={key: value for key, value in fingerprint.items() if key not in digests},
+        fingerprint=facts,
     )
 
 
 def decode_scoring(
-    engine: Engine, trajectories: Sequence[Trajectory], rollout: Rollout, fingerprint: Fingerprint
+    engine: Engine, trajectories: Sequence[Trajectory], rollout: Rollout, fingerprint: SideFacts
 ) -> Scoring:
     """Return what the engine said while it sampled; :func:`decode_routing` has the experts."""
     cached = np.concatenate([trajectory.cached for trajectory in trajectories])

@@ -17,7 +17,7 @@ from mismatch.captures import Likeliest
 from mismatch.errors import MismatchError, did_you_mean
 from mismatch.run.interpreters import source_files
 from mismatch.specs import EngineSpec
-from mismatch.types import EXACT_KL, PREFILL, ROUTES, Fingerprint, Floats, Sampling
+from mismatch.types import EXACT_KL, PREFILL, ROUTES, Floats, Sampling, SideFacts
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11; workers run on 3.10 too
@@ -304,7 +304,7 @@ class Engine(Protocol):
     def weights(self) -> LoadedWeights:
         """Return digests of the parameters as they were loaded."""
 
-    def fingerprint(self, mode: Mode) -> Fingerprint:
+    def fingerprint(self, mode: Mode) -> SideFacts:
         """Describe what ran, as the engine resolved it, not as it was asked for."""
 
     # Below: what an engine may leave out, as its ``Capabilities`` then say.

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mismatch.captures import WHOLE_VOCABULARY, Distributions, priority
 from mismatch.errors import CorruptCapture, MismatchError
-from mismatch.types import Fingerprint, Ints, Rollout, Sampling
+from mismatch.types import Ints, Rollout, Sampling, SideFacts
 
 if TYPE_CHECKING:
     import torch
@@ -150,11 +150,12 @@ class CaptureRequest:
     places: tuple[tuple[int, int], ...] = ()
 
 
-def reported_law(facts: Fingerprint, sampling: Sampling) -> Sampling:
+def reported_law(facts: SideFacts, sampling: Sampling) -> Sampling:
     """Return the sampling whose logprobs an engine reports while decoding, by its fingerprint."""
-    cut = bool(facts["logprobs_truncated"])
+    cut, temperature = bool(facts["logprobs_truncated"]), facts["logprobs_temperature"]
+    assert temperature is not None, "an engine that takes distributions knows it"
     law = sampling if cut else sampling.uncut()
-    return replace(law, temperature=float(facts["logprobs_temperature"]))
+    return replace(law, temperature=temperature)
 
 
 @dataclass

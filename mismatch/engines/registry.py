@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch.errors import MismatchError, did_you_mean
+from mismatch.facts import SideFacts
 from mismatch.models.config import serves_mxfp4
 from mismatch.run.hub import cached_snapshot
 from mismatch.specs import TORCH_NAMES, EngineSpec
@@ -218,7 +219,7 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def model_facts(spec: EngineSpec) -> dict[str, Any]:
+def model_facts(spec: EngineSpec) -> SideFacts:
     """Return model, versions and hashes of the source files."""
     from mismatch.models.adapters import adapter_facts, adapter_files
     from mismatch.models.derived import form_name, layers_held

@@ -8,6 +8,7 @@ from typing import Any
 from mismatch.analysis.square import precision_of
 from mismatch.errors import MismatchError
 from mismatch.experiments.jobs import Job
+from mismatch.facts import SideFacts
 from mismatch.models.config import is_moe, serves_mxfp4
 from mismatch.run.store import (
     ALONE,
@@ -117,13 +118,17 @@ def declares_more(spec: CheckSpec) -> bool:
     return any(getattr(train, name) != getattr(plain, name) for name in names)
 
 
-def _facts(train: TrainSpec) -> dict[str, object]:
+def _facts(train: TrainSpec) -> SideFacts:
     return {"dtype": train.dtype, "autocast": train.autocast}
 
 
-def _engine_facts(engine: EngineSpec) -> dict[str, object]:
+def _engine_facts(engine: EngineSpec) -> SideFacts:
     given = {name.lstrip("-").replace("-", "_"): value for name, value in engine.args}
-    return {"dtype": engine.dtype, **{name: given.get(name) for name in REDUCING}}
+    return {
+        "dtype": engine.dtype,
+        "kv_cache_dtype": given.get("kv_cache_dtype"),
+        "quantization": given.get("quantization"),
+    }
 
 
 def float32_engine(spec: RolloutSpec) -> RolloutSpec | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch.errors import MismatchError
+from mismatch.facts import SideFacts
 from mismatch.models.config import find_config, read_config
 from mismatch.models.digests import file_sha256
 from mismatch.specs import AS_STORED, Adapter, EngineSpec, TrainSpec
@@ -83,7 +84,7 @@ def adapter_files(path: str | Path) -> dict[str, str]:
     return {f"adapter/{name}": file_sha256(Path(path) / name) for name in FILES}
 
 
-def adapter_facts(adapter: Adapter | None, way: str | None) -> dict[str, Any]:
+def adapter_facts(adapter: Adapter | None, way: str | None) -> SideFacts:
     """Return what a fingerprint says of an adapter; {} without one."""
     if adapter is None:
         return {}

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from mismatch.errors import MismatchError
+from mismatch.facts import SideFacts
 from mismatch.models.adapters import adapter_files, with_adapter
 from mismatch.models.config import ModelConfig, first_layers, read_config
 from mismatch.models.digests import source_hashes
@@ -135,7 +136,7 @@ def _reading(target: Path) -> bool:
     return _whole(target)
 
 
-def layers_held(directory: Path | None) -> dict[str, list[int]]:
+def layers_held(directory: Path | None) -> SideFacts:
     """Return ``{"layers": [N, M]}`` of a checkpoint of the first N of M layers; {}: of all."""
     path = (directory or Path()) / RECORD
     held = json.loads(path.read_text("utf-8")).get("layers") if path.is_file() else None

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from mismatch.errors import MismatchError
+from mismatch.facts import SideFacts
 from mismatch.models.config import is_moe
 from mismatch.specs import AS_STORED, CheckSpec, Injections, TrainSpec
 
@@ -51,6 +52,13 @@ def describe(injections: Injections, seed: int | None = None) -> str:
         return ""
     text = ", ".join(f"{name}={size:g}" for name, size in injections)
     return text if seed is None else f"{text} (seed {seed})"
+
+
+def injected_into(facts: SideFacts) -> str:
+    """Return this phrase for a side of a comparison."""
+    sizes = dict(facts.get("injected") or {})
+    seed = sizes.pop("seed", None)
+    return describe(tuple(sizes.items()), None if seed is None else int(seed))
 
 
 def _size(text: str, size: str) -> float:

@@ -18,7 +18,7 @@ from mismatch.models.digests import OF_EXPERTS, Digest, combine, digest_tensor
 from mismatch.processes.stages import Stages
 from mismatch.run import manifest, store
 from mismatch.run.store import TRAIN
-from mismatch.types import Fingerprint, Scoring
+from mismatch.types import Scoring, SideFacts
 
 FILE, SCHEMA = "weights-on-disk.json", "mismatch.weights-on-disk/1"
 MATRICES = {"gate_up_proj": "gate|up", "down_proj": "down"}  # of each expert, in the files
@@ -51,7 +51,7 @@ def compare_with_disk(stages: Stages) -> None:
 
 
 def not_of_checkpoint(
-    side: Fingerprint, model: str, revision: str | None, names: Collection[str]
+    side: SideFacts, model: str, revision: str | None, names: Collection[str]
 ) -> list[str] | None:
     """Return which of these parameters a side holds otherwise than its checkpoint's files do.
 
@@ -87,6 +87,9 @@ def stored_digest(files: Mapping[str, Any], name: str) -> Digest | None:
 def with_disk(run_dir: Path, *scorings: Scoring) -> tuple[Scoring, ...]:
     """Return scorings whose fingerprints say what :func:`compare_with_disk` found."""
     found = store.load_document(run_dir, FILE) if manifest.is_current(run_dir, FILE, "") else {}
-    off = [{NOT_OF_CHECKPOINT: found[s.name]} if s.name in found else {} for s in scorings]
-    pairs = zip(scorings, off, strict=True)
-    return tuple(replace(scoring, fingerprint=scoring.fingerprint | own) for scoring, own in pairs)
+    return tuple(
+        replace(scoring, fingerprint=scoring.fingerprint | {NOT_OF_CHECKPOINT: found[scoring.name]})
+        if scoring.name in found
+        else scoring
+        for scoring in scorings
+    )

@@ -22,7 +22,7 @@ from mismatch.pipeline.build import COMPARISON
 from mismatch.pipeline.document import comparisons_from_json, report_from_json
 from mismatch.run import store
 from mismatch.run.manifest import damage_named
-from mismatch.types import Comparison, Estimate, Floats, Ints, Report, Verdict
+from mismatch.types import Comparison, Estimate, Floats, Ints, Report, SideFacts, Verdict
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,7 +71,7 @@ class SavedRun:
     @property
     def engine(self) -> str:
         """Engine and version, "" where the report does not say."""
-        facts = self.facts["engine"]
+        facts = self.sides[0]
         return f"{facts.get('engine') or ''} {facts.get('version') or ''}".strip()
 
     @property
@@ -85,20 +85,24 @@ class SavedRun:
         first = self.comparison
         if first is None:
             return {}
-        return first.metrics | ({} if self.facts["trainer"].get("replay") else first.routing)
+        return first.metrics | ({} if self.sides[1].get("replay") else first.routing)
 
     @property
-    def facts(self) -> dict[str, dict[str, Any]]:
-        """What engine, trainer and machine say of themselves."""
+    def sides(self) -> tuple[SideFacts, SideFacts]:
+        """What engine and trainer say of themselves."""
         first, prints = self.comparison, self.report.fingerprints
+        if first is None:
+            return {}, {}
+        return prints.get(first.rollout, {}), prints.get(first.train, {})
+
+    @property
+    def facts(self) -> dict[str, Mapping[str, Any]]:
+        """What engine, trainer and machine say of themselves."""
         run = self.report.run
         own = (run.get("versions") or {}).get("train-infer-mismatch")
         machine = {key: run[key] for key in ("platform", "environment") if run.get(key)}
-        return {
-            "engine": {} if first is None else prints.get(first.rollout, {}),
-            "trainer": {} if first is None else prints.get(first.train, {}),
-            "machine": machine | ({"mismatch": own} if own else {}),
-        }
+        machine |= {"mismatch": own} if own else {}
+        return {"engine": self.sides[0], "trainer": self.sides[1], "machine": machine}
 
     @property
     def sampling(self) -> Mapping[str, Any]:
@@ -109,7 +113,7 @@ class SavedRun:
     @property
     def weights(self) -> str:
         """Digest of the parameters that the trainer loaded; "" where it says none to compare."""
-        facts = self.facts["trainer"]
+        facts = self.sides[1]
         return str(facts.get("weights") or "") if facts.get("weights_comparable", True) else ""
 
     @property
@@ -117,7 +121,7 @@ class SavedRun:
         """Checksums of the files of the model itself: its configuration and weights."""
         return {
             name: digest
-            for name, digest in (self.facts["trainer"].get("source_files") or {}).items()
+            for name, digest in (self.sides[1].get("source_files") or {}).items()
             if name == "config.json" or name.endswith((".safetensors", ".bin"))
         }
 

@@ -24,7 +24,7 @@ from mismatch.run import store
 from mismatch.run.machine import visible_as
 from mismatch.run.store import ALONE, REGROUPED, REPEATED, TRAIN, TRAINER_FLOAT32
 from mismatch.specs import CheckSpec, Pass, TrainSpec
-from mismatch.types import ROUTES, NotTested, Rollout, Scoring
+from mismatch.types import ROUTES, NotTested, Rollout, Scoring, SideFacts
 
 LABEL = "trainer"
 VARIANTS = {
@@ -104,13 +104,13 @@ def launcher(spec: TrainSpec, ranks: int) -> list[str]:
 def scoring_of(path: Path, pass_: Pass, rollout: Rollout) -> Scoring:
     """Return what an adapter's process left in a file; errors as of :func:`scoring_from`."""
     with np.load(path) as file:
-        facts: dict[str, Any] = json.loads(str(file["facts"]))
+        facts = json.loads(str(file["facts"]))
         arrays = {name: file[name] for name in ("logprobs", "entropy") if name in file}
     return scoring_from(arrays, facts.pop("more") | facts, pass_, rollout)
 
 
 def scoring_from(
-    arrays: dict[str, Any], facts: dict[str, Any], pass_: Pass, rollout: Rollout
+    arrays: dict[str, Any], facts: SideFacts, pass_: Pass, rollout: Rollout
 ) -> Scoring:
     """Return a scoring of another trainer's numbers.
 
@@ -135,7 +135,8 @@ def scoring_from(
     missing = []
     if is_moe(pass_.spec.model, pass_.spec.revision) is not False:
         missing.append(NotTested(ROUTES, f"{facts['code']} returns no routed experts"))
-    fingerprint = facts | {
+    fingerprint: SideFacts = {
+        **facts,
         "mode": "train",
         "backend": scorer,
         "model": pass_.spec.model,

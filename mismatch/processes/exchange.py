@@ -16,7 +16,7 @@ import numpy as np
 from mismatch.errors import MismatchError, first_line
 from mismatch.processes.adapter import VARIANTS, scoring_from
 from mismatch.specs import FILE_SCORER, Pass
-from mismatch.types import Rollout, Scoring
+from mismatch.types import Rollout, Scoring, SideFacts
 
 SUFFIXES = (".parquet", ".jsonl")
 FIX = "write it with `mismatch tokens RUN FILE`, then add the column logprobs"
@@ -89,7 +89,7 @@ def read_scores(path: Path, passes: Sequence[Pass], rollout: Rollout) -> dict[st
         arrays = {"logprobs": _flat(path, table[column], masks)}
         if column == "logprobs" and "entropy" in table:
             arrays["entropy"] = _flat(path, table["entropy"], masks)
-        facts = {
+        facts: SideFacts = {
             "code": f"unknown code, whose log-probabilities were read from {path.name}",
             "file": path.name,
             "dtype": pass_.spec.dtype,

@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Required, TypedDict, cast
 
 import numpy as np
 
@@ -45,7 +45,7 @@ from mismatch.run.tables import (
     write_table,
 )
 from mismatch.specs import RolloutSpec, TrainSpec, spec_hash, to_dict
-from mismatch.types import Rollout, Sampling, Scoring
+from mismatch.types import Rollout, Sampling, Scoring, SideFacts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,6 +66,14 @@ PLAIN = "plain"  # plain:<precision>: a plain forward at the precision of a side
 PLAIN_TRAINER = f"{PLAIN}:trainer"  # with the settings that the trainer declares
 TRAINER_FLOAT32 = f"{TRAIN}:fp32"  # the trainer's implementation in float32
 FLOAT32 = "fp32"  # <engine>:fp32: the engine's implementation, started in float32
+
+
+class ScoringHeader(TypedDict, total=False):
+    name: Required[str]
+    fingerprint: Required[SideFacts]
+    spec: dict[str, Any]  # where one was given
+    routing: bool
+    distributions: bool
 
 
 ROLLOUT_SCHEMA = "mismatch.rollout/1"
@@ -193,7 +201,7 @@ def save_scoring(
         ends = offsets * top.ids.shape[1]
         rows["likeliest.ids"] = ragged(top.ids.reshape(-1), ends)
         rows["likeliest.logprobs"] = ragged(top.logprobs.reshape(-1), ends)
-    header: dict[str, Any] = {"name": scoring.name, "fingerprint": scoring.fingerprint}
+    header: ScoringHeader = {"name": scoring.name, "fingerprint": scoring.fingerprint}
     if made_by is not None:
         header["spec"] = to_dict(made_by)
     inputs = [ROLLOUT, *also_from]
@@ -249,9 +257,9 @@ def load_distributions(run_dir: Path | str, name: str) -> Distributions:
 
 
 @readable(lambda name: scoring_file(name))
-def scoring_header(run_dir: Path | str, name: str) -> dict[str, Any]:
-    """``name``, ``fingerprint`` and, where one was given, ``spec`` of a scoring."""
-    return read_header(Path(run_dir) / scoring_file(name), SCORING_SCHEMA)
+def scoring_header(run_dir: Path | str, name: str) -> ScoringHeader:
+    """Return what a scoring's file says of it."""
+    return cast(ScoringHeader, read_header(Path(run_dir) / scoring_file(name), SCORING_SCHEMA))
 
 
 @readable("scores")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 GROUP_VALUES = 1 << 20
 
 
-def write_table(path: Path, columns: dict[str, Any], schema: str, header: dict[str, Any]) -> Path:
+def write_table(path: Path, columns: dict[str, Any], schema: str, header: Any) -> Path:
     """Write columns atomically; ``header`` is any JSON data, kept next to the schema's name."""
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from mismatch.errors import MismatchError, did_you_mean, first_line
+from mismatch.facts import SideFacts
 from mismatch.run.messages import exit_worker, report_ready, report_timing, say, write_error
 from mismatch.trainers.protocol import Scored, Tokens, Trainer, TrainerJob
 
@@ -155,13 +156,14 @@ def save(path: Path, tokens: Tokens, parts: list[Scored], trainer: Trainer, seco
     arrays = {"logprobs": np.concatenate([logprobs[n] for n in order]).astype(np.float32)}
     if len(entropy) == len(order):
         arrays["entropy"] = np.concatenate([entropy[n] for n in order]).astype(np.float32)
-    facts = asdict(trainer.facts()) | {
+    measured: SideFacts = {
         "logprobs_dtype": parts[0].dtype,
         "seconds": round(seconds, 3),
         "versions": versions(),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "device": device_name(),
     }
+    facts = {**asdict(trainer.facts()), **measured}
     with open(path, "wb") as file:
         np.savez(file, facts=np.array(json.dumps(facts)), **arrays)
 

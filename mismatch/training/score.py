@@ -16,6 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from mismatch.captures import Distributions, Likeliest, narrowest
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
+from mismatch.facts import Digests
 from mismatch.models.adapters import adapter_facts
 from mismatch.models.derived import form_name
 from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
@@ -32,7 +33,7 @@ from mismatch.training.scorer import ForwardOptions, Scorer
 from mismatch.training.sequence_parallel import SequenceParallel
 from mismatch.training.source import model_directory
 from mismatch.training.validate import DeviceBatch, prepare_pass, to_device
-from mismatch.types import Fingerprint, Ints, NotTested, Rollout, Routing, Scoring
+from mismatch.types import Ints, NotTested, Rollout, Routing, Scoring, SideFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +83,15 @@ def score_pass(
         parts = run_batches(world, loaded, rollout, job, options, source)
     gathered, peaks = world.gather(parts), world.gather(peak.bytes)
     facts = fingerprint(world, loaded, job, rollout.sampling, routing_note)
-    if gathered is None:
+    if gathered is None or peaks is None:
         return None
     parts = [part for rank in gathered for part in rank]
-    facts |= {"replay": None, "injected": None}
-    if source is not None:
-        facts["replay"] = {
-            "mode": source.mode,
-            "source": source.name,
-            **source.rows(),
-            "overruled": sum(part.overruled for part in parts),
-        }
-    if spec.inject:
-        facts["injected"] = {**dict(spec.inject), "seed": spec.inject_seed}
-    facts |= {"seconds": round(peak.seconds, 3), "peak_bytes": peaks}
+    facts |= {
+        "replay": None if source is None else source.facts(sum(part.overruled for part in parts)),
+        "injected": {**dict(spec.inject), "seed": spec.inject_seed} if spec.inject else None,
+        "seconds": round(peak.seconds, 3),
+        "peak_bytes": peaks,
+    }
     distributions = None
     if capture is not None:
         taken = [(part.targets, part.stats.pop("distributions")) for part in parts]
@@ -164,7 +160,7 @@ def _assemble(
     name: str,
     rollout: Rollout,
     parts: list[MicroBatchScores],
-    facts: Fingerprint,
+    facts: SideFacts,
     loaded: LoadedModel,
 ) -> Scoring:
     """Concatenate all micro-batches in the rollout's order; no action token may be missing."""
@@ -207,7 +203,7 @@ def _assemble(
 
 def fingerprint(
     world: World, loaded: LoadedModel, job: Pass, sampling: Sampling, routing: str
-) -> Fingerprint:
+) -> SideFacts:
     """Facts about one pass; all ranks must call it (shards and digests are summed over them)."""
     spec, scorer, device = job.spec, loaded.scorer, world.device
     kind = job.name.partition(":")[0]
@@ -221,8 +217,8 @@ def fingerprint(
     if scorer.moe:
         config["router_dtype"] = spec.router_dtype or spec.autocast or spec.dtype
     shares = world.gather((resident_share(scorer), loaded.peak_bytes)) or []
-    facts: Fingerprint = {
-        "mode": kind if kind in ("reference", PLAIN) else "train",
+    facts: SideFacts = {
+        "mode": "reference" if kind == "reference" else "plain" if kind == PLAIN else "train",
         "backend": "fsdp2",
         "model": spec.model,
         "revision": spec.revision,
@@ -281,7 +277,7 @@ def fingerprint(
     return facts
 
 
-def _contents(world: World, loaded: LoadedModel) -> Fingerprint:
+def _contents(world: World, loaded: LoadedModel) -> SideFacts:
     """Hashes of files and weights, computed once per load: passes do not change them."""
     if loaded.scorer not in _digests:
         directory = loaded.directory if world.rank == 0 else None
@@ -292,15 +288,14 @@ def _contents(world: World, loaded: LoadedModel) -> Fingerprint:
     return _digests[loaded.scorer]
 
 
-_digests: WeakKeyDictionary[Scorer, Fingerprint] = WeakKeyDictionary()
+_digests: WeakKeyDictionary[Scorer, SideFacts] = WeakKeyDictionary()
 
 
-def weights_changed(world: World, loaded: LoadedModel) -> dict[str, Digest]:
+def weights_changed(world: World, loaded: LoadedModel) -> Digests:
     """Digests of the weights after a step; later passes say what they ran with. All ranks call."""
     facts = _contents(world, loaded)
     _digests[loaded.scorer] = facts | {"weights": loaded_digests(world, loaded)}
-    digests: dict[str, Digest] = _digests[loaded.scorer]["weights"]
-    return digests
+    return _digests[loaded.scorer]["weights"]
 
 
 def loaded_digests(world: World, loaded: LoadedModel) -> dict[str, Digest]:

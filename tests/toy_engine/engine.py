@@ -19,7 +19,7 @@ from mismatch.engines.base import (
 from mismatch.engines.registry import model_facts
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
-from mismatch.types import Sampling
+from mismatch.types import Sampling, SideFacts
 
 
 def require_small(spec: EngineSpec) -> None:
@@ -62,5 +62,5 @@ class ToyEngine(Engine):
     def weights(self) -> LoadedWeights:
         return LoadedWeights({})
 
-    def fingerprint(self, mode: Mode) -> dict[str, Any]:
-        return model_facts(self.spec) | {"mode": mode, "engine": self.name, "dtype": "fp32"}
+    def fingerprint(self, mode: Mode) -> SideFacts:
+        return {**model_facts(self.spec), "mode": mode, "engine": self.name, "dtype": "fp32"}

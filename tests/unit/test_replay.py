@@ -321,7 +321,8 @@ def test_rows_follow_the_tokens_in_both_layouts() -> None:
     assert scoring.routing is not None
     scoring.routing.present[samples.offsets[1:] - 1] = False  # the last sampled tokens
     source = ReplaySource.of(scoring, "ids", samples)
-    assert source.rows() == {"rows_replayed": len(samples.token_ids) - 5, "rows_own": 5}
+    facts = source.facts(overruled=0)
+    assert (facts["rows_replayed"], facts["rows_own"]) == (len(samples.token_ids) - 5, 5)
     spans = [(int(samples.offsets[n]), int(samples.offsets[n + 1])) for n in (3, 1)]
     tokens = np.concatenate([np.arange(a, b) for a, b in spans])
     for layout in ("padding", "packing"):

@@ -18,7 +18,7 @@ from mismatch.engines.servers import discovery
 from mismatch.engines.servers.address import KEY_VARIABLE
 from mismatch.engines.servers.engine import ServerEngine
 from mismatch.errors import MismatchError
-from mismatch.types import Fingerprint, Sampling
+from mismatch.types import Sampling, SideFacts
 from tests.scripted_server import VOCABULARY, law
 from tests.servers_fixture import (
     LAW,
@@ -38,7 +38,7 @@ from tests.servers_fixture import (
 __all__ = ["_light", "serve", "sglang"]  # fixtures
 
 
-def facts_of(engine: ServerEngine) -> Fingerprint:
+def facts_of(engine: ServerEngine) -> SideFacts:
     return engine.fingerprint("decode")
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.types import Check, Fingerprint, Rollout, Scoring
+from mismatch.facts import Json
+from mismatch.types import Check, Rollout, Scoring, SideFacts
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
@@ -14,22 +15,23 @@ def failed(id: str, detail: str, fix: str) -> Check:
     return Check(id, "failed", detail, fix)
 
 
-def whole_model(left: Fingerprint) -> list[Check]:
+def whole_model(left: SideFacts) -> list[Check]:
     """Warn that later layers were left out; no check of a run without ``--layers``."""
-    if "layers" not in left:
+    if not (layers := left.get("layers")):
         return []
-    detail = "only the first {} of {} layers were run".format(*left["layers"])
+    detail = "only the first {} of {} layers were run".format(*layers)
     return [Check("whole-model", "warning", detail, "judge the whole model, without --layers")]
 
 
-def attention_sinks(right: Fingerprint) -> Check:
+def attention_sinks(right: SideFacts) -> Check:
     """Check that the trainer's kernel honours the model's learned sinks, if it has any."""
-    if "honours_sinks" not in right:
+    honours = right.get("honours_sinks", "not said")
+    if honours == "not said":
         return Check("attention-sinks", "not_tested", "the trainer does not name its kernel")
     kernel = right.get("attention")
-    if right["honours_sinks"] is None:
+    if honours is None:
         return Check("attention-sinks", "passed", f"the model has none ({kernel})")
-    if right["honours_sinks"]:
+    if honours:
         return Check("attention-sinks", "passed", f"{kernel} honours the learned sinks")
     detail = f"the trainer's attention kernel ignores the learned sinks: {kernel}"
     fix = "train with a kernel that honours sinks; here: --attention auto"
@@ -64,7 +66,9 @@ def sampling_parameters(rollout: Rollout, left: Scoring) -> Check:
     return Check("sampling-parameters", "passed", "as asked; no penalties, no minimum length")
 
 
-def _same_setting(name: str, value: float, wanted: float) -> bool:
+def _same_setting(name: str, value: Json, wanted: float) -> bool:
+    if not isinstance(value, int | float):
+        return False
     if name == "top_k":  # engines write "off" as 0 or -1
         return max(value, 0) == max(wanted, 0)
     return abs(value - wanted) < 1e-9
@@ -123,7 +127,7 @@ def _stop_token_gap(stop: np.ndarray, left: Scoring, right: Scoring, stopped: in
 SAME_CHECKPOINT = "point engine and trainer at the same checkpoint"
 
 
-def source_files(left: Fingerprint, right: Fingerprint) -> Check:
+def source_files(left: SideFacts, right: SideFacts) -> Check:
     """Check that both sides read the same files, by sha256."""
     a, b = left.get("source_files"), right.get("source_files")
     if not a or not b:
@@ -143,7 +147,7 @@ def source_files(left: Fingerprint, right: Fingerprint) -> Check:
     return Check("source-files", "passed", f"{len(common)} files equal by sha256")
 
 
-def sharding_checks(asked: int, train: Fingerprint) -> list[Check]:
+def sharding_checks(asked: int, train: SideFacts) -> list[Check]:
     """Check that the trainer ran on as many ranks as were asked for; none if it does not say."""
     ranks = train.get("world_size")
     if ranks is None:

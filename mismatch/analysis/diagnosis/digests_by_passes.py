@@ -24,7 +24,7 @@ from mismatch.analysis.diagnosis.loaded_weights import (
 )
 from mismatch.analysis.square import PlainCost, incomparable, precision_of
 from mismatch.run.store import FLOAT32, REFERENCE, TRAINER_FLOAT32, WEIGHTS
-from mismatch.types import Scoring
+from mismatch.types import Scoring, SideFacts
 
 # Times the float32 rounding that is expected of the model. Clean runs: 1 to 8 without experts that
 # change place; 0.03 % of noise in the matrices of one layer: 80 (docs/evidence/calibration.md).
@@ -51,7 +51,7 @@ def with_passes(
     if held is not None and comparable(facts, held.fingerprint) is not None:
         forms = [each.get("weights_form", "as-stored") for each in (facts, own, held.fingerprint)]
         if forms[0] == forms[2] != forms[1]:
-            more = {IN_ENGINES_FORM: held.fingerprint["weights"]}
+            more: SideFacts = {IN_ENGINES_FORM: held.fingerprint["weights"]}
             trainer = replace(trainer, fingerprint=own | more)
     return engine, trainer
 

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Final
 
 from mismatch.errors import in_list
+from mismatch.facts import Digests
 from mismatch.run.store import WEIGHTS
 from mismatch.specs import ROUNDED_FORMS
-from mismatch.types import Check, CheckStatus, Fingerprint
+from mismatch.types import Check, CheckStatus, SideFacts
 
-Digests = Mapping[str, Sequence[int]]
 UNORDERED = 3  # sums of a digest that do not see order
 MOST_UNCOMPARED = 0.5  # share of the parameters beyond which equality of the rest says nothing
 CHECK = "weights-as-loaded"
 # Of a fingerprint: names of parameters that the two sides hold otherwise, and this side otherwise
 # than its checkpoint's files; left out where the files could not be compared.
-NOT_OF_CHECKPOINT = "weights_not_of_checkpoint"
+NOT_OF_CHECKPOINT: Final = "weights_not_of_checkpoint"
 # Of the engine's, and of the trainer's: see mismatch/analysis/diagnosis/digests_by_passes.py.
-UNDESCRIBED = "weights_not_described"  # names of parameters whose digests say nothing
-IN_ENGINES_FORM = "weights_in_engines_form"  # digests of a pass with the engine's form
+UNDESCRIBED: Final = "weights_not_described"  # names of parameters whose digests say nothing
+IN_ENGINES_FORM: Final = "weights_in_engines_form"  # digests of a pass with the engine's form
 ONE_FORM = "train and sample in one form"
 # Parameters that another form of the weights changes: of MXFP4, and of forms of all matrices.
 EXPERTS = re.compile(r"\.experts")
@@ -52,7 +53,7 @@ class Difference:
     by_pass: bool = False
 
     @classmethod
-    def between(cls, engine: Fingerprint, trainer: Fingerprint) -> Difference | None:
+    def between(cls, engine: SideFacts, trainer: SideFacts) -> Difference | None:
         """Compare two sides, and by the pass with the engine's form where the run has one."""
         held, other = comparable(engine, trainer), trainer.get(IN_ENGINES_FORM)
         if held is None:
@@ -152,7 +153,7 @@ def _exchanged(left: Digests, right: Digests, differ: Sequence[str]) -> list[tup
     return [pair for pair, count in pairs.items() if below(pair[0]) == below(pair[1]) == count]
 
 
-def comparable(left: Fingerprint, right: Fingerprint) -> tuple[Digests, Digests] | None:
+def comparable(left: SideFacts, right: SideFacts) -> tuple[Digests, Digests] | None:
     """Return both sides' digests; None where a side gave none or lost bits of its weights."""
     held, silent = (left.get("weights"), right.get("weights")), set(left.get(UNDESCRIBED, ()))
     if not all(held) or any(side.get("weights_comparable") is False for side in (left, right)):
@@ -161,7 +162,7 @@ def comparable(left: Fingerprint, right: Fingerprint) -> tuple[Digests, Digests]
     return a, b
 
 
-def same_weights(left: Fingerprint, right: Fingerprint) -> bool:
+def same_weights(left: SideFacts, right: SideFacts) -> bool:
     """Return whether every parameter of both sides was compared, in its order, and is equal."""
     held = comparable(left, right)
     silent = left.get("unmapped_weights") or left.get(UNDESCRIBED)
@@ -171,7 +172,7 @@ def same_weights(left: Fingerprint, right: Fingerprint) -> bool:
     return not difference.differ and not difference.layouts
 
 
-def unlike_its_checkpoint(left: Fingerprint, right: Fingerprint) -> int | None:
+def unlike_its_checkpoint(left: SideFacts, right: SideFacts) -> int | None:
     """Return which of two sides alone holds other weights than its checkpoint, 0 or 1.
 
     None where both do, neither does, or the files of one were not compared.
@@ -182,7 +183,7 @@ def unlike_its_checkpoint(left: Fingerprint, right: Fingerprint) -> int | None:
     return 0 if off[0] else 1
 
 
-def asked_apart(left: Fingerprint, right: Fingerprint, differ: Sequence[str]) -> list[str]:
+def asked_apart(left: SideFacts, right: SideFacts, differ: Sequence[str]) -> list[str]:
     """Return both forms of the weights, where no others differ and they were asked to; else []."""
     forms = [side.get("weights_form", "as-stored") for side in (left, right)]
     matrices = any(form in ROUNDED_FORMS or " of " in form for form in forms)
@@ -191,7 +192,7 @@ def asked_apart(left: Fingerprint, right: Fingerprint, differ: Sequence[str]) ->
     return forms if asked else []
 
 
-def weights_as_loaded(left: Fingerprint, right: Fingerprint) -> Check:
+def weights_as_loaded(left: SideFacts, right: SideFacts) -> Check:
     """Check that parameters hold the same values, by digest, where names can be mapped."""
     held, found = comparable(left, right), Difference.between(left, right)
     if held is None or found is None:

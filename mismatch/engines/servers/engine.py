@@ -36,7 +36,7 @@ from mismatch.engines.servers.probing import SAME_WEIGHTS, changed, verify
 from mismatch.engines.servers.server import SampleRequest, Server
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
-from mismatch.types import Fingerprint, Floats, NotTested, Sampling
+from mismatch.types import Floats, NotTested, Sampling, SideFacts
 
 T = TypeVar("T")
 
@@ -128,7 +128,7 @@ class ServerEngine(Engine):
         """Return none: servers do not show their parameters."""
         return LoadedWeights({})
 
-    def fingerprint(self, mode: Mode) -> Fingerprint:
+    def fingerprint(self, mode: Mode) -> SideFacts:
         """Return what the server says and what probes showed."""
         server = self.server
         decode = mode == "decode"
@@ -139,37 +139,33 @@ class ServerEngine(Engine):
         if decode and self.sampling.temperature not in (0.0, 1.0):
             tempered = {True: self.sampling.temperature, False: 1.0, None: None}
             temperature = tempered[server.tempered]
-        return (
-            model_facts(self.spec)
-            | {
-                "mode": mode,
-                "served_by": server.kind,
-                "version": server.version,
-                "versions": {server.kind: server.version},
-                "source_files": {},  # those of the server cannot be read
-                "dtype": server.dtype,
-            }
-            | server.details
-            | {
-                "logprobs_mode": f"{mode_name} (probed)" if decode else "prompt_logprobs",
-                "logprobs_temperature": temperature,
-                "logprobs_truncated": decode and self.sampling.truncates and server.truncated,
-                "logprobs_penalised": decode and self.sampling.penalises and server.truncated,
-                "max_model_len": server.max_model_len,
-                "weights_not_comparable": "a server does not show its parameters",
-                "engine": self.name,
-                "moe": self.info.moe,
-                "seeding": "none" if self._seed(0, 0) is None else "per sample",
-                "sampling": self._sent,
-                "server": {
-                    "url": server.url,
-                    "configuration": server.configuration,
-                    "noise": server.noise,
-                    "drift": server.drift,
-                },
-                "not_tested": to_json(list(not_tested(server))),
-            }
-        )
+        return {
+            **model_facts(self.spec),
+            "mode": mode,
+            "served_by": server.kind,
+            "version": server.version,
+            "versions": {server.kind: server.version},
+            "source_files": {},  # those of the server cannot be read
+            "dtype": server.dtype,
+            **server.details,
+            "logprobs_mode": f"{mode_name} (probed)" if decode else "prompt_logprobs",
+            "logprobs_temperature": temperature,
+            "logprobs_truncated": decode and self.sampling.truncates and server.truncated,
+            "logprobs_penalised": decode and self.sampling.penalises and server.truncated,
+            "max_model_len": server.max_model_len,
+            "weights_not_comparable": "a server does not show its parameters",
+            "engine": self.name,
+            "moe": self.info.moe,
+            "seeding": "none" if self._seed(0, 0) is None else "per sample",
+            "sampling": self._sent,
+            "server": {
+                "url": server.url,
+                "configuration": server.configuration,
+                "noise": server.noise,
+                "drift": server.drift,
+            },
+            "not_tested": to_json(list(not_tested(server))),
+        }
 
     # ------------------------------------------------------------ requests
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from mismatch.engines.base import ExpertLayout, Sample
 from mismatch.engines.servers.client import Client
-from mismatch.types import Floats, Sampling
+from mismatch.types import Floats, Sampling, SideFacts
 
 LARGEST_ID = 1 << 31
 
@@ -86,7 +86,7 @@ class Server(ABC):
     names: tuple[str, ...]
     max_model_len: int | None = None
     dtype: str | None = None
-    details: dict[str, Any] = field(default_factory=dict)
+    details: SideFacts = field(default_factory=SideFacts)
     configuration: str | None = None
     tempered: bool | None = None
     truncated: bool | None = None

@@ -10,21 +10,9 @@ from mismatch.engines.registry import short_dtype
 from mismatch.engines.servers.client import Client, RequestFailed, usable_answer
 from mismatch.engines.servers.server import SampleRequest, Server, checked, context_length
 from mismatch.engines.sglang import wire
+from mismatch.facts import SideFacts, known
 from mismatch.types import Floats, Sampling
 
-# Settings that belong into a fingerprint; the server's whole answer may hold its API key.
-SETTINGS = {
-    "device": "device",
-    "tp_size": "tensor_parallel_size",
-    "kv_cache_dtype": "kv_cache_dtype",
-    "quantization": "quantization",
-    "attention_backend": "attention",
-    "moe_runner_backend": "moe_backend",
-    "page_size": "block_size",
-    "chunked_prefill_size": "max_num_batched_tokens",
-    "enable_deterministic_inference": "deterministic",
-    "enable_return_routed_experts": "returns_routes",
-}
 A_SEQUENCE = "the request"
 
 
@@ -54,9 +42,7 @@ class SglangServer(Server):
                 names=served_names,
                 max_model_len=context_length(context),
                 dtype=None if dtype in (None, "", "auto") else short_dtype(dtype),
-                details={
-                    name: info[key] for key, name in SETTINGS.items() if info.get(key) is not None
-                },
+                details=_settings(info),
             )
 
     def settings(
@@ -92,3 +78,20 @@ class SglangServer(Server):
             return wire.parse_prefill(answer, ids, start, A_SEQUENCE)
 
         return await self.client.post("/generate", wire.prefill_request(ids, start), read)
+
+
+def _settings(info: Any) -> SideFacts:
+    """Return the settings that are facts; the server's whole answer may hold its API key."""
+    said: SideFacts = {
+        "device": info.get("device"),
+        "tensor_parallel_size": info.get("tp_size"),
+        "kv_cache_dtype": info.get("kv_cache_dtype"),
+        "quantization": info.get("quantization"),
+        "attention": info.get("attention_backend"),
+        "moe_backend": info.get("moe_runner_backend"),
+        "block_size": info.get("page_size"),
+        "max_num_batched_tokens": info.get("chunked_prefill_size"),
+        "deterministic": info.get("enable_deterministic_inference"),
+        "returns_routes": info.get("enable_return_routed_experts"),
+    }
+    return known(said)

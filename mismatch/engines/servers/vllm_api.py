@@ -18,6 +18,7 @@ from mismatch.engines.registry import short_dtype
 from mismatch.engines.servers.client import Client, RequestFailed, usable_answer
 from mismatch.engines.servers.server import SampleRequest, Server, checked, context_length
 from mismatch.engines.vllm.arguments import request_law
+from mismatch.facts import SideFacts, known
 from mismatch.types import Floats, Sampling
 
 COMPLETIONS = "/v1/completions"
@@ -48,7 +49,7 @@ class VllmServer(Server):
                 names=tuple(str(card[key]) for key in ("id", "root") if card.get(key)),
                 max_model_len=context_length(context),
                 dtype=details.pop("dtype", None),
-                details={key: value for key, value in details.items() if value is not None},
+                details=known(details),
             )
 
     def settings(
@@ -140,7 +141,7 @@ def _experts(packed: str | None, layout: ExpertLayout | None) -> NDArray[Any] | 
     return layout.columns(np.asarray(np.load(data, allow_pickle=False)))
 
 
-async def _details(client: Client) -> dict[str, Any]:
+async def _details(client: Client) -> SideFacts:
     """Return what the development mode shows, if it is on, and the metrics say of the KV cache."""
     config: dict[str, Any] = {}
     labels: dict[str, str] = {}

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from numpy.typing import NDArray
 
@@ -39,7 +39,7 @@ from mismatch.engines.sglang.private import hook
 from mismatch.errors import CorruptCapture, MismatchError, first_line
 from mismatch.run.messages import OUT_OF_MEMORY
 from mismatch.specs import EngineSpec
-from mismatch.types import ROUTES, Fingerprint, Floats, NotTested, Sampling
+from mismatch.types import ROUTES, Floats, NotTested, Sampling, SideFacts
 
 REASONS = {
     "prefill_tempered": "SGLang gives the logprobs of given tokens at T = 1 only",
@@ -49,12 +49,13 @@ REASONS = {
     "distributions": "SGLang gives no whole distributions while it samples",
 }
 # Entries of /server_info that numbers may depend on.
-SETTINGS = (
-    *("attention_backend", "sampling_backend", "moe_runner_backend", "quantization", "page_size"),
-    *("chunked_prefill_size", "max_running_requests", "disable_radix_cache", "disable_cuda_graph"),
-    *("disable_overlap_schedule", "enable_deterministic_inference", "rl_on_policy_target"),
-    *("speculative_algorithm", "enable_fp32_lm_head", "ep_size", "weight_version"),
-)
+Setting = Literal[
+    "attention_backend", "sampling_backend", "moe_runner_backend", "quantization", "page_size",
+    "chunked_prefill_size", "max_running_requests", "disable_radix_cache", "disable_cuda_graph",
+    "disable_overlap_schedule", "enable_deterministic_inference", "rl_on_policy_target",
+    "speculative_algorithm", "enable_fp32_lm_head", "ep_size", "weight_version",
+]  # fmt: skip
+SETTINGS: tuple[Setting, ...] = get_args(Setting)
 
 
 class SglangEngine(Engine):
@@ -253,7 +254,7 @@ class SglangEngine(Engine):
         digests = {name: tuple(digest) for name, digest in self._facts["digests"].items()}
         return LoadedWeights(digests, tuple(self._facts["unmapped"]))
 
-    def fingerprint(self, mode: Mode) -> Fingerprint:
+    def fingerprint(self, mode: Mode) -> SideFacts:
         """Describe what ran, from SGLang's own server information."""
         info = self._server
         raw = wire.raw_logprobs() or mode == "prefill"
@@ -261,7 +262,8 @@ class SglangEngine(Engine):
         substitutes = self._facts["substitutes"]
         backend = str(info.get("attention_backend"))
         methods = "+".join(self._facts["moe_methods"])
-        facts = model_facts(self.spec) | {
+        facts: SideFacts = {
+            **model_facts(self.spec),
             "mode": mode,
             "engine": self.name,
             "version": str(info.get("version")),
@@ -296,7 +298,9 @@ class SglangEngine(Engine):
             facts["weights_not_comparable"] = f"SGLang {info.get('version')}: {lacking}"
         if self.spec.tensor_parallel_size > 1:
             facts["weights_not_comparable"] = "SGLang's weights are digested on one device only"
-        return facts | {name: info.get(name) for name in SETTINGS if name not in facts}
+        for name in SETTINGS:
+            facts[name] = info.get(name)
+        return facts
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """Call a method in the scheduler and return the first rank's answer; see ``child.call``."""

@@ -41,7 +41,7 @@ from mismatch.errors import MismatchError, first_line
 from mismatch.models.auto_class import auto_class
 from mismatch.models.resolved import resolved
 from mismatch.specs import TORCH_NAMES, EngineSpec
-from mismatch.types import Fingerprint, Floats, Sampling
+from mismatch.types import Floats, Sampling, SideFacts
 
 if TYPE_CHECKING:
     import torch
@@ -342,13 +342,14 @@ class TransformersEngine(Engine):
         digests = {n: digest_tensor(t) for n, t in tensors if t.is_floating_point()}
         return LoadedWeights(digests, in_memory=True)
 
-    def fingerprint(self, mode: Mode) -> Fingerprint:
+    def fingerprint(self, mode: Mode) -> SideFacts:
         law, decode = self.sampling, mode == "decode"
         temperature = (law.temperature or 1.0) if decode else self._prefill_temperature
         dtype = short_dtype(self.model.dtype)
         config = self.model.config
         quantization = getattr(config, "quantization_config", None)
-        return model_facts(self.spec) | {
+        return {
+            **model_facts(self.spec),
             "mode": mode,
             "engine": self.name,
             "dtype": dtype,

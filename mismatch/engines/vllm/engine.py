@@ -49,7 +49,7 @@ from mismatch.engines.vllm.arguments import (
 from mismatch.engines.vllm.lora import NUMBER, as_merged, lora_arguments
 from mismatch.errors import MismatchError, first_line
 from mismatch.specs import EngineSpec
-from mismatch.types import ROUTES, Fingerprint, Floats, NotTested, Sampling
+from mismatch.types import ROUTES, Floats, NotTested, Sampling, SideFacts
 
 STATES = "Chunked prefill is required for mamba cache mode"  # vLLM's words for models with states
 # Its words where its engine's process failed, and where one that imports a model's code did.
@@ -345,15 +345,15 @@ class VllmEngine(Engine):
             return loaded
         return as_merged(self.spec, base, loaded, self._call)
 
-    def fingerprint(self, mode: Mode) -> Fingerprint:
+    def fingerprint(self, mode: Mode) -> SideFacts:
         config, model = self.config, self.config.model_config
         dtype = short_dtype(model.dtype)
         cache = str(config.cache_config.cache_dtype)
         processed = model.logprobs_mode == "processed_logprobs"
         decode = mode == "decode"
         temperature = (self.sampling.temperature or 1.0) if processed else 1.0
-        described = ("attention", "moe_backend", "device", "model_runner", "model_class")
-        return model_facts(self.spec) | {
+        return {
+            **model_facts(self.spec),
             "mode": mode,
             "engine": self.name,
             "dtype": dtype,
@@ -364,7 +364,11 @@ class VllmEngine(Engine):
             "logprobs_truncated": decode and processed and self.sampling.truncates,
             "logprobs_penalised": decode and processed and self.sampling.penalises,
             "moe": self.info.moe,
-            **{name: self._facts[name] for name in described},
+            "attention": self._facts["attention"],
+            "moe_backend": self._facts["moe_backend"],
+            "device": self._facts["device"],
+            "model_runner": self._facts["model_runner"],
+            "model_class": self._facts["model_class"],
             "config": self._facts["config"] | {"head_dtype": short_dtype(model.head_dtype)},
             "enforce_eager": model.enforce_eager,
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),

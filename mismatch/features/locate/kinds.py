@@ -9,7 +9,7 @@ from mismatch.analysis.square import Square
 from mismatch.features.locate.results import Kind, Location, SideLocation
 from mismatch.models.site_parameters import decides
 from mismatch.run.store import TRAIN
-from mismatch.types import Fingerprint
+from mismatch.types import SideFacts
 
 MODULE = "first module that differs"  # the evidence that names it
 CONFIRMED = 0.3  # share of a side's distance that its sources explain, or that goes without them
@@ -46,7 +46,7 @@ CAUSES: dict[Kind | None, str] = {
 
 
 def kind_of(
-    side: SideLocation, engine: Fingerprint, trainer: Fingerprint, square: Square | None
+    side: SideLocation, engine: SideFacts, trainer: SideFacts, square: Square | None
 ) -> Kind | None:
     """Return what differs at a side's first source; None where there is none, or it is not known.
 

@@ -14,7 +14,7 @@ from mismatch.features.locate.results import Sequence
 from mismatch.models.config import ModelConfig
 from mismatch.run.store import PLAIN, REFERENCE, TRAIN
 from mismatch.specs import DTYPES, Dtype, EngineSpec, Pass, TrainSpec
-from mismatch.types import Fingerprint, Floats, Ints, Rollout
+from mismatch.types import Floats, Ints, Rollout, SideFacts
 
 SEQUENCES, TOKENS = 8, 512  # recorded by default, and of each at most
 FLOAT32_BYTES = 4
@@ -107,7 +107,7 @@ def require_disk(config: ModelConfig, tokens: int, sides: int, free: int) -> Non
         )
 
 
-def dtype_of(facts: Fingerprint | dict[str, object]) -> Dtype | None:
+def dtype_of(facts: SideFacts) -> Dtype | None:
     """Return what a side computes in, whatever its cache holds; None: no plain forward does."""
     precision = (precision_of(facts) or "").partition("-")[0]
     return next((dtype for dtype in DTYPES if dtype == precision), None)

@@ -46,7 +46,7 @@ from mismatch.run import store
 from mismatch.run.machine import local_gpus, placement, visible_as
 from mismatch.run.store import FLOAT32, TRAIN
 from mismatch.specs import CheckSpec, Dtype, portable, to_dict
-from mismatch.types import NotTested, Rollout
+from mismatch.types import NotTested, Rollout, SideFacts
 
 MOST_SIDES = 4  # engine, trainer, a plain forward in the dtype of each
 WORKER = "mismatch.features.locate.worker"
@@ -159,7 +159,7 @@ class _Recording:
     sequences: tuple[Sequence, ...]
     end: float = math.inf
 
-    def engine(self) -> dict[str, Any] | NotTested:
+    def engine(self) -> SideFacts | NotTested:
         """Return what the engine said of itself, or why it could not be recorded."""
         spec = self.spec.rollout
         name = spec.engine.engine
@@ -176,7 +176,7 @@ class _Recording:
             self._run(ENGINE, job, engine_python(spec.engine), env, f"{name} records its modules")
         except MismatchError as error:
             return NotTested(what, error.message, error.fix)
-        facts: dict[str, Any] = store.read_json(self._folder(f"{name}:prefill") / "facts.json")
+        facts: SideFacts = store.read_json(self._folder(f"{name}:prefill") / "facts.json")
         if dtype_of(facts) is None:
             return NotTested(what, "no plain forward computes in its precision")
         return facts

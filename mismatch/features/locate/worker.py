@@ -69,8 +69,7 @@ def record_engine(job: dict[str, Any], rollout: Rollout) -> None:
         facts = engine.fingerprint("prefill")
     for number, (values, mask, start) in enumerate(zip(scores, masks, starts, strict=True)):
         np.save(folder / f"{number}.npy", np.asarray(values)[mask[start:]])
-    kept = ("dtype", "kv_cache_dtype", "quantization")
-    store.write_json(folder / "facts.json", {key: facts.get(key) for key in kept})
+    store.write_json(folder / "facts.json", facts)
 
 
 def run_passes(job: dict[str, Any], rollout: Rollout) -> None:

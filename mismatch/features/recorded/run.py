@@ -16,7 +16,7 @@ from mismatch.models.tokenizers import load_tokenizer, stop_ids, token_texts
 from mismatch.run import store
 from mismatch.run.directory import at_work
 from mismatch.specs import CheckSpec, PromptSpec
-from mismatch.types import Bools, Fingerprint, Ints, NotTested, Rollout, Sampling, Scoring
+from mismatch.types import Bools, Ints, NotTested, Rollout, Sampling, Scoring, SideFacts
 
 ENGINE = "recorded"
 UNKNOWN_MODEL = "recorded"
@@ -43,7 +43,7 @@ class RecordedRun:
 
 
 def as_run(
-    recorded: Recorded, sampling: Sampling, engine: Fingerprint, trainer: Fingerprint | None = None
+    recorded: Recorded, sampling: Sampling, engine: SideFacts, trainer: SideFacts | None = None
 ) -> RecordedRun:
     """Return the rollout, sequences of one prompt next to each other, and the scorings.
 
@@ -144,7 +144,7 @@ def keep(
     if engine.model != UNKNOWN_MODEL:
         tokenizer = load_tokenizer(engine.model, engine.revision, engine.trust_remote_code)
     stops = stop_ids(engine.model, engine.revision, tokenizer) if tokenizer else None
-    fingerprint: Fingerprint = {
+    fingerprint: SideFacts = {
         "engine": ENGINE,
         "mode": "decode",
         "model": engine.model,
@@ -157,7 +157,7 @@ def keep(
         "bos_token_id": tokenizer.bos_token_id if tokenizer else None,
         "not_tested": to_json(not_tested),
     }
-    trainer: Fingerprint = {
+    trainer: SideFacts = {
         "mode": "train",
         "model": engine.model,
         "dtype": spec.train.dtype,

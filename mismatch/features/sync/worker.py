@@ -41,7 +41,7 @@ from mismatch.processes.workers.engine import reported
 from mismatch.run.messages import exit_worker, report_ready, report_timing, say
 from mismatch.run.store import read_json, write_json
 from mismatch.specs import AS_STORED, EngineSpec
-from mismatch.types import Floats, NotTested, Sampling
+from mismatch.types import Floats, NotTested, Sampling, SideFacts
 
 FOLDER = "sync"
 LABEL = "sync-{side}"
@@ -231,7 +231,7 @@ def own_function(spec: SyncSpec) -> Callable[..., Any] | None:
 
 
 def _report(
-    spec: SyncSpec, probe: Probe, expected: Sequence[dict[str, Prints]], facts: dict[str, Any]
+    spec: SyncSpec, probe: Probe, expected: Sequence[dict[str, Prints]], facts: SideFacts
 ) -> SyncReport:
     states = [expected[state_of(push)] for push in range(len(probe.held))]
     missing = list(probe.driver.not_tested())
@@ -244,7 +244,6 @@ def _report(
     compared = parameters(states, probe.held, probe.reasons, probe.checkpoint.tied())
     if spec.adapters:
         compared = of_adapters(compared, probe.held)
-    kept = ("engine", "dtype", "device", "attention", "moe_backend", "quantization", "model_class")
     return SyncReport(
         model=spec.engine.model,
         engine=spec.engine.engine,
@@ -255,7 +254,16 @@ def _report(
         caches=tuple(probe.caches),
         push_failed=probe.failed,
         not_tested=tuple(missing),
-        facts={name: facts.get(name) for name in kept} | {"versions": versions()},
+        facts={
+            "engine": facts.get("engine"),
+            "dtype": facts.get("dtype"),
+            "device": facts.get("device"),
+            "attention": facts.get("attention"),
+            "moe_backend": facts.get("moe_backend"),
+            "quantization": facts.get("quantization"),
+            "model_class": facts.get("model_class"),
+            "versions": versions(),
+        },
     )
 
 

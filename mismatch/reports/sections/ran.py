@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 from mismatch.models import moe
 from mismatch.reports.formatting import MISSING, bound, line, number, plural, text, wording
 from mismatch.reports.section import Cell, Cells, Column, Section, Table, named
 from mismatch.reports.summary import command, headline
-from mismatch.types import Report
+from mismatch.types import Report, SideFacts
 
 LONG = 80  # characters of a setting, beyond which it is cut: report.json has it whole
 LEAD = "As each side resolved it while it ran (actual kernels and dtypes); differing rows first."
+Said = Literal[
+    "code", "served_by", "engine", "backend", "version", "dtype", "master_dtype", "head_dtype",
+    "autocast", "kv_cache_dtype", "quantization", "attention", "experts", "moe_backend", "layout",
+    "logprobs_mode", "device",
+]  # fmt: skip
 APART = ("weights", "weights_parameters", "source_files", "engine_args", "not_tested", "seconds")
 
 
@@ -64,7 +69,7 @@ def _settings(report: Report) -> list[tuple[str, str, str]]:
     return [(line(key), _setting(left.get(key)), _setting(right.get(key))) for key in keys]
 
 
-def _sides(report: Report) -> tuple[dict[str, Any], dict[str, Any]]:
+def _sides(report: Report) -> tuple[SideFacts, SideFacts]:
     comparison, prints = headline(report), report.fingerprints
     return prints.get(comparison.rollout, {}), prints.get(comparison.train, {})
 
@@ -106,10 +111,10 @@ def what_ran(report: Report) -> list[tuple[str, str, str]]:
     return rows + [(name, MISSING, line(value)) for name, value in more.items() if value]
 
 
-def _aspects(side: dict[str, Any]) -> dict[str, str]:
+def _aspects(side: SideFacts) -> dict[str, str]:
     """Each aspect of one side in words; "" where the side does not say."""
 
-    def said(key: str) -> str:
+    def said(key: Said) -> str:
         return str(side.get(key) or "")
 
     def listed(*parts: str) -> str:
@@ -121,7 +126,7 @@ def _aspects(side: dict[str, Any]) -> dict[str, str]:
     world = f" × {side['world_size']}" if side.get("world_size") else ""
     versions = side.get("versions") or {}
     libraries = [f"{key} {versions[key]}" for key in ("torch", "transformers") if versions.get(key)]
-    precisions = {
+    precisions: dict[Said, str] = {
         "master_dtype": "master",
         "head_dtype": "head",
         "autocast": "autocast",
@@ -136,10 +141,9 @@ def _aspects(side: dict[str, Any]) -> dict[str, str]:
     temperature = side.get("logprobs_temperature")
     tensor = side.get("tensor_parallel_size") or 1
     batch = side.get("micro_batch_tokens")
-    replay, injected = side.get("replay"), dict(side.get("injected") or {})
-    seed = injected.pop("seed", None)
-    own = int(replay["rows_own"]) if replay else 0
-    adapter = side.get("adapter") or {}
+    replay, injected = side.get("replay"), moe.injected_into(side)
+    own = replay["rows_own"] if replay else 0
+    adapter = side.get("adapter")
     return {
         "software": listed(f"{name} {said('version')}".strip() + world, *libraries),
         "precision": listed(said("dtype"), *reduced),
@@ -149,7 +153,7 @@ def _aspects(side: dict[str, Any]) -> dict[str, str]:
         "routes": listed(
             f"replayed: {replay['mode']} of {replay['source']}" if replay else "",
             f"{plural(own, 'token')} without a route" if own else "",
-            f"injected: {moe.describe(tuple(injected.items()), seed)}" if injected else "",
+            f"injected: {injected}" if injected else "",
         ),
         "logprobs": listed(
             said("logprobs_mode"),

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.facts import Replayed
 from mismatch.specs import ReplayMode, TrainSpec
 from mismatch.training.packing import Batch, collate
 from mismatch.training.routing.capture import (
@@ -128,10 +129,16 @@ class ReplaySource:
         columns = {layer: column for column, layer in enumerate(self.routing.layers)}
         return Replay(self.name, columns, replayed, ids, weights)
 
-    def rows(self) -> dict[str, int]:
-        """Return the number of tokens that are replayed, and that keep the model's own choice."""
+    def facts(self, overruled: int) -> Replayed:
+        """Return what is said of it; ``overruled``: choices that it changed."""
         replayed = int(self.routing.present.sum())
-        return {"rows_replayed": replayed, "rows_own": len(self.routing.present) - replayed}
+        return {
+            "mode": self.mode,
+            "source": self.name,
+            "rows_replayed": replayed,
+            "rows_own": len(self.routing.present) - replayed,
+            "overruled": overruled,
+        }
 
 
 class Replay(RouterIntervention):

@@ -6,9 +6,9 @@ token is not taken for a place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -120,7 +120,7 @@ def lengths(case: Case, name: str) -> list[int]:
     found: set[int] = set()
     for side in (case.engine, case.trainer):
         config = side.fingerprint.get("config")
-        tables = [side.fingerprint, config if isinstance(config, dict) else {}]
+        tables: list[Mapping[str, Any]] = [side.fingerprint, config or {}]
         tables += [
             table[key]
             for table in tables

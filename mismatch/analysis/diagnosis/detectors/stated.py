@@ -21,7 +21,7 @@ from mismatch.analysis.diagnosis.loaded_weights import (
     unlike_its_checkpoint,
 )
 from mismatch.analysis.levels import NOT_QUANTISED
-from mismatch.types import Fingerprint, NotTested
+from mismatch.types import NotTested, SideFacts
 
 HEADS = ("lm_head", "embed_out", "output_layer")
 DIFFER = "what differs"
@@ -91,7 +91,7 @@ def weights(case: Case) -> Look | NotTested:
     off = unlike_its_checkpoint(engine, trainer)
     side: Side = "either" if off is None else ("engine", "trainer")[off]
     if off is not None:
-        own = set(found.differ) & set((engine, trainer)[off][NOT_OF_CHECKPOINT])
+        own = set(found.differ) & set((engine, trainer)[off].get(NOT_OF_CHECKPOINT, ()))
         what = f"parameters that the {side} alone holds otherwise than its checkpoint"
         evidence += (Evidence(what, len(own), "0"),)
     finding = Finding(cause, side, None, evidence, alike=alike, stated=True, fact=True)
@@ -125,13 +125,12 @@ def configurations(case: Case) -> Look | NotTested:
     return Look(evidence, tuple(findings), looked_for)
 
 
-def _resolved(fingerprint: Fingerprint, longest: int) -> dict[str, Any]:
+def _resolved(fingerprint: SideFacts, longest: int) -> dict[str, Any]:
     """Return the model's configuration as this side runs it; {} where it does not state one.
 
     A window that no sequence of the run reaches past is none.
     """
-    held = fingerprint.get("config")
-    fields = dict(held) if isinstance(held, dict) else {}
+    fields: dict[str, Any] = dict(fingerprint.get("config") or {})
     windows = fields.get("sliding_window")
     if isinstance(windows, list):
         fields["sliding_window"] = [None if w is None or w >= longest else w for w in windows]
@@ -154,7 +153,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
-def _one_sided(engine: Fingerprint, trainer: Fingerprint) -> list[Finding]:
+def _one_sided(engine: SideFacts, trainer: SideFacts) -> list[Finding]:
     """Return settings that exist on one side only, or that speak for themselves."""
     findings: list[Finding] = []
 
