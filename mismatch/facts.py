@@ -115,12 +115,10 @@ class SideFacts(TypedDict, total=False):
     grad: bool
     enforce_eager: bool
     prefix_caching: bool | None
-    block_size: int | str | None  # tokens; text of vLLM's server
-    page_size: int | None  # tokens
+    block_size: int | str | None  # tokens; earlier versions wrote text for vLLM's server
     sliding_window: int | None  # tokens
     chunked_prefill: bool
-    chunked_prefill_size: int | None  # tokens
-    max_num_batched_tokens: int
+    max_num_batched_tokens: int | None
     max_num_seqs: int
     max_running_requests: int | None
     max_model_len: int | None  # tokens

@@ -283,7 +283,8 @@ def boundaries(left: SideFacts, right: SideFacts) -> list[tuple[str, int]]:
     """Return the boundaries that both sides' facts name, each with its size in tokens."""
     facts = right | known(left)
     block = facts.get("block_size")
-    sizes = [("KV block", int(size)) for size in ([block] if block else KV_BLOCKS)]
+    blocks = map(int, [block] if block else KV_BLOCKS)
+    sizes = [("KV block", size) for size in blocks if size > 1]  # SGLang's pages have one token
     if facts.get("chunked_prefill") and (chunk := facts.get("max_num_batched_tokens")):
         sizes.append(("prefill chunk", chunk))
     if window := facts.get("sliding_window"):

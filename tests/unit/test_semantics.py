@@ -222,9 +222,10 @@ def test_positive_logprobs(value, status):
     )
 
 
-def test_a_parameter_from_generation_config_fails():
+@pytest.mark.parametrize("odd", [{"repetition_penalty": 1.1}, {"min_new_tokens": 4}])
+def test_a_parameter_from_generation_config_fails(odd):
     rollout, left, right = make()
-    effective = left.fingerprint["sampling"] | {"repetition_penalty": 1.1}
+    effective = left.fingerprint["sampling"] | odd
     left = replace(left, fingerprint=left.fingerprint | {"sampling": effective})
     assert_only(statuses(rollout, left, right), "sampling-parameters")
 

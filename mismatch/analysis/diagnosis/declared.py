@@ -53,6 +53,7 @@ def sampling_parameters(rollout: Rollout, left: Scoring) -> Check:
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
         "min_tokens": 0,
+        "min_new_tokens": 0,  # SGLang's name
     }
     odd = {
         name: effective[name]

@@ -162,5 +162,5 @@ async def _details(client: Client) -> SideFacts:
         "prefix_caching": {"True": True, "False": False}.get(
             labels.get("enable_prefix_caching", "")
         ),
-        "block_size": labels.get("block_size"),
+        "block_size": int(block) if (block := labels.get("block_size", "")).isdigit() else None,
     }

@@ -50,8 +50,8 @@ REASONS = {
 }
 # Entries of /server_info that numbers may depend on.
 Setting = Literal[
-    "attention_backend", "sampling_backend", "moe_runner_backend", "quantization", "page_size",
-    "chunked_prefill_size", "max_running_requests", "disable_radix_cache", "disable_cuda_graph",
+    "attention_backend", "sampling_backend", "moe_runner_backend", "quantization",
+    "max_running_requests", "disable_radix_cache", "disable_cuda_graph",
     "disable_overlap_schedule", "enable_deterministic_inference", "rl_on_policy_target",
     "speculative_algorithm", "enable_fp32_lm_head", "ep_size", "weight_version",
 ]  # fmt: skip
@@ -282,6 +282,9 @@ class SglangEngine(Engine):
             "config": self._facts["config"],
             "enforce_eager": bool(info.get("disable_cuda_graph")),
             "prefix_caching": not info.get("disable_radix_cache"),
+            "block_size": info.get("page_size"),
+            "chunked_prefill": int(info.get("chunked_prefill_size") or -1) > 0,
+            "max_num_batched_tokens": info.get("chunked_prefill_size"),
             "tensor_parallel_size": self.spec.tensor_parallel_size,
             "max_model_len": self._arguments["context_length"],
             "seed": info.get("random_seed"),

@@ -226,7 +226,7 @@ class TransformersEngine(Engine):
         from transformers import DynamicCache
 
         count = len(jobs) // len(prompts)
-        cache = DynamicCache(config=self.model.config)
+        cache: Any = DynamicCache(config=self.model.config)
         logits, routed = self._forward(torch.tensor(prompts, device=self.device), cache)
         # Every kind of layer can be reordered; recurrent ones can neither be repeated nor selected.
         cache.reorder_cache(torch.arange(len(prompts), device=self.device).repeat_interleave(count))

@@ -227,7 +227,7 @@ def read_cache(
         if not capabilities.cache_reading:
             raise MismatchError(f"{engine.name} cannot be asked to leave its prefix cache unread")
         facts = engine.fingerprint("decode")
-        block = int(facts.get("block_size") or facts.get("page_size") or 0)
+        block = int(facts.get("block_size") or 0)
         pairs = artefacts.measure(engine, prompts, block, Reporter("cache"))
     except MismatchError as error:
         return {"pairs": [], "reason": error.message}
