@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.codec import from_json, to_json
-from mismatch.features.loop.arms import gather, read_settings
-from mismatch.features.loop.command import save_page
-from mismatch.features.loop.history import COLUMNS, rows_of
+from mismatch.features.loop.arms import gather, read_settings, save
+from mismatch.features.loop.history import rows_of
 from mismatch.features.loop.judge import (
     WINDOW,
     Arm,
@@ -55,7 +54,7 @@ def take(runs: Sequence[Path]) -> None:
     """Keep the curves of these runs next to those that are there, shortened to some digits."""
     known = [read(EXAMPLE / "loop.json")] if (EXAMPLE / "loop.json").exists() else []
     report = merged([*known, *map(taken, runs)])
-    save_page(EXAMPLE, report)
+    save(report, EXAMPLE)
     text = json.dumps(short(loop_to_json(report)), allow_nan=False, separators=(",", ":"))
     (EXAMPLE / "loop.json").write_text(f"{text}\n", "utf-8")
 
@@ -180,9 +179,9 @@ def picture(report: LoopReport) -> None:
     """Six panels, one file."""
     with drawing(9.0, 8.0) as (figure, first):
         first.remove()
-        for axes, (name, log) in zip(figure.subplots(3, 2).flat, PANELS, strict=True):
-            draw(report, name, log, COLUMNS[name].unit, axes)
-            axes.set_title(COLUMNS[name].label, fontsize="medium", loc="left")
+        for axes, name in zip(figure.subplots(3, 2).flat, PANELS, strict=True):
+            draw(report, name, axes)
+            axes.set_title(PANELS[name].label, fontsize="medium", loc="left")
             axes.get_legend().remove()
         handles, labels = axes.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)

@@ -17,9 +17,10 @@ import pytest
 from mismatch.errors import MismatchError
 from mismatch.features.loop.arms import resume_from, run_arm, run_loop
 from mismatch.features.loop.history import Row, rows_of
-from mismatch.features.loop.judge import LoopReport
+from mismatch.features.loop.judge import loop_to_json
 from mismatch.features.loop.spec import Asked, LoopSpec
 from mismatch.models import resolve_model
+from mismatch.run.store import read_json
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
 
 pytestmark = pytest.mark.slow
@@ -75,12 +76,10 @@ def silent(line: str) -> None:
 
 
 def test_two_arms_with_vllm(tmp_path: Path) -> None:
-    pages: list[LoopReport] = []
-    report = run_loop(
-        *(Asked(loop("vllm"), ("as-is", "no-sinks"), (0,)), tmp_path, Silent(), "test"),
-        lambda folder, page: pages.append(page),
-    )
-    assert pages == [report]
+    asked = Asked(loop("vllm"), ("as-is", "no-sinks"), (0,))
+    report = run_loop(asked, tmp_path, Silent(), "test")
+    assert read_json(tmp_path / "loop.json") == loop_to_json(report)
+    assert "<svg" in (tmp_path / "loop.html").read_text("utf-8")
     right, wrong = (arm.runs[0] for arm in report.arms)
     assert right.path == wrong.path == "rpc"  # vLLM's own leaves experts and sinks stale on a CPU
     assert right.curves["reward"][0] == wrong.curves["reward"][0]  # the same weights and seed
@@ -94,7 +93,7 @@ def test_two_arms_with_vllm(tmp_path: Path) -> None:
 @pytest.mark.grid
 def test_an_arm_with_sglang(tmp_path: Path) -> None:
     asked = Asked(loop("sglang", steps=2), ("as-is",), (0,))
-    report = run_loop(asked, tmp_path, Silent(), "test", lambda *page: None)
+    report = run_loop(asked, tmp_path, Silent(), "test")
     (run,) = report.arms[0].runs
     assert (run.path, run.steps) == ("disk", 2)
     assert set(run.curves["parameters_verified"]) == {71.0}

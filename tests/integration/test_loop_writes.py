@@ -92,7 +92,7 @@ def in_turns(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
 
 def run(asked: LoopSpec, folder: Path) -> None:
     wanted = Asked(asked, ("as-is",), (0,))
-    pipeline.run_loop(wanted, folder, Silent(), "test", lambda *_: None)
+    pipeline.run_loop(wanted, folder, Silent(), "test")
 
 
 def curves(root: Path) -> list[list[float | None]]:

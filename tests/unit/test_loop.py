@@ -29,7 +29,7 @@ from mismatch.features.loop.arms import (
 )
 from mismatch.features.loop.command import asked, checked_of, loop, loop_spec
 from mismatch.features.loop.engine_side import EngineSide, own_rewards
-from mismatch.features.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
+from mismatch.features.loop.policy import deal, policy_loss
 from mismatch.features.loop.spec import AS_IS, Asked, LoopSpec, arm_of, place_of, read_seeds
 from mismatch.metrics.importance_weights import group_advantages
 from mismatch.models import resolve_model
@@ -69,8 +69,7 @@ def test_coefficients_are_the_derivative_of_the_clipped_objective(loss: Any, arm
     asked_loop = arm_of(replace(BASE, loss=loss), arm)
     engine, old, new = sides()
     everyone = np.array([0, 1])
-    plain = plain_coefficients(ROLLOUT, old, engine, everyone, asked_loop)
-    policy = PolicyLoss(plain, old_logprobs(old, engine, asked_loop), asked_loop.clip)
+    policy = policy_loss(ROLLOUT, old, engine, everyone, asked_loop)
     got = policy(np.arange(len(new)), new)
 
     sequence = torch.from_numpy(ROLLOUT.sequence_of_token[ROLLOUT.actions])
@@ -102,7 +101,7 @@ def test_coefficients_are_the_derivative_of_the_clipped_objective(loss: Any, arm
 def test_a_mini_batch_counts_only_its_own_prompts() -> None:
     engine, old, _ = sides()
     first, second = deal(ROLLOUT, 2, (0, 3))
-    parts = [plain_coefficients(ROLLOUT, old, engine, p, BASE) for p in (first, second)]
+    parts = [policy_loss(ROLLOUT, old, engine, p, BASE).plain for p in (first, second)]
     assert not (parts[0] * parts[1]).any()
     assert all(part.any() for part in parts)
     assert [list(p) for p in deal(ROLLOUT, 5, (0, 3))] == [list(p) for p in (first, second)]
@@ -149,7 +148,10 @@ def test_a_history_holds_what_was_measured_and_forgets_what_is_made_again(tmp_pa
     history.forget_from(tmp_path, 2)
     rows = history.rows_of(tmp_path)
     timed = [row | {"seconds": 30.0} for row in rows]
-    assert numbers(history.in_words(timed, steps=12))[-2:] == [30, 5]  # s a step, min to its end
+    assert numbers(history.in_words(timed[-1], steps=12))[-2:] == [
+        30,
+        5,
+    ]  # s a step, min to its end
     assert [row["step"] for row in rows] == [0.0, 1.0]
 
 
@@ -235,10 +237,10 @@ def length_reward(text: str, answer: int) -> float:
 def test_a_reward_function_that_raises_stops_with_its_words() -> None:
     prompts = [Prompt("here", text="", answer=n) for n in range(2)]
     given: Rollout = ROLLOUT
-    got = own_rewards(f"{__name__}:length_reward", prompts, given, Tokenizer(), "of step 1")
+    got = own_rewards(f"{__name__}:length_reward", prompts, given, Tokenizer(), "step 1")
     assert got.tolist() == [4.0, 6.0, 5.0, 2.0]
     with pytest.raises(MismatchError, match=r"\b0 .*\b1: KeyError"):
-        own_rewards(f"{__name__}:failing_reward", prompts, given, Tokenizer(), "of step 1")
+        own_rewards(f"{__name__}:failing_reward", prompts, given, Tokenizer(), "step 1")
 
 
 # ---------------------------------------------------------------- a run goes on

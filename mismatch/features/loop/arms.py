@@ -12,21 +12,22 @@ from mismatch.doctor.fit import Fit, engine_fit, trainer_fits
 from mismatch.doctor.machine import Machine, inspect_machine
 from mismatch.doctor.plan import work_of
 from mismatch.errors import MismatchError
-from mismatch.features.loop.history import CHECKPOINTS, COLUMNS, PATH, Row, forget_from, rows_of
+from mismatch.features.loop.history import CHECKPOINTS, PATH, Row, forget_from, rows_of
 from mismatch.features.loop.judge import FILE, SCHEMA, Arm, LoopReport, SeedRun, loop_to_json
+from mismatch.features.loop.section import page
 from mismatch.features.loop.spec import Asked, LoopSpec, arm_of, place_of, settings
 from mismatch.models.config import find_config
 from mismatch.models.sizes import sized
 from mismatch.processes.launch import POLL_S, Worker, started
 from mismatch.processes.stages import Narrator, engine_command, world_command
-from mismatch.run import store
+from mismatch.reports.html import show_page
 from mismatch.run.directory import at_work
 from mismatch.run.machine import local_gpus, placement
 from mismatch.run.resume import differences
-from mismatch.run.store import TRAIN, write_json
+from mismatch.run.store import TRAIN, read_json, write_json, write_text
 from mismatch.specs import CheckSpec, Pass, portable
 
-ENGINE, TRAINER = "loop-engine", "loop-trainer"
+SETTINGS, POOL, STOPPED = "settings.json", "pool.json", "stopped.json"
 ENGINE_MODULE = "mismatch.features.loop.engine_side"
 TRAINER_MODULE = "mismatch.features.loop.trainer_side"
 Progress = Callable[[str], None]
@@ -51,8 +52,8 @@ def run_arm(directory: Path, loop: LoopSpec, pool: Path, progress: Progress) -> 
         engine, engine_env = engine_command(loop.check.rollout.engine, where, ENGINE_MODULE, path)
         world, world_env = world_command(loop.check, where, TRAINER_MODULE, path)
         with (
-            started(ENGINE, engine, directory, progress, engine_env) as sampling,
-            started(TRAINER, world, directory, progress, world_env) as training,
+            started("loop-engine", engine, directory, progress, engine_env) as sampling,
+            started("loop-trainer", world, directory, progress, world_env) as training,
         ):
             finish_both(sampling, training)
     return rows_of(directory)
@@ -64,13 +65,10 @@ def finish_both(*workers: Worker) -> None:
     Raises:
         MismatchError: the first that failed, or all stalled.
     """
-    at_work = {worker: worker.watch() for worker in workers}
-    while at_work:
-        for worker in [*at_work]:
-            if worker.ended():
-                del at_work[worker]
-        if at_work and all(watch.idle_s() > watch.limit_s for watch in at_work.values()):
-            worker, watch = next(iter(at_work.items()))
+    watches = {worker: worker.watch() for worker in workers}
+    while watches := {worker: watch for worker, watch in watches.items() if not worker.ended()}:
+        if all(watch.idle_s() > watch.limit_s for watch in watches.values()):
+            worker, watch = next(iter(watches.items()))
             worker.require_activity(watch)
         time.sleep(POLL_S)
 
@@ -81,20 +79,10 @@ def resume_from(directory: Path) -> int:
     return max(map(int, whole), default=0)
 
 
-SETTINGS, POOL, STOPPED = "settings.json", "pool.json", "stopped.json"
-
-
-def run_loop(
-    asked: Asked,
-    run_dir: Path,
-    narrator: Narrator,
-    command: str,
-    write: Callable[[Path, LoopReport], None],
-) -> LoopReport:
+def run_loop(asked: Asked, run_dir: Path, narrator: Narrator, command: str) -> LoopReport:
     """Run every step that is not there; seeds outermost, so that all arms have as many of them.
 
-    Args:
-        write: called with the run directory and what it holds, however the run ends.
+    loop.json and loop.html say what the run directory holds, however the run ends.
 
     Raises:
         MismatchError: an arm that means nothing or changes nothing, settings other than those the
@@ -118,39 +106,43 @@ def run_loop(
                 except MismatchError as error:
                     if not rows_of(folder):  # nothing was measured: the others would fail too
                         raise
-                    store.write_json(folder / STOPPED, {"message": error.headline})
+                    write_json(folder / STOPPED, {"message": error.headline})
                     narrator.note(f"{loop.arm}, seed {loop.seed}, stopped: {error.headline}")
                     failed = error
         finally:
             report = gather(every, run_dir)
             if report.arms:
-                store.write_json(run_dir / FILE, loop_to_json(report))
-                write(run_dir, report)
+                save(report, run_dir)
     if failed is not None:
         raise failed
     return report
 
 
+def save(report: LoopReport, folder: Path) -> None:
+    """Write loop.json and loop.html."""
+    write_json(folder / FILE, loop_to_json(report))
+    write_text(folder / "loop.html", show_page(page(report)))
+
+
 def gather(asked: Asked, run_dir: Path) -> LoopReport:
     """Collect what lies in the run directory, of these arms and seeds."""
-    gathered = []
-    for arm in asked.arms:
-        runs = [_run(run_dir / place_of(arm, seed), seed) for seed in asked.seeds]
-        gathered.append(Arm(arm, tuple(run for run in runs if run.steps)))
-    engine = asked.loop.check.rollout.engine
-    arms = tuple(arm for arm in gathered if arm.runs)
-    loop = asked.loop
-    return LoopReport(engine.model, engine.engine, arms, settings(loop), loop.checked)
-
-
-def _run(directory: Path, seed: int) -> SeedRun:
-    rows, stopped, path = rows_of(directory), directory / STOPPED, directory / PATH
-    return SeedRun(
-        seed=seed,
-        curves={name: tuple(row.get(name) for row in rows) for name in COLUMNS},
-        path=store.read_json(path)["path"] if path.exists() else "",
-        stopped=store.read_json(stopped)["message"] if stopped.exists() else "",
-    )
+    arms = []
+    for name in asked.arms:
+        runs = []
+        for seed in asked.seeds:
+            folder = run_dir / place_of(name, seed)
+            rows = rows_of(folder)
+            columns = dict.fromkeys(column for row in rows for column in row)
+            curves = {column: tuple(row.get(column) for row in rows) for column in columns}
+            path, ended = folder / PATH, folder / STOPPED
+            way = read_json(path)["path"] if path.exists() else ""
+            stopped = read_json(ended)["message"] if ended.exists() else ""
+            if rows:
+                runs.append(SeedRun(seed, curves, way, stopped))
+        if runs:
+            arms.append(Arm(name, tuple(runs)))
+    loop, engine = asked.loop, asked.loop.check.rollout.engine
+    return LoopReport(engine.model, engine.engine, tuple(arms), settings(loop), loop.checked)
 
 
 def require_same_settings(asked: Asked, run_dir: Path) -> Asked:
@@ -158,15 +150,14 @@ def require_same_settings(asked: Asked, run_dir: Path) -> Asked:
     path, base = run_dir / SETTINGS, asked.loop
     if path.exists():
         before = read_settings(run_dir)
-        free = {"steps": base.steps, "checkpoint_every": base.checkpoint_every}
-        earlier = settings(replace(before.loop, **free))  # type: ignore[arg-type]
-        if other := differences(earlier, settings(base)):
+        free = replace(before.loop, steps=base.steps, checkpoint_every=base.checkpoint_every)
+        if other := differences(settings(free), settings(base)):
             fault = f"{run_dir} was begun with other settings:\n    " + "\n    ".join(other)
             raise MismatchError(fault, "the same flags, or none but --resume RUN; or a new --out")
         arms = tuple(dict.fromkeys([*before.arms, *asked.arms]))
         asked = Asked(base, arms, tuple(dict.fromkeys([*before.seeds, *asked.seeds])))
     every = {"arms": list(asked.arms), "seeds": list(asked.seeds)}
-    store.write_json(path, {"schema": SCHEMA, "loop": settings(base), **every})
+    write_json(path, {"schema": SCHEMA, "loop": settings(base), **every})
     return asked
 
 
@@ -175,10 +166,10 @@ def read_settings(run_dir: Path) -> Asked:
     path = run_dir / SETTINGS
     if not path.exists():
         raise MismatchError(f"{run_dir} holds no loop", "a folder that `mismatch loop` made")
-    stored = store.read_json(path)
+    stored = read_json(path)
     with refused(SCHEMA, command="mismatch loop", page="docs/how-to/loop.md"):
         loop = from_json(LoopSpec, portable(stored["loop"]))
-    return Asked(loop, tuple(stored.get("arms", ())), tuple(stored.get("seeds", ())))
+    return Asked(loop, tuple(stored["arms"]), tuple(stored["seeds"]))
 
 
 def memory_of_loop(spec: CheckSpec, machine: Machine | None = None) -> tuple[Fit, ...]:

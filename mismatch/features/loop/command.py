@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,16 @@ import typer
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option, flags_of, spec_values
-from mismatch.cli.options import CHECK, DRY_RUN, FORCE, JSON, MODEL_FLAGS, NEW_RUN, TRUST_RUN
+from mismatch.cli.options import (
+    AROUND_A_RUN,
+    CHECK,
+    DRY_RUN,
+    FORCE,
+    JSON,
+    MODEL_FLAGS,
+    NEW_RUN,
+    TRUST_RUN,
+)
 from mismatch.errors import MismatchError, require_packages
 from mismatch.features.loop.spec import (
     AS_IS,
@@ -23,30 +32,22 @@ from mismatch.features.loop.spec import (
     Checked,
     LoopSpec,
     arm_of,
-    read_arms,
+    names_in,
     read_seeds,
 )
 from mismatch.models import resolve_model
-from mismatch.specs import MODEL
+from mismatch.specs import MODEL, CheckSpec
 
 if TYPE_CHECKING:
     from mismatch.doctor.fit import Fit
-    from mismatch.features.loop.judge import LoopReport
 
 # What --resume RUN may have with it and still go on as the run began.
-BESIDE_RESUME = {
-    *("resume", "arms", "seeds", "steps", "checkpoint_every", "dry_run", "force", "as_json")
-}
+BESIDE_RESUME = AROUND_A_RUN | {"arms", "seeds", "steps", "checkpoint_every", "as_json"}
 DEFAULT_MODEL = "tiny-gpt-oss"
 POOL, SAMPLES = 24, 8  # few prompts that come again soon: what can be learnt in some steps
 NAMES = (
     "as-is, and fixes by name (mismatch fixes), several joined by +; also fp8-kv-cache, "
     "raw-logprobs, no-sinks, forward-sinks."
-)
-EACH = "Every arm is run with each of these seeds."
-OF_CHECK = "Run of a check: take model, engine, trainer and prompts from it, and its verdicts."
-LOOP_FIELDS = (
-    "steps prompts mini_batches learning_rate loss clip old perfectible checkpoint_every reward"
 )
 SIDES = (
     *("prompts", "num_prompts", "samples_per_prompt", "max_tokens", "temperature"),
@@ -57,10 +58,10 @@ SIZES = ("num_prompts", "samples_per_prompt", "max_tokens")  # a loop may take l
 
 @with_flags(
     MODEL_FLAGS[0],
-    Option("like", Path | None, MODEL, OF_CHECK),
+    Option("like", Path | None, MODEL, "Take sides, prompts and verdicts of this check."),
     Option("arms", str, LOOP, NAMES, default=AS_IS),
-    Option("seeds", str, LOOP, EACH, default="0"),
-    flags_of(LoopSpec, LOOP_FIELDS),
+    Option("seeds", str, LOOP, "Seeds that every arm is run with.", default="0"),
+    flags_of(LoopSpec),
     tuple(
         replace(flag, default=SAMPLES) if flag.name == "samples_per_prompt" else flag
         for flag in CHECK
@@ -96,19 +97,18 @@ def loop(flags: Flags) -> int:
     wanted = asked(flags)
     session.require_directory(flags)
     require_names(wanted.loop.check)
-    specs = {arm: arm_of(wanted.loop, arm).check for arm in wanted.arms}  # names first: 5 s less
-    fits = {arm: memory_of_loop(check) for arm, check in specs.items()}
+    checks = {arm: arm_of(wanted.loop, arm).check for arm in wanted.arms}  # names first: 5 s less
+    sides = [(arm, fit) for arm, check in checks.items() for fit in memory_of_loop(check)]
     if flags["dry_run"]:
-        return plan(wanted, fits)
+        return plan(wanted, sides)
     if wanted.loop.check.train.python is None:
         require_packages("torch", "transformers")
-    never = [fit for each in fits.values() for fit in each if fit.level == "does not fit"]
-    refused = dict.fromkeys(text for fit in never if fit.certain for text in fit.warnings)
-    if refused and not flags["force"]:
-        raise MismatchError("\n    ".join(refused), "to start anyway: --force")
+    never = [(arm, fit) for arm, fit in sides if fit.certain]
+    if never and not flags["force"]:
+        raise MismatchError("\n    ".join(warnings_of(never)), "to start anyway: --force")
     narrator = session.narrator_of(flags, DEFAULT_MODEL)
     run_dir = session.open_run("loop", wanted.loop.check, flags)
-    report = run_loop(wanted, run_dir, narrator, session.command(), save_page)
+    report = run_loop(wanted, run_dir, narrator, session.command())
     if flags["as_json"]:
         typer.echo(json.dumps(loop_to_json(report), indent=2, allow_nan=False))
     else:
@@ -119,61 +119,65 @@ def loop(flags: Flags) -> int:
 
 def asked(flags: Flags) -> Asked:
     """Return what the flags ask, or what the run was asked that ``--resume RUN`` names."""
+    from mismatch.experiments.fixes.spec_edits import on_engine
     from mismatch.features.loop.arms import read_settings
-    from mismatch.run.directory import NEWEST, require_known_prompts
-    from mismatch.run.trust import require_trust
+    from mismatch.run.directory import NEWEST
 
     run, given = flags["resume"], flags.explicit
+    arms, seeds = names_in(flags["arms"]), read_seeds(flags["seeds"])
     if run in (None, NEWEST) or given - BESIDE_RESUME:
-        return Asked(loop_spec(flags), read_arms(flags["arms"]), read_seeds(flags["seeds"]))
-    before = read_settings(Path(run))
-    check, reward = before.loop.check, before.loop.reward
-    require_trust(Path(run), check, trusted=False)
-    require_known_prompts(Path(run), check)
-    if reward is not None:
-        fault = f"{run} names a reward function: {reward}"
-        fix = "if that is yours: give the flags of the run again, with --resume"
-        raise MismatchError(fault, fix)
-    engine, train = check.rollout.engine, check.train  # with the models of this installation
-    engine = replace(engine, model=resolve_model(engine.model))
-    train = replace(train, model=resolve_model(train.model))
-    check = replace(check, rollout=replace(check.rollout, engine=engine), train=train)
+        return Asked(loop_spec(flags), arms, seeds)
+    before, trusted = read_settings(Path(run)), bool(flags.get("trust_run"))
+    require_own(Path(run), before.loop.check, trusted)
+    if before.loop.reward is not None and not trusted:
+        fault = f"{run} names a reward function: {before.loop.reward}"
+        raise MismatchError(fault, "if that is yours: --trust-run")
     changed = {name: flags[name] for name in {"steps", "checkpoint_every"} & given}
+    check = before.loop.check  # with the models of this installation
+    check = on_engine(check, model=resolve_model(check.rollout.engine.model))
+    check = replace(check, train=replace(check.train, model=resolve_model(check.train.model)))
     return Asked(
         replace(before.loop, check=check, **changed),
-        read_arms(flags["arms"]) if "arms" in given or not before.arms else before.arms,
-        read_seeds(flags["seeds"]) if "seeds" in given or not before.seeds else before.seeds,
+        arms if "arms" in given else before.arms,
+        seeds if "seeds" in given else before.seeds,
     )
 
 
-def plan(wanted: Asked, fits: Mapping[str, Sequence[Fit]]) -> int:
+def require_own(run: Path, check: CheckSpec, trusted: bool) -> None:
+    """Refuse code and prompts that a stored run names and nobody here trusts."""
+    from mismatch.run.directory import require_known_prompts
+    from mismatch.run.trust import require_trust
+
+    require_trust(run, check, trusted)
+    if not trusted:
+        require_known_prompts(run, check)
+
+
+def plan(wanted: Asked, sides: Sequence[tuple[str, Fit]]) -> int:
     """Print what would be run; 0 if it fits here, else 2."""
-    from mismatch.reports.formatting import memory
+    from rich.console import Console
+
+    from mismatch.doctor.show import print_list, print_table
+    from mismatch.run.machine import gib
 
     loop, arms, seeds = wanted
     samples = loop.check.rollout.sampling.samples_per_prompt
-    steps = len(arms) * len(seeds) * loop.steps
-    typer.echo(f"arms     {', '.join(arms)}; seeds {', '.join(map(str, seeds))}")
-    typer.echo(f"steps    {loop.steps} of each, {steps} in all")
-    typer.echo(f"a step   {loop.prompts} prompts x {samples}, {loop.mini_batches} updates")
-    typer.echo(f"updates  AdamW, learning rate {loop.learning_rate:g}")
-    code = 0
-    for arm, fit in ((name, each) for name in arms for each in fits[name]):
-        need, room = memory(fit.needed), memory(fit.capacity)
-        typer.echo(f"memory   {arm}, {fit.side}: {need} of {room}: {fit.level}")
-        for warning in fit.warnings:
-            typer.echo(f"         {warning}")
-        code = 2 if fit.level == "does not fit" else code
-    return code
+    lines = [
+        ("arms", f"{', '.join(arms)}; seeds {', '.join(map(str, seeds))}"),
+        ("steps", f"{loop.steps} of each, {len(arms) * len(seeds) * loop.steps} in all"),
+        ("a step", f"{loop.prompts} prompts x {samples}, {loop.mini_batches} updates"),
+        ("updates", f"AdamW, learning rate {loop.learning_rate:g}"),
+    ]
+    rows = [(arm, fit.side, gib(fit.needed), gib(fit.capacity), fit.level) for arm, fit in sides]
+    print_table(Console(), "loop", lines)
+    print_table(Console(), "memory", rows, ("arm", "side", "needed", "there", ""))
+    print_list(Console(), "warnings", warnings_of(sides))
+    return 2 if any(fit.level == "does not fit" for _, fit in sides) else 0
 
 
-def save_page(run_dir: Path, report: LoopReport) -> None:
-    """Write loop.html."""
-    from mismatch.features.loop.section import page
-    from mismatch.reports.html import show_page
-    from mismatch.run import store
-
-    store.write_text(run_dir / "loop.html", show_page(page(report)))
+def warnings_of(sides: Sequence[tuple[str, Fit]]) -> list[str]:
+    """Return what is wrong with memory, once where arms share it."""
+    return list(dict.fromkeys(text for _, fit in sides for text in fit.warnings))
 
 
 def checked_of(run: Path) -> Checked | None:
@@ -197,36 +201,26 @@ def checked_of(run: Path) -> Checked | None:
 def loop_spec(flags: Flags) -> LoopSpec:
     """Return what all arms share; flags that a loop cannot honour are refused."""
     from mismatch.cli.to_spec import check_spec
-    from mismatch.models import resolve_model
-    from mismatch.run.directory import load_spec, require_known_prompts
-    from mismatch.run.trust import require_trust
+    from mismatch.run.directory import load_spec
 
-    values, small = spec_values(LoopSpec, flags, LOOP_FIELDS), False
-    if flags["like"] is not None:
-        run = flags["like"]
+    values, run = spec_values(LoopSpec, flags), flags["like"]
+    if run is not None:
         if given := flags.explicit & ({"model", *SIDES} - {*SIZES}):
             fault = f"--like takes model, engine, trainer and prompts of {run}"
             raise MismatchError(fault, f"drop --{min(given).replace('_', '-')}, or --like")
         spec = load_spec(run)
-        require_trust(run, spec, flags["trust_run"])
-        if not flags["trust_run"]:
-            require_known_prompts(run, spec)
+        require_own(run, spec, flags["trust_run"])
         if spec.train.layers is not None:
             fault = f"--like {run}: {spec.train.layers} layers alone ran, whose text earns nothing"
             raise MismatchError(fault, "check the whole model")
         values["checked"] = checked_of(run)
-        small = spec.rollout.engine.model == resolve_model(DEFAULT_MODEL)
         less = {name: flags[name] for name in SIZES if name in flags.explicit}
-        prompts = {"num_prompts": less.pop("num_prompts")} if "num_prompts" in less else {}
-        rollout = replace(
-            spec.rollout,
-            prompts=replace(spec.rollout.prompts, **prompts),
-            sampling=replace(spec.rollout.sampling, **less),
-        )
-        spec = replace(spec, rollout=rollout)
+        count = less.pop("num_prompts", spec.rollout.prompts.num_prompts)
+        prompts = replace(spec.rollout.prompts, num_prompts=count)
+        sampling = replace(spec.rollout.sampling, **less)
+        spec = replace(spec, rollout=replace(spec.rollout, prompts=prompts, sampling=sampling))
     else:
         flags["model"] = flags["model"] or DEFAULT_MODEL
-        small = flags["model"] == DEFAULT_MODEL
         if flags["num_prompts"] is None and flags["prompts"] is None:
             flags["num_prompts"] = POOL
         whole = Flags({flag.name: flag.default for flag in CHECK} | flags)
@@ -238,15 +232,12 @@ def loop_spec(flags: Flags) -> LoopSpec:
     if engine.servers or engine.engine not in PATHS:
         fault = f"the loop has no way to bring weights into {engine.engine}"
         raise MismatchError(fault, f"--engine {', '.join(PATHS)}")
-    if sampling.temperature == 0:
-        fault = "--temperature 0: greedy samples of a prompt are all the same"
-        raise MismatchError(fault, "--temperature 1")
-    if sampling.samples_per_prompt < 2:
-        fault = "group-normalised advantages need several samples of a prompt"
-        raise MismatchError(fault, "--samples-per-prompt 4")
+    if sampling.temperature == 0 or sampling.samples_per_prompt < 2:
+        fault = "group-normalised advantages need several samples of a prompt that may differ"
+        raise MismatchError(fault, "--temperature 1 --samples-per-prompt 4")
     # The loop measures decode against the trainer; the other passes are a check's.
     rollout = replace(spec.rollout, exact_kl=0, engine=replace(engine, prefill=False))
     check = replace(spec, rollout=rollout, two_passes=False, noise_floor=False)
-    if not small and "learning_rate" not in flags.explicit:
+    if engine.model != resolve_model(DEFAULT_MODEL) and "learning_rate" not in flags.explicit:
         values["learning_rate"] = LARGE_MODELS
     return LoopSpec(check=check, **values)

@@ -11,7 +11,7 @@ import numpy as np
 
 from mismatch.codec import to_json
 from mismatch.features.loop.spec import Checked
-from mismatch.types import Floats
+from mismatch.types import Bools, Floats
 
 SCHEMA = "mismatch.loop/1"
 FILE = "loop.json"
@@ -19,24 +19,6 @@ WINDOW = 5  # steps that a running mean takes
 FALL = 0.1  # of the reward, from the best running mean so far
 Curve = tuple[float | None, ...]
 Over = Literal["end", "run"]
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """When a curve counts as a warning: above a value, or by growth over its first steps."""
-
-    column: str
-    above: float | None = None
-    growth: float | None = None
-
-
-WARNINGS = (
-    Rule("k3_kl", above=0.01),
-    Rule("ess_seq_lost", above=0.5),
-    Rule("log_ppl_diff_max", above=0.5),
-    Rule("entropy", growth=1.5),
-    Rule("grad_norm", growth=5.0),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +37,7 @@ class SeedRun:
 
     def curve(self, name: str) -> Floats:
         """Return [steps], NaN where nothing was measured."""
-        if name == "ess_seq_lost":
-            return np.asarray(1.0 - self.curve("ess_seq"), np.float64)
-        values = self.curves.get(name, ())
+        values = self.curves.get(name, [np.nan] * self.steps)
         return np.asarray([np.nan if v is None else v for v in values], np.float64)
 
     @property
@@ -114,29 +94,27 @@ def running(values: Floats, window: int = WINDOW) -> Floats:
 
 def fired(run: SeedRun) -> dict[str, int | None]:
     """Warning -> the first step at which it fired, or None."""
-    return {warning.column: _first(run.curve(warning.column), warning) for warning in WARNINGS}
-
-
-def _first(values: Floats, warning: Rule) -> int | None:
-    finite = values[np.isfinite(values)]
-    if not len(finite):
-        return None
-    over = np.zeros(len(values), np.bool_)
-    if warning.above is not None:
-        over |= values > warning.above
-    if warning.growth is not None:
-        after = np.arange(len(values)) >= min(WINDOW, len(values))
-        over |= after & (running(values) > warning.growth * np.nanmean(values[:WINDOW]))
-    return int(np.argmax(over)) if over.any() else None
+    over = {
+        "k3_kl": run.curve("k3_kl") > 0.01,
+        "ess_seq_lost": run.curve("ess_seq") < 0.5,
+        "log_ppl_diff_max": run.curve("log_ppl_diff_max") > 0.5,
+    }
+    for name, growth in (("entropy", 1.5), ("grad_norm", 5.0)):
+        smooth = running(run.curve(name))
+        over[name] = smooth > growth * smooth[:WINDOW][-1:]  # of the mean over the first steps
+        over[name][:WINDOW] = False
+    return {name: _first(steps) for name, steps in over.items()}
 
 
 def reward_fall(run: SeedRun) -> int | None:
     """Return the first step whose running mean lies :data:`FALL` below the best one before it."""
-    smooth = running(run.curve("reward"))[WINDOW - 1 :]
-    if not len(smooth):
-        return None
-    below = np.fmax.accumulate(smooth) - smooth > FALL
-    return int(np.argmax(below)) + WINDOW - 1 if below.any() else None
+    smooth = running(run.curve("reward"))
+    smooth[: WINDOW - 1] = np.nan
+    return _first(np.fmax.accumulate(smooth) - smooth > FALL)
+
+
+def _first(steps: Bools) -> int | None:
+    return int(np.argmax(steps)) if steps.any() else None
 
 
 def at_end(run: SeedRun, column: str, end: int | None = None) -> float:
@@ -149,31 +127,23 @@ def claims(report: LoopReport) -> Iterator[Claim]:
     """Compare every two arms by their reward, at the end and over all steps that both have."""
     overs: tuple[Over, ...] = ("end", "run")
     for (left, right), over in product(combinations(report.arms, 2), overs):
-        runs = {run.seed: run for run in right.runs}
-        pairs = [(run, runs[run.seed]) for run in left.runs if run.seed in runs]
-        by_step = [steps for pair in pairs if len(steps := _ahead(*pair, over))]
-        if not by_step:
+        others = {run.seed: run for run in right.runs}
+        gaps, errors = [], []
+        for run in (run for run in left.runs if run.seed in others):
+            end = min(run.steps, others[run.seed].steps)  # as far as both went
+            first = max(0, end - WINDOW) if over == "end" else 0
+            ahead = run.curve("reward")[first:end] - others[run.seed].curve("reward")[first:end]
+            if count := int(np.isfinite(ahead).sum()):
+                gaps.append(float(np.nanmean(ahead)))
+                spread = np.nanstd(ahead, ddof=1) if count > 1 else np.nan
+                errors.append(float(spread / np.sqrt(count)))
+        if not gaps:
             continue
-        gaps = [float(np.mean(steps)) for steps in by_step]
-        errors = [_error(steps) for steps in by_step]
         better, worse = left.name, right.name
         if np.mean(gaps) < 0:
             better, worse, gaps = worse, better, [-gap for gap in gaps]
         beyond = all(gap > 2 * error for gap, error in zip(gaps, errors, strict=True))
-        agree = len(gaps) > 1 and beyond
-        yield Claim(better, worse, over, tuple(gaps), tuple(errors), agree)
-
-
-def _ahead(run: SeedRun, other: SeedRun, over: Over) -> Floats:
-    """Return [steps] reward of a run less that of another, as far as both went."""
-    end = min(run.steps, other.steps)
-    first = max(0, end - WINDOW) if over == "end" else 0
-    ahead = run.curve("reward")[first:end] - other.curve("reward")[first:end]
-    return np.asarray(ahead[np.isfinite(ahead)], np.float64)
-
-
-def _error(steps: Floats) -> float:
-    return float(np.std(steps, ddof=1) / np.sqrt(len(steps))) if len(steps) > 1 else float("nan")
+        yield Claim(better, worse, over, tuple(gaps), tuple(errors), len(gaps) > 1 and beyond)
 
 
 def loop_to_json(report: LoopReport) -> dict[str, Any]:

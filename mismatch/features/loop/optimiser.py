@@ -55,12 +55,10 @@ class PolicyOptimiser:
         gradients = [g for each in self.trained if (g := local_gradient(each)) is not None]
         squared = torch.zeros((), dtype=torch.float64)
         for gradient in gradients:
-            gradient.mul_(backward.factor)
             squared += gradient.double().square().sum().cpu()
-        norm = float(self.world.sum(squared).sqrt())
-        if norm > self.max_norm:
-            for gradient in gradients:
-                gradient.mul_(self.max_norm / norm)
+        norm = backward.factor * float(self.world.sum(squared).sqrt())
+        for gradient in gradients:
+            gradient.mul_(backward.factor * min(1.0, self.max_norm / norm) if norm else 0.0)
         self.optimiser.step()
         backward.clear()
         return loss, norm
@@ -124,49 +122,38 @@ def export(world: World, loaded: LoadedModel, base: Path, target: Path, dtype: t
     Raises:
         MismatchError: a name of the base that none of the model's parameters becomes.
     """
+    from transformers.core_model_loading import revert_weight_conversion
+
     model: Any = loaded.scorer.model
-    missing = set(Checkpoint(base, 0).names())
-    shards = None
-    if world.rank == 0:
+    missing, first = set(Checkpoint(base, 0).names()), world.rank == 0
+    shards = Shards(target)
+    if first:
         shutil.rmtree(target, ignore_errors=True)
         link_others(base, target)
-        shards = Shards(target)
-    for _, layer in groupby(model.state_dict().items(), key=lambda item: _layer(item[0])):
+    for _, layer in groupby(model.state_dict().items(), key=lambda item: layer_of(item[0])):
         whole = {}
         for name, tensor in layer:
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if shards is not None:
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # of all ranks
+            if first:
                 floating = full.is_floating_point()
                 whole[name] = (full.detach().to(dtype) if floating else full.detach()).cpu().clone()
-        if shards is None:
-            continue
-        for name, tensor in _as_in_files(model, whole).items():
+        for name, tensor in revert_weight_conversion(model, whole).items() if first else ():
             if name in missing:
                 shards.add(name, tensor)
                 missing.remove(name)
-    if shards is not None and missing:
+    if first and missing:
         fault = f"the trainer has another name for {min(missing)} and {len(missing) - 1} more"
         fix = "its loader converts this checkpoint: save it again with save_pretrained"
         raise MismatchError(fault, fix)
-    if shards is not None:
+    if first:
         shards.finish()
 
 
-def _layer(name: str) -> str:
+def layer_of(name: str) -> str:
     """Return what the names of one layer's parameters begin with.
 
-    >>> _layer("model.layers.3.mlp.gate.weight"), _layer("lm_head.weight")
+    >>> layer_of("model.layers.3.mlp.gate.weight"), layer_of("lm_head.weight")
     ('model.layers.3', 'lm_head.weight')
     """
     found = re.match(r".*?\.\d+(?=\.)", name)
     return found[0] if found else name
-
-
-def _as_in_files(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors under the names and in the shapes that the model's files have."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before transformers 5 no loader converts
-        return tensors
-    reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
-    return reverted

@@ -31,7 +31,7 @@ class PolicyLoss:
     plain: Floats
     """[A] advantage times correction over the loss's normaliser; 0 outside."""
     old: Floats | None
-    """[A] the log-probabilities that the ratio divides by; None: the ratio is 1."""
+    """[A] the log-probabilities that the ratio divides by; None: the override, a ratio of 1."""
     clip: float
     tokens: int = 0
     """How many had a coefficient."""
@@ -58,14 +58,13 @@ def deal(rollout: Rollout, mini_batches: int, seed: Sequence[int]) -> list[Ints]
     return [part for part in np.array_split(order, mini_batches) if len(part)]
 
 
-def plain_coefficients(
+def policy_loss(
     rollout: Rollout, train: Floats, engine: Floats, prompts: Ints, loop: LoopSpec
-) -> Floats:
-    """Return [A] of one mini-batch, without the ratio.
+) -> PolicyLoss:
+    """Return the coefficients of the mini-batch of these prompts.
 
     Args:
         train, engine: [A] log-probabilities of the rollout's policy on both sides.
-        prompts: of the mini-batch.
     """
     sequence = rollout.sequence_of_token[rollout.actions]
     inside = np.isin(rollout.prompt_index, prompts)
@@ -75,11 +74,4 @@ def plain_coefficients(
     of_tokens = Ratios.of(train - engine, sequence, train, advantage[sequence])
     for id in loop.corrections:
         plain = plain * BY_ID[id].weights(of_tokens, Settings())
-    return np.asarray(plain, np.float64)
-
-
-def old_logprobs(train: Floats, engine: Floats, loop: LoopSpec) -> Floats | None:
-    """Return what PPO's ratio divides by; None: the override, a ratio of 1."""
-    if OVERRIDE in loop.corrections:
-        return None
-    return engine if loop.old == "engine" else train
+    return PolicyLoss(plain, None if OVERRIDE in loop.corrections else train, loop.clip)

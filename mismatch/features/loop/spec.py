@@ -18,7 +18,6 @@ AS_IS = "as-is"
 LARGE_MODELS = 1e-6  # a learning rate that large models are trained with
 # Ways of the weights into an engine; the engine's way first.
 PATHS = {"vllm": ("reload", "rpc"), "sglang": ("disk", "tensor"), "transformers": ("load",)}
-Old = Literal["trainer", "engine"]
 Loss = Literal["token", "sequence"]
 RAW = "raw-logprobs"
 PLANTED: Mapping[str, Change] = {  # arms that no fix is
@@ -42,7 +41,7 @@ class Checked:
 class LoopSpec:
     """One arm of a loop, with one seed."""
 
-    GONE = frozenset({"path", "plant", "frozen"})  # see mismatch/codec.py
+    GONE = frozenset({"path", "plant", "frozen", "old"})  # see mismatch/codec.py
 
     check: CheckSpec = field(default_factory=CheckSpec)
     """Engine, trainer, prompts and sampling, with the arm's changes."""
@@ -63,7 +62,6 @@ class LoopSpec:
     clip: Annotated[float, Flag(LOOP, "Clip range of PPO's ratio.", range=SHARE)] = 0.2
     max_norm: float = 1.0
     """Gradients are cut to this norm."""
-    old: Annotated[Old, Flag(LOOP, "Whose logprobs PPO's ratio divides by.")] = "trainer"
     perfectible: Annotated[
         bool, Flag(LOOP, "Train on the prompts that the model solves sometimes.")
     ] = True
@@ -73,6 +71,15 @@ class LoopSpec:
     reward: Annotated[str | None, Flag(LOOP, "Your package.module:function(text, answer).")] = None
     corrections: tuple[str, ...] = ()
     """Of mismatch.metrics.importance_weights; their weights are multiplied."""
+
+
+class Asked(NamedTuple):
+    """What a run of the loop is asked."""
+
+    loop: LoopSpec
+    """What all arms share."""
+    arms: tuple[str, ...]
+    seeds: tuple[int, ...]
 
 
 def arm_of(base: LoopSpec, name: str) -> LoopSpec:
@@ -86,24 +93,21 @@ def arm_of(base: LoopSpec, name: str) -> LoopSpec:
     """
     loop = replace(base, arm=name)
     for label in () if name == AS_IS else labels(name):
-        before, loop = loop, _changed(loop, *label.partition("=")[::2])
+        before, sampling = loop, loop.check.rollout.sampling
+        id, _, value = label.partition("=")
+        if id == RAW and sampling.temperature == 1 and not sampling.truncates:
+            pass  # raw and processed log-probabilities are the same
+        elif id in PLANTED:
+            loop = replace(loop, check=PLANTED[id](loop.check, ""))
+        elif (fix := fix_named(id)).side == "estimator":
+            loop = replace(loop, corrections=(*loop.corrections, fix.corrects))
+        else:
+            chosen = Chosen(fix, value or (fix.values[0] if fix.values else ""))
+            loop = replace(loop, check=chosen.apply(loop.check))
         if loop == before:
             fault = f"the arm {name}: {label} changes nothing of these settings"
             raise MismatchError(fault, f"leave it out; alone it is the same as {AS_IS}")
     return loop
-
-
-def _changed(loop: LoopSpec, id: str, value: str) -> LoopSpec:
-    law = loop.check.rollout.sampling
-    if id == RAW and law.temperature == 1 and not law.truncates:
-        return loop  # raw and processed log-probabilities are the same
-    if id in PLANTED:
-        return replace(loop, check=PLANTED[id](loop.check, ""))
-    fix = fix_named(id)
-    if fix.side == "estimator":
-        return replace(loop, corrections=(*loop.corrections, fix.corrects))
-    chosen = Chosen(fix, value or (fix.values[0] if fix.values else ""))
-    return replace(loop, check=chosen.apply(loop.check))
 
 
 def settings(loop: LoopSpec) -> dict[str, Any]:
@@ -111,33 +115,21 @@ def settings(loop: LoopSpec) -> dict[str, Any]:
     return portable(to_json(loop))
 
 
-def read_arms(text: str) -> tuple[str, ...]:
+def names_in(text: str) -> tuple[str, ...]:
     """Return the names between commas, each once.
 
-    >>> read_arms("as-is, attention-sinks,as-is")
+    >>> names_in("as-is, attention-sinks,as-is")
     ('as-is', 'attention-sinks')
     """
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    if not names:
-        raise MismatchError("--arms names no arm", f"--arms {AS_IS},attention-sinks")
-    return names
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
 def read_seeds(text: str) -> tuple[int, ...]:
     """Return the whole numbers between commas, each once."""
-    parts = [part.strip() for part in text.split(",")]
+    parts = names_in(text)
     if not all(part.isdecimal() and int(part) in SEEDS for part in parts):
         raise MismatchError(f"--seeds {text!r}: no seeds", "whole numbers: --seeds 0,1")
     return tuple(dict.fromkeys(map(int, parts)))
-
-
-class Asked(NamedTuple):
-    """What a run of the loop is asked."""
-
-    loop: LoopSpec
-    """What all arms share."""
-    arms: tuple[str, ...]
-    seeds: tuple[int, ...]
 
 
 def place_of(arm: str, seed: int) -> str:

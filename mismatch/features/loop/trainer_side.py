@@ -24,7 +24,6 @@ from mismatch.features.loop.history import (
     CHECKPOINTS,
     DONE,
     GO,
-    PACE,
     STEPS,
     WEIGHTS,
     Row,
@@ -33,7 +32,7 @@ from mismatch.features.loop.history import (
     save_row,
 )
 from mismatch.features.loop.optimiser import PolicyOptimiser, export
-from mismatch.features.loop.policy import PolicyLoss, deal, old_logprobs, plain_coefficients
+from mismatch.features.loop.policy import PolicyLoss, deal, policy_loss
 from mismatch.features.loop.spec import LoopSpec
 from mismatch.processes.tasks import wait_for
 from mismatch.processes.workers.engine import reported
@@ -51,7 +50,6 @@ from mismatch.training.source import quieten
 from mismatch.training.validate import prepare_pass
 from mismatch.types import Floats, Rollout
 
-LABEL = "loop-trainer"
 PARTS = ("push_s", "verify_s", "generate_s", "score_s", "update_s", "export_s")
 MINI_STREAM = 104729  # the order of mini-batches, apart from the choice of prompts
 
@@ -61,7 +59,7 @@ def main(arguments: list[str]) -> int:
     job = store.read_json(Path(arguments[0]))
     run_dir, loop = Path(job["run_dir"]), from_json(LoopSpec, job["loop"])
     rank, start = os.environ.get("RANK", "0"), int(job["start"])
-    return reported(run_dir, LABEL, lambda: run(run_dir, loop, start), rank, "trainer")
+    return reported(run_dir, "loop-trainer", lambda: run(run_dir, loop, start), rank, "trainer")
 
 
 def run(run_dir: Path, loop: LoopSpec, start: int) -> None:
@@ -88,7 +86,6 @@ class TrainerSide:
 
     def __init__(self, world: Any, loaded: Any, loop: LoopSpec, run_dir: Path) -> None:
         self.world, self.loaded, self.loop, self.run_dir = world, loaded, loop, run_dir
-        self.recent: list[Row] = []  # of the last steps, for the time that is left
         self.optimiser = PolicyOptimiser(world, loaded, loop.learning_rate, loop.max_norm)
 
     def begin(self, start: int) -> None:
@@ -100,51 +97,77 @@ class TrainerSide:
         self.world.barrier()
         self.let_go(start)
 
-    def let_go(self, step: int) -> float:
-        """Export the weights and let the engine sample this step; seconds."""
-        began = time.monotonic()
-        if step >= self.loop.steps:
-            return 0.0
+    def let_go(self, step: int) -> None:
+        """Export the weights and let the engine sample this step."""
         digests = weights_changed(self.world, self.loaded)
         dtype = torch_dtype(self.loop.check.rollout.engine.dtype)
         export(self.world, self.loaded, self.loaded.directory, self.run_dir / WEIGHTS, dtype)
         if self.world.rank == 0:
             order = {"digests": {name: list(digest) for name, digest in digests.items()}}
             store.write_json(self.run_dir / GO / f"{step:06d}.json", order)
-        return time.monotonic() - began
 
     def step(self, step: int) -> None:
         """Score, update, measure, hand on."""
         folder = self.run_dir / STEPS / f"{step:06d}"
         wait_for(folder / DONE)
         began = time.monotonic()
-        engine = store.read_json(folder / DONE)
         rollout = store.load_rollout(folder)
-        name = f"{rollout.fingerprint['engine']}:decode"
-        decode = store.load_scoring(folder, name)
+        decode = store.load_scoring(folder, f"{rollout.fingerprint['engine']}:decode")
         row: Row = {"step": float(step)}
-        row |= {name: float(value) for name, value in engine.items()}
+        row |= {name: float(value) for name, value in store.read_json(folder / DONE).items()}
         spec = self.loop.check.train
         source = replay_source(folder, rollout, spec)
         train = score_pass(self.world, self.loaded, rollout, Pass(TRAIN, spec), source)
-        if train is not None:  # on rank 0
-            bad = int((~np.isfinite(train.logprobs)).sum())
-            if bad:
-                raise MismatchError(
-                    f"step {step}: the trainer's scoring has {bad} of {len(train.logprobs)} "
-                    "log-probabilities that are not finite",
-                    "the weights have diverged: a smaller --learning-rate, or another arm",
-                )
-            row |= measure(rollout, decode, train)
-        scored = time.monotonic()
         own = np.zeros(rollout.n_actions) if train is None else train.logprobs.copy()
         shared: Floats = self.world.sum(torch.from_numpy(own)).numpy()  # rank 0 alone has it
+        if not np.isfinite(shared).all():
+            fault = f"step {step}: the trainer's log-probabilities are not finite"
+            fix = "the weights have diverged: a smaller --learning-rate, or another arm"
+            raise MismatchError(fault, fix)
+        if train is not None:
+            row |= measure(rollout, decode, train)
+        scored = time.monotonic()
         row |= self.update(step, folder, rollout, shared, decode.logprobs)
-        updated = time.monotonic()
-        row["score_s"], row["update_s"] = scored - began, updated - scored
+        row |= {"score_s": scored - began, "update_s": time.monotonic() - scored}
         self.hand_on(step, row)
         if self.world.rank == 0:
             shutil.rmtree(folder)
+
+    def update(
+        self, step: int, folder: Path, rollout: Rollout, train: Floats, engine: Floats
+    ) -> Row:
+        """Take the optimiser's steps on one rollout; refuse what is not finite."""
+        loop, spec = self.loop, replace(self.loop.check.train, grad=True)
+        source = replay_source(folder, rollout, spec)
+        options, _ = prepare_pass(self.world, self.loaded, rollout, spec, source)
+        taken: list[tuple[float, float]] = []  # loss and gradient norm
+        policies: list[PolicyLoss] = []
+        for prompts in deal(rollout, loop.mini_batches, (loop.seed, step, MINI_STREAM)):
+            policy = policy_loss(rollout, train, engine, prompts, loop)
+            backward = Backward(
+                *(self.world, self.loaded, rollout, Pass(TRAIN, spec), options, policy, source)
+            )
+            rows = [int(n) for n in np.flatnonzero(np.isin(rollout.prompt_index, prompts))]
+            made = self.optimiser.step(backward, rows)
+            if made is None:
+                raise MismatchError(
+                    f"step {step}, mini-batch {len(taken)}: the loss or its gradient is not "
+                    f"finite; the largest ratio was {policy.largest:.3g}",
+                    f"history and the last checkpoint are in {self.run_dir}; a smaller "
+                    "--learning-rate, or another --train-dtype",
+                )
+            taken.append(made)
+            policies.append(policy)
+        losses, norms = zip(*taken, strict=True)
+        counts = [[policy.clipped, policy.tokens] for policy in policies]
+        removed, counted = self.world.sum(torch.tensor(counts).sum(0)).tolist()
+        largest = self.world.gather(max(policy.largest for policy in policies)) or [0.0]
+        return {
+            "loss": float(np.mean(losses)),
+            "grad_norm": max(norms),
+            "clip_share": removed / max(counted, 1),
+            "ratio_max": max(largest),
+        }
 
     def hand_on(self, step: int, row: Row) -> None:
         """Keep what was measured, then the weights, then let the engine go on."""
@@ -157,51 +180,14 @@ class TrainerSide:
             for older in folder.iterdir() if first else ():
                 if older.name != f"{done:06d}":
                     shutil.rmtree(older)
-        row["export_s"] = self.let_go(done)
+        began = time.monotonic()
+        if done < self.loop.steps:
+            self.let_go(done)
+        row["export_s"] = time.monotonic() - began
         row["seconds"] = sum(row[part] or 0.0 for part in PARTS)
         if first:
             save_row(self.run_dir, row)
-            self.recent = [*self.recent[1 - PACE :], row]
-            say(f"progress {in_words(self.recent, self.loop.steps)}")
-
-    def update(
-        self, step: int, folder: Path, rollout: Rollout, train: Floats, engine: Floats
-    ) -> Row:
-        """Take the optimiser's steps on one rollout; refuse what is not finite."""
-        spec = replace(self.loop.check.train, grad=True)
-        source = replay_source(folder, rollout, spec)
-        options, _ = prepare_pass(self.world, self.loaded, rollout, spec, source)
-        old = old_logprobs(train, engine, self.loop)
-        losses: list[float] = []
-        norms: list[float] = []
-        policies: list[PolicyLoss] = []
-        for prompts in deal(rollout, self.loop.mini_batches, (self.loop.seed, step, MINI_STREAM)):
-            plain = plain_coefficients(rollout, train, engine, prompts, self.loop)
-            policy = PolicyLoss(plain, old, self.loop.clip)
-            backward = Backward(
-                *(self.world, self.loaded, rollout, Pass(TRAIN, spec), options, policy, source)
-            )
-            rows = [int(n) for n in np.flatnonzero(np.isin(rollout.prompt_index, prompts))]
-            taken = self.optimiser.step(backward, rows)
-            if taken is None:
-                raise MismatchError(
-                    f"step {step}, mini-batch {len(losses)}: the loss or its gradient is not "
-                    f"finite; the largest ratio was {policy.largest:.3g}",
-                    f"history and the last checkpoint are in {self.run_dir}; a smaller "
-                    "--learning-rate, or another --train-dtype",
-                )
-            losses.append(taken[0])
-            norms.append(taken[1])
-            policies.append(policy)
-        counts = [[policy.clipped, policy.tokens] for policy in policies]
-        removed, counted = self.world.sum(torch.tensor(counts).sum(0)).tolist()
-        largest = self.world.gather(max(policy.largest for policy in policies)) or [0.0]
-        return {
-            "loss": float(np.mean(losses)),
-            "grad_norm": max(norms),
-            "clip_share": removed / max(counted, 1),
-            "ratio_max": max(largest),
-        }
+            say(f"progress {in_words(row, self.loop.steps)}")
 
 
 if __name__ == "__main__":
