@@ -77,8 +77,7 @@ def in_turns(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
                 left = loop_engine.EngineSide(arm, loop, engine, ready[0], ["load"])
                 left.choose_pool(pool)
                 loaded = load(loop.check.train, world.mesh, world.device)
-                right = loop_trainer.TrainerSide(world, loaded, loop, arm)
-                right.begin(start)
+                right = loop_trainer.TrainerSide(world, loaded, loop, arm, start)
                 for step in range(start, loop.steps):
                     left.step(step)
                     right.step(step)

@@ -12,16 +12,7 @@ import typer
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option, flags_of, spec_values
-from mismatch.cli.options import (
-    AROUND_A_RUN,
-    CHECK,
-    DRY_RUN,
-    FORCE,
-    JSON,
-    MODEL_FLAGS,
-    NEW_RUN,
-    TRUST_RUN,
-)
+from mismatch.cli.options import AROUND_A_RUN, CHECK, JSON
 from mismatch.errors import MismatchError, require_packages
 from mismatch.features.loop.spec import (
     AS_IS,
@@ -49,28 +40,28 @@ NAMES = (
     "as-is, and fixes by name (mismatch fixes), several joined by +; also fp8-kv-cache, "
     "raw-logprobs, no-sinks, forward-sinks."
 )
-SIDES = (
-    *("prompts", "num_prompts", "samples_per_prompt", "max_tokens", "temperature"),
-    *("engine", "dtype", "train_dtype", "attention", "nproc_per_node"),
-)
 SIZES = ("num_prompts", "samples_per_prompt", "max_tokens")  # a loop may take less than its check
+SIDES = (
+    *("model", "prompts", *SIZES, "temperature", "engine", "dtype", "nproc_per_node"),
+    *("train_dtype", "attention"),
+)
+AROUND = ("out", "resume", "trust_run", "dry_run", "force")
+OTHERWISE = {  # than in a check
+    "samples_per_prompt": {"default": SAMPLES},
+    "dry_run": {"help": "Show arms, steps and memory of both sides; start nothing."},
+}
 
 
 @with_flags(
-    MODEL_FLAGS[0],
     Option("like", Path | None, MODEL, "Take sides, prompts and verdicts of this check."),
     Option("arms", str, LOOP, NAMES, default=AS_IS),
     Option("seeds", str, LOOP, "Seeds that every arm is run with.", default="0"),
     flags_of(LoopSpec),
     tuple(
-        replace(flag, default=SAMPLES) if flag.name == "samples_per_prompt" else flag
+        replace(flag, **OTHERWISE.get(flag.name, {}))  # type: ignore[arg-type]
         for flag in CHECK
-        if flag.name in SIDES
+        if flag.name in (*SIDES, *AROUND)
     ),
-    NEW_RUN,
-    TRUST_RUN,
-    replace(DRY_RUN, help="Show arms, steps and memory of both sides; start nothing."),
-    FORCE,
     JSON,
 )
 def loop(flags: Flags) -> int:
@@ -103,9 +94,9 @@ def loop(flags: Flags) -> int:
         return plan(wanted, sides)
     if wanted.loop.check.train.python is None:
         require_packages("torch", "transformers")
-    never = [(arm, fit) for arm, fit in sides if fit.certain]
+    never = dict.fromkeys(text for _, fit in sides if fit.certain for text in fit.warnings)
     if never and not flags["force"]:
-        raise MismatchError("\n    ".join(warnings_of(never)), "to start anyway: --force")
+        raise MismatchError("\n    ".join(never), "to start anyway: --force")
     narrator = session.narrator_of(flags, DEFAULT_MODEL)
     run_dir = session.open_run("loop", wanted.loop.check, flags)
     report = run_loop(wanted, run_dir, narrator, session.command())
@@ -165,19 +156,15 @@ def plan(wanted: Asked, sides: Sequence[tuple[str, Fit]]) -> int:
     lines = [
         ("arms", f"{', '.join(arms)}; seeds {', '.join(map(str, seeds))}"),
         ("steps", f"{loop.steps} of each, {len(arms) * len(seeds) * loop.steps} in all"),
-        ("a step", f"{loop.prompts} prompts x {samples}, {loop.mini_batches} updates"),
-        ("updates", f"AdamW, learning rate {loop.learning_rate:g}"),
+        ("a step", f"{loop.prompts} prompts x {samples}, {loop.mini_batches} updates of AdamW"),
+        ("learning rate", f"{loop.learning_rate:g}"),
     ]
     rows = [(arm, fit.side, gib(fit.needed), gib(fit.capacity), fit.level) for arm, fit in sides]
     print_table(Console(), "loop", lines)
     print_table(Console(), "memory", rows, ("arm", "side", "needed", "there", ""))
-    print_list(Console(), "warnings", warnings_of(sides))
+    warnings = dict.fromkeys(text for _, fit in sides for text in fit.warnings)
+    print_list(Console(), "warnings", list(warnings))
     return 2 if any(fit.level == "does not fit" for _, fit in sides) else 0
-
-
-def warnings_of(sides: Sequence[tuple[str, Fit]]) -> list[str]:
-    """Return what is wrong with memory, once where arms share it."""
-    return list(dict.fromkeys(text for _, fit in sides for text in fit.warnings))
 
 
 def checked_of(run: Path) -> Checked | None:
@@ -205,14 +192,11 @@ def loop_spec(flags: Flags) -> LoopSpec:
 
     values, run = spec_values(LoopSpec, flags), flags["like"]
     if run is not None:
-        if given := flags.explicit & ({"model", *SIDES} - {*SIZES}):
+        if given := flags.explicit & ({*SIDES} - {*SIZES}):
             fault = f"--like takes model, engine, trainer and prompts of {run}"
             raise MismatchError(fault, f"drop --{min(given).replace('_', '-')}, or --like")
         spec = load_spec(run)
         require_own(run, spec, flags["trust_run"])
-        if spec.train.layers is not None:
-            fault = f"--like {run}: {spec.train.layers} layers alone ran, whose text earns nothing"
-            raise MismatchError(fault, "check the whole model")
         values["checked"] = checked_of(run)
         less = {name: flags[name] for name in SIZES if name in flags.explicit}
         count = less.pop("num_prompts", spec.rollout.prompts.num_prompts)

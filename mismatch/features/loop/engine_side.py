@@ -40,10 +40,9 @@ POOL_SAMPLES = 6
 POOL_STREAM = 7919  # apart from the seeds of steps
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Sample every step; 0, or 1 with the error left for the parent."""
-    (path,) = sys.argv[1:] if arguments is None else arguments
-    job = store.read_json(Path(path))
+    job = store.read_json(Path(arguments[0]))
     run_dir, loop = Path(job["run_dir"]), from_json(LoopSpec, job["loop"])
     start, pool = int(job["start"]), Path(job["pool"])
     return reported(run_dir, "loop-engine", lambda: run(run_dir, loop, start, pool))
@@ -209,4 +208,4 @@ def own_rewards(
 
 
 if __name__ == "__main__":
-    exit_worker(main())
+    exit_worker(main(sys.argv[1:]))

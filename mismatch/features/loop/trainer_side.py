@@ -69,8 +69,7 @@ def run(run_dir: Path, loop: LoopSpec, start: int) -> None:
     torch.manual_seed(loop.seed)
     try:
         loaded = load(loop.check.train, world.mesh, world.device)
-        side = TrainerSide(world, loaded, loop, run_dir)
-        side.begin(start)
+        side = TrainerSide(world, loaded, loop, run_dir, start)
         for step in range(start, loop.steps):
             side.step(step)
     except torch.OutOfMemoryError as error:
@@ -82,19 +81,16 @@ def run(run_dir: Path, loop: LoopSpec, start: int) -> None:
 
 
 class TrainerSide:
-    """A sharded model, its optimiser, and the steps."""
+    """A sharded model at the checkpoint of a step, its optimiser, and the steps."""
 
-    def __init__(self, world: Any, loaded: Any, loop: LoopSpec, run_dir: Path) -> None:
+    def __init__(self, world: Any, loaded: Any, loop: LoopSpec, run_dir: Path, start: int) -> None:
         self.world, self.loaded, self.loop, self.run_dir = world, loaded, loop, run_dir
         self.optimiser = PolicyOptimiser(world, loaded, loop.learning_rate, loop.max_norm)
-
-    def begin(self, start: int) -> None:
-        """Go back to the checkpoint of a step, and give the engine its first weights."""
         if start:
-            self.optimiser.load(self.run_dir / CHECKPOINTS / f"{start:06d}")
-        if self.world.rank == 0:
+            self.optimiser.load(run_dir / CHECKPOINTS / f"{start:06d}")
+        if world.rank == 0:
             report_ready()
-        self.world.barrier()
+        world.barrier()
         self.let_go(start)
 
     def let_go(self, step: int) -> None:
@@ -107,7 +103,8 @@ class TrainerSide:
             store.write_json(self.run_dir / GO / f"{step:06d}.json", order)
 
     def step(self, step: int) -> None:
-        """Score, update, measure, hand on."""
+        """Score, update, measure; keep the numbers, then the weights, then let the engine go on."""
+        first, done = self.world.rank == 0, step + 1
         folder = self.run_dir / STEPS / f"{step:06d}"
         wait_for(folder / DONE)
         began = time.monotonic()
@@ -129,8 +126,22 @@ class TrainerSide:
         scored = time.monotonic()
         row |= self.update(step, folder, rollout, shared, decode.logprobs)
         row |= {"score_s": scored - began, "update_s": time.monotonic() - scored}
-        self.hand_on(step, row)
-        if self.world.rank == 0:
+        if first:
+            save_row(self.run_dir, row)
+        if done % self.loop.checkpoint_every == 0 or done == self.loop.steps:
+            kept = self.run_dir / CHECKPOINTS / f"{done:06d}"
+            self.optimiser.save(kept)
+            for older in kept.parent.iterdir() if first else ():
+                if older != kept:
+                    shutil.rmtree(older)
+        began = time.monotonic()
+        if done < self.loop.steps:
+            self.let_go(done)
+        row["export_s"] = time.monotonic() - began
+        row["seconds"] = sum(row[part] or 0.0 for part in PARTS)
+        if first:
+            save_row(self.run_dir, row)
+            say(f"progress {in_words(row, self.loop.steps)}")
             shutil.rmtree(folder)
 
     def update(
@@ -168,26 +179,6 @@ class TrainerSide:
             "clip_share": removed / max(counted, 1),
             "ratio_max": max(largest),
         }
-
-    def hand_on(self, step: int, row: Row) -> None:
-        """Keep what was measured, then the weights, then let the engine go on."""
-        first, done = self.world.rank == 0, step + 1
-        if first:
-            save_row(self.run_dir, row)
-        if done % self.loop.checkpoint_every == 0 or done == self.loop.steps:
-            folder = self.run_dir / CHECKPOINTS
-            self.optimiser.save(folder / f"{done:06d}")
-            for older in folder.iterdir() if first else ():
-                if older.name != f"{done:06d}":
-                    shutil.rmtree(older)
-        began = time.monotonic()
-        if done < self.loop.steps:
-            self.let_go(done)
-        row["export_s"] = time.monotonic() - began
-        row["seconds"] = sum(row[part] or 0.0 for part in PARTS)
-        if first:
-            save_row(self.run_dir, row)
-            say(f"progress {in_words(row, self.loop.steps)}")
 
 
 if __name__ == "__main__":
