@@ -21,7 +21,6 @@ from mismatch.doctor.memory import Workload, predict_trainer, sharded
 from mismatch.errors import MismatchError
 from mismatch.features.loop import arms, history
 from mismatch.features.loop.arms import (
-    finish_both,
     memory_of_loop,
     require_same_settings,
     resume_from,
@@ -37,7 +36,6 @@ from mismatch.models.config import find_config
 from mismatch.models.digests import digest_tensor
 from mismatch.models.sizes import sized
 from mismatch.models.weight_states import Prints
-from mismatch.processes.launch import started
 from mismatch.prompts.prompt import Prompt
 from mismatch.run.directory import load_spec
 from mismatch.run.store import read_json
@@ -283,16 +281,18 @@ def test_a_run_goes_on_in_another_installation_with_the_arms_it_was_asked(tmp_pa
 # ---------------------------------------------------------------- processes
 
 
-def test_whichever_worker_fails_ends_the_arm(tmp_path: Path) -> None:
-    waits = [sys.executable, "-c", "import time; time.sleep(60)"]
-    fails = [sys.executable, "-c", "raise SystemExit(3)"]
+@pytest.mark.parametrize("fails", ["engine", "world"])
+def test_whichever_worker_fails_ends_the_arm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    commands = dict.fromkeys(("engine", "world"), "import time; time.sleep(60)")
+    commands[fails] = "raise SystemExit(3)"
+    for side, code in commands.items():
+        command = [sys.executable, "-c", code]
+        monkeypatch.setattr(arms, f"{side}_command", lambda *_, command=command: (command, {}))
     began = time.monotonic()
-    with (
-        pytest.raises(MismatchError, match="exit code 3"),
-        started("engine", waits, tmp_path) as engine,
-        started("trainer", fails, tmp_path) as trainer,
-    ):
-        finish_both(engine, trainer)
+    with pytest.raises(MismatchError, match="exit code 3"):
+        run_arm(tmp_path, replace(BASE, steps=3), tmp_path / "pool.json", lambda line: None)
     assert time.monotonic() - began < 50
 
 

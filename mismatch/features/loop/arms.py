@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from mismatch.features.loop.section import page
 from mismatch.features.loop.spec import Asked, LoopSpec, arm_of, place_of, settings
 from mismatch.models.config import find_config
 from mismatch.models.sizes import sized
-from mismatch.processes.launch import POLL_S, Worker, started
+from mismatch.processes.launch import Progress, finish, started
 from mismatch.processes.stages import Narrator, engine_command, world_command
 from mismatch.reports.html import show_page
 from mismatch.run.directory import at_work
@@ -30,7 +28,7 @@ from mismatch.specs import CheckSpec, Pass, portable
 SETTINGS, POOL, STOPPED = "settings.json", "pool.json", "stopped.json"
 ENGINE_MODULE = "mismatch.features.loop.engine_side"
 TRAINER_MODULE = "mismatch.features.loop.trainer_side"
-Progress = Callable[[str], None]
+TURN_S = 3600.0  # that the trainer may wait while the engine samples
 
 
 def run_arm(directory: Path, loop: LoopSpec, pool: Path, progress: Progress) -> list[Row]:
@@ -55,22 +53,8 @@ def run_arm(directory: Path, loop: LoopSpec, pool: Path, progress: Progress) -> 
             started("loop-engine", engine, directory, progress, engine_env) as sampling,
             started("loop-trainer", world, directory, progress, world_env) as training,
         ):
-            finish_both(sampling, training)
+            finish(training, sampling, more_s=TURN_S)
     return rows_of(directory)
-
-
-def finish_both(*workers: Worker) -> None:
-    """Wait until all are done; they wait in turns, so that one is at work.
-
-    Raises:
-        MismatchError: the first that failed, or all stalled.
-    """
-    watches = {worker: worker.watch() for worker in workers}
-    while watches := {worker: watch for worker, watch in watches.items() if not worker.ended()}:
-        if all(watch.idle_s() > watch.limit_s for watch in watches.values()):
-            worker, watch = next(iter(watches.items()))
-            worker.require_activity(watch)
-        time.sleep(POLL_S)
 
 
 def resume_from(directory: Path) -> int:
@@ -99,7 +83,6 @@ def run_loop(asked: Asked, run_dir: Path, narrator: Narrator, command: str) -> L
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / STOPPED).unlink(missing_ok=True)
                 title = f"{loop.arm}, seed {loop.seed} ({number} of {len(planned)})"
-                title += f", from step {done}" if (done := resume_from(folder)) else ""
                 try:
                     with narrator.stage(title) as progress:
                         run_arm(folder, loop, run_dir / POOL, progress)

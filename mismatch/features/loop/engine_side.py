@@ -158,8 +158,8 @@ class EngineSide:
         """Return prompts of a step, the same in every arm."""
         drawn = np.random.default_rng([self.loop.seed, step])
         few = len(self.pool) < self.loop.prompts
-        picked = drawn.choice(len(self.pool), self.loop.prompts, replace=few)
-        return [self.pool[int(index)] for index in picked]
+        chosen: list[int] = drawn.choice(self.pool, self.loop.prompts, replace=few).tolist()
+        return chosen
 
     def sample(
         self, chosen: Sequence[int], count: int, seed: int, where: str

@@ -118,9 +118,8 @@ def _first(steps: Bools) -> int | None:
 
 
 def at_end(run: SeedRun, column: str, end: int | None = None) -> float:
-    """Return the running mean of a curve at a step; the last by default."""
-    values = running(run.curve(column))[: run.steps if end is None else end]
-    return float(values[-1]) if len(values) else float("nan")
+    """Return the mean of a curve over the steps before ``end``, by default over the last."""
+    return float(running(run.curve(column)[:end])[-1])
 
 
 def claims(report: LoopReport) -> Iterator[Claim]:

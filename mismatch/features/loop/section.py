@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,10 +27,7 @@ from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, legend_above
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LEAD = (
-    "The engine samples, the trainer takes its optimiser's steps, the weights go back into the "
-    "engine. All arms begin with the same weights, prompts and seeds."
-)
+LEAD = "Every arm trains from the same weights, with the same prompts and seeds."
 
 
 class Panel(NamedTuple):
@@ -54,15 +50,11 @@ STRONG = (ACCENT, SECOND, INK)  # of the first arms, whose story the page tells;
 OVER = {"end": f"last {WINDOW} steps", "run": "all steps"}
 
 
-def _ends(name: str) -> Callable[[Arm], str]:
+def _ends(arm: Arm, name: str) -> str:
     """Return a column's mean over the last steps of an arm's seeds, and from where to where."""
-
-    def shown(arm: Arm) -> str:
-        values = [at_end(run, name) for run in arm.runs]
-        low, high, mean = number(min(values)), number(max(values)), number(float(np.mean(values)))
-        return mean if low == high else f"{mean} ({low} to {high})"
-
-    return shown
+    values = [at_end(run, name) for run in arm.runs]
+    low, high, mean = number(min(values)), number(max(values)), number(float(np.mean(values)))
+    return mean if low == high else f"{mean} ({low} to {high})"
 
 
 def _step(at: int | None) -> str:
@@ -77,11 +69,11 @@ def _falls(arm: Arm) -> list[int | None]:
 ARMS = (
     Column("arm", text, of="name", tone="code"),
     Column("seeds", count, 1, of=lambda arm: len(arm.runs)),
-    Column("reward", text, detail="last 5 steps, range of seeds", of=_ends("reward")),
+    Column("reward", text, detail="last 5 steps, range of seeds", of=partial(_ends, name="reward")),
     Column("reward falls", text, detail="at step", of=lambda a: ", ".join(map(_step, _falls(a)))),
-    Column("k3 KL", text, 1, detail="nats, last 5 steps", of=_ends("k3_kl")),
-    Column("entropy", text, 2, detail="nats, last 5 steps", of=_ends("entropy")),
-    Column("gradient norm", text, 3, detail="last 5 steps", of=_ends("grad_norm")),
+    Column("k3 KL", text, 1, detail="nats, last 5 steps", of=partial(_ends, name="k3_kl")),
+    Column("entropy", text, 2, detail="nats, last 5 steps", of=partial(_ends, name="entropy")),
+    Column("gradient norm", text, 3, detail="last 5 steps", of=partial(_ends, name="grad_norm")),
 )
 CLAIMS = (
     Column("higher", text, of="better", tone="code"),
@@ -161,13 +153,13 @@ def story(result: LoopReport) -> str:
     """
     least = 2 if any(len(arm.runs) > 1 for arm in result.arms) else 1
     falling, never = [], []
-    for place, arm in enumerate(arm for arm in result.arms if len(arm.runs) >= least):
+    for arm in (arm for arm in result.arms if len(arm.runs) >= least):
         falls = _falls(arm)
         at = [str(step) for step in falls if step is not None]
         few = f" ({len(at)} of {len(falls)} seeds)" if len(at) < len(falls) else ""
         if at:
             falling.append(f"{arm.name} at step{'s' * (len(at) > 1)} {' and '.join(at)}{few}")
-        elif place < len(STRONG):
+        else:
             never.append(arm.name)
     if not falling:
         return "The reward falls in no arm."

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mismatch.codec import from_json
+from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError, OutOfMemory, first_line
 from mismatch.features.loop.history import (
     CHECKPOINTS,
@@ -73,10 +73,9 @@ def run(run_dir: Path, loop: LoopSpec, start: int) -> None:
         for step in range(start, loop.steps):
             side.step(step)
     except torch.OutOfMemoryError as error:
-        raise OutOfMemory(
-            f"rank {world.rank} is out of GPU memory: {first_line(error)}",
-            "use more GPUs (--nproc-per-node), or --like a check with a lower --micro-batch-tokens",
-        ) from error
+        fault = f"rank {world.rank} is out of GPU memory: {first_line(error)}"
+        fix = "more GPUs (--nproc-per-node), or --like a check with a lower --micro-batch-tokens"
+        raise OutOfMemory(fault, fix) from error
     world.close()
 
 
@@ -99,8 +98,8 @@ class TrainerSide:
         dtype = torch_dtype(self.loop.check.rollout.engine.dtype)
         export(self.world, self.loaded, self.loaded.directory, self.run_dir / WEIGHTS, dtype)
         if self.world.rank == 0:
-            order = {"digests": {name: list(digest) for name, digest in digests.items()}}
-            store.write_json(self.run_dir / GO / f"{step:06d}.json", order)
+            order = self.run_dir / GO / f"{step:06d}.json"
+            store.write_json(order, {"digests": to_json(digests)})
 
     def step(self, step: int) -> None:
         """Score, update, measure; keep the numbers, then the weights, then let the engine go on."""
@@ -124,7 +123,7 @@ class TrainerSide:
         if train is not None:
             row |= measure(rollout, decode, train)
         scored = time.monotonic()
-        row |= self.update(step, folder, rollout, shared, decode.logprobs)
+        row |= self.update(step, rollout, source, shared, decode.logprobs)
         row |= {"score_s": scored - began, "update_s": time.monotonic() - scored}
         if first:
             save_row(self.run_dir, row)
@@ -145,11 +144,10 @@ class TrainerSide:
             shutil.rmtree(folder)
 
     def update(
-        self, step: int, folder: Path, rollout: Rollout, train: Floats, engine: Floats
+        self, step: int, rollout: Rollout, source: Any, train: Floats, engine: Floats
     ) -> Row:
         """Take the optimiser's steps on one rollout; refuse what is not finite."""
         loop, spec = self.loop, replace(self.loop.check.train, grad=True)
-        source = replay_source(folder, rollout, spec)
         options, _ = prepare_pass(self.world, self.loaded, rollout, spec, source)
         taken: list[tuple[float, float]] = []  # loss and gradient norm
         policies: list[PolicyLoss] = []
@@ -158,8 +156,8 @@ class TrainerSide:
             backward = Backward(
                 *(self.world, self.loaded, rollout, Pass(TRAIN, spec), options, policy, source)
             )
-            rows = [int(n) for n in np.flatnonzero(np.isin(rollout.prompt_index, prompts))]
-            made = self.optimiser.step(backward, rows)
+            rows = np.flatnonzero(np.isin(rollout.prompt_index, prompts))
+            made = self.optimiser.step(backward, rows.tolist())
             if made is None:
                 raise MismatchError(
                     f"step {step}, mini-batch {len(taken)}: the loss or its gradient is not "
