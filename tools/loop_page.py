@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.codec import from_json, to_json
-from mismatch.features.loop.arms import gather, read_settings, save
+from mismatch.features.loop.arms import gather, read_settings
 from mismatch.features.loop.history import rows_of
 from mismatch.features.loop.judge import (
     WINDOW,
@@ -30,9 +30,10 @@ from mismatch.features.loop.judge import (
     reward_fall,
     running,
 )
-from mismatch.features.loop.section import PANELS, draw, section
+from mismatch.features.loop.section import PANELS, draw, page, section
 from mismatch.features.loop.spec import Asked, LoopSpec, arm_of
 from mismatch.reports.formatting import number
+from mismatch.reports.html import show_page
 from mismatch.reports.markdown import table
 from mismatch.reports.svg import ACCENT, FAINT, GRID, INK, SECOND, drawing
 from mismatch.run.resume import differences
@@ -54,7 +55,7 @@ def take(runs: Sequence[Path]) -> None:
     """Keep the curves of these runs next to those that are there, shortened to some digits."""
     known = [read(EXAMPLE / "loop.json")] if (EXAMPLE / "loop.json").exists() else []
     report = merged([*known, *map(taken, runs)])
-    save(report, EXAMPLE)
+    (EXAMPLE / "loop.html").write_text(show_page(page(report)), "utf-8")
     text = json.dumps(short(loop_to_json(report)), allow_nan=False, separators=(",", ":"))
     (EXAMPLE / "loop.json").write_text(f"{text}\n", "utf-8")
 

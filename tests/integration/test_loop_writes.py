@@ -22,7 +22,6 @@ from mismatch.features.loop import engine_side as loop_engine
 from mismatch.features.loop import history
 from mismatch.features.loop import trainer_side as loop_trainer
 from mismatch.features.loop.arms import resume_from
-from mismatch.features.loop.judge import FILE
 from mismatch.features.loop.optimiser import PolicyOptimiser
 from mismatch.features.loop.spec import Asked, LoopSpec
 from mismatch.processes.workers.sampling import ready_for
@@ -98,7 +97,7 @@ def curves(root: Path) -> list[list[float | None]]:
     """Of the rows, and of the report that was written from them."""
     folder = root / "as-is" / "seed-0"
     rows = history.rows_of(folder)
-    (arm,) = read_json(root / FILE)["arms"]
+    (arm,) = read_json(root / "loop.json")["arms"]
     assert arm["runs"][0]["curves"]["loss"] == [row["loss"] for row in rows]
     assert arm["runs"][0]["stopped"] == ""
     assert not [*root.rglob("*.partial")]
@@ -158,7 +157,7 @@ def test_a_loss_that_is_not_finite_stops_its_arm_and_the_others_go_on(
             *(Asked(asked, ("as-is", "on-policy-ratio"), (0,)), tmp_path, Silent(), "test"),
             lambda *_: None,
         )
-    first, other = (arm["runs"][0] for arm in read_json(tmp_path / FILE)["arms"])
+    first, other = (arm["runs"][0] for arm in read_json(tmp_path / "loop.json")["arms"])
     assert "step 1" in first["stopped"]
     assert first["curves"]["step"] == [0.0]
     assert len(other["curves"]["step"]) == STEPS

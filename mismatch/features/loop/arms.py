@@ -11,18 +11,18 @@ from mismatch.doctor.machine import Machine, inspect_machine
 from mismatch.doctor.plan import work_of
 from mismatch.errors import MismatchError
 from mismatch.features.loop.history import CHECKPOINTS, PATH, Row, forget_from, rows_of
-from mismatch.features.loop.judge import FILE, SCHEMA, Arm, LoopReport, SeedRun, loop_to_json
+from mismatch.features.loop.judge import SCHEMA, Arm, LoopReport, SeedRun, loop_to_json
 from mismatch.features.loop.section import page
 from mismatch.features.loop.spec import Asked, LoopSpec, arm_of, place_of, settings
 from mismatch.models.config import find_config
 from mismatch.models.sizes import sized
 from mismatch.processes.launch import Progress, finish, started
 from mismatch.processes.stages import Narrator, engine_command, world_command
-from mismatch.reports.html import show_page
+from mismatch.reports.files import write_page
 from mismatch.run.directory import at_work
 from mismatch.run.machine import local_gpus, placement
 from mismatch.run.resume import differences
-from mismatch.run.store import TRAIN, read_json, write_json, write_text
+from mismatch.run.store import TRAIN, read_json, write_json
 from mismatch.specs import CheckSpec, Pass, portable
 
 SETTINGS, POOL, STOPPED = "settings.json", "pool.json", "stopped.json"
@@ -66,7 +66,7 @@ def resume_from(directory: Path) -> int:
 def run_loop(asked: Asked, run_dir: Path, narrator: Narrator, command: str) -> LoopReport:
     """Run every step that is not there; seeds outermost, so that all arms have as many of them.
 
-    loop.json and loop.html say what the run directory holds, however the run ends.
+    loop.json, loop.html and loop.md say what the run directory holds, however the run ends.
 
     Raises:
         MismatchError: an arm that means nothing or changes nothing, settings other than those the
@@ -95,16 +95,10 @@ def run_loop(asked: Asked, run_dir: Path, narrator: Narrator, command: str) -> L
         finally:
             report = gather(every, run_dir)
             if report.arms:
-                save(report, run_dir)
+                write_page(run_dir, page(report), loop_to_json(report))
     if failed is not None:
         raise failed
     return report
-
-
-def save(report: LoopReport, folder: Path) -> None:
-    """Write loop.json and loop.html."""
-    write_json(folder / FILE, loop_to_json(report))
-    write_text(folder / "loop.html", show_page(page(report)))
 
 
 def gather(asked: Asked, run_dir: Path) -> LoopReport:

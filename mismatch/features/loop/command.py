@@ -81,9 +81,9 @@ def loop(flags: Flags) -> int:
     from mismatch.cli import session
     from mismatch.features.loop.arms import memory_of_loop, run_loop
     from mismatch.features.loop.judge import loop_to_json
-    from mismatch.features.loop.section import section
+    from mismatch.features.loop.section import page
     from mismatch.pipeline.preflight import require_names
-    from mismatch.reports.terminal import print_section, say
+    from mismatch.reports.terminal import print_page
 
     wanted = asked(flags)
     session.require_directory(flags)
@@ -103,8 +103,7 @@ def loop(flags: Flags) -> int:
     if flags["as_json"]:
         typer.echo(json.dumps(loop_to_json(report), indent=2, allow_nan=False))
     else:
-        print_section(section(report), Console())
-        say(Console(), f"\nEverything is in {run_dir} (open loop.html)")
+        print_page(page(report), Console(), run_dir)
     return 0
 
 

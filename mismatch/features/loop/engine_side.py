@@ -64,7 +64,6 @@ def run(run_dir: Path, loop: LoopSpec, start: int, pool: Path) -> None:
         side = EngineSide(run_dir, loop, engine, ready, list(PATHS[spec.engine.engine]))
         side.choose_pool(pool)
         for step in range(start, loop.steps):
-            wait_for(run_dir / GO / f"{step:06d}.json")
             side.step(step)
 
 
@@ -99,8 +98,9 @@ class EngineSide:
 
     def step(self, step: int) -> None:
         """Take the weights, verify them, sample."""
-        spec = self.loop.check.rollout
-        done = self.take(step, store.read_json(self.run_dir / GO / f"{step:06d}.json")["digests"])
+        spec, order = self.loop.check.rollout, self.run_dir / GO / f"{step:06d}.json"
+        wait_for(order)
+        done = self.take(step, store.read_json(order)["digests"])
         began = time.monotonic()
         drawn = np.random.SeedSequence([self.loop.seed, step]).generate_state(1)[0]
         count, seed = spec.sampling.samples_per_prompt, int(drawn >> 1)
@@ -121,11 +121,8 @@ class EngineSide:
         kind: Any = driver_class(self.loop.check.rollout.engine.engine)
         driver = kind(self.engine, weights, self.run_dir / "scratch")
         expected, lost_by = weights.prints(0), "the trainer's export"
-        wrong = [
-            name
-            for name, tensor in weights.tensors(0)
-            if name in digests and list(digest_tensor(tensor)) != list(digests[name])
-        ]
+        exported = {name: list(digest_tensor(tensor)) for name, tensor in weights.tensors(0)}
+        wrong = [name for name in exported if exported[name] != digests.get(name, exported[name])]
         for path in () if wrong else tuple(self.paths):
             began = time.monotonic()
             driver.push(path, 0)
@@ -134,11 +131,8 @@ class EngineSide:
             held, _ = driver.held(list(expected), transposed)
             compared = [name for name in expected if name in held]
             if not compared:
-                raise MismatchError(
-                    f"step {step}: no parameter of the engine can be read back, so that nothing "
-                    "compares its weights with the trainer's",
-                    "another engine",
-                )
+                fault = f"step {step}: no parameter of the engine can be read back and compared"
+                raise MismatchError(fault, "another engine")
             wrong = [name for name in compared if held[name].cells != expected[name].cells]
             if not wrong:
                 driver.drop_caches()

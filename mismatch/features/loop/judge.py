@@ -14,7 +14,6 @@ from mismatch.features.loop.spec import Checked
 from mismatch.types import Bools, Floats
 
 SCHEMA = "mismatch.loop/1"
-FILE = "loop.json"
 WINDOW = 5  # steps that a running mean takes
 FALL = 0.1  # of the reward, from the best running mean so far
 Curve = tuple[float | None, ...]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -91,20 +90,14 @@ CLAIMS = (
 )
 WARNINGS = (
     *(Column("arm", text), Column("seed", count), Column("k3 KL", text)),
-    *(
-        Column(title, text)
-        for title in ("sequence ESS lost", "largest |log-perplexity difference|")
-    ),
-    *(Column(title, text) for title in ("entropy", "gradient norm")),
+    *(Column("sequence ESS lost", text), Column("log-perplexity difference", text)),
+    *(Column("entropy", text), Column("gradient norm", text)),
 )
 
 
 def section(result: LoopReport) -> Section:
     """Return arms and seeds, the pictures, warnings and times below."""
     rows = [(arm.name, run) for arm in result.arms for run in arm.runs]
-    stopped = [
-        f"{arm}, seed {run.seed}, stopped: {run.stopped}" for arm, run in rows if run.stopped
-    ]
     fires: list[Cells] = [
         (Cell(arm, "code"), run.seed, *map(_step, fired(run).values())) for arm, run in rows
     ]
@@ -120,8 +113,7 @@ def section(result: LoopReport) -> Section:
         "loop",
         "Training loop",
         LEAD,
-        warnings=stopped,
-        sentences=[story(result)],
+        warnings=[f"{arm}, seed {run.seed}: {run.stopped}" for arm, run in rows if run.stopped],
         tables=[Table.of(columns, result.arms)],
         figures=[
             Figure(
@@ -163,7 +155,7 @@ def story(result: LoopReport) -> str:
             never.append(arm.name)
     if not falling:
         return "The reward falls in no arm."
-    fine = f"; with {' and '.join(never)} it does not" if never else ""
+    fine = f"; with {', '.join(never)} it does not" if never else ""
     return f"The reward falls in {'; in '.join(falling)}{fine}."
 
 
@@ -208,6 +200,6 @@ def page(result: LoopReport) -> Page:
         reason=f"{plural(len(result.arms), 'arm')} with the same weights, prompts and seeds",
         title=Path(result.model).name,
         facts=(f"{result.engine} and FSDP2; {plural(steps, 'step')}",),
-        sections=(replace(section(result), sentences=()),),  # the lead says it
+        sections=(section(result),),
         file="loop",
     )
