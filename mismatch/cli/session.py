@@ -82,9 +82,7 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
         spec = replace(spec, rollout=replace(spec.rollout, engine=engine))
         if "server" in explicit:  # said again
             asked = replace(spec, rollout=replace(spec.rollout, engine=replace(engine, servers=())))
-    require_trust(Path(resume), asked, bool(flags.get("trust_run")))
-    if not flags.get("trust_run"):
-        require_known_prompts(Path(resume), asked)
+    require_own(Path(resume), asked, bool(flags.get("trust_run")))
     if explicit & FIX_NAMES:
         fields = fix_fields(flags, spec.fixes)
         kept = set() if "fix" in explicit else FIX_NAMES - explicit
@@ -92,6 +90,13 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
     if explicit & FEATURE_NAMES:  # a flag that is not set again stays the run's
         spec = replace(spec, extras=extras(flags, spec.extras))
     return spec
+
+
+def require_own(run_dir: Path, spec: CheckSpec, trusted: bool) -> None:
+    """Refuse code and prompts that a stored spec names and nobody here trusts."""
+    require_trust(run_dir, spec, trusted)
+    if not trusted:
+        require_known_prompts(run_dir, spec)
 
 
 def trusted_code(run_dir: Path, train: TrainSpec, flags: Flags) -> bool:

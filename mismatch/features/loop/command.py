@@ -27,7 +27,7 @@ from mismatch.features.loop.spec import (
     read_seeds,
 )
 from mismatch.models import resolve_model
-from mismatch.specs import MODEL, CheckSpec
+from mismatch.specs import MODEL
 
 if TYPE_CHECKING:
     from mismatch.doctor.fit import Fit
@@ -42,7 +42,7 @@ NAMES = (
 )
 SIZES = ("num_prompts", "samples_per_prompt", "max_tokens")  # a loop may take less than its check
 SIDES = (
-    *("model", "prompts", *SIZES, "temperature", "engine", "dtype", "nproc_per_node"),
+    *("model", "prompts", "temperature", "engine", "dtype", "nproc_per_node"),
     *("train_dtype", "attention"),
 )
 AROUND = ("out", "resume", "trust_run", "dry_run", "force")
@@ -60,7 +60,7 @@ OTHERWISE = {  # than in a check
     tuple(
         replace(flag, **OTHERWISE.get(flag.name, {}))  # type: ignore[arg-type]
         for flag in CHECK
-        if flag.name in (*SIDES, *AROUND)
+        if flag.name in (*SIDES, *SIZES, *AROUND)
     ),
     JSON,
 )
@@ -109,6 +109,7 @@ def loop(flags: Flags) -> int:
 
 def asked(flags: Flags) -> Asked:
     """Return what the flags ask, or what the run was asked that ``--resume RUN`` names."""
+    from mismatch.cli import session
     from mismatch.experiments.fixes.spec_edits import on_engine
     from mismatch.features.loop.arms import read_settings
     from mismatch.run.directory import NEWEST
@@ -118,7 +119,7 @@ def asked(flags: Flags) -> Asked:
     if run in (None, NEWEST) or given - BESIDE_RESUME:
         return Asked(loop_spec(flags), arms, seeds)
     before, trusted = read_settings(Path(run)), bool(flags.get("trust_run"))
-    require_own(Path(run), before.loop.check, trusted)
+    session.require_own(Path(run), before.loop.check, trusted)
     if before.loop.reward is not None and not trusted:
         fault = f"{run} names a reward function: {before.loop.reward}"
         raise MismatchError(fault, "if that is yours: --trust-run")
@@ -131,16 +132,6 @@ def asked(flags: Flags) -> Asked:
         arms if "arms" in given else before.arms,
         seeds if "seeds" in given else before.seeds,
     )
-
-
-def require_own(run: Path, check: CheckSpec, trusted: bool) -> None:
-    """Refuse code and prompts that a stored run names and nobody here trusts."""
-    from mismatch.run.directory import require_known_prompts
-    from mismatch.run.trust import require_trust
-
-    require_trust(run, check, trusted)
-    if not trusted:
-        require_known_prompts(run, check)
 
 
 def plan(wanted: Asked, sides: Sequence[tuple[str, Fit]]) -> int:
@@ -186,16 +177,17 @@ def checked_of(run: Path) -> Checked | None:
 
 def loop_spec(flags: Flags) -> LoopSpec:
     """Return what all arms share; flags that a loop cannot honour are refused."""
+    from mismatch.cli import session
     from mismatch.cli.to_spec import check_spec
     from mismatch.run.directory import load_spec
 
     values, run = spec_values(LoopSpec, flags), flags["like"]
     if run is not None:
-        if given := flags.explicit & ({*SIDES} - {*SIZES}):
+        if given := flags.explicit & {*SIDES}:
             fault = f"--like takes model, engine, trainer and prompts of {run}"
             raise MismatchError(fault, f"drop --{min(given).replace('_', '-')}, or --like")
         spec = load_spec(run)
-        require_own(run, spec, flags["trust_run"])
+        session.require_own(run, spec, flags["trust_run"])
         values["checked"] = checked_of(run)
         less = {name: flags[name] for name in SIZES if name in flags.explicit}
         count = less.pop("num_prompts", spec.rollout.prompts.num_prompts)

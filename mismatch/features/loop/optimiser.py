@@ -30,14 +30,12 @@ BETAS = 0.9, 0.95
 class PolicyOptimiser:
     """AdamW without weight decay, gradients cut to a norm."""
 
-    def __init__(
-        self, world: World, loaded: LoadedModel, learning_rate: float, max_norm: float
-    ) -> None:
+    def __init__(self, world: World, loaded: LoadedModel, rate: float, max_norm: float) -> None:
         self.world, self.loaded, self.max_norm = world, loaded, max_norm
         self.trained = [*loaded.scorer.parameters()]
         for parameter in self.trained:
             parameter.requires_grad_(True)
-        self.optimiser = torch.optim.AdamW(self.trained, learning_rate, BETAS, weight_decay=0.0)
+        self.optimiser = torch.optim.AdamW(self.trained, rate, BETAS, weight_decay=0.0)
 
     def step(self, backward: Backward, rows: Sequence[int]) -> tuple[float, float] | None:
         """Take one step on these samples; all ranks call it.
