@@ -24,7 +24,6 @@ def measure(rollout: Rollout, decode: Scoring, train: Scoring) -> Row:
     """Measure one rollout, before the trainer's update; log-ratios are in nats."""
     pair = Pair.of(rollout, decode, train)
     delta, sequence = pair.delta, pair.sequence
-    cut = [reason == "length" for reason in rollout.finish_reason]
     row: Row = {
         "reward": None if rollout.rewards is None else float(np.mean(rollout.rewards)),
         "k3_kl": metrics.k3_kl(delta),
@@ -37,7 +36,7 @@ def measure(rollout: Rollout, decode: Scoring, train: Scoring) -> Row:
         "routing_disagree_layer": None,
         "entropy": None if train.entropy is None else float(np.mean(train.entropy)),
         "response_length": len(delta) / rollout.n_sequences,
-        "truncated": float(np.mean(cut)),
+        "truncated": float(np.mean([reason == "length" for reason in rollout.finish_reason])),
         "tokens": float(len(delta)),
     }
     if decode.routing is not None and train.routing is not None:

@@ -160,7 +160,10 @@ def story(result: LoopReport) -> str:
 
 
 def draw(result: LoopReport, name: str, axes: Axes) -> str:
-    """Draw curves and bands of every arm, as far as every seed goes; return what they say."""
+    """Draw curves and bands of every arm, as far as every seed goes; return what they say.
+
+    A logarithmic axis leaves out what is 0.
+    """
     panel, said = PANELS[name], []
     for place, arm in reversed(list(enumerate(result.arms))):  # the first on top
         length = min(run.steps for run in arm.runs)
@@ -168,9 +171,9 @@ def draw(result: LoopReport, name: str, axes: Axes) -> str:
         steps = np.flatnonzero(np.isfinite(seeds).any(axis=0))
         if not len(steps):
             continue
-        seeds, middle = seeds[:, steps], np.nanmean(seeds[:, steps], axis=0)
+        means = (of(seeds[:, steps], axis=0) for of in (np.nanmin, np.nanmean, np.nanmax))
+        low, middle, high = (np.where(m > 0, m, np.nan) if panel.log else m for m in means)
         if place < len(STRONG):
-            low, high = np.nanmin(seeds, axis=0), np.nanmax(seeds, axis=0)
             axes.fill_between(steps, low, high, color=STRONG[place], alpha=0.15, lw=0)
             axes.plot(steps, middle, color=STRONG[place], lw=2.0, label=arm.name)
         else:
