@@ -211,7 +211,8 @@ def loop_spec(flags: Flags) -> LoopSpec:
         fault = f"the loop has no way to bring weights into {engine.engine}"
         raise MismatchError(fault, f"--engine {', '.join(PATHS)}")
     if sampling.temperature == 0 or sampling.samples_per_prompt < 2:
-        fault = "group-normalised advantages need several samples of a prompt that may differ"
+        drawn = f"--temperature {sampling.temperature:g}"
+        fault = f"{drawn}: advantages need several samples of a prompt that may differ"
         raise MismatchError(fault, "--temperature 1 --samples-per-prompt 4")
     # The loop measures decode against the trainer; the other passes are a check's.
     rollout = replace(spec.rollout, exact_kl=0, engine=replace(engine, prefill=False))
