@@ -152,11 +152,9 @@ def test_a_loss_that_is_not_finite_stops_its_arm_and_the_others_go_on(
         return None if len(taken) == asked.mini_batches + 1 else step(self, *given)
 
     monkeypatch.setattr(PolicyOptimiser, "step", diverges)
+    wanted = Asked(asked, ("as-is", "on-policy-ratio"), (0,))
     with pytest.raises(MismatchError, match=r"1, mini-batch 0.*finite"):
-        pipeline.run_loop(
-            *(Asked(asked, ("as-is", "on-policy-ratio"), (0,)), tmp_path, Silent(), "test"),
-            lambda *_: None,
-        )
+        pipeline.run_loop(wanted, tmp_path, Silent(), "test")
     first, other = (arm["runs"][0] for arm in read_json(tmp_path / "loop.json")["arms"])
     assert "step 1" in first["stopped"]
     assert first["curves"]["step"] == [0.0]
