@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.family_models import FAMILIES, trained  # noqa: E402
+from benchmarks.family_models import FAMILIES, FLAGS, trained  # noqa: E402
 from benchmarks.planted_sides import MLP  # noqa: E402
 from benchmarks.sides import CLEAN, run  # noqa: E402
 from mismatch.codec import from_json  # noqa: E402
@@ -140,8 +140,8 @@ def outcome(row: Row) -> str:
     clean, *planted = row.checks.values()
     if clean.error:
         return "did not run"
-    places = zip(("vllm:prefill", "fsdp"), planted, strict=True)
-    located = sum(f"{side} mlp [1]" in found.located for side, found in places)
+    ends = zip((":prefill mlp [1]", "fsdp mlp [1]"), planted, strict=True)
+    located = sum(any(each.endswith(end) for each in found.located) for end, found in ends)
     faults = " and ".join(dict.fromkeys(found.verdict.upper() for found in planted))
     how = {0: "not located", 1: "one located", 2: "located"}[located]
     return f"{clean.verdict.upper()}; {faults}, {how}"
@@ -186,7 +186,7 @@ def main() -> int:
         model = asked.home / "models" / family
         nats, home = trained(family, model, asked.seconds), asked.home / family
         home.mkdir(parents=True, exist_ok=True)
-        flags = ("--model", str(model), "--nproc-per-node", "1")
+        flags = ("--model", str(model), "--nproc-per-node", "1", *FLAGS.get(family, ()))
         checks = {CLEAN: result(CLEAN, "", home, flags)}
         if not checks[CLEAN].error:
             checks["engine"] = result(MLP, "engine", home, flags + SMALL)

@@ -53,6 +53,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron_h": {},
 }
 
+# vLLM's own latent attention is wrong in its build for CPUs, transformers' code in vLLM is not; and
+# that build does not run the other two.
+FLAGS = {
+    "deepseek_v3": ("--engine-arg", "model_impl=transformers"),
+    "deepseek_v32": ("--engine", "transformers"),
+    "nemotron_h": ("--engine", "transformers"),
+}
+
 
 def trained(family: str, place: Path, seconds: float) -> float:
     """Return the nats per token of the last steps of a family's training.

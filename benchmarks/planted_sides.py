@@ -1,8 +1,10 @@
 """Faults for either side, planted in memory: ``PLANTED_SIDE=NAME@PLACE``.
 
-Places: ``engine`` (vLLM alone), ``trainer`` (the passes of the trainer, in float32 too, and not the
-reference), ``shared`` (model code: every pass of the training world). Files on disk stay right, so
-that only numbers, and digests of what an engine holds, can show the fault.
+Places: ``engine`` (vLLM or transformers), ``trainer`` (the trainer's passes, in float32 too, and
+not the reference), ``shared`` (model code: every pass of the training world). Files on disk stay
+right, so that only numbers, and digests of what an engine holds, can show the fault.
+
+NAME~SHARE plants a share of the fault: what it changes is multiplied by SHARE, in float32.
 
 benchmarks/sides.py puts this file on the path, as a plugin of vLLM (entry-point group
 vllm.general_plugins) and, by ``sitecustomize``, in the training world. An edit of weights takes the
@@ -128,12 +130,29 @@ def attention_scaled(state: State) -> None:
     if f"{LAYER}self_attn.q_norm.weight" in state:
         norm_scaled(by, "q_norm.weight")(state)
     else:
-        in_all_layers(lambda tensor: tensor.mul_(by), "q_proj.weight", "q_proj.bias")(state)
+        ends = "q_proj.weight", "q_proj.bias", "q_b_proj.weight"
+        in_all_layers(lambda tensor: tensor.mul_(by), *ends)(state)
 
 
 def zeroed_head(state: State) -> None:
     """Leave one head of attention out."""
     state[f"{LAYER}self_attn.o_proj.weight"][:, :HEAD] = 0
+
+
+def shared_out(name: str) -> tuple[str, float]:
+    """Return a fault's name and the share of it that is planted."""
+    fault, _, share = name.partition("~")
+    return fault, float(share or 1)
+
+
+def change(state: State, name: str) -> None:
+    """Plant a fault, or a share of it, in weights."""
+    fault, share = shared_out(name)
+    new = {key: tensor.float().clone() for key, tensor in state.items()}
+    WEIGHTS[fault](new)
+    for key, tensor in state.items():
+        kept = tensor.float()
+        tensor.copy_(kept + share * (new[key] - kept))
 
 
 WEIGHTS: dict[str, Callable[[State], None]] = {
@@ -163,6 +182,7 @@ NEEDS = {
     "rare-expert-1.02": EXPERTS,
     "router-raised": EXPERTS,
     "experts-swapped": EXPERTS,
+    "kv-heads-permuted": ("key heads", r"k_proj\.weight"),
     "k-bias-zeroed": ("biases", r"k_proj\.bias"),
     "sinks-0.5-nats-lower": ("sinks", r"\.sinks"),
     "yarn-factor-lost": ("YaRN", r'"yarn"'),
@@ -195,14 +215,14 @@ def register() -> None:
 
     def weights(self: Any, *rest: Any) -> Iterator[tuple[str, torch.Tensor]]:
         state = {key: tensor.clone() for key, tensor in read(self, *rest)}
-        if name in WEIGHTS:
-            WEIGHTS[name](state)
+        if shared_out(name)[0] in WEIGHTS:
+            change(state, name)
         return iter(state.items())
 
     def finished(model: Any, *rest: Any) -> None:
         if name.startswith("half-"):
             louder(model, name)
-        elif name in FUNCTIONS:
+        elif shared_out(name)[0] in FUNCTIONS:
             in_engine(model, name)
         finish(model, *rest)
 
@@ -211,10 +231,13 @@ def register() -> None:
 
 
 def in_engine(model: Any, name: str) -> None:
-    """Plant a fault of a function in vLLM's modules."""
+    """Plant a fault of a function in vLLM's modules, or in transformers' that vLLM runs."""
+    name, share = shared_out(name)
+    if hasattr(model.model, "rotary_emb"):
+        return in_transformers(model, model.model.rotary_emb, name, share)
     for module in model.modules():
         if name == "epsilon-x10" and type(module).__name__ in ("RMSNorm", "GemmaRMSNorm"):
-            module.variance_epsilon *= 10
+            module.variance_epsilon *= 1 + 9 * share
         if name == "window+1" and getattr(module, "sliding_window", None) is not None:
             module.sliding_window += 1  # keeps a key longer
             module.impl.sliding_window += 1
@@ -227,47 +250,61 @@ def in_engine(model: Any, name: str) -> None:
             continue
         seen.add(id(module))
         if name == "rope-base+3%":
-            module.base *= BASE
+            module.base *= 1 + (BASE - 1) * share
             cache.copy_(module._compute_cos_sin_cache())
-        elif name == "rope-still-from-256":
-            cache.copy_(cache[torch.arange(len(cache)).clamp(max=BEYOND)].clone())
+            continue
+        kept = cache.float()
+        if name == "rope-still-from-256":
+            new = kept[torch.arange(len(cache)).clamp(max=BEYOND)]
         else:
-            cache.copy_((cache.float() / float(cache[0, 0])).to(cache.dtype))
+            new = kept / float(cache[0, 0])
+        cache.copy_(kept + share * (new - kept))
 
 
 def in_trainer(model: Any, name: str) -> None:
     """Plant a fault in transformers' model, which FSDP2 has sharded for one rank."""
-    if name in WEIGHTS:
-        with torch.no_grad():
-            WEIGHTS[name]({key: _local(tensor) for key, tensor in model.named_parameters()})
-        return
     if name.startswith("half-"):
         return louder(model, name)
-    rotary = model.model.rotary_emb
-    if name == "epsilon-x10":
+    fault, share = shared_out(name)
+    if fault in WEIGHTS:
+        with torch.no_grad():
+            change({key: _local(tensor) for key, tensor in model.named_parameters()}, name)
+        return
+    in_transformers(model, model.model.rotary_emb, fault, share)
+
+
+def in_transformers(model: Any, rotary: Any, fault: str, share: float) -> None:
+    """Plant a fault of a function in a model of transformers' code."""
+    if fault == "epsilon-x10":
         for module in model.modules():
             for attribute in {"variance_epsilon", "eps"} & set(vars(module)):
-                setattr(module, attribute, getattr(module, attribute) * 10)
-    elif name == "window+1":
+                setattr(module, attribute, getattr(module, attribute) * (1 + 9 * share))
+    elif fault == "window+1":
         for owner in (model.config, *model.modules()):
             if getattr(owner, "sliding_window", None):
                 owner.sliding_window += 1
-    elif name == "yarn-factor-lost":
-        rotary.attention_scaling = 1.0
-    elif name == "rope-still-from-256":
+    elif fault == "yarn-factor-lost":
+        rotary.attention_scaling += share * (1 - rotary.attention_scaling)
+    elif fault == "rope-still-from-256":
         forward = rotary.forward
-        rotary.forward = lambda x, position_ids, *rest, **more: forward(
-            x, position_ids.clamp(max=BEYOND), *rest, **more
-        )
+
+        def still(x: Any, position_ids: Any, *rest: Any, **more: Any) -> Any:
+            right = forward(x, position_ids, *rest, **more)
+            wrong = forward(x, position_ids.clamp(max=BEYOND), *rest, **more)
+            return tuple(
+                one + share * (other - one) for one, other in zip(right, wrong, strict=True)
+            )
+
+        rotary.forward = still
     else:
-        config = model.config
+        config, by = model.config, 1 + (BASE - 1) * share
         every = config.rope_parameters
         every = [every] if "rope_theta" in every else list(every.values())  # by kind of layer
         for parameters in every:
-            parameters["rope_theta"] *= BASE
+            parameters["rope_theta"] *= by
         fresh = dict(type(rotary)(config).named_buffers())
         for parameters in every:
-            parameters["rope_theta"] /= BASE
+            parameters["rope_theta"] /= by
         for buffer, values in rotary.named_buffers():
             values.copy_(fresh[buffer])
 
@@ -319,6 +356,23 @@ def plant_in_world() -> None:
             scorer.planted = True
 
     Passes.load = loading  # type: ignore[method-assign]
+
+
+def plant_in_engine() -> None:
+    """Plant the fault in the transformers engine; for ``sitecustomize``. vLLM takes it itself."""
+    name, _, place = os.environ.get("PLANTED_SIDE", "").partition("@")
+    if place != "engine":
+        return
+    from mismatch.engines.transformers.engine import TransformersEngine
+
+    load: Any = TransformersEngine._load
+
+    def loading(self: Any, config: Any) -> Any:
+        model = load(self, config)
+        in_trainer(model, name)
+        return model
+
+    TransformersEngine._load = loading  # type: ignore[method-assign]
 
 
 def plant_in_recording(name: str, place: str) -> None:

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from benchmarks.family_models import FAMILIES as CONFIGS
-from benchmarks.planted_sides import BEYOND, FAULTS, NEEDS, PARTS, WEIGHTS, in_trainer
+from benchmarks.planted_sides import (
+    BEYOND,
+    FAULTS,
+    FUNCTIONS,
+    NEEDS,
+    PARTS,
+    WEIGHTS,
+    change,
+    in_trainer,
+)
 from benchmarks.sides import CLEAN, EMBEDDED, FAMILIES, SAID, Row, anatomy, lacked, page
 from mismatch.models import resolve_model
 
@@ -23,6 +32,7 @@ LACKED = {  # by a family's model
     "qwen3_moe": DENSE - {"experts"} | {"window"},
     "gemma3_text": DENSE,
     "mistral": DENSE,
+    "deepseek_v3": DENSE - {"experts"} | {"window", "key heads"},
 }
 
 
@@ -68,8 +78,20 @@ def test_a_family_gets_the_faults_that_it_can_have(family: str, tmp_path: Path) 
         if fault in WEIGHTS:  # as an engine reads them
             state = load_file(tmp_path / "model.safetensors")
             kept = {name: tensor.clone() for name, tensor in state.items()}
-            WEIGHTS[fault](state)
+            change(state, fault)
             assert any(not torch.equal(state[name], kept[name]) for name in kept), fault
+
+
+@pytest.mark.parametrize("name", ["expert-1.1", "layers-exchanged", *FUNCTIONS[:-1]])
+def test_a_share_of_a_fault_moves_logits_by_about_that_share(name: str) -> None:
+    moved = {}
+    for share in ("", "~0.1"):
+        model, run = logits()
+        with torch.no_grad():
+            before = run()
+            in_trainer(model, f"{name}{share}")
+            moved[share] = float((run() - before).abs().mean())
+    assert 0.02 < moved["~0.1"] / moved[""] < 0.5, moved
 
 
 def test_the_embedded_model_can_have_every_fault() -> None:
