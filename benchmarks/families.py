@@ -41,7 +41,10 @@ SMALL = ("--num-prompts", "16")
 NOTES = {
     "gemma2": "sdpa, transformers' default, leaves out the soft cap of attention; with "
     "`--attention eager` both sides agree in float32",
-    "deepseek_v3": "vLLM's latent attention (MLA) is wrong on a CPU",
+    "deepseek_v3": "ran in vLLM's Transformers backend, for vLLM's own latent attention (MLA) is "
+    "wrong on a CPU",
+    "deepseek_v32": "ran in the transformers engine; vLLM has no sparse attention for CPUs",
+    "nemotron_h": "ran in the transformers engine; vLLM's CPU build does not run it",
     "qwen3_next": "its engine has no float32 on a CPU, so a small fault there passes as TOLERABLE",
 }
 HEAD = """# Families of models
@@ -140,8 +143,11 @@ def outcome(row: Row) -> str:
     clean, *planted = row.checks.values()
     if clean.error:
         return "did not run"
-    ends = zip((":prefill mlp [1]", "fsdp mlp [1]"), planted, strict=True)
-    located = sum(any(each.endswith(end) for each in found.located) for end, found in ends)
+    sides = zip((r"\w+:prefill", "fsdp"), planted, strict=True)
+    located = sum(
+        any(re.fullmatch(rf"{side} (mlp|mixer) \[1\]", each) for each in found.located)
+        for side, found in sides
+    )
     faults = " and ".join(dict.fromkeys(found.verdict.upper() for found in planted))
     how = {0: "not located", 1: "one located", 2: "located"}[located]
     return f"{clean.verdict.upper()}; {faults}, {how}"

@@ -59,10 +59,7 @@ SAID = """
 {n} of {all} blame what a check can know: the side, or either side for functions in engine or shared
 code."""
 GAPS = """
-Each fault's smallest gap to the reference in float32, mean \\|delta\\| in nats:
-
-| fault | gap |
-| --- | ---: |"""
+Each fault's smallest gap to the reference in float32, mean \\|delta\\| in nats: {gaps}."""
 END = """
 **Next:** [the smallest faults that are seen](smallest.md).
 """
@@ -226,10 +223,9 @@ def page(rows: list[Row], without: dict[str, list[str]], made: str) -> str:
         lines.append(f"- `{row.family}`, `{row.fault}`, {row.place}: {told}.")
     right = sum(row.right_side for row in planted)
     lines.append(SAID.format(n=right, all=len(planted)))
-    lines.append(GAPS)
-    for fault in FAULTS:
-        if of := [row for row in planted if row.fault == fault]:
-            lines.append(f"| `{fault}` | {number(min(map(gap, of)))} |")
+    smallest = {fault: [gap(row) for row in planted if row.fault == fault] for fault in FAULTS}
+    of_each = (f"`{fault}` {number(min(gaps))}" for fault, gaps in smallest.items() if gaps)
+    lines.append(GAPS.format(gaps=", ".join(of_each)))
     return "\n".join(lines) + "\n" + END
 
 

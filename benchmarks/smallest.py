@@ -43,20 +43,18 @@ HALF = "half-"
 HALVES = tuple(HALF + part for part in PARTS)
 HEAD = """# Smallest faults
 
-The tables have the smallest fault of each kind that a check of default size did not call HEALTHY.
-In {same} of {all} of these checks mean \\|delta\\| is less than 5 % larger than without a fault:
-float32 and digests show the faults. Made by `benchmarks/smallest.py`, {date}.
+These are the smallest faults of each kind that a check of default size did not call HEALTHY. In
+{same} of {all} of them mean \\|delta\\| grows by less than 5 %: float32 and digests show these.
+Made by `benchmarks/smallest.py`, {date}.
 """
 SHARES = """
-Of the [planted faults](sides.md), in one side of `tiny-gpt-oss`: the smallest share s of 1, 0.3,
-0.1, 0.03, … (0.1 of `expert-1.1` is an expert times 1.01). A star: less changes no weight
-in bf16.
-
-| fault | trainer | engine |
-| --- | ---: | ---: |"""
+Of the [planted faults](sides.md), in one side of `tiny-gpt-oss`: the smallest share of 1, 0.3, 0.1,
+0.03, … (0.1 of `expert-1.1` is an expert times 1.01; star: less changes no weight in bf16):
+{shares}.
+"""
 PARTLY = """
-Of half of the channels that one part of a model gives, multiplied by 1 + s in one side, after
-loading:
+The smallest s, where half of the channels that one part of a model gives are multiplied by 1 + s in
+one side, after loading:
 
 | family | side | {parts} |
 | --- | --- |{columns}"""
@@ -151,11 +149,14 @@ def page(rows: list[Found], made: str) -> str:
     seen = [row for row in rows if row.strength is not None]
     same = sum(row.nats < 1.05 * row.clean_nats for row in seen)
     lines = [HEAD.format(date=made, same=same, all=len(seen))]
-    lines.append(SHARES.strip("\n"))
+    shares = []
     for fault in FAULTS:
-        of = {row.place: row for row in rows if row.fault == fault}
-        if of:
-            lines.append(f"| `{fault}` | {' | '.join(cell(of.get(place)) for place in PLACES)} |")
+        told = {row.place: cell(row) for row in rows if row.fault == fault}
+        if told:
+            alike = len(told) == len(PLACES) and len(set(told.values())) == 1
+            each = ", ".join(f"{text} ({place})" for place, text in told.items())
+            shares.append(f"`{fault}` {next(iter(told.values())) if alike else each}")
+    lines.append(SHARES.format(shares="; ".join(shares)).strip("\n"))
     halves = [row for row in rows if row.fault in HALVES]
     parts = [part for part in HALVES if any(row.fault == part for row in halves)]
     columns = " ---: |" * len(parts)
@@ -165,11 +166,10 @@ def page(rows: list[Found], made: str) -> str:
         of = {row.fault: row for row in halves if (row.family, row.place) == (family, place)}
         cells = " | ".join(cell(of.get(part)) for part in parts)
         lines.append(f"| `{family}` | {place} | {cells} |")
-    others = [row for row in seen if row.verdict != "broken"]
-    lines += [""] * bool(others)
-    for row in others:
-        about = f"`{row.family}`, `{row.fault}` in the {row.place}"
-        lines.append(f"- {about}: {row.verdict.upper()}.")
+    for verdict in dict.fromkeys(row.verdict for row in seen if row.verdict != "broken"):
+        of_it = [row for row in seen if row.verdict == verdict]
+        named = (f"`{row.fault}` ({row.family}, {row.place})" for row in of_it)
+        lines += ["", f"{verdict.upper()}, not BROKEN: {'; '.join(named)}."]
     return "\n".join(lines) + "\n" + END
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,8 @@ def test_the_page_has_a_line_for_each_family_and_side_and_each_fault() -> None:
     text = page([found, other, share], "now")
     (line,) = [line for line in text.splitlines() if line.startswith("| `llama` |")]
     assert line.strip("| ").split(" | ")[1:] == ["trainer", "0.01", "0.001"]
-    (line,) = [line for line in text.splitlines() if line.startswith("| `stale-2%` |")]
-    assert line.strip("| ").split(" | ")[1:] == ["–", "0.03\\*"]
+    assert "`stale-2%` 0.03\\* (engine)." in text
+    both = page([share, replace(share, place="trainer")], "now")
+    assert "`stale-2%` 0.03\\*." in both
     assert "2 of 3" in text
     assert text.count("TOLERABLE") == 1

@@ -228,7 +228,7 @@ class TransformersEngine(Engine):
         count = len(jobs) // len(prompts)
         cache: Any = DynamicCache(config=self.model.config)
         logits, routed = self._forward(torch.tensor(prompts, device=self.device), cache)
-        # Every kind of layer can be reordered; recurrent ones can neither be repeated nor selected.
+        # Every kind of layer can be reordered; those with a recurrent state know nothing else.
         cache.reorder_cache(torch.arange(len(prompts), device=self.device).repeat_interleave(count))
         logits = logits.repeat_interleave(count, dim=0)
         rows = [SequenceState.seeded(self.sampling.seed, job) for job in jobs]
