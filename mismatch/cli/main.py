@@ -39,7 +39,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 HELP_ALL = "--help-all"
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 EXAMPLES = "\n\nExamples:\n"  # in a command's docstring
-MOST_FLAGS = 25  # that --help shows; a command with more shows these of them, and --help-all all
+MOST_FLAGS = 30  # a command with more shows these alone in --help, and all in --help-all
 COMMON = frozenset(
     {
         *("model", "prompts", "dataset", "num_prompts", "samples_per_prompt", "max_tokens"),
