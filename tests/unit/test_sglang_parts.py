@@ -231,6 +231,8 @@ def test_the_last_error_of_a_child_is_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "error").exists()
     logger.error("Scheduler hit an exception: Traceback:\n  line\nRuntimeError: no memory\n")
     assert (tmp_path / "error").read_text() == "RuntimeError: no memory"
+    logger.error('  File "a.py", line 3\n    assert scaling\n           ^^^^^^^\nAssertionError\n')
+    assert (tmp_path / "error").read_text() == "AssertionError: assert scaling"
 
 
 def test_importing_the_engine_imports_nothing_heavy() -> None:

@@ -77,16 +77,17 @@ def require_engine() -> None:
 
 
 class ErrorFile(logging.Handler):
-    """Keep the last line of the last error in a file."""
+    """Keep the last line of the last error in a file; with the code of an error without a text."""
 
     def __init__(self, path: str) -> None:
         super().__init__(logging.ERROR)
         self.path = Path(path)
 
     def emit(self, record: logging.LogRecord) -> None:
-        lines = [line.strip() for line in record.getMessage().splitlines() if line.strip()]
+        lines = [line.strip() for line in record.getMessage().splitlines() if line.strip(" ^~")]
         if lines:
-            self.path.write_text(lines[-1])
+            alone = lines[-1].isidentifier()  # "AssertionError"
+            self.path.write_text(": ".join(lines[: -3 if alone else -2 : -1]))
 
 
 def _facts(runner: Any) -> dict[str, Any]:
