@@ -161,7 +161,8 @@ class Boundaries:
         """Return a function of queries and keys that shows them before and after it."""
 
         def shown(q: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._turning:  # one of these functions calls another
+            # One of these functions calls another; or an indexer turns what no head attends with.
+            if self._turning or kwargs.get("unsqueeze_dim", 1) != 1:
                 return rotate(q, k, *args, **kwargs)
             q, k = self._heads("q", q), self._heads("k", k)
             self._turning = True

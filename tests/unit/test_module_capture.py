@@ -14,7 +14,7 @@ from mismatch.features.locate.engine_side import join_ranks, of_rank, start, sto
 from mismatch.features.locate.reference import Adding, Replay, unseen
 from mismatch.features.locate.results import LAYER_SITES, SOME_FAMILIES, TITLES
 from mismatch.models.boundaries import Boundaries, Recorder
-from tests import checkpoints
+from tests import checkpoints, families
 from tests.checkpoints import FAMILIES, FURTHER_NORMS, OTHER_LAYERS
 from tests.families import configuration
 
@@ -180,15 +180,18 @@ def test_hooks_and_functions_are_gone_behind_the_block() -> None:
     assert type(ALL_ATTENTION_FUNCTIONS).get_interface is before
 
 
-def test_latent_attention_shows_the_part_that_rope_turns() -> None:
-    """By a function with another name, which none of the other families calls."""
-    model = model_of("deepseek_v3")
-    recorder = Recorder()
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_latent_attention_shows_the_part_that_rope_turns(family: str) -> None:
+    """By a function with another name; where there is an indexer, its part is turned as well."""
+    model = model_of(family) if family == "deepseek_v3" else families.tiny(family)
+    recorder, layers = Recorder(), model.config.num_hidden_layers
     plain = logits(model, recorder)
     assert all(f"1.{name}" in recorder.values for name in sites_of("a moe"))
-    assert unseen(recorder.values, 2, {1}) == []
+    assert unseen(recorder.values, layers, set(range(1, layers))) == []
     replay = Replay(recorder.values, recorder.values, 2)
     torch.testing.assert_close(logits(model, replay), plain, rtol=1e-5, atol=1e-5)
+    adding = Adding({key: torch.zeros_like(value) for key, value in recorder.values.items()})
+    torch.testing.assert_close(logits(model, adding), plain, rtol=1e-5, atol=1e-5)
 
 
 def test_a_site_that_no_layer_shows_is_not_tested() -> None:
