@@ -124,8 +124,8 @@ def is_sampling_law(rollout: Rollout, scoring: Scoring) -> bool:
     """Whether a scoring holds the logprobs of the distribution that sampled the rollout's tokens.
 
     It does if it was taken while decoding, by the engine that sampled, at the temperature in force,
-    and renormalised over the kept tokens where top-p or top-k cut the tail. Greedy sampling (T = 0)
-    is no distribution with a density: never.
+    renormalised over the kept tokens where top-p or top-k cut the tail, and after a penalty. Greedy
+    sampling (T = 0) is no distribution with a density: never.
     """
     facts, sampling = scoring.fingerprint, rollout.sampling
     engine = facts.get("engine")
@@ -138,6 +138,7 @@ def is_sampling_law(rollout: Rollout, scoring: Scoring) -> bool:
         and temperature is not None
         and np.isclose(float(temperature), sampling.temperature, rtol=1e-9)
         and (facts.get("logprobs_truncated", False) or not sampling.truncates)
+        and (facts.get("logprobs_penalised", False) or not sampling.penalises)
     )
 
 

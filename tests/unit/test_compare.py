@@ -184,6 +184,8 @@ LAWS = {
     "greedy": ({"temperature": 0.0}, {"logprobs_temperature": 0.0}, False),
     "truncated": ({"top_p": 0.9}, {"logprobs_truncated": True}, True),
     "not renormalised": ({"top_k": 20}, {}, False),
+    "penalised": ({"repetition_penalty": 1.1}, {"logprobs_penalised": True}, True),
+    "before the penalty": ({"repetition_penalty": 1.1}, {"logprobs_penalised": False}, False),
     "processed, nothing cut": ({}, {"logprobs_truncated": True}, True),
     "nothing known": ({}, {"logprobs_temperature": None}, False),
 }

@@ -95,7 +95,7 @@ def arm_of(base: LoopSpec, name: str) -> LoopSpec:
     for label in () if name == AS_IS else labels(name):
         before, sampling = loop, loop.check.rollout.sampling
         id, _, value = label.partition("=")
-        if id == RAW and sampling.temperature == 1 and not sampling.truncates:
+        if id == RAW and sampling.temperature == 1 and sampling.plain:
             pass  # raw and processed log-probabilities are the same
         elif id in PLANTED:
             loop = replace(loop, check=PLANTED[id](loop.check, ""))
