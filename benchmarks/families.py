@@ -41,10 +41,9 @@ SMALL = ("--num-prompts", "16")
 NOTES = {
     "gemma2": "sdpa, transformers' default, leaves out the soft cap of attention; with "
     "`--attention eager` both sides agree in float32",
-    "deepseek_v3": "ran in vLLM's Transformers backend, for vLLM's own latent attention (MLA) is "
-    "wrong on a CPU",
-    "deepseek_v32": "ran in the transformers engine; vLLM has no sparse attention for CPUs",
-    "nemotron_h": "ran in the transformers engine; vLLM's CPU build does not run it",
+    "deepseek_v3": "in vLLM's Transformers backend; vLLM's own MLA is wrong on a CPU",
+    "deepseek_v32": "in the transformers engine; vLLM has no sparse attention for CPUs",
+    "nemotron_h": "in the transformers engine",
     "qwen3_next": "its engine has no float32 on a CPU, so a small fault there passes as TOLERABLE",
 }
 HEAD = """# Families of models
