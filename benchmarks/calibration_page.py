@@ -38,7 +38,7 @@ def write(state: dict[str, Result], cases: Sequence[Case]) -> None:
     lines += ["## Runs of default size", "", *_usual_table(usual), ""] if usual else []
     lines += [f"Not run: {', '.join(absent)}.", ""] if absent else []
     lines += ["![Excess and float32 gap of clean and faulty runs](../images/calibration.svg)", ""]
-    lines += ["**Next:** [how the levels are used](../explain/square.md).", ""]
+    lines += ["**Next:** [faults planted on each side](sides.md).", ""]
     PAGE.write_text(head + "\n".join(lines))
     _draw(clean, {case.name: state[case.name] for case in planted})
 
