@@ -91,23 +91,6 @@ def keep_mask(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return keep
 
 
-def penalised(
-    logits: torch.Tensor, before: Sequence[Sequence[int]], penalty: float
-) -> torch.Tensor:
-    """Return logits [B, V] with those of each row's earlier tokens divided by a penalty.
-
-    Negative logits are multiplied by it. So vLLM and transformers do for tokens of the prompt and
-    of the response; SGLang does it for the response's alone, but for the last.
-    """
-    import torch
-
-    logits = logits.clone()
-    for row, ids in zip(logits, before, strict=True):
-        at = torch.tensor(sorted(set(ids)), device=row.device)
-        row[at] = torch.where(row[at] > 0, row[at] / penalty, row[at] * penalty)
-    return logits
-
-
 def law_logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Return logprobs of the distribution that samples, float32, -inf for what it never samples.
 

@@ -39,6 +39,7 @@ LAWS = {
     "greedy": dataclasses.replace(PLAIN, temperature=0.0),
 }
 PENALISED = dataclasses.replace(PLAIN, temperature=0.8, repetition_penalty=1.3)
+ALL = LAWS | {"penalised": PENALISED}  # one test alone runs the last
 # Little room: requests wait, are preempted and forwarded again; prompts are cut into chunks.
 ARGUMENTS: dict[tuple[str, str], tuple[tuple[str, Any], ...]] = {
     ("vllm", "crowded"): (("num_gpu_blocks_override", 40), ("block_size", 32)),
@@ -128,7 +129,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Run
             pytest.skip(f"engine: {engine} is not installed: {MAKE.get(engine, 'make env')}")
         if (engine, law) not in runs:
             args = ARGUMENTS.get((engine, law), ())
-            sampling = PENALISED if law == "penalised" else LAWS[law]
+            sampling = ALL[law]
             spec = RolloutSpec(
                 EngineSpec(engine, str(MODEL), dtype="fp32", args=args),
                 PromptSpec(num_prompts=PROMPTS),

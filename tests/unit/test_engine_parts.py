@@ -15,7 +15,6 @@ from mismatch.engines.distribution_capture import (
     join_steps,
     keep_mask,
     law_logprobs,
-    penalised,
 )
 from mismatch.engines.transformers.engine import SequenceState, draw
 from mismatch.errors import MismatchError, did_you_mean
@@ -148,14 +147,3 @@ def test_steps_join_by_position_and_the_first_forward_stays() -> None:
 def test_a_position_without_experts_is_an_error() -> None:
     with pytest.raises(ValueError, match="position 2"):
         join_steps([(0, rows(1, 2)), (3, rows(4))])
-
-
-@pytest.mark.parametrize("penalty", [1.3, 0.8])
-def test_a_penalty_is_that_of_transformers(penalty: float) -> None:
-    from transformers import RepetitionPenaltyLogitsProcessor
-
-    logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
-    before = [[1, 2, 2, 5], [0, 1, 2, 3], [19, 19, 19, 19]]
-    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor(before), logits.clone())
-    assert torch.equal(penalised(logits, before, penalty), expected)
-    assert not torch.equal(logits, expected)

@@ -29,12 +29,7 @@ from mismatch.engines.base import (
     require_starts,
     sample_seed,
 )
-from mismatch.engines.distribution_capture import (
-    CaptureRequest,
-    DistributionRecorder,
-    law_logprobs,
-    penalised,
-)
+from mismatch.engines.distribution_capture import CaptureRequest, DistributionRecorder, law_logprobs
 from mismatch.engines.model_info import ModelInfo, load_fix, load_tokenizer, read_model_info
 from mismatch.engines.registry import model_facts, short_dtype
 from mismatch.errors import MismatchError, first_line
@@ -223,7 +218,7 @@ class TransformersEngine(Engine):
     ) -> Iterator[tuple[tuple[int, int], Sample]]:
         """Sample all continuations of prompts of one length; each as soon as it ends."""
         import torch
-        from transformers import DynamicCache
+        from transformers import DynamicCache, RepetitionPenaltyLogitsProcessor
 
         count = len(jobs) // len(prompts)
         cache: Any = DynamicCache(config=self.model.config)
@@ -232,6 +227,7 @@ class TransformersEngine(Engine):
         cache.reorder_cache(torch.arange(len(prompts), device=self.device).repeat_interleave(count))
         logits = logits.repeat_interleave(count, dim=0)
         rows = [SequenceState.seeded(self.sampling.seed, job) for job in jobs]
+        penalise = RepetitionPenaltyLogitsProcessor(self.sampling.repetition_penalty)
         prompt_of = {job[0]: prompts[n // count] for n, job in enumerate(jobs)}
         if routed is not None:
             routed = routed.repeat(count, axis=0)
@@ -244,8 +240,8 @@ class TransformersEngine(Engine):
                 taken = [len(row.ids) for row in rows]
                 self._recorder.take(np.asarray(places), np.asarray(taken), logits)
             if self.sampling.penalises:
-                before = [prompt_of[row.job[0]] + row.ids for row in rows]
-                logits = penalised(logits, before, self.sampling.repetition_penalty)
+                before = [prompt_of[row.job[0]] + row.ids for row in rows]  # of one length
+                logits = penalise(torch.tensor(before, device=self.device), logits)
             law = law_logprobs(logits, self.sampling)
             draw(rows, law, self.sampling.temperature == 0)
             if self.likeliest:
