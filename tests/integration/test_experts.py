@@ -139,11 +139,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from mismatch.specs import TrainSpec
 from mismatch.training.load import load
-from mismatch.training.distributed import MemoryPeak
 from mismatch.training.packing import collate
 from mismatch.training.distributed import World
 
-model, out = sys.argv[1:]
+model, out, whole = sys.argv[1:]
 world = World.start()
 found = {}
 for name in ("eager", "bounded"):
@@ -153,12 +152,15 @@ for name in ("eager", "bounded"):
     scorer.train()
     tokens = (torch.arange(64) * (7 + world.rank) % 320).numpy()
     batch = collate([tokens], "padding", world.device)
-    with MemoryPeak(world.device, True) as peak:
+    with torch.profiler.profile(profile_memory=True) as profile:
         scorer(scorer.hidden, batch).square().sum().backward()
+    profile.export_chrome_trace(f"{out}.{world.rank}")
+    events = json.load(open(f"{out}.{world.rank}"))["traceEvents"]
+    sizes = [event["args"]["Bytes"] for event in events if event["name"] == "[memory]"]
     held = [p.grad.to_local() for p in scorer.parameters() if p.grad is not None]
     digest = [float(g.double().abs().sum()) for g in held]
     bits = [g.clone() for g in held]
-    found[name] = {"peak": peak.bytes, "grads": sum(g.numel() * 4 for g in held), "sums": digest}
+    found[name] = {"whole": sum(size >= int(whole) for size in sizes), "sums": digest}
     found[name]["same"] = name == "eager" or all(map(torch.equal, bits, before))
     before = bits
     del scorer, held, bits
@@ -171,13 +173,14 @@ world.close()
 
 @pytest.mark.grid
 def test_a_backward_pass_under_fsdp2(model: Path, tmp_path: Path) -> None:
-    """Gradients of eager, bit for bit, without its gradients of all experts for every expert."""
+    """Gradients of eager, bit for bit; fewer allocations of the size of all experts."""
     (tmp_path / "backward.py").write_text(BACKWARD)
-    torchrun(str(tmp_path / "backward.py"), str(model), str(tmp_path / "out.json"))
-    ranks = json.loads((tmp_path / "out.json").read_text())
+    out = tmp_path / "out.json"
+    torchrun(str(tmp_path / "backward.py"), str(model), str(out), str(LAYER // 3))
+    ranks = json.loads(out.read_text())
     assert len(ranks) == WORLD
     for rank in ranks:
         assert rank["bounded"]["same"]
         assert all(total > 0 for total in rank["bounded"]["sums"])
-        beyond = {name: rank[name]["peak"] - rank[name]["grads"] for name in rank}
-        assert beyond["bounded"] < beyond["eager"] - LAYER / 2
+        # Counted, not sampled: how far gathers and gradients overlap depends on the machine.
+        assert 0 < rank["bounded"]["whole"] < rank["eager"]["whole"] / 2
