@@ -25,7 +25,6 @@ from mismatch.features.loop.judge import (
     LoopReport,
     SeedRun,
     at_end,
-    fired,
     loop_to_json,
     reward_fall,
     running,
@@ -145,8 +144,8 @@ def rows(report: LoopReport) -> Iterator[list[str]]:
                 for name in ("reward", "k3_kl", "ess_seq")
             ]
             norm = number(float(max(run.curve("grad_norm"))))
-            falls, at = reward_fall(run), fired(run)["grad_norm"]
-            told = (learnt(run), *("–" if step is None else str(step) for step in (at, falls)))
+            falls = reward_fall(run)
+            told = learnt(run), "–" if falls is None else str(falls)
             yield [f"`{arm.name}`", str(run.seed), str(run.steps), *ends, norm, *told]
 
 
@@ -165,7 +164,7 @@ def text(report: LoopReport) -> str:
     titles = [
         *("arm", "seed:", "steps:", "reward", "k3 KL, nats", "ESS of sequences"),
         *("largest gradient norm:", f"reward {LEARNT:g} at step:"),
-        *("gradient norm warns at:", "reward falls at:"),
+        "reward falls at:",
     ]
     lines = [f"Means of the first and of the last {WINDOW} steps, and first step of each event:"]
     lines += ["", table(titles, rows(report))]

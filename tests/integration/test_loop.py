@@ -81,7 +81,6 @@ def test_two_arms_with_vllm(tmp_path: Path) -> None:
     assert read_json(tmp_path / "loop.json") == loop_to_json(report)
     assert "<svg" in (tmp_path / "loop.html").read_text("utf-8")
     right, wrong = (arm.runs[0] for arm in report.arms)
-    assert right.path == wrong.path == "rpc"  # vLLM's own leaves experts and sinks stale on a CPU
     assert right.curves["reward"][0] == wrong.curves["reward"][0]  # the same weights and seed
     for run in (right, wrong):
         assert run.steps == STEPS
@@ -95,7 +94,7 @@ def test_an_arm_with_sglang(tmp_path: Path) -> None:
     asked = Asked(loop("sglang", steps=2), ("as-is",), (0,))
     report = run_loop(asked, tmp_path, Silent(), "test")
     (run,) = report.arms[0].runs
-    assert (run.path, run.steps) == ("disk", 2)
+    assert run.steps == 2
     assert set(run.curves["parameters_verified"]) == {71.0}
     assert 0 < max(run.curve("k3_kl")) < 0.01
 

@@ -38,7 +38,6 @@ from mismatch.models.sizes import sized
 from mismatch.models.weight_states import Prints
 from mismatch.prompts.prompt import Prompt
 from mismatch.run.directory import load_spec
-from mismatch.run.store import read_json
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, Sampling, TrainSpec
 from mismatch.types import Floats, Rollout, Scoring
 from tests.checkpoints import rollout
@@ -92,8 +91,8 @@ def test_coefficients_are_the_derivative_of_the_clipped_objective(loss: Any, arm
     objective.backward()
     assert logprobs.grad is not None
     assert np.allclose(got, logprobs.grad.numpy())
-    assert policy.tokens == len(new)
-    assert (policy.clipped > 0) == (arm != "on-policy-ratio")
+    assert (got == 0).any() == (arm != "on-policy-ratio")  # the clip removed some
+    assert (policy.largest > 1.2) == (arm != "on-policy-ratio")
 
 
 def test_a_mini_batch_counts_only_its_own_prompts() -> None:
@@ -111,12 +110,8 @@ def test_arms_are_the_changes_of_the_fixes() -> None:
     assert without.corrections == ("tis-sequence",)
     assert arm_of(without, "attention-sinks").check.train.attention == "auto"
     assert arm_of(BASE, "router-replay").check.train.replay_routing == "ids"
-    assert dict(arm_of(BASE, "fp8-kv-cache").check.rollout.engine.args) == {"kv_cache_dtype": "fp8"}
     assert arm_of(BASE, AS_IS) == BASE
-    cold = replace(BASE.check.rollout, sampling=Sampling(temperature=0.7))
-    raw = arm_of(replace(BASE, check=replace(BASE.check, rollout=cold)), "raw-logprobs")
-    assert dict(raw.check.rollout.engine.args) == {"logprobs_mode": "raw_logprobs"}
-    for name in ("attention-sinks", "nothing", "router-noise=1", "tis+raw-logprobs"):
+    for name in ("attention-sinks", "nothing", "router-noise=1", "tis+attention-sinks"):
         with pytest.raises(MismatchError):
             arm_of(BASE, name)
 
@@ -139,8 +134,8 @@ def test_a_history_holds_what_was_measured_and_forgets_what_is_made_again(tmp_pa
     engine, old, _ = sides(1)
     assert row["reward"] == 0.5
     assert row["entropy"] == 0.5
-    assert row["logprob_abs_diff_mean"] == pytest.approx(np.abs(old - engine).mean())
-    assert row["routing_disagree_layer"] is None
+    delta = old - engine
+    assert row["k3_kl"] == pytest.approx((np.exp(delta) - 1 - delta).mean())
     for step in range(4):
         history.save_row(tmp_path, row | {"step": float(step)})
     history.forget_from(tmp_path, 2)
@@ -196,7 +191,6 @@ def test_weights_go_by_the_path_that_brings_all_and_a_lost_parameter_is_named(
     side = engine_side(tmp_path)
     assert side.take(3, digests)["parameters_verified"] == 2
     assert side.paths == ["rpc"]  # reload lost a parameter
-    assert read_json(tmp_path / "path.json") == {"path": "rpc"}
     with pytest.raises(MismatchError) as lost:
         side.take(3, digests | {"a": [0] * 6})
     assert lost.value.message.endswith("export lost a")
@@ -317,18 +311,19 @@ def test_an_optimiser_takes_three_times_the_parameters_beside_them() -> None:
     assert trainer.capacity < engine.capacity
 
 
-def test_sides_on_one_gpu_share_its_memory() -> None:
+def test_sides_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = resolve_model("tiny-gpt-oss")
-    one_gpu, two_gpus = (
-        machine_with(inspect_machine(), count, parse_kind("H100")[1]) for count in (1, 2)
-    )
     check = CheckSpec(
         RolloutSpec(EngineSpec("vllm", model)),
         TrainSpec(model, master_dtype="fp32"),
         nproc_per_node=1,
     )
-    shared, apart = memory_of_loop(check, one_gpu), memory_of_loop(check, two_gpus)
-    assert shared[1].capacity < apart[1].capacity
+    capacities = []
+    for count in (1, 2):
+        machine = machine_with(inspect_machine(), count, parse_kind("H100")[1])
+        monkeypatch.setattr(arms, "inspect_machine", lambda machine=machine: machine)
+        capacities.append(memory_of_loop(check)[1].capacity)
+    assert capacities[0] < capacities[1]
 
 
 def test_the_command_reads_its_flags_and_starts_nothing_on_a_dry_run() -> None:

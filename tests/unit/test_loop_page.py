@@ -58,7 +58,7 @@ def test_runs_that_are_not_of_one_kind_are_refused() -> None:
     with pytest.raises(ValueError, match=r"tis, .*\b0, .*\b0\.4"):
         merged([runs("as-is", [0.5]), runs("tis", [0.4])])
     # Another sampler may begin with another reward.
-    assert len(merged([runs("as-is", [0.5]), runs("fp8-kv-cache", [0.4])]).arms) == 2
+    assert len(merged([runs("as-is", [0.5]), runs("engine-fp32", [0.4])]).arms) == 2
 
 
 def test_numbers_are_shortened_wherever_they_stand() -> None:

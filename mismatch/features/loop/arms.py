@@ -7,10 +7,10 @@ from pathlib import Path
 
 from mismatch.codec import from_json, refused, to_json
 from mismatch.doctor.fit import Fit, engine_fit, trainer_fits
-from mismatch.doctor.machine import Machine, inspect_machine
+from mismatch.doctor.machine import inspect_machine
 from mismatch.doctor.plan import work_of
 from mismatch.errors import MismatchError
-from mismatch.features.loop.history import CHECKPOINTS, PATH, Row, forget_from, rows_of
+from mismatch.features.loop.history import CHECKPOINTS, Row, forget_from, rows_of
 from mismatch.features.loop.judge import SCHEMA, Arm, LoopReport, SeedRun, loop_to_json
 from mismatch.features.loop.section import page
 from mismatch.features.loop.spec import Asked, LoopSpec, arm_of, place_of, settings
@@ -111,11 +111,10 @@ def gather(asked: Asked, run_dir: Path) -> LoopReport:
             rows = rows_of(folder)
             columns = dict.fromkeys(column for row in rows for column in row)
             curves = {column: tuple(row.get(column) for row in rows) for column in columns}
-            path, ended = folder / PATH, folder / STOPPED
-            way = read_json(path)["path"] if path.exists() else ""
+            ended = folder / STOPPED
             stopped = read_json(ended)["message"] if ended.exists() else ""
             if rows:
-                runs.append(SeedRun(seed, curves, way, stopped))
+                runs.append(SeedRun(seed, curves, stopped))
         if runs:
             arms.append(Arm(name, tuple(runs)))
     loop, engine = asked.loop, asked.loop.check.rollout.engine
@@ -149,15 +148,12 @@ def read_settings(run_dir: Path) -> Asked:
     return Asked(loop, tuple(stored["arms"]), tuple(stored["seeds"]))
 
 
-def memory_of_loop(spec: CheckSpec, machine: Machine | None = None) -> tuple[Fit, ...]:
+def memory_of_loop(spec: CheckSpec) -> tuple[Fit, ...]:
     """Predict engine and trainer with its optimiser, alive at once; empty where sizes are unknown.
 
     The trainer has what the engine leaves, unless each has separate GPUs.
-
-    Args:
-        machine: where it would run; None: this machine.
     """
-    machine = machine or inspect_machine()
+    machine = inspect_machine()
     try:
         shape = sized(find_config(spec.train.model, spec.train.revision))
         work = work_of(spec)[0]

@@ -36,10 +36,7 @@ if TYPE_CHECKING:
 BESIDE_RESUME = AROUND_A_RUN | {"arms", "seeds", "steps", "checkpoint_every", "as_json"}
 DEFAULT_MODEL = "tiny-gpt-oss"
 POOL, SAMPLES = 24, 8  # few prompts that come again soon: what can be learnt in some steps
-NAMES = (
-    "as-is, and fixes by name (mismatch fixes), several joined by +; also fp8-kv-cache, "
-    "raw-logprobs, no-sinks, forward-sinks."
-)
+NAMES = "as-is, and fixes by name (mismatch fixes), several joined by +; also no-sinks."
 SIZES = ("num_prompts", "samples_per_prompt", "max_tokens")  # a loop may take less than its check
 SIDES = (
     *("model", "prompts", "temperature", "engine", "dtype", "nproc_per_node"),
@@ -188,9 +185,6 @@ def loop_spec(flags: Flags) -> LoopSpec:
             raise MismatchError(fault, f"drop --{min(given).replace('_', '-')}, or --like")
         spec = load_spec(run)
         session.require_own(run, spec, flags["trust_run"])
-        if spec.train.layers is not None:
-            fault = f"--like {run}: {spec.train.layers} layers alone ran, whose text earns nothing"
-            raise MismatchError(fault, "check the whole model")
         values["checked"] = checked_of(run)
         less = {name: flags[name] for name in SIZES if name in flags.explicit}
         count = less.pop("num_prompts", spec.rollout.prompts.num_prompts)

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from mismatch.codec import from_json
-from mismatch.engines.registry import engine_class, model_directory
+from mismatch.engines.registry import checkpoint_names, engine_class
 from mismatch.engines.sync_drivers import driver_class
 from mismatch.errors import MismatchError, in_list, named_line
-from mismatch.features.loop.history import DONE, GO, PATH, STEPS, WEIGHTS
+from mismatch.features.loop.history import DONE, GO, STEPS, WEIGHTS
 from mismatch.features.loop.spec import PATHS, LoopSpec
 from mismatch.models.derived import in_form
 from mismatch.models.digests import digest_tensor
@@ -52,8 +52,7 @@ def run(run_dir: Path, loop: LoopSpec, start: int, pool: Path) -> None:
     """From the engine's start to the last sample."""
     spec = loop.check.rollout
     ready = ready_for(spec)
-    base = model_directory(spec.engine)
-    if base is None or not list(base.glob("*.safetensors")):
+    if not checkpoint_names(spec.engine):
         fault = f"{spec.engine.model} has no safetensors files"
         raise MismatchError(fault, "save it again with save_pretrained")
     with engine_class(spec.engine.engine)(
@@ -136,7 +135,6 @@ class EngineSide:
             wrong = [name for name in compared if held[name].cells != expected[name].cells]
             if not wrong:
                 driver.drop_caches()
-                store.write_json(self.run_dir / PATH, {"path": path})
                 times = {"push_s": pushed - began, "verify_s": time.monotonic() - pushed}
                 return {"parameters_verified": len(compared), **times}
             lost_by = f"the path {path}"

@@ -9,14 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from mismatch import metrics
-from mismatch.metrics.routing_pairs import pair_routing
 from mismatch.metrics.sequence import per_sequence_mean
 from mismatch.run.store import read_json, write_json
 from mismatch.types import Pair, Rollout, Scoring
 
 ROWS, STEPS, WEIGHTS, CHECKPOINTS = "rows", "steps", "weights", "checkpoints"
 GO, DONE = "go", "engine.json"  # what the two sides wait for
-PATH = "path.json"  # the way of the weights into the engine
 Row = dict[str, float | None]
 
 
@@ -24,25 +22,14 @@ def measure(rollout: Rollout, decode: Scoring, train: Scoring) -> Row:
     """Measure one rollout, before the trainer's update; log-ratios are in nats."""
     pair = Pair.of(rollout, decode, train)
     delta, sequence = pair.delta, pair.sequence
-    row: Row = {
+    return {
         "reward": None if rollout.rewards is None else float(np.mean(rollout.rewards)),
         "k3_kl": metrics.k3_kl(delta),
-        "logprob_abs_diff_mean": metrics.logprob_abs_diff_mean(delta),
-        "seq_logratio_mean": metrics.seq_logratio_mean(delta, sequence),
-        "seq_logratio_std": metrics.seq_logratio_std(delta, sequence),
-        "ess_token": metrics.ess_token(delta),
         "ess_seq": metrics.ess_seq(delta, sequence),
         "log_ppl_diff_max": float(np.abs(per_sequence_mean(delta, sequence)).max()),
-        "routing_disagree_layer": None,
         "entropy": None if train.entropy is None else float(np.mean(train.entropy)),
         "response_length": len(delta) / rollout.n_sequences,
-        "truncated": float(np.mean([reason == "length" for reason in rollout.finish_reason])),
-        "tokens": float(len(delta)),
     }
-    if decode.routing is not None and train.routing is not None:
-        routes = pair_routing(rollout, decode.routing, train.routing)
-        row["routing_disagree_layer"] = metrics.routing_disagree_layer(routes.differs)
-    return row
 
 
 def save_row(folder: Path, row: Row) -> None:

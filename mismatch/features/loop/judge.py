@@ -1,36 +1,33 @@
-"""What the curves of a loop say: warnings, the fall of the reward, and where seeds agree."""
+"""What the curves of a loop say: where the reward falls, and where seeds agree."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import combinations, product
-from typing import Any, Literal
+from itertools import combinations
+from typing import Any
 
 import numpy as np
 
 from mismatch.codec import to_json
 from mismatch.features.loop.spec import Checked
-from mismatch.types import Bools, Floats
+from mismatch.types import Floats
 
 SCHEMA = "mismatch.loop/1"
 WINDOW = 5  # steps that a running mean takes
 FALL = 0.1  # of the reward, from the best running mean so far
 Curve = tuple[float | None, ...]
-Over = Literal["end", "run"]
 
 
 @dataclass(frozen=True, slots=True)
 class SeedRun:
     """One arm with one seed."""
 
-    GONE = frozenset({"first", "last"})  # see mismatch/codec.py
+    GONE = frozenset({"first", "last", "path"})  # see mismatch/codec.py
 
     seed: int
     curves: dict[str, Curve]
     """Column -> a value for every step."""
-    path: str = ""
-    """Of the weight sync."""
     stopped: str = ""
     """Why it ended before its last step."""
 
@@ -65,12 +62,10 @@ class LoopReport:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The rewards of two arms as far as both went, over the seeds of both."""
+    """The rewards of two arms over the last steps that both made, over the seeds of both."""
 
     better: str
     worse: str
-    over: Over
-    """"end": the last steps; "run": the mean of all steps, which says who learns faster."""
     differences: tuple[float, ...]
     """Reward of ``better`` less that of ``worse``, a value a seed."""
     errors: tuple[float, ...]
@@ -91,29 +86,12 @@ def running(values: Floats, window: int = WINDOW) -> Floats:
     )
 
 
-def fired(run: SeedRun) -> dict[str, int | None]:
-    """Warning -> the first step at which it fired, or None."""
-    over = {
-        "k3_kl": run.curve("k3_kl") > 0.01,
-        "ess_seq_lost": run.curve("ess_seq") < 0.5,
-        "log_ppl_diff_max": run.curve("log_ppl_diff_max") > 0.5,
-    }
-    for name, growth in (("entropy", 1.5), ("grad_norm", 5.0)):
-        smooth = running(run.curve(name))
-        over[name] = smooth > growth * smooth[:WINDOW][-1:]  # of the mean over the first steps
-        over[name][:WINDOW] = False
-    return {name: _first(steps) for name, steps in over.items()}
-
-
 def reward_fall(run: SeedRun) -> int | None:
     """Return the first step whose running mean lies :data:`FALL` below the best one before it."""
     smooth = running(run.curve("reward"))
     smooth[: WINDOW - 1] = np.nan
-    return _first(np.fmax.accumulate(smooth) - smooth > FALL)
-
-
-def _first(steps: Bools) -> int | None:
-    return int(np.argmax(steps)) if steps.any() else None
+    fallen = np.fmax.accumulate(smooth) - smooth > FALL
+    return int(np.argmax(fallen)) if fallen.any() else None
 
 
 def at_end(run: SeedRun, column: str, end: int | None = None) -> float:
@@ -122,15 +100,14 @@ def at_end(run: SeedRun, column: str, end: int | None = None) -> float:
 
 
 def claims(report: LoopReport) -> Iterator[Claim]:
-    """Compare every two arms by their reward, at the end and over all steps that both have."""
-    overs: tuple[Over, ...] = ("end", "run")
-    for (left, right), over in product(combinations(report.arms, 2), overs):
+    """Compare every two arms by their reward over the last steps that both have."""
+    for left, right in combinations(report.arms, 2):
         others = {run.seed: run for run in right.runs}
         gaps, errors = [], []
         for run in (run for run in left.runs if run.seed in others):
             end = min(run.steps, others[run.seed].steps)  # as far as both went
-            first = max(0, end - WINDOW) if over == "end" else 0
-            ahead = run.curve("reward")[first:end] - others[run.seed].curve("reward")[first:end]
+            last = slice(max(0, end - WINDOW), end)
+            ahead = run.curve("reward")[last] - others[run.seed].curve("reward")[last]
             if count := int(np.isfinite(ahead).sum()):
                 gaps.append(float(np.nanmean(ahead)))
                 spread = np.nanstd(ahead, ddof=1) if count > 1 else np.nan
@@ -141,16 +118,13 @@ def claims(report: LoopReport) -> Iterator[Claim]:
         if np.mean(gaps) < 0:
             better, worse, gaps = worse, better, [-gap for gap in gaps]
         beyond = all(gap > 2 * error for gap, error in zip(gaps, errors, strict=True))
-        yield Claim(better, worse, over, tuple(gaps), tuple(errors), len(gaps) > 1 and beyond)
+        yield Claim(better, worse, tuple(gaps), tuple(errors), len(gaps) > 1 and beyond)
 
 
 def loop_to_json(report: LoopReport) -> dict[str, Any]:
     """Return the report as JSON data, with what follows from it."""
     found = {
-        arm.name: {
-            str(run.seed): {"fired": fired(run), "reward_fall": reward_fall(run)}
-            for run in arm.runs
-        }
+        arm.name: {str(run.seed): {"reward_fall": reward_fall(run)} for run in arm.runs}
         for arm in report.arms
     }
     judged = {"found": found, "claims": [to_json(claim) for claim in claims(report)]}

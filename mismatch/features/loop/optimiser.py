@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Sequence
 from itertools import groupby
@@ -11,14 +10,13 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.distributed.tensor import DTensor
 
 from mismatch.errors import MismatchError, named_line
-from mismatch.models.derived import Shards
+from mismatch.models.derived import IN_LAYER, Shards
 from mismatch.models.weight_states import Checkpoint, link_others
 from mismatch.training.backward import Backward, local_gradient
 from mismatch.training.distributed import World
@@ -32,9 +30,7 @@ class PolicyOptimiser:
 
     def __init__(self, world: World, loaded: LoadedModel, rate: float, max_norm: float) -> None:
         self.world, self.loaded, self.max_norm = world, loaded, max_norm
-        self.trained = [*loaded.scorer.parameters()]
-        for parameter in self.trained:
-            parameter.requires_grad_(True)
+        self.trained = [*loaded.scorer.requires_grad_(True).parameters()]
         self.optimiser = torch.optim.AdamW(self.trained, rate, BETAS, weight_decay=0.0)
 
     def step(self, backward: Backward, rows: Sequence[int]) -> tuple[float, float] | None:
@@ -50,11 +46,12 @@ class PolicyOptimiser:
         if own is None or loss != loss:
             backward.clear()
             return None
+        for each in self.trained:  # such as unused sinks: every checkpoint has all moments
+            if each.grad is None:
+                each.grad = torch.zeros_like(each)
         gradients = [g for each in self.trained if (g := local_gradient(each)) is not None]
-        squared = torch.zeros((), dtype=torch.float64)
-        for gradient in gradients:
-            squared += gradient.double().square().sum().cpu()
-        norm = backward.factor * float(self.world.sum(squared).sqrt())
+        squared = sum(float(gradient.double().square().sum()) for gradient in gradients)
+        norm = backward.factor * float(self.world.sum(torch.tensor(squared).double()).sqrt())
         for gradient in gradients:
             gradient.mul_(backward.factor * min(1.0, self.max_norm / norm) if norm else 0.0)
         self.optimiser.step()
@@ -81,12 +78,7 @@ class PolicyOptimiser:
     def load(self, folder: Path) -> None:
         """Read what :meth:`save` wrote, in a world of any size."""
         state = self._state()
-        moments = state["optimiser"]["state"]
         try:
-            saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-            kept = {name for name in moments if f"optimiser.state.{name}.step" in saved}
-            for name in moments.keys() - kept:  # it never had a gradient, such as unused sinks
-                del moments[name]
             load_sharded(state, checkpoint_id=folder, process_group=self.world.control)
         except (Exception, CheckpointException) as error:
             fault = f"the checkpoint {folder} cannot be read: {_cause(error)}"
@@ -97,7 +89,6 @@ class PolicyOptimiser:
             self.optimiser,
             model_state_dict=state["model"],
             optim_state_dict=state["optimiser"],
-            options=StateDictOptions(strict=len(kept) == len(self.trained)),
         )
 
     def _state(self) -> dict[str, Any]:
@@ -128,13 +119,13 @@ def export(world: World, loaded: LoadedModel, base: Path, target: Path, dtype: t
     if first:
         shutil.rmtree(target, ignore_errors=True)
         link_others(base, target)
-    for _, layer in groupby(model.state_dict().items(), key=lambda item: layer_of(item[0])):
+    for _, layer in groupby(model.state_dict().items(), key=lambda item: _layer_of(item[0])):
         whole = {}
         for name, tensor in layer:
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # of all ranks
             if first:
-                floating = full.is_floating_point()
-                whole[name] = (full.detach().to(dtype) if floating else full.detach()).cpu().clone()
+                kept = dtype if full.is_floating_point() else full.dtype
+                whole[name] = full.detach().to("cpu", kept, copy=True)
         for name, tensor in revert_weight_conversion(model, whole).items() if first else ():
             if name in missing:
                 shards.add(name, tensor)
@@ -147,11 +138,7 @@ def export(world: World, loaded: LoadedModel, base: Path, target: Path, dtype: t
         shards.finish()
 
 
-def layer_of(name: str) -> str:
-    """Return what the names of one layer's parameters begin with.
-
-    >>> layer_of("model.layers.3.mlp.gate.weight"), layer_of("lm_head.weight")
-    ('model.layers.3', 'lm_head.weight')
-    """
-    found = re.match(r".*?\.\d+(?=\.)", name)
+def _layer_of(name: str) -> str:
+    """Return what the names of one layer's parameters begin with; the name itself outside."""
+    found = IN_LAYER.match(name)
     return found[0] if found else name

@@ -33,10 +33,6 @@ class PolicyLoss:
     old: Floats | None
     """[A] the log-probabilities that the ratio divides by; None: the override, a ratio of 1."""
     clip: float
-    tokens: int = 0
-    """How many had a coefficient."""
-    clipped: int = 0
-    """Of how many the clip removed it."""
     largest: float = 0.0
     """Of the ratios seen."""
 
@@ -45,9 +41,6 @@ class PolicyLoss:
         plain = self.plain[actions]
         ratio = np.ones(len(new)) if self.old is None else ratios(self.old[actions], new)
         active = unclipped(ratio, plain, self.clip)
-        counted = plain != 0.0
-        self.tokens += int(counted.sum())
-        self.clipped += int((counted & ~active).sum())
         self.largest = max(self.largest, float(ratio.max(initial=0.0)))
         return np.asarray(np.where(active, plain * ratio, 0.0), np.float64)
 

@@ -15,12 +15,11 @@ from mismatch.features.loop.judge import (
     LoopReport,
     at_end,
     claims,
-    fired,
     reward_fall,
 )
 from mismatch.features.loop.spec import Checked
 from mismatch.reports.formatting import capital, count, number, plural, text
-from mismatch.reports.section import Cell, Cells, Column, Figure, Page, Section, Table
+from mismatch.reports.section import Column, Figure, Page, Section, Table
 from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, legend_above
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ PANELS = {
     "ratio_max": Panel("largest PPO ratio", log=True),
 }
 STRONG = (ACCENT, SECOND, INK)  # of the first arms, whose story the page tells; the others are grey
-OVER = {"end": f"last {WINDOW} steps", "run": "all steps"}
 
 
 def _ends(arm: Arm, name: str) -> str:
@@ -56,20 +54,20 @@ def _ends(arm: Arm, name: str) -> str:
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
-def _step(at: int | None) -> str:
-    return "never" if at is None else str(at)
-
-
 def _falls(arm: Arm) -> list[int | None]:
     """Return the step at which the reward falls, of every seed."""
     return [reward_fall(run) for run in arm.runs]
+
+
+def _steps(arm: Arm) -> str:
+    return ", ".join("never" if at is None else str(at) for at in _falls(arm))
 
 
 ARMS = (
     Column("arm", text, of="name", tone="code"),
     Column("seeds", count, 1, of=lambda arm: len(arm.runs)),
     Column("reward", text, detail="last 5 steps, range of seeds", of=partial(_ends, name="reward")),
-    Column("reward falls", text, detail="at step", of=lambda a: ", ".join(map(_step, _falls(a)))),
+    Column("reward falls", text, detail="at step", of=_steps),
     Column("k3 KL", text, 1, detail="nats, last 5 steps", of=partial(_ends, name="k3_kl")),
     Column("entropy", text, 2, detail="nats, last 5 steps", of=partial(_ends, name="entropy")),
     Column("gradient norm", text, 3, detail="last 5 steps", of=partial(_ends, name="grad_norm")),
@@ -77,10 +75,10 @@ ARMS = (
 CLAIMS = (
     Column("higher", text, of="better", tone="code"),
     Column("lower", text, of="worse", tone="code"),
-    Column("over", text, of=lambda claim: OVER[claim.over]),
     Column(
         "difference of reward by seed, ± standard error",
         text,
+        detail=f"last {WINDOW} steps",
         of=lambda claim: ", ".join(
             f"{number(gap)} ± {number(error)}"
             for gap, error in zip(claim.differences, claim.errors, strict=True)
@@ -88,19 +86,11 @@ CLAIMS = (
     ),
     Column("claimed", text, of=lambda claim: "yes" if claim.agree else "no"),
 )
-WARNINGS = (
-    *(Column("arm", text), Column("seed", count), Column("k3 KL", text)),
-    *(Column("sequence ESS lost", text), Column("log-perplexity difference", text)),
-    *(Column("entropy", text), Column("gradient norm", text)),
-)
 
 
 def section(result: LoopReport) -> Section:
-    """Return arms and seeds, the pictures, warnings and times below."""
+    """Return arms and seeds, the pictures, and every two arms below."""
     rows = [(arm.name, run) for arm in result.arms for run in arm.runs]
-    fires: list[Cells] = [
-        (Cell(arm, "code"), run.seed, *map(_step, fired(run).values())) for arm, run in rows
-    ]
     checked = result.checked or Checked(0, 0, {})
     before = Column(
         "check before",
@@ -130,10 +120,7 @@ def section(result: LoopReport) -> Section:
             "than twice the standard error over its steps. Bands reach from the lowest to the "
             "highest seed."
         ],
-        parts=[
-            Section("loop-claims", "Every two arms", tables=[Table.of(CLAIMS, claims(result))]),
-            Section("loop-warnings", "First step of each warning", tables=[Table(WARNINGS, fires)]),
-        ],
+        parts=[Section("loop-claims", "Every two arms", tables=[Table.of(CLAIMS, claims(result))])],
     )
 
 

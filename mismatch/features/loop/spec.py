@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -10,7 +9,6 @@ from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import Chosen
 from mismatch.experiments.fixes.catalogue import fix_named, labels
-from mismatch.experiments.fixes.spec_edits import Change, train, with_argument
 from mismatch.specs import MANY, SEEDS, SHARE, CheckSpec, Flag, Range, portable
 
 LOOP = "Training loop"
@@ -19,12 +17,6 @@ LARGE_MODELS = 1e-6  # a learning rate that large models are trained with
 # Ways of the weights into an engine; the engine's way first.
 PATHS = {"vllm": ("reload", "rpc"), "sglang": ("disk", "tensor"), "transformers": ("load",)}
 Loss = Literal["token", "sequence"]
-RAW = "raw-logprobs"
-PLANTED: Mapping[str, Change] = {  # arms that no fix is
-    "fp8-kv-cache": with_argument("kv_cache_dtype", "fp8"),
-    RAW: with_argument("logprobs_mode", "raw_logprobs"),
-    "forward-sinks": train(attention="benchmarks.planted_attention:sinks_forward_only"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +33,7 @@ class Checked:
 class LoopSpec:
     """One arm of a loop, with one seed."""
 
-    GONE = frozenset({"path", "plant", "frozen", "old"})  # see mismatch/codec.py
+    GONE = frozenset({"path", "plant", "frozen", "old", "max_norm"})  # see mismatch/codec.py
 
     check: CheckSpec = field(default_factory=CheckSpec)
     """Engine, trainer, prompts and sampling, with the arm's changes."""
@@ -60,8 +52,6 @@ class LoopSpec:
     ] = 3e-4
     loss: Annotated[Loss, Flag(LOOP, "Mean over tokens, or over the means of sequences.")] = "token"
     clip: Annotated[float, Flag(LOOP, "Clip range of PPO's ratio.", range=SHARE)] = 0.2
-    max_norm: float = 1.0
-    """Gradients are cut to this norm."""
     perfectible: Annotated[
         bool, Flag(LOOP, "Train on the prompts that the model solves sometimes.")
     ] = True
@@ -93,13 +83,10 @@ def arm_of(base: LoopSpec, name: str) -> LoopSpec:
     """
     loop = replace(base, arm=name)
     for label in () if name == AS_IS else labels(name):
-        before, sampling = loop, loop.check.rollout.sampling
+        before = loop
         id, _, value = label.partition("=")
-        if id == RAW and sampling.temperature == 1 and sampling.plain:
-            pass  # raw and processed log-probabilities are the same
-        elif id in PLANTED:
-            loop = replace(loop, check=PLANTED[id](loop.check, ""))
-        elif (fix := fix_named(id)).side == "estimator":
+        fix = fix_named(id)
+        if fix.side == "estimator":
             loop = replace(loop, corrections=(*loop.corrections, fix.corrects))
         else:
             chosen = Chosen(fix, value or (fix.values[0] if fix.values else ""))

@@ -32,7 +32,7 @@ from mismatch.features.loop.history import (
     save_row,
 )
 from mismatch.features.loop.optimiser import PolicyOptimiser, export
-from mismatch.features.loop.policy import PolicyLoss, deal, policy_loss
+from mismatch.features.loop.policy import deal, policy_loss
 from mismatch.features.loop.spec import LoopSpec
 from mismatch.processes.tasks import wait_for
 from mismatch.processes.workers.engine import reported
@@ -52,6 +52,7 @@ from mismatch.types import Floats, Rollout
 
 PARTS = ("push_s", "verify_s", "generate_s", "score_s", "update_s", "export_s")
 MINI_STREAM = 104729  # the order of mini-batches, apart from the choice of prompts
+MAX_NORM = 1.0  # that gradients are cut to
 
 
 def main(arguments: list[str]) -> int:
@@ -84,7 +85,7 @@ class TrainerSide:
 
     def __init__(self, world: Any, loaded: Any, loop: LoopSpec, run_dir: Path, start: int) -> None:
         self.world, self.loaded, self.loop, self.run_dir = world, loaded, loop, run_dir
-        self.optimiser = PolicyOptimiser(world, loaded, loop.learning_rate, loop.max_norm)
+        self.optimiser = PolicyOptimiser(world, loaded, loop.learning_rate, MAX_NORM)
         if start:
             self.optimiser.load(run_dir / CHECKPOINTS / f"{start:06d}")
         if world.rank == 0:
@@ -109,8 +110,7 @@ class TrainerSide:
         began = time.monotonic()
         rollout = store.load_rollout(folder)
         decode = store.load_scoring(folder, f"{rollout.fingerprint['engine']}:decode")
-        row: Row = {"step": float(step)}
-        row |= {name: float(value) for name, value in store.read_json(folder / DONE).items()}
+        row: Row = {"step": float(step), **store.read_json(folder / DONE)}
         spec = self.loop.check.train
         source = replay_source(folder, rollout, spec)
         train = score_pass(self.world, self.loaded, rollout, Pass(TRAIN, spec), source)
@@ -150,7 +150,7 @@ class TrainerSide:
         loop, spec = self.loop, replace(self.loop.check.train, grad=True)
         options, _ = prepare_pass(self.world, self.loaded, rollout, spec, source)
         taken: list[tuple[float, float]] = []  # loss and gradient norm
-        policies: list[PolicyLoss] = []
+        largest = 0.0
         for prompts in deal(rollout, loop.mini_batches, (loop.seed, step, MINI_STREAM)):
             policy = policy_loss(rollout, train, engine, prompts, loop)
             backward = Backward(
@@ -166,17 +166,10 @@ class TrainerSide:
                     "--learning-rate, or another --train-dtype",
                 )
             taken.append(made)
-            policies.append(policy)
+            largest = max(largest, policy.largest)
         losses, norms = zip(*taken, strict=True)
-        counts = [[policy.clipped, policy.tokens] for policy in policies]
-        removed, counted = self.world.sum(torch.tensor(counts).sum(0)).tolist()
-        largest = self.world.gather(max(policy.largest for policy in policies)) or [0.0]
-        return {
-            "loss": float(np.mean(losses)),
-            "grad_norm": max(norms),
-            "clip_share": removed / max(counted, 1),
-            "ratio_max": max(largest),
-        }
+        ratio = max(self.world.gather(largest) or [0.0])  # rank 0 alone has all
+        return {"loss": float(np.mean(losses)), "grad_norm": max(norms), "ratio_max": ratio}
 
 
 if __name__ == "__main__":
