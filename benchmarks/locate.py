@@ -227,7 +227,7 @@ def row_of(model: str, fault: Fault, found: Location) -> dict[str, Any]:
         (one.lowest_excess for side in found.sides for one in side.sites), default=float("nan")
     )
     row: dict[str, Any] = {"model": model, "fault": fault.name, "verdict": verdict.reason}
-    row |= {"tokens": found.tokens, "seconds": found.seconds, "largest excess": round(clean, 2)}
+    row |= {"tokens": found.tokens, "largest excess": round(clean, 2)}
     row["not tested"] = [str(one) for one in found.not_tested]
     if not fault.side:
         return row | {

@@ -40,7 +40,6 @@ def located(place: Path, train: TrainSpec, engine: EngineSpec) -> dict[str, Side
                 {"name": "transformers:prefill", "role": "engine", "dtype": "bf16"},
                 {"name": "fsdp", "role": "trainer", "dtype": "bf16"},
             ],
-            "seconds": 60.0,
         },
     }
     for name, job in jobs.items():

@@ -157,7 +157,7 @@ def test_layers_without_known_parts_are_compared_as_wholes() -> None:
     logits(model, replay)
     large = {site.key for site, sums in replay.sums.items() if sums.new > 1e-9 * sums.same}
     assert large == {"1.residual"}
-    (entry,) = unseen(set(own.values), 2, set())
+    (entry,) = unseen(set(own.values), experts=False)
     assert TITLES["mlp"] in entry.what
     assert TITLES["residual"] not in entry.what.split(", ")
 
@@ -184,10 +184,10 @@ def test_hooks_and_functions_are_gone_behind_the_block() -> None:
 def test_latent_attention_shows_the_part_that_rope_turns(family: str) -> None:
     """By a function with another name; where there is an indexer, its part is turned as well."""
     model = model_of(family) if family == "deepseek_v3" else families.tiny(family)
-    recorder, layers = Recorder(), model.config.num_hidden_layers
+    recorder = Recorder()
     plain = logits(model, recorder)
     assert all(f"1.{name}" in recorder.values for name in sites_of("a moe"))
-    assert unseen(recorder.values, layers, set(range(1, layers))) == []
+    assert unseen(recorder.values, experts=True) == []
     replay = Replay(recorder.values, recorder.values, 2)
     torch.testing.assert_close(logits(model, replay), plain, rtol=1e-5, atol=1e-5)
     adding = Adding({key: torch.zeros_like(value) for key, value in recorder.values.items()})
@@ -196,8 +196,10 @@ def test_latent_attention_shows_the_part_that_rope_turns(family: str) -> None:
 
 def test_a_site_that_no_layer_shows_is_not_tested() -> None:
     shown = {f"{layer}.{name}" for layer in range(2) for name in sites_of("a moe")}
-    assert unseen(shown - {"0.router"}, 2, {1}) == []
-    (entry,) = unseen(shown - {"1.q", "1.router"}, 2, {1})
+    assert unseen(shown - {"0.router"}, experts=True) == []  # a dense layer
+    routers = {"0.router", "1.router"}
+    assert unseen(shown - routers, experts=False) == []
+    (entry,) = unseen(shown - {"1.q", *routers}, experts=True)
     assert entry.what == ", ".join(TITLES[name] for name in ("q", "router"))
 
 

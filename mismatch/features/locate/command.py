@@ -7,7 +7,7 @@ from pathlib import Path
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option, switch
 from mismatch.cli.options import JSON, RUN, TRUST_RUN
-from mismatch.specs import MANY, OUTPUT, SEEDS, Range
+from mismatch.specs import MANY, OUTPUT, Range
 
 WHAT = "What to record"
 SEQUENCES_HELP = "Sequences of the run: the worst half, and others at random."
@@ -21,15 +21,6 @@ FLAGS = (
         default=512,
         range=Range(2, MANY),
     ),
-    Option(
-        "budget_minutes",
-        float,
-        WHAT,
-        "Minutes after which no further sequence is begun.",
-        default=10.0,
-        range=Range(0, MANY, above=True),
-    ),
-    Option("seed", int, WHAT, "Seed of the random sequences.", default=0, range=SEEDS),
 )
 DETAILS = switch("details", OUTPUT, "Every module of every layer.")
 
@@ -62,12 +53,7 @@ def locate(flags: Flags) -> int:
     spec = load_spec(run)
     require_trust(run, spec, flags["trust_run"])
     narrator = session.narrator(silent=flags["as_json"])
-    scope = Scope(
-        sequences=flags["sequences"],
-        tokens=flags["max_sequence_tokens"],
-        seconds=60 * flags["budget_minutes"],
-        seed=flags["seed"],
-    )
+    scope = Scope(flags["sequences"], flags["max_sequence_tokens"])
     with at_work(run, "locate", spec, session.command()):
         location = locate_in(run, spec, narrator, scope)
     if (run / "report.json").exists():

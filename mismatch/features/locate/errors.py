@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,8 +64,7 @@ class Sums:
     @classmethod
     def total(cls, parts: Several[Sums]) -> Sums:
         """Add up sequences."""
-        names = [field.name for field in fields(cls)]
-        return cls(*(sum(getattr(part, name) for part in parts) for name in names))
+        return cls(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 
 BySite = Mapping[Site, Several[Sums]]  # one entry a sequence, in one order
@@ -118,11 +117,8 @@ def _new(parts: Several[Sums]) -> float:
 def _lowest_excess(side: Several[Sums], plain: Several[Sums] | None, rounding: float) -> float:
     """Return the smallest excess with any one sequence left out: no source rests on one alone."""
 
-    def without(parts: Several[Sums], index: int) -> Several[Sums]:
-        return [*parts[:index], *parts[index + 1 :]] if len(parts) > 1 else parts
+    def new(parts: Several[Sums], left_out: int) -> float:
+        return _new([*parts[:left_out], *parts[left_out + 1 :]] if len(parts) > 1 else parts)
 
-    paired = plain if plain is not None and len(plain) == len(side) else None
-    return min(
-        _new(without(side, n)) / max(_new(without(paired, n)) if paired else 0.0, rounding)
-        for n in range(len(side))
-    )
+    costs = [new(plain, n) if plain else 0.0 for n in range(len(side))]
+    return min(new(side, n) / max(cost, rounding) for n, cost in enumerate(costs))

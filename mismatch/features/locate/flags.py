@@ -4,11 +4,5 @@ from mismatch.cli.flags import switch
 from mismatch.specs import TRAIN
 
 NO_LOCATE = "no_locate"
-
-FLAGS = (
-    switch(
-        NO_LOCATE,
-        TRAIN,
-        "Do not locate the module if a float32 gap or an excess fails (see mismatch locate).",
-    ),
-)
+HELP = "Do not locate the module if a float32 gap or an excess fails (see mismatch locate)."
+FLAGS = (switch(NO_LOCATE, TRAIN, HELP),)

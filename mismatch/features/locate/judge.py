@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from mismatch.analysis.plugins import Analysis
-from mismatch.codec import fields_of, from_json, object_schema, refused, to_json
+from mismatch.codec import fields_of, from_json, refused, to_json
 from mismatch.errors import MismatchError
 from mismatch.features.locate.kinds import causes_of
-from mismatch.features.locate.results import Group, Location, SideLocation, Site, SiteError, Status
+from mismatch.features.locate.results import Group, Location, SideLocation, Site, SiteError
 from mismatch.run import store
 from mismatch.specs import CheckSpec
 from mismatch.types import Floats, Judged
@@ -28,7 +28,7 @@ def groups_of(sites: Sequence[SiteError]) -> list[tuple[Group, tuple[Site, ...]]
     """Return the sources, those of one module in several layers together, in the forward order.
 
     Rope turns queries and keys alike, so that its two sites are one group. Effects are not measured
-    yet: NaN.
+    yet: 0.
     """
     sources = sorted((s for s in sites if s.role == "source"), key=lambda s: s.location.order())
     names = {source.site for source in sources}
@@ -39,7 +39,7 @@ def groups_of(sites: Sequence[SiteError]) -> list[tuple[Group, tuple[Site, ...]]
     groups = []
     for name, errors in named.items():
         layers = tuple(dict.fromkeys(error.layer for error in errors if error.layer is not None))
-        group = Group(name, layers, max(error.excess for error in errors), np.nan, np.nan)
+        group = Group(name, layers, max(error.excess for error in errors), 0.0, 0.0)
         groups.append((group, tuple(error.location for error in errors)))
     return groups
 
@@ -164,7 +164,6 @@ def sentence(side: SideLocation) -> str:
 # ---------------------------------------------------------------- document
 
 SCHEMA, FILE = "mismatch.locate/1", "locate.json"
-COMMAND, PAGE = "mismatch locate", "docs/how-to/locate.md"
 
 
 def to_document(location: Location) -> dict[str, Any]:
@@ -180,9 +179,8 @@ def from_document(document: Any) -> Location:
     Raises:
         MismatchError: no such document, a schema of another version, or a field that does not fit.
     """
-    fields = fields_of(document, SCHEMA, command=COMMAND)
-    fields.pop("verdict", None)
-    with refused(SCHEMA, command=COMMAND, page=PAGE):
+    fields = fields_of(document, SCHEMA, command="mismatch locate")
+    with refused(SCHEMA, command="mismatch locate", page="docs/how-to/locate.md"):
         return from_json(Location, fields)
 
 
@@ -197,34 +195,8 @@ def of_run(run_dir: Path | str, spec: CheckSpec | None = None) -> Location | Non
     return from_document(store.load_document(run_dir, FILE))
 
 
-class _Locate(Analysis[Location]):
-    """The document of ``mismatch locate``, its schema's name and verdict with it."""
-
-    def write(self, result: Location) -> dict[str, Any]:
-        return {self.id: to_document(result)}
-
-    def read(self, document: dict[str, Any]) -> Location | None:
-        entry = document.get(self.id)
-        return None if entry is None else from_document(entry)
-
-    def schema(self, definitions: dict[str, Any]) -> dict[str, Any]:
-        verdict = {
-            "type": "object",
-            "properties": {
-                "status": {"enum": list(get_args(Status))},
-                "reason": {"type": "string"},
-            },
-            "required": ["status", "reason"],
-            "additionalProperties": False,
-        }
-        own = object_schema(Location, definitions)
-        head = {"schema": {"const": SCHEMA}, "verdict": verdict}
-        own["properties"], own["required"] = head | own["properties"], [*head, *own["required"]]
-        return {self.id: own}
-
-
 ANALYSES = (
-    _Locate(
+    Analysis(
         "locate",
         Location,
         section="mismatch.features.locate.section:section",

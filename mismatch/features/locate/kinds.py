@@ -6,7 +6,7 @@ from mismatch.analysis.diagnosis.detector import Evidence, Side
 from mismatch.analysis.diagnosis.loaded_weights import Difference
 from mismatch.analysis.diagnosis.ranking import Cause, Status
 from mismatch.analysis.square import Square
-from mismatch.features.locate.results import Kind, Location, SideLocation
+from mismatch.features.locate.results import TITLES, Kind, Location, SideLocation
 from mismatch.models.site_parameters import decides
 from mismatch.run.store import TRAIN
 from mismatch.types import SideFacts
@@ -18,7 +18,6 @@ CONFIRMED = 0.3  # share of a side's distance that its sources explain, or that 
 PROJECTIONS = ("embedding", "q", "k", "v", "attention_output")
 # What a function that differs at a site can be, by ids of causes.toml.
 ROPE = ("rope-config", "yarn-attention-factor")
-NORM = ("norm-eps",)
 FUNCTIONS: dict[str, tuple[str, ...]] = {
     "rope_q": ROPE,
     "rope_k": ROPE,
@@ -26,7 +25,7 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
         *("attention-sinks", "sliding-window", "logit-softcap", "yarn-attention-factor"),
         *("packing-leak", "position-ids"),
     ),
-    **dict.fromkeys(("input_norm", "attention_norm", "post_norm", "mlp_norm", "final_norm"), NORM),
+    **dict.fromkeys([name for name in TITLES if name.endswith("_norm")], ("norm-eps",)),
     "router": ("router-config", "router-precision"),
     "head": ("logit-softcap", "bf16-lm-head"),
 }

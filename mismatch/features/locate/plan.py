@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Several
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -11,17 +12,13 @@ from mismatch.analysis.square import precision_of
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import plain_of, reference_of
 from mismatch.features.locate.results import Sequence
-from mismatch.models.config import ModelConfig
 from mismatch.run.store import PLAIN, REFERENCE, TRAIN
 from mismatch.specs import DTYPES, Dtype, EngineSpec, Pass, TrainSpec
 from mismatch.types import Floats, Ints, Rollout, SideFacts
 
-SEQUENCES, TOKENS = 8, 512  # recorded by default, and of each at most
-FLOAT32_BYTES = 4
-
 
 def select(
-    rollout: Rollout, delta: Floats | None, count: int, longest: int, seed: int
+    rollout: Rollout, delta: Floats | None, count: int, longest: int
 ) -> tuple[Sequence, ...]:
     """Choose the worst half by mean |delta|, and others at random; sequences keep their beginning.
 
@@ -46,7 +43,7 @@ def select(
         means = {index: float(size[owner == index].mean()) for index in able}
         worst = sorted(able, key=lambda index: -means[index])[: (count + 1) // 2]
     rest = [index for index in able if index not in worst]
-    drawn = np.random.default_rng(seed).permutation(rest)[: count - len(worst)].tolist()
+    drawn = np.random.default_rng(0).permutation(rest)[: count - len(worst)].tolist()
     return tuple(
         Sequence(index, min(int(lengths[index]), longest), "worst" if index in worst else "random")
         for index in sorted([*worst, *drawn])
@@ -86,25 +83,11 @@ def actions_of(rollout: Rollout, sequences: Several[Sequence]) -> Ints:
     return (np.cumsum(rollout.action_mask) - 1)[rows[rollout.action_mask[rows]]]
 
 
-def require_disk(config: ModelConfig, tokens: int, sides: int, free: int) -> None:
-    """Refuse what would fill a disk.
-
-    Each side leaves what it recorded and what is new in it, in float32 at most; so does the
-    reference.
-
-    Raises:
-        MismatchError: more than ``free`` bytes.
-    """
-    width = 2 * config.head_dim + (config.value_dim or config.head_dim)
-    heads = (config.heads + config.kv_heads) * width
-    values = 2 * config.hidden + config.layers * (6 * config.hidden + heads + config.experts)
-    needed = values * tokens * FLOAT32_BYTES * (2 * sides + 1)
-    if needed > free:
-        raise MismatchError(
-            f"what {sides} sides record of {tokens:,} tokens takes up to {needed / 1e9:.1f} GB, "
-            f"{free / 1e9:.1f} GB are free in the run directory",
-            "lower --max-sequence-tokens or --sequences, or free some",
-        )
+def side_folder(directory: Path | str, name: str) -> Path:
+    """Return the folder in which a side leaves what it recorded."""
+    folder = Path(directory) / name.replace(":", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def dtype_of(facts: SideFacts) -> Dtype | None:

@@ -7,13 +7,13 @@ import os
 import shutil
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mismatch.analysis.square import Square
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import float32_engine, trainer_in_float32
@@ -21,17 +21,14 @@ from mismatch.features.locate.judge import FILE, SCHEMA, to_document
 from mismatch.features.locate.kinds import kind_of
 from mismatch.features.locate.plan import (
     EAGER,
-    SEQUENCES,
-    TOKENS,
     actions_of,
     dtype_of,
     eager,
     passes_of,
-    require_disk,
     select,
+    side_folder,
 )
 from mismatch.features.locate.results import Location, Sequence, SideLocation
-from mismatch.models.config import find_config
 from mismatch.pipeline.build import square_of
 from mismatch.processes.launch import (
     EXACT,
@@ -46,9 +43,8 @@ from mismatch.run import store
 from mismatch.run.machine import local_gpus, placement, visible_as
 from mismatch.run.store import FLOAT32, TRAIN
 from mismatch.specs import CheckSpec, Dtype, portable, to_dict
-from mismatch.types import NotTested, Rollout, SideFacts
+from mismatch.types import NotTested, Rollout
 
-MOST_SIDES = 4  # engine, trainer, a plain forward in the dtype of each
 WORKER = "mismatch.features.locate.worker"
 PLACE = "locate"  # scratch in the run directory; gone at the end
 ENGINE, PASSES = "locate-engine", "locate"
@@ -58,26 +54,20 @@ ENGINE, PASSES = "locate-engine", "locate"
 class Scope:
     """What is recorded, and for how long."""
 
-    sequences: int = SEQUENCES
+    sequences: int = 8
     """The worst half of them, and others at random."""
-    tokens: int = TOKENS
+    tokens: int = 512
     """Of a sequence at most."""
-    seconds: float = 600.0
-    """After which no further sequence is begun."""
-    seed: int = 0
     limit_s: float = math.inf
     """After which a process that is still at work is ended."""
-    exact: bool = False
-    """Both sides in float32."""
     both: bool = False
     """An engine that cannot be recorded is an error; else the trainer is located alone."""
-    pair: tuple[str, str] | None = None
-    """Scorings whose difference says which sequences are worst; None: the run's two sides."""
+    gap: tuple[str, str] | None = None
+    """Scorings in float32 that differ: both sides run as they did, and on the sequences that are
+    worst by them; None: as the run's two sides."""
 
 
-def locate_in(
-    run_dir: Path, spec: CheckSpec, narrator: Narrator, scope: Scope | None = None
-) -> Location:
+def locate_in(run_dir: Path, spec: CheckSpec, narrator: Narrator, scope: Scope) -> Location:
     """Record a run's engine and trainer on some of its tokens; leave ``locate.json``.
 
     The caller holds the run directory.
@@ -85,33 +75,32 @@ def locate_in(
     Raises:
         MismatchError: a trainer whose modules cannot be recorded, or the time was used up.
     """
-    scope = scope or Scope()
-    start, place, report = time.monotonic(), run_dir / PLACE, run_dir / "report.json"
-    square = _square(run_dir, spec)
-    spec = in_float32(spec) if scope.exact else spec
+    end, place, report = time.monotonic() + scope.limit_s, run_dir / PLACE, run_dir / "report.json"
+    square = None
+    with suppress(MismatchError):  # a run without scorings yet
+        square = square_of(run_dir, spec)
+    if scope.gap is not None:
+        sampler, exact = float32_engine(spec.rollout) or spec.rollout, trainer_in_float32(spec)
+        spec = replace(spec, rollout=sampler, train=exact[0].spec if exact else spec.train)
     rollout, train = store.load_rollout(run_dir), spec.train
     engine, delta = spec.rollout.engine.engine, None
     headline = (f"{engine}:decode", TRAIN)
-    names, present = scope.pair or headline, set(store.scoring_names(run_dir))
+    names, present = scope.gap or headline, set(store.scoring_names(run_dir))
     if present.issuperset(names):
         sampled, trained = (store.load_scoring(run_dir, name).logprobs for name in names)
         delta = trained - sampled
-    chosen = select(rollout, delta, scope.sequences, scope.tokens, scope.seed)
-    count = sum(sequence.tokens for sequence in chosen)
-    config = find_config(train.model, train.revision).model
-    require_disk(config, count, MOST_SIDES, shutil.disk_usage(run_dir).free)
-    work = _Recording(run_dir, spec, narrator, chosen, start + scope.limit_s)
+    chosen = select(rollout, delta, scope.sequences, scope.tokens)
+    work = _Recording(run_dir, spec, narrator, chosen, end)
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
     try:
-        facts = work.engine()
-        unseen = [facts] if isinstance(facts, NotTested) else []
+        dtype = work.engine()
+        unseen = [dtype] if isinstance(dtype, NotTested) else []
         if unseen and scope.both:
             raise MismatchError(f"{unseen[0].what}: {unseen[0].reason}", unseen[0].how)
         if unseen:
             narrator.note(f"{engine} is not located: {unseen[0].reason}")
-        dtype = None if isinstance(facts, NotTested) else dtype_of(facts)
-        result = work.passes(dtype, scope.seconds)
+        result = work.passes(None if isinstance(dtype, NotTested) else dtype)
         sides = from_json(list[SideLocation], result["sides"])
         sides = [replace(side, held=work.held(side, rollout)) for side in sides]
     finally:
@@ -126,27 +115,11 @@ def locate_in(
         tokens=len(actions_of(rollout, chosen)),
         sides=tuple(sides),
         not_tested=(*unseen, *from_json(list[NotTested], result["not_tested"])),
-        seconds=round(time.monotonic() - start, 2),
         broken=report.exists() and store.read_json(report)["verdict"]["status"] == "broken",
     )
     inputs = (store.ROLLOUT, *(store.scoring_file(name) for name in present))
     store.save_document(run_dir, FILE, to_document(location), schema=SCHEMA, inputs=inputs)
     return location
-
-
-def in_float32(spec: CheckSpec) -> CheckSpec:
-    """Return the check whose engine and trainer are those that its float32 scorings ran."""
-    rollout = float32_engine(spec.rollout) or spec.rollout
-    passes = trainer_in_float32(spec)
-    return replace(spec, rollout=rollout, train=passes[0].spec if passes else spec.train)
-
-
-def _square(run_dir: Path, spec: CheckSpec) -> Square | None:
-    """Return the run's square; None where it has none, or no scorings yet."""
-    try:
-        return square_of(run_dir, spec)
-    except MismatchError:
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +132,8 @@ class _Recording:
     sequences: tuple[Sequence, ...]
     end: float = math.inf
 
-    def engine(self) -> SideFacts | NotTested:
-        """Return what the engine said of itself, or why it could not be recorded."""
+    def engine(self) -> Dtype | NotTested:
+        """Return what the engine computed in, or why it could not be recorded."""
         spec = self.spec.rollout
         name = spec.engine.engine
         what = f"the modules of {name}"
@@ -176,12 +149,11 @@ class _Recording:
             self._run(ENGINE, job, engine_python(spec.engine), env, f"{name} records its modules")
         except MismatchError as error:
             return NotTested(what, error.message, error.fix)
-        facts: SideFacts = store.read_json(self._folder(f"{name}:prefill") / "facts.json")
-        if dtype_of(facts) is None:
-            return NotTested(what, "no plain forward computes in its precision")
-        return facts
+        folder = side_folder(self.run_dir / PLACE, f"{name}:prefill")
+        dtype = dtype_of(store.read_json(folder / "facts.json"))
+        return dtype or NotTested(what, "no plain forward computes in its precision")
 
-    def passes(self, engine_dtype: Dtype | None, seconds: float) -> dict[str, Any]:
+    def passes(self, engine_dtype: Dtype | None) -> dict[str, Any]:
         """Return what the worker found in the trainer, and in the engine's recording if any."""
         train = self.spec.train
         precision = dtype_of({"dtype": train.dtype, "autocast": train.autocast})
@@ -191,11 +163,8 @@ class _Recording:
             name = f"{self.spec.rollout.engine.engine}:prefill"
             sides.insert(0, {"name": name, "role": "engine", "dtype": engine_dtype})
         passes = passes_of(train, {precision, engine_dtype or precision})
-        job = {
-            "passes": [{"name": pass_.name, "spec": to_dict(pass_.spec)} for pass_ in passes],
-            "sides": sides,
-            "seconds": seconds,
-        }
+        named = [{"name": pass_.name, "spec": to_dict(pass_.spec)} for pass_ in passes]
+        job = {"passes": named, "sides": sides}
         threads = os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))
         env = {"OMP_NUM_THREADS": threads, **EXACT}
         env |= visible_as(placement(self.spec, local_gpus()).trainer[:1])
@@ -212,11 +181,9 @@ class _Recording:
         if name is None or not rollout.sampling.plain:  # recorded with other probabilities
             return None
         own = store.load_scoring(self.run_dir, name).logprobs[actions_of(rollout, self.sequences)]
-        files = [self._folder(side.name) / f"{n}.npy" for n in range(len(self.sequences))]
-        return float(np.abs(np.concatenate([np.load(file) for file in files]) - own).mean())
-
-    def _folder(self, side: str) -> Path:
-        return self.run_dir / PLACE / side.replace(":", "-")
+        folder = side_folder(self.run_dir / PLACE, side.name)
+        here = [np.load(folder / f"{n}.npy") for n in range(len(self.sequences))]
+        return float(np.abs(np.concatenate(here) - own).mean())
 
     def _run(
         self, label: str, job: dict[str, Any], python: str, env: dict[str, str], title: str

@@ -8,7 +8,6 @@ reference's own forward pass, all of it or in parts, to see how much of the end 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from mismatch.features.locate.errors import BySite, Sums, site_errors
 from mismatch.features.locate.judge import explained, groups_of, moved, removed, with_first
+from mismatch.features.locate.plan import side_folder
 from mismatch.features.locate.results import (
     LAYER_SITES,
     SOME_FAMILIES,
@@ -29,8 +29,7 @@ from mismatch.features.locate.results import (
     SideLocation,
     Site,
 )
-from mismatch.models.boundaries import Boundaries, Recorder, expert_count
-from mismatch.models.layer_parts import LAYERS, child, parts_of
+from mismatch.models.boundaries import Boundaries, Recorder
 from mismatch.specs import Dtype, Pass
 from mismatch.training.load import load
 from mismatch.training.packing import MicroBatch
@@ -38,17 +37,9 @@ from mismatch.training.sequence_parallel import SequenceParallel
 from mismatch.training.validate import prepare_pass, to_device
 from mismatch.types import Floats, NotTested, Rollout
 
-LEAST = 2  # sequences that are replayed whatever the time
 TESTED = 6  # groups whose effect is measured one by one
 TIE = 1e-6  # of two logits, relative: a choice between equals
 HEAD = Site(None, "head")
-
-
-def side_folder(directory: Path | str, name: str) -> Path:
-    """Return the folder in which a side leaves what it recorded."""
-    folder = Path(directory) / name.replace(":", "-")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 class Forward:
@@ -90,35 +81,20 @@ class Forward:
 class Reference:
     """A loaded reference, its forward passes, and what was replayed in it.
 
-    Args:
-        end: time (monotonic) after which no further sequence is begun.
-
     Attributes:
-        count: of sequences that are replayed, fewer where time runs out.
-        own: log-probabilities of each.
+        own: log-probabilities of each sequence.
         not_tested: modules that a side did not show.
     """
 
-    def __init__(self, forward: Forward, directory: Path, end: float) -> None:
+    def __init__(self, forward: Forward, directory: Path) -> None:
         self.forward, self.directory = forward, directory
-        decoder: Any = forward.loaded.scorer.decoder
+        self.count = forward.rollout.n_sequences
         config = forward.loaded.scorer.decoder_config
         self.top_k = int(getattr(config, "num_experts_per_tok", 0) or 0)
-        self.not_tested: list[NotTested] = []
-        self.own: list[Floats] = []
-        folder, whole = side_folder(directory, "reference"), forward.rollout.n_sequences
-        for number in range(whole):
-            if number >= LEAST and time.monotonic() > end:
-                reason = f"the time was used up after {number} of {whole}"
-                fix = "raise --budget-minutes"
-                self.not_tested.append(NotTested("further sequences", reason, fix))
-                break
-            self.own.append(forward.record(folder, number))
-        self.count = len(self.own)
-        mlps = [parts_of(layer).mlp for layer in child(decoder, LAYERS)]
-        routers = {n for n, mlp in enumerate(mlps) if mlp is not None and expert_count(mlp)}
+        folder = side_folder(directory, "reference")
+        self.own = [forward.record(folder, number) for number in range(self.count)]
         with safe_open(folder / "0.safetensors", "pt") as shown:
-            self.not_tested += unseen(set(shown.keys()), len(mlps), routers)
+            self.not_tested = unseen(set(shown.keys()), self.top_k > 0)
 
     def replayed(self, side: str) -> BySite:
         """Return every site of a side, one entry a sequence; what is new goes to files."""
@@ -178,7 +154,6 @@ class Reference:
         for index, (group, sites) in enumerate(candidates):
             keys = {site.key for site in sites}
             sources |= keys
-            group = replace(group, explains=0.0, removed=0.0)
             if index < TESTED:
                 alone = self._with_new(side.name, keys)
                 without = self._with_new(side.name, everything - keys)
@@ -210,24 +185,20 @@ class Reference:
         return [np.load(folder / f"{n}.npy") - self.own[n] for n in range(self.count)]
 
 
-def unseen(shown: Collection[str], layers: int, routers: Collection[int]) -> list[NotTested]:
+def unseen(shown: Collection[str], experts: bool) -> list[NotTested]:
     """Return the sites that some layer of this family does not show on any side.
 
     Args:
         shown: keys that the reference recorded.
-        routers: layers with experts.
+        experts: whether some layers have a router; others may be dense.
     """
-    missing = {
-        name
-        for number in range(layers)
-        for name in set(LAYER_SITES) - set(SOME_FAMILIES)
-        if f"{number}.{name}" not in shown and (name != "router" or number in routers)
-    }
-    if not missing:
-        return []
-    names = ", ".join(TITLES[name] for name in LAYER_SITES if name in missing)
+    layers = {Site.of(key).layer for key in shown} - {None}
+    missing = [n for n in LAYER_SITES if any(f"{layer}.{n}" not in shown for layer in layers)]
+    routed = any(key.endswith(".router") for key in shown)
+    fine = {*SOME_FAMILIES, *(["router"] if routed or not experts else [])}
+    names = ", ".join(TITLES[name] for name in missing if name not in fine)
     reason = "not every layer has and shows them; what is new there counts for the next module"
-    return [NotTested(names, reason)]
+    return [NotTested(names, reason)] if names else []
 
 
 def _mean(distance: Floats) -> float:

@@ -6,6 +6,7 @@ one. Every side records its sites in the shape [tokens, features].
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -34,8 +35,7 @@ TITLES = {
     "final_norm": "final norm",
     "head": "head",
 }
-OUTER_SITES = ("embedding", "final_norm", "head")
-LAYER_SITES = tuple(name for name in TITLES if name not in OUTER_SITES)
+LAYER_SITES = tuple(name for name in TITLES if name not in ("embedding", "final_norm", "head"))
 SOME_FAMILIES = ("mixer", "attention_norm", "shared_mlp", "mlp_norm")
 
 
@@ -61,15 +61,12 @@ class Site(NamedTuple):
 
     def order(self) -> tuple[float, int]:
         """Return a key that sorts sites as a forward pass meets them."""
-        if self.layer is None:
-            layer = -1.0 if self.name == "embedding" else float("inf")
-            return layer, OUTER_SITES.index(self.name)
-        return float(self.layer), LAYER_SITES.index(self.name)
+        outside = -1.0 if self.name == "embedding" else math.inf
+        return outside if self.layer is None else self.layer, list(TITLES).index(self.name)
 
 
 Kind = Literal["weights", "function", "rounding"]
 Role = Literal["source", "amplifier", "passed on"]  # "amplifier": of reports of earlier versions
-Status = Literal["none", "located", "unlocated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +215,7 @@ class Location:
         broken: the run's report says BROKEN.
     """
 
-    GONE = frozenset({"between", "layers"})  # see mismatch/codec.py
+    GONE = frozenset({"between", "layers", "schema", "seconds", "verdict"})  # see mismatch/codec.py
 
     model: str
     reference: str
@@ -226,5 +223,4 @@ class Location:
     tokens: int
     sides: tuple[SideLocation, ...]
     not_tested: tuple[NotTested, ...]
-    seconds: float = 0.0
     broken: bool = False

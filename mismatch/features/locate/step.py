@@ -6,7 +6,7 @@ A check that has neither costs nothing here but one reading of its scorings.
 from __future__ import annotations
 
 from mismatch.analysis.displaced import Displaced
-from mismatch.analysis.square import Finding, Square
+from mismatch.analysis.square import Finding
 from mismatch.errors import MismatchError
 from mismatch.features.locate.flags import NO_LOCATE
 from mismatch.features.locate.judge import FILE
@@ -34,29 +34,20 @@ def locate_failed(stages: Stages) -> None:
     if spec.extra(NO_LOCATE) or current:
         return
     square = square_of(run_dir, spec)
-    failed = [] if square is None else _failed(square)
+    if square is None:
+        return
+    # Gaps first: float32 shows a fault without its rounding.
+    findings = sorted(square.findings, key=lambda finding: finding.evidence != "gap")
+    every: list[Finding | Displaced] = [*findings, *square.displaced]
+    failed = [f for f in every if f.standing == "beyond" and f.side != "other-engine"]
     if not failed:
         return
     if spec.train.scorer != OWN_SCORER:
         fault = f"the modules of {spec.train.scorer}'s own trainer cannot be recorded"
         raise MismatchError(fault, "mismatch locate RUN on a check of the built-in trainer")
-    first = failed[0]
-    pair, exact = None, isinstance(first, Finding) and first.evidence == "gap"
-    if exact:
-        pair = first.scoring, REFERENCE
-    scope = Scope(
-        sequences=SEQUENCES,
-        seconds=LONGEST_S / 2,
-        limit_s=LONGEST_S,
-        exact=exact,
-        both=first.side != "trainer",  # whose modules can be recorded without the engine's
-        pair=pair,
-    )
+    first, gap = failed[0], None
+    if isinstance(first, Finding) and first.evidence == "gap":
+        gap = first.scoring, REFERENCE
+    # The trainer's modules can be recorded without the engine's.
+    scope = Scope(SEQUENCES, limit_s=LONGEST_S, both=first.side != "trainer", gap=gap)
     locate_in(run_dir, spec, stages.narrator, scope)
-
-
-def _failed(square: Square) -> list[Finding | Displaced]:
-    """Return what lies beyond its level, gaps first: float32 shows a fault without its rounding."""
-    findings = sorted(square.findings, key=lambda finding: finding.evidence != "gap")
-    both: list[Finding | Displaced] = [*findings, *square.displaced]
-    return [each for each in both if each.standing == "beyond" and each.side != "other-engine"]

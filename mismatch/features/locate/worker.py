@@ -5,8 +5,8 @@ Started by :mod:`mismatch.features.locate.recording`, once for the engine and on
     python -m mismatch.features.locate.worker JOB.json
 
 JOB.json: ``{"run_dir": RUN, "place": SCRATCH, "label": …, "sequences": […]}`` and for the engine
-``"spec"``, a RolloutSpec; else ``"passes"``, the reference last, ``"sides"``, what is judged, and
-``"seconds"``. Every side leaves ``SCRATCH/SIDE/N.safetensors`` and ``N.npy`` (log-probabilities) of
+``"spec"``, a RolloutSpec; else ``"passes"``, the reference last, and ``"sides"``, what is judged.
+Every side leaves ``SCRATCH/SIDE/N.safetensors`` and ``N.npy`` (log-probabilities) of
 sequence N; the second process leaves ``SCRATCH/sides.json``.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import numpy as np
 
 from mismatch.codec import from_json, to_json
 from mismatch.engines.registry import engine_class
-from mismatch.features.locate.plan import part_of
+from mismatch.features.locate.plan import part_of, side_folder
 from mismatch.features.locate.results import Sequence
 from mismatch.models.derived import in_form
 from mismatch.processes.workers.engine import reported
@@ -52,7 +51,6 @@ def record_engine(job: dict[str, Any], rollout: Rollout) -> None:
         MismatchError: an engine whose modules cannot be recorded, or that cannot start.
     """
     from mismatch.features.locate.engine_side import RECORD
-    from mismatch.features.locate.reference import side_folder
 
     spec = from_json(RolloutSpec, job["spec"])
     name, sampling = spec.engine.engine, spec.sampling
@@ -74,12 +72,12 @@ def record_engine(job: dict[str, Any], rollout: Rollout) -> None:
 
 def run_passes(job: dict[str, Any], rollout: Rollout) -> None:
     """Record the trainer and the plain forwards, then replay every side in the reference."""
-    from mismatch.features.locate.reference import Forward, Reference, side_folder
+    from mismatch.features.locate.reference import Forward, Reference
     from mismatch.training.distributed import World
     from mismatch.training.source import quieten
 
     quieten()
-    directory, end = Path(job["place"]), time.monotonic() + job["seconds"]
+    directory = Path(job["place"])
     *passes, exact = [Pass(e["name"], from_json(TrainSpec, e["spec"])) for e in job["passes"]]
     world = World.start()
     for pass_ in passes:
@@ -90,7 +88,7 @@ def run_passes(job: dict[str, Any], rollout: Rollout) -> None:
         del forward  # its weights are gone before the next weights come
         gc.collect()
     say(f"{PROGRESS}{exact.name}")
-    reference = Reference(Forward(world, exact, rollout), directory, end)
+    reference = Reference(Forward(world, exact, rollout), directory)
     report_ready()
     plain = {
         pass_.spec.dtype: reference.replayed(pass_.name)
