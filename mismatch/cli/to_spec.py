@@ -54,6 +54,7 @@ COMPANIONS = {
     "budget_minutes": "fix explain",
     "adapter_as": "adapter",
     "exact_kl_top_k": "exact_kl",
+    "verl_override": "verl_config",
 }
 
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from mismatch.features.presets.config_file import ConfigFile
-from mismatch.features.presets.rules import CONVERSIONS, Name, Rule, rules_of, short, table, typed
+from mismatch.features.presets.rules import CONVERSIONS, Name, Rule, rules_of, table, typed
 from mismatch.specs import CheckSpec, TrainSpec
 
 # Fields of TrainSpec whose command-line parameter has another name.
@@ -126,11 +126,6 @@ class FollowedFile(Followed):
     source: ConfigFile = field(kw_only=True)
     framework: Name = field(kw_only=True)
 
-    @property
-    def keys(self) -> dict[str, Any]:
-        """What is known of the framework's keys."""
-        return table(f"{self.framework}_keys")
-
     def value(self, key: str, kind: str) -> Any:
         """Return the typed value of a key; None if it is not set."""
         value = self.source.get(key)
@@ -149,22 +144,22 @@ class FollowedFile(Followed):
 
         Where the framework's own code scores, nothing of the trainer is imitated.
         """
-        own_code = self.spec.train.scorer == self.framework
-        self.not_reproduced += self.keys.get("always", ())
-        for gap in self.keys["gap"]:
+        keys, own_code = table(f"{self.framework}_keys"), self.spec.train.scorer == self.framework
+        self.not_reproduced += keys.get("always", ())
+        for gap in keys["gap"]:
             key, value = gap["key"], self.source.get(gap["key"])
             self.seen.add(key)
             matters = bool(value) and str(value).lower() not in OFF
             if "usual" in gap:
                 matters = value not in (None, *gap["usual"])
             if matters and not (own_code and key.startswith(TRAINER)):
-                self.not_reproduced.append(f"{key} = {short(value)}: {gap['what']}")
-        for section, names in self.keys["no_effect"].items():
+                self.not_reproduced.append(f"{key} = {value!s:.60}: {gap['what']}")
+        for section, names in keys["no_effect"].items():
             self.seen.update(f"{section}.{name}".lstrip(".") for name in names)
         self.ignored = tuple(
             key
             for key in self.source.given()
-            if key.startswith(tuple(self.keys["near"]))
+            if key.startswith(tuple(keys["near"]))
             and not any(f"{key}.".startswith(f"{name}.") for name in self.seen)
             and not (own_code and key.startswith(TRAINER))
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mismatch.errors import MismatchError, first_line
+from mismatch.errors import MismatchError, first_line, require_packages
 
 MISSING = "???"  # hydra's mandatory value that nobody has given
 INSTALL = "pip install 'train-infer-mismatch[verl]'"
@@ -71,11 +71,9 @@ def read_config(flag: str, path: Path, overrides: Sequence[str] = ()) -> ConfigF
         MismatchError: OmegaConf is not installed, missing file, invalid YAML (with the line), not
             a mapping, or a malformed override.
     """
-    try:
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
-    except ImportError as error:
-        raise MismatchError(f"{flag} needs OmegaConf: {error}", INSTALL) from error
+    require_packages("omegaconf", fix=INSTALL)
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     where = f"{flag} {path}"

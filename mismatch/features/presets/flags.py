@@ -10,34 +10,36 @@ from typing import Literal
 from mismatch.cli.configuration import Configuration, Configured
 from mismatch.cli.flags import Flags, Option
 from mismatch.errors import MismatchError
+from mismatch.features.presets import trl, verl
 from mismatch.features.presets.apply import Followed
+from mismatch.features.presets.config_file import ConfigFile
 from mismatch.features.presets.rules import Name
-from mismatch.features.presets.trl import MODEL as TRL_MODEL
-from mismatch.features.presets.trl import follow_trl, read_trl_config
-from mismatch.features.presets.verl import MODEL as VERL_MODEL
-from mismatch.features.presets.verl import follow_verl, read_verl_config
 from mismatch.specs import PROMPTS, TRAIN, CheckSpec, Sampling
 
 Framework = Literal["verl", "trl", "skyrl", "openrlhf", "slime", "nemo-rl", "prime-rl"]
-VERL_OVERRIDE_HELP = "key=value, as on verl's command line; repeatable."
 FLAGS = (
     Option("verl_config", Path | None, TRAIN, "Your verl run's YAML, for both sides."),
-    Option("verl_override", list[str] | None, TRAIN, VERL_OVERRIDE_HELP),
+    Option("verl_override", list[str] | None, TRAIN, "key=value as verl takes it; repeatable."),
     Option("trl_config", Path | None, TRAIN, "Your GRPOConfig as YAML or JSON, for both sides."),
     Option("sample_as", Framework | None, PROMPTS, "Sample with a framework's defaults."),
 )
 DESCRIBE = ("trainer", "verl_config", "trl_config")  # the trainer
 SAMPLE = ("verl_config", "trl_config", "sample_as")  # the sampling
+FOLLOW = {"verl": verl.follow_verl, "trl": trl.follow_trl}
+MODELS = {"verl": verl.MODEL, "trl": trl.MODEL}  # keys
+
+
+def config_of(flags: Flags) -> tuple[Name, ConfigFile] | None:
+    """Return the framework whose configuration the flags name, and that file."""
+    if flags.get("verl_config"):
+        return "verl", verl.read_verl_config(flags["verl_config"], flags["verl_override"] or ())
+    return ("trl", trl.read_trl_config(flags["trl_config"])) if flags.get("trl_config") else None
 
 
 def model(flags: Flags) -> str | None:
     """Return the model that a framework's file names."""
-    if flags.get("verl_config"):
-        source = read_verl_config(flags["verl_config"], flags["verl_override"] or ())
-        return source.model(VERL_MODEL)
-    if flags.get("trl_config"):
-        return read_trl_config(flags["trl_config"]).model(TRL_MODEL)
-    return None
+    found = config_of(flags)
+    return None if found is None else found[1].model(MODELS[found[0]])
 
 
 def apply(spec: CheckSpec, flags: Flags) -> Configured:
@@ -54,31 +56,24 @@ def apply(spec: CheckSpec, flags: Flags) -> Configured:
     if flags.get("sample_as"):
         sampled = sample_as(flags["sample_as"], spec, flags.explicit)
         spec, notes = sampled.spec, sampled.notes
-    if flags.get("verl_override") and not flags.get("verl_config"):
-        fault = "--verl-override without --verl-config"
-        raise MismatchError(fault, "name the file: --verl-config FILE")
     if flags.get("trainer"):
         followed = Followed(spec, flags.explicit)
         followed.preset(flags["trainer"])
         return Configured(followed.spec, (*followed.notes(), *notes))
-    if not (flags.get("verl_config") or flags.get("trl_config")):
+    found = config_of(flags)
+    if found is None:
         return Configured(spec, notes)
-    name = "trl" if flags.get("trl_config") else "verl"
+    name, source = found
     if spec.rollout.engine.servers:
-        raise MismatchError(
-            f"--{name}-config describes an engine that mismatch starts, servers keep their "
-            "settings",
-            f"drop --{name}-config, or --server; --trainer describes the trainer alone",
-        )
-    file, overrides = flags[f"{name}_config"], tuple(flags.get("verl_override") or ())
-    if name == "trl":
-        followed = follow_trl(read_trl_config(file), spec, flags.explicit)
-    else:
-        followed = follow_verl(read_verl_config(file, overrides), spec, flags.explicit)
+        fault = f"--{name}-config describes an engine that mismatch starts, not --server"
+        fix = f"drop --{name}-config, or --server; --trainer describes the trainer alone"
+        raise MismatchError(fault, fix)
+    followed = FOLLOW[name](source, spec, flags.explicit)
     spec = followed.spec
     if spec.train.scorer == name and spec.train.scorer_config is None:
         # The framework's code reads the same file.
-        train = replace(spec.train, scorer_config=str(file), scorer_overrides=overrides)
+        overrides = tuple(flags.get("verl_override") or ())
+        train = replace(spec.train, scorer_config=source.origin, scorer_overrides=overrides)
         spec = replace(spec, train=train)
     return Configured(spec, followed.notes())
 

@@ -76,7 +76,7 @@ def typed(kind: str, value: Any, key: str) -> Any:
     try:
         return READERS[kind](value)
     except (TypeError, ValueError, KeyError) as error:
-        fault = f"{key} is {short(value)}, not {_EXPECTED.get(kind, f'a {kind}')}"
+        fault = f"{key} is {value!s:.60}, not {_EXPECTED.get(kind, f'a {kind}')}"
         fix = f"correct it in the file; verl: --verl-override {key}=VALUE"
         raise MismatchError(fault, fix) from error
 
@@ -110,9 +110,3 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "files": lambda value: [_of(str, x) for x in (value if isinstance(value, list) else [value])],
     "dtype": lambda value: _DTYPES[str(value).lower()],
 }
-
-
-def short(value: Any) -> str:
-    """Cut a value for a message."""
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"

@@ -11,7 +11,6 @@ from mismatch.features.presets.config_file import ConfigFile, read_config
 from mismatch.features.presets.rules import table
 from mismatch.specs import CheckSpec
 
-FLAG = "--trl-config"
 MODEL = "model_name_or_path"  # a script's; GRPOTrainer itself gets it outside its arguments
 # What TRL's vllm_generation.py sets whatever the configuration says, where it starts vLLM itself.
 BATCHED_TOKENS = 4096
@@ -25,7 +24,7 @@ def read_trl_config(path: Path) -> ConfigFile:
     """
     from omegaconf import OmegaConf
 
-    source = read_config(FLAG, path)
+    source = read_config("--trl-config", path)
     present = {name: value for name, value in source.tree.items() if value is not None}
     tree = OmegaConf.merge(OmegaConf.create(table("trl_keys")["defaults"]), present)
     return replace(source, tree=tree)

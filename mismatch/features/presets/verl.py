@@ -12,7 +12,6 @@ from mismatch.features.presets.config_file import MISSING, ConfigFile, read_conf
 from mismatch.features.presets.rules import rules_of, table, typed
 from mismatch.specs import CheckSpec
 
-FLAG = "--verl-config"
 ROOT = "actor_rollout_ref."
 MODEL = f"{ROOT}model.path"
 COMPLETE = (
@@ -28,7 +27,7 @@ def read_verl_config(path: Path, overrides: Sequence[str] = ()) -> ConfigFile:
         MismatchError: missing file, invalid YAML (with the line), a config that is not complete,
             or a malformed override.
     """
-    source = read_config(FLAG, path, overrides)
+    source = read_config("--verl-config", path, overrides)
     lacking = [key for key in table("verl_keys")["required"] if source.get(key) is None]
     if "defaults" in source.tree:
         lacking.insert(0, "what its defaults name, other files")
