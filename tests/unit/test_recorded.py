@@ -269,6 +269,7 @@ PRIME = {
     "new_column": [1, 2, 3, 4],
 }
 BOTH = MASKED | {"train_logprobs": [-0.11, -0.21], "entropy": [0.5, 0.6], "replica": 2}
+BOTH |= {"new_column": 1}
 SLIME = {
     "tokens": [1, 2, 3, 4],
     "response_length": 2,
@@ -296,7 +297,7 @@ def test_both_sides_are_read(entry: Any, tmp_path: Path) -> None:
     assert (row.logprobs.tolist(), row.train_logprobs.tolist()) == ([-0.1, -0.2], [-0.11, -0.21])
     assert lists(row)["entropy"] == (None if form == "nemo-rl" else [0.5, 0.6])
     assert row.reward == 1.0
-    assert recorded.unread == ({"new_column"} if form == "prime-rl" else set())
+    assert recorded.unread == ({"new_column"} if form == "generic" else set())
     run = as_run(recorded, Sampling(), {}, {})
     assert run.train is not None
     assert run.train.logprobs.tolist() == [-0.11, -0.21]

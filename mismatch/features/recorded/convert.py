@@ -45,12 +45,9 @@ def converted(path: Path, python: str | None) -> Iterator[tuple[int, dict[str, A
     from mismatch.features.recorded.parts import Part
 
     if python is None:
-        raise MismatchError(
-            f"{path} is a file of torch or pickle, which mismatch does not open itself: reading "
-            "one can run code",
-            "name the environment that wrote it: --python ENV/bin/python (torch reads it there, "
-            "with weights_only=True)",
-        )
+        fault = f"{path} is a file of torch or pickle, and reading one here can run code"
+        fix = "name the environment that wrote it, which reads it safely: --python ENV/bin/python"
+        raise MismatchError(fault, fix)
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.jsonl"
         command = [python, "-I", __file__, str(path), str(rows)]
@@ -58,23 +55,20 @@ def converted(path: Path, python: str | None) -> Iterator[tuple[int, dict[str, A
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600
             )
+            if done.returncode:
+                raise OSError((done.stderr.strip().splitlines() or ["no message"])[-1])
         except (OSError, subprocess.TimeoutExpired) as error:
             fault = f"{path} was not read by {python}: {error}"
-            raise MismatchError(fault, "check --python, or write JSONL") from error
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            fault = f"{path} was not read by {python}: {last}"
             fix = "name the environment that wrote it, or write JSONL: docs/how-to/recorded-runs.md"
-            raise MismatchError(fault, fix)
+            raise MismatchError(fault, fix) from error
         yield from Part(rows, 0).json_lines()
 
 
-def main() -> int:
+def main() -> None:
     """Write the rows of the file ``sys.argv[1]`` as JSON lines to ``sys.argv[2]``."""
     with Path(sys.argv[2]).open("w") as out:
         for row in rows_of(Path(sys.argv[1])):
             out.write(json.dumps(row) + "\n")
-    return 0
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
@@ -178,4 +172,4 @@ def plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -20,7 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,18 +62,13 @@ class Recorded:
     misfits: Counter[str] = field(default_factory=Counter)
     """Sequences that were left out because their arrays differ in length: how -> how many."""
     unread: set[str] = field(default_factory=set)
-    """Columns that no format knows."""
+    """Columns of the generic format that it does not know."""
     steps: set[str] = field(default_factory=set)
     """Of all sequences, those of steps that are left out too."""
     prompts: float = 1.0
     """Share of the prompts that is kept."""
     rows: float = 1.0
     """Share of their rows."""
-
-    def add(self, rows: list[Row], most: int | None) -> None:
-        """Add rows that follow to the sums, and keep some of them."""
-        self.sums.add(rows)
-        self.keep(rows, most)
 
     def keep(self, rows: list[Row], most: int | None) -> None:
         """Keep rows; of more than ``most`` tokens draw prompts, or rows where prompts are few."""
@@ -148,6 +143,7 @@ def read_part(
 ) -> Recorded:
     """Read one part of a dump; see :func:`read_recorded`."""
     recorded, place = Recorded(form), _from_name(part.file)
+    known = {*GENERIC.split(), *ATTRIBUTES}
     most = most and min(most, 1 + int(SPARE * most * part.share))  # few rows leave a process
     waiting, tokens = list[Row](), 0
     for number, entry in _entries(part, python):
@@ -159,7 +155,7 @@ def read_part(
             fault = f"{where()}: no sequence of the format {form}: {error}"
             fix = "docs/how-to/recorded-runs.md lists the fields; --format names another"
             raise MismatchError(fault, fix) from error
-        recorded.unread |= entry.keys() - FORMS[form].fields
+        recorded.unread |= entry.keys() - known if form == "generic" else set()
         rows = [row for row in rows if _fits(row, where, recorded)]
         said = {
             name: str(entry[name]) for name in ATTRIBUTES if type(entry.get(name)) in (str, int)
@@ -176,9 +172,11 @@ def read_part(
                 waiting.append(row)
         tokens += sum(len(row.token_ids) for row in rows)
         if tokens > TOGETHER:
-            recorded.add(waiting, most)
+            recorded.sums.add(waiting)
+            recorded.keep(waiting, most)
             waiting, tokens = [], 0
-    recorded.add(waiting, most)
+    recorded.sums.add(waiting)
+    recorded.keep(waiting, most)
     return recorded
 
 
@@ -306,7 +304,8 @@ def nemo_rl(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     for name in columns:
         if name not in entry:
             raise ValueError(f"no {name}: a newer NeMo-RL writes it")
-    entry = {name: _alone(value) for name, value in entry.items()}
+    alone = {name: isinstance(held, list) and len(held) == 1 for name, held in entry.items()}
+    entry = {name: held[0] if alone[name] else held for name, held in entry.items()}
     length = _size(entry["input_lengths"], "input_lengths", len(_list(entry, "token_ids")))
     entry |= {name: _list(entry, name)[:length] for name in columns}
     ids, sampled = _ids(entry, "token_ids"), _mask(entry, "token_loss_mask")
@@ -461,58 +460,22 @@ class Format:
     """Yield the sequences of a row, and count remarks."""
     marks: str
     """Fields that tell a row of this format from others."""
-    columns: str
-    """Others that are read, or known to say nothing here; all others are named in the report."""
-
-    @cached_property
-    def fields(self) -> frozenset[str]:
-        """Its marks and columns, and what a row of any format may have."""
-        marks = self.marks.replace("|", " ").split()
-        return frozenset((*marks, *self.columns.split(), *ATTRIBUTES))
 
 
 # The first whose marks a row has; other rows may count their turns, so that list is last.
 FORMS: dict[Form, Format] = {
-    "open-instruct": Format(
-        open_instruct,
-        "response_tokens",
-        "prompt_tokens logprobs prompt_idx sample_idx reward finish_reason "
-        "request_info dataset ground_truth advantage",
-    ),
-    "prime-rl": Format(
-        prime_rl,
-        "inference_logprobs",
-        "token_ids loss_mask trainer_logprobs entropy rewards env_name "
-        "schema_version export_step micro_step micro_sequence_idx export_sequence_idx "
-        "preflight_only sample_id run_id position_ids temperatures advantages env_names "
-        "mismatch_kl log_importance_ratio importance_ratio prob_delta is_masked "
-        "is_masked_high is_masked_low rl_weights ce_weights ref_kl_weights",
-    ),
-    "nemo-rl": Format(
-        nemo_rl,
-        "generation_logprobs",
-        "token_ids token_loss_mask prev_logprobs input_lengths rewards "
-        "idx content sample_loss_mask advantages filtered_rewards",
-    ),
-    "slime": Format(
-        slime, "tokens response_length", "loss_mask rollout_log_probs log_probs entropy reward"
-    ),
-    "generic": Format(
-        generic,
-        "token_ids|response_token_ids",
-        "action_mask prompt_token_ids logprobs rollout_logprobs "
-        "train_logprobs entropy prompt_id reward finish_reason",
-    ),
-    "verl": Format(
-        verl,
-        "responses response_mask",
-        "prompts attention_mask rollout_log_probs old_log_probs rm_scores padded",
-    ),
-    "skyrl": Format(
-        skyrl, "sequences loss_mask", "attention_mask rollout_logprobs action_log_probs padded"
-    ),
-    "torchtitan": Format(torchtitan, "turns", "group_id rollout_id reward"),
+    "open-instruct": Format(open_instruct, "response_tokens"),
+    "prime-rl": Format(prime_rl, "inference_logprobs"),
+    "nemo-rl": Format(nemo_rl, "generation_logprobs"),
+    "slime": Format(slime, "tokens response_length"),
+    "generic": Format(generic, "token_ids|response_token_ids"),
+    "verl": Format(verl, "responses response_mask"),
+    "skyrl": Format(skyrl, "sequences loss_mask"),
+    "torchtitan": Format(torchtitan, "turns"),
 }
+# Of the generic format, which people write by hand: a misspelt field is named in the report.
+GENERIC = "token_ids action_mask prompt_token_ids response_token_ids logprobs rollout_logprobs "
+GENERIC += "train_logprobs entropy prompt_id reward finish_reason"
 # Files that many have and that cannot be scored: fields that mark them, what they are, the remedy.
 TEXT_ONLY = (
     (
@@ -550,11 +513,6 @@ def _list(entry: Entry, name: str) -> Any:
     if not isinstance(value, list | np.ndarray):
         raise ValueError(f"{name} is no list")
     return value
-
-
-def _alone(value: Any) -> Any:
-    """Return the only entry of a list of one, or the value itself."""
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _ids(entry: Entry, name: str) -> Ints:

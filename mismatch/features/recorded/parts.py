@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -101,9 +102,10 @@ def _groups(file: Path) -> Iterator[tuple[int, tuple[int, ...] | None, int]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    about = None
+    with suppress(pa.ArrowException, OSError):  # reading it says what is wrong
         about = pq.read_metadata(file)
-    except (pa.ArrowException, OSError):  # reading it says what is wrong
+    if about is None or not about.num_row_groups:
         yield 0, None, 0
         return
     first, rows, size, groups = 0, 0, 0, []
@@ -114,5 +116,3 @@ def _groups(file: Path) -> Iterator[tuple[int, tuple[int, ...] | None, int]]:
         if size >= PART_BYTES or number == about.num_row_groups - 1:
             yield first, tuple(groups), size
             first, size, groups = rows, 0, []
-    if not about.num_row_groups:
-        yield 0, None, 0

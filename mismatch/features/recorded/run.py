@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from mismatch.codec import to_json
-from mismatch.features.recorded.dumps import Form, Recorded
+from mismatch.features.recorded.dumps import Recorded
 from mismatch.features.recorded.facts import FILE, Finding, RecordedFacts
+from mismatch.frameworks import FRAMEWORKS
 from mismatch.models.tokenizers import load_tokenizer, stop_ids, token_texts
 from mismatch.run import store
 from mismatch.run.directory import at_work
@@ -20,13 +21,6 @@ from mismatch.types import Bools, Ints, NotTested, Rollout, Sampling, Scoring, S
 
 ENGINE = "recorded"
 UNKNOWN_MODEL = "recorded"
-TRAINERS: dict[Form, str] = {
-    "nemo-rl": "NeMo-RL",
-    "prime-rl": "prime-rl",
-    "skyrl": "SkyRL",
-    "slime": "slime or miles",
-    "verl": "verl",
-}
 NOT_IN_A_FILE = ("routed experts", "weights as the engine holds them")
 
 
@@ -114,14 +108,11 @@ def _flat(parts: Iterable[Any], kind: type[np.generic]) -> Any:
 
 def keep(
     spec: CheckSpec, run_dir: Path, file: Path, recorded: Recorded, command: str, both: bool
-) -> bool:
+) -> None:
     """Write the rollout, its scorings, token texts and what the dump says into a new run.
 
     Args:
         both: also write the trainer's scoring, where the dump holds one.
-
-    Returns:
-        Whether the trainer's log-probabilities were written.
 
     Raises:
         MismatchError: a model was named that has no tokenizer, or an id is outside its vocabulary.
@@ -157,11 +148,12 @@ def keep(
         "bos_token_id": tokenizer.bos_token_id if tokenizer else None,
         "not_tested": to_json(not_tested),
     }
+    framework = FRAMEWORKS.get(recorded.form or "")
     trainer: SideFacts = {
         "mode": "train",
         "model": engine.model,
         "dtype": spec.train.dtype,
-        "code": TRAINERS.get(recorded.form or "generic", "your trainer"),
+        "code": framework.title if framework else "your trainer",
         "temperature": sampling.temperature,
     }
     run = as_run(recorded, sampling, fingerprint, trainer if both else None)
@@ -183,4 +175,3 @@ def keep(
         store.save_scoring(run_dir, run.decode, run.rollout, made_by=spec.rollout)
         if run.train is not None:
             store.save_scoring(run_dir, run.train, run.rollout, made_by=spec.train)
-    return run.train is not None

@@ -52,19 +52,17 @@ def section(result: RecordedReport, report: Report) -> Section:
             "of all of them, everything else is of sequences drawn by prompt.",
             *sentences,
         ]
-    tables = []
-    if result.findings:
-        tables.append(Table.of(FINDINGS, result.findings))
-    if result.rows is not None and result.rows.shared:
-        tables.append(Table.of(SHARED, result.rows.shared))
-    if result.steps:
-        tables.append(Table.of(STEPS, result.steps))
+    shared = () if result.rows is None else result.rows.shared
     return Section(
         "recorded",
         "The recorded run",
         f"Read from {result.file}, in the format of {result.format}.",
         warnings=[capital(found)] if found else [],
         sentences=sentences,
-        tables=tables,
+        tables=[
+            Table.of(FINDINGS, result.findings),
+            Table.of(SHARED, shared),
+            Table.of(STEPS, result.steps),
+        ],
         short=found or ("All rows are about equally far apart." if enough else "Too few rows."),
     )

@@ -36,10 +36,8 @@ class MismatchCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def _batch(self) -> Batch:
         held = self.trainer._buffered_inputs[0]
         if held.get("sampling_per_token_logps") is None or held.get("old_per_token_logps") is None:
-            raise ValueError(
-                "the trainer keeps no sampler's log-probabilities: set use_vllm=True and "
-                "vllm_importance_sampling_correction=True"
-            )
+            switches = "use_vllm=True and vllm_importance_sampling_correction=True"
+            raise ValueError(f"the trainer keeps no sampler's log-probabilities: set {switches}")
         mask = held["completion_mask"]
         return Batch(
             held["prompt_ids"],
