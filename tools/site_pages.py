@@ -116,7 +116,8 @@ def levels() -> str:
 
 def models() -> str:
     """Return every short name of ``--model``."""
-    from mismatch.cli.models import model_rows
+    from mismatch.models import ALIASES, EMBEDDED, EMBEDDED_PARAMETERS, Alias
+    from mismatch.models.config import ModelConfig, read_config
 
     titles = (
         "name",
@@ -126,17 +127,15 @@ def models() -> str:
         "released",
         "context",
     )
-    rows = [
-        (
-            f"`{row['name']}`",
-            f"`{row['hub_id']}`" if row["hub_id"] else "embedded",
-            f"{row['parameters']:,}",
-            row["experts"] or "dense",
-            row["released"],
-            f"{row['context']:,}",
-        )
-        for row in model_rows()
-    ]
+    rows = []
+    embedded = (Alias(name, "", EMBEDDED_PARAMETERS) for name in EMBEDDED)
+    for alias in (*embedded, *ALIASES.values()):
+        values = alias.config if alias.hub_id else read_config(EMBEDDED[alias.name])
+        config = ModelConfig.of(values)
+        moe = f"{config.layers}×{config.experts}×{config.top_k}" if config.experts else "dense"
+        place = f"`{alias.hub_id}`" if alias.hub_id else "embedded"
+        sizes = f"{alias.parameters:,}", moe, alias.released, f"{config.context:,}"
+        rows.append((f"`{alias.name}`", place, *sizes))
     return table(titles, rows)
 
 

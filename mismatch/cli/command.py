@@ -1,4 +1,4 @@
-"""A function of its flags as a command of typer: parameters, ``--config``, ``--print-config``.
+"""A function of its flags as a command of typer: its parameters and ``--config``.
 
 In a ``--config`` file keys are the flags' names with dashes or underscores. A file may serve
 several commands: keys of flags that another command has are passed over.
@@ -7,10 +7,9 @@ several commands: keys of flags that another command has are passed over.
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from mismatch.cli.options import CHECK
 from mismatch.errors import MismatchError, did_you_mean
 
 Verb = Callable[[Flags], int]
-NOT_IN_FILES = ("config", "print_config")
 EXPLICIT = ("COMMANDLINE", "DEFAULT_MAP", "ENVIRONMENT")  # where click read a value
 
 
@@ -37,9 +35,6 @@ def with_flags(*groups: Option | tuple[Option, ...]) -> Callable[[Verb], Callabl
             flags = Flags(values)
             sources = {name: ctx.get_parameter_source(name) for name in values}
             flags.explicit = frozenset(n for n, at in sources.items() if at and at.name in EXPLICIT)
-            if flags.get("print_config"):
-                typer.echo(to_toml(options, flags), nl=False)
-                return 0
             return _run(verb, flags)
 
         def take_config(ctx: typer.Context, value: Path | None) -> Path | None:
@@ -96,17 +91,16 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
         raise MismatchError(fault, "give a readable TOML file: --config FILE") from error
     except (ValueError, RecursionError) as error:
         fault = f"config file {path} is not TOML: {error}"
-        fix = 'a line looks like: attention = "eager"; --print-config writes a whole file'
-        raise MismatchError(fault, fix) from error
-    own = _in_files(options)
-    known = _in_files(CHECK) | own
+        raise MismatchError(fault, 'a line looks like: attention = "eager"') from error
+    own = {o.name: o for o in options if not o.argument and o.name != "config"}
+    known = {option.name: option for option in CHECK} | own
     values: dict[str, Any] = {}
     for key, value in data.items():
         name = key.replace("-", "_")
         if name not in known:
             guess = did_you_mean(name, known, most=1)
             fault = f"config file {path}: unknown key {key!r}"
-            raise MismatchError(fault, f"{guess}mismatch check --print-config lists all of them")
+            raise MismatchError(fault, f"{guess}mismatch check --help-all lists all of them")
         if name in values:
             fault = f"config file {path}: {name} is there twice, with - and with _"
             raise MismatchError(fault, "drop one of them")
@@ -116,30 +110,3 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
         read = [option.convert(item, where) for item in items]
         values[name] = read if option.is_list else read[0]
     return {name: value for name, value in values.items() if name in own}
-
-
-def to_toml(options: Iterable[Option], values: Mapping[str, Any]) -> str:
-    """Return all flags of a command as a file; those that are not set as comments."""
-    lines = ["# mismatch COMMAND --config FILE.toml"]
-    for name in _in_files(options):
-        value = values[name]
-        if name == "server" and value:  # a password typed into an address stays off the screen
-            from mismatch.engines.servers.address import redacted
-
-            value = [redacted(address) for address in value]
-        unset = value is None or value == []
-        lines.append(f"# {name} is not set" if unset else f"{name} = {_toml(value)}")
-    return "\n".join(lines) + "\n"
-
-
-def _in_files(options: Iterable[Option]) -> dict[str, Option]:
-    return {o.name: o for o in options if not o.argument and o.name not in NOT_IN_FILES}
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, bool | int | float):
-        return str(value).lower()  # of numbers the same text as in Python, inf and nan too
-    # A JSON string is a TOML string, but for one character.
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""Flags of commands: one table for the command line, ``--config`` files and ``--print-config``.
+"""Flags of commands: one table for the command line and ``--config`` files.
 
 Flags of specs are read from the annotations of their fields (mismatch/specs.py), the others are
 listed in mismatch/cli/options.py; both become parameters of typer here.

@@ -27,14 +27,13 @@ COMMANDS = {
     "fixes": "List the fixes that a check can try, or show one of them.",
     "report": "Print a run's report, or several runs side by side.",
     "metrics": "List every metric.",
-    "models": "List embedded models and short names.",
 }
-# Commands by what one wants; those of features come into the group that they name.
+# Commands by what one wants; those of features follow in the group that they name.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Check and its results": ("check", "rollout", "read-rollouts", "score", "compare", "report"),
-    "Dig deeper": ("fixes", "corrections", "locate", "kernels", "loop"),
-    "Before upgrades": ("sync-probe", "template"),
-    "Information": ("doctor", "metrics", "models"),
+    "Check and its results": ("check", "rollout", "score", "compare", "report"),
+    "Dig deeper": ("fixes",),
+    "Before upgrades": (),
+    "Information": ("metrics",),
 }
 HELP_ALL = "--help-all"
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
@@ -147,15 +146,12 @@ class Group(TyperGroup):
             formatter.write(f"\nDocumentation: {site()}\n")
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        known, groups = summaries(), {title: list(names) for title, names in GROUPS.items()}
-        placed = {name for names in GROUPS.values() for name in names}
-        for feature in features():
-            for command in feature.commands:
-                if command.name not in placed:
-                    groups.setdefault(command.group, []).append(command.name)
-        for title, names in groups.items():
+        groups = {title: [(n, COMMANDS[n]) for n in names] for title, names in GROUPS.items()}
+        for command in (command for feature in features() for command in feature.commands):
+            groups.setdefault(command.group, []).append((command.name, command.summary))
+        for title, commands in groups.items():
             with formatter.section(title):
-                formatter.write_dl([(name, known[name]) for name in names if name in known])
+                formatter.write_dl(commands)
 
 
 COMPLETE = "_MISMATCH_COMPLETE"  # set by the shell's completion script

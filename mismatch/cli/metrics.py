@@ -29,26 +29,22 @@ def metrics(flags: Flags) -> int:
 
     if not flags["as_json"]:
         from rich.console import Console
-        from rich.table import Table
 
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for title in ("name", "unit", "kind", "level", "good"):
-            table.add_column(title, no_wrap=True)
+        from mismatch.doctor.show import print_table, say
+
+        console, rows = Console(), []
         for metric in METRICS.values():
             good = "" if metric.good == "neither" else metric.good
-            table.add_row(metric.name, metric.unit, metric.kind, metric.reduction, good)
-        console = Console()
-        if not console.is_terminal:
-            console.width = max(console.width, 80)
-        console.print(table, highlight=False, markup=False)
-        console.print(EXPLANATION, highlight=False, markup=False)
+            rows.append((metric.name, metric.unit, metric.kind, metric.reduction, good))
+        print_table(console, "metrics", rows, ("name", "unit", "kind", "level", "good"))
+        say(console, EXPLANATION)
         return 0
 
     from dataclasses import asdict
 
     from mismatch.metrics import framework_names
 
-    rows = [
+    entries = [
         {
             "name": metric.name,
             # The first paragraph is the formula; what follows says how it is computed.
@@ -62,5 +58,5 @@ def metrics(flags: Flags) -> int:
         }
         for metric in METRICS.values()
     ]
-    typer.echo(json.dumps({"schema": SCHEMA, "metrics": rows}, indent=2, ensure_ascii=False))
+    typer.echo(json.dumps({"schema": SCHEMA, "metrics": entries}, indent=2, ensure_ascii=False))
     return 0

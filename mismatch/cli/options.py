@@ -91,12 +91,8 @@ TRAIN_FLAGS = (
     *flags_of(TrainSpec, "layout sequence_parallel replay_routing"),
     *flags_of(CheckSpec, "noise_floor quick two_passes inject"),
 )
-BOTH_PYTHONS = Option(
-    "python",
-    str | None,
-    ENGINE,
-    "Interpreter of your environment for both sides; mismatch need not be installed there.",
-)
+PYTHON_HELP = "Interpreter of your environment for both sides, which need not have mismatch."
+BOTH_PYTHONS = Option("python", str | None, ENGINE, PYTHON_HELP)
 CONFIGURATION_FLAGS = tuple(option for each in configurations() for option in each.flags)
 LEVELS = Option("thresholds", Path | None, OUTPUT, "TOML file that overrides levels.")
 NAMES_HELP = "Also show a framework's names of the metrics, and how its numbers differ."
@@ -119,8 +115,6 @@ LOG_TO = Option(
     "Send the numbers to wandb, tensorboard, mlflow or trackio; with --names also under those "
     "names, if the number is the same; repeatable.",
 )
-OVERLAP = flags_of(CheckSpec, "overlap")
-LONG_SEQUENCE = flags_of(CheckSpec, "context_length")
 FAIL_ON = Option(
     "fail_on",
     Literal["tolerable", "inconclusive", "unfit", "broken"] | None,
@@ -157,10 +151,7 @@ GPUS = Option(
 )
 FORCE = switch("force", OUTPUT, "Start even if memory does not suffice.")
 CONFIG_HELP = "TOML file of flags (same names); flags given here override it."
-CONFIG = (
-    Option("config", Path | None, OUTPUT, CONFIG_HELP),
-    switch("print_config", OUTPUT, "Print all flags as TOML and exit."),
-)
+CONFIG = Option("config", Path | None, OUTPUT, CONFIG_HELP)
 CHECK = (
     *MODEL_FLAGS,
     *LAYERS,
@@ -173,8 +164,7 @@ CHECK = (
     *SERVER_FLAGS,
     *ROUTING,
     *TRAIN_FLAGS,
-    *OVERLAP,
-    *LONG_SEQUENCE,
+    *flags_of(CheckSpec, "overlap context_length"),
     *CONFIGURATION_FLAGS,
     LEVELS,
     *NAME_FLAGS,
@@ -187,12 +177,8 @@ CHECK = (
     DRY_RUN,
     GPUS,
     FORCE,
-    *CONFIG,
+    CONFIG,
 )
 # Flags of a check that say nothing of what is run.
-AROUND_A_RUN = frozenset(
-    option.name
-    for option in (
-        *(LEVELS, *NAME_FLAGS, LOG_TO, FAIL_ON, *NEW_RUN, TRUST_RUN, DRY_RUN, GPUS, FORCE, *CONFIG),
-    )
-)
+AROUND = (LEVELS, *NAME_FLAGS, LOG_TO, FAIL_ON, *NEW_RUN, TRUST_RUN, DRY_RUN, GPUS, FORCE, CONFIG)
+AROUND_A_RUN = frozenset(option.name for option in AROUND)

@@ -8,11 +8,12 @@ from typing import Any
 
 from mismatch.cli.configuration import configured_model
 from mismatch.cli.flags import AUTO, DTYPE_NAMES, Flags, spec_values
-from mismatch.cli.options import CHECK, FEATURE_FLAGS, SERVER_FLAGS
+from mismatch.cli.options import FEATURE_FLAGS, SERVER_FLAGS
 from mismatch.engines.servers.address import parse_address
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.planning import parse_requests
 from mismatch.models import resolve_model
+from mismatch.models.adapters import find_adapter
 from mismatch.models.config import ModelConfig, find_config
 from mismatch.models.moe import parse_injections
 from mismatch.prompts.tasks import find_task
@@ -20,7 +21,6 @@ from mismatch.run.machine import local_gpus
 from mismatch.run.provenance import require_no_secret
 from mismatch.specs import (
     MANY,
-    Adapter,
     CheckSpec,
     EngineSpec,
     PromptSpec,
@@ -121,11 +121,8 @@ def require_model(flags: Flags) -> str:
 
 def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
     """Return the engine's side; ``model`` is resolved already."""
-    defaults = {option.name: option.default for option in CHECK}
     for name, needed in COMPANIONS.items():
-        # A file of all flags (--print-config) may hold their defaults.
-        asked = name in flags.explicit and flags[name] != defaults[name]
-        if asked and not any(flags.get(other) for other in needed.split()):
+        if name in flags.explicit and not any(flags.get(other) for other in needed.split()):
             others = " or ".join(map(_flag, needed.split()))
             raise MismatchError(f"{_flag(name)} without {others} does nothing", f"add {others}")
     sources = [name for name in ("task", "prompts", "dataset") if flags[name] != SOURCES[name]]
@@ -191,7 +188,7 @@ def engine_spec(flags: Flags, model: str, name: str, arguments: list[str] | None
             "args": tuple(_engine_arg(text) for text in arguments or ()),
             "python": pythons.get(name),
             "servers": server_addresses(flags),
-            "adapter": adapter_of(flags.get("adapter")),
+            "adapter": find_adapter(flags["adapter"]) if flags.get("adapter") else None,
         }
     )
 
@@ -238,19 +235,9 @@ def train_spec(flags: Flags, model: str) -> TrainSpec:
     values = spec_values(TrainSpec, flags, auto=lambda: checkpoint_dtype(model, flags["revision"]))
     if values.get("python") is None:
         values["python"] = flags.get("python")
-    adapter = adapter_of(flags.get("train_adapter") or flags.get("adapter"))
+    given = flags.get("train_adapter") or flags.get("adapter")
+    adapter = find_adapter(given) if given else None
     return TrainSpec(model=model, layers=flags.get("layers"), adapter=adapter, **shared, **values)
-
-
-def adapter_of(path: str | None) -> Adapter | None:
-    """Return the adapter in a directory; None for None.
-
-    Raises:
-        MismatchError: there is none that can be merged.
-    """
-    from mismatch.models.adapters import find_adapter
-
-    return find_adapter(path) if path else None
 
 
 def checkpoint_dtype(model: str, revision: str | None) -> str:

@@ -129,7 +129,7 @@ def resolve_model(name: str) -> str:
     raise MismatchError(
         f"model not found: {name!r}",
         f"{hint}use a local directory, a hub id (org/name), an embedded model ({embedded}) or a "
-        "short name: mismatch models lists them",
+        "short name: docs/reference/models.md lists them",
     )
 
 

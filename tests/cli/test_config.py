@@ -1,60 +1,63 @@
-"""--config and --print-config: flags as a file, both ways."""
+"""--config: flags as a file."""
 
-import tomllib
-from pathlib import Path
+import re
 
 import pytest
 
+from mismatch.cli.check import check
+from mismatch.cli.command import read_config
+from mismatch.cli.main import Group
+from mismatch.errors import MismatchError
 from tests.command import mismatch
 
 CHECK = ["check", "--model", "tiny-gpt-oss"]
 
 
-def printed(*arguments: str, cwd: Path) -> dict:
-    done = mismatch(*arguments, "--print-config", cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    return tomllib.loads(done.stdout)
+def given(verb: str, *arguments: str) -> dict:
+    """The values of all flags that a command line and its file give."""
+    return Group().get_command(None, verb).make_context(verb, [*arguments]).params
 
 
-def test_a_printed_config_read_again_prints_itself(tmp_path):
+def test_a_file_gives_what_the_command_line_gives(tmp_path):
     flags = ["--engine-arg", 'a="x\\ty"', "--engine-arg", "b=é", "--no-routing"]
     flags += ["--autocast", "bf16", "--temperature", "1e-05", "--prompts", "a b\\c.jsonl"]
     flags += ["--max-model-len", "512", "--thresholds", "levels.toml", "--layout", "packing"]
-    first = mismatch(*CHECK, *flags, "--print-config", cwd=tmp_path).stdout
-    (tmp_path / "run.toml").write_text(first)
-    second = mismatch("check", "--config", "run.toml", "--print-config", cwd=tmp_path)
-    assert second.stdout == first, second.stderr
-    values = tomllib.loads(first)
-    assert values["engine_arg"] == ['a="x\\ty"', "b=é"]
-    assert values["temperature"] == 1e-5
-    assert values["routing"] is False
-    assert values["prompts"] == "a b\\c.jsonl"
-    assert list(tmp_path.iterdir()) == [tmp_path / "run.toml"], "nothing may start"
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "engine_arg = ['a=\"x\\ty\"', 'b=é']\nrouting = false\nautocast = 'bf16'\n"
+        "temperature = 1e-05\nprompts = 'a b\\c.jsonl'\nmax_model_len = 512\n"
+        "thresholds = 'levels.toml'\nlayout = 'packing'\n"
+    )
+    typed, read = given("check", *flags), given("check", "--config", str(path))
+    assert read.pop("config") == path
+    assert {name: typed[name] for name in read} == read
+    assert read["engine_arg"] == ['a="x\\ty"', "b=é"]
+    assert read["temperature"] == 1e-5
 
 
 def test_flags_override_the_file_and_the_file_the_defaults(tmp_path):
-    text = 'model = "a/b"\nmax-tokens = 7\ntrain_dtype = "fp32"\nno_such = 1\n'
-    (tmp_path / "run.toml").write_text(text.replace("no_such = 1\n", ""))
-    values = printed("check", "--config", "run.toml", "--train-dtype", "fp16", cwd=tmp_path)
+    path = tmp_path / "run.toml"
+    path.write_text('model = "a/b"\nmax-tokens = 7\ntrain_dtype = "fp32"\n')
+    values = given("check", "--config", str(path), "--train-dtype", "fp16")
     assert (values["model"], values["max_tokens"]) == ("a/b", 7)
     assert values["train_dtype"] == "fp16"
     assert values["samples_per_prompt"] == 4
 
 
 def test_every_flag_of_check_can_stand_in_a_file(tmp_path):
-    import re
-
     listed = mismatch("check", "--help-all", cwd=tmp_path).stdout
     names = {name.replace("-", "_") for name in re.findall(r"^  --([a-z-]+)", listed, re.M)}
-    text = mismatch(*CHECK, "--print-config", cwd=tmp_path).stdout
-    in_file = set(re.findall(r"^(?:# )?(\w+) (?:=|is not set)", text, re.M))
-    assert in_file == names - {"config", "print_config", "help"}
+    for name in names - {"config", "help"}:
+        (tmp_path / "run.toml").write_text(f"{name} = {{}}")
+        with pytest.raises(MismatchError, match=f"key '{name}': "):
+            read_config(tmp_path / "run.toml", check.options)
 
 
 def test_one_file_serves_several_verbs(tmp_path):
-    (tmp_path / "run.toml").write_text('model = "a/b"\nmicro_batch_tokens = 64\nmax_tokens = 5\n')
-    rollout = printed("rollout", "--config", "run.toml", cwd=tmp_path)
-    score = printed("score", "somewhere", "--config", "run.toml", cwd=tmp_path)
+    path = tmp_path / "run.toml"
+    path.write_text('model = "a/b"\nmicro_batch_tokens = 64\nmax_tokens = 5\n')
+    rollout = given("rollout", "--config", str(path))
+    score = given("score", "somewhere", "--config", str(path))
     assert rollout["max_tokens"] == 5
     assert "micro_batch_tokens" not in rollout
     assert score["micro_batch_tokens"] == 64
@@ -88,14 +91,3 @@ def test_a_bad_file_is_refused_with_file_key_and_fix(name, tmp_path):
     assert str(path) in done.stderr
     assert "fix:" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_print_config_shows_no_password() -> None:
-    from typer.testing import CliRunner
-
-    from mismatch.cli.main import app
-
-    line = ["check", "--print-config", "--server", "http://me:hunter2@host:1/v1"]
-    output = CliRunner().invoke(app, line).output
-    assert 'server = ["http://***@host:1/v1"]' in output
-    assert "hunter2" not in output

@@ -110,7 +110,7 @@ def test_a_near_miss_names_the_alias():
     with pytest.raises(MismatchError) as error:
         resolve_model("gpt-oss-20")
     assert error.value.fix.startswith(did_you_mean("gpt-oss-20", ["gpt-oss-20b"]).rstrip("? "))
-    assert "mismatch models" in error.value.fix
+    assert "docs/reference/models.md" in error.value.fix
 
 
 def test_find_alias_by_hub_id():

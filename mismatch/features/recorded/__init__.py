@@ -19,6 +19,7 @@ FEATURE = Feature(
             "read-rollouts",
             "Make a run from rollouts that a framework recorded.",
             "mismatch.features.recorded.command:read_rollouts",
+            "Check and its results",
         ),
     ),
     analyses="mismatch.features.recorded.facts:ANALYSES",

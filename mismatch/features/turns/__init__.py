@@ -9,6 +9,7 @@ FEATURE = Feature(
             "template",
             "Check that a chat template keeps the ids of earlier turns.",
             "mismatch.features.turns.command:template",
+            "Before upgrades",
         ),
     ),
 )
