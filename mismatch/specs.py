@@ -188,7 +188,7 @@ class EngineSpec:
 
     GONE = frozenset({"data_parallel_size"})
 
-    engine: Annotated[str, Flag(ENGINE, "{engines}.")] = "vllm"
+    engine: Annotated[str, Flag(ENGINE, "Name of the engine.")] = "vllm"
     model: str = ""
     revision: Annotated[str | None, Flag(MODEL, "Revision of a hub model.")] = None
     dtype: Annotated[Dtype, Flag(ENGINE, "Dtype of the engine.")] = "bf16"

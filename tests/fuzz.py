@@ -31,7 +31,8 @@ from mismatch.features.recorded.dumps import FORMS, read_recorded
 from mismatch.features.recorded.run import as_run
 from mismatch.pipeline.document import report_from_json, report_to_json
 from mismatch.reports.markdown import to_markdown
-from mismatch.reports.terminal import print_report
+from mismatch.reports.sections import page
+from mismatch.reports.terminal import print_page
 from mismatch.run import directory, manifest, store
 from mismatch.types import Sampling
 
@@ -134,7 +135,7 @@ def report(random: Random, run: Path) -> str:
     try:
         shown = report_from_json(document)
         with manifest.damage_named("report.json"):  # as `mismatch report` shows it
-            print_report(shown, console, None, None, details=True)
+            print_page(page(shown), console, None, details=True)
             to_markdown(shown, None, True)
     except MismatchError:
         return "refused"

@@ -19,8 +19,8 @@ from mismatch.pipeline.document import report_from_json
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
 from mismatch.reports.section import Section
-from mismatch.reports.sections import chapters
-from mismatch.reports.terminal import print_report
+from mismatch.reports.sections import chapters, page
+from mismatch.reports.terminal import print_page
 from mismatch.run import store
 from mismatch.types import Report
 from tests import reports_fixture
@@ -97,7 +97,7 @@ def html_text(page: str) -> str:
 
 def _terminal(report: Report, details: bool) -> str:
     out = io.StringIO()
-    print_report(report, Console(file=out, width=80), "RUN", details=details)
+    print_page(page(report), Console(file=out, width=80), "RUN", details=details)
     return out.getvalue()
 
 

@@ -26,7 +26,8 @@ from mismatch.pipeline.document import report_from_json
 from mismatch.reports.formatting import brief, percent, text
 from mismatch.reports.markdown import show_table
 from mismatch.reports.section import Cells, Column, Table
-from mismatch.reports.terminal import print_report
+from mismatch.reports.sections import page
+from mismatch.reports.terminal import print_page
 from mismatch.run import store
 from mismatch.types import Report
 
@@ -124,7 +125,7 @@ def write_table(reports: dict[str, Report]) -> None:
 def draw_terminal(report: Report, path: Path, title: str) -> None:
     """Its beginning and its verdict, TERMINAL lines in all."""
     whole = Console(width=88, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    print_report(report, whole, "runs/…", details=False)
+    print_page(page(report), whole, "runs/…", details=False)
     assert isinstance(whole.file, io.StringIO)
     lines = Text.from_ansi(whole.file.getvalue()).split()
     verdict = next(at for at, line in enumerate(lines) if line.plain.startswith("verdict:"))

@@ -33,7 +33,7 @@ NO_MODEL = (
     "Which apply depends on the check: give its flags, --model MODEL … . "
     "One fix in detail: mismatch fixes ID. Try them: mismatch check --fix all."
 )
-FIX = Option("fix", str | None, "", "Id of one fix, to see it in detail.", argument=True)
+ID = Option("id", str | None, "", "Id of one fix, to see it in detail.", argument=True)
 OF_A_CHECK = (PROMPT_FLAGS, ENGINE_FLAGS, ROUTING, TRAIN_FLAGS, CONFIGURATION_FLAGS)
 
 
@@ -56,7 +56,7 @@ class Entry:
         return f"{answer}: {line(self.reason)}" if self.reason else answer
 
 
-@with_flags(FIX, MODEL_FLAGS, TRAIN_MODEL, *OF_A_CHECK, CONFIG, JSON)
+@with_flags(ID, MODEL_FLAGS, TRAIN_MODEL, *OF_A_CHECK, CONFIG, JSON)
 def fixes(flags: Flags) -> int:
     """List the fixes that a check can try, or show one of them.
 
@@ -71,7 +71,7 @@ def fixes(flags: Flags) -> int:
 
     from mismatch.experiments.fixes.catalogue import FIXES, fix_named
 
-    asked = flags["fix"]
+    asked = flags["id"]
     chosen = (fix_named(asked),) if asked else FIXES
     named = flags["model"] or configured_model(flags)
     entries = entries_of(flags) if named else {fix.id: Entry(fix) for fix in FIXES}
@@ -93,10 +93,7 @@ def entries_of(flags: Flags) -> dict[str, Entry]:
     from mismatch.experiments.fixes.context import context_of
     from mismatch.experiments.fixes.planning import SIDES, plan_fixes
 
-    # The flag of the same name asks a check for fixes; here it is the argument.
-    of_check = Flags({name: value for name, value in flags.items() if name != "fix"})
-    of_check.explicit = flags.explicit - {"fix"}
-    spec = replace(configured(check_spec(of_check), of_check).spec, fixes=SIDES)
+    spec = replace(configured(check_spec(flags), flags).spec, fixes=SIDES)
     planned = plan_fixes(spec, context_of(spec))
     possible = {variant.chosen[0].fix.id for variant in planned.variants}
     possible |= {fix.id for fix in planned.estimators}

@@ -120,14 +120,10 @@ class Group(TyperGroup):
         return list(summaries())
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        command = find_command(cmd_name)
-        if cmd_name in COMMANDS:
-            module = cmd_name.replace("-", "_")
-            function: Any = load(f"mismatch.cli.{module}:{module}")
-        elif command is not None:
-            function = load(command.function)
-        else:
+        command = None if cmd_name in COMMANDS else find_command(cmd_name)
+        if cmd_name not in COMMANDS and command is None:
             return None
+        function: Any = load(command.function if command else f"mismatch.cli.{cmd_name}:{cmd_name}")
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
         single.command(cmd_name, cls=Command, context_settings=HELP_NAMES)(function)
         return typer.main.get_command(single)

@@ -29,12 +29,6 @@ from mismatch.specs import (
 Framework = Literal[tuple(each.id for each in FRAMEWORKS.values() if each.logs)]  # type: ignore[valid-type]
 
 
-def _engines() -> str:
-    """Return the engines that ``--engine`` takes, as the help lists them."""
-    first, *others, last = startable_engines()
-    return f"{', '.join([f'{first} (default)', *others])} or {last}"
-
-
 RUN = Option("run", Path, "", "Run directory.", default=REQUIRED, argument=True)
 JSON = Option("as_json", bool, OUTPUT, "Print JSON.", default=False, spelling="--json")
 OUT = Option("out", Path | None, OUTPUT, "Run directory; default: runs/TIME-MODEL.")
@@ -59,10 +53,7 @@ PROMPT_FLAGS = (
 ENGINE_PYTHON_HELP = "NAME=PATH: interpreter of the environment that holds an engine; repeatable."
 SGLANG_PYTHON_HELP = "Interpreter of the environment that holds SGLang; default: .venv-sglang."
 ENGINE_FLAGS = (
-    *(
-        replace(option, help=option.help.format(engines=_engines()))
-        for option in flags_of(EngineSpec, "engine")
-    ),
+    replace(flags_of(EngineSpec, "engine")[0], help=f"{', '.join(startable_engines())}."),
     Option("engine_python", list[str] | None, ENGINE, ENGINE_PYTHON_HELP),
     Option("vllm_python", str | None, ENGINE, "Interpreter of vLLM's environment, if different."),
     Option("sglang_python", str | None, ENGINE, SGLANG_PYTHON_HELP),

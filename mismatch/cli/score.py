@@ -19,7 +19,7 @@ from mismatch.cli.options import (
     TRUST_RUN,
 )
 from mismatch.errors import MismatchError
-from mismatch.specs import TRAIN
+from mismatch.specs import TRAIN, CheckSpec
 
 TRAIN_NAME = "fsdp"
 PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9._]*"
@@ -70,7 +70,7 @@ def score(flags: Flags) -> int:
         fault = f"the run's model {model} is not on this machine"
         raise MismatchError(fault, "say where it is: --model MODEL")
     if "engine" in flags.explicit:
-        return _by_engine(flags, run, model)
+        return _by_engine(flags, run, stored, model)
     if unused := sorted(flags.explicit & ENGINE_NAMES):
         flag = unused[0].replace("_", "-")
         raise MismatchError(f"--{flag} is for a scoring by an engine", "name it: --engine NAME")
@@ -97,28 +97,24 @@ def score(flags: Flags) -> int:
     return 0
 
 
-def _by_engine(flags: Flags, run: Path, model: str) -> int:
+def _by_engine(flags: Flags, run: Path, stored: CheckSpec, model: str) -> int:
     from mismatch.cli import session
     from mismatch.cli.to_spec import engine_spec
     from mismatch.pipeline.commands import run_engine_score
     from mismatch.pipeline.preflight import preflight_engine
-    from mismatch.run.directory import load_spec
 
     if wrong := sorted(flags.explicit - ENGINE_NAMES - SHARED):
         flag = wrong[0].replace("_", "-")
         raise MismatchError(f"--{flag} is for a scoring by the trainer", "drop it, or --engine")
-    stored = load_spec(run).rollout
+    ran = stored.rollout.engine
     given = engine_spec(flags, model, flags["engine"], flags["engine_arg"])
-    ran = stored.engine
     engine = replace(given, routing=False, layers=ran.layers, adapter=ran.adapter)
     if not flags["model"]:
-        trusted = session.trusted_code(run, load_spec(run).train, flags)
-        revision = flags["revision"] or stored.engine.revision
+        trusted = session.trusted_code(run, stored.train, flags)
+        revision = flags["revision"] or ran.revision
         engine = replace(engine, revision=revision, trust_remote_code=trusted)
     preflight_engine(engine)
     narrator, name = session.narrator(), flags["name"] or f"{engine.engine}:prefill"
     run_engine_score(engine, run, narrator, name, session.command())
-    narrator.note(
-        f"Compare: mismatch compare {run} --left {stored.engine.engine}:prefill --right {name}"
-    )
+    narrator.note(f"Compare: mismatch compare {run} --left {ran.engine}:prefill --right {name}")
     return 0

@@ -306,11 +306,7 @@ def conclude(report: Report, run_dir: Path | None, flags: Flags, written: bool =
         "github": lambda: ci_formats.to_github(report, bool(code)),
         "junit": lambda: ci_formats.to_junit(report, bool(code)),
     }
-    console = _write(flags, writers)
-    if console is not None and flags.get("quiet"):
-        terminal.print_tail(page(report), console)
-    elif console is not None:
-        terminal.print_report(report, console, run_dir, framework, details=details)
+    _show(lambda: page(report, framework=framework), run_dir, flags, writers)
     return code
 
 
@@ -337,11 +333,7 @@ def conclude_page(
         "markdown": lambda: markdown.show_page(shown),
         **machines,
     }
-    console = _write(flags, writers)
-    if console is not None and flags.get("quiet"):
-        terminal.print_tail(shown, console)
-    elif console is not None:
-        terminal.print_page(shown, console, out, bool(flags.get("details")))
+    _show(lambda: shown, out, flags, writers)
 
 
 def conclude_alone(
@@ -364,10 +356,17 @@ def conclude_alone(
     return verdict.code
 
 
-def _write(flags: Flags, writers: Mapping[str, Callable[[], str]]) -> Console | None:
-    """Write what ``--format`` asks for; return the console to print on where that is text."""
+def _show(
+    page_of: Callable[[], Page],
+    out: Path | None,
+    flags: Flags,
+    writers: Mapping[str, Callable[[], str]],
+) -> None:
+    """Write what ``--format`` asks for, or print the page or, with ``--quiet``, its end."""
     output, form = flags.output or sys.stdout, flags.get("format", "text")
-    if form == "text":
-        return Console(file=output)
-    output.write(writers[form]())
-    return None
+    if form != "text":
+        output.write(writers[form]())
+    elif flags.get("quiet"):
+        terminal.print_tail(page_of(), Console(file=output))
+    else:
+        terminal.print_page(page_of(), Console(file=output), out, bool(flags.get("details")))

@@ -16,32 +16,13 @@ from rich.text import Text
 
 from mismatch.reports.formatting import badge, line, visible
 from mismatch.reports.section import Page, Section, Spread, Table, cell_text
-from mismatch.reports.sections import page
-from mismatch.types import Judged, Report
+from mismatch.types import Judged
 
 STEPS = 3  # next steps that are printed
 WRAP = 28  # characters of a column of text
 TONES = {
     "healthy": "green", "warn": "yellow", "critical": "bold red", "strong": "bold", "dim": "dim",
 }  # fmt: skip
-
-
-def print_report(
-    report: Report,
-    console: Console,
-    run_dir: Path | str | None = None,
-    framework: str | None = None,
-    details: bool = True,
-) -> None:
-    """Print a report of a run.
-
-    Args:
-        console: where to; its width and colours are respected.
-        run_dir: where the artefacts lie, None where nothing was saved.
-        framework: whose names get a separate table.
-        details: with every section, not only what is read first.
-    """
-    print_page(page(report, framework=framework), console, run_dir, details)
 
 
 def print_tail(shown: Page, console: Console) -> None:
@@ -52,7 +33,12 @@ def print_tail(shown: Page, console: Console) -> None:
 def print_page(
     shown: Page, console: Console, directory: Path | str | None = None, details: bool = True
 ) -> None:
-    """Print a page; its last words are ``verdict: WORD – reason``."""
+    """Print a page; its last words are ``verdict: WORD – reason``.
+
+    Args:
+        directory: where the artefacts lie, None where nothing was saved.
+        details: with every section, not only what is read first.
+    """
     _head(shown, console)
     whole = details or shown.table is None
     for section in shown.sections if whole else shown.asked:

@@ -31,9 +31,10 @@ from mismatch.pipeline.fix_trials import FixRun
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
 from mismatch.reports.section import Answer
+from mismatch.reports.sections import page
 from mismatch.reports.sections.causes import sentences
 from mismatch.reports.sections.headline import answers
-from mismatch.reports.terminal import print_report
+from mismatch.reports.terminal import print_page
 from mismatch.run import store
 from mismatch.run.directory import load_spec
 from mismatch.run.store import FIX_PREFIX
@@ -148,9 +149,9 @@ def test_every_form_of_the_report_says_so(tmp_path: Path) -> None:
     read = report_from_json(document)
     assert read.result("explain") == explanation_of(report) == explanation_of(reported(run))
     console = Console(width=200, record=True, file=io.StringIO())
-    print_report(read, console)
-    page = to_html(read, store.load_tokens(run))
-    for text in (to_markdown(read), console.export_text(), page):
+    print_page(page(read), console)
+    html = to_html(read, store.load_tokens(run))
+    for text in (to_markdown(read), console.export_text(), html):
         told_there = " ".join(text.split()).replace("Confirmed by", "confirmed by")
         assert "confirmed by experiment" in told_there
         assert "suspected, --explain" not in told_there
@@ -395,7 +396,7 @@ def test_only_a_run_without_explain_is_told_to_use_it(
     report = compared(run)
     assert first(report).status == "suspected"
     console = Console(width=200, record=True, file=io.StringIO())
-    print_report(report, console, details=False)
+    print_page(page(report), console, details=False)
     for text in (to_markdown(report), console.export_text(), json.dumps(report_to_json(report))):
         assert ("--explain confirms" in text) != asked
 

@@ -52,7 +52,7 @@ def test_the_help_names_it() -> None:
         cwd=ROOT,
         env={"PATH": "/usr/bin:/bin", "COLUMNS": "200", "PYTHONPATH": str(ROOT)},
     )
-    assert "transformers or toy" in done.stdout, done.stdout + done.stderr
+    assert "transformers, toy" in done.stdout, done.stdout + done.stderr
 
 
 def test_preflight_asks_it(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from mismatch.reports.html import to_html
 from mismatch.reports.markdown import show_table, to_markdown
 from mismatch.reports.section import Cell, Column, Section, Table
 from mismatch.reports.sections import page
-from mismatch.reports.terminal import print_report, print_table
+from mismatch.reports.terminal import print_page, print_table
 from mismatch.types import Estimate, Report
 from tests.made_run import make_run, spec
 from tests.report_makers import rendered, report_of, sections
@@ -40,7 +40,7 @@ def toy() -> Iterator[Report]:
 
 def printed(report: Report, details: bool, width: int = 80) -> str:
     buffer = io.StringIO()
-    print_report(report, Console(file=buffer, width=width), None, details=details)
+    print_page(page(report), Console(file=buffer, width=width), None, details=details)
     return buffer.getvalue()
 
 
@@ -154,6 +154,6 @@ def test_a_healthy_run_takes_at_most_22_lines_of_a_terminal(name: str) -> None:
     report, _ = report_of(name)
     buffer = io.StringIO()
     run = "runs/20261123-171228-tiny-gpt-oss"
-    print_report(report, Console(file=buffer, width=80), run, details=False)
+    print_page(page(report), Console(file=buffer, width=80), run, details=False)
     assert len(buffer.getvalue().splitlines()) <= 22
     assert buffer.getvalue().count(run) == 2  # where it is, and what to compare the next one with

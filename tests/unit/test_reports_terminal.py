@@ -12,7 +12,7 @@ from rich.console import Console
 from mismatch.reports.formatting import MARKS
 from mismatch.reports.markdown import plain, to_markdown
 from mismatch.reports.sections import page
-from mismatch.reports.terminal import print_report
+from mismatch.reports.terminal import print_page
 from mismatch.types import Check, NotTested, Report
 from tests.report_makers import MAKERS, sections
 from tests.reports_fixture import (
@@ -53,7 +53,7 @@ def printed(
 ) -> str:
     buffer = io.StringIO()
     console = Console(file=buffer, **{"width": 80, **settings})  # type: ignore[arg-type]
-    print_report(report, console, run_dir, details=details)
+    print_page(page(report), console, run_dir, details=details)
     return buffer.getvalue()
 
 
