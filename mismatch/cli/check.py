@@ -48,15 +48,5 @@ def check(flags: Flags) -> int:
     room = session.room_for(spec, flags["force"])
     run_dir = session.open_run("check", spec, flags)
     narrator = session.narrator()
-    report = run_check(
-        spec,
-        run_dir,
-        narrator,
-        levels,
-        session.command(),
-        write_report,
-        left_out=room.left_out,
-        float32_split=room.float32_split,
-        float32_left_out=room.float32_left_out,
-    )
+    report = run_check(spec, run_dir, narrator, levels, session.command(), write_report, room)
     return session.conclude(report, run_dir, flags)

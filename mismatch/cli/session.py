@@ -23,21 +23,14 @@ from mismatch.analysis.levels import Thresholds, exit_code, fails_on, load_thres
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import AROUND_A_RUN, FEATURE_FLAGS, FIX_FLAGS
 from mismatch.cli.to_spec import SERVER_NAMES, extras, fix_fields, moved
+from mismatch.doctor.fit import warnings_of
 from mismatch.doctor.machine import inspect_machine
-from mismatch.doctor.plan import (
-    IN_FLOAT32,
-    Memory,
-    Room,
-    left_out,
-    memory_of,
-    plan,
-    refused,
-    warnings_of,
-)
+from mismatch.doctor.plan import IN_FLOAT32, Memory, memory_of, plan
 from mismatch.doctor.plan import placed as on_machine
 from mismatch.doctor.show import print_plan
 from mismatch.engines.servers.address import KEY_VARIABLE, parse_address, unprotected
 from mismatch.errors import MismatchError
+from mismatch.processes.stages import Room
 from mismatch.reports import ci_formats, files, markdown, terminal
 from mismatch.reports.files import write_page
 from mismatch.reports.formatting import plain_lines
@@ -256,13 +249,12 @@ def room_for(spec: CheckSpec, force: bool) -> Room:
         memory = memory_of(spec)
     except MismatchError:  # no config.json to go by; the stages themselves say what is wrong
         memory = Memory()
-    lost = [text for fit in refused(memory.sides, certain=True) for text in fit.warnings]
+    lost = warnings_of(memory.refused(certain=True))
     if lost and not force:
         raise MismatchError("\n    ".join(lost), "to start anyway: --force")
-    warnings = warnings_of(memory.sides)
-    for text in warnings if memory.sides else memory.notes:
+    for text in memory.warnings if memory.sides else memory.notes:
         say(f"memory warning: {text}")
-    out = {} if force else left_out(memory.sides)
+    out = {} if force else memory.left_out()
     reason = out.pop(f"{spec.rollout.engine.engine}{IN_FLOAT32}", "")
     return Room(out, memory.float32_split, reason)
 

@@ -8,7 +8,6 @@ FakeTensorMode cannot run 9 of these cases and is 22 % low to 35 % high in the o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mismatch.models.sizes import SizedModel
@@ -33,15 +32,13 @@ Parts = dict[str, int]  # what is allocated at one moment -> bytes
 class Prediction:
     """Peak memory of one side on one device (GPU, or rank on a CPU).
 
-    >>> Prediction("engine", {"sampling": {"weights": 8, "logits": 2}}).peak_bytes
+    >>> Prediction({"sampling": {"weights": 8, "logits": 2}}).peak_bytes
     10
 
     Attributes:
-        side: "engine" or the name of a pass of the trainer.
         moments: every point in time that could be the highest; the highest one decides.
     """
 
-    side: str
     moments: dict[str, Parts]
 
     @property
@@ -60,18 +57,19 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Tokens of every sequence that is sampled and scored, prompt included, and the sampling."""
+    """What is sampled and scored: every sequence is taken to be as long as the longest.
 
-    lengths: Sequence[int]
+    Attributes:
+        longest: tokens, prompt included.
+    """
+
+    sequences: int
+    longest: int
     sampling: Sampling = field(default_factory=Sampling)
 
-    @property
-    def longest(self) -> int:
-        return max(self.lengths)
-
     def largest_batch(self, spec: TrainSpec) -> tuple[int, int]:
-        """(B, T) of the micro-batch that takes most, were every sequence as long as the longest."""
-        rows = max(1, min(len(self.lengths), spec.micro_batch_tokens // self.longest))
+        """(B, T) of the micro-batch that takes most."""
+        rows = max(1, min(self.sequences, spec.micro_batch_tokens // self.longest))
         return (1, rows * self.longest) if spec.layout == "packing" else (rows, self.longest)
 
 
@@ -81,7 +79,6 @@ def predict_trainer(
     world: int,
     work: Workload,
     device: str = "cuda",
-    name: str = "fsdp",
     trains: bool = False,
 ) -> Prediction:
     """Return the peak bytes of one rank of the training world for one pass.
@@ -154,8 +151,7 @@ def predict_trainer(
         "logprobs": stays | _head(shape, spec, tokens, work) | after,
     }
     return Prediction(
-        name,
-        {m: {part: size for part, size in parts.items() if size} for m, parts in moments.items()},
+        {m: {part: size for part, size in parts.items() if size} for m, parts in moments.items()}
     )
 
 
@@ -215,9 +211,7 @@ def predict_engine(
     shape: SizedModel,
     spec: EngineSpec,
     work: Workload,
-    device: str = "cuda",
-    device_bytes: int = 80 * GIB,
-    name: str = "engine",
+    gpu_bytes: int = 80 * GIB,
 ) -> Prediction:
     """Return the peak bytes of the engine on one device, with the KV cache that ``work`` can use.
 
@@ -226,18 +220,17 @@ def predict_engine(
     engines are taken to work alike.
 
     Args:
-        device_bytes: memory of one GPU, which sets vLLM's default batch sizes.
+        gpu_bytes: memory of one GPU, which sets vLLM's default batch sizes; 0: it runs on a CPU.
     """
     own = spec.engine == "transformers"  # one device, MXFP4 dequantised
     packed = not own and spec.weights in (AS_STORED, "mxfp4")
     b, args, split = BYTES[spec.dtype], dict(spec.args), 1 if own else spec.tensor_parallel_size
-    large = device != "cpu" and device_bytes >= LARGE_BYTES
-    batched, at_once = (16384, 1024) if large else (8192, 256)
-    if device == "cpu":  # mismatch switches chunked prefill off there
+    batched, at_once = (16384, 1024) if gpu_bytes >= LARGE_BYTES else (8192, 256)
+    if not gpu_bytes:  # mismatch switches chunked prefill off there
         batched = max(batched, spec.max_model_len or work.longest)
     batched = int(args.get("max_num_batched_tokens") or batched)
     at_once = int(args.get("max_num_seqs") or (TRANSFORMERS_BATCH if own else at_once))
-    running = min(at_once, len(work.lengths))
+    running = min(at_once, work.sequences)
     kv_size = 1 if str(args.get("kv_cache_dtype", "auto")).startswith("fp8") else b
     # A KV head is never cut, and MLA's shared vector is on every rank.
     share = 1 if shape.latent else max(1, shape.kv_heads // split) / max(1, shape.kv_heads)
@@ -247,7 +240,7 @@ def predict_engine(
         each = token * work.longest * (shape.layers + 1)
     stays = {
         "weights": int(shape.stored_bytes(b, keeps_mxfp4=packed) / split),
-        "KV cache": CPU_KV_BYTES if device == "cpu" and not own else running * each,
+        "KV cache": CPU_KV_BYTES if not gpu_bytes and not own else running * each,
     }
     # Compiled kernels keep two states of the residual stream next to the widest intermediate.
     width = max(3 * shape.width, 2 * shape.hidden + shape.q_width)
@@ -259,7 +252,7 @@ def predict_engine(
         "sampling": stays | {"logits": running * logit},
     }
     if spec.prefill:
-        chunked = device != "cpu" and not own
+        chunked = gpu_bytes and not own
         scored = min(batched, PROMPT_CHUNK if chunked else work.longest)
         moments["prefill rescoring"] = stays | {"logits of the prefill": scored * logit}
-    return Prediction(name, moments)
+    return Prediction(moments)

@@ -8,12 +8,12 @@ rest of the plan stays.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from mismatch.doctor.fit import Fit, engine_fit, trainer_fits
+from mismatch.doctor.fit import HOST, Fit, engine_fit, trainer_fits, warnings_of
 from mismatch.doctor.machine import Machine, inspect_machine, machine_with, parse_kind
 from mismatch.doctor.memory import BYTES, Workload
 from mismatch.errors import MismatchError, first_line
@@ -25,7 +25,7 @@ from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts
 from mismatch.run.machine import gib, in_words, placement
 from mismatch.run.store import TRAIN
-from mismatch.specs import CheckSpec, PromptSpec
+from mismatch.specs import CheckSpec
 
 TEMPLATE_TOKENS = 96  # of a chat template: gpt-oss's system message takes 68 to 80
 CHARACTERS_PER_TOKEN = 3  # low, so that prompts are rather over- than underestimated
@@ -34,41 +34,67 @@ UNKNOWN_PROMPT_TOKENS = 512
 MEASURED = ("gpt_oss", "qwen3", "qwen3_moe")
 IN_FLOAT32 = " in float32"  # behind the engine's name
 SPLITS = (2, 4, 8)  # tensor parallel sizes that a plan may choose
+NEEDED = ("engine", TRAIN, HOST)  # sides without which there is no check
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Memory:
+    """Predictions of both sides, known before anything starts.
+
+    Attributes:
+        sides: the engine, unless servers are the engine, every pass of the trainer, and the
+            engine in float32; () where they cannot be told.
+        notes: assumptions, and which parts are not predicted.
+        float32_split: the tensor parallel size at which the engine in float32 fits, if any does.
+    """
+
+    sides: Sequence[Fit] = ()
+    notes: tuple[str, ...] = ()
+    float32_split: int = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the check could run; passes other than the trainer's may be left out."""
+        return not self.refused()
+
+    @property
+    def warnings(self) -> list[str]:
+        return warnings_of(self.sides)
+
+    def refused(self, certain: bool = False) -> list[Fit]:
+        """Of the engine, the trainer's own pass and the host's memory those that do not fit.
+
+        Args:
+            certain: only what can never fit here.
+        """
+        lost = [fit for fit in self.sides if fit.side in NEEDED and fit.level == "does not fit"]
+        return [fit for fit in lost if fit.certain or not certain]
+
+    def left_out(self) -> dict[str, str]:
+        """Return passes other than the trainer's that can never fit here, and why."""
+        lost = [fit for fit in self.sides if fit.side not in NEEDED and fit.certain]
+        return {fit.side: f"{fit.side}: {fit.warning}" for fit in lost}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Memory):
     """A dry run.
 
     Attributes:
         config_source: where the model's sizes were read.
+        machine: the GPUs that the plan is for, where they are not here; else "cuda" or "cpu".
         stages: what runs in which process, in order.
         tokens: "sampled at most", "longest sequence", "scored at most" and so on.
         attention: the trainer's kernel.
-        sides: memory of the engine and of every pass on one device; () where it cannot be told.
-        notes: assumptions, and what of the memory is not predicted.
-        gpus: those that the plan is for, where they are not here.
     """
 
     model: str
     config_source: str
     device: str
+    machine: str
     stages: dict[str, str]
     tokens: dict[str, int]
     attention: str
-    sides: tuple[Fit, ...]
-    notes: tuple[str, ...] = ()
-    gpus: str = ""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the check could run; passes other than the trainer's may be left out."""
-        return not refused(self.sides)
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Of memory, each with the setting that would help."""
-        return tuple(warnings_of(self.sides))
 
 
 def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Plan:
@@ -89,46 +115,31 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
     # Resolved first: once transformers is imported here, sizes are counted here as well.
     attention = _attention(spec.train.attention, config, machine.device)
     spec = placed(spec, machine)
-    work = work_of(spec)
-    memory = memory_of(spec, machine)
+    work, memory, samples = work_of(spec), memory_of(spec, machine), spec.rollout.sampling
+    sequences, longest = work.load.sequences, work.load.longest
+    tokens = {
+        "prompts": sequences // samples.samples_per_prompt,
+        "sequences": sequences,
+        "longest sequence": longest,
+        "sampled at most": sequences * samples.max_tokens * spec.rollout.prompts.turns,
+        "rescored by the engine's prefill": sequences * longest * spec.rollout.engine.prefill,
+        "scored by the trainer at most": sequences * longest * len(training_passes(spec)),
+    }
     return Plan(
+        sides=memory.sides,
+        notes=(*work.notes, *memory.notes),
+        float32_split=memory.float32_split,
         model=spec.rollout.engine.model,
         config_source=config.source,
         device=machine.device,
+        machine=gpus or machine.device,
         stages=_stages(spec, len(machine.gpus), memory),
-        tokens=work.tokens,
+        tokens=tokens,
         attention=attention,
-        sides=memory.sides,
-        notes=(*work.notes, *memory.notes),
-        gpus=gpus,
     )
 
 
 # ---------------------------------------------------------------- memory
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Predictions of both sides, known before anything starts.
-
-    Attributes:
-        sides: the engine, unless servers are the engine, every pass of the trainer, and the
-            engine in float32.
-        notes: which parts are not predicted.
-        float32_split: the tensor parallel size at which the engine in float32 fits, if any does.
-    """
-
-    sides: tuple[Fit, ...] = ()
-    notes: tuple[str, ...] = ()
-    float32_split: int = 0
-
-
-class Room(NamedTuple):
-    """What is left out of a check for want of memory, and why; see ``run_check``."""
-
-    left_out: dict[str, str]
-    float32_split: int = 0
-    float32_left_out: str = ""
 
 
 def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
@@ -141,22 +152,23 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
     work = work_of(spec).load
     try:
         shape = sized(find_config(spec.train.model, spec.train.revision, spec.train.layers))
-        sides = trainer_fits(spec, shape, work, machine, training_passes(spec))
+        sides = [*trainer_fits(spec, shape, work, machine, training_passes(spec))]
+        notes, split = _not_predicted(shape, spec), None
         if not engine.servers:  # their memory is not ours
             # The engine's model may be another checkpoint than the trainer's.
             served = sized(find_config(engine.model, engine.revision, engine.layers))
-            sides = (engine_fit(spec, served, work, machine), *sides)
+            sides.insert(0, engine_fit(spec, served, work, machine))
             exact = _float32_engine(spec)
-            if exact is not None:
-                size, fit = _float32_fit(exact, served, work, machine)
-                copied = exact.rollout.engine.weights != engine.weights and not fit.certain
-                copy = served.stored_bytes(BYTES["bf16"], keeps_mxfp4=False)
-                notes = [f"disk: {gib(copy)} in {cache()} while the engine runs in float32"]
-                notes = [*notes * copied, *_not_predicted(shape, spec)]
-                return Memory((*sides, fit), tuple(notes), size)
+            split = _float32_split(exact, served, work, machine) if exact else None
+            copies = exact and exact.rollout.engine.weights != engine.weights
+            if split and copies and not split.fit.certain:
+                copy = gib(served.stored_bytes(BYTES["bf16"], keeps_mxfp4=False))
+                notes.insert(0, f"disk: {copy} in {cache()} while the engine runs in float32")
     except UnknownSize as error:
         return Memory(notes=(f"memory is not predicted: {error.message}",))
-    return Memory(sides, tuple(_not_predicted(shape, spec)))
+    if split is None:
+        return Memory(sides, tuple(notes))
+    return Memory([*sides, split.fit], tuple(notes), split.size)
 
 
 def _float32_engine(spec: CheckSpec) -> CheckSpec | None:
@@ -165,25 +177,6 @@ def _float32_engine(spec: CheckSpec) -> CheckSpec | None:
         return None
     exact = float32_engine(spec.rollout)
     return None if exact is None else replace(spec, rollout=exact)
-
-
-def _float32_fit(
-    exact: CheckSpec, shape: SizedModel, work: Workload, machine: Machine
-) -> tuple[int, Fit]:
-    """Return the smallest tensor parallel size at which the engine in float32 fits, and its Fit.
-
-    A training world on other GPUs keeps these meanwhile.
-    """
-    own, gpus = exact.rollout.engine.tensor_parallel_size, len(machine.gpus)
-    shared = not placement(exact, gpus).trainer
-    most = max(own, gpus if shared else gpus - exact.nproc_per_node)
-    name = f"{exact.rollout.engine.engine}{IN_FLOAT32}"
-    fits = {
-        size: engine_fit(_split(exact, size), shape, work, machine, name)
-        for size in _sizes(own, most, shape)
-    }
-    size = next(_fitting({size: fit.level for size, fit in fits.items()}), max(fits))
-    return size, fits[size]
 
 
 def _not_predicted(shape: SizedModel, spec: CheckSpec) -> list[str]:
@@ -201,34 +194,14 @@ def _not_predicted(shape: SizedModel, spec: CheckSpec) -> list[str]:
     return notes
 
 
-def side_passes(sides: Sequence[Fit]) -> set[str]:
-    """Return names of the passes that a check can do without."""
-    return {fit.side for fit in sides} - {"engine", TRAIN, "host memory"}
+# ---------------------------------------------------------------- the engine's GPUs
 
 
-def refused(sides: Sequence[Fit], certain: bool = False) -> list[Fit]:
-    """Of the engine, the trainer's own pass and the host's memory those that do not fit.
+class Split(NamedTuple):
+    """A tensor parallel size of the engine, and whether the engine fits with it."""
 
-    Args:
-        certain: only what can never fit here.
-    """
-    own = [fit for fit in sides if fit.side not in side_passes(sides)]
-    return [fit for fit in own if fit.level == "does not fit" and (fit.certain or not certain)]
-
-
-def warnings_of(sides: Sequence[Fit]) -> list[str]:
-    """Return what is wrong, each with what would help; passes that lack the same share a line."""
-    names: dict[str, list[str]] = {}
-    for fit in sides:
-        for text in fit.warnings:
-            names.setdefault(text.removeprefix(f"{fit.side}: "), []).append(fit.side)
-    return [f"{', '.join(same)}: {text}" for text, same in names.items()]
-
-
-def left_out(sides: Sequence[Fit]) -> dict[str, str]:
-    """Return passes other than the trainer's that can never fit here, and why."""
-    optional = side_passes(sides)
-    return {f.side: " ".join(f.warnings) for f in sides if f.side in optional and f.certain}
+    size: int
+    fit: Fit
 
 
 def placed(spec: CheckSpec, machine: Machine) -> CheckSpec:
@@ -240,73 +213,77 @@ def placed(spec: CheckSpec, machine: Machine) -> CheckSpec:
     engine, gpus = spec.rollout.engine, len(machine.gpus)
     if engine.servers or gpus < 2:
         return spec
-
-    own = engine.tensor_parallel_size
     try:
         shape = sized(find_config(engine.model, engine.revision, engine.layers))
-        work = work_of(spec).load
-        for room in (gpus - spec.nproc_per_node, gpus):
-            levels = {
-                size: engine_fit(_split(spec, size), shape, work, machine).level
-                for size in _sizes(own, room, shape)
-            }
-            for size in _fitting(levels):
-                return _split(spec, size)
+        rooms = (gpus - spec.nproc_per_node, gpus)
+        split = _smallest_split(spec, shape, work_of(spec).load, machine, rooms)
     except MismatchError:  # the plan itself says what is wrong with the model
-        pass
-    return spec
+        return spec
+    if split is None or split.fit.level == "does not fit":
+        return spec
+    return _with_split(spec, split.size)
 
 
-def _split(spec: CheckSpec, size: int) -> CheckSpec:
+def _float32_split(
+    exact: CheckSpec, shape: SizedModel, work: Workload, machine: Machine
+) -> Split | None:
+    """Return how the engine is split in float32; a training world on other GPUs keeps these."""
+    engine, gpus = exact.rollout.engine, len(machine.gpus)
+    shared = not placement(exact, gpus).trainer
+    most = max(engine.tensor_parallel_size, gpus if shared else gpus - exact.nproc_per_node)
+    side = f"{engine.engine}{IN_FLOAT32}"
+    return _smallest_split(exact, shape, work, machine, (most,), side)
+
+
+def _smallest_split(
+    spec: CheckSpec,
+    shape: SizedModel,
+    work: Workload,
+    machine: Machine,
+    rooms: Sequence[int],
+    side: str = "engine",
+) -> Split | None:
+    """Return the smallest split that fits, else is tight; where none does the largest.
+
+    Args:
+        rooms: numbers of GPUs that the engine may take, the preferred first.
+
+    Returns:
+        None: neither the user's tensor parallel size nor a larger one can be had.
+    """
+    own, split = spec.rollout.engine.tensor_parallel_size, None
+    for most in rooms:
+        sizes = [n for n in (own, *SPLITS) if own <= n <= most and shape.heads % n == 0]
+        found = [
+            Split(size, engine_fit(_with_split(spec, size), shape, work, machine, side))
+            for size in sizes
+        ]
+        for wanted in ("fits", "tight"):
+            for split in found:
+                if split.fit.level == wanted:
+                    return split
+    return split
+
+
+def _with_split(spec: CheckSpec, size: int) -> CheckSpec:
     """Return the spec with its engine's tensor parallel size."""
     wide = replace(spec.rollout.engine, tensor_parallel_size=size)
     return replace(spec, rollout=replace(spec.rollout, engine=wide))
-
-
-def _sizes(own: int, most: int, shape: SizedModel) -> list[int]:
-    """Return tensor parallel sizes that can be chosen: the user's, or more."""
-    return [n for n in (own, *SPLITS) if own <= n <= most and shape.heads % n == 0]
-
-
-def _fitting(levels: Mapping[int, str]) -> Iterator[int]:
-    """Yield sizes that fit, then those that are tight, each from the smallest on."""
-    for wanted in ("fits", "tight"):
-        yield from (size for size, level in levels.items() if level == wanted)
 
 
 # ---------------------------------------------------------------- what there is to do
 
 
 class Work(NamedTuple):
-    """What a check has to sample and score: sequences at their longest, and their tokens."""
+    """What a check has to sample and score, and what was assumed to count it."""
 
     load: Workload
-    tokens: dict[str, int]
-    notes: list[str]
+    notes: tuple[str, ...] = ()
 
 
 def work_of(spec: CheckSpec) -> Work:
-    """Count the sequences of a check, at their longest."""
-    prompts, longest_prompt, notes = _prompts(spec.rollout.prompts)
-    sampling = spec.rollout.sampling
-    sequences = prompts * sampling.samples_per_prompt
-    longest = longest_prompt + spec.rollout.most_after_prompt
-    tokens = {
-        "prompts": prompts,
-        "sequences": sequences,
-        "longest sequence": longest,
-        "sampled at most": sequences * sampling.max_tokens * spec.rollout.prompts.turns,
-        "rescored by the engine's prefill": sequences * longest * spec.rollout.engine.prefill,
-        "scored by the trainer at most": sequences * longest * len(training_passes(spec)),
-    }
-    return Work(Workload([longest] * sequences, sampling), tokens, notes)
-
-
-def _prompts(spec: PromptSpec) -> tuple[int, int, list[str]]:
-    """Return how many prompts, tokens of the longest (estimated without a tokenizer), remarks."""
-    if spec.dataset is not None:
-        note = f"prompts of the data set are taken to have {UNKNOWN_PROMPT_TOKENS} tokens at most"
-        return spec.num_prompts, UNKNOWN_PROMPT_TOKENS, [note]
+    """Count the sequences of a check, at their longest; no tokenizer is needed."""
+    sampling, asked = spec.rollout.sampling, spec.rollout.prompts
 
     def tokens(prompt: Prompt) -> int:
         if prompt.token_ids is not None:
@@ -316,13 +293,21 @@ def _prompts(spec: PromptSpec) -> tuple[int, int, list[str]]:
         length = sum(len(str(message.get("content") or "")) for message in prompt.messages)
         return math.ceil(length / CHARACTERS_PER_TOKEN) + TEMPLATE_TOKENS
 
-    prompts = read_prompts(spec)
-    estimated = any(prompt.token_ids is None for prompt in prompts)
-    note = (
-        f"tokens of prompts are estimated: {CHARACTERS_PER_TOKEN} characters each, "
-        f"{TEMPLATE_TOKENS} for the chat template"
-    )
-    return len(prompts), max(map(tokens, prompts)), [note] if estimated else []
+    if asked.dataset is not None:
+        count, longest = asked.num_prompts, UNKNOWN_PROMPT_TOKENS
+        note = f"prompts of the data set are taken to have {UNKNOWN_PROMPT_TOKENS} tokens at most"
+    else:
+        prompts = read_prompts(asked)
+        count, longest = len(prompts), max(map(tokens, prompts))
+        note = (
+            f"tokens of prompts are estimated: {CHARACTERS_PER_TOKEN} characters each, "
+            f"{TEMPLATE_TOKENS} for the chat template"
+        )
+        if all(prompt.token_ids is not None for prompt in prompts):
+            note = ""
+    sequences = count * sampling.samples_per_prompt
+    load = Workload(sequences, longest + spec.rollout.most_after_prompt, sampling)
+    return Work(load, (note,) if note else ())
 
 
 def _stages(spec: CheckSpec, gpus: int, memory: Memory) -> dict[str, str]:
@@ -333,7 +318,7 @@ def _stages(spec: CheckSpec, gpus: int, memory: Memory) -> dict[str, str]:
     if engine.prefill:
         stages["rollout"] += ", then rescores the same tokens by prefill"
     exact = f"{engine.engine}{IN_FLOAT32}"
-    if _float32_engine(spec) is not None and exact not in left_out(memory.sides):
+    if _float32_engine(spec) is not None and exact not in memory.left_out():
         split = memory.float32_split
         wide = f", tensor parallel {split}" if split > engine.tensor_parallel_size else ""
         stages["rollout in float32"] = f"{engine.engine}{wide or where}: scores the same tokens"

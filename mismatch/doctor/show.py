@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mismatch.doctor.plan import IN_FLOAT32, Plan, left_out
+from mismatch.doctor.plan import IN_FLOAT32, Plan
 from mismatch.run.machine import gib
 
 if TYPE_CHECKING:
@@ -16,8 +16,7 @@ STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
 
 def print_plan(plan: Plan, console: Console) -> None:
     """Print a dry run; its second line, and the last, say whether it fits."""
-    machine = plan.gpus or plan.device
-    say(console, f"plan for {plan.model} on {machine} (config.json: {plan.config_source})")
+    say(console, f"plan for {plan.model} on {plan.machine} (config.json: {plan.config_source})")
     fits = "it fits" if plan.fits else "it does not fit: see the warnings"
     say(console, fits if plan.sides else "memory is not predicted: see what is assumed")
     stages = [*plan.stages.items(), ("the trainer's attention", plan.attention)]
@@ -38,7 +37,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     print_list(console, "assumed", plan.notes)
     print_list(console, "warnings", plan.warnings)
     say(console, "")
-    out = left_out(plan.sides)
+    out = plan.left_out()
     if out and plan.fits:
         say(console, f"left out, for want of memory: {', '.join(sorted(out))}")
     if plan.sides:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from mismatch.pipeline.tokens import record_best_fix
 from mismatch.plugins import features, load, step_label
 from mismatch.processes.launched import Launched
 from mismatch.processes.launched import score as score_launched
-from mismatch.processes.stages import Narrator, Stages
+from mismatch.processes.stages import ALL, Narrator, Room, Stages
 from mismatch.processes.tasks import Score
 from mismatch.run import store
 from mismatch.run.directory import Journal, at_work, load_spec
@@ -46,16 +46,11 @@ def run_check(
     thresholds: Thresholds | None = None,
     command: str = "",
     write: Writer | None = None,
-    left_out: Mapping[str, str] | None = None,
-    float32_split: int = 0,
-    float32_left_out: str = "",
+    room: Room = ALL,
 ) -> Report:
     """After :func:`preflight`: run every stage that is not done, write every artefact.
 
     Args:
-        left_out: passes other than the trainer's that are not run, and why.
-        float32_split: tensor parallel size of the engine in float32; 0: as it samples.
-        float32_left_out: why it does not run in float32; "": it does.
         write: called with the run directory, the report and the token table while the directory
             is still held; None: the report is only returned.
 
@@ -63,11 +58,9 @@ def run_check(
         MismatchError: a stage failed; what was written before stays, to be resumed.
     """
     with at_work(run_dir, "check", spec, command) as journal:
-        stages = Stages(
-            spec, run_dir, narrator, journal, wants_square(spec), float32_split, float32_left_out
-        )
+        stages = Stages(spec, run_dir, narrator, journal, wants_square(spec), room)
         stages.count.total = 1  # the comparison
-        passes = [pass_ for pass_ in training_passes(spec) if pass_.name not in (left_out or {})]
+        passes = [pass_ for pass_ in training_passes(spec) if pass_.name not in room.left_out]
         if spec.fixes:
             from mismatch.pipeline.fix_trials import measure_with_fixes
 
@@ -80,7 +73,7 @@ def run_check(
             from mismatch.pipeline.explain import explain
 
             explain(stages)
-        for name, reason in (left_out or {}).items():
+        for name, reason in room.left_out.items():
             write_error(run_dir, pass_label(name), MismatchError(reason))
         return conclude(stages, thresholds, write)
 

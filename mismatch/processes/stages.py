@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 
@@ -121,6 +122,23 @@ class Count:
         return f"[{self.begun}/{self.total}] {title}" if self.total > 1 else title
 
 
+class Room(NamedTuple):
+    """What a check leaves out for want of memory.
+
+    Attributes:
+        left_out: passes other than the trainer's that are not run, and why.
+        float32_split: tensor parallel size of the engine in float32; 0: as it samples.
+        float32_left_out: why it does not run in float32; "": it does.
+    """
+
+    left_out: Mapping[str, str] = MappingProxyType({})
+    float32_split: int = 0
+    float32_left_out: str = ""
+
+
+ALL = Room()
+
+
 @dataclass
 class Stages:
     """Runs the stages of one command in one run directory."""
@@ -130,8 +148,7 @@ class Stages:
     narrator: Narrator
     journal: Journal
     square: bool = False  # whether the engine is started once more, in float32
-    float32_split: int = 0  # its tensor parallel size then; 0: as it sampled
-    float32_left_out: str = ""  # why it does not fit here
+    room: Room = ALL
     count: Count = field(default_factory=Count)
 
     @cached_property
@@ -448,7 +465,7 @@ def score_in_float32(stages: Stages, *beside: Worker) -> None:
         spec = float32_engine(stages.spec.rollout)
         if spec is None:
             return
-        split = stages.float32_split or spec.engine.tensor_parallel_size
+        split = stages.room.float32_split or spec.engine.tensor_parallel_size
         spec = replace(spec, engine=replace(spec.engine, tensor_parallel_size=split))
         tasks = [Score(f"{spec.engine.engine}:{FLOAT32}")]
         if (run_dir / LONG / store.ROLLOUT).exists():
@@ -463,8 +480,8 @@ def score_in_float32(stages: Stages, *beside: Worker) -> None:
         if not tasks:
             return
         error_path(run_dir, LABEL).unlink(missing_ok=True)
-        if stages.float32_left_out:
-            raise MismatchError(stages.float32_left_out)
+        if stages.room.float32_left_out:
+            raise MismatchError(stages.room.float32_left_out)
         require_memory(spec)
         if spec.engine.weights != stages.spec.rollout.engine.weights:
             stages.narrator.note(

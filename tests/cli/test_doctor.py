@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mismatch.doctor.machine import Gpu, Machine, gpus_of, parse_kind
 from mismatch.doctor.memory import Workload, predict_engine
-from mismatch.doctor.plan import plan, refused
+from mismatch.doctor.plan import plan
 from mismatch.doctor.show import print_plan
 from mismatch.errors import MismatchError
 from mismatch.features.doctor.examine import Package, examine, inspect_package, print_diagnosis
@@ -73,7 +73,7 @@ def test_the_plan_counts_what_the_run_would_do():
     assert longest > 100
     # trainer, regrouped, repeated, with gradients, in float32; float32 and bf16 plain forwards
     assert run_plan.tokens[SCORED] == 8 * longest * 7
-    assert [side.prediction.side for side in run_plan.sides] == [
+    assert [side.side for side in run_plan.sides] == [
         "engine",
         "fsdp",
         "fsdp:regrouped",
@@ -115,7 +115,7 @@ def test_a_large_model_is_planned_from_the_shipped_config():
 
 def test_too_few_gpus_are_told_how_many_would_do():
     run_plan = plan(spec("gpt-oss-20b", ranks=1, master_dtype="fp32"), machine(gpus=1))
-    levels = {side.prediction.side: side.level for side in run_plan.sides}
+    levels = {side.side: side.level for side in run_plan.sides}
     assert levels["engine"] == "fits"
     assert levels["fsdp"] == "does not fit"
     assert any("--nproc-per-node 2" in line for line in run_plan.warnings)
@@ -136,7 +136,7 @@ def test_released_models_are_checked_whole_on_their_machines(model, gpus):
     if model == "gpt-oss-120b":
         asked = replace(asked, nproc_per_node=8)
     run_plan = plan(asked, machine(), gpus)
-    assert {side.prediction.side: side.level for side in run_plan.sides}.keys() >= {
+    assert {side.side: side.level for side in run_plan.sides}.keys() >= {
         "engine",
         "fsdp",
         "fsdp:grad",
@@ -150,10 +150,10 @@ def test_released_models_are_checked_whole_on_their_machines(model, gpus):
 
 def test_passes_that_cannot_fit_are_left_out_and_the_check_goes_on():
     big = plan(spec("qwen3-8b", ranks=1), machine(gpus=1, gib=21))
-    assert {side.prediction.side for side in refused(big.sides)} <= {"engine", "fsdp"}
-    reference = [side for side in big.sides if side.prediction.side == "reference:fp32"]
+    assert {side.side for side in big.refused()} <= {"engine", "fsdp"}
+    reference = [side for side in big.sides if side.side == "reference:fp32"]
     assert reference[0].level == "does not fit"
-    assert reference[0] not in refused(big.sides)
+    assert reference[0] not in big.refused()
     only = replace(big, sides=(*[s for s in big.sides if s.level != "does not fit"], *reference))
     assert only.fits
     (out,) = [line for line in text_of(print_plan, only).splitlines() if "left out" in line]
@@ -178,7 +178,7 @@ def test_offloading_moves_the_shards_to_the_host():
     )
     assert moved.sides[1].needed < plain.sides[1].needed - 35 * GIB
     (host,) = (side for side in moved.sides if side.side == "host memory")
-    assert (host.prediction.side, host.level) == ("host memory", "fits")
+    assert (host.side, host.level) == ("host memory", "fits")
     small = plan(spec("gpt-oss-20b", ranks=1, offload=True), machine(gpus=1, ram_gib=32))
     assert not small.fits
 
@@ -187,8 +187,8 @@ def test_vllm_refuses_a_gpu_that_is_not_free_and_so_does_the_plan():
     held = replace(machine(gpus=1), gpus=(Gpu("H100", 80 * GIB, 70 * GIB, "580"),))
     run_plan = plan(spec("qwen3-8b", ranks=1), held)
     engine = run_plan.sides[0]
-    assert (engine.prediction.side, engine.level) == ("engine", "does not fit")
-    assert "--gpu-memory-utilization 0.86" in engine.warnings[0]
+    assert (engine.side, engine.level) == ("engine", "does not fit")
+    assert "--gpu-memory-utilization 0.86" in engine.warning
     asked = spec("qwen3-8b", ranks=1)
     lower = replace(asked.rollout.engine, gpu_memory_utilization=0.86)
     lower = replace(asked, rollout=replace(asked.rollout, engine=lower))
@@ -329,7 +329,7 @@ def test_prompt_logprobs_are_taken_in_chunks_on_a_gpu():
     shape = sized(find_config(resolve_model("gpt-oss-20b")))
     engine = EngineSpec(model="m")
     short, long = (
-        predict_engine(shape, engine, Workload((tokens,)), "cuda").moments["prefill rescoring"]
+        predict_engine(shape, engine, Workload(1, tokens)).moments["prefill rescoring"]
         for tokens in (1024, 16384)
     )
     name = "logits of the prefill"

@@ -14,7 +14,7 @@ from rich.console import Console
 from mismatch.doctor.fit import WIDER
 from mismatch.doctor.machine import Gpu, Machine, inspect_machine, machine_with, parse_kind
 from mismatch.doctor.memory import Workload, predict_engine
-from mismatch.doctor.plan import left_out, memory_of, plan
+from mismatch.doctor.plan import memory_of, plan
 from mismatch.doctor.show import print_plan
 from mismatch.engines.registry import check_machine
 from mismatch.errors import MismatchError
@@ -24,7 +24,7 @@ from mismatch.models.config import find_config, serves_mxfp4
 from mismatch.models.derived import in_form, in_form_while
 from mismatch.models.sizes import sized
 from mismatch.processes.launch import EXACT, EXACT_TRITON
-from mismatch.processes.stages import engine_command, score_in_float32
+from mismatch.processes.stages import Room, engine_command, score_in_float32
 from mismatch.processes.tasks import FLOAT32_ENGINE
 from mismatch.run.machine import Placement
 from mismatch.run.messages import read_error
@@ -137,7 +137,7 @@ def test_the_plan_has_a_row_for_it_and_the_disk_of_its_copy() -> None:
     assert 77 * GIB < exact.prediction.highest["weights"] < 79 * GIB  # 20.9 B parameters
     assert exact.level == "does not fit"
     assert planned.fits  # a check can do without it
-    assert "vllm in float32" in left_out(planned.sides)
+    assert "vllm in float32" in planned.left_out()
     assert "rollout in float32" not in planned.stages
     assert not any("39.0 GiB" in note for note in planned.notes)
     larger = plan(check(), gpus="1xH200-141GB")
@@ -180,13 +180,13 @@ def test_different_gpus_are_planned_by_the_smallest() -> None:
 
 def test_what_does_not_fit_is_left_out_with_its_reason_and_starts_nothing(tmp_path: Path) -> None:
     starter = Starter(tmp_path, SPEC)
-    starter.float32_left_out = "80 GiB needed"
+    starter.room = Room(float32_left_out="80 GiB needed")
     score_in_float32(starter)
     assert starter.started == []
     left = read_error(tmp_path, FLOAT32_ENGINE)
     assert left is not None
     assert left.message == "80 GiB needed"
-    starter.float32_left_out, starter.float32_split = "", 4
+    starter.room = Room(float32_split=4)
     score_in_float32(starter)
     assert [spec.engine.tensor_parallel_size for spec in starter.started] == [4]
 
@@ -210,7 +210,7 @@ def test_no_setting_that_is_in_use_is_a_remedy() -> None:
     assert WIDER not in " ".join(two)  # both GPUs are the engine's
 
 
-def plan_of_offloaded() -> tuple[str, ...]:
+def plan_of_offloaded() -> list[str]:
     model = resolve_model("gpt-oss-120b")
     spec = CheckSpec(RolloutSpec(EngineSpec(model=model)), TrainSpec(model, offload=True))
     small = replace(gpus("1xH100-80GB"), ram_bytes=64 * GIB, ram_free_bytes=64 * GIB)
@@ -219,7 +219,7 @@ def plan_of_offloaded() -> tuple[str, ...]:
 
 def test_prompt_logprobs_take_a_chunk_of_the_batch_however_short_a_prompt_is() -> None:
     shape = sized(find_config(HUB))
-    work = Workload((271,) * 64)
+    work = Workload(64, 271)
     logits = predict_engine(shape, EngineSpec(model=HUB), work).moments["prefill rescoring"]
     (part,) = (size for name, size in logits.items() if name.startswith("logits"))
     assert part == 1024 * 201_088 * (2 + 8)

@@ -111,8 +111,7 @@ def test_what_cannot_fit_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lost(side: str) -> Fit:
-        text = f"{side}: too large"
-        return Fit(Prediction(side, {"then": {}}), 2, 1, "does not fit", (text,), certain=True)
+        return Fit(side, Prediction({"then": {}}), 2, 1, "does not fit", "too large", certain=True)
 
     own, reference = lost("fsdp"), lost("reference:fp32")
     monkeypatch.setattr(session, "memory_of", lambda spec: Memory((own, reference)))

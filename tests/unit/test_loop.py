@@ -301,7 +301,7 @@ def test_a_run_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
 def test_an_optimiser_takes_three_times_the_parameters_beside_them() -> None:
     model = resolve_model("tiny-gpt-oss")
     train = TrainSpec(model, master_dtype="fp32", grad=True)
-    shape, work = sized(find_config(model, None)), Workload([100] * 4)
+    shape, work = sized(find_config(model, None)), Workload(4, 100)
     scores = predict_trainer(shape, train, 2, work, "cpu")
     trains = predict_trainer(shape, train, 2, work, "cpu", trains=True)
     assert trains.peak_bytes - scores.peak_bytes == 3 * sharded(shape, train, 2)

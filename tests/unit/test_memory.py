@@ -44,6 +44,7 @@ TOY = {
     "intermediate_size": 16,
     "tie_word_embeddings": False,
 }
+FOUR = Workload(4, 256)
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -51,8 +52,8 @@ def part(prediction: Prediction, where: str, name: str) -> int:
     return prediction.moments[where].get(name, 0)
 
 
-def train(shape: SizedModel, world: int = 1, lengths=(256,) * 4, **spec) -> Prediction:
-    return predict_trainer(shape, TrainSpec(model="m", **spec), world, Workload(lengths))
+def train(shape: SizedModel, world: int = 1, work=FOUR, **spec) -> Prediction:
+    return predict_trainer(shape, TrainSpec(model="m", **spec), world, work)
 
 
 # ---------------------------------------------------------------- shapes
@@ -94,7 +95,7 @@ def test_any_family_of_transformers_is_counted(family, recurrent):
     assert model.kv_elements(10) > 0
     assert bool(model.recurrent) == recurrent
     assert model.layers == made.num_hidden_layers
-    assert predict_engine(model, EngineSpec(), Workload((10,))).peak_bytes > model.parameters
+    assert predict_engine(model, EngineSpec(), Workload(1, 10)).peak_bytes > model.parameters
 
 
 def test_latent_attention_caches_one_vector_per_token_and_layer():
@@ -139,18 +140,18 @@ def test_the_layer_is_there_twice_while_fsdp_gathers_the_next():
 
 def test_gathering_a_layer_takes_its_buffers_and_gloo_one_more():
     layer = GPT.layer_parameters * 2
-    on_cpu = predict_trainer(GPT, TrainSpec(model="m"), 2, Workload((256,)), "cpu")
+    on_cpu = predict_trainer(GPT, TrainSpec(model="m"), 2, Workload(1, 256), "cpu")
     for prediction, copies in ((train(GPT), 0), (train(GPT, 2), 1), (on_cpu, 2)):
         assert part(prediction, "gathering a layer", "all-gather buffers") == copies * layer
 
 
 def test_eager_attention_holds_every_score_three_times():
-    lengths = (1024,) * 4  # 4 rows of 1024 in a micro-batch of 4096 tokens
+    work = Workload(4, 1024)  # 4 rows of 1024 in a micro-batch of 4096 tokens
     scores = 4 * 64 * 1024**2 * 2
-    eager = train(GPT, lengths=lengths, attention="eager")
+    eager = train(GPT, work=work, attention="eager")
     assert part(eager, "attention", "attention scores") == 3 * scores
     assert part(eager, "experts", HELD_ON) >= scores  # and masks
-    blocked = train(GPT, lengths=lengths)  # auto
+    blocked = train(GPT, work=work)  # auto
     assert part(blocked, "attention", "attention scores") == 0
     assert part(blocked, "experts", HELD_ON) == 0
 
@@ -158,7 +159,7 @@ def test_eager_attention_holds_every_score_three_times():
 def test_batched_mm_copies_two_hundred_megabytes_per_token():
     """The blow-up: three matrices of 2880² for each of a token's four experts, in bf16."""
     gathered = part(
-        train(GPT, lengths=(1, 1), micro_batch_tokens=1, experts="batched_mm"),
+        train(GPT, work=Workload(2, 1), micro_batch_tokens=1, experts="batched_mm"),
         "experts",
         "experts workspace",
     )
@@ -172,19 +173,18 @@ def test_gradients_add_one_hidden_state_per_layer():
 
 
 def test_logprobs_never_hold_tokens_times_vocabulary():
-    work = (4096,)
-    head: Parts = train(GPT, lengths=work).moments["logprobs"]
+    work = Workload(1, 4096)
+    head: Parts = train(GPT, work=work).moments["logprobs"]
     size = head["logits chunk"] + head["float32 strips"]
     assert size < 0.1 * (3 * 4 * 4096 * GPT.vocab)
     assert size > 4 * GPT.vocab
 
 
 def test_the_largest_micro_batch_decides():
-    work = Workload((100, 100, 3000, 100))
     spec = TrainSpec(model="m", micro_batch_tokens=400)
-    assert work.largest_batch(spec) == (1, 3000)
-    assert Workload((100,) * 8).largest_batch(spec) == (4, 100)
-    assert Workload((100,) * 8).largest_batch(replace(spec, layout="packing")) == (1, 400)
+    assert Workload(4, 3000).largest_batch(spec) == (1, 3000)
+    assert Workload(8, 100).largest_batch(spec) == (4, 100)
+    assert Workload(8, 100).largest_batch(replace(spec, layout="packing")) == (1, 400)
 
 
 def test_the_highest_moment_is_the_peak():
@@ -202,12 +202,12 @@ def test_released_gpt_oss_weights_are_a_quarter_of_bf16():
     packed = GPT.stored_bytes(2, keeps_mxfp4=True)
     assert packed / GIB == pytest.approx(12.8, abs=0.05)
     assert GPT.stored_bytes(2, keeps_mxfp4=False) == GPT.parameters * 2
-    halves = predict_engine(GPT, EngineSpec(tensor_parallel_size=2), Workload((10,)))
+    halves = predict_engine(GPT, EngineSpec(tensor_parallel_size=2), Workload(1, 10))
     assert part(halves, "sampling", "weights") == packed // 2
 
 
 def test_kv_cache_is_for_the_sequences_that_run_at_once():
-    demand = Workload((1000,) * 10)
+    demand = Workload(10, 1000)
     prediction = predict_engine(GPT, EngineSpec(), demand)
     assert part(prediction, "sampling", "KV cache") == 10 * GPT.kv_elements(1000) * 2
     single = predict_engine(GPT, EngineSpec(args=(("max_num_seqs", 1),)), demand)
@@ -217,10 +217,10 @@ def test_kv_cache_is_for_the_sequences_that_run_at_once():
 
 
 def test_prefill_rescoring_needs_the_logits_of_a_chunk_of_the_batch():
-    prediction = predict_engine(GPT, EngineSpec(), Workload((1000,) * 10))
+    prediction = predict_engine(GPT, EngineSpec(), Workload(10, 1000))
     logits = part(prediction, "prefill rescoring", "logits of the prefill")
     assert logits == 1024 * GPT.vocab * (2 + 4 + 4)
-    without = predict_engine(GPT, EngineSpec(prefill=False), Workload((1000,) * 10))
+    without = predict_engine(GPT, EngineSpec(prefill=False), Workload(10, 1000))
     assert "prefill rescoring" not in without.moments
 
 
@@ -228,24 +228,25 @@ def test_prefill_rescoring_needs_the_logits_of_a_chunk_of_the_batch():
 
 
 def prediction_of(gib: float, name: str = "weights") -> Prediction:
-    return Prediction("side", {"then": {name: int(gib * GIB)}})
+    return Prediction({"then": {name: int(gib * GIB)}})
 
 
 @pytest.mark.parametrize(
     ("needed", "level"), [(12, "fits"), (12.5, "tight"), (14, "tight"), (14.1, "does not fit")]
 )
 def test_what_the_predictions_error_could_exceed_is_tight(needed, level):
-    verdict = fit.fits(prediction_of(needed), 14 * GIB, 0)  # 12 · 1.15 = 13.8, 12.5 · 1.15 = 14.4
+    verdict = fit.fits(
+        "side", prediction_of(needed), 14 * GIB, 0
+    )  # 12 · 1.15 = 13.8, 12.5 · 1.15 = 14.4
     assert verdict.level == level
-    assert bool(verdict.warnings) == (level != "fits")
+    assert bool(verdict.warning) == (level != "fits")
 
 
 def test_a_warning_names_the_setting():
-    verdict = fit.fits(
-        prediction_of(20, "attention scores"), 10 * GIB, 0, lambda: ["--nproc-per-node 4"]
-    )
-    assert "--nproc-per-node 4" in verdict.warnings[0]
-    assert "--attention auto" in verdict.warnings[0]
+    prediction = prediction_of(20, "attention scores")
+    verdict = fit.fits("side", prediction, 10 * GIB, 0, ["--nproc-per-node 4"])
+    assert "--nproc-per-node 4" in verdict.warning
+    assert "--attention auto" in verdict.warning
 
 
 # ---------------------------------------------------------------- reality
@@ -300,6 +301,7 @@ def test_bounded_experts_stop_growing_where_the_others_do_not():
 
 
 def test_copied_weights_are_named_with_their_remedy():
-    prediction = train(GPT, lengths=(1024,), experts="batched_mm")
-    assert "--experts-implementation bounded" in fit.remedies_of(prediction)[0]
-    assert prediction.peak_bytes > train(GPT, lengths=(1024,), experts="bounded").peak_bytes
+    prediction = train(GPT, work=Workload(1, 1024), experts="batched_mm")
+    assert "--experts-implementation bounded" in fit.fits("side", prediction, 1, 0).warning
+    bounded = train(GPT, work=Workload(1, 1024), experts="bounded")
+    assert prediction.peak_bytes > bounded.peak_bytes

@@ -29,7 +29,7 @@ from mismatch.experiments.scoring_passes import (
 )
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.document import headline_of
-from mismatch.processes.stages import LABEL, score_in_float32
+from mismatch.processes.stages import LABEL, Room, score_in_float32
 from mismatch.reports.sections.headline import answers
 from mismatch.reports.sections.square import section
 from mismatch.run import store
@@ -516,7 +516,7 @@ class Starter:
     def __init__(self, run_dir: Path, spec: CheckSpec, error: MismatchError | None = None) -> None:
         self.run_dir, self.spec, self.error = run_dir, spec, error
         self.started: list[RolloutSpec] = []
-        self.float32_split, self.float32_left_out = 0, ""
+        self.room = Room()
         self.notes: list[str] = []
         self.narrator = self
 

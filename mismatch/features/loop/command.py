@@ -76,6 +76,7 @@ def loop(flags: Flags) -> int:
     from rich.console import Console
 
     from mismatch.cli import session
+    from mismatch.doctor.fit import warnings_of
     from mismatch.features.loop.arms import memory_of_loop, run_loop
     from mismatch.features.loop.judge import loop_to_json
     from mismatch.features.loop.section import page
@@ -91,7 +92,7 @@ def loop(flags: Flags) -> int:
         return plan(wanted, sides)
     if wanted.loop.check.train.python is None:
         require_packages("torch", "transformers")
-    never = dict.fromkeys(text for _, fit in sides if fit.certain for text in fit.warnings)
+    never = warnings_of(fit for _, fit in sides if fit.certain)
     if never and not flags["force"]:
         raise MismatchError("\n    ".join(never), "to start anyway: --force")
     narrator = session.narrator_of(flags, DEFAULT_MODEL)
@@ -135,6 +136,7 @@ def plan(wanted: Asked, sides: Sequence[tuple[str, Fit]]) -> int:
     """Print what would be run; 0 if it fits here, else 2."""
     from rich.console import Console
 
+    from mismatch.doctor.fit import warnings_of
     from mismatch.doctor.show import print_list, print_table
     from mismatch.run.machine import gib
 
@@ -149,8 +151,7 @@ def plan(wanted: Asked, sides: Sequence[tuple[str, Fit]]) -> int:
     rows = [(arm, fit.side, gib(fit.needed), gib(fit.capacity), fit.level) for arm, fit in sides]
     print_table(Console(), "loop", lines)
     print_table(Console(), "memory", rows, ("arm", "side", "needed", "there", ""))
-    warnings = dict.fromkeys(text for _, fit in sides for text in fit.warnings)
-    print_list(Console(), "warnings", list(warnings))
+    print_list(Console(), "warnings", warnings_of(fit for _, fit in sides))
     return 2 if any(fit.level == "does not fit" for _, fit in sides) else 0
 
 
