@@ -27,13 +27,13 @@ from mismatch.doctor.fit import warnings_of
 from mismatch.doctor.machine import inspect_machine
 from mismatch.doctor.plan import IN_FLOAT32, Memory, memory_of, plan
 from mismatch.doctor.plan import placed as on_machine
-from mismatch.doctor.show import print_plan
 from mismatch.engines.servers.address import KEY_VARIABLE, parse_address, unprotected
 from mismatch.errors import MismatchError
 from mismatch.processes.stages import Room
 from mismatch.reports import ci_formats, files, markdown, terminal
 from mismatch.reports.files import write_page
 from mismatch.reports.formatting import plain_lines
+from mismatch.reports.plan import print_plan
 from mismatch.reports.section import Page, Section
 from mismatch.reports.sections import page
 from mismatch.run import store

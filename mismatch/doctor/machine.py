@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mismatch.errors import MismatchError
-from mismatch.run.machine import Card, free_by_uuid, visible_cards
+from mismatch.run.machine import Card, cards_now
 
 CONTEXT_BYTES = 600 << 20  # of an idle GPU, already taken
 
@@ -40,28 +40,22 @@ def inspect_machine() -> Machine:
     import psutil
 
     memory = psutil.virtual_memory()
-    cards = visible_cards()
-    now = free_by_uuid() if any(not card.free for card in cards) else {}
-    gpus = gpus_of(cards, now, (memory.total, memory.available))
+    gpus = gpus_of(cards_now(), (memory.total, memory.available))
     return Machine(len(os.sched_getaffinity(0)), memory.total, memory.available, gpus)
 
 
-def gpus_of(
-    cards: Sequence[Card], now: dict[str, str], shared: tuple[int, int] = (0, 0)
-) -> tuple[Gpu, ...]:
+def gpus_of(cards: Sequence[Card], shared: tuple[int, int]) -> tuple[Gpu, ...]:
     """Return GPUs with their memory.
 
     Args:
-        now: UUID -> free MiB.
         shared: (total, free) bytes of the host's memory, for a GPU that shares it: "[N/A]".
     """
     gpus = []
     for card in cards:
-        free = card.free or now.get(card.uuid, "")
-        total, left = shared
+        total, free = shared
         if card.total.isdigit():
-            total, left = int(card.total) << 20, int(free or 0) << 20
-        gpus.append(Gpu(card.model, total, left, card.driver))
+            total, free = int(card.total) << 20, int(card.free or 0) << 20
+        gpus.append(Gpu(card.model, total, free, card.driver))
     return tuple(gpus)
 
 

@@ -330,7 +330,8 @@ class Page:
 
 def named(rows: Iterable[Cells]) -> Table:
     """Return names next to what they stand for, without titles."""
-    return Table((Column("", text), Column("", text)), tuple(rows))
+    shown = tuple(rows)
+    return Table((Column("", text),) * len(shown[0] if shown else ()), shown)
 
 
 def not_tested(reasons: Iterable[object]) -> tuple[str, ...]:

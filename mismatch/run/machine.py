@@ -50,7 +50,7 @@ class Card:
     Attributes:
         name: as CUDA_VISIBLE_DEVICES takes it: an index in the order of the PCI bus, or a UUID.
         total: MiB; "[N/A]" of a GPU that shares the host's memory.
-        free: MiB where torch was asked; "": nvidia-smi knows.
+        free: MiB where torch was asked; "": see :func:`cards_now`.
     """
 
     name: str
@@ -138,18 +138,19 @@ def local_gpus() -> int:
     return len(visible_cards())
 
 
-def free_by_uuid() -> dict[str, str]:
-    """Return the free MiB of every GPU now, as nvidia-smi writes it."""
-    lines = nvidia_smi("--query-gpu=uuid,memory.free", CSV).splitlines()
-    return {uuid.strip(): free.strip() for uuid, _, free in (line.partition(",") for line in lines)}
+def cards_now() -> list[Card]:
+    """Return the visible GPUs, each with the memory that is free now."""
+    seen = visible_cards()
+    lines: list[str] = []
+    if not all(card.free for card in seen):
+        lines = nvidia_smi("--query-gpu=uuid,memory.free", CSV).splitlines()
+    now = {uuid.strip(): free.strip() for uuid, _, free in (line.partition(",") for line in lines)}
+    return [card if card.free else replace(card, free=now.get(card.uuid, "")) for card in seen]
 
 
 def free_gpu_bytes() -> list[int]:
     """Free memory of the visible GPUs now; [] without nvidia-smi, and for slices of a GPU."""
-    seen = [card for card in visible_cards() if not card.free]
-    now = free_by_uuid() if seen else {}
-    free = (now.get(card.uuid, "") for card in seen)
-    return [int(text) << 20 for text in free if text.isdigit()]
+    return [int(card.free) << 20 for card in cards_now() if card.free.isdigit() and not card.sliced]
 
 
 def gib(count: float) -> str:

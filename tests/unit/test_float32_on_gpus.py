@@ -15,7 +15,6 @@ from mismatch.doctor.fit import WIDER
 from mismatch.doctor.machine import Gpu, Machine, inspect_machine, machine_with, parse_kind
 from mismatch.doctor.memory import Workload, predict_engine
 from mismatch.doctor.plan import memory_of, plan
-from mismatch.doctor.show import print_plan
 from mismatch.engines.registry import check_machine
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import float32_engine
@@ -26,6 +25,7 @@ from mismatch.models.sizes import sized
 from mismatch.processes.launch import EXACT, EXACT_TRITON
 from mismatch.processes.stages import Room, engine_command, score_in_float32
 from mismatch.processes.tasks import FLOAT32_ENGINE
+from mismatch.reports.plan import print_plan
 from mismatch.run.machine import Placement
 from mismatch.run.messages import read_error
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec

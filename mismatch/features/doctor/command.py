@@ -30,19 +30,13 @@ def doctor(flags: Flags) -> int:
     """
     from rich.console import Console
 
-    from mismatch.features.doctor.environment import examine_environment, print_environment
-    from mismatch.features.doctor.examine import examine, print_diagnosis
+    from mismatch.features.doctor.environment import examine_environment
+    from mismatch.features.doctor.examine import examine
 
-    if flags["python"] is not None:
-        environment = examine_environment(flags["python"])
-        document, ready = environment.to_dict(), environment.ready
-        if not flags["as_json"]:
-            print_environment(environment, Console())
-    else:
-        diagnosis = examine(flags["engine"])
-        document, ready = diagnosis.to_dict(), diagnosis.ready
-        if not flags["as_json"]:
-            print_diagnosis(diagnosis, Console())
+    python = flags["python"]
+    found = examine(flags["engine"]) if python is None else examine_environment(python)
     if flags["as_json"]:
-        typer.echo(json.dumps(document, indent=2))
-    return 0 if ready else 2
+        typer.echo(json.dumps(found.to_dict(), indent=2))
+    else:
+        found.show(Console())
+    return 0 if found.ready else 2

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from mismatch.codec import to_json
-from mismatch.doctor.show import print_table, say
 from mismatch.engines.known_faults import known_faults
 from mismatch.engines.registry import engine_infos
+from mismatch.reports.plan import print_sections
+from mismatch.reports.section import Section, named
+from mismatch.reports.terminal import say
 from mismatch.run.interpreters import WORKER_MODULES, Interpreter, look_into
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 FRAMEWORKS = ("verl", "trl")
 
@@ -64,8 +65,28 @@ class Environment:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
-        found = to_json(self)
-        return {"schema": "mismatch.environment/1", "ready": self.ready, **found}
+        return {"schema": "mismatch.environment/1", "ready": self.ready, **to_json(self)}
+
+    def show(self, console: Console) -> None:
+        """Print what can be measured there, and the command that does it."""
+        found = self.interpreter
+        python = ("python", ".".join(map(str, found.version)))
+        flags = {"engine": "--engine", "trainer": "--scorer"}
+        uses = [(f"{flags[u.side]} {u.name}", u.version, u.state) for u in self.uses]
+        print_sections(
+            console,
+            Section("packages", found.python, tables=[named([python, *found.packages.items()])]),
+            Section("uses", "what a check can measure there", tables=[named(uses)]),
+        )
+        lacking = sorted({name for use in self.uses if use.version for name in use.missing})
+        say(console, "")
+        if lacking:
+            say(console, f"to measure the rest: {found.python} -m pip install {' '.join(lacking)}")
+        if self.ready:
+            say(console, f"ready: mismatch check --model MODEL --python {found.python}")
+        else:
+            say(console, "not ready: engine and trainer have to be in one environment for --python")
+            say(console, "  fix: name both: --vllm-python A/bin/python --train-python B/bin/python")
 
 
 def examine_environment(python: str) -> Environment:
@@ -79,48 +100,18 @@ def examine_environment(python: str) -> Environment:
         for name, info in engine_infos().items()
         if info.started and info.module not in (None, "transformers")  # no engine of a rollout
     }
-    of_engines = [str(info.module) for info in engines.values()]
     packages = [package for info in engines.values() for package in info.packages]
-    modules = (*WORKER_MODULES, "torch", "transformers", "accelerate", *of_engines)
-    found = look_into(python, modules, ("torch", "transformers", *FRAMEWORKS, *packages))
-    versions = found.packages
+    fsdp = (*WORKER_MODULES, "transformers", "accelerate")
+    found = look_into(python, (*fsdp, "torch"), ("torch", "transformers", *FRAMEWORKS, *packages))
 
-    def uses() -> Iterator[Use]:
-        for name, info in engines.items():
-            version = next((versions[p] for p in info.packages if p in versions), "")
-            release = version.partition("+")[0]
-            faults = tuple(
-                f"{fault.what} ({fault.link})"
-                for fault in known_faults()
-                if fault.engine == name and release in fault.versions
-            )
-            yield Use("engine", name, version, lacking(WORKER_MODULES), faults)
-        own = lacking((*WORKER_MODULES, "transformers", "accelerate"))
-        yield Use("trainer", "fsdp", versions.get("torch", ""), own)
-        for name in FRAMEWORKS:
-            yield Use("trainer", name, versions.get(name, ""), lacking(("numpy", "torch")))
+    def use(side: str, name: str, packages: Sequence[str], modules: Sequence[str]) -> Use:
+        version = next((found.packages[p] for p in packages if p in found.packages), "")
+        missing = tuple(module for module in modules if module in found.missing)
+        release = version.partition("+")[0]
+        known = (f for f in known_faults() if f.engine == name and release in f.versions)
+        return Use(side, name, version, missing, tuple(f"{f.what} ({f.link})" for f in known))
 
-    def lacking(needed: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(name for name in needed if name in found.missing)
-
-    return Environment(found, tuple(uses()))
-
-
-def print_environment(environment: Environment, console: Console) -> None:
-    """Print what can be measured there, and the command that does it."""
-    found = environment.interpreter
-    rows = [(name, version) for name, version in sorted(found.packages.items())]
-    python = ".".join(map(str, found.version))
-    print_table(console, found.python, [("python", python), *rows])
-    flags = {"engine": "--engine", "trainer": "--scorer"}
-    uses = [(f"{flags[u.side]} {u.name}", u.version, u.state) for u in environment.uses]
-    print_table(console, "what a check can measure there", uses)
-    lacking = sorted({name for use in environment.uses if use.version for name in use.missing})
-    say(console, "")
-    if lacking:
-        say(console, f"to measure the rest: {found.python} -m pip install {' '.join(lacking)}")
-    if environment.ready:
-        say(console, f"ready: mismatch check --model MODEL --python {found.python}")
-    else:
-        say(console, "not ready: engine and trainer have to be in one environment for --python")
-        say(console, "  fix: name both: --vllm-python A/bin/python --train-python B/bin/python")
+    uses = [use("engine", name, info.packages, WORKER_MODULES) for name, info in engines.items()]
+    uses.append(use("trainer", "fsdp", ["torch"], fsdp))
+    uses += [use("trainer", name, [name], ("numpy", "torch")) for name in FRAMEWORKS]
+    return Environment(found, tuple(uses))

