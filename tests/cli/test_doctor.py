@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import sys
 from dataclasses import replace
 from io import StringIO
 
@@ -15,11 +16,12 @@ from mismatch.doctor.machine import Gpu, Machine, gpus_of, parse_kind
 from mismatch.doctor.memory import Workload, predict_engine
 from mismatch.doctor.plan import plan
 from mismatch.errors import MismatchError
-from mismatch.features.doctor.examine import Diagnosis, Package, examine, inspect_package
+from mismatch.features.doctor.examine import Diagnosis, Use, examine, look, tried, uses_of
 from mismatch.models import resolve_model
 from mismatch.models.config import find_config
 from mismatch.models.sizes import sized
 from mismatch.reports.plan import print_plan
+from mismatch.run.interpreters import look_into
 from mismatch.run.machine import Card
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, TrainSpec
 from mismatch.types import Sampling
@@ -29,7 +31,7 @@ GIB = 1 << 30
 SCORED = "scored by the trainer at most"  # tokens of the plan
 
 
-WORKING = {name: Package(name, name, "1.0") for name in ("torch", "transformers", "vllm")}
+WORKING = (Use("engine", "vllm", "1.0"), Use("trainer", "fsdp", "1.0"))
 
 
 def machine(gpus: int = 0, gib: int = 80, ram_gib: int = 64) -> Machine:
@@ -244,9 +246,11 @@ def test_what_a_check_refuses_is_a_problem_with_its_fix(monkeypatch):
     assert "pip install 'train-infer-mismatch[vllm]'" in problem.fix
 
 
-@pytest.mark.parametrize("name", ["vllm", "torch"])
+@pytest.mark.parametrize("name", ["vllm", "fsdp"])
 def test_a_package_that_is_installed_and_does_not_work_is_a_problem(name):
-    broken = WORKING | {name: Package(name, name, "0.32", "ImportError: nms")}
+    broken = tuple(
+        replace(use, error="ImportError: nms") if use.name == name else use for use in WORKING
+    )
     diagnosis = examine("vllm", machine(), broken)
     assert not diagnosis.ready
     assert "ImportError: nms" in diagnosis.problems[0].what
@@ -260,14 +264,18 @@ def test_a_package_that_fails_to_import_says_why(tmp_path, monkeypatch):
     (tmp_path / "sglang.py").write_text("raise RuntimeError('no such operator')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    package = inspect_package("sglang")
-    assert "no such operator" in package.error
+    look_into.cache_clear()
+    uses = uses_of(look(sys.executable))
+    look_into.cache_clear()
+    (use,) = (use for use in uses if use.name == "sglang")
+    assert "no such operator" in tried(use).error
 
 
 def test_the_installed_vllm_loads_its_library_for_this_cpu():
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("engine: make env")
-    assert inspect_package("vllm").state == "works"
+    (use,) = (use for use in uses_of(look(sys.executable)) if use.name == "vllm")
+    assert tried(use).possible
 
 
 def test_a_model_of_unknown_size_is_planned_without_its_memory(tmp_path):
@@ -290,7 +298,7 @@ def test_the_command_examines_this_machine(tmp_path):
     done = mismatch("doctor", "--json", cwd=tmp_path, timeout=400)
     document = json.loads(done.stdout)
     assert document["ready"] == (done.returncode == 0), done.stderr
-    assert document["packages"]["torch"]["error"] == ""
+    assert [use["error"] for use in document["uses"] if use["name"] == "fsdp"] == [""]
 
 
 def test_an_unknown_model_is_refused_with_near_misses(tmp_path):

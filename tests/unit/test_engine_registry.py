@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from mismatch.engines import registry
 from mismatch.engines.registry import check_machine, model_facts, versions
 from mismatch.engines.sync_drivers import driver_class
 from mismatch.errors import MismatchError
-from mismatch.features.doctor.examine import inspect_package
+from mismatch.features.doctor.examine import look, tried, uses_of
 from mismatch.features.presets.verl import follow_verl, read_verl_config
 from mismatch.models.moe import require_routes
 from mismatch.pipeline.preflight import preflight_rollout
@@ -77,8 +78,9 @@ def test_its_packages_are_in_fingerprints() -> None:
 
 
 def test_the_doctor_tries_it() -> None:
-    package = inspect_package("toy")
-    assert (package.distribution, package.state) == ("pyarrow", "works")
+    (use,) = (use for use in uses_of(look(sys.executable)) if use.name == "toy")
+    assert use.version == metadata.version("pyarrow")
+    assert tried(use).possible
 
 
 def test_it_may_give_routing_weights() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from mismatch.engines.known_faults import faults_of, known_faults
 from mismatch.errors import MismatchError
-from mismatch.features.doctor.environment import examine_environment
+from mismatch.features.doctor.examine import examine_environment
 from mismatch.models import resolve_model
 from mismatch.pipeline.preflight import (
     preflight_training,

