@@ -157,17 +157,14 @@ class Canned:
         with usable_answer():
             return read(copy.deepcopy(self.posted))
 
-    async def get(self, path):
+    async def get(self, path, read=None):
         if path not in self.got:
             raise RequestFailed("HTTP 404", "refused")
-        return copy.deepcopy(self.got[path])
-
-    async def text(self, path):
-        return str(self.got.get(path, ""))
+        return str(self.got[path]) if read else copy.deepcopy(self.got[path])
 
 
 def ask(kind, what, answer):
-    api = kind(Canned(answer), "1", "t", ("t",))
+    api = kind(Canned(answer), "1", ("t",))
     settings = api.settings(Sampling(max_tokens=4))
     if what == "score":
         return wait_for(api.score(IDS, 1))

@@ -117,13 +117,9 @@ class Client:
         """The authorities of the system, or of SSL_CERT_FILE; False: plain HTTP has none."""
         return self.address.startswith("https:") and ssl.create_default_context()
 
-    async def get(self, path: str) -> Any:
-        """Return the JSON at ``path``: what a server says about itself; see :meth:`post`."""
-        return await self._ask(path, None, self._json)
-
-    async def text(self, path: str) -> str:
-        """Return the text at ``path``; see :meth:`post`."""
-        return await self._ask(path, None, lambda data: data.decode("utf-8", "replace"))
+    async def get(self, path: str, read: Callable[[bytes], Any] | None = None) -> Any:
+        """Return the JSON at ``path``, or what ``read`` makes of it; see :meth:`post`."""
+        return await self._ask(path, None, read or self._json)
 
     async def post(self, path: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
         """Return what ``read`` makes of the answer's JSON, after as many attempts as allowed.

@@ -63,7 +63,7 @@ def _require_model(server: Server, spec: EngineSpec) -> None:
     if spec.served_model is None and wanted not in served:
         asked = f"--model {wanted}"
         fix = (
-            f"is it the same checkpoint under another name? --served-model {server.model}; "
+            f"is it the same checkpoint under another name? --served-model {server.names[0]}; "
             "else name the model that it serves"
         )
     elif spec.served_model is not None and spec.served_model not in server.names:

@@ -7,7 +7,8 @@ not show the weights themselves: a change below 0.03 nats goes unnoticed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import Floats, Sampling
 
+T = TypeVar("T")
 # Probe prompts: prose, numbers, code; their prefixes have open continuations.
 TEXTS = (
     "The train had left before the old clock in the hall struck nine, and nobody was",
@@ -38,8 +40,6 @@ COLD = 0.5  # temperature at which tempered logprobs are distinguished from raw 
 # embedded model two engines in bf16 differ by 0.011, an 8-bit KV cache makes it 0.046.
 SAME_WEIGHTS = 0.03
 NOISE_FACTOR = 5.0
-# Failures that show what a server cannot do; others say that it is busy, slow or gone.
-CONCLUSIVE = ("failed", "refused")
 
 
 def probe_texts(spec: EngineSpec) -> tuple[tuple[int, ...], ...]:
@@ -86,18 +86,14 @@ async def examine(server: Server, layout: ExpertLayout | None) -> None:
         RequestFailed: it has no time, or is gone: that says nothing about what it can do.
     """
     ids, settings = server.texts[0], server.settings(Sampling(max_tokens=2))
-    try:
-        sample, server.configuration = await server.generate(
-            SampleRequest(ids, settings, layout=layout)
-        )
-    except RequestFailed as error:
-        if error.kind not in CONCLUSIVE:
-            raise
+    answer = await conclusive(server.generate(SampleRequest(ids, settings, layout=layout)))
+    if isinstance(answer, RequestFailed):
         raise MismatchError(
-            f"{server.url} gives no logprobs of the tokens that it samples ({error}): nothing can "
+            f"{server.url} gives no logprobs of the tokens that it samples ({answer}): nothing can "
             "be measured",
             "start it so that it returns logprobs and token ids; a proxy may cut them out",
-        ) from error
+        ) from answer
+    sample, server.configuration = answer
     if sample.routed is not None:
         server.layout = layout
     else:
@@ -105,24 +101,27 @@ async def examine(server: Server, layout: ExpertLayout | None) -> None:
             f"the {server.kind} server returns no routed experts; start it with "
             "--enable-return-routed-experts" + EXTENDED * (server.kind == "vllm")
         )
-    try:
-        await server.score(ids, 1)
-    except RequestFailed as error:
-        if error.kind not in CONCLUSIVE:
-            raise
+    scored = await conclusive(server.score(ids, 1))
+    if isinstance(scored, RequestFailed):
         server.prefill = False
-        server.reasons["prefill"] = f"the {server.kind} server gives no prompt logprobs ({error})"
-    try:
-        await _probe_mode(server)
-    except RequestFailed as error:
-        if error.kind not in CONCLUSIVE:
-            raise
+        server.reasons["prefill"] = f"the {server.kind} server gives no prompt logprobs ({scored})"
+    await conclusive(_probe_mode(server))
     server.probe = await probe_logprobs(server)
     server.noise = mean_abs_diff(server.probe, await probe_logprobs(server))
     if not np.isfinite(server.noise):
         fault = f"{server.url} gives probe logprobs that are no finite numbers"
         fix = "look into the server's log: its model may overflow in its dtype"
         raise MismatchError(fault, fix)
+
+
+async def conclusive(answer: Awaitable[T]) -> T | RequestFailed:
+    """Return an answer, or why this server has none; raise where it is busy, slow or gone."""
+    try:
+        return await answer
+    except RequestFailed as error:
+        if error.kind not in ("failed", "refused"):
+            raise
+        return error
 
 
 async def _likeliest(server: Server, ids: Sequence[int], law: Sampling) -> dict[int, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from mismatch.engines.base import ExpertLayout, Sample
 from mismatch.engines.servers.client import Client
-from mismatch.types import Floats, Sampling, SideFacts
+from mismatch.types import Floats, SideFacts
 
 LARGEST_ID = 1 << 31
 
@@ -61,9 +61,9 @@ class Server(ABC):
     lacks what was asked for is a failed request too. None: it does not say, or could not be found.
 
     Attributes:
+        settings: of a Sampling, stop ids and stop texts all parameters as they are sent.
         spare: tokens of the context that it keeps free, in addition to one for scoring.
-        model: the name that requests have to carry.
-        names: every name or path under which it knows the model.
+        names: every name or path under which it knows the model; requests carry the first.
         max_model_len: tokens of a prompt and its response.
         details: other settings that belong into a fingerprint.
         configuration: a hash of its settings, or its weight version: the same in all its answers.
@@ -79,10 +79,10 @@ class Server(ABC):
     """
 
     kind: ClassVar[str]
+    settings: ClassVar[Callable[..., dict[str, Any]]]
     spare: ClassVar[int] = 0
     client: Client
     version: str
-    model: str
     names: tuple[str, ...]
     max_model_len: int | None = None
     dtype: str | None = None
@@ -110,12 +110,6 @@ class Server(ABC):
         Args:
             served: the model's name there, where several are served; None: the base model.
         """
-
-    @abstractmethod
-    def settings(
-        self, sampling: Sampling, stop_ids: Sequence[int] = (), stop: Sequence[str] = ()
-    ) -> dict[str, Any]:
-        """Return all sampling parameters as they are sent, so that no default slips in."""
 
     @abstractmethod
     async def generate(self, request: SampleRequest) -> tuple[Sample, str | None]:

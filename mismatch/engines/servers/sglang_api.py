@@ -11,7 +11,7 @@ from mismatch.engines.servers.client import Client, RequestFailed, usable_answer
 from mismatch.engines.servers.server import SampleRequest, Server, checked, context_length
 from mismatch.engines.sglang import wire
 from mismatch.facts import SideFacts, known
-from mismatch.types import Floats, Sampling
+from mismatch.types import Floats
 
 A_SEQUENCE = "the request"
 
@@ -19,6 +19,7 @@ A_SEQUENCE = "the request"
 class SglangServer(Server):
     kind: ClassVar[str] = "sglang"
     spare: ClassVar[int] = wire.SPARE_TOKENS
+    settings = staticmethod(wire.sampling_parameters)
 
     @classmethod
     async def recognised(cls, client: Client, served: str | None) -> Self | None:
@@ -29,7 +30,6 @@ class SglangServer(Server):
             if not (isinstance(info, dict) and "version" in info and "model_path" in model):
                 return None
             names = (model.get("served_model_name"), model["model_path"], info.get("model_path"))
-            served_names = tuple(dict.fromkeys(str(name) for name in names if name))
             dtype = info.get("dtype")  # "auto": it does not say what that became
             try:  # says it whatever the flags were
                 context = (await client.get("/v1/models"))["data"][0].get("max_model_len")
@@ -38,17 +38,11 @@ class SglangServer(Server):
             return cls(
                 client,
                 version=str(info["version"]),
-                model=served_names[0],
-                names=served_names,
+                names=tuple(dict.fromkeys(str(name) for name in names if name)),
                 max_model_len=context_length(context),
                 dtype=None if dtype in (None, "", "auto") else short_dtype(dtype),
                 details=_settings(info),
             )
-
-    def settings(
-        self, sampling: Sampling, stop_ids: Sequence[int] = (), stop: Sequence[str] = ()
-    ) -> dict[str, Any]:
-        return wire.sampling_parameters(sampling, stop_ids, stop)
 
     async def generate(self, request: SampleRequest) -> tuple[Sample, str | None]:
         ids, layout = request.ids, request.layout

@@ -29,6 +29,7 @@ ID_TEXT = "token_id:"  # how ids are written where texts are usual (return_token
 
 class VllmServer(Server):
     kind: ClassVar[str] = "vllm"
+    settings = staticmethod(request_law)
 
     @classmethod
     async def recognised(cls, client: Client, served: str | None) -> Self | None:
@@ -45,17 +46,11 @@ class VllmServer(Server):
             return cls(
                 client,
                 version=version,
-                model=str(card["id"]),
                 names=tuple(str(card[key]) for key in ("id", "root") if card.get(key)),
                 max_model_len=context_length(context),
                 dtype=details.pop("dtype", None),
                 details=known(details),
             )
-
-    def settings(
-        self, sampling: Sampling, stop_ids: Sequence[int] = (), stop: Sequence[str] = ()
-    ) -> dict[str, Any]:
-        return request_law(sampling, stop_ids, stop)
 
     async def generate(self, request: SampleRequest) -> tuple[Sample, str | None]:
         """Sample; vLLM adds routes by itself where it was told to capture them."""
@@ -80,7 +75,7 @@ class VllmServer(Server):
 
     def _body(self, ids: Sequence[int]) -> dict[str, Any]:
         return {
-            "model": self.model,
+            "model": self.names[0],
             "prompt": list(ids),
             "n": 1,
             "stream": False,
@@ -148,7 +143,7 @@ async def _details(client: Client) -> SideFacts:
     with suppress(RequestFailed):
         config = dict((await client.get("/server_info?config_format=json"))["vllm_config"])
     with suppress(RequestFailed):
-        if match := CACHE.search(await client.text("/metrics")):
+        if match := CACHE.search(await client.get("/metrics", bytes.decode)):
             labels = dict(LABEL.findall(match[1]))
     parts = ("model_config", "parallel_config", "device_config")
     model, parallel, device = (config.get(name) or {} for name in parts)

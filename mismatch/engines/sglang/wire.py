@@ -147,7 +147,7 @@ CAPTURE_FIX = (
 
 
 def sampling_parameters(
-    sampling: Sampling, stop_ids: Sequence[int], stop: Sequence[str] = ()
+    sampling: Sampling, stop_ids: Sequence[int] = (), stop: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return every sampling parameter, so that no default of a model's files slips in.
 
@@ -201,7 +201,7 @@ def greedy_request(ids: Sequence[int], max_tokens: int, read_cache: bool) -> dic
     SGLang does not read its prefix cache from ``logprob_start_len`` on: with 0 it computes the
     whole context again, with -1 nothing of it. Both leave what they wrote in the radix cache.
     """
-    parameters = sampling_parameters(Sampling(temperature=0.0, max_tokens=max_tokens), ())
+    parameters = sampling_parameters(Sampling(temperature=0.0, max_tokens=max_tokens))
     return {
         "input_ids": list(ids),
         "sampling_params": parameters | {"ignore_eos": True},
