@@ -21,6 +21,7 @@ def check(flags: Flags) -> int:
     """
     from mismatch.cli import session
     from mismatch.cli.to_spec import check_spec
+    from mismatch.doctor.plan import placed
     from mismatch.pipeline.commands import run_check
     from mismatch.pipeline.preflight import preflight, require_names
     from mismatch.reports.files import write_report
@@ -43,7 +44,7 @@ def check(flags: Flags) -> int:
     if flags["gpus"]:
         fault = "--gpus plans for other GPUs than these, and nothing can run there"
         raise MismatchError(fault, "add --dry-run")
-    spec = session.placed(spec)
+    spec = placed(spec)
     preflight(spec)
     room = session.room_for(spec, flags["force"])
     run_dir = session.open_run("check", spec, flags)

@@ -35,6 +35,7 @@ def rollout(flags: Flags) -> int:
     """
     from mismatch.cli import session
     from mismatch.cli.to_spec import require_model, rollout_spec
+    from mismatch.doctor.plan import placed
     from mismatch.models import resolve_model
     from mismatch.pipeline.commands import run_rollout
     from mismatch.pipeline.preflight import preflight_rollout
@@ -49,7 +50,7 @@ def rollout(flags: Flags) -> int:
     ranks = spec.nproc_per_node
     session.require_directory(flags)
     session.warn_of_key(spec.rollout)
-    spec = replace(session.placed(replace(spec, nproc_per_node=0)), nproc_per_node=ranks)
+    spec = replace(placed(replace(spec, nproc_per_node=0)), nproc_per_node=ranks)
     preflight_rollout(spec.rollout)
     run_dir = session.open_run("rollout", spec, flags)
     run_rollout(spec, run_dir, session.narrator(), session.command())

@@ -24,9 +24,7 @@ from mismatch.cli.flags import Flags
 from mismatch.cli.options import AROUND_A_RUN, FEATURE_FLAGS, FIX_FLAGS
 from mismatch.cli.to_spec import SERVER_NAMES, extras, fix_fields, moved
 from mismatch.doctor.fit import warnings_of
-from mismatch.doctor.machine import inspect_machine
 from mismatch.doctor.plan import IN_FLOAT32, Memory, memory_of, plan
-from mismatch.doctor.plan import placed as on_machine
 from mismatch.engines.servers.address import KEY_VARIABLE, parse_address, unprotected
 from mismatch.errors import MismatchError
 from mismatch.processes.stages import Room
@@ -45,7 +43,6 @@ from mismatch.run.directory import (
     require_new,
 )
 from mismatch.run.directory import open_run as open_directory
-from mismatch.run.machine import local_gpus
 from mismatch.run.provenance import redacted_command
 from mismatch.run.trust import require_trust
 from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
@@ -227,13 +224,6 @@ def dry_run(spec: CheckSpec, gpus: str | None = None) -> int:
         for line in plan_fixes(spec, context_of(spec)).lines(spec):
             say(line)
     return 0 if planned.fits else 2
-
-
-def placed(spec: CheckSpec) -> CheckSpec:
-    """Return the spec with the engine split over this machine's GPUs where it needs several."""
-    if local_gpus() < 2:
-        return spec
-    return on_machine(spec, inspect_machine())
 
 
 def room_for(spec: CheckSpec, force: bool) -> Room:

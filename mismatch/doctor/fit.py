@@ -76,16 +76,16 @@ def fits(
     prediction: Prediction,
     capacity: int,
     reserve: int,
-    helps: Sequence[str] = (),
     remedies: Mapping[str, str] = REMEDIES,
+    helps: Sequence[str] = (),
     most: int = 0,
 ) -> Fit:
     """Compare a prediction with the memory of one device.
 
     Args:
         reserve: what the process takes on top of its tensors.
-        helps: settings with which it would fit.
         remedies: part of a prediction -> settings that make it smaller.
+        helps: settings with which it would fit.
         most: what there would be if nobody else took any; 0: the same.
     """
     needed = prediction.peak_bytes + reserve
@@ -130,19 +130,19 @@ def engine_fit(
     if not gpus:
         prediction = predict_engine(shape, engine, work, 0)
         free, most = machine.ram_free_bytes, machine.ram_bytes
-        return fits(side, prediction, free, CPU_ENGINE_RESERVE, (), remedies, most)
+        return fits(side, prediction, free, CPU_ENGINE_RESERVE, remedies, most=most)
     if split > len(gpus):
         fault = f"--tensor-parallel-size {engine.tensor_parallel_size}: {len(gpus)} GPUs here"
         raise MismatchError(fault, f"use at most {len(gpus)}")
     size, free = min(gpu.memory_bytes for gpu in gpus), min(gpu.free_bytes for gpu in gpus)
     if engine.engine != "vllm":
         prediction = predict_engine(shape, engine, work, size)
-        return fits(side, prediction, free, GPU_RESERVE, (), remedies)
+        return fits(side, prediction, free, GPU_RESERVE, remedies)
     # vLLM makes do with less cache than all sequences want: they wait for one another.
     prediction = predict_engine(shape, engine, replace(work, sequences=1), size)
     asked = int((engine.gpu_memory_utilization or UTILISATION) * size)
     if free >= asked:
-        return fits(side, prediction, asked, 0, (), remedies)
+        return fits(side, prediction, asked, 0, remedies)
     # It refuses to start where less is free than its share of the GPU's whole memory.
     share = int(100 * free / size) / 100 - 0.01
     text = (
@@ -201,10 +201,10 @@ def trainer_fits(
     for item in passes:
         helps = helps_of(item.spec)
         remedies, prediction = remedies_of(item.spec, helps), predict(item.spec, world)
-        sides.append(fits(item.name, prediction, capacity, reserve, helps, remedies, most))
+        sides.append(fits(item.name, prediction, capacity, reserve, remedies, helps, most))
     if gpus and spec.train.offload:  # shards of all ranks in the host's memory
         shards = {"sharded parameters": sharded(shape, spec.train, world) * world}
         host, remedies = Prediction({"all the time": shards}), remedies_of(spec.train, ())
         own = world * CPU_TRAINER_RESERVE
-        sides.append(fits(HOST, host, machine.ram_free_bytes, own, (), remedies))
+        sides.append(fits(HOST, host, machine.ram_free_bytes, own, remedies))
     return tuple(sides)

@@ -168,7 +168,8 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
         return Memory(notes=(f"memory is not predicted: {error.message}",))
     if split is None:
         return Memory(sides, tuple(notes))
-    return Memory([*sides, split.fit], tuple(notes), split.size)
+    size = split.spec.rollout.engine.tensor_parallel_size
+    return Memory([*sides, split.fit], tuple(notes), size)
 
 
 def _float32_engine(spec: CheckSpec) -> CheckSpec | None:
@@ -198,19 +199,20 @@ def _not_predicted(shape: SizedModel, spec: CheckSpec) -> list[str]:
 
 
 class Split(NamedTuple):
-    """A tensor parallel size of the engine, and whether the engine fits with it."""
+    """A check with a tensor parallel size of its engine, and whether that fits."""
 
-    size: int
+    spec: CheckSpec
     fit: Fit
 
 
-def placed(spec: CheckSpec, machine: Machine) -> CheckSpec:
+def placed(spec: CheckSpec, machine: Machine | None = None) -> CheckSpec:
     """Return the spec with the smallest tensor parallel size at which the engine fits.
 
     It is looked for on the GPUs that the trainer leaves over, then on all of them, which engine and
     trainer use in turn.
     """
-    engine, gpus = spec.rollout.engine, len(machine.gpus)
+    machine, engine = machine or inspect_machine(), spec.rollout.engine
+    gpus = len(machine.gpus)
     if engine.servers or gpus < 2:
         return spec
     try:
@@ -219,9 +221,7 @@ def placed(spec: CheckSpec, machine: Machine) -> CheckSpec:
         split = _smallest_split(spec, shape, work_of(spec).load, machine, rooms)
     except MismatchError:  # the plan itself says what is wrong with the model
         return spec
-    if split is None or split.fit.level == "does not fit":
-        return spec
-    return _with_split(spec, split.size)
+    return spec if split is None or split.fit.level == "does not fit" else split.spec
 
 
 def _float32_split(
@@ -251,24 +251,19 @@ def _smallest_split(
     Returns:
         None: neither the user's tensor parallel size nor a larger one can be had.
     """
-    own, split = spec.rollout.engine.tensor_parallel_size, None
+    engine, split = spec.rollout.engine, None
+    own = engine.tensor_parallel_size
     for most in rooms:
-        sizes = [n for n in (own, *SPLITS) if own <= n <= most and shape.heads % n == 0]
-        found = [
-            Split(size, engine_fit(_with_split(spec, size), shape, work, machine, side))
-            for size in sizes
-        ]
+        found = []
+        for size in (n for n in (own, *SPLITS) if own <= n <= most and shape.heads % n == 0):
+            wide = replace(engine, tensor_parallel_size=size)
+            changed = replace(spec, rollout=replace(spec.rollout, engine=wide))
+            found.append(Split(changed, engine_fit(changed, shape, work, machine, side)))
         for wanted in ("fits", "tight"):
             for split in found:
                 if split.fit.level == wanted:
                     return split
     return split
-
-
-def _with_split(spec: CheckSpec, size: int) -> CheckSpec:
-    """Return the spec with its engine's tensor parallel size."""
-    wide = replace(spec.rollout.engine, tensor_parallel_size=size)
-    return replace(spec, rollout=replace(spec.rollout, engine=wide))
 
 
 # ---------------------------------------------------------------- what there is to do

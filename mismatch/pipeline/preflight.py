@@ -50,6 +50,12 @@ OFFLINE = (
     "set HF_HUB_OFFLINE=1, or give the directory: --model DIR"
 )
 
+# What a trainer's process imports; that of a user's function imports torch and numpy.
+TRAINER_MODULES = {
+    OWN_SCORER: ("torch", *WORKER_MODULES, "transformers", "accelerate"),
+    "verl": ("torch", "numpy", "verl"),
+    "trl": ("torch", "numpy", "trl"),
+}
 OWN_EXPERTS = ("auto", "eager", "bounded")  # in addition to those that transformers registers
 IN_A_CLONE = f"{INSTALL_SCORE}, or `make env` in a clone"
 LEAST_TRANSFORMERS = (5, 5)  # 4.57 loads weights by other functions than those that we take
@@ -258,12 +264,8 @@ def preflight_training(
         MismatchError: torch missing, nothing to run on, a port in use, the model out of reach.
     """
     if spec.python is not None:
-        own = (*WORKER_MODULES, "transformers", "accelerate")
-        needed = {
-            **dict.fromkeys((OWN_SCORER, FILE_SCORER), own),
-            **{name: ("numpy", name) for name in ("verl", "trl")},
-        }
-        modules = ("torch", *needed.get(spec.scorer, ("numpy",)))
+        loads = OWN_SCORER if spec.scorer == FILE_SCORER else spec.scorer
+        modules = TRAINER_MODULES.get(loads, ("torch", "numpy"))
         require_modules(spec.python, "--train-python", modules, "the trainer")
         if spec.scorer == OWN_SCORER:
             require_transformers(spec.python)

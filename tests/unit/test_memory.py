@@ -244,7 +244,7 @@ def test_what_the_predictions_error_could_exceed_is_tight(needed, level):
 
 def test_a_warning_names_the_setting():
     prediction = prediction_of(20, "attention scores")
-    verdict = fit.fits("side", prediction, 10 * GIB, 0, ["--nproc-per-node 4"])
+    verdict = fit.fits("side", prediction, 10 * GIB, 0, helps=["--nproc-per-node 4"])
     assert "--nproc-per-node 4" in verdict.warning
     assert "--attention auto" in verdict.warning
 

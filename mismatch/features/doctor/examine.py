@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from mismatch.doctor.machine import Machine, inspect_machine
 from mismatch.engines.known_faults import known_faults
 from mismatch.engines.registry import EngineInfo, engine_info, engine_infos
 from mismatch.errors import MismatchError
-from mismatch.pipeline.preflight import IN_A_CLONE, preflight
+from mismatch.pipeline.preflight import IN_A_CLONE, TRAINER_MODULES, preflight
 from mismatch.reports.plan import print_sections
 from mismatch.reports.section import Section, named
 from mismatch.reports.terminal import say
@@ -36,8 +37,6 @@ USABLE_TORCH = (
     "require_usable_gpus()"
 )
 TORCH = ("torch", "transformers")
-FSDP_MODULES = (*WORKER_MODULES, "transformers", "accelerate")
-FRAMEWORKS = ("verl", "trl")
 FLAGS = {"engine": "--engine", "trainer": "--scorer"}
 
 
@@ -184,16 +183,16 @@ def engines() -> dict[str, EngineInfo]:
 def look(python: str) -> Interpreter:
     """Return what an environment holds of what a check could use."""
     infos = engines().values()
-    modules = [*FSDP_MODULES, "torch", *FRAMEWORKS, *(str(info.module) for info in infos)]
-    packages = [name for info in infos for name in info.packages]
-    return look_into(python, tuple(modules), (*TORCH, *packages, *FRAMEWORKS))
+    modules = chain((str(info.module) for info in infos), *TRAINER_MODULES.values())
+    packages = chain(TORCH, *(info.packages for info in infos), TRAINER_MODULES)
+    return look_into(python, tuple(modules), tuple(packages))
 
 
 def uses_of(found: Interpreter) -> tuple[Use, ...]:
     """Return every engine and trainer, whether it is there or not."""
 
     def use(
-        side: str, name: str, packages: Sequence[str], module: str, needs: Sequence[str]
+        side: str, name: str, module: str, packages: Sequence[str], needs: Sequence[str]
     ) -> Use:
         versions = [found.packages[each] for each in packages if each in found.packages]
         version = [*versions, "" if module in found.missing else "unknown"][0]
@@ -202,19 +201,21 @@ def uses_of(found: Interpreter) -> tuple[Use, ...]:
         known = (f for f in known_faults() if f.engine == name and release in f.versions)
         return Use(side, name, version, missing, tuple(f"{f.what} ({f.link})" for f in known))
 
-    started = engines().items()
-    return (
-        *(use("engine", n, info.packages, str(info.module), WORKER_MODULES) for n, info in started),
-        use("trainer", OWN_SCORER, ["torch"], "torch", FSDP_MODULES),
-        *(use("trainer", name, [name], name, ("numpy", "torch")) for name in FRAMEWORKS),
-    )
+    uses = [
+        use("engine", name, str(info.module), info.packages, WORKER_MODULES)
+        for name, info in engines().items()
+    ]
+    for name, modules in TRAINER_MODULES.items():
+        code = "torch" if name == OWN_SCORER else name
+        uses.append(use("trainer", name, code, [code], modules))
+    return tuple(uses)
 
 
 def tried(use: Use) -> Use:
     """Return a use with what is wrong with its import, which may take IMPORT_TIMEOUT_S."""
     info = engines().get(use.name) if use.side == "engine" else None
     statement = USABLE_TORCH if use.name == OWN_SCORER else info and info.import_check
-    if not use.version or not statement:
+    if not use.version or use.missing or not statement:
         return use
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR"}
     try:
