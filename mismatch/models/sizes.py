@@ -77,15 +77,11 @@ def sized(found: FoundConfig) -> SizedModel:
     """
     text = json.dumps(found.values, sort_keys=True)
     # A process that has transformers already need not start another.
-    fields = count(text) if "transformers.modeling_utils" in sys.modules else _counted(text)
-    return SizedModel(**{**fields, **{name: tuple(fields[name]) for name in _TUPLES}})
-
-
-_TUPLES = ("layer_types", "recurrent")
+    return count(text) if "transformers.modeling_utils" in sys.modules else _counted(text)
 
 
 @lru_cache
-def _counted(config: str) -> dict[str, Any]:
+def _counted(config: str) -> SizedModel:
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(
@@ -100,13 +96,14 @@ def _counted(config: str) -> dict[str, Any]:
         raise UnknownSize(config, f"it took more than {TIMEOUT_S:.0f} s") from error
     if done.returncode:
         raise UnknownSize(config, (done.stderr.strip().splitlines() or ["no message"])[-1])
-    fields: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return fields
+    fields = json.loads(done.stdout.splitlines()[-1])
+    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    return SizedModel(**fields | lists)
 
 
 @lru_cache
-def count(config: str) -> dict[str, Any]:
-    """Return fields of :class:`SizedModel`, counted in this process.
+def count(config: str) -> SizedModel:
+    """Return the sizes of a model, counted in this process.
 
     Args:
         config: the text of config.json.
@@ -151,12 +148,12 @@ def count(config: str) -> dict[str, Any]:
         recurrent=tuple(sorted(c for c in classes if any(r in c.lower() for r in RECURRENT))),
     )
     # A configuration may name experts that no module has (dense variants of an MoE family).
-    return asdict(counted if experts else replace(counted, experts=0, top_k=0))
+    return counted if experts else replace(counted, experts=0, top_k=0)
 
 
 if __name__ == "__main__":
     try:
-        print(json.dumps(count(sys.stdin.read())))
+        print(json.dumps(asdict(count(sys.stdin.read()))))
     except UnknownSize as failure:
         sys.exit(failure.reason)
     except ImportError as failure:
