@@ -165,7 +165,10 @@ def print_table(table: Table, console: Console) -> None:
             break
         columns.remove(max(reversed(columns), key=lambda c: c.column.priority))
     kept = [each.column for each in columns]
-    shown = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    titled = any(each.title for each in columns)
+    shown = RichTable(
+        box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", show_header=titled
+    )
     for each in columns:
         title = each.title
         if each.of is not None and each.of not in kept:  # else it would be unclear whose it is
