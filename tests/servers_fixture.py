@@ -34,7 +34,7 @@ class Tokenizer:
 def _light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No files of a model, no waiting, nothing remembered."""
     info = ModelInfo("x", VOCABULARY, 512, (STOP,), num_experts=0, top_k=0)
-    for module in (engines, probing, discovery):
+    for module in (engines, discovery):
         monkeypatch.setattr(module, "read_model_info", lambda spec: info)
     monkeypatch.setattr(probing, "load_tokenizer", lambda spec: Tokenizer())
     monkeypatch.setattr(engines, "model_facts", lambda spec: {"model": spec.model})

@@ -81,10 +81,9 @@ def discover(spec: EngineSpec) -> Server:
     Raises:
         MismatchError: as :func:`recognise`; or it gives no logprobs of sampled tokens.
     """
-    texts, info = probe_texts(spec), read_model_info(spec)
+    info, server = read_model_info(spec), recognise(spec)
+    server.texts = probe_texts(spec, info)
     layout = expert_layout(spec, info) if spec.routing else None
-    server = recognise(spec)
-    server.texts = texts
     try:
         wait_for(examine(server, layout))
     except RequestFailed as error:

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from mismatch.engines.base import ExpertLayout
-from mismatch.engines.model_info import ModelInfo, load_tokenizer, read_model_info
+from mismatch.engines.model_info import ModelInfo, load_tokenizer
 from mismatch.engines.servers.client import RequestFailed
 from mismatch.engines.servers.server import SampleRequest, Server
 from mismatch.errors import MismatchError
@@ -42,9 +42,9 @@ SAME_WEIGHTS = 0.03
 NOISE_FACTOR = 5.0
 
 
-def probe_texts(spec: EngineSpec) -> tuple[tuple[int, ...], ...]:
+def probe_texts(spec: EngineSpec, info: ModelInfo) -> tuple[tuple[int, ...], ...]:
     """Return probe tokens by the model's own tokenizer, cut to its context and vocabulary."""
-    tokenizer, info = load_tokenizer(spec), read_model_info(spec)
+    tokenizer = load_tokenizer(spec)
     limit = min(PROBE_TOKENS, (info.context or PROBE_TOKENS + 2) - 2)
     encoded = [tokenizer(text, add_special_tokens=True)["input_ids"] for text in TEXTS]
     return tuple(tuple(int(i) for i in ids[:limit] if i < info.vocab_size) for ids in encoded)

@@ -68,7 +68,7 @@ class Use:
     def state(self) -> str:
         """As a table has it."""
         if not self.version:
-            return "not there"
+            return "not installed"
         if self.missing:
             return f"lacks {', '.join(self.missing)}"
         return self.error or "; ".join(("can be measured", *self.faults))
