@@ -189,6 +189,9 @@ def loop_spec(flags: Flags) -> LoopSpec:
             raise MismatchError(fault, f"drop --{min(given).replace('_', '-')}, or --like")
         spec = load_spec(run)
         session.require_own(run, spec, flags["trust_run"])
+        if spec.train.layers is not None:
+            fault = f"--like {run}: {spec.train.layers} layers alone ran, whose text earns nothing"
+            raise MismatchError(fault, "check the whole model")
         values["checked"] = checked_of(run)
         less = {name: flags[name] for name in SIZES if name in flags.explicit}
         count = less.pop("num_prompts", spec.rollout.prompts.num_prompts)
