@@ -124,19 +124,24 @@ def _plain(entry: Entry, detailed: bool) -> dict[str, Any]:
 
 
 def _print_list(shown: list[Entry], console: Console) -> None:
-    from mismatch.doctor.show import print_table, say
+    from rich.table import Table
+    from rich.text import Text
+
     from mismatch.experiments.fixes.guides import SIDES
 
     for side, title in SIDES.items():
-        rows = []
+        table = Table(box=None, show_header=False, padding=(0, 0, 0, 2))
+        table.add_column(no_wrap=True)
         for entry in (entry for entry in shown if entry.fix.side == side):
             cost = "" if entry.applies is False else f"cost: {entry.fix.cost}"
             answer = "" if entry.applies is None else entry.answer
             about = "\n".join(filter(None, (entry.fix.summary, cost, answer)))
-            rows.append((f"  {entry.fix.id}", about))
-        print_table(console, title, rows)
+            table.add_row(Text(entry.fix.id), Text(about))
+        if table.row_count:
+            console.print(f"\n{title}", highlight=False)
+            console.print(table)
     if any(entry.applies is None for entry in shown):
-        say(console, f"\n{NO_MODEL}")
+        console.print(f"\n{NO_MODEL}", highlight=False)
 
 
 def _print_fix(entry: Entry, console: Console) -> None:

@@ -12,8 +12,8 @@ from mismatch.cli.options import JSON
 
 SCHEMA = "mismatch.metrics/2"
 EXPLANATION = (
-    "level: what a mean runs over. kind: a mean, a ratio (a smooth function of several means), a\n"
-    "quantile, or an extreme (a maximum, a minimum, a count: no interval). good: which direction\n"
+    "level: what a mean runs over. kind: a mean, a ratio (a smooth function of several means), a "
+    "quantile, or an extreme (a maximum, a minimum, a count: no interval). good: which direction "
     "is agreement, if any. --json adds formulas and the names in frameworks."
 )
 
@@ -30,14 +30,18 @@ def metrics(flags: Flags) -> int:
     if not flags["as_json"]:
         from rich.console import Console
 
-        from mismatch.doctor.show import print_table, say
+        from mismatch.reports.formatting import text
+        from mismatch.reports.section import Column, Section, Table
+        from mismatch.reports.terminal import print_section
 
-        console, rows = Console(), []
-        for metric in METRICS.values():
-            good = "" if metric.good == "neither" else metric.good
-            rows.append((metric.name, metric.unit, metric.kind, metric.reduction, good))
-        print_table(console, "metrics", rows, ("name", "unit", "kind", "level", "good"))
-        say(console, EXPLANATION)
+        columns = (
+            *(Column(name, text, of=name) for name in ("name", "unit", "kind")),
+            Column("level", text, of="reduction"),
+            Column("good", text, of=lambda metric: metric.good.replace("neither", "")),
+        )
+        console, table = Console(), Table.of(columns, METRICS.values())
+        print_section(Section("metrics", "metrics", tables=[table]), console)
+        console.print(EXPLANATION, highlight=False)
         return 0
 
     from dataclasses import asdict

@@ -29,7 +29,14 @@ for name in packages:
         versions[name] = m.version(name)
     except m.PackageNotFoundError:
         pass
-missing = [name for name in modules if u.find_spec(name) is None]
+missing = []
+for name in modules:
+    try:
+        found = u.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        found = False
+    if not found:
+        missing.append(name)
 print(json.dumps([list(sys.version_info[:3]), versions, missing]))
 """
 

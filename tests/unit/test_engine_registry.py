@@ -77,7 +77,8 @@ def test_its_packages_are_in_fingerprints() -> None:
     assert model_facts(EngineSpec("toy", "nobody/nothing"))["version"] == version("pyarrow")
 
 
-def test_the_doctor_tries_it() -> None:
+def test_the_doctor_tries_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (use,) = (use for use in uses_of(look(sys.executable)) if use.name == "toy")
     assert use.version == metadata.version("pyarrow")
     assert tried(use).possible

@@ -39,10 +39,10 @@ def environment(folder: Path, **versions: str) -> str:
 def test_an_environment_is_read_without_importing_from_it(tmp_path: Path) -> None:
     python = environment(tmp_path, numpy="2.0.1", vllm="0.24.0")
     (tmp_path / "site" / "vllm.py").write_text("raise SystemExit('imported')")
-    found = look_into(python, ("numpy", "vllm", "torch"), ("vllm", "torch"))
+    found = look_into(python, ("numpy", "vllm", "torch", "no.such"), ("vllm", "torch"))
     assert found.version == sys.version_info[:3]
     assert found.packages == {"vllm": "0.24.0"}
-    assert found.missing == ("torch",)
+    assert found.missing == ("torch", "no.such")
 
 
 def test_what_is_missing_is_named_with_its_command(tmp_path: Path) -> None:
