@@ -252,6 +252,7 @@ def test_too_little_shared_memory(tmp_path):
     assert "--shm-size" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_read_only_directory(tmp_path):
     command = [sys.executable, "-m", "mismatch", "check", *TINY, "--out"]
     (tmp_path / "ro").mkdir()

@@ -198,6 +198,7 @@ def test_vllm_refuses_a_gpu_that_is_not_free_and_so_does_the_plan():
     assert plan(lower, held).sides[0].level == "fits"
 
 
+@pytest.mark.slow
 def test_a_dry_run_for_other_gpus_needs_none_here(tmp_path):
     command = ("check", "--dry-run", "--model", "gpt-oss-120b", "--gpus")
     fits = mismatch(*command, "8xH100-80GB", cwd=tmp_path)
@@ -307,6 +308,7 @@ def test_an_unknown_model_is_refused_with_near_misses(tmp_path):
     assert "gpt-oss-20b" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_flag_shows_the_plan_and_starts_nothing(tmp_path):
     command = ("check", "--dry-run", "--num-prompts", "3", "--model")
     done = mismatch(*command, "tiny-gpt-oss", cwd=tmp_path)

@@ -201,6 +201,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["check", "kernels", "loop", "sync-probe", "template"])
 def test_a_missing_package_is_answered_with_the_line_that_installs_it(command, tmp_path):
     flags = [] if command == "kernels" else ["--model", "tiny-gpt-oss"]

@@ -112,6 +112,7 @@ def test_a_data_set_becomes_prompts_with_gradable_answers(tmp_path):
     assert all(f"{prompt.answer - 1} + 1?" in str(prompt.messages) for prompt in prompts)
 
 
+@pytest.mark.slow
 def test_the_preset_reaches_the_command_line(tmp_path):
     command = ("check", "--model", "tiny-gpt-oss", "--trainer", "trl", "--dry-run")
     done = mismatch(*command, cwd=tmp_path)

@@ -16,6 +16,7 @@ from mismatch.errors import MismatchError
 ROOT = Path(mismatch.__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cells, one after another; runs/ is made in the working directory."""
     monkeypatch.chdir(tmp_path)

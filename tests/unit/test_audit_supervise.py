@@ -16,6 +16,8 @@ from mismatch.features.kernels.isolation import AuditSpec, run_audit
 from tests.texts import numbers
 from tests.unit.kernels_worker import NO_SHAPE
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 WORKER = "tests.unit.kernels_worker"
 

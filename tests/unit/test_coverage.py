@@ -76,6 +76,7 @@ def test_sharing_tokens_and_sharing_prompts_both_pay() -> None:
     assert widths[0] < 0.9 * widths[1] < 0.7 * widths[2]
 
 
+@pytest.mark.slow
 def test_the_prompts_that_would_decide_do() -> None:
     """A 10 % improvement is not told with 12 prompts of others; with the n asked for it mostly is.
 

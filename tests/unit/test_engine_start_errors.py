@@ -98,6 +98,7 @@ def test_a_validation_error_keeps_what_each_field_was_refused_for() -> None:
     assert said[0].endswith("is too long.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{}, {"enable_prefix_caching": True}])
 def test_a_model_with_states_starts_without_prefixes_unless_they_are_asked_for(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch

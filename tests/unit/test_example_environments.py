@@ -92,6 +92,7 @@ def test_retool_continues_the_message_after_the_output(home: Path) -> None:
     assert ended.split()[:3] == ["<|im_start|>user", "<interpreter>", "42"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "says"),
     [

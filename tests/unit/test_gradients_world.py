@@ -239,6 +239,7 @@ def plan_of(model: str, *fixes: Planned) -> GradientPlan:
     )
 
 
+@pytest.mark.slow
 def test_a_pass_that_fails_says_why_and_the_others_go_on(
     world: World, models: dict[str, str], tmp_path: Path
 ) -> None:

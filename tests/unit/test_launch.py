@@ -180,6 +180,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_process_of_sglang_ends_with_an_engine_that_is_killed_while_it_starts(tmp_path):
     """And no supervisor is there to end it."""
     managers = tmp_path / "sglang" / "srt" / "managers"

@@ -151,6 +151,7 @@ ended = (place / "engine").exists()
         assert after == "True"
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_sync_counts_what_a_push_can_change() -> None:
     command = [sys.executable, "-m", "mismatch", "sync-probe", "--model", "gpt-oss-20b"]
     done = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, timeout=300)

@@ -125,6 +125,7 @@ def test_what_is_seen_of_a_difference() -> None:
 OWN = "from tests.unit.test_losses import policy_loss\n\n\ndef right(case, part):\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bug", "code"), [("", 0), ("weights ignored", 1)])
 def test_your_own_function(tmp_path, monkeypatch, bug, code) -> None:
     (tmp_path / "mine.py").write_text(f"{OWN}    return policy_loss(case, part, {bug!r})\n")
@@ -139,6 +140,7 @@ def test_your_own_function(tmp_path, monkeypatch, bug, code) -> None:
     assert len([row for row in document["cases"] if row["remark"]]) == (8 if code else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("framework", "words"),
     [("trll", "did you mean trl"), ("no.such:loss", "No module"), ("json:loads", "any case")],

@@ -61,6 +61,7 @@ def test_embedded_models_have_the_listed_sizes(name):
     assert active(model) == EMBEDDED_ACTIVE
 
 
+@pytest.mark.slow
 def test_counting_in_a_process_of_its_own_gives_the_same():
     found = find_config(str(EMBEDDED["tiny-gpt-oss"]))
     code = (

@@ -55,6 +55,7 @@ def test_a_planted_fault_changes_the_logits(name: str) -> None:
         assert moved[: BEYOND + 1].max() < ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES[1:])
 def test_a_family_gets_the_faults_that_it_can_have(family: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file

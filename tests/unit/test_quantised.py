@@ -107,6 +107,7 @@ def compressed(kind: str, **arguments: Any) -> tuple[dict[str, torch.Tensor], to
     return parts, wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [

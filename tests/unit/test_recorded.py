@@ -203,6 +203,7 @@ def test_rows_of_verl_lose_their_padding(tmp_path: Path) -> None:
     assert run.rollout.turn.tolist()[:6] == [0, 0, 1, 1, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gen_batch.dp", "tq_batch.pt"])
 def test_a_pickle_is_read_by_torch_in_the_environment_that_wrote_it(
     name: str, tmp_path: Path
@@ -228,6 +229,7 @@ def test_a_pickle_is_read_by_torch_in_the_environment_that_wrote_it(
     assert lists(one) | {"number": 0, "place": "0:0"} == lists(other)
 
 
+@pytest.mark.slow
 def test_a_hostile_file_of_torch_is_refused(tmp_path: Path) -> None:
     import torch
 

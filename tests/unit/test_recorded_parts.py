@@ -207,6 +207,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_killed_reader_leaves_no_process(tmp_path: Path) -> None:
     script = tmp_path / "sleeps.py"
     script.write_text(SLEEPS)

@@ -20,6 +20,8 @@ from mismatch.features.recorded.dumps import read_recorded
 from mismatch.metrics.row_sums import Row
 from tests.command import mismatch
 
+pytestmark = pytest.mark.slow
+
 NEW, OLD = "skyrl.backends.skyrl_train.training_batch", "skyrl_train.training_batch"
 # A row is a prompt, a response, and which of the response's tokens were sampled.
 ROWS = (([5, 6, 7], [8, 9], [1, 1]), ([5, 6], [30, 31, 20, 32], [1, 1, 0, 1]), ([4], [2], [0]))

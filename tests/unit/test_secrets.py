@@ -132,6 +132,7 @@ def test_a_new_run_is_its_owners_alone(tmp_path):
     assert directory.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.slow
 def test_commands_that_begin_at_once_get_directories_of_their_own(tmp_path, monkeypatch):
     code = (
         "import os, time\n"

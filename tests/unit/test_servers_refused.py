@@ -168,6 +168,7 @@ def seldom_free(server: ScriptedServer, status: int) -> None:
     server.answer = answer  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [429, 500])
 def test_a_busy_moment_is_no_missing_capability(serve: Any, status: int) -> None:
     server = serve(mode="processed")

@@ -97,6 +97,7 @@ def test_what_was_edited_consistently_is_called_unverified(run):
     assert "unverified" in mismatch("report", run, other).stdout
 
 
+@pytest.mark.slow
 def test_files_that_came_without_a_manifest_are_read_again_and_again(run):
     (run / "manifest.json").unlink()
     for command in ("report", "compare", "report", "compare", "report"):

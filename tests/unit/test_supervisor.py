@@ -22,6 +22,8 @@ from mismatch.processes.launch import Worker, finish, stall_limit, started
 
 from .test_launch import alive, python, run_worker, wait_for
 
+pytestmark = pytest.mark.slow
+
 GRACE_S = 0.5
 # How a child hides: its environment is overwritten by its title, or it never had one.
 WAYS = ["title", "no environment"]

@@ -335,6 +335,7 @@ def test_an_engine_that_fails_leaves_no_environment_open(monkeypatch: pytest.Mon
     assert closed == ["fine"]
 
 
+@pytest.mark.slow
 def test_an_environment_that_always_hangs_does_not_take_hours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

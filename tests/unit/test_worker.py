@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from mismatch.experiments.jobs import Job
 from mismatch.processes.tasks import (
     EngineSession,
@@ -35,6 +37,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_world_scores_without_what_only_the_tool_needs(tmp_path: Path) -> None:
     model = str(make("llama", tmp_path / "model"))
     save_rollout(tmp_path, rollout())
