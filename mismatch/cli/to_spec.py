@@ -54,7 +54,6 @@ COMPANIONS = {
     "budget_minutes": "fix explain",
     "adapter_as": "adapter",
     "exact_kl_top_k": "exact_kl",
-    "verl_override": "verl_config",
 }
 
 

@@ -56,6 +56,8 @@ def apply(spec: CheckSpec, flags: Flags) -> Configured:
     if flags.get("sample_as"):
         sampled = sample_as(flags["sample_as"], spec, flags.explicit)
         spec, notes = sampled.spec, sampled.notes
+    if flags.get("verl_override") and not flags.get("verl_config"):
+        raise MismatchError("--verl-override without --verl-config", "add --verl-config FILE")
     if flags.get("trainer"):
         followed = Followed(spec, flags.explicit)
         followed.preset(flags["trainer"])
