@@ -130,18 +130,22 @@ def _print_list(shown: list[Entry], console: Console) -> None:
     from mismatch.experiments.fixes.guides import SIDES
 
     for side, title in SIDES.items():
-        table = Table(box=None, show_header=False, padding=(0, 0, 0, 2))
-        table.add_column(no_wrap=True)
-        for entry in (entry for entry in shown if entry.fix.side == side):
-            cost = "" if entry.applies is False else f"cost: {entry.fix.cost}"
-            answer = "" if entry.applies is None else entry.answer
-            about = "\n".join(filter(None, (entry.fix.summary, cost, answer)))
-            table.add_row(Text(entry.fix.id), Text(about))
-        if table.row_count:
-            console.print(f"\n{title}", highlight=False)
-            console.print(table)
+        console.print(Text(title, "bold"))
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+        table.add_column(no_wrap=True, min_width=26)
+        table.add_column()
+        for entry in shown:
+            if entry.fix.side == side:
+                about = Text(entry.fix.summary)
+                if entry.applies is not False:
+                    about.append(f"\ncost: {entry.fix.cost}", "dim")
+                if entry.applies is not None:
+                    about.append(f"\n{entry.answer}", "green" if entry.applies else "dim")
+                table.add_row(f"  {entry.fix.id}", about)
+        console.print(table, highlight=False, markup=False)
+        console.print()
     if any(entry.applies is None for entry in shown):
-        console.print(f"\n{NO_MODEL}", highlight=False)
+        console.print(NO_MODEL, highlight=False, markup=False)
 
 
 def _print_fix(entry: Entry, console: Console) -> None:

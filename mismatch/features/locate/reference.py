@@ -29,7 +29,8 @@ from mismatch.features.locate.results import (
     SideLocation,
     Site,
 )
-from mismatch.models.boundaries import Boundaries, Recorder
+from mismatch.models.boundaries import Boundaries, Recorder, expert_count
+from mismatch.models.layer_parts import LAYERS, child, parts_of
 from mismatch.specs import Dtype, Pass
 from mismatch.training.load import load
 from mismatch.training.packing import MicroBatch
@@ -91,10 +92,13 @@ class Reference:
         self.count = forward.rollout.n_sequences
         config = forward.loaded.scorer.decoder_config
         self.top_k = int(getattr(config, "num_experts_per_tok", 0) or 0)
+        decoder: Any = forward.loaded.scorer.decoder
+        mlps = [parts_of(layer).mlp for layer in child(decoder, LAYERS)]
+        routers = {n for n, mlp in enumerate(mlps) if mlp is not None and expert_count(mlp)}
         folder = side_folder(directory, "reference")
         self.own = [forward.record(folder, number) for number in range(self.count)]
         with safe_open(folder / "0.safetensors", "pt") as shown:
-            self.not_tested = unseen(set(shown.keys()), self.top_k > 0)
+            self.not_tested = unseen(set(shown.keys()), len(mlps), routers)
 
     def replayed(self, side: str) -> BySite:
         """Return every site of a side, one entry a sequence; what is new goes to files."""
@@ -185,20 +189,24 @@ class Reference:
         return [np.load(folder / f"{n}.npy") - self.own[n] for n in range(self.count)]
 
 
-def unseen(shown: Collection[str], experts: bool) -> list[NotTested]:
+def unseen(shown: Collection[str], layers: int, routers: Collection[int]) -> list[NotTested]:
     """Return the sites that some layer of this family does not show on any side.
 
     Args:
         shown: keys that the reference recorded.
-        experts: whether some layers have a router; others may be dense.
+        routers: layers with experts.
     """
-    layers = {Site.of(key).layer for key in shown} - {None}
-    missing = [n for n in LAYER_SITES if any(f"{layer}.{n}" not in shown for layer in layers)]
-    routed = any(key.endswith(".router") for key in shown)
-    fine = {*SOME_FAMILIES, *(["router"] if routed or not experts else [])}
-    names = ", ".join(TITLES[name] for name in missing if name not in fine)
+    missing = {
+        name
+        for number in range(layers)
+        for name in set(LAYER_SITES) - set(SOME_FAMILIES)
+        if f"{number}.{name}" not in shown and (name != "router" or number in routers)
+    }
+    if not missing:
+        return []
+    names = ", ".join(TITLES[name] for name in LAYER_SITES if name in missing)
     reason = "not every layer has and shows them; what is new there counts for the next module"
-    return [NotTested(names, reason)] if names else []
+    return [NotTested(names, reason)]
 
 
 def _mean(distance: Floats) -> float:
