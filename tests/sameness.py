@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 RELATIVE, ABSOLUTE = 1e-9, 1e-12
+FLIPS = 0.01  # share of choices of experts: two routers in float32 may break a tie differently
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 

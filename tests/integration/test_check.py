@@ -19,6 +19,7 @@ from benchmarks.calibration import plugin
 from mismatch.features.locate.kinds import MODULE
 from mismatch.pipeline.document import schema
 from tests.conftest import grid
+from tests.sameness import FLIPS
 
 from .conftest import SMALL, Run, run_check
 
@@ -230,8 +231,8 @@ def test_fingerprints_hold_what_ran(default_run):
 @pytest.mark.grid
 def test_float32_on_both_sides_agrees(fp32_run):
     assert fp32_run.value("logprob_abs_diff_max") <= 1e-4
-    assert fp32_run.headline["routing"]["routing_disagree_layer"]["value"] == 0
-    assert fp32_run.headline["routing"]["routing_disagree_any"]["value"] == 0
+    assert fp32_run.headline["routing"]["routing_disagree_layer"]["value"] <= FLIPS
+    assert fp32_run.headline["routing"]["routing_disagree_any"]["value"] <= FLIPS
     verdict = fp32_run.report["verdict"]
     assert verdict["levels"] == "fp32"
     assert {row["status"] for row in verdict["judgements"]} == {"healthy"}

