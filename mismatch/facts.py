@@ -8,7 +8,7 @@ other names, also in ``get`` (tools/known_keys.py).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypedDict, cast
+from typing import Literal, NotRequired, TypedDict, cast
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 Digests = Mapping[str, Sequence[int]]  # parameter -> its digest, see mismatch/models/digests.py
@@ -22,6 +22,7 @@ class Replayed(TypedDict):
     rows_replayed: int  # tokens
     rows_own: int  # tokens that had none, and kept the model's choice
     overruled: int  # choices that replaying changed
+    keys: NotRequired[int]  # tokens whose keys of sparse attention were given
 
 
 class RunningServer(TypedDict):
@@ -107,6 +108,7 @@ class SideFacts(TypedDict, total=False):
     moe_runner_backend: str | None
     routing: str  # "captured", or why not
     replay: Replayed | None
+    sparse_top_k: int  # keys of sparse attention; 0: an indexer whose choice cannot be read
     injected: dict[str, float] | None  # name -> size, and the seed
     reads_images: bool
     layout: str  # "padding" or "packing"

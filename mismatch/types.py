@@ -13,6 +13,7 @@ Log-probabilities are float64, in nats. ``delta = train - rollout``, without exc
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -172,6 +173,63 @@ class Routing:
         raise CorruptCapture(fault, "upgrade the engine, or run without routing: --no-routing")
 
 
+KEYS_BYTES = 512 << 20  # of a scoring's selections; above it an even share of them is kept
+
+
+@dataclass(frozen=True, slots=True)
+class SparseKeys:
+    """Keys that sparse attention selected, of tokens that had more than K to choose from.
+
+    Attributes:
+        rows: [R] indices into T, ascending; row t is the forward pass of token t.
+        choices: of these R rows: its "experts" are positions in the token's own sequence.
+    """
+
+    rows: Ints
+    choices: Routing
+
+    @classmethod
+    def of(
+        cls, rollout: Rollout, layers: Sequence[int], arrays: Mapping[str, NDArray[Any]]
+    ) -> SparseKeys | None:
+        """Return selections from ``rows`` [R] in any order, ``ids`` [R, L, K] and ``margin``.
+
+        None where they cannot be true: a key twice, or one behind the token itself.
+        """
+        order = np.argsort(arrays["rows"], kind="stable")
+        rows, ids, margin = arrays["rows"][order], arrays["ids"][order], arrays.get("margin")
+        position = rows - rollout.offsets[rollout.sequence_of_token[rows]]
+        ranked = np.sort(ids, axis=2)
+        if (ranked[:, :, -1] > position[:, None]).any() or (
+            ranked[..., 1:] == ranked[..., :-1]
+        ).any():
+            return None
+        present, candidates = np.ones(len(rows), np.bool_), int(np.diff(rollout.offsets).max())
+        margin = None if margin is None else margin[order]
+        return cls(rows, Routing(tuple(layers), candidates, ids, present, margin=margin))
+
+
+def selecting_rows(rollout: Rollout, top_k: int) -> Ints:
+    """Return the forwarded tokens that have more than K keys, rows of T."""
+    lengths = np.diff(rollout.offsets)
+    able = np.arange(len(rollout.token_ids)) - np.repeat(rollout.offsets[:-1], lengths) >= top_k
+    able[rollout.offsets[1:] - 1] = False  # the last token of a sequence is not forwarded
+    return np.flatnonzero(able)
+
+
+def kept_rows(rollout: Rollout, top_k: int, layers: int) -> Ints:
+    """Return those of :func:`selecting_rows` whose selections are kept: the same on both sides.
+
+    All of them; where they would take more than ``KEYS_BYTES``, an even share of those that
+    predict an action.
+    """
+    rows = selecting_rows(rollout, top_k)
+    most = max(1, KEYS_BYTES // (layers * top_k * np.dtype(np.uint16).itemsize))
+    if len(rows) > most:
+        rows = np.intersect1d(rows, rollout.actions - 1)
+    return rows[:: max(1, -(-len(rows) // most))]
+
+
 @dataclass(frozen=True, slots=True)
 class Scoring:
     """What one back-end says about the action tokens of one rollout.
@@ -191,6 +249,7 @@ class Scoring:
             engine that sampled, ``CACHED``.
         distributions: of all that could have come at some positions, or None.
         likeliest: the most likely tokens at all positions, or None.
+        keys: what its sparse attention selected, or None.
     """
 
     name: str
@@ -203,6 +262,7 @@ class Scoring:
     extra: dict[str, Floats] = field(default_factory=dict)
     distributions: Distributions | None = None
     likeliest: Likeliest | None = None
+    keys: SparseKeys | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +328,7 @@ class SidePair:
 
 # Of what is not tested: what engines, trainers and reports name alike.
 PREFILL, EXACT_KL, ROUTES = "decode against prefill", "exact KL", "routing disagreement"
+KEYS = "keys of sparse attention"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,13 @@ from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.registry import Array, Metric
-from mismatch.metrics.routing_pairs import PairedRouting, RouterNoise, pair_routing, with_noise
+from mismatch.metrics.routing_pairs import (
+    PairedRouting,
+    RouterNoise,
+    action_rows,
+    pair_routing,
+    with_noise,
+)
 from mismatch.types import Comparison, Estimate, Pair, Rollout, Scoring
 
 # What a pair of the noise floor is measured by: enough to sit next to the headline numbers.
@@ -40,6 +46,7 @@ def compare(
     seed: int = 0,
     headline_only: bool = False,
     noise: RouterNoise | None = None,
+    keys_noise: RouterNoise | None = None,
     texts: Mapping[int, str] | None = None,
 ) -> Comparison:
     """Compute every metric that the two scorings allow, with 95 % intervals by prompt.
@@ -53,6 +60,7 @@ def compare(
         seed: of the bootstrap.
         headline_only: just ``NOISE_METRICS``, and no breakdowns.
         noise: how far the trainer's router scores move by themselves; without it no near-ties.
+        keys_noise: the same of the indexers of sparse attention.
         texts: id -> text of the rollout's tokens, for the tables that name tokens.
 
     Raises:
@@ -85,7 +93,8 @@ def compare(
         ),
         routing=routing_estimates(
             rollout, left, right, routes, estimator, seed=seed, headline_only=headline_only
-        ),
+        )
+        | ({} if headline_only else keys_estimates(rollout, left, right, keys_noise, seed)),
         breakdowns=tables,
     )
 
@@ -115,9 +124,29 @@ def routing_estimates(
     return estimates | prompt_routing(rollout, left.routing, right.routing, seed)
 
 
+def keys_estimates(
+    rollout: Rollout, left: Scoring, right: Scoring, noise: RouterNoise | None, seed: int = 0
+) -> dict[str, Estimate]:
+    """Return how far sparse attention selected the same keys for what predicts an action."""
+    if left.keys is None or right.keys is None:
+        return {}
+    acting = np.isin(left.keys.rows, action_rows(rollout))
+    if not np.array_equal(left.keys.rows, right.keys.rows) or not acting.any():
+        return {}
+    rows = np.flatnonzero(acting)
+    routes = pair_routing(rollout, left.keys.choices, right.keys.choices, rows)
+    arrays = with_noise(routes, noise).arrays
+    names = {"differs": "keys_differ", "overlap": "keys_common", "near_tie": "keys_near_tie"}
+    named = {names[name]: values for name, values in arrays.items() if name in names}
+    sequences = rollout.sequence_of_token[left.keys.rows[rows]]
+    estimator = Estimator(sequences, rollout.distinct_prompts, seed=seed)
+    wanted = [metric for name, metric in METRICS.items() if name.startswith("keys_")]
+    return estimator.all(wanted, named)
+
+
 def is_routing(metric: Metric) -> bool:
     """Return whether a metric is about experts: those have a separate table."""
-    return metric.name.startswith(("routing_", "experts_"))
+    return metric.name.startswith(("routing_", "experts_", "keys_"))
 
 
 def is_sampling_law(rollout: Rollout, scoring: Scoring) -> bool:

@@ -17,7 +17,17 @@ from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.models.tokenizers import special_texts
 from mismatch.prompts.prompt import Prompt, grade
 from mismatch.specs import RolloutSpec
-from mismatch.types import CACHED, Floats, Rollout, Routing, Scoring, SideFacts
+from mismatch.types import (
+    CACHED,
+    Floats,
+    Rollout,
+    Routing,
+    Scoring,
+    SideFacts,
+    SparseKeys,
+    kept_rows,
+    selecting_rows,
+)
 
 CAPTURE_FIX = "upgrade the engine, or run without routing: --no-routing"
 
@@ -107,6 +117,23 @@ def decode_routing(
     weights = np.zeros(routing.ids.shape, np.float32)
     weights[routing.present] = np.concatenate(parts)
     return replace(routing, weights=weights)
+
+
+def decode_keys(
+    engine: Engine, trajectories: Sequence[Trajectory], rollout: Rollout
+) -> SparseKeys | None:
+    """Return what sparse attention selected while it sampled; None where nothing was captured."""
+    given = [trajectory.keys for trajectory in trajectories]
+    parts = [part for part in given if part is not None]
+    layers = engine.key_layers()
+    if not layers or not parts or len(parts) < len(given):
+        return None
+    ids = np.concatenate(parts)
+    rows = selecting_rows(rollout, ids.shape[2])
+    kept = np.isin(rows, kept_rows(rollout, ids.shape[2], len(layers)))
+    if len(ids) != len(rows) or not kept.any():
+        return None
+    return SparseKeys.of(rollout, layers, {"rows": rows[kept], "ids": ids[kept]})
 
 
 def prefill_scoring(engine: Engine, rollout: Rollout, progress: Progress) -> Scoring:

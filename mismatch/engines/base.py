@@ -182,6 +182,9 @@ class Sample:
     """The likeliest ids of each sampled token's position, where the engine was asked for them."""
     cached: int | None = None
     """Prompt tokens whose keys and values came from the prefix cache; None: not said."""
+    keys: NDArray[Any] | None = None
+    """[rows, L, K] positions that sparse attention selected, of the forwarded tokens that have more
+    than K to choose from: those at K, K + 1, … of the sequence. None: not captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +311,10 @@ class Engine(Protocol):
         """Describe what ran, as the engine resolved it, not as it was asked for."""
 
     # Below: what an engine may leave out, as its ``Capabilities`` then say.
+
+    def key_layers(self) -> tuple[int, ...]:
+        """Return the decoder layers whose sparse selections its samples give; (): of none."""
+        return ()
 
     def stop_at(self, texts: Sequence[str]) -> None:
         """End responses behind these texts too: the token that completes one is the last.

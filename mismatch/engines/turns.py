@@ -97,6 +97,11 @@ class Trajectory:
         """
         return joined(sample.routed for sample in self.responses)
 
+    @property
+    def keys(self) -> NDArray[np.generic] | None:
+        """Return what sparse attention selected, as ``Sample.keys``, over all turns."""
+        return joined(sample.keys for sample in self.responses)
+
 
 def joined(parts: Iterable[NDArray[np.generic] | None]) -> NDArray[np.generic] | None:
     """Rows of a growing sequence: of each part those that the parts before it do not have."""

@@ -104,6 +104,47 @@ def routing_near_tie_flipped(near_tie: Bools, differs: Bools) -> Floats:
 @metric(
     unit="share",
     bounds=SHARE,
+    label="sparse attention: other keys",
+    meaning="share of (token, layer) whose attention selected another set of keys",
+)
+def keys_disagree_layer(keys_differ: Bools) -> Floats:
+    """Share of (token, layer) pairs whose sets of keys differ. ``keys_differ`` [R, L].
+
+    R: tokens that have more keys to choose from than sparse attention takes.
+    """
+    return floats(keys_differ.mean(axis=1))
+
+
+@metric(
+    unit="share",
+    bounds=SHARE,
+    good="high",
+    label="sparse attention: keys in common",
+    meaning="mean share of the selected keys",
+)
+def keys_overlap(keys_common: Floats) -> Floats:
+    """Mean of |A ∩ B| / K over (token, layer). ``keys_common`` [R]: each token's over layers."""
+    return floats(keys_common)
+
+
+@metric(
+    "ratio",
+    unit="share",
+    combine=quotient,
+    bounds=SHARE,
+    good="neither",
+    label="sparse attention: near-ties",
+    meaning="share of the differing selections that were near-ties",
+)
+def keys_near_tie_flipped(keys_near_tie: Bools, keys_differ: Bools) -> Floats:
+    """Share of the differing sets of keys that were near-ties, both [R, L]."""
+    tied, differ = (keys_near_tie & keys_differ).sum(axis=1), keys_differ.sum(axis=1)
+    return np.stack([tied, differ], axis=1).astype(float)
+
+
+@metric(
+    unit="share",
+    bounds=SHARE,
     label="prompt: flips per layer",
     meaning="the first number, over prompt and tool output: apart from the headline",
 )

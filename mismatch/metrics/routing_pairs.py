@@ -20,6 +20,7 @@ from mismatch.errors import MismatchError
 from mismatch.metrics.registry import Array, floats
 from mismatch.types import Bools, Floats, Ints, Rollout, Routing, Scoring
 
+SLOTS = 32  # up to which comparing each slot with each is faster than sorting
 CHUNK = 1 << 20  # expert ids of a side that are worked on at a time
 NOISE_QUANTILE = 0.99  # of the moves; the rest are tokens whose hidden state was already off
 # Unit roundoff: half the distance from 1 to the next number.
@@ -114,6 +115,14 @@ def in_other(ids: Array, other: Array) -> Bools:
     return chosen
 
 
+def common(ids: Array, other: Array) -> Ints:
+    """Count |A ∩ B| of sets [K, ...]: by sorting where K is large, as in sparse attention."""
+    if len(ids) <= SLOTS:
+        return np.asarray(in_other(ids, other).sum(axis=0, dtype=np.int64))
+    both = np.sort(np.concatenate([ids, other]), axis=0)
+    return np.asarray((both[1:] == both[:-1]).sum(axis=0, dtype=np.int64))
+
+
 def top_expert(ids: Array, weights: Array) -> Array:
     """Expert of the highest weight, [...], of slots [K, ...]; the lowest id where weights tie."""
     heaviest = weights.max(axis=0)
@@ -199,7 +208,7 @@ class _Pairing:
     ) -> None:
         (a, a_weights), (b, b_weights) = left, right
         arrays, k = self.arrays, len(a)
-        in_common = in_other(a, b).sum(axis=0, dtype=np.int64)
+        in_common = common(a, b)
         arrays["differs"][at] = in_common < k
         arrays["overlap"][at] = in_common.mean(axis=1) / k
         arrays["rollout_load"] += self._counts(a)
@@ -249,14 +258,27 @@ def router_noise(rollout: Rollout, train: Scoring, passes: Sequence[Scoring]) ->
     Returns:
         None where the trainer captured no margin, or ran in a dtype of unknown rounding.
     """
-    routing = train.routing
+    rows = action_rows(rollout)
+    return _noise(train, train.routing, {each.name: each.routing for each in passes}, rows)
+
+
+def keys_noise(train: Scoring, passes: Sequence[Scoring]) -> RouterNoise | None:
+    """Return the same of the indexers of sparse attention, over all tokens whose keys were kept."""
+    if train.keys is None:
+        return None
+    others = {each.name: None if each.keys is None else each.keys.choices for each in passes}
+    return _noise(train, train.keys.choices, others, np.arange(len(train.keys.rows)))
+
+
+def _noise(
+    train: Scoring, routing: Routing | None, passes: dict[str, Routing | None], rows: Ints
+) -> RouterNoise | None:
     if routing is None or routing.margin is None:
         return None
-    rows = action_rows(rollout)
-    for other in passes:
-        moves = _moves(routing, other.routing, rows)
+    for name, other in passes.items():
+        moves = _moves(routing, other, rows)
         if any(moves.values()):
-            return RouterNoise(moves, other.name)
+            return RouterNoise(moves, name)
     facts = train.fingerprint
     roundoff = ROUNDOFF.get(str(facts.get("autocast") or facts.get("dtype")))
     if roundoff is None:

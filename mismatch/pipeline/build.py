@@ -40,7 +40,7 @@ from mismatch.analysis.two_passes import mark_injected
 from mismatch.experiments.beyond import long_passes
 from mismatch.experiments.beyond import wanted as with_long_sequence
 from mismatch.experiments.scoring_passes import training_passes
-from mismatch.metrics.routing_pairs import router_noise
+from mismatch.metrics.routing_pairs import keys_noise, router_noise
 from mismatch.models import named
 from mismatch.models.moe import CAPTURED, DENSE, NOT_ASKED
 from mismatch.models.sampling_defaults import not_applied
@@ -59,6 +59,7 @@ from mismatch.run.store import FLOAT32, REFERENCE, REPLAYED, TRAIN, TRAINER_FLOA
 from mismatch.specs import CheckSpec, spec_hash, to_dict
 from mismatch.types import (
     EXACT_KL,
+    KEYS,
     PREFILL,
     ROUTES,
     Check,
@@ -68,6 +69,7 @@ from mismatch.types import (
     Rollout,
     Scoring,
     SidePair,
+    selecting_rows,
 )
 from mismatch.version import __version__
 
@@ -307,9 +309,21 @@ def compare_all(
     if other is not None and not not_finite(other):
         pairs += [(artefacts.train, other, False), (decode, other, lawful)]
     steady = [artefacts.scorings.get(name) for name in (f"{TRAIN}:regrouped", REFERENCE)]
-    noise = router_noise(rollout, artefacts.train, [s for s in steady if s is not None])
+    passes = [scoring for scoring in steady if scoring is not None]
+    noise = router_noise(rollout, artefacts.train, passes)
+    # The float32 reference first: where regrouped passes round alike, they move no margin.
+    selecting = keys_noise(artefacts.train, passes[::-1])
     comparisons = [
-        compare(rollout, left, right, sampled_by_left=law, seed=seed, noise=noise, texts=texts)
+        compare(
+            rollout,
+            left,
+            right,
+            sampled_by_left=law,
+            seed=seed,
+            noise=noise,
+            keys_noise=selecting,
+            texts=texts,
+        )
         for left, right, law in pairs
     ]
     return comparisons, noise_floor(rollout, artefacts.scorings, decode, prefill, seed)
@@ -381,6 +395,7 @@ def _unseen(
     elif REFERENCE not in {pass_.name for pass_ in training_passes(spec)}:
         yield NotTested("float32 reference", "the trainer itself is the float32 reference")
     yield from _without_routes(spec, decode, train)
+    yield from _without_keys(spec, rollout, scorings, decode, train)
     if train.fingerprint.get("device") == "cpu" and not decode.fingerprint.get("server"):
         yield NotTested(
             "GPU kernels",
@@ -439,6 +454,31 @@ def _without_routes(spec: CheckSpec, decode: Scoring, train: Scoring) -> Iterato
         if stated not in (CAPTURED, NOT_ASKED, DENSE):
             reason = f"in the trainer {stated}"
         yield NotTested(ROUTES, reason)
+
+
+def _without_keys(
+    spec: CheckSpec,
+    rollout: Rollout,
+    scorings: dict[str, Scoring],
+    decode: Scoring,
+    train: Scoring,
+) -> Iterator[NotTested]:
+    """Say why selections of sparse attention were not compared, where the model has any."""
+    said = (scoring.fingerprint.get("sparse_top_k") for scoring in scorings.values())
+    top_k = next((value for value in said if value is not None), None)
+    silent = [side.name for side in (decode, train) if side.keys is None]
+    if top_k is None or not silent:
+        return
+    if not spec.train.routing:
+        yield NotTested(KEYS, "route capture was switched off")
+    elif not top_k:
+        yield NotTested(KEYS, "its indexers select pools or blocks of tokens, which are not read")
+    elif not len(np.intersect1d(selecting_rows(rollout, top_k), rollout.actions - 1)):
+        says = f"no sampled token had more than {top_k} keys to choose from"
+        yield NotTested(KEYS, says, f"longer sequences: --max-tokens {top_k}")
+    else:
+        says = f"{' and '.join(silent)} gave none"
+        yield NotTested(KEYS, says, "--engine transformers gives them")
 
 
 def facts(spec: CheckSpec, rollout: Rollout, command: str) -> dict[str, Any]:

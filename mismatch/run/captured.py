@@ -2,8 +2,10 @@
 
 ``routing/<name>.safetensors``: ``ids`` [T, L, K] in one byte per (token, layer, slot) up to 256
 experts and in two above, ``present`` [T], and where they are known ``weights`` [T, L, K] and
-``margin`` [T, L] in float32: a million tokens are 144 MB. ``dists/<name>.safetensors``:
-``positions``, ``logprobs``, ``vocabulary``, and of a top-k ``ids`` and ``rest``.
+``margin`` [T, L] in float32: a million tokens are 144 MB. ``routing/<name>.keys.safetensors``:
+``rows`` [R], ``ids`` [R, L, K] and ``margin`` [R, L] of sparse attention.
+``dists/<name>.safetensors``: ``positions``, ``logprobs``, ``vocabulary``, and of a top-k ``ids``
+and ``rest``.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from mismatch.captures import Distributions, narrowest
 from mismatch.errors import MismatchError
 from mismatch.run import manifest
 from mismatch.run.manifest import readable, require_file, require_schema, write_atomic
-from mismatch.types import Routing
+from mismatch.types import Routing, SparseKeys
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -81,6 +83,7 @@ def load_arrays(run_dir: Path, name: str, schema: str) -> ArrayFile:
 
 
 ROUTING_SCHEMA = "mismatch.routing/1"
+KEYS_SCHEMA = "mismatch.keys/1"
 DISTRIBUTIONS_SCHEMA = "mismatch.distributions/1"
 
 
@@ -96,6 +99,26 @@ def save_routing(run_dir: Path, name: str, routing: Routing) -> None:
         arrays["margin"] = routing.margin.astype(np.float32, copy=False)
     header = {"layers": routing.layers, "num_experts": routing.num_experts}
     save_arrays(run_dir, name, arrays, ROUTING_SCHEMA, header)
+
+
+def save_keys(run_dir: Path, name: str, keys: SparseKeys) -> None:
+    """Write and record what sparse attention selected; ``name`` as for :func:`save_routing`."""
+    chosen = keys.choices
+    arrays: Arrays = {"rows": keys.rows, "ids": chosen.ids.astype(np.uint16, copy=False)}
+    if chosen.margin is not None:
+        arrays["margin"] = chosen.margin.astype(np.float32, copy=False)
+    header = {"layers": chosen.layers, "candidates": chosen.num_experts}
+    save_arrays(run_dir, name, arrays, KEYS_SCHEMA, header)
+
+
+@readable(lambda name: name)
+def load_keys(run_dir: Path, name: str) -> SparseKeys:
+    """Read them; MismatchError if absent, damaged or of another schema."""
+    file = load_arrays(run_dir, name, KEYS_SCHEMA)
+    rows, ids = file.arrays["rows"], file.arrays["ids"]
+    layers, present = tuple(file.header["layers"]), np.ones(len(rows), np.bool_)
+    margin = file.arrays.get("margin")
+    return SparseKeys(rows, Routing(layers, file.header["candidates"], ids, present, margin=margin))
 
 
 @readable(lambda name: name)

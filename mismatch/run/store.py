@@ -73,6 +73,7 @@ class ScoringHeader(TypedDict, total=False):
     fingerprint: Required[SideFacts]
     spec: dict[str, Any]  # where one was given
     routing: bool
+    keys: bool
     distributions: bool
 
 
@@ -209,6 +210,10 @@ def save_scoring(
         inputs.append(routing_file(scoring.name))
         captured.save_routing(run_dir, inputs[-1], scoring.routing)
         header["routing"] = True
+    if scoring.keys is not None:
+        inputs.append(keys_file(scoring.name))
+        captured.save_keys(run_dir, inputs[-1], scoring.keys)
+        header["keys"] = True
     if scoring.distributions is not None:
         inputs.append(distributions_file(scoring.name))
         captured.save_distributions(run_dir, inputs[-1], scoring.distributions)
@@ -240,6 +245,7 @@ def load_scoring(run_dir: Path | str, name: str) -> Scoring:
         extra={k.removeprefix("extra."): v for k, v in columns.items() if k.startswith("extra.")},
         distributions=load_distributions(run_dir, name) if header.get("distributions") else None,
         likeliest=_likeliest(columns),
+        keys=captured.load_keys(run_dir, keys_file(name)) if header.get("keys") else None,
     )
 
 
@@ -277,6 +283,11 @@ def scoring_file(name: str) -> str:
 def routing_file(name: str) -> str:
     """Return the path of a scoring's experts inside its run directory."""
     return f"routing/{_stem(name)}.safetensors"
+
+
+def keys_file(name: str) -> str:
+    """Return the path of a scoring's sparse selections inside its run directory."""
+    return f"routing/{_stem(name)}.keys.safetensors"
 
 
 def distributions_file(name: str) -> str:

@@ -28,12 +28,23 @@ from mismatch.training.distributed import MemoryPeak, World
 from mismatch.training.load import LoadedModel, resident_share
 from mismatch.training.logprobs import DistributionCapture, TokenStats
 from mismatch.training.packing import plan_batches
+from mismatch.training.routing.keys import KeyRecorder, KeyRows, sparse_top_k
 from mismatch.training.routing.replay import ReplaySource
 from mismatch.training.scorer import ForwardOptions, Scorer
 from mismatch.training.sequence_parallel import SequenceParallel
 from mismatch.training.source import model_directory
 from mismatch.training.validate import DeviceBatch, prepare_pass, to_device
-from mismatch.types import Ints, NotTested, Rollout, Routing, Scoring, SideFacts
+from mismatch.types import (
+    Bools,
+    Ints,
+    NotTested,
+    Rollout,
+    Routing,
+    Scoring,
+    SideFacts,
+    SparseKeys,
+    kept_rows,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +56,7 @@ class MicroBatchScores:
         targets: [a] indices into T of the action tokens, the rows of ``stats``.
         routes: ids [n, L, K], weights [n, L, K] and margin [n, L], those that were recorded.
         overruled: (token, layer) pairs whose own choice of experts was replaced by replay.
+        keys: rows [R] of T, ids [R, L, K] and margin [R, L] of sparse attention, where recorded.
     """
 
     tokens: Ints
@@ -52,6 +64,7 @@ class MicroBatchScores:
     stats: dict[str, np.ndarray]
     routes: dict[str, np.ndarray]
     overruled: int
+    keys: dict[str, np.ndarray]
 
 
 def score_pass(
@@ -115,6 +128,10 @@ def run_batches(
     lengths = [int(n) for n in np.diff(rollout.offsets)]
     batches = plan_batches(lengths, job.spec.micro_batch_tokens, job.spec.layout)
     parallel = SequenceParallel.of(world, job.spec.sequence_parallel)
+    selecting = np.zeros(len(rollout.token_ids), np.bool_)
+    sparse = loaded.scorer.sparse
+    if sparse and options.routing and job.spec.sequence_parallel == 1:
+        selecting[kept_rows(rollout, sparse[0].top_k, len(sparse))] = True
     progress = Reporter(job.name, "tokens")
     parts, done = [], 0
     with parallel.installed(loaded.attention.implementation):
@@ -124,7 +141,7 @@ def run_batches(
             # FSDP2 gathers in step: a rank without work repeats a batch and drops the result.
             group = batches[0 if idle else own]
             inputs = to_device(rollout, group, job.spec, options, world.device, source, parallel)
-            part = _forward(loaded, inputs)
+            part = _forward(loaded, inputs, selecting, source)
             if not idle:
                 parts.append(part)
             done += sum(batch.tokens for batch in batches[first : first + parallel.count])
@@ -133,11 +150,24 @@ def run_batches(
     return parts
 
 
-def _forward(loaded: LoadedModel, inputs: DeviceBatch) -> MicroBatchScores:
+def _forward(
+    loaded: LoadedModel, inputs: DeviceBatch, selecting: Bools, source: ReplaySource | None
+) -> MicroBatchScores:
+    """Run one micro-batch; ``selecting`` [T]: tokens whose sparse selections are kept."""
     batch, scorer, capture = inputs.batch, loaded.scorer, inputs.options.capture
     captured = None if capture is None else capture.rows(inputs.targets)
+    wanted, recorder = selecting[inputs.tokens], None
+    if wanted.any():
+        replayed = None if source is None else source.keys_of(inputs.tokens[wanted])
+        recorder = KeyRecorder(scorer.sparse, KeyRows.of(batch, torch.from_numpy(wanted), replayed))
     values, layers = scorer(
-        scorer.score, batch, inputs.predicting, inputs.target_ids, inputs.options, captured
+        scorer.score,
+        batch,
+        inputs.predicting,
+        inputs.target_ids,
+        inputs.options,
+        captured,
+        recorder,
     )
     stats = {
         field.name: value.detach().cpu().numpy()
@@ -153,7 +183,11 @@ def _forward(loaded: LoadedModel, inputs: DeviceBatch) -> MicroBatchScores:
     if layers:
         routes["ids"] = routes["ids"].astype(narrowest(scorer.moe[0].num_experts))
     overruled = 0 if inputs.replay is None else inputs.replay.overruled
-    return MicroBatchScores(inputs.tokens, inputs.targets, stats, routes, overruled)
+    keys: dict[str, np.ndarray] = {}
+    if recorder is not None and (seen := recorder.finished()) is not None:
+        ids, margin = seen.ids.cpu().numpy(), seen.margin.cpu().numpy()
+        keys = {"rows": inputs.tokens[wanted], "ids": ids.astype(np.uint16), "margin": margin}
+    return MicroBatchScores(inputs.tokens, inputs.targets, stats, routes, overruled, keys)
 
 
 def _assemble(
@@ -186,6 +220,10 @@ def _assemble(
             present=np.ones(len(rollout.token_ids), np.bool_),
             **routes,
         )
+    keys = None
+    if recorded := [part.keys for part in parts if part.keys]:
+        joined = {key: np.concatenate([each[key] for each in recorded]) for key in recorded[0]}
+        keys = SparseKeys.of(rollout, [layer.index for layer in loaded.scorer.sparse], joined)
     extra = {"untempered": "logprobs_untempered", "kept_mass": "kept_mass"}
     kept = "likeliest" in stats
     return Scoring(
@@ -198,6 +236,7 @@ def _assemble(
         routing=routing,
         extra={label: stats[k].astype(np.float64) for k, label in extra.items() if k in stats},
         likeliest=Likeliest(stats["likeliest_ids"], stats["likeliest"]) if kept else None,
+        keys=keys,
     )
 
 
@@ -263,6 +302,8 @@ def fingerprint(
         "weights_comparable": comparable(loaded.master_dtype),
     }
     facts |= adapter_facts(spec.adapter, "merged")
+    if (top_k := sparse_top_k(scorer.decoder)) is not None:
+        facts["sparse_top_k"] = top_k
     if loaded.attention.tried:  # kernels that were run before one was trusted
         facts["attention_candidates"] = list(loaded.attention.tried)
     if loaded.dropout:

@@ -28,6 +28,7 @@ from mismatch.training.logprobs import (
 from mismatch.training.packing import Batch
 from mismatch.training.routing.capture import LayerRoutes, moe_layers, recording
 from mismatch.training.routing.interventions import RouterIntervention, intervening
+from mismatch.training.routing.keys import KeyRecorder, key_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class Scorer(nn.Module):
         self.model = model
         self.decoder_config = model.config.get_text_config()
         self.moe = moe_layers(self.decoder)
+        self.sparse = key_layers(self.decoder)
 
     @property
     def decoder(self) -> nn.Module:
@@ -87,11 +89,13 @@ class Scorer(nn.Module):
         targets: torch.Tensor,
         options: ForwardOptions,
         captured: CapturedRows | None = None,
+        keys: KeyRecorder | None = None,
     ) -> tuple[tuple[torch.Tensor | None, ...], list[LayerRoutes] | None]:
         """Return statistics of ``targets`` [n], each predicted at flattened row ``predicting`` [n].
 
         Args:
             captured: the targets whose full distributions are kept.
+            keys: records what sparse attention selects.
 
         Returns:
             The fields of :class:`TokenStats`, and the routes of every MoE layer or None.
@@ -102,6 +106,8 @@ class Scorer(nn.Module):
             with ExitStack() as routers:
                 routers.enter_context(intervening(self.decoder, self.moe, options.interventions))
                 recorder = routers.enter_context(recording(self.moe)) if options.routing else None
+                if keys is not None:
+                    routers.enter_context(keys.recording())
                 hidden = self.hidden(batch)
             routes = recorder.finished() if recorder is not None else None
             stats = token_stats(

@@ -11,11 +11,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from mismatch.metrics.routing_pairs import pair_routing
 from mismatch.run import store
+from mismatch.types import KEYS
 from tests import families
+from tests.command import mismatch
 from tests.conftest import grid
 from tests.contract.conftest import installed
 from tests.integration.conftest import Run, run_check
@@ -155,3 +159,33 @@ def test_layers_of_different_width_are_refused() -> None:
 
     config = families.configuration("hunyuan_v1_moe", moe_topk=[1, 2, 2, 2])
     assert "moe_topk" in (why_unreadable(config, torch.nn.Linear(1, 1)) or "")
+
+
+# ---------------------------------------------------------------- sparse attention
+
+
+@pytest.mark.grid
+def test_keys_of_sparse_attention_are_compared_and_replayed(tmp_path: Path) -> None:
+    model = families.write("deepseek_v32", tmp_path / "model", index_topk=8)
+    prompts = families.write_prompts(tmp_path / "prompts.jsonl", 4)
+    flags = ["--model", model, "--prompts", prompts, "--engine", "transformers"]
+    flags += ["--nproc-per-node", "2", "--samples-per-prompt", "2", "--max-tokens", "16"]
+    run = run_check(tmp_path / "run", *map(str, flags))
+    run.require_judged()
+    assert KEYS not in {entry["what"] for entry in run.report["not_tested"]}
+    routing = run.headline["routing"]
+    assert 100 < routing["keys_disagree_layer"]["n_tokens"] <= run.report["run"]["n_tokens"]
+    assert routing["keys_overlap"]["value"] > 0.9
+    done = mismatch("score", run.directory, "--replay-routing", "ids", "--name", "replayed")
+    assert done.returncode == 0, done.stderr
+    sides = ("transformers:decode", "fsdp", "replayed")
+    decode, plain, replayed = (store.load_scoring(run.directory, name) for name in sides)
+    assert decode.keys is not None
+    assert plain.keys is not None
+    assert replayed.keys is not None
+    assert replayed.fingerprint["replay"]["keys"] == len(decode.keys.rows)
+    rollout, rows = store.load_rollout(run.directory), np.arange(len(decode.keys.rows))
+    own, chosen = decode.keys.choices, (plain.keys.choices, replayed.keys.choices)
+    other, same = (pair_routing(rollout, own, each, rows).differs for each in chosen)
+    assert not same.any()
+    assert other.any()

@@ -41,6 +41,8 @@ from mismatch.types import Floats, Sampling, SideFacts
 if TYPE_CHECKING:
     import torch
 
+    from mismatch.training.routing.keys import KeyRecorder
+
 
 # An expert that a token went to: its id, and its weight among the token's experts.
 EXPERT = np.dtype([("id", np.uint16), ("weight", np.float32)])
@@ -53,6 +55,7 @@ class SequenceState:
     Attributes:
         job: (prompt, sample).
         routed: experts [tokens, L, K] of every forward so far, as ``EXPERT``.
+        keys: sparse selections [tokens, L, K] of every forward so far, as ``Sample.keys``.
         likeliest: ids and logprobs [k] each of every sampled token, where they are kept.
     """
 
@@ -61,6 +64,7 @@ class SequenceState:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routed: list[NDArray[Any]] = field(default_factory=list)
+    keys: list[NDArray[Any]] = field(default_factory=list)
     likeliest: list[tuple[NDArray[Any], NDArray[Any]]] = field(default_factory=list)
 
     @classmethod
@@ -74,10 +78,12 @@ class SequenceState:
     def finish(self, reason: str) -> Sample:
         logprobs = np.asarray(self.logprobs, np.float64)
         top = Likeliest.of(*zip(*self.likeliest, strict=True)) if self.likeliest else None
+        keys = np.concatenate(self.keys) if self.keys else None
         if not self.routed:
-            return Sample(self.ids, logprobs, reason, likeliest=top, cached=0)
+            return Sample(self.ids, logprobs, reason, likeliest=top, cached=0, keys=keys)
         routed = np.concatenate(self.routed)
-        return Sample(self.ids, logprobs, reason, routed["id"], routed["weight"], top, cached=0)
+        experts = routed["id"], routed["weight"]
+        return Sample(self.ids, logprobs, reason, *experts, top, cached=0, keys=keys)
 
 
 def draw(rows: Sequence[SequenceState], logprobs: torch.Tensor, greedy: bool) -> None:
@@ -140,6 +146,7 @@ class TransformersEngine(Engine):
 
         from mismatch.training.attention.resolve import resolve_for
         from mismatch.training.routing.capture import moe_layers, require_readable
+        from mismatch.training.routing.keys import key_layers
         from mismatch.training.source import skeleton
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -154,6 +161,7 @@ class TransformersEngine(Engine):
             require_readable(config, bare)
         self.model = self._load(config)
         self._moe = moe_layers(self.model) if self.spec.routing and self.info.moe else []
+        self._sparse = key_layers(self.model) if self.spec.routing else []
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -222,7 +230,7 @@ class TransformersEngine(Engine):
 
         count = len(jobs) // len(prompts)
         cache: Any = DynamicCache(config=self.model.config)
-        logits, routed = self._forward(torch.tensor(prompts, device=self.device), cache)
+        logits, routed, keys = self._forward(torch.tensor(prompts, device=self.device), cache)
         # Every kind of layer can be reordered; those with a recurrent state know nothing else.
         cache.reorder_cache(torch.arange(len(prompts), device=self.device).repeat_interleave(count))
         logits = logits.repeat_interleave(count, dim=0)
@@ -231,10 +239,15 @@ class TransformersEngine(Engine):
         prompt_of = {job[0]: prompts[n // count] for n, job in enumerate(jobs)}
         if routed is not None:
             routed = routed.repeat(count, axis=0)
+        if keys is not None:
+            keys = keys.repeat(count, axis=0)
         while True:
             if routed is not None:
                 for row, part in zip(rows, routed, strict=True):
                     row.routed.append(part)
+            if keys is not None:
+                for row, part in zip(rows, keys, strict=True):
+                    row.keys.append(part)
             if self._recorder is not None:
                 places = [self._places[row.job] for row in rows]
                 taken = [len(row.ids) for row in rows]
@@ -262,7 +275,7 @@ class TransformersEngine(Engine):
                 cache.reorder_cache(torch.tensor(keep, device=self.device))
                 rows = [rows[index] for index in keep]
             last = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)
-            logits, routed = self._forward(last, cache)
+            logits, routed, keys = self._forward(last, cache)
 
     def stop_at(self, texts: Sequence[str]) -> None:
         self._stop = tuple(texts)
@@ -282,22 +295,56 @@ class TransformersEngine(Engine):
     def captured_distributions(self) -> dict[str, NDArray[Any]]:
         return self._recorder.collected() if self._recorder else {}
 
-    def _forward(self, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, NDArray[Any] | None]:
-        """Return logits after the last token, [B, V], and experts of all, [B, tokens, L, K]."""
+    def _forward(
+        self, ids: torch.Tensor, cache: Any
+    ) -> tuple[torch.Tensor, NDArray[Any] | None, NDArray[Any] | None]:
+        """Return logits after the last token, [B, V], and the choices of all tokens.
+
+        Those are experts, [B, tokens, L, K], and keys of sparse attention, as ``Sample.keys``.
+        """
         from mismatch.training.routing.capture import recording
 
-        with recording(self._moe) if self._moe else contextlib.nullcontext() as recorder:
+        selecting = self._selections(ids, cache)
+        with contextlib.ExitStack() as stack:
+            recorder = stack.enter_context(recording(self._moe)) if self._moe else None
+            if selecting is not None:
+                stack.enter_context(selecting.recording())
             out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits = out.logits[:, -1]
+        logits, keys = out.logits[:, -1], None
+        if selecting is not None:
+            shape = (
+                len(ids),
+                len(selecting.rows.flat) // len(ids),
+                len(self._sparse),
+                self._sparse[0].top_k,
+            )
+            if not shape[1]:
+                keys = np.zeros(shape, np.uint16)
+            elif (seen := selecting.finished()) is not None:
+                keys = seen.ids.cpu().numpy().astype(np.uint16).reshape(shape)
         if recorder is None:
-            return logits, None
+            return logits, None, keys
         layers = recorder.finished()
         experts = np.empty((*ids.shape, len(layers), layers[0].ids.shape[-1]), EXPERT)
         for column, routes in enumerate(layers):
             shape = (*ids.shape, -1)
             experts["id"][:, :, column] = routes.ids.cpu().numpy().reshape(shape)
             experts["weight"][:, :, column] = routes.weights.cpu().numpy().reshape(shape)
-        return logits, experts
+        return logits, experts, keys
+
+    def _selections(self, ids: torch.Tensor, cache: Any) -> KeyRecorder | None:
+        """Return what records the keys of those tokens that have more than K to choose from."""
+        import torch
+
+        from mismatch.training.routing.keys import KeyRecorder, KeyRows
+
+        if not self._sparse:
+            return None
+        past, (rows, tokens) = int(cache.get_seq_length()), ids.shape
+        first = min(max(self._sparse[0].top_k - past, 0), tokens)
+        flat = torch.arange(rows * tokens, device=self.device).reshape(rows, tokens)[:, first:]
+        flat = flat.reshape(-1)
+        return KeyRecorder(self._sparse, KeyRows(flat, torch.zeros_like(flat)))
 
     # ------------------------------------------------------------ prefill
 
@@ -324,6 +371,9 @@ class TransformersEngine(Engine):
         return scores
 
     # ------------------------------------------------------------ what ran
+
+    def key_layers(self) -> tuple[int, ...]:
+        return tuple(layer.index for layer in self._sparse)
 
     def experts(self) -> ExpertLayout | None:
         if not self._moe:

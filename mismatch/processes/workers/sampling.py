@@ -16,6 +16,7 @@ from mismatch.codec import to_json
 from mismatch.engines.artefacts import (
     build_rollout,
     decode_fingerprint,
+    decode_keys,
     decode_routing,
     decode_scoring,
     response_rewards,
@@ -239,7 +240,11 @@ def with_distributions(
 def with_routes(
     engine: Engine, trajectories: Sequence[Trajectory], decode: Scoring, rollout: Rollout
 ) -> Scoring:
-    """Return the scoring with its routed experts, or with why there are none to be trusted."""
+    """Return the scoring with its routed experts, or with why there are none to be trusted.
+
+    What sparse attention selected comes with them, where the engine gives it.
+    """
+    decode = replace(decode, keys=decode_keys(engine, trajectories, rollout))
     routed = [sample.routed for trajectory in trajectories for sample in trajectory.responses]
     several = any(rows is not None and rows.shape[-1] > 1 for rows in routed)
     reason = f"{engine.name}: {NEVER_WRITTEN}"

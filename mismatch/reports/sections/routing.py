@@ -55,6 +55,8 @@ CORE = (
     "routing_near_tie_flipped",
     "routing_delta2_share",
     "routing_prompt_disagree_layer",
+    "keys_disagree_layer",
+    "keys_overlap",
 )
 LAYERS = (
     Column("layer", text),
@@ -115,10 +117,24 @@ def _short(comparison: Comparison) -> str:
         return "replayed, so they agree by construction"
     flips = comparison.routing.get("routing_disagree_layer")
     ties = comparison.routing.get("routing_near_tie_flipped")
+    keys = comparison.routing.get("keys_disagree_layer")
+    sparse = "" if keys is None else f"; sparse attention: {percent(keys.value)} of selections"
     if flips is None or flips.value == 0.0:
-        return "" if flips is None else NO_FLIP
+        return "" if flips is None else NO_FLIP + sparse
     near = f"; {percent(ties.value)} of these are near-ties" if ties is not None else ""
-    return f"{percent(flips.value)} of choices differ{near}"
+    return f"{percent(flips.value)} of choices differ{near}{sparse}"
+
+
+def _keys(routing: dict[str, Estimate]) -> list[str]:
+    """Return what sparse attention selected, in one sentence."""
+    if (differ := routing.get("keys_disagree_layer")) is None:
+        return []
+    common, ties = routing["keys_overlap"], routing.get("keys_near_tie_flipped")
+    near = "" if ties is None else f"; {percent(ties.value)} of these are near-ties"
+    return [
+        f"Sparse attention: {percent(differ.value)}{_between(differ)} of selections differ{near}. "
+        f"{percent(common.value)} of the selected keys are the same."
+    ]
 
 
 def _layers(table: Table) -> list[Cells]:
@@ -167,6 +183,7 @@ def sentences(comparison: Comparison) -> list[str]:
     elif any_layer.value == 0.0 and not given:
         tokens = plural(any_layer.n_tokens, "token")
         texts.append(f"{NO_FLIP} of {tokens}: there is no harm to measure.")
+    texts += _keys(routing)
     texts += [f"Left out: {fact}." for fact in noted.get("layers left out", ())]
     return texts + [f"Not measured: {fact}." for fact in noted.get("not measured", ())]
 

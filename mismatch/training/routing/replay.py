@@ -37,7 +37,7 @@ from mismatch.training.routing.interventions import (
     intervening,
 )
 from mismatch.training.scorer import Scorer
-from mismatch.types import Ints, Rollout, Routing, Scoring
+from mismatch.types import Ints, Rollout, Routing, Scoring, SparseKeys, selecting_rows
 
 TOPK = (torch.topk, torch.Tensor.topk)
 MAX = (torch.max, torch.Tensor.max)
@@ -50,11 +50,13 @@ class ReplaySource:
     Attributes:
         name: of the scoring that captured them.
         mode: "ids" or "ids+weights".
+        keys: what sparse attention selected, where it was kept of every token.
     """
 
     name: str
     mode: ReplayMode
     routing: Routing
+    keys: SparseKeys | None = None
 
     @classmethod
     def of(cls, scoring: Scoring, mode: ReplayMode, rollout: Rollout) -> ReplaySource:
@@ -84,7 +86,10 @@ class ReplaySource:
                     f"{token} at layer {routing.layers[layer]}",
                     "use --replay-routing ids, or run without routing: --no-routing",
                 )
-        return cls(scoring.name, mode, routing)
+        keys = scoring.keys
+        if keys and len(keys.rows) < len(selecting_rows(rollout, keys.choices.top_k)):
+            keys = None
+        return cls(scoring.name, mode, routing, keys)
 
     def require_fits(self, layers: list[MoeLayer]) -> None:
         """Check that the routes belong to a model with these MoE layers.
@@ -129,16 +134,30 @@ class ReplaySource:
         columns = {layer: column for column, layer in enumerate(self.routing.layers)}
         return Replay(self.name, columns, replayed, ids, weights)
 
+    def keys_of(self, tokens: Ints) -> torch.Tensor | None:
+        """Return what sparse attention selected for these tokens, [r, L, K].
+
+        Args:
+            tokens: [r] rows of T, all among those whose selections were kept.
+        """
+        if self.keys is None:
+            return None
+        ids = self.keys.choices.ids[np.searchsorted(self.keys.rows, tokens)]
+        return torch.from_numpy(ids.astype(np.int64))
+
     def facts(self, overruled: int) -> Replayed:
         """Return what is said of it; ``overruled``: choices that it changed."""
         replayed = int(self.routing.present.sum())
-        return {
+        facts: Replayed = {
             "mode": self.mode,
             "source": self.name,
             "rows_replayed": replayed,
             "rows_own": len(self.routing.present) - replayed,
             "overruled": overruled,
         }
+        if self.keys is not None:
+            facts["keys"] = len(self.keys.rows)
+        return facts
 
 
 class Replay(RouterIntervention):
