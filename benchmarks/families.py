@@ -69,6 +69,7 @@ class Result:
         nats: mean |delta|.
         gap: the larger of the two float32 gaps, nats; None: not measured.
         routing: share of tokens with another expert in some layer; None: not captured.
+        keys: share of the selections of sparse attention that differ; None: none were made.
         located: "side site [layers]" of the sources that `locate` named.
         cannot: why it could not.
     """
@@ -79,6 +80,7 @@ class Result:
     nats: float = 0.0
     gap: float | None = None
     routing: float | None = None
+    keys: float | None = None
     side: str = ""
     failed: tuple[str, ...] = ()
     located: tuple[str, ...] = ()
@@ -109,6 +111,7 @@ def result(fault: str, place: str, home: Path, flags: tuple[str, ...]) -> Result
     headline = asdict(headline_of(built))
     square = report.get("square") or {}
     gaps = [gap["size"]["value"] for gap in square.get("gaps", ())]
+    keys = report["comparisons"][0]["routing"].get("keys_disagree_layer")
     return Result(
         verdict=report["verdict"]["status"],
         exit_code=headline["exit_code"],
@@ -116,6 +119,7 @@ def result(fault: str, place: str, home: Path, flags: tuple[str, ...]) -> Result
         nats=headline["logprob_abs_diff_mean"],
         gap=max(gaps, default=None),
         routing=headline["routing_disagree_any"],
+        keys=keys["value"] if keys else None,
         side=headline.get("side_at_fault") or "",
         failed=tuple(check["id"] for check in report["checks"] if check["status"] == "failed"),
         located=located(run_dir),
@@ -174,6 +178,8 @@ def note(row: Row) -> str:
     if not reason and clean.verdict != "healthy":
         reason = ", ".join(f"`{check}`" for check in clean.failed) or clean.reason
     text = NOTES.get(row.family) or reason
+    if clean.keys is not None:
+        text += f"; {clean.keys:.2%} of the selections of sparse attention differ"
     return text and f"- `{row.family}`: {text.rstrip('.')}."
 
 

@@ -39,7 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "ernie4_5_moe": {},
     "deepseek_v3": _LATENT,
-    "deepseek_v32": _LATENT,
+    "deepseek_v32": _LATENT | {"index_topk": 32},
     "qwen3_next": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "falcon_h1": {
         "intermediate_size": 256,

@@ -67,11 +67,12 @@ WORLD = """
 import os
 import sys
 
-if "RANK" in os.environ or "mismatch.features.locate.worker" in sys.orig_argv:
+located = "mismatch.features.locate.worker" in sys.orig_argv
+if "RANK" in os.environ or located:
     import planted_sides
 
     planted_sides.plant_in_world()
-elif "mismatch.processes.workers.session" in sys.orig_argv:
+if located or "mismatch.processes.workers.session" in sys.orig_argv:
     import planted_sides
 
     planted_sides.plant_in_engine()
