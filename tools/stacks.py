@@ -123,7 +123,7 @@ def made(folder: Path, below: list[Path], installs: list[list[str]]) -> Path:
     paths = [str(next((each / "lib").glob("python*/site-packages"))) for each in below]
     (site / "below.pth").write_text("\n".join(paths) + "\n")
     for arguments in installs:
-        command = [str(python), "-m", "pip", "install", "-q", *arguments]
+        command = [str(python), "-m", "pip", "install", "-q", "--no-compile", *arguments]
         subprocess.run(
             command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

@@ -37,8 +37,9 @@ from mismatch.models.digests import digest_tensor
 from mismatch.models.sizes import sized
 from mismatch.models.weight_states import Prints
 from mismatch.prompts.prompt import Prompt
+from mismatch.run import store
 from mismatch.run.directory import load_spec
-from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, Sampling, TrainSpec
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, Sampling, TrainSpec, to_dict
 from mismatch.types import Floats, Rollout, Scoring
 from tests.checkpoints import rollout
 from tests.made_run import make_run
@@ -355,6 +356,17 @@ def test_a_loop_takes_the_sides_of_a_check(tmp_path: Path) -> None:
         loop_spec(flags)
     assert caught.value.fix
     assert len(loop.options) <= 30  # type: ignore[attr-defined]
+
+
+def test_a_loop_like_a_run_of_few_layers_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    spec = load_spec(run)
+    few = replace(spec, train=replace(spec.train, layers=3))
+    store.write_json(run / "spec.json", to_dict(few))
+    flags = Flags({option.name: option.default for option in loop.options} | {"like": run})  # type: ignore[attr-defined]
+    with pytest.raises(MismatchError, match="3 layers") as caught:
+        loop_spec(flags)
+    assert caught.value.fix
 
 
 def test_a_loop_says_what_its_check_found_of_each_arm(tmp_path: Path) -> None:
