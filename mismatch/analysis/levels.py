@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mismatch.analysis.thresholds import (
@@ -48,6 +49,8 @@ NO_COLUMN = "not judged"
 TAILS = {"heavy-tail", "heavy-prompts"}
 UNEVEN = ("k3_kl",)  # metrics whose intervals are too short where few prompts carry them
 ARMS = 2.0
+EXACT = "exact_kl"
+MORE_TOKENS = 4  # times the exact KL's positions: k3 of one token varies more than the KL there
 LEAST_LENGTH = 0.25  # of the planned response length, that responses have on average: our judgement
 MOST_PROMPTS = 10_000  # advice beyond this is none
 FAIL_ON = ("tolerable", "inconclusive", "unfit", "broken")
@@ -127,10 +130,36 @@ def judge(
     """Every metric of the comparison that has a level in the column, in the table's order."""
     table = default_thresholds() if thresholds is None else thresholds
     measured = {**comparison.metrics, **comparison.routing}
-    return tuple(
-        judge_one(metric, measured[metric], columns[column])
-        for metric, columns in table.items()
-        if column is not None and column in columns and metric in measured
+    judgements = []
+    for metric, columns in table.items():
+        if column is not None and column in columns and metric in measured:
+            judged = judge_one(metric, measured[metric], columns[column])
+            if metric == EXACT and judged.inconclusive and _k3_decides(comparison, columns[column]):
+                judged = replace(judged, status="healthy", deciding_prompts=None)
+            judgements.append(judged)
+    return tuple(judgements)
+
+
+def _k3_decides(comparison: Comparison, level: Level) -> bool:
+    """Return whether k3 over all tokens shows that an exact KL that spans a bound is healthy.
+
+    Both estimate one KL(rollout‖train). A few positions with a large KL make the exact KL's
+    interval wide, and k3 has far more tokens. But k3 hardly sees tokens that the engine rarely
+    samples: what that may cost is known from the distributions. k3 never decides against the exact
+    KL's value or lower end.
+    """
+    metrics = comparison.metrics
+    exact, k3, spread = (metrics.get(name) for name in (EXACT, "k3_kl", "k3_spread_at_exact"))
+    if not comparison.sampled_by_left or exact is None or k3 is None or spread is None:
+        return False
+    if exact.low is None or k3.high is None or k3.n_tokens < MORE_TOKENS * exact.n_tokens:
+        return False
+    chance = ARMS * spread.value / math.sqrt(k3.n_tokens)
+    return (
+        exact.value <= level.healthy
+        and exact.low <= k3.high
+        and k3.value + chance <= level.healthy
+        and judge_one("k3_kl", k3, level).status == "healthy"
     )
 
 
@@ -330,7 +359,8 @@ def _fitness(
 
 def _reason(status: Status, deciding: list[Judgement], total: int) -> str:
     if status == "healthy":
-        return f"all {total} judged metrics are within their healthy bounds"
+        other = f" ({EXACT} by k3_kl, which estimates it)" if deciding[-1].inconclusive else ""
+        return f"all {total} judged metrics are within their healthy bounds{other}"
     names = ", ".join(item.metric for item in deciding[1:])
     first = deciding[0]
     text = f"{first.metric} {first.value:.3g}"

@@ -63,7 +63,8 @@ def divergences(left: Floats, right: Floats) -> dict[str, Floats]:
         "kl": KL(left ‖ right), infinite where right excludes what left samples. "reverse_kl":
         KL(right ‖ left), absent where left excludes what right allows (top-p, top-k): it is
         infinite there. "tv": total variation, half of sum |p - q|. "agree": 1.0 where the most
-        likely outcome is the same. "variance": of log p/q under left.
+        likely outcome is the same. "variance": of log p/q under left. "k3_variance": of k3 under
+        left, absent where "reverse_kl" is: k3 never sees what left excludes.
 
     Raises:
         EmptyComparison: no position.
@@ -78,24 +79,29 @@ def divergences(left: Floats, right: Floats) -> dict[str, Floats]:
             raise MismatchError(f"exact KL: NaN or infinite log-probabilities on the {name} side")
     parts = [_of_rows(left[i : i + ROWS], right[i : i + ROWS]) for i in range(0, len(left), ROWS)]
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    if not np.isfinite(joined["reverse_kl"]).all():
-        del joined["reverse_kl"]
+    for name in ("reverse_kl", "k3_variance"):
+        if not np.isfinite(joined[name]).all():
+            del joined[name]
     return joined
 
 
 def _of_rows(left: Floats, right: Floats) -> dict[str, Floats]:
     p, q = np.exp(left), np.exp(right)
     value = kl_terms(left, right)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         square = np.where(p > 0.0, p * (right - left) ** 2, 0.0).sum(axis=1)
         variance = np.maximum(square - value**2, 0.0)
         variance = np.where(np.isfinite(value), variance, np.inf)
+        k3 = exp_minus_linear(np.where(p > 0.0, right - left, 0.0))
+        unseen = np.where(((p == 0.0) & (q > 0.0)).any(axis=1), np.inf, 0.0)
+        k3_variance = np.maximum((p * k3**2).sum(axis=1) - value**2, 0.0) + unseen
     return {
         "kl": value,
         "reverse_kl": kl_terms(right, left),
         "tv": np.abs(p - q).sum(axis=1) / 2.0,
         "agree": np.asarray(left.argmax(axis=1) == right.argmax(axis=1), np.float64),
         "variance": np.asarray(variance, np.float64),
+        "k3_variance": np.asarray(k3_variance, np.float64),
     }
 
 
@@ -128,6 +134,8 @@ def arrays_of(terms: dict[str, Floats], *, whole: bool) -> dict[str, Array]:
     arrays: dict[str, Array] = {f"exact_{name}{suffix}": terms[name] for name in names}
     if whole:  # the most likely of k + 1 outcomes may be all the others together
         arrays["exact_argmax_agree"] = terms["agree"]
+        if "k3_variance" in terms:
+            arrays["k3_variance"] = terms["k3_variance"]
     return arrays
 
 
@@ -221,6 +229,22 @@ def _at_exact(name: str, label: str, meaning: str) -> Function:
 
 kl_at_exact = _at_exact("kl", "k1, same positions", "what k1 says of the same positions")
 k3_kl_at_exact = _at_exact("k3_kl", "k3, same positions", "what k3 says of the same positions")
+
+
+@metric(
+    "extreme",
+    unit="nats",
+    bounds=POSITIVE,
+    good="neither",
+    label="k3, spread by chance",
+    meaning="over √tokens: how far mean k3 may be from the KL by the choice of tokens alone",
+)
+def k3_spread_at_exact(k3_variance: Floats) -> float:
+    """Standard deviation of one token's k3, from the distributions at the sampled positions.
+
+    Unlike the spread of k3 itself it counts tokens that were not sampled.
+    """
+    return math.sqrt(float(k3_variance.mean()))
 
 
 @metric(

@@ -134,7 +134,9 @@ class Row:
         words = wording("flags")
         notes = [words.get(flag, line(flag)) for flag in self.estimate.flags]
         judgement = self.judgement
-        if judgement and judgement.inconclusive:
+        if judgement and judgement.inconclusive and judgement.status == "healthy":
+            notes.append("its interval spans a level; k3 of all tokens, the same KL, decides")
+        elif judgement and judgement.inconclusive:
             wanted = judgement.deciding_prompts
             decides = f"; about {plural(wanted, 'prompt')} would decide" if wanted else ""
             notes.append(f"the interval spans a level{decides}")
@@ -424,7 +426,8 @@ def _measure(report: Report) -> str:
 def _more_prompts(report: Report) -> list[str]:
     """Return how many prompts would decide the metrics whose intervals span a level."""
     verdict, measured = report.verdict, headline(report).metrics
-    spans = [item for item in verdict.judgements if item.inconclusive and item.metric in measured]
+    judged = [item for item in verdict.judgements if item.status != "healthy"]
+    spans = [item for item in judged if item.inconclusive and item.metric in measured]
     deciding = [item for item in spans if item.status == verdict.status] or spans
     known = [item.deciding_prompts for item in deciding if item.deciding_prompts]
     if known and len(known) == len(deciding):

@@ -19,6 +19,8 @@ import torch
 from mismatch import captures
 from mismatch.analysis.comparison import compare
 from mismatch.analysis.exact_kl import CHECK, exact_checks, exact_estimates, exact_reason
+from mismatch.analysis.levels import judge
+from mismatch.analysis.thresholds import Level
 from mismatch.captures import WHOLE_AND_PART, Distributions, priority, why_incomparable
 from mismatch.engines.distribution_capture import (
     CaptureRequest,
@@ -35,7 +37,7 @@ from mismatch.run import captured as dists
 from mismatch.run import store
 from mismatch.specs import Sampling
 from mismatch.training.logprobs import DistributionCapture, select_rows, token_stats
-from mismatch.types import Pair, Rollout, Scoring
+from mismatch.types import Comparison, Pair, Rollout, Scoring
 from tests.checkpoints import rollout as rollout_of
 from tests.texts import numbers
 
@@ -409,6 +411,63 @@ def test_the_intervals_of_the_estimators_cover_the_exact_value() -> None:
     assert all(36 <= count <= 40 for count in covered.values()), covered
 
 
+def spiked(rare: bool) -> Comparison:
+    """100 prompts of 48 tokens, one in 200 with a KL of about 0.4, and exact KL at one in 12.
+
+    ``rare``: all of it in a token that the left side samples once in 1,000 times.
+    """
+    rng = np.random.default_rng(5)
+    count = 4800
+    left = laws(rng, count, 12)
+    right = left + 0.01 * rng.normal(size=left.shape)
+    at = rng.choice(count, count // 200, replace=False)
+    if rare:
+        left[at, 0], right[at, 0] = np.log(1e-3), np.log(0.4)
+        for law in (left, right):
+            others = np.logaddexp.reduce(law[at, 1:], axis=1, keepdims=True)
+            law[at, 1:] += np.log1p(-np.exp(law[at, :1])) - others
+    else:
+        right[at] += rng.normal(size=(len(at), 12))
+    left, right = (law - np.logaddexp.reduce(law, axis=1, keepdims=True) for law in (left, right))
+    tokens = np.array([rng.choice(12, p=row / row.sum()) for row in np.exp(left)])
+    rollout = rollout_of([(2, 48)] * 100)
+    ids = rollout.token_ids.copy()
+    ids[rollout.actions] = tokens
+    rollout = dataclasses.replace(rollout, token_ids=ids, prompt_index=np.arange(100))
+    row = np.arange(count)
+    sides = [
+        Scoring(name, tokens, law[row, tokens], {}, distributions=whole(law[::12], row[::12]))
+        for name, law in (("left", left), ("right", right))
+    ]
+    return compare(rollout, *sides, sampled_by_left=True)
+
+
+@pytest.mark.parametrize(("rare", "status"), [(False, "healthy"), (True, "tolerable")])
+def test_k3_stands_for_the_exact_kl_unless_it_misses_what_is_rarely_sampled(
+    rare: bool, status: str
+) -> None:
+    compared = spiked(rare)
+    exact, k3 = (compared.metrics[name] for name in ("exact_kl", "k3_kl"))
+    healthy = (exact.value + exact.high) / 2  # the exact KL's interval spans it
+    assert k3.high < healthy
+    assert exact.low < k3.high
+    cells = {"bf16 MoE": Level(healthy, 0.1, "test")}
+    (judged,) = judge(compared, "bf16 MoE", {"exact_kl": cells})
+    assert (judged.status, judged.inconclusive) == (status, True)
+
+
+def test_the_spread_of_k3_counts_what_was_not_sampled() -> None:
+    """Of a coin by hand; none is known where the left side excludes what the right allows."""
+    p, q = np.array([0.9, 0.1]), np.array([0.5, 0.5])
+    k3 = q / p - 1 - np.log(q / p)
+    of_coin = divergences(np.log([p]), np.log([q]))["k3_variance"][0]
+    assert of_coin == pytest.approx((p * k3**2).sum() - (p * k3).sum() ** 2, rel=1e-12)
+    assert METRICS["k3_spread_at_exact"](np.array([4.0, 0.0])) == pytest.approx(np.sqrt(2.0))
+    with np.errstate(divide="ignore"):
+        cut = np.log([[1.0, 0.0]])
+    assert "k3_variance" not in divergences(cut, np.log([q]))
+
+
 def test_top_k_goes_by_another_name() -> None:
     pair = drawn(1)
     ids = np.argsort(-pair.left.distributions.logprobs, axis=1)[:, :5]
@@ -421,7 +480,7 @@ def test_top_k_goes_by_another_name() -> None:
     low = compare(pair.rollout, *merged, sampled_by_left=True).metrics
     full = compare(pair.rollout, pair.left, pair.right, sampled_by_left=True).metrics
     assert "exact_kl" not in low
-    assert "exact_argmax_agree" not in low
+    assert not {"exact_argmax_agree", "k3_spread_at_exact"} & set(low)
     assert 0 < low["exact_kl_topk"].value < full["exact_kl"].value
     assert low["exact_law_gap"].value < 1
     assert 0 < low["exact_reverse_kl_topk"].value < full["exact_reverse_kl"].value

@@ -181,6 +181,58 @@ def test_an_infinite_exact_kl_is_unfit_and_not_left_out():
     assert status_of == {"k3_kl": "healthy", "exact_kl": "unfit"}
 
 
+WIDE = Estimate(3e-4, 1e-5, 2.5e-3, 512, 256, 64, ("heavy-tail", "heavy-prompts"))
+SURE = Estimate(1e-4, 6e-5, 2e-4, 15_000, 256, 64, ())
+
+
+def exact_beside(k3: Estimate | None = SURE, spread: float | None = 0.01, law=True, **exact):
+    """How an exact KL is judged at healthy 2e-3 and unfit 0.013, beside what k3 says."""
+    values = {"exact_kl": replace(WIDE, **exact)}
+    if k3 is not None:
+        values["k3_kl"] = k3
+    if spread is not None:
+        values["k3_spread_at_exact"] = replace(WIDE, value=spread, low=None, high=None)
+    beside = Comparison("vllm:decode", "fsdp", law, values)
+    return next(each for each in judge(beside, "bf16 MoE") if each.metric == "exact_kl")
+
+
+@pytest.mark.parametrize(
+    ("beside", "status"),
+    [
+        ({}, "healthy"),
+        ({"high": 0.02}, "healthy"),  # both bounds
+        # What the positions show stays: the lower end, the value, a contradiction to k3.
+        ({"low": 2.1e-3, "value": 3e-3, "high": 5e-3}, "tolerable"),
+        ({"value": 2.1e-3}, "tolerable"),
+        ({"low": 3e-4, "value": 5e-4}, "tolerable"),
+        ({"low": 0.014, "value": 0.02, "high": 0.03}, "unfit"),
+        ({"low": None, "high": None}, "inconclusive"),
+        # k3 that says no more, or has not sampled what the distributions show.
+        ({"k3": replace(SURE, high=2.1e-3)}, "tolerable"),
+        ({"k3": replace(SURE, high=1.2e-3, flags=("heavy-tail",))}, "tolerable"),
+        ({"k3": replace(SURE, n_tokens=2_000)}, "tolerable"),
+        ({"spread": 0.2}, "tolerable"),  # 2 * 0.2 / sqrt(15,000) is beyond
+        # Hidden, or of tokens that the rollout side did not sample.
+        ({"k3": None}, "tolerable"),
+        ({"k3": replace(SURE, low=None, high=None)}, "tolerable"),
+        ({"spread": None}, "tolerable"),
+        ({"law": False}, "tolerable"),
+    ],
+)
+def test_k3_decides_for_an_exact_kl_of_few_positions_and_never_against_it(beside, status):
+    got = exact_beside(**beside)
+    assert got.status == status
+    assert got.inconclusive or "low" in beside  # as its own interval has it
+
+
+def test_the_reason_names_the_estimate_that_decided():
+    got = verdict([exact_beside()], [PASSED], "bf16 MoE")
+    assert got.status == "healthy"
+    assert "k3_kl" in got.reason
+    alone = verdict([exact_beside(high=1e-3)], [PASSED], "bf16 MoE")
+    assert "k3_kl" not in alone.reason
+
+
 @pytest.mark.parametrize(("low", "status"), [(0.6, "healthy"), (0.01, "tolerable")])
 def test_sequence_weights_alone_never_make_a_run_unfit(low, status):
     numbers = comparison(ess_seq=estimate(low + 0.05, low, low + 0.1))

@@ -202,6 +202,21 @@ def test_a_healthy_run_has_nothing_to_fix() -> None:
     assert steps[0].startswith("None.")
 
 
+def test_a_metric_that_another_estimate_decided_says_so_and_asks_for_nothing() -> None:
+    decided = Judgement("exact_kl", "healthy", 1e-4, 2e-3, 0.013, "x", inconclusive=True)
+    base = make_report().comparisons[0]
+    metrics = base.metrics | {"exact_kl": replace(base.metrics["k3_kl"], flags=())}
+    report = replace(make_report(), comparisons=(replace(base, metrics=metrics),))
+    (row,) = summary.judged_rows(with_verdict(report, decided))
+    (note,) = row.notes
+    assert "k3" in note
+    warned = with_verdict(report, decided, replace(decided, metric="k3_kl", status="tolerable"))
+    steps = [summary.next_steps(each)[0] for each in (with_verdict(report, decided), warned)]
+    assert steps[0].startswith("None.")
+    only = replace(warned.verdict, judgements=(decided,))  # tolerable by a check
+    assert summary.next_steps(replace(warned, verdict=only))[0] != steps[1]
+
+
 def test_untested_names_each_reason_once() -> None:
     check = Check("truncation", "not_tested", "the engine does not say")
     same = NotTested("truncation", "the engine does not say")
