@@ -43,7 +43,7 @@ NOTES = {
     "`--attention eager` both sides agree in float32",
     "deepseek_v3": "in vLLM's Transformers backend; vLLM's own MLA is wrong on a CPU",
     "deepseek_v32": "in the transformers engine; vLLM has no sparse attention for CPUs. An exact "
-    "tie between two keys, which float32 passes broke differently, is most of its float32 gap",
+    "tie between two keys makes most of its float32 gap",
     "nemotron_h": "in the transformers engine",
     "qwen3_next": "its engine has no float32 on a CPU, so a small fault there passes as TOLERABLE",
 }

@@ -31,19 +31,19 @@ def check(flags: Flags) -> int:
         complete = configured(check_spec(flags), flags)
         spec = complete.spec
         for note in complete.notes:
-            session.say(note)
+            session.say(note, stderr=flags["as_json"])
     levels = session.levels(flags)
     session.require_directory(flags)
     require_names(spec)
-    session.warn_of_key(spec.rollout)
+    if not flags["as_json"]:
+        session.warn_of_key(spec.rollout)
     if flags["dry_run"]:
-        code = session.dry_run(spec, flags["gpus"])
+        code = session.dry_run(spec, flags["gpus"], flags["as_json"])
         if not flags["gpus"]:  # else this is not the machine
             preflight(spec, reach=False)
         return code
-    if flags["gpus"]:
-        fault = "--gpus plans for other GPUs than these, and nothing can run there"
-        raise MismatchError(fault, "add --dry-run")
+    if flags["gpus"] or flags["as_json"]:
+        raise MismatchError("--gpus and --json belong to a plan", "add --dry-run")
     spec = placed(spec)
     preflight(spec)
     room = session.room_for(spec, flags["force"])

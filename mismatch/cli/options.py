@@ -135,14 +135,16 @@ FEATURE_FLAGS: tuple[Option, ...] = tuple(
     for option in cast(tuple[Option, ...], load(feature.check_flags))
 )
 DRY_RUN = switch(
-    "dry_run", OUTPUT, "Show the plan (stages, kernels, memory of both sides) and start nothing."
+    "dry_run", OUTPUT, "Show the plan (minutes, kernels, memory of both sides) and start nothing."
 )
 GPUS = Option(
     "gpus", str | None, OUTPUT, "With --dry-run: plan for GPUs like 8xH100-80GB instead of these."
 )
+PLAN_JSON = replace(JSON, help="With --dry-run: print the plan as JSON.")
 FORCE = switch("force", OUTPUT, "Start even if memory does not suffice.")
 CONFIG_HELP = "TOML file of flags (same names); flags given here override it."
 CONFIG = Option("config", Path | None, OUTPUT, CONFIG_HELP)
+OF_PLANS = (DRY_RUN, GPUS, PLAN_JSON, FORCE, CONFIG)
 CHECK = (
     *MODEL_FLAGS,
     *LAYERS,
@@ -165,11 +167,8 @@ CHECK = (
     *FEATURE_FLAGS,
     *NEW_RUN,
     TRUST_RUN,
-    DRY_RUN,
-    GPUS,
-    FORCE,
-    CONFIG,
+    *OF_PLANS,
 )
 # Flags of a check that say nothing of what is run.
-AROUND = (LEVELS, *NAME_FLAGS, LOG_TO, FAIL_ON, *NEW_RUN, TRUST_RUN, DRY_RUN, GPUS, FORCE, CONFIG)
+AROUND = (LEVELS, *NAME_FLAGS, LOG_TO, FAIL_ON, *NEW_RUN, TRUST_RUN, *OF_PLANS)
 AROUND_A_RUN = frozenset(option.name for option in AROUND)

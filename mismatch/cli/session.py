@@ -213,11 +213,14 @@ def waiting_line(title: str, doing: str, seconds: float, width: int | None = Non
     return f"{head}{rest}"[:width]
 
 
-def dry_run(spec: CheckSpec, gpus: str | None = None) -> int:
+def dry_run(spec: CheckSpec, gpus: str | None = None, as_json: bool = False) -> int:
     """Print what would be run. Exit code 0 if it fits on this machine, or on ``gpus``, else 2."""
     planned = plan(spec, gpus=gpus or "")
-    print_plan(planned, Console())
-    if spec.fixes:
+    if as_json:
+        typer.echo(json.dumps(planned.to_dict(), indent=2))
+    else:
+        print_plan(planned, Console())
+    if spec.fixes and not as_json:
         from mismatch.experiments.fixes.context import context_of
         from mismatch.experiments.fixes.planning import plan_fixes
 
@@ -256,8 +259,8 @@ def warn_of_key(spec: RolloutSpec) -> None:
         say(f"warning: {KEY_VARIABLE} goes to {', '.join(open_ones)} unencrypted: use https")
 
 
-def say(text: str) -> None:
-    Console().print(plain_lines(text), highlight=False, markup=False, soft_wrap=True)
+def say(text: str, stderr: bool = False) -> None:
+    Console(stderr=stderr).print(plain_lines(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def command() -> str:

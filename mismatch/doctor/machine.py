@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mismatch.errors import MismatchError
 from mismatch.run.machine import Card, cards_now
@@ -59,16 +60,44 @@ def gpus_of(cards: Sequence[Card], shared: tuple[int, int]) -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
-# Kinds of GPUs that a plan can be made for without having them; MiB as nvidia-smi lists them.
+class Kind(NamedTuple):
+    """A kind of GPU by its data sheet: MiB as nvidia-smi lists them, and rates of dense products.
+
+    Attributes:
+        bf16, fp32: TFLOP/s; float32 without tensor cores.
+        bytes_s: of its memory.
+    """
+
+    mib: int
+    bf16: float
+    fp32: float
+    bytes_s: float
+
+
+# Those that a plan can be made for without having them.
 KINDS = {
-    "A100-40GB": 40_960,
-    "A100-80GB": 81_920,
-    "H100-80GB": 81_559,
-    "H200-141GB": 143_771,
-    "B200-192GB": 183_359,
-    "L40S-48GB": 46_068,
-    "RTX4090-24GB": 24_564,
+    "A100-40GB": Kind(40_960, 312, 19.5, 1.56e12),
+    "A100-80GB": Kind(81_920, 312, 19.5, 2.04e12),
+    "H100-80GB": Kind(81_559, 989, 67, 3.35e12),
+    "H200-141GB": Kind(143_771, 989, 67, 4.8e12),
+    "B200-192GB": Kind(183_359, 2250, 75, 8e12),
+    "L40S-48GB": Kind(46_068, 362, 91.6, 0.86e12),
+    "RTX4090-24GB": Kind(24_564, 165, 82.6, 1.01e12),
 }
+
+
+def kind_of(gpu: Gpu) -> str:
+    """Return the kind of a GPU, by its name and memory; "": none of those known here.
+
+    >>> kind_of(Gpu("NVIDIA H100 80GB HBM3", 81_559 << 20, 0, ""))
+    'H100-80GB'
+    """
+    for name, kind in KINDS.items():
+        model = name.partition("-")[0].removeprefix("RTX")
+        alike = abs((gpu.memory_bytes >> 20) / kind.mib - 1) < 0.1  # a slice (MIG) has less
+        if alike and re.search(rf"\b{model}\b", gpu.name.replace("RTX", "")):
+            return name
+    return ""
 
 
 def parse_kind(text: str) -> tuple[int, str]:
@@ -88,7 +117,7 @@ def parse_kind(text: str) -> tuple[int, str]:
 
 def machine_with(machine: Machine, count: int, kind: str) -> Machine:
     """Return this machine with other GPUs; its host memory is kept if it is more than theirs."""
-    total = KINDS[kind] << 20
+    total = KINDS[kind].mib << 20
     gpu = Gpu(kind, total, total - CONTEXT_BYTES, "")
     ram = max(machine.ram_free_bytes, count * total)
     return replace(machine, gpus=(gpu,) * count, ram_bytes=ram, ram_free_bytes=ram)

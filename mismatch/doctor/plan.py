@@ -11,11 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from mismatch.codec import to_json
 from mismatch.doctor.fit import HOST, Fit, engine_fit, trainer_fits, warnings_of
 from mismatch.doctor.machine import Machine, inspect_machine, machine_with, parse_kind
 from mismatch.doctor.memory import BYTES, Workload
+from mismatch.doctor.minutes import Time, estimate
 from mismatch.errors import MismatchError, first_line
 from mismatch.experiments.scoring_passes import float32_engine, training_passes, wants_square
 from mismatch.models.config import FoundConfig, find_config
@@ -27,6 +29,7 @@ from mismatch.run.machine import gib, in_words, placement
 from mismatch.run.store import TRAIN
 from mismatch.specs import CheckSpec
 
+SCHEMA = "mismatch.plan/3"
 TEMPLATE_TOKENS = 96  # of a chat template: gpt-oss's system message takes 68 to 80
 CHARACTERS_PER_TOKEN = 3  # low, so that prompts are rather over- than underestimated
 UNKNOWN_PROMPT_TOKENS = 512
@@ -86,6 +89,7 @@ class Plan(Memory):
         stages: what runs in which process, in order.
         tokens: "sampled at most", "longest sequence", "scored at most" and so on.
         attention: the trainer's kernel.
+        time: of every stage; without stages where it cannot be estimated.
     """
 
     model: str
@@ -95,6 +99,12 @@ class Plan(Memory):
     stages: dict[str, str]
     tokens: dict[str, int]
     attention: str
+    time: Time
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data; ``seconds`` is the total, null where it is not estimated."""
+        seconds = self.time.seconds if self.time.stages else None
+        return {"schema": SCHEMA, "fits": self.fits, "seconds": seconds, **to_json(self)}
 
 
 def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Plan:
@@ -125,9 +135,10 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
         "rescored by the engine's prefill": sequences * longest * spec.rollout.engine.prefill,
         "scored by the trainer at most": sequences * longest * len(training_passes(spec)),
     }
+    time = _time(spec, memory, machine, work.load) if memory.sides else Time({})
     return Plan(
         sides=memory.sides,
-        notes=(*work.notes, *memory.notes),
+        notes=(*work.notes, *memory.notes, *time.notes),
         float32_split=memory.float32_split,
         model=spec.rollout.engine.model,
         config_source=config.source,
@@ -136,7 +147,25 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
         stages=_stages(spec, len(machine.gpus), memory),
         tokens=tokens,
         attention=attention,
+        time=time,
     )
+
+
+def _time(spec: CheckSpec, memory: Memory, machine: Machine, work: Workload) -> Time:
+    """Return how long a check takes without what is left out for want of memory."""
+    engine, train, out = spec.rollout.engine, spec.train, memory.left_out()
+    model = sized(find_config(train.model, train.revision, train.layers))
+    served = model
+    if not engine.servers:
+        served = sized(find_config(engine.model, engine.revision, engine.layers))
+    exact = _float32_engine(spec)
+    split = memory.float32_split
+    starts = exact and f"{engine.engine}{IN_FLOAT32}" not in out
+    float32 = (
+        replace(exact.rollout.engine, tensor_parallel_size=split) if exact and starts else None
+    )
+    passes = [item for item in training_passes(spec) if item.name not in out]
+    return estimate(spec, (model, served), work, machine, passes, float32)
 
 
 # ---------------------------------------------------------------- memory

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from mismatch.doctor.fit import Fit
 from mismatch.doctor.plan import IN_FLOAT32, Plan
-from mismatch.reports.formatting import text
+from mismatch.reports.formatting import plural, seconds, text
 from mismatch.reports.section import Cell, Column, Section, Table, Tone, named
 from mismatch.reports.terminal import print_section, say
 from mismatch.run.machine import gib
@@ -20,13 +21,17 @@ MEMORY = ("side", "needed", "there", "", "at its highest")
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Print a dry run; its second line, and the last, say whether it fits."""
-    fits = "it fits" if plan.fits else "it does not fit: see the warnings"
-    say(console, f"plan for {plan.model} on {plan.machine} (config.json: {plan.config_source})")
+    """Print a dry run; its first line, and the last, say whether it fits, and how long it takes."""
+    total = plural(math.ceil(plan.time.seconds / 60), "minute")
+    fits = f"about {total}: it fits" if plan.time.stages else "it fits"
+    if not plan.fits:
+        fits = "it does not fit: see the warnings"
     say(console, fits if plan.sides else "memory is not predicted: see what is assumed")
+    say(console, f"plan for {plan.model} on {plan.machine} (config.json: {plan.config_source})")
     stages = [*plan.stages.items(), ("the trainer's attention", plan.attention)]
     tokens = [(name, f"{count:,}") for name, count in plan.tokens.items()]
     device = "GPU" if plan.device == "cuda" else "rank (CPU)"
+    times = [(name, seconds(spent)) for name, spent in plan.time.stages.items()]
     memory = memory_table((fit.side, fit) for fit in plan.sides)
     trainers = [fit for fit in plan.sides[1:] if not fit.side.endswith(IN_FLOAT32)]
     largest = (*plan.sides[:1], *sorted(trainers, key=lambda fit: -fit.needed)[:1])
@@ -34,6 +39,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         console,
         Section("stages", "stages", tables=[named(stages)]),
         Section("tokens", "tokens", tables=[named(tokens)]),
+        Section("time", f"about {total}", tables=[named(times)] if times else ()),
         Section("memory", f"memory per {device}", tables=[memory]),
         *(Section(fit.side, f"{fit.side}, at its highest", tables=[parts(fit)]) for fit in largest),
         Section("assumed", "assumed", notes=plan.notes),

@@ -47,7 +47,7 @@ def test_flags_override_the_file_and_the_file_the_defaults(tmp_path):
 def test_every_flag_of_check_can_stand_in_a_file(tmp_path):
     listed = mismatch("check", "--help-all", cwd=tmp_path).stdout
     names = {name.replace("-", "_") for name in re.findall(r"^  --([a-z-]+)", listed, re.M)}
-    for name in names - {"config", "help"}:
+    for name in names - {"config", "help", "json"}:  # how it is printed belongs to the line
         (tmp_path / "run.toml").write_text(f"{name} = {{}}")
         with pytest.raises(MismatchError, match=f"key '{name}': "):
             read_config(tmp_path / "run.toml", check.options)
