@@ -61,17 +61,12 @@ def gpus_of(cards: Sequence[Card], shared: tuple[int, int]) -> tuple[Gpu, ...]:
 
 
 class Kind(NamedTuple):
-    """A kind of GPU by its data sheet: MiB as nvidia-smi lists them, and rates of dense products.
+    """A kind of GPU by its data sheet."""
 
-    Attributes:
-        bf16, fp32: TFLOP/s; float32 without tensor cores.
-        bytes_s: of its memory.
-    """
-
-    mib: int
-    bf16: float
-    fp32: float
-    bytes_s: float
+    mib: int  # as nvidia-smi lists them
+    bf16: float  # dense TFLOP/s
+    fp32: float  # TFLOP/s without tensor cores
+    bytes_s: float  # of its memory
 
 
 # Those that a plan can be made for without having them.

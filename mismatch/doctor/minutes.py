@@ -7,7 +7,7 @@ traffic between GPUs, stages that overlap, or fixes. CPUs differ too much for co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mismatch.doctor.machine import KINDS, Kind, Machine, kind_of
@@ -24,15 +24,13 @@ START_S, GRAPHS_S = 50.0, 43.0
 PASS_S = 1.2  # of the same check: 11 passes of the trainer in 13 s, hardly any of it arithmetic
 REST_S = 12.0  # of the same check: 3.5 minutes less the stages
 # FLOP/s that solve the two timings of the same page, gpt-oss-20b's shape in bf16: 16 x 2048 tokens
-# in 3.20 s, 1 x 16384 in 5.53 s. An engine's attention was not timed: it is taken for products.
+# in 3.20 s, 1 x 16384 in 5.53 s. An engine's forward was not timed, and is taken for the same.
 PRODUCTS, ATTENTION = 113e12, 23.6e12
 # Assumed, never timed: a local disk, a step of decoding apart from its weights, what decoding
 # reaches of the data sheet's bandwidth, and sequences that decode at the same time.
 DISK_BYTES_S, STEP_S, BANDWIDTH, AT_ONCE = 1e9, 0.02, 0.5, 256
-ON_CPUS = "no minutes for CPUs: no constant is within a factor of 2 of what was timed there"
-LEFT_OUT = (
-    "not in the minutes: downloads, fixes, traffic between GPUs; disks that read under 1 GB/s"
-)
+ON_CPUS = "no minutes for CPUs: one's speed tells little of another's; vLLM started in 16 to 41 s"
+LEFT_OUT = "not in the minutes: downloads, fixes, traffic between GPUs; disks below 1 GB/s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +53,17 @@ class Time:
         return sum(self.stages.values())
 
 
-def forward_s(
-    shape: SizedModel, tokens: int, longest: int, kind: Kind, dtype: Dtype, engine: bool = False
-) -> float:
-    """Return the seconds of a forward pass on one GPU.
+def forward_s(shape: SizedModel, tokens: int, longest: int, kind: Kind, dtype: Dtype) -> float:
+    """Return the seconds of a forward pass on one GPU; every token attends to ``longest``.
 
     Float32 adds its products at the data sheet's rate without tensor cores (never timed).
-
-    Args:
-        longest: tokens of a sequence, each of which attends to all of them.
-        engine: its attention is as fast as its other products.
     """
     idle = shape.expert_parameters * (1 - shape.top_k / shape.experts) if shape.experts else 0
     embedding = 0 if shape.tied else shape.vocab * shape.hidden
     products = 2.0 * tokens * (shape.parameters - idle - embedding)
     states = shape.layers * shape.heads * (shape.head_dim + shape.value_dim)
     attention = 2.0 * tokens * longest * states
-    scale = KINDS[TIMED].bf16 / kind.bf16
-    seconds = scale * (products / PRODUCTS + attention / (PRODUCTS if engine else ATTENTION))
+    seconds = (products / PRODUCTS + attention / ATTENTION) * KINDS[TIMED].bf16 / kind.bf16
     return seconds + (dtype == "fp32") * (products + attention) / (kind.fp32 * 1e12)
 
 
@@ -81,7 +72,7 @@ def estimate(
     shapes: tuple[SizedModel, SizedModel],
     work: Workload,
     machine: Machine,
-    passes: Iterable[Pass],
+    passes: Sequence[Pass],
     exact: EngineSpec | None = None,
 ) -> Time:
     """Estimate the seconds of every stage of a check.
@@ -93,47 +84,43 @@ def estimate(
     """
     if not machine.gpus:
         return Time({}, (ON_CPUS,))
-    name = kind_of(machine.gpus[0])
+    name, own, world = kind_of(machine.gpus[0]), spec.rollout.engine, spec.nproc_per_node
     if not name:
         return Time({}, (f"no minutes: the speed of {machine.gpus[0].name} is not known",))
-    kind, (model, served), own = KINDS[name], shapes, spec.rollout.engine
-    tokens, world, stages = work.sequences * work.longest, spec.nproc_per_node, {"the rest": REST_S}
-    stored = served.stored_bytes(2, keeps_mxfp4=True)
+    kind, (model, served), stages = KINDS[name], shapes, {}
+    tokens = work.sequences * work.longest
     for engine, label in ((own, "engine"), (exact, f"{own.engine} in float32")):
         if engine is None or own.servers:
             continue
         args, split = dict(engine.args), engine.tensor_parallel_size
         graphs = not args.get("enforce_eager") and NO_GRAPHS.get(engine.engine) not in engine.args
         packed = engine.weights in (AS_STORED, "mxfp4")
-        held = served.stored_bytes(BYTES[engine.dtype], keeps_mxfp4=packed)
-        # Experts in another form than as stored are written and read once more.
-        copied = 0 if packed or served.quantised != "mxfp4" else 2 * served.stored_bytes(2, False)
+        read = served.stored_bytes(2, keeps_mxfp4=True)
+        if not packed and served.quantised == "mxfp4":  # written in bf16, and read once more
+            read += 2 * served.stored_bytes(2, keeps_mxfp4=False)
         stages[f"{label}: start"] = START_S + graphs * GRAPHS_S
-        stages[f"{label}: weights"] = (stored + copied) / DISK_BYTES_S
-        rescored = forward_s(served, tokens, work.longest, kind, engine.dtype, True) / split
+        stages[f"{label}: weights"] = read / DISK_BYTES_S
+        rescored = forward_s(served, tokens, work.longest, kind, engine.dtype) / split
         if engine is own:
             turns = math.ceil(work.sequences / int(args.get("max_num_seqs") or AT_ONCE))
             steps = turns * work.sampling.max_tokens * spec.rollout.prompts.turns
-            step = STEP_S + held / split / (BANDWIDTH * kind.bytes_s)
+            held = served.stored_bytes(BYTES[engine.dtype], keeps_mxfp4=packed) / split
+            step = STEP_S + held / (BANDWIDTH * kind.bytes_s)
             stages[f"{label}: samples"] = steps * step + rescored
         if engine.prefill:
             stages[f"{label}: rescores"] = rescored
-    scored = list(passes)
-    loads = len({weights_key(item.spec) for item in scored})
+    loads = len({weights_key(item.spec) for item in passes})
     stages["trainer: weights"] = loads * model.stored_bytes(2, keeps_mxfp4=True) / DISK_BYTES_S
-    for item in scored:
-        forward = forward_s(model, tokens, work.longest, kind, item.spec.dtype) / world
-        stages[item.name] = PASS_S + forward
+    for item in passes:
+        forward = forward_s(model, tokens, work.longest, kind, item.spec.dtype)
+        stages[item.name] = PASS_S + forward / world
     if wanted(spec):
-        length = length_of(spec, model, tokens, min(gpu.free_bytes for gpu in machine.gpus))[0]
-        stages["one long sequence"] = sum(
-            PASS_S + forward_s(model, length, length, kind, item.spec.dtype)
-            for item in long_passes(spec)
-        )
-    stages["the rest"] = stages.pop("the rest")
+        length = length_of(spec, model, tokens, machine.gpus[0].free_bytes)[0]
+        dtypes = [item.spec.dtype for item in long_passes(spec)]
+        each = (PASS_S + forward_s(model, length, length, kind, dtype) for dtype in dtypes)
+        stages["one long sequence"] = sum(each)
+    stages["the rest"] = REST_S
     timed = f"minutes are estimated from runs on an {TIMED}"
-    if name != TIMED:
-        timed += f"; no run on {name} has checked them"
-    others = {own.engine, spec.train.scorer} - {"vllm", OWN_SCORER}
-    untimed = [f"{other} was never timed on a GPU" for other in sorted(others)]
-    return Time(stages, (timed, *untimed, LEFT_OUT))
+    timed += f"; no run on {name} has checked them" if name != TIMED else ""
+    others = sorted({own.engine, spec.train.scorer} - {"vllm", OWN_SCORER})
+    return Time(stages, (timed, *(f"{each} was never timed on a GPU" for each in others), LEFT_OUT))

@@ -138,7 +138,7 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
     time = _time(spec, memory, machine, work.load) if memory.sides else Time({})
     return Plan(
         sides=memory.sides,
-        notes=(*work.notes, *memory.notes, *time.notes),
+        notes=(*work.notes, *memory.notes),
         float32_split=memory.float32_split,
         model=spec.rollout.engine.model,
         config_source=config.source,
@@ -154,18 +154,14 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
 def _time(spec: CheckSpec, memory: Memory, machine: Machine, work: Workload) -> Time:
     """Return how long a check takes without what is left out for want of memory."""
     engine, train, out = spec.rollout.engine, spec.train, memory.left_out()
-    model = sized(find_config(train.model, train.revision, train.layers))
-    served = model
-    if not engine.servers:
-        served = sized(find_config(engine.model, engine.revision, engine.layers))
-    exact = _float32_engine(spec)
-    split = memory.float32_split
-    starts = exact and f"{engine.engine}{IN_FLOAT32}" not in out
-    float32 = (
-        replace(exact.rollout.engine, tensor_parallel_size=split) if exact and starts else None
-    )
+    own = (train.model, train.revision, train.layers)
+    served = own if engine.servers else (engine.model, engine.revision, engine.layers)
+    shapes = sized(find_config(*own)), sized(find_config(*served))
+    check = _float32_engine(spec) if f"{engine.engine}{IN_FLOAT32}" not in out else None
+    split = max(1, memory.float32_split)
+    exact = replace(check.rollout.engine, tensor_parallel_size=split) if check else None
     passes = [item for item in training_passes(spec) if item.name not in out]
-    return estimate(spec, (model, served), work, machine, passes, float32)
+    return estimate(spec, shapes, work, machine, passes, exact)
 
 
 # ---------------------------------------------------------------- memory

@@ -21,12 +21,11 @@ MEMORY = ("side", "needed", "there", "", "at its highest")
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Print a dry run; its first line, and the last, say whether it fits, and how long it takes."""
+    """Print a dry run; its first line, and the last, say whether it fits, the first how long."""
     total = plural(math.ceil(plan.time.seconds / 60), "minute")
-    fits = f"about {total}: it fits" if plan.time.stages else "it fits"
-    if not plan.fits:
-        fits = "it does not fit: see the warnings"
-    say(console, fits if plan.sides else "memory is not predicted: see what is assumed")
+    fits = "it fits" if plan.fits else "it does not fit: see the warnings"
+    first = f"{fits}, about {total}" if plan.time.stages and plan.fits else fits
+    say(console, first if plan.sides else "memory is not predicted: see what is assumed")
     say(console, f"plan for {plan.model} on {plan.machine} (config.json: {plan.config_source})")
     stages = [*plan.stages.items(), ("the trainer's attention", plan.attention)]
     tokens = [(name, f"{count:,}") for name, count in plan.tokens.items()]
@@ -42,7 +41,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         Section("time", f"about {total}", tables=[named(times)] if times else ()),
         Section("memory", f"memory per {device}", tables=[memory]),
         *(Section(fit.side, f"{fit.side}, at its highest", tables=[parts(fit)]) for fit in largest),
-        Section("assumed", "assumed", notes=plan.notes),
+        Section("assumed", "assumed", notes=(*plan.notes, *plan.time.notes)),
         Section("warnings", "warnings", warnings=plan.warnings),
     )
     say(console, "")

@@ -102,7 +102,7 @@ def test_prompts_given_as_ids_are_counted_exactly(tmp_path):
     prompts = PromptSpec(path=str(path), num_prompts=99)
     run_plan = plan(replace(base, rollout=replace(base.rollout, prompts=prompts)), machine())
     assert (run_plan.tokens["prompts"], run_plan.tokens["longest sequence"]) == (2, 15)
-    assert run_plan.notes == run_plan.time.notes
+    assert run_plan.notes == ()
 
 
 def test_a_large_model_is_planned_from_the_shipped_config():
