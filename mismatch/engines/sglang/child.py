@@ -39,8 +39,7 @@ if getattr(multiprocessing.current_process(), "_inheriting", False):  # unpickli
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """Run SGLang's scheduler, the process that holds the model, with our additions."""
     require_engine()
-    from sglang.srt.managers import scheduler
-
+    scheduler, process = private.scheduler()
     private.hook().register()
     if path := os.environ.get(ERROR_FILE):
         logging.getLogger("sglang.srt.managers.scheduler").addHandler(ErrorFile(path))
@@ -49,24 +48,22 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
         "weights": private.digest_before_repacking(),
         "routes": private.capture_triton_routes(),
     }
-    ready = scheduler.Scheduler.get_init_info
+    ready = scheduler.get_init_info
 
     def ready_with_facts(self: Any) -> dict[str, Any]:
         answer: dict[str, Any] = ready(self)
         answer[FACTS] = _facts(self.tp_worker.model_runner) | {"lacking": lacking}
         return answer
 
-    scheduler.Scheduler.get_init_info = ready_with_facts
-    scheduler.Scheduler.mismatch_call = call
-    scheduler.run_scheduler_process(*args, **kwargs)
+    scheduler.get_init_info = ready_with_facts
+    scheduler.mismatch_call = call
+    process(*args, **kwargs)
 
 
 def run_detokenizer(*args: Any, **kwargs: Any) -> None:
     """Run SGLang's detokenizer."""
     require_engine()
-    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
-
-    run_detokenizer_process(*args, **kwargs)
+    private.detokenizer()(*args, **kwargs)
 
 
 def require_engine() -> None:
@@ -122,9 +119,7 @@ def call(scheduler: Any, name: str, args: list[Any], answer: str) -> None:
         count = scheduler.server_args.tp_size
 
         def gather(self, tensor: Any, axis: int) -> Any:
-            from sglang.srt.distributed import get_tp_group
-
-            return get_tp_group().all_gather(tensor.contiguous(), axis)
+            return private.gathered(tensor, axis)
 
     class Calls(HeldWeights, ModelCalls):
         """The calls that this process answers."""
@@ -158,9 +153,9 @@ def on_failure(number: int, frame: Any) -> None:
 
 def offline() -> Any:
     """Return SGLang's ``Engine`` class with processes that start in this module."""
-    from sglang.srt.entrypoints.engine import Engine
+    engine: Any = private.engine_class()
 
-    class Offline(Engine):  # type: ignore[misc]
+    class Offline(engine):  # type: ignore[misc]
         run_scheduler_process_func = staticmethod(run_scheduler)
         run_detokenizer_process_func = staticmethod(run_detokenizer)
 

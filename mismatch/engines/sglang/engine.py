@@ -35,7 +35,7 @@ from mismatch.engines.model_info import ModelInfo, load_fix, read_model_info
 from mismatch.engines.registry import model_facts, short_dtype
 from mismatch.engines.sglang import wire
 from mismatch.engines.sglang.child import ERROR_FILE, FACTS, offline, on_failure
-from mismatch.engines.sglang.private import hook
+from mismatch.engines.sglang.private import SILENT, end_with_children, first_facts, hook
 from mismatch.errors import CorruptCapture, MismatchError, first_line
 from mismatch.run.messages import OUT_OF_MEMORY
 from mismatch.specs import EngineSpec
@@ -114,8 +114,7 @@ class SglangEngine(Engine):
         self.engine.tokenizer_manager.signal_handler_class = lambda manager: SimpleNamespace(
             sigterm_handler=_end, running_phase_sigquit_handler=lambda *_: self._fail()
         )
-        infos = self.engine._scheduler_init_result.scheduler_infos
-        self._facts: dict[str, Any] = infos[0][FACTS]
+        self._facts = first_facts(self.engine, FACTS)
         self._server: dict[str, Any] = self.engine.get_server_info()
         self._refused = self._routes_refused() if self._capture else ""
         self._capture = self._capture and not self._refused
@@ -240,6 +239,8 @@ class SglangEngine(Engine):
     def _routes_refused(self) -> str:
         """Say why routes that were asked for cannot be had from what runs; "": they can."""
         version = f"SGLang {self._server.get('version')}"
+        if self._facts["lacking"]["routes"] == SILENT:
+            return f"{version}: {SILENT}"
         if not self._facts["moe_layers"]:
             return f"no layer with experts was found in {version}'s {self._facts['model_class']}"
         lacking = self._facts["lacking"]["routes"]
@@ -332,6 +333,4 @@ class SglangEngine(Engine):
 
 def _end(*_: Any) -> None:
     """End at once with all children; SGLang's own handler would answer all requests first."""
-    from sglang.srt.utils import kill_process_tree
-
-    kill_process_tree(os.getpid())
+    end_with_children()

@@ -1,24 +1,27 @@
 """SGLang's private names, written against 0.5.23: where each is, and what a version lacks.
 
 A name that is missing costs one measurement, never the run: functions return why they could do
-nothing, and "" where they did. Runs in SGLang's scheduler, but for :func:`hook`.
+nothing, and "" where they did. What SGLang cannot run without is refused (:func:`needed`).
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 from mismatch.engines.distribution_capture import stable_top_k
 from mismatch.engines.held_weights import loaded_digests
+from mismatch.errors import MismatchError
 
 # The folder of a package that adds to SGLang's processes: `prepare()` runs in each of them before
 # SGLang is imported, `register()` in its scheduler, `arguments(context)` makes arguments of its
 # engine, and `used` has a sentence per replaced part. The tests run SGLang on a CPU with it.
 HOOK = "MISMATCH_SGLANG_HOOK"
+SILENT = "its scheduler's first message cannot be read (_scheduler_init_result)"
 
 
 def hook() -> Any:
@@ -31,6 +34,72 @@ def hook() -> Any:
         return import_module(name)
     nothing = {"prepare": lambda: None, "register": lambda: None, "arguments": lambda context: {}}
     return SimpleNamespace(**nothing, used=[])
+
+
+def needed(module: str, name: str) -> Any:
+    """Return a name of SGLang without which it does not run.
+
+    Raises:
+        MismatchError: this version lacks it.
+    """
+    try:
+        return getattr(import_module(f"sglang.srt.{module}"), name)
+    except (ImportError, AttributeError) as error:
+        fault = f"this SGLang has no sglang.srt.{module}.{name}: {error}"
+        raise MismatchError(
+            fault, "install a version that mismatch was run with: 0.5.23"
+        ) from error
+
+
+def scheduler() -> tuple[Any, Any]:
+    """Return SGLang's scheduler class, and the function that its process runs."""
+    home = "managers.scheduler"
+    return needed(home, "Scheduler"), needed(home, "run_scheduler_process")
+
+
+def detokenizer() -> Any:
+    """Return the function that SGLang's detokenizer process runs."""
+    return needed("managers.detokenizer_manager", "run_detokenizer_process")
+
+
+def engine_class() -> Any:
+    """Return SGLang's class of engines; ``sglang.Engine`` is a proxy that has no subclasses."""
+    return needed("entrypoints.engine", "Engine")
+
+
+def first_facts(engine: Any, key: str) -> dict[str, Any]:
+    """Return our facts in the scheduler's first message; nothing but why where it is not there."""
+    try:
+        facts: dict[str, Any] = engine._scheduler_init_result.scheduler_infos[0][key]
+    except (AttributeError, LookupError, TypeError):
+        facts = dict.fromkeys(("device", "model_class", "dtype", "kv_cache_dtype"), "unknown")
+        facts |= {"moe_layers": [], "moe_methods": [], "digests": {}, "unmapped": [], "config": {}}
+        facts |= {"substitutes": [], "lacking": dict.fromkeys(("weights", "routes"), SILENT)}
+    return facts
+
+
+def server_arguments() -> set[str]:
+    """Return the names of SGLang's engine arguments."""
+    kind = needed("server_args", "ServerArgs")
+    return set(getattr(kind, "__struct_fields__", None) or kind.__dataclass_fields__)
+
+
+def gathered(tensor: Any, axis: int) -> Any:
+    """Return the parts of all ranks of SGLang's tensor parallel group."""
+    return needed("distributed", "get_tp_group")().all_gather(tensor.contiguous(), axis)
+
+
+def end_with_children() -> None:
+    """End this process and its children at once."""
+    try:
+        needed("utils", "kill_process_tree")(os.getpid())
+    except MismatchError:
+        import psutil  # SGLang's own requirement
+
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                child.kill()
+        os._exit(1)
 
 
 def load_in_one_dtype() -> None:

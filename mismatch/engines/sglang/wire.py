@@ -40,7 +40,7 @@ from mismatch.engines.base import (
     require_starts,
 )
 from mismatch.engines.model_info import ModelInfo
-from mismatch.engines.sglang.private import hook
+from mismatch.engines.sglang.private import hook, server_arguments
 from mismatch.errors import CorruptCapture, MismatchError
 from mismatch.specs import TORCH_NAMES, EngineSpec
 from mismatch.types import Floats, Sampling
@@ -133,11 +133,8 @@ def user_arguments(spec: EngineSpec) -> dict[str, Any]:
     """
     if not spec.args:
         return {}
-    from sglang.srt.server_args import ServerArgs
-
     refuse_own(spec, OWN_OPTIONS, KEPT)
-    names = set(getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__)
-    return checked_arguments(spec, "SGLang", names, HELP)
+    return checked_arguments(spec, "SGLang", server_arguments(), HELP)
 
 
 LOG_FIX = "look into the engine's log for the reason"

@@ -233,12 +233,10 @@ class VllmEngine(Engine):
     def _sample(
         self, request: str, output: Any, routed: NDArray[Any] | None, job: tuple[int, int]
     ) -> Sample:
-        from vllm.logprobs import FlatLogprobs
-
         completion = output.outputs[0]
         ids = list(completion.token_ids)
         # One after another, of each token: itself, then the likeliest.
-        given = completion.logprobs or FlatLogprobs()
+        given: Any = completion.logprobs or ()
         if not ids or len(given) != len(ids):
             raise MismatchError(
                 f"vLLM gave {len(given)} logprobs for {len(ids)} tokens "

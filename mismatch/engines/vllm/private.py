@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch.engines.distribution_capture import stable_top_k
 from mismatch.engines.held_weights import loaded_digests
+from mismatch.errors import MismatchError
 from mismatch.types import Ints
 
 if TYPE_CHECKING:
@@ -206,6 +207,18 @@ def expert_packer(experts: Any) -> Callable[[torch.Tensor], torch.Tensor] | None
     if getattr(kernel, "isa", None) is None or getattr(kernel, "_use_zentorch", False):
         return None
     return pack and (lambda weight: pack(weight, kernel.isa))
+
+
+def gathered(tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    """Return the parts of all ranks of vLLM's tensor parallel group.
+
+    Raises:
+        MismatchError: this version has no such group; what needs it is not tested.
+    """
+    group = found("vllm.distributed", "get_tp_group")
+    if group is None:
+        raise MismatchError("this vLLM has no get_tp_group: weights of several GPUs are not read")
+    return group().all_gather(tensor.contiguous(), axis)  # type: ignore[no-any-return]
 
 
 def sinks_in_use(module: Any, parameter: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,13 @@ from mismatch.engines.held_weights import (
     experts_prefix,
     numbered,
 )
-from mismatch.engines.vllm.private import expert_packer, experts_kernel, renamed, sinks_in_use
+from mismatch.engines.vllm.private import (
+    expert_packer,
+    experts_kernel,
+    gathered,
+    renamed,
+    sinks_in_use,
+)
 from mismatch.models.weight_states import RANK, A, B, Checkpoint, Prints
 
 IDENTITY_ROWS = 1024  # of the identity matrix at a time
@@ -45,9 +51,7 @@ class TensorParallel(Ranks):
         self.count = count
 
     def gather(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        from vllm.distributed import get_tp_group
-
-        return get_tp_group().all_gather(tensor.contiguous(), axis)
+        return gathered(tensor, axis)
 
 
 def as_computed(module: Any, leaf: str, parameter: Any) -> torch.Tensor | str:
