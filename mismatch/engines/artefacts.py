@@ -125,10 +125,9 @@ def decode_keys(
     """Return what sparse attention selected while it sampled; None where nothing was captured."""
     given = [trajectory.keys for trajectory in trajectories]
     parts = [part for part in given if part is not None]
-    layers = engine.key_layers()
-    if not layers or not parts or len(parts) < len(given):
+    if not parts or len(parts) < len(given):
         return None
-    ids = np.concatenate(parts)
+    layers, ids = engine.key_layers(), np.concatenate(parts)
     rows = selecting_rows(rollout, ids.shape[2])
     kept = np.isin(rows, kept_rows(rollout, ids.shape[2], len(layers)))
     if len(ids) != len(rows) or not kept.any():
