@@ -98,7 +98,12 @@ def routing_margin(margin: Array) -> Floats:
 )
 def routing_near_tie_flipped(near_tie: Bools, differs: Bools) -> Floats:
     """Share of the differing sets that were near-ties: Σ (near ∧ differs) / Σ differs. [A, L]."""
-    return np.stack([(near_tie & differs).sum(axis=1), differs.sum(axis=1)], axis=1).astype(float)
+    return _tied_of(near_tie, differs)
+
+
+def _tied_of(near: Bools, differs: Bools) -> Floats:
+    """Return each token's near-ties among its differing choices, and those choices, [A, 2]."""
+    return np.stack([(near & differs).sum(axis=1), differs.sum(axis=1)], axis=1).astype(float)
 
 
 @metric(
@@ -138,8 +143,7 @@ def keys_overlap(keys_common: Floats) -> Floats:
 )
 def keys_near_tie_flipped(keys_near_tie: Bools, keys_differ: Bools) -> Floats:
     """Share of the differing sets of keys that were near-ties, both [R, L]."""
-    tied, differ = (keys_near_tie & keys_differ).sum(axis=1), keys_differ.sum(axis=1)
-    return np.stack([tied, differ], axis=1).astype(float)
+    return _tied_of(keys_near_tie, keys_differ)
 
 
 @metric(
