@@ -94,6 +94,59 @@ def test_verls_padded_rows_round_and_nothing_more(tmp_path: Path) -> None:
     assert gaps_of(report)["trainer"] < 1e-5
 
 
+# The runner's own binder, on a model with one MoE layer of the kernel that gpt-oss gets on a GPU.
+ROUTES_OF_A_KERNEL = """
+import types
+import torch
+from mismatch.engines.vllm import private
+private.install()
+from vllm.model_executor.layers.fused_moe import layer as layers
+from vllm.model_executor.layers.fused_moe.experts import gpt_oss_triton_kernels_moe as shipped
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+Layer = layers.FusedMoE if isinstance(layers.FusedMoE, type) else layers.MoERunner
+class Moe(Layer):
+    layer_id = 0
+class Router(BaseRouter):
+    pass
+Moe.__abstractmethods__ = Router.__abstractmethods__ = frozenset()
+Kernel = shipped.OAITritonMxfp4ExpertsMonolithic
+kernel = Kernel.__new__(Kernel)
+kernel.topk, kernel.renormalize, kernel.quant_config = 4, True, None
+shipped.triton_kernel_moe_forward = lambda **given: given["hidden_states"]
+
+moe, experts, model = Moe.__new__(Moe), torch.nn.Module(), torch.nn.Module()
+torch.nn.Module.__init__(moe)
+moe.layer_name, moe.router = "model.layers.0.mlp.experts", Router.__new__(Router)
+moe.router.capture_fn = None
+held = moe if Layer.__name__ == "FusedMoE" else experts
+held.quant_method = types.SimpleNamespace(moe_kernel=types.SimpleNamespace(fused_experts=kernel))
+if held is experts:
+    moe.routed_experts = experts
+model.layer = moe
+runner, seen = GPUModelRunner.__new__(GPUModelRunner), []
+runner.model = model
+runner.compilation_config = types.SimpleNamespace(static_forward_context={"moe": moe})
+capturer = types.SimpleNamespace(capture=lambda layer, ids: seen.append((layer, ids.tolist())))
+runner._bind_routed_experts_capturer(capturer)
+kernel.apply(
+    hidden_states=torch.ones(2, 2), w1=None, w2=None, activation=None, global_num_experts=5,
+    router_logits=torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0], [5.0] * 5]), expert_map=None,
+    apply_router_weight_on_input=False, a1q_scale=None,
+)
+assert seen == [(0, [[1, 2, 4, 3], [0, 1, 2, 3]])], seen
+"""
+
+
+@pytest.mark.parametrize("name", [OLDEST, VERL])
+def test_before_vllm_0_27_the_monolithic_kernels_experts_are_captured(name: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}
+    script = [python_of(name), "-c", ROUTES_OF_A_KERNEL]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 LOSSES = {"verl": "0.9.1", "trl": "1.16.0"}
 # Into the framework's own code: normalised by each micro-batch (verl 7200); weights that never
 # reach the loss (Liger 1082, TRL 5031).

@@ -32,8 +32,10 @@ CPU_CHOOSERS = (
 TRITON_MODULE = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
 BINDER_MODULE = "vllm.model_executor.layers.fused_moe.routed_experts_capturer"
 BINDER = "bind_routed_experts_capturer"
+RUNNERS_BINDER = "_bind_routed_experts_capturer"
 REFUSED = "mismatch_capture_refused"  # attribute of a model whose routes cannot be captured
 OURS = "of_mismatch"  # attribute of a function that stands in the place of vLLM's
+WRITER = "mismatch_writer"  # attribute of a kernel: the function that gets its experts
 
 
 def found(module: str, name: str) -> Any:
@@ -54,6 +56,7 @@ def install() -> None:
     """Take what can be taken, and never fail for the rest; again: change nothing."""
     digest_before_repacking()
     take_triton_routes()
+    bind_in_older_runners()
     tolerate_refusal()
     serve_float32_sinks()
 
@@ -99,7 +102,7 @@ def take_triton_routes() -> None:
     """Have vLLM's monolithic Triton kernel write the experts that it routes to.
 
     With ``renormalize`` the kernel takes the top k of the logits themselves; of equal logits the
-    lower expert wins (``triton_kernels/topk_details``).
+    lower expert wins (``triton_kernels/topk_details``). vLLM gives a buffer from 0.27 on.
     """
     kernel = found(TRITON_MODULE, "OAITritonMxfp4ExpertsMonolithic")
     if kernel is None or hasattr(kernel.apply, OURS):
@@ -108,13 +111,38 @@ def take_triton_routes() -> None:
 
     def apply_and_write(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = kwargs.get("routing_replay_out")
-        if out is not None:
-            out.copy_(stable_top_k(kwargs["router_logits"], self.topk))
+        write = getattr(self, WRITER, None) if out is None else out.copy_
+        if write is not None:
+            write(stable_top_k(kwargs["router_logits"], self.topk))
         return apply(self, *args, **kwargs)
 
     setattr(apply_and_write, OURS, True)
     kernel.apply = apply_and_write
     kernel.supports_routing_replay_capture = lambda self: bool(self.renormalize)
+
+
+def bind_in_older_runners() -> None:
+    """Before 0.28 a method of the runner binds the capture: see to kernels, and note a refusal.
+
+    Before 0.27 it binds routers alone, which a monolithic kernel does not call; 0.27 refuses.
+    """
+    runner = found("vllm.v1.worker.gpu_model_runner", "GPUModelRunner")
+    bind = getattr(runner, RUNNERS_BINDER, None)
+    if bind is None or hasattr(bind, OURS):
+        return
+
+    def bind_or_note(self: Any, capturer: Any) -> None:
+        try:
+            bind(self, capturer)
+        except ValueError as error:
+            setattr(self.model, REFUSED, str(error))
+        for _, moe in moe_layers(self.model):
+            kernel = experts_kernel(getattr(moe, "routed_experts", moe))
+            if hasattr(kernel, "apply") and hasattr(kernel.apply, OURS) and kernel.renormalize:
+                setattr(kernel, WRITER, moe.router.capture_fn)
+
+    setattr(bind_or_note, OURS, True)
+    setattr(runner, RUNNERS_BINDER, bind_or_note)
 
 
 def tolerate_refusal() -> None:
