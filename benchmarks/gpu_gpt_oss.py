@@ -1,6 +1,7 @@
 """gpt-oss-20b at full shape on one GPU, without its weights; and what only a GPU can answer.
 
     python benchmarks/gpu_gpt_oss.py [--tiny] [--json FILE] [--write docs/evidence/gpu-results.md]
+    python benchmarks/gpu_gpt_oss.py --hub DIR
 
 The real architecture (24 layers, 32 experts, vocabulary 201,088 …) gets random bf16 weights
 straight on the device, shard by shard, so that neither a checkpoint on disk, nor a hub, nor an
@@ -10,6 +11,9 @@ else about speed or memory depends on their values. Needs one GPU of 80 GB or mo
 
 Then the questions of benchmarks/gpu_parts.py are put, each answered yes, no or "not run" (with the
 reason). About ten minutes in all on one GPU.
+
+``--hub DIR`` measures nothing: it writes that shape with random MXFP4 experts into a cache of the
+hub, 13 GB, so that ``HF_HUB_OFFLINE=1 HF_HOME=DIR mismatch check --model gpt-oss-20b`` runs.
 
 ``--tiny`` runs the same code on a model of a few thousand parameters, on a CPU as well.
 """
@@ -30,7 +34,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_parts import WIDE, answers  # noqa: E402
+from benchmarks.gpu_parts import WIDE, answers, released  # noqa: E402
 from mismatch.specs import Pass, Sampling, TrainSpec  # noqa: E402
 from mismatch.training.attention.resolve import resolve_for  # noqa: E402
 from mismatch.training.distributed import MemoryPeak, World  # noqa: E402
@@ -182,6 +186,16 @@ def run(tiny: bool, keep: Path | None) -> dict[str, Any]:
     return facts
 
 
+def offline_hub(home: Path, shape: dict[str, Any]) -> Path:
+    """Write the checkpoint where the hub's client looks for openai/gpt-oss-20b without network."""
+    cached, commit = home / "hub" / "models--openai--gpt-oss-20b", "0" * 40
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    made = released(cached / "snapshots" / commit, device, **shape)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(commit)
+    return made
+
+
 def markdown(facts: dict[str, Any]) -> str:
     lines = [
         f"{facts['date']}: {facts['device']}, torch {facts['torch']}, Python {facts['python']}; "
@@ -218,7 +232,13 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, also on a CPU")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     parser.add_argument("--write", type=Path, help="put the table into this Markdown file")
+    parser.add_argument(
+        "--hub", type=Path, metavar="DIR", help="write a checkpoint for this HF_HOME"
+    )
     options = parser.parse_args()
+    if options.hub:
+        print(offline_hub(options.hub, {} if options.tiny else SHAPE))
+        return
     facts = run(options.tiny, options.json)
     print(markdown(facts))
     gone_wrong = [one["question"] for one in facts["answers"] if one["state"] == "no"]

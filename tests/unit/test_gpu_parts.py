@@ -5,20 +5,23 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.gpu_gpt_oss import offline_hub
 from benchmarks.gpu_parts import (
     MARLIN,
     VARIANTS,
     WIDE,
     equal_choices,
     fault_of,
-    mxfp4_model,
+    released,
     same_routes,
     whole_check,
     whole_checks,
@@ -36,10 +39,22 @@ TINY |= {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 8}
 def test_the_model_has_two_layers_of_the_published_width(tmp_path: Path) -> None:
     published = find_config(resolve_model("gpt-oss-20b")).values
     assert {name: published[name] for name in WIDE} == WIDE
-    made = mxfp4_model(tmp_path, **TINY)
+    made = released(tmp_path / "model", torch.device("cpu"), **TINY)
     assert is_mxfp4(made)
+    assert len(list(made.glob("*.safetensors"))) == 3
     model = find_config(str(made)).model
     assert (model.layers, model.top_k, model.family) == (2, 4, "gpt_oss")
+
+
+def test_the_hub_is_played_by_a_folder(tmp_path: Path) -> None:
+    """``mismatch check --model gpt-oss-20b`` finds it without a network."""
+    made = offline_hub(tmp_path, TINY)
+    script = "from mismatch.models.config import find_config as f; print(f('openai/gpt-oss-20b'))"
+    offline = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    python = [sys.executable, "-c", script]
+    done = subprocess.run(python, env=offline, capture_output=True, text=True)
+    assert "the hub's cache" in done.stdout, done
+    assert str(made) in done.stdout
 
 
 def left(place: Path, *missing: str, quick: bool = False, routes: bool = True) -> Path:
