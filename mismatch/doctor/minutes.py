@@ -19,7 +19,7 @@ from mismatch.specs import AS_STORED, OWN_SCORER, CheckSpec, Dtype, EngineSpec, 
 
 TIMED = "H200-141GB"
 # docs/evidence/gpu-results.md. vLLM started and sampled in 84 s with tiny-gpt-oss, of which CUDA
-# graphs took 43; in float32 it started and scored in 101 s, as many for graphs. gpt-oss-20b's graphs
+# graphs took 43; in float32 it started and scored in 101 s, as many for graphs. The graphs of 20b
 # took 101 s, those of two layers of its width 57 s; in MXFP4 Triton compiles kernels meanwhile, and
 # for 12 s more as it samples.
 START_S, GRAPHS_S, GRAPHS_OF_A_LAYER_S, MXFP4_KERNELS_S = 50.0, 35.0, 2.0, 30.0

@@ -81,7 +81,7 @@ def in_form_while(spec: EngineSpec) -> Iterator[EngineSpec]:
         yield made
     finally:
         target = Path(made.model)
-        if target.parent == cache() and target not in before:
+        if is_derived(target) and target not in before:
             READ.pop(target).close()
             with open(target.with_suffix(".read"), "w") as lock, suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -201,6 +201,11 @@ def quantisation(directory: Path) -> dict[str, Any]:
     """Return how a checkpoint is quantised, as its config.json says; {}: it is not."""
     config: dict[str, Any] = read_config(directory).get("quantization_config") or {}
     return config
+
+
+def is_derived(model: str | Path) -> bool:
+    """Return whether a checkpoint was made by this module."""
+    return Path(model).parent == cache()
 
 
 def cache() -> Path:

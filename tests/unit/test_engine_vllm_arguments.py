@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,8 @@ from mismatch.engines.vllm import arguments as vllm_args
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import Sampling
+from tests.checkpoints import make
+from tests.contract.conftest import installed
 
 MOE = ModelInfo("gpt_oss", 100, 4096, (2,), num_experts=8, top_k=2)
 DENSE = dataclasses.replace(MOE, num_experts=0, top_k=0)
@@ -172,9 +177,50 @@ def test_the_environment_is_a_default_and_not_an_order(monkeypatch: pytest.Monke
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
     for name in ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "VLLM_USE_V2_MODEL_RUNNER"):
         monkeypatch.setenv(name, "1")
-    vllm_args.set_environment()
+    vllm_args.set_environment("m")
     assert vllm_args.os.environ["VLLM_CPU_KVCACHE_SPACE"] == "7"
     assert vllm_args.os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert "VLLM_WORKER_MULTIPROC_METHOD" not in vllm_args.os.environ
+
+
+MADE_THEN_STARTED = """
+import sys
+from pathlib import Path
+import torch
+from mismatch.engines.vllm.arguments import set_environment
+from mismatch.models.derived import derive
+
+def fill():
+    torch.zeros(1 << 26).add_(1)  # in parallel
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    model = derive(Path(sys.argv[1]), "mxfp4-rounded")
+    torch.zeros(1 << 26).add_(1)  # as larger weights do
+    set_environment(str(model))
+    from vllm.utils.system_utils import get_mp_context
+    core = get_mp_context().Process(target=fill)
+    core.start()
+    core.join(60)
+    hangs = core.is_alive()
+    core.kill()
+    raise SystemExit("the core hangs" if hangs else core.exitcode)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not installed("vllm"), reason="engine: no vLLM here: make env")
+def test_a_core_is_not_forked_from_a_process_that_made_its_weights(tmp_path: Path) -> None:
+    """On a GPU the core of a float32 engine of MXFP4 experts hung before it loaded them."""
+    script = tmp_path / "worker.py"
+    script.write_text(MADE_THEN_STARTED)
+    made = str(make("gpt_oss", tmp_path / "model"))
+    environment = {**os.environ, "MISMATCH_CACHE": str(tmp_path)}
+    environment.pop("VLLM_WORKER_MULTIPROC_METHOD", None)
+    done = subprocess.run(
+        [sys.executable, str(script), made], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 CAPTURING = {"model": "m", vllm_args.CAPTURE: True}

@@ -19,6 +19,7 @@ from mismatch.engines.base import (
 )
 from mismatch.engines.model_info import ModelInfo
 from mismatch.errors import MismatchError, first_line
+from mismatch.models.derived import is_derived
 from mismatch.run.machine import SHARED_BYTES
 from mismatch.specs import AS_STORED, TORCH_NAMES, EngineSpec
 from mismatch.types import Sampling
@@ -91,12 +92,16 @@ def is_cpu_build() -> bool:
     return False
 
 
-def set_environment() -> None:
+def set_environment(model: str) -> None:
     """Set what vLLM reads when it is imported, unless the user has; worker process only.
 
+    Making a checkpoint runs OpenMP's threads. vLLM's core, forked afterwards, would wait for them
+    for ever in its first parallel loop, so it is started afresh.
     On a CPU the defaults cost minutes for small models: a compiler, another process, all cores for
     matrices that fit one. One GiB holds the keys and values of the runs that a CPU can do.
     """
+    if is_derived(model):
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if not is_cpu_build():
         return
     defaults = {

@@ -62,7 +62,7 @@ class VllmEngine(Engine):
     name: ClassVar[str] = "vllm"
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
-        set_environment()
+        set_environment(spec.model)
         self.spec = spec
         self.sampling = sampling
         self.info: ModelInfo = read_model_info(spec)
