@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from mismatch.errors import MismatchError
 from mismatch.models.digests import OF_EXPERTS, UNORDERED, digest_tensor
 from mismatch.models.weight_states import Prints
 
@@ -44,17 +45,27 @@ HALVES = ("gate_proj", "up_proj")  # of an expert's first matrix, in their order
 COMPOSED = "composed_loader"  # of vLLM and SGLang: changes values, as Mamba's A = -exp(A_log)
 ROUTED = ".routed_experts"  # a module of vLLM's that checkpoints do not name
 Values = Iterator[tuple[str, "torch.Tensor | str"]]  # or why there are none
+Gather = Callable[["torch.Tensor", int], "torch.Tensor"]
 Reader = Callable[[Any, str, Any], "torch.Tensor | str"]
 
 
 class Ranks:
     """The tensor-parallel ranks of an engine, as one of them sees them; here: one alone."""
 
-    count = 1
+    def __init__(self, count: int = 1, gathered: Gather | None = None) -> None:
+        self.count, self._gathered = count, gathered
 
     def gather(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
         """Return the slices of all ranks in their order, along an axis; called by all of them."""
-        return tensor
+        return tensor if self._gathered is None else self._gathered(tensor, axis)
+
+
+def or_why(read: Callable[..., torch.Tensor | str], *args: Any) -> torch.Tensor | str:
+    """Return what a function reads, or which name this version of the engine lacks for it."""
+    try:
+        return read(*args)
+    except MismatchError as error:
+        return error.message
 
 
 def as_stored(module: Any, leaf: str, parameter: Any) -> torch.Tensor | str:
@@ -84,10 +95,12 @@ class HeldWeights:
             names: of the checkpoint.
             transposed: of these parameters, those held with their last two axes exchanged.
         """
-        renamed: dict[str, str] = self.mismatch_rename(names)
         prints, missing = {}, {}
-        model = self._mismatch_model()
-        ranks = self.mismatch_ranks()
+        try:
+            renamed, model = self.mismatch_rename(names), self._mismatch_model()
+            ranks = self.mismatch_ranks()
+        except MismatchError as error:
+            return {}, dict.fromkeys(names, error.message)
         for name, value in held_tensors(model, self.mismatch_reader, frozenset(names), ranks):
             checkpoint = renamed.get(name, name)
             if isinstance(value, str):
@@ -117,17 +130,18 @@ def held_tensors(
         for leaf, parameter in module.named_parameters(recurse=False):
             if of_experts and leaf not in EXPERT_LEAVES:
                 continue
-            value = read(module, leaf, parameter)
+            value = or_why(read, module, leaf, parameter)
             if of_experts:
-                whole = _whole_experts(module, leaf, value, halves, ranks)
+                whole = or_why(_whole_experts, module, leaf, value, halves, ranks)
                 yield from _experts(experts_prefix(path), leaf, whole, names)
             elif isinstance(value, str):
                 yield f"{path}.{leaf}", value
             else:
                 size = getattr(module, "org_vocab_size", None)  # without the rows that pad it
                 for part, tensor in parts_of(path, value, module, packed):
-                    own = _whole(module, part, leaf, tensor, ranks)
-                    yield f"{part}.{leaf}".lstrip("."), own if size is None else own[:size]
+                    own = or_why(_whole, module, part, leaf, tensor, ranks)
+                    kept = own if size is None or isinstance(own, str) else own[:size]
+                    yield f"{part}.{leaf}".lstrip("."), kept
 
 
 def _whole(module: Any, part: str, leaf: str, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:

@@ -5,6 +5,24 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import Any
 
+from mismatch.errors import MismatchError
+
+
+def attribute(holder: Any, path: str, *default: Any) -> Any:
+    """Return what an engine's object holds under a (dotted) name, else the default.
+
+    Raises:
+        MismatchError: there is neither; what needs it is not tested.
+    """
+    for name in path.split("."):
+        if not hasattr(holder, name):
+            if default:
+                return default[0]
+            engine = type(holder).__module__.partition(".")[0]
+            raise MismatchError(f"this {engine} has no {type(holder).__name__}.{name}")
+        holder = getattr(holder, name)
+    return holder
+
 
 class ModelCalls:
     """A part of what is called next to the model of vLLM or SGLang."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.engines.held_weights import NO_DIGESTS, HeldWeights, Ranks
+from mismatch.engines.model_calls import attribute
 from mismatch.engines.sglang import private, wire
 from mismatch.errors import MismatchError
 from mismatch.models.resolved import resolved
@@ -48,14 +49,18 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
         "weights": private.digest_before_repacking(),
         "routes": private.capture_triton_routes(),
     }
-    ready = scheduler.get_init_info
+    ready = attribute(scheduler, private.READY, None)
 
     def ready_with_facts(self: Any) -> dict[str, Any]:
         answer: dict[str, Any] = ready(self)
-        answer[FACTS] = _facts(self.tp_worker.model_runner) | {"lacking": lacking}
-        return answer
+        try:
+            facts = _facts(attribute(self, private.RUNNER)) | {"lacking": lacking}
+        except MismatchError as error:
+            facts = private.no_facts(error.message)
+        return answer | {FACTS: facts}
 
-    scheduler.get_init_info = ready_with_facts
+    if ready is not None:  # else ``private.first_facts`` says so
+        setattr(scheduler, private.READY, ready_with_facts)
     scheduler.mismatch_call = call
     process(*args, **kwargs)
 
@@ -89,18 +94,16 @@ class ErrorFile(logging.Handler):
 
 def _facts(runner: Any) -> dict[str, Any]:
     """Return kernels, devices and weights of one rank as plain data."""
-    model = runner.model
+    model = attribute(runner, "model")
     moe = private.moe_layers(model)
     digests, unknown = getattr(model, "mismatch_loaded", NO_DIGESTS)
     methods = {type(getattr(module, "quant_method", module)).__name__ for _, module in moe}
     return {
         "moe_layers": [layer for layer, _ in moe],
         "moe_methods": sorted(methods),
-        "device": str(runner.device),
+        **{name: str(attribute(runner, name, private.UNKNOWN)) for name in private.FACTS},
         "model_class": type(model).__name__,
         "config": resolved(model),
-        "dtype": str(runner.dtype),
-        "kv_cache_dtype": str(runner.kv_cache_dtype),
         "digests": digests,
         "unmapped": unknown,
         "substitutes": list(private.hook().used),
@@ -113,30 +116,23 @@ def call(scheduler: Any, name: str, args: list[Any], answer: str) -> None:
 
     from mismatch.engines.model_calls import ModelCalls
 
-    class TensorParallel(Ranks):
-        """SGLang's own group."""
-
-        count = scheduler.server_args.tp_size
-
-        def gather(self, tensor: Any, axis: int) -> Any:
-            return private.gathered(tensor, axis)
-
     class Calls(HeldWeights, ModelCalls):
         """The calls that this process answers."""
 
         def _mismatch_model(self) -> Any:
-            return scheduler.tp_worker.model_runner.model
+            return attribute(scheduler, private.MODEL)
 
         def mismatch_ranks(self) -> Ranks:
-            return TensorParallel()
+            return Ranks(attribute(scheduler, private.TP_SIZE), private.gathered)
 
         def mismatch_idle(self) -> bool:
-            return bool(scheduler.is_fully_idle())
+            return bool(attribute(scheduler, private.IDLE, lambda: True)())
 
     if not hasattr(scheduler, "mismatch_calls"):
         scheduler.mismatch_calls = Calls()
     result = getattr(scheduler.mismatch_calls, name)(*args)
-    distributed.barrier(group=scheduler.tp_cpu_group)  # every rank has written its part
+    # Every rank has written its part behind this.
+    distributed.barrier(group=attribute(scheduler, private.CPU_GROUP, None))
     if distributed.get_rank() == 0:
         Path(answer).write_text(json.dumps(result))
 
@@ -153,12 +149,9 @@ def on_failure(number: int, frame: Any) -> None:
 
 def offline() -> Any:
     """Return SGLang's ``Engine`` class with processes that start in this module."""
-    engine: Any = private.engine_class()
+    engine: Any = private.engine_class(run_scheduler, run_detokenizer)
 
     class Offline(engine):  # type: ignore[misc]
-        run_scheduler_process_func = staticmethod(run_scheduler)
-        run_detokenizer_process_func = staticmethod(run_detokenizer)
-
         def mismatch_called(self, method: str, *args: Any) -> Any:
             """Call a method in the scheduler and return the first rank's answer."""
             with tempfile.TemporaryDirectory(prefix="mismatch-sglang-") as folder:

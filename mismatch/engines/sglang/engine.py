@@ -10,7 +10,6 @@ import tempfile
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, get_args
 
 from numpy.typing import NDArray
@@ -31,11 +30,11 @@ from mismatch.engines.base import (
     require_ids,
     sample_seed,
 )
+from mismatch.engines.model_calls import attribute
 from mismatch.engines.model_info import ModelInfo, load_fix, read_model_info
 from mismatch.engines.registry import model_facts, short_dtype
-from mismatch.engines.sglang import wire
+from mismatch.engines.sglang import private, wire
 from mismatch.engines.sglang.child import ERROR_FILE, FACTS, offline, on_failure
-from mismatch.engines.sglang.private import SILENT, end_with_children, first_facts, hook
 from mismatch.errors import CorruptCapture, MismatchError, first_line
 from mismatch.run.messages import OUT_OF_MEMORY
 from mismatch.specs import EngineSpec
@@ -67,7 +66,7 @@ class SglangEngine(Engine):
 
     @staticmethod
     def prepare() -> None:
-        hook().prepare()
+        private.hook().prepare()
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None:
         self.prepare()
@@ -111,10 +110,8 @@ class SglangEngine(Engine):
             fault = f"SGLang cannot load {self.spec.model}: {shown}"
             raise MismatchError(fault, load_fix(RuntimeError(reason))) from error
         # SGLang's own signal handlers would kill this process silently.
-        self.engine.tokenizer_manager.signal_handler_class = lambda manager: SimpleNamespace(
-            sigterm_handler=_end, running_phase_sigquit_handler=lambda *_: self._fail()
-        )
-        self._facts = first_facts(self.engine, FACTS)
+        private.handle_signals(self.engine, _end, lambda *_: self._fail())
+        self._facts = private.first_facts(self.engine, FACTS)
         self._server: dict[str, Any] = self.engine.get_server_info()
         self._refused = self._routes_refused() if self._capture else ""
         self._capture = self._capture and not self._refused
@@ -170,7 +167,7 @@ class SglangEngine(Engine):
         Raises:
             MismatchError: a request was refused, or a process of SGLang failed.
         """
-        loop = self.engine.loop
+        loop = attribute(self.engine, private.LOOP)
         done: list[int] = []
 
         async def send(body: dict[str, Any]) -> dict[str, Any]:
@@ -239,11 +236,11 @@ class SglangEngine(Engine):
     def _routes_refused(self) -> str:
         """Say why routes that were asked for cannot be had from what runs; "": they can."""
         version = f"SGLang {self._server.get('version')}"
-        if self._facts["lacking"]["routes"] == SILENT:
-            return f"{version}: {SILENT}"
+        lacking = self._facts["lacking"]["routes"]
+        if self._facts["model_class"] == private.UNKNOWN:
+            return f"{version}: {lacking}"
         if not self._facts["moe_layers"]:
             return f"no layer with experts was found in {version}'s {self._facts['model_class']}"
-        lacking = self._facts["lacking"]["routes"]
         if lacking and "triton_kernel" in str(self._server.get("moe_runner_backend")):
             return f"{version}: {lacking}"
         return ""
@@ -260,7 +257,7 @@ class SglangEngine(Engine):
         info = self._server
         raw = wire.raw_logprobs() or mode == "prefill"
         temperature = 1.0 if raw else (self.sampling.temperature or 1.0)
-        substitutes = self._facts["substitutes"]
+        substitutes, dtype = self._facts["substitutes"], self._facts["dtype"]
         backend = str(info.get("attention_backend"))
         methods = "+".join(self._facts["moe_methods"])
         facts: SideFacts = {
@@ -268,7 +265,7 @@ class SglangEngine(Engine):
             "mode": mode,
             "engine": self.name,
             "version": str(info.get("version")),
-            "dtype": short_dtype(self._facts["dtype"]),
+            "dtype": short_dtype(self._arguments["dtype"] if dtype == private.UNKNOWN else dtype),
             "kv_cache_dtype": short_dtype(self._facts["kv_cache_dtype"]),
             "logprobs_mode": "input_token_logprobs" if mode == "prefill" else "output_logprobs",
             "logprobs_temperature": temperature,
@@ -333,4 +330,4 @@ class SglangEngine(Engine):
 
 def _end(*_: Any) -> None:
     """End at once with all children; SGLang's own handler would answer all requests first."""
-    end_with_children()
+    private.end_with_children()

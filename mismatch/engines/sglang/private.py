@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from types import SimpleNamespace
@@ -21,6 +22,12 @@ from mismatch.errors import MismatchError
 # SGLang is imported, `register()` in its scheduler, `arguments(context)` makes arguments of its
 # engine, and `used` has a sentence per replaced part. The tests run SGLang on a CPU with it.
 HOOK = "MISMATCH_SGLANG_HOOK"
+# To be read with :func:`attribute`: these of a scheduler, and the loop of an engine.
+RUNNER, MODEL = "tp_worker.model_runner", "tp_worker.model_runner.model"
+READY, IDLE = "get_init_info", "is_fully_idle"
+CPU_GROUP, TP_SIZE = "tp_cpu_group", "server_args.tp_size"
+LOOP, FLUSH = "loop", "tokenizer_manager.flush_cache"
+FACTS, UNKNOWN = ("device", "dtype", "kv_cache_dtype", "model_class"), "unknown"
 SILENT = "its scheduler's first message cannot be read (_scheduler_init_result)"
 
 
@@ -62,20 +69,36 @@ def detokenizer() -> Any:
     return needed("managers.detokenizer_manager", "run_detokenizer_process")
 
 
-def engine_class() -> Any:
-    """Return SGLang's class of engines; ``sglang.Engine`` is a proxy that has no subclasses."""
-    return needed("entrypoints.engine", "Engine")
+def engine_class(scheduler: Any, detokenizer: Any) -> Any:
+    """Return SGLang's class of engines, with our functions for its processes to run.
+
+    ``sglang.Engine`` is a proxy that has no subclasses.
+    """
+    methods = {"scheduler": staticmethod(scheduler), "detokenizer": staticmethod(detokenizer)}
+    ours = {f"run_{name}_process_func": method for name, method in methods.items()}
+    return type("Engine", (needed("entrypoints.engine", "Engine"),), ours)
 
 
 def first_facts(engine: Any, key: str) -> dict[str, Any]:
     """Return our facts in the scheduler's first message; nothing but why where it is not there."""
     try:
-        facts: dict[str, Any] = engine._scheduler_init_result.scheduler_infos[0][key]
+        return engine._scheduler_init_result.scheduler_infos[0][key]  # type: ignore[no-any-return]
     except (AttributeError, LookupError, TypeError):
-        facts = dict.fromkeys(("device", "model_class", "dtype", "kv_cache_dtype"), "unknown")
-        facts |= {"moe_layers": [], "moe_methods": [], "digests": {}, "unmapped": [], "config": {}}
-        facts |= {"substitutes": [], "lacking": dict.fromkeys(("weights", "routes"), SILENT)}
-    return facts
+        return no_facts(SILENT)
+
+
+def no_facts(why: str) -> dict[str, Any]:
+    """Return the facts of a scheduler whose model is not found."""
+    facts: dict[str, Any] = dict.fromkeys(FACTS, UNKNOWN)
+    facts |= {"moe_layers": [], "moe_methods": [], "digests": {}, "unmapped": [], "config": {}}
+    return facts | {"substitutes": [], "lacking": dict.fromkeys(("weights", "routes"), why)}
+
+
+def handle_signals(engine: Any, end: Callable[..., None], fail: Callable[..., None]) -> None:
+    """Handle the signals to end and that a child failed, where SGLang's handlers are found."""
+    handlers = SimpleNamespace(sigterm_handler=end, running_phase_sigquit_handler=fail)
+    manager = getattr(engine, "tokenizer_manager", SimpleNamespace())
+    manager.signal_handler_class = lambda manager: handlers
 
 
 def server_arguments() -> set[str]:
@@ -108,8 +131,10 @@ def load_in_one_dtype() -> None:
     SGLang's gpt-oss takes the dtype of its linear layers from config.json and of all else from the
     engine's argument: asked for float32 of a bfloat16 checkpoint it fails in its first forward.
     """
-    from sglang.srt.configs.model_config import ModelConfig
-
+    try:
+        from sglang.srt.configs.model_config import ModelConfig
+    except ImportError:  # it costs gpt-oss in float32
+        return
     make = ModelConfig.__init__
 
     def make_with_one_dtype(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
-from mismatch.engines.sglang import wire
+from mismatch.engines.model_calls import attribute
+from mismatch.engines.sglang import private, wire
 from mismatch.engines.sync_drivers import Answer, Driver
 from mismatch.errors import MismatchError
 from mismatch.types import NotTested, Sampling
@@ -66,8 +67,9 @@ class SglangDriver(Driver):
 
     def drop_caches(self) -> None:
         engine = self.engine.engine
-        flush = engine.tokenizer_manager.flush_cache(timeout_s=IDLE_SECONDS)
-        if not engine.loop.run_until_complete(flush).success:
+        flush, loop = (attribute(engine, name, None) for name in (private.FLUSH, private.LOOP))
+        waits = flush and loop and loop.run_until_complete(flush(timeout_s=IDLE_SECONDS))
+        if not (waits or engine.flush_cache()).success:  # the public method does not wait
             raise MismatchError("SGLang did not flush its cache", wire.LOG_FIX)
 
     def not_tested(self) -> list[NotTested]:

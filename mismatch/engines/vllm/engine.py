@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,6 +30,7 @@ from mismatch.engines.base import (
     sample_seed,
 )
 from mismatch.engines.distribution_capture import CaptureRequest, unpack
+from mismatch.engines.model_calls import attribute
 from mismatch.engines.model_info import CauseInLog, ModelInfo, load_fix, read_model_info
 from mismatch.engines.registry import (
     checkpoint_names,
@@ -37,6 +38,7 @@ from mismatch.engines.registry import (
     model_facts,
     short_dtype,
 )
+from mismatch.engines.vllm import private
 from mismatch.engines.vllm.arguments import (
     captures_routes,
     engine_arguments,
@@ -49,7 +51,7 @@ from mismatch.engines.vllm.arguments import (
 from mismatch.engines.vllm.lora import NUMBER, as_merged, lora_arguments
 from mismatch.errors import MismatchError, first_line
 from mismatch.specs import EngineSpec
-from mismatch.types import ROUTES, Floats, NotTested, Sampling, SideFacts
+from mismatch.types import EXACT_KL, PREFILL, ROUTES, Floats, NotTested, Sampling, SideFacts
 
 STATES = "Chunked prefill is required for mamba cache mode"  # vLLM's words for models with states
 # Its words where its engine's process failed, and where one that imports a model's code did.
@@ -78,6 +80,7 @@ class VllmEngine(Engine):
         self._stop: tuple[str, ...] = ()
         self._wanted: CaptureRequest | None = None
         self._distributions: dict[str, NDArray[Any]] = {}
+        self._untaken = ""  # why there are none
         self.adapter: Any = None  # vLLM's LoRARequest of every request
 
     @classmethod
@@ -115,9 +118,10 @@ class VllmEngine(Engine):
                 raise CauseInLog(f"vLLM cannot load {self.spec.model}", load_fix(error)) from error
             fault = f"vLLM cannot load {self.spec.model}: {first_line(error)}"
             raise MismatchError(fault, load_fix(error)) from error
-        self.config = self.llm.llm_engine.vllm_config
+        self.config = private.config_of(self.llm, self._arguments)
         self._facts: dict[str, Any] = self._call("mismatch_describe")[0]
-        self._refused = self._refused or self._facts["capture_refused"]
+        lacking: dict[str, str] = self._facts["lacking"]
+        self._refused = self._refused or (lacking[ROUTES] if self._capture else "")
         runner = self._facts["model_runner"]
         if self._capture and not self._refused:
             if not self._facts["moe_layers"]:
@@ -136,11 +140,12 @@ class VllmEngine(Engine):
 
             path = self.spec.adapter.path
             self.adapter = LoRARequest("mismatch", NUMBER, path)
-            self.llm.llm_engine.add_lora(self.adapter)
+            attribute(self.llm, private.ADD_ADAPTER)(self.adapter)
 
     def __exit__(self, *exc: object) -> None:
         # The process ends with the engine; what has to go is vLLM's own children.
-        self.llm.llm_engine.engine_core.shutdown()
+        with suppress(MismatchError):  # this version has no function for it: they end with it too
+            attribute(self.llm, private.SHUTDOWN)()
 
     # ------------------------------------------------------------ decode
 
@@ -158,8 +163,7 @@ class VllmEngine(Engine):
             # Tensor-parallel ranks have the same, or none.
             self._distributions = {}
             for packed, failed in self._call("mismatch_stop_distributions"):
-                if failed:
-                    print(f"distributions could not be taken: {failed}", file=sys.stderr)
+                self._untaken = self._untaken or failed
                 if not self._distributions:
                     self._distributions = {name: unpack(array) for name, array in packed.items()}
         rows = self._captured(outputs) if on_cpu else [None] * len(jobs)
@@ -198,7 +202,7 @@ class VllmEngine(Engine):
         self, prompts: list[list[int]], params: list[Any], progress: Progress
     ) -> list[tuple[str, Any]]:
         """Run requests to their end: (vLLM's request id, output) in the order of the prompts."""
-        engine = self.llm.llm_engine
+        engine = attribute(self.llm, private.ENGINE)
         order: dict[str, tuple[int, str]] = {}
         for index, (ids, param) in enumerate(zip(prompts, params, strict=True)):
             request, self._next_id = str(self._next_id), self._next_id + 1
@@ -224,10 +228,12 @@ class VllmEngine(Engine):
     def _captured(self, outputs: list[tuple[str, Any]]) -> list[NDArray[Any] | None]:
         """Return experts of each request; None: there are none, refused once all is saved."""
         try:
-            packed = self._call("mismatch_stop_capture")[0]
+            packed, failed = self._call("mismatch_stop_capture")[0]
         except Exception:  # a hole in the capture must not cost what was sampled
             traceback.print_exc()
-            packed = {}
+            packed, failed = {}, ""
+        if failed:
+            self._refused, self._capture = failed, False
         return [unpack(packed[name]) if name in packed else None for name, _ in outputs]
 
     def _sample(
@@ -345,12 +351,16 @@ class VllmEngine(Engine):
 
     def fingerprint(self, mode: Mode) -> SideFacts:
         config, model = self.config, self.config.model_config
+        lacking = self._facts["lacking"]
         dtype = short_dtype(model.dtype)
         cache = str(config.cache_config.cache_dtype)
         processed = model.logprobs_mode == "processed_logprobs"
         decode = mode == "decode"
         temperature = (self.sampling.temperature or 1.0) if processed else 1.0
-        return {
+        missing = [NotTested(ROUTES, self._refused)] if self._refused else []
+        if self._untaken and not self._distributions:
+            missing.append(NotTested(EXACT_KL, self._untaken))
+        facts: SideFacts = {
             **model_facts(self.spec),
             "mode": mode,
             "engine": self.name,
@@ -382,10 +392,15 @@ class VllmEngine(Engine):
             "generation_config": model.generation_config,
             "sampling": self._sent,
             "engine_args": dict(self.spec.args),
-            "not_tested": to_json(
-                [NotTested(ROUTES, f"{self.name}: {self._refused}")] if self._refused else []
-            ),
         }
+        if lacking[PREFILL] and self.spec.prefill and self.sampling.temperature not in (0.0, 1.0):
+            facts["prefill"] = False
+            missing.append(NotTested(PREFILL, lacking[PREFILL]))
+        if lacking[private.WEIGHTS]:
+            facts["weights_not_comparable"] = lacking[private.WEIGHTS]
+        named = [replace(each, reason=f"{self.name}: {each.reason}") for each in missing]
+        facts["not_tested"] = to_json(named)
+        return facts
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         call: Callable[..., list[Any]] = self.llm.collective_rpc

@@ -10,14 +10,17 @@ import importlib
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mismatch.engines.distribution_capture import stable_top_k
 from mismatch.engines.held_weights import loaded_digests
+from mismatch.engines.model_calls import attribute
 from mismatch.errors import MismatchError
-from mismatch.types import Ints
+from mismatch.types import PREFILL, ROUTES, Ints
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +52,77 @@ def found(module: str, name: str) -> Any:
     return value
 
 
+# ---------------------------------------------------------------- where it is in vLLM's objects
+# To be read with :func:`attribute`, which raises MismatchError where a version lacks a name.
+
+ENGINE = "llm_engine"  # these of vllm.LLM
+ADD_ADAPTER, REMOVE_ADAPTER = f"{ENGINE}.add_lora", f"{ENGINE}.remove_lora"
+SHUTDOWN = f"{ENGINE}.engine_core.shutdown"
+CONFIG = f"{ENGINE}.vllm_config"
+RUNNER = "model_runner"  # of a worker
+SAMPLE, FORWARD = "sample_tokens", "execute_model"  # of a model runner
+LOGITS = "compute_logits"  # of a model
+REPACK = "process_weights_after_loading"  # the step of its loader behind which none is readable
+WEIGHTS = "weights as loaded"
+TP_SIZE = "parallel_config.tensor_parallel_size"  # of a worker
+SLOTS, STACKS = "lora_manager.lora_index_to_id", ("lora_a_stacked", "lora_b_stacked")
+EXPERT_COUNT = "router.global_num_experts"  # of a MoE layer
+IDENTITY_ROWS = 1024  # of the identity matrix at a time
+
+
+def model_of(worker: Any) -> Any:
+    """Return the model of a worker."""
+    return attribute(worker, f"{RUNNER}.get_model")()
+
+
+def around(holder: Any, name: str, function: Callable[..., Any]) -> Callable[[], object]:
+    """Have a method of one object call a function, with the method first; return the undoing."""
+    vars(holder)[name] = partial(function, attribute(holder, name))
+    return partial(vars(holder).pop, name, None)
+
+
+def config_of(llm: Any, arguments: dict[str, Any]) -> Any:
+    """Return vLLM's ``VllmConfig``, as it runs, else as it follows from the arguments."""
+    from vllm import EngineArgs
+
+    return attribute(llm, CONFIG, None) or EngineArgs(**arguments).create_engine_config()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a model runner: its requests in the order of the batch."""
+
+    requests: list[str]
+    computed: Ints  # tokens of each that were computed before
+    scheduled: Ints  # tokens of each that this step computes
+    logits: Any = None  # to sample from; None: the model has yet to compute them
+
+
+def forwarded(runner: Any, scheduled: Any, logits: Any = None) -> Step:
+    """Return a step of the older runner, of what the scheduler told it to compute."""
+    batch, counts = attribute(runner, "input_batch"), attribute(scheduled, "num_scheduled_tokens")
+    requests = list(attribute(batch, "req_ids"))
+    computed = attribute(batch, "num_computed_tokens_cpu")[: len(requests)]
+    return Step(requests, computed, np.array([counts.get(r, 0) for r in requests]), logits)
+
+
+def to_sample(runner: Any) -> Step | None:
+    """Return the step whose tokens are sampled next; None: of another rank, or none.
+
+    Runners keep it in ``execute_model_state`` between ``execute_model`` and ``sample_tokens``.
+    """
+    state = attribute(runner, "execute_model_state")
+    if state is None:
+        return None
+    if not hasattr(state, "input_batch"):
+        logits = attribute(state, "logits")
+        scheduled = attribute(state, "scheduler_output")
+        return None if logits is None else forwarded(runner, scheduled, logits)
+    batch, requests = state.input_batch, list(attribute(state, "input_batch.req_ids"))
+    names = "num_computed_tokens_np", "num_scheduled_tokens"
+    return Step(requests, *(attribute(batch, name)[: len(requests)] for name in names))
+
+
 # ---------------------------------------------------------------- before a model is built
 
 
@@ -68,7 +142,7 @@ def digest_before_repacking() -> None:
     extension is not called in between: the loader's own step is the only place.
     """
     home = "vllm.model_executor.model_loader.base_loader"
-    repack = found(home, "process_weights_after_loading")
+    repack = found(home, REPACK)
     if repack is None or hasattr(repack, OURS):
         return
 
@@ -77,7 +151,7 @@ def digest_before_repacking() -> None:
         return repack(model, *args, **kwargs)
 
     setattr(digest_then_repack, OURS, True)
-    vars(sys.modules[home])["process_weights_after_loading"] = digest_then_repack
+    vars(sys.modules[home])[REPACK] = digest_then_repack
 
 
 def _owned(module: Any, part: str, leaf: str) -> bool:
@@ -189,6 +263,16 @@ def serve_float32_sinks() -> None:
 # ---------------------------------------------------------------- of a loaded model
 
 
+def lacking(model: Any) -> dict[str, str]:
+    """Return measurement -> why a loaded model does not allow it; "": it does."""
+    whole, digested = hasattr(model, LOGITS), hasattr(model, "mismatch_loaded")
+    return {
+        ROUTES: getattr(model, REFUSED, ""),
+        PREFILL: "" if whole else f"this vLLM has no {type(model).__name__}.{LOGITS} to temper",
+        WEIGHTS: "" if digested else f"this vLLM's loader took no step {REPACK}",
+    }
+
+
 def attention_backends(runner: Any) -> str:
     """Return the names of the attention backends in use, "unknown" where they are not found."""
     try:
@@ -247,6 +331,28 @@ def gathered(tensor: torch.Tensor, axis: int) -> torch.Tensor:
     if group is None:
         raise MismatchError("this vLLM has no get_tp_group: weights of several GPUs are not read")
     return group().all_gather(tensor.contiguous(), axis)  # type: ignore[no-any-return]
+
+
+def by_identity(module: Any) -> torch.Tensor | None:
+    """Return [out, in] weights of a linear layer as its kernel on a CPU computes with them.
+
+    Every product has one term that is not 0, so that the values come out as they are. None: the
+    layer has no such kernel.
+    """
+    import torch
+
+    if not callable(getattr(module, "cpu_linear", None)):
+        return None
+    names = ("input_size_per_partition", "input_size", "embedding_dim")
+    sizes = [int(getattr(module, name)) for name in names if hasattr(module, name)]
+    width = sizes[0] if sizes else int(module.weight.shape[1])
+    columns = []
+    for start in range(0, width, IDENTITY_ROWS):
+        rows = torch.arange(start, min(start + IDENTITY_ROWS, width))
+        probe = torch.zeros(len(rows), width, dtype=module.weight.dtype)
+        probe[torch.arange(len(rows)), rows] = 1
+        columns.append(module.cpu_linear(probe, module.weight, None))
+    return torch.cat(columns).t()
 
 
 def sinks_in_use(module: Any, parameter: torch.Tensor) -> torch.Tensor:

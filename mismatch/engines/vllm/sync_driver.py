@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.engines.base import Engine, argument_name
+from mismatch.engines.model_calls import attribute
 from mismatch.engines.model_info import read_model_info
 from mismatch.engines.sync_drivers import Answer, Driver, Held, held_from_plain
+from mismatch.engines.vllm import private
 from mismatch.engines.vllm.arguments import is_cpu_build
 from mismatch.errors import MismatchError
 from mismatch.models.weight_states import RANK, Adapters, Checkpoint, state_of
@@ -84,17 +86,15 @@ class VllmDriver(Driver):
     def _push_adapter(self, push: int) -> None:
         from vllm.lora.request import LoRARequest
 
-        loader: Any = self.engine.llm.llm_engine
         if not state_of(push):
-            loader.remove_lora(ADAPTER)
+            attribute(self.engine.llm, private.REMOVE_ADAPTER)(ADAPTER)
             self.engine.adapter = None
             return
         # The same folder each time, as frameworks do: vLLM's cache is keyed by name and path.
         folder = self.checkpoint.write(push, self.scratch / "adapter")
         try:
-            loader.add_lora(
-                LoRARequest("mismatch", ADAPTER, str(folder), load_inplace=self.reloads)
-            )
+            adapter = LoRARequest("mismatch", ADAPTER, str(folder), load_inplace=self.reloads)
+            attribute(self.engine.llm, private.ADD_ADAPTER)(adapter)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self.engine.adapter = LoRARequest("mismatch", ADAPTER, str(folder))

@@ -31,27 +31,13 @@ from mismatch.engines.held_weights import (
     experts_prefix,
     numbered,
 )
-from mismatch.engines.vllm.private import (
-    expert_packer,
-    experts_kernel,
-    gathered,
-    renamed,
-    sinks_in_use,
-)
+from mismatch.engines.model_calls import attribute
+from mismatch.engines.vllm import private
+from mismatch.engines.vllm.private import expert_packer, experts_kernel, renamed, sinks_in_use
+from mismatch.errors import MismatchError
 from mismatch.models.weight_states import RANK, A, B, Checkpoint, Prints
 
-IDENTITY_ROWS = 1024  # of the identity matrix at a time
 LOW = 1 << 7  # indices are packed in digits that bfloat16 holds exactly
-
-
-class TensorParallel(Ranks):
-    """vLLM's own group."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def gather(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        return gathered(tensor, axis)
 
 
 def as_computed(module: Any, leaf: str, parameter: Any) -> torch.Tensor | str:
@@ -59,8 +45,8 @@ def as_computed(module: Any, leaf: str, parameter: Any) -> torch.Tensor | str:
     if hasattr(module, "w13_weight"):
         readable = parameter.is_floating_point() and leaf.endswith("weight")
         return _unpacked(module, parameter.data) if readable else as_stored(module, leaf, parameter)
-    if leaf == "weight" and callable(getattr(module, "cpu_linear", None)):
-        return by_identity(module)
+    if leaf == "weight" and (weight := private.by_identity(module)) is not None:
+        return weight
     if leaf == "sinks":
         return sinks_in_use(module, parameter.data)
     return as_stored(module, leaf, parameter)
@@ -69,15 +55,13 @@ def as_computed(module: Any, leaf: str, parameter: Any) -> torch.Tensor | str:
 class WeightSync(HeldWeights):
     """Calls for a probe of the weight sync; a part of the worker extension, or one by itself."""
 
-    model_runner: Any
     mismatch_reader = staticmethod(as_computed)
 
     def _mismatch_model(self) -> Any:
-        return self.model_runner.get_model()
+        return private.model_of(self)
 
     def mismatch_ranks(self) -> Ranks:
-        parallel = getattr(self, "parallel_config", None)
-        return TensorParallel(getattr(parallel, "tensor_parallel_size", 1))
+        return Ranks(attribute(self, private.TP_SIZE), private.gathered)
 
     def mismatch_rename(self, checkpoint_names: list[str]) -> dict[str, str]:
         return renamed(self._mismatch_model(), checkpoint_names)
@@ -96,13 +80,16 @@ class WeightSync(HeldWeights):
             adapter: vLLM's lora_int_id.
             rank: of its widest matrices.
         """
+        try:
+            model = self._mismatch_model()
+            slots = list(attribute(model, private.SLOTS))
+        except MismatchError as error:
+            return {}, dict.fromkeys(names, error.message)
         wanted = {name.removesuffix(f".{A}") for name in names if name.endswith(A)}
         modules = {
             own.removesuffix(".weight"): checkpoint.removesuffix(".weight")
             for own, checkpoint in self.mismatch_rename([f"{m}.weight" for m in wanted]).items()
         }
-        model = self._mismatch_model()
-        slots = list(model.lora_manager.lora_index_to_id)
         slot = slots.index(adapter) if adapter in slots else None
         prints, missing = {}, {}
         for path, layer in model.named_modules():
@@ -133,23 +120,6 @@ class WeightSync(HeldWeights):
 
 
 # ---------------------------------------------------------------- what is held
-
-
-def by_identity(module: Any) -> torch.Tensor:
-    """Return [out, in] weights of a linear layer as its kernel computes with them.
-
-    Every product has one term that is not 0, so that the values come out as they are.
-    """
-    names = ("input_size_per_partition", "input_size", "embedding_dim")
-    sizes = [int(getattr(module, name)) for name in names if hasattr(module, name)]
-    width = sizes[0] if sizes else int(module.weight.shape[1])
-    columns = []
-    for start in range(0, width, IDENTITY_ROWS):
-        rows = torch.arange(start, min(start + IDENTITY_ROWS, width))
-        probe = torch.zeros(len(rows), width, dtype=module.weight.dtype)
-        probe[torch.arange(len(rows)), rows] = 1
-        columns.append(module.cpu_linear(probe, module.weight, None))
-    return torch.cat(columns).t()
 
 
 def _unpacked(module: Any, weight: torch.Tensor) -> torch.Tensor | str:
@@ -185,12 +155,10 @@ def _matrices(
     path: str, layer: Any, slot: int | None, rank: int
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield (unfused module, A [rank, in], B [out, rank]) of one wrapped layer."""
-    stacks = getattr(layer, "lora_a_stacked", None)
-    if stacks is None:
-        return
+    stacks = [*zip(*(attribute(layer, name, ()) for name in private.STACKS), strict=False)]
     parent, _, own = path.rpartition(".")
     parts = PACKED[own] if own in PACKED and len(stacks) == len(PACKED[own]) else [own]
-    for part, a, b in zip(parts, stacks, layer.lora_b_stacked, strict=False):
+    for part, (a, b) in zip(parts, stacks, strict=False):
         if a.ndim != 4:  # [slots, 1, rank, in]: embeddings and experts lie otherwise
             return
         of_a, of_b = a[slot or 0, 0, :rank], b[slot or 0, 0, :, :rank]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch.engines.sync_drivers import Held, held_from_plain
 from mismatch.errors import MismatchError
-from mismatch.features.sync.judge import judge
+from mismatch.features.sync.judge import judge, unread
 from mismatch.features.sync.judge import parameters as judged
 from mismatch.features.sync.report import SyncReport
 from mismatch.models.weight_states import PUSHES, SIZE, Prints, state_of, transposed_names, updated
@@ -82,7 +82,10 @@ def probe(
         seed=seed,
         size=SIZE,
         parameters=judged(states, held, reasons, tied or {}),
-        not_tested=(NotTested("caches", "a library call asks no prompts", "mismatch sync-probe"),),
+        not_tested=(
+            NotTested("caches", "a library call asks no prompts", "mismatch sync-probe"),
+            *unread(reasons),
+        ),
     )
 
 

@@ -23,7 +23,7 @@ from mismatch.features.sync.report import (
 )
 from mismatch.models.digests import UNORDERED, Digest, combine
 from mismatch.models.weight_states import Prints
-from mismatch.types import Floats, Judged
+from mismatch.types import Floats, Judged, NotTested
 
 States = Mapping[str, Prints]
 # From the least to the worst: what a parameter is said to be over all pushes.
@@ -163,6 +163,11 @@ def parameter(
 
 def _worst(outcomes: Sequence[Outcome]) -> Status:
     return max((o.status for o in outcomes), key=SEVERITY.index, default="not_compared")
+
+
+def unread(reasons: Mapping[str, str]) -> list[NotTested]:
+    """Return why parameters could not be read back, each reason once."""
+    return [NotTested("parameters as held", reason) for reason in dict.fromkeys(reasons.values())]
 
 
 def parameters(

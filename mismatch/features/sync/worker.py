@@ -24,7 +24,7 @@ from mismatch.engines.model_info import read_model_info
 from mismatch.engines.registry import engine_class, engine_info, model_directory, versions
 from mismatch.engines.sync_drivers import Answer, Driver, Held, driver_class
 from mismatch.errors import MismatchError, first_line
-from mismatch.features.sync.judge import cache_row, of_adapters, parameters
+from mismatch.features.sync.judge import cache_row, of_adapters, parameters, unread
 from mismatch.features.sync.report import CacheRow, SyncReport, SyncSpec
 from mismatch.models.config import serves_mxfp4
 from mismatch.models.derived import in_form
@@ -234,7 +234,7 @@ def _report(
     spec: SyncSpec, probe: Probe, expected: Sequence[dict[str, Prints]], facts: SideFacts
 ) -> SyncReport:
     states = [expected[state_of(push)] for push in range(len(probe.held))]
-    missing = list(probe.driver.not_tested())
+    missing = [*probe.driver.not_tested(), *unread(probe.reasons)]
     if not probe.caches:
         reason = f"{spec.engine.engine} runs without a prefix cache"
         missing.append(NotTested("caches after a push", reason, "an engine that keeps one"))

@@ -124,7 +124,7 @@ def run(run_dir: Path, spec: RolloutSpec, long: ScoreLong | None = None) -> None
         if not resume.rollout_done(run_dir, spec):
             sample(run_dir, spec, engine, ready)
         report_timing(SAMPLED, time.monotonic() - start)
-        if not rescores:
+        if not rescores or engine.fingerprint("prefill").get("prefill") is False:
             return
         if not resume.rescored(run_dir, spec):
             rescore(run_dir, spec, engine)

@@ -120,7 +120,7 @@ def sampled(
         *to_json([WITHOUT_TEMPLATE] if plain else []),
         *to_json([] if replies is None else list(untested_turns(spec, replies))),
     ]
-    fingerprint["prefill"] = wants_prefill(spec, ready.capabilities)
+    fingerprint.setdefault("prefill", wants_prefill(spec, ready.capabilities))
     rollout = build_rollout(trajectories, spec, fingerprint)
     if rewards is None:
         rewards = response_rewards(ready.prompts, rollout, ready.tokenizer)
@@ -233,6 +233,8 @@ def with_distributions(
     try:
         distributions = build_distributions(taken, rollout, decode.logprobs, vocabulary)
     except CorruptCapture as error:
+        if any(each.what == EXACT_KL for each in NotTested.of(decode.fingerprint)):
+            return decode  # the engine has said why
         return without(decode, NotTested(EXACT_KL, f"{captured.engine.name}: {error.message}"))
     return replace(decode, distributions=distributions)
 
