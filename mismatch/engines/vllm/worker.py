@@ -149,9 +149,9 @@ class RouteCapture(Recording):
         possible = experts.min(initial=0) == 0 and experts.max(initial=0) <= most
         self._current[layer] = experts.astype(self._narrow[layer] if possible else np.uint16)
 
-    def _forward(self, forward: Callable[..., Any], scheduled: Any, *args: Any) -> Any:
+    def _forward(self, forward: Callable[..., Any], scheduled: Any, *args: Any, **more: Any) -> Any:
         self._current.clear()
-        result = forward(scheduled, *args)
+        result = forward(scheduled, *args, **more)
         if len(self._current) == len(self._moe):
             self.attempt(self._split, scheduled)
         return result
