@@ -54,7 +54,17 @@ WIDE = {
     "num_local_experts": 32,
     "num_experts_per_tok": 4,
 }
-SHORT = ("--num-prompts", "16", "--samples-per-prompt", "2", "--max-tokens", "64")
+# So few prompts may leave a metric undecided.
+SHORT = (
+    "--num-prompts",
+    "16",
+    "--samples-per-prompt",
+    "2",
+    "--max-tokens",
+    "64",
+    "--fail-on",
+    "unfit",
+)
 EAGER, MARLIN = "enforce_eager=true", "moe_backend=marlin"
 VARIANTS = {  # the float32 engine and the noise floor once: ten minutes in all
     "auto with CUDA graphs": (),
