@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from mismatch.metrics.routing_pairs import pair_routing
-from mismatch.run import store
+from mismatch.run import manifest, store
 from mismatch.types import KEYS
 from tests import families
 from tests.command import mismatch
@@ -184,6 +184,8 @@ def test_keys_of_sparse_attention_are_compared_and_replayed(tmp_path: Path) -> N
     assert plain.keys is not None
     assert replayed.keys is not None
     assert replayed.fingerprint["replay"]["keys"] == len(decode.keys.rows)
+    made = manifest.entries(run.directory)["scores/replayed.parquet"]
+    assert "routing/transformers-decode.keys.safetensors" in made["inputs"]
     rollout, rows = store.load_rollout(run.directory), np.arange(len(decode.keys.rows))
     own, chosen = decode.keys.choices, (plain.keys.choices, replayed.keys.choices)
     other, same = (pair_routing(rollout, own, each, rows).differs for each in chosen)

@@ -34,6 +34,7 @@ from mismatch.run.store import (
     REPLAYED,
     TRAIN,
     distributions_file,
+    keys_file,
     load_distributions,
     load_rollout,
     load_scoring,
@@ -210,7 +211,9 @@ class Passes:
         if scoring is None:
             return
         report_timing(pass_.name, seconds)
-        also = () if source is None else (routing_file(source.name),)
+        also = [] if source is None else [routing_file(source.name)]
+        if source is not None and source.keys is not None:
+            also.append(keys_file(source.name))
         if scoring.likeliest is not None:  # first: a pass whose scoring is there is not made again
             name_likeliest(item.run_dir, scoring.likeliest, pass_.spec)
         save_scoring(item.run_dir, scoring, rollout, made_by=pass_.spec, also_from=also)
