@@ -18,8 +18,7 @@ def attribute(holder: Any, path: str, *default: Any) -> Any:
         if not hasattr(holder, name):
             if default:
                 return default[0]
-            engine = type(holder).__module__.partition(".")[0]
-            raise MismatchError(f"this {engine} has no {type(holder).__name__}.{name}")
+            raise MismatchError(f"this version has no {type(holder).__name__}.{name}")
         holder = getattr(holder, name)
     return holder
 

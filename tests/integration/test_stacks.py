@@ -94,20 +94,22 @@ def test_verls_padded_rows_round_and_nothing_more(tmp_path: Path) -> None:
     assert gaps_of(report)["trainer"] < 1e-5
 
 
-# The runner's own binder, on a model with one MoE layer of the kernel that gpt-oss gets on a GPU.
+# vLLM's own binder, on a model with one MoE layer of the kernel that gpt-oss gets on a GPU.
 ROUTES_OF_A_KERNEL = """
 import types
 import torch
 from mismatch.engines.vllm import private
 private.install()
-from vllm.model_executor.layers.fused_moe import layer as layers
+from vllm.model_executor.layers.fused_moe import layer as layers, routed_experts_capturer
 from vllm.model_executor.layers.fused_moe.experts import gpt_oss_triton_kernels_moe as shipped
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-Layer = layers.FusedMoE if isinstance(layers.FusedMoE, type) else layers.MoERunner
+old = getattr(layers, "FusedMoE", None)
+Layer = old if isinstance(old, type) else layers.MoERunner
 class Moe(Layer):
     layer_id = 0
+    _quant_method = property(lambda self: held.quant_method)
 class Router(BaseRouter):
     pass
 Moe.__abstractmethods__ = Router.__abstractmethods__ = frozenset()
@@ -121,7 +123,11 @@ torch.nn.Module.__init__(moe)
 moe.layer_name, moe.router = "model.layers.0.mlp.experts", Router.__new__(Router)
 moe.router.capture_fn = None
 held = moe if Layer.__name__ == "FusedMoE" else experts
-held.quant_method = types.SimpleNamespace(moe_kernel=types.SimpleNamespace(fused_experts=kernel))
+impl = types.SimpleNamespace(fused_experts=kernel)
+own = types.SimpleNamespace(fused_experts=kernel, impl=impl)
+held.quant_method = types.SimpleNamespace(moe_kernel=own, is_monolithic=True)
+kernel.moe_config = types.SimpleNamespace(use_ep=False, ep_size=1, dp_size=1, max_num_tokens=16,
+                                          experts_per_token=4, device="cpu")
 if held is experts:
     moe.routed_experts = experts
 model.layer = moe
@@ -129,7 +135,9 @@ runner, seen = GPUModelRunner.__new__(GPUModelRunner), []
 runner.model = model
 runner.compilation_config = types.SimpleNamespace(static_forward_context={"moe": moe})
 capturer = types.SimpleNamespace(capture=lambda layer, ids: seen.append((layer, ids.tolist())))
-runner._bind_routed_experts_capturer(capturer)
+bind = getattr(routed_experts_capturer, "bind_routed_experts_capturer", None)
+bind(model, capturer) if bind else runner._bind_routed_experts_capturer(capturer)
+assert not hasattr(model, private.REFUSED), model.mismatch_capture_refused
 kernel.apply(
     hidden_states=torch.ones(2, 2), w1=None, w2=None, activation=None, global_num_experts=5,
     router_logits=torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0], [5.0] * 5]), expert_map=None,
@@ -139,8 +147,8 @@ assert seen == [(0, [[1, 2, 4, 3], [0, 1, 2, 3]])], seen
 """
 
 
-@pytest.mark.parametrize("name", [OLDEST, VERL])
-def test_before_vllm_0_27_the_monolithic_kernels_experts_are_captured(name: str) -> None:
+@pytest.mark.parametrize("name", [OLDEST, VERL, BEFORE])
+def test_before_vllm_0_32_the_monolithic_kernels_experts_are_captured(name: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}
     script = [python_of(name), "-c", ROUTES_OF_A_KERNEL]
     done = subprocess.run(script, env=environment, capture_output=True, text=True)

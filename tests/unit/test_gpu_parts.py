@@ -113,6 +113,14 @@ def test_a_check_that_ends_early_tells_its_error(
     assert str(raised.value).startswith("error: vLLM cannot")
 
 
+def test_a_check_that_ends_well_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.CompletedProcess([], 0, "verdict: HEALTHY\n", "")
+    monkeypatch.setattr("benchmarks.gpu_parts.subprocess.run", lambda *_args, **_more: ended)
+    assert whole_check(lambda: tmp_path, left(tmp_path / "good"), ()) == "verdict: HEALTHY"
+    with pytest.raises(AssertionError, match="no routes"):
+        whole_check(lambda: tmp_path, left(tmp_path / "bad", routes=False), ())
+
+
 def test_without_a_gpu_every_check_is_not_run(tmp_path: Path) -> None:
     answers = list(whole_checks(torch.device("cpu")))
     assert len(answers) == len(VARIANTS) + 1

@@ -134,4 +134,18 @@ def test_vllms_binder_takes_the_shipped_kernel_and_a_refusal_does_not_end_the_en
     model, experts = model_with(Other.__new__(Other))
     bind(model, source)
     assert "Other" in getattr(model, capture.REFUSED)
+    
+    class Wrapper:  # as CUDA graphs wrap a model: reads reach it, writes do not
+        def __init__(self, inside):
+            self.inside = inside
+
+        def __getattr__(self, name):
+            return getattr(self.inside, name)
+
+        def unwrap(self):
+            return self.inside
+
+    model, experts = model_with(Other.__new__(Other))
+    bind(Wrapper(model), source)
+    assert "Other" in getattr(model, capture.REFUSED)
     """)

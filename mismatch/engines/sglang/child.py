@@ -126,7 +126,7 @@ def call(scheduler: Any, name: str, args: list[Any], answer: str) -> None:
             return Ranks(attribute(scheduler, private.TP_SIZE), private.gathered)
 
         def mismatch_idle(self) -> bool:
-            return bool(attribute(scheduler, private.IDLE, lambda: True)())
+            return bool(attribute(scheduler, private.IDLE, lambda: False)())
 
     if not hasattr(scheduler, "mismatch_calls"):
         scheduler.mismatch_calls = Calls()

@@ -118,7 +118,7 @@ class VllmEngine(Engine):
                 raise CauseInLog(f"vLLM cannot load {self.spec.model}", load_fix(error)) from error
             fault = f"vLLM cannot load {self.spec.model}: {first_line(error)}"
             raise MismatchError(fault, load_fix(error)) from error
-        self.config = private.config_of(self.llm, self._arguments)
+        self.config = private.config_of(self.llm, arguments)
         self._facts: dict[str, Any] = self._call("mismatch_describe")[0]
         lacking: dict[str, str] = self._facts["lacking"]
         self._refused = self._refused or (lacking[ROUTES] if self._capture else "")
@@ -161,11 +161,13 @@ class VllmEngine(Engine):
         outputs = self._run([prompts[p] for p, _ in jobs], params, progress)
         if self._wanted is not None:
             # Tensor-parallel ranks have the same, or none.
-            self._distributions = {}
+            self._distributions, untaken = {}, ""
             for packed, failed in self._call("mismatch_stop_distributions"):
-                self._untaken = self._untaken or failed
+                untaken = untaken or failed
                 if not self._distributions:
                     self._distributions = {name: unpack(array) for name, array in packed.items()}
+            if not self._distributions:
+                self._untaken = self._untaken or untaken
         rows = self._captured(outputs) if on_cpu else [None] * len(jobs)
         samples = [
             self._sample(request, output, routed, job)
@@ -289,6 +291,8 @@ class VllmEngine(Engine):
         arguments = sampling_arguments(Sampling(temperature=0.0, max_tokens=1))
         arguments |= {"logprobs": None, "prompt_logprobs": 0}
         self._prefill_temperature = temperature or 1.0
+        if self._facts["lacking"][PREFILL] and self._prefill_temperature != 1.0:
+            raise MismatchError(self._facts["lacking"][PREFILL])
         self._call("mismatch_set_temperature", self._prefill_temperature)
         try:
             params = [SamplingParams(**arguments)] * len(sequences)
@@ -358,7 +362,7 @@ class VllmEngine(Engine):
         decode = mode == "decode"
         temperature = (self.sampling.temperature or 1.0) if processed else 1.0
         missing = [NotTested(ROUTES, self._refused)] if self._refused else []
-        if self._untaken and not self._distributions:
+        if self._untaken:
             missing.append(NotTested(EXACT_KL, self._untaken))
         facts: SideFacts = {
             **model_facts(self.spec),

@@ -38,7 +38,8 @@ BINDER = "bind_routed_experts_capturer"
 RUNNERS_BINDER = "_bind_routed_experts_capturer"
 REFUSED = "mismatch_capture_refused"  # attribute of a model whose routes cannot be captured
 OURS = "of_mismatch"  # attribute of a function that stands in the place of vLLM's
-WRITER = "mismatch_writer"  # attribute of a kernel: the function that gets its experts
+# Of a kernel: the function that gets its experts. vLLM sets it from 0.27 to 0.31.
+WRITER = "routing_replay_capture_fn"
 
 
 def found(module: str, name: str) -> Any:
@@ -176,7 +177,7 @@ def take_triton_routes() -> None:
     """Have vLLM's monolithic Triton kernel write the experts that it routes to.
 
     With ``renormalize`` the kernel takes the top k of the logits themselves; of equal logits the
-    lower expert wins (``triton_kernels/topk_details``). vLLM gives a buffer from 0.27 on.
+    lower expert wins (``triton_kernels/topk_details``). vLLM gives a buffer from 0.32 on.
     """
     kernel = found(TRITON_MODULE, "OAITritonMxfp4ExpertsMonolithic")
     if kernel is None or hasattr(kernel.apply, OURS):
@@ -198,7 +199,7 @@ def take_triton_routes() -> None:
 def bind_in_older_runners() -> None:
     """Before 0.28 a method of the runner binds the capture: see to kernels, and note a refusal.
 
-    Before 0.27 it binds routers alone, which a monolithic kernel does not call; 0.27 refuses.
+    Before 0.27 it binds routers alone, which a monolithic kernel does not call.
     """
     runner = found("vllm.v1.worker.gpu_model_runner", "GPUModelRunner")
     bind = getattr(runner, RUNNERS_BINDER, None)
@@ -209,14 +210,20 @@ def bind_in_older_runners() -> None:
         try:
             bind(self, capturer)
         except ValueError as error:
-            setattr(self.model, REFUSED, str(error))
+            note_refusal(self.model, error)
         for _, moe in moe_layers(self.model):
             kernel = experts_kernel(getattr(moe, "routed_experts", moe))
-            if hasattr(kernel, "apply") and hasattr(kernel.apply, OURS) and kernel.renormalize:
-                setattr(kernel, WRITER, moe.router.capture_fn)
+            ours = hasattr(getattr(kernel, "apply", None), OURS) and kernel.renormalize
+            if ours and not hasattr(kernel, "set_capture_fn"):
+                setattr(kernel, WRITER, getattr(moe.router, "capture_fn", None))
 
     setattr(bind_or_note, OURS, True)
     setattr(runner, RUNNERS_BINDER, bind_or_note)
+
+
+def note_refusal(model: Any, error: Exception) -> None:
+    """Note on a model, inside what wraps it for CUDA graphs, why its routes are not captured."""
+    setattr(getattr(model, "unwrap", lambda: model)(), REFUSED, str(error))
 
 
 def tolerate_refusal() -> None:
@@ -229,7 +236,7 @@ def tolerate_refusal() -> None:
         try:
             bind(model, *args, **kwargs)
         except ValueError as error:
-            setattr(model, REFUSED, str(error))
+            note_refusal(model, error)
 
     setattr(bind_or_note, OURS, True)
     for module in list(sys.modules.values()):  # its module, and those that import it
@@ -269,7 +276,7 @@ def lacking(model: Any) -> dict[str, str]:
     return {
         ROUTES: getattr(model, REFUSED, ""),
         PREFILL: "" if whole else f"this vLLM has no {type(model).__name__}.{LOGITS} to temper",
-        WEIGHTS: "" if digested else f"this vLLM's loader took no step {REPACK}",
+        WEIGHTS: "" if digested else f"the loader of this load format is not watched ({REPACK})",
     }
 
 

@@ -166,8 +166,9 @@ def _worst(outcomes: Sequence[Outcome]) -> Status:
 
 
 def unread(reasons: Mapping[str, str]) -> list[NotTested]:
-    """Return why parameters could not be read back, each reason once."""
-    return [NotTested("parameters as held", reason) for reason in dict.fromkeys(reasons.values())]
+    """Return why parameters could not be read back, each reason once, with their number."""
+    counts = Counter(reasons.values())
+    return [NotTested(f"{n} parameters as held", reason) for reason, n in counts.items()]
 
 
 def parameters(
