@@ -46,7 +46,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # the engine's process imports nothing anew
     "VLLM_API_KEY": KEY,
     "VLLM_SERVER_DEV_MODE": "1",  # allows new weights
 }

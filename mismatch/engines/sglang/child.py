@@ -131,7 +131,7 @@ def call(scheduler: Any, name: str, args: list[Any], answer: str) -> None:
     if not hasattr(scheduler, "mismatch_calls"):
         scheduler.mismatch_calls = Calls()
     result = getattr(scheduler.mismatch_calls, name)(*args)
-    # Every rank has written its part behind this.
+    # After this every rank has written its part.
     distributed.barrier(group=attribute(scheduler, private.CPU_GROUP, None))
     if distributed.get_rank() == 0:
         Path(answer).write_text(json.dumps(result))

@@ -95,7 +95,7 @@ def no_facts(why: str) -> dict[str, Any]:
 
 
 def handle_signals(engine: Any, end: Callable[..., None], fail: Callable[..., None]) -> None:
-    """Handle the signals to end and that a child failed, where SGLang's handlers are found."""
+    """Have SGLang call our functions when it is told to end, and when a child has failed."""
     handlers = SimpleNamespace(sigterm_handler=end, running_phase_sigquit_handler=fail)
     manager = getattr(engine, "tokenizer_manager", SimpleNamespace())
     manager.signal_handler_class = lambda manager: handlers

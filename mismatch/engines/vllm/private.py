@@ -63,7 +63,7 @@ CONFIG = f"{ENGINE}.vllm_config"
 RUNNER = "model_runner"  # of a worker
 SAMPLE, FORWARD = "sample_tokens", "execute_model"  # of a model runner
 LOGITS = "compute_logits"  # of a model
-REPACK = "process_weights_after_loading"  # the step of its loader behind which none is readable
+REPACK = "process_weights_after_loading"  # a loader's step that repacks the weights
 WEIGHTS = "weights as loaded"
 TP_SIZE = "parallel_config.tensor_parallel_size"  # of a worker
 SLOTS, STACKS = "lora_manager.lora_index_to_id", ("lora_a_stacked", "lora_b_stacked")
@@ -77,7 +77,7 @@ def model_of(worker: Any) -> Any:
 
 
 def around(holder: Any, name: str, function: Callable[..., Any]) -> Callable[[], object]:
-    """Have a method of one object call a function, with the method first; return the undoing."""
+    """Wrap a method of one object: the function gets it first. Return what undoes this."""
     vars(holder)[name] = partial(function, attribute(holder, name))
     return partial(vars(holder).pop, name, None)
 

@@ -35,7 +35,7 @@ private.install()
 
 
 class Recording:
-    """Watches a worker from :meth:`start` to :meth:`stop`; it may fail, what the engine does not.
+    """Watches a worker from :meth:`start` to :meth:`stop`; a failure never ends the engine.
 
     Attributes:
         failed: why there is no recording; "": there is one.
