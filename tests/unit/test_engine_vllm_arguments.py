@@ -180,7 +180,7 @@ def test_the_environment_is_a_default_and_not_an_order(monkeypatch: pytest.Monke
     vllm_args.set_environment("m")
     assert vllm_args.os.environ["VLLM_CPU_KVCACHE_SPACE"] == "7"
     assert vllm_args.os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert "VLLM_WORKER_MULTIPROC_METHOD" not in vllm_args.os.environ
+    assert vllm_args.START_METHOD not in vllm_args.os.environ
 
 
 MADE_THEN_STARTED = """
@@ -215,8 +215,7 @@ def test_a_core_is_not_forked_from_a_process_that_made_its_weights(tmp_path: Pat
     script = tmp_path / "worker.py"
     script.write_text(MADE_THEN_STARTED)
     made = str(make("gpt_oss", tmp_path / "model"))
-    environment = {**os.environ, "MISMATCH_CACHE": str(tmp_path)}
-    environment.pop("VLLM_WORKER_MULTIPROC_METHOD", None)
+    environment = {**os.environ, "MISMATCH_CACHE": str(tmp_path), vllm_args.START_METHOD: "fork"}
     done = subprocess.run(
         [sys.executable, str(script), made], env=environment, capture_output=True, text=True
     )

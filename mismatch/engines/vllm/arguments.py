@@ -41,6 +41,7 @@ KEPT = {"worker_extension_cls": "it for a worker extension"}
 MORE = ("kv_transfer_config", "disable_log_stats")  # of vllm.LLM, in addition to EngineArgs
 HELP = "vllm serve --help"
 CAPTURE = "enable_return_routed_experts"
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 LOGPROB_MODES = ("raw_logprobs", "processed_logprobs")
 
 
@@ -96,12 +97,12 @@ def set_environment(model: str) -> None:
     """Set what vLLM reads when it is imported, unless the user has; worker process only.
 
     Making a checkpoint runs OpenMP's threads. vLLM's core, forked afterwards, would wait for them
-    for ever in its first parallel loop, so it is started afresh.
+    for ever in its first parallel loop, so it is started afresh, even where the user says "fork".
     On a CPU the defaults cost minutes for small models: a compiler, another process, all cores for
     matrices that fit one. One GiB holds the keys and values of the runs that a CPU can do.
     """
-    if is_derived(model):
-        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if is_derived(model) and os.environ.get(START_METHOD, "fork") == "fork":
+        os.environ[START_METHOD] = "spawn"
     if not is_cpu_build():
         return
     defaults = {
