@@ -79,7 +79,7 @@ example: env  ## the saved run under examples/, the README's pictures, those of 
 	$(BIN)/python tools/annotate_report.py
 
 bench: env  ## speed and memory against their floors; docs/evidence/benchmarks.md has the goals (about half an hour)
-	for name in startup logprobs long_sequences sequence_parallel attention memory experts fixes end_to_end metrics explorer; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in startup logprobs long_sequences sequence_parallel attention memory experts mxfp4 fixes end_to_end metrics explorer; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:  ## runs and caches; not the environment
 	rm -rf runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -53,6 +53,16 @@ def test_ties_go_to_the_even_code_and_signs_mirror(value: float, nearest: float)
     assert _rounded(6.0, value, -value) == [6.0, nearest, -nearest]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_every_byte_at_every_exponent_is_its_value_cast(dtype: torch.dtype) -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).repeat(255, 1).view(1, 255, 16, 16)
+    scales = torch.arange(255, dtype=torch.uint8)[None, :, None].expand(1, 255, 16)
+    signed = torch.tensor([*mxfp4.VALUES, *(-value for value in mxfp4.VALUES)]).double()
+    nibbles = torch.stack([blocks & 15, blocks >> 4], -1).view(255, 512).long()
+    values = torch.ldexp(signed[nibbles], scales[0, :, :1].int() - mxfp4.BIAS)
+    assert_close(mxfp4.dequantise(blocks, scales, dtype)[0].t(), values.to(dtype), rtol=0, atol=0)
+
+
 def test_above_six_saturates_and_the_exponent_is_the_largest_values() -> None:
     assert _rounded(7.0, 3.0) == [6.0, 3.0]  # 7 = 1.75 * 2^2: exponent 0, not 1
     blocks, scales = mxfp4.quantise(_block(8.0)[0].t())
