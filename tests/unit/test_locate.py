@@ -1,4 +1,4 @@
-"""Localisation: known truths of errors, sources, gains and what they explain; numpy alone."""
+"""Localisation: known truths of errors, sources, gains and what they explain."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import pytest
+import torch
 
 from mismatch.analysis.causes import led_by, of_sides_at_fault
 from mismatch.analysis.diagnosis.catalogue import catalogue
@@ -64,7 +65,7 @@ def chain(new: dict[str, float], sequences: int = 4, seed: int = 0) -> dict[Site
         for site in SITES:
             same = own
             own = same + draw.standard_normal(same.shape) * new.get(site.key, 1e-3)
-            sums[site].append(Sums.of(own, reference, same))
+            sums[site].append(Sums.of(*map(torch.from_numpy, (own, reference, same))))
     return sums
 
 
@@ -111,17 +112,17 @@ def test_nothing_is_below_the_dtypes_rounding() -> None:
 
 
 def test_choices_between_equals_do_not_count() -> None:
-    same = np.ones((4, 3))
-    own = same.copy()
+    same = torch.ones(4, 3)
+    own = same.clone()
     own[0] = 9.0
-    counted = np.array([False, True, True, True])
+    counted = torch.tensor([False, True, True, True])
     assert Sums.of(own, same, same, counted).new == 0
     assert Sums.of(own, same, same).new > 0
 
 
 def test_a_module_that_gives_no_numbers_is_the_source_and_what_follows_is_not() -> None:
-    reference, broken = np.ones((3, 2)), np.ones((3, 2))
-    broken[1, 0] = np.nan
+    reference, broken = torch.ones(3, 2), torch.ones(3, 2)
+    broken[1, 0] = torch.nan
     first, after = Sums.of(broken, reference, reference), Sums.of(broken, reference, broken)
     assert first.new == np.inf
     assert after.new == 0

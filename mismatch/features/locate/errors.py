@@ -1,4 +1,4 @@
-"""Errors of modules from sums of squares, and which module is a source; numpy alone."""
+"""Errors of modules from sums of squares, and which module is a source."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import astuple, dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from mismatch.features.locate.results import Site, SiteError
+
+if TYPE_CHECKING:
+    import torch
 
 # Relative rounding of one operation in each dtype; float32 products differ by their order of sums.
 ROUNDING = {"bf16": 2.0**-9, "fp16": 2.0**-12, "fp32": 2.0**-21}
@@ -39,32 +40,35 @@ class Sums:
     @classmethod
     def of(
         cls,
-        own: NDArray[np.floating],
-        reference: NDArray[np.floating],
-        same: NDArray[np.floating],
-        counted: NDArray[np.bool_] | None = None,
+        own: torch.Tensor,
+        reference: torch.Tensor,
+        same: torch.Tensor,
+        counted: torch.Tensor | None = None,
     ) -> Sums:
-        """Sum over arrays [tokens, features]; what is no number makes the new error infinite.
+        """Sum over [tokens, features], on their device; what is no number makes new infinite.
 
         Args:
             counted: [tokens] those whose new error counts; the others chose between equals.
         """
-        y, r, s = (np.asarray(array, np.float64) for array in (own, reference, same))
-        lost = bool((np.isfinite(s) & ~np.isfinite(y)).any())
-        finite = np.isfinite(y) & np.isfinite(r) & np.isfinite(s)
-        y, r, s = (np.where(finite, array, 0.0) for array in (y, r, s))
+        y, r, s = own.double(), reference.double(), same.double()
+        lost = False
+        if not (y.sum() + r.sum() + s.sum()).isfinite():
+            lost = bool((s.isfinite() & ~y.isfinite()).any())
+            finite = y.isfinite() & r.isfinite() & s.isfinite()
+            y, r, s = (values.where(finite, 0.0) for values in (y, r, s))
         kept = slice(None) if counted is None else counted
-        return cls(
-            reference=float((r * r).sum()),
-            same=float((s[kept] ** 2).sum()),
-            error=float(((y - r) ** 2).sum()),
-            new=math.inf if lost else float(((y - s)[kept] ** 2).sum()),
-        )
+        new = math.inf if lost else _squares((y - s)[kept])
+        return cls(_squares(r), _squares(s[kept]), _squares(y - r), new)
 
     @classmethod
     def total(cls, parts: Several[Sums]) -> Sums:
         """Add up sequences."""
         return cls(*map(sum, zip(*map(astuple, parts), strict=True)))
+
+
+def _squares(values: torch.Tensor) -> float:
+    flat = values.ravel()
+    return float(flat.dot(flat))
 
 
 BySite = Mapping[Site, Several[Sums]]  # one entry a sequence, in one order

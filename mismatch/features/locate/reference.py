@@ -111,7 +111,8 @@ class Reference:
             replay = Replay(load_file(folder / f"{number}.safetensors"), natural, self.top_k)
             given = self.forward.logprobs(number, replay)
             own = np.load(folder / f"{number}.npy")
-            replay.sums[HEAD] = Sums.of(own[:, None], self.own[number][:, None], given[:, None])
+            ends = (torch.from_numpy(end)[:, None] for end in (own, self.own[number], given))
+            replay.sums[HEAD] = Sums.of(*ends)
             replay.news[HEAD.key] = torch.from_numpy(own - given)
             for site, part in replay.sums.items():
                 sums.setdefault(site, []).append(part)
@@ -242,20 +243,19 @@ class Replay:
             self.hidden.add(key)
             return None
         own = own.to(value.device, torch.float32)
-        site, natural = Site.of(key), self.natural[key]
-        arrays = (own.cpu().numpy(), natural.numpy(), value.cpu().numpy())
-        self.sums[site] = Sums.of(*arrays, self._counted(site))
+        site, natural = Site.of(key), self.natural[key].to(value.device)
+        self.sums[site] = Sums.of(own, natural, value, self._counted(site, value.device))
         self.news[key] = (own - value).cpu().contiguous()
         return own
 
-    def _counted(self, site: Site) -> Any:
+    def _counted(self, site: Site, device: torch.device) -> torch.Tensor | None:
         """Return, of a block of experts, the tokens whose choice was none between equals."""
         logits = self.side.get(Site(site.layer, "router").key)
         if site.name != "mlp" or logits is None or not 0 < self.top_k < logits.shape[-1]:
             return None
         best = torch.topk(logits.float(), self.top_k + 1, dim=-1).values
         gap = best[:, -2] - best[:, -1]
-        return (gap > TIE * best[:, -2].abs()).numpy()
+        return (gap > TIE * best[:, -2].abs()).to(device)
 
 
 class Adding:
