@@ -17,7 +17,7 @@ from mismatch.engines.vllm import arguments as vllm_args
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import Sampling
-from tests.checkpoints import make
+from tests.checkpoints import make, make_mxfp4
 from tests.contract.conftest import installed
 
 MOE = ModelInfo("gpt_oss", 100, 4096, (2,), num_experts=8, top_k=2)
@@ -168,6 +168,20 @@ def test_a_bad_argument_is_refused(name: str, value: Any, says: str, fix: str) -
 def test_a_temperature_that_vllm_would_change_or_refuse(temperature: float) -> None:
     with pytest.raises(MismatchError, match="vLLM samples at"):
         arguments(EngineSpec(model="m"), temperature=temperature)
+
+
+def test_packed_experts_on_a_cpu_are_refused_before_anything_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By id, of which this machine has nothing, and by directory."""
+    made = make_mxfp4(tmp_path / "model", tmp_path / "plain")
+    for model in ("openai/gpt-oss-20b", str(made)):
+        with pytest.raises(MismatchError) as refused:
+            vllm_args.require_machine(EngineSpec(model=model))
+        assert "--rollout-weights bf16" in refused.value.fix
+        vllm_args.require_machine(EngineSpec(model=model, weights="bf16"))
+    monkeypatch.setattr(vllm_args, "is_cpu_build", lambda: False)
+    vllm_args.require_machine(EngineSpec(model=str(made)))
 
 
 def test_the_environment_is_a_default_and_not_an_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from mismatch.engines.base import (
@@ -19,9 +18,10 @@ from mismatch.engines.base import (
 )
 from mismatch.engines.model_info import ModelInfo
 from mismatch.errors import MismatchError, first_line
+from mismatch.models.config import serves_mxfp4
 from mismatch.models.derived import is_derived
 from mismatch.run.machine import SHARED_BYTES
-from mismatch.specs import AS_STORED, TORCH_NAMES, EngineSpec
+from mismatch.specs import TORCH_NAMES, EngineSpec
 from mismatch.types import Sampling
 
 # Options of mismatch that set these engine arguments: one place to say a thing.
@@ -52,15 +52,10 @@ def require_machine(spec: EngineSpec) -> None:
         MismatchError: an engine argument that mismatch sets; MXFP4 on vLLM's CPU build; less
             shared memory than several processes need.
     """
-    from mismatch.models.derived import is_mxfp4
-
     refuse_own(spec, OWN_OPTIONS, KEPT)
     if spec.args and (names := argument_names("vllm", spec.python, "engine/arg_utils.py")):
         checked_arguments(spec, "vLLM", {*names, *MORE}, HELP)
-    directory = Path(spec.model)
-    local = (directory / "config.json").is_file()
-    stored = spec.weights == AS_STORED and local and is_mxfp4(directory)
-    if (stored or spec.weights == "mxfp4") and spec.python is None and is_cpu_build():
+    if serves_mxfp4(spec) and spec.python is None and is_cpu_build():
         raise MismatchError(
             "vLLM has no kernels for MXFP4 experts on a CPU",
             "serve the same values in bf16: --rollout-weights bf16, or of a bf16 checkpoint "
