@@ -12,6 +12,7 @@ from mismatch.analysis.diagnosis.loaded_weights import ONE_FORM
 from mismatch.analysis.diagnosis.pass_checks import MORE
 from mismatch.analysis.levels import ENTROPY, TOO_LITTLE
 from mismatch.metrics import METRICS
+from mismatch.metrics.inference import KINDS_SEEN
 from mismatch.reports.formatting import (
     Format,
     bound,
@@ -416,11 +417,14 @@ def _float32(report: Report, spec: dict[str, Any]) -> str:
 
 
 def _measure(report: Report) -> str:
-    """Return how many prompts make intervals half as wide, and decide every metric that is open."""
+    """Return how many prompts make intervals half as wide, and decide every metric that is open.
+
+    Intervals of fewer than KINDS_SEEN also reach to what may not have been drawn.
+    """
     measured = headline(report).metrics.values()
     half = 4 * max((estimate.n_prompts for estimate in measured), default=16)
     decide = [item.deciding_prompts or 0 for item in report.verdict.judgements]
-    return f"Measure more: --num-prompts {max([half, *decide])}"
+    return f"Measure more: --num-prompts {max([half, KINDS_SEEN, *decide])}"
 
 
 def _more_prompts(report: Report) -> list[str]:
@@ -432,7 +436,8 @@ def _more_prompts(report: Report) -> list[str]:
     known = [item.deciding_prompts for item in deciding if item.deciding_prompts]
     if known and len(known) == len(deciding):
         return [f"Measure more: --num-prompts {max(known)} would decide the verdict"]
-    if deciding and verdict.status == "inconclusive":
+    few = any(measured[item.metric].n_prompts < KINDS_SEEN for item in deciding)
+    if deciding and (verdict.status == "inconclusive" or few):
         return [f"{_measure(report)}; a few tokens carry the number: look at them"]
     alone = "More prompts alone will not decide this: look at the worst tokens and prompts"
     return [alone] if deciding else []

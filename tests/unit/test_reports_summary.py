@@ -186,6 +186,17 @@ def test_next_steps_name_the_deciding_number_of_prompts() -> None:
     assert not any("float32" in step for step in steps)  # rounding blames no side
 
 
+@pytest.mark.parametrize(("prompts", "asks"), [(8, True), (47, True), (48, False), (64, False)])
+def test_few_prompts_are_to_be_more_though_a_tail_rules(prompts: int, asks: bool) -> None:
+    report = make_report()
+    sides = summary.headline(report)
+    drawn = {name: replace(each, n_prompts=prompts) for name, each in sides.metrics.items()}
+    fewer = replace(report, comparisons=(replace(sides, metrics=drawn),))
+    carried = Judgement("k3_kl", "tolerable", 1e-4, 2e-3, 0.013, "x", inconclusive=True)
+    steps = summary.next_steps(with_verdict(fewer, carried))
+    assert any("--num-prompts" in step for step in steps) is asks
+
+
 def test_without_float32_passes_the_first_step_is_to_make_them() -> None:
     report = make_report().with_analyses(square=None)
     status = Answer("inconclusive", "the float32 passes were left out (--quick)")
