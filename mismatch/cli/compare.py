@@ -50,8 +50,7 @@ def compare(flags: Flags) -> int:
     run, levels = flags["run"], session.levels(flags)
     if flags["against"] is not None:
         return _against(flags)
-    if "margin" in flags.explicit:
-        raise MismatchError("--margin without --against", "mismatch compare NEW --against OLD")
+    flags.refuse(["margin"], "without --against", "mismatch compare NEW --against OLD")
     if flags["other"] is None and not flags["left"] and not flags["right"]:
         report = run_compare(run, session.narrator(), levels, session.command(), write_report)
         return session.conclude(report, run, flags)

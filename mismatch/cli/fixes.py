@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -37,15 +37,17 @@ ID = Option("id", str | None, "", "Id of one fix, to see it in detail.", argumen
 OF_A_CHECK = (PROMPT_FLAGS, ENGINE_FLAGS, ROUTING, TRAIN_FLAGS, CONFIGURATION_FLAGS)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One fix in the list."""
+class Entry(NamedTuple):
+    """One fix in the list.
+
+    Attributes:
+        applies: whether a check of the given flags could try it; None: no model was given.
+        reason: why not; or of some of its values why not.
+    """
 
     fix: Fix
     applies: bool | None = None
-    """Whether a check of the given flags could try it; None: no model was given."""
     reason: str = ""
-    """Why not; or of some of its values why not."""
 
     @property
     def answer(self) -> str:
@@ -93,7 +95,7 @@ def entries_of(flags: Flags) -> dict[str, Entry]:
     from mismatch.experiments.fixes.context import context_of
     from mismatch.experiments.fixes.planning import SIDES, plan_fixes
 
-    spec = replace(configured(check_spec(flags), flags).spec, fixes=SIDES)
+    spec = replace(configured(check_spec(flags), flags)[0], fixes=SIDES)
     planned = plan_fixes(spec, context_of(spec))
     possible = {variant.chosen[0].fix.id for variant in planned.variants}
     possible |= {fix.id for fix in planned.estimators}

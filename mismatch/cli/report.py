@@ -34,14 +34,11 @@ def report(flags: Flags) -> int:
     """
     runs = flags["runs"] or []
     if len(runs) == 1:
-        if "out" in flags.explicit:
-            raise MismatchError("--out is for several runs", USE)
+        flags.refuse(["out"], "is for several runs", USE)
         return _one(runs[0], flags)
-    wrong = [f"--{name.replace('_', '-')}" for name in OF_ONE if flags[name]]
+    flags.refuse(OF_ONE, "is for the report of one run", USE)
     if flags["format"] in ("github", "junit"):
-        wrong.append(f"--format {flags['format']}")
-    if wrong:
-        raise MismatchError(f"{wrong[0]} is for the report of one run", USE)
+        raise MismatchError(f"--format {flags['format']} is for the report of one run", USE)
     return _several(runs, flags)
 
 

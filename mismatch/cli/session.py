@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import typer
@@ -151,20 +150,13 @@ class ConsoleNarrator:
     def __init__(self, console: Console) -> None:
         self.console = console
 
-    @contextmanager
-    def stage(self, title: str) -> Iterator[Callable[[str], None]]:
-        start = time.monotonic()
-        with self._live(title, start) as show:
-            yield show
-        self.note(f"{title}: done in {time.monotonic() - start:.0f} s")
-
     def note(self, text: str) -> None:
         """Print one line between stages."""
         self.console.print(plain_lines(text), highlight=False, markup=False)
 
     @contextmanager
-    def _live(self, title: str, start: float) -> Iterator[Callable[[str], None]]:
-        latest = ""
+    def stage(self, title: str) -> Iterator[Callable[[str], None]]:
+        start, latest, ended = time.monotonic(), "", threading.Event()
 
         def show(text: str) -> None:
             nonlocal latest
@@ -172,6 +164,10 @@ class ConsoleNarrator:
 
         def line(width: int | None = None) -> str:
             return waiting_line(title, latest, time.monotonic() - start, width)
+
+        def repeat() -> None:
+            while not ended.wait(PLAIN_INTERVAL_S):
+                self.console.print(f"  {line()}", highlight=False, markup=False, soft_wrap=True)
 
         if self.console.is_terminal:
             from rich.live import Live
@@ -184,21 +180,16 @@ class ConsoleNarrator:
                 get_renderable=rewritten, console=self.console, transient=True, refresh_per_second=4
             ):
                 yield show
-            return
-        self.note(f"{title} …")
-        ended = threading.Event()
-
-        def repeat() -> None:
-            while not ended.wait(PLAIN_INTERVAL_S):
-                self.console.print(f"  {line()}", highlight=False, markup=False, soft_wrap=True)
-
-        thread = threading.Thread(target=repeat, daemon=True)
-        thread.start()
-        try:
-            yield show
-        finally:
-            ended.set()
-            thread.join()
+        else:
+            self.note(f"{title} …")
+            thread = threading.Thread(target=repeat, daemon=True)
+            thread.start()
+            try:
+                yield show
+            finally:
+                ended.set()
+                thread.join()
+        self.note(f"{title}: done in {time.monotonic() - start:.0f} s")
 
 
 def waiting_line(title: str, doing: str, seconds: float, width: int | None = None) -> str:
@@ -299,7 +290,7 @@ def conclude_page(
     shown: Page,
     document: dict[str, Any],
     flags: Flags,
-    machines: Mapping[str, Callable[[], str]] = MappingProxyType({}),
+    machines: Mapping[str, Callable[[], str]] | None = None,
 ) -> None:
     """Write a page that is no report of one run to ``--out``; show it as ``--format`` asks.
 
@@ -316,7 +307,7 @@ def conclude_page(
     writers = {
         "json": lambda: json.dumps(document, indent=1, allow_nan=False) + "\n",
         "markdown": lambda: markdown.show_page(shown),
-        **machines,
+        **(machines or {}),
     }
     _show(lambda: shown, out, flags, writers)
 
