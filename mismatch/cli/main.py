@@ -161,35 +161,19 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"mismatch {__version__}")
-        raise typer.Exit
-
-
-def _print_help(ctx: typer.Context, wanted: bool) -> None:
-    if wanted:
-        typer.echo(ctx.get_help())
-        raise typer.Exit
-
-
 # --help is a flag of our own because typer's, when it is absent, imports pydantic.
 @app.callback()
 def _root(
     ctx: typer.Context,
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
-    ] = False,
-    help: Annotated[
-        bool,
-        typer.Option(
-            "--help", "-h", callback=_print_help, is_eager=True, help="Show this message and exit."
-        ),
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+    help: Annotated[bool, typer.Option("--help", "-h", help="Show this message and exit.")] = False,
 ) -> int:
-    if ctx.invoked_subcommand is None:
+    if version:
+        typer.echo(f"mismatch {__version__}")
+    elif help or ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
+    if version or help:
+        raise typer.Exit
     return USAGE
 
 

@@ -72,13 +72,10 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
         if "server" in explicit:  # said again
             asked = replace(spec, rollout=replace(spec.rollout, engine=replace(engine, servers=())))
     require_own(Path(resume), asked, bool(flags.get("trust_run")))
-    if explicit & FIX_NAMES:
-        fields = fix_fields(flags, spec.fixes)
-        kept = set() if "fix" in explicit else FIX_NAMES - explicit
-        spec = replace(spec, **{name: fields[name] for name in fields.keys() - kept})
-    if explicit & FEATURE_NAMES:  # a flag that is not set again stays the run's
-        spec = replace(spec, extras=extras(flags, spec.extras))
-    return spec
+    fields = fix_fields(flags, spec.fixes)
+    kept = set() if "fix" in explicit else FIX_NAMES - explicit
+    changed = {name: fields[name] for name in fields.keys() - kept}
+    return replace(spec, extras=extras(flags, spec.extras), **changed)
 
 
 def require_own(run_dir: Path, spec: CheckSpec, trusted: bool) -> None:

@@ -193,9 +193,13 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
             # The engine's model may be another checkpoint than the trainer's.
             served = sized(find_config(engine.model, engine.revision, engine.layers))
             sides.insert(0, engine_fit(spec, served, work, machine))
-            exact = _float32_engine(spec)
-            split = _float32_split(exact, served, work, machine) if exact else None
-            if exact and split:
+            exact, split, gpus = _float32_engine(spec), None, len(machine.gpus)
+            if exact is not None:  # a training world on other GPUs keeps these
+                left = gpus - spec.nproc_per_node if placement(exact, gpus).trainer else gpus
+                most = max(engine.tensor_parallel_size, left)
+                side = f"{engine.engine}{IN_FLOAT32}"
+                split = _smallest_split(exact, served, work, machine, (most,), side)
+            if exact is not None and split is not None:
                 size, fit = split
                 sides.append(fit)
                 if exact.rollout.engine.weights != engine.weights and not fit.certain:
@@ -236,17 +240,6 @@ def placed(spec: CheckSpec, machine: Machine | None = None) -> CheckSpec:
     if split is None or split[1].level == "does not fit":
         return spec
     return on_engine(spec, tensor_parallel_size=split[0])
-
-
-def _float32_split(
-    exact: CheckSpec, shape: SizedModel, work: Workload, machine: Machine
-) -> tuple[int, Fit] | None:
-    """Return how the engine is split in float32; a training world on other GPUs keeps these."""
-    engine, gpus = exact.rollout.engine, len(machine.gpus)
-    shared = not placement(exact, gpus).trainer
-    most = max(engine.tensor_parallel_size, gpus if shared else gpus - exact.nproc_per_node)
-    side = f"{engine.engine}{IN_FLOAT32}"
-    return _smallest_split(exact, shape, work, machine, (most,), side)
 
 
 def _smallest_split(
