@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 from mismatch.errors import MismatchError
 
@@ -99,7 +100,7 @@ def step_label(feature: Feature) -> str:
     return f"step-{feature.name}"
 
 
-def load(name: str) -> object:
+def load(name: str) -> Any:
     """Return the object that an import string ``module:name`` names."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)

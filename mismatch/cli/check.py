@@ -28,9 +28,8 @@ def check(flags: Flags) -> int:
 
     spec = session.stored_spec(flags)
     if spec is None:
-        complete = configured(check_spec(flags), flags)
-        spec = complete.spec
-        for note in complete.notes:
+        spec, notes = configured(check_spec(flags), flags)
+        for note in notes:
             session.say(note, stderr=flags["as_json"])
     levels = session.levels(flags)
     session.require_directory(flags)

@@ -35,7 +35,19 @@ def with_flags(*groups: Option | tuple[Option, ...]) -> Callable[[Verb], Callabl
             flags = Flags(values)
             sources = {name: ctx.get_parameter_source(name) for name in values}
             flags.explicit = frozenset(n for n, at in sources.items() if at and at.name in EXPLICIT)
-            return _run(verb, flags)
+            if flags.get("log_to"):  # a tracker's client is missed before anything is run
+                from mismatch.reports.sinks import require_clients
+
+                require_clients(flags["log_to"])
+            quiet = flags.get("quiet")
+            if not quiet and flags.get("format", "text") == "text":
+                return verb(flags)
+            flags.output = sys.stdout  # for the report alone
+            with (
+                open(os.devnull, "w") as nothing,
+                redirect_stdout(nothing if quiet else sys.stderr),
+            ):
+                return verb(flags)
 
         def take_config(ctx: typer.Context, value: Path | None) -> Path | None:
             if value is not None:
@@ -53,26 +65,6 @@ def with_flags(*groups: Option | tuple[Option, ...]) -> Callable[[Verb], Callabl
         return command
 
     return decorate
-
-
-def _run(verb: Verb, flags: Flags) -> int:
-    """Run the command; with ``--format`` or ``--quiet`` its report alone is on standard output.
-
-    Raises:
-        MismatchError: a tracker's client is missing: said before anything is run.
-    """
-    if flags.get("log_to"):
-        from mismatch.reports.sinks import require_clients
-
-        require_clients(flags["log_to"])
-    if not flags.get("quiet") and flags.get("format", "text") == "text":
-        return verb(flags)
-    flags.output = sys.stdout
-    with (
-        open(os.devnull, "w") as nothing,
-        redirect_stdout(nothing if flags.get("quiet") else sys.stderr),
-    ):
-        return verb(flags)
 
 
 def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:

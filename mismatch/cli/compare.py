@@ -45,20 +45,38 @@ def compare(flags: Flags) -> int:
     """
     from mismatch.cli import session
     from mismatch.pipeline.commands import run_compare
-    from mismatch.reports.files import write_report
+    from mismatch.pipeline.run_comparison import against
+    from mismatch.pipeline.scoring_pair import build_pair
+    from mismatch.reports import ci_formats
+    from mismatch.reports.files import require_fresh, write_pair, write_report
+    from mismatch.reports.saved_runs import runs_page
+    from mismatch.run.directory import new_directory
+    from mismatch.run.manifest import damage_named
 
     run, levels = flags["run"], session.levels(flags)
     if flags["against"] is not None:
-        return _against(flags)
-    if "margin" in flags.explicit:
-        raise MismatchError("--margin without --against", "mismatch compare NEW --against OLD")
+        old, usage = flags["against"], "mismatch compare NEW --against OLD"
+        clash = [name for name in ("other", "left", "right", "names", "log_to") if flags[name]]
+        if clash:
+            fault = f"--against compares two whole runs: {', '.join(clash)} has no place in it"
+            raise MismatchError(fault, usage)
+        if run.resolve() == old.resolve():
+            raise MismatchError(f"{run} against itself", usage)
+        for each in (old, run):
+            require_fresh(each)
+        gate, margin = flags["fail_on"] or "unfit", flags["margin"]
+        with damage_named(f"the report of {old} or of {run}"):
+            result = against(old, run, margin=margin, thresholds=levels, fail_on=gate)
+        machines = {
+            "github": lambda: ci_formats.runs_to_github(result),
+            "junit": lambda: ci_formats.runs_to_junit(result),
+        }
+        session.conclude_page(runs_page(result), result.to_json(), flags, machines)
+        return int(result.gate is not None and result.gate.fails)
+    flags.refuse(["margin"], "without --against", "mismatch compare NEW --against OLD")
     if flags["other"] is None and not flags["left"] and not flags["right"]:
         report = run_compare(run, session.narrator(), levels, session.command(), write_report)
         return session.conclude(report, run, flags)
-    from mismatch.pipeline.scoring_pair import build_pair
-    from mismatch.reports.files import write_pair
-    from mismatch.run.directory import new_directory
-
     other = flags["other"] or run
     names = (flags["left"] or "fsdp", flags["right"] or "fsdp")
     report, tokens = build_pair(run, other, names, levels, session.command())
@@ -66,33 +84,3 @@ def compare(flags: Flags) -> int:
     if out is not None:
         write_pair(out, report, tokens)
     return session.conclude(report, out, flags)
-
-
-def _against(flags: Flags) -> int:
-    from mismatch.cli import session
-    from mismatch.pipeline.run_comparison import against
-    from mismatch.reports.ci_formats import runs_to_github, runs_to_junit
-    from mismatch.reports.files import require_fresh
-    from mismatch.reports.saved_runs import runs_page
-    from mismatch.run.manifest import damage_named
-
-    new, old, usage = flags["run"], flags["against"], "mismatch compare NEW --against OLD"
-    clash = [name for name in ("other", "left", "right", "names", "log_to") if flags[name]]
-    if clash:
-        fault = f"--against compares two whole runs: {', '.join(clash)} has no place in it"
-        raise MismatchError(fault, usage)
-    if new.resolve() == old.resolve():
-        raise MismatchError(f"{new} against itself", usage)
-    for run in (old, new):
-        require_fresh(run)
-    with damage_named(f"the report of {old} or of {new}"):
-        result = against(
-            old,
-            new,
-            margin=flags["margin"],
-            thresholds=session.levels(flags),
-            fail_on=flags["fail_on"] or "unfit",
-        )
-    machines = {"github": lambda: runs_to_github(result), "junit": lambda: runs_to_junit(result)}
-    session.conclude_page(runs_page(result), result.to_json(), flags, machines)
-    return int(result.gate is not None and result.gate.fails)

@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import cast
 
 from mismatch.cli.flags import Flags, Option
 from mismatch.plugins import features, load
 from mismatch.specs import CheckSpec
 
-
-@dataclass(frozen=True, slots=True)
-class Configured:
-    """A check with the settings of flags."""
-
-    spec: CheckSpec
-    notes: tuple[str, ...] = ()
-    """What the user should know of it, a line each."""
+Configured = tuple[CheckSpec, tuple[str, ...]]  # and what the user should know of it, a line each
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +30,7 @@ class Configuration:
 @cache
 def configurations() -> tuple[Configuration, ...]:
     """Return what all features add."""
-    names = [each.configuration for each in features() if each.configuration]
-    return tuple(cast(Configuration, load(name)) for name in names)
+    return tuple(load(each.configuration) for each in features() if each.configuration)
 
 
 def configured_model(flags: Flags) -> str | None:
@@ -56,7 +47,6 @@ def configured(spec: CheckSpec, flags: Flags) -> Configured:
     """
     notes: list[str] = []
     for each in configurations():
-        result = each.apply(spec, flags)
-        spec = result.spec
-        notes += result.notes
-    return Configured(spec, tuple(notes))
+        spec, more = each.apply(spec, flags)
+        notes += more
+    return spec, tuple(notes)

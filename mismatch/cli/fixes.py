@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -37,15 +37,17 @@ ID = Option("id", str | None, "", "Id of one fix, to see it in detail.", argumen
 OF_A_CHECK = (PROMPT_FLAGS, ENGINE_FLAGS, ROUTING, TRAIN_FLAGS, CONFIGURATION_FLAGS)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One fix in the list."""
+class Entry(NamedTuple):
+    """One fix in the list.
+
+    Attributes:
+        applies: whether a check of the given flags could try it; None: no model was given.
+        reason: why not; or of some of its values why not.
+    """
 
     fix: Fix
     applies: bool | None = None
-    """Whether a check of the given flags could try it; None: no model was given."""
     reason: str = ""
-    """Why not; or of some of its values why not."""
 
     @property
     def answer(self) -> str:
@@ -69,13 +71,26 @@ def fixes(flags: Flags) -> int:
     """
     from rich.console import Console
 
+    from mismatch.cli.to_spec import check_spec
     from mismatch.experiments.fixes.catalogue import FIXES, fix_named
+    from mismatch.experiments.fixes.context import context_of
+    from mismatch.experiments.fixes.planning import SIDES, plan_fixes
 
     asked = flags["id"]
     chosen = (fix_named(asked),) if asked else FIXES
     named = flags["model"] or configured_model(flags)
-    entries = entries_of(flags) if named else {fix.id: Entry(fix) for fix in FIXES}
-    shown = [entries[fix.id] for fix in chosen]
+    shown = [Entry(fix) for fix in chosen]
+    if named:
+        spec = replace(configured(check_spec(flags), flags)[0], fixes=SIDES)
+        planned = plan_fixes(spec, context_of(spec))
+        possible = {variant.chosen[0].fix.id for variant in planned.variants}
+        possible |= {fix.id for fix in planned.estimators}
+        reasons: dict[str, dict[str, None]] = {fix.id: {} for fix in FIXES}
+        for row in planned.refused:
+            name, _, value = row.id.partition("=")
+            why = f"{value}: {row.reason}" if value and name in possible else row.reason
+            reasons[name][why] = None
+        shown = [Entry(fix, fix.id in possible, "; ".join(reasons[fix.id])) for fix in chosen]
     if flags["as_json"]:
         rows = [_plain(entry, detailed=asked is not None) for entry in shown]
         typer.echo(json.dumps({"schema": SCHEMA, "model": flags["model"], "fixes": rows}, indent=2))
@@ -84,25 +99,6 @@ def fixes(flags: Flags) -> int:
     else:
         _print_list(shown, Console())
     return 0
-
-
-def entries_of(flags: Flags) -> dict[str, Entry]:
-    """Return every fix by its id, and whether the check of these flags could try it."""
-    from mismatch.cli.to_spec import check_spec
-    from mismatch.experiments.fixes.catalogue import FIXES
-    from mismatch.experiments.fixes.context import context_of
-    from mismatch.experiments.fixes.planning import SIDES, plan_fixes
-
-    spec = replace(configured(check_spec(flags), flags).spec, fixes=SIDES)
-    planned = plan_fixes(spec, context_of(spec))
-    possible = {variant.chosen[0].fix.id for variant in planned.variants}
-    possible |= {fix.id for fix in planned.estimators}
-    reasons: dict[str, dict[str, None]] = {fix.id: {} for fix in FIXES}
-    for row in planned.refused:
-        name, _, value = row.id.partition("=")
-        why = f"{value}: {row.reason}" if value and name in possible else row.reason
-        reasons[name][why] = None
-    return {fix.id: Entry(fix, fix.id in possible, "; ".join(reasons[fix.id])) for fix in FIXES}
 
 
 def _plain(entry: Entry, detailed: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ listed in mismatch/cli/options.py; both become parameters of typer here.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -60,6 +60,17 @@ class Flags(dict[str, Any]):
         """Return some of them, e.g. as arguments of a spec."""
         return {name: self[name] for name in names.split()}
 
+    def refuse(self, names: Iterable[str], why: str, fix: str) -> None:
+        """Refuse the first of these flags that the user set, if any."""
+        for name in names:
+            if name in self.explicit:
+                raise MismatchError(f"{flag_of(name)} {why}", fix)
+
+
+def flag_of(name: str) -> str:
+    """Return a flag as it is typed."""
+    return f"--{name.replace('_', '-')}"
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -89,7 +100,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        return self.spelling or f"--{self.name.replace('_', '-')}"
+        return self.spelling or flag_of(self.name)
 
     @property
     def bare_kind(self) -> Any:

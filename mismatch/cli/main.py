@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import signal
@@ -17,27 +18,23 @@ from mismatch.errors import INSTALL_SCORE, MismatchError, did_you_mean
 from mismatch.plugins import features, find_command, load
 from mismatch.version import __version__
 
-# The core's commands, in the order of the help. Each lives in the module of its name, imported
-# when it is run; :func:`summaries` adds the commands of features.
-COMMANDS = {
-    "check": "Sample, score the same tokens under FSDP2, compare, judge.",
-    "rollout": "Sample in the engine; score later, here or elsewhere.",
-    "score": "Score the tokens of a run under FSDP2.",
-    "compare": "Compare a run again, or any two scorings of the same tokens.",
-    "fixes": "List the fixes that a check can try, or show one of them.",
-    "report": "Print a run's report, or several runs side by side.",
-    "metrics": "List every metric.",
+# The core's commands by what one wants, in the order of the help. Each lives in the module of its
+# name, imported when it is run; those of features follow in the group that they name.
+GROUPS = {
+    "Check and its results": {
+        "check": "Sample, score the same tokens under FSDP2, compare, judge.",
+        "rollout": "Sample in the engine; score later, here or elsewhere.",
+        "score": "Score the tokens of a run under FSDP2.",
+        "compare": "Compare a run again, or any two scorings of the same tokens.",
+        "report": "Print a run's report, or several runs side by side.",
+    },
+    "Dig deeper": {"fixes": "List the fixes that a check can try, or show one of them."},
+    "Before upgrades": {},
+    "Information": {"metrics": "List every metric."},
 }
-# Commands by what one wants; those of features follow in the group that they name.
-GROUPS: dict[str, tuple[str, ...]] = {
-    "Check and its results": ("check", "rollout", "score", "compare", "report"),
-    "Dig deeper": ("fixes",),
-    "Before upgrades": (),
-    "Information": ("metrics",),
-}
+CORE = {name: summary for names in GROUPS.values() for name, summary in names.items()}
 HELP_ALL = "--help-all"
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
-EXAMPLES = "\n\nExamples:\n"  # in a command's docstring
 MOST_FLAGS = 30  # a command with more shows these alone in --help, and all in --help-all
 COMMON = frozenset(
     {
@@ -57,7 +54,7 @@ INTERRUPTED = 130  # what shells and typer make of a KeyboardInterrupt
 def summaries() -> dict[str, str]:
     """Return every command with its line of the help: the core's, then those of features."""
     added = {each.name: each.summary for feature in features() for each in feature.commands}
-    return COMMANDS | added
+    return CORE | added
 
 
 class Command(TyperCommand):
@@ -81,10 +78,8 @@ class Command(TyperCommand):
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         from mismatch.reports.documentation import linked
 
-        whole = self.help or ""
-        self.help = linked(whole.partition(EXAMPLES)[0])
+        self.help = linked(self.help or "")
         super().format_help_text(ctx, formatter)
-        self.help = whole
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         from mismatch.reports.documentation import linked
@@ -107,9 +102,8 @@ class Command(TyperCommand):
                 formatter.write_dl([(names, linked(about)) for names, about in lines])
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        examples = (self.help or "").partition(EXAMPLES)[2].splitlines()
         with formatter.section("Examples"):
-            for example in examples:
+            for example in (self.epilog or "").splitlines():
                 formatter.write(f"  {example.strip()}\n")
 
 
@@ -120,20 +114,20 @@ class Group(TyperGroup):
         return list(summaries())
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        command = None if cmd_name in COMMANDS else find_command(cmd_name)
-        if cmd_name not in COMMANDS and command is None:
-            return None
-        function: Any = load(command.function if command else f"mismatch.cli.{cmd_name}:{cmd_name}")
-        single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(cmd_name, cls=Command, context_settings=HELP_NAMES)(function)
+        place = f"mismatch.cli.{cmd_name}:{cmd_name}"
+        if cmd_name not in CORE:
+            command = find_command(cmd_name)
+            if command is None:
+                near = did_you_mean(cmd_name, summaries(), 1)
+                fault = f"No such command: {cmd_name}"
+                raise MismatchError(fault, f"{near}mismatch --help lists every command")
+            place = command.function
+        function, single = load(place), typer.Typer(add_completion=False, rich_markup_mode=None)
+        about, _, examples = inspect.cleandoc(function.__doc__).partition("\n\nExamples:\n")
+        single.command(
+            cmd_name, cls=Command, help=about, epilog=examples, context_settings=HELP_NAMES
+        )(function)
         return typer.main.get_command(single)
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] not in COMMANDS and find_command(args[0]) is None:
-            near = did_you_mean(args[0], summaries(), 1)
-            fault = f"No such command: {args[0]}"
-            raise MismatchError(fault, f"{near}mismatch --help lists every command")
-        return super().resolve_command(ctx, args)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         from mismatch.reports.documentation import site
@@ -142,7 +136,7 @@ class Group(TyperGroup):
             formatter.write(f"\nDocumentation: {site()}\n")
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        groups = {title: [(n, COMMANDS[n]) for n in names] for title, names in GROUPS.items()}
+        groups = {title: [*names.items()] for title, names in GROUPS.items()}
         for command in (command for feature in features() for command in feature.commands):
             groups.setdefault(command.group, []).append((command.name, command.summary))
         for title, commands in groups.items():
@@ -167,35 +161,19 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"mismatch {__version__}")
-        raise typer.Exit
-
-
-def _print_help(ctx: typer.Context, wanted: bool) -> None:
-    if wanted:
-        typer.echo(ctx.get_help())
-        raise typer.Exit
-
-
 # --help is a flag of our own because typer's, when it is absent, imports pydantic.
 @app.callback()
 def _root(
     ctx: typer.Context,
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
-    ] = False,
-    help: Annotated[
-        bool,
-        typer.Option(
-            "--help", "-h", callback=_print_help, is_eager=True, help="Show this message and exit."
-        ),
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+    help: Annotated[bool, typer.Option("--help", "-h", help="Show this message and exit.")] = False,
 ) -> int:
-    if ctx.invoked_subcommand is None:
+    if version:
+        typer.echo(f"mismatch {__version__}")
+    elif help or ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
+    if version or help:
+        raise typer.Exit
     return USAGE
 
 
@@ -209,7 +187,15 @@ def main() -> NoReturn:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, _interrupt)
     try:
-        _require_text()
+        # Names that could be written into no report: of another encoding, or half a character.
+        for text in (*sys.argv[1:], os.path.abspath(os.curdir)):
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                encoding = sys.getfilesystemencoding()
+                fault = f"{text!a} is no text in the encoding of this locale, {encoding}"
+                fix = "export LC_ALL=C.UTF-8 (or PYTHONUTF8=1), and use names in UTF-8"
+                raise MismatchError(fault, fix) from error
         code = app(prog_name="mismatch", standalone_mode=False)
     except MismatchError as error:
         _complain(error.message, error.fix)
@@ -226,23 +212,6 @@ def main() -> NoReturn:
         fix = RESUME if resumable else "run the same command again"
         _complain("interrupted; every process that was started has been ended", fix, INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _require_text() -> None:
-    """Refuse names that could be written into no report: of another encoding, or half a character.
-
-    Raises:
-        MismatchError: an argument, or the working directory.
-    """
-    for text in (*sys.argv[1:], os.path.abspath(os.curdir)):
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise MismatchError(
-                f"{text!a} is no text in the encoding of this locale, "
-                f"{sys.getfilesystemencoding()}",
-                "export LC_ALL=C.UTF-8 (or PYTHONUTF8=1), and use names in UTF-8",
-            ) from error
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

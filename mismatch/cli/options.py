@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from mismatch.cli.configuration import configurations
 from mismatch.cli.flags import REQUIRED, Option, flags_of, switch
@@ -129,10 +129,7 @@ TRUST_RUN = switch(
 )
 FIX_FLAGS = flags_of(CheckSpec, "fixes budget_minutes verdict explain")
 FEATURE_FLAGS: tuple[Option, ...] = tuple(
-    option
-    for feature in features()
-    if feature.check_flags
-    for option in cast(tuple[Option, ...], load(feature.check_flags))
+    option for feature in features() if feature.check_flags for option in load(feature.check_flags)
 )
 DRY_RUN = switch(
     "dry_run", OUTPUT, "Show the plan (minutes, kernels, memory of both sides) and start nothing."
@@ -144,7 +141,11 @@ PLAN_JSON = replace(JSON, help="With --dry-run: print the plan as JSON.")
 FORCE = switch("force", OUTPUT, "Start even if memory does not suffice.")
 CONFIG_HELP = "TOML file of flags (same names); flags given here override it."
 CONFIG = Option("config", Path | None, OUTPUT, CONFIG_HELP)
-OF_PLANS = (DRY_RUN, GPUS, PLAN_JSON, FORCE, CONFIG)
+# Flags of a check that say nothing of what is run.
+AROUND = (
+    *(LEVELS, *NAME_FLAGS, LOG_TO, FAIL_ON, *NEW_RUN, TRUST_RUN),
+    *(DRY_RUN, GPUS, PLAN_JSON, FORCE, CONFIG),
+)
 CHECK = (
     *MODEL_FLAGS,
     *LAYERS,
@@ -159,16 +160,8 @@ CHECK = (
     *TRAIN_FLAGS,
     *flags_of(CheckSpec, "overlap context_length"),
     *CONFIGURATION_FLAGS,
-    LEVELS,
-    *NAME_FLAGS,
-    LOG_TO,
-    FAIL_ON,
+    *AROUND,
     *FIX_FLAGS,
     *FEATURE_FLAGS,
-    *NEW_RUN,
-    TRUST_RUN,
-    *OF_PLANS,
 )
-# Flags of a check that say nothing of what is run.
-AROUND = (LEVELS, *NAME_FLAGS, LOG_TO, FAIL_ON, *NEW_RUN, TRUST_RUN, *OF_PLANS)
 AROUND_A_RUN = frozenset(option.name for option in AROUND)

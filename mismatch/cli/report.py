@@ -32,26 +32,28 @@ def report(flags: Flags) -> int:
     mismatch report runs/A --details
     mismatch report runs/A runs/B --out page
     """
-    runs = flags["runs"] or []
-    if len(runs) == 1:
-        if "out" in flags.explicit:
-            raise MismatchError("--out is for several runs", USE)
-        return _one(runs[0], flags)
-    wrong = [f"--{name.replace('_', '-')}" for name in OF_ONE if flags[name]]
-    if flags["format"] in ("github", "junit"):
-        wrong.append(f"--format {flags['format']}")
-    if wrong:
-        raise MismatchError(f"{wrong[0]} is for the report of one run", USE)
-    return _several(runs, flags)
-
-
-def _one(run: Path, flags: Flags) -> int:
     from mismatch.cli import session
+    from mismatch.pipeline.run_comparison import compare_runs
     from mismatch.pipeline.saved_runs import REPORT, UNVERIFIED, load_report
     from mismatch.reports.files import require_fresh, write_rendered
+    from mismatch.reports.saved_runs import runs_page
     from mismatch.run import store
     from mismatch.run.manifest import damage_named
 
+    runs = flags["runs"] or []
+    if len(runs) != 1:
+        flags.refuse(OF_ONE, "is for the report of one run", USE)
+        if flags["format"] in ("github", "junit"):
+            fault = f"--format {flags['format']} is for the report of one run"
+            raise MismatchError(fault, USE)
+        if not runs:
+            raise MismatchError("Missing argument 'RUN'", USE)
+        with damage_named(f"a report of {', '.join(map(str, runs))}"):
+            result = compare_runs(runs)
+            session.conclude_page(runs_page(result), result.to_json(), flags)
+        return 0
+    flags.refuse(["out"], "is for several runs", USE)
+    run = runs[0]
     require_fresh(run)
     document = load_report(run)
     tokens = store.load_tokens(run)
@@ -67,17 +69,3 @@ def _one(run: Path, flags: Flags) -> int:
             )
             return session.conclude(document, None, flags)
         return session.conclude(document, run, flags, written=True)
-
-
-def _several(runs: list[Path], flags: Flags) -> int:
-    from mismatch.cli import session
-    from mismatch.pipeline.run_comparison import compare_runs
-    from mismatch.reports.saved_runs import runs_page
-    from mismatch.run.manifest import damage_named
-
-    if not runs:
-        raise MismatchError("Missing argument 'RUN'", USE)
-    with damage_named(f"a report of {', '.join(map(str, runs))}"):
-        result = compare_runs(runs)
-        session.conclude_page(runs_page(result), result.to_json(), flags)
-    return 0

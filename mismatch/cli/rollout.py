@@ -43,9 +43,9 @@ def rollout(flags: Flags) -> int:
     spec = session.stored_spec(flags)
     if spec is None:
         model = resolve_model(require_model(flags))
-        train = TrainSpec(model=model, **flags.pick("revision trust_remote_code layers"))
         asked = rollout_spec(flags, model)
-        train = replace(train, adapter=asked.engine.adapter)
+        shared = flags.pick("revision trust_remote_code layers")
+        train = TrainSpec(model=model, adapter=asked.engine.adapter, **shared)
         spec = CheckSpec(rollout=asked, train=train, seed=flags["seed"])
     ranks = spec.nproc_per_node
     session.require_directory(flags)

@@ -71,9 +71,7 @@ def score(flags: Flags) -> int:
         raise MismatchError(fault, "say where it is: --model MODEL")
     if "engine" in flags.explicit:
         return _by_engine(flags, run, stored, model)
-    if unused := sorted(flags.explicit & ENGINE_NAMES):
-        flag = unused[0].replace("_", "-")
-        raise MismatchError(f"--{flag} is for a scoring by an engine", "name it: --engine NAME")
+    flags.refuse(sorted(ENGINE_NAMES), "is for a scoring by an engine", "name it: --engine NAME")
     train = train_spec(flags, model)
     adapter = train.adapter or stored.train.adapter
     train = replace(train, layers=stored.train.layers, adapter=adapter)
@@ -81,16 +79,14 @@ def score(flags: Flags) -> int:
         revision = flags["revision"] or stored.train.revision
         trusted = session.trusted_code(run, stored.train, flags)
         train = replace(train, revision=revision, trust_remote_code=trusted)
-    spec = replace(stored, train=train, **training_fields(flags))
-    complete = configured(spec, flags)
-    spec = complete.spec
+    spec, notes = configured(replace(stored, train=train, **training_fields(flags)), flags)
     world = launched()
     if world is not None:
         spec = replace(spec, nproc_per_node=world.size)
     ranks = spec.nproc_per_node if world is None else world.local_size
     preflight_training(spec.train, ranks, meets=world is None)
     narrator = session.narrator(silent=world is not None and world.rank > 0)
-    for note in complete.notes:
+    for note in notes:
         narrator.note(note)
     run_score(spec, run, narrator, name or TRAIN_NAME, session.command(), world)
     narrator.note(f"Compare: mismatch compare {run}")
@@ -103,9 +99,8 @@ def _by_engine(flags: Flags, run: Path, stored: CheckSpec, model: str) -> int:
     from mismatch.pipeline.commands import run_engine_score
     from mismatch.pipeline.preflight import preflight_engine
 
-    if wrong := sorted(flags.explicit - ENGINE_NAMES - SHARED):
-        flag = wrong[0].replace("_", "-")
-        raise MismatchError(f"--{flag} is for a scoring by the trainer", "drop it, or --engine")
+    others = sorted(flags.explicit - ENGINE_NAMES - SHARED)
+    flags.refuse(others, "is for a scoring by the trainer", "drop it, or --engine")
     ran = stored.rollout.engine
     given = engine_spec(flags, model, flags["engine"], flags["engine_arg"])
     engine = replace(given, routing=False, layers=ran.layers, adapter=ran.adapter)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import typer
@@ -73,13 +72,10 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
         if "server" in explicit:  # said again
             asked = replace(spec, rollout=replace(spec.rollout, engine=replace(engine, servers=())))
     require_own(Path(resume), asked, bool(flags.get("trust_run")))
-    if explicit & FIX_NAMES:
-        fields = fix_fields(flags, spec.fixes)
-        kept = set() if "fix" in explicit else FIX_NAMES - explicit
-        spec = replace(spec, **{name: fields[name] for name in fields.keys() - kept})
-    if explicit & FEATURE_NAMES:  # a flag that is not set again stays the run's
-        spec = replace(spec, extras=extras(flags, spec.extras))
-    return spec
+    fields = fix_fields(flags, spec.fixes)
+    kept = set() if "fix" in explicit else FIX_NAMES - explicit
+    changed = {name: fields[name] for name in fields.keys() - kept}
+    return replace(spec, extras=extras(flags, spec.extras), **changed)
 
 
 def require_own(run_dir: Path, spec: CheckSpec, trusted: bool) -> None:
@@ -151,20 +147,13 @@ class ConsoleNarrator:
     def __init__(self, console: Console) -> None:
         self.console = console
 
-    @contextmanager
-    def stage(self, title: str) -> Iterator[Callable[[str], None]]:
-        start = time.monotonic()
-        with self._live(title, start) as show:
-            yield show
-        self.note(f"{title}: done in {time.monotonic() - start:.0f} s")
-
     def note(self, text: str) -> None:
         """Print one line between stages."""
         self.console.print(plain_lines(text), highlight=False, markup=False)
 
     @contextmanager
-    def _live(self, title: str, start: float) -> Iterator[Callable[[str], None]]:
-        latest = ""
+    def stage(self, title: str) -> Iterator[Callable[[str], None]]:
+        start, latest, ended = time.monotonic(), "", threading.Event()
 
         def show(text: str) -> None:
             nonlocal latest
@@ -172,6 +161,10 @@ class ConsoleNarrator:
 
         def line(width: int | None = None) -> str:
             return waiting_line(title, latest, time.monotonic() - start, width)
+
+        def repeat() -> None:
+            while not ended.wait(PLAIN_INTERVAL_S):
+                self.console.print(f"  {line()}", highlight=False, markup=False, soft_wrap=True)
 
         if self.console.is_terminal:
             from rich.live import Live
@@ -184,21 +177,16 @@ class ConsoleNarrator:
                 get_renderable=rewritten, console=self.console, transient=True, refresh_per_second=4
             ):
                 yield show
-            return
-        self.note(f"{title} …")
-        ended = threading.Event()
-
-        def repeat() -> None:
-            while not ended.wait(PLAIN_INTERVAL_S):
-                self.console.print(f"  {line()}", highlight=False, markup=False, soft_wrap=True)
-
-        thread = threading.Thread(target=repeat, daemon=True)
-        thread.start()
-        try:
-            yield show
-        finally:
-            ended.set()
-            thread.join()
+        else:
+            self.note(f"{title} …")
+            thread = threading.Thread(target=repeat, daemon=True)
+            thread.start()
+            try:
+                yield show
+            finally:
+                ended.set()
+                thread.join()
+        self.note(f"{title}: done in {time.monotonic() - start:.0f} s")
 
 
 def waiting_line(title: str, doing: str, seconds: float, width: int | None = None) -> str:
@@ -299,7 +287,7 @@ def conclude_page(
     shown: Page,
     document: dict[str, Any],
     flags: Flags,
-    machines: Mapping[str, Callable[[], str]] = MappingProxyType({}),
+    machines: Mapping[str, Callable[[], str]] | None = None,
 ) -> None:
     """Write a page that is no report of one run to ``--out``; show it as ``--format`` asks.
 
@@ -316,7 +304,7 @@ def conclude_page(
     writers = {
         "json": lambda: json.dumps(document, indent=1, allow_nan=False) + "\n",
         "markdown": lambda: markdown.show_page(shown),
-        **machines,
+        **(machines or {}),
     }
     _show(lambda: shown, out, flags, writers)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mismatch.cli.configuration import configured_model
-from mismatch.cli.flags import AUTO, DTYPE_NAMES, Flags, spec_values
+from mismatch.cli.flags import AUTO, DTYPE_NAMES, Flags, flag_of, spec_values
 from mismatch.cli.options import FEATURE_FLAGS, SERVER_FLAGS
 from mismatch.engines.servers.address import parse_address
 from mismatch.errors import MismatchError
@@ -30,9 +30,6 @@ from mismatch.specs import (
 )
 
 NO_MODEL = "name one: --model tiny-gpt-oss, a hub id (org/name) or a directory"
-FIX_FIELDS = "fixes budget_minutes verdict explain"
-ALL_OF_A_FILE = MANY  # prompts
-
 # Where servers are, and not what is run: a resumed run may go on elsewhere.
 SERVER_NAMES = frozenset(option.name for option in SERVER_FLAGS)
 # What only an engine that mismatch starts can be told.
@@ -41,8 +38,6 @@ OURS = (
     *("tensor_parallel_size", "layers", "adapter", "adapter_as"),
     *("gpu_memory_utilization", "rollout_weights"),
 )
-
-
 # Where prompts come from, as it is where the flag says nothing.
 SOURCES = {"task": "arithmetic", "prompts": None, "dataset": None}
 # Flags that do nothing without another flag, or one of several.
@@ -108,7 +103,7 @@ def fix_fields(flags: Flags, stored: tuple[str, ...] = ()) -> dict[str, Any]:
         raise MismatchError("--fix names no fix", "mismatch fixes lists them; --fix all")
     if flags["verdict"] == "after-fixes" and not fixes:
         raise MismatchError("--verdict after-fixes without fixes", "name some: --fix all")
-    return {"fixes": fixes, **spec_values(CheckSpec, flags, FIX_FIELDS)}
+    return {"fixes": fixes, **spec_values(CheckSpec, flags, "fixes budget_minutes verdict explain")}
 
 
 def require_model(flags: Flags) -> str:
@@ -122,15 +117,15 @@ def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
     """Return the engine's side; ``model`` is resolved already."""
     for name, needed in COMPANIONS.items():
         if name in flags.explicit and not any(flags.get(other) for other in needed.split()):
-            others = " or ".join(map(_flag, needed.split()))
-            raise MismatchError(f"{_flag(name)} without {others} does nothing", f"add {others}")
+            others = " or ".join(map(flag_of, needed.split()))
+            raise MismatchError(f"{flag_of(name)} without {others} does nothing", f"add {others}")
     sources = [name for name in ("task", "prompts", "dataset") if flags[name] != SOURCES[name]]
     if len(sources) > 1:
-        both = " and ".join(map(_flag, sources))
+        both = " and ".join(map(flag_of, sources))
         raise MismatchError(f"{both} both name the prompts", "drop one of the two")
     count = flags["num_prompts"]
     if count is None:
-        count = PromptSpec().num_prompts if flags["prompts"] is None else ALL_OF_A_FILE
+        count = PromptSpec().num_prompts if flags["prompts"] is None else MANY  # all of a file
     prompts = PromptSpec(num_prompts=count, **spec_values(PromptSpec, flags))
     partner = find_task(prompts.task).environment
     if partner and not prompts.environment:
@@ -200,17 +195,11 @@ def server_addresses(flags: Flags) -> tuple[str, ...]:
             starts, or companions without ``--server``.
     """
     if not flags.get("server"):
-        for name in sorted(SERVER_NAMES & flags.explicit):
-            raise MismatchError(f"{_flag(name)} without --server", "--server http://127.0.0.1:8000")
+        flags.refuse(sorted(SERVER_NAMES), "without --server", "--server http://127.0.0.1:8000")
         return ()
-    if "engine" in flags.explicit:
-        raise MismatchError("--engine and --server: a server is asked what it is", "drop --engine")
-    for name in OURS:
-        if name in flags.explicit:
-            raise MismatchError(
-                f"{_flag(name)} is for an engine that mismatch starts, servers keep their settings",
-                f"drop {_flag(name)}, or --server",
-            )
+    flags.refuse(["engine"], "and --server: a server is asked what it is", "drop --engine")
+    why = "is for an engine that mismatch starts, servers keep their settings"
+    flags.refuse(OURS, why, "drop it, or --server")
     return tuple(parse_address(text) for text in flags["server"])
 
 
@@ -266,7 +255,3 @@ def _engine_arg(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except (json.JSONDecodeError, RecursionError):
         return name, value
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -179,15 +179,13 @@ def trainer_fits(
     def predict(train: TrainSpec, ranks: int) -> Prediction:
         return predict_trainer(shape, train, ranks, work, machine.device, beside is not None)
 
-    def helps_of(train: TrainSpec) -> list[str]:
+    def advice(train: TrainSpec) -> tuple[list[str], dict[str, str]]:
+        """Return what would make a pass fit, and what makes its parts smaller."""
         room = capacity - reserve if gpus else 0  # on a CPU neither ranks nor --offload help
         enough = (n for n in WORLDS if n > world and predict(train, n).peak_bytes <= room)
         helps = [f"--nproc-per-node {n}, or torchrun over machines" for n in list(enough)[:1]]
         if not train.offload and predict(replace(train, offload=True), world).peak_bytes <= room:
             helps.append("--offload")
-        return helps
-
-    def remedies_of(train: TrainSpec, helps: Sequence[str]) -> dict[str, str]:
         at_rest = {
             "--master-dtype auto": train.master_dtype != "auto",
             "--offload": bool(gpus) and not train.offload and "--offload" not in helps,
@@ -195,16 +193,15 @@ def trainer_fits(
             CUT: True,
         }
         named = ", or ".join(name for name, changes in at_rest.items() if changes)
-        return REMEDIES | {"sharded parameters": named}
+        return helps, REMEDIES | {"sharded parameters": named}
 
     sides = []
     for item in passes:
-        helps = helps_of(item.spec)
-        remedies, prediction = remedies_of(item.spec, helps), predict(item.spec, world)
+        (helps, remedies), prediction = advice(item.spec), predict(item.spec, world)
         sides.append(fits(item.name, prediction, capacity, reserve, remedies, helps, most))
     if gpus and spec.train.offload:  # shards of all ranks in the host's memory
         shards = {"sharded parameters": sharded(shape, spec.train, world) * world}
-        host, remedies = Prediction({"all the time": shards}), remedies_of(spec.train, ())
+        host, remedies = Prediction({"all the time": shards}), advice(spec.train)[1]
         own = world * CPU_TRAINER_RESERVE
         sides.append(fits(HOST, host, machine.ram_free_bytes, own, remedies))
     return tuple(sides)

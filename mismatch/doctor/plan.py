@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 from mismatch.codec import to_json
 from mismatch.doctor.fit import HOST, Fit, engine_fit, trainer_fits, warnings_of
@@ -19,6 +19,7 @@ from mismatch.doctor.machine import Machine, inspect_machine, machine_with, pars
 from mismatch.doctor.memory import BYTES, Workload
 from mismatch.doctor.minutes import Time, estimate
 from mismatch.errors import MismatchError, first_line
+from mismatch.experiments.fixes.spec_edits import on_engine
 from mismatch.experiments.scoring_passes import float32_engine, training_passes, wants_square
 from mismatch.models.config import FoundConfig, find_config
 from mismatch.models.derived import cache
@@ -27,7 +28,7 @@ from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts
 from mismatch.run.machine import gib, in_words, placement
 from mismatch.run.store import TRAIN
-from mismatch.specs import CheckSpec
+from mismatch.specs import CheckSpec, EngineSpec
 
 SCHEMA = "mismatch.plan/3"
 TEMPLATE_TOKENS = 96  # of a chat template: gpt-oss's system message takes 68 to 80
@@ -125,43 +126,42 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
     # Resolved first: once transformers is imported here, sizes are counted here as well.
     attention = _attention(spec.train.attention, config, machine.device)
     spec = placed(spec, machine)
-    work, memory, samples = work_of(spec), memory_of(spec, machine), spec.rollout.sampling
-    sequences, longest = work.load.sequences, work.load.longest
+    (load, note), memory = work_of(spec), memory_of(spec, machine)
+    engine, samples = spec.rollout.engine, spec.rollout.sampling
+    passes, out = training_passes(spec), memory.left_out()
+    sequences, longest = load.sequences, load.longest
     tokens = {
         "prompts": sequences // samples.samples_per_prompt,
         "sequences": sequences,
         "longest sequence": longest,
         "sampled at most": sequences * samples.max_tokens * spec.rollout.prompts.turns,
-        "rescored by the engine's prefill": sequences * longest * spec.rollout.engine.prefill,
-        "scored by the trainer at most": sequences * longest * len(training_passes(spec)),
+        "rescored by the engine's prefill": sequences * longest * engine.prefill,
+        "scored by the trainer at most": sequences * longest * len(passes),
     }
-    time = _time(spec, memory, machine, work.load) if memory.sides else Time({})
+    in_float32, exact = _float32_engine(spec), None
+    if in_float32 is not None and f"{engine.engine}{IN_FLOAT32}" not in out:
+        split = max(1, memory.float32_split)
+        exact = replace(in_float32.rollout.engine, tensor_parallel_size=split)
+    time = Time({})
+    if memory.sides:
+        own = served = sized(config)
+        if not engine.servers:
+            served = sized(find_config(engine.model, engine.revision, engine.layers))
+        passes = [item for item in passes if item.name not in out]
+        time = estimate(spec, (own, served), load, machine, passes, exact)
     return Plan(
         sides=memory.sides,
-        notes=(*work.notes, *memory.notes),
+        notes=(*filter(None, [note]), *memory.notes),
         float32_split=memory.float32_split,
-        model=spec.rollout.engine.model,
+        model=engine.model,
         config_source=config.source,
         device=machine.device,
         machine=gpus or machine.device,
-        stages=_stages(spec, len(machine.gpus), memory),
+        stages=_stages(spec, len(machine.gpus), exact),
         tokens=tokens,
         attention=attention,
         time=time,
     )
-
-
-def _time(spec: CheckSpec, memory: Memory, machine: Machine, work: Workload) -> Time:
-    """Return how long a check takes without what is left out for want of memory."""
-    engine, train, out = spec.rollout.engine, spec.train, memory.left_out()
-    own = (train.model, train.revision, train.layers)
-    served = own if engine.servers else (engine.model, engine.revision, engine.layers)
-    shapes = sized(find_config(*own)), sized(find_config(*served))
-    check = _float32_engine(spec) if f"{engine.engine}{IN_FLOAT32}" not in out else None
-    split = max(1, memory.float32_split)
-    exact = replace(check.rollout.engine, tensor_parallel_size=split) if check else None
-    passes = [item for item in training_passes(spec) if item.name not in out]
-    return estimate(spec, shapes, work, machine, passes, exact)
 
 
 # ---------------------------------------------------------------- memory
@@ -174,27 +174,40 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
         MismatchError: no config.json offline, or sequences beyond the model's context.
     """
     machine, engine = machine or inspect_machine(), spec.rollout.engine
-    work = work_of(spec).load
+    work, size = work_of(spec)[0], 0
     try:
         shape = sized(find_config(spec.train.model, spec.train.revision, spec.train.layers))
         sides = [*trainer_fits(spec, shape, work, machine, training_passes(spec))]
-        notes, split = _not_predicted(shape, spec), None
+        notes = []
+        if spec.train.autocast:
+            notes.append("the copies of the weights that autocast makes are not counted")
+        if shape.recurrent:
+            unknown = ", ".join(shape.recurrent)
+            notes.append(f"not predicted: state caches and activations of {unknown}")
+        if shape.family not in MEASURED:
+            notes.append(
+                f"activations of {shape.family} follow the formulas of a plain decoder layer, "
+                f"which were compared with measured peaks of {', '.join(MEASURED)}"
+            )
         if not engine.servers:  # their memory is not ours
             # The engine's model may be another checkpoint than the trainer's.
             served = sized(find_config(engine.model, engine.revision, engine.layers))
             sides.insert(0, engine_fit(spec, served, work, machine))
-            exact = _float32_engine(spec)
-            split = _float32_split(exact, served, work, machine) if exact else None
-            copies = exact and exact.rollout.engine.weights != engine.weights
-            if split and copies and not split.fit.certain:
-                copy = gib(served.stored_bytes(BYTES["bf16"], keeps_mxfp4=False))
-                notes.insert(0, f"disk: {copy} in {cache()} while the engine runs in float32")
+            exact, split, gpus = _float32_engine(spec), None, len(machine.gpus)
+            if exact is not None:  # a training world on other GPUs keeps these
+                left = gpus - spec.nproc_per_node if placement(exact, gpus).trainer else gpus
+                most = max(engine.tensor_parallel_size, left)
+                side = f"{engine.engine}{IN_FLOAT32}"
+                split = _smallest_split(exact, served, work, machine, (most,), side)
+            if exact is not None and split is not None:
+                size, fit = split
+                sides.append(fit)
+                if exact.rollout.engine.weights != engine.weights and not fit.certain:
+                    copy = gib(served.stored_bytes(BYTES["bf16"], keeps_mxfp4=False))
+                    notes.insert(0, f"disk: {copy} in {cache()} while the engine runs in float32")
     except UnknownSize as error:
         return Memory(notes=(f"memory is not predicted: {error.message}",))
-    if split is None:
-        return Memory(sides, tuple(notes))
-    size = split.spec.rollout.engine.tensor_parallel_size
-    return Memory([*sides, split.fit], tuple(notes), size)
+    return Memory(sides, tuple(notes), size)
 
 
 def _float32_engine(spec: CheckSpec) -> CheckSpec | None:
@@ -205,29 +218,7 @@ def _float32_engine(spec: CheckSpec) -> CheckSpec | None:
     return None if exact is None else replace(spec, rollout=exact)
 
 
-def _not_predicted(shape: SizedModel, spec: CheckSpec) -> list[str]:
-    """Return what the prediction of this model leaves out."""
-    notes = []
-    if spec.train.autocast:
-        notes.append("the copies of the weights that autocast makes are not counted")
-    if shape.recurrent:
-        notes.append(f"not predicted: state caches and activations of {', '.join(shape.recurrent)}")
-    if shape.family not in MEASURED:
-        notes.append(
-            f"activations of {shape.family} follow the formulas of a plain decoder layer, which "
-            f"were compared with measured peaks of {', '.join(MEASURED)}"
-        )
-    return notes
-
-
 # ---------------------------------------------------------------- the engine's GPUs
-
-
-class Split(NamedTuple):
-    """A check with a tensor parallel size of its engine, and whether that fits."""
-
-    spec: CheckSpec
-    fit: Fit
 
 
 def placed(spec: CheckSpec, machine: Machine | None = None) -> CheckSpec:
@@ -243,21 +234,12 @@ def placed(spec: CheckSpec, machine: Machine | None = None) -> CheckSpec:
     try:
         shape = sized(find_config(engine.model, engine.revision, engine.layers))
         rooms = (gpus - spec.nproc_per_node, gpus)
-        split = _smallest_split(spec, shape, work_of(spec).load, machine, rooms)
+        split = _smallest_split(spec, shape, work_of(spec)[0], machine, rooms)
     except MismatchError:  # the plan itself says what is wrong with the model
         return spec
-    return spec if split is None or split.fit.level == "does not fit" else split.spec
-
-
-def _float32_split(
-    exact: CheckSpec, shape: SizedModel, work: Workload, machine: Machine
-) -> Split | None:
-    """Return how the engine is split in float32; a training world on other GPUs keeps these."""
-    engine, gpus = exact.rollout.engine, len(machine.gpus)
-    shared = not placement(exact, gpus).trainer
-    most = max(engine.tensor_parallel_size, gpus if shared else gpus - exact.nproc_per_node)
-    side = f"{engine.engine}{IN_FLOAT32}"
-    return _smallest_split(exact, shape, work, machine, (most,), side)
+    if split is None or split[1].level == "does not fit":
+        return spec
+    return on_engine(spec, tensor_parallel_size=split[0])
 
 
 def _smallest_split(
@@ -267,8 +249,8 @@ def _smallest_split(
     machine: Machine,
     rooms: Sequence[int],
     side: str = "engine",
-) -> Split | None:
-    """Return the smallest split that fits, else is tight; where none does the largest.
+) -> tuple[int, Fit] | None:
+    """Return the smallest split that fits, else is tight, with its fit; if none does the largest.
 
     Args:
         rooms: numbers of GPUs that the engine may take, the preferred first.
@@ -281,12 +263,11 @@ def _smallest_split(
     for most in rooms:
         found = []
         for size in (n for n in (own, *SPLITS) if own <= n <= most and shape.heads % n == 0):
-            wide = replace(engine, tensor_parallel_size=size)
-            changed = replace(spec, rollout=replace(spec.rollout, engine=wide))
-            found.append(Split(changed, engine_fit(changed, shape, work, machine, side)))
+            changed = on_engine(spec, tensor_parallel_size=size)
+            found.append((size, engine_fit(changed, shape, work, machine, side)))
         for wanted in ("fits", "tight"):
             for split in found:
-                if split.fit.level == wanted:
+                if split[1].level == wanted:
                     return split
     return split
 
@@ -294,15 +275,11 @@ def _smallest_split(
 # ---------------------------------------------------------------- what there is to do
 
 
-class Work(NamedTuple):
-    """What a check has to sample and score, and what was assumed to count it."""
+def work_of(spec: CheckSpec) -> tuple[Workload, str]:
+    """Count the sequences of a check, at their longest, and say what was assumed, if anything.
 
-    load: Workload
-    notes: tuple[str, ...] = ()
-
-
-def work_of(spec: CheckSpec) -> Work:
-    """Count the sequences of a check, at their longest; no tokenizer is needed."""
+    No tokenizer is needed.
+    """
     sampling, asked = spec.rollout.sampling, spec.rollout.prompts
 
     def tokens(prompt: Prompt) -> int:
@@ -313,35 +290,33 @@ def work_of(spec: CheckSpec) -> Work:
         length = sum(len(str(message.get("content") or "")) for message in prompt.messages)
         return math.ceil(length / CHARACTERS_PER_TOKEN) + TEMPLATE_TOKENS
 
+    note = ""
     if asked.dataset is not None:
         count, longest = asked.num_prompts, UNKNOWN_PROMPT_TOKENS
         note = f"prompts of the data set are taken to have {UNKNOWN_PROMPT_TOKENS} tokens at most"
     else:
         prompts = read_prompts(asked)
         count, longest = len(prompts), max(map(tokens, prompts))
-        note = (
-            f"tokens of prompts are estimated: {CHARACTERS_PER_TOKEN} characters each, "
-            f"{TEMPLATE_TOKENS} for the chat template"
-        )
-        if all(prompt.token_ids is not None for prompt in prompts):
-            note = ""
+        if any(prompt.token_ids is None for prompt in prompts):
+            note = (
+                f"tokens of prompts are estimated: {CHARACTERS_PER_TOKEN} characters each, "
+                f"{TEMPLATE_TOKENS} for the chat template"
+            )
     sequences = count * sampling.samples_per_prompt
-    load = Workload(sequences, longest + spec.rollout.most_after_prompt, sampling)
-    return Work(load, (note,) if note else ())
+    return Workload(sequences, longest + spec.rollout.most_after_prompt, sampling), note
 
 
-def _stages(spec: CheckSpec, gpus: int, memory: Memory) -> dict[str, str]:
+def _stages(spec: CheckSpec, gpus: int, exact: EngineSpec | None) -> dict[str, str]:
     engine, devices = spec.rollout.engine, placement(spec, gpus)
     where = in_words(devices.engine)
     runs = f"{engine.engine}, tensor parallel {engine.tensor_parallel_size}{where}: samples"
     stages = {"rollout": f"{', '.join(engine.servers)}: samples" if engine.servers else runs}
     if engine.prefill:
         stages["rollout"] += ", then rescores the same tokens by prefill"
-    exact = f"{engine.engine}{IN_FLOAT32}"
-    if _float32_engine(spec) is not None and exact not in memory.left_out():
-        split = memory.float32_split
-        wide = f", tensor parallel {split}" if split > engine.tensor_parallel_size else ""
-        stages["rollout in float32"] = f"{engine.engine}{wide or where}: scores the same tokens"
+    if exact is not None:
+        split = exact.tensor_parallel_size
+        wide = f", tensor parallel {split}" if split > engine.tensor_parallel_size else where
+        stages["rollout in float32"] = f"{engine.engine}{wide}: scores the same tokens"
     ranks = f"{spec.nproc_per_node} rank{'s' if spec.nproc_per_node > 1 else ''}"
     meanwhile = ", while the engine rescores" if devices.overlap and not spec.fixes else ""
     passes = ", ".join(item.name for item in training_passes(spec))

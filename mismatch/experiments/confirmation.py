@@ -7,9 +7,9 @@ where the mismatch stays, or of little weight where a side states it. Pure.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -30,31 +30,24 @@ def gone(before: Case, after: Case) -> Estimate:
         before.engine.token_ids, after.engine.token_ids
     ):
         return before.share(after.delta)
-    (s0, n0), (s1, n1) = _by_prompt(before), _by_prompt(after)
-    size = min(len(n0), len(n1))
-    common = np.flatnonzero((n0[:size] > 0) & (n1[:size] > 0))
-    s0, n0, s1, n1 = s0[common], n0[common], s1[common], n1[common]
+    size = 1 + min(int(case.rollout.prompt_index.max()) for case in (before, after))
+    rows = []
+    for case in (before, after):
+        prompts = case.rollout.prompt_index[case.sequence]
+        rows.append(np.bincount(prompts, np.abs(case.delta), size)[:size])
+        rows.append(np.bincount(prompts, minlength=size)[:size])
+    common = (rows[1] > 0) & (rows[3] > 0)  # prompts that both have
+    sums = np.array([row[common] for row in rows])
 
-    def value(a: Floats, b: Floats, c: Floats, d: Floats) -> Floats:
-        return np.asarray(1 - (c / d) / (a / b))
+    def share(of: Floats) -> Floats:
+        return np.asarray(1 - (of[2] / of[3]) / (of[0] / of[1]))
 
-    whole = [x.sum() for x in (s0, n0, s1, n1)]
-    share = float(value(*map(np.asarray, whole)))
-    low = high = None
-    if len(common) > 1:
-        without = value(*(np.asarray(t - x) for t, x in zip(whole, (s0, n0, s1, n1), strict=True)))
-        arm = student(len(common) - 1) * jackknife_error(without)
-        low, high = share - arm, share + arm
-    return Estimate(share, low, high, int(n1.sum()), after.rollout.n_sequences, len(common))
-
-
-def _by_prompt(case: Case) -> tuple[Floats, Floats]:
-    prompts = case.rollout.prompt_index[case.sequence]
-    size = int(case.rollout.prompt_index.max()) + 1
-    return (
-        np.asarray(np.bincount(prompts, np.abs(case.delta), size), np.float64),
-        np.asarray(np.bincount(prompts, minlength=size), np.float64),
-    )
+    whole, n_prompts = sums.sum(axis=1), sums.shape[1]
+    value, low, high = float(share(whole)), None, None
+    if n_prompts > 1:
+        arm = student(n_prompts - 1) * jackknife_error(share(whole[:, None] - sums))
+        low, high = value - arm, value + arm
+    return Estimate(value, low, high, int(whole[3]), after.rollout.n_sequences, n_prompts)
 
 
 def judged(experiment: Experiment, before: Case, after: Case, seconds: float) -> Experiment:
@@ -80,41 +73,42 @@ def settled(causes: Causes, experiments: Sequence[Experiment]) -> list[Experimen
     return [replace(e, outcome="undecided") if open_still(e) else e for e in experiments]
 
 
-class Applied(NamedTuple):
-    """The causes after their experiments."""
-
-    causes: Causes
-    confirmed: tuple[str, ...]
-    ruled_out: tuple[str, ...]
-
-
-def applied(causes: Causes, experiments: Sequence[Experiment]) -> Applied:
+def applied(
+    causes: Causes, experiments: Sequence[Experiment]
+) -> tuple[Causes, tuple[str, ...], tuple[str, ...]]:
     """Return the causes after their experiments, and the ids that were confirmed and ruled out.
 
     The share of a cause is that of the experiment that confirms it, where no other cause shares
     the same one.
     """
+    found = []
+    for cause in causes.ranked:
+        against: dict[str, set[str]] = {}  # name -> sides on which an experiment has ruled it out
+        for experiment in experiments:
+            if _contradicts(experiment, cause, causes):
+                for name in experiment.tests:
+                    against.setdefault(name, set()).add(experiment.side)
+        found.append((cause, against, _narrowest_proof(cause, experiments, against)))
+    uses = Counter(proof[0].id for _, _, proof in found if proof is not None)
     kept: list[Cause] = []
     dropped: list[RuledOut] = []
     confirmed: list[str] = []
     ruled_out: set[str] = set()
-    by: dict[str, list[int]] = {}  # experiment -> places of what it confirms
-    for cause in causes.ranked:
-        against = _against(cause, causes, experiments)
+    for cause, against, proof in found:
         out = {n for n in (cause.id, *cause.alike) if _sides(cause.side) <= against.get(n, set())}
         ruled_out |= out
         alike = tuple(name for name in cause.alike if name not in out)
-        proof = _narrowest_proof(cause, experiments, against)
         if proof is not None:
             experiment, name, left = proof
             confirmed.append(name)
-            by.setdefault(experiment.id, []).append(len(kept))
+            sole = experiment.gone is not None and uses[experiment.id] == 1
             kept.append(
                 replace(
                     cause,
                     id=name,
                     status="confirmed",
                     side=experiment.side,
+                    effect=experiment.gone if sole else cause.effect,
                     evidence=(*cause.evidence, *_evidence(experiment)),
                     alike=tuple(other for other in alike if other in left and other != name),
                 )
@@ -130,39 +124,30 @@ def applied(causes: Causes, experiments: Sequence[Experiment]) -> Applied:
             tried = [e for e in experiments if e.outcome == "ruled out" and cause.id in e.tests]
             evidence = tuple(item for experiment in tried for item in _evidence(experiment))
             dropped.append(RuledOut("experiment", (cause.id,), evidence))
-    for experiment in experiments:
-        places = by.get(experiment.id, [])
-        if experiment.gone is not None and len(places) == 1:
-            kept[places[0]] = replace(kept[places[0]], effect=experiment.gone)
     # Experiments that confirm what no detector suspected, the narrowest first.
-    out_of_engine = {
-        name
-        for experiment in experiments
-        if experiment.outcome == "ruled out" and experiment.side == "engine"
-        for name in experiment.tests
-    }
+    engines = [e for e in experiments if e.outcome == "ruled out" and e.side == "engine"]
+    out_of_engine = {name for experiment in engines for name in experiment.tests}
     for experiment in sorted(experiments, key=lambda each: len(each.tests)):
         yes = experiment.names and experiment.outcome == "confirmed"
         if yes and not set(confirmed) & set(experiment.tests):
             confirmed.append(experiment.names)
             alike = tuple(name for name in experiment.tests[1:] if name not in out_of_engine)
-            evidence = _evidence(experiment)
-            side, share = experiment.side, experiment.gone
+            side, share, evidence = experiment.side, experiment.gone, _evidence(experiment)
             kept.append(Cause(experiment.names, "confirmed", side, share, evidence, alike))
     kept.sort(key=lambda cause: (not cause.fact, -cause.effect.value if cause.effect else 1.0))
     result = replace(causes, ranked=tuple(kept), ruled_out=(*causes.ruled_out, *dropped))
     left_out = ruled_out - {cause.id for cause in kept}
-    return Applied(result, tuple(confirmed), tuple(sorted(left_out)))
+    return result, tuple(confirmed), tuple(sorted(left_out))
 
 
 def weighed(causes: Causes, experiments: Sequence[Experiment]) -> list[Experiment]:
     """Return the experiments; of little weight where a cause that stays was found to be so."""
-    little = [cause for cause in causes.ranked if cause.status == LITTLE]
 
     def light(experiment: Experiment) -> bool:
-        about = [c for c in little if c.id in experiment.tests]
         return experiment.outcome == "ruled out" and any(
-            experiment.side in _sides(cause.side) for cause in about
+            cause.id in experiment.tests and experiment.side in _sides(cause.side)
+            for cause in causes.ranked
+            if cause.status == LITTLE
         )
 
     return [replace(e, outcome=LITTLE) if light(e) else e for e in experiments]
@@ -195,31 +180,11 @@ def _contradicts(experiment: Experiment, cause: Cause, causes: Causes) -> bool:
     return experiment.gone.high < min(STAYS, (1.0 - math.sqrt(1.0 - share**2)) / 2)
 
 
-def _against(
-    cause: Cause, causes: Causes, experiments: Sequence[Experiment]
-) -> dict[str, set[str]]:
-    """Return name -> sides on which an experiment has ruled it out, as what this cause is."""
-    ruled_out: dict[str, set[str]] = {}
-    for experiment in experiments:
-        if _contradicts(experiment, cause, causes):
-            for name in experiment.tests:
-                ruled_out.setdefault(name, set()).add(experiment.side)
-    return ruled_out
-
-
-class Proof(NamedTuple):
-    """An experiment that confirms a cause."""
-
-    experiment: Experiment
-    name: str
-    """That it gives the cause."""
-    left: tuple[str, ...]
-    """What it takes out and no other experiment has ruled out."""
-
-
 def _narrowest_proof(
     cause: Cause, experiments: Sequence[Experiment], against: dict[str, set[str]]
-) -> Proof | None:
+) -> tuple[Experiment, str, tuple[str, ...]] | None:
+    """Return the experiment that confirms a cause, the name that it gives the cause, and what it
+    takes out that no other experiment has ruled out."""
     proofs = []
     for experiment in experiments:
         if experiment.outcome != "confirmed" or experiment.side not in _sides(cause.side):
@@ -227,16 +192,15 @@ def _narrowest_proof(
         left = tuple(n for n in experiment.tests if experiment.side not in against.get(n, set()))
         for rank, name in enumerate((cause.id, *cause.alike)):
             if name in left and (name not in experiment.wide or len(left) == 1):
-                proofs.append((len(left), rank, Proof(experiment, name, left)))
+                proofs.append((len(left), rank, (experiment, name, left)))
     return min(proofs, key=lambda row: row[:2])[2] if proofs else None
 
 
 def _of_little(cause: Cause, experiments: Sequence[Experiment]) -> list[Cause]:
     """Return what a side states and an experiment finds of little weight, and before it what the
     data see under another name."""
-    tried = [e for e in experiments if cause.id in e.tests and e.outcome == "ruled out"]
-    tried = [e for e in tried if e.side in _sides(cause.side)]
-    narrow = min(tried, key=lambda e: len(e.tests))
+    tried = [e for e in experiments if cause.id in e.tests and e.side in _sides(cause.side)]
+    narrow = min((e for e in tried if e.outcome == "ruled out"), key=lambda e: len(e.tests))
     evidence = (*cause.evidence, *_evidence(narrow))
     stated = replace(cause, status=LITTLE, effect=narrow.gone, evidence=evidence, kind="")
     seen = replace(cause, id=cause.kind, alike=(), consequences=(), stated=False, kind="")

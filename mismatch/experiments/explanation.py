@@ -85,14 +85,12 @@ def taken(id: str, spec: CheckSpec) -> Taken | None:
         entry = KERNEL  # another kernel, whatever was wrong with the one in use
     if id == "no-sinks" and ":" in attention:
         return None  # the kernel that it replaces may be what is wrong
-    impossible = set()
-    if spec.train.layout != "packing":
-        impossible.add("packing-leak")
-    if sampling.temperature in (0.0, 1.0):
-        impossible.add("temperature-semantics")
-    if not sampling.truncates:
-        impossible.add("sampling-truncation")
-    return replace(entry, wide=tuple(name for name in entry.wide if name not in impossible))
+    possible = {
+        "packing-leak": spec.train.layout == "packing",
+        "temperature-semantics": sampling.temperature not in (0.0, 1.0),
+        "sampling-truncation": sampling.truncates,
+    }
+    return replace(entry, wide=tuple(name for name in entry.wide if possible.get(name, True)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ def plan_probes(case: Case, causes: Causes, done: Sequence[str] = ()) -> list[Ex
     detector could see.
     """
     names = leading_names(causes)
-    if names and f"{case.engine.name.partition(':')[0]}:prefill" not in case.others:
+    if names and case.prefill is None:
         names.append(DECODE)
     possible = {RESCORING: True, CACHE: case.engine.fingerprint.get("prefix_caching") is True}
     return [
@@ -92,8 +92,7 @@ def own_rounding(case: Case) -> float:
     """
     if case.reference is None:
         return NOTABLE
-    prefill = case.others.get(f"{case.engine.name.partition(':')[0]}:prefill")
-    passes = [scoring for scoring in (case.engine, prefill, case.trainer) if scoring is not None]
+    passes = filter(None, (case.engine, case.prefill, case.trainer))
     return min(float(np.abs(scoring.logprobs - case.reference).mean()) for scoring in passes)
 
 

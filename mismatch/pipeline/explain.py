@@ -60,18 +60,16 @@ def explain(stages: Stages) -> None:
     experiments = list(fixed)
     for engines in range(1 + ENGINES):
         causes = diagnose(case, detectors())
-        causes = applied(causes, settled(causes, experiments)).causes
+        causes = applied(causes, settled(causes, experiments))[0]
         done = [experiment.id for experiment in experiments]
-        variants, probes = plan(spec, context, causes, done), plan_probes(case, causes, done)
+        variants = plan(spec, context, causes, done)
         if not engines:
             chosen = [pair for pair in variants if pair[0].same_tokens]
-        elif probes:  # one start of the engine for all of them
+        elif probes := plan_probes(case, causes, done):  # one start of the engine for all of them
             experiments += _probed(stages, run, probes, start)
             continue
-        else:
-            chosen = variants[:1]
-            if not chosen:
-                break
+        elif not (chosen := variants[:1]):
+            break
         if chosen:
             stages.narrator.note(f"explain: {', '.join(each.id for each, _ in chosen)}")
             experiments += _measured(stages, run, case, chosen)
@@ -96,9 +94,7 @@ def _measured(
         run.failed |= {v.id: reason for v in run.variants if not run.scored(v)}
     made = []
     for experiment, variant in chosen:
-        reason = run.failed.get(variant.id, "")
-        if not reason and not run.scored(variant):
-            reason = OVER_BUDGET
+        reason = run.failed.get(variant.id, "" if run.scored(variant) else OVER_BUDGET)
         made.append(_judged(run.run_dir, stages.spec, before, experiment, variant, reason))
     return made
 
@@ -205,19 +201,17 @@ def with_explanation(report: Report, run_dir: Path, spec: CheckSpec) -> Report:
     causes = report.result("causes")
     if causes is None:
         return report
-    own: list[Experiment] = []
-    explained, spent = spec.explain and (run_dir / STATE).exists(), 0.0
-    if explained:
+    fixed, own, spent = _of_fixes(run_dir, spec, causes), [], 0.0
+    if spec.explain and (run_dir / STATE).exists():
         state = state_of(run_dir, STATE, STATE_SCHEMA)
         own, spent = from_json(list[Experiment], state["experiments"]), state["seconds"]
-    fixed = _of_fixes(run_dir, spec, causes)
-    if not explained and not fixed:
+    elif not fixed:
         return report
     ids = [experiment.id for experiment in fixed]
     experiments = settled(causes, [*fixed, *(each for each in own if each.id not in ids)])
-    after = applied(causes, experiments)
+    after, confirmed, ruled_out = applied(causes, experiments)
     spent += sum(experiment.seconds or 0.0 for experiment in fixed)
-    shown = tuple(weighed(after.causes, experiments))
-    explanation = Explanation(shown, after.confirmed, after.ruled_out, round(spent, 2))
-    report = with_causes(report, after.causes, spec.explain)
+    shown = tuple(weighed(after, experiments))
+    explanation = Explanation(shown, confirmed, ruled_out, round(spent, 2))
+    report = with_causes(report, after, spec.explain)
     return report.with_analyses(explain=explanation)

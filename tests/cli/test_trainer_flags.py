@@ -22,8 +22,7 @@ def flags(**given) -> Flags:
 
 def spec_of(**given):
     options = flags(**given)
-    done = configured(check_spec(options), options)
-    return done.spec, done.notes
+    return configured(check_spec(options), options)
 
 
 def test_a_preset_sets_what_the_user_left_open():
@@ -54,7 +53,7 @@ def test_verl_s_own_code_reads_the_config_that_both_sides_follow(tmp_path):
     )
     override = "actor_rollout_ref.model.use_remove_padding=false"
     options = flags(verl_config=path, verl_override=[override], scorer="verl", model=None)
-    spec = configured(check_spec(options), options).spec
+    spec = configured(check_spec(options), options)[0]
     assert spec.train.scorer_config == str(path)
     assert spec.train.scorer_overrides == (override,)
 
@@ -69,7 +68,7 @@ def test_a_verl_config_sets_both_sides(tmp_path):
         "tensor_model_parallel_size: 1}\n"
     )
     options = flags(verl_config=path, model=None)
-    spec = configured(check_spec(options), options).spec
+    spec = configured(check_spec(options), options)[0]
     assert spec.rollout.sampling.temperature == 0.7
     assert spec.rollout.sampling.samples_per_prompt == 8
     assert spec.rollout.engine.dtype == "fp16"

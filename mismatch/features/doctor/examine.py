@@ -190,24 +190,21 @@ def look(python: str) -> Interpreter:
 
 def uses_of(found: Interpreter) -> tuple[Use, ...]:
     """Return every engine and trainer, whether it is there or not."""
-
-    def use(
-        side: str, name: str, module: str, packages: Sequence[str], needs: Sequence[str]
-    ) -> Use:
+    rows: list[tuple[str, str, str, Sequence[str], Sequence[str]]] = [
+        ("engine", name, str(info.module), info.packages, WORKER_MODULES)
+        for name, info in engines().items()
+    ]
+    for name, modules in TRAINER_MODULES.items():
+        code = "torch" if name == OWN_SCORER else name
+        rows.append(("trainer", name, code, (code,), modules))
+    uses = []
+    for side, name, module, packages, needs in rows:
         versions = [found.packages[each] for each in packages if each in found.packages]
         version = [*versions, "" if module in found.missing else "unknown"][0]
         missing = tuple(each for each in needs if each in found.missing)
         release = version.partition("+")[0]
         known = (f for f in known_faults() if f.engine == name and release in f.versions)
-        return Use(side, name, version, missing, tuple(f"{f.what} ({f.link})" for f in known))
-
-    uses = [
-        use("engine", name, str(info.module), info.packages, WORKER_MODULES)
-        for name, info in engines().items()
-    ]
-    for name, modules in TRAINER_MODULES.items():
-        code = "torch" if name == OWN_SCORER else name
-        uses.append(use("trainer", name, code, [code], modules))
+        uses.append(Use(side, name, version, missing, tuple(f"{f.what} ({f.link})" for f in known)))
     return tuple(uses)
 
 

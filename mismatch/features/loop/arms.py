@@ -156,7 +156,7 @@ def memory_of_loop(spec: CheckSpec) -> tuple[Fit, ...]:
     machine = inspect_machine()
     try:
         shape = sized(find_config(spec.train.model, spec.train.revision))
-        work = work_of(spec).load
+        work = work_of(spec)[0]
         where = placement(spec, len(machine.gpus))
     except MismatchError:
         return ()

@@ -54,17 +54,16 @@ def apply(spec: CheckSpec, flags: Flags) -> Configured:
             raise MismatchError(f"{' and '.join(both)} both describe the {what}", f"drop {both[0]}")
     notes: tuple[str, ...] = ()
     if flags.get("sample_as"):
-        sampled = sample_as(flags["sample_as"], spec, flags.explicit)
-        spec, notes = sampled.spec, sampled.notes
+        spec, notes = sample_as(flags["sample_as"], spec, flags.explicit)
     if flags.get("verl_override") and not flags.get("verl_config"):
         raise MismatchError("--verl-override without --verl-config", "add --verl-config FILE")
     if flags.get("trainer"):
         followed = Followed(spec, flags.explicit)
         followed.preset(flags["trainer"])
-        return Configured(followed.spec, (*followed.notes(), *notes))
+        return followed.spec, (*followed.notes(), *notes)
     found = config_of(flags)
     if found is None:
-        return Configured(spec, notes)
+        return spec, notes
     name, source = found
     if spec.rollout.engine.servers:
         fault = f"--{name}-config describes an engine that mismatch starts, not --server"
@@ -77,7 +76,7 @@ def apply(spec: CheckSpec, flags: Flags) -> Configured:
         overrides = tuple(flags.get("verl_override") or ())
         train = replace(spec.train, scorer_config=source.origin, scorer_overrides=overrides)
         spec = replace(spec, train=train)
-    return Configured(spec, followed.notes())
+    return spec, followed.notes()
 
 
 def sample_as(name: str, spec: CheckSpec, explicit: Collection[str]) -> Configured:
@@ -95,7 +94,7 @@ def sample_as(name: str, spec: CheckSpec, explicit: Collection[str]) -> Configur
     values = {field: taken.get(field, getattr(Sampling(), field)) for field in unset}
     rollout = replace(spec.rollout, sampling=replace(spec.rollout.sampling, **values))
     note = ", ".join(f"{field} {value:g}" for field, value in values.items())
-    return Configured(replace(spec, rollout=rollout), (f"sampling as {name}: {note}",))
+    return replace(spec, rollout=rollout), (f"sampling as {name}: {note}",)
 
 
 TRAINER = Option("trainer", Name | None, TRAIN, "Give mismatch's own loop a framework's settings.")
