@@ -15,8 +15,8 @@ from typing import Final, Literal
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.analysis.diagnosis.case import Case, Repair, Side
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
 from mismatch.types import Estimate, NotTested
 
 ROUNDS = 4

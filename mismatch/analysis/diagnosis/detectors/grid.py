@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, above
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.analysis.diagnosis.case import Case, Side, above
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
 from mismatch.types import Floats, NotTested
 
 BITS = {"bf16": 8, "fp16": 11}  # of the significand
@@ -48,10 +48,7 @@ def grid(case: Case) -> Look | NotTested:
         shown = tuple(evidence[-1:])
         finding = Finding("bf16-logprobs", side, None, shown, alike=("bf16-lm-head",))
         if above(effect, 0.05):
-            part = np.clip(case.delta, -lost, lost)
-            at_left = Repair(case.left + part, case.right, exact=False)
-            at_right = Repair(case.left, case.right - part, exact=False)
-            repair = at_left if side == "engine" else at_right
+            repair = case.moved(side, np.clip(case.delta, -lost, lost), exact=False)
             finding = replace(finding, effect=effect, repair=repair)
         findings.append(finding)
     return Look(tuple(evidence), tuple(findings))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, above
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.analysis.diagnosis.case import Case, Repair, Side
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, paired_anew
 from mismatch.types import Floats, NotTested
 
 MAX_LAG = 64
@@ -52,14 +52,13 @@ def lag(case: Case) -> Look | NotTested:
         evidence += (Evidence("rows whose first tokens fit there alone", elsewhere[1], "0"),)
     elif best == 0 or at_best < at_zero + MARGIN or at_best < 0.5:
         return Look(evidence)
-    right, kept = _shifted(case, best)
-    repaired = case.repaired(case.left, right, kept)
-    effect = repaired.share(repaired.delta, case.delta)
-    if elsewhere is None and not above(effect, CLEAR):
-        return Look(evidence)
-    repair = Repair(case.left, right, kept)
-    findings = (Finding("misalignment", "either", effect, evidence, confirmed=True, repair=repair),)
-    return Look(evidence, findings)
+    source = np.arange(len(case.right)) + best
+    inside = (source >= 0) & (source < len(case.right))
+    source = np.clip(source, 0, len(case.right) - 1)
+    kept = inside & (case.sequence[source] == case.sequence)
+    right = np.where(kept, case.right[source], case.left)
+    least = CLEAR if elsewhere is None else None
+    return paired_anew(case, right, kept, evidence, "misalignment", least=least)
 
 
 def _correlations(case: Case) -> tuple[Floats, Floats]:
@@ -133,15 +132,6 @@ def _gaps(heads: Floats, lag: int) -> tuple[Floats, Floats]:
     return np.where(few, np.inf, mean), np.where(few, np.inf, gap[:, :MIN_HEAD].mean(axis=1))
 
 
-def _shifted(case: Case, shift: int) -> tuple[Floats, np.ndarray]:
-    """right[t + shift] of the same row in the place of right[t], and which tokens have one."""
-    source = np.arange(len(case.right)) + shift
-    inside = (source >= 0) & (source < len(case.right))
-    source = np.clip(source, 0, len(case.right) - 1)
-    kept = inside & (case.sequence[source] == case.sequence)
-    return np.where(kept, case.right[source], case.left), kept
-
-
 def rows(case: Case) -> Look | NotTested:
     """Judge whether a row is fit far better by another row's log-probabilities."""
     long_enough = [n for n, row in enumerate(case.rows) if row.stop - row.start >= MIN_HEAD]
@@ -178,11 +168,10 @@ def rows(case: Case) -> Look | NotTested:
         length = min(span.stop - span.start, origin.stop - origin.start)
         right[span.start : span.start + length] = case.right[origin.start : origin.start + length]
         kept[span.start + length : span.stop] = False
-    repaired = case.repaired(case.left, right, kept)
-    effect = repaired.share(repaired.delta, case.delta)
+    repair = Repair(case.left, right, kept)
+    effect = case.gone(repair)
     if effect.value < LEAST:  # a few prompts carry it: their rows are certain, no interval is
         return Look(evidence)
-    repair = Repair(case.left, right, kept)
     finding = Finding("row-pairing", "either", effect, evidence, confirmed=True, repair=repair)
     return Look(evidence, (finding,))
 
@@ -258,18 +247,13 @@ def positive(case: Case) -> Look:
     if highest <= POSITIVE:
         return Look(evidence)
     values = case.left if side == "engine" else case.right
-    sound, repair = np.where(values > POSITIVE, 0.0, case.delta), None
+    effect = case.share(np.where(values > POSITIVE, 0.0, case.delta))
+    repair = Repair(case.left, case.right, values <= POSITIVE)
     if case.reference is not None:  # its other tokens are of the same distribution
-        exact = (case.reference, case.right) if side == "engine" else (case.left, case.reference)
-        sound, repair = exact[1] - exact[0], Repair(*exact)
-    finding = Finding(
-        "unnormalised-law",
-        side,
-        case.share(sound),
-        evidence,
-        alike=("bf16-lm-head",),
-        repair=repair or Repair(case.left, case.right, values <= POSITIVE),
-    )
+        repair = case.by_float32(side)
+        effect = case.gone(repair)
+    finding = Finding("unnormalised-law", side, effect, evidence, alike=("bf16-lm-head",),
+                      repair=repair)  # fmt: skip
     return Look(evidence, (finding,))
 
 

@@ -11,8 +11,8 @@ from statistics import multimode
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, above
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.analysis.diagnosis.case import Case, Repair, Side, above
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, paired_anew
 from mismatch.analysis.diagnosis.legs import CALM, imbalance
 from mismatch.types import Floats, NotTested
 
@@ -56,25 +56,8 @@ def retokenised(case: Case) -> Look:
         Evidence("tokens that they moved by, mostly", min(multimode(s for _, s in splits))),
         Evidence("first of their places, median", float(np.median([at for at, _ in splits]))),
     )
-    return _closing(case, right, kept, evidence, "retokenisation", "template-drift", "misalignment")
-
-
-def _closing(
-    case: Case,
-    right: Floats,
-    kept: np.ndarray,
-    evidence: tuple[Evidence, ...],
-    id: str,
-    *alike: str,
-) -> Look:
-    """Return a finding if the mismatch goes once the trainer's numbers are where they belong."""
-    repaired = case.repaired(case.left, right, kept)
-    effect = repaired.share(repaired.delta, case.delta)
-    if not above(effect, CLEAR):
-        return Look(evidence)
-    repair = Repair(case.left, right, kept)
-    finding = Finding(id, "either", effect, evidence, confirmed=True, alike=alike, repair=repair)
-    return Look(evidence, (finding,))
+    return paired_anew(case, right, kept, evidence, "retokenisation", "template-drift",
+                       "misalignment", least=CLEAR)  # fmt: skip
 
 
 def _length(row: slice) -> int:
@@ -139,7 +122,8 @@ def row_lengths(case: Case) -> Look | NotTested:
     )
     if own < APART or gap > FITS * own:
         return Look(evidence)
-    return _closing(case, right, inside, evidence, "row-lengths", "misalignment", "appended-eos")
+    return paired_anew(case, right, inside, evidence, "row-lengths", "misalignment",
+                       "appended-eos", least=CLEAR)  # fmt: skip
 
 
 def ends(case: Case) -> Look | NotTested:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, above
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.analysis.diagnosis.case import Case, Repair, Side, above
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, paired_anew
 from mismatch.analysis.diagnosis.detectors.position import JUMP, change, size
 from mismatch.analysis.diagnosis.legs import imbalance, legs_of
 from mismatch.types import CACHED, Bools, Floats, Ints, NotTested
@@ -158,14 +158,8 @@ def shifted(case: Case) -> Look | NotTested:
         Evidence("first of these turns", min(turn for turn, _ in shifts)),
         Evidence("tokens that they are off by, mostly", int(values[counts.argmax()])),
     )
-    repaired = case.repaired(case.left, right, kept)
-    effect = repaired.share(repaired.delta, case.delta)
-    if not above(effect, CLEAR):
-        return Look(evidence)
-    finding = Finding("misalignment", "either", effect, evidence, confirmed=True,
-                      alike=("action-mask", "retokenisation"),
-                      repair=Repair(case.left, right, kept))  # fmt: skip
-    return Look(evidence, (finding,))
+    return paired_anew(case, right, kept, evidence, "misalignment", "action-mask", "retokenisation",
+                       least=CLEAR)  # fmt: skip
 
 
 def _turns(case: Case) -> list[tuple[int, slice, slice]]:
@@ -247,7 +241,7 @@ def context(case: Case) -> Look | NotTested:
         return Look(evidence)  # what begins with a turn leaves nothing before it
     side = _side(case, later)
     repair = _repaired(case, later, side, before / after)
-    effect = case.share(repair.right - repair.left)
+    effect = case.gone(repair)
     if not above(effect, 0.2):
         return Look(evidence)
     cause = "prefix-cache-stale" if side == "engine" and _cached(case, later) else "turn-context"
@@ -292,7 +286,7 @@ def cache_hits(case: Case) -> Look | NotTested:
         return Look(evidence)
     side = _side(case, hit)
     repair = _repaired(case, hit, side, 1 / rise.value)
-    effect = case.share(repair.right - repair.left)
+    effect = case.gone(repair)
     if side == "trainer" or not above(effect, 0.2):
         return Look(evidence)
     finding = Finding("prefix-cache-stale", side, effect, evidence, repair=repair,
