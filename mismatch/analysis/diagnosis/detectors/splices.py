@@ -14,7 +14,7 @@ import numpy as np
 from mismatch.analysis.diagnosis.case import Case, Repair, Side, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, paired_anew
 from mismatch.analysis.diagnosis.legs import CALM, imbalance
-from mismatch.types import Floats, NotTested
+from mismatch.types import Bools, Floats, Ints, NotTested
 
 SHIFTS = (-4, -3, -2, -1, 1, 2, 3, 4)
 APART = 0.1  # nats of |delta|, from which a row is tried, on average, and a token is off
@@ -92,10 +92,14 @@ def _split(left: Floats, right: Floats) -> tuple[int, int] | None:
     return (at, shift) if left_over < FITS * own[partner].mean() and calm else None
 
 
-def _moved(right: Floats, left: Floats, at: int, shift: int) -> tuple[Floats, np.ndarray]:
+def _moved(right: Floats, left: Floats, at: int, shift: int) -> tuple[Floats, Bools]:
     """right[t + shift] in the place of right[t] from a token on, and which tokens have one."""
-    source = np.arange(len(right))
-    source = np.where(source >= at, source + shift, source)
+    index = np.arange(len(right))
+    return _from(np.where(index >= at, index + shift, index), right, left)
+
+
+def _from(source: Ints, right: Floats, left: Floats) -> tuple[Floats, Bools]:
+    """right[source], with ``left`` where a source lies outside, and which lie inside."""
     inside = (source >= 0) & (source < len(right))
     return np.where(inside, right[np.clip(source, 0, len(right) - 1)], left), inside
 
@@ -108,9 +112,7 @@ def row_lengths(case: Case) -> Look | NotTested:
     index = np.arange(len(case.right))
     tried = []
     for step in (-1, 1):
-        source = index + step * number
-        inside = (source >= 0) & (source < len(index))
-        right = np.where(inside, case.right[np.clip(source, 0, len(index) - 1)], case.left)
+        right, inside = _from(index + step * number, case.right, case.left)
         tried.append((float(np.abs(case.left - right)[inside].mean()), step, right, inside))
     gap, step, right, inside = min(tried, key=lambda each: each[0])
     if step < 0:  # the trainer lacks the last token of every row
