@@ -25,7 +25,6 @@ from mismatch.reports.formatting import (
     percent,
     plural,
     text,
-    times,
 )
 from mismatch.reports.section import Answer, Block, Cell, Cells, Column, Section, Table, status_cell
 from mismatch.reports.sections import fixes, noise, square
@@ -127,10 +126,7 @@ def effect(best: FixOutcome, report: Report) -> str:
     kernel = f" (with {best.kernel})" if best.kernel and any(r.selects for r in known) else ""
     parts = [f"{best.id}{kernel}"]
     if K3 in best.before and K3 in best.after:
-        before, after = best.before[K3].value, best.after[K3].value
-        less = f" ({times(before / after)} less)" if 0 < after < before / 1.1 else ""
-        write = alike((before, after))
-        parts.append(f"k3 {write(before)} → {write(after)}{less}")
+        parts.append(f"k3 {fixes.fall(best, K3, '{} → {}')}")
     if best.verdict_after is not None:
         now = report.result("fixes").verdict_as_is or report.verdict
         parts.append(f"verdict {now.status.upper()} → {best.verdict_after.status.upper()}")
