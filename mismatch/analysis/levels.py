@@ -209,7 +209,7 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
 
     Unfit if the whole interval is beyond the unfit bound, or the value is infinite; inconclusive
     if the interval spans that bound, or if few prompts or tokens carry it and it would not hold
-    when widened (:func:`_uneven`); healthy if all of it is within the healthy bound; otherwise
+    when widened; healthy if all of it is within the healthy bound; otherwise
     tolerable. ``inconclusive`` says of any status that the interval spans a bound, with the number
     of prompts that would decide. A maximum has no interval: its value stands for it. Where one
     exists in principle but not from this run, the metric is inconclusive.
@@ -231,7 +231,11 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
         status = "healthy"
     if status in ("healthy", "tolerable") and metric in UNEVEN and TAILS & set(estimate.flags):
         bound = healthy if status == "healthy" else unfit
-        if _uneven(estimate, high) > bound:
+        # Twice its arm covers as it says (benchmarks/coverage.py). From few prompts the interval
+        # itself reaches to what was not drawn, and is not widened once more.
+        if estimate.n_prompts >= KINDS_SEEN:
+            high = estimate.value + ARMS * (high - estimate.value)
+        if high > bound:
             status, blind = "inconclusive", True
     return Judgement(
         metric,
@@ -243,17 +247,6 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
         inconclusive=bool(spanned) or blind,
         deciding_prompts=_deciding(estimate, level, sign, spanned),
     )
-
-
-def _uneven(estimate: Estimate, high: float) -> float:
-    """Return the upper end of an interval that few tokens or prompts carry, as far as believed.
-
-    Twice its arm covers as it says (benchmarks/coverage.py). From few prompts the interval itself
-    reaches to what was not drawn, and is not widened once more.
-    """
-    if estimate.n_prompts < KINDS_SEEN:
-        return high
-    return estimate.value + ARMS * (high - estimate.value)
 
 
 def _deciding(

@@ -15,13 +15,6 @@ MIN_TOKENS = 64
 SMALLEST = 0.01  # nats; float32 itself leaves few bits of a log-probability nearer to 0
 
 
-def on_grid(values: Floats, bits: int) -> float:
-    """Return share of these numbers that a format with so many significant bits holds exactly."""
-    mantissa, _ = np.frexp(values)
-    scaled = mantissa * 2.0**bits
-    return float((scaled == np.round(scaled)).mean())
-
-
 def grid(case: Case) -> Look | NotTested:
     """Judge whether one side's log-probabilities were rounded to 16 bits, and what that costs."""
     sides: dict[Side, Floats] = {"engine": case.left, "trainer": case.right}
@@ -31,7 +24,9 @@ def grid(case: Case) -> Look | NotTested:
     evidence: list[Evidence] = []
     findings: list[Finding] = []
     for side, values in useful.items():
-        shares = {name: on_grid(values, bits) for name, bits in BITS.items()}
+        mantissa, _ = np.frexp(values)
+        scaled = {name: mantissa * 2.0**bits for name, bits in BITS.items()}
+        shares = {name: float((each == np.round(each)).mean()) for name, each in scaled.items()}
         name = "bf16" if shares["bf16"] > 0.98 else "fp16"
         evidence.append(
             Evidence(

@@ -35,7 +35,8 @@ def retokenised(case: Case) -> Look:
     Every split and shift of a row is tried: cost |left[t] - right[t]| before the split and
     |left[t] - right[t + shift]| behind it.
     """
-    tried = [row for row in case.rows if _size(case, row) > APART and _length(row) >= 2 * LEAST]
+    long_enough = [row for row in case.rows if _length(row) >= 2 * LEAST]
+    tried = [row for row in long_enough if np.abs(case.delta[row]).mean() > APART]
     right, kept = case.right.copy(), np.ones(len(case.right), bool)
     splits: list[tuple[int, int]] = []
     for row in tried:
@@ -62,10 +63,6 @@ def retokenised(case: Case) -> Look:
 
 def _length(row: slice) -> int:
     return int(row.stop - row.start)
-
-
-def _size(case: Case, row: slice) -> float:
-    return float(np.abs(case.delta[row]).mean())
 
 
 def _split(left: Floats, right: Floats) -> tuple[int, int] | None:
