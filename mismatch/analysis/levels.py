@@ -10,13 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mismatch.analysis.thresholds import (
-    COLUMNS,
-    Level,
-    Thresholds,
-    default_thresholds,
-    load_thresholds,
-)
+from mismatch.analysis.thresholds import Level, Thresholds, default_thresholds
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
 from mismatch.metrics.inference import KINDS_SEEN, prompts_needed
@@ -32,18 +26,6 @@ from mismatch.types import (
     Status,
     Verdict,
 )
-
-__all__ = [
-    "COLUMNS",
-    "Level",
-    "Thresholds",
-    "column_for",
-    "default_thresholds",
-    "exit_code",
-    "judge",
-    "load_thresholds",
-    "verdict",
-]
 
 NO_COLUMN = "not judged"
 TAILS = {"heavy-tail", "heavy-prompts"}

@@ -10,13 +10,13 @@ from typing import Any
 
 from mismatch.analysis.diagnosis.loaded_weights import CHECK as WEIGHTS
 from mismatch.analysis.diagnosis.pass_checks import by_finiteness, enough_data
-from mismatch.analysis.levels import Thresholds, default_thresholds
 from mismatch.analysis.long_sequence import ROUNDING, of_run
 from mismatch.analysis.long_sequence import checks as long_checks
 from mismatch.analysis.plugins import RunArtefacts
 from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.analysis.square import Square, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
+from mismatch.analysis.thresholds import Thresholds, default_thresholds
 from mismatch.errors import MismatchError
 from mismatch.experiments.beyond import trainer_passes
 from mismatch.experiments.fixes.base import (
