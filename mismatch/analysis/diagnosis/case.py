@@ -173,6 +173,8 @@ class Case:
 
     def gone(self, repair: Repair) -> Estimate:
         """Return how much of mean |delta| a repair takes away, of the tokens that it keeps."""
+        if repair.kept is None:  # else a new case counts its prompts again
+            return self.share(repair.right - repair.left)
         repaired = self.repaired(repair.left, repair.right, repair.kept)
         return repaired.share(repaired.delta, self.delta)
 
