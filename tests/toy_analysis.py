@@ -46,4 +46,4 @@ def section(result: Toy, report: Report) -> Section:
     )  # fmt: skip
 
 
-TOY = Analysis("toy", Toy, measure, section="tests.toy_analysis:section")
+ANALYSES = (Analysis("toy", Toy, measure, section="tests.toy_analysis:section"),)

@@ -269,13 +269,15 @@ def by_block(places: Places, left: SideFacts, right: SideFacts) -> Table:
     a prefill start at multiples of the budget only where a request has the batch to itself.
     """
     row = places.index - 1
-    table: Table = {
-        name: [] for name in ("boundary", "size", "at", "at_count", "elsewhere", "elsewhere_count")
-    }
+    names = ("boundary", "size", "at", "at_count", "elsewhere", "elsewhere_count")
+    table: Table = {name: [] for name in names}
     for name, size in boundaries(left, right):
         at = row >= size if name == "beyond sliding window" else (row % size == 0) & (row > 0)
         if at.any() and not at.all():
-            _append(table, name, size, places.size, at)
+            parts = (places.size[at], places.size[~at])
+            means = [entry for part in parts for entry in (float(part.mean()), len(part))]
+            for column, entry in zip(table.values(), (name, size, *means), strict=True):
+                column.append(entry)
     return table
 
 
@@ -292,19 +294,6 @@ def boundaries(left: SideFacts, right: SideFacts) -> list[tuple[str, int]]:
     return sizes
 
 
-def _append(table: Table, name: str, size: int, values: Floats, at: Bools) -> None:
-    entries = (
-        name,
-        size,
-        float(values[at].mean()),
-        int(at.sum()),
-        float(values[~at].mean()),
-        int((~at).sum()),
-    )
-    for column, entry in zip(table.values(), entries, strict=True):
-        column.append(entry)
-
-
 def top_tokens(rollout: Rollout, places: Places, pair: Pair, texts: Mapping[int, str]) -> Table:
     """Return the tokens of the largest terms of k3, with the text around them."""
     most = min(TOP_TOKENS, len(places.k3))
@@ -315,9 +304,10 @@ def top_tokens(rollout: Rollout, places: Places, pair: Pair, texts: Mapping[int,
     def text(ids: Ints) -> str:
         return "".join(texts.get(int(token), f"<{token}>") for token in ids)
 
-    table: Table = {"sequence": places.sequence[order].tolist()}
-    table |= {"position": places.index[order].tolist(), "turn": places.turn[order].tolist()}
-    table |= {"token_id": places.token_id[order].tolist(), "token": [], "before": [], "after": []}
+    columns = {"sequence": places.sequence, "position": places.index, "turn": places.turn}
+    columns |= {"token_id": places.token_id}
+    table: Table = {name: values[order].tolist() for name, values in columns.items()}
+    table |= {"token": [], "before": [], "after": []}
     for token in order:
         start, end = rollout.offsets[places.sequence[token] : places.sequence[token] + 2]
         at = start + places.index[token]

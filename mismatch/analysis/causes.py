@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.diagnosis.detector import Side, detectors
+from mismatch.analysis.diagnosis.case import Case, Side
+from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.ranking import KINDS, LITTLE, Cause, Causes, diagnose
 from mismatch.analysis.plugins import Analysis, RunArtefacts
 from mismatch.analysis.square import Square, sides_at_fault

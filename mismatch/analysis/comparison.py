@@ -74,29 +74,21 @@ def compare(
     token_metrics = [metric for metric in METRICS.values() if not is_routing(metric)]
     if headline_only:
         token_metrics = [metric for metric in token_metrics if metric.name in NOISE_METRICS]
-    disagree = None if routes is None else routes.differs.mean(axis=1)
-    tables = {} if headline_only else breakdowns(rollout, left, right, pair, texts, disagree)
-    if routes is not None and not headline_only:
-        tables |= routing_tables(left, right, pair, routes, noise)
-    return Comparison(
-        rollout=left.name,
-        train=right.name,
-        sampled_by_left=sampled_by_left,
-        metrics=estimator.all(token_metrics, inputs(pair, left, right))
-        | exact_estimates(
-            pair,
-            left,
-            right,
-            sampled_by_left=sampled_by_left,
-            seed=seed,
-            headline_only=headline_only,
-        ),
-        routing=routing_estimates(
-            rollout, left, right, routes, estimator, seed=seed, headline_only=headline_only
-        )
-        | ({} if headline_only else keys_estimates(rollout, left, right, keys_noise, seed)),
-        breakdowns=tables,
+    metrics = estimator.all(token_metrics, inputs(pair, left, right))
+    metrics |= exact_estimates(
+        pair, left, right, sampled_by_left=sampled_by_left, seed=seed, headline_only=headline_only
     )
+    routing = routing_estimates(
+        rollout, left, right, routes, estimator, seed=seed, headline_only=headline_only
+    )
+    tables = {}
+    if not headline_only:
+        routing |= keys_estimates(rollout, left, right, keys_noise, seed)
+        disagree = None if routes is None else routes.differs.mean(axis=1)
+        tables = breakdowns(rollout, left, right, pair, texts, disagree)
+        if routes is not None:
+            tables |= routing_tables(left, right, pair, routes, noise)
+    return Comparison(left.name, right.name, sampled_by_left, metrics, routing, tables)
 
 
 def routing_estimates(

@@ -220,40 +220,30 @@ def displaced(
         prompt: [A] prompt of each token.
     """
     prompts = np.unique(prompt, return_inverse=True)[1]
-    factor = levels.displaced
-    yield _judged(side, scoring, "rare", factor, _largest(away, prompts),
-                  _largest(yardstick, prompts), levels)  # fmt: skip
     # Over tokens that a side drew itself its mean is a KL, half of its variance: twice that is let
     # pass.
     drift = float(np.mean(yardstick**2))
-    yield _judged(side, scoring, "shift", factor,
-                  np.maximum(_mean(away, prompts) - drift, 0.0),
-                  _mean(yardstick, prompts), levels)  # fmt: skip
-    moved, plain = (_medians(values, sequence, prompts) for values in (away, yardstick))
-    if len(moved):
-        plain = np.maximum(plain, np.abs(yardstick).mean())  # near 0 where tokens are certain
-        yield _judged(side, scoring, "response", levels.response, moved, plain, levels)
-
-
-def _judged(
-    side: Side,
-    scoring: str,
-    kind: Kind,
-    factor: float,
-    moved: Floats,
-    plain: Floats,
-    levels: Levels,
-) -> Displaced:
-    test = sign_test(moved / factor, plain, only_largest=kind == "response")
-    standing: Standing = "within"
-    if test.chance <= levels.chance:
-        standing = "beyond"
-    elif test.chance <= max(UNSURE, 0.5 ** len(moved)):
-        standing = "undecided"
-    elif kind == "response" and test.beyond:
-        standing = "undecided"  # too few prompts to count, and too far to pass
-    return Displaced(side, scoring, kind, factor, factor * test.bound, test.beyond,
-                     test.other_beyond, len(moved), test.chance, standing)  # fmt: skip
+    shifts = np.maximum(_mean(away, prompts) - drift, 0.0)
+    medians, plain = (_medians(values, sequence, prompts) for values in (away, yardstick))
+    least = np.abs(yardstick).mean()  # medians are near 0 where tokens are certain
+    kinds: tuple[tuple[Kind, float, Floats, Floats], ...] = (
+        ("rare", levels.displaced, _largest(away, prompts), _largest(yardstick, prompts)),
+        ("shift", levels.displaced, shifts, _mean(yardstick, prompts)),
+        ("response", levels.response, medians, np.maximum(plain, least)),
+    )
+    for kind, factor, moved, others in kinds:
+        if not len(moved):
+            continue
+        test = sign_test(moved / factor, others, only_largest=kind == "response")
+        standing: Standing = "within"
+        if test.chance <= levels.chance:
+            standing = "beyond"
+        elif test.chance <= max(UNSURE, 0.5 ** len(moved)):
+            standing = "undecided"
+        elif kind == "response" and test.beyond:
+            standing = "undecided"  # too few prompts to count, and too far to pass
+        yield Displaced(side, scoring, kind, factor, factor * test.bound, test.beyond,
+                        test.other_beyond, len(moved), test.chance, standing)  # fmt: skip
 
 
 def _largest(values: Floats, prompts: Ints) -> Floats:

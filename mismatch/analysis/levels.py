@@ -10,13 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mismatch.analysis.thresholds import (
-    COLUMNS,
-    Level,
-    Thresholds,
-    default_thresholds,
-    load_thresholds,
-)
+from mismatch.analysis.thresholds import Level, Thresholds, default_thresholds
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
 from mismatch.metrics.inference import KINDS_SEEN, prompts_needed
@@ -32,18 +26,6 @@ from mismatch.types import (
     Status,
     Verdict,
 )
-
-__all__ = [
-    "COLUMNS",
-    "Level",
-    "Thresholds",
-    "column_for",
-    "default_thresholds",
-    "exit_code",
-    "judge",
-    "load_thresholds",
-    "verdict",
-]
 
 NO_COLUMN = "not judged"
 TAILS = {"heavy-tail", "heavy-prompts"}
@@ -88,9 +70,13 @@ def column_for(rollout: SideFacts, train: SideFacts) -> str | None:
         return "quantised"
     if any(facts.get("dtype") is None for facts in sides):
         return None
-    dtypes = [_name(kind) for each in sides for kind in (each.get("dtype"), each.get("autocast"))]
-    lowest = max(_precision(name) for name in dtypes if name is not None)
-    dtype = PRECISION[lowest]
+    stated = (kind for each in sides for kind in (each.get("dtype"), each.get("autocast")))
+    names = [name for name in map(short_name, stated) if name is not None]
+    for name in names:
+        if name not in PRECISION:
+            fault = f"no levels for computation in {name!r}"
+            raise MismatchError(fault, f"use one of {', '.join(PRECISION)}")
+    dtype = max(names, key=PRECISION.index)
     if dtype != "bf16":
         return dtype
     return "bf16 MoE" if any(facts.get("moe") for facts in sides) else "bf16 dense"
@@ -99,29 +85,21 @@ def column_for(rollout: SideFacts, train: SideFacts) -> str | None:
 def _other_values(rollout: SideFacts, train: SideFacts) -> bool:
     """Whether one side alone rounds weights or KV cache to a quantised format."""
     sides = (rollout, train)
-    if any(_quantised(side.get("kv_cache_dtype")) for side in sides):
+    if any(short_name(side.get("kv_cache_dtype")) not in NOT_QUANTISED for side in sides):
         return True
-    forms = [_name(side.get("weights_form")) or AS_STORED for side in sides]
+    forms = [short_name(side.get("weights_form")) or AS_STORED for side in sides]
     if forms[0] != forms[1]:
         return any(form not in NOT_QUANTISED for form in forms)
-    return any(_quantised(side.get("quantization"), DEQUANTISED) for side in sides)
+    same = NOT_QUANTISED | DEQUANTISED
+    return any(short_name(side.get("quantization")) not in same for side in sides)
 
 
-def _quantised(stated: str | None, same: frozenset[str] = frozenset()) -> bool:
-    name = _name(stated or None)
-    return name not in NOT_QUANTISED and name not in same
-
-
-def _name(value: Any) -> str | None:
-    return None if value is None else str(value).removeprefix("torch.").lower()
-
-
-def _precision(name: str) -> int:
-    short = LONG_NAMES.get(name, name)
-    if short not in PRECISION:
-        fault = f"no levels for computation in {name!r}"
-        raise MismatchError(fault, f"use one of {', '.join(PRECISION)}")
-    return PRECISION.index(short)
+def short_name(value: Any) -> str | None:
+    """Return a dtype or format as reports name it; None where nothing is stated."""
+    if not value:
+        return None
+    name = str(value).removeprefix("torch.").lower()
+    return LONG_NAMES.get(name, name)
 
 
 def judge(
@@ -213,7 +191,7 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
 
     Unfit if the whole interval is beyond the unfit bound, or the value is infinite; inconclusive
     if the interval spans that bound, or if few prompts or tokens carry it and it would not hold
-    when widened (:func:`_uneven`); healthy if all of it is within the healthy bound; otherwise
+    when widened; healthy if all of it is within the healthy bound; otherwise
     tolerable. ``inconclusive`` says of any status that the interval spans a bound, with the number
     of prompts that would decide. A maximum has no interval: its value stands for it. Where one
     exists in principle but not from this run, the metric is inconclusive.
@@ -235,7 +213,11 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
         status = "healthy"
     if status in ("healthy", "tolerable") and metric in UNEVEN and TAILS & set(estimate.flags):
         bound = healthy if status == "healthy" else unfit
-        if _uneven(estimate, high) > bound:
+        # Twice its arm covers as it says (benchmarks/coverage.py). From few prompts the interval
+        # itself reaches to what was not drawn, and is not widened once more.
+        if estimate.n_prompts >= KINDS_SEEN:
+            high = estimate.value + ARMS * (high - estimate.value)
+        if high > bound:
             status, blind = "inconclusive", True
     return Judgement(
         metric,
@@ -247,17 +229,6 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
         inconclusive=bool(spanned) or blind,
         deciding_prompts=_deciding(estimate, level, sign, spanned),
     )
-
-
-def _uneven(estimate: Estimate, high: float) -> float:
-    """Return the upper end of an interval that few tokens or prompts carry, as far as believed.
-
-    Twice its arm covers as it says (benchmarks/coverage.py). From few prompts the interval itself
-    reaches to what was not drawn, and is not widened once more.
-    """
-    if estimate.n_prompts < KINDS_SEEN:
-        return high
-    return estimate.value + ARMS * (high - estimate.value)
 
 
 def _deciding(
@@ -383,10 +354,8 @@ def exit_code(result: Verdict, fail_on: str = "inconclusive") -> int:
         MismatchError: another ``fail_on``.
     """
     if fail_on not in FAIL_ON:
-        new = {"warn": "tolerable", "critical": "unfit"}.get(fail_on)
         fault = f"--fail-on {fail_on}: no such status"
-        fix = f"it is called {new} now" if new else f"use one of {', '.join(FAIL_ON)}"
-        raise MismatchError(fault, fix)
+        raise MismatchError(fault, f"use one of {', '.join(FAIL_ON)}")
     return int(SEVERITY[result.status] >= SEVERITY[fail_on])
 
 

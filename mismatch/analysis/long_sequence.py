@@ -80,16 +80,11 @@ class LongGap:
     failed: float
 
     @property
-    def worst(self) -> Block:
-        """The worst block beyond the run's own positions; a number that is none is the worst."""
-        return max(self.blocks[1:], key=lambda b: (np.isnan(b.off), np.nan_to_num(b.off)))
-
-    @property
     def off(self) -> float:
         """What is judged: the worst block, or how far a side as it runs stays off; NaN fails."""
         beyond = [block.off for block in self.blocks[1:]]
         if not self.rounded or np.isnan(beyond).any():
-            return self.worst.off
+            return float(np.max(beyond))
         last = math.ceil(len(beyond) / 4)
         return max(float(np.median(beyond)), min(beyond[-last:]))
 

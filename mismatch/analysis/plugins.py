@@ -92,35 +92,20 @@ class Analysis(Generic[R]):
         return {self.id: schema_of(self.result, definitions)}
 
 
-_EXTRA: dict[str, Analysis[Any]] = {}
-
-
-def register(analysis: Analysis[Any]) -> None:
-    """Add an analysis of another package; one of the same id is replaced."""
-    _EXTRA[analysis.id] = analysis
-
-
-def unregister(id: str) -> None:
-    """Take a registered analysis out again."""
-    _EXTRA.pop(id, None)
-
-
-def analyses() -> list[Analysis[Any]]:
-    """Return all of them, in the order of their keys in report.json."""
-    return sorted([*_built_in(), *_EXTRA.values()], key=lambda analysis: analysis.order)
-
-
 @cache
-def _built_in() -> tuple[Analysis[Any], ...]:
+def analyses() -> tuple[Analysis[Any], ...]:
+    """Return all of them, in the order of their keys in report.json."""
     import mismatch.analysis as room
 
     here = [f"{room.__name__}.{info.name}" for info in pkgutil.iter_modules(room.__path__)]
     modules = [import_module(name) for name in (*here, *ELSEWHERE) if name != __name__]
-    ours = tuple(
+    found = [
         analysis
         for module in modules
         for analysis in getattr(module, "ANALYSES", [getattr(module, "ANALYSIS", None)])
         if analysis is not None
-    )
-    named = [load(feature.analyses) for feature in features() if feature.analyses]
-    return ours + tuple(each for many in named for each in cast(tuple[Analysis[Any], ...], many))
+    ]
+    for feature in features():
+        if feature.analyses:
+            found += cast(tuple[Analysis[Any], ...], load(feature.analyses))
+    return tuple(sorted(found, key=lambda analysis: analysis.order))

@@ -226,11 +226,11 @@ class Seen:
         return position // width, width
 
     def means(self, group: Ints, groups: int, values: Array, bounds: tuple[float, float]) -> Groups:
-        """Mean of ``values`` [A] per group of tokens; tokens of group -1 are left out."""
-        kept = group >= 0
-        prompt, group = self.prompt[kept], group[kept]
-        sums = prompt_sums(prompt, self.prompts, group, groups, floats(values[kept]))
-        counts = prompt_sums(prompt, self.prompts, group, groups, np.ones(len(group)))
+        """Mean of ``values`` [A] per group of tokens."""
+        sums, counts = (
+            prompt_sums(self.prompt, self.prompts, group, groups, floats(each))
+            for each in (values, np.ones(len(group)))
+        )
         return group_means(sums, counts, bounds)
 
     def per_layer(self, values: Array, units: Array, bounds: tuple[float, float]) -> Groups:

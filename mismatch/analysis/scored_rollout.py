@@ -16,7 +16,8 @@ from mismatch.analysis.comparison import (
 from mismatch.analysis.diagnosis.pass_checks import enough_data
 from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
-from mismatch.analysis.levels import Thresholds, column_for, judge, verdict
+from mismatch.analysis.levels import column_for, judge, verdict
+from mismatch.analysis.thresholds import Thresholds
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator

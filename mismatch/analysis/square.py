@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from mismatch.analysis.displaced import (
     excess_terms,
     levels_for,
 )
-from mismatch.analysis.levels import DEQUANTISED, LONG_NAMES, NOT_QUANTISED, PRECISION
+from mismatch.analysis.levels import DEQUANTISED, NOT_QUANTISED, PRECISION, short_name
 from mismatch.analysis.plugins import Analysis, RunArtefacts
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
@@ -190,20 +190,13 @@ def precision_of(facts: SideFacts) -> str | None:
     None where it is not known, or where no plain forward rounds as it does (quantised activations,
     other caches). Weights in MXFP4 are dequantised before they are multiplied.
     """
-    dtype = _short(facts.get("autocast")) or _short(facts.get("dtype"))
-    cache, weights = _short(facts.get("kv_cache_dtype")), _short(facts.get("quantization"))
+    dtype = short_name(facts.get("autocast")) or short_name(facts.get("dtype"))
+    cache, weights = short_name(facts.get("kv_cache_dtype")), short_name(facts.get("quantization"))
     if dtype not in PRECISION or weights not in NOT_QUANTISED | DEQUANTISED:
         return None
     if cache in NOT_QUANTISED:
         return dtype
     return f"{dtype}{FP8_KV}" if cache in FP8_NAMES else None
-
-
-def _short(value: Any) -> str | None:
-    if value is None:
-        return None
-    name = str(value).removeprefix("torch.").lower()
-    return LONG_NAMES.get(name, name)
 
 
 def gap_side(exact: Scoring, scorings: Mapping[str, Scoring], level: float) -> OneSide:
@@ -239,6 +232,7 @@ class _Corners:
     def __init__(self, run: RunArtefacts, spec: CheckSpec) -> None:
         self.run, self.spec, self.usable = run, spec, run.usable
         self.reference = run.usable[REFERENCE]
+        self.plain = PlainCost.of(run.usable, self.reference.logprobs)
         self.engine = run.decode.name.partition(":")[0]
         actions = run.rollout.actions
         self.estimator = Estimator(
@@ -252,8 +246,7 @@ class _Corners:
         legs, gaps = tuple(self.legs()), tuple(self.gaps())
         excess = Bound(levels.excess, levels.excess_failed)
         findings = [judged(leg, excess) for leg in legs]
-        plain = self.plain_cost()
-        findings += [judged(gap, levels.gap_bounds(plain.floor, plain.nats)) for gap in gaps]
+        findings += [judged(gap, self.gap_bounds()) for gap in gaps]
         return Square(
             device=self.device,
             calibrated=self.device in LEVELS,
@@ -304,51 +297,40 @@ class _Corners:
                 if scoring is None or any(np.array_equal(scoring.logprobs, s) for s in seen):
                     continue
                 seen.append(scoring.logprobs)
-                leg = self.leg(side, scoring, its_float32)
-                if leg is not None:
-                    yield leg
+                yield from self.leg(side, scoring, its_float32)
         # Other engines that scored the same tokens (mismatch score --engine).
         for name, scoring in self.usable.items():
             engine, _, mode = name.partition(":")
             if mode == "prefill" and engine != self.engine:
-                leg = self.leg("other-engine", scoring, self.reference)
-                if leg is not None:
-                    yield leg
+                yield from self.leg("other-engine", scoring, self.reference)
 
-    def leg(self, side: Side, scoring: Scoring, exact: Scoring) -> Leg | None:
-        precision = precision_of(scoring.fingerprint)
-        what = f"excess of {scoring.name}"
+    def leg(self, side: Side, scoring: Scoring, exact: Scoring) -> Iterator[Leg]:
+        precision, reference = precision_of(scoring.fingerprint), self.reference
         if precision == "fp32":
-            return None  # its distance from the reference is an implementation gap
-        if precision is None:
-            why = "no plain forward rounds as it does"
-            if scoring.fingerprint.get("dtype") is None:
-                why = "it does not say its dtype"
-            self.missing.append(NotTested(what, why))
-            return None
+            return  # its distance from the reference is an implementation gap
         name = f"{PLAIN}:{precision}"
         if side == "trainer" and PLAIN_TRAINER in self.usable:
             name = PLAIN_TRAINER
         plain = self.usable.get(name)
-        if plain is None:
-            reason = self.run.refused.get(name, f"the run holds no scoring {name}")
-            self.missing.append(NotTested(what, reason))
-            return None
-        if not all(same_law(each, self.reference) for each in (scoring, exact, plain)):
-            self.missing.append(
-                NotTested(what, "its logprobs and float32's differ in temperature, cuts or penalty")
-            )
-            return None
-        away = scoring.logprobs - exact.logprobs
-        yardstick = plain.logprobs - self.reference.logprobs
-        if not yardstick.any():
-            self.missing.append(NotTested(what, f"{plain.name} equals {REFERENCE}: no yardstick"))
-            return None
-        terms = excess_terms(away, yardstick)
+        why = ""
+        if precision is None:
+            why = "no plain forward rounds as it does"
+            if scoring.fingerprint.get("dtype") is None:
+                why = "it does not say its dtype"
+        elif plain is None:
+            why = self.run.refused.get(name, f"the run holds no scoring {name}")
+        elif not all(same_law(each, reference) for each in (scoring, exact, plain)):
+            why = "its logprobs and float32's differ in temperature, cuts or penalty"
+        elif np.array_equal(plain.logprobs, reference.logprobs):
+            why = f"{plain.name} equals {REFERENCE}: no yardstick"
+        if why or plain is None:
+            self.missing.append(NotTested(f"excess of {scoring.name}", why))
+            return
+        terms = excess_terms(scoring.logprobs - exact.logprobs, plain.logprobs - reference.logprobs)
         metrics = (RMS, SIZE, EXCESS, EXCESS_SIZE)
         estimates = self.estimator.all(metrics, {"terms": terms})
         numbers = (estimates[metric.name] for metric in metrics)
-        return Leg(side, scoring.name, exact.name, plain.name, *numbers)
+        yield Leg(side, scoring.name, exact.name, plain.name, *numbers)
 
     def displaced(self, leg: Leg) -> Iterator[Displaced]:
         away, yardstick = (
@@ -402,40 +384,32 @@ class _Corners:
         return self.usable.get(TRAINER_FLOAT32)
 
     def gaps(self) -> Iterator[Gap]:
-        exact = self.engine_in_float32()
-        what = f"implementation gap of {self.engine}"
-        if exact is None:
-            reason = self.run.refused.get(self.float32_name)
-            absent = f"the run holds no scoring {self.float32_name}"
-            how = "" if reason else "run mismatch check"
-            self.missing.append(NotTested(what, reason or absent, how))
-        elif reason := incomparable(exact, self.reference):
-            self.missing.append(NotTested(what, reason))
-        else:
-            yield self.gap(exact)
-        trainer = self.trainer_in_float32()
-        what = "implementation gap of the trainer"
-        if trainer is None:
-            absent = f"the run holds no scoring {TRAINER_FLOAT32}"
-            self.missing.append(NotTested(what, self.run.refused.get(TRAINER_FLOAT32, absent)))
-        elif reason := incomparable(trainer, self.reference):
-            self.missing.append(NotTested(what, reason))
-        else:
-            yield self.gap(trainer)
+        for whose, exact, name in (
+            (self.engine, self.engine_in_float32(), self.float32_name),
+            ("the trainer", self.trainer_in_float32(), TRAINER_FLOAT32),
+        ):
+            how = ""
+            if exact is not None:
+                reason = incomparable(exact, self.reference)
+            elif not (reason := self.run.refused.get(name, "")):
+                reason = f"the run holds no scoring {name}"
+                how = "run mismatch check" if name == self.float32_name else ""
+            if exact is None or reason:
+                self.missing.append(NotTested(f"implementation gap of {whose}", reason, how))
+            else:
+                yield self.gap(exact)
 
     def gap(self, scoring: Scoring) -> Gap:
-        plain = self.plain_cost()
-        level = levels_for(self.device).gap_bounds(plain.floor, plain.nats).failed
-        side = gap_side(scoring, self.usable, level)
+        side = gap_side(scoring, self.usable, self.gap_bounds().failed)
         delta = self.reference.logprobs - scoring.logprobs
         names = ("logprob_abs_diff_mean", "k3_kl", "logprob_abs_diff_max")
         estimates = self.estimator.all([METRICS[name] for name in names], {"delta": delta})
         size, k3, largest = (estimates[name] for name in names)
-        return Gap(side, scoring.name, REFERENCE, size, k3, largest, plain.floor)
+        return Gap(side, scoring.name, REFERENCE, size, k3, largest, self.plain.floor)
 
-    def plain_cost(self) -> PlainCost:
-        """Return what the plain forward at the lowest precision in use costs."""
-        return PlainCost.of(self.usable, self.reference.logprobs)
+    def gap_bounds(self) -> Bound:
+        """Return the levels of a gap, nats."""
+        return levels_for(self.device).gap_bounds(self.plain.floor, self.plain.nats)
 
 
 SIDES: tuple[Side, ...] = ("engine", "trainer")
@@ -505,11 +479,9 @@ def judged(measured: Leg | Gap, bound: Bound) -> Finding:
     Undecided where the value does not pass; wide where the value passes and its interval does not:
     a fault could hide there.
     """
-    if isinstance(measured, Leg):
-        kind: Evidence = "excess"
-        scoring, value = measured.scoring, measured.excess
-    else:
-        kind, scoring, value = "gap", measured.left, measured.size
+    kind: Evidence = "excess" if isinstance(measured, Leg) else "gap"
+    value = measured.excess if isinstance(measured, Leg) else measured.size
+    scoring = measured.scoring if isinstance(measured, Leg) else measured.left
     standing: Standing = "wide"
     if value.low is not None and value.low > bound.failed:
         standing = "beyond"

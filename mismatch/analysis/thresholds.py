@@ -101,8 +101,6 @@ def _level(metric: str, column: str, cell: Any, old: Level | None, text: str, wh
     if not isinstance(cell, dict):
         raise MismatchError(f"{cell_name}: no table of bounds", f"write {example}")
     for key in cell:
-        if key == "critical":
-            raise MismatchError(f"{cell_name}: no such bound: critical", "it is called unfit now")
         _known(key, ("healthy", "unfit", "source"), f"key of {metric}", text, where)
     bounds = []
     for name in ("healthy", "unfit"):
@@ -112,7 +110,7 @@ def _level(metric: str, column: str, cell: Any, old: Level | None, text: str, wh
             raise MismatchError(f"{cell_name}: {name} is no number: {value!r}", f"write {example}")
         bounds.append(float(value))
     low, high = METRICS[metric].bounds
-    for name, bound in zip(("healthy", "critical"), bounds, strict=True):
+    for name, bound in zip(("healthy", "unfit"), bounds, strict=True):
         if bound > high if METRICS[metric].good == "high" else bound < low:
             fault = f"{cell_name}: no run can reach {name} = {bound:g}"
             raise MismatchError(fault, f"{metric} lies between {low:g} and {high:g}")

@@ -18,7 +18,8 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from mismatch.analysis.levels import Thresholds, exit_code, fails_on, load_thresholds
+from mismatch.analysis.levels import exit_code, fails_on
+from mismatch.analysis.thresholds import Thresholds, load_thresholds
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import AROUND_A_RUN, FEATURE_FLAGS, FIX_FLAGS
 from mismatch.cli.to_spec import SERVER_NAMES, extras, fix_fields, moved

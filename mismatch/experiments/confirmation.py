@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, above, below
-from mismatch.analysis.diagnosis.detector import Evidence, Side
+from mismatch.analysis.diagnosis.case import Case, Side, above, below
+from mismatch.analysis.diagnosis.detector import Evidence
 from mismatch.analysis.diagnosis.ranking import LITTLE, Cause, Causes, RuledOut
 from mismatch.experiments.explanation import GONE, STAYS, Experiment, Outcome
 from mismatch.metrics.inference import jackknife_error, student

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mismatch.analysis.diagnosis.detector import Evidence, Side
+from mismatch.analysis.diagnosis.case import Side
+from mismatch.analysis.diagnosis.detector import Evidence
 from mismatch.analysis.diagnosis.ranking import KINDS, Causes
 from mismatch.experiments.fixes.context import Context
 from mismatch.experiments.fixes.planning import Builder, Variant, chosen_of

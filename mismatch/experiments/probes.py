@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import NOTABLE, Case
-from mismatch.analysis.diagnosis.detector import Evidence, Side
+from mismatch.analysis.diagnosis.case import NOTABLE, Case, Side
+from mismatch.analysis.diagnosis.detector import Evidence
 from mismatch.analysis.diagnosis.ranking import Causes
 from mismatch.captures import CacheKind, CachePair
 from mismatch.experiments.explanation import Experiment, Outcome, leading_names, rank_of

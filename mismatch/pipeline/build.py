@@ -22,20 +22,14 @@ from mismatch.analysis.diagnosis.pass_checks import (
 from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.exact_kl import exact_checks, exact_reason
-from mismatch.analysis.levels import (
-    Thresholds,
-    column_for,
-    judge,
-    require_applied,
-    verdict,
-    without_short,
-)
+from mismatch.analysis.levels import column_for, judge, require_applied, verdict, without_short
 from mismatch.analysis.long_sequence import LongSequence
 from mismatch.analysis.plugins import RunArtefacts, analyses
 from mismatch.analysis.routing_tables import replay_of
 from mismatch.analysis.square import ANALYSIS as SQUARE
 from mismatch.analysis.square import Square
 from mismatch.analysis.square_checks import square_checks
+from mismatch.analysis.thresholds import Thresholds
 from mismatch.analysis.two_passes import mark_injected
 from mismatch.experiments.beyond import long_passes
 from mismatch.experiments.beyond import wanted as with_long_sequence

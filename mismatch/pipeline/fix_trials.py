@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.catalogue import is_combination
@@ -212,14 +212,14 @@ class FixRun:
 
     def save(self) -> None:
         """Write what the table is made of later."""
-        rows = [asdict(row) for row in self.plan.refused]
+        refused = self.plan.refused
         document = {
             "schema": STATE_SCHEMA,
             "variants": [
                 {"id": v.id, "place": v.folder, "failed": self.failed.get(v.id, "")}
                 for v in self.variants
             ],
-            "refused": [{name: row[name] for name in REFUSED} for row in rows],
+            "refused": [{name: getattr(row, name) for name in REFUSED} for row in refused],
             "estimators": [fix.id for fix in self.plan.estimators],
             "left_out": self.left_out,
             "seconds": round(self.spent_s, 2),

@@ -16,8 +16,9 @@ from typing import Any, Literal
 import numpy as np
 
 from mismatch.analysis.displaced import Standing
-from mismatch.analysis.levels import Thresholds, default_thresholds, exit_code
+from mismatch.analysis.levels import exit_code
 from mismatch.analysis.square import Evidence
+from mismatch.analysis.thresholds import Thresholds, default_thresholds
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError, in_list
 from mismatch.experiments.fixes.base import RANKED_BY

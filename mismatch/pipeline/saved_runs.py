@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch.analysis.levels import NO_COLUMN, Level, Thresholds, column_for, judge, verdict
+from mismatch.analysis.levels import NO_COLUMN, column_for, judge, verdict
+from mismatch.analysis.thresholds import Level, Thresholds
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.metrics.difference import Sample

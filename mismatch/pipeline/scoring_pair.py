@@ -10,8 +10,9 @@ import numpy as np
 
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.semantics import input_checks
-from mismatch.analysis.levels import Thresholds, column_for, judge, verdict
+from mismatch.analysis.levels import column_for, judge, verdict
 from mismatch.analysis.plugins import RunArtefacts, analyses
+from mismatch.analysis.thresholds import Thresholds
 from mismatch.errors import MismatchError
 from mismatch.models import named
 from mismatch.pipeline.build import facts

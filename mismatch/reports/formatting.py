@@ -110,27 +110,20 @@ def alike(values: Iterable[float | None], write: Format = number) -> Format:
     if write not in NUMBERS or not sizes or not min(sizes) < 1e-3 or max(sizes) >= 1e7:
         return write
     options = getattr(write, "keywords", {})
-    if min(sizes) < 1e-6 and max(sizes) < 1e-3:
-        return partial(_scientific, write, options)
+    all_small = min(sizes) < 1e-6 and max(sizes) < 1e-3
 
     def shown(value: float | None) -> str:
         if value is None or not 0 < abs(value) < 1e-3:
             return write(value)
-        if abs(value) < 1e-7:
-            return "< 0.0000001" if value > 0 else "> −0.0000001"
-        digits = 2 if abs(value) < 1e-4 else options.get("digits", 3)
+        size, digits = abs(value), options.get("digits", 3)
         sign = "−" if value < 0 else "+" if options.get("sign") else ""
-        return f"{sign}{abs(value):.{_places(abs(value), digits)}f}"
+        if all_small:
+            return sign + _powers(f"{size:.{digits - 1}e}")
+        if size < 1e-7:
+            return "< 0.0000001" if value > 0 else "> −0.0000001"
+        return f"{sign}{size:.{_places(size, 2 if size < 1e-4 else digits)}f}"
 
     return shown
-
-
-def _scientific(write: Format, options: dict[str, Any], value: float | None) -> str:
-    """Write a value of a column in which all are small."""
-    if value is None or not 0 < abs(value) < 1e-3:
-        return write(value)
-    sign = "−" if value < 0 else "+" if options.get("sign") else ""
-    return sign + _powers(f"{abs(value):.{options.get('digits', 3) - 1}e}")
 
 
 def bound(value: float) -> str:
@@ -269,8 +262,8 @@ def badge(tone: str) -> str:
 # right-to-left override that reorders the line around it. Whatever cannot be seen, or moves its
 # surroundings, is written as a visible sign.
 _SIGNS = {"\n": "↵", "\r": "␍", "\t": "⇥"}
-# Control, format (bidi, zero width, tags), surrogate, private, unassigned, line separators.
-_INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+# Control, format (bidi, zero width, tags), surrogate, private, unassigned, separators.
+_INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"}
 _DOTTED_CIRCLE = "\u25cc"
 _JOINER = "\u200d"
 _ADDED = "\ufe0f\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"  # colour, shade of skin
@@ -310,12 +303,8 @@ def _joins(text: str, at: int) -> bool:
 def _visible_character(character: str) -> str:
     if character in _SIGNS:
         return _SIGNS[character]
-    category = unicodedata.category(character)
-    if category in _INVISIBLE:
-        return f"⟨{ord(character):X}⟩"
-    if category == "Zs" and character != " ":
-        return f"⟨{ord(character):X}⟩"
-    return character
+    hidden = character != " " and unicodedata.category(character) in _INVISIBLE
+    return f"⟨{ord(character):X}⟩" if hidden else character
 
 
 def token_text(text: str, limit: int = 80) -> str:

@@ -65,33 +65,24 @@ def metric_label(name: str, *, sampled_by_left: bool = True) -> MetricLabel:
 def noise_label(pair: SidePair) -> MetricLabel:
     """Return what a pair of the noise floor compares, from the scorings' names."""
     left, right = pair.left, pair.right
-    kinds = {_kind(left), _kind(right)}
-    if kinds == {"decode", "prefill"}:
-        return MetricLabel(
-            "engine: prefill / decode", "the engine reads back the tokens it sampled"
-        )
-    if "reference" in kinds and kinds & {"decode", "prefill"}:
-        return MetricLabel("engine vs float32", "what the engine's precision and kernels cost")
-    if "reference" in kinds:
-        return MetricLabel("trainer vs float32", "what the trainer's precision and kernels cost")
-    for kind, words in _TRAINER.items():
-        if kind in kinds:
-            return words
-    return MetricLabel(f"{left} vs {right}", "two passes that should agree")
-
-
-def _kind(scoring: str) -> str:
-    name, _, variant = scoring.partition(":")
-    return "reference" if name == "reference" else variant
+    engine = {"decode", "prefill"}
+    kinds = {name.partition(":")[2] for name in (left, right)}
+    if kinds == engine:
+        words = ("engine: prefill / decode", "the engine reads back the tokens it sampled")
+    elif REFERENCE in (left, right):
+        side = "engine" if kinds & engine else "trainer"
+        words = (f"{side} vs float32", f"what the {side}'s precision and kernels cost")
+    else:
+        apart = (f"{left} vs {right}", "two passes that should agree")
+        words = next((words for kind, words in _TRAINER.items() if kind in kinds), apart)
+    return MetricLabel(*words)
 
 
 _TRAINER = {
-    "regrouped": MetricLabel("trainer: regrouped", "the same tokens in other micro-batches"),
-    "grad": MetricLabel(
-        "trainer: gradients on", "the training forward against the scoring forward"
-    ),
-    "alone": MetricLabel("trainer: alone", "one sequence per forward pass"),
-    "repeated": MetricLabel("trainer: repeated", "the same pass once more"),
+    "regrouped": ("trainer: regrouped", "the same tokens in other micro-batches"),
+    "grad": ("trainer: gradients on", "the training forward against the scoring forward"),
+    "alone": ("trainer: alone", "one sequence per forward pass"),
+    "repeated": ("trainer: repeated", "the same pass once more"),
 }
 
 

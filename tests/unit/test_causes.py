@@ -11,16 +11,9 @@ import numpy as np
 import pytest
 
 from mismatch.analysis.causes import ANALYSIS
-from mismatch.analysis.diagnosis.case import Case
+from mismatch.analysis.diagnosis.case import Case, Repair
 from mismatch.analysis.diagnosis.catalogue import catalogue
-from mismatch.analysis.diagnosis.detector import (
-    Detector,
-    Evidence,
-    Finding,
-    Look,
-    Repair,
-    detectors,
-)
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, detectors
 from mismatch.analysis.diagnosis.ranking import Causes, diagnose
 from mismatch.codec import from_json, to_json
 from mismatch.pipeline.build import build_report

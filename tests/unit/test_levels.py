@@ -415,7 +415,7 @@ BAD_FILES = {
     "[k3_kl.fp32]\nhealthy = 1.0": ("healthy 1 .*unfit", "healthy lies below"),
     "[probs_pearson.fp32]\nhealthy = 0.9\nunfit = 0.95": ("worse", "healthy lies above"),
     "[ess_token.fp32]\nhealthy = 0.9": ("unfit .*None", "ess_token"),
-    "[k3_kl.fp32]\ncritical = 1.0": ("bound: critical", "unfit"),
+    "[k3_kl.fp32]\ncritical = 1.0": ("key of k3_kl: 'critical'", "unfit"),
     "k3_kl = 3": ("k3_kl is no table", '"bf16 MoE"'),
     "[k3_kl]\nfp32 = 3": ("fp32: .*table", "healthy"),
     "[ratio_mean.fp32]\nhealthy = 1": ("'ratio_mean'", "ratio"),

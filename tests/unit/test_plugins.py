@@ -117,7 +117,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def forget() -> None:
     plugins.of_other_packages.cache_clear()
-    analyses._built_in.cache_clear()
+    analyses.analyses.cache_clear()
 
 
 def test_its_command_is_listed_and_runs(installed: None) -> None:

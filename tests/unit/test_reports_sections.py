@@ -16,6 +16,7 @@ from rich.console import Console
 from mismatch.analysis import plugins
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
+from mismatch.plugins import Feature, features
 from mismatch.reports.formatting import number, percent, text
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import show_table, to_markdown
@@ -26,16 +27,18 @@ from mismatch.types import Estimate, Report
 from tests.made_run import make_run, spec
 from tests.report_makers import rendered, report_of, sections
 from tests.reports_fixture import make_report, make_tokens
-from tests.toy_analysis import TOY, UNLUCKY, Toy
+from tests.toy_analysis import UNLUCKY, Toy
 
 RESULT = Toy(Estimate(0.5, 0.25, 0.75, 8, 4, 2))
 
 
 @pytest.fixture
-def toy() -> Iterator[Report]:
-    plugins.register(TOY)
+def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Report]:
+    of_toy = Feature("toy", analyses="tests.toy_analysis:ANALYSES")
+    monkeypatch.setattr(plugins, "features", lambda: (*features(), of_toy))
+    plugins.analyses.cache_clear()
     yield make_report().with_analyses(toy=RESULT)
-    plugins.unregister("toy")
+    plugins.analyses.cache_clear()
 
 
 def printed(report: Report, details: bool, width: int = 80) -> str:

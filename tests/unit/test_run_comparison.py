@@ -15,7 +15,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from mismatch.analysis.levels import default_thresholds
+from mismatch.analysis.thresholds import default_thresholds
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
 from mismatch.pipeline.document import report_to_json

@@ -16,7 +16,6 @@ import pytest
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.servers.address import parse_address
 from mismatch.engines.servers.client import RequestFailed, usable_answer, wait_for
-from mismatch.engines.servers.server import SampleRequest
 from mismatch.engines.servers.sglang_api import SglangServer
 from mismatch.engines.servers.vllm_api import VllmServer
 from mismatch.errors import MismatchError
@@ -164,11 +163,11 @@ class Canned:
 
 
 def ask(kind, what, answer):
-    api = kind(Canned(answer), "1", ("t",))
+    api = kind(Canned(answer), "1", ("t",), layout=LAYOUT)
     settings = api.settings(Sampling(max_tokens=4))
     if what == "score":
         return wait_for(api.score(IDS, 1))
-    return wait_for(api.generate(SampleRequest(IDS, settings, layout=LAYOUT, likeliest=2)))
+    return wait_for(api.generate(IDS, settings, likeliest=2))
 
 
 def described(kind, documents):

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
 from mismatch.metrics.inference import jackknife_error, student
-from mismatch.run.store import REFERENCE
+from mismatch.run.store import FLOAT32, REFERENCE
 from mismatch.types import Bools, Estimate, Floats, Ints, Rollout, Scoring
 
+Side = Literal["engine", "trainer", "either"]
 FEW_PROMPTS = 8
 NOTABLE = 5e-3  # nats of mean |delta|, where no pass says what rounding costs
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """Log-probabilities with what a cause explains taken out, [A] each.
+
+    Attributes:
+        kept: tokens that still have a partner; None: all.
+        exact: nothing of the cause is left; a fitted curve leaves its misfit behind.
+    """
+
+    left: Floats
+    right: Floats
+    kept: Bools | None = None
+    exact: bool = True
 
 
 @dataclass(frozen=True)
@@ -47,6 +64,24 @@ class Case:
         return replace(
             self, left=left, right=right, kept=self.kept if kept is None else self.kept & kept
         )
+
+    def by_float32(self, side: Side) -> Repair:
+        """Return the side at fault replaced by float32: what remains is the other's rounding."""
+        assert self.reference is not None
+        if side == "engine":
+            return Repair(self.reference, self.right)
+        return Repair(self.left, self.reference)
+
+    def moved(self, side: Side, part: Floats, exact: bool = True) -> Repair:
+        """Return the side at fault moved by what explains delta: the other keeps its rounding."""
+        if side == "engine":
+            return Repair(self.left + part, self.right, exact=exact)
+        return Repair(self.left, self.right - part, exact=exact)
+
+    @property
+    def float32_name(self) -> str:
+        """The engine's scoring of the same tokens, started in float32."""
+        return f"{self.engine.name.partition(':')[0]}:{FLOAT32}"
 
     @property
     def prefill(self) -> Scoring | None:
@@ -135,6 +170,13 @@ class Case:
         """
         whole = self.delta if whole is None else whole
         return self._one_minus(self.by_prompt(np.abs(residual)), self.by_prompt(np.abs(whole)))
+
+    def gone(self, repair: Repair) -> Estimate:
+        """Return how much of mean |delta| a repair takes away, of the tokens that it keeps."""
+        if repair.kept is None:  # else a new case counts its prompts again
+            return self.share(repair.right - repair.left)
+        repaired = self.repaired(repair.left, repair.right, repair.kept)
+        return repaired.share(repaired.delta, self.delta)
 
     def ratio(self, above: Floats, below: Floats) -> Estimate:
         """Return the ratio of two sums over tokens, its 95 % interval by jackknife over prompts."""

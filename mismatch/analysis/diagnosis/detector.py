@@ -14,10 +14,9 @@ from functools import cache
 from importlib import import_module
 from typing import Literal
 
-from mismatch.analysis.diagnosis.case import Case
+from mismatch.analysis.diagnosis.case import Case, Repair, Side, above
 from mismatch.types import Bools, Estimate, Floats, NotTested
 
-Side = Literal["engine", "trainer", "either"]
 Family = Literal[
     "semantics", "pairing", "position", "function", "weights", "routing", "trainer", "engine"
 ]
@@ -37,21 +36,6 @@ class Evidence:
     what: str
     value: float | str
     normal: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Repair:
-    """Log-probabilities with what a cause explains taken out, [A] each.
-
-    Attributes:
-        kept: tokens that still have a partner; None: all.
-        exact: nothing of the cause is left; a fitted curve leaves its misfit behind.
-    """
-
-    left: Floats
-    right: Floats
-    kept: Bools | None = None
-    exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +97,28 @@ class Detector:
     find: Callable[[Case], Look | NotTested]
     needs: str = ""
     order: int = 100
+
+
+def paired_anew(
+    case: Case,
+    right: Floats,
+    kept: Bools,
+    evidence: tuple[Evidence, ...],
+    cause: str,
+    *alike: str,
+    least: float | None,
+) -> Look:
+    """Return a finding if the mismatch goes once the trainer's numbers are where they belong.
+
+    Args:
+        least: share of it that has to go; None: these pairs are certain.
+    """
+    repair = Repair(case.left, right, kept)
+    effect = case.gone(repair)
+    if least is not None and not above(effect, least):
+        return Look(evidence)
+    finding = Finding(cause, "either", effect, evidence, confirmed=True, alike=alike, repair=repair)
+    return Look(evidence, (finding,))
 
 
 def detectors() -> list[Detector]:

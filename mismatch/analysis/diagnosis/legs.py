@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, above
-from mismatch.analysis.diagnosis.detector import Side
-from mismatch.run.store import FLOAT32, PLAIN, PLAIN_TRAINER
+from mismatch.analysis.diagnosis.case import Case, Side, above
+from mismatch.run.store import PLAIN, PLAIN_TRAINER
 from mismatch.types import Bools, Floats, Scoring
 
 NO_ROUNDING = 1e-5  # nats that two float32 passes of one function may lie apart; seen: 2e-6
@@ -81,8 +80,7 @@ def agree_in_float32(case: Case) -> bool:
 
     Then its distance is of its kernels, its cache, or what happened to its numbers later.
     """
-    exact = case.others.get(f"{case.engine.name.partition(':')[0]}:{FLOAT32}")
-    reference = case.reference
+    exact, reference = case.others.get(case.float32_name), case.reference
     if exact is None or reference is None:
         return False
     gap, leg = np.abs(reference - exact.logprobs), np.abs(case.left - reference)

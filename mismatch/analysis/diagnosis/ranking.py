@@ -15,8 +15,8 @@ from typing import Final, Literal
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.analysis.diagnosis.case import Case, Repair, Side
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
 from mismatch.types import Estimate, NotTested
 
 ROUNDS = 4
@@ -152,11 +152,8 @@ def diagnose(case: Case, detectors: Sequence[Detector]) -> Causes:
         look = first.get(detector.id)
         if isinstance(look, Look) and not look.findings:
             able = detector.causes if look.looked_for is None else look.looked_for
-            seen = (
-                able
-                if detector.family == "position"
-                else tuple(cause for cause in able if cause not in unreached)
-            )
+            hidden = set() if detector.family == "position" else unreached
+            seen = tuple(cause for cause in able if cause not in hidden)
             if seen and not named & set(able):
                 ruled_out.append(RuledOut(detector.id, seen, look.evidence))
     return Causes(
@@ -232,7 +229,7 @@ def _turns_moved(case: Case, repair: Repair) -> tuple[Evidence, ...]:
     return (Evidence(TURNS, " to ".join(named)),) if mean.any() else ()
 
 
-def _cause(finding: Finding, before: float, turns: tuple[Evidence, ...]) -> Cause:
+def _cause(finding: Finding, before: float = 1.0, turns: tuple[Evidence, ...] = ()) -> Cause:
     """Return a finding of what was left, its share scaled to the whole mismatch."""
     effect = finding.effect
     if effect is not None:
@@ -240,9 +237,8 @@ def _cause(finding: Finding, before: float, turns: tuple[Evidence, ...]) -> Caus
         high = None if effect.high is None else effect.high * before
         effect = replace(effect, value=effect.value * before, low=low, high=high)
     status: Status = "confirmed" if finding.confirmed else "suspected"
-    evidence = finding.evidence + turns
-    cause = Cause(finding.cause, status, finding.side, effect, evidence, finding.alike)
-    return replace(cause, stated=finding.stated, fact=finding.fact)
+    return Cause(finding.cause, status, finding.side, effect, finding.evidence + turns,
+                 finding.alike, stated=finding.stated, fact=finding.fact)  # fmt: skip
 
 
 def _with_side(cause: Cause, first: Looks) -> Cause:
@@ -281,18 +277,7 @@ def _joined(causes: list[Cause], stated: list[Finding]) -> list[Cause]:
         if index is not None:
             joined[index] = _merged(joined[index], each)
         elif each.certain:
-            joined.append(
-                Cause(
-                    each.cause,
-                    "suspected",
-                    each.side,
-                    None,
-                    each.evidence,
-                    each.alike,
-                    stated=each.stated,
-                    fact=each.fact,
-                )
-            )
+            joined.append(_cause(each))
     return joined
 
 

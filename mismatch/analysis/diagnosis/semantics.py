@@ -31,7 +31,7 @@ from mismatch.analysis.diagnosis.detectors.pairing import (
 from mismatch.analysis.diagnosis.detectors.stated import NOTHING_CUT
 from mismatch.analysis.diagnosis.loaded_weights import weights_as_loaded
 from mismatch.analysis.diagnosis.ranking import Failure, look_of
-from mismatch.types import Bools, Check, Estimate, NotTested, Rollout, Scoring
+from mismatch.types import Check, Estimate, NotTested, Rollout, Scoring
 
 WEAK = 0.5  # two scorings of the same tokens correlate above this, or something is wrong
 ONE_SIDED = 0.99  # of |delta|: no token is likelier on the side that kept the whole distribution
@@ -98,17 +98,13 @@ def missing_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
         if bad.any():
             detail = (
                 f"{scoring.name}: {int(bad.sum())} of {len(bad)} logprobs missing or not finite"
-                f"{_in_turns(rollout, bad)}"
             )
+            turn = rollout.turn[rollout.actions]
+            if turn.max() > 1:
+                detail += f", the first in turn {turn[bad].min()}"
             fix = "a NaN on the train side is often fp16 overflow: try --train-dtype bf16 or fp32"
             return failed("missing-logprobs", detail, fix)
     return Check("missing-logprobs", "passed", "every action token has a logprob on both sides")
-
-
-def _in_turns(rollout: Rollout, bad: Bools) -> str:
-    """Return the first turn of these action tokens, as a phrase; "" if no sequence has several."""
-    turn = rollout.turn[rollout.actions]
-    return f", the first in turn {turn[bad].min()}" if turn.max() > 1 else ""
 
 
 def _seen(

@@ -34,15 +34,11 @@ def recognise(spec: EngineSpec) -> Server:
     if len(spec.servers) > 1:
         fault = f"{len(spec.servers)} addresses given with --server: a run measures one server"
         raise MismatchError(fault, "name one of them; a second run measures another")
-    return wait_for(_recognise(spec))
-
-
-async def _recognise(spec: EngineSpec) -> Server:
     client = Client(parse_address(spec.servers[0]), spec.server_timeout_s, api_key())
     url = client.address
     for kind in KINDS:
         try:
-            server = await kind.recognised(client, spec.served_model)
+            server = wait_for(kind.recognised(client, spec.served_model))
         except RequestFailed as error:
             if error.kind == "refused":
                 continue
@@ -59,19 +55,19 @@ async def _recognise(spec: EngineSpec) -> Server:
 def _require_model(server: Server, spec: EngineSpec) -> None:
     """Compare the server's names of its model with the one that was asked for."""
     served = {PurePosixPath(name.replace("\\", "/")).name.casefold() for name in server.names}
-    wanted = PurePosixPath(spec.model.replace("\\", "/")).name.casefold()
-    if spec.served_model is None and wanted not in served:
-        asked = f"--model {wanted}"
+    if spec.served_model is not None:
+        asked, fix = f"--served-model {spec.served_model}", "name one that it has"
+        known = spec.served_model in server.names
+    else:
+        wanted = PurePosixPath(spec.model.replace("\\", "/")).name.casefold()
+        asked, known = f"--model {wanted}", wanted in served
         fix = (
             f"is it the same checkpoint under another name? --served-model {server.names[0]}; "
             "else name the model that it serves"
         )
-    elif spec.served_model is not None and spec.served_model not in server.names:
-        asked, fix = f"--served-model {spec.served_model}", "name one that it has"
-    else:
-        return
-    names = " or ".join(sorted(served))
-    raise MismatchError(f"{server.url} serves {names}, not {asked}: the wrong model", fix)
+    if not known:
+        names = " or ".join(sorted(served))
+        raise MismatchError(f"{server.url} serves {names}, not {asked}: the wrong model", fix)
 
 
 @functools.lru_cache(maxsize=4)

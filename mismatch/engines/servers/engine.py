@@ -33,7 +33,7 @@ from mismatch.engines.registry import model_facts
 from mismatch.engines.servers.client import RequestFailed, wait_for
 from mismatch.engines.servers.discovery import discover
 from mismatch.engines.servers.probing import SAME_WEIGHTS, changed, verify
-from mismatch.engines.servers.server import SampleRequest, Server
+from mismatch.engines.servers.server import Server
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import Floats, NotTested, Sampling, SideFacts
@@ -95,12 +95,22 @@ class ServerEngine(Engine):
 
         async def ask(job: int) -> Sample:
             prompt, number = requests[job]
-            seed = self._seed(prompt, number)
-            asked = SampleRequest(prompts[prompt], settings, seed, server.layout, self.likeliest)
-            sample, identity = await server.generate(asked)
+            sample, identity = await server.generate(
+                prompts[prompt], settings, self._seed(prompt, number), self.likeliest
+            )
             if identity != server.configuration:
                 raise changed(server, f"it answers as {identity}, not {server.configuration}")
-            self._require_whole(sample)
+            url, tokens, most = server.url, len(sample.token_ids), self.sampling.max_tokens
+            if sample.finish_reason == "length" and tokens < most:
+                fault = f"{url} cut a response at {tokens} tokens, --max-tokens asked for {most}"
+                fix = "start the server without a limit, or lower --max-tokens"
+                raise MismatchError(fault, fix)
+            largest, vocabulary = max(sample.token_ids), self.info.vocab_size
+            if largest >= vocabulary:
+                fault = (
+                    f"{url} sampled token {largest}, the model has {vocabulary}: the wrong model"
+                )
+                raise MismatchError(fault, "give the model that the server loaded: --model")
             return sample
 
         samples = self._work(len(requests), ask, lambda sample: len(sample.token_ids), progress)
@@ -130,15 +140,14 @@ class ServerEngine(Engine):
 
     def fingerprint(self, mode: Mode) -> SideFacts:
         """Return what the server says and what probes showed."""
-        server = self.server
+        server, tempered = self.server, self.server.tempered
         decode = mode == "decode"
-        temperature: float | None = 1.0
-        mode_name = {None: "not known", False: "raw", True: "tempered"}[server.tempered]
-        if server.tempered and server.truncated:
+        mode_name = {None: "not known", False: "raw", True: "tempered"}[tempered]
+        if tempered and server.truncated:
             mode_name = "processed"
-        if decode and self.sampling.temperature not in (0.0, 1.0):
-            tempered = {True: self.sampling.temperature, False: 1.0, None: None}
-            temperature = tempered[server.tempered]
+        temperature: float | None = 1.0
+        if decode and self.sampling.temperature not in (0.0, 1.0) and tempered is not False:
+            temperature = self.sampling.temperature if tempered else None
         return {
             **model_facts(self.spec),
             "mode": mode,
@@ -219,23 +228,6 @@ class ServerEngine(Engine):
         server = self.server
         safe = server.kind == "sglang" or server.details.get("device") == "cuda"
         return sample_seed(self.sampling.seed, prompt, sample) if safe else None
-
-    def _require_whole(self, sample: Sample) -> None:
-        url = self.server.url
-        short = len(sample.token_ids) < self.sampling.max_tokens
-        if sample.finish_reason == "length" and short:
-            raise MismatchError(
-                f"{url} cut a response at {len(sample.token_ids)} tokens, "
-                f"--max-tokens asked for {self.sampling.max_tokens}",
-                "start the server without a limit, or lower --max-tokens",
-            )
-        vocabulary = self.info.vocab_size
-        if max(sample.token_ids) >= vocabulary:
-            raise MismatchError(
-                f"{url} sampled token {max(sample.token_ids)}, the model has {vocabulary}: "
-                "the wrong model",
-                "give the model that the server loaded: --model",
-            )
 
 
 def not_tested(server: Server) -> Iterator[NotTested]:

@@ -15,7 +15,7 @@ import numpy as np
 from mismatch.engines.base import ExpertLayout
 from mismatch.engines.model_info import ModelInfo, load_tokenizer
 from mismatch.engines.servers.client import RequestFailed
-from mismatch.engines.servers.server import SampleRequest, Server
+from mismatch.engines.servers.server import Server
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec
 from mismatch.types import Floats, Sampling
@@ -85,8 +85,9 @@ async def examine(server: Server, layout: ExpertLayout | None) -> None:
         MismatchError: it returns no logprobs of sampled tokens, or logits for logprobs.
         RequestFailed: it has no time, or is gone: that says nothing about what it can do.
     """
+    server.layout = layout
     ids, settings = server.texts[0], server.settings(Sampling(max_tokens=2))
-    answer = await conclusive(server.generate(SampleRequest(ids, settings, layout=layout)))
+    answer = await conclusive(server.generate(ids, settings))
     if isinstance(answer, RequestFailed):
         raise MismatchError(
             f"{server.url} gives no logprobs of the tokens that it samples ({answer}): nothing can "
@@ -94,9 +95,8 @@ async def examine(server: Server, layout: ExpertLayout | None) -> None:
             "start it so that it returns logprobs and token ids; a proxy may cut them out",
         ) from answer
     sample, server.configuration = answer
-    if sample.routed is not None:
-        server.layout = layout
-    else:
+    if sample.routed is None:
+        server.layout = None
         server.reasons["routed_experts"] = (
             f"the {server.kind} server returns no routed experts; start it with "
             "--enable-return-routed-experts" + EXTENDED * (server.kind == "vllm")
@@ -126,9 +126,8 @@ async def conclusive(answer: Awaitable[T]) -> T | RequestFailed:
 
 async def _likeliest(server: Server, ids: Sequence[int], law: Sampling) -> dict[int, float]:
     """Return id -> logprob of the likeliest next tokens, as decoding reports it."""
-    request = SampleRequest(ids, server.settings(law), likeliest=TOP)
-    top = (await server.generate(request))[0].likeliest
-    if top is None:
+    sample, _ = await server.generate(ids, server.settings(law), likeliest=TOP)
+    if (top := sample.likeliest) is None:
         raise RequestFailed("an answer without the likeliest tokens")
     pairs = zip(top.ids[0].tolist(), top.logprobs[0].tolist(), strict=True)
     return {token: logprob for token, logprob in pairs if logprob > -np.inf}

@@ -14,20 +14,8 @@ from mismatch.engines.servers.client import Client
 from mismatch.types import Floats, SideFacts
 
 LARGEST_ID = 1 << 31
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRequest:
-    """One continuation of ``ids`` to sample."""
-
-    ids: Sequence[int]
-    settings: dict[str, Any]
-    """Of :meth:`Server.settings`."""
-    seed: int | None = None
-    layout: ExpertLayout | None = None
-    """Return the routed experts of these layers; None: none."""
-    likeliest: int = 0
-    """Tokens to return with each sampled one, where the server does."""
+Ids = Sequence[int]
+Settings = dict[str, Any]  # of Server.settings: all parameters of sampling as they are sent
 
 
 def checked(sample: Sample) -> Sample:
@@ -79,7 +67,7 @@ class Server(ABC):
     """
 
     kind: ClassVar[str]
-    settings: ClassVar[Callable[..., dict[str, Any]]]
+    settings: ClassVar[Callable[..., Settings]]
     spare: ClassVar[int] = 0
     client: Client
     version: str
@@ -112,9 +100,15 @@ class Server(ABC):
         """
 
     @abstractmethod
-    async def generate(self, request: SampleRequest) -> tuple[Sample, str | None]:
-        """Sample one continuation; what the server said about its configuration comes with it."""
+    async def generate(
+        self, ids: Ids, settings: Settings, seed: int | None = None, likeliest: int = 0
+    ) -> tuple[Sample, str | None]:
+        """Sample one continuation; what the server said about its configuration comes with it.
+
+        Args:
+            likeliest: tokens to return with each sampled one, where the server does.
+        """
 
     @abstractmethod
-    async def score(self, ids: Sequence[int], start: int) -> Floats:
+    async def score(self, ids: Ids, start: int) -> Floats:
         """Return logprobs at T = 1 of the tokens ``start:`` (at least 1), by prefill."""

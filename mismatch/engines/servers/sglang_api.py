@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 from mismatch.engines.base import Sample
 from mismatch.engines.registry import short_dtype
 from mismatch.engines.servers.client import Client, RequestFailed, usable_answer
-from mismatch.engines.servers.server import SampleRequest, Server, checked, context_length
+from mismatch.engines.servers.server import Ids, Server, Settings, checked, context_length
 from mismatch.engines.sglang import wire
 from mismatch.facts import SideFacts, known
 from mismatch.types import Floats
@@ -41,11 +40,13 @@ class SglangServer(Server):
                 names=tuple(dict.fromkeys(str(name) for name in names if name)),
                 max_model_len=context_length(context),
                 dtype=None if dtype in (None, "", "auto") else short_dtype(dtype),
-                details=_settings(info),
+                details=known(_settings(info)),
             )
 
-    async def generate(self, request: SampleRequest) -> tuple[Sample, str | None]:
-        ids, layout = request.ids, request.layout
+    async def generate(
+        self, ids: Ids, settings: Settings, seed: int | None = None, likeliest: int = 0
+    ) -> tuple[Sample, str | None]:
+        layout = self.layout
 
         def read(answer: Any) -> tuple[Sample, str | None]:
             routed = None
@@ -59,15 +60,11 @@ class SglangServer(Server):
             return checked(sample), None if version is None else str(version)
 
         body = wire.generate_request(
-            ids,
-            request.settings,
-            routes=layout is not None,
-            seed=request.seed,
-            likeliest=request.likeliest,
+            ids, settings, routes=layout is not None, seed=seed, likeliest=likeliest
         )
         return await self.client.post("/generate", body, read)
 
-    async def score(self, ids: Sequence[int], start: int) -> Floats:
+    async def score(self, ids: Ids, start: int) -> Floats:
         def read(answer: Any) -> Floats:
             return wire.parse_prefill(answer, ids, start, A_SEQUENCE)
 
@@ -76,7 +73,7 @@ class SglangServer(Server):
 
 def _settings(info: Any) -> SideFacts:
     """Return the settings that are facts; the server's whole answer may hold its API key."""
-    said: SideFacts = {
+    return {
         "device": info.get("device"),
         "tensor_parallel_size": info.get("tp_size"),
         "kv_cache_dtype": info.get("kv_cache_dtype"),
@@ -88,4 +85,3 @@ def _settings(info: Any) -> SideFacts:
         "deterministic": info.get("enable_deterministic_inference"),
         "returns_routes": info.get("enable_return_routed_experts"),
     }
-    return known(said)

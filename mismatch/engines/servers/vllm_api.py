@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Self
 
@@ -16,7 +15,7 @@ from mismatch.captures import Likeliest
 from mismatch.engines.base import ExpertLayout, Sample
 from mismatch.engines.registry import short_dtype
 from mismatch.engines.servers.client import Client, RequestFailed, usable_answer
-from mismatch.engines.servers.server import SampleRequest, Server, checked, context_length
+from mismatch.engines.servers.server import Ids, Server, Settings, checked, context_length
 from mismatch.engines.vllm.arguments import request_law
 from mismatch.facts import SideFacts, known
 from mismatch.types import Floats, Sampling
@@ -52,14 +51,39 @@ class VllmServer(Server):
                 details=known(details),
             )
 
-    async def generate(self, request: SampleRequest) -> tuple[Sample, str | None]:
+    async def generate(
+        self, ids: Ids, settings: Settings, seed: int | None = None, likeliest: int = 0
+    ) -> tuple[Sample, str | None]:
         """Sample; vLLM adds routes by itself where it was told to capture them."""
-        body = self._body(request.ids) | request.settings | {"logprobs": request.likeliest}
-        if request.seed is not None:
-            body["seed"] = request.seed
-        return await self.client.post(COMPLETIONS, body, lambda answer: _sample(answer, request))
 
-    async def score(self, ids: Sequence[int], start: int) -> Floats:
+        def read(answer: Any) -> tuple[Sample, str | None]:
+            choice = _choice(answer, ids)
+            logs, tokens = choice.get("logprobs") or {}, choice.get("token_ids") or []
+            logprobs = logs.get("token_logprobs") or []
+            if not tokens or len(logprobs) != len(tokens) or None in logprobs:
+                raise RequestFailed(f"{len(logprobs)} logprobs for {len(tokens)} token ids")
+            if choice.get("finish_reason") not in ("stop", "length"):
+                raise RequestFailed(f"a response ended with {choice.get('finish_reason')!r}")
+            # Counted by a server with --enable-prompt-tokens-details.
+            counted = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+            cached = counted.get("cached_tokens")
+            sample = Sample(
+                token_ids=list(tokens),
+                logprobs=np.asarray([float(value) for value in logprobs], np.float64),
+                finish_reason=str(choice["finish_reason"]),
+                routed=_experts(choice.get("routed_experts"), self.layout),
+                likeliest=_likeliest(logs.get("top_logprobs"), likeliest),
+                cached=None if cached is None else int(cached),
+            )
+            identity = answer.get("system_fingerprint")
+            return checked(sample), None if identity is None else str(identity)
+
+        body = self._body(ids) | settings | {"logprobs": likeliest}
+        if seed is not None:
+            body["seed"] = seed
+        return await self.client.post(COMPLETIONS, body, read)
+
+    async def score(self, ids: Ids, start: int) -> Floats:
         """Score; vLLM samples one token at least, which is thrown away."""
 
         def read(answer: Any) -> Floats:
@@ -73,7 +97,7 @@ class VllmServer(Server):
         body = self._body(ids) | settings | {"prompt_logprobs": 0}
         return await self.client.post(COMPLETIONS, body, read)
 
-    def _body(self, ids: Sequence[int]) -> dict[str, Any]:
+    def _body(self, ids: Ids) -> dict[str, Any]:
         return {
             "model": self.names[0],
             "prompt": list(ids),
@@ -84,7 +108,7 @@ class VllmServer(Server):
         }
 
 
-def _choice(answer: Any, ids: Sequence[int]) -> dict[str, Any]:
+def _choice(answer: Any, ids: Ids) -> dict[str, Any]:
     """Return the one choice of an answer to these prompt tokens."""
     (choice,) = answer["choices"]
     prompt = choice.get("prompt_token_ids")
@@ -92,28 +116,6 @@ def _choice(answer: Any, ids: Sequence[int]) -> dict[str, Any]:
         used = f"{len(ids)} tokens sent, {len(prompt)} used"
         raise RequestFailed(f"the server, or a proxy, changed the prompt: {used}", "refused")
     return dict(choice)
-
-
-def _sample(answer: Any, request: SampleRequest) -> tuple[Sample, str | None]:
-    choice = _choice(answer, request.ids)
-    logs, tokens = choice.get("logprobs") or {}, choice.get("token_ids") or []
-    logprobs = logs.get("token_logprobs") or []
-    if not tokens or len(logprobs) != len(tokens) or None in logprobs:
-        raise RequestFailed(f"{len(logprobs)} logprobs for {len(tokens)} token ids")
-    if choice.get("finish_reason") not in ("stop", "length"):
-        raise RequestFailed(f"a response ended with {choice.get('finish_reason')!r}")
-    # Counted by a server with --enable-prompt-tokens-details.
-    cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
-    sample = Sample(
-        token_ids=list(tokens),
-        logprobs=np.asarray([float(value) for value in logprobs], np.float64),
-        finish_reason=str(choice["finish_reason"]),
-        routed=_experts(choice.get("routed_experts"), request.layout),
-        likeliest=_likeliest(logs.get("top_logprobs"), request.likeliest),
-        cached=None if cached is None else int(cached),
-    )
-    identity = answer.get("system_fingerprint")
-    return checked(sample), None if identity is None else str(identity)
 
 
 def _likeliest(tops: Any, count: int) -> Likeliest | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import Any
 
@@ -11,9 +11,8 @@ from mismatch.errors import MismatchError, did_you_mean
 from mismatch.experiments.fixes.base import VALUE, Fix, FixOutcome, Flags, Side
 from mismatch.experiments.fixes.spec_edits import (
     CHANGES,
-    Change,
     on_engine,
-    train,
+    on_trainer,
     with_argument,
     without_arguments,
 )
@@ -36,29 +35,25 @@ def read(name: str) -> dict[str, dict[str, Any]]:
     return tomllib.loads(text)
 
 
-def _change(entry: dict[str, Any]) -> Change:
-    """Return what an entry does to a spec.
+def _changed(entry: dict[str, Any], spec: CheckSpec, value: str) -> CheckSpec:
+    """Return a spec as an entry changes it.
 
-    Its keys: ``change`` names one of :data:`CHANGES`; else ``train`` and ``engine`` set fields,
-    ``train_default`` resets fields, ``argument`` gives the engine arguments, ``drop`` takes them
-    away, and ``env`` sets variables for the engine.
+    Keys of the entry: ``change`` names one of :data:`CHANGES`; else ``train`` and ``engine`` set
+    fields, ``train_default`` resets fields, ``argument`` gives the engine arguments, ``drop`` takes
+    them away, and ``env`` sets variables for the engine.
     """
     if name := entry.get("change"):
-        return CHANGES[name]
-    resets = {name: getattr(TrainSpec(), name) for name in entry.get("train_default", ())}
-    env = tuple((name, value) for name, value in entry.get("env", ()))
-
-    def apply(spec: CheckSpec, value: str) -> CheckSpec:
-        fields = entry.get("train", {}) | resets
-        fields = {name: value if given == VALUE else given for name, given in fields.items()}
-        changed = train(**fields)(spec, value)
-        for name, given in entry.get("argument", {}).items():
-            changed = with_argument(name, given)(changed, value)
-        changed = without_arguments(*entry.get("drop", ()))(changed, value)
-        kept = [pair for pair in changed.rollout.engine.env if pair[0] not in dict(env)]
-        return on_engine(changed, env=(*kept, *env), **entry.get("engine", {}))
-
-    return apply
+        return CHANGES[name](spec, value)
+    given = entry.get("train", {})
+    fields = {name: value if each == VALUE else each for name, each in given.items()}
+    fields |= {name: getattr(TrainSpec(), name) for name in entry.get("train_default", ())}
+    spec = on_trainer(spec, **fields)
+    for name, argument in entry.get("argument", {}).items():
+        spec = with_argument(spec, name, argument)
+    spec = without_arguments(spec, *entry.get("drop", ()))
+    env = tuple((name, setting) for name, setting in entry.get("env", ()))
+    kept = [pair for pair in spec.rollout.engine.env if pair[0] not in dict(env)]
+    return on_engine(spec, env=(*kept, *env), **entry.get("engine", {}))
 
 
 def _fix(side: Side, id: str, entry: dict[str, Any]) -> Fix:
@@ -75,7 +70,7 @@ def _fix(side: Side, id: str, entry: dict[str, Any]) -> Fix:
             tuple((name, value) for name, value in entry.get("env", ())),
         ),
         values=tuple(entry.get("values", ())),
-        apply=_change(entry),
+        apply=partial(_changed, entry),
         needs=tuple(entry.get("needs", ())),
         corrects=entry.get("correction", OVERRIDE) if side == "estimator" else "",
         hides=hides,

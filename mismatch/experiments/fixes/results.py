@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,13 +10,13 @@ from typing import Any
 
 from mismatch.analysis.diagnosis.loaded_weights import CHECK as WEIGHTS
 from mismatch.analysis.diagnosis.pass_checks import by_finiteness, enough_data
-from mismatch.analysis.levels import Thresholds, default_thresholds
 from mismatch.analysis.long_sequence import ROUNDING, of_run
 from mismatch.analysis.long_sequence import checks as long_checks
 from mismatch.analysis.plugins import RunArtefacts
 from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.analysis.square import Square, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
+from mismatch.analysis.thresholds import Thresholds, default_thresholds
 from mismatch.errors import MismatchError
 from mismatch.experiments.beyond import trainer_passes
 from mismatch.experiments.fixes.base import (
@@ -250,7 +249,8 @@ class Corners:
         if precision_of(train.fingerprint) != "fp32":  # else this scoring is in float32
             exact = variant.in_float32(self.spec)
             name = TRAINER_FLOAT32 if exact is None else exact.name
-            usable |= self.scorings(lambda stored: stored == name, TRAINER_FLOAT32)
+            for scoring in self.scorings(name).values():
+                usable[TRAINER_FLOAT32] = replace(scoring, name=TRAINER_FLOAT32)
         run = RunArtefacts(sides.rollout, sides.decode, train, comparison, usable, {})
         square = measure(run, self.spec)
         if not isinstance(square, Square):
@@ -275,15 +275,14 @@ class Corners:
     @cached_property
     def usable(self) -> dict[str, Scoring]:
         """The run's scorings that a fix of the trainer leaves as they are."""
-        return self.scorings(
-            lambda name: name != TRAIN and not name.startswith((f"{TRAIN}:", FIX_PREFIX))
-        )
+        names = store.scoring_names(self.run_dir)
+        of_trainer = (f"{TRAIN}:", FIX_PREFIX)
+        return self.scorings(*(n for n in names if n != TRAIN and not n.startswith(of_trainer)))
 
-    def scorings(self, wanted: Callable[[str], bool], name: str = "") -> dict[str, Scoring]:
-        """Return what the run holds of these scorings, by their names or all by the one given."""
+    def scorings(self, *names: str) -> dict[str, Scoring]:
+        """Return what can be used of these scorings of the run."""
         scorings = {}
-        for stored in filter(wanted, store.scoring_names(self.run_dir)):
-            with suppress(MismatchError):  # damaged: its corner is not measured
-                scoring = store.load_scoring(self.run_dir, stored)
-                scorings[name or stored] = replace(scoring, name=name or stored)
+        for name in names:
+            with suppress(MismatchError):  # missing or damaged: its corner is not measured
+                scorings[name] = store.load_scoring(self.run_dir, name)
         return by_finiteness(scorings)[0]

@@ -166,23 +166,19 @@ def judged(rows: Sequence[FixOutcome], raw: Mapping[str, Mapping[str, float]]) -
     for row in rows:
         if row.measured:
             p_values = {metric: adjusted[row.id, metric] for metric in raw[row.id]}
-            row = _with_meaning(row, p_values)
+            changes = {m: row.changes[m].value for m, p in p_values.items() if p <= LEVEL}
+            sure = {metric: change for metric, change in changes.items() if change}
+            signs = set()
+            for metric, change in sure.items():
+                before = row.before[metric].value if metric in row.before else 0.0
+                if abs(change) >= LEAST * abs(before):
+                    signs.add(change > 0)
+            outcome: Effect = "negligible" if sure else "none"
+            if signs:
+                outcome = "mixed" if len(signs) == 2 else "worse" if True in signs else "better"
+            row = replace(row, p_values=p_values, significant=bool(sure), outcome=outcome)
         result.append(row)
     return result
-
-
-def _with_meaning(row: FixOutcome, p_values: dict[str, float]) -> FixOutcome:
-    sure = [metric for metric, p in p_values.items() if p <= LEVEL and row.changes[metric].value]
-    signs = set()
-    for metric in sure:
-        change = row.changes[metric].value
-        before = row.before[metric].value if metric in row.before else 0.0
-        if abs(change) >= LEAST * abs(before):
-            signs.add(change > 0)
-    outcome: Effect = "negligible" if sure else "none"
-    if signs:
-        outcome = "mixed" if len(signs) == 2 else "worse" if True in signs else "better"
-    return replace(row, p_values=p_values, significant=bool(sure), outcome=outcome)
 
 
 def ranked(rows: Sequence[FixOutcome]) -> tuple[FixOutcome, ...]:
@@ -235,18 +231,18 @@ def held_out(best: str, tried: Sequence[Tried], seed: int) -> HeldOut:
         except MismatchError:  # no prompt that both sides hold
             continue
         rows.append(part.row)
-    first = next((row for row in ranked(judged(rows, raw)) if row.outcome == "better"), None)
-    if first is None:
+    _, chosen = best_of(ranked(judged(rows, raw)))
+    if chosen is None:
         return replace(held, reason="half of the prompts find no fix that helps")
-    held = replace(held, chosen=first.id)
-    rest = by_id[first.id].on(order[half:])
+    held = replace(held, chosen=chosen)
+    rest = by_id[chosen].on(order[half:])
     if rest is None:
         return replace(held, reason="the other prompts have no token")
     try:
-        (row,) = judged([rest.measured(seed)], {first.id: rest.p_values(seed)})
+        (row,) = judged([rest.measured(seed)], {chosen: rest.p_values(seed)})
     except MismatchError as error:
         return replace(held, reason=error.message)
-    confirmed = first.id == best and row.outcome == "better"
+    confirmed = chosen == best and row.outcome == "better"
     return replace(held, removed=row.removed, p_values=row.p_values, confirmed=confirmed)
 
 

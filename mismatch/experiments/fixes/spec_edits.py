@@ -14,9 +14,9 @@ ABSENT = object()
 FEW = 24  # prompts that `regenerate` samples again
 
 
-def train(**fields: Any) -> Change:
+def on_trainer(spec: CheckSpec, **fields: Any) -> CheckSpec:
     """Set fields of the trainer."""
-    return lambda spec, value: replace(spec, train=replace(spec.train, **fields))
+    return replace(spec, train=replace(spec.train, **fields))
 
 
 def on_engine(spec: CheckSpec, **fields: Any) -> CheckSpec:
@@ -31,27 +31,19 @@ def engine_argument(spec: CheckSpec, name: str) -> Any:
     return given.get(name, ABSENT)
 
 
-def with_argument(name: str, value: Any) -> Change:
+def with_argument(spec: CheckSpec, name: str, value: Any) -> CheckSpec:
     """Give the engine a further argument, in place of the user's own."""
-
-    def apply(spec: CheckSpec, _: str) -> CheckSpec:
-        if engine_argument(spec, name) == value:
-            return spec
-        kept = without_arguments(name)(spec, "")
-        return on_engine(kept, args=(*kept.rollout.engine.args, (name, value)))
-
-    return apply
+    if engine_argument(spec, name) == value:
+        return spec
+    kept = without_arguments(spec, name)
+    return on_engine(kept, args=(*kept.rollout.engine.args, (name, value)))
 
 
-def without_arguments(*names: str) -> Change:
+def without_arguments(spec: CheckSpec, *names: str) -> CheckSpec:
     """Take further engine arguments away: the engine's default, or ours, comes back."""
-
-    def apply(spec: CheckSpec, _: str) -> CheckSpec:
-        given = spec.rollout.engine.args
-        kept = tuple(pair for pair in given if pair[0].lstrip("-").replace("-", "_") not in names)
-        return spec if kept == given else on_engine(spec, args=kept)
-
-    return apply
+    given = spec.rollout.engine.args
+    kept = tuple(pair for pair in given if pair[0].lstrip("-").replace("-", "_") not in names)
+    return spec if kept == given else on_engine(spec, args=kept)
 
 
 def _replay(spec: CheckSpec, value: str) -> CheckSpec:
@@ -59,7 +51,7 @@ def _replay(spec: CheckSpec, value: str) -> CheckSpec:
         raise MismatchError(
             f"router-replay={value}: no such mode", "router-replay=ids or router-replay=ids+weights"
         )
-    return train(replay_routing=value)(spec, value)
+    return on_trainer(spec, replay_routing=value)
 
 
 def _micro_batch(spec: CheckSpec, value: str) -> CheckSpec:
@@ -67,7 +59,7 @@ def _micro_batch(spec: CheckSpec, value: str) -> CheckSpec:
         raise MismatchError(
             f"micro-batch={value} is no number of tokens", "give one: micro-batch=1024"
         )
-    return train(micro_batch_tokens=int(value))(spec, value)
+    return on_trainer(spec, micro_batch_tokens=int(value))
 
 
 def _no_truncation(spec: CheckSpec, value: str) -> CheckSpec:
@@ -78,12 +70,12 @@ def _no_truncation(spec: CheckSpec, value: str) -> CheckSpec:
 def _head_in_fp32(spec: CheckSpec, value: str) -> CheckSpec:
     overrides = engine_argument(spec, "hf_overrides")
     given = dict(overrides) if isinstance(overrides, dict) else {}
-    return with_argument("hf_overrides", given | {"head_dtype": "float32"})(spec, value)
+    return with_argument(spec, "hf_overrides", given | {"head_dtype": "float32"})
 
 
 def _full_weights(spec: CheckSpec, value: str) -> CheckSpec:
     """Serve the trainer's own form of the experts, which is never quantised."""
-    spec = without_arguments("quantization")(spec, value)
+    spec = without_arguments(spec, "quantization")
     rounded = spec.rollout.engine.weights in (*ROUNDED_FORMS, "mxfp4-rounded")
     return on_engine(spec, weights=AS_STORED if rounded else "bf16")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mismatch.analysis.diagnosis.detector import Evidence, Side
+from mismatch.analysis.diagnosis.case import Side
+from mismatch.analysis.diagnosis.detector import Evidence
 from mismatch.analysis.diagnosis.loaded_weights import Difference
 from mismatch.analysis.diagnosis.ranking import Cause, Status
 from mismatch.analysis.square import Square

@@ -122,7 +122,7 @@ EXPLAIN_LEAD = (
     f"work (more than {percent(GONE)} of it, by the whole interval): confirmed, if the experiment "
     f"separates it from the others; where it stays (less than {percent(STAYS)}, and less than the "
     "cause would take along), they are ruled out. Fixes of --fix come first, then those of "
-    "--explain by the information expected per second."
+    "--explain, which ask about the leading cause."
 )
 EXPERIMENTS = (
     Column(

@@ -176,7 +176,7 @@ def _figures(rows: list[FixOutcome], report: Report) -> tuple[Figure, ...]:
     return (
         Figure(
             "fixes-k3",
-            f"{lowest.id} gives the lowest k3: {_fall(lowest, K3)}",
+            f"{lowest.id} gives the lowest k3: {fall(lowest, K3)}",
             f"k3 in nats per token before (ring) and after (dot), {tokens}, 95 % intervals; log "
             "axis. Dashed: healthy and unfit bounds.",
             partial(_dots, shown, report),
@@ -352,7 +352,7 @@ def _too_few(measured: list[FixOutcome]) -> list[str]:
 
 def _effect(row: FixOutcome) -> str:
     parts = [
-        f"{name} {_fall(row, metric)}"
+        f"{name} {fall(row, metric)}"
         for name, metric in (("k3", K3), ("mean |delta|", MEAN))
         if metric in row.before and metric in row.after
     ]
@@ -367,10 +367,9 @@ def _effect(row: FixOutcome) -> str:
     return f"{row.id}. {'; '.join(parts)}."
 
 
-def _fall(row: FixOutcome, metric: str) -> str:
+def fall(row: FixOutcome, metric: str, words: str = "from {} to {}") -> str:
+    """Return a metric before and after a fix, and how many times less that is."""
     before, after = row.before[metric].value, row.after[metric].value
     write = alike((before, after))
-    values = f"from {write(before)} to {write(after)}"
-    if after <= 0 or before <= 0 or not before / after > 1.1:
-        return values
-    return f"{values} ({times(before / after)} less)"
+    less = f" ({times(before / after)} less)" if 0 < after < before / 1.1 else ""
+    return words.format(write(before), write(after)) + less

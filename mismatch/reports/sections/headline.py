@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 from mismatch.analysis.diagnosis.catalogue import catalogue, title_of
@@ -26,7 +25,6 @@ from mismatch.reports.formatting import (
     percent,
     plural,
     text,
-    times,
 )
 from mismatch.reports.section import Answer, Block, Cell, Cells, Column, Section, Table, status_cell
 from mismatch.reports.sections import fixes, noise, square
@@ -46,11 +44,8 @@ def lead(report: Report) -> str:
         title = line(title_of(first.id)).rstrip(".")
         if first.fact and first.evidence:  # the headline is the list of what differs
             item = first.evidence[0]
-            title += (
-                f": {line(str(item.value))}"
-                if item.what == DIFFER
-                else (f": {line(item.what)}, {line(str(item.value))}")
-            )
+            what = "" if item.what == DIFFER else f"{line(item.what)}, "
+            title += f": {what}{line(str(item.value))}"
         return f"{title}."
     if failed:
         return capital(f"{line(failed[0].detail).rstrip('.')}.")
@@ -83,12 +78,12 @@ def answers(
         "Not tested": f"{in_list(missing, NAMED)}." if missing else "",
     }
     fix = _fix(report)
-    others = [Answer(question, answer) for question, answer in texts.items() if answer]
-    if causes and causes.ranked:
-        about = documentation.of_cause(causes.ranked[0].id)
-        others = [
-            replace(each, explained=about) if each.question == "Cause" else each for each in others
-        ]
+    explained = {"Cause": documentation.of_cause(causes.ranked[0].id)} if named else {}
+    others = (
+        Answer(question, answer, explained=explained.get(question, ""))
+        for question, answer in texts.items()
+        if answer
+    )
     return (fix, *others) if fix else tuple(others)
 
 
@@ -131,10 +126,7 @@ def effect(best: FixOutcome, report: Report) -> str:
     kernel = f" (with {best.kernel})" if best.kernel and any(r.selects for r in known) else ""
     parts = [f"{best.id}{kernel}"]
     if K3 in best.before and K3 in best.after:
-        before, after = best.before[K3].value, best.after[K3].value
-        less = f" ({times(before / after)} less)" if 0 < after < before / 1.1 else ""
-        write = alike((before, after))
-        parts.append(f"k3 {write(before)} → {write(after)}{less}")
+        parts.append(f"k3 {fixes.fall(best, K3, '{} → {}')}")
     if best.verdict_after is not None:
         now = report.result("fixes").verdict_as_is or report.verdict
         parts.append(f"verdict {now.status.upper()} → {best.verdict_after.status.upper()}")
@@ -223,7 +215,11 @@ def _sure(report: Report) -> str:
 LEAD = "delta = train − rollout, nats; 95 % intervals by prompt."
 SCORES = " Neither side sampled these tokens: the KL formulas are scores here."
 COLUMNS = (
-    Column("metric", text, of=lambda row: _metric(row)),
+    Column(
+        "metric",
+        text,
+        of=lambda row: Cell(row.words.label, explained=f"reference/metrics.md#{row.metric}"),
+    ),
     Column("value", interval=1, of="cell"),
     Column("healthy", of=lambda row: _level(row, "healthy")),
     Column("unfit", of=lambda row: _level(row, "unfit")),
@@ -272,10 +268,6 @@ def section(report: Report, framework: str | None) -> Section | None:
 def table(rows: list[Row]) -> Table:
     """Return metrics next to their levels; shares in percent."""
     return Table.of(COLUMNS, rows)
-
-
-def _metric(row: Row) -> Cell:
-    return Cell(row.words.label, explained=f"reference/metrics.md#{row.metric}")
 
 
 def _level(row: Row, name: str) -> Cell:

@@ -222,9 +222,14 @@ def figures(tables: dict[str, Table]) -> Iterable[Figure]:
     table = tables.get("routing_layer_position", {})
     if table.get("layer"):
         seen = tables.get("routing_by_position", {}).get("count", [])
+        layers, title = tables.get("routing_by_layer", {}), NO_FLIP
+        if any(layers.get("disagree", ())):
+            row = int(np.argmax(layers["disagree"]))
+            share = percent(layers["disagree"][row])
+            title = f"Layer {layers['layer'][row]} flips most: {share} of tokens"
         yield Figure(
             "routing-map",
-            _worst_layer(tables.get("routing_by_layer", {})),
+            title,
             "Share of tokens with a flip, by layer and place in the response; places with fewer "
             f"than {LEAST} tokens are blank. Stronger upwards: rounding that adds up. One strong "
             "row: that layer's router. Stronger to the right: state that decays.",
@@ -241,15 +246,6 @@ def figures(tables: dict[str, Table]) -> Iterable[Figure]:
             "rounding does not explain it.",
             partial(_margins, table),
         )
-
-
-def _worst_layer(table: Table) -> str:
-    """Return the layer of most flips."""
-    if not any(table.get("disagree", ())):
-        return NO_FLIP
-    row = int(np.argmax(table["disagree"]))
-    share = percent(table["disagree"][row])
-    return f"Layer {table['layer'][row]} flips most: {share} of tokens"
 
 
 def shade_levels(share: Array) -> tuple[Array, Array]:

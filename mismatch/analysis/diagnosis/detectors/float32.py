@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, above, below
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.analysis.diagnosis.case import Case, Side, above, below
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
 from mismatch.analysis.diagnosis.detectors.position import BOUNDARIES, onset
 from mismatch.analysis.diagnosis.legs import (
     EXACT_FLOOR,
@@ -21,7 +21,7 @@ from mismatch.analysis.diagnosis.legs import (
 from mismatch.analysis.diagnosis.loaded_weights import same_weights
 from mismatch.analysis.displaced import device_class, levels_for
 from mismatch.analysis.square import PlainCost, gap_side
-from mismatch.run.store import FLOAT32, PLAIN, REFERENCE, TRAINER_FLOAT32
+from mismatch.run.store import PLAIN, REFERENCE, TRAINER_FLOAT32
 from mismatch.types import Floats, NotTested
 
 WHAT = "implementations in float32"
@@ -51,10 +51,10 @@ def implementation(case: Case) -> Look | NotTested:
     The gap is taken out of the side's log-probabilities, so that what is left of that side's
     rounding, cache or kernels can be looked at.
     """
-    engine = f"{case.engine.name.partition(':')[0]}:{FLOAT32}"
-    names = [name for name in (engine, TRAINER_FLOAT32) if name in case.others]
+    both = (case.float32_name, TRAINER_FLOAT32)
+    names = [name for name in both if name in case.others]
     if not names or case.reference is None:
-        return NotTested(WHAT, f"needs the float32 reference, and {engine} or {TRAINER_FLOAT32}")
+        return NotTested(WHAT, f"needs the float32 reference, and {' or '.join(both)}")
     looks = [_gap(case, name, case.reference) for name in names]
     findings = tuple(finding for look in looks for finding in look.findings)
     return Look(tuple(item for look in looks for item in look.evidence), findings, KINDS)
@@ -81,10 +81,8 @@ def _gap(case: Case, name: str, reference: Floats) -> Look:
     look = onset(case.repaired(*sides))  # a place says more than a size
     for finding in look.findings if isinstance(look, Look) else ():
         cause, alike, evidence = finding.cause, finding.alike, evidence + finding.evidence
-    repair = (
-        Repair(case.left, case.right - off) if trainers else Repair(case.left - off, case.right)
-    )
-    removed = case.share(repair.right - repair.left)
+    repair = case.moved("trainer", off) if trainers else case.moved("engine", -off)
+    removed = case.gone(repair)
     effect = removed if removed.value > 0 else None  # drowned in the rounding of the precision
     return Look(evidence, (Finding(cause, side, effect, evidence, alike=alike, repair=repair),))
 
@@ -118,17 +116,9 @@ def precision(case: Case) -> Look | NotTested:
         evidence.append(seen)
         if not above(times, 1 / ALIKE) or not below(times, ALIKE):
             continue
-        left, right = case.left, case.reference
-        if coarse == "engine":
-            left, right = case.reference, case.right
-        finding = Finding(
-            "precision",
-            coarse,
-            case.share(right - left),
-            (seen,),
-            alike=COARSER[1:],
-            repair=Repair(left, right),
-        )
+        repair, alike = case.by_float32(coarse), COARSER[1:]
+        effect = case.gone(repair)
+        finding = Finding("precision", coarse, effect, (seen,), alike=alike, repair=repair)
         return Look((seen,), (finding,))
     if not evidence:
         return NotTested(what, f"needs {PLAIN}:<dtype>", "drop --no-noise-floor")
@@ -155,24 +145,19 @@ def far_side(case: Case) -> Look | NotTested:
     evidence = (Evidence(what, ratios[side].value, "0.9 to 1.1"),)
     if not above(ratios[side], FAR):
         return Look(evidence)
-    # The side at fault replaced by float32: what remains is the other side's own rounding.
-    effect = case.share(legs.trainer if side == "engine" else -legs.engine)
+    repair = case.by_float32(side)
+    effect = case.gone(repair)
     if not above(effect, 0.1):
         return Look(evidence)
-    repair = Repair(case.left, case.reference)
-    if side == "engine":
-        repair = Repair(case.reference, case.right)
     alike: tuple[str, ...] = ANY
     if exact_side(case) is not None:
         alike = (*alike, *COARSER)
     elif side == "engine" and agree_in_float32(case):
         alike = ("fp8-kv", "decode-vs-prefill", "prefix-cache-stale", "quantised-rollout")
-    said = side
-    if side == "engine" and f"{case.engine.name.partition(':')[0]}:{FLOAT32}" not in case.others:
-        said = "either"  # the reference is the trainer's model code: that may be what is off
-    finding = Finding(
-        "side-off", said, effect, evidence, repair=repair, alike=tuple(dict.fromkeys(alike))
-    )
+    # The reference is the trainer's model code: that may be what is off.
+    unsure = side == "engine" and case.float32_name not in case.others
+    finding = Finding("side-off", "either" if unsure else side, effect, evidence, repair=repair,
+                      alike=tuple(dict.fromkeys(alike)))  # fmt: skip
     return Look(evidence, (finding,))
 
 

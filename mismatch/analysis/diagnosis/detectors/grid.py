@@ -6,20 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, above
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.analysis.diagnosis.case import Case, Side, above
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
 from mismatch.types import Floats, NotTested
 
 BITS = {"bf16": 8, "fp16": 11}  # of the significand
 MIN_TOKENS = 64
 SMALLEST = 0.01  # nats; float32 itself leaves few bits of a log-probability nearer to 0
-
-
-def on_grid(values: Floats, bits: int) -> float:
-    """Return share of these numbers that a format with so many significant bits holds exactly."""
-    mantissa, _ = np.frexp(values)
-    scaled = mantissa * 2.0**bits
-    return float((scaled == np.round(scaled)).mean())
 
 
 def grid(case: Case) -> Look | NotTested:
@@ -31,7 +24,9 @@ def grid(case: Case) -> Look | NotTested:
     evidence: list[Evidence] = []
     findings: list[Finding] = []
     for side, values in useful.items():
-        shares = {name: on_grid(values, bits) for name, bits in BITS.items()}
+        mantissa, _ = np.frexp(values)
+        scaled = {name: mantissa * 2.0**bits for name, bits in BITS.items()}
+        shares = {name: float((each == np.round(each)).mean()) for name, each in scaled.items()}
         name = "bf16" if shares["bf16"] > 0.98 else "fp16"
         evidence.append(
             Evidence(
@@ -48,10 +43,7 @@ def grid(case: Case) -> Look | NotTested:
         shown = tuple(evidence[-1:])
         finding = Finding("bf16-logprobs", side, None, shown, alike=("bf16-lm-head",))
         if above(effect, 0.05):
-            part = np.clip(case.delta, -lost, lost)
-            at_left = Repair(case.left + part, case.right, exact=False)
-            at_right = Repair(case.left, case.right - part, exact=False)
-            repair = at_left if side == "engine" else at_right
+            repair = case.moved(side, np.clip(case.delta, -lost, lost), exact=False)
             finding = replace(finding, effect=effect, repair=repair)
         findings.append(finding)
     return Look(tuple(evidence), tuple(findings))

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, above, below, correlation
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
-from mismatch.run.store import FLOAT32, REFERENCE, TRAINER_FLOAT32
+from mismatch.analysis.diagnosis.case import (
+    FEW_PROMPTS,
+    Case,
+    Repair,
+    Side,
+    above,
+    below,
+    correlation,
+)
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
+from mismatch.run.store import REFERENCE, TRAINER_FLOAT32
 from mismatch.types import Estimate, Floats, NotTested
 
 KNOTS = 8
@@ -66,7 +74,7 @@ def temperature(case: Case) -> Look | NotTested:
     if not (low > 1.02 or high < 0.98) or not enough or correlation(case) < SAME_LAW:
         return Look(tuple(evidence))
     side: Side = "either" if refuted else off_law(case)
-    repair = _taken_out(case, side, whole, exact=False)
+    repair = case.moved(side, whole, exact=False)
     if remeasured is not None:
         confirmed = above(remeasured, MOST)
         evidence.append(Evidence("share gone against the untempered trainer", remeasured.value))
@@ -96,16 +104,9 @@ def _untempered(case: Case, side: Side, raw: Floats) -> Repair:
     twin = case.others.get(REFERENCE)
     exact = None if twin is None else twin.extra.get("logprobs_untempered")
     if exact is None or case.reference is None or side != "engine":
-        return _taken_out(case, side, case.right - raw)
+        return case.moved(side, case.right - raw)
     moved = case.reference - exact
     return Repair(case.left + moved, raw + moved)
-
-
-def _taken_out(case: Case, side: Side, part: Floats, exact: bool = True) -> Repair:
-    """Return the side at fault moved by what explains delta, so the other keeps its rounding."""
-    if side == "engine":
-        return Repair(case.left + part, case.right, exact=exact)
-    return Repair(case.left, case.right - part, exact=exact)
 
 
 def off_law(case: Case) -> Side:
@@ -191,7 +192,7 @@ def truncation(case: Case) -> Look | NotTested:
         tuple(evidence),
         confirmed=confirmed,
         alike=("implicit-generation-config",),
-        repair=_taken_out(case, "engine", fitted, exact=kept_mass is not None),
+        repair=case.moved("engine", fitted, exact=kept_mass is not None),
     )
     return Look(tuple(evidence), (finding,))
 
@@ -222,14 +223,13 @@ def constant(case: Case) -> Look | NotTested:
         abs(float(np.median((side - exact)[certain]))) for side in (case.left, case.right)
     ]  # fmt: skip
     side: Side = "either" if off[0] == off[1] else "engine" if off[0] > off[1] else "trainer"
-    engine = f"{case.engine.name.partition(':')[0]}:{FLOAT32}"
-    own = case.others.get(engine if side == "engine" else TRAINER_FLOAT32)
+    own = case.others.get(case.float32_name if side == "engine" else TRAINER_FLOAT32)
     confirmed = False
     if exact is not None and own is not None:  # its weights and its function do not do it
         left_over = float(np.median((own.logprobs - exact)[certain]))
         confirmed = abs(left_over) < STEADY * abs(offset) and max(off) > MOST * abs(offset)
     finding = Finding("unnormalised-law", side, effect, evidence, confirmed=confirmed,
-                      repair=_taken_out(case, side, np.full(len(case.delta), offset)))  # fmt: skip
+                      repair=case.moved(side, np.full(len(case.delta), offset)))  # fmt: skip
     return Look(evidence, (finding,))
 
 
@@ -280,8 +280,8 @@ def penalty(case: Case) -> Look | NotTested:
     evidence = [Evidence("repetition penalty of the sampler", sampling.repetition_penalty, "1")]
     prefill, effect, repair = case.prefill, None, None
     if prefill is not None and case.engine.fingerprint.get("logprobs_penalised"):
-        moved = prefill.logprobs - case.engine.logprobs
-        effect, repair = case.share(case.delta - moved), Repair(case.left + moved, case.right)
+        repair = case.moved("engine", prefill.logprobs - case.engine.logprobs)
+        effect = case.gone(repair)
         evidence.append(Evidence("share gone against the engine's prefill", effect.value, "0"))
     finding = Finding("sampling-law", "engine", effect, tuple(evidence), repair=repair,
                       stated=True, fact=True)  # fmt: skip

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, above
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.analysis.diagnosis.case import Case, Side, above
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
 from mismatch.types import NotTested
 
 WHAT = "rows that open a pack"
@@ -42,11 +42,11 @@ def packs(case: Case) -> Look | NotTested:
     if not calm[0] or not even or calm.mean() > MOST or not case.beyond_rounding(case.kept):
         return Look(evidence)
     side: Side = "engine" if engine_off else "trainer"
-    exact = (case.reference, case.right) if side == "engine" else (case.left, case.reference)
-    effect = case.share(exact[1] - exact[0])
+    repair = case.by_float32(side)
+    effect = case.gone(repair)
     if not above(effect, WORTH):
         return Look(evidence)
-    finding = Finding("packing-leak", side, effect, evidence, repair=Repair(*exact))
+    finding = Finding("packing-leak", side, effect, evidence, repair=repair)
     return Look(evidence, (finding,))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, above
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.analysis.diagnosis.case import Case, Repair, Side
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, paired_anew
 from mismatch.types import Floats, NotTested
 
 MAX_LAG = 64
@@ -52,14 +52,13 @@ def lag(case: Case) -> Look | NotTested:
         evidence += (Evidence("rows whose first tokens fit there alone", elsewhere[1], "0"),)
     elif best == 0 or at_best < at_zero + MARGIN or at_best < 0.5:
         return Look(evidence)
-    right, kept = _shifted(case, best)
-    repaired = case.repaired(case.left, right, kept)
-    effect = repaired.share(repaired.delta, case.delta)
-    if elsewhere is None and not above(effect, CLEAR):
-        return Look(evidence)
-    repair = Repair(case.left, right, kept)
-    findings = (Finding("misalignment", "either", effect, evidence, confirmed=True, repair=repair),)
-    return Look(evidence, findings)
+    source = np.arange(len(case.right)) + best
+    inside = (source >= 0) & (source < len(case.right))
+    source = np.clip(source, 0, len(case.right) - 1)
+    kept = inside & (case.sequence[source] == case.sequence)
+    right = np.where(kept, case.right[source], case.left)
+    least = CLEAR if elsewhere is None else None
+    return paired_anew(case, right, kept, evidence, "misalignment", least=least)
 
 
 def _correlations(case: Case) -> tuple[Floats, Floats]:
@@ -102,11 +101,7 @@ def _heads_elsewhere(case: Case) -> tuple[int, int] | None:
     that it spares tell the shift, each by its first tokens alone.
     """
     long_enough = [row for row in case.rows if row.stop - row.start >= HEAD // 2][:SUSPECTS]
-    heads = np.full((2, len(long_enough), MAX_LAG + HEAD), np.nan)
-    for side, values in enumerate((case.left, case.right)):
-        for line, row in enumerate(long_enough):
-            head = np.clip(values[row][: MAX_LAG + HEAD], LOWEST, 0.0)
-            heads[side, line, : len(head)] = head
+    heads = np.stack([_heads(v, long_enough, MAX_LAG + HEAD) for v in (case.left, case.right)])
     own = _gaps(heads, 0)[0]
     telling = np.abs(heads[0] - np.nanmean(heads[0], axis=1, keepdims=True))
     telling = np.nanmean(telling, axis=1) > APART  # else any tokens fit
@@ -133,30 +128,20 @@ def _gaps(heads: Floats, lag: int) -> tuple[Floats, Floats]:
     return np.where(few, np.inf, mean), np.where(few, np.inf, gap[:, :MIN_HEAD].mean(axis=1))
 
 
-def _shifted(case: Case, shift: int) -> tuple[Floats, np.ndarray]:
-    """right[t + shift] of the same row in the place of right[t], and which tokens have one."""
-    source = np.arange(len(case.right)) + shift
-    inside = (source >= 0) & (source < len(case.right))
-    source = np.clip(source, 0, len(case.right) - 1)
-    kept = inside & (case.sequence[source] == case.sequence)
-    return np.where(kept, case.right[source], case.left), kept
-
-
 def rows(case: Case) -> Look | NotTested:
     """Judge whether a row is fit far better by another row's log-probabilities."""
-    long_enough = [n for n, row in enumerate(case.rows) if row.stop - row.start >= MIN_HEAD]
+    long_enough = [row for row in case.rows if row.stop - row.start >= MIN_HEAD]
     if len(long_enough) < 4:
         return NotTested("row pairing", f"needs 4 rows of {MIN_HEAD} tokens")
-    heads_left, width = _heads(case, case.left, long_enough)
-    heads_right, _ = _heads(case, case.right, long_enough)
-    own = _distance(heads_left, heads_right, width, width)
+    left, other_heads = (_heads(values, long_enough, HEAD) for values in (case.left, case.right))
+    own = _distance(left, other_heads)
     order = np.argsort(own)[::-1]
     typical = float(np.median(own))
     tried = [row for row in order[:SUSPECTS] if own[row] > APART]
     partner: dict[int, int] = {}
     alone = 0
     for row in tried:
-        distances = _distance(heads_left[row], heads_right, width[row], width)
+        distances = _distance(left[row], other_heads)
         distances[row] = np.inf
         best = int(distances.argmin())
         near, lone = _fits(distances, float(own[row]), typical)
@@ -174,15 +159,14 @@ def rows(case: Case) -> Look | NotTested:
         return Look(evidence)
     right, kept = case.right.copy(), np.ones(len(case.right), bool)
     for row, other in partner.items():
-        span, origin = case.rows[long_enough[row]], case.rows[long_enough[other]]
+        span, origin = long_enough[row], long_enough[other]
         length = min(span.stop - span.start, origin.stop - origin.start)
         right[span.start : span.start + length] = case.right[origin.start : origin.start + length]
         kept[span.start + length : span.stop] = False
-    repaired = case.repaired(case.left, right, kept)
-    effect = repaired.share(repaired.delta, case.delta)
+    repair = Repair(case.left, right, kept)
+    effect = case.gone(repair)
     if effect.value < LEAST:  # a few prompts carry it: their rows are certain, no interval is
         return Look(evidence)
-    repair = Repair(case.left, right, kept)
     finding = Finding("row-pairing", "either", effect, evidence, confirmed=True, repair=repair)
     return Look(evidence, (finding,))
 
@@ -197,22 +181,20 @@ def _fits(distances: Floats, own: float, typical: float) -> tuple[bool, bool]:
     return bool(best < BETTER * own or usual), alone
 
 
-def _heads(case: Case, values: Floats, numbers: list[int]) -> tuple[Floats, np.ndarray]:
-    """Return the first tokens of these rows, [R, HEAD], and how many each has."""
-    heads, width = np.zeros((len(numbers), HEAD)), np.zeros(len(numbers), np.int64)
-    for line, number in enumerate(numbers):
-        row = case.rows[number]
-        width[line] = min(HEAD, row.stop - row.start)
-        heads[line, : width[line]] = np.clip(values[row.start : row.start + width[line]], LOWEST, 0)
-    return heads, width
+def _heads(values: Floats, rows: list[slice], length: int) -> Floats:
+    """Return the first log-probabilities of these rows, [R, length]; NaN behind a row's end."""
+    heads = np.full((len(rows), length), np.nan)
+    for line, row in enumerate(rows):
+        head = np.clip(values[row][:length], LOWEST, 0.0)
+        heads[line, : len(head)] = head
+    return heads
 
 
-def _distance(left: Floats, right: Floats, width: np.ndarray, others: np.ndarray) -> Floats:
+def _distance(left: Floats, right: Floats) -> Floats:
     """Mean |difference| over the tokens that both have; infinite where those are few."""
-    common = np.minimum(width, others)
-    inside = np.arange(HEAD) < common[:, None]
-    gap = np.where(inside, np.abs(right - left), 0.0).sum(axis=1) / np.maximum(common, 1)
-    return np.where(common >= MIN_HEAD, gap, np.inf)
+    gap = np.abs(right - left)
+    common = np.isfinite(gap).sum(axis=1)
+    return np.where(common >= MIN_HEAD, np.nansum(gap, axis=1) / np.maximum(common, 1), np.inf)
 
 
 def padding(case: Case) -> Look:
@@ -258,18 +240,13 @@ def positive(case: Case) -> Look:
     if highest <= POSITIVE:
         return Look(evidence)
     values = case.left if side == "engine" else case.right
-    sound, repair = np.where(values > POSITIVE, 0.0, case.delta), None
+    effect = case.share(np.where(values > POSITIVE, 0.0, case.delta))
+    repair = Repair(case.left, case.right, values <= POSITIVE)
     if case.reference is not None:  # its other tokens are of the same distribution
-        exact = (case.reference, case.right) if side == "engine" else (case.left, case.reference)
-        sound, repair = exact[1] - exact[0], Repair(*exact)
-    finding = Finding(
-        "unnormalised-law",
-        side,
-        case.share(sound),
-        evidence,
-        alike=("bf16-lm-head",),
-        repair=repair or Repair(case.left, case.right, values <= POSITIVE),
-    )
+        repair = case.by_float32(side)
+        effect = case.gone(repair)
+    finding = Finding("unnormalised-law", side, effect, evidence, alike=("bf16-lm-head",),
+                      repair=repair)  # fmt: skip
     return Look(evidence, (finding,))
 
 

@@ -33,7 +33,20 @@ def routes(case: Case) -> Look | NotTested:
     rows = case.rollout.actions - 1
     if max(_distinct(side, rows) for side in (left, right)) < MIN_FLIPS:
         return NotTested("routed experts", f"needs {MIN_FLIPS} tokens that are routed differently")
-    agreed = {shift: _overlap(left, right, rows, columns, shift, case) for shift in SHIFTS}
+    of_token = case.rollout.sequence_of_token
+
+    def agreement(shift: int) -> Floats:
+        """Return |A ∩ B| / K of engine row t and trainer row t + shift, [A, L]; NaN past an end."""
+        other = np.clip(rows + shift, 0, len(of_token) - 1)
+        inside = (other == rows + shift) & (of_token[other] == case.sequence)
+        inside &= left.present[rows] & right.present[other]
+        values = np.full((len(rows), len(columns)), np.nan)
+        for line, (i, j) in enumerate(columns):
+            a, b = left.ids[rows[inside], i], right.ids[other[inside], j]
+            values[inside, line] = in_other(a.T, b.T).mean(axis=0)
+        return values if shift else np.nan_to_num(values, nan=1.0)
+
+    agreed = {shift: agreement(shift) for shift in SHIFTS}
     overlap = agreed[0].mean(axis=0)
     chance = left.top_k / left.num_experts
     worst = int(overlap.argmin())
@@ -78,27 +91,6 @@ def _turns_lost(case: Case, overlap: Floats, chance: float) -> list[int]:
     best = mean[turns].max(initial=0.0)
     lost = [int(n) for n in turns if best - mean[n] > CHANCE * (1 - chance)]
     return lost if len(turns) > 1 else []
-
-
-def _overlap(
-    left: Routing,
-    right: Routing,
-    rows: Ints,
-    columns: list[tuple[int, int]],
-    shift: int,
-    case: Case,
-) -> Floats:
-    """Return |A ∩ B| / K of engine row t and trainer row t + shift, [A, L]; NaN past an end."""
-    other = rows + shift
-    of_token = case.rollout.sequence_of_token
-    inside = (other >= 0) & (other < len(of_token))
-    other = np.clip(other, 0, len(of_token) - 1)
-    inside &= (of_token[other] == case.sequence) & left.present[rows] & right.present[other]
-    values = np.full((len(rows), len(columns)), np.nan)
-    for line, (i, j) in enumerate(columns):
-        a, b = left.ids[rows[inside], i], right.ids[other[inside], j]
-        values[inside, line] = in_other(a.T, b.T).mean(axis=0)
-    return values if shift else np.nan_to_num(values, nan=1.0)
 
 
 def _far_flips(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, above
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair
+from mismatch.analysis.diagnosis.case import Case, Repair, above
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
 from mismatch.run.store import ALONE, PLAIN, REGROUPED, REPEATED, TRAIN
 from mismatch.types import Floats, NotTested
 
@@ -52,8 +52,8 @@ def trainer_itself(case: Case) -> Look | NotTested:
         shown = tuple(evidence[-2:] if own is not None else evidence[-1:])
         repair = Repair(case.left, case.right + moved) if above(effect, 0.05) else None
         if name == REPEATED and case.reference is not None:  # the other pass is as far off
-            effect = case.share(case.reference - case.left)
-            repair = Repair(case.left, case.reference)
+            repair = case.by_float32("trainer")
+            effect = case.gone(repair)
         if name == REGROUPED and any(finding.cause == PASSES[ALONE] for finding in findings):
             continue  # other packs leak in another way: the same cause
         packed = case.trainer.fingerprint.get("layout") == "packing"
@@ -84,7 +84,8 @@ def decode_path(case: Case) -> Look | NotTested:
     if case.engine.fingerprint.get("logprobs_penalised"):
         return NotTested(what, "prefill has no repetition penalty", "drop --repetition-penalty")
     moved = prefill.logprobs - case.engine.logprobs
-    effect = case.share(case.delta - moved)
+    repair = case.moved("engine", moved)
+    effect = case.gone(repair)
     own = case.ratio(np.abs(moved), np.abs(case.delta) + 1e-12)
     evidence = (
         Evidence("share of mean |delta| gone against the engine's prefill", effect.value, "0"),
@@ -101,7 +102,6 @@ def decode_path(case: Case) -> Look | NotTested:
         if cached and "fp8" in str(cached)
         else ("spec-decode", "prefix-cache-stale")
     )
-    repair = Repair(case.left + moved, case.right)
     finding = Finding("decode-vs-prefill", "engine", effect, evidence, confirmed=True,
                       alike=alike, repair=repair)  # fmt: skip
     return Look(evidence, (finding,))

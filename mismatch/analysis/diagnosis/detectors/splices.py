@@ -11,10 +11,10 @@ from statistics import multimode
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, above
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.analysis.diagnosis.case import Case, Repair, Side, above
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, paired_anew
 from mismatch.analysis.diagnosis.legs import CALM, imbalance
-from mismatch.types import Floats, NotTested
+from mismatch.types import Bools, Floats, Ints, NotTested
 
 SHIFTS = (-4, -3, -2, -1, 1, 2, 3, 4)
 APART = 0.1  # nats of |delta|, from which a row is tried, on average, and a token is off
@@ -35,7 +35,8 @@ def retokenised(case: Case) -> Look:
     Every split and shift of a row is tried: cost |left[t] - right[t]| before the split and
     |left[t] - right[t + shift]| behind it.
     """
-    tried = [row for row in case.rows if _size(case, row) > APART and _length(row) >= 2 * LEAST]
+    long_enough = [row for row in case.rows if _length(row) >= 2 * LEAST]
+    tried = [row for row in long_enough if np.abs(case.delta[row]).mean() > APART]
     right, kept = case.right.copy(), np.ones(len(case.right), bool)
     splits: list[tuple[int, int]] = []
     for row in tried:
@@ -56,33 +57,12 @@ def retokenised(case: Case) -> Look:
         Evidence("tokens that they moved by, mostly", min(multimode(s for _, s in splits))),
         Evidence("first of their places, median", float(np.median([at for at, _ in splits]))),
     )
-    return _closing(case, right, kept, evidence, "retokenisation", "template-drift", "misalignment")
-
-
-def _closing(
-    case: Case,
-    right: Floats,
-    kept: np.ndarray,
-    evidence: tuple[Evidence, ...],
-    id: str,
-    *alike: str,
-) -> Look:
-    """Return a finding if the mismatch goes once the trainer's numbers are where they belong."""
-    repaired = case.repaired(case.left, right, kept)
-    effect = repaired.share(repaired.delta, case.delta)
-    if not above(effect, CLEAR):
-        return Look(evidence)
-    repair = Repair(case.left, right, kept)
-    finding = Finding(id, "either", effect, evidence, confirmed=True, alike=alike, repair=repair)
-    return Look(evidence, (finding,))
+    return paired_anew(case, right, kept, evidence, "retokenisation", "template-drift",
+                       "misalignment", least=CLEAR)  # fmt: skip
 
 
 def _length(row: slice) -> int:
     return int(row.stop - row.start)
-
-
-def _size(case: Case, row: slice) -> float:
-    return float(np.abs(case.delta[row]).mean())
 
 
 def _split(left: Floats, right: Floats) -> tuple[int, int] | None:
@@ -109,10 +89,14 @@ def _split(left: Floats, right: Floats) -> tuple[int, int] | None:
     return (at, shift) if left_over < FITS * own[partner].mean() and calm else None
 
 
-def _moved(right: Floats, left: Floats, at: int, shift: int) -> tuple[Floats, np.ndarray]:
+def _moved(right: Floats, left: Floats, at: int, shift: int) -> tuple[Floats, Bools]:
     """right[t + shift] in the place of right[t] from a token on, and which tokens have one."""
-    source = np.arange(len(right))
-    source = np.where(source >= at, source + shift, source)
+    index = np.arange(len(right))
+    return _from(np.where(index >= at, index + shift, index), right, left)
+
+
+def _from(source: Ints, right: Floats, left: Floats) -> tuple[Floats, Bools]:
+    """right[source], with ``left`` where a source lies outside, and which lie inside."""
     inside = (source >= 0) & (source < len(right))
     return np.where(inside, right[np.clip(source, 0, len(right) - 1)], left), inside
 
@@ -125,9 +109,7 @@ def row_lengths(case: Case) -> Look | NotTested:
     index = np.arange(len(case.right))
     tried = []
     for step in (-1, 1):
-        source = index + step * number
-        inside = (source >= 0) & (source < len(index))
-        right = np.where(inside, case.right[np.clip(source, 0, len(index) - 1)], case.left)
+        right, inside = _from(index + step * number, case.right, case.left)
         tried.append((float(np.abs(case.left - right)[inside].mean()), step, right, inside))
     gap, step, right, inside = min(tried, key=lambda each: each[0])
     if step < 0:  # the trainer lacks the last token of every row
@@ -139,7 +121,8 @@ def row_lengths(case: Case) -> Look | NotTested:
     )
     if own < APART or gap > FITS * own:
         return Look(evidence)
-    return _closing(case, right, inside, evidence, "row-lengths", "misalignment", "appended-eos")
+    return paired_anew(case, right, inside, evidence, "row-lengths", "misalignment",
+                       "appended-eos", least=CLEAR)  # fmt: skip
 
 
 def ends(case: Case) -> Look | NotTested:

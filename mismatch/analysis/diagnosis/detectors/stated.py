@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Side
+from mismatch.analysis.diagnosis.case import Case, Side
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
 from mismatch.analysis.diagnosis.loaded_weights import (
     NOT_OF_CHECKPOINT,
     Difference,

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, above
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, Repair, Side
+from mismatch.analysis.diagnosis.case import Case, Repair, Side, above
+from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, paired_anew
 from mismatch.analysis.diagnosis.detectors.position import JUMP, change, size
 from mismatch.analysis.diagnosis.legs import imbalance, legs_of
-from mismatch.types import CACHED, Bools, Floats, Ints, NotTested
+from mismatch.types import CACHED, Bools, Estimate, Floats, Ints, NotTested
 
 HITS = "turns from the prefix cache against others"
 CONTEXT = "another context from a turn on"
@@ -158,14 +158,8 @@ def shifted(case: Case) -> Look | NotTested:
         Evidence("first of these turns", min(turn for turn, _ in shifts)),
         Evidence("tokens that they are off by, mostly", int(values[counts.argmax()])),
     )
-    repaired = case.repaired(case.left, right, kept)
-    effect = repaired.share(repaired.delta, case.delta)
-    if not above(effect, CLEAR):
-        return Look(evidence)
-    finding = Finding("misalignment", "either", effect, evidence, confirmed=True,
-                      alike=("action-mask", "retokenisation"),
-                      repair=Repair(case.left, right, kept))  # fmt: skip
-    return Look(evidence, (finding,))
+    return paired_anew(case, right, kept, evidence, "misalignment", "action-mask", "retokenisation",
+                       least=CLEAR)  # fmt: skip
 
 
 def _turns(case: Case) -> list[tuple[int, slice, slice]]:
@@ -241,15 +235,10 @@ def context(case: Case) -> Look | NotTested:
     rise = case.ratio(np.where(later, u, 0.0), np.where(later, before, 0.0) + 1e-12)
     place = change(case, u, case.position)
     placed = place is not None and _gain(case, u, case.position >= place.at) > gains[turn]
-    if placed or not above(rise, JUMP) or not case.beyond_rounding(later):
+    off = None if placed or not above(rise, JUMP) else _off(case, later, ~later, before / after)
+    if off is None:
         return Look(evidence)
-    if case.reference is not None and case.beyond_rounding(~later):
-        return Look(evidence)  # what begins with a turn leaves nothing before it
-    side = _side(case, later)
-    repair = _repaired(case, later, side, before / after)
-    effect = case.share(repair.right - repair.left)
-    if not above(effect, 0.2):
-        return Look(evidence)
+    side, repair, effect = off
     cause = "prefix-cache-stale" if side == "engine" and _cached(case, later) else "turn-context"
     alike = ["turn-context", "template-drift", "retokenisation", "misalignment"]
     alike += [] if side == "trainer" else ["prefix-cache-stale"]
@@ -286,15 +275,10 @@ def cache_hits(case: Case) -> Look | NotTested:
     calm = float(u[cold].mean())
     rise = case.ratio(np.where(hit, u, 0.0), np.where(hit, calm, 0.0) + 1e-12)
     evidence = (Evidence("|delta| of turns read from the cache over others", rise.value, "1"),)
-    if not above(rise, JUMP) or not case.beyond_rounding(hit):
+    off = _off(case, hit, cold, 1 / rise.value) if above(rise, JUMP) else None
+    if off is None or off[0] == "trainer":
         return Look(evidence)
-    if case.reference is not None and case.beyond_rounding(cold):
-        return Look(evidence)
-    side = _side(case, hit)
-    repair = _repaired(case, hit, side, 1 / rise.value)
-    effect = case.share(repair.right - repair.left)
-    if side == "trainer" or not above(effect, 0.2):
-        return Look(evidence)
+    side, repair, effect = off
     finding = Finding("prefix-cache-stale", side, effect, evidence, repair=repair,
                       alike=("decode-vs-prefill", "turn-context"))  # fmt: skip
     return Look(evidence, (finding,))
@@ -310,23 +294,30 @@ def _gain(case: Case, u: Floats, later: Bools) -> float:
     return (total * n / whole - first) / float(np.sqrt(n * (whole - n) / whole))
 
 
-def _side(case: Case, later: Bools) -> Side:
-    """Which side is far from float32 in these tokens."""
+def _off(
+    case: Case, later: Bools, calm: Bools, scale: float
+) -> tuple[Side, Repair, Estimate] | None:
+    """Return the side that is far from float32 in some tokens, what is left without that, and the
+    share that goes; None where the sides differ by rounding there, or also in the calm tokens.
+
+    The side is replaced by float32 in these tokens, or where none is named delta is scaled.
+    """
+    if not case.beyond_rounding(later):
+        return None
+    if case.reference is not None and case.beyond_rounding(calm):
+        return None  # what begins here leaves nothing in the others
+    side: Side = "either"
+    repair = Repair(case.left, case.left + np.where(later, case.delta * scale, case.delta),
+                    exact=False)  # fmt: skip
     legs = legs_of(case)
-    if legs is None or imbalance(case, later) < 1.5:
-        return "either"
-    engine, trainer = (float(np.abs(leg[later & case.kept]).mean()) for leg in legs[:2])
-    return "engine" if engine > trainer else "trainer"
-
-
-def _repaired(case: Case, later: Bools, side: Side, scale: float) -> Repair:
-    """Return the side at fault replaced by float32 in these tokens; else delta as before."""
-    if side == "either" or case.reference is None:
-        moved = case.left + np.where(later, case.delta * scale, case.delta)
-        return Repair(case.left, moved, exact=False)
-    if side == "engine":
-        return Repair(np.where(later, case.reference, case.left), case.right)
-    return Repair(case.left, np.where(later, case.reference, case.right))
+    if legs is not None and imbalance(case, later) >= 1.5:
+        engine, trainer = (float(np.abs(leg[later & case.kept]).mean()) for leg in legs[:2])
+        side = "engine" if engine > trainer else "trainer"
+        exact = case.by_float32(side)
+        repair = Repair(np.where(later, exact.left, case.left),
+                        np.where(later, exact.right, case.right))  # fmt: skip
+    effect = case.gone(repair)
+    return (side, repair, effect) if above(effect, 0.2) else None
 
 
 DETECTORS = (
