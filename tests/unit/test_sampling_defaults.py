@@ -34,13 +34,13 @@ def test_a_frameworks_sampling_takes_what_it_leaves_to_the_engine(
     values = {"temperature": 0.7, "repetition_penalty": 1.05, "min_p": 0.1}
     model = checkpoint(tmp_path, json.dumps(values))
     check = CheckSpec(RolloutSpec(EngineSpec(model=model), sampling=Sampling(temperature=0.5)))
-    done = sample_as(name, check, explicit=())
-    assert done.spec.rollout.sampling.temperature == 1.0  # each of them sends its own
-    assert done.spec.rollout.sampling.min_p == (0.1 if name == "nemo-rl" else 0.0)
+    done, _ = sample_as(name, check, explicit=())
+    assert done.rollout.sampling.temperature == 1.0  # each of them sends its own
+    assert done.rollout.sampling.min_p == (0.1 if name == "nemo-rl" else 0.0)
     leaves_open = name in ("prime-rl", "nemo-rl")
-    assert done.spec.rollout.sampling.repetition_penalty == (1.05 if leaves_open else 1.0)
-    kept = sample_as(name, check, explicit={"temperature"})
-    assert kept.spec.rollout.sampling.temperature == 0.5
+    assert done.rollout.sampling.repetition_penalty == (1.05 if leaves_open else 1.0)
+    kept, _ = sample_as(name, check, explicit={"temperature"})
+    assert kept.rollout.sampling.temperature == 0.5
 
 
 @pytest.mark.parametrize(
