@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -73,9 +74,15 @@ def settled(causes: Causes, experiments: Sequence[Experiment]) -> list[Experimen
     return [replace(e, outcome="undecided") if open_still(e) else e for e in experiments]
 
 
-def applied(
-    causes: Causes, experiments: Sequence[Experiment]
-) -> tuple[Causes, tuple[str, ...], tuple[str, ...]]:
+class Applied(NamedTuple):
+    """The causes after their experiments."""
+
+    causes: Causes
+    confirmed: tuple[str, ...]
+    ruled_out: tuple[str, ...]
+
+
+def applied(causes: Causes, experiments: Sequence[Experiment]) -> Applied:
     """Return the causes after their experiments, and the ids that were confirmed and ruled out.
 
     The share of a cause is that of the experiment that confirms it, where no other cause shares
@@ -89,7 +96,7 @@ def applied(
                 for name in experiment.tests:
                     against.setdefault(name, set()).add(experiment.side)
         found.append((cause, against, _narrowest_proof(cause, experiments, against)))
-    uses = Counter(proof[0].id for _, _, proof in found if proof is not None)
+    uses = Counter(proof.experiment.id for _, _, proof in found if proof is not None)
     kept: list[Cause] = []
     dropped: list[RuledOut] = []
     confirmed: list[str] = []
@@ -137,7 +144,7 @@ def applied(
     kept.sort(key=lambda cause: (not cause.fact, -cause.effect.value if cause.effect else 1.0))
     result = replace(causes, ranked=tuple(kept), ruled_out=(*causes.ruled_out, *dropped))
     left_out = ruled_out - {cause.id for cause in kept}
-    return result, tuple(confirmed), tuple(sorted(left_out))
+    return Applied(result, tuple(confirmed), tuple(sorted(left_out)))
 
 
 def weighed(causes: Causes, experiments: Sequence[Experiment]) -> list[Experiment]:
@@ -180,11 +187,19 @@ def _contradicts(experiment: Experiment, cause: Cause, causes: Causes) -> bool:
     return experiment.gone.high < min(STAYS, (1.0 - math.sqrt(1.0 - share**2)) / 2)
 
 
+class Proof(NamedTuple):
+    """An experiment that confirms a cause."""
+
+    experiment: Experiment
+    name: str
+    """That it gives the cause."""
+    left: tuple[str, ...]
+    """What it takes out and no other experiment has ruled out."""
+
+
 def _narrowest_proof(
     cause: Cause, experiments: Sequence[Experiment], against: dict[str, set[str]]
-) -> tuple[Experiment, str, tuple[str, ...]] | None:
-    """Return the experiment that confirms a cause, the name that it gives the cause, and what it
-    takes out that no other experiment has ruled out."""
+) -> Proof | None:
     proofs = []
     for experiment in experiments:
         if experiment.outcome != "confirmed" or experiment.side not in _sides(cause.side):
@@ -192,7 +207,7 @@ def _narrowest_proof(
         left = tuple(n for n in experiment.tests if experiment.side not in against.get(n, set()))
         for rank, name in enumerate((cause.id, *cause.alike)):
             if name in left and (name not in experiment.wide or len(left) == 1):
-                proofs.append((len(left), rank, (experiment, name, left)))
+                proofs.append((len(left), rank, Proof(experiment, name, left)))
     return min(proofs, key=lambda row: row[:2])[2] if proofs else None
 
 

@@ -7,13 +7,15 @@ that was encoded again, or a stale cache, gives the two sides other contexts.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, Repair, Side, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, paired_anew
 from mismatch.analysis.diagnosis.detectors.position import JUMP, change, size
 from mismatch.analysis.diagnosis.legs import imbalance, legs_of
-from mismatch.types import CACHED, Bools, Estimate, Floats, Ints, NotTested
+from mismatch.types import CACHED, Bools, Floats, Ints, NotTested
 
 HITS = "turns from the prefix cache against others"
 CONTEXT = "another context from a turn on"
@@ -238,13 +240,12 @@ def context(case: Case) -> Look | NotTested:
     off = None if placed or not above(rise, JUMP) else _off(case, later, ~later, before / after)
     if off is None:
         return Look(evidence)
-    side, repair, effect = off
+    side = off.side
     cause = "prefix-cache-stale" if side == "engine" and _cached(case, later) else "turn-context"
     alike = ["turn-context", "template-drift", "retokenisation", "misalignment"]
     alike += [] if side == "trainer" else ["prefix-cache-stale"]
-    finding = Finding(cause, side, effect, evidence, repair=repair,
-                      alike=tuple(each for each in alike if each != cause))  # fmt: skip
-    return Look(evidence, (finding,))
+    others = tuple(each for each in alike if each != cause)
+    return Look(evidence, (replace(off, cause=cause, evidence=evidence, alike=others),))
 
 
 def _cached(case: Case, later: Bools) -> bool:
@@ -276,12 +277,10 @@ def cache_hits(case: Case) -> Look | NotTested:
     rise = case.ratio(np.where(hit, u, 0.0), np.where(hit, calm, 0.0) + 1e-12)
     evidence = (Evidence("|delta| of turns read from the cache over others", rise.value, "1"),)
     off = _off(case, hit, cold, 1 / rise.value) if above(rise, JUMP) else None
-    if off is None or off[0] == "trainer":
+    if off is None or off.side == "trainer":
         return Look(evidence)
-    side, repair, effect = off
-    finding = Finding("prefix-cache-stale", side, effect, evidence, repair=repair,
-                      alike=("decode-vs-prefill", "turn-context"))  # fmt: skip
-    return Look(evidence, (finding,))
+    alike = ("decode-vs-prefill", "turn-context")
+    return Look(evidence, (replace(off, evidence=evidence, alike=alike),))
 
 
 def _gain(case: Case, u: Floats, later: Bools) -> float:
@@ -294,13 +293,10 @@ def _gain(case: Case, u: Floats, later: Bools) -> float:
     return (total * n / whole - first) / float(np.sqrt(n * (whole - n) / whole))
 
 
-def _off(
-    case: Case, later: Bools, calm: Bools, scale: float
-) -> tuple[Side, Repair, Estimate] | None:
-    """Return the side that is far from float32 in some tokens, what is left without that, and the
-    share that goes; None where the sides differ by rounding there, or also in the calm tokens.
+def _off(case: Case, later: Bools, calm: Bools, scale: float) -> Finding | None:
+    """Return what differs in some tokens; None where rounding does, or in the calm tokens as well.
 
-    The side is replaced by float32 in these tokens, or where none is named delta is scaled.
+    The side that is far from float32 there is replaced by it; where neither is, delta is scaled.
     """
     if not case.beyond_rounding(later):
         return None
@@ -317,7 +313,8 @@ def _off(
         repair = Repair(np.where(later, exact.left, case.left),
                         np.where(later, exact.right, case.right))  # fmt: skip
     effect = case.gone(repair)
-    return (side, repair, effect) if above(effect, 0.2) else None
+    found = Finding("prefix-cache-stale", side, effect, (), repair=repair)
+    return found if above(effect, 0.2) else None
 
 
 DETECTORS = (
