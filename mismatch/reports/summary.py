@@ -347,12 +347,15 @@ def next_steps(report: Report) -> list[str]:
         ends_well = after is not None and after.status in ("healthy", "tolerable")
     known = bool(steps)
     wrong = checks(report, "failed", "inconclusive") or checks(report, "warning")
-    if report.verdict.status == "inconclusive":
-        wrong = [check for check in wrong if check.id != ENTROPY and not _wants_more(check)]
     wrong = [] if ends_well else wrong
+    more = any(map(_wants_more, wrong))
+    if report.verdict.status == "inconclusive":
+        wrong = [check for check in wrong if check.id != ENTROPY]
+    if report.verdict.status in ("inconclusive", "tolerable"):  # these end with a number of prompts
+        wrong = [check for check in wrong if not _wants_more(check)]
     steps += [f"Fix {line(check.id)}: {line(check.fix or check.detail)}" for check in wrong]
     if report.verdict.status == "tolerable":
-        steps += _more_prompts(report)
+        steps += [_measure(report)] if more else _more_prompts(report)
     # Weights in two forms are a cause already, and the float32 reference holds only one of them.
     two_forms = any(check.fix == ONE_FORM for check in checks(report, "warning"))
     undecided = report.verdict.status not in ("healthy", "inconclusive")

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from mismatch.analysis import square_checks
 from mismatch.analysis.diagnosis.loaded_weights import ONE_FORM
 from mismatch.reports import summary
 from mismatch.reports.section import Section, cell_interval, cell_text
@@ -195,6 +196,16 @@ def test_few_prompts_are_to_be_more_though_a_tail_rules(prompts: int, asks: bool
     carried = Judgement("k3_kl", "tolerable", 1e-4, 2e-3, 0.013, "x", inconclusive=True)
     steps = summary.next_steps(with_verdict(fewer, carried))
     assert any("--num-prompts" in step for step in steps) is asks
+
+
+def test_a_check_that_wants_more_data_is_one_step_with_a_number() -> None:
+    carried = Judgement("k3_kl", "tolerable", 1e-4, 2e-3, 0.013, "x", inconclusive=True)
+    report = with_verdict(make_report(), carried)
+    wide = Check("excess-trainer", "warning", "could hide a fault", square_checks.MORE)
+    steps = summary.next_steps(replace(report, checks=(wide,)))
+    (asks,) = [step for step in steps if "--num-prompts" in step]
+    assert numbers(asks)
+    assert not any(wide.id in step for step in steps)
 
 
 def test_without_float32_passes_the_first_step_is_to_make_them() -> None:
