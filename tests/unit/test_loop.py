@@ -41,7 +41,7 @@ from mismatch.run import store
 from mismatch.run.directory import load_spec
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, Sampling, TrainSpec, to_dict
 from mismatch.types import Floats, Rollout, Scoring
-from tests.checkpoints import rollout
+from tests.checkpoints import make_mxfp4, rollout
 from tests.made_run import make_run
 from tests.texts import numbers
 
@@ -367,6 +367,27 @@ def test_a_loop_like_a_run_of_few_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="3 layers") as caught:
         loop_spec(flags)
     assert caught.value.fix
+
+
+def test_a_loop_serves_packed_experts_in_bf16_alone(tmp_path: Path) -> None:
+    """A push of bf16 weights would leave what an engine packed or rounded at its first values."""
+    run = make_run(tmp_path / "run")
+    packed = str(make_mxfp4(tmp_path / "packed", tmp_path / "plain"))
+    spec = load_spec(run)
+    flags = Flags({option.name: option.default for option in loop.options} | {"like": run})  # type: ignore[attr-defined]
+
+    def serve(**engine: Any) -> LoopSpec:
+        served = replace(spec.rollout.engine, **engine)
+        asked = replace(spec, rollout=replace(spec.rollout, engine=served))
+        store.write_json(run / "spec.json", to_dict(asked))
+        return loop_spec(flags)
+
+    for engine in ({"weights": "mxfp4-rounded"}, {"model": packed}):
+        with pytest.raises(MismatchError) as caught:
+            serve(**engine)
+        assert "--rollout-weights bf16" in caught.value.fix
+    assert serve(model=packed, weights="bf16").check.train.weights == "bf16"
+    assert serve().check.train.weights == spec.train.weights
 
 
 def test_a_loop_says_what_its_check_found_of_each_arm(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from mismatch.training.distributed import World
 from mismatch.training.load import LoadedModel, load
 from mismatch.training.validate import prepare_pass
 from mismatch.types import Floats, Ints
-from tests.checkpoints import make, rollout
+from tests.checkpoints import make, make_mxfp4, rollout
 
 pytestmark = pytest.mark.slow
 ROLLOUT = rollout(((5, 12), (6, 9)), sampling=Sampling())
@@ -112,6 +112,21 @@ def test_the_export_has_the_names_and_values_of_the_base(
     written, wanted = (dict(Checkpoint(p, 0).tensors(0)) for p in (tmp_path / "out", base))
     assert written.keys() == wanted.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in wanted.items())
+
+
+def test_packed_experts_are_exported_in_bf16(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MISMATCH_CACHE", str(tmp_path / "cache"))
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    make_mxfp4(packed, plain)
+    spec = TrainSpec(str(packed), routing=False, weights="bf16")
+    loaded = load(spec, world.mesh, world.device)
+    assert loaded.directory is not None
+    export(world, loaded, loaded.directory, tmp_path / "out", torch.bfloat16)
+    written, wanted = (dict(Checkpoint(p, 0).tensors(0)) for p in (tmp_path / "out", plain))
+    assert written.keys() == wanted.keys()
+    assert all(torch.equal(written[name], tensor.bfloat16()) for name, tensor in wanted.items())
 
 
 def test_a_name_that_no_parameter_becomes_is_refused(

@@ -27,7 +27,8 @@ from mismatch.features.loop.spec import (
     read_seeds,
 )
 from mismatch.models import resolve_model
-from mismatch.specs import MODEL
+from mismatch.models.config import serves_mxfp4
+from mismatch.specs import AS_STORED, MODEL
 
 if TYPE_CHECKING:
     from mismatch.doctor.fit import Fit
@@ -211,6 +212,11 @@ def loop_spec(flags: Flags) -> LoopSpec:
     if engine.servers or engine.engine not in PATHS:
         fault = f"the loop has no way to bring weights into {engine.engine}"
         raise MismatchError(fault, f"--engine {', '.join(PATHS)}")
+    if engine.weights not in (AS_STORED, "bf16") or serves_mxfp4(engine):
+        fault = "a push brings the trainer's weights in bf16; experts in another form stay behind"
+        raise MismatchError(fault, "mismatch check --rollout-weights bf16, then loop --like RUN")
+    if serves_mxfp4(replace(engine, weights=AS_STORED)):  # exported under the engine's names
+        spec = replace(spec, train=replace(spec.train, weights="bf16"))
     if sampling.temperature == 0 or sampling.samples_per_prompt < 2:
         drawn = f"--temperature {sampling.temperature:g}"
         fault = f"{drawn}: advantages need several samples of a prompt that may differ"
