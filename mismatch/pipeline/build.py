@@ -375,7 +375,9 @@ def _unseen(
     decode, train = scorings[f"{engine.engine}:decode"], scorings[TRAIN]
     if layers := decode.fingerprint.get("layers"):
         reason = "--layers leaves them out; the text means nothing, nor do its rewards and lengths"
-        yield NotTested(f"layers {layers[0]} to {layers[1] - 1} of the model", reason)
+        first, last = layers[0], layers[1] - 1
+        which = f"layer {last}" if first == last else f"layers {first} to {last}"
+        yield NotTested(f"{which} of the model", reason)
     for name, scoring in scorings.items():
         if name not in (decode.name, TRAIN) and (reason := not_finite(scoring)):
             reason = f"left out of every comparison, because {reason}"

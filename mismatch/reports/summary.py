@@ -358,7 +358,8 @@ def next_steps(report: Report) -> list[str]:
         steps += [_measure(report)] if more else _more_prompts(report)
     # Weights in two forms are a cause already, and the float32 reference holds only one of them.
     two_forms = any(check.fix == ONE_FORM for check in checks(report, "warning"))
-    undecided = report.verdict.status not in ("healthy", "inconclusive")
+    off = any(item.status != "healthy" for item in report.verdict.judgements)
+    undecided = off and report.verdict.status not in ("healthy", "inconclusive")
     if undecided and not (two_forms or checks(report, "failed") or known):
         steps.append(_where_to_look(report))
     return steps or ["None. After an upgrade check again: mismatch compare NEW --against THIS"]

@@ -198,6 +198,15 @@ def test_few_prompts_are_to_be_more_though_a_tail_rules(prompts: int, asks: bool
     assert any("--num-prompts" in step for step in steps) is asks
 
 
+def test_a_warning_alone_sends_nobody_to_kernels() -> None:
+    healthy = Judgement("k3_kl", "healthy", 1e-4, 2e-3, 0.013, "x")
+    report = with_verdict(make_report(), healthy)
+    warned = Check("whole-model", "warning", "few layers ran", "judge the whole model")
+    verdict = replace(report.verdict, status="tolerable")
+    steps = summary.next_steps(replace(report, verdict=verdict, checks=(warned,)))
+    assert steps == [f"Fix {warned.id}: {warned.fix}"]
+
+
 def test_a_check_that_wants_more_data_is_one_step_with_a_number() -> None:
     carried = Judgement("k3_kl", "tolerable", 1e-4, 2e-3, 0.013, "x", inconclusive=True)
     report = with_verdict(make_report(), carried)
