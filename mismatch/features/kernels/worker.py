@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -93,18 +92,14 @@ class AuditPlan:
             "dtypes": list(self.options.dtypes),
             "seed": self.options.seed,
         }
-        shapes, untested = self.geometry.facts(), tuple(self._not_tested())
-        return AuditReport(self.geometry.model, device, shapes, tuple(audits), facts, untested)
-
-    def _not_tested(self) -> Iterator[str]:
-        if self.options.device == "cpu":
-            yield NO_GPU
-        if self.shipped:
-            yield f"the weights of {self.geometry.model}: {NO_WEIGHTS}"
-        if self.geometry.uneven:
-            yield UNEVEN
-        if self.experts:
-            yield REDUCED
+        untested = [NO_GPU] if device == "cpu" else []
+        untested += [f"the weights of {self.geometry.model}: {NO_WEIGHTS}"] if self.shipped else []
+        untested += [UNEVEN] if self.geometry.uneven else []
+        untested += [REDUCED] if self.experts else []
+        shapes = self.geometry.facts()
+        return AuditReport(
+            self.geometry.model, device, shapes, tuple(audits), facts, tuple(untested)
+        )
 
     def audit(self, planned: Audit) -> Audit:
         """Audit one implementation."""
