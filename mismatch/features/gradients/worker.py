@@ -165,9 +165,9 @@ def take(
             fault = f"the ranks parted in the gradient of {planned.id}"
             raise MismatchError(fault, f"see logs/{ID}.log") from lost or error
         if lost is not None:
-            failed[planned.id] = in_words(lost)
+            failed[planned.id] = reason = in_words(lost)
             if planned.id == REFERENCE:
-                fault = f"the float32 reference has no gradient: {in_words(lost)}"
+                fault = f"the float32 reference has no gradient: {reason}"
                 raise MismatchError(fault, f"see logs/{ID}.log")
     return Taken(sums, failed)
 

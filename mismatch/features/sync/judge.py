@@ -186,10 +186,9 @@ def parameters(
     for name in dict.fromkeys([*expected[0], *(n for n in tied if n in held[0])]):
         source = tied.get(name, name)
         states = [state[source] for state in expected]
+        prints = [state.get(name) for state in held]
         if source != name:  # sampled in other places, under another name
             states = [replace(state, values=()) for state in states]
-        prints = [state.get(name) for state in held]
-        if source != name:
             prints = [p and replace(p, values=()) for p in prints]
         results.append(parameter(name, states, prints, reasons.get(name, "")))
     # A tied parameter that is stale while its source arrived lost its tie.

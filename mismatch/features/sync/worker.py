@@ -51,10 +51,9 @@ FACTS = (  # of the engine, that the report holds
 SPARE = 8  # tokens beyond those that are scored
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run one side; 0, or 1 with the error left for the parent."""
-    (path,) = sys.argv[1:] if arguments is None else arguments
-    job = read_json(Path(path))
+    job = read_json(Path(arguments[0]))
     run_dir, side = Path(job["run_dir"]), job["side"]
     spec = from_json(SyncSpec, job["spec"])
     (run_dir / FOLDER).mkdir(exist_ok=True)
@@ -63,23 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return reported(run_dir, f"sync-{side}", lambda: work(run_dir, spec), side=who)
 
 
-def tokens(spec: SyncSpec, vocabulary: int, context: int | None) -> list[list[int]]:
-    """Return sequences of random tokens, the same on both sides."""
-    length = min(spec.length, (context or spec.length) - SPARE)
-    ids = np.random.default_rng(spec.seed).integers(0, vocabulary, (spec.sequences, length))
-    rows: list[list[int]] = ids.tolist()
-    return rows
-
-
 @contextmanager
 def loaded(engine: EngineSpec, spec: SyncSpec) -> Any:
-    """(engine, sequences, checkpoint) while the engine lives."""
+    """(engine, sequences, checkpoint) while the engine lives; both sides draw the same tokens."""
     engine = in_form(engine)
-    info = read_model_info(engine)
-    sequences = tokens(spec, info.vocab_size, info.context)
-    longest = len(sequences[0]) + SPARE
+    info, draw = read_model_info(engine), np.random.default_rng(spec.seed)
+    length = min(spec.length, (info.context or spec.length) - SPARE)
+    sequences = draw.integers(0, info.vocab_size, (spec.sequences, length)).tolist()
     law = Sampling(temperature=0.0, max_tokens=1)
-    with engine_class(engine.engine)(engine, law, longest) as running:
+    with engine_class(engine.engine)(engine, law, length + SPARE) as running:
         report_ready()
         directory = model_directory(engine)
         if directory is None or not list(directory.glob("*.safetensors")):
@@ -258,4 +249,4 @@ def trainer_side(run_dir: Path, spec: SyncSpec) -> None:
 
 
 if __name__ == "__main__":
-    exit_worker(main())
+    exit_worker(main(sys.argv[1:]))
