@@ -118,10 +118,7 @@ def probe_spec(flags: Flags) -> SyncSpec:
     return SyncSpec(
         engine=replace(spec, routing=False),
         path=path,
-        push=push,
-        seed=flags["seed"],
-        keep_caches=flags["keep_caches"],
-        trainer=flags["trainer"],
+        **flags.pick("push seed keep_caches trainer"),
     )
 
 
