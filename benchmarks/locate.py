@@ -30,7 +30,7 @@ import numpy as np
 from benchmarks.planted_checkpoint import plant
 from mismatch.features.locate import recording as pipeline
 from mismatch.features.locate.judge import judge
-from mismatch.features.locate.recording import Scope, locate_in
+from mismatch.features.locate.recording import locate_in
 from mismatch.features.locate.results import Location
 from mismatch.models import resolve_model
 from mismatch.run import store
@@ -214,7 +214,8 @@ def measured(model: str, fault: Fault, place: Path) -> Location:
     pipeline.WORKER = "benchmarks.locate_planted"
     try:
         with engine_shared(place, model, fault.planted):
-            return locate_in(run, load_spec(run), Quiet(), Scope(SEQUENCES, TOKENS))
+            own = load_spec(run)
+            return locate_in(run, own, Quiet(), sequences=SEQUENCES, tokens=TOKENS)
     finally:
         shutil.rmtree(run, ignore_errors=True)
 

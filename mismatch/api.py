@@ -167,6 +167,8 @@ def score_pair(
     Raises:
         MismatchError: rows without tokens, or of different lengths.
     """
+    from mismatch.features.recorded.monitor import as_array
+
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(folder) / "pair.jsonl"
         # A prompt of one token comes first: something has to predict the first token of a response.
@@ -178,7 +180,9 @@ def score_pair(
                 columns |= {} if entropy is None else {"entropy": entropy[row]}
                 columns |= {} if mask is None else {"action_mask": mask[row]}
                 columns |= {} if token_ids is None else {"token_ids": token_ids[row]}
-                entry: dict[str, Any] = {name: _plain(held) for name, held in columns.items()}
+                entry: dict[str, Any] = {
+                    name: as_array(held).tolist() for name, held in columns.items()
+                }
                 size = len(entry["rollout_logprobs"])
                 for name, held in entry.items():
                     if len(held) != size:
@@ -198,17 +202,11 @@ def score_pair(
         return _command("postmortem", [str(dump)], flags, verbose)
 
 
-def _plain(values: Any) -> list[Any]:
-    """Return an array, a tensor or a list as a list."""
-    if hasattr(values, "detach"):
-        values = values.detach().to("cpu")
-    return values.tolist() if hasattr(values, "tolist") else list(values)
-
-
 def _command(verb: str, positional: list[str], flags: dict[str, Any], verbose: bool) -> Run:
     """Run a command in this process, and return the run that it made."""
     import typer
 
+    from mismatch.cli.flags import flag_of
     from mismatch.cli.main import app
     from mismatch.run.directory import new_directory
 
@@ -216,7 +214,7 @@ def _command(verb: str, positional: list[str], flags: dict[str, Any], verbose: b
     directory = new_directory(None if out is None else Path(out), flags.get("model") or verb)
     arguments = [verb, *positional, "--out", str(directory)]
     for name, value in flags.items():
-        flag = f"--{name.replace('_', '-')}"
+        flag = flag_of(name)
         if isinstance(value, bool):
             arguments.append(flag if value else f"--no-{flag[2:]}")
         elif value is not None:

@@ -64,8 +64,8 @@ def main() -> int:
         def probe(name: str, driver: type[VllmDriver] = VllmDriver, **changes: Any) -> None:
             sync_driver = driver(running, checkpoint, folder / "states")
             own = replace(spec, **changes)
-            looked = Probe(sync_driver, running, sequences, own, checkpoint, checkpoint.names())
-            report = looked.run(expected, None)
+            looked = Probe(sync_driver, running, sequences, own, checkpoint)
+            report = looked.run(None, expected)
             report = replace(report, scores=score_rows(looked.scores, None))
             write_json(folder / f"{name}.json", sync_to_json(report))
             VllmDriver(running, checkpoint, folder / "states").push(ADAPTER_PATH, 0)

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 
 from mismatch.features.gradients.plan import Batch, GradientPlan, Planned
-from mismatch.features.gradients.results import GradientCheck, PassSums, Taken, compare_gradients
+from mismatch.features.gradients.results import GradientCheck, Sums, Taken, compare_gradients
 from mismatch.specs import TrainSpec
 from mismatch.types import Floats
 
@@ -22,17 +22,17 @@ def slices() -> dict[str, slice]:
     return {name: slice(*ends[n : n + 2].tolist()) for n, name in enumerate(SIZES)}
 
 
-def sums_of(id: str, own: Floats, reference: Floats) -> PassSums:
+def sums_of(own: Floats, reference: Floats) -> Sums:
     """Return what a training world measures of a gradient [D]."""
-    parts = [(own[at], reference[at]) for at in slices().values()]
-    return PassSums(
-        id, tuple(float(a @ a) for a, _ in parts), tuple(float(a @ b) for a, b in parts)
-    )
+    return {
+        name: (float(own[at] @ own[at]), float(own[at] @ reference[at]))
+        for name, at in slices().items()
+    }
 
 
-def compared(*sums: PassSums, failed: dict[str, str] | None = None) -> GradientCheck:
+def compared(sums: dict[str, Sums], failed: dict[str, str] | None = None) -> GradientCheck:
     """Return the check of a plan whose passes are these and those that failed."""
-    ids = [each.id for each in sums] + list(failed or {})
+    ids = [*sums, *(failed or {})]
     plan = GradientPlan(
         tuple(Planned(id, id, TrainSpec()) for id in ids),
         16,
@@ -41,7 +41,7 @@ def compared(*sums: PassSums, failed: dict[str, str] | None = None) -> GradientC
         ("gradient of vllm-fp32: it samples other tokens",),
     )
     batch = Batch(np.arange(16), 16, 64, 3200, "rewards", np.zeros(3200))
-    return compare_gradients(Taken(tuple(SIZES), sums, failed or {}), plan, batch)
+    return compare_gradients(Taken(sums, failed or {}), plan, batch)
 
 
 def reference_gradient() -> Floats:
@@ -50,19 +50,18 @@ def reference_gradient() -> Floats:
     return gradient
 
 
-def planted() -> tuple[PassSums, ...]:
+def planted() -> dict[str, Sums]:
     """Return the sums of every pass."""
     reference, draw = reference_gradient(), np.random.default_rng(1)
     bias = draw.normal(size=DIMENSION)
     blind = reference + 0.5 * bias
     blind[slices()["sinks"]] = 0.0
     gradients = (reference, blind, reference + 0.05 * bias, reference + 0.9 * bias)
-    return tuple(
-        sums_of(id, gradient, reference) for id, gradient in zip(IDS, gradients, strict=True)
-    )
+    each = zip(IDS, gradients, strict=True)
+    return {id: sums_of(gradient, reference) for id, gradient in each}
 
 
 @cache
 def make_check() -> GradientCheck:
     """Return the check of the planted gradients."""
-    return compared(*planted())
+    return compared(planted())

@@ -73,12 +73,10 @@ def main() -> int:
         driver = driver_class(kind)(running, checkpoint, folder / "states")
         expected = [checkpoint.prints(push) for push in range(PUSHES)]
         BASE.update(checkpoint.tensors(0))
-        names = checkpoint.names()
 
         def probe(name: str, spec: SyncSpec, function: Callable[..., Any] | None) -> None:
-            report = Probe(driver, running, sequences, spec, checkpoint, names).run(
-                expected, function
-            )
+            looked = Probe(driver, running, sequences, spec, checkpoint)
+            report = looked.run(function, expected)
             write_json(folder / f"{name}.json", sync_to_json(report))
             driver.push(path, 0)
             driver.drop_caches()

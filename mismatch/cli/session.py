@@ -326,7 +326,7 @@ def conclude_alone(
     if flags["as_json"]:
         typer.echo(json.dumps(document, indent=2, allow_nan=False))
     else:
-        terminal.print_alone(shown, verdict, Console(), out, file, flags["details"])
+        terminal.print_alone(shown, verdict, Console(), out, file, bool(flags.get("details")))
     return verdict.code
 
 

@@ -34,34 +34,28 @@ class FunctionTrainer:
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         own = list(range(rank, len(tokens.lengths), world))
         groups = [[number] for number in own] if variant == "alone" else [own]
-        scores: dict[int, Any] = {}
-        for group in groups:
-            scores |= self._call(tokens, group)
-        return Scored(tuple(own), tuple(scores[number] for number in own))
-
-    def _call(self, tokens: Tokens, group: list[int]) -> dict[int, Any]:
-        if not group:
-            return {}
         sequences, masks = tokens.sequences(), tokens.masks()
-        ids = np.concatenate([sequences[number] for number in group])
-        mask = np.concatenate([masks[number] for number in group])
-        lengths = tokens.lengths[group]
-        answer = self.function(ids, lengths, mask, self.job.temperature)
-        values = np.asarray(
-            answer.detach().float().cpu().numpy() if hasattr(answer, "detach") else answer,
-            np.float32,
-        ).reshape(-1)
-        if len(values) == len(ids) != int(mask.sum()):
-            values = values[mask]
-        if len(values) != int(mask.sum()):
-            raise MismatchError(
-                f"{self.name} returned {len(values)} numbers for {len(ids)} tokens, "
-                f"{int(mask.sum())} of them action tokens",
-                "return one log-probability per action token, or one per token",
-            )
-        counts = [int(masks[number].sum()) for number in group]
-        parts = np.split(values, np.cumsum(counts)[:-1])
-        return dict(zip(group, parts, strict=True))
+        scores: list[Any] = []
+        for group in groups if own else ():
+            ids = np.concatenate([sequences[number] for number in group])
+            mask = np.concatenate([masks[number] for number in group])
+            answer = self.function(ids, tokens.lengths[group], mask, self.job.temperature)
+            values = np.asarray(
+                answer.detach().float().cpu().numpy() if hasattr(answer, "detach") else answer,
+                np.float32,
+            ).reshape(-1)
+            actions = int(mask.sum())
+            if len(values) == len(ids) != actions:
+                values = values[mask]
+            if len(values) != actions:
+                raise MismatchError(
+                    f"{self.name} returned {len(values)} numbers for {len(ids)} tokens, "
+                    f"{actions} of them action tokens",
+                    "return one log-probability per action token, or one per token",
+                )
+            counts = [int(masks[number].sum()) for number in group]
+            scores += np.split(values, np.cumsum(counts)[:-1])
+        return Scored(tuple(own), tuple(scores))
 
     def facts(self) -> Facts:
         return Facts(code=f"the function {self.name}", dtype="unknown")

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 Precision = Literal["own", "fp32"]
 Variant = Literal["own", "repeated", "regrouped", "alone", "fp32"]
 """How the tokens are scored:
@@ -85,6 +86,12 @@ class Scored:
     """Of each sequence [a], nats."""
     dtype: str = "fp32"
     """In which the framework returned the log-probabilities."""
+
+
+def short(dtype: Any) -> str:
+    """Return the name of a dtype of torch, as bf16, fp16 or fp32 where it is one of them."""
+    name = str(dtype).removeprefix("torch.")
+    return SHORT.get(name, name)
 
 
 class Trainer(Protocol):

@@ -19,9 +19,8 @@ import numpy as np
 import torch
 
 from mismatch.errors import MismatchError
-from mismatch.trainers.protocol import Facts, Scored, Tokens, TrainerJob, Variant
+from mismatch.trainers.protocol import Facts, Scored, Tokens, TrainerJob, Variant, short
 
-SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 METHOD = "_get_per_token_logps_and_entropies"
 # Fields of GRPOConfig that would start an engine or a tracker, or bring other data.
 LEFT_OUT = ("use_vllm", "vllm_mode", "report_to", "output_dir", "push_to_hub", "eval_strategy")
@@ -98,7 +97,7 @@ class Trl:
                 given, entropies, *_ = getattr(self.trainer, METHOD)(
                     self.model, ids, real, max(map(len, after)), compute_entropy=True
                 )
-            dtype = str(given.dtype).removeprefix("torch.")
+            dtype = short(given.dtype)
             for row, n in enumerate(group):
                 actions = masks[n][first[n] :]
                 logprobs[n] = given[row, : len(actions)].float().cpu().numpy()[actions]
@@ -107,7 +106,7 @@ class Trl:
             tuple(own),
             tuple(logprobs[n] for n in own),
             tuple(entropy[n] for n in own),
-            dtype=SHORT.get(dtype, dtype),
+            dtype=dtype,
         )
 
     def _padded(
@@ -128,14 +127,14 @@ class Trl:
     def facts(self) -> Facts:
         accelerator = self.trainer.accelerator
         mixed = str(accelerator.mixed_precision)
-        master = str(next(iter(self.trainer.model.parameters())).dtype).removeprefix("torch.")
+        master = short(next(iter(self.trainer.model.parameters())).dtype)
         computing = mixed if mixed != "no" else master
         return Facts(
             code=f"trl {self.version}, GRPOTrainer.{METHOD}",
-            dtype=SHORT.get(computing, computing),
+            dtype=computing,
             attention=str(self.trainer.model.config._attn_implementation),
-            master_dtype=SHORT.get(master, master),
-            autocast=None if mixed == "no" else SHORT.get(mixed, mixed),
+            master_dtype=master,
+            autocast=None if mixed == "no" else mixed,
             micro_batch=f"{self.rows} rows",
             notes=self.notes,
             more={"distributed": str(accelerator.distributed_type).rpartition(".")[2]},

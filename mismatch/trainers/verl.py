@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from mismatch.errors import MismatchError
-from mismatch.trainers.protocol import Facts, Scored, Tokens, TrainerJob, Variant
+from mismatch.trainers.protocol import Facts, Scored, Tokens, TrainerJob, Variant, short
 
-SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
@@ -134,7 +133,7 @@ class Verl:
             tuple(own),
             tuple(numbers(row)[at] for row, at in zip(logprobs.unbind(), places, strict=False)),
             tuple(numbers(row)[at] for row, at in zip(entropy.unbind(), places, strict=False)),
-            dtype=SHORT.get(str(logprobs.dtype).removeprefix("torch."), str(logprobs.dtype)),
+            dtype=short(logprobs.dtype),
         )
 
     def _batching(self, tokens: Tokens, variant: Variant) -> tuple[bool, int, int]:
@@ -149,15 +148,15 @@ class Verl:
 
     def facts(self) -> Facts:
         module = self.engine.module
-        computing = str(self.autocast).removeprefix("torch.")
+        computing = short(self.autocast)
         by_tokens = f"at most {self.most_tokens} tokens"
         return Facts(
             code=f"verl {self.version}, {type(self.engine).__name__}.infer_batch",
-            dtype=SHORT.get(computing, computing),
+            dtype=computing,
             layout="packing" if self.packed else "padding",
             attention=str(module.config._attn_implementation),
             master_dtype="fp32" if self.job.precision == "fp32" else self.engine_config.model_dtype,
-            autocast=None if computing == "float32" else SHORT.get(computing, computing),
+            autocast=None if computing == "fp32" else computing,
             micro_batch=by_tokens if self.dynamic else f"{self.rows} rows",
             notes=tuple(self.notes),
             more={"strategy": self.engine_config.strategy},

@@ -18,7 +18,7 @@ from mismatch.cli import session
 from mismatch.errors import MismatchError
 from mismatch.features.locate.judge import from_document
 from mismatch.features.locate.kinds import MODULE
-from mismatch.features.locate.recording import Scope, locate_in
+from mismatch.features.locate.recording import locate_in
 from mismatch.features.locate.results import Location
 from mismatch.pipeline.document import schema
 from mismatch.run.directory import load_spec
@@ -167,6 +167,6 @@ def test_what_takes_too_long_is_ended(tiny_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
     with pytest.raises(MismatchError, match="longer"):
-        locate_in(run, load_spec(run), session.narrator(silent=True), Scope(limit_s=1.0, both=True))
+        locate_in(run, load_spec(run), session.narrator(silent=True), limit_s=1.0, both=True)
     assert not (run / "locate").exists()
     assert not (run / "locate.json").exists()

@@ -25,7 +25,7 @@ NOISE = np.random.default_rng(3).normal(size=DIMENSION)
 def of(own: Floats, reference: Floats = REFERENCE) -> GradientRow:
     """The trainer's row where its gradient is ``own``, [D]."""
     check = compared(
-        sums_of("reference", reference, reference), sums_of("baseline", own, reference)
+        {"reference": sums_of(reference, reference), "baseline": sums_of(own, reference)}
     )
     return check.rows[0]
 
@@ -60,8 +60,8 @@ def test_a_group_without_a_gradient_fails_and_a_wrong_direction_alone_does_not()
     reference, own = REFERENCE.copy(), REFERENCE + NOISE
 
     def status() -> tuple[str, str]:
-        sums = sums_of("reference", reference, reference), sums_of("baseline", own, reference)
-        (check,) = gradient_checks(compared(*sums))
+        sums = {"reference": sums_of(reference, reference), "baseline": sums_of(own, reference)}
+        (check,) = gradient_checks(compared(sums))
         return check.status, check.detail
 
     assert status()[0] == "passed"
@@ -76,7 +76,8 @@ def test_a_group_without_a_gradient_fails_and_a_wrong_direction_alone_does_not()
     (group,) = [group for group in of(own, reference).groups if group.group == "sinks"]
     assert group.norm_ratio is group.cosine is None
     # A trainer whose pass failed is not judged.
-    assert gradient_checks(compared(*planted()[:1], *planted()[2:])) == ()
+    others = {id: sums for id, sums in planted().items() if id != "baseline"}
+    assert gradient_checks(compared(others)) == ()
 
 
 def test_a_reference_of_zero_is_an_error_with_its_reason() -> None:
@@ -85,8 +86,10 @@ def test_a_reference_of_zero_is_an_error_with_its_reason() -> None:
 
 
 def test_passes_that_failed_are_not_tested() -> None:
-    check = compared(*planted()[:-1], failed={"fp16": "out of memory"})
+    sums = planted()
+    del sums["fp16"]
+    check = compared(sums, failed={"fp16": "out of memory"})
     assert [row.id for row in check.rows] == ["baseline", "attention-sinks"]
     assert check.not_tested[-1].endswith("out of memory")
     with pytest.raises(EmptyComparison, match="out of memory"):
-        compared(planted()[0], failed={"baseline": "out of memory"})
+        compared({"reference": sums["reference"]}, failed={"baseline": "out of memory"})

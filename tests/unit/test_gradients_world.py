@@ -250,7 +250,7 @@ def test_a_pass_that_fails_says_why_and_the_others_go_on(
         Planned("head", "", spec_of(tied, dtype="bf16", head_dtype="fp32")),
     )
     result = take(world, tmp_path, ROLLOUT, plan_of(tied, *fixes), BATCH)
-    assert [sums.id for sums in result.sums] == ["reference", "baseline", "head"]
+    assert [*result.sums] == ["reference", "baseline", "head"]
     assert result.failed.keys() == {"blind"}
     assert "attention sinks" in result.failed["blind"]
 
@@ -260,7 +260,7 @@ def test_fixes_stop_where_the_budget_is_used_up(
 ) -> None:
     fix = Planned("head", "", spec_of(models["tied"], head_dtype="fp32"))
     result = take(world, tmp_path, ROLLOUT, plan_of(models["tied"], fix), BATCH, 0.0)
-    assert [sums.id for sums in result.sums] == ["reference", "baseline"]
+    assert [*result.sums] == ["reference", "baseline"]
     assert "budget" in result.failed["head"]
 
 

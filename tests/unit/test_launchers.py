@@ -119,7 +119,7 @@ def test_a_probe_of_the_sync_has_the_placement_of_a_check(
 
     cards = tuple(machine.Card(str(n), f"GPU-{n}", "H100", "81559") for n in range(gpus))
     monkeypatch.setattr(machine, "visible_cards", lambda: cards)
-    monkeypatch.setattr(processes, "_scores", lambda run_dir, side: [])
+    monkeypatch.setattr(processes.np, "load", lambda path: [])
     monkeypatch.setattr(processes, "score_rows", lambda own, other: ())
     monkeypatch.setattr(processes, "read_json", lambda path: {})
     monkeypatch.setattr(

@@ -31,7 +31,6 @@ from mismatch.features.locate.judge import (
 )
 from mismatch.features.locate.kinds import causes_of, kind_of
 from mismatch.features.locate.plan import actions_of, part_of, select
-from mismatch.features.locate.recording import Scope
 from mismatch.features.locate.results import (
     LAYER_SITES,
     Group,
@@ -432,11 +431,11 @@ def test_a_source_of_little_effect_stays_suspected_and_every_kind_has_its_page()
 def test_an_engine_that_cannot_be_recorded_ends_it_only_where_the_engine_may_be_wrong(
     gaps: tuple[Standing, Standing], needed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scopes: list[Scope] = []
+    asked: list[dict[str, Any]] = []
     monkeypatch.setattr(step, "square_of", lambda *_: square(*gaps))
-    monkeypatch.setattr(step, "locate_in", lambda *given: scopes.append(given[-1]))
+    monkeypatch.setattr(step, "locate_in", lambda *_, **given: asked.append(given))
     monkeypatch.setattr(step.manifest, "is_current", lambda *_: False)
     stages = SimpleNamespace(run_dir=tmp_path, spec=CheckSpec(), narrator=None)
     step.locate_failed(cast("Any", stages))
-    assert [scope.both for scope in scopes] == [needed]
-    assert scopes[0].gap is not None
+    assert [given["both"] for given in asked] == [needed]
+    assert asked[0]["gap"] is not None

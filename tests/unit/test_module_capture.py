@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from mismatch.errors import MismatchError
 from mismatch.features.locate.engine_side import join_ranks, of_rank, start, stop, take
-from mismatch.features.locate.reference import Adding, Replay, unseen
+from mismatch.features.locate.reference import Replay, added, unseen
 from mismatch.features.locate.results import LAYER_SITES, SOME_FAMILIES, TITLES
 from mismatch.models.boundaries import Boundaries, Recorder
 from tests import checkpoints, families
@@ -115,7 +116,7 @@ def test_a_fault_is_new_at_its_module_alone_and_explains_the_end(name: str) -> N
     large = {s.key for s, sums in replay.sums.items() if sums.new > 1e-9 * sums.same}
     expected = name if name == "final_norm" else f"1.{name}"
     assert large == {expected}
-    alone = logits(model, Adding({expected: replay.news[expected]}))
+    alone = logits(model, partial(added, {expected: replay.news[expected]}))
     assert float((alone - off).abs().max()) < 0.01 * float((plain - off).abs().max())
 
 
@@ -191,8 +192,8 @@ def test_latent_attention_shows_the_part_that_rope_turns(family: str) -> None:
     assert unseen(recorder.values, layers, routers=range(1, layers)) == []
     replay = Replay(recorder.values, recorder.values, 2)
     torch.testing.assert_close(logits(model, replay), plain, rtol=1e-5, atol=1e-5)
-    adding = Adding({key: torch.zeros_like(value) for key, value in recorder.values.items()})
-    torch.testing.assert_close(logits(model, adding), plain, rtol=1e-5, atol=1e-5)
+    zeros = {key: torch.zeros_like(value) for key, value in recorder.values.items()}
+    torch.testing.assert_close(logits(model, partial(added, zeros)), plain, rtol=1e-5, atol=1e-5)
 
 
 def test_a_site_that_some_layer_does_not_show_is_not_tested() -> None:

@@ -244,14 +244,14 @@ def test_sides_that_part_after_a_push_break_it_though_every_digest_agrees() -> N
     generator = np.random.default_rng(0)
     base, moved = generator.normal(size=200), generator.normal(size=200)
     near = [base + 0.01, moved + 0.01, base - moved, base + 0.01]
-    trainer = [[base], [moved], [base - moved]]
-    rows = score_rows([[state] for state in near], trainer)
+    trainer = [base, moved, base - moved]
+    rows = score_rows(near, trainer)
     assert [row.push for row in rows] == [0, 1, 2, 3]
     assert rows[3].engine_moved == 0
     assert rows[1].trainer_moved == pytest.approx(np.abs(moved - base).mean())
     report = replace(probe(states()), scores=rows)
     assert judge(report).status == "healthy"
-    stale = score_rows([[near[0]], [near[0]], [near[2]], [near[3]]], trainer)
+    stale = score_rows([near[0], near[0], near[2], near[3]], trainer)
     assert [row.push for row in parted(replace(report, scores=stale))] == [1]
     assert judge(replace(report, scores=stale)).status == "broken"
 

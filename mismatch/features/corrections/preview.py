@@ -147,9 +147,7 @@ class Bench:
 
     def previews(self, settings: Settings, lawful: bool) -> tuple[Preview, ...]:
         """Return every correction, in order; the ranks filled in where ``lawful``."""
-        weights = {
-            correction.id: correction.weights(self.ratios, settings) for correction in CORRECTIONS
-        }
+        weights = {each.id: each.weights(self.ratios, settings) for each in CORRECTIONS}
         previews: list[Preview] = []
         for correction in CORRECTIONS:
             w = weights[correction.id]
@@ -174,11 +172,11 @@ class Bench:
         return tuple(self._ranked(previews, weights) if lawful else previews)
 
     def _ess(self, correction: Correction, w: Floats) -> Estimate | None:
-        if correction.level == "token":
-            return self.estimate([self.total(w), self.total(w**2), self.tokens], _effective, SHARE)
-        shared = self.total(w) / self.tokens
-        units = np.ones_like(shared)
-        return self.estimate([shared, shared**2, units], _effective, SHARE)
+        sums = [self.total(w), self.total(w**2), self.tokens]
+        if correction.level != "token":
+            shared = sums[0] / self.tokens
+            sums = [shared, shared**2, np.ones_like(shared)]
+        return self.estimate(sums, _effective, SHARE)
 
     def _against(self, w: Floats) -> Against:
         away = self.total(w - self.ratios.token)
@@ -199,15 +197,12 @@ class Bench:
         first = min(errors, key=lambda id: errors[id])
         out = []
         for shown in previews:
-            assert shown.token is not None
-            # The figures of an equal correction may have been ranked: the override never is.
-            against = replace(shown.token, rank=None, tied=False)
-            if shown.id in errors:
+            if shown.token and shown.id in errors:
                 lower = sum(error < errors[shown.id] * (1.0 - EQUAL) for error in errors.values())
                 near = errors[shown.id] <= errors[first] * NEAR
                 tied = near or self._tied(weights[shown.id], weights[first])
-                against = replace(against, rank=1 + lower, tied=tied)
-            out.append(replace(shown, token=against))
+                shown = replace(shown, token=replace(shown.token, rank=1 + lower, tied=tied))
+            out.append(shown)
         return out
 
     def _tied(self, w: Floats, best: Floats) -> bool:
@@ -218,15 +213,8 @@ class Bench:
             noise = (means[..., 2] - means[..., 3]) / means[..., 5] / self.batch
             return floats(gap + noise)
 
-        columns = [
-            self.gap(w),
-            self.gap(best),
-            self.square(w),
-            self.square(best),
-            self.sizes,
-            self.powers,
-        ]
-        change = self.estimate(columns, difference, REAL)
+        gaps, squares = map(self.gap, (w, best)), map(self.square, (w, best))
+        change = self.estimate([*gaps, *squares, self.sizes, self.powers], difference, REAL)
         if change is None or change.low is None or change.high is None:
             return False  # one prompt: nothing is known of the difference
         return change.low <= 0.0 <= change.high

@@ -60,7 +60,13 @@ def shown(result: Corrections, asked: Mapping[str, str] | None = None) -> Sectio
 
     previews = sorted(result.previews, key=rank)
     rows = [_row(result, preview, (asked or {}).get(preview.id, "")) for preview in previews]
-    best = headline(result)
+    best, settings = headline(result), list[Section]()
+    if result.best is not None:
+        named = result.named(result.best)
+        wish = "" if result.favoured == result.best else "; if you want one anyway"
+        blocks = [recipe_block(item) for item in recipes(result.best, result.settings)]
+        title, lead = f"How to switch it on: {named.label}", f"{named.setting}{wish}"
+        settings.append(Section("corrections-settings", title, lead, blocks=blocks))
     return Section(
         "corrections",
         "Corrections, previewed",
@@ -87,7 +93,7 @@ def shown(result: Corrections, asked: Mapping[str, str] | None = None) -> Sectio
                 "What each does",
                 sentences=[_effect(result, preview) for preview in previews],
             ),
-            *_settings(result),
+            *settings,
         ],
         short=best,
     )
@@ -162,14 +168,3 @@ def remarks(result: Corrections) -> list[str]:
             "clamped to ±20."
         )
     return texts + [f"Not tested: {line(reason)}." for reason in result.not_tested]
-
-
-def _settings(result: Corrections) -> tuple[Section, ...]:
-    """How each framework switches the best on; nothing without a ranking."""
-    if result.best is None:
-        return ()
-    best = result.named(result.best)
-    wish = "" if result.favoured == result.best else "; if you want one anyway"
-    blocks = [recipe_block(item) for item in recipes(result.best, result.settings)]
-    title = f"How to switch it on: {best.label}"
-    return (Section("corrections-settings", title, f"{best.setting}{wish}", blocks=blocks),)

@@ -153,11 +153,9 @@ def plan_gradients(spec: CheckSpec, prompts: int, context: Context | None = None
     if passes[1].spec == passes[0].spec:
         raise MismatchError("the trainer is the float32 reference itself", "nothing to compare")
     same: dict[str, str] = {}
-    for variant in fixes.variants:
+    for variant in (each for each in fixes.variants if not each.folder):
         train = _with_gradients(variant.spec.train)
         equal = next((each.id for each in passes if each.spec == train), None)
-        if variant.folder:
-            continue
         if equal is not None:
             same[variant.id] = equal
         else:

@@ -24,33 +24,15 @@ FILE, SCHEMA = "gradients.json", "mismatch.gradients/3"
 ALL = "all"
 
 
-@dataclass(frozen=True, slots=True)
-class PassSums:
-    """What the training world measures of one pass, by group of parameters.
-
-    Attributes:
-        id: of the pass in the plan.
-        squared: [G] squared norm of the gradient.
-        dot: [G] inner product with the reference's gradient.
-    """
-
-    id: str
-    squared: tuple[float, ...]
-    dot: tuple[float, ...]
+# Group of parameters -> squared norm of its gradient, and inner product with the reference's.
+Sums = dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What the training world leaves.
+    """What the training world leaves: sums by id of the pass, or why it has no gradient."""
 
-    Attributes:
-        groups: G names of parameter groups, those that the model has.
-        sums: the reference's first.
-        failed: id of a pass -> why it has no gradient.
-    """
-
-    groups: tuple[str, ...]
-    sums: tuple[PassSums, ...]
+    sums: dict[str, Sums]
     failed: dict[str, str]
 
 
@@ -127,28 +109,22 @@ def compare_gradients(taken: Taken, plan: GradientPlan, batch: Batch) -> Gradien
         EmptyComparison: no gradient but the reference's, or a reference of 0: all advantages
             are equal.
     """
-    sums = {each.id: each for each in taken.sums}
-    reference = sums.pop(REFERENCE, None)
-    if reference is None or not sums:
+    reference = taken.sums.get(REFERENCE)
+    if reference is None or len(taken.sums) == 1:
         why = "; ".join(taken.failed.values())
         raise EmptyComparison(f"gradients: nothing to compare: {why}", "see logs/gradients.log")
-    if not sum(reference.squared):
+    if not sum(squared for squared, _ in reference.values()):
         fault = "gradients: the reference's is 0"
         fix = "samples of one prompt need different rewards: --task, or more --samples"
         raise EmptyComparison(fault, fix)
-    whole = _summed(reference)
-    rows = tuple(
-        GradientRow(
-            planned.id,
-            planned.label,
-            (
-                _group(ALL, _summed(own), whole, 0),
-                *(_group(name, own, reference, g) for g, name in enumerate(taken.groups)),
-            ),
-        )
-        for planned in plan.passes
-        if (own := sums.get(planned.id)) is not None
-    )
+    rows = []
+    for planned in plan.passes[1:]:
+        if planned.id in taken.sums:
+            own = taken.sums[planned.id]
+            groups = [_group(name, own[name], reference[name][0]) for name in own]
+            squared, dot = map(sum, zip(*own.values(), strict=True))
+            whole = _group(ALL, (squared, dot), sum(each for each, _ in reference.values()))
+            rows.append(GradientRow(planned.id, planned.label, (whole, *groups)))
     failed = tuple(f"gradient of {id}: {reason}" for id, reason in taken.failed.items())
     return GradientCheck(
         prompts=len(batch.prompts),
@@ -156,22 +132,17 @@ def compare_gradients(taken: Taken, plan: GradientPlan, batch: Batch) -> Gradien
         sequences=batch.sequences,
         tokens=batch.tokens,
         advantages=batch.advantages,
-        rows=rows,
+        rows=tuple(rows),
         same=plan.same,
         not_tested=(*plan.not_tested, *failed),
     )
 
 
-def _summed(sums: PassSums) -> PassSums:
-    """Return the sums over all groups."""
-    return PassSums(sums.id, (sum(sums.squared),), (sum(sums.dot),))
-
-
-def _group(name: str, own: PassSums, reference: PassSums, group: int) -> GroupGradient:
-    squared, theirs = own.squared[group], reference.squared[group]
+def _group(name: str, own: tuple[float, float], theirs: float) -> GroupGradient:
+    squared, dot = own
     if theirs == 0.0:
         return GroupGradient(name, math.sqrt(squared), None, None)
-    cosine = own.dot[group] / math.sqrt(squared * theirs) if squared else None
+    cosine = dot / math.sqrt(squared * theirs) if squared else None
     return GroupGradient(
         group=name,
         norm=math.sqrt(squared),

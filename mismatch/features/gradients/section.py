@@ -105,7 +105,16 @@ def section(result: GradientCheck, report: Report) -> Section:
         title="Gradients",
         lead=f"{LEAD} {batch}.",
         tables=(Table(COLUMNS, lines),),
-        figures=(_figure(result.rows),),
+        figures=(
+            Figure(
+                "gradient-directions",
+                "Direction, by group of parameters",
+                "Further left is nearer to the reference. At 90° the two have nothing in common. "
+                "A cross there: no gradient arrives where the reference has one.",
+                partial(_directions, result.rows[:MOST]),
+                (6.0, 1.3 + 0.42 * len(result.rows[0].groups)),
+            ),
+        ),
         notes=(*notes(result), *not_tested(result.not_tested)),
         parts=(groups,),
         short="" if arc is None else f"the trainer's points {degrees(arc)} away from float32's",
@@ -145,17 +154,6 @@ MARKERS = ("o", "s", "D", "^")
 MOST = 4  # gradients in the picture of groups
 LEAST = 1e-3  # degrees: what is nearer is drawn there
 TICKS = (1e-3, 1e-2, 0.1, 1.0, 10.0, 90.0)
-
-
-def _figure(rows: Sequence[GradientRow]) -> Figure:
-    return Figure(
-        "gradient-directions",
-        "Direction, by group of parameters",
-        "Further left is nearer to the reference. At 90° the two have nothing in common. A cross "
-        "there: no gradient arrives where the reference has one.",
-        partial(_directions, rows[:MOST]),
-        (6.0, 1.3 + 0.42 * len(rows[0].groups)),
-    )
 
 
 def _directions(rows: Sequence[GradientRow], axes: Axes) -> str:

@@ -28,7 +28,7 @@ from mismatch.features.gradients.plan import (
     Planned,
     choose_batch,
 )
-from mismatch.features.gradients.results import ID, PassSums, Taken
+from mismatch.features.gradients.results import ID, Sums, Taken
 from mismatch.processes.workers.engine import reported
 from mismatch.processes.workers.train import free_memory, replay_source
 from mismatch.run import store
@@ -135,8 +135,7 @@ def take(
     """
     loaded: LoadedModel | None = None
     reference: Shards = {}
-    groups: tuple[str, ...] = ()
-    sums: list[PassSums] = []
+    sums: dict[str, Sums] = {}
     failed: dict[str, str] = {}
     start = time.monotonic()
     for planned in plan.passes:
@@ -155,10 +154,8 @@ def take(
                 loaded = load(planned.spec, world.mesh, world.device)
             report_ready()
             source = replay_source(run_dir, rollout, planned.spec)
-            found = accumulated(world, loaded, rollout, planned, batch, source, reference)
-            groups = groups or tuple(name for name in GROUPS if name in found)
-            squared = tuple(found[name][0] for name in groups)
-            sums.append(PassSums(planned.id, squared, tuple(found[name][1] for name in groups)))
+            given = world, loaded, rollout, planned, batch, source, reference
+            sums[planned.id] = accumulated(*given)
         except Exception as error:
             traceback.print_exc()
             lost, loaded = error, None  # what failed half way is loaded again
@@ -168,11 +165,11 @@ def take(
             fault = f"the ranks parted in the gradient of {planned.id}"
             raise MismatchError(fault, f"see logs/{ID}.log") from lost or error
         if lost is not None:
-            failed[planned.id] = in_words(lost)
+            failed[planned.id] = reason = in_words(lost)
             if planned.id == REFERENCE:
-                fault = f"the float32 reference has no gradient: {in_words(lost)}"
+                fault = f"the float32 reference has no gradient: {reason}"
                 raise MismatchError(fault, f"see logs/{ID}.log")
-    return Taken(groups, tuple(sums), failed)
+    return Taken(sums, failed)
 
 
 def in_words(error: Exception) -> str:
@@ -193,7 +190,7 @@ def accumulated(
     batch: Batch,
     source: ReplaySource | None,
     reference: Shards,
-) -> dict[str, tuple[float, float]]:
+) -> Sums:
     """Return |g|² and g · reference by group of parameters, summed in float64 over all ranks.
 
     Args:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags, Option, switch
+from mismatch.cli.flags import Flags, Option, flag_of, switch
 from mismatch.cli.options import JSON, MODEL_FLAGS
 from mismatch.errors import MismatchError, require_packages
 from mismatch.specs import OUTPUT, SEEDS, WEEK_S
@@ -85,10 +85,9 @@ def audit_spec(flags: Flags) -> AuditSpec:
     from mismatch.features.kernels.isolation import AuditSpec
     from mismatch.models import resolve_model
 
-    only = flags["only"]
     for kind, name in (("experts", "kernel"), ("attention", "kernel_experts")):
-        if only == kind and flags[name]:
-            fault = f"--only {kind} leaves nothing to do for --{name.replace('_', '-')}"
+        if flags["only"] == kind and flags[name]:
+            fault = f"--only {kind} leaves nothing to do for {flag_of(name)}"
             raise MismatchError(fault, "drop one of the two")
     dtypes = tuple(name for text in flags["dtype"] or () for name in text.split(","))
     for name in dtypes:
@@ -96,13 +95,10 @@ def audit_spec(flags: Flags) -> AuditSpec:
             raise MismatchError(f"--dtype {name!r} is unknown", f"one of {', '.join(DTYPES)}")
     return AuditSpec(
         model=resolve_model(flags["model"] or DEFAULT_MODEL),
-        revision=flags["revision"],
-        trust_remote_code=flags["trust_remote_code"],
-        only=only,
+        **flags.pick("revision trust_remote_code only seed"),
         names=tuple(flags["name"] or ()),
         kernels=tuple(flags["kernel"] or ()),
         expert_kernels=tuple(flags["kernel_experts"] or ()),
         dtypes=dtypes,
-        seed=flags["seed"],
         limit_s=flags["time_limit"],
     )

@@ -33,12 +33,6 @@ class Sizes:
     width: int
     top_k: int
 
-    def reduced(self) -> Sizes:
-        """Small enough for float64 and every dtype; H and I differ, so that no mix-up fits."""
-        experts = min(self.experts, 8)
-        top_k = max(1, min(self.top_k, experts - 2, 4))
-        return Sizes(experts, min(self.hidden, 64), min(self.width, 48), top_k)
-
 
 class ExpertInputs(NamedTuple):
     """Inputs of the layer, and a router before it."""
@@ -76,12 +70,14 @@ def module_of(geometry: ModelGeometry) -> Any:
     raise MismatchError(message if loop else f"{family} is dense", "there is nothing to choose")
 
 
-def sizes_of(geometry: ModelGeometry) -> Sizes:
-    """Return the sizes of the model."""
+def reduced_sizes(geometry: ModelGeometry) -> Sizes:
+    """Return the model's, or smaller, for float64 and every dtype; H and I are never mixed up."""
     module = module_of(geometry)
     experts, first, second = module.down_proj.shape
     width, hidden = (first, second) if module.is_transposed else (second, first)
-    return Sizes(experts, hidden, width, geometry.sizes.top_k or 1)
+    experts = min(experts, 8)
+    top_k = max(1, min(geometry.sizes.top_k or 1, experts - 2, 4))
+    return Sizes(experts, min(hidden, 64), min(width, 48), top_k)
 
 
 def build(geometry: ModelGeometry, sizes: Sizes, device: str, dtype: torch.dtype, seed: int) -> Any:
@@ -179,7 +175,7 @@ def weighed(every: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> to
 def results(
     module: Any, registered: str | None, inputs: ExpertInputs
 ) -> tuple[Tensors, Exception | None]:
-    """Return output and gradients by the names of ``results.Error``, and the backward pass' error.
+    """Return output and gradients by the names of ``results.Error``, and its backward pass' error.
 
     Args:
         registered: the implementation's name; None: by the definition.
@@ -192,4 +188,6 @@ def results(
     try:
         return {OUT: out.detach(), **gradients(leaves, out, inputs.weights)}, None
     except Exception as error:
+        if registered is None:
+            raise
         return {OUT: out.detach()}, error

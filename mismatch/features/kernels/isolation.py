@@ -69,19 +69,15 @@ def run_audit(spec: AuditSpec, out: Path, progress: Progress, worker: str = WORK
             fate = _wait(process, folder, spec.limit_s)
         number = _running(folder)
         if number is not None:
-            audit = _plan(folder).audits[number]
-            ended = replace(audit, reason=fate, crashed=True)
+            plan = from_json(AuditReport, read_json(folder / PLAN))
+            ended = replace(plan.audits[number], reason=fate, crashed=True)
             write_json(result_file(folder, number), to_json(ended))
-    plan = _plan(folder)
+    plan = from_json(AuditReport, read_json(folder / PLAN))
     audits = (
         audit if audit.reason else from_json(Audit, read_json(result_file(folder, number)))
         for number, audit in enumerate(plan.audits)
     )
     return replace(plan, audits=tuple(audits))
-
-
-def _plan(folder: Path) -> AuditReport:
-    return from_json(AuditReport, read_json(folder / PLAN))
 
 
 def _wait(worker: Worker, folder: Path, limit_s: float) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -69,7 +68,20 @@ class AuditPlan:
         geometry = geometry_of(config, name, spec.trust_remote_code)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         options = Options(device, spec.dtypes or DTYPES[device], spec.seed)
-        attention, experts = _selected(spec, geometry, device)
+        attention = [] if spec.only == "experts" else names_here(geometry, spec.kernels, device)
+        experts = [] if spec.only == "attention" else implementations_for(geometry.bare)
+        known = dict.fromkeys([*(c.name for c in attention if c.origin != "yours"), *experts])
+        for unknown in (each for each in spec.names if each not in known):
+            fault = f"there is no implementation {unknown!r} here"
+            raise MismatchError(fault, f"one of {', '.join(known)}")
+        chosen = spec.names or known.keys() - {PLANTED}
+        for text in spec.expert_kernels:
+            load_function(text)
+            if not geometry.sizes.experts:
+                fault = f"{name} has no experts for {text} to run"
+                raise MismatchError(fault, "drop --kernel-experts")
+        attention = [each for each in attention if each.name in chosen or each.origin == "yours"]
+        experts = [each for each in experts if each in chosen] + list(spec.expert_kernels)
         if not attention and not experts:
             fault = f"there is nothing to audit: {name} is dense"
             raise MismatchError(fault, "drop --only experts")
@@ -93,18 +105,14 @@ class AuditPlan:
             "dtypes": list(self.options.dtypes),
             "seed": self.options.seed,
         }
-        shapes, untested = self.geometry.facts(), tuple(self._not_tested())
-        return AuditReport(self.geometry.model, device, shapes, tuple(audits), facts, untested)
-
-    def _not_tested(self) -> Iterator[str]:
-        if self.options.device == "cpu":
-            yield NO_GPU
-        if self.shipped:
-            yield f"the weights of {self.geometry.model}: {NO_WEIGHTS}"
-        if self.geometry.uneven:
-            yield UNEVEN
-        if self.experts:
-            yield REDUCED
+        untested = [NO_GPU] if device == "cpu" else []
+        untested += [f"the weights of {self.geometry.model}: {NO_WEIGHTS}"] if self.shipped else []
+        untested += [UNEVEN] if self.geometry.uneven else []
+        untested += [REDUCED] if self.experts else []
+        shapes = self.geometry.facts()
+        return AuditReport(
+            self.geometry.model, device, shapes, tuple(audits), facts, tuple(untested)
+        )
 
     def audit(self, planned: Audit) -> Audit:
         """Audit one implementation."""
@@ -112,29 +120,6 @@ class AuditPlan:
             return audit_experts(self.geometry, self.options, planned.name)
         named = (candidate for candidate in self.attention if candidate.name == planned.name)
         return audit_attention(self.geometry, self.options, next(named))
-
-
-def _selected(
-    spec: AuditSpec, geometry: ModelGeometry, device: str
-) -> tuple[list[Candidate], list[str]]:
-    """Return the implementations of both kinds that the spec selects."""
-    attention = [] if spec.only == "experts" else names_here(geometry, spec.kernels, device)
-    experts = [] if spec.only == "attention" else implementations_for(geometry.bare)
-    known = dict.fromkeys([*(c.name for c in attention if c.origin != "yours"), *experts])
-    for name in spec.names:
-        if name not in known:
-            fault = f"there is no implementation {name!r} here"
-            raise MismatchError(fault, f"one of {', '.join(known)}")
-    chosen = spec.names or known.keys() - {PLANTED}
-    for text in spec.expert_kernels:
-        load_function(text)
-        if not geometry.sizes.experts:
-            fault = f"{geometry.model} has no experts for {text} to run"
-            raise MismatchError(fault, "drop --kernel-experts")
-    return (
-        [each for each in attention if each.name in chosen or each.origin == "yours"],
-        [name for name in experts if name in chosen] + list(spec.expert_kernels),
-    )
 
 
 def main(arguments: list[str]) -> int:

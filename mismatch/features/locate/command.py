@@ -41,7 +41,7 @@ def locate(flags: Flags) -> int:
     """
     from mismatch.cli import session
     from mismatch.features.locate.judge import judge, to_document
-    from mismatch.features.locate.recording import Scope, locate_in
+    from mismatch.features.locate.recording import locate_in
     from mismatch.features.locate.section import section
     from mismatch.pipeline.saved_runs import load_report
     from mismatch.reports.files import write_report
@@ -53,9 +53,9 @@ def locate(flags: Flags) -> int:
     spec = load_spec(run)
     require_trust(run, spec, flags["trust_run"])
     narrator = session.narrator(silent=flags["as_json"])
-    scope = Scope(flags["sequences"], flags["max_sequence_tokens"])
+    size = {"sequences": flags["sequences"], "tokens": flags["max_sequence_tokens"]}
     with at_work(run, "locate", spec, session.command()):
-        location = locate_in(run, spec, narrator, scope)
+        location = locate_in(run, spec, narrator, **size)
     if (run / "report.json").exists():
         write_report(run, load_report(run).with_analyses(locate=location), store.load_tokens(run))
     verdict, file = judge(location), "locate.json"

@@ -50,53 +50,54 @@ PLACE = "locate"  # scratch in the run directory; gone at the end
 ENGINE, PASSES = "locate-engine", "locate"
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """What is recorded, and for how long."""
-
-    sequences: int = 8
-    """The worst half of them, and others at random."""
-    tokens: int = 512
-    """Of a sequence at most."""
-    limit_s: float = math.inf
-    """After which a process that is still at work is ended."""
-    both: bool = False
-    """An engine that cannot be recorded is an error; else the trainer is located alone."""
-    gap: tuple[str, str] | None = None
-    """Scorings in float32 that differ: both sides run as they did, and on the sequences that are
-    worst by them; None: as the run's two sides."""
-
-
-def locate_in(run_dir: Path, spec: CheckSpec, narrator: Narrator, scope: Scope) -> Location:
+def locate_in(
+    run_dir: Path,
+    spec: CheckSpec,
+    narrator: Narrator,
+    *,
+    sequences: int = 8,
+    tokens: int = 512,
+    limit_s: float = math.inf,
+    both: bool = False,
+    gap: tuple[str, str] | None = None,
+) -> Location:
     """Record a run's engine and trainer on some of its tokens; leave ``locate.json``.
 
     The caller holds the run directory.
 
+    Args:
+        sequences: how many; the worst half of them, and others at random.
+        tokens: of a sequence at most.
+        limit_s: after which a process that is still at work is ended.
+        both: an engine that cannot be recorded is an error; else the trainer is located alone.
+        gap: scorings in float32 that differ: both sides run as they did, and on the sequences that
+            are worst by them; None: as the run's two sides.
+
     Raises:
         MismatchError: a trainer whose modules cannot be recorded, or the time was used up.
     """
-    end, place, report = time.monotonic() + scope.limit_s, run_dir / PLACE, run_dir / "report.json"
+    end, place, report = time.monotonic() + limit_s, run_dir / PLACE, run_dir / "report.json"
     square = None
     with suppress(MismatchError):  # a run without scorings yet
         square = square_of(run_dir, spec)
-    if scope.gap is not None:
+    if gap is not None:
         sampler, exact = float32_engine(spec.rollout) or spec.rollout, trainer_in_float32(spec)
         spec = replace(spec, rollout=sampler, train=exact[0].spec if exact else spec.train)
     rollout, train = store.load_rollout(run_dir), spec.train
     engine, delta = spec.rollout.engine.engine, None
     headline = (f"{engine}:decode", TRAIN)
-    names, present = scope.gap or headline, set(store.scoring_names(run_dir))
+    names, present = gap or headline, set(store.scoring_names(run_dir))
     if present.issuperset(names):
         sampled, trained = (store.load_scoring(run_dir, name).logprobs for name in names)
         delta = trained - sampled
-    chosen = select(rollout, delta, scope.sequences, scope.tokens)
+    chosen = select(rollout, delta, sequences, tokens)
     work = _Recording(run_dir, spec, narrator, chosen, end)
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
     try:
         dtype = work.engine()
         unseen = [dtype] if isinstance(dtype, NotTested) else []
-        if unseen and scope.both:
+        if unseen and both:
             raise MismatchError(f"{unseen[0].what}: {unseen[0].reason}", unseen[0].how)
         if unseen:
             narrator.note(f"{engine} is not located: {unseen[0].reason}")

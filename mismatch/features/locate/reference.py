@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -147,30 +148,22 @@ class Reference:
             held=None,
             sites=tuple(sites),
         )
-        groups = groups_of(sites)
-        return with_first(self._with_effects(side, end, groups)) if groups else side
-
-    def _with_effects(
-        self, side: SideLocation, end: Floats, candidates: list[tuple[Group, tuple[Site, ...]]]
-    ) -> SideLocation:
-        everything = {site.location.key for site in side.sites}
+        everything = {site.location.key for site in sites}
         sources: set[str] = set()
-        groups = []
-        for index, (group, sites) in enumerate(candidates):
-            keys = {site.key for site in sites}
+        groups: list[Group] = []
+        for group, places in groups_of(sites):
+            keys = {site.key for site in places}
             sources |= keys
-            if index < TESTED:
-                alone = self._with_new(side.name, keys)
-                without = self._with_new(side.name, everything - keys)
+            if len(groups) < TESTED:
+                alone, without = self._with_new(name, keys), self._with_new(name, everything - keys)
                 effects = explained(end, alone), removed(end, without), moved(end, alone)
                 group = replace(group, explains=effects[0], removed=effects[1], moves=effects[2])
             groups.append(group)
-        return replace(
-            side,
-            groups=tuple(groups),
-            explained=explained(end, self._with_new(side.name, sources)),
-            removed=removed(end, self._with_new(side.name, everything - sources)),
-        )
+        if not groups:
+            return side
+        together = explained(end, self._with_new(name, sources))
+        gone = removed(end, self._with_new(name, everything - sources))
+        return with_first(replace(side, groups=tuple(groups), explained=together, removed=gone))
 
     def _with_new(self, side: str, keys: Collection[str]) -> Floats:
         """Return the distance [A] of the reference with a side's new errors at these sites."""
@@ -179,7 +172,7 @@ class Reference:
             with safe_open(folder / f"{number}.safetensors", "pt") as file:
                 news = {key: file.get_tensor(key) for key in set(file.keys()) & set(keys)}
             head = news.pop(HEAD.key, None)
-            end = self.forward.logprobs(number, Adding(news))
+            end = self.forward.logprobs(number, partial(added, news))
             end = end if head is None else end + head.numpy()
             distances.append(end - self.own[number])
         return np.concatenate(distances)
@@ -258,12 +251,7 @@ class Replay:
         return (gap > TIE * best[:, -2].abs()).to(device)
 
 
-class Adding:
-    """A visitor that adds to some modules' outputs."""
-
-    def __init__(self, news: dict[str, torch.Tensor]) -> None:
-        self.news = news
-
-    def __call__(self, key: str, value: torch.Tensor) -> torch.Tensor | None:
-        new = self.news.get(key)
-        return None if new is None else value + new.to(value.device, value.dtype)
+def added(news: dict[str, torch.Tensor], key: str, value: torch.Tensor) -> torch.Tensor | None:
+    """Visit a module: what is new there is added to its output."""
+    new = news.get(key)
+    return None if new is None else value + new.to(value.device, value.dtype)

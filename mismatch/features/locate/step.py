@@ -10,7 +10,7 @@ from mismatch.analysis.square import Finding
 from mismatch.errors import MismatchError
 from mismatch.features.locate.flags import NO_LOCATE
 from mismatch.features.locate.judge import FILE
-from mismatch.features.locate.recording import Scope, locate_in
+from mismatch.features.locate.recording import locate_in
 from mismatch.pipeline.build import square_of
 from mismatch.processes.stages import Stages
 from mismatch.run import manifest
@@ -48,6 +48,12 @@ def locate_failed(stages: Stages) -> None:
     first, gap = failed[0], None
     if isinstance(first, Finding) and first.evidence == "gap":
         gap = first.scoring, REFERENCE
-    # The trainer's modules can be recorded without the engine's.
-    scope = Scope(SEQUENCES, limit_s=LONGEST_S, both=first.side != "trainer", gap=gap)
-    locate_in(run_dir, spec, stages.narrator, scope)
+    locate_in(
+        run_dir,
+        spec,
+        stages.narrator,
+        sequences=SEQUENCES,
+        limit_s=LONGEST_S,
+        both=first.side != "trainer",  # whose modules can be recorded without the engine's
+        gap=gap,
+    )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags, Option, flags_of, spec_values
+from mismatch.cli.flags import Flags, Option, flag_of, flags_of, spec_values
 from mismatch.cli.options import AROUND_A_RUN, CHECK, JSON
 from mismatch.errors import MismatchError, require_packages
 from mismatch.features.loop.spec import (
@@ -187,7 +187,7 @@ def loop_spec(flags: Flags) -> LoopSpec:
     if run is not None:
         if given := flags.explicit & {*SIDES}:
             fault = f"--like takes model, engine, trainer and prompts of {run}"
-            raise MismatchError(fault, f"drop --{min(given).replace('_', '-')}, or --like")
+            raise MismatchError(fault, f"drop {flag_of(min(given))}, or --like")
         spec = load_spec(run)
         session.require_own(run, spec, flags["trust_run"])
         if spec.train.layers is not None:

@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import typer
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import REQUIRED, Flags, Option
@@ -50,22 +49,16 @@ def losses(flags: Flags) -> int:
     Examples:
     mismatch losses --framework verl --python ENV/bin/python
     """
-    from rich.console import Console
-
+    from mismatch.cli import session
     from mismatch.codec import to_json
-    from mismatch.reports.terminal import print_alone
 
     code, outcomes = measured(flags["framework"], flags["python"] or sys.executable)
     wrong = sum(bool(outcome.remark) for outcome in outcomes)
     verdict = Judged("healthy", f"all {len(outcomes)} cases agree with the closed form", 0)
     if wrong:
         verdict = Judged("broken", f"{plural(wrong, 'case')} of {len(outcomes)} differ", 1)
-    if flags["as_json"]:
-        document = {"schema": "mismatch.losses/1", "code": code, "cases": to_json(outcomes)}
-        typer.echo(json.dumps(document, indent=2, allow_nan=False))
-    else:
-        print_alone(shown(code, outcomes), verdict, Console(), None, "", False)
-    return verdict.code
+    document = {"schema": "mismatch.losses/1", "code": code, "cases": to_json(outcomes)}
+    return session.conclude_alone(shown(code, outcomes), verdict, document, None, "", flags)
 
 
 def measured(framework: str, python: str) -> tuple[str, list[Outcome]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
+from mismatch.cli.flags import flag_of
 from mismatch.features.presets.config_file import ConfigFile
 from mismatch.features.presets.rules import CONVERSIONS, Name, Rule, rules_of, table, typed
 from mismatch.specs import CheckSpec, TrainSpec
@@ -67,7 +68,7 @@ class Followed:
             self.spec = _put(self.spec, place, value)
             self.used.append(f"{key} = {shown} → {parameter} {value}")
         elif getattr(getattr(self.spec if own else self.spec.rollout, group), name) != value:
-            self.kept.append(f"{key} = {shown} gives way to --{parameter.replace('_', '-')}")
+            self.kept.append(f"{key} = {shown} gives way to {flag_of(parameter)}")
 
     def follow(self, rule: Rule, key: str, value: Any) -> None:
         """Do what a rule says of a typed value."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from mismatch.cli.configuration import Configuration, Configured
-from mismatch.cli.flags import Flags, Option
+from mismatch.cli.flags import Flags, Option, flag_of
 from mismatch.errors import MismatchError
 from mismatch.features.presets import trl, verl
 from mismatch.features.presets.apply import Followed
@@ -49,7 +49,7 @@ def apply(spec: CheckSpec, flags: Flags) -> Configured:
         MismatchError: two of them at once, or a file that cannot be read.
     """
     for names, what in ((DESCRIBE, "trainer"), (SAMPLE, "sampling")):
-        both = [f"--{name.replace('_', '-')}" for name in names if flags.get(name)]
+        both = [flag_of(name) for name in names if flags.get(name)]
         if len(both) > 1:
             raise MismatchError(f"{' and '.join(both)} both describe the {what}", f"drop {both[0]}")
     notes: tuple[str, ...] = ()

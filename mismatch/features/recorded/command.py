@@ -38,7 +38,8 @@ WHERE = (
     Option("workers", int | None, OUTPUT, PROCESSES, range=Range(1, 1024)),
     Option("dask", str | None, OUTPUT, "Address of a Dask scheduler whose workers read the dump."),
 )
-EVERY = Option("every", float, OUTPUT, "Seconds between reads of the folder.")
+READS = "Seconds between reads of the folder."
+EVERY = Option("every", float, OUTPUT, READS, default=5.0, range=Range(0.1, 86400))
 STEP = Option("step", int | None, OUTPUT, "Report this step alone; default: all steps of the dump.")
 LAW = flags_of(Sampling, "temperature top_p top_k min_p repetition_penalty")
 SAMPLED = (*LAW, *flags_of(EngineSpec, "dtype"))
@@ -117,7 +118,7 @@ def read_rollouts(flags: Flags) -> int:
 @with_flags(
     replace(DUMP, help="Folder that a run writes its dumps to."),
     READING[1],
-    replace(EVERY, default=5.0, range=Range(0.1, 86400)),
+    EVERY,
     switch("once", OUTPUT, "Show the existing steps and stop."),
 )
 def watch(flags: Flags) -> int:

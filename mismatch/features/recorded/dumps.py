@@ -150,7 +150,7 @@ def read_part(
         where = partial(part.place, number)
         recorded.form = form = recorded.form or _form_of(entry, where)
         try:
-            rows = [*FORMS[form].read(entry, recorded.remarks)]
+            rows = [*FORMS[form][0](entry, recorded.remarks)]
         except WRONG as error:
             fault = f"{where()}: no sequence of the format {form}: {error}"
             fix = "docs/how-to/recorded-runs.md lists the fields; --format names another"
@@ -452,26 +452,17 @@ def _unpadded(entry: Entry, ids: Ints, there: Bools, mask: Bools, *columns: str)
     return _row(entry, ids[there], sampled[there], sampled[before:], *columns)
 
 
-@dataclass(frozen=True)
-class Format:
-    """One format of rows."""
-
-    read: Callable[[Entry, Counter[str]], Iterator[Row]]
-    """Yield the sequences of a row, and count remarks."""
-    marks: str
-    """Fields that tell a row of this format from others."""
-
-
-# The first whose marks a row has; other rows may count their turns, so that list is last.
-FORMS: dict[Form, Format] = {
-    "open-instruct": Format(open_instruct, "response_tokens"),
-    "prime-rl": Format(prime_rl, "inference_logprobs"),
-    "nemo-rl": Format(nemo_rl, "generation_logprobs"),
-    "slime": Format(slime, "tokens response_length"),
-    "generic": Format(generic, "token_ids|response_token_ids"),
-    "verl": Format(verl, "responses response_mask"),
-    "skyrl": Format(skyrl, "sequences loss_mask"),
-    "torchtitan": Format(torchtitan, "turns"),
+# What yields the sequences of a row and counts remarks, and the fields that mark a row of it: the
+# first whose marks it has. Other rows may count their turns, so that list is last.
+FORMS: dict[Form, tuple[Callable[[Entry, Counter[str]], Iterator[Row]], str]] = {
+    "open-instruct": (open_instruct, "response_tokens"),
+    "prime-rl": (prime_rl, "inference_logprobs"),
+    "nemo-rl": (nemo_rl, "generation_logprobs"),
+    "slime": (slime, "tokens response_length"),
+    "generic": (generic, "token_ids|response_token_ids"),
+    "verl": (verl, "responses response_mask"),
+    "skyrl": (skyrl, "sequences loss_mask"),
+    "torchtitan": (torchtitan, "turns"),
 }
 # Of the generic format, which people write by hand: a misspelt field is named in the report.
 GENERIC = "token_ids action_mask prompt_token_ids response_token_ids logprobs rollout_logprobs "
@@ -494,8 +485,8 @@ TEXT_ONLY = (
 
 
 def _form_of(entry: Entry, where: Callable[[], str]) -> Form:
-    for form, known in FORMS.items():
-        if any(set(marks.split()) <= entry.keys() for marks in known.marks.split("|")):
+    for form, (_, marks) in FORMS.items():
+        if any(set(each.split()) <= entry.keys() for each in marks.split("|")):
             return form
     for fields, what, remedy in TEXT_ONLY:
         if fields <= set(entry):

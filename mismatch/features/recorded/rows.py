@@ -118,6 +118,12 @@ def row_groups(pair: Pair, rollout: Rollout, known: Mapping[str, Sequence[str]])
         "response length": ["the longest quarter" if long else "shorter" for long in longest],
     }
     held = {name: np.asarray(values)[scored] for name, values in attributes.items()}
+    if "row" in held:  # ranks and replicas take rows in turn, or in blocks
+        at = held.pop("row").astype(np.int64)
+        for ways in (2, 4, 8):
+            held[f"{IN_TURN} {ways}:"] = (at % ways).astype(str)
+            blocks = at * ways // (at.max() + 1)
+            held[f"block of the file, of {ways}:"] = blocks.astype(str)
     far = far_group(score)
     if far is None:
         return _by_source(score, scored, held) or changes
@@ -174,7 +180,7 @@ def _by_source(score: Floats, scored: Ints, known: Mapping[str, np.ndarray]) -> 
 
     tried = {
         name: values
-        for name, values in _with_order(known).items()
+        for name, values in known.items()
         if name in SOURCES or name.startswith(IN_TURN)
     }
     for name, values in tried.items():  # what the dump names comes before the order of its rows
@@ -199,9 +205,8 @@ def _shared(far: Bools, known: Mapping[str, np.ndarray]) -> tuple[Shared, ...]:
     """Return the attributes that tell the far rows from the others, the best first."""
     from scipy.stats import hypergeom
 
-    tried = _with_order(known)
     found = []
-    for name, values in tried.items():
+    for name, values in known.items():
         kinds, kind = np.unique(values, return_inverse=True)
         if not 2 <= len(kinds) <= len(far) // 2:
             continue
@@ -212,22 +217,10 @@ def _shared(far: Bools, known: Mapping[str, np.ndarray]) -> tuple[Shared, ...]:
             continue
         hits = int((far & predicted).sum())  # as many or more, of a grouping drawn at random:
         chance = hypergeom.sf(hits - 1, len(far), int(far.sum()), int(predicted.sum()))
-        if chance * len(tried) * 2 ** (len(kinds) - 1) < CHANCE:
+        if chance * len(known) * 2 ** (len(kinds) - 1) < CHANCE:
             found.append(Shared(name, tuple(kinds[share > 0.5].tolist()), agreement))
     found.sort(key=lambda each: (-each.agreement, len(each.values)))
     return tuple(found)
-
-
-def _with_order(known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the attributes, with those of a row's place in the file instead of its number."""
-    tried = {name: values for name, values in known.items() if name != "row"}
-    if "row" in known:  # ranks and replicas take rows in turn, or in blocks
-        at = known["row"].astype(np.int64)
-        for ways in (2, 4, 8):
-            tried[f"{IN_TURN} {ways}:"] = (at % ways).astype(str)
-            blocks = at * ways // (at.max() + 1)
-            tried[f"block of the file, of {ways}:"] = blocks.astype(str)
-    return tried
 
 
 def _changes(pair: Pair, surprise: Floats, scored: Ints) -> RowGroups:

@@ -17,7 +17,7 @@ from mismatch.errors import MismatchError, require_packages
 from mismatch.specs import OUTPUT, SEEDS, EngineSpec
 
 if TYPE_CHECKING:
-    from mismatch.features.sync.report import SyncReport, SyncSpec
+    from mismatch.features.sync.report import SyncSpec
 
 PROBE = "What to probe"
 DEFAULT_MODEL = "tiny-gpt-oss"
@@ -66,10 +66,12 @@ def sync_probe(flags: Flags) -> int:
     mismatch sync-probe --model MODEL --engine sglang
     """
     from mismatch.cli import session
-    from mismatch.features.sync.judge import judge, sync_to_json
+    from mismatch.features.sync.judge import FILE, SCHEMA, judge, sync_to_json
     from mismatch.features.sync.processes import run_probe
-    from mismatch.features.sync.section import section
+    from mismatch.features.sync.section import page, section
     from mismatch.pipeline.preflight import require_engine_names
+    from mismatch.reports.html import show_page
+    from mismatch.run import store
     from mismatch.run.directory import new_directory
 
     spec = probe_spec(flags)
@@ -82,9 +84,10 @@ def sync_probe(flags: Flags) -> int:
     out = new_directory(flags["out"], spec.engine.model)
     with narrator.stage("probe of the weight sync") as progress:
         report = run_probe(out, spec, progress)
-    save(report, out)
-    verdict, file = judge(report), "sync-probe.html"
-    return session.conclude_alone(section(report), verdict, sync_to_json(report), out, file, flags)
+    document, file = sync_to_json(report), "sync-probe.html"
+    store.save_document(out, FILE, document, schema=SCHEMA)
+    store.write_text(out / file, show_page(page(report)))
+    return session.conclude_alone(section(report), judge(report), document, out, file, flags)
 
 
 def probe_spec(flags: Flags) -> SyncSpec:
@@ -115,10 +118,7 @@ def probe_spec(flags: Flags) -> SyncSpec:
     return SyncSpec(
         engine=replace(spec, routing=False),
         path=path,
-        push=push,
-        seed=flags["seed"],
-        keep_caches=flags["keep_caches"],
-        trainer=flags["trainer"],
+        **flags.pick("push seed keep_caches trainer"),
     )
 
 
@@ -151,14 +151,3 @@ def plan(spec: SyncSpec) -> int:
     needed, free = memory(sum(beside.values())), memory(psutil.virtual_memory().available)
     typer.echo(f"memory   the engine's, and {needed} ({parts}); {free} are free")
     return 0
-
-
-def save(report: SyncReport, out: Path) -> None:
-    """Write sync-probe.json and sync-probe.html."""
-    from mismatch.features.sync.judge import FILE, SCHEMA, sync_to_json
-    from mismatch.features.sync.section import page
-    from mismatch.reports.html import show_page
-    from mismatch.run import store
-
-    store.save_document(out, FILE, sync_to_json(report), schema=SCHEMA)
-    store.write_text(out / "sync-probe.html", show_page(page(report)))

@@ -104,8 +104,23 @@ def held_by(engine: Any, names: list[str], transposed: list[str]) -> Held:
     Raises:
         MismatchError: a server or an SGLang engine that does not show it.
     """
-    if isinstance(engine, str):
-        return _held_by_server(engine, names, transposed)
+    if isinstance(engine, str):  # whose workers have the extension
+        from mismatch.engines.servers.address import parse_address
+        from mismatch.engines.servers.client import Client, RequestFailed, api_key, wait_for
+
+        call = {"method": "mismatch_held_json", "args": [names, transposed]}
+        client = Client(parse_address(engine), SERVER_S, api_key())
+        try:
+            return wait_for(
+                client.post(
+                    "/collective_rpc",
+                    call,
+                    lambda answer: held_from_plain(json.loads(answer["results"][0])),
+                )
+            )
+        except RequestFailed as error:
+            fix = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
+            raise MismatchError(f"{engine} does not show its parameters: {error}", fix) from error
     kinds = type(engine).__mro__
     if hasattr(engine, "mismatch_called"):
         return held_from_plain(engine.mismatch_called("mismatch_held", names, transposed))
@@ -117,23 +132,6 @@ def held_by(engine: Any, names: list[str], transposed: list[str]) -> Held:
         turned = {n: t.transpose(-1, -2) if n in transposed else t for n, t in tensors.items()}
         return {name: Prints.of(name, tensor) for name, tensor in turned.items()}, {}
     return held_from_plain(engine.collective_rpc("mismatch_held", args=(names, transposed))[0])
-
-
-def _held_by_server(url: str, names: list[str], transposed: list[str]) -> Held:
-    """Ask workers that have :class:`mismatch.engines.vllm.weight_sync.WeightSync`."""
-    from mismatch.engines.servers.address import parse_address
-    from mismatch.engines.servers.client import Client, RequestFailed, api_key, wait_for
-
-    def read(answer: Any) -> Held:
-        return held_from_plain(json.loads(answer["results"][0]))
-
-    call = {"method": "mismatch_held_json", "args": [names, transposed]}
-    client = Client(parse_address(url), SERVER_S, api_key())
-    try:
-        return wait_for(client.post("/collective_rpc", call, read))
-    except RequestFailed as error:
-        fix = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
-        raise MismatchError(f"{url} does not show its parameters: {error}", fix) from error
 
 
 def _set(

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -64,14 +64,10 @@ def outcome(push: int, expected: Sequence[Prints], held: Prints) -> Outcome:
         return whole
     if not arrived and len(parts) == 1:
         (status,) = parts
-        return Outcome(push, "rearranged" if status == "exchanged" else _status(status))
+        return Outcome(push, "rearranged" if status == "exchanged" else cast(Status, status))
     if not arrived and set(parts) <= {"exchanged", "rearranged"}:
         return Outcome(push, "rearranged", named)
     return Outcome(push, "partly", named)
-
-
-def _status(text: str) -> Status:
-    return next(status for status in SEVERITY if status == text)
 
 
 def _part(label: str, now: Prints, earlier: Sequence[Prints], held: Prints) -> tuple[str, str]:
@@ -154,11 +150,12 @@ def parameter(
     if start.status != "arrived":
         how = "it differs from the checkpoint before any push; its layout is not understood"
         return Parameter(name, "not_compared", reason=reason or how)
-    outcomes = []
-    for push, prints in enumerate(held[1:], 1):
-        if prints is not None:
-            outcomes.append(outcome(push, expected[: push + 1], prints))
-    return Parameter(name, _worst(outcomes), tuple(outcomes))
+    outcomes = tuple(
+        outcome(push, expected[: push + 1], prints)
+        for push, prints in enumerate(held)
+        if push and prints is not None
+    )
+    return Parameter(name, _worst(outcomes), outcomes)
 
 
 def _worst(outcomes: Sequence[Outcome]) -> Status:
@@ -189,10 +186,9 @@ def parameters(
     for name in dict.fromkeys([*expected[0], *(n for n in tied if n in held[0])]):
         source = tied.get(name, name)
         states = [state[source] for state in expected]
+        prints = [state.get(name) for state in held]
         if source != name:  # sampled in other places, under another name
             states = [replace(state, values=()) for state in states]
-        prints = [state.get(name) for state in held]
-        if source != name:
             prints = [p and replace(p, values=()) for p in prints]
         results.append(parameter(name, states, prints, reasons.get(name, "")))
     # A tied parameter that is stale while its source arrived lost its tie.
@@ -228,33 +224,25 @@ def of_adapters(compared: Sequence[Parameter], held: Sequence[States]) -> tuple[
 # ---------------------------------------------------------------- logprobs, caches
 
 
-def score_rows(
-    engine: Sequence[Sequence[Floats]], trainer: Sequence[Sequence[Floats]] | None
-) -> tuple[ScoreRow, ...]:
+def score_rows(engine: Sequence[Floats], trainer: Sequence[Floats] | None) -> tuple[ScoreRow, ...]:
     """Per state: how far both sides are apart, and how far each has moved.
 
     Args:
-        engine, trainer: state -> sequence -> logprobs; the trainer knows states 0 to 2.
+        engine, trainer: logprobs [tokens] of each state; the trainer knows states 0 to 2.
     """
-    flat = [np.concatenate(list(state)) for state in engine]
-    other = [np.concatenate(list(state)) for state in trainer] if trainer else None
+
+    def mean(delta: Floats) -> float:
+        return float(np.abs(delta).mean())
+
     rows = []
-    for push, scores in enumerate(flat):
-        beside = None if other is None else other[0 if push == BACK else push]
-        rows.append(
-            ScoreRow(
-                push,
-                len(scores),
-                None if beside is None else _mean(scores - beside),
-                None if beside is None or other is None else _mean(beside - other[0]),
-                _mean(scores - flat[0]),
-            )
-        )
+    for push, scores in enumerate(engine):
+        apart = trainer_moved = None
+        if trainer is not None:
+            beside = trainer[0 if push == BACK else push]
+            apart, trainer_moved = mean(scores - beside), mean(beside - trainer[0])
+        moved = mean(scores - engine[0])
+        rows.append(ScoreRow(push, len(scores), apart, trainer_moved, moved))
     return tuple(rows)
-
-
-def _mean(delta: Floats) -> float:
-    return float(np.abs(delta).mean())
 
 
 def parted(report: SyncReport) -> tuple[ScoreRow, ...]:
@@ -285,8 +273,11 @@ def kept_caches(report: SyncReport) -> tuple[CacheRow, ...]:
 
 def judge(report: SyncReport) -> Judged:
     """Broken by any fault; inconclusive where something could not be compared."""
-    reasons = [_group(status, report.of_status(status)) for status in reversed(SEVERITY[2:])]
-    reasons = [reason for reason in reasons if reason]
+    reasons = [
+        f"{len(group)} {WORDS[status]}: {_kinds(group)}"
+        for status in reversed(SEVERITY[2:])
+        if (group := report.of_status(status))
+    ]
     reasons += [f"push {push} failed: {why}" for push, why in report.push_failed.items()]
     if rows := kept_caches(report):
         reasons.append(
@@ -321,12 +312,6 @@ WORDS: dict[Status, str] = {
     "arrived": "arrived",
     "not_compared": "not compared",
 }
-
-
-def _group(status: Status, parameters: Sequence[Parameter]) -> str:
-    if not parameters:
-        return ""
-    return f"{len(parameters)} {WORDS[status]}: {_kinds(parameters)}"
 
 
 def _kinds(parameters: Sequence[Parameter]) -> str:

@@ -22,7 +22,7 @@ from mismatch.processes.launch import (
 )
 from mismatch.run.machine import engine_gpus, local_gpus, visible_as
 from mismatch.run.store import read_json, write_json
-from mismatch.types import Floats, NotTested
+from mismatch.types import NotTested
 
 FOLDER = "sync"
 WORKER = "mismatch.features.sync.worker"
@@ -39,7 +39,8 @@ def run_probe(run_dir: Path, spec: SyncSpec, progress: Progress) -> SyncReport:
     gpus, own = local_gpus(), engine_gpus(spec.engine)
     apart = gpus > own  # the engine takes the last, the trainer the first; else both in turn
     places, first = (tuple(range(gpus - own, gpus)), (0,)) if apart else ((), ())
-    env = _environment(spec) | visible_as(places)
+    env = interpreter_environment(own_python(spec.engine)) | dict(spec.engine.env)
+    env |= visible_as(places)
     with started(*_worker(run_dir, spec, "engine"), progress, env) as engine:
         if gpus and not apart:
             finish(engine)
@@ -53,9 +54,10 @@ def run_probe(run_dir: Path, spec: SyncSpec, progress: Progress) -> SyncReport:
                 trainer = error
         finish(engine)
     report = from_json(SyncReport, read_json(run_dir / FOLDER / "engine.json"))
-    scores = _scores(run_dir, "engine")
-    other = None if trainer or not spec.trainer else _scores(run_dir, "trainer")
-    if other is None:
+    scores, other = np.load(run_dir / FOLDER / "engine.npy"), None
+    if spec.trainer and trainer is None:
+        other = np.load(run_dir / FOLDER / "trainer.npy")
+    else:
         reason = trainer.message if trainer else "--no-trainer"
         how = trainer.fix if trainer else "without it"
         missing = NotTested("the trainer's logprobs after a push", reason, how)
@@ -69,11 +71,3 @@ def _worker(run_dir: Path, spec: SyncSpec, side: str) -> tuple[str, list[str], P
     path = write_json(run_dir / "jobs" / f"{label}.json", job)
     python = engine_python(spec.engine) if side == "engine" else sys.executable
     return label, [python, "-m", WORKER, str(path)], run_dir
-
-
-def _environment(spec: SyncSpec) -> dict[str, str]:
-    return interpreter_environment(own_python(spec.engine)) | dict(spec.engine.env)
-
-
-def _scores(run_dir: Path, side: str) -> list[list[Floats]]:
-    return [[state] for state in np.load(run_dir / FOLDER / f"{side}.npy")]

@@ -150,9 +150,9 @@ class SyncReport:
     not_tested: tuple[NotTested, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def of_status(self, *status: Status) -> tuple[Parameter, ...]:
-        """Return parameters of these statuses."""
-        return tuple(p for p in self.parameters if p.status in status)
+    def of_status(self, status: Status) -> tuple[Parameter, ...]:
+        """Return parameters of this status."""
+        return tuple(p for p in self.parameters if p.status == status)
 
     @property
     def faults(self) -> tuple[Parameter, ...]:

@@ -22,7 +22,7 @@ import numpy as np
 from mismatch.codec import from_json, to_json
 from mismatch.engines.model_info import read_model_info
 from mismatch.engines.registry import engine_class, engine_info, model_directory, versions
-from mismatch.engines.sync_drivers import Answer, Driver, Held, driver_class
+from mismatch.engines.sync_drivers import Driver, driver_class
 from mismatch.errors import MismatchError, first_line
 from mismatch.features.sync.judge import cache_row, of_adapters, parameters, unread
 from mismatch.features.sync.report import CacheRow, SyncReport, SyncSpec
@@ -41,43 +41,36 @@ from mismatch.processes.workers.engine import reported
 from mismatch.run.messages import exit_worker, report_ready, report_timing, say
 from mismatch.run.store import read_json, write_json
 from mismatch.specs import AS_STORED, EngineSpec
-from mismatch.types import Floats, NotTested, Sampling, SideFacts
+from mismatch.types import Floats, NotTested, Sampling
 
 FOLDER = "sync"
-LABEL = "sync-{side}"
 STATES = 4  # before any push, after two, and back
+FACTS = (  # of the engine, that the report holds
+    *("engine", "dtype", "device", "attention", "moe_backend", "quantization", "model_class"),
+)
 SPARE = 8  # tokens beyond those that are scored
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run one side; 0, or 1 with the error left for the parent."""
-    (path,) = sys.argv[1:] if arguments is None else arguments
-    job = read_json(Path(path))
+    job = read_json(Path(arguments[0]))
     run_dir, side = Path(job["run_dir"]), job["side"]
     spec = from_json(SyncSpec, job["spec"])
     (run_dir / FOLDER).mkdir(exist_ok=True)
     work = {"engine": engine_side, "trainer": trainer_side}[side]
-    label, who = LABEL.format(side=side), f"{side}'s side of the probe"
-    return reported(run_dir, label, lambda: work(run_dir, spec), side=who)
-
-
-def tokens(spec: SyncSpec, vocabulary: int, context: int | None) -> list[list[int]]:
-    """Return sequences of random tokens, the same on both sides."""
-    length = min(spec.length, (context or spec.length) - SPARE)
-    ids = np.random.default_rng(spec.seed).integers(0, vocabulary, (spec.sequences, length))
-    rows: list[list[int]] = ids.tolist()
-    return rows
+    who = f"{side}'s side of the probe"
+    return reported(run_dir, f"sync-{side}", lambda: work(run_dir, spec), side=who)
 
 
 @contextmanager
 def loaded(engine: EngineSpec, spec: SyncSpec) -> Any:
-    """(engine, sequences, checkpoint) while the engine lives."""
+    """(engine, sequences, checkpoint) while the engine lives; both sides draw the same tokens."""
     engine = in_form(engine)
-    info = read_model_info(engine)
-    sequences = tokens(spec, info.vocab_size, info.context)
-    longest = len(sequences[0]) + SPARE
+    info, draw = read_model_info(engine), np.random.default_rng(spec.seed)
+    length = min(spec.length, (info.context or spec.length) - SPARE)
+    sequences = draw.integers(0, info.vocab_size, (spec.sequences, length)).tolist()
     law = Sampling(temperature=0.0, max_tokens=1)
-    with engine_class(engine.engine)(engine, law, longest) as running:
+    with engine_class(engine.engine)(engine, law, length + SPARE) as running:
         report_ready()
         directory = model_directory(engine)
         if directory is None or not list(directory.glob("*.safetensors")):
@@ -92,49 +85,35 @@ def loaded(engine: EngineSpec, spec: SyncSpec) -> Any:
 
 @dataclass
 class Probe:
-    """What was seen so far, state by state."""
+    """What was seen so far of a running engine that holds the checkpoint, state by state."""
 
     driver: Driver
     engine: Any
     sequences: list[list[int]]
     spec: SyncSpec
     checkpoint: Checkpoint
-    names: list[str]
     transposed: list[str] = field(default_factory=list)
     held: list[dict[str, Prints]] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
-    scores: list[list[Floats]] = field(default_factory=list)
+    scores: list[Floats] = field(default_factory=list)
     caches: list[CacheRow] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls,
-        engine: Any,
-        spec: SyncSpec,
-        checkpoint: Checkpoint,
-        sequences: list[list[int]],
-        run_dir: Path,
-    ) -> Probe:
-        """Of a running engine that holds the checkpoint."""
-        driver = driver_class(spec.engine.engine)(engine, checkpoint, run_dir / FOLDER / "states")
-        return cls(driver, engine, sequences, spec, checkpoint, checkpoint.names())
-
-    def report(self, function: Callable[..., Any] | None = None) -> SyncReport:
-        """See :meth:`run`; what every parameter should be is computed here."""
-        say("expected values of every parameter")
-        return self.run([self.checkpoint.prints(push) for push in range(PUSHES)], function)
-
     def run(
-        self, expected: Sequence[dict[str, Prints]], function: Callable[..., Any] | None
+        self,
+        function: Callable[..., Any] | None = None,
+        expected: Sequence[dict[str, Prints]] | None = None,
     ) -> SyncReport:
-        """Run all pushes, as far as they can be done.
+        """Run all pushes, as far as they can be done, and judge every parameter.
 
         Args:
-            expected: what every parameter should be, in the states 0 to 2.
             function: the user's push; None: the spec's path.
+            expected: what every parameter should be, in the states 0 to 2; None: computed here.
         """
-        own = self.driver.held(self.names, [])[0]
+        if expected is None:
+            say("expected values of every parameter")
+            expected = [self.checkpoint.prints(push) for push in range(PUSHES)]
+        own = self.driver.held(self.checkpoint.names(), [])[0]
         self.transposed = transposed_names(expected[0], own)
         self.read_back()
         self.driver.answers(self.sequences)  # fills the cache
@@ -145,19 +124,35 @@ class Probe:
                 break
             self.answer(push)
             self.read_back()
-        return _report(self.spec, self, expected, self.engine.fingerprint("prefill"))
+        spec, states = self.spec, [expected[state_of(push)] for push in range(len(self.held))]
+        missing = [*self.driver.not_tested(), *unread(self.reasons)]
+        if not self.caches:
+            reason = f"{spec.engine.engine} runs without a prefix cache"
+            missing.append(NotTested("caches after a push", reason, "an engine that keeps one"))
+        if serves_mxfp4(spec.engine):
+            reason = "no push changes them, and they cannot be read back"
+            missing.append(NotTested("experts in MXFP4", reason, "--rollout-weights bf16"))
+        compared = parameters(states, self.held, self.reasons, self.checkpoint.tied())
+        facts = self.engine.fingerprint("prefill")
+        return SyncReport(
+            model=spec.engine.model,
+            engine=spec.engine.engine,
+            path=spec.push or spec.path,
+            seed=spec.seed,
+            size=SIZE,
+            parameters=of_adapters(compared, self.held) if spec.adapters else compared,
+            caches=tuple(self.caches),
+            push_failed=self.failed,
+            not_tested=tuple(missing),
+            facts={name: facts.get(name) for name in FACTS} | {"versions": versions()},
+        )
 
     def read_back(self) -> None:
         """Read back, and score."""
-        prints, missing = self._held()
+        prints, missing = self.driver.held(self.checkpoint.names(), self.transposed)
         self.held.append(prints)
         self.reasons |= missing
-        self.scores.append(
-            self.engine.prefill(self.sequences, [1] * len(self.sequences), 1.0, _silent)
-        )
-
-    def _held(self) -> Held:
-        return self.driver.held(self.names, self.transposed)
+        self.scores.append(scored(self.engine, self.sequences))
 
     def answer(self, push: int) -> None:
         """Answer the same prompts warm, as the path left the caches, and cold."""
@@ -166,7 +161,8 @@ class Probe:
         cold = self.driver.answers(self.sequences)
         if warm is not None and cold is not None:
             noise = self.caches[0].largest if self.caches else 0.0
-            self.caches.append(cache_row(push, _logprobs(warm), _logprobs(cold), noise))
+            first, then = ([answer.logprob for answer in each] for each in (warm, cold))
+            self.caches.append(cache_row(push, first, then, noise))
 
     def push(self, push: int, function: Callable[..., Any] | None) -> bool:
         """Return whether it could be done; the first that cannot ends the probe."""
@@ -192,85 +188,31 @@ class Probe:
         return True
 
 
-def _silent(done: int, total: int, count: int) -> None:
-    pass
-
-
-def _logprobs(answers: Sequence[Answer]) -> list[float]:
-    return [answer.logprob for answer in answers]
+def scored(engine: Any, sequences: list[list[int]]) -> Floats:
+    """Return the log-probabilities of all tokens but each sequence's first, [tokens]."""
+    starts = [1] * len(sequences)
+    return np.concatenate(engine.prefill(sequences, starts, 1.0, lambda *done: None))
 
 
 def engine_side(run_dir: Path, spec: SyncSpec) -> None:
     """Push, read back, score; judge every parameter."""
-    start = time.monotonic()
-    function = own_function(spec)
-    own = spec.engine
+    start, function = time.monotonic(), None
+    kind, own = driver_class(spec.engine.engine), spec.engine
     if spec.push is None:
-        own = driver_class(own.engine).prepared(own, spec.path)
+        own = kind.prepared(own, spec.path)
+    else:
+        from mismatch.training.user_kernels import load_function
+
+        function = load_function(spec.push)[0]  # it cannot be imported: nothing has started yet
     with loaded(own, spec) as (engine, sequences, checkpoint):
         ready = time.monotonic()
-        probe = Probe.of(engine, spec, checkpoint, sequences, run_dir)
-        report = probe.report(function)
+        driver = kind(engine, checkpoint, run_dir / FOLDER / "states")
+        probe = Probe(driver, engine, sequences, spec, checkpoint)
+        report = probe.run(function)
         seconds = {"start": ready - start, "probe": time.monotonic() - ready}
         report.facts["seconds"] = {name: round(value, 1) for name, value in seconds.items()}
     write_json(run_dir / FOLDER / "engine.json", to_json(report))
-    save_scores(run_dir, "engine", probe.scores)
-
-
-def own_function(spec: SyncSpec) -> Callable[..., Any] | None:
-    """Return the user's push, imported before the engine starts.
-
-    Raises:
-        MismatchError: it cannot be.
-    """
-    if spec.push is None:
-        return None
-    from mismatch.training.user_kernels import load_function
-
-    return load_function(spec.push)[0]
-
-
-def _report(
-    spec: SyncSpec, probe: Probe, expected: Sequence[dict[str, Prints]], facts: SideFacts
-) -> SyncReport:
-    states = [expected[state_of(push)] for push in range(len(probe.held))]
-    missing = [*probe.driver.not_tested(), *unread(probe.reasons)]
-    if not probe.caches:
-        reason = f"{spec.engine.engine} runs without a prefix cache"
-        missing.append(NotTested("caches after a push", reason, "an engine that keeps one"))
-    if serves_mxfp4(spec.engine):
-        reason = "no push changes them, and they cannot be read back"
-        missing.append(NotTested("experts in MXFP4", reason, "--rollout-weights bf16"))
-    compared = parameters(states, probe.held, probe.reasons, probe.checkpoint.tied())
-    if spec.adapters:
-        compared = of_adapters(compared, probe.held)
-    return SyncReport(
-        model=spec.engine.model,
-        engine=spec.engine.engine,
-        path=spec.push or spec.path,
-        seed=spec.seed,
-        size=SIZE,
-        parameters=compared,
-        caches=tuple(probe.caches),
-        push_failed=probe.failed,
-        not_tested=tuple(missing),
-        facts={
-            "engine": facts.get("engine"),
-            "dtype": facts.get("dtype"),
-            "device": facts.get("device"),
-            "attention": facts.get("attention"),
-            "moe_backend": facts.get("moe_backend"),
-            "quantization": facts.get("quantization"),
-            "model_class": facts.get("model_class"),
-            "versions": versions(),
-        },
-    )
-
-
-def save_scores(run_dir: Path, side: str, scores: Sequence[Sequence[Floats]]) -> None:
-    """[states, tokens] of one side, to ``sync/SIDE.npy``."""
-    rows = np.stack([np.concatenate(list(state)) for state in scores])
-    np.save(run_dir / FOLDER / f"{side}.npy", rows)
+    np.save(run_dir / FOLDER / "engine.npy", np.stack(probe.scores))
 
 
 # ---------------------------------------------------------------- the trainer
@@ -296,15 +238,15 @@ def trainer_side(run_dir: Path, spec: SyncSpec) -> None:
         for push in range(PUSHES if direct else 1):
             if push:
                 driver.push("lora" if spec.adapters else "load", push)
-            scores.append(running.prefill(sequences, [1] * len(sequences), 1.0, _silent))
+            scores.append(scored(running, sequences))
     for push in range(len(scores), PUSHES):  # its loader converts this checkpoint's names
         written = checkpoint.write(push, run_dir / FOLDER / f"trainer-{push}")
         served = replace(engine, model=str(written), weights=AS_STORED)
         with loaded(served, spec) as (running, sequences, _):
-            scores.append(running.prefill(sequences, [1] * len(sequences), 1.0, _silent))
+            scores.append(scored(running, sequences))
         shutil.rmtree(written)
-    save_scores(run_dir, "trainer", scores)
+    np.save(run_dir / FOLDER / "trainer.npy", np.stack(scores))
 
 
 if __name__ == "__main__":
-    exit_worker(main())
+    exit_worker(main(sys.argv[1:]))
