@@ -311,7 +311,7 @@ class Estimator:
         self, metric: Metric, terms: Sums, ready: Mapping[str, Array]
     ) -> _Smooth | Estimate | None:
         count = self._by.counts[metric.reduction]
-        prompt_sums = PromptSums.of_sums(terms.sums, count, terms.constant, metric.combine)
+        prompt_sums = PromptSums.of(terms.sums, count, terms.constant, metric.combine)
         value = metric.of_means(prompt_sums.centre)
         if np.isnan(value):
             return None
