@@ -313,12 +313,7 @@ def raw_move(
     if tokens is not None and metric is not None and set(metric.needs) <= tokens[0].arrays.keys():
         old, new = tokens
         try:
-            if alike:
-                change = paired(
-                    metric, old.arrays, new.arrays, sequence=old.sequence, prompt=old.prompt
-                )
-            else:
-                change = difference(metric, old, new)
+            change = paired(metric, old, new) if alike else difference(metric, old, new)
         except MismatchError:  # undefined on a side
             pass
         else:
