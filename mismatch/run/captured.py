@@ -11,7 +11,6 @@ and ``rest``.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,6 @@ from mismatch.run.manifest import readable, require_file, require_schema, write_
 from mismatch.types import Routing, SparseKeys
 
 Arrays = dict[str, NDArray[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayFile:
-    """What a file of arrays holds."""
-
-    arrays: Arrays
-    header: dict[str, Any]
-    """JSON data that was kept next to the arrays."""
 
 
 def save_arrays(
@@ -54,8 +44,8 @@ def save_arrays(
     manifest.record(run_dir, name, schema, **entry)
 
 
-def load_arrays(run_dir: Path, name: str, schema: str) -> ArrayFile:
-    """Read one artefact after comparing it with its checksum.
+def load_arrays(run_dir: Path, name: str, schema: str) -> tuple[Arrays, dict[str, Any]]:
+    """Read one artefact and its header after comparing it with its checksum.
 
     Raises:
         MismatchError: absent, damaged, or of another schema.
@@ -79,7 +69,7 @@ def load_arrays(run_dir: Path, name: str, schema: str) -> ArrayFile:
             key: text if key == "schema" else json.loads(text) for key, text in metadata.items()
         }
     require_schema(path, header.pop("schema", None), schema)
-    return ArrayFile(arrays, header)
+    return arrays, header
 
 
 ROUTING_SCHEMA = "mismatch.routing/1"
@@ -114,24 +104,23 @@ def save_keys(run_dir: Path, name: str, keys: SparseKeys) -> None:
 @readable(lambda name: name)
 def load_keys(run_dir: Path, name: str) -> SparseKeys:
     """Read them; MismatchError if absent, damaged or of another schema."""
-    file = load_arrays(run_dir, name, KEYS_SCHEMA)
-    rows, ids = file.arrays["rows"], file.arrays["ids"]
-    layers, present = tuple(file.header["layers"]), np.ones(len(rows), np.bool_)
-    margin = file.arrays.get("margin")
-    return SparseKeys(rows, Routing(layers, file.header["candidates"], ids, present, margin=margin))
+    arrays, header = load_arrays(run_dir, name, KEYS_SCHEMA)
+    rows, ids, margin = arrays["rows"], arrays["ids"], arrays.get("margin")
+    layers, present = tuple(header["layers"]), np.ones(len(rows), np.bool_)
+    return SparseKeys(rows, Routing(layers, header["candidates"], ids, present, margin=margin))
 
 
 @readable(lambda name: name)
 def load_routing(run_dir: Path, name: str) -> Routing:
     """Read a scoring's experts; MismatchError if absent, damaged or of another schema."""
-    file = load_arrays(run_dir, name, ROUTING_SCHEMA)
+    arrays, header = load_arrays(run_dir, name, ROUTING_SCHEMA)
     return Routing(
-        layers=tuple(file.header["layers"]),
-        num_experts=file.header["num_experts"],
-        ids=file.arrays["ids"],
-        present=file.arrays["present"],
-        weights=file.arrays.get("weights"),
-        margin=file.arrays.get("margin"),
+        layers=tuple(header["layers"]),
+        num_experts=header["num_experts"],
+        ids=arrays["ids"],
+        present=arrays["present"],
+        weights=arrays.get("weights"),
+        margin=arrays.get("margin"),
     )
 
 
@@ -147,7 +136,7 @@ def save_distributions(run_dir: Path, name: str, captured: Distributions) -> Non
 @readable(lambda name: name)
 def load_distributions(run_dir: Path, name: str) -> Distributions:
     """Read whole distributions; MismatchError if absent, damaged or of another schema."""
-    arrays = load_arrays(run_dir, name, DISTRIBUTIONS_SCHEMA).arrays
+    arrays = load_arrays(run_dir, name, DISTRIBUTIONS_SCHEMA)[0]
     ids = arrays.get("ids")
     return Distributions(
         positions=arrays["positions"].astype(np.int64),
