@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from mismatch.captures import Distributions, narrowest
 from mismatch.errors import MismatchError
 from mismatch.run import manifest
-from mismatch.run.manifest import readable, require_file, require_schema, write_atomic
+from mismatch.run.manifest import damage_named, require_file, require_schema, write_atomic
 from mismatch.types import Routing, SparseKeys
 
 Arrays = dict[str, NDArray[Any]]
@@ -101,27 +101,27 @@ def save_keys(run_dir: Path, name: str, keys: SparseKeys) -> None:
     save_arrays(run_dir, name, arrays, KEYS_SCHEMA, header)
 
 
-@readable(lambda name: name)
 def load_keys(run_dir: Path, name: str) -> SparseKeys:
     """Read them; MismatchError if absent, damaged or of another schema."""
-    arrays, header = load_arrays(run_dir, name, KEYS_SCHEMA)
-    rows, ids, margin = arrays["rows"], arrays["ids"], arrays.get("margin")
-    layers, present = tuple(header["layers"]), np.ones(len(rows), np.bool_)
-    return SparseKeys(rows, Routing(layers, header["candidates"], ids, present, margin=margin))
+    with damage_named(run_dir / name):
+        arrays, header = load_arrays(run_dir, name, KEYS_SCHEMA)
+        rows, ids, margin = arrays["rows"], arrays["ids"], arrays.get("margin")
+        layers, present = tuple(header["layers"]), np.ones(len(rows), np.bool_)
+        return SparseKeys(rows, Routing(layers, header["candidates"], ids, present, margin=margin))
 
 
-@readable(lambda name: name)
 def load_routing(run_dir: Path, name: str) -> Routing:
     """Read a scoring's experts; MismatchError if absent, damaged or of another schema."""
-    arrays, header = load_arrays(run_dir, name, ROUTING_SCHEMA)
-    return Routing(
-        layers=tuple(header["layers"]),
-        num_experts=header["num_experts"],
-        ids=arrays["ids"],
-        present=arrays["present"],
-        weights=arrays.get("weights"),
-        margin=arrays.get("margin"),
-    )
+    with damage_named(run_dir / name):
+        arrays, header = load_arrays(run_dir, name, ROUTING_SCHEMA)
+        return Routing(
+            layers=tuple(header["layers"]),
+            num_experts=header["num_experts"],
+            ids=arrays["ids"],
+            present=arrays["present"],
+            weights=arrays.get("weights"),
+            margin=arrays.get("margin"),
+        )
 
 
 def save_distributions(run_dir: Path, name: str, captured: Distributions) -> None:
@@ -133,15 +133,15 @@ def save_distributions(run_dir: Path, name: str, captured: Distributions) -> Non
     save_arrays(run_dir, name, arrays, DISTRIBUTIONS_SCHEMA, {})
 
 
-@readable(lambda name: name)
 def load_distributions(run_dir: Path, name: str) -> Distributions:
     """Read whole distributions; MismatchError if absent, damaged or of another schema."""
-    arrays = load_arrays(run_dir, name, DISTRIBUTIONS_SCHEMA)[0]
-    ids = arrays.get("ids")
-    return Distributions(
-        positions=arrays["positions"].astype(np.int64),
-        logprobs=arrays["logprobs"].astype(np.float32),
-        vocabulary=int(arrays["vocabulary"][0]),
-        ids=None if ids is None else ids.astype(np.int64),
-        rest=arrays.get("rest"),
-    )
+    with damage_named(run_dir / name):
+        arrays = load_arrays(run_dir, name, DISTRIBUTIONS_SCHEMA)[0]
+        ids = arrays.get("ids")
+        return Distributions(
+            positions=arrays["positions"].astype(np.int64),
+            logprobs=arrays["logprobs"].astype(np.float32),
+            vocabulary=int(arrays["vocabulary"][0]),
+            ids=None if ids is None else ids.astype(np.int64),
+            rest=arrays.get("rest"),
+        )
