@@ -8,7 +8,7 @@ which sees less.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +33,7 @@ from mismatch.pipeline.saved_runs import (
     UNVERIFIED,
     SavedRun,
     engine_moved,
+    flat,
     judged_again,
     load_run,
     same_tokens,
@@ -221,12 +222,16 @@ def against(
     Raises:
         MismatchError: a file is missing, or the runs cannot be compared (the reason is named).
     """
-    old, new = (judged_by(load_run(path), thresholds) for path in (old_run, new_run))
-    for run in (old, new):
+    runs = [load_run(old_run), load_run(new_run)]
+    for at, run in enumerate(runs):
+        if thresholds is not None and run.report.comparisons:
+            own = judged_again(run.report, thresholds)
+            runs[at] = replace(run, report=replace(run.report, verdict=own))
         if run.tokens is None:
             fault = f"{run.path} has no table of tokens, or one without prompts"
             fix = f"make it again from the scorings: mismatch compare {run.path}"
             raise MismatchError(fault, fix)
+    old, new = runs
     for error in obstacles(old, new, len(DECIDING)):
         raise MismatchError(f"not comparable: {error.message}", error.fix)
     result = compared([old, new], [], margin)
@@ -398,15 +403,6 @@ def judged_gate(
     return Gate(bool(beyond or undecided or failing), reason, margin)
 
 
-def judged_by(run: SavedRun, thresholds: Thresholds | None) -> SavedRun:
-    """Return the run with the verdict that other levels give; None: the run's own verdict."""
-    report = run.report
-    if thresholds is None or not report.comparisons:
-        return run
-    own = judged_again(report, thresholds)
-    return replace(run, report=replace(report, verdict=own))
-
-
 # ---------------------------------------------------------------- what stands in the way
 
 
@@ -504,7 +500,7 @@ def _square_lines(runs: Sequence[SavedRun]) -> Iterator[SquareLine]:
 def _facts(runs: Sequence[SavedRun]) -> Iterator[Fact]:
     """Engine first; what no run states, or all state alike, is left out."""
     for where in PLACES:
-        sides: list[Mapping[str, str]] = [run.flat_facts(where) for run in runs]
+        sides = [dict(flat(run.facts[where])) for run in runs]
         # The version and versions first: they are what an upgrade is about.
         names = sorted({key for side in sides for key in side})
         for name in sorted(names, key=lambda n: (n != "version", not n.startswith("versions."))):

@@ -126,10 +126,6 @@ class SavedRun:
             if name == "config.json" or name.endswith((".safetensors", ".bin"))
         }
 
-    def flat_facts(self, where: str) -> dict[str, str]:
-        """Return settings and versions of one place: dotted name -> value as text."""
-        return dict(_flat(self.facts[where], ""))
-
 
 def load_report(run: Path) -> Report:
     """Return the report of a run as it was stored.
@@ -215,12 +211,13 @@ def load_run(run: Path) -> SavedRun:
     return SavedRun(run, report, table)
 
 
-def _flat(facts: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+def flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield settings and versions of one place: dotted name, value as text."""
     for key, value in facts.items():
         if not prefix and key in NOT_SETTINGS:
             continue
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             text = value if isinstance(value, str) else json.dumps(value, default=str)
             yield f"{prefix}{key}", text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
