@@ -249,8 +249,9 @@ class VllmEngine(Engine):
         if tokens[:, 0].tolist() != ids:
             fault = f"vLLM gave logprobs of other tokens (prompt {job[0]}, sample {job[1]})"
             raise MismatchError(fault, "use a version of vLLM that mismatch was tested with")
-        if self._capture and getattr(completion, "routed_experts", None) is not None:
-            routed = self._layout.columns(np.asarray(completion.routed_experts))
+        layout, experts = self.experts(), getattr(completion, "routed_experts", None)
+        if layout is not None and experts is not None:
+            routed = layout.columns(np.asarray(experts))
         return Sample(
             token_ids=ids,
             logprobs=logprobs[:, 0],
@@ -320,13 +321,11 @@ class VllmEngine(Engine):
 
     # ------------------------------------------------------------ what ran
 
-    @property
-    def _layout(self) -> ExpertLayout:
+    def experts(self) -> ExpertLayout | None:
+        if not self._capture:
+            return None
         layers = tuple(self._facts["moe_layers"])
         return ExpertLayout(layers, self.info.num_experts, self.info.top_k)
-
-    def experts(self) -> ExpertLayout | None:
-        return self._layout if self._capture else None
 
     def weights(self) -> LoadedWeights:
         """Return digests summed over tensor-parallel ranks, under the checkpoint's names."""
