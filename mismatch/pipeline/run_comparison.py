@@ -32,7 +32,6 @@ from mismatch.pipeline.saved_runs import (
     PLACES,
     UNVERIFIED,
     SavedRun,
-    engine_moved,
     flat,
     judged_again,
     load_run,
@@ -469,7 +468,12 @@ def _names(runs: Sequence[SavedRun]) -> list[str]:
 
 def _side(run: SavedRun, first: SavedRun) -> Side:
     alike = run is not first and same_tokens(first, run)
-    moved = engine_moved(first, run) if alike else None
+    moved = None
+    if alike and first.tokens is not None and run.tokens is not None:
+        old, new = (
+            table["rollout_logprob"].to_numpy(np.float64) for table in (first.tokens, run.tokens)
+        )
+        moved = np.abs(new - old)
     return Side(
         run=run.name,
         model=run.model,

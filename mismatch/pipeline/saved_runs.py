@@ -23,7 +23,7 @@ from mismatch.pipeline.build import COMPARISON
 from mismatch.pipeline.document import comparisons_from_json, report_from_json
 from mismatch.run import store
 from mismatch.run.manifest import damage_named
-from mismatch.types import Comparison, Estimate, Floats, Report, SideFacts, Verdict
+from mismatch.types import Comparison, Estimate, Report, SideFacts, Verdict
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -232,16 +232,6 @@ def same_tokens(first: SavedRun, second: SavedRun) -> bool:
     if a is None or b is None or len(a) != len(b):
         return False
     return all(np.array_equal(a[name], b[name]) for name in ("sequence", "position", "token_id"))
-
-
-def engine_moved(first: SavedRun, second: SavedRun) -> Floats:
-    """|delta| of the second run's engine from the first's, of runs with the same tokens, [A]."""
-    old, new = (
-        run.tokens["rollout_logprob"].to_numpy(np.float64)
-        for run in (first, second)
-        if run.tokens is not None
-    )
-    return np.asarray(np.abs(new - old), np.float64)
 
 
 def samples(left: SavedRun, right: SavedRun) -> tuple[Sample, Sample] | None:

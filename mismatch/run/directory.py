@@ -56,10 +56,6 @@ class Journal:
         document = {"schema": RUN_SCHEMA, "invocations": [*self.earlier, entry]}
         store.write_json(self.run_dir / RUN, document)
 
-    def finish(self) -> None:
-        self.entry["finished"] = now()
-        self.save()
-
 
 @contextmanager
 def at_work(
@@ -88,7 +84,8 @@ def at_work(
         journal = Journal(run_dir, verb, spec, command)
         journal.save()
         yield journal
-        journal.finish()
+        journal.entry["finished"] = now()
+        journal.save()
 
 
 def open_run(
