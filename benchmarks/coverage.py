@@ -128,8 +128,10 @@ def on_same_tokens(name: str) -> Callable[[np.random.Generator, int, bool, int],
         scale = of_samples(rng, of_prompts(rng, prompts))
         before, again = draw(rng, scale, heavy), draw(rng, scale, heavy)
         after = BETTER * np.where(rng.random(len(before)) < 0.5, before, again)
-        arrays = [{"delta": d, "sequence": sequence} for d in (before, after)]
-        return paired(METRICS[name], *arrays, sequence=sequence, prompt=prompt, seed=seed)
+        sides = [
+            Sample({"delta": d, "sequence": sequence}, sequence, prompt) for d in (before, after)
+        ]
+        return paired(METRICS[name], *sides, seed=seed)
 
     return made
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 from mismatch.analysis.diagnosis.ranking import Cause
 from mismatch.codec import from_json, schema_of, to_json
@@ -107,5 +107,5 @@ def analyses() -> tuple[Analysis[Any], ...]:
     ]
     for feature in features():
         if feature.analyses:
-            found += cast(tuple[Analysis[Any], ...], load(feature.analyses))
+            found += load(feature.analyses)
     return tuple(sorted(found, key=lambda analysis: analysis.order))

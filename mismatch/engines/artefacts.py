@@ -221,7 +221,7 @@ def measure(
     """
     if not 0 < block <= BLOCK:
         raise MismatchError(f"the prefix cache has blocks of {block} tokens, at most {BLOCK} fit")
-    contexts = [lengthened(ids, block + 1) for ids in prompts]
+    contexts = [ids * -(-(block + 1) // len(ids)) for ids in prompts]  # of a block and more
     cold = engine.continue_greedily(contexts, block + NEW, False, progress)
     warm = engine.continue_greedily(contexts, NEW, True, progress)
     longer = [ids + continued.token_ids for ids, continued in zip(contexts, cold, strict=True)]
@@ -239,15 +239,6 @@ def measure(
         for kind, given, lefts, rights in rounds
         for prompt, ids, left, right in zip(contexts, given, lefts, rights, strict=True)
     ]
-
-
-def lengthened(ids: list[int], least: int) -> list[int]:
-    """Repeat a prompt until it has ``least`` tokens.
-
-    >>> lengthened([1, 2], 5)
-    [1, 2, 1, 2, 1, 2]
-    """
-    return ids * -(-least // len(ids))
 
 
 def pair_of(

@@ -5,7 +5,6 @@ Also here: what is known of an engine before it is imported, versions, files of 
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from mismatch.errors import MismatchError, did_you_mean
 from mismatch.facts import SideFacts
 from mismatch.models.config import serves_mxfp4
+from mismatch.plugins import load
+from mismatch.run import provenance
 from mismatch.run.hub import cached_snapshot
 from mismatch.specs import TORCH_NAMES, EngineSpec
 
@@ -108,8 +109,7 @@ def engine_info(name: str) -> EngineInfo:
         MismatchError: unknown name (with near misses), or it cannot be imported.
     """
     if name in ENGINES:
-        module, _, attribute = ENGINES[name].partition(":")
-        info: EngineInfo = getattr(importlib.import_module(module), attribute)
+        info: EngineInfo = load(ENGINES[name])
         return info
     for point in _entry_points():
         if point.name == name:
@@ -186,9 +186,8 @@ def _entry_points() -> Any:
 
 
 def _load(name: str, target: str, fix: str) -> Any:
-    module, _, attribute = target.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return load(target)
     except (ImportError, AttributeError) as error:
         fault = f"the engine {name!r} cannot be imported ({target}): {error}"
         raise MismatchError(fault, fix) from error
@@ -205,18 +204,9 @@ def short_dtype(dtype: Any) -> str:
 
 def versions() -> dict[str, str]:
     """Return versions of what the numbers depend on, of the packages that are installed."""
-    import platform
-    from importlib import metadata
-
-    installed = {"python": platform.python_version()}
     named = (package for info in engine_infos().values() for package in info.packages)
     engines = [package for package in named if package not in PACKAGES]
-    for package in dict.fromkeys((*engines, *PACKAGES)):
-        try:
-            installed[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return installed
+    return provenance.versions((*engines, *PACKAGES))
 
 
 def model_facts(spec: EngineSpec) -> SideFacts:

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from mismatch.engines.base import Engine
 from mismatch.engines.registry import engine_info, probed_engines
 from mismatch.errors import MismatchError
 from mismatch.models.weight_states import Checkpoint, Prints, state_of
+from mismatch.plugins import load
 from mismatch.specs import EngineSpec
 from mismatch.types import NotTested
 
@@ -107,6 +107,5 @@ def driver_class(engine: str) -> type[Driver]:
     if named is None:
         fault = f"the weight sync of {engine} cannot be probed"
         raise MismatchError(fault, f"one of {', '.join(probed_engines())}")
-    module, _, name = named.partition(":")
-    driver: type[Driver] = getattr(import_module(module), name)
+    driver: type[Driver] = load(named)
     return driver

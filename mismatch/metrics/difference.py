@@ -45,44 +45,30 @@ class Sample:
     prompt: Ints
 
 
-def paired(
-    metric: Metric,
-    old: Mapping[str, Array],
-    new: Mapping[str, Array],
-    *,
-    sequence: Ints,
-    prompt: Ints,
-    seed: int = 0,
-) -> Estimate:
+def paired(metric: Metric, old: Sample, new: Sample, *, seed: int = 0) -> Estimate:
     """``metric(new) - metric(old)`` on the same tokens, with its 95 % interval.
 
     Args:
-        old, new: name -> [A], for instance the ``delta`` of two scorings against one rollout.
-        sequence: [A] sequence of each action token.
-        prompt: [N] prompt of each sequence.
+        old, new: for instance the ``delta`` of two scorings against one rollout.
 
     Raises:
         EmptyComparison: no token.
         MismatchError: an array that the metric needs is missing or of another length, or the
             metric is undefined on a side.
     """
-    for arrays in (old, new):
-        _require(metric, arrays, len(sequence))
     before, after = _terms(metric, old), _terms(metric, new)
-    value = _value(metric, after) - _value(metric, before)
-    sample = Sample(old, sequence, prompt)
-    bare = _bare(value, sample)
-    if metric.kind == "extreme" or not np.isfinite(value):
-        return bare if np.isfinite(value) else replace(bare, flags=("overflow",))
+    bare = _bare(_value(metric, after) - _value(metric, before), old)
+    if metric.kind == "extreme" or bare.flags:
+        return bare
     if np.array_equal(before, after):
         return replace(bare, low=0.0, high=0.0)
     if metric.kind == "quantile":
-        return _quantiles(metric, sample, replace(sample, arrays=new), bare, seed)
-    estimator = Estimator(*_units(metric, sample), seed=seed)
+        return _quantiles(metric, old, replace(old, arrays=new.arrays), bare, seed)
+    estimator = Estimator(*_units(metric, old), seed=seed)
     if metric.kind == "mean":
         change = floats(after - before)
         if metric.unit == "share" and np.isin(change, (-1.0, 0.0, 1.0)).all():
-            few = _few_events(metric, change, sample, estimator)
+            few = _few_events(metric, change, old, estimator)
             if few is not None:
                 return _like(bare, few)
         return _like(bare, estimator.one(_plain(metric, first), {"terms": change}))
@@ -106,21 +92,19 @@ def difference(metric: Metric, old: Sample, new: Sample, *, seed: int = 0) -> Es
         MismatchError: an array that the metric needs is missing or of another length, or the
             metric is undefined on a side.
     """
-    for sample in (old, new):
-        _require(metric, sample.arrays, len(sample.sequence))
-    value = _value(metric, _terms(metric, new.arrays)) - _value(metric, _terms(metric, old.arrays))
-    joint = _joined(old, new)
-    bare = _bare(value, joint)
-    if metric.kind == "extreme" or not np.isfinite(value):
-        return bare if np.isfinite(value) else replace(bare, flags=("overflow",))
+    before, after = _terms(metric, old), _terms(metric, new)
+    sequence = np.concatenate([old.sequence, new.sequence + len(old.prompt)])
+    joint = Sample({}, sequence, np.concatenate([old.prompt, new.prompt]))
+    bare = _bare(_value(metric, after) - _value(metric, before), joint)
+    if metric.kind == "extreme" or bare.flags:
+        return bare
     held = [_held(sample) for sample in (old, new)]
     if not np.isin(held[0], held[1]).any():
         return _independent(metric, old, new, bare, seed)
     if metric.kind == "quantile":
         estimate = _quantiles(metric, old, new, bare, seed)
     else:
-        terms = [columns(_terms(metric, sample.arrays)) for sample in (old, new)]
-        stacked, combine = _stacked(terms[0], terms[1], metric.combine)
+        stacked, combine = _stacked(columns(before), columns(after), metric.combine)
         estimator = Estimator(*_units(metric, joint), seed=seed)
         estimate = _like(bare, estimator.one(_plain(metric, combine), {"terms": stacked}))
     few = min(len(prompts) for prompts in held) < FEW_PROMPTS
@@ -155,20 +139,19 @@ def common_prompts(first_run: Rollout, second_run: Rollout) -> tuple[Ints, Ints]
     return numbered[0], numbered[1]
 
 
-def _require(metric: Metric, arrays: Mapping[str, Array], tokens: int) -> None:
+def _terms(metric: Metric, sample: Sample) -> Floats:
+    tokens = len(sample.sequence)
     if tokens == 0:
         raise EmptyComparison(f"{metric.name}: no action tokens to compare")
     for name in metric.needs:
-        if name not in arrays:
+        if name not in sample.arrays:
             raise MismatchError(f"{metric.name} needs {name!r}, which a side does not have")
-        if len(arrays[name]) != tokens:
-            fault = f"{metric.name}: {name} has {len(arrays[name])} tokens, expected {tokens}"
+        if len(sample.arrays[name]) != tokens:
+            given = len(sample.arrays[name])
+            fault = f"{metric.name}: {name} has {given} tokens, expected {tokens}"
             raise MismatchError(fault, "compare scorings of the same tokens")
-
-
-def _terms(metric: Metric, arrays: Mapping[str, Array]) -> Floats:
     with np.errstate(all="ignore"):
-        terms = metric.terms(**{name: arrays[name] for name in metric.needs})
+        terms = metric.terms(**{name: sample.arrays[name] for name in metric.needs})
     return floats(np.stack(terms, axis=1) if isinstance(terms, tuple) else terms)
 
 
@@ -179,20 +162,20 @@ def _value(metric: Metric, terms: Floats) -> float:
     return value
 
 
-def _same(terms: Floats) -> Floats:
-    return terms
-
-
 def _plain(metric: Metric, combine: Combine) -> Metric:
     """Return the metric of a difference, on terms that are there already."""
+
+    def given(terms: Floats) -> Floats:
+        return terms
+
     return replace(
-        metric, kind="ratio", reduction="token", terms=_same, combine=combine, bounds=REAL,
+        metric, kind="ratio", reduction="token", terms=given, combine=combine, bounds=REAL,
     )  # fmt: skip
 
 
 def _bare(value: float, sample: Sample) -> Estimate:
-    sequences = len(np.unique(sample.sequence))
-    return Estimate(value, None, None, len(sample.sequence), sequences, len(_held(sample)))
+    counts = len(sample.sequence), len(np.unique(sample.sequence)), len(_held(sample))
+    return Estimate(value, None, None, *counts, flags=() if np.isfinite(value) else ("overflow",))
 
 
 def _like(bare: Estimate, estimate: Estimate | None) -> Estimate:
@@ -207,12 +190,6 @@ def _units(metric: Metric, sample: Sample) -> tuple[Ints, Ints]:
         return sample.sequence, sample.prompt
     present = np.unique(sample.sequence)
     return np.arange(len(present)), sample.prompt[present]
-
-
-def _joined(old: Sample, new: Sample) -> Sample:
-    shift = len(old.prompt)
-    sequence = np.concatenate([old.sequence, new.sequence + shift])
-    return Sample({}, sequence, np.concatenate([old.prompt, new.prompt]))
 
 
 def _held(sample: Sample) -> Ints:
@@ -288,7 +265,7 @@ def _quantiles(metric: Metric, old: Sample, new: Sample, bare: Estimate, seed: i
         flags = _united(flags, quantile.flags)
         if quantile.low is None or quantile.high is None:
             return replace(bare, flags=flags)
-        terms = _terms(metric, sample.arrays)
+        terms = _terms(metric, sample)
         under = terms <= quantile.value
         sequences = np.unique(sample.sequence)
         of_unit = sample.sequence if metric.reduction == "token" else sequences

@@ -36,15 +36,6 @@ from mismatch.metrics.tails import heavy_sizes
 from mismatch.types import Estimate, Floats, Ints
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """Terms of a metric: sums per prompt [P, M], the one value of a constant column, the tail."""
-
-    sums: Floats
-    constant: list[float | None]
-    heavy: bool
-
-
 class Prompts:
     """Which tokens and sequences each prompt has.
 
@@ -78,8 +69,15 @@ class Prompts:
         """Return the terms of a metric that has one per unit, [U]."""
         return np.concatenate([parts[0] for _, parts in self._in_blocks(metric, ready)])
 
-    def sums(self, metric: Metric, ready: Mapping[str, Array]) -> Sums:
-        """Sum the terms of a mean or ratio over each prompt."""
+    def sums(
+        self, metric: Metric, ready: Mapping[str, Array]
+    ) -> tuple[Floats, list[float | None], bool]:
+        """Sum the terms of a mean or ratio over each prompt.
+
+        Returns:
+            Sums [P, M], the one value of each column that is constant, and whether few units carry
+            a column.
+        """
         by_sequence: list[list[Floats]] = []
         sizes: list[list[Floats]] = []
         values: list[set[float]] = []
@@ -92,7 +90,7 @@ class Prompts:
                 sizes[column].append(np.abs(part))
                 values[column] |= {float(part.min()), float(part.max())}
         totals = [self.total(np.concatenate(column), "sequence") for column in by_sequence]
-        return Sums(
+        return (
             np.stack(totals, axis=1),
             [next(iter(seen)) if len(seen) == 1 else None for seen in values],
             any(heavy_sizes(np.concatenate(column)) for column in sizes),
@@ -214,7 +212,7 @@ class Estimator:
                         last = metric.terms, terms, np.sort(terms)
                     estimates[metric.name] = self._quantile(metric, *last[1:])
                 else:
-                    estimate = self._smooth(metric, self._by.sums(metric, ready), ready)
+                    estimate = self._smooth(metric, ready)
                     if isinstance(estimate, _Smooth):
                         smooth.append(estimate)
                     else:
@@ -307,25 +305,24 @@ class Estimator:
         flags = [*self._few, *(["few-tokens"] if interval is None else [])]
         return self._bounded(metric, value, interval, flags)
 
-    def _smooth(
-        self, metric: Metric, terms: Sums, ready: Mapping[str, Array]
-    ) -> _Smooth | Estimate | None:
+    def _smooth(self, metric: Metric, ready: Mapping[str, Array]) -> _Smooth | Estimate | None:
+        sums, constant, heavy = self._by.sums(metric, ready)
         count = self._by.counts[metric.reduction]
-        prompt_sums = PromptSums.of_sums(terms.sums, count, terms.constant, metric.combine)
+        prompt_sums = PromptSums.of(sums, count, constant, metric.combine)
         value = metric.of_means(prompt_sums.centre)
         if np.isnan(value):
             return None
-        if not np.isfinite(value) or not np.isfinite(terms.sums).all():
+        if not np.isfinite(value) or not np.isfinite(sums).all():
             return self._bare(value, "overflow")
         if self.n_prompts < 2:
             return self._bare(value, "one-prompt")
-        flags = [*self._few, *(["heavy-tail"] if terms.heavy else [])]
+        flags = [*self._few, *(["heavy-tail"] if heavy else [])]
         flags += ["heavy-prompts"] if prompt_sums.heavy else []
         of_events = metric.unit == "share" and "delta" in metric.needs
-        if of_events and not terms.sums.any() and ready["delta"].any():
+        if of_events and not sums.any() and ready["delta"].any():
             bare = self._bare(0.0, *self._few, "no-events")
             return replace(bare, low=0.0, high=self._unseen(metric, ready))
-        return _Smooth(metric, terms.sums, prompt_sums, value, flags)
+        return _Smooth(metric, sums, prompt_sums, value, flags)
 
     def _unseen(self, metric: Metric, ready: Mapping[str, Array]) -> float:
         """One-sided 95 % bound on the share of an event that was not seen.

@@ -10,7 +10,6 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any
 
 from mismatch.frameworks import FRAMEWORKS
 
@@ -68,7 +67,8 @@ _REDUCTIONS = {
 @cache
 def aliases() -> dict[str, tuple[Alias, ...]]:
     """Return every alias, by our metric."""
-    table = _table()
+    text = resources.files("mismatch.metrics").joinpath("framework_names.toml").read_text("utf-8")
+    table = tomllib.loads(text)
     return {
         metric: tuple(
             Alias(**{**entry, "source": table["sources"][entry["source"]]}) for entry in entries
@@ -82,9 +82,3 @@ def of(metric: str, framework: str | None = None) -> tuple[Alias, ...]:
     return tuple(
         alias for alias in aliases().get(metric, ()) if framework in (None, alias.framework)
     )
-
-
-@cache
-def _table() -> dict[str, Any]:
-    text = resources.files("mismatch.metrics").joinpath("framework_names.toml").read_text("utf-8")
-    return tomllib.loads(text)

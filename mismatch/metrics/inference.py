@@ -81,16 +81,7 @@ class PromptSums:
     residual: Floats
 
     @classmethod
-    def of(cls, terms: Floats, cluster: Ints, prompts: int, combine: Combine) -> PromptSums:
-        """Build from terms [U, M] and the prompt of each unit."""
-        count = np.bincount(cluster, minlength=prompts)
-        sums = [np.bincount(cluster, column, minlength=prompts) for column in terms.T]
-        constant = (terms == terms[0]).all(axis=0)
-        constants = [float(t) if same else None for t, same in zip(terms[0], constant, strict=True)]
-        return cls.of_sums(floats(np.stack(sums, axis=1)), floats(count), constants, combine)
-
-    @classmethod
-    def of_sums(
+    def of(
         cls, sums: Floats, count: Floats, constant: Sequence[float | None], combine: Combine
     ) -> PromptSums:
         """Build from sums of the terms per prompt, [P, M], and units per prompt, [P].

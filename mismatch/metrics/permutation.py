@@ -42,7 +42,12 @@ def exchange(before: PerPrompt, after: PerPrompt, *, seed: int = 0) -> float:
     rounding = 1e-12 * (abs(first.sum() / count.sum()) + abs(second.sum() / other.sum()))
     least = max(0.0, abs(observed) - rounding)
     extreme = tried = 0
-    for swaps in _swaps(len(shared), seed):
+    if len(shared) <= EXHAUSTIVE:
+        rows: Iterable[Floats] = [np.array(list(product((0.0, 1.0), repeat=len(shared))))]
+    else:  # 0 and 1: which prompts are exchanged
+        draw = np.random.default_rng(seed)
+        rows = (floats(draw.random((CHUNK, len(shared))) < 0.5) for _ in range(SWAPS // CHUNK))
+    for swaps in rows:
         a, n_a = first.sum() + swaps @ moved, count.sum() + swaps @ shift
         b, n_b = second.sum() - swaps @ moved, other.sum() - swaps @ shift
         extreme += int((np.abs(_statistic(a, n_a, b, n_b)) >= least).sum())
@@ -56,14 +61,6 @@ def _statistic(a: Floats, n_a: Floats, b: Floats, n_b: Floats) -> Floats:
     with np.errstate(all="ignore"):
         change: Floats = b / n_b - a / n_a
     return change
-
-
-def _swaps(prompts: int, seed: int) -> Iterable[Floats]:
-    """Rows of 0 and 1: which prompts are exchanged."""
-    if prompts <= EXHAUSTIVE:
-        return [np.array(list(product((0.0, 1.0), repeat=prompts)))]
-    draw = np.random.default_rng(seed)
-    return (floats(draw.random((CHUNK, prompts)) < 0.5) for _ in range(SWAPS // CHUNK))
 
 
 def holm(values: Sequence[float]) -> list[float]:

@@ -20,7 +20,7 @@ from mismatch.metrics.registry import POSITIVE, SHARE, Array, Metric, floats
 from mismatch.types import Bools, Estimate, Floats, Ints
 
 AS_RUN, REPLAY, OVERRIDE = "as-run", "router-replay", "on-policy-override"
-CLIP = 0.2
+CLIP = 0.2  # PPO's usual range
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +84,6 @@ def ratios(old: Floats, new: Floats) -> Floats:
         return floats(np.exp(new.astype(np.float32) - old.astype(np.float32)))
 
 
-def ratio_not_one(ratio: Floats) -> Floats:
-    """Share of tokens whose ratio is not exactly 1. ``ratio`` [A]."""
-    return floats(ratio != 1.0)
-
-
-def ratio_off_max(ratio: Floats) -> float:
-    """Largest |ratio - 1|. ``ratio`` [A]."""
-    return float(np.abs(ratio - 1.0).max())
-
-
-def ratio_clipped(ratio: Floats) -> Floats:
-    """Share of tokens with |ratio - 1| > 0.2, PPO's usual clip range. ``ratio`` [A]."""
-    return floats(np.abs(ratio - 1.0) > CLIP)
-
-
 def _metric(name: str, terms: Any, unit: str, kind: Any = "mean") -> Metric:
     """Return a metric of this module alone: no comparison of engine and trainer shows it."""
     bounds = SHARE if unit == "share" else POSITIVE
@@ -106,10 +91,10 @@ def _metric(name: str, terms: Any, unit: str, kind: Any = "mean") -> Metric:
 
 
 METRICS_OF_RATIO = (
-    _metric("ratio_not_one", ratio_not_one, "share"),
+    _metric("ratio_not_one", lambda ratio: floats(ratio != 1.0), "share"),
     _metric("ratio_off_mean", lambda ratio: floats(np.abs(ratio - 1.0)), "1"),
-    _metric("ratio_off_max", ratio_off_max, "1", "extreme"),
-    _metric("ratio_clipped", ratio_clipped, "share"),
+    _metric("ratio_off_max", lambda ratio: float(np.abs(ratio - 1.0).max()), "1", "extreme"),
+    _metric("ratio_clipped", lambda ratio: floats(np.abs(ratio - 1.0) > CLIP), "share"),
     # What an override of the ratio leaves as it is.
     _metric("logprob_abs_diff_mean", lambda delta: floats(np.abs(delta)), "nats"),
 )

@@ -12,7 +12,7 @@ the arithmetic changes, and a margin within that noise is a near-tie: either cho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -91,16 +91,51 @@ def pair_routing(
             "both sides must run the same model with the same experts per token",
         )
     rows = action_rows(rollout) if rows is None else rows
-    sides = _Side(left, layers), _Side(right, layers)
-    pairing = _Pairing(len(rows), len(layers), left, right)
+    experts, shape = left.num_experts, (len(rows), len(layers))
+    arrays: dict[str, Array] = {
+        "differs": np.zeros(shape, bool),
+        "overlap": np.zeros(len(rows)),
+        "rollout_load": np.zeros((len(layers), experts), np.int64),
+        "train_load": np.zeros((len(layers), experts), np.int64),
+    }
+    if left.weights is not None and right.weights is not None:
+        arrays["rollout_top_expert"] = np.zeros(shape, left.ids.dtype)
+        arrays["train_top_expert"] = np.zeros(shape, right.ids.dtype)
+        arrays["weight_l1"] = np.zeros(shape, np.float32)
     step = max(1, CHUNK // (len(layers) * left.top_k))
     for start in range(0, len(rows), step):
         chunk = rows[start : start + step]
-        pairing.add(slice(start, start + len(chunk)), *(side.read(chunk) for side in sides))
-    arrays = pairing.arrays
+        at = slice(start, start + len(chunk))
+        a, b = (_slots(side.ids, side, layers, chunk) for side in (left, right))
+        in_common = common(a, b)
+        arrays["differs"][at] = in_common < left.top_k
+        arrays["overlap"][at] = in_common.mean(axis=1) / left.top_k
+        for name, ids in (("rollout_load", a), ("train_load", b)):
+            code = ids + np.arange(len(layers), dtype=np.int64) * experts
+            counted = np.bincount(code.ravel(), minlength=len(layers) * experts)
+            arrays[name] += counted.reshape(len(layers), experts)
+        if left.weights is not None and right.weights is not None:
+            a_weights = _slots(left.weights, left, layers, chunk)
+            b_weights = _slots(right.weights, right, layers, chunk)
+            arrays["rollout_top_expert"][at] = top_expert(a, a_weights)
+            arrays["train_top_expert"][at] = top_expert(b, b_weights)
+            arrays["weight_l1"][at] = weight_distance(a, a_weights, b, b_weights)
     if right.margin is not None:
-        arrays["margin"] = sides[1].pick(right.margin, rows)
-    return PairedRouting(layers, left.num_experts, left.top_k, arrays)
+        arrays["margin"] = _picked(right.margin, right, layers, rows)
+    return PairedRouting(layers, experts, left.top_k, arrays)
+
+
+def _picked(values: Array, side: Routing, layers: tuple[int, ...], rows: Ints) -> Array:
+    """Return some rows of [T, every layer, ...] on these layers in their order, [R, L, ...]."""
+    picked = values[rows]
+    if side.layers == layers:
+        return picked
+    return picked[:, [side.layers.index(layer) for layer in layers]]
+
+
+def _slots(values: Array, side: Routing, layers: tuple[int, ...], rows: Ints) -> Array:
+    """Return the same with the slots in front, [K, R, L]: quick to compare."""
+    return np.ascontiguousarray(np.moveaxis(_picked(values, side, layers, rows), 2, 0))
 
 
 def in_other(ids: Array, other: Array) -> Bools:
@@ -150,80 +185,6 @@ def load_variation(rollout_load: Array, train_load: Array) -> Floats:
     """
     slots = floats(rollout_load).sum(axis=1)
     return floats(0.5 * np.abs(floats(rollout_load) - train_load).sum(axis=1) / slots)
-
-
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """One side's arrays, read in pieces, on the common layers and in their order."""
-
-    routing: Routing
-    layers: tuple[int, ...]
-
-    def pick(self, values: Array, rows: Ints) -> Array:
-        """Return [R, L, ...] of [T, every layer, ...]."""
-        picked = values[rows]
-        if self.routing.layers == self.layers:
-            return picked
-        return picked[:, [self.routing.layers.index(layer) for layer in self.layers]]
-
-    def read(self, rows: Ints) -> tuple[Array, Array | None]:
-        """Ids and weights of some rows with the slots in front, [K, R, L]: quick to compare."""
-        ids, weights = (
-            None if values is None else np.ascontiguousarray(np.moveaxis(values, 2, 0))
-            for values in (
-                self.pick(self.routing.ids, rows),
-                None if self.routing.weights is None else self.pick(self.routing.weights, rows),
-            )
-        )
-        assert ids is not None
-        return ids, weights
-
-
-@dataclass
-class _Pairing:
-    """Collects chunks into the arrays of a :class:`PairedRouting`."""
-
-    tokens: int
-    n_layers: int
-    left: Routing
-    right: Routing
-    arrays: dict[str, Array] = field(init=False)
-
-    def __post_init__(self) -> None:
-        shape = self.tokens, self.n_layers
-        experts = self.n_layers, self.left.num_experts
-        self.arrays = {
-            "differs": np.zeros(shape, bool),
-            "overlap": np.zeros(self.tokens),
-            "rollout_load": np.zeros(experts, np.int64),
-            "train_load": np.zeros(experts, np.int64),
-        }
-        if self.left.weights is not None and self.right.weights is not None:
-            self.arrays["rollout_top_expert"] = np.zeros(shape, self.left.ids.dtype)
-            self.arrays["train_top_expert"] = np.zeros(shape, self.right.ids.dtype)
-            self.arrays["weight_l1"] = np.zeros(shape, np.float32)
-
-    def add(
-        self, at: slice, left: tuple[Array, Array | None], right: tuple[Array, Array | None]
-    ) -> None:
-        (a, a_weights), (b, b_weights) = left, right
-        arrays, k = self.arrays, len(a)
-        in_common = common(a, b)
-        arrays["differs"][at] = in_common < k
-        arrays["overlap"][at] = in_common.mean(axis=1) / k
-        arrays["rollout_load"] += self._counts(a)
-        arrays["train_load"] += self._counts(b)
-        if a_weights is not None and b_weights is not None:
-            arrays["rollout_top_expert"][at] = top_expert(a, a_weights)
-            arrays["train_top_expert"][at] = top_expert(b, b_weights)
-            arrays["weight_l1"][at] = weight_distance(a, a_weights, b, b_weights)
-
-    def _counts(self, ids: Array) -> Ints:
-        """How often each expert occurs per layer, [L, E]."""
-        experts = self.left.num_experts
-        code = ids + np.arange(self.n_layers, dtype=np.int64) * experts
-        counted = np.bincount(code.ravel(), minlength=self.n_layers * experts)
-        return counted.reshape(self.n_layers, experts)
 
 
 # ---------------------------------------------------------------- near-ties

@@ -110,17 +110,6 @@ class Artefacts:
         sides = with_passes(decode, train, rest)
         return cls(rollout, scorings, *sides, scorings.get(f"{engine}:prefill"))
 
-    @property
-    def others(self) -> list[Scoring]:
-        """The trainer under other settings: what `mismatch score --name` has added."""
-        return [
-            scoring
-            for name, scoring in self.scorings.items()
-            if scoring.fingerprint.get("mode") == "train"
-            and name != TRAIN
-            and not name.startswith(f"{TRAIN}:")
-        ]
-
 
 def build_report(
     run_dir: Path, spec: CheckSpec, thresholds: Thresholds | None = None, again: bool = False
@@ -165,7 +154,7 @@ def build_report(
     open_question = "" if column == "fp32" else without_square(spec, comparisons, results)
     long: LongSequence | None = results.get("long_sequence")
     reach = 0 if long is None else long.tested
-    missing = not_tested(spec, artefacts.rollout, artefacts.scorings, checks, reach)
+    missing = [*not_tested(spec, artefacts.rollout, artefacts.scorings, checks, reach)]
     missing += unseen + too_short
     missing += without_room(run_dir, spec, artefacts.scorings)
     report = Report(
@@ -290,23 +279,25 @@ def compare_all(
     artefacts: Artefacts, seed: int, texts: dict[int, str] | None = None
 ) -> tuple[list[Comparison], list[SidePair]]:
     """Return the headline, then the prefill's view and the trainer's other settings; the floor."""
-    rollout, decode, prefill = artefacts.rollout, artefacts.decode, artefacts.prefill
+    rollout, decode, train = artefacts.rollout, artefacts.decode, artefacts.train
     lawful = is_sampling_law(rollout, decode)
-    pairs = [(decode, artefacts.train, lawful)]
-    if prefill is not None and not not_finite(prefill):
-        pairs.append((prefill, artefacts.train, False))
-    pairs += [(decode, other, lawful) for other in artefacts.others if not not_finite(other)]
-    replayed = artefacts.scorings.get(REPLAYED)
-    if replayed is not None and not not_finite(replayed):
-        pairs.append((decode, replayed, lawful))
-    other = artefacts.scorings.get(WEIGHTS)
-    if other is not None and not not_finite(other):
-        pairs += [(artefacts.train, other, False), (decode, other, lawful)]
+    finite, _ = by_finiteness(artefacts.scorings)
+    pairs = [(decode, train, lawful)]
+    if artefacts.prefill is not None and artefacts.prefill.name in finite:
+        pairs.append((artefacts.prefill, train, False))
+    pairs += [  # what `mismatch score --name` has added
+        (decode, other, lawful)
+        for name, other in finite.items()
+        if other.fingerprint.get("mode") == "train" and name.partition(":")[0] != TRAIN
+    ]
+    pairs += [(decode, finite[REPLAYED], lawful)] if REPLAYED in finite else []
+    if WEIGHTS in finite:
+        pairs += [(train, finite[WEIGHTS], False), (decode, finite[WEIGHTS], lawful)]
     steady = [artefacts.scorings.get(name) for name in (f"{TRAIN}:regrouped", REFERENCE)]
     passes = [scoring for scoring in steady if scoring is not None]
-    noise = router_noise(rollout, artefacts.train, passes)
+    noise = router_noise(rollout, train, passes)
     # The float32 reference first: where regrouped passes round alike, they move no margin.
-    selecting = keys_noise(artefacts.train, passes[::-1])
+    selecting = keys_noise(train, passes[::-1])
     comparisons = [
         compare(
             rollout,
@@ -320,30 +311,20 @@ def compare_all(
         )
         for left, right, law in pairs
     ]
-    return comparisons, noise_floor(rollout, artefacts.scorings, decode, prefill, seed)
-
-
-def noise_floor(
-    rollout: Rollout,
-    scorings: dict[str, Scoring],
-    decode: Scoring,
-    prefill: Scoring | None,
-    seed: int,
-) -> list[SidePair]:
-    """Pairs that would agree exactly in a perfect world: what is left of the mismatch is noise."""
-    train = scorings[TRAIN]
-    pairs = [(decode, prefill)] if prefill is not None else []
-    pairs += [(train, scorings[f"{TRAIN}:{k}"]) for k in SIDE_PAIRS if f"{TRAIN}:{k}" in scorings]
-    reference = scorings.get(REFERENCE)
-    if reference is not None:
-        pairs += [(decode, reference), (train, reference)]
-    return [
+    # Pairs that would agree exactly in a perfect world: what is left of the mismatch is noise.
+    alike = [(decode, artefacts.prefill.name)] if artefacts.prefill is not None else []
+    alike += [(train, f"{TRAIN}:{again}") for again in SIDE_PAIRS]
+    alike += [(decode, REFERENCE), (train, REFERENCE)]
+    floor = [
         SidePair.of(
-            compare(rollout, left, right, sampled_by_left=False, seed=seed, headline_only=True)
+            compare(
+                rollout, left, finite[name], sampled_by_left=False, seed=seed, headline_only=True
+            )
         )
-        for left, right in pairs
-        if not not_finite(left) and not not_finite(right)
+        for left, name in alike
+        if name in finite and left.name in finite
     ]
+    return comparisons, floor
 
 
 def not_tested(
@@ -352,27 +333,17 @@ def not_tested(
     scorings: dict[str, Scoring],
     checks: list[Check],
     reach: int = 0,
-) -> list[NotTested]:
-    """Return what this run could not see, and why, as the report has it.
+) -> Iterator[NotTested]:
+    """Yield what this run could not see, and why, as the report has it.
 
     Args:
         reach: length of a sequence that was looked at in addition to the run's.
     """
-    sides = (f"{spec.rollout.engine.engine}:decode", TRAIN)
-    return [
-        *(NotTested(c.id, c.detail) for c in checks if c.status == "not_tested"),
-        *(entry for side in sides for entry in NotTested.of(scorings[side].fingerprint)),
-        *(NotTested("settings of the preset", text) for text in spec.not_reproduced),
-        *_unseen(spec, rollout, scorings, reach),
-    ]
-
-
-def _unseen(
-    spec: CheckSpec, rollout: Rollout, scorings: dict[str, Scoring], reach: int
-) -> Iterator[NotTested]:
-    """Yield what the settings of the run and its scorings leave open."""
     engine = spec.rollout.engine
     decode, train = scorings[f"{engine.engine}:decode"], scorings[TRAIN]
+    yield from (NotTested(c.id, c.detail) for c in checks if c.status == "not_tested")
+    yield from (entry for side in (decode, train) for entry in NotTested.of(side.fingerprint))
+    yield from (NotTested("settings of the preset", text) for text in spec.not_reproduced)
     if layers := decode.fingerprint.get("layers"):
         reason = "--layers leaves them out; the text means nothing, nor do its rewards and lengths"
         first, last = layers[0], layers[1] - 1
@@ -382,7 +353,11 @@ def _unseen(
         if name not in (decode.name, TRAIN) and (reason := not_finite(scoring)):
             reason = f"left out of every comparison, because {reason}"
             yield NotTested(name, reason)
-    yield from _without_exact_kl(spec, decode, train)
+    stated = {entry.what for entry in NotTested.of(decode.fingerprint)}
+    if not spec.rollout.exact_kl:
+        yield NotTested(EXACT_KL, "switched off")
+    elif EXACT_KL not in stated and (reason := exact_reason(decode, train)):
+        yield NotTested(EXACT_KL, reason)
     yield from not_applied(engine.model, engine.revision, rollout.sampling)
     if not engine.prefill:
         yield NotTested(PREFILL, "the prefill rescoring was switched off")
@@ -421,16 +396,6 @@ def without_room(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> I
         reason = None if name in scorings else read_error(run_dir, pass_label(name))
         if reason is not None:
             yield NotTested(name, reason.message, reason.fix)
-
-
-def _without_exact_kl(spec: CheckSpec, decode: Scoring, train: Scoring) -> Iterator[NotTested]:
-    if not spec.rollout.exact_kl:
-        yield NotTested(EXACT_KL, "switched off")
-        return
-    stated = {entry.what for entry in NotTested.of(decode.fingerprint)}
-    reason = exact_reason(decode, train)
-    if reason and EXACT_KL not in stated:
-        yield NotTested(EXACT_KL, reason)
 
 
 def _without_routes(spec: CheckSpec, decode: Scoring, train: Scoring) -> Iterator[NotTested]:

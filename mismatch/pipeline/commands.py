@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from mismatch.analysis.thresholds import Thresholds
 from mismatch.codec import from_json
@@ -25,7 +25,7 @@ from mismatch.processes.launched import score as score_launched
 from mismatch.processes.stages import ALL, Narrator, Room, Stages
 from mismatch.processes.tasks import Score
 from mismatch.run import store
-from mismatch.run.directory import Journal, at_work, load_spec
+from mismatch.run.directory import at_work, load_spec
 from mismatch.run.messages import error_path, pass_label, write_error
 from mismatch.run.resume import differences
 from mismatch.run.store import TRAIN
@@ -85,9 +85,8 @@ def run_steps(stages: Stages) -> None:
             continue
         label = step_label(feature)
         error_path(stages.run_dir, label).unlink(missing_ok=True)
-        step = cast(Callable[[Stages], None], load(feature.check_step))
         try:
-            step(stages)
+            load(feature.check_step)(stages)
         except MismatchError as error:
             write_error(stages.run_dir, label, error)
             stages.narrator.note(f"{feature.name}: {error.headline}")
@@ -206,18 +205,14 @@ def conclude(
         tokens = record_best_fix(stages.run_dir, report, tokens)
         report = with_explanation(report, stages.run_dir, stages.spec)
     stages.journal.save()
-    report.run.update(journal_facts(stages.journal))
+    entry, earlier = stages.journal.entry, stages.journal.earlier
+    report.run.update((key, entry[key]) for key in entry if key not in ("verb", "finished"))
+    report.run.update(seconds=stages.journal.seconds, timings=stages.journal.timings)
+    if earlier:
+        report.run["earlier_commands"] = [command["command"] for command in earlier]
     if write is not None:
         write(stages.run_dir, report, tokens)
     return report
-
-
-def journal_facts(journal: Journal) -> dict[str, Any]:
-    """Return what ``report.json`` keeps of the commands that made a run."""
-    facts = {key: value for key, value in journal.entry.items() if key not in ("verb", "finished")}
-    earlier = [command["command"] for command in journal.earlier]
-    facts |= {"seconds": journal.seconds, "timings": journal.timings}
-    return facts | ({"earlier_commands": earlier} if earlier else {})
 
 
 def _require_free_name(run_dir: Path, pass_: Pass) -> None:

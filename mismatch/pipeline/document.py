@@ -284,47 +284,37 @@ REQUIRED = {
 }
 
 
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300  # a float, and room to add some
-
-
-def _number_or_none(value: Any) -> bool:
-    return value is None or _number(value)
-
-
-def _plain(value: Any) -> bool:
-    return _text(value) or _number_or_none(value)
-
-
-KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("a text", _text, "edge turns token_class boundary token before after fact value"),
-    ("a count", _count, "start end count sequences size at_count elsewhere_count"),
-    ("a number", _number, "mean_abs_delta mean_delta at elsewhere from"),
-    (
-        "a number or null",
-        _number_or_none,
-        "k3_share high disagree margin margin_flipped near_tie weight_l1 load_tv mean_cached",
-    ),
-)
-KIND_OF = {name: (what, fits) for what, fits, names in KINDS for name in names.split()}
+# A column of these names -> what its values are.
+KINDS = {
+    "a text": "edge turns token_class boundary token before after fact value",
+    "a count": "start end count sequences size at_count elsewhere_count",
+    "a number": "mean_abs_delta mean_delta at elsewhere from",
+    "a number or null": "k3_share high disagree margin margin_flipped near_tie weight_l1 load_tv "
+    "mean_cached",
+}
+KIND_OF = {name: kind for kind, names in KINDS.items() for name in names.split()}
 # Columns that only these tables never leave empty.
 OF_TABLE = {
-    ("by_probability", "low"): ("a number", _number),
-    ("by_entropy", "low"): ("a number", _number),
-    ("routing_by_layer", "low"): ("a number or null", _number_or_none),
-    ("routing_by_layer", "layer"): ("a count", _count),
-    ("routing_by_margin", "low"): ("a number or null", _number_or_none),
-    ("routing_layer_position", "layer"): ("a count", _count),
-    ("routing_layer_position", "disagree"): ("a number", _number),
+    ("by_probability", "low"): "a number",
+    ("by_entropy", "low"): "a number",
+    ("routing_by_layer", "low"): "a number or null",
+    ("routing_by_layer", "layer"): "a count",
+    ("routing_by_margin", "low"): "a number or null",
+    ("routing_layer_position", "layer"): "a count",
+    ("routing_layer_position", "disagree"): "a number",
 }
+
+
+def _fits(value: Any, kind: str) -> bool:
+    """Tell whether a cell is of a kind; "a plain value" is any of the others."""
+    if value is None:
+        return kind in ("a number or null", "a plain value")
+    if isinstance(value, str):
+        return kind in ("a text", "a plain value")
+    if kind == "a count":
+        return type(value) is int and 0 <= value < 2**63
+    number = type(value) in (int, float) and abs(value) < 1e300  # a float, and room to add some
+    return number and kind != "a text"
 
 
 def require_columns(breakdowns: Mapping[str, Mapping[str, list[Any]]], path: str) -> None:
@@ -342,10 +332,10 @@ def require_columns(breakdowns: Mapping[str, Mapping[str, list[Any]]], path: str
                 raise Misfit(f"{path}.{name}: column {column!r} is missing")
         for column, values in table.items():
             known = KIND_OF.get(column) if name in REQUIRED or name == "top_tokens" else None
-            what, fits = OF_TABLE.get((name, column)) or known or ("a plain value", _plain)
+            kind = OF_TABLE.get((name, column)) or known or "a plain value"
             for value in values:
-                if not fits(value):
-                    raise Misfit(f"{path}.{name}.{column}: {what} expected, not {value!r:.60}")
+                if not _fits(value, kind):
+                    raise Misfit(f"{path}.{name}.{column}: {kind} expected, not {value!r:.60}")
     cells = breakdowns.get("routing_layer_position", {}).get("layer", [])
     if cells and len(cells) % len(set(cells)):
         raise Misfit(f"{path}.routing_layer_position: layers of different lengths")

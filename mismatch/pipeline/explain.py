@@ -136,22 +136,19 @@ def _probed(
     made = []
     for experiment in planned:
         try:
-            made.append(_probe_result(stages, experiment))
+            case = case_of(stages.run_dir, stages.spec)
+            if experiment.id != CACHE:
+                scoring = store.load_scoring(stages.run_dir, FRESH)
+                after = Case.of(case.rollout, scoring, case.trainer, {})
+                seconds = float(scoring.fingerprint["seconds"])
+                made.append(judged(experiment, case, after, seconds))
+            elif (cache := cache_of(stages)).reason:
+                made.append(replace(experiment, reason=cache.reason))
+            else:
+                made.append(judged_cache(experiment, case, cache.pairs, cache.seconds))
         except Exception as error:
             made.append(replace(experiment, reason=_reason(stages, error)))
     return made
-
-
-def _probe_result(stages: Stages, experiment: Experiment) -> Experiment:
-    case = case_of(stages.run_dir, stages.spec)
-    if experiment.id == CACHE:
-        cache = cache_of(stages)
-        if cache.reason:
-            return replace(experiment, reason=cache.reason)
-        return judged_cache(experiment, case, cache.pairs, cache.seconds)
-    scoring = store.load_scoring(stages.run_dir, FRESH)
-    after = Case.of(case.rollout, scoring, case.trainer, {})
-    return judged(experiment, case, after, float(scoring.fingerprint["seconds"]))
 
 
 def _reason(stages: Stages, error: Exception) -> str:

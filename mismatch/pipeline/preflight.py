@@ -125,7 +125,12 @@ def preflight_rollout(spec: RolloutSpec, *, reach: bool = True) -> None:
     require_engine_names(spec.engine, spec.prompts.environment)
     preflight_engine(spec.engine, reach=reach, dataset=spec.prompts.dataset is not None)
     given = [prompt for prompt in read_prompts(spec.prompts) if prompt.token_ids]
-    vocabulary = _vocabulary(spec.engine) if given else 0
+    try:
+        vocabulary = (
+            find_config(spec.engine.model, spec.engine.revision).model.vocab if given else 0
+        )
+    except MismatchError:  # its config.json is not on this machine
+        vocabulary = 0
     for prompt in given if vocabulary else ():
         require_within(prompt, prompt.token_ids or (), vocabulary)
 
@@ -140,23 +145,18 @@ def preflight_engine(spec: EngineSpec, *, reach: bool = True, dataset: bool = Fa
         MismatchError: see :func:`preflight`.
     """
     require_ranges(spec)
-    if own_python(spec) is None:
+    if (python := own_python(spec)) is None:
         require_engine(spec.engine)
     else:
-        require_interpreter(spec, dataset=dataset)
+        needed = [engine_info(spec.engine).module, "datasets" if dataset else None]
+        modules = (*WORKER_MODULES, *(name for name in needed if name))
+        flag, who = f"--engine-python {spec.engine}=", f"the engine {spec.engine}"
+        require_modules(python, flag, modules, who)
     require_form(spec)
     require_sound_version(spec)
     check_machine(spec)
     if reach:
         require_reachable(spec.model, spec.revision)
-
-
-def _vocabulary(spec: EngineSpec) -> int:
-    """Rows of the model's head; 0 where its config.json is not on this machine."""
-    try:
-        return find_config(spec.model, spec.revision).model.vocab
-    except MismatchError:
-        return 0
 
 
 def require_names(spec: CheckSpec) -> None:
@@ -179,18 +179,13 @@ def require_engine_names(engine: EngineSpec, environment: str | None = None) -> 
 
     require_layers(engine)
     require_adapter(engine)
-    require_own_adapter(engine)
+    known = engine_info(engine.engine).no_adapter is None or own_python(engine) is None
+    if engine.adapter_as == "own" and known:  # else its separate environment has to say
+        with_adapter_way(engine)
     if engine.args:
         check_machine(replace(engine, python=own_python(engine)))
     if environment is not None:
         built_in(environment)
-
-
-def require_own_adapter(spec: EngineSpec) -> None:
-    """Raise MismatchError where it is known already that the engine cannot do as --adapter-as."""
-    known = engine_info(spec.engine).no_adapter is None or own_python(spec) is None
-    if spec.adapter_as == "own" and known:
-        with_adapter_way(spec)
 
 
 def require_layers(spec: EngineSpec | TrainSpec) -> None:
@@ -349,23 +344,6 @@ def require_free_port(environment: Mapping[str, str]) -> None:
 # ---------------------------------------------------------------- another environment
 
 
-def require_interpreter(spec: EngineSpec, dataset: bool = False) -> None:
-    """Check that the engine's process could start under the engine's interpreter.
-
-    Args:
-        dataset: it has to read a data set as well.
-
-    Raises:
-        MismatchError: no such interpreter, or a package is missing there.
-    """
-    python = own_python(spec)
-    assert python is not None
-    module = engine_info(spec.engine).module
-    needed = [module, "datasets" if dataset else None]
-    modules = (*WORKER_MODULES, *(name for name in needed if name))
-    require_modules(python, f"--engine-python {spec.engine}=", modules, f"the engine {spec.engine}")
-
-
 def require_sound_version(spec: EngineSpec) -> None:
     """Refuse an engine version with a known fault for this checkpoint.
 
@@ -420,7 +398,7 @@ def require_reachable(model: str, revision: str | None) -> None:
             "set HF_HOME to a directory with space that can be written",
         ) from error
     if unknown := unknown_host():
-        fault = f"{model}: the hub cannot be reached: {unknown.host}: {unknown.reason}"
+        fault = f"{model}: the hub cannot be reached: {': '.join(unknown)}"
         raise MismatchError(fault, OFFLINE.format(model=model))
     try:
         hf_hub_download(model, "config.json", revision=revision)

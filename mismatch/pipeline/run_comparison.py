@@ -8,7 +8,7 @@ which sees less.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from mismatch.pipeline.saved_runs import (
     PLACES,
     UNVERIFIED,
     SavedRun,
-    engine_moved,
+    flat,
     judged_again,
     load_run,
     same_tokens,
@@ -221,12 +221,16 @@ def against(
     Raises:
         MismatchError: a file is missing, or the runs cannot be compared (the reason is named).
     """
-    old, new = (judged_by(load_run(path), thresholds) for path in (old_run, new_run))
-    for run in (old, new):
+    runs = [load_run(old_run), load_run(new_run)]
+    for at, run in enumerate(runs):
+        if thresholds is not None and run.report.comparisons:
+            own = judged_again(run.report, thresholds)
+            runs[at] = replace(run, report=replace(run.report, verdict=own))
         if run.tokens is None:
             fault = f"{run.path} has no table of tokens, or one without prompts"
             fix = f"make it again from the scorings: mismatch compare {run.path}"
             raise MismatchError(fault, fix)
+    old, new = runs
     for error in obstacles(old, new, len(DECIDING)):
         raise MismatchError(f"not comparable: {error.message}", error.fix)
     result = compared([old, new], [], margin)
@@ -313,12 +317,7 @@ def raw_move(
     if tokens is not None and metric is not None and set(metric.needs) <= tokens[0].arrays.keys():
         old, new = tokens
         try:
-            if alike:
-                change = paired(
-                    metric, old.arrays, new.arrays, sequence=old.sequence, prompt=old.prompt
-                )
-            else:
-                change = difference(metric, old, new)
+            change = paired(metric, old, new) if alike else difference(metric, old, new)
         except MismatchError:  # undefined on a side
             pass
         else:
@@ -403,15 +402,6 @@ def judged_gate(
     return Gate(bool(beyond or undecided or failing), reason, margin)
 
 
-def judged_by(run: SavedRun, thresholds: Thresholds | None) -> SavedRun:
-    """Return the run with the verdict that other levels give; None: the run's own verdict."""
-    report = run.report
-    if thresholds is None or not report.comparisons:
-        return run
-    own = judged_again(report, thresholds)
-    return replace(run, report=replace(report, verdict=own))
-
-
 # ---------------------------------------------------------------- what stands in the way
 
 
@@ -478,7 +468,12 @@ def _names(runs: Sequence[SavedRun]) -> list[str]:
 
 def _side(run: SavedRun, first: SavedRun) -> Side:
     alike = run is not first and same_tokens(first, run)
-    moved = engine_moved(first, run) if alike else None
+    moved = None
+    if alike and first.tokens is not None and run.tokens is not None:
+        old, new = (
+            table["rollout_logprob"].to_numpy(np.float64) for table in (first.tokens, run.tokens)
+        )
+        moved = np.abs(new - old)
     return Side(
         run=run.name,
         model=run.model,
@@ -509,7 +504,7 @@ def _square_lines(runs: Sequence[SavedRun]) -> Iterator[SquareLine]:
 def _facts(runs: Sequence[SavedRun]) -> Iterator[Fact]:
     """Engine first; what no run states, or all state alike, is left out."""
     for where in PLACES:
-        sides: list[Mapping[str, str]] = [run.flat_facts(where) for run in runs]
+        sides = [dict(flat(run.facts[where])) for run in runs]
         # The version and versions first: they are what an upgrade is about.
         names = sorted({key for side in sides for key in side})
         for name in sorted(names, key=lambda n: (n != "version", not n.startswith("versions."))):

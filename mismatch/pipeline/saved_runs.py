@@ -23,7 +23,7 @@ from mismatch.pipeline.build import COMPARISON
 from mismatch.pipeline.document import comparisons_from_json, report_from_json
 from mismatch.run import store
 from mismatch.run.manifest import damage_named
-from mismatch.types import Comparison, Estimate, Floats, Ints, Report, SideFacts, Verdict
+from mismatch.types import Comparison, Estimate, Report, SideFacts, Verdict
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -126,10 +126,6 @@ class SavedRun:
             if name == "config.json" or name.endswith((".safetensors", ".bin"))
         }
 
-    def flat_facts(self, where: str) -> dict[str, str]:
-        """Return settings and versions of one place: dotted name -> value as text."""
-        return dict(_flat(self.facts[where], ""))
-
 
 def load_report(run: Path) -> Report:
     """Return the report of a run as it was stored.
@@ -215,12 +211,13 @@ def load_run(run: Path) -> SavedRun:
     return SavedRun(run, report, table)
 
 
-def _flat(facts: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+def flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield settings and versions of one place: dotted name, value as text."""
     for key, value in facts.items():
         if not prefix and key in NOT_SETTINGS:
             continue
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             text = value if isinstance(value, str) else json.dumps(value, default=str)
             yield f"{prefix}{key}", text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
@@ -237,16 +234,6 @@ def same_tokens(first: SavedRun, second: SavedRun) -> bool:
     return all(np.array_equal(a[name], b[name]) for name in ("sequence", "position", "token_id"))
 
 
-def engine_moved(first: SavedRun, second: SavedRun) -> Floats:
-    """|delta| of the second run's engine from the first's, of runs with the same tokens, [A]."""
-    old, new = (
-        run.tokens["rollout_logprob"].to_numpy(np.float64)
-        for run in (first, second)
-        if run.tokens is not None
-    )
-    return np.asarray(np.abs(new - old), np.float64)
-
-
 def samples(left: SavedRun, right: SavedRun) -> tuple[Sample, Sample] | None:
     """Return the tokens of two runs, prompts numbered alike; None without the tokens of either.
 
@@ -256,7 +243,7 @@ def samples(left: SavedRun, right: SavedRun) -> tuple[Sample, Sample] | None:
     if left.tokens is None or right.tokens is None:
         return None
     alike = same_tokens(left, right)
-    routed = all(map(_routed, (left, right)))
+    routed = all(map(_routed_layers, (left, right)))
     numbers: dict[Any, int] = {}
     found = []
     for side, run in enumerate((left, right)):
@@ -270,33 +257,23 @@ def samples(left: SavedRun, right: SavedRun) -> tuple[Sample, Sample] | None:
             for prompt, text in zip(rows["prompt"].tolist(), texts, strict=True)
         ]
         prompt = np.array([numbers.setdefault(key, len(numbers)) for key in keys])
-        found.append(_sample(run, table, sequence, prompt, routed))
+        rollout, train = (
+            table[name].to_numpy(np.float64) for name in ("rollout_logprob", "train_logprob")
+        )
+        arrays: dict[str, Any] = {
+            "rollout": rollout, "train": train, "delta": train - rollout, "sequence": sequence,
+        }  # fmt: skip
+        if routed:  # which layers is not kept: as many places as the token has flips, [A, L]
+            flips = table["routing_flips"].to_numpy(np.int64)
+            arrays["differs"] = np.arange(_routed_layers(run)) < flips[:, None]
+        found.append(Sample(arrays, sequence, prompt))
     return found[0], found[1]
 
 
-def _sample(
-    run: SavedRun, table: pd.DataFrame, sequence: Ints, prompt: Ints, routed: bool
-) -> Sample:
-    rollout, train = (
-        table[name].to_numpy(np.float64) for name in ("rollout_logprob", "train_logprob")
-    )
-    arrays: dict[str, Any] = {
-        "rollout": rollout, "train": train, "delta": train - rollout, "sequence": sequence,
-    }  # fmt: skip
-    if routed:  # which layers is not kept: as many of the L places as the token has flips, [A, L]
-        flips = table["routing_flips"].to_numpy(np.int64)
-        arrays["differs"] = np.arange(_layers(run)) < flips[:, None]
-    return Sample(arrays, sequence, prompt)
-
-
-def _routed(run: SavedRun) -> bool:
-    """Whether the tokens say in how many of the model's MoE layers their experts differ."""
-    table = run.tokens
-    known = table is not None and "routing_flips" in table and table["routing_flips"].notna().all()
-    return bool(known) and _layers(run) > 0
-
-
-def _layers(run: SavedRun) -> int:
-    first = run.comparison
-    table = {} if first is None else first.breakdowns.get("routing_by_layer", {})
-    return len(table.get("layer", ()))
+def _routed_layers(run: SavedRun) -> int:
+    """Count the MoE layers, 0 where the tokens do not say in how many their experts differ."""
+    table, first = run.tokens, run.comparison
+    if table is None or first is None or "routing_flips" not in table:
+        return 0
+    known = table["routing_flips"].notna().all()
+    return len(first.breakdowns.get("routing_by_layer", {}).get("layer", ())) if known else 0

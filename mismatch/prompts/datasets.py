@@ -156,7 +156,7 @@ def _hub(datasets: Any, name: str, spec: PromptSpec) -> Any:
     except Exception as error:  # connection, unknown id, several configs, unknown split …
         reason = _reason(error)
         if unknown:
-            reason = f"no address for {unknown.host}, and not in the cache"
+            reason = f"no address for {unknown[0]}, and not in the cache"
         raise _explained(error, reason, name, spec) from error
 
 

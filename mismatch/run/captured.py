@@ -11,7 +11,6 @@ and ``rest``.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,10 @@ from numpy.typing import NDArray
 from mismatch.captures import Distributions, narrowest
 from mismatch.errors import MismatchError
 from mismatch.run import manifest
-from mismatch.run.manifest import readable, require_file, require_schema, write_atomic
+from mismatch.run.manifest import damage_named, require_file, require_schema, write_atomic
 from mismatch.types import Routing, SparseKeys
 
 Arrays = dict[str, NDArray[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayFile:
-    """What a file of arrays holds."""
-
-    arrays: Arrays
-    header: dict[str, Any]
-    """JSON data that was kept next to the arrays."""
 
 
 def save_arrays(
@@ -54,8 +44,8 @@ def save_arrays(
     manifest.record(run_dir, name, schema, **entry)
 
 
-def load_arrays(run_dir: Path, name: str, schema: str) -> ArrayFile:
-    """Read one artefact after comparing it with its checksum.
+def load_arrays(run_dir: Path, name: str, schema: str) -> tuple[Arrays, dict[str, Any]]:
+    """Read one artefact and its header after comparing it with its checksum.
 
     Raises:
         MismatchError: absent, damaged, or of another schema.
@@ -79,7 +69,7 @@ def load_arrays(run_dir: Path, name: str, schema: str) -> ArrayFile:
             key: text if key == "schema" else json.loads(text) for key, text in metadata.items()
         }
     require_schema(path, header.pop("schema", None), schema)
-    return ArrayFile(arrays, header)
+    return arrays, header
 
 
 ROUTING_SCHEMA = "mismatch.routing/1"
@@ -111,28 +101,27 @@ def save_keys(run_dir: Path, name: str, keys: SparseKeys) -> None:
     save_arrays(run_dir, name, arrays, KEYS_SCHEMA, header)
 
 
-@readable(lambda name: name)
 def load_keys(run_dir: Path, name: str) -> SparseKeys:
     """Read them; MismatchError if absent, damaged or of another schema."""
-    file = load_arrays(run_dir, name, KEYS_SCHEMA)
-    rows, ids = file.arrays["rows"], file.arrays["ids"]
-    layers, present = tuple(file.header["layers"]), np.ones(len(rows), np.bool_)
-    margin = file.arrays.get("margin")
-    return SparseKeys(rows, Routing(layers, file.header["candidates"], ids, present, margin=margin))
+    with damage_named(run_dir / name):
+        arrays, header = load_arrays(run_dir, name, KEYS_SCHEMA)
+        rows, ids, margin = arrays["rows"], arrays["ids"], arrays.get("margin")
+        layers, present = tuple(header["layers"]), np.ones(len(rows), np.bool_)
+        return SparseKeys(rows, Routing(layers, header["candidates"], ids, present, margin=margin))
 
 
-@readable(lambda name: name)
 def load_routing(run_dir: Path, name: str) -> Routing:
     """Read a scoring's experts; MismatchError if absent, damaged or of another schema."""
-    file = load_arrays(run_dir, name, ROUTING_SCHEMA)
-    return Routing(
-        layers=tuple(file.header["layers"]),
-        num_experts=file.header["num_experts"],
-        ids=file.arrays["ids"],
-        present=file.arrays["present"],
-        weights=file.arrays.get("weights"),
-        margin=file.arrays.get("margin"),
-    )
+    with damage_named(run_dir / name):
+        arrays, header = load_arrays(run_dir, name, ROUTING_SCHEMA)
+        return Routing(
+            layers=tuple(header["layers"]),
+            num_experts=header["num_experts"],
+            ids=arrays["ids"],
+            present=arrays["present"],
+            weights=arrays.get("weights"),
+            margin=arrays.get("margin"),
+        )
 
 
 def save_distributions(run_dir: Path, name: str, captured: Distributions) -> None:
@@ -144,15 +133,15 @@ def save_distributions(run_dir: Path, name: str, captured: Distributions) -> Non
     save_arrays(run_dir, name, arrays, DISTRIBUTIONS_SCHEMA, {})
 
 
-@readable(lambda name: name)
 def load_distributions(run_dir: Path, name: str) -> Distributions:
     """Read whole distributions; MismatchError if absent, damaged or of another schema."""
-    arrays = load_arrays(run_dir, name, DISTRIBUTIONS_SCHEMA).arrays
-    ids = arrays.get("ids")
-    return Distributions(
-        positions=arrays["positions"].astype(np.int64),
-        logprobs=arrays["logprobs"].astype(np.float32),
-        vocabulary=int(arrays["vocabulary"][0]),
-        ids=None if ids is None else ids.astype(np.int64),
-        rest=arrays.get("rest"),
-    )
+    with damage_named(run_dir / name):
+        arrays = load_arrays(run_dir, name, DISTRIBUTIONS_SCHEMA)[0]
+        ids = arrays.get("ids")
+        return Distributions(
+            positions=arrays["positions"].astype(np.int64),
+            logprobs=arrays["logprobs"].astype(np.float32),
+            vocabulary=int(arrays["vocabulary"][0]),
+            ids=None if ids is None else ids.astype(np.int64),
+            rest=arrays.get("rest"),
+        )

@@ -56,10 +56,6 @@ class Journal:
         document = {"schema": RUN_SCHEMA, "invocations": [*self.earlier, entry]}
         store.write_json(self.run_dir / RUN, document)
 
-    def finish(self) -> None:
-        self.entry["finished"] = now()
-        self.save()
-
 
 @contextmanager
 def at_work(
@@ -88,7 +84,8 @@ def at_work(
         journal = Journal(run_dir, verb, spec, command)
         journal.save()
         yield journal
-        journal.finish()
+        journal.entry["finished"] = now()
+        journal.save()
 
 
 def open_run(
@@ -118,17 +115,31 @@ def open_run(
 
 
 def new_directory(out: Path | None, model: str) -> Path:
-    """Return a new, empty directory: ``out``, or runs/TIME-MODEL.
+    """Make a new, empty directory for its owner alone: ``out``, or runs/TIME-MODEL.
 
     Raises:
         MismatchError: it is not empty, or cannot be made or written.
     """
-    if out is None:
-        name = Path(model).name or "model"
-        stem = DEFAULT_PARENT / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
-        return _first_free(stem)
-    require_new(out)
-    return _created(out, exist_ok=True)
+    if out is not None:
+        require_new(out)
+    stem = out or DEFAULT_PARENT / f"{datetime.now():%Y%m%d-%H%M%S}-{Path(model).name or 'model'}"
+    folder, number = stem, 1
+    while True:
+        new = not folder.exists()
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=out is not None)  # one that was there keeps its mode
+            (folder / LOCK).touch()
+            return folder
+        except OSError as error:
+            if isinstance(error, FileExistsError) and out is None and folder.is_dir():
+                number += 1  # of two commands that begin in one second each gets another
+                folder = stem.with_name(f"{stem.name}-{number}")
+                continue
+            if new and folder.is_dir():
+                folder.rmdir()
+            fault = f"cannot create {folder}: {error.strerror}"
+            raise MismatchError(fault, "choose a writable directory: --out DIR") from error
 
 
 def require_new(out: Path) -> None:
@@ -146,39 +157,6 @@ def require_new(out: Path) -> None:
         if (out / SPEC).exists():
             fix = f"it holds another run: choose another --out, or continue it: --resume {out}"
         raise MismatchError(f"{out} exists and is not empty", fix)
-
-
-def _first_free(stem: Path) -> Path:
-    """``stem``, or ``stem-2`` …: of two commands that begin in one second each gets another."""
-    out, number = stem, 1
-    while True:
-        try:
-            return _created(out, exist_ok=False)
-        except FileExistsError:
-            number += 1
-            out = stem.with_name(f"{stem.name}-{number}")
-
-
-def _created(out: Path, *, exist_ok: bool) -> Path:
-    """Return the directory, for its owner alone; one that was there keeps its mode.
-
-    Raises:
-        FileExistsError: it exists and must not.
-        MismatchError: it cannot be made or written.
-    """
-    new = not out.exists()
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.mkdir(mode=0o700, exist_ok=exist_ok)
-        (out / LOCK).touch()
-    except OSError as error:
-        if isinstance(error, FileExistsError) and not exist_ok and out.is_dir():
-            raise
-        if new and out.is_dir():
-            out.rmdir()
-        fault = f"cannot create {out}: {error.strerror}"
-        raise MismatchError(fault, "choose a writable directory: --out DIR") from error
-    return out
 
 
 def load_spec(run_dir: Path) -> CheckSpec:

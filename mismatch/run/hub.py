@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -43,16 +42,8 @@ def offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-@dataclass(frozen=True, slots=True)
-class UnknownHost:
-    """The hub's host, whose name cannot be looked up, and why."""
-
-    host: str
-    reason: str
-
-
-def unknown_host() -> UnknownHost | None:
-    """Look up the name of the hub's host; None where that works, or is left to a proxy.
+def unknown_host() -> tuple[str, str] | None:
+    """Return the hub's host and why its name cannot be looked up; None: it can, or a proxy does.
 
     The hub's client would try for half a minute.
     """
@@ -64,5 +55,5 @@ def unknown_host() -> UnknownHost | None:
     try:
         socket.getaddrinfo(host, 443)
     except OSError as error:
-        return UnknownHost(host, error.strerror or str(error))
+        return host, error.strerror or str(error)
     return None

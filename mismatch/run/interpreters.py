@@ -87,8 +87,8 @@ def look_into(
     return Interpreter(python, tuple(version), versions, tuple(missing))
 
 
-def require_modules(python: str, flag: str, modules: tuple[str, ...], who: str) -> Interpreter:
-    """Return what an interpreter holds, which must be these modules.
+def require_modules(python: str, flag: str, modules: tuple[str, ...], who: str) -> None:
+    """Check that an interpreter's environment holds these modules.
 
     Args:
         flag: that names the interpreter.
@@ -105,7 +105,6 @@ def require_modules(python: str, flag: str, modules: tuple[str, ...], who: str) 
         fault = f"{flag}: {python} has no {', '.join(found.missing)}, which {who} needs"
         fix = f"{python} -m pip install {' '.join(found.missing)}, or name the right environment"
         raise MismatchError(fault, fix)
-    return found
 
 
 def source_files(package: str, python: str | None, *patterns: str) -> list[Path]:

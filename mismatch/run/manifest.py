@@ -26,9 +26,8 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn
 
 from mismatch.errors import MismatchError
 
@@ -37,7 +36,6 @@ WRONG = (
     *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError),
     StopIteration,
 )
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 @contextmanager
@@ -55,25 +53,6 @@ def damage_named(path: Path | str) -> Iterator[None]:
             "copy the run directory again, or make this file again: delete it, then "
             "mismatch check --resume RUN",
         ) from error
-
-
-def readable(file: str | Callable[..., str]) -> Callable[[F], F]:
-    """:func:`damage_named` around a reader of ``(run_dir, *names)``.
-
-    Args:
-        file: path inside the run directory, or how the names make one.
-    """
-
-    def decorate(reader: F) -> F:
-        @wraps(reader)
-        def read(run_dir: Path | str, *names: str) -> Any:
-            name = file if isinstance(file, str) else file(*names)
-            with damage_named(Path(run_dir) / name):
-                return reader(run_dir, *names)
-
-        return cast(F, read)
-
-    return decorate
 
 
 NAME = "manifest.json"

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -67,10 +67,10 @@ def now() -> str:
     return datetime.now(utc).isoformat(timespec="seconds")
 
 
-def versions() -> dict[str, str]:
-    """Of Python and of every distribution that numbers depend on, where installed."""
+def versions(distributions: Iterable[str] = DISTRIBUTIONS) -> dict[str, str]:
+    """Of Python and of these distributions, where installed; numbers depend on the default."""
     installed = {"python": platform.python_version()}
-    for name in DISTRIBUTIONS:
+    for name in distributions:
         try:
             installed[name] = version(name)
         except PackageNotFoundError:

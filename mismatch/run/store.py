@@ -31,7 +31,7 @@ from mismatch.captures import Distributions, Likeliest
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.run import captured, manifest
-from mismatch.run.manifest import missing_fix, readable, write_atomic
+from mismatch.run.manifest import damage_named, missing_fix, write_atomic
 from mismatch.run.provenance import checkpoint_digest, numeric_versions, redact
 from mismatch.run.tables import (
     flat,
@@ -146,30 +146,32 @@ def save_rollout(run_dir: Path | str, rollout: Rollout, made_by: RolloutSpec | N
         rows["reward"] = rollout.rewards
     header = {"sampling": dataclasses.asdict(rollout.sampling), "fingerprint": rollout.fingerprint}
     path = write_table(Path(run_dir) / ROLLOUT, rows, ROLLOUT_SCHEMA, header)
-    manifest.record(run_dir, ROLLOUT, ROLLOUT_SCHEMA, _hash(made_by), (), _made_with(made_by))
+    manifest.record(run_dir, ROLLOUT, ROLLOUT_SCHEMA, **_made(made_by))
     return path
 
 
-@readable(ROLLOUT)
 def load_rollout(run_dir: Path | str) -> Rollout:
     """Read ``rollout.parquet``; MismatchError if absent, damaged or of another schema."""
-    manifest.verify(run_dir, ROLLOUT)
-    path = Path(run_dir) / ROLLOUT
-    table, header = read_table(path, ROLLOUT_SCHEMA, REQUIRED_COLUMNS[ROLLOUT_SCHEMA])
-    token_ids, offsets = flat(table, "token_ids")
-    return Rollout(
-        token_ids=token_ids.astype(np.int64),
-        offsets=offsets,
-        action_mask=flat(table, "action_mask")[0].astype(np.bool_),
-        turn=flat(table, "turn")[0].astype(np.int64),
-        prompt_index=numbers(table, "prompt_index", np.int64),
-        finish_reason=from_json(
-            tuple[str, ...], table.column("finish_reason").to_pylist(), "finish_reason"
-        ),
-        sampling=Sampling(**header["sampling"]),
-        fingerprint=header["fingerprint"],
-        rewards=numbers(table, "reward", np.float64) if "reward" in table.column_names else None,
-    )
+    with damage_named(Path(run_dir) / ROLLOUT):
+        manifest.verify(run_dir, ROLLOUT)
+        path = Path(run_dir) / ROLLOUT
+        table, header = read_table(path, ROLLOUT_SCHEMA, REQUIRED_COLUMNS[ROLLOUT_SCHEMA])
+        token_ids, offsets = flat(table, "token_ids")
+        return Rollout(
+            token_ids=token_ids.astype(np.int64),
+            offsets=offsets,
+            action_mask=flat(table, "action_mask")[0].astype(np.bool_),
+            turn=flat(table, "turn")[0].astype(np.int64),
+            prompt_index=numbers(table, "prompt_index", np.int64),
+            finish_reason=from_json(
+                tuple[str, ...], table.column("finish_reason").to_pylist(), "finish_reason"
+            ),
+            sampling=Sampling(**header["sampling"]),
+            fingerprint=header["fingerprint"],
+            rewards=numbers(table, "reward", np.float64)
+            if "reward" in table.column_names
+            else None,
+        )
 
 
 # ---------------------------------------------------------------- scorings
@@ -220,33 +222,37 @@ def save_scoring(
         header["distributions"] = True
     name = scoring_file(scoring.name)
     path = write_table(run_dir / name, rows, SCORING_SCHEMA, header)
-    manifest.record(run_dir, name, SCORING_SCHEMA, _hash(made_by), inputs, _made_with(made_by))
+    manifest.record(run_dir, name, SCORING_SCHEMA, inputs=inputs, **_made(made_by))
     return path
 
 
-@readable(lambda name: scoring_file(name))
 def load_scoring(run_dir: Path | str, name: str) -> Scoring:
     """Read one scoring by its name, e.g. ``"vllm:decode"``."""
-    run_dir = Path(run_dir)
-    manifest.verify(run_dir, scoring_file(name))
-    path = run_dir / scoring_file(name)
-    table, header = read_table(path, SCORING_SCHEMA, REQUIRED_COLUMNS[SCORING_SCHEMA])
-    columns = {column: flat(table, column)[0] for column in table.column_names}
-    return Scoring(
-        name=header["name"],
-        token_ids=columns["token_ids"].astype(np.int64),
-        logprobs=columns["logprobs"].astype(np.float64),
-        fingerprint=header["fingerprint"],
-        entropy=columns.get("entropy"),
-        top1=columns.get("top1"),
-        routing=captured.load_routing(run_dir, routing_file(name))
-        if header.get("routing")
-        else None,
-        extra={k.removeprefix("extra."): v for k, v in columns.items() if k.startswith("extra.")},
-        distributions=load_distributions(run_dir, name) if header.get("distributions") else None,
-        likeliest=_likeliest(columns),
-        keys=captured.load_keys(run_dir, keys_file(name)) if header.get("keys") else None,
-    )
+    with damage_named(Path(run_dir) / scoring_file(name)):
+        run_dir = Path(run_dir)
+        manifest.verify(run_dir, scoring_file(name))
+        path = run_dir / scoring_file(name)
+        table, header = read_table(path, SCORING_SCHEMA, REQUIRED_COLUMNS[SCORING_SCHEMA])
+        columns = {column: flat(table, column)[0] for column in table.column_names}
+        return Scoring(
+            name=header["name"],
+            token_ids=columns["token_ids"].astype(np.int64),
+            logprobs=columns["logprobs"].astype(np.float64),
+            fingerprint=header["fingerprint"],
+            entropy=columns.get("entropy"),
+            top1=columns.get("top1"),
+            routing=captured.load_routing(run_dir, routing_file(name))
+            if header.get("routing")
+            else None,
+            extra={
+                k.removeprefix("extra."): v for k, v in columns.items() if k.startswith("extra.")
+            },
+            distributions=load_distributions(run_dir, name)
+            if header.get("distributions")
+            else None,
+            likeliest=_likeliest(columns),
+            keys=captured.load_keys(run_dir, keys_file(name)) if header.get("keys") else None,
+        )
 
 
 def _likeliest(columns: dict[str, np.ndarray]) -> Likeliest | None:
@@ -262,17 +268,17 @@ def load_distributions(run_dir: Path | str, name: str) -> Distributions:
     return captured.load_distributions(Path(run_dir), distributions_file(name))
 
 
-@readable(lambda name: scoring_file(name))
 def scoring_header(run_dir: Path | str, name: str) -> ScoringHeader:
     """Return what a scoring's file says of it."""
-    return cast(ScoringHeader, read_header(Path(run_dir) / scoring_file(name), SCORING_SCHEMA))
+    with damage_named(Path(run_dir) / scoring_file(name)):
+        return cast(ScoringHeader, read_header(Path(run_dir) / scoring_file(name), SCORING_SCHEMA))
 
 
-@readable("scores")
 def scoring_names(run_dir: Path | str) -> list[str]:
     """Return names of all scorings in a run directory, sorted."""
-    files = sorted((Path(run_dir) / "scores").glob("*.parquet"))
-    return [read_header(file, SCORING_SCHEMA)["name"] for file in files]
+    with damage_named(Path(run_dir) / "scores"):
+        files = sorted((Path(run_dir) / "scores").glob("*.parquet"))
+        return [read_header(file, SCORING_SCHEMA)["name"] for file in files]
 
 
 def scoring_file(name: str) -> str:
@@ -305,12 +311,8 @@ def _stem(name: str) -> str:
     return name.replace(":", "-").replace("/", "-")
 
 
-def _hash(spec: RolloutSpec | TrainSpec | None) -> str:
-    return "" if spec is None else spec_hash(spec)
-
-
-def _made_with(spec: RolloutSpec | TrainSpec | None) -> dict[str, str] | None:
-    return None if spec is None else made_with(spec)
+def _made(spec: RolloutSpec | TrainSpec | None) -> dict[str, Any]:
+    return {} if spec is None else {"made_by": spec_hash(spec), "made_with": made_with(spec)}
 
 
 def made_with(spec: RolloutSpec | TrainSpec) -> dict[str, str]:
@@ -331,12 +333,12 @@ def save_vocabulary(run_dir: Path | str, texts: dict[int, str]) -> Path:
     return save_document(run_dir, VOCABULARY, data, schema=VOCABULARY_SCHEMA)
 
 
-@readable(VOCABULARY)
 def load_vocabulary(run_dir: Path | str) -> dict[int, str]:
     """Return texts of the ids in the rollout; empty where none were saved."""
-    if not (Path(run_dir) / VOCABULARY).exists():
-        return {}
-    return from_json(dict[int, str], load_document(run_dir, VOCABULARY), VOCABULARY)
+    with damage_named(Path(run_dir) / VOCABULARY):
+        if not (Path(run_dir) / VOCABULARY).exists():
+            return {}
+        return from_json(dict[int, str], load_document(run_dir, VOCABULARY), VOCABULARY)
 
 
 def save_tokens(run_dir: Path | str, frame: pd.DataFrame, **entry: Any) -> Path:
@@ -347,20 +349,22 @@ def save_tokens(run_dir: Path | str, frame: pd.DataFrame, **entry: Any) -> Path:
     return path
 
 
-@readable(TOKENS)
 def load_tokens(run_dir: Path | str) -> pd.DataFrame:
     """Read ``tokens.parquet``, of this version or of the one before; lists are Arrow lists."""
-    import pandas as pd
-    import pyarrow as pa
+    with damage_named(Path(run_dir) / TOKENS):
+        import pandas as pd
+        import pyarrow as pa
 
-    manifest.verify(run_dir, TOKENS)
-    path = Path(run_dir) / TOKENS
-    schema = TOKENS_BEFORE if schema_of(path) == TOKENS_BEFORE else TOKENS_SCHEMA
-    table, _ = read_table(path, schema, REQUIRED_COLUMNS[TOKENS_SCHEMA])
-    if schema == TOKENS_BEFORE and "routing_flipped_layers" in table.column_names:
-        index = table.column_names.index("routing_flipped_layers")
-        table = table.set_column(index, "routing_flipped_layers", layers_of(table.column(index)))
-    frame: pd.DataFrame = table.to_pandas(
-        types_mapper=lambda kind: pd.ArrowDtype(kind) if pa.types.is_large_list(kind) else None
-    )
-    return frame
+        manifest.verify(run_dir, TOKENS)
+        path = Path(run_dir) / TOKENS
+        schema = TOKENS_BEFORE if schema_of(path) == TOKENS_BEFORE else TOKENS_SCHEMA
+        table, _ = read_table(path, schema, REQUIRED_COLUMNS[TOKENS_SCHEMA])
+        if schema == TOKENS_BEFORE and "routing_flipped_layers" in table.column_names:
+            index = table.column_names.index("routing_flipped_layers")
+            table = table.set_column(
+                index, "routing_flipped_layers", layers_of(table.column(index))
+            )
+        frame: pd.DataFrame = table.to_pandas(
+            types_mapper=lambda kind: pd.ArrowDtype(kind) if pa.types.is_large_list(kind) else None
+        )
+        return frame

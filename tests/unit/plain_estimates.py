@@ -78,12 +78,20 @@ def _interval(metric, terms, cluster, prompts, arrays, value):
     return min(float(low), value), max(float(high), value), flags
 
 
+def summed(terms, cluster, prompts, combine):
+    """Sums per prompt, from terms [U, M] and the prompt of each unit."""
+    count = floats(np.bincount(cluster, minlength=prompts))
+    sums = np.stack([np.bincount(cluster, each, minlength=prompts) for each in terms.T], axis=1)
+    constant = [float(each[0]) if (each == each[0]).all() else None for each in terms.T]
+    return PromptSums.of(floats(sums), count, constant, combine)
+
+
 def rule_of_three(metric, delta, cluster, prompts):
     """Bound on a share of which no event was seen: 3 / n, n of independent tokens."""
     if metric.reduction == "sequence":
         return 1.0 - 0.05 ** (1.0 / prompts)
     top = np.abs(delta) >= np.quantile(np.abs(delta), 0.99)
-    sums = PromptSums.of(columns(floats(top)), cluster, prompts, lambda means: means[..., 0])
+    sums = summed(columns(floats(top)), cluster, prompts, lambda means: means[..., 0])
     n = sums.value * (1 - sums.value) / sums.error**2 if sums.error else np.inf
     return 1.0 - 0.05 ** (1.0 / max(min(n, len(delta)), prompts))
 
@@ -100,7 +108,7 @@ def tenfold(metric, arrays):
 
 
 def _means(metric, terms, cluster, prompts):
-    sums = PromptSums.of(columns(terms), cluster, prompts, metric.combine)
+    sums = summed(columns(terms), cluster, prompts, metric.combine)
     if metric.unit == "share" and metric.kind == "mean" and terms.ndim == 1:
         seen = [len(np.unique(cluster[terms != outcome])) for outcome in (0.0, 1.0)]
         if 0 < min(seen) < RARE_PROMPTS:
@@ -123,7 +131,7 @@ def _means(metric, terms, cluster, prompts):
 
 
 def _heavy_prompts(metric, terms, cluster, prompts):
-    square = PromptSums.of(columns(terms), cluster, prompts, metric.combine).residual ** 2
+    square = summed(columns(terms), cluster, prompts, metric.combine).residual ** 2
     if prompts < 12 or not square.any():
         return False
     return square.sum() ** 2 / (square**2).sum() < 3 + prompts / 24

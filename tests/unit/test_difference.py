@@ -19,7 +19,6 @@ from tests.made_run import rollout
 PROMPTS, SAMPLES, TOKENS = 40, 4, 10
 SEQUENCE = np.repeat(np.arange(PROMPTS * SAMPLES), TOKENS)
 PROMPT = np.repeat(np.arange(PROMPTS), SAMPLES)
-PLACE = {"sequence": SEQUENCE, "prompt": PROMPT}
 K3, SIZE = METRICS["k3_kl"], METRICS["logprob_abs_diff_mean"]
 P90, SHARE = METRICS["logprob_abs_diff_p90"], METRICS["ratio_outside_2"]
 
@@ -47,6 +46,10 @@ def sample(delta: np.ndarray, first_prompt: int = 0) -> Sample:
     return Sample(arrays(delta), np.repeat(np.arange(sequences), TOKENS), prompt)
 
 
+def on_same(held: dict[str, np.ndarray]) -> Sample:
+    return Sample(held, SEQUENCE, PROMPT)
+
+
 def width(estimate: Estimate) -> float:
     assert estimate.low is not None
     assert estimate.high is not None
@@ -65,10 +68,10 @@ def test_a_paired_difference_is_the_difference_of_the_two_numbers(name: str) -> 
     before, after = arrays(noise(0)), arrays(1.2 * noise(1))
     metric = METRICS[name]
     values = [metric(*(side[need] for need in metric.needs)) for side in (before, after)]
-    got = paired(metric, before, after, **PLACE)
+    got = paired(metric, on_same(before), on_same(after))
     assert got.value == pytest.approx(values[1] - values[0], rel=1e-9, abs=1e-14)
     assert (got.n_tokens, got.n_sequences, got.n_prompts) == (1600, 160, 40)
-    back = paired(metric, after, before, **PLACE)
+    back = paired(metric, on_same(after), on_same(before))
     assert back.value == pytest.approx(-got.value)
     if metric.kind != "extreme":
         assert got.low <= got.value <= got.high
@@ -79,7 +82,7 @@ def test_a_paired_difference_is_the_difference_of_the_two_numbers(name: str) -> 
 def test_a_side_against_itself_is_exactly_nothing() -> None:
     side = arrays(noise(0))
     for name in ("k3_kl", "probs_pearson", "ess_seq", "logprob_abs_diff_p90"):
-        got = paired(METRICS[name], side, side, **PLACE)
+        got = paired(METRICS[name], on_same(side), on_same(side))
         assert (got.value, got.low, got.high) == (0.0, 0.0, 0.0)
         assert excludes_zero(got) is False
 
@@ -89,17 +92,17 @@ def test_what_both_sides_share_cancels() -> None:
     before, after = noise(0), 1.05 * noise(0)
     apart = [Estimator(SEQUENCE, PROMPT).one(SIZE, {"delta": d}) for d in (before, after)]
     assert apart[1].low < apart[0].high
-    got = paired(SIZE, {"delta": before}, {"delta": after}, **PLACE)
+    got = paired(SIZE, on_same({"delta": before}), on_same({"delta": after}))
     assert got.value == pytest.approx(0.05 * np.abs(before).mean())
     assert excludes_zero(got) is True
     assert width(got) < 0.2 * width(apart[0])
-    quantile = paired(P90, {"delta": before}, {"delta": after}, **PLACE)
+    quantile = paired(P90, on_same({"delta": before}), on_same({"delta": after}))
     separate = Estimator(SEQUENCE, PROMPT).one(P90, {"delta": before})
     assert width(quantile) < 0.2 * width(separate)
 
 
 def test_no_difference_is_not_told_and_the_prompts_that_would_tell_it_are_named() -> None:
-    got = paired(SIZE, {"delta": noise(0)}, {"delta": noise(1)}, **PLACE)
+    got = paired(SIZE, on_same({"delta": noise(0)}), on_same({"delta": noise(1)}))
     assert excludes_zero(got) is False
     wanted = prompts_needed(got, 0.0)
     assert wanted is not None
@@ -125,7 +128,7 @@ def test_prompts_that_both_runs_hold_are_paired_by_prompt() -> None:
 def test_on_the_same_tokens_the_two_ways_agree(name: str) -> None:
     before, after, metric = sample(noise(0)), sample(1.3 * noise(0) + 0.2 * noise(1)), METRICS[name]
     by_prompt = difference(metric, before, after)
-    by_token = paired(metric, before.arrays, after.arrays, **PLACE)
+    by_token = paired(metric, before, after)
     assert by_prompt.value == pytest.approx(by_token.value)
     assert by_prompt.low == pytest.approx(by_token.low, rel=1e-2, abs=1e-2 * abs(by_token.value))
     assert by_prompt.high == pytest.approx(by_token.high, rel=1e-2, abs=1e-2 * abs(by_token.value))
@@ -159,13 +162,13 @@ def test_independent_samples_keep_the_asymmetry_of_their_intervals() -> None:
 def test_a_share_that_changes_in_few_prompts_does_not_stretch_to_everything() -> None:
     before, after = np.zeros(1600), np.zeros(1600)
     after[[5, 450, 900]] = 1.0
-    got = paired(SHARE, {"delta": before}, {"delta": after}, **PLACE)
+    got = paired(SHARE, on_same({"delta": before}), on_same({"delta": after}))
     assert got.value == 3 / 1600
     assert "few-events" in got.flags
     assert -3 / 1600 < got.low < got.value < got.high < 0.01
     both_ways = after.copy()
     before[[50, 600]] = 1.0
-    other = paired(SHARE, {"delta": before}, {"delta": both_ways}, **PLACE)
+    other = paired(SHARE, on_same({"delta": before}), on_same({"delta": both_ways}))
     assert other.value == pytest.approx(1 / 1600)
     assert excludes_zero(other) is False
 
@@ -173,7 +176,7 @@ def test_a_share_that_changes_in_few_prompts_does_not_stretch_to_everything() ->
 def test_heavy_tails_of_the_change_are_flagged() -> None:
     after = noise(0)
     after[7] = 6.0
-    got = paired(K3, {"delta": noise(0)}, {"delta": after}, **PLACE)
+    got = paired(K3, on_same({"delta": noise(0)}), on_same({"delta": after}))
     assert "heavy-tail" in got.flags
 
 
@@ -188,15 +191,16 @@ def test_few_prompts_are_flagged_on_either_side() -> None:
 
 def test_bad_input_is_named() -> None:
     side, empty = {"delta": noise(0)}, np.array([], dtype=np.int64)
+    nothing = Sample({"delta": empty}, empty, empty)
     with pytest.raises(MismatchError, match=r"delta .*\b3 .*\b1600"):
-        paired(SIZE, side, {"delta": np.zeros(3)}, **PLACE)
+        paired(SIZE, on_same(side), on_same({"delta": np.zeros(3)}))
     with pytest.raises(MismatchError, match="needs 'rollout'"):
-        paired(METRICS["probs_diff_mean"], side, side, **PLACE)
+        paired(METRICS["probs_diff_mean"], on_same(side), on_same(side))
     with pytest.raises(EmptyComparison):
-        paired(SIZE, {"delta": empty}, {"delta": empty}, sequence=empty, prompt=empty)
+        paired(SIZE, nothing, nothing)
     constant = {"rollout": np.full(1600, -1.0), "train": np.full(1600, -2.0)}
     with pytest.raises(MismatchError, match=r"probs_pearson .*undefined"):
-        paired(METRICS["probs_pearson"], constant, constant, **PLACE)
+        paired(METRICS["probs_pearson"], on_same(constant), on_same(constant))
 
 
 def test_prompts_are_known_by_their_tokens() -> None:

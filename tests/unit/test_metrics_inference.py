@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
-from mismatch.metrics.inference import PromptSums, prompts_needed, student, with_unseen
+from mismatch.metrics.inference import prompts_needed, student, with_unseen
 from mismatch.metrics.registry import columns
 from mismatch.metrics.tails import heavy_tail, hill_index
 from mismatch.types import Estimate
+from tests.unit.plain_estimates import summed
 
 MEAN = METRICS["logprob_abs_diff_mean"]
 
@@ -52,7 +53,7 @@ def test_counts_are_of_what_was_compared():
 
 def test_standard_error_of_a_mean_is_the_textbook_one():
     sums = np.random.default_rng(0).normal(size=(30, 8))
-    got = PromptSums.of(columns(sums.ravel()), np.repeat(np.arange(30), 8), 30, MEAN.combine)
+    got = summed(columns(sums.ravel()), np.repeat(np.arange(30), 8), 30, MEAN.combine)
     assert got.error == pytest.approx(sums.mean(axis=1).std(ddof=1) / math.sqrt(30))
 
 
@@ -66,7 +67,7 @@ def test_a_resample_equals_the_metric_on_the_redrawn_tokens(name):
     delta = rng.normal(0, 0.1, 3000)
     arrays = {"rollout": rollout, "train": rollout + delta, "delta": delta}
     terms = columns(metric.terms(**{need: arrays[need] for need in metric.needs}))
-    sums = PromptSums.of(terms, cluster, prompts, metric.combine)
+    sums = summed(terms, cluster, prompts, metric.combine)
 
     weights = rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=3).astype(float)
     values, _ = sums.resampled(weights)

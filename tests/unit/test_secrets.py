@@ -70,7 +70,7 @@ def test_no_secret_is_in_a_run_directory(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run")
     asked, tokens = spec(), rollout()
     monkeypatch.setattr(sys, "argv", ["mismatch", "check", "--note", ALL, "--hf-token", "hunter2x"])
-    Journal(run, "check", asked, command()).finish()
+    Journal(run, "check", asked, command()).save()
     leaky = scoring("told", tokens, 0.0)
     leaky.fingerprint["note"] = ALL
     store.save_scoring(run, leaky, tokens)

@@ -107,7 +107,11 @@ class VllmEngine(Engine):
         try:
             arguments, self._refused = without_refused_capture(self._arguments)
             self.llm = started(arguments)
-            self._apply_adapter()
+            if self._applies and self.spec.adapter is not None:  # all requests carry it
+                from vllm.lora.request import LoRARequest
+
+                self.adapter = LoRARequest("mismatch", NUMBER, self.spec.adapter.path)
+                attribute(self.llm, private.ADD_ADAPTER)(self.adapter)
         except MismatchError:
             raise
         except Exception as error:
@@ -132,15 +136,6 @@ class VllmEngine(Engine):
                 )
         self._capture = self._capture and not self._refused
         return self
-
-    def _apply_adapter(self) -> None:
-        """Load the spec's adapter, so that all requests carry it."""
-        if self._applies and self.spec.adapter is not None:
-            from vllm.lora.request import LoRARequest
-
-            path = self.spec.adapter.path
-            self.adapter = LoRARequest("mismatch", NUMBER, path)
-            attribute(self.llm, private.ADD_ADAPTER)(self.adapter)
 
     def __exit__(self, *exc: object) -> None:
         # The process ends with the engine; what has to go is vLLM's own children.
@@ -184,16 +179,11 @@ class VllmEngine(Engine):
         arguments = sampling_arguments(self.sampling, self.info.stop_ids, self._stop)
         if self._seeds_requests:
             arguments["seed"] = sample_seed(self.sampling.seed, prompt, sample)
-        arguments["logprobs"] = self._outcomes
+        most = int(self.config.model_config.max_logprobs)  # as --engine-arg may allow
+        arguments["logprobs"] = self.likeliest if most < 0 else min(self.likeliest, most)
         params = SamplingParams(**arguments, flat_logprobs=True)
         self._sent = {name: getattr(params, name) for name in arguments if name != "seed"}
         return params
-
-    @property
-    def _outcomes(self) -> int:
-        """Likeliest tokens to ask for, as far as ``--engine-arg max_logprobs`` allows."""
-        most = int(self.config.model_config.max_logprobs)
-        return self.likeliest if most < 0 else min(self.likeliest, most)
 
     @property
     def _seeds_requests(self) -> bool:
@@ -259,8 +249,9 @@ class VllmEngine(Engine):
         if tokens[:, 0].tolist() != ids:
             fault = f"vLLM gave logprobs of other tokens (prompt {job[0]}, sample {job[1]})"
             raise MismatchError(fault, "use a version of vLLM that mismatch was tested with")
-        if self._capture and getattr(completion, "routed_experts", None) is not None:
-            routed = self._layout.columns(np.asarray(completion.routed_experts))
+        layout, experts = self.experts(), getattr(completion, "routed_experts", None)
+        if layout is not None and experts is not None:
+            routed = layout.columns(np.asarray(experts))
         return Sample(
             token_ids=ids,
             logprobs=logprobs[:, 0],
@@ -330,13 +321,11 @@ class VllmEngine(Engine):
 
     # ------------------------------------------------------------ what ran
 
-    @property
-    def _layout(self) -> ExpertLayout:
+    def experts(self) -> ExpertLayout | None:
+        if not self._capture:
+            return None
         layers = tuple(self._facts["moe_layers"])
         return ExpertLayout(layers, self.info.num_experts, self.info.top_k)
-
-    def experts(self) -> ExpertLayout | None:
-        return self._layout if self._capture else None
 
     def weights(self) -> LoadedWeights:
         """Return digests summed over tensor-parallel ranks, under the checkpoint's names."""

@@ -54,16 +54,8 @@ class Tried:
         Raises:
             EmptyComparison: no token.
         """
-        if not self.same_tokens:
-            return difference(METRICS[metric], self.before, self.after, seed=seed)
-        return paired(
-            METRICS[metric],
-            self.before.arrays,
-            self.after.arrays,
-            sequence=self.before.sequence,
-            prompt=self.before.prompt,
-            seed=seed,
-        )
+        compare = paired if self.same_tokens else difference
+        return compare(METRICS[metric], self.before, self.after, seed=seed)
 
     def removed(self, metric: str, seed: int) -> Estimate | None:
         """Return 1 - after / before of one metric: its practical size; None where before is 0.
