@@ -11,6 +11,7 @@ import pytest
 import transformers.modeling_utils  # noqa: F401  sizes are then counted in this process
 from rich.console import Console
 
+from mismatch.cli import session
 from mismatch.doctor.fit import WIDER
 from mismatch.doctor.machine import Gpu, Machine, inspect_machine, machine_with, parse_kind
 from mismatch.doctor.memory import Workload, predict_engine
@@ -18,6 +19,9 @@ from mismatch.doctor.plan import memory_of, plan
 from mismatch.engines.registry import check_machine
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import float32_engine
+from mismatch.features.locate import recording
+from mismatch.features.sync import processes
+from mismatch.features.sync.report import SyncSpec
 from mismatch.models import derived, resolve_model
 from mismatch.models.config import find_config, serves_mxfp4
 from mismatch.models.derived import in_form, in_form_while
@@ -29,6 +33,7 @@ from mismatch.reports.plan import print_plan
 from mismatch.run.machine import Placement
 from mismatch.run.messages import read_error
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
+from mismatch.types import NotTested
 from tests.checkpoints import make_mxfp4
 from tests.unit.test_square import SPEC, Starter
 
@@ -114,6 +119,29 @@ def test_float32_is_no_tf32_in_the_engines_process(tmp_path: Path) -> None:
     assert env("fp32").items() >= (EXACT | EXACT_TRITON).items()
     assert EXACT_TRITON == {"TRITON_F32_DEFAULT": "ieee"}
     assert not env("bf16").keys() & (EXACT | EXACT_TRITON).keys()
+
+
+def test_locate_and_the_sync_probe_start_it_likewise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a gap in float32 would be located in kernels that run in TF32 only there."""
+    seen: list[dict[str, str]] = []
+
+    def start(label: str, command: list[str], run_dir: Path, progress: Any, env: Any) -> None:
+        seen.append(env)
+        raise MismatchError("seen enough")
+
+    for place in (recording, processes):
+        monkeypatch.setattr(place, "started", start)
+    spec = check(str(tmp_path), dtype="fp32")
+    (tmp_path / "jobs").mkdir()
+    narrator = session.narrator(silent=True)
+    recorder = recording._Recording(tmp_path, spec, narrator, ())
+    assert isinstance(recorder.engine(), NotTested)
+    with pytest.raises(MismatchError):
+        processes.run_probe(tmp_path, SyncSpec(spec.rollout.engine), print)
+    assert len(seen) == 2
+    assert all(env.items() >= (EXACT | EXACT_TRITON).items() for env in seen)
 
 
 def test_triton_takes_that_name_for_its_products() -> None:

@@ -30,15 +30,8 @@ from mismatch.features.locate.plan import (
 )
 from mismatch.features.locate.results import Location, Sequence, SideLocation
 from mismatch.pipeline.build import square_of
-from mismatch.processes.launch import (
-    EXACT,
-    engine_python,
-    finish,
-    interpreter_environment,
-    own_python,
-    started,
-)
-from mismatch.processes.stages import Narrator
+from mismatch.processes.launch import EXACT, finish, started
+from mismatch.processes.stages import Narrator, engine_command
 from mismatch.run import store
 from mismatch.run.machine import local_gpus, placement, visible_as
 from mismatch.run.store import FLOAT32, TRAIN
@@ -143,11 +136,11 @@ class _Recording:
             return NotTested(what, "a running server shows none of its modules", fix)
         if name not in (*EAGER, "transformers"):
             return NotTested(what, "no hooks reach them yet", "use --engine vllm")
-        job = {"spec": to_dict(replace(spec, engine=eager(spec.engine)))}
-        env = interpreter_environment(own_python(spec.engine)) | dict(spec.engine.env)
-        env |= visible_as(placement(self.spec, local_gpus()).engine)
+        job = self._job(ENGINE, {"spec": to_dict(replace(spec, engine=eager(spec.engine)))})
+        where = placement(self.spec, local_gpus())
+        command, env = engine_command(spec.engine, where, WORKER, job)
         try:
-            self._run(ENGINE, job, engine_python(spec.engine), env, f"{name} records its modules")
+            self._run(ENGINE, command, env, f"{name} records its modules")
         except MismatchError as error:
             return NotTested(what, error.message, error.fix)
         folder = side_folder(self.run_dir / PLACE, f"{name}:prefill")
@@ -165,11 +158,12 @@ class _Recording:
             sides.insert(0, {"name": name, "role": "engine", "dtype": engine_dtype})
         passes = passes_of(train, {precision, engine_dtype or precision})
         named = [{"name": pass_.name, "spec": to_dict(pass_.spec)} for pass_ in passes]
-        job = {"passes": named, "sides": sides}
+        job = self._job(PASSES, {"passes": named, "sides": sides})
         threads = os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))
         env = {"OMP_NUM_THREADS": threads, **EXACT}
         env |= visible_as(placement(self.spec, local_gpus()).trainer[:1])
-        self._run(PASSES, job, sys.executable, env, "trainer and float32")
+        command = [sys.executable, "-m", WORKER, str(job)]
+        self._run(PASSES, command, env, "trainer and float32")
         result: dict[str, Any] = store.read_json(self.run_dir / PLACE / "sides.json")
         return result
 
@@ -186,17 +180,16 @@ class _Recording:
         here = [np.load(folder / f"{n}.npy") for n in range(len(self.sequences))]
         return float(np.abs(np.concatenate(here) - own).mean())
 
-    def _run(
-        self, label: str, job: dict[str, Any], python: str, env: dict[str, str], title: str
-    ) -> None:
-        job |= {
+    def _job(self, label: str, asked: dict[str, Any]) -> Path:
+        asked |= {
             "run_dir": str(self.run_dir),
             "place": str(self.run_dir / PLACE),
             "label": label,
             "sequences": to_json(self.sequences),
         }
-        path = store.write_json(self.run_dir / "jobs" / f"{label}.json", job)
-        command = [python, "-m", WORKER, str(path)]
+        return store.write_json(self.run_dir / "jobs" / f"{label}.json", asked)
+
+    def _run(self, label: str, command: list[str], env: dict[str, str], title: str) -> None:
         with (
             self.narrator.stage(f"locate: {title}") as progress,
             started(label, command, self.run_dir, progress, env) as worker,

@@ -13,14 +13,9 @@ from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError
 from mismatch.features.sync.judge import score_rows
 from mismatch.features.sync.report import SyncReport, SyncSpec
-from mismatch.processes.launch import (
-    engine_python,
-    finish,
-    interpreter_environment,
-    own_python,
-    started,
-)
-from mismatch.run.machine import engine_gpus, local_gpus, visible_as
+from mismatch.processes.launch import finish, started
+from mismatch.processes.stages import engine_command
+from mismatch.run.machine import Placement, engine_gpus, local_gpus, visible_as
 from mismatch.run.store import read_json, write_json
 from mismatch.types import NotTested
 
@@ -39,15 +34,16 @@ def run_probe(run_dir: Path, spec: SyncSpec, progress: Progress) -> SyncReport:
     gpus, own = local_gpus(), engine_gpus(spec.engine)
     apart = gpus > own  # the engine takes the last, the trainer the first; else both in turn
     places, first = (tuple(range(gpus - own, gpus)), (0,)) if apart else ((), ())
-    env = interpreter_environment(own_python(spec.engine)) | dict(spec.engine.env)
-    env |= visible_as(places)
-    with started(*_worker(run_dir, spec, "engine"), progress, env) as engine:
+    job = _job(run_dir, spec, "engine")
+    command, env = engine_command(spec.engine, Placement(places), WORKER, job)
+    with started("sync-engine", command, run_dir, progress, env) as engine:
         if gpus and not apart:
             finish(engine)
         if spec.trainer:
             try:
-                side = _worker(run_dir, spec, "trainer")
-                with started(*side, env=visible_as(first)) as beside:
+                job = _job(run_dir, spec, "trainer")
+                command = [sys.executable, "-m", WORKER, str(job)]
+                with started("sync-trainer", command, run_dir, env=visible_as(first)) as beside:
                     finish(beside, engine)
             except MismatchError as error:
                 engine.ended()  # the engine's failure comes first
@@ -65,9 +61,6 @@ def run_probe(run_dir: Path, spec: SyncSpec, progress: Progress) -> SyncReport:
     return replace(report, scores=score_rows(scores, other))
 
 
-def _worker(run_dir: Path, spec: SyncSpec, side: str) -> tuple[str, list[str], Path]:
-    label = f"sync-{side}"
+def _job(run_dir: Path, spec: SyncSpec, side: str) -> Path:
     job = {"run_dir": str(run_dir), "spec": to_json(spec), "side": side}
-    path = write_json(run_dir / "jobs" / f"{label}.json", job)
-    python = engine_python(spec.engine) if side == "engine" else sys.executable
-    return label, [python, "-m", WORKER, str(path)], run_dir
+    return write_json(run_dir / "jobs" / f"sync-{side}.json", job)
