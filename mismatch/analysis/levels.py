@@ -68,7 +68,7 @@ def column_for(rollout: SideFacts, train: SideFacts) -> str | None:
     sides = (rollout, train)
     if _other_values(rollout, train):
         return "quantised"
-    if any(facts.get("dtype") is None for facts in sides):
+    if not all(facts.get("dtype") for facts in sides):
         return None
     stated = (kind for each in sides for kind in (each.get("dtype"), each.get("autocast")))
     names = [name for name in map(short_name, stated) if name is not None]

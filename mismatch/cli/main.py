@@ -123,7 +123,7 @@ class Group(TyperGroup):
                 raise MismatchError(fault, f"{near}mismatch --help lists every command")
             place = command.function
         function, single = load(place), typer.Typer(add_completion=False, rich_markup_mode=None)
-        about, _, examples = inspect.cleandoc(function.__doc__).partition("\n\nExamples:\n")
+        about, _, examples = inspect.cleandoc(function.__doc__ or "").partition("\n\nExamples:\n")
         single.command(
             cmd_name, cls=Command, help=about, epilog=examples, context_settings=HELP_NAMES
         )(function)
@@ -161,19 +161,35 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mismatch {__version__}")
+        raise typer.Exit
+
+
+def _print_help(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
 # --help is a flag of our own because typer's, when it is absent, imports pydantic.
 @app.callback()
 def _root(
     ctx: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
-    help: Annotated[bool, typer.Option("--help", "-h", help="Show this message and exit.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+    help: Annotated[
+        bool,
+        typer.Option(
+            "--help", "-h", callback=_print_help, is_eager=True, help="Show this message and exit."
+        ),
+    ] = False,
 ) -> int:
-    if version:
-        typer.echo(f"mismatch {__version__}")
-    elif help or ctx.invoked_subcommand is None:
+    if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
-    if version or help:
-        raise typer.Exit
     return USAGE
 
 

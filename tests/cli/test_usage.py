@@ -63,6 +63,13 @@ def test_without_a_command_the_help_is_printed(monkeypatch, capsys):
     assert bare == asked
 
 
+@pytest.mark.parametrize("flag", ["--version", "--help"])
+def test_questions_to_the_tool_come_before_its_commands(flag, monkeypatch, capsys):
+    alone = run([flag], monkeypatch, capsys)
+    assert alone[0] == 0
+    assert run([flag, "nosuch"], monkeypatch, capsys) == alone
+
+
 def given(verb, *arguments):
     """The values of all flags that a command line gives."""
     return Group().get_command(None, verb).make_context(verb, [*arguments]).params

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import mismatch
 from mismatch.errors import MismatchError
@@ -34,6 +35,16 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(run.tokens) == 200 * 60
     assert "<iframe" in run._repr_html_()
     assert run.to_html().startswith("<!doctype html>")
+
+
+def test_tensors_keep_the_digits_that_they_have(tmp_path: Path) -> None:
+    rollout = [-torch.rand(60, dtype=torch.float64) for _ in range(24)]
+    train = [row + 1e-9 for row in rollout]
+    run = mismatch.score_pair(rollout, train, out=tmp_path / "run", dtype="fp32")
+    assert run.metrics["logprob_abs_diff_max"] == pytest.approx(1e-9, rel=1e-4)
+    half = [row.bfloat16() for row in rollout]
+    same = mismatch.score_pair(half, half, out=tmp_path / "half")
+    assert same.metrics["logprob_abs_diff_max"] == 0
 
 
 def test_rows_of_different_lengths_and_a_mask(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mismatch.errors import MismatchError
 from mismatch.pipeline import preflight
+from mismatch.processes import launch
 from mismatch.processes.launch import rendezvous_args
 from mismatch.processes.launched import launched
 from mismatch.run import machine
@@ -127,7 +129,8 @@ def test_a_probe_of_the_sync_has_the_placement_of_a_check(
     )
     monkeypatch.setattr(processes, "replace", lambda report, **changes: report)
 
-    def side(run_dir: Path, spec: SyncSpec, name: str) -> tuple[str, list[str], Path]:
+    def start(label: str, command: list[str], *where: Any, **more: Any) -> Any:
+        name = label.removeprefix("sync-")
         code = f"""
 import os, pathlib, time
 place = pathlib.Path({str(tmp_path)!r})
@@ -139,10 +142,10 @@ time.sleep(0.3)
 ended = (place / "engine").exists()
 (place / {name!r}).write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all") + f" {{ended}}")
 """
-        return name, [sys.executable, "-c", code], tmp_path
+        return launch.started(label, [sys.executable, "-c", code], *where, **more)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(processes, "_worker", side)
+    monkeypatch.setattr(processes, "started", start)
     processes.run_probe(tmp_path, SyncSpec(EngineSpec()), lambda line: None)
     engine, _ = (tmp_path / "engine").read_text().split()
     trainer, after = (tmp_path / "trainer").read_text().split()

@@ -117,6 +117,7 @@ def test_an_interval_that_few_prompts_carry_does_not_decide(flag, prompts, value
 def test_columns():
     bf16, fp16, fp32 = ({"dtype": d} for d in ("bf16", "fp16", "fp32"))
     assert column_for(fp32, fp32) == "fp32"
+    assert column_for(fp32, {"dtype": ""}) is None
     assert column_for(fp32, fp16) == column_for(fp16, fp32) == "fp16"
     assert column_for(fp16, bf16) == "bf16 dense"  # 8 significant bits against 11
     assert column_for(bf16, bf16 | {"moe": True}) == "bf16 MoE"

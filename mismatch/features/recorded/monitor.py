@@ -125,5 +125,6 @@ def as_array(values: Any) -> np.ndarray[Any, Any]:
     """Return a tensor (on any device, of any float type) or a list as an array."""
     if hasattr(values, "detach"):
         values = values.detach().to("cpu")
-        values = values.float() if values.is_floating_point() else values
+        short = values.is_floating_point() and values.element_size() < 4  # numpy knows no bfloat16
+        values = values.float() if short else values
     return np.asarray(values)
