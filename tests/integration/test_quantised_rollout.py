@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.gpu_gpt_oss import offline_hub
 from mismatch.models import derived, resolve_model
 from tests.checkpoints import make, make_mxfp4
 from tests.sameness import FLIPS
@@ -24,6 +26,8 @@ from .conftest import Run, check_command, run_check
 
 pytestmark = pytest.mark.slow
 FLOAT32 = ("--dtype", "fp32", "--train-dtype", "fp32", "--no-noise-floor")
+NARROW = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4}
+NARROW |= {"num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 8}
 FEW = ("--num-prompts", "8", "--samples-per-prompt", "2", "--max-tokens", "24")
 
 
@@ -86,6 +90,31 @@ def test_published_experts_are_served_in_bf16_and_equal_the_trainers(tmp_path: P
     assert run.value("logprob_abs_diff_max") <= 1e-4
     assert run.headline["routing"]["routing_disagree_layer"]["value"] <= FLIPS
     assert run.checks["weights-as-loaded"] == "passed"
+
+
+@pytest.mark.grid
+def test_gpt_oss_by_name_is_checked_and_trained_from_a_hub_without_network(tmp_path: Path) -> None:
+    """All of the command but its kernels: the id, files in parts, MXFP4, float32 on both sides."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MISMATCH_CACHE", str(tmp_path / "cache"))
+        patch.setenv("HF_HOME", str(tmp_path / "hub"))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        offline_hub(tmp_path / "hub", NARROW)
+        by_name = ("--model", "gpt-oss-20b", "--rollout-weights", "bf16")
+        run = run_check(tmp_path / "run", *by_name, *FEW)
+        run.require_judged()
+        square = run.report["square"]
+        assert {gap["left"] for gap in square["gaps"]} == {"vllm:fp32", "fsdp:fp32"}
+        assert all(gap["size"]["value"] < 1e-5 for gap in square["gaps"])
+        assert "routing_disagree_layer" in run.headline["routing"]
+        assert run.checks["weights-as-loaded"] == "passed"
+        steps = ("--steps", "1", "--prompts-per-step", "1", "--no-perfectible")
+        loop = ["loop", "--like", str(run.directory), "--out", str(tmp_path / "loop"), *steps]
+        command = [sys.executable, "-m", "mismatch", *loop]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = (tmp_path / "loop").glob("**/rows/*.json")
+    assert json.loads(row.read_text())["parameters_verified"] > 0
 
 
 def test_a_cpu_engine_refuses_mxfp4_before_anything_starts(tmp_path: Path) -> None:
