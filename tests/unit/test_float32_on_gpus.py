@@ -19,6 +19,7 @@ from mismatch.doctor.plan import memory_of, plan
 from mismatch.engines.registry import check_machine
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import float32_engine
+from mismatch.features.kernels import isolation
 from mismatch.features.locate import recording
 from mismatch.features.sync import processes
 from mismatch.features.sync.report import SyncSpec
@@ -121,17 +122,18 @@ def test_float32_is_no_tf32_in_the_engines_process(tmp_path: Path) -> None:
     assert not env("bf16").keys() & (EXACT | EXACT_TRITON).keys()
 
 
-def test_locate_and_the_sync_probe_start_it_likewise(
+def test_features_start_their_processes_likewise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a gap in float32 would be located in kernels that run in TF32 only there."""
+    """Otherwise a gap in float32 would be located in kernels that run in TF32 only there, and an
+    audit in a container with TF32 would find all kernels wrong."""
     seen: list[dict[str, str]] = []
 
     def start(label: str, command: list[str], run_dir: Path, progress: Any, env: Any) -> None:
         seen.append(env)
         raise MismatchError("seen enough")
 
-    for place in (recording, processes):
+    for place in (recording, processes, isolation):
         monkeypatch.setattr(place, "started", start)
     spec = check(str(tmp_path), dtype="fp32")
     (tmp_path / "jobs").mkdir()
@@ -140,8 +142,12 @@ def test_locate_and_the_sync_probe_start_it_likewise(
     assert isinstance(recorder.engine(), NotTested)
     with pytest.raises(MismatchError):
         processes.run_probe(tmp_path, SyncSpec(spec.rollout.engine), print)
-    assert len(seen) == 2
-    assert all(env.items() >= (EXACT | EXACT_TRITON).items() for env in seen)
+    with pytest.raises(MismatchError):
+        isolation.run_audit(isolation.AuditSpec("m"), tmp_path, print)
+    *engines, audit = seen
+    assert len(engines) == 2
+    assert all(env.items() >= (EXACT | EXACT_TRITON).items() for env in engines)
+    assert audit.items() >= EXACT.items()
 
 
 def test_triton_takes_that_name_for_its_products() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError
 from mismatch.features.kernels.results import Audit, AuditReport, Kind
-from mismatch.processes.launch import POLL_S, Worker, started
+from mismatch.processes.launch import EXACT, POLL_S, Worker, started
 from mismatch.run.store import read_json, write_json
 
 LABEL = "kernels"
@@ -65,7 +65,7 @@ def run_audit(spec: AuditSpec, out: Path, progress: Progress, worker: str = WORK
     command = [sys.executable, "-m", worker, str(job)]
     while not (folder / DONE).exists():
         (folder / NOW).unlink(missing_ok=True)
-        with started(LABEL, command, out, progress) as process:
+        with started(LABEL, command, out, progress, EXACT) as process:
             fate = _wait(process, folder, spec.limit_s)
         number = _running(folder)
         if number is not None:

@@ -13,7 +13,7 @@ from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError
 from mismatch.features.sync.judge import score_rows
 from mismatch.features.sync.report import SyncReport, SyncSpec
-from mismatch.processes.launch import finish, started
+from mismatch.processes.launch import EXACT, finish, started
 from mismatch.processes.stages import engine_command
 from mismatch.run.machine import Placement, engine_gpus, local_gpus, visible_as
 from mismatch.run.store import read_json, write_json
@@ -43,7 +43,8 @@ def run_probe(run_dir: Path, spec: SyncSpec, progress: Progress) -> SyncReport:
             try:
                 job = _job(run_dir, spec, "trainer")
                 command = [sys.executable, "-m", WORKER, str(job)]
-                with started("sync-trainer", command, run_dir, env=visible_as(first)) as beside:
+                env = {**EXACT, **visible_as(first)}
+                with started("sync-trainer", command, run_dir, env=env) as beside:
                     finish(beside, engine)
             except MismatchError as error:
                 engine.ended()  # the engine's failure comes first
