@@ -116,12 +116,15 @@ def environment(stack: Stack, work: Path) -> Path:
 def made(folder: Path, below: list[Path], installs: list[list[str]]) -> Path:
     """Make an environment over others, whose packages it sees behind those it holds."""
     python, done = folder / "bin" / "python", folder / "complete"
-    if done.exists():
-        return python
+    paths = [str(next((each / "lib").glob("python*/site-packages"))) for each in below]
+    seen = "\n".join(paths) + "\n"
+    if done.exists() and all(
+        kept.read_text() == seen for kept in folder.glob("lib/python*/site-packages/below.pth")
+    ):
+        return python  # else it was made over an environment that may be gone
     venv.create(folder, with_pip=True, clear=True)
     site = next((folder / "lib").glob("python*/site-packages"))
-    paths = [str(next((each / "lib").glob("python*/site-packages"))) for each in below]
-    (site / "below.pth").write_text("\n".join(paths) + "\n")
+    (site / "below.pth").write_text(seen)
     for arguments in installs:
         command = [str(python), "-m", "pip", "install", "-q", "--no-compile", *arguments]
         subprocess.run(
