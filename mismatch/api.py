@@ -167,7 +167,7 @@ def score_pair(
     Raises:
         MismatchError: rows without tokens, or of different lengths.
     """
-    from mismatch.features.recorded.monitor import as_array
+    from mismatch.metrics.registry import plain_array
 
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(folder) / "pair.jsonl"
@@ -181,7 +181,7 @@ def score_pair(
                 columns |= {} if mask is None else {"action_mask": mask[row]}
                 columns |= {} if token_ids is None else {"token_ids": token_ids[row]}
                 entry: dict[str, Any] = {
-                    name: as_array(held).tolist() for name, held in columns.items()
+                    name: plain_array(name, held).tolist() for name, held in columns.items()
                 }
                 size = len(entry["rollout_logprobs"])
                 for name, held in entry.items():

@@ -71,7 +71,7 @@ def module_of(geometry: ModelGeometry) -> Any:
 
 
 def reduced_sizes(geometry: ModelGeometry) -> Sizes:
-    """Return the model's, or smaller, for float64 and every dtype; H and I are never mixed up."""
+    """Return sizes of at most the model's for float64; H and I differ, so that no mix-up fits."""
     module = module_of(geometry)
     experts, first, second = module.down_proj.shape
     width, hidden = (first, second) if module.is_transposed else (second, first)
@@ -175,7 +175,7 @@ def weighed(every: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> to
 def results(
     module: Any, registered: str | None, inputs: ExpertInputs
 ) -> tuple[Tensors, Exception | None]:
-    """Return output and gradients by the names of ``results.Error``, and its backward pass' error.
+    """Return output and gradients by the names of ``results.Error``, and what backward raised.
 
     Args:
         registered: the implementation's name; None: by the definition.
