@@ -85,6 +85,7 @@ class Monitor:
 
     def _write(self, batch: Batch) -> dict[str, float]:
         """Write some rows; return their headline numbers, by their names in a tracker."""
+        from mismatch.metrics.registry import plain_array
         from mismatch.metrics.row_sums import Row, Sums
 
         sums = Sums()
@@ -93,15 +94,21 @@ class Monitor:
         partial = path.with_suffix(".partial")
         with partial.open("w") as file:
             for row in range(min(self.rows, len(batch.response_ids))):
-                prompt = as_array(batch.prompt_ids[row])
+                prompt = plain_array("prompt_ids", batch.prompt_ids[row])
                 if batch.prompt_mask is not None:
-                    prompt = prompt[as_array(batch.prompt_mask[row]) > 0]
-                mask = as_array(batch.response_mask[row]) > 0
+                    prompt = prompt[plain_array("prompt_mask", batch.prompt_mask[row]) > 0]
+                mask = plain_array("response_mask", batch.response_mask[row]) > 0
                 end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
-                ids = np.concatenate([prompt, as_array(batch.response_ids[row])[:end]])
+                ids = np.concatenate(
+                    [prompt, plain_array("response_ids", batch.response_ids[row])[:end]]
+                )
                 sampled = np.concatenate([np.zeros(len(prompt), np.bool_), mask[:end]])
-                rollout = as_array(batch.rollout_logprobs[row])[mask].astype(np.float64)
-                train = as_array(batch.train_logprobs[row])[mask].astype(np.float64)
+                rollout = plain_array("rollout_logprobs", batch.rollout_logprobs[row])[mask].astype(
+                    np.float64
+                )
+                train = plain_array("train_logprobs", batch.train_logprobs[row])[mask].astype(
+                    np.float64
+                )
                 sums.add([Row(ids, sampled, rollout, train)])
                 entry = {
                     "token_ids": ids.tolist(),
@@ -119,12 +126,3 @@ class Monitor:
             found["mismatch/logprob_abs_diff_mean"] = step.abs_diff
             found |= {"mismatch/k3_kl": step.k3, "mismatch/ess_seq": step.ess}
         return found
-
-
-def as_array(values: Any) -> np.ndarray[Any, Any]:
-    """Return a tensor (on any device, of any float type) or a list as an array."""
-    if hasattr(values, "detach"):
-        values = values.detach().to("cpu")
-        short = values.is_floating_point() and values.element_size() < 4  # numpy knows no bfloat16
-        values = values.float() if short else values
-    return np.asarray(values)
