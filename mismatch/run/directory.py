@@ -15,10 +15,10 @@ from typing import Any
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.run import store
-from mismatch.run.manifest import WRONG, damage_named, sha256
+from mismatch.run.manifest import WRONG, damage_named, require_no_links, sha256
 from mismatch.run.provenance import now, provenance
 from mismatch.run.resume import differences
-from mismatch.run.trust import FLAG, require_no_links
+from mismatch.run.trust import FLAG
 from mismatch.specs import CheckSpec, portable, spec_hash, to_dict
 
 RUN, SPEC = "run.json", "spec.json"
@@ -129,7 +129,7 @@ def new_directory(out: Path | None, model: str) -> Path:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=out is not None)  # one that was there keeps its mode
-            (folder / LOCK).touch()
+            (folder / LOCK).touch(0o600)
             return folder
         except OSError as error:
             if isinstance(error, FileExistsError) and out is None and folder.is_dir():
@@ -166,6 +166,7 @@ def load_spec(run_dir: Path) -> CheckSpec:
         MismatchError: no run there, or one of a version with other settings.
     """
     path = run_dir / SPEC
+    require_no_links(run_dir)
     if not path.exists():
         fault = f"no run in {run_dir}: it has no {SPEC}"
         fix = "give a run directory, or make one: mismatch rollout --model MODEL --out DIR"
@@ -262,6 +263,7 @@ def invocations(run_dir: Path) -> list[dict[str, Any]]:
     Raises:
         MismatchError: a ``run.json`` of another version.
     """
+    require_no_links(run_dir)
     if not (run_dir / RUN).exists():
         return []
     document = store.read_json(run_dir / RUN)
@@ -288,7 +290,7 @@ def invocations(run_dir: Path) -> list[dict[str, Any]]:
 def _lock(run_dir: Path) -> Iterator[bool]:
     """Whether nobody else holds the directory; the kernel lets go of it when a process dies."""
     try:
-        descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         fault = f"cannot write in {run_dir}: {error.strerror}"
         raise MismatchError(fault, "copy the run to a directory that can be written") from error
