@@ -21,6 +21,7 @@ from mismatch.types import (
     Estimate,
     Judgement,
     NotTested,
+    Report,
     Rollout,
     SideFacts,
     Status,
@@ -40,6 +41,7 @@ SEVERITY: dict[str, int] = {
     status: rank
     for rank, status in enumerate(("healthy", "tolerable", "inconclusive", "unfit", "broken"))
 }
+INCOMPLETE = "incomplete-report"  # the check that names parts of a report that raised
 ENTROPY = "policy-entropy"  # a check that leaves fitness open, and says nothing of correctness
 TOO_LITTLE = ("enough-data",)  # checks whose warning leaves both questions open
 PRECISION = ("fp32", "fp16", "bf16")  # falling: 24, 11 and 8 significant bits
@@ -347,8 +349,32 @@ def _reason(status: Status, deciding: list[Judgement], total: int) -> str:
     return text + (f"; not healthy either: {names}" if names else "")
 
 
-def exit_code(result: Verdict, fail_on: str = "inconclusive") -> int:
-    """0 where the verdict passes, 1 where it is ``fail_on`` or worse.
+def incomplete(report: Report, failed: Sequence[NotTested]) -> Report:
+    """Return the report with what could not be made; then no verdict passes."""
+    if not failed:
+        return report
+    before = [check.detail for check in report.checks if check.id == INCOMPLETE]
+    said = "; ".join([*before, *(f"{entry.what}: {entry.reason}" for entry in failed)])
+    check = Check(INCOMPLETE, "inconclusive", said, failed[0].how)
+    answer = Answer("inconclusive", f"the report is incomplete: {said}")
+    verdict, least = report.verdict, SEVERITY["inconclusive"]
+    if verdict.correctness is None or SEVERITY[verdict.correctness.status] <= least:
+        verdict = replace(verdict, correctness=answer)
+    if SEVERITY[verdict.status] <= least:
+        verdict = replace(verdict, status=answer.status, reason=answer.reason)
+    return replace(
+        report,
+        verdict=verdict,
+        checks=(*(each for each in report.checks if each.id != INCOMPLETE), check),
+        not_tested=(*failed, *report.not_tested),
+    )
+
+
+def exit_code(result: Verdict, fail_on: str = "inconclusive", checks: Sequence[Check] = ()) -> int:
+    """0 where the verdict passes, 1 where it is ``fail_on`` or worse, 2 of an incomplete report.
+
+    Args:
+        checks: of the report.
 
     Raises:
         MismatchError: another ``fail_on``.
@@ -356,6 +382,8 @@ def exit_code(result: Verdict, fail_on: str = "inconclusive") -> int:
     if fail_on not in FAIL_ON:
         fault = f"--fail-on {fail_on}: no such status"
         raise MismatchError(fault, f"use one of {', '.join(FAIL_ON)}")
+    if any(check.id == INCOMPLETE for check in checks):
+        return 2
     return int(SEVERITY[result.status] >= SEVERITY[fail_on])
 
 

@@ -55,7 +55,7 @@ def prepared(
     jobs.mkdir(exist_ok=True)
     tokens = jobs / f"{LABEL}-tokens.npz"
     np.savez(tokens, ids=rollout.token_ids, offsets=rollout.offsets, mask=rollout.action_mask)
-    outputs = {pass_.name: jobs / f"{LABEL}-{VARIANTS[pass_.name]}.npz" for pass_ in passes}
+    outputs = {pass_.name: jobs / f"{LABEL}-{variant(pass_.name)}.npz" for pass_ in passes}
     for path in outputs.values():
         path.unlink(missing_ok=True)
     job = {
@@ -74,7 +74,7 @@ def prepared(
             "seed": spec.seed,
         },
         "tokens": str(tokens),
-        "passes": [{"variant": VARIANTS[name], "out": str(path)} for name, path in outputs.items()],
+        "passes": [{"variant": variant(name), "out": str(path)} for name, path in outputs.items()],
     }
     path = store.write_json(jobs / f"{LABEL}.json", job)
     command = [
@@ -82,6 +82,11 @@ def prepared(
         *("-m", "mismatch.trainers.worker", str(path)),
     ]
     return AdapterRun(command, {**worker_path(jobs), **EXACT, **visible_as(gpus)}, outputs)
+
+
+def variant(name: str) -> str:
+    """Return what a pass asks of an adapter; one of another name (``--name``) is its own."""
+    return VARIANTS.get(name, "own")
 
 
 def missing_corner(passes: Sequence[Pass], run: AdapterRun) -> str:
