@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
 from typing import Any
 
 from mismatch.errors import MismatchError, named_line
-from mismatch.trainers.worker import load, place_of
+from mismatch.trainers.worker import line_of, load, place_of
 
 
 def look(name: str) -> dict[str, Any]:
@@ -22,9 +21,7 @@ def look(name: str) -> dict[str, Any]:
     except MismatchError as error:
         return {"message": error.message, "fix": error.fix}
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{place.filename}, line {place.lineno}"
-        message = f"--scorer {name}: {named_line(error)} ({where})"
+        message = f"--scorer {name}: {named_line(error)}{line_of(error)}"
         return {"message": message, "fix": f"correct {place_of(name)[0]}, which cannot be imported"}
     is_class = isinstance(kind, type)
     return {"function": not is_class, "float32": is_class and bool(getattr(kind, "float32", True))}

@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
         cause: BaseException = error
         while cause.__cause__ is not None:  # frameworks wrap what went wrong
             cause = cause.__cause__
-        what = f"{job['trainer']}: {type(cause).__name__}: {first_line(cause)}"
+        what = f"{job['trainer']}: {type(cause).__name__}: {first_line(cause)}{line_of(cause)}"
         fix = f"the traceback is in {job['run_dir']}/logs/{job['log'].format(rank=rank)}"
         write_error(job["run_dir"], f"{job['label']}-rank{rank}", MismatchError(what, fix))
         return 2
@@ -116,14 +116,21 @@ def load(name: str) -> Any:
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:
-        kind = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        other = "name the interpreter that has it: --train-python PATH"
+        if not f"{module_name}.".startswith(f"{error.name}."):  # something that the module needs
+            fault = f"--scorer {name}: {first_line(error)} (in {sys.executable})"
+            raise MismatchError(fault, other) from error
         raise MismatchError(
-            f"--scorer {name}: {first_line(error)}. It was looked for in {Path.cwd()}, in "
-            f"PYTHONPATH, and among the packages of {sys.executable}",
-            f"start mismatch where {module_name} is, or set PYTHONPATH to its folder; "
-            "--train-python PATH names another interpreter",
+            f"--scorer {name}: no module {module_name} in {Path.cwd()}, in PYTHONPATH or among the "
+            f"packages of {sys.executable}",
+            f"start mismatch where {module_name} is, set PYTHONPATH to its folder, or {other}",
         ) from error
+    if not hasattr(module, attribute):
+        fault = f"--scorer {name}: {module.__file__} has no {attribute}"
+        raise MismatchError(fault, f"{did_you_mean(attribute, vars(module))}check the name")
+    kind = getattr(module, attribute)
     if isinstance(kind, type):
         return kind
     if not callable(kind):
@@ -132,6 +139,14 @@ def load(name: str) -> Any:
     from mismatch.trainers.function import FunctionTrainer
 
     return lambda job: FunctionTrainer(kind, name, job)
+
+
+def line_of(error: BaseException) -> str:
+    """Return where an error came from in the user's own code, in brackets; "" outside of it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    others = (os.path.dirname(__file__), "<", sys.prefix)
+    own = [f for f in frames if not f.filename.startswith(others) and "-packages" not in f.filename]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
 def share_path(out: Path, rank: int) -> Path:
