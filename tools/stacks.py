@@ -42,6 +42,7 @@ class Stack:
     vllm: str = ""
     packages: tuple[str, ...] = ()
     scorer: str = "fsdp"
+    trainer_alone: bool = False
 
     @property
     def folder(self) -> str:
@@ -140,7 +141,8 @@ def checked(stack: Stack, model: str, python: Path, work: Path) -> dict[str, Any
     if run.exists():
         subprocess.run(["rm", "-rf", str(run)], check=True)
     command = [sys.executable, "-m", "mismatch", "check", "--model", model, "--out", str(run)]
-    command += ["--python", str(python), "--scorer", stack.scorer, *SAMPLE]
+    interpreter = "--train-python" if stack.trainer_alone else "--python"
+    command += [interpreter, str(python), "--scorer", stack.scorer, *SAMPLE]
     if model != "tiny-gpt-oss":
         directory = random_model(model, work)
         command += ["--model", str(directory), "--prompts", str(directory / "prompts.jsonl")]
