@@ -12,8 +12,9 @@ import json
 import os
 import resource
 import stat
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,7 +25,8 @@ LARGEST_JSON = 32 << 20  # bytes of a document, or of a line of JSONL
 MOST_CONTAINERS = 1 << 20  # lists and objects in it
 LARGEST_YAML = 1 << 20  # bytes
 MOST_NODES = 100_000  # of a YAML file, each alias counted as what it stands for
-READING = 768 << 20  # bytes that one foreign file may take while it is read
+# Bytes that a foreign file may take while it is read, and those for each of its own bytes.
+READING, TIMES = 640 << 20, 16
 
 
 def open_regular(path: Path | str) -> BinaryIO:
@@ -102,18 +104,20 @@ def read_yaml(path: Path | str) -> str:
 
 
 @contextmanager
-def bounded_memory(path: Path | str, most: int = READING) -> Iterator[None]:
-    """Let this process take no more memory than now and ``most`` bytes, while it reads a file.
+def bounded_memory(path: Path, most: int = READING) -> Iterator[None]:
+    """Let this process take no more memory than ``most`` bytes and some per byte of a file.
+
+    Only in the main thread, as the limit is of the process, and on Linux.
 
     Raises:
-        MismatchError: the file takes more.
+        MismatchError: reading the file takes more.
     """
+    most += TIMES * (path.stat().st_size if path.is_file() else 0)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    try:
-        with open("/proc/self/statm", "rb") as file:
+    now = 0
+    if threading.current_thread() is threading.main_thread():
+        with suppress(OSError), open("/proc/self/statm", "rb") as file:
             now = int(file.read().split()[5]) * resource.getpagesize()
-    except OSError:  # not Linux, where this limit has no effect
-        now = 0
     limits = [now + most, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
     if now:
         resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
@@ -121,7 +125,7 @@ def bounded_memory(path: Path | str, most: int = READING) -> Iterator[None]:
         yield
     except MemoryError as error:
         fault = f"{path} takes more than {most >> 20} MiB of memory to read"
-        raise MismatchError(fault, "write it as several files, or in smaller row groups") from error
+        raise MismatchError(fault, "is it damaged? write it in smaller parts") from error
     finally:
         if now:
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

@@ -82,10 +82,13 @@ def test_yaml_with_a_few_aliases_is_read(tmp_path: Path, text: str) -> None:
     assert read_yaml(tmp_path / "x.yaml") == text
 
 
-def test_a_reader_that_takes_too_much_memory_is_stopped() -> None:
+def test_a_reader_that_takes_too_much_memory_is_stopped(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    with pytest.raises(MismatchError, match="takes more"), bounded_memory("dump.jsonl", 64 << 20):
+    with pytest.raises(MismatchError, match="takes more"), bounded_memory(Path("x"), 64 << 20):
         bytearray(128 << 20)
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
-    with bounded_memory("dump.jsonl", 64 << 20):
+    with bounded_memory(Path("x"), 64 << 20):
         bytearray(16 << 20)
+    (tmp_path / "large").write_bytes(b"x" * (8 << 20))
+    with bounded_memory(tmp_path / "large", 64 << 20):
+        bytearray(128 << 20)
