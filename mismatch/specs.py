@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -316,6 +316,18 @@ class PromptSpec:
     max_observation_tokens: Annotated[
         int, Flag(PROMPTS, "Tokens kept of a reply, with --environment.", range=Range(1, 10**6))
     ] = 256
+
+    @property
+    def file(self) -> Path | None:
+        """The file or folder of this machine that prompts are read from; None: none is named.
+
+        The one place that says what a name means: what decides whether a stored spec may name a
+        file, and what reads the file, both ask here.
+        """
+        if self.dataset is not None:
+            local = Path(self.dataset).expanduser()
+            return local if local.exists() else None  # None: of a hub
+        return Path(self.path) if self.path is not None else None
 
     @property
     def turns(self) -> int:

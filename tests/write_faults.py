@@ -191,7 +191,7 @@ class Scenario:
     def trials(self, what: str, path: str) -> None:
         number, at = HOOKS.count, HOOKS.at
         operation = f"{what} {os.path.relpath(path, self.root)}"
-        operation = re.sub(r"\.\d+\.partial", ".partial", operation)
+        operation = re.sub(r"\.[0-9a-f]+\.partial", ".partial", operation)
         faults = [fault for fault in FAULTS if self.wanted(number, fault, operation)]
         if HOOKS.workers == 0:
             faults = [fault for fault in faults if fault != "kill-worker"]
@@ -244,7 +244,7 @@ class Scenario:
         """A digest of the disk, but for logs, times and the names of errors and processes."""
         files = {}
         for path in sorted(self.root.rglob("*")):
-            name = re.sub(r"\.\d+\.partial$", ".partial", str(path.relative_to(self.root)))
+            name = re.sub(r"\.[0-9a-f]+\.partial$", ".partial", str(path.relative_to(self.root)))
             if path.is_file() and "/logs/" not in name:
                 data = path.read_bytes()
                 if path.name == "run.json":

@@ -49,7 +49,6 @@ class Hooks:
             self.see("mkdir", arguments[0])
 
     def install(self) -> None:
-        import pyarrow.parquet as pq
         import safetensors.torch as st
 
         if self.installed:
@@ -57,7 +56,7 @@ class Hooks:
         self.installed = True
         sys.addaudithook(self.audit)
         fsync, unlink, write = os.fsync, os.unlink, os.write
-        write_text, write_table, save_file = Path.write_text, pq.write_table, st.save_file
+        write_text, save_file = Path.write_text, st.save_file
 
         def seen_fsync(descriptor: int) -> None:
             self.see("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
@@ -74,10 +73,6 @@ class Hooks:
             self.see("write", path)
             return written
 
-        def seen_table(table: Any, path: Any, *rest: Any, **more: Any) -> None:
-            self.see("open", path)
-            write_table(table, path, *rest, **more)
-
         def seen_tensors(tensors: Any, path: Any, *rest: Any, **more: Any) -> None:
             self.see("open", path)
             save_file(tensors, path, *rest, **more)
@@ -89,7 +84,7 @@ class Hooks:
 
         os.fsync, os.unlink, os.remove, os.write = seen_fsync, dead_unlink, dead_unlink, seen_write
         Path.write_text = seen_text  # type: ignore[method-assign]
-        pq.write_table, st.save_file = seen_table, seen_tensors
+        st.save_file = seen_tensors
 
 
 HOOKS = Hooks()

@@ -446,7 +446,7 @@ def facts(spec: CheckSpec, rollout: Rollout, command: str) -> dict[str, Any]:
     """Return what was run and where, and the size of it."""
     # What the first layers alone write is no answer to anything.
     rewards = None if spec.rollout.engine.layers else rollout.rewards
-    return provenance(command, spec.rollout.prompts.path) | {
+    return provenance(command, spec.rollout.prompts.file) | {
         "spec": to_dict(spec),
         "spec_hash": spec_hash(spec),
         "n_prompts": rollout.n_prompts,

@@ -17,6 +17,7 @@ import os
 import resource
 import select
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -69,9 +70,30 @@ def temporary_files() -> Iterator[None]:
             if len(above) <= LONGEST:
                 folder = tempfile.TemporaryDirectory(prefix="mismatch-", ignore_cleanup_errors=True)
                 os.environ["TMPDIR"] = stack.enter_context(folder)
-                cache = f"{above}/torchinductor_{os.getuid()}"
-                os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+                if "TORCHINDUCTOR_CACHE_DIR" not in os.environ and (cache := own_cache(above)):
+                    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
         yield
+
+
+def own_cache(above: str) -> str:
+    """Return the folder of what PyTorch compiled: this user's, and written by nobody else.
+
+    torch runs what lies in it (pickles), and any user of the machine can make a folder of that name
+    in a shared temporary directory.
+
+    Returns:
+        ``above``/torchinductor_UID, else the folder in the user's home; "": neither is safe, and
+        the worker compiles into its own temporary folder.
+    """
+    home = os.path.expanduser("~/.cache/mismatch/torchinductor")
+    for folder in (f"{above}/torchinductor_{os.getuid()}", home):
+        with contextlib.suppress(OSError):
+            os.makedirs(folder, 0o700, exist_ok=True)
+            found = os.lstat(folder)
+            others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not others:
+                return folder
+    return ""
 
 
 def _run(command: list[str], grace_s: float, wake: int) -> int:

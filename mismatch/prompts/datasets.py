@@ -95,12 +95,10 @@ def _load(spec: PromptSpec) -> Any:
         raise MismatchError(fault, f"{INSTALL}, or --prompts FILE") from error
     datasets.disable_progress_bars()
     name = str(spec.dataset)
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return _directory(datasets, path, spec)
-    if path.is_file():
-        return _file(datasets, path, spec)
-    if path.suffix in FORMATS or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    path = spec.file
+    if path is not None:
+        return (_directory if path.is_dir() else _file)(datasets, path, spec)
+    if Path(name).suffix in FORMATS or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise MismatchError(f"{_named(spec)}: no such file or directory", "check the path")
     return _hub(datasets, name, spec)
 

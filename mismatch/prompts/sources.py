@@ -38,8 +38,8 @@ def read_prompts(spec: PromptSpec) -> list[Prompt]:
     """
     if spec.dataset is not None:
         return read_dataset(spec)
-    if spec.path is not None:
-        return read_file(Path(spec.path))[: spec.num_prompts]
+    if spec.file is not None:
+        return read_file(spec.file)[: spec.num_prompts]
     task = find_task(spec.task)
     if spec.num_prompts > MOST_PROBLEMS:
         fault = f"--num-prompts is {spec.num_prompts:,}, the built-in task has {MOST_PROBLEMS:,}"

@@ -40,7 +40,7 @@ def save_arrays(
     metadata = {"mismatch": json.dumps({"schema": schema, **header}, sort_keys=True)}
     # Not its save_file: a killed writer leaves behind the temporary file that it makes.
     data = save(tensors, metadata)
-    write_atomic(run_dir / name, lambda target: target.write_bytes(data))
+    write_atomic(run_dir / name, lambda file: file.write(data))
     manifest.record(run_dir, name, schema, **entry)
 
 

@@ -15,10 +15,10 @@ from typing import Any
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.run import store
-from mismatch.run.manifest import WRONG, damage_named, sha256
+from mismatch.run.manifest import WRONG, damage_named, require_no_links, sha256
 from mismatch.run.provenance import now, provenance
 from mismatch.run.resume import differences
-from mismatch.run.trust import FLAG, require_no_links
+from mismatch.run.trust import FLAG
 from mismatch.specs import CheckSpec, portable, spec_hash, to_dict
 
 RUN, SPEC = "run.json", "spec.json"
@@ -43,7 +43,7 @@ class Journal:
             "verb": verb,
             "spec_hash": spec_hash(spec),
             "finished": None,
-            **provenance(command, spec.rollout.prompts.path),
+            **provenance(command, spec.rollout.prompts.file),
         }
         self.seconds: dict[str, float] = {}
         self.timings: dict[str, dict[str, float]] = {}
@@ -129,7 +129,7 @@ def new_directory(out: Path | None, model: str) -> Path:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=out is not None)  # one that was there keeps its mode
-            (folder / LOCK).touch()
+            (folder / LOCK).touch(0o600)
             return folder
         except OSError as error:
             if isinstance(error, FileExistsError) and out is None and folder.is_dir():
@@ -166,6 +166,7 @@ def load_spec(run_dir: Path) -> CheckSpec:
         MismatchError: no run there, or one of a version with other settings.
     """
     path = run_dir / SPEC
+    require_no_links(run_dir)
     if not path.exists():
         fault = f"no run in {run_dir}: it has no {SPEC}"
         fix = "give a run directory, or make one: mismatch rollout --model MODEL --out DIR"
@@ -206,37 +207,41 @@ def require_same_spec(run_dir: Path, spec: CheckSpec) -> None:
 
 
 def require_same_prompts(run_dir: Path, spec: CheckSpec) -> None:
-    """Refuse other prompts: a prompts file is part of what was asked.
+    """Refuse other prompts: the file of prompts is part of what was asked.
 
     Raises:
         MismatchError: its content is not what the run began with.
     """
-    path = spec.rollout.prompts.path
+    file = spec.rollout.prompts.file
     sums = [entry["prompts_sha256"] for entry in invocations(run_dir) if "prompts_sha256" in entry]
-    if path is not None and sums and sha256(Path(path)) != sums[-1]:
-        fault = f"{path} has changed since {run_dir} was begun"
+    if file is not None and sums and not (file.is_file() and sha256(file) == sums[-1]):
+        fault = f"{file} has changed since {run_dir} was begun"
         raise MismatchError(fault, "put the old file back, or start a new run without --resume")
 
 
 def require_known_prompts(run_dir: Path, spec: CheckSpec) -> None:
-    """Refuse a file that a stored spec names and that the run does not know by its content.
+    """Refuse prompts that a stored spec names and that the run does not know by their content.
 
-    Whoever wrote the spec may never have seen the file: what it holds would be copied into the run.
+    Whoever wrote the spec may never have seen them: what a file, or a data set that this user's
+    token can read, holds would be copied into the run.
 
     Raises:
-        MismatchError: no command of the run noted the file's checksum, or it has changed; a data
-            set in a folder of this machine.
+        MismatchError: no command of the run noted the file's checksum, or it has changed; a folder,
+            or a data set of a hub, of which no checksum is noted.
     """
     prompts = spec.rollout.prompts
+    if prompts.path is None and prompts.dataset is None:
+        return
+    file = prompts.file
     noted = any("prompts_sha256" in entry for entry in invocations(run_dir))
-    there = prompts.path is not None and Path(prompts.path).exists()
-    local = prompts.dataset is not None and Path(prompts.dataset).exists()
-    if local or (there and not noted):
-        named = prompts.dataset if local else prompts.path
-        fault = f"the spec of {run_dir} names {named}, and the run holds no checksum of it"
+    if file is None or (file.exists() and not (noted and file.is_file())):
+        fault = (
+            f"the spec of {run_dir} names {prompts.dataset or prompts.path}, and the run holds no "
+            "checksum of it"
+        )
         fix = f"if that is yours: {FLAG}; or give the flags of the run again, with --resume"
         raise MismatchError(fault, fix)
-    if there:
+    if file.exists():
         require_same_prompts(run_dir, spec)
 
 
@@ -262,6 +267,7 @@ def invocations(run_dir: Path) -> list[dict[str, Any]]:
     Raises:
         MismatchError: a ``run.json`` of another version.
     """
+    require_no_links(run_dir)
     if not (run_dir / RUN).exists():
         return []
     document = store.read_json(run_dir / RUN)
@@ -288,7 +294,7 @@ def invocations(run_dir: Path) -> list[dict[str, Any]]:
 def _lock(run_dir: Path) -> Iterator[bool]:
     """Whether nobody else holds the directory; the kernel lets go of it when a process dies."""
     try:
-        descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         fault = f"cannot write in {run_dir}: {error.strerror}"
         raise MismatchError(fault, "copy the run to a directory that can be written") from error

@@ -24,10 +24,11 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, NoReturn
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, NoReturn
 
 from mismatch.errors import MismatchError
 
@@ -59,20 +60,43 @@ NAME = "manifest.json"
 SCHEMA = "mismatch.manifest/1"
 # A run begins with the first, a copied report with the second; other artefacts come with them.
 FIRST = ("rollout.parquet", "report.json")
+# The package that workers import: the one link that a run may hold. Each command that starts a
+# worker makes it again (mismatch/processes/launch.py).
+PACKAGE_LINK = ("package", "mismatch")
 Entry = dict[str, Any]
 
 
-def write_atomic(path: Path, write: Callable[[Path], object]) -> Path:
-    """Call ``write(temporary)``, sync and rename: a reader sees the whole file or none.
+def require_no_links(run_dir: Path | str) -> None:
+    """Refuse a run directory that holds symbolic links, before anything in it is read or written.
+
+    Raises:
+        MismatchError: a link, which is named.
+    """
+    run_dir = Path(run_dir)
+    for path in run_dir.rglob("*"):  # does not follow links to directories
+        if path.is_symlink() and path.parts[-2:] != PACKAGE_LINK:
+            fault = f"{path} is a symbolic link, and a run directory must not hold any"
+            fix = "copy the run without links (rsync --no-links, cp without -a), or delete the link"
+            raise MismatchError(fault, fix)
+
+
+def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> Path:
+    """Call ``write(file)`` on a new file, sync and rename it: a reader sees the whole file or none.
+
+    The temporary name is random and the file must be new, so that no link that lies in a foreign
+    directory can lead the bytes elsewhere. Only its owner can read the file (mode 0600).
 
     Raises:
         MismatchError: the disk is full, the directory cannot be written …; nothing is left behind.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        _sync(temporary)
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(descriptor)
         os.replace(temporary, path)
         _sync(path.parent)
     except OSError as error:
@@ -103,6 +127,7 @@ def entries(run_dir: Path | str) -> dict[str, Entry]:
         MismatchError: a manifest that is no manifest, or of another version.
     """
     path = Path(run_dir) / NAME
+    require_no_links(run_dir)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         schema, artefacts = document["schema"], document["artefacts"]
@@ -126,8 +151,16 @@ def entries(run_dir: Path | str) -> dict[str, Entry]:
 
 
 def _require_entries(artefacts: Any) -> None:
-    """Raise TypeError or KeyError where entries are not as :func:`record` writes them."""
+    """Raise an error of :data:`WRONG` where entries are not as :func:`record` writes them."""
     for name, entry in artefacts.items():
+        for path in (name, *entry["inputs"]):
+            parts = PurePosixPath(path)
+            if (
+                not (path.isprintable() and parts.parts)
+                or parts.is_absolute()
+                or ".." in parts.parts
+            ):
+                raise ValueError(f"{path!r} is no name of a file inside the run")
         texts = [entry["sha256"], entry["schema"], entry["made_by"], *entry["inputs"].values()]
         texts += [*entry.get("made_with", {}).values()]
         if not all(isinstance(text, str) for text in texts) or type(entry["bytes"]) is not int:
@@ -257,7 +290,7 @@ def _refuse(path: Path, what: str) -> NoReturn:
 def _save(run_dir: Path, recorded: dict[str, Entry]) -> None:
     document = {"schema": SCHEMA, "artefacts": dict(sorted(recorded.items()))}
     text = json.dumps(document, indent=1) + "\n"
-    write_atomic(run_dir / NAME, lambda target: target.write_text(text, encoding="utf-8"))
+    write_atomic(run_dir / NAME, lambda file: file.write(text.encode()))
 
 
 @contextmanager

@@ -34,12 +34,12 @@ CHECKPOINT = (".safetensors", ".bin", ".json", ".model", ".jinja", ".py")
 PRIVATE = re.compile(r"HOST|_IP($|_)|ADDR|HOME|PATH|DIR|CACHE|USER|PROXY|URL|ENDPOINT")
 
 
-def provenance(command: str, prompts: str | None = None) -> dict[str, Any]:
+def provenance(command: str, prompts: Path | None = None) -> dict[str, Any]:
     """Return facts of this machine and moment, as JSON data; no host or user name is among them.
 
     Args:
         command: the command line.
-        prompts: path of the prompts file, whose checksum is added.
+        prompts: the file of the prompts, whose checksum is added.
     """
     facts: dict[str, Any] = {
         "command": command,
@@ -57,8 +57,8 @@ def provenance(command: str, prompts: str | None = None) -> dict[str, Any]:
             "working directory": commit(Path.cwd()),
         },
     }
-    if prompts is not None and Path(prompts).is_file():
-        facts["prompts_sha256"] = sha256(Path(prompts))
+    if prompts is not None and prompts.is_file():
+        facts["prompts_sha256"] = sha256(prompts)
     return facts
 
 

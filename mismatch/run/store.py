@@ -95,8 +95,8 @@ FIX_PREFIX = "fix:"  # of the trainer's scorings that belong to a fix: they have
 
 def write_text(path: Path, text: str) -> Path:
     """Write a file of text, without what looks like a secret."""
-    safe = redact(text)
-    return write_atomic(path, lambda target: target.write_text(safe, encoding="utf-8"))
+    safe = redact(text).encode()
+    return write_atomic(path, lambda file: file.write(safe))
 
 
 def write_json(path: Path, data: Any) -> Path:
@@ -270,12 +270,14 @@ def load_distributions(run_dir: Path | str, name: str) -> Distributions:
 
 def scoring_header(run_dir: Path | str, name: str) -> ScoringHeader:
     """Return what a scoring's file says of it."""
+    manifest.require_no_links(run_dir)
     with damage_named(Path(run_dir) / scoring_file(name)):
         return cast(ScoringHeader, read_header(Path(run_dir) / scoring_file(name), SCORING_SCHEMA))
 
 
 def scoring_names(run_dir: Path | str) -> list[str]:
     """Return names of all scorings in a run directory, sorted."""
+    manifest.require_no_links(run_dir)
     with damage_named(Path(run_dir) / "scores"):
         files = sorted((Path(run_dir) / "scores").glob("*.parquet"))
         return [read_header(file, SCORING_SCHEMA)["name"] for file in files]

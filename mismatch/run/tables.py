@@ -30,9 +30,7 @@ def write_table(path: Path, columns: dict[str, Any], schema: str, header: Any) -
     text = redact(json.dumps(header, allow_nan=False, default=plain))
     table = table.replace_schema_metadata({"schema": schema, "header": text})
     rows = _rows_per_group(table)
-    return write_atomic(
-        path, lambda target: pq.write_table(table, target, rows, compression="zstd")
-    )
+    return write_atomic(path, lambda file: pq.write_table(table, file, rows, compression="zstd"))
 
 
 def _rows_per_group(table: pa.Table) -> int:

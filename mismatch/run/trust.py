@@ -15,9 +15,6 @@ from mismatch.errors import MismatchError
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
 
 FLAG = "--trust-run"
-# The package that workers import, below a run's jobs: the one link that a run may hold.
-PACKAGE_LINK = "mismatch"
-
 Rule = Callable[[Any, CheckSpec], str]
 """(value, the whole spec) -> what it would do, with its flag; "": nothing."""
 
@@ -117,18 +114,3 @@ def code_of(spec: CheckSpec) -> Iterator[str]:
         for name, rule in NEEDS_TRUST[type(part)].items():
             if text := rule(getattr(part, name), spec):
                 yield text
-
-
-def require_no_links(run_dir: Path) -> None:
-    """Refuse a run directory that holds symbolic links: what is written would go elsewhere.
-
-    The link to this package, by which workers find it, is made again by each command.
-
-    Raises:
-        MismatchError: a link, which is named.
-    """
-    for path in run_dir.rglob("*"):  # does not follow links to directories
-        if path.is_symlink() and path.name != PACKAGE_LINK:
-            fault = f"{path} is a symbolic link, and a run directory must not hold any"
-            fix = "copy the run without links (rsync --no-links, cp without -a), or delete the link"
-            raise MismatchError(fault, fix)

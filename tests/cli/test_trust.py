@@ -111,6 +111,38 @@ def test_a_copied_spec_reads_no_file_of_the_reader(tmp_path, started, source):
     assert len(started) == 1
 
 
+def test_a_copied_spec_names_no_data_set_that_only_the_reader_can_read(
+    tmp_path, started, monkeypatch
+):
+    """A path below the home folder, and a data set of a hub that the reader's token opens."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "private.jsonl").write_text('{"prompt": "secret"}\n')
+    for name in ("~/private.jsonl", "org/private"):
+        run = copied(tmp_path, prompts={"dataset": name})
+        for command in (["check", "--resume", str(run)], ["loop", "--like", str(run)]):
+            done = CliRunner().invoke(app, command)
+            assert isinstance(done.exception, MismatchError)
+            assert name in done.exception.message
+        assert not started
+    CliRunner().invoke(app, ["check", "--resume", str(run), "--trust-run"])
+    assert len(started) == 1
+
+
+def test_a_data_set_that_the_run_knows_by_its_content_is_read_again(tmp_path, started, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    data = tmp_path / "mine.jsonl"
+    data.write_text('{"prompt": "2 + 2"}\n')
+    run = copied(tmp_path, prompts={"dataset": "~/mine.jsonl"})
+    with at_work(run, "check", load_spec(run), "mismatch check"):
+        pass
+    CliRunner().invoke(app, ["check", "--resume", str(run)])
+    assert len(started) == 1
+    data.write_text('{"prompt": "secret"}\n')
+    done = CliRunner().invoke(app, ["check", "--resume", str(run)])
+    assert "has changed" in done.exception.message
+    assert len(started) == 1
+
+
 def test_a_prompts_file_that_the_run_knows_by_its_content_is_read_again(tmp_path, started):
     """The run of this reader: its first command noted the checksum of the file."""
     prompts = tmp_path / "prompts.jsonl"

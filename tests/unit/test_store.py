@@ -122,8 +122,8 @@ def test_another_schema_version_is_refused(tmp_path, monkeypatch):
 def test_a_failed_write_leaves_the_old_file_and_no_debris(tmp_path):
     path = store.write_text(tmp_path / "a.json", "old")
 
-    def fail(target):
-        target.write_text("half")
+    def fail(file):
+        file.write(b"half")
         raise OSError(28, os.strerror(28))
 
     with pytest.raises(MismatchError, match="No space left"):

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.processes import launch
+from mismatch.processes import launch, supervisor
 from mismatch.processes.launch import Worker, finish, stall_limit, started
 
 from .test_launch import alive, python, run_worker, wait_for
@@ -102,7 +102,7 @@ def test_a_crash_of_the_worker_ends_a_child_that_hides(tmp_path, way, then):
 TOOL = """
 import pathlib, signal
 from mismatch.cli import main
-from mismatch.processes import launch
+from mismatch.processes import launch, supervisor
 signal.signal(signal.SIGHUP, {hup})
 launch.GRACE_S = {grace}
 def app(**arguments):
@@ -257,7 +257,8 @@ def test_temporary_files_go_with_the_worker(tmp_path, monkeypatch, killed):
         run_worker("engine", python(LITTER.format(text=str(text), killed=killed)), tmp_path)
     used, cache = (Path(path) for path in text.read_text().split())
     assert used.parent == cache.parent == above
-    assert list(above.iterdir()) == []
+    assert list(above.iterdir()) == [cache]  # what was compiled stays for the next worker
+    cache.rmdir()
     above.rmdir()
 
 
@@ -268,3 +269,25 @@ def test_a_temporary_folder_too_long_for_sockets_is_used_as_it_is(tmp_path, monk
     code = "import pathlib, tempfile; pathlib.Path({!r}).write_text(tempfile.gettempdir())"
     run_worker("engine", python(code.format(str(tmp_path / "text"))), tmp_path)
     assert (tmp_path / "text").read_text() == str(above)
+
+
+def test_a_compile_cache_that_others_can_write_is_not_taken(tmp_path, monkeypatch):
+    """torch runs what lies there: a link, and a folder open to others, are somebody else's."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    name = f"torchinductor_{os.getuid()}"
+    own = str(home / ".cache/mismatch/torchinductor")
+    (tmp_path / "fresh").mkdir()
+    assert supervisor.own_cache(str(tmp_path / "fresh")) == str(tmp_path / "fresh" / name)
+    (tmp_path / "open" / name).mkdir(parents=True)
+    (tmp_path / "open" / name).chmod(0o777)
+    assert supervisor.own_cache(str(tmp_path / "open")) == own
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / name).symlink_to(tmp_path / "open" / name)
+    assert supervisor.own_cache(str(tmp_path / "linked")) == own
+    if os.getuid() == 0:
+        (tmp_path / "foreign" / name).mkdir(parents=True)
+        os.chown(tmp_path / "foreign" / name, 65534, 65534)
+        assert supervisor.own_cache(str(tmp_path / "foreign")) == own
+    (home / ".cache/mismatch/torchinductor").chmod(0o770)
+    assert supervisor.own_cache(str(tmp_path / "open")) == ""

@@ -87,39 +87,38 @@ class Monitor:
         """Write some rows; return their headline numbers, by their names in a tracker."""
         from mismatch.metrics.registry import plain_array
         from mismatch.metrics.row_sums import Row, Sums
+        from mismatch.run.manifest import write_atomic
 
         sums = Sums()
-        self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"step_{self.step}.jsonl"
-        partial = path.with_suffix(".partial")
-        with partial.open("w") as file:
-            for row in range(min(self.rows, len(batch.response_ids))):
-                prompt = plain_array("prompt_ids", batch.prompt_ids[row])
-                if batch.prompt_mask is not None:
-                    prompt = prompt[plain_array("prompt_mask", batch.prompt_mask[row]) > 0]
-                mask = plain_array("response_mask", batch.response_mask[row]) > 0
-                end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
-                ids = np.concatenate(
-                    [prompt, plain_array("response_ids", batch.response_ids[row])[:end]]
-                )
-                sampled = np.concatenate([np.zeros(len(prompt), np.bool_), mask[:end]])
-                rollout = plain_array("rollout_logprobs", batch.rollout_logprobs[row])[mask].astype(
-                    np.float64
-                )
-                train = plain_array("train_logprobs", batch.train_logprobs[row])[mask].astype(
-                    np.float64
-                )
-                sums.add([Row(ids, sampled, rollout, train)])
-                entry = {
-                    "token_ids": ids.tolist(),
-                    "action_mask": sampled.astype(int).tolist(),
-                    "rollout_logprobs": rollout.tolist(),
-                    "train_logprobs": train.tolist(),
-                    "prompt_id": str(hash(tuple(prompt.tolist()))),
-                    "step": self.step,
-                }
-                file.write(json.dumps(entry) + "\n")
-        partial.replace(path)
+        lines = []
+        for row in range(min(self.rows, len(batch.response_ids))):
+            prompt = plain_array("prompt_ids", batch.prompt_ids[row])
+            if batch.prompt_mask is not None:
+                prompt = prompt[plain_array("prompt_mask", batch.prompt_mask[row]) > 0]
+            mask = plain_array("response_mask", batch.response_mask[row]) > 0
+            end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
+            ids = np.concatenate(
+                [prompt, plain_array("response_ids", batch.response_ids[row])[:end]]
+            )
+            sampled = np.concatenate([np.zeros(len(prompt), np.bool_), mask[:end]])
+            rollout = plain_array("rollout_logprobs", batch.rollout_logprobs[row])[mask].astype(
+                np.float64
+            )
+            train = plain_array("train_logprobs", batch.train_logprobs[row])[mask].astype(
+                np.float64
+            )
+            sums.add([Row(ids, sampled, rollout, train)])
+            entry = {
+                "token_ids": ids.tolist(),
+                "action_mask": sampled.astype(int).tolist(),
+                "rollout_logprobs": rollout.tolist(),
+                "train_logprobs": train.tolist(),
+                "prompt_id": str(hash(tuple(prompt.tolist()))),
+                "step": self.step,
+            }
+            lines.append(json.dumps(entry) + "\n")
+        write_atomic(path, lambda file: file.write("".join(lines).encode()))
         found = {"mismatch/not_finite": float(sums.not_finite.total())}
         if sums.whole.tokens:
             step = sums.whole.step(self.step)

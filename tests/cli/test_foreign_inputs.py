@@ -1,0 +1,161 @@
+"""Every command over every kind of foreign input: nothing is run, overwritten or waited for.
+
+:data:`INPUTS` says for every command of the help how it is given a run, a dump, a folder of dumps
+or a framework's configuration. A new command fails :func:`test_every_command_says_what_it_reads`
+until it is entered here, and then meets all attacks on what it reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mismatch.cli.main import summaries
+
+from ..command import mismatch
+from ..made_run import make_run
+
+# command -> kind of input -> its arguments; IN stands for the input, OUT for a new path.
+INPUTS: dict[str, dict[str, list[str]]] = {
+    "check": {"run": ["--resume", "IN"], "verl": ["--verl-config", "IN", "--dry-run"],
+              "trl": ["--trl-config", "IN", "--dry-run"]},
+    "rollout": {"run": ["--resume", "IN"], "verl": ["--verl-config", "IN", "--dry-run"]},
+    "score": {"run": ["IN"]},
+    "compare": {"run": ["IN"], "second run": ["GOOD", "--against", "IN"]},
+    "report": {"run": ["IN"], "second run": ["GOOD", "IN"]},
+    "corrections": {"run": ["IN"]},
+    "tokens": {"run": ["IN", "OUT.parquet"]},
+    "locate": {"run": ["IN"]},
+    "loop": {"run": ["--like", "IN"]},
+    "postmortem": {"dump": ["IN", "--out", "OUT"]},
+    "read-rollouts": {"dump": ["IN", "--model", "tiny-gpt-oss", "--out", "OUT"]},
+    "watch": {"dumps": ["IN", "--once"]},
+    # No file of a stranger but a model's, which SECURITY.md treats apart.
+    **{name: {} for name in ("fixes", "metrics", "doctor", "kernels", "losses", "sync-probe")},
+    "template": {},
+}  # fmt: skip
+RUNS = [
+    (command, kind)
+    for command, kinds in INPUTS.items()
+    for kind in kinds
+    if kind in ("run", "second run")
+]
+
+
+def test_every_command_says_what_it_reads() -> None:
+    assert INPUTS.keys() == summaries().keys()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = make_run(tmp_path_factory.mktemp("finished") / "run")
+    done = mismatch("compare", run)
+    assert done.returncode in (0, 1), done.stderr
+    return run
+
+
+def called(command: str, kind: str, given: Path, folder: Path, good: Path) -> tuple[int, str]:
+    """Return exit code and output of a command over a foreign input."""
+    known = {"IN": str(given), "GOOD": str(good)}
+    arguments = [
+        str(folder / each.lower()) if each.startswith("OUT") else known.get(each, each)
+        for each in INPUTS[command][kind]
+    ]
+    done = mismatch(command, *arguments, cwd=folder, timeout=60)
+    assert "Traceback" not in done.stderr
+    assert "bug in mismatch" not in done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def link_file(name: str) -> Callable[[Path, Path], None]:
+    def attack(run: Path, victim: Path) -> None:
+        (run / name).unlink(missing_ok=True)
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).symlink_to(victim / "mine")
+
+    return attack
+
+
+def link_folder(name: str) -> Callable[[Path, Path], None]:
+    """Replace a folder of the run by a link to a copy of it, so that all readers are content."""
+
+    def attack(run: Path, victim: Path) -> None:
+        if (run / name).exists():
+            shutil.move(run / name, victim / name)
+        else:
+            (victim / name).mkdir()
+        (run / name).symlink_to(victim / name)
+
+    return attack
+
+
+def entry(name: str) -> Callable[[Path, Path], None]:
+    def attack(run: Path, victim: Path) -> None:
+        document = json.loads((run / "manifest.json").read_text())
+        made = {"sha256": "", "bytes": 1, "schema": "", "made_by": "", "inputs": {}}
+        document["artefacts"][name] = made
+        (run / "manifest.json").write_text(json.dumps(document))
+
+    return attack
+
+
+# A name that a writer could have guessed, what commands write, and what they read.
+ATTACKS: dict[str, Callable[[Path, Path], None]] = {
+    "link at a temporary name": link_file(".manifest.json.4711.partial"),
+    "link at report.html": link_file("report.html"),
+    "link at scores/": link_folder("scores"),
+    "entry of two lines": entry("report.json\n::error::mine"),
+}
+MORE: dict[str, Callable[[Path, Path], None]] = {
+    **{f"link at {name}": link_file(name) for name in ("spec.json", "run.json", "manifest.json")},
+    **{f"link at {name}": link_file(name) for name in ("report.json", "locate.json")},
+    **{f"link at {name}/": link_folder(name) for name in ("logs", "jobs", "fixes")},
+    "entry ../mine": entry("../mine"),
+    "entry /mine": entry("/mine"),
+}
+
+
+@pytest.mark.parametrize(
+    "attack", [*ATTACKS, *(pytest.param(name, marks=pytest.mark.grid) for name in MORE)]
+)
+def test_no_command_goes_through_a_strangers_run(
+    attack: str, finished: Path, tmp_path: Path
+) -> None:
+    for number, (command, kind) in enumerate(RUNS):
+        folder, victim = tmp_path / f"{number}", tmp_path / f"victim-{number}"
+        folder.mkdir()
+        victim.mkdir()
+        (victim / "mine").write_text("mine")
+        shutil.copytree(finished, folder / "run")
+        (ATTACKS | MORE)[attack](folder / "run", victim)
+        before = files_of(victim)
+        code, said = called(command, kind, folder / "run", folder, finished)
+        if attack.startswith("link"):
+            assert code == 2, (command, kind, said)
+            assert "symbolic link" in said, (command, kind, said)
+        else:
+            assert code == 2 or kind == "run", (command, kind, said)
+            assert "\n::error" not in said
+        assert files_of(victim) == before, (command, kind)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_what_is_written_is_its_owners_alone(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        run = make_run(tmp_path / "run")
+        assert mismatch("compare", run).returncode in (0, 1)
+    finally:
+        os.umask(old)
+    files = [path for path in run.rglob("*") if path.is_file()]
+    assert {path.name: oct(path.stat().st_mode & 0o077) for path in files} == {
+        path.name: "0o0" for path in files
+    }
