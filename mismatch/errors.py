@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
@@ -70,6 +71,24 @@ def did_you_mean(name: str, choices: Iterable[str], most: int = 2, cutoff: float
 
     near = get_close_matches(name.lower(), list(choices), n=most, cutoff=cutoff)
     return f"did you mean {' or '.join(near)}? " if near else ""
+
+
+def one_line(text: object) -> str:
+    """Return foreign text (a column, a served model, a path) without line ends, for a message.
+
+    >>> one_line("a\\n::error::b")
+    'a ::error::b'
+    """
+    return " ".join(str(text).split())
+
+
+def argument(text: object) -> str:
+    """Return foreign text as one argument of a command that a user may copy into a shell.
+
+    >>> argument("m; rm -r x")
+    "'m; rm -r x'"
+    """
+    return shlex.quote(one_line(text))
 
 
 def in_list(names: Sequence[str], most: int = 4) -> str:

@@ -242,7 +242,10 @@ def _complain_of(error: Any) -> NoReturn:
     if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "transformers"):
         _complain(f"{error.name} is not installed", INSTALL_SCORE)
     if not hasattr(error, "format_message"):  # usage errors of typer have one
-        traceback.print_exception(error)
+        from mismatch.reports.formatting import plain_lines
+        from mismatch.run.provenance import redact
+
+        print(plain_lines(redact("".join(traceback.format_exception(error)))), file=sys.stderr)
         fault = f"unexpected {type(error).__name__}: this is a bug in mismatch"
         _complain(f"{fault}; please report it with the traceback", "")
     context = getattr(error, "ctx", None)

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, argument, one_line
 from mismatch.prompts.prompt import Prompt, numeric_answer
 from mismatch.run.hub import unknown_host
 from mismatch.specs import PromptSpec
@@ -70,13 +70,14 @@ def prompt_column(columns: list[str], spec: PromptSpec) -> str:
         return usual[0]
     what = f"several could be the prompt ({', '.join(usual)})" if usual else "none has a usual name"
     fault = f"{_named(spec)}: of the columns {', '.join(columns)}, {what}"
-    raise MismatchError(fault, f"name it: --prompt-column {usual[0] if usual else columns[0]}")
+    likely = argument(usual[0] if usual else columns[0])
+    raise MismatchError(one_line(fault), f"name it: --prompt-column {likely}")
 
 
 def _require_column(name: str, columns: list[str], flag: str) -> None:
     if name not in columns:
         fault = f"{flag} {name}: the data set has no such column"
-        raise MismatchError(fault, f"it has {', '.join(columns)}")
+        raise MismatchError(fault, one_line(f"it has {', '.join(columns)}"))
 
 
 def _named(spec: PromptSpec) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 import unicodedata
 from collections.abc import Callable, Iterable
@@ -266,6 +267,7 @@ _SIGNS = {"\n": "↵", "\r": "␍", "\t": "⇥"}
 _INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"}
 _DOTTED_CIRCLE = "\u25cc"
 _JOINER = "\u200d"
+_COMMANDS = re.compile(r"(?<!\S):(?=:)|(?<=#)#(?=\[)")  # ::set-output, ##[command]
 _ADDED = "\ufe0f\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"  # colour, shade of skin
 
 
@@ -275,6 +277,11 @@ def visible(text: str) -> str:
     >>> visible("a\\tb\\x1b[31m\\u202e")
     'a⇥b⟨1B⟩[31m⟨202E⟩'
 
+    No word can be taken for a command to GitHub's runner, which reads the logs of jobs.
+
+    >>> visible("::error::x std::vector ##[group]")
+    '⟨3A⟩:error::x std::vector #⟨23⟩[group]'
+
     Joined emoji stay whole.
 
     >>> visible("\\U0001f469\\u200d\\U0001f52c a\\u200db")
@@ -282,14 +289,14 @@ def visible(text: str) -> str:
     """
     if text and unicodedata.combining(text[0]):
         text = _DOTTED_CIRCLE + text  # else the mark would sit on the character before the token
-    if text.isascii() and text.isprintable():
-        return text
-    if _JOINER not in text:
-        return "".join(map(_visible_character, text))
-    return "".join(
-        character if character == _JOINER and _joins(text, at) else _visible_character(character)
-        for at, character in enumerate(text)
-    )
+    if not (text.isascii() and text.isprintable()):
+        joined = _JOINER in text
+        text = "".join(
+            character if joined and character == _JOINER and _joins(text, at)
+            else _visible_character(character)
+            for at, character in enumerate(text)
+        )  # fmt: skip
+    return _COMMANDS.sub(lambda sign: f"⟨{ord(sign[0]):X}⟩", text)
 
 
 def _joins(text: str, at: int) -> bool:

@@ -1,15 +1,22 @@
 """Text of others cannot steer a terminal or a page; odd streams and files give no traceback."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mismatch import reports
 from mismatch.cli import main as cli
 from mismatch.cli.session import ConsoleNarrator, say
+from mismatch.engines.servers import discovery
+from mismatch.errors import MismatchError
+from mismatch.specs import EngineSpec
+
+from ..command import mismatch
 
 ESCAPES = "\x1b]0;pwned\x07 \x1b[31m \u202e \x9b31m"
 RAW = ("\x1b", "\x07", "\u202e", "\x9b")
@@ -106,3 +113,27 @@ def test_a_page_cannot_be_given_a_base_or_a_form():
     page = (Path(reports.__file__).parent / "templates" / "page.html").read_text()
     assert "base-uri 'none'" in page
     assert "form-action 'none'" in page
+
+
+def test_foreign_names_give_no_command_to_a_runner_of_jobs(tmp_path, capsys):
+    """Columns of a dump in the log of a job: GitHub reads ``::name::`` at the start of a line."""
+    rows = ({"prompt": "a", "completion": "b", "x\n::set-output name=a::b": 1, "\n::error::x": 2},)
+    dump = tmp_path / "dump.jsonl"
+    dump.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = mismatch("postmortem", dump, "--out", tmp_path / "out", cwd=tmp_path)
+    said = done.stdout + done.stderr
+    assert not [line for line in said.splitlines() if line.lstrip().startswith("::")]
+    with pytest.raises(SystemExit):
+        cli._complain("a server says\n::stop-commands::x\n  ::add-mask::y ##[group]z", "")
+    said = capsys.readouterr().err
+    assert not [line for line in said.splitlines() if line.lstrip().startswith("::")]
+    assert "##[" not in said
+
+
+def test_a_suggested_command_quotes_what_a_server_says():
+    spec = EngineSpec(engine="vllm", model="mine", servers=("http://127.0.0.1:1",))
+    server = SimpleNamespace(names=("m; rm -r x\n::error::y",), url="http://127.0.0.1:1")
+    with pytest.raises(MismatchError) as found:
+        discovery._require_model(server, spec)
+    assert "--served-model 'm; rm -r x ::error::y'" in found.value.fix
+    assert "\n" not in found.value.message

@@ -16,7 +16,7 @@ from mismatch.engines.servers.probing import examine, expert_layout, probe_texts
 from mismatch.engines.servers.server import Server
 from mismatch.engines.servers.sglang_api import SglangServer
 from mismatch.engines.servers.vllm_api import VllmServer
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, argument, one_line
 from mismatch.specs import EngineSpec
 
 KINDS: tuple[type[Server], ...] = (SglangServer, VllmServer)  # in the order of asking
@@ -62,11 +62,11 @@ def _require_model(server: Server, spec: EngineSpec) -> None:
         wanted = PurePosixPath(spec.model.replace("\\", "/")).name.casefold()
         asked, known = f"--model {wanted}", wanted in served
         fix = (
-            f"is it the same checkpoint under another name? --served-model {server.names[0]}; "
-            "else name the model that it serves"
+            "is it the same checkpoint under another name? "
+            f"--served-model {argument(server.names[0])}; else name the model that it serves"
         )
     if not known:
-        names = " or ".join(sorted(served))
+        names = one_line(" or ".join(sorted(served)))
         raise MismatchError(f"{server.url} serves {names}, not {asked}: the wrong model", fix)
 
 

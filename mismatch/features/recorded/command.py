@@ -10,7 +10,7 @@ from typing import Any
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import REQUIRED, Flags, Option, flags_of, spec_values, switch
 from mismatch.cli.options import FAIL_ON, LEVELS, LOG_TO, MODEL_FLAGS, NAME_FLAGS, OUT
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, one_line
 from mismatch.features.recorded.dumps import Form, Recorded, read_recorded
 from mismatch.processes.spread import Where
 from mismatch.specs import (
@@ -184,4 +184,4 @@ def summary(recorded: Recorded) -> str:
     lines += [f"{count} left out: {misfit}" for misfit, count in recorded.misfits.items()]
     if recorded.unread:
         lines.append(f"not read: the columns {', '.join(sorted(recorded.unread))}")
-    return "\n".join(lines)
+    return "\n".join(map(one_line, lines))
