@@ -240,10 +240,10 @@ def by_cache(places: Places, cached: Floats | None) -> Table:
 
 def by_token_class(places: Places, texts: Mapping[int, str], special: set[int]) -> Table:
     """By what the sampled token is, judged by its text."""
-    code = np.zeros(int(places.token_id.max()) + 1, dtype=np.int64)
-    for token in np.unique(places.token_id).tolist():
-        code[token] = TOKEN_CLASSES.index(token_class(texts.get(token), token in special))
-    present, table = places.grouped(code[places.token_id])
+    ids, at = np.unique(places.token_id, return_inverse=True)
+    classes = [token_class(texts.get(token), token in special) for token in ids.tolist()]
+    code = np.asarray([TOKEN_CLASSES.index(name) for name in classes], np.int64)
+    present, table = places.grouped(code[at])
     return {"token_class": [TOKEN_CLASSES[i] for i in present]} | table
 
 

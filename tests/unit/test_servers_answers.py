@@ -152,7 +152,7 @@ class Canned:
     def __init__(self, posted=None, got=None):
         self.posted, self.got = posted, got or {}
 
-    async def post(self, path, body, read):
+    async def post(self, path, body, read, most):
         with usable_answer():
             return read(copy.deepcopy(self.posted))
 

@@ -9,7 +9,7 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 
 from mismatch.cli.session import warn_of_key
+from mismatch.engines.base import ExpertLayout
 from mismatch.engines.servers import client as module
+from mismatch.engines.servers import sglang_api, vllm_api
 from mismatch.engines.servers.address import (
     HIDDEN,
     KEY_VARIABLE,
@@ -27,11 +29,15 @@ from mismatch.engines.servers.address import (
     unprotected,
 )
 from mismatch.engines.servers.client import Client, RequestFailed, api_key, wait_for
+from mismatch.engines.servers.sglang_api import SglangServer
+from mismatch.engines.servers.vllm_api import VllmServer
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec, RolloutSpec
 from tests.scripted_server import ScriptedServer
 
 KEY = "sk-abcdef123456"
+WITH_EXPERTS = 40 << 20  # in place of a GiB
+BUFFERS = 12 << 20  # of the kernel and of httpx: what was sent and not read
 SAMPLE = {"prompt": [1, 2], "max_tokens": 4, "temperature": 1.0, "top_k": 0, "stop_token_ids": []}
 
 
@@ -50,7 +56,9 @@ def get(url: str, timeout_s: float = 5.0, key: str | None = None, path: str = "/
 
 def post(server: ScriptedServer, timeout_s: float = 5.0) -> Any:
     client = Client(parse_address(server.url), timeout_s)
-    return wait_for(client.post("/v1/completions", SAMPLE, lambda answer: answer))
+    return wait_for(
+        client.post("/v1/completions", SAMPLE, lambda answer: answer, module.SMALL_ANSWER)
+    )
 
 
 def failure(fault: str, timeout_s: float = 5.0) -> RequestFailed:
@@ -169,9 +177,16 @@ def test_attempts_are_bounded(monkeypatch: pytest.MonkeyPatch, fault: str, attem
 
 @contextmanager
 def raw_server(
-    pieces: list[bytes], pause_s: float = 0.0, repeat: bytes | None = None
+    pieces: list[bytes],
+    pause_s: float = 0.0,
+    repeat: bytes | None = None,
+    sent: list[int] | None = None,
 ) -> Iterator[str]:
-    """Send bytes as they are, one piece after the other, then ``repeat`` for ever."""
+    """Send bytes as they are, one piece after the other, then ``repeat`` for ever.
+
+    Args:
+        sent: gets how many bytes of ``repeat`` each connection took.
+    """
     listening = socket.create_server(("127.0.0.1", 0))
     stopped = threading.Event()
 
@@ -181,8 +196,12 @@ def raw_server(
             for piece in pieces:
                 peer.sendall(piece)
                 time.sleep(pause_s)
+            if sent is not None:
+                sent.append(0)
             while repeat and not stopped.is_set():
                 peer.sendall(repeat)
+                if sent is not None:
+                    sent[-1] += len(repeat)
                 time.sleep(pause_s)
         except OSError:
             pass
@@ -227,11 +246,56 @@ def test_one_deadline_holds_for_the_whole_request(case: str) -> None:
     assert caught.value.kind in ("slow", "failed", "absent")
 
 
-def test_an_answer_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LARGEST_ANSWER", 1 << 20)
-    endless = raw_server([HEAD + b"\r\n"], 0.0, b" " * 65536)
-    with endless as url, pytest.raises(RequestFailed, match=str(1 << 20)):  # not by its deadline
-        get(url, timeout_s=60.0)
+IDS = list(range(4000))
+ROUTES = ExpertLayout((0,), num_experts=4, top_k=1)
+LIMITS: dict[str, tuple[Callable[[Client], Any], int]] = {
+    "what it says of itself": (lambda client: client.get("/v1/models"), module.SMALL_ANSWER),
+    "a sample of vLLM": (
+        lambda client: vllm(client).generate(IDS, {"max_tokens": 96}, likeliest=2),
+        module.SMALL_ANSWER + 4096 * (vllm_api.UNASKED + 2) * module.VALUE_BYTES,
+    ),
+    "a scoring of vLLM": (
+        lambda client: vllm(client).score(IDS, 0),
+        module.SMALL_ANSWER + 4000 * module.VALUE_BYTES,
+    ),
+    "a sample of SGLang": (
+        lambda client: sglang(client).generate(IDS, {"max_new_tokens": 1000}),
+        module.SMALL_ANSWER + 1000 * module.VALUE_BYTES,
+    ),
+    "experts of vLLM": (
+        lambda client: vllm(client, ROUTES).generate(IDS, {"max_tokens": 1}),
+        WITH_EXPERTS,
+    ),
+    "experts of SGLang": (
+        lambda client: sglang(client, ROUTES).generate(IDS, {"max_new_tokens": 1}),
+        WITH_EXPERTS,
+    ),
+}
+
+
+def vllm(client: Client, layout: ExpertLayout | None = None) -> VllmServer:
+    return VllmServer(client, "0", ("tiny",), layout=layout)
+
+
+def sglang(client: Client, layout: ExpertLayout | None = None) -> SglangServer:
+    return SglangServer(client, "0", ("tiny",), layout=layout)
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_an_endless_answer_is_read_to_the_limit_of_its_kind_and_once(
+    monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    ask, limit = LIMITS[case]
+    monkeypatch.setattr(module, "ATTEMPTS", 3)
+    for api in (module, vllm_api, sglang_api):
+        monkeypatch.setattr(api, "LARGEST_ANSWER", WITH_EXPERTS)
+    sent = list[int]()
+    endless = raw_server([HEAD + b"\r\n"], 0.0, b" " * 65536, sent)
+    with endless as url, pytest.raises(RequestFailed, match=f"{limit:,}") as caught:
+        wait_for(ask(Client(parse_address(url), 60.0)))
+    assert caught.value.kind == "large"
+    (taken,) = sent  # one connection
+    assert limit < taken < limit + BUFFERS
 
 
 NONSENSE = {

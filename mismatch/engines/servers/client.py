@@ -28,7 +28,9 @@ from mismatch.errors import MismatchError
 T = TypeVar("T")
 CONNECT_S = 10.0
 DESCRIBE_S = 30.0  # deadline of a request for what a server says about itself
+SMALL_ANSWER = 16 << 20  # bytes of what a server says about itself
 LARGEST_ANSWER = 1 << 30  # bytes of a sample with its routed experts
+VALUE_BYTES = 256  # of a log-probability with its id and text, at most
 HIDDEN_FROM = 8  # characters: a shorter key is a word that answers contain anyway
 # Statuses after which the same request may succeed later. Proxies have other 5xx statuses;
 # 501 alone is final.
@@ -37,8 +39,9 @@ ATTEMPTS = 4  # in all, of a request that failed
 BUSY_ATTEMPTS = 10  # the same of a busy server: two minutes
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 # Why there is no answer. busy: 429 or 503; slow: none before the deadline; absent: no connection;
-# refused: the same request will be rejected again.
-Kind = Literal["failed", "busy", "slow", "absent", "refused"]
+# refused: the same request will be rejected again; large: it has no end that can be waited for.
+Kind = Literal["failed", "busy", "slow", "absent", "refused", "large"]
+FINAL = ("refused", "slow", "large")
 
 
 class RequestFailed(Exception):
@@ -64,6 +67,11 @@ def usable_answer() -> Iterator[None]:
         raise RequestFailed(
             f"an answer that cannot be used ({type(error).__name__}{lacks})"
         ) from error
+
+
+def answer_bytes(tokens: int, values: int = 1) -> int:
+    """Return the most bytes of an answer with so many log-probabilities of each token."""
+    return min(LARGEST_ANSWER, SMALL_ANSWER + tokens * values * VALUE_BYTES)
 
 
 def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -119,18 +127,23 @@ class Client:
 
     async def get(self, path: str, read: Callable[[bytes], Any] | None = None) -> Any:
         """Return the JSON at ``path``, or what ``read`` makes of it; see :meth:`post`."""
-        return await self._ask(path, None, read or self._json)
+        return await self._ask(path, None, read or self._json, SMALL_ANSWER)
 
-    async def post(self, path: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
+    async def post(self, path: str, body: dict[str, Any], read: Callable[[Any], T], most: int) -> T:
         """Return what ``read`` makes of the answer's JSON, after as many attempts as allowed.
+
+        Args:
+            most: bytes of the answer: :func:`answer_bytes`, or LARGEST_ANSWER with experts.
 
         Raises:
             RequestFailed: no usable answer.
             MismatchError: the key or the certificate is not accepted.
         """
-        return await self._ask(path, body, lambda data: read(self._json(data)))
+        return await self._ask(path, body, lambda data: read(self._json(data)), most)
 
-    async def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[bytes], T]) -> T:
+    async def _ask(
+        self, path: str, body: dict[str, Any] | None, read: Callable[[bytes], T], largest: int
+    ) -> T:
         """Ask until there is an answer, where asking again may help.
 
         A request that ran out of time is not repeated: its answer was long, and the sample
@@ -140,20 +153,20 @@ class Client:
         tried: Counter[Kind] = Counter()
         while True:
             try:
-                data = await self._exchange(path, body)
+                data = await self._exchange(path, body, largest)
                 with usable_answer():
                     return read(data)
             except RequestFailed as error:
                 tried[error.kind] += 1
                 most = BUSY_ATTEMPTS if error.kind == "busy" else ATTEMPTS
-                final = error.kind in ("refused", "slow") or (error.kind == "absent" and not body)
+                final = error.kind in FINAL or (error.kind == "absent" and not body)
                 if final or tried[error.kind] >= most:
                     raise
             doubled = FIRST_BACKOFF_S * 2.0 ** (tried.total() - 1)
             # Requests that failed together do not come back at the same moment.
             await asyncio.sleep(min(LONGEST_BACKOFF_S, doubled) * (0.5 + random.random()))
 
-    async def _exchange(self, path: str, body: dict[str, Any] | None) -> bytes:
+    async def _exchange(self, path: str, body: dict[str, Any] | None, largest: int) -> bytes:
         """Return the body of one answer, with the key cut out of it."""
         # No compression: a small answer could be unpacked to any size.
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
@@ -173,8 +186,8 @@ class Client:
             ):
                 async for chunk in response.aiter_raw():
                     data += chunk
-                    if len(data) > LARGEST_ANSWER:
-                        raise RequestFailed(f"the answer has more than {LARGEST_ANSWER} bytes")
+                    if len(data) > largest:
+                        raise RequestFailed(f"the answer has more than {largest:,} bytes", "large")
         except TimeoutError as error:
             raise RequestFailed(f"no answer in {allowed_s:g} s", "slow") from error
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:

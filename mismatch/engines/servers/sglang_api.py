@@ -6,7 +6,13 @@ from typing import Any, ClassVar, Self
 
 from mismatch.engines.base import Sample
 from mismatch.engines.registry import short_dtype
-from mismatch.engines.servers.client import Client, RequestFailed, usable_answer
+from mismatch.engines.servers.client import (
+    LARGEST_ANSWER,
+    Client,
+    RequestFailed,
+    answer_bytes,
+    usable_answer,
+)
 from mismatch.engines.servers.server import Ids, Server, Settings, checked, context_length
 from mismatch.engines.sglang import wire
 from mismatch.facts import SideFacts, known
@@ -62,13 +68,16 @@ class SglangServer(Server):
         body = wire.generate_request(
             ids, settings, routes=layout is not None, seed=seed, likeliest=likeliest
         )
-        return await self.client.post("/generate", body, read)
+        most = answer_bytes(int(settings["max_new_tokens"]), 1 + likeliest)
+        most = most if layout is None else LARGEST_ANSWER
+        return await self.client.post("/generate", body, read, most)
 
     async def score(self, ids: Ids, start: int) -> Floats:
         def read(answer: Any) -> Floats:
             return wire.parse_prefill(answer, ids, start, A_SEQUENCE)
 
-        return await self.client.post("/generate", wire.prefill_request(ids, start), read)
+        body = wire.prefill_request(ids, start)
+        return await self.client.post("/generate", body, read, answer_bytes(len(ids)))
 
 
 def _settings(info: Any) -> SideFacts:

@@ -14,13 +14,21 @@ from numpy.typing import NDArray
 from mismatch.captures import Likeliest
 from mismatch.engines.base import ExpertLayout, Sample
 from mismatch.engines.registry import short_dtype
-from mismatch.engines.servers.client import Client, RequestFailed, usable_answer
+from mismatch.engines.servers.client import (
+    LARGEST_ANSWER,
+    Client,
+    RequestFailed,
+    answer_bytes,
+    usable_answer,
+)
 from mismatch.engines.servers.server import Ids, Server, Settings, checked, context_length
 from mismatch.engines.vllm.arguments import request_law
 from mismatch.facts import SideFacts, known
 from mismatch.types import Floats, Sampling
 
 COMPLETIONS = "/v1/completions"
+# Values of room per token: a server that captures experts also sends them to who did not ask.
+UNASKED = 16
 CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 ID_TEXT = "token_id:"  # how ids are written where texts are usual (return_tokens_as_token_ids)
@@ -81,7 +89,9 @@ class VllmServer(Server):
         body = self._body(ids) | settings | {"logprobs": likeliest}
         if seed is not None:
             body["seed"] = seed
-        return await self.client.post(COMPLETIONS, body, read)
+        most = answer_bytes(len(ids) + int(settings["max_tokens"]), UNASKED + likeliest)
+        most = most if self.layout is None else LARGEST_ANSWER
+        return await self.client.post(COMPLETIONS, body, read, most)
 
     async def score(self, ids: Ids, start: int) -> Floats:
         """Score; vLLM samples one token at least, which is thrown away."""
@@ -95,7 +105,7 @@ class VllmServer(Server):
 
         settings = self.settings(Sampling(temperature=0.0, max_tokens=1))
         body = self._body(ids) | settings | {"prompt_logprobs": 0}
-        return await self.client.post(COMPLETIONS, body, read)
+        return await self.client.post(COMPLETIONS, body, read, answer_bytes(len(ids)))
 
     def _body(self, ids: Ids) -> dict[str, Any]:
         return {

@@ -137,7 +137,8 @@ def watch(flags: Flags) -> int:
     if not flags["file"].is_dir():
         raise MismatchError(f"{flags['file']} is no folder", "give the folder of the dumps")
     lines = 0
-    for text in follow(flags["file"], flags["every"], flags["once"], flags["python"]):
+    asked = flags["file"], flags["every"], flags["once"], session.say, flags["python"]
+    for text in follow(*asked):
         lines += 1
         session.say(text)
     if not lines:

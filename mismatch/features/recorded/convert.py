@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ NAMED = (
     "torch._utils._rebuild_tensor_v2 torch.storage._load_from_bytes collections.OrderedDict "
     "numpy.dtype numpy.core.multiarray.scalar numpy._core.multiarray.scalar"
 )
+# Older ones can be made to run code by a file, also with weights_only (CVE-2025-32434 up to 2.5.1,
+# CVE-2026-24747 up to 2.9.1).
+SAFE_TORCH = (2, 10)
+READING, TIMES = 768 << 20, 16  # bytes that a file may take in the child, and those per byte of it
 # slime's lists with one entry per sequence, and those whose names it gives an s.
 SLIME = ("tokens", "rollout_log_probs", "log_probs", "entropy")
 SLIMES = ("response_length", "loss_mask", "reward")
@@ -65,10 +70,18 @@ def converted(path: Path, python: str | None) -> Iterator[tuple[int, dict[str, A
 
 
 def main() -> None:
-    """Write the rows of the file ``sys.argv[1]`` as JSON lines to ``sys.argv[2]``."""
+    """Write the rows of the file ``sys.argv[1]`` as JSON lines to ``sys.argv[2]``.
+
+    Raises:
+        ValueError: the rows hold more values than the file has bytes: one value is seen as many.
+    """
+    left = Path(sys.argv[1]).stat().st_size
     with Path(sys.argv[2]).open("w") as out:
         for row in rows_of(Path(sys.argv[1])):
-            out.write(json.dumps(row) + "\n")
+            left -= sum(map(count, row.values()))
+            if left < 0:
+                raise ValueError("it holds more values than bytes")
+            out.write(json.dumps({name: plain(value) for name, value in row.items()}) + "\n")
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
@@ -79,7 +92,7 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
         lists = {name: data.get(name) for name in SLIME}
         lists |= {name: data.get(f"{name}s") for name in SLIMES}
         for number in range(len(data["tokens"])):
-            row = {name: plain(held[number]) for name, held in lists.items() if held is not None}
+            row = {name: held[number] for name, held in lists.items() if held is not None}
             yield row | {"rank": str(batch.get("rank")), "step": str(batch.get("rollout_id"))}
         return
     held = batch.keys()  # of a TensorDict only these are names
@@ -87,8 +100,7 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
     if names[:1] != ["sequences"] and "responses" not in names:
         raise ValueError("neither a batch of verl or SkyRL nor a train dump of slime or miles")
     for values in zip(*(batch[name] for name in names), strict=True):
-        row = {name: plain(value) for name, value in zip(names, values, strict=True)}
-        yield row | {"padded": padded}
+        yield dict(zip(names, values, strict=True)) | {"padded": padded}
 
 
 def load(path: Path) -> tuple[Any, bool]:
@@ -103,6 +115,11 @@ def load(path: Path) -> tuple[Any, bool]:
 
     import torch
 
+    version = str(torch.__version__)
+    if tuple(int(part) for part in version.split(".")[:2]) < SAFE_TORCH:
+        needs = ".".join(map(str, SAFE_TORCH))
+        raise ValueError(f"a file can run code in its torch {version}; this needs {needs} or later")
+    limit_memory(path)
     if importlib.util.find_spec("tensordict") is not None:
         import tensordict  # noqa: F401 (allows its classes to torch.load)
     with path.open("rb") as file:
@@ -166,9 +183,29 @@ def tensors_of(batch: Any) -> dict[str, Any]:
     return {name: array[: len(array) - added] for name, array in arrays.items()}
 
 
+def limit_memory(path: Path) -> None:
+    """Let this process take no more memory than it has now and some per byte of a file."""
+    import resource
+
+    with suppress(OSError), open("/proc/self/statm", "rb") as file:  # not on macOS
+        now = int(file.read().split()[5]) * resource.getpagesize()
+        most = now + READING + TIMES * path.stat().st_size
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def count(value: Any) -> int:
+    """Return the number of values in a tensor, an array or a list."""
+    if hasattr(value, "tolist"):
+        return int(value.numel() if hasattr(value, "numel") else value.size)
+    return len(value) if type(value) is list else 1
+
+
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    """Return a value as JSON has it; None for lists of lists and other objects."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    flat = value if type(value) is list else [value]
+    return value if {*map(type, flat)} <= {int, float, bool, str, type(None)} else None
 
 
 if __name__ == "__main__":

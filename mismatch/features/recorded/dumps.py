@@ -31,6 +31,7 @@ from mismatch.features.recorded.convert import converted
 from mismatch.features.recorded.parts import LARGE_BYTES, Part, parts_of
 from mismatch.metrics.row_sums import Row, Sums
 from mismatch.processes.spread import HERE, Where
+from mismatch.run.files import bounded_memory, open_regular
 from mismatch.run.manifest import WRONG
 from mismatch.types import Bools, Floats, Ints
 
@@ -40,6 +41,9 @@ Form = Literal[
 ]
 SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".dp", ".pkl")
 TOGETHER = 1 << 16  # tokens that are added up at once
+AT_ONCE = 1 << 20  # values of a column of Parquet that are read at once, about
+LONGEST = 1 << 20  # tokens of a sequence: more than any context holds
+LARGEST_ID = 1 << 31  # more than any vocabulary holds
 SPARE = 4  # times its share of the tokens may a part keep: bytes do not count tokens
 LEAST = 16  # where no more prompts are kept than this, rows are drawn instead of prompts
 # First bytes of a file by ``torch.save``, and by ``pickle.dump`` with protocol 2 and later.
@@ -142,6 +146,13 @@ def read_part(
     part: Part, form: Form | None, python: str | None, step: int | None, most: int | None
 ) -> Recorded:
     """Read one part of a dump; see :func:`read_recorded`."""
+    with bounded_memory(part.file):
+        return _read_part(part, form, python, step, most)
+
+
+def _read_part(
+    part: Part, form: Form | None, python: str | None, step: int | None, most: int | None
+) -> Recorded:
     recorded, place = Recorded(form), _from_name(part.file)
     known = {*GENERIC.split(), *ATTRIBUTES}
     most = most and min(most, 1 + int(SPARE * most * part.share))  # few rows leave a process
@@ -184,11 +195,14 @@ def files_of(path: Path) -> list[Path]:
     """Return the files of a dump: itself, or those below a folder, by step and name.
 
     Raises:
-        MismatchError: it does not exist, or the folder holds no file that can be read.
+        MismatchError: it does not exist or is no regular file, or the folder holds no file that
+            can be read.
     """
     if not path.is_dir():
         if not path.exists():
             raise MismatchError(f"{path} does not exist", "give a dump that a framework wrote")
+        if not path.is_file():
+            raise MismatchError(f"{path} is no regular file", "give a file that a framework wrote")
         return [path]
     files = [file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file()]
     if not files:
@@ -208,7 +222,7 @@ def _entries(part: Part, python: str | None) -> Iterator[tuple[int, Entry]]:
     """Yield the number and the fields of every row of a part of a file."""
     path = part.file
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             start = file.read(4)
     except OSError as error:
         raise MismatchError(f"{path}: {error.strerror}", "give a file that can be read") from error
@@ -228,11 +242,20 @@ def _parquet(part: Part) -> Iterator[tuple[int, Entry]]:
     try:
         # Buffering ahead holds a row group several times.
         file = pq.ParquetFile(path, pre_buffer=False)
-        for batch in file.iter_batches(batch_size=256, row_groups=part.groups):
-            names = batch.schema.names
-            for row in zip(*map(_values, batch.columns), strict=True):
-                number += 1
-                yield number, dict(zip(names, row, strict=True))
+        groups = range(file.num_row_groups) if part.groups is None else part.groups
+        for group in groups:
+            about = file.metadata.row_group(group)
+            columns = range(about.num_columns)
+            values = max((about.column(at).num_values for at in columns), default=0)
+            rows = max(1, min(256, AT_ONCE * about.num_rows // max(1, values)))
+            # No threads: none can be made at the limit of memory.
+            for batch in file.iter_batches(rows, [group], use_threads=False):
+                names = batch.schema.names
+                for row in zip(*map(_values, batch.columns), strict=True):
+                    number += 1
+                    yield number, dict(zip(names, row, strict=True))
+    except MemoryError:
+        raise
     except (pa.ArrowException, OSError) as error:
         fault = f"{path} is no readable Parquet file: {error}"
         raise MismatchError(fault, "was it cut off?") from error
@@ -259,6 +282,9 @@ def _fits(row: Row, where: Callable[[], str], recorded: Recorded) -> bool:
         MismatchError: its mask is not of its tokens, or its first token is sampled, which nothing
             predicts.
     """
+    if len(row.token_ids) > LONGEST:
+        fault = f"{where()}: a sequence of {len(row.token_ids):,} tokens, more than {LONGEST:,}"
+        raise MismatchError(fault, "is it damaged? leave the row out")
     if len(row.sampled) != len(row.token_ids):
         fault = f"{where()}: a mask of {len(row.sampled)} entries for {len(row.token_ids)} tokens"
         fix = "docs/how-to/recorded-runs.md lists the fields; --format names another format"
@@ -510,7 +536,7 @@ def _ids(entry: Entry, name: str) -> Ints:
     ids = _list(entry, name)
     whole = ids.dtype.kind in "iu" if isinstance(ids, np.ndarray) else {*map(type, ids)} <= {int}
     array: Ints = np.asarray(ids, np.int64) if whole else -np.ones(1, np.int64)
-    if len(array) and array.min() < 0:
+    if len(array) and not 0 <= array.min() <= array.max() < LARGEST_ID:
         raise ValueError(f"{name} holds what is no token id")
     return array
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mismatch.errors import MismatchError
+from mismatch.run.files import LARGEST_JSON, open_regular, parse_json
 
 PART_BYTES = 32 << 20
 LARGE_BYTES = 2 * PART_BYTES  # of a dump that several processes read sooner than one
@@ -38,7 +38,7 @@ class Part:
     def place(self, number: int) -> str:
         """Return the file, and the number in it of a row of this part, for errors."""
         number += self.first
-        with self.file.open("rb") as file:
+        with open_regular(self.file) as file:
             for at in range(0, self.start, PART_BYTES):
                 number += file.read(min(PART_BYTES, self.start - at)).count(b"\n")
         return f"{self.file}:{number}"
@@ -46,12 +46,12 @@ class Part:
     def json_lines(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the number and the object of every line that is not blank."""
         at = self.start
-        with self.file.open("rb") as file:
+        with open_regular(self.file) as file:
             file.seek(at)
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(_within_bounds(file), start=1):
                 if line.strip():
                     try:
-                        entry = json.loads(line.decode("utf-8"))
+                        entry = parse_json(line)
                         if not isinstance(entry, dict):
                             raise TypeError(f"it is a {type(entry).__name__}")
                     except (ValueError, TypeError, RecursionError) as error:
@@ -62,6 +62,11 @@ class Part:
                 at += len(line)
                 if at == self.end:
                     return
+
+
+def _within_bounds(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file; of a line that is too long, pieces that are too long."""
+    return iter(lambda: file.readline(LARGEST_JSON + 1), b"")
 
 
 def parts_of(files: Sequence[Path]) -> list[Part]:
@@ -82,14 +87,16 @@ def parts_of(files: Sequence[Path]) -> list[Part]:
 def _lines(file: Path) -> Iterator[tuple[int, int | None]]:
     """Yield where some lines of a JSONL file begin and end; (0, None) for every other file."""
     try:
-        with file.open("rb") as lines:
+        with open_regular(file) as lines:
             start, size = 0, file.stat().st_size
             if size <= PART_BYTES or lines.read(1) != b"{":
                 yield 0, None
                 return
             while start < size:
                 lines.seek(start + PART_BYTES - 1)
-                lines.readline()
+                if len(lines.readline(LARGEST_JSON + 1)) > LARGEST_JSON:
+                    yield start, None  # reading it says so
+                    return
                 end = min(lines.tell(), size)
                 yield start, end
                 start = end

@@ -106,7 +106,13 @@ def held_by(engine: Any, names: list[str], transposed: list[str]) -> Held:
     """
     if isinstance(engine, str):  # whose workers have the extension
         from mismatch.engines.servers.address import parse_address
-        from mismatch.engines.servers.client import Client, RequestFailed, api_key, wait_for
+        from mismatch.engines.servers.client import (
+            Client,
+            RequestFailed,
+            answer_bytes,
+            api_key,
+            wait_for,
+        )
 
         call = {"method": "mismatch_held_json", "args": [names, transposed]}
         client = Client(parse_address(engine), SERVER_S, api_key())
@@ -116,6 +122,7 @@ def held_by(engine: Any, names: list[str], transposed: list[str]) -> Held:
                     "/collective_rpc",
                     call,
                     lambda answer: held_from_plain(json.loads(answer["results"][0])),
+                    answer_bytes(len(names), 4),
                 )
             )
         except RequestFailed as error:
