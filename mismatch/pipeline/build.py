@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch.analysis.causes import cause_checks, led_by, of_sides_at_fault
+from mismatch.analysis.causes import cause_checks, led_by, of_sides_at_fault, of_this_machine
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.declared import sharding_checks
 from mismatch.analysis.diagnosis.digests_by_passes import with_passes
@@ -167,6 +167,10 @@ def build_report(
     if found and "causes" in results:
         before = results["causes"]
         results["causes"] = attempts.make("causes", led_by, before, found, otherwise=before)
+    if "causes" in results:
+        before, trainer = results["causes"], artefacts.train.fingerprint
+        made = attempts.make("causes", of_this_machine, before, trainer, otherwise=before)
+        results["causes"] = made
     place = str(found[0].evidence[0].value) if found else ""
     named_causes = results.get("causes"), spec.explain
     checks += attempts.make("square", square_checks, square, place, otherwise=[])
