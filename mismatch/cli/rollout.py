@@ -8,6 +8,7 @@ from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import (
     ADAPTER,
+    BOTH_PYTHONS,
     CONFIG,
     ENGINE_FLAGS,
     LAYERS,
@@ -23,7 +24,7 @@ from mismatch.specs import CheckSpec, TrainSpec
 
 @with_flags(
     *(MODEL_FLAGS, LAYERS, ADAPTER, PROMPT_FLAGS, ENGINE_FLAGS, SERVER_FLAGS, ROUTING, NEW_RUN),
-    *(TRUST_RUN, CONFIG),
+    *(BOTH_PYTHONS, TRUST_RUN, CONFIG),
 )
 def rollout(flags: Flags) -> int:
     """Sample in the engine; score later, here or elsewhere.

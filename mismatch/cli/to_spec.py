@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from mismatch.cli.configuration import configured_model
@@ -157,7 +158,10 @@ def engine_pythons(flags: Flags) -> dict[str, str]:
             raise MismatchError(fault, "--engine-python vllm=ENV/bin/python")
         pythons[name] = path
     given = {name: path for name, path in pythons.items() if path}
-    if (both := flags.get("python")) and not flags.get("server"):
+    both = flags.get("python")
+    if both is None and flags.get("server") and find_spec("transformers") is None:
+        both = flags.get("train_python")  # it has the tokenizer's reader, too
+    if both:
         given.setdefault(engine_name(flags), both)
     return given
 

@@ -148,10 +148,15 @@ def preflight_engine(spec: EngineSpec, *, reach: bool = True, dataset: bool = Fa
     require_ranges(spec)
     if (python := own_python(spec)) is None:
         require_engine(spec.engine)
+        if spec.servers:  # of the tokenizer; the server itself may be on another machine
+            fix = "name an environment that has it, such as the server's own: --python PATH"
+            require_packages("transformers", fix=fix)
     else:
         needed = [engine_info(spec.engine).module, "datasets" if dataset else None]
+        needed += ["transformers", "httpx"] if spec.servers else []
         modules = (*WORKER_MODULES, *(name for name in needed if name))
         flag, who = f"--engine-python {spec.engine}=", f"the engine {spec.engine}"
+        flag = "--python" if spec.servers else flag
         require_modules(python, flag, modules, who)
     require_form(spec)
     require_sound_version(spec)

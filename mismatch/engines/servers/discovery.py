@@ -7,6 +7,7 @@ before any process starts; :func:`discover` probes the server too.
 from __future__ import annotations
 
 import functools
+from importlib.util import find_spec
 from pathlib import PurePosixPath
 
 from mismatch.engines.model_info import read_model_info
@@ -19,6 +20,7 @@ from mismatch.engines.servers.vllm_api import VllmServer
 from mismatch.errors import MismatchError, argument, one_line
 from mismatch.specs import EngineSpec
 
+NO_TORCH = "torch tells which layers have experts: --python names an environment that has it"
 KINDS: tuple[type[Server], ...] = (SglangServer, VllmServer)  # in the order of asking
 
 
@@ -79,7 +81,12 @@ def discover(spec: EngineSpec) -> Server:
     """
     info, server = read_model_info(spec), recognise(spec)
     server.texts = probe_texts(spec, info)
-    layout = expert_layout(spec, info) if spec.routing else None
+    layout = None
+    if spec.routing and info.moe:
+        if find_spec("torch") is None:
+            server.reasons["routed_experts"] = NO_TORCH
+        else:
+            layout = expert_layout(spec, info)
     try:
         wait_for(examine(server, layout))
     except RequestFailed as error:

