@@ -235,20 +235,21 @@ def run_rank(
     with tempfile.TemporaryDirectory(prefix="mismatch-") as folder:  # machines differ in paths
         env = {**worker_path(Path(folder)), **EXACT, **env}
         with started(own, command, run_dir, env=env) as worker:
-            watch, failed_at = worker.watch(), math.inf
+            watch, end = worker.watch(), math.inf
             try:
                 while not worker.ended():
                     worker.require_activity(watch)
-                    errors = error_files(run_dir, label)
-                    failed_at = min(failed_at, time.monotonic()) if errors else math.inf
-                    if time.monotonic() > failed_at + GRACE_S:
-                        first = min(errors, key=lambda file: file.stat().st_mtime_ns)
-                        raise read_error(run_dir, first.stem) or MismatchError(f"see {first}")
+                    failed = bool(error_files(run_dir, label))
+                    end = min(end, time.monotonic() + GRACE_S) if failed else math.inf
+                    if time.monotonic() > end:
+                        raise MismatchError(f"{own} was ended: another rank has failed")
                     time.sleep(POLL_S)
             except MismatchError as error:
                 if not error_path(run_dir, own).exists():
                     write_error(run_dir, own, error)
-                raise
+                files = error_files(run_dir, label)
+                first = min(files, key=lambda file: file.stat().st_mtime_ns, default=None)
+                raise (read_error(run_dir, first.stem) if first else None) or error from error
 
 
 def agreed(
