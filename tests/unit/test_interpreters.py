@@ -71,7 +71,7 @@ def test_a_trainer_s_environment_needs_what_its_code_needs(
     python = environment(tmp_path, numpy="2.0.1", torch="2.11.0", transformers="5.9.0")
     spec = TrainSpec(model=resolve_model("tiny-gpt-oss"), scorer=scorer, python=python)
     with pytest.raises(MismatchError, match=absent):
-        preflight_training(spec, 1, reach=False)
+        preflight_training(spec, 1)
 
 
 def test_our_own_loop_refuses_a_transformers_that_it_cannot_load_with(tmp_path: Path) -> None:
