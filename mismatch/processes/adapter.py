@@ -51,8 +51,8 @@ def variant_of(name: str) -> str:
 def no_float32(scorer: str, python: str | None) -> str:
     """Return why a user's own code cannot be asked for float32; "": it can.
 
-    The code is imported in its own interpreter, so that a mistake there ends a check before
-    anything is sampled, and no rank begins a pass that cannot work.
+    The code is imported in the user's interpreter. So a mistake there ends a check before anything
+    is sampled, and no rank begins a pass that cannot work.
 
     Raises:
         MismatchError: it cannot be imported.

@@ -2,8 +2,8 @@
 
 Every rank runs the same command; a rank reads its place in its environment. Rank 0 holds the
 run directory, which all ranks must see under the same path. Our own passes run in this process
-where it has torch. A trainer's own code runs beside it, in a process per rank that takes over the
-rank's place: the same RANK, WORLD_SIZE and MASTER_ADDR, and a port of its own.
+where it has torch. A trainer's own code runs in a further process per rank, which takes over the
+rank's place: the same RANK, WORLD_SIZE and MASTER_ADDR, and another port.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def run_rank(
     world: Launched,
     env: dict[str, str],
 ) -> None:
-    """Run one rank in a process of its own, and end it where another rank has failed.
+    """Run one rank in a new process, and end it where another rank has failed.
 
     Raises:
         MismatchError: a rank failed; with the error of the one that failed first.
@@ -241,20 +241,21 @@ def run_rank(
     with tempfile.TemporaryDirectory(prefix="mismatch-") as folder:  # machines differ in paths
         env = {**worker_path(Path(folder)), **EXACT, **env}
         with started(own, command, run_dir, env=env) as worker:
-            watch, failed_at = worker.watch(), math.inf
+            watch, end = worker.watch(), math.inf
             try:
                 while not worker.ended():
                     worker.require_activity(watch)
-                    errors = error_files(run_dir, label)
-                    failed_at = min(failed_at, time.monotonic()) if errors else math.inf
-                    if time.monotonic() > failed_at + GRACE_S:
-                        first = min(errors, key=lambda file: file.stat().st_mtime_ns)
-                        raise read_error(run_dir, first.stem) or MismatchError(f"see {first}")
+                    failed = bool(error_files(run_dir, label))
+                    end = min(end, time.monotonic() + GRACE_S) if failed else math.inf
+                    if time.monotonic() > end:
+                        raise MismatchError(f"{own} was ended: another rank has failed")
                     time.sleep(POLL_S)
             except MismatchError as error:
                 if not error_path(run_dir, own).exists():
                     write_error(run_dir, own, error)
-                raise
+                files = error_files(run_dir, label)
+                first = min(files, key=lambda file: file.stat().st_mtime_ns, default=None)
+                raise (read_error(run_dir, first.stem) if first else None) or error from error
 
 
 def agreed(
@@ -263,8 +264,8 @@ def agreed(
     """Return on all ranks what rank 0 says once all ranks of this start are there.
 
     It takes a file system and no port. Each rank leaves a number that it drew; an answer that does
-    not repeat it is of an earlier start. Rank 0 clears the folder first, and a rank whose number
-    went with it leaves it again.
+    not repeat it is of an earlier start. Rank 0 clears the folder first; a rank whose number is
+    gone leaves it again.
 
     Args:
         command: what this rank is about to do, which must be the same on all.

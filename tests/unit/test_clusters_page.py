@@ -36,7 +36,7 @@ def test_every_flag_exists() -> None:
     used = commands()
     assert {words[0] for words in used} == {"rollout", "score", "compare"}
     for verb, *words in used:
-        text = help_of(verb, 80)
+        text = help_of(verb, 80, "--help-all")
         for flag in [word for word in words if word.startswith("--")]:
             assert re.search(rf"{flag}\b", text), (verb, flag)
 

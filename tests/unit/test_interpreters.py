@@ -115,7 +115,7 @@ def test_kernels_are_those_of_the_trainer_s_transformers(tmp_path: Path, source:
 def test_a_function_s_environment_needs_numpy_and_torch_alone(tmp_path: Path) -> None:
     python = environment(tmp_path, numpy="2.0.1", torch="2.11.0")
     spec = TrainSpec(model=resolve_model("tiny-gpt-oss"), scorer="mine:score", python=python)
-    preflight_training(spec, 1)
+    preflight_training(spec, 1, reach=False)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_version_with_a_known_fault_is_refused_with_its_link(tmp_path: Path) -
 IMPORTS = """
 import sys
 sys.modules["tomllib"] = None  # as on 3.10
-import mismatch.processes.workers.engine, mismatch.trainers.worker, mismatch.trainers.function
+import mismatch.processes.workers.engine, mismatch.trainers.look, mismatch.trainers.function
 import mismatch.engines.vllm.engine, mismatch.engines.sglang.engine
 print(*sorted(module.__file__ for name, module in sys.modules.items() if name[:9] == "mismatch."))
 """
