@@ -60,10 +60,8 @@ def column_for(rollout: SideFacts, train: SideFacts) -> str | None:
     computes in (autocast counts), bf16 split into dense and MoE.
 
     Returns:
-        None: a side does not say what it computes in, so that no level applies.
-
-    Raises:
-        MismatchError: a dtype that the table does not know.
+        None: a side does not say what it computes in, or names something that the table does not
+            know, so that no level applies.
     """
     sides = (rollout, train)
     if _other_values(rollout, train):
@@ -72,10 +70,8 @@ def column_for(rollout: SideFacts, train: SideFacts) -> str | None:
         return None
     stated = (kind for each in sides for kind in (each.get("dtype"), each.get("autocast")))
     names = [name for name in map(short_name, stated) if name is not None]
-    for name in names:
-        if name not in PRECISION:
-            fault = f"no levels for computation in {name!r}"
-            raise MismatchError(fault, f"use one of {', '.join(PRECISION)}")
+    if not set(names) <= set(PRECISION):
+        return None
     dtype = max(names, key=PRECISION.index)
     if dtype != "bf16":
         return dtype
@@ -311,7 +307,8 @@ def _fitness(
 ) -> Answer:
     """Can training tolerate it?"""
     if column is None:
-        reason = "not judged: a side does not say in which dtype it computes"
+        known = ", ".join(PRECISION)
+        reason = f"not judged: a side does not say in which dtype ({known}) it computes"
         return Answer("inconclusive", reason)
     if not judgements:
         return Answer("inconclusive", "nothing could be compared")

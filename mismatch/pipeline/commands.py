@@ -141,7 +141,7 @@ def run_score(
     if world is not None:
         held = nullcontext() if world.rank else at_work(run_dir, "score", kept, command)
         with held:
-            score_launched(run_dir.resolve(), passes, world, narrator.note)
+            score_launched(run_dir.resolve(), passes, spec.seed, world, narrator.note)
         return
     with at_work(run_dir, "score", kept, command) as journal:
         Stages(spec, run_dir, narrator, journal).measure(passes, sample=False)

@@ -25,7 +25,7 @@ from mismatch.experiments import beyond
 from mismatch.experiments.jobs import Job
 from mismatch.experiments.scoring_passes import by_load, float32_engine
 from mismatch.models.derived import cache
-from mismatch.processes.adapter import missing_corner, prepared, scoring_of
+from mismatch.processes.adapter import askable, keep_scores, missing_corner, prepared
 from mismatch.processes.exchange import column_of, read_scores, require_file
 from mismatch.processes.launch import (
     EXACT,
@@ -181,6 +181,7 @@ class Stages:
             jobs += self.long_jobs(sampled)
         for pass_ in passes:  # what kept it out before is forgotten
             error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
+        adapted = askable(adapted, self.run_dir)
         own = set(map(id, jobs))
         jobs = by_load([*jobs, *(extra.jobs if extra else [])])
         if extra is not None:
@@ -259,15 +260,12 @@ class Stages:
             with started("trainer", run.command, self.run_dir, env=run.env) as worker:
                 self.wait(worker, "trainer", title, *beside)
         except MismatchError as error:
-            corner = missing_corner(passes, run)
+            corner = missing_corner(run.outputs)
             if not corner:
                 raise
             write_error(self.run_dir, pass_label(corner), error)
             self.narrator.note(f"the trainer in float32: {error.message}")
-        for pass_ in passes:
-            if run.outputs[pass_.name].exists():
-                scoring = scoring_of(run.outputs[pass_.name], pass_, rollout)
-                store.save_scoring(self.run_dir, scoring, rollout, made_by=pass_.spec)
+        keep_scores(passes, self.run_dir, rollout)
 
     def _score_from_file(self, passes: list[Pass], rollout: Rollout) -> None:
         """Keep the scores that another machine left in a file; side passes may be missing."""
