@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^( *)```(?:bash|sh|shell|console)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # At the end of a line, or alone: then for the rest of its block. The reason follows.
 MARK = re.compile(r"#.*\bnot run by the tests: (?P<reason>\S.*)")
 
@@ -39,3 +40,8 @@ def shell_lines(page: Path) -> list[Line]:
             elif text.strip():
                 found.append(Line(page.relative_to(ROOT).as_posix(), text, reason))
     return found
+
+
+def python_text(page: Path) -> str:
+    """Return the Python blocks of a page as one module."""
+    return "\n\n".join(PYTHON.findall(page.read_text("utf-8")))

@@ -25,7 +25,7 @@ from mismatch.models import EMBEDDED
 from tests import base_package
 from tests.integration.test_servers import Served, serve
 from tests.integration.test_stacks import VERL, python_of
-from tests.pages import ROOT, Line, shell_lines
+from tests.pages import ROOT, Line, python_text, shell_lines
 from tests.shared import once
 
 pytestmark = pytest.mark.slow
@@ -101,32 +101,19 @@ actor_rollout_ref:
   rollout: {name: vllm}
 data: {max_response_length: 32}
 """
-MY_TRAINER = """\
+# Another trainer's code, which scores what `mismatch tokens` wrote.
+ADD_COLUMN = """\
+import pyarrow as pa, pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM
 
-loaded = []
-
-def score(token_ids, lengths, mask, temperature):
-    if not loaded:
-        loaded.append(AutoModelForCausalLM.from_pretrained("{model}", dtype=torch.bfloat16))
-    logprobs = []
-    for ids in torch.as_tensor(token_ids).split([int(each) for each in lengths]):
-        with torch.no_grad():
-            logits = loaded[0](ids[None]).logits[0].float() / temperature
-        chosen = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-        logprobs += [torch.zeros(1), chosen]
-    return torch.cat(logprobs).numpy()
-"""
-ADD_COLUMN = """\
-import pyarrow as pa, pyarrow.parquet as pq
-import my_trainer
-
-table = pq.read_table("tokens.parquet")
-rows = []
+model = AutoModelForCausalLM.from_pretrained("{model}", dtype=torch.bfloat16)
+table, rows = pq.read_table("tokens.parquet"), []
 for row in table.to_pylist():
-    ids, mask = row["token_ids"], row["action_mask"]
-    rows.append(my_trainer.score(ids, [len(ids)], mask, row["temperature"]).tolist())
+    ids = torch.tensor(row["token_ids"])
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, :-1].float() / row["temperature"]
+    rows.append([0.0, *logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0].tolist()])
 pq.write_table(table.append_column("logprobs", pa.array(rows)), "scored.parquet")
 """
 
@@ -246,9 +233,14 @@ def reader(
     (folder / "home").mkdir()
     for name, python in environments.items():
         (folder / "home" / name).symlink_to(Path(python).parents[1])
-    files = {"grpo.yaml": TRL_FILE, "my_trainer.py": MY_TRAINER, "add_column.py": ADD_COLUMN}
+    own = python_text(ROOT / "docs" / "how-to" / "your-trainer.md")
+    files = {
+        "grpo.yaml": TRL_FILE.replace("{model}", model),
+        "my_trainer.py": own.replace('MODEL = "MODEL"', f"MODEL = {model!r}"),
+        "add_column.py": ADD_COLUMN.replace("{model}", model),
+    }
     for name, text in files.items():
-        (folder / name).write_text(text.replace("{model}", model))
+        (folder / name).write_text(text)
     dumped(folder / "logs" / "train_data_step12.jsonl")
     dumped(folder / "outputs" / "token_exports" / "step_12.jsonl")
     places = {"tree": str(installed / "tree"), "newer": sys.prefix, "model": model}
