@@ -35,6 +35,17 @@ class RunningServer(TypedDict):
 AdapterUsed = TypedDict("AdapterUsed", {"name": str, "digest": str, "as": str})
 
 
+class Replaced(TypedDict):
+    """A setting of a framework's configuration that could not run, and what ran in its place."""
+
+    what: str  # in a word or two: "attention"
+    asked: str
+    ran: str
+    why: str  # it could not run: "it needs a GPU"
+    instead: str  # how the configuration asks for what ran; "": it cannot
+    causes: list[str]  # that this can make and the run's own setting does not
+
+
 class SideFacts(TypedDict, total=False):
     """The facts of one scoring; dtypes are "bf16", "fp16", "fp32" or a framework's longer name."""
 
@@ -46,6 +57,7 @@ class SideFacts(TypedDict, total=False):
     backend: str  # of trainers: "fsdp2", or as --scorer names it
     code: str  # whose code computed, in words; of trainers that are not ours
     notes: list[str]  # what of a framework's configuration was not followed
+    replaced: list[Replaced]  # what of it could not run here
     version: str  # of the engine
     versions: dict[str, str]  # package -> version
     model_class: str

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mismatch.analysis.diagnosis.case import Case, Side
-from mismatch.analysis.diagnosis.detector import detectors
+from mismatch.analysis.diagnosis.detector import Evidence, detectors
 from mismatch.analysis.diagnosis.ranking import KINDS, LITTLE, Cause, Causes, diagnose
 from mismatch.analysis.plugins import Analysis, RunArtefacts
 from mismatch.analysis.square import Square, sides_at_fault
 from mismatch.specs import CheckSpec
-from mismatch.types import Check, Report, Scoring
+from mismatch.types import Check, Report, Scoring, SideFacts
 
 
 def measure(run: RunArtefacts, spec: CheckSpec) -> Causes:
@@ -72,6 +72,26 @@ def led_by(causes: Causes, found: Sequence[Cause]) -> Causes:
             side = next((cause.side for cause in vague), each.side)
             led.append(replace(each, effect=effect, side=_narrower(each.side, side)))
     return replace(causes, ranked=(*facts, *led, *rest))
+
+
+def of_this_machine(causes: Causes, trainer: SideFacts) -> Causes:
+    """Return the causes; one that a replaced setting can make is suspected at best.
+
+    The run's own setting was not measured, so that nothing confirms the cause of it.
+    """
+    ranked = []
+    for cause in causes.ranked:
+        makers = [each for each in trainer.get("replaced", ()) if cause.id in each["causes"]]
+        if makers and cause.side != "engine":
+            seen = tuple(
+                Evidence(f"{each['what']} that ran, which can make it", each["ran"], each["asked"])
+                for each in makers
+            )
+            status = "suspected" if cause.status == "confirmed" else cause.status
+            evidence = (*cause.evidence, *(item for item in seen if item not in cause.evidence))
+            cause = replace(cause, status=status, evidence=evidence)
+        ranked.append(cause)
+    return replace(causes, ranked=tuple(ranked))
 
 
 def _narrower(side: Side, other: Side) -> Side:

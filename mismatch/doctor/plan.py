@@ -28,7 +28,8 @@ from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts
 from mismatch.run.machine import gib, in_words, placement
 from mismatch.run.store import TRAIN
-from mismatch.specs import CheckSpec, EngineSpec
+from mismatch.specs import OWN_SCORER, CheckSpec, EngineSpec
+from mismatch.trainers.trl_config import in_plan
 
 SCHEMA = "mismatch.plan/3"
 TEMPLATE_TOKENS = 96  # of a chat template: gpt-oss's system message takes 68 to 80
@@ -124,7 +125,11 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
         machine = machine_with(machine, *parse_kind(gpus))
     config = find_config(spec.train.model, spec.train.revision, spec.train.layers)
     # Resolved first: once transformers is imported here, sizes are counted here as well.
-    attention = _attention(spec.train.attention, config, machine.device)
+    attention = spec.train.attention
+    if spec.train.scorer == OWN_SCORER:
+        attention = _attention(attention, config, machine.device)
+    elif attention == "auto":
+        attention = "the framework's choice"
     spec = placed(spec, machine)
     (load, note), memory = work_of(spec), memory_of(spec, machine)
     engine, samples = spec.rollout.engine, spec.rollout.sampling
@@ -320,8 +325,22 @@ def _stages(spec: CheckSpec, gpus: int, exact: EngineSpec | None) -> dict[str, s
     ranks = f"{spec.nproc_per_node} rank{'s' if spec.nproc_per_node > 1 else ''}"
     meanwhile = ", while the engine rescores" if devices.overlap and not spec.fixes else ""
     passes = ", ".join(item.name for item in training_passes(spec))
-    stages["score"] = f"torchrun, {ranks}, FSDP2{in_words(devices.trainer)}: {passes}{meanwhile}"
+    launcher = "accelerate launch" if spec.train.accelerate_config else "torchrun"
+    code = f"{_trainers_code(spec, gpus)}{in_words(devices.trainer)}"
+    stages["score"] = f"{launcher}, {ranks}, {code}: {passes}{meanwhile}"
     return stages
+
+
+def _trainers_code(spec: CheckSpec, gpus: int) -> str:
+    """Return whose code computes the trainer's log-probabilities, and how it is spread."""
+    train = spec.train
+    if train.scorer == "trl":
+        files = train.scorer_config, train.accelerate_config
+        return in_plan(*files, spec.nproc_per_node, bool(gpus))
+    if train.scorer == "verl":
+        instead = " (no GPU: FSDP2 for FSDP1, eager for flash attention)"
+        return f"verl's FSDP engine{'' if gpus else instead}"
+    return "FSDP2" if train.scorer == OWN_SCORER else train.scorer
 
 
 def _attention(name: str, config: FoundConfig, device: str) -> str:

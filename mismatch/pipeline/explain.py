@@ -12,7 +12,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from mismatch.analysis.causes import others_of, with_causes
+from mismatch.analysis.causes import of_this_machine, others_of, with_causes
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.pass_checks import by_finiteness
@@ -207,6 +207,9 @@ def with_explanation(report: Report, run_dir: Path, spec: CheckSpec) -> Report:
     ids = [experiment.id for experiment in fixed]
     experiments = settled(causes, [*fixed, *(each for each in own if each.id not in ids)])
     after, confirmed, ruled_out = applied(causes, experiments)
+    after = of_this_machine(after, case_of(run_dir, spec).trainer.fingerprint)
+    suspected = {cause.id for cause in after.ranked if cause.status != "confirmed"}
+    confirmed = tuple(id for id in confirmed if id not in suspected)
     spent += sum(experiment.seconds or 0.0 for experiment in fixed)
     shown = tuple(weighed(after, experiments))
     explanation = Explanation(shown, confirmed, ruled_out, round(spent, 2))

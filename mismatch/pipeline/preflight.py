@@ -217,6 +217,8 @@ def require_trainer_names(spec: TrainSpec) -> None:
         raise MismatchError(fault, "drop --layers, or --scorer")
     if spec.scorer not in (OWN_SCORER, FILE_SCORER):
         place_of(spec.scorer)
+        if spec.scorer_config is not None:
+            require_configuration(spec.scorer, spec.scorer_config, spec.python)
     from mismatch.training.attention.resolve import NAMES, YARDSTICKS
 
     kernels = (
@@ -233,6 +235,21 @@ def require_trainer_names(spec: TrainSpec) -> None:
             raise MismatchError(
                 f"{flag} {name}: there is no such kernel", f"{near}one of {', '.join(known)}"
             )
+
+
+def require_configuration(scorer: str, path: str, python: str | None) -> None:
+    """Refuse a configuration of a built-in trainer that its worker could not read.
+
+    Raises:
+        MismatchError: no such file, no mapping, or a key that is a typing error (TRL).
+    """
+    from mismatch.run.yaml_file import read_mapping
+    from mismatch.trainers.trl_config import require_known_keys
+
+    if scorer == "trl":
+        require_known_keys(path, python)
+    elif scorer == "verl":
+        read_mapping(Path(path), path)
 
 
 def registered_kernels(interface: str, python: str | None) -> set[str]:

@@ -147,6 +147,7 @@ def scoring_from(
         "logprobs_temperature": rollout.sampling.scored_temperature,
         "logprobs_truncated": False,
         "notes": list(facts["notes"]),
+        "replaced": list(facts.get("replaced", ())),
         "not_tested": to_json(missing),
     }
     return Scoring(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -11,6 +12,8 @@ from mismatch.analysis import square_checks
 from mismatch.analysis.diagnosis.loaded_weights import ONE_FORM
 from mismatch.analysis.diagnosis.pass_checks import MORE
 from mismatch.analysis.levels import ENTROPY, TOO_LITTLE
+from mismatch.errors import in_list
+from mismatch.facts import Replaced
 from mismatch.metrics import METRICS
 from mismatch.metrics.inference import KINDS_SEEN
 from mismatch.reports.formatting import (
@@ -169,6 +172,30 @@ def trainer_code(report: Report) -> tuple[str, ...]:
         return (f"trainer: {line(str(code))}{own}",)
     preset = (report.run.get("spec") or {}).get("preset")
     return (f"trainer: mismatch's FSDP2 loop with the settings of {line(preset)}",) * bool(preset)
+
+
+def replaced(report: Report, cause: str = "") -> list[Replaced]:
+    """Return the trainer's settings that could not run here, with what ran in their place.
+
+    Args:
+        cause: those alone that can make this cause; "": all.
+    """
+    facts = report.fingerprints.get(headline(report).train, {})
+    return [each for each in facts.get("replaced", ()) if not cause or cause in each["causes"]]
+
+
+def in_place_of(found: Sequence[Replaced]) -> str:
+    """Return settings that were replaced, as a phrase."""
+    return "; ".join(line(f"{r['what']} {r['ran']} in place of {r['asked']}") for r in found)
+
+
+def own_setting(found: Sequence[Replaced]) -> str:
+    """Return how the run's own settings would be measured; "": nothing was replaced."""
+    if not found:
+        return ""
+    how = [line(each["instead"]) for each in found if each["instead"]]
+    also = f"; if your run sets {in_list(how)}, check again with it" if how else ""
+    return f"Check on a GPU before you change your run{also}"
 
 
 def model_name(report: Report) -> str:
@@ -337,7 +364,9 @@ def next_steps(report: Report) -> list[str]:
     What an inconclusive verdict lacks comes first. Fix failures first, then warnings, which may be
     consequences of them. A fix that was measured to end well leaves nothing else to do.
     """
-    steps, ends_well = _missing(report), False
+    causes = report.result("causes")
+    made = replaced(report, causes.ranked[0].id) if causes and causes.ranked else []
+    steps, ends_well = [*filter(None, [own_setting(made)]), *_missing(report)], False
     fixes = report.result("fixes")
     if fixes is not None and fixes.best_together is not None:
         best = fixes.outcome(fixes.best_together)

@@ -94,6 +94,18 @@ def short(dtype: Any) -> str:
     return SHORT.get(name, name)
 
 
+def sinks_of(model: Any, attention: str) -> dict[str, bool | None]:
+    """Return the fact ``honours_sinks``, where the attention that runs is known to tell.
+
+    transformers' eager attention adds the learned sinks of every family that has them; what other
+    kernels do, their names do not say.
+    """
+    if not any(hasattr(module, "sinks") for module in model.modules()):
+        family = str(model.config.model_type)
+        return {} if family == "gpt_oss" else {"honours_sinks": None}
+    return {"honours_sinks": True} if attention == "eager" else {}
+
+
 class Trainer(Protocol):
     """One loaded model of a framework."""
 
@@ -102,6 +114,43 @@ class Trainer(Protocol):
 
     def facts(self) -> Facts:
         """Return what ran, for the fingerprint."""
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A setting of the run that cannot run here, and what ran in its place."""
+
+    what: str
+    """The setting in a word or two: attention."""
+    asked: str
+    ran: str
+    why: str
+    """Why what was asked for cannot run here, e.g. ``it needs a GPU``."""
+    instead: str = ""
+    """How the user's configuration asks for what ran, so that the result holds for it."""
+    causes: tuple[str, ...] = ()
+    """What this can make that the run's own setting does not; ids of causes.toml."""
+
+
+def attention_here(
+    asked: str, model_type: str, on_gpu: bool, precision: Precision, packed: bool = False
+) -> Replaced | None:
+    """Return what runs in place of an attention implementation; None: it runs itself.
+
+    Flash attention needs a GPU, and takes 16-bit numbers alone. gpt-oss has no sdpa.
+
+    Args:
+        asked: transformers' name, e.g. ``flash_attention_2`` or a kernel of the hub.
+        packed: several sequences share a row.
+    """
+    if "flash" not in asked or (on_gpu and precision == "own"):
+        return None
+    if on_gpu:
+        ran = "eager" if model_type == "gpt_oss" else "sdpa"
+        return Replaced("attention", asked, ran, "flash attention takes 16-bit numbers alone")
+    causes = ("packing-leak", "microbatch-dependence") if packed else ()
+    instead = "attn_implementation: eager"
+    return Replaced("attention", asked, "eager", "it needs a GPU", instead, causes)
 
 
 @dataclass(frozen=True)
@@ -123,5 +172,7 @@ class Facts:
     """Its rule in words, e.g. ``16384 tokens``."""
     notes: tuple[str, ...] = ()
     """What of the configuration was not followed here, one sentence each."""
+    replaced: tuple[Replaced, ...] = ()
+    """What of the configuration could not run here, and what ran instead."""
     more: dict[str, Any] = field(default_factory=dict)
     """Further settings, JSON data."""

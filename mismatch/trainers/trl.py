@@ -1,17 +1,17 @@
 """TRL's own GRPO trainer: its per-token log-probability method, which every GRPO step calls.
 
-The configuration is the user's: fields of ``GRPOConfig`` in a YAML or JSON file. How the model is
-distributed is accelerate's matter: ``--accelerate-config`` launches this process with the user's
-own file, as a training run is launched.
+The configuration is the user's: a script's YAML, or ``args.to_json_string()`` (trl_config.py). How
+the model is distributed is accelerate's matter: ``--accelerate-config`` launches this process with
+the user's own file, as a training run is launched.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import tempfile
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,21 @@ import numpy as np
 import torch
 
 from mismatch.errors import MismatchError
-from mismatch.trainers.protocol import Facts, Scored, Tokens, TrainerJob, Variant, short
+from mismatch.run.yaml_file import read_mapping
+from mismatch.trainers.protocol import (
+    Facts,
+    Replaced,
+    Scored,
+    Tokens,
+    TrainerJob,
+    Variant,
+    attention_here,
+    short,
+    sinks_of,
+)
+from mismatch.trainers.trl_config import DEFAULT_ROWS, QUANTISED, TrlFile, divided, fields_of
 
 METHOD = "_get_per_token_logps_and_entropies"
-# Fields of GRPOConfig that would start an engine or a tracker, or bring other data.
-LEFT_OUT = ("use_vllm", "vllm_mode", "report_to", "output_dir", "push_to_hub", "eval_strategy")
 
 
 class Trl:
@@ -45,19 +55,25 @@ class Trl:
             )
         self.job = job
         self.version = metadata.version("trl")
-        options = settings(job)
-        self.notes = tuple(f"{name} is not followed" for name in LEFT_OUT if name in options)
-        options = {name: value for name, value in options.items() if name not in LEFT_OUT}
+        on_gpu = torch.cuda.is_available()
+        file = file_of(job)
+        options = settings(job, file)
+        self.notes, self.replaced = list(file.notes()), list[Replaced]()
+        asked = options["model_init_kwargs"].get("attn_implementation") or ""
+        family = model_type(job) if "flash" in asked else ""
+        found = attention_here(asked, family, on_gpu, job.precision)
+        if found is not None:
+            self.replaced.append(found)
+            options["model_init_kwargs"]["attn_implementation"] = found.ran
         if job.precision == "fp32":  # transformers 4 keeps the first trainer's precision here
             os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
         with tempfile.TemporaryDirectory() as scratch:
             config = GRPOConfig(
-                **{"num_generations": 2, "per_device_train_batch_size": 2, "max_steps": 1}
-                | options
+                **options
                 | {
                     "output_dir": scratch,
                     "report_to": [],
-                    "use_cpu": not torch.cuda.is_available(),
+                    "use_cpu": not on_gpu,
                     "seed": job.seed,
                 }
             )
@@ -66,6 +82,7 @@ class Trl:
                 reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
                 args=config,
                 train_dataset=Dataset.from_list([{"prompt": "1+1="}] * 8),
+                peft_config=self._peft_config(file),
             )
         self.rows = config.per_device_train_batch_size
         accelerator = self.trainer.accelerator
@@ -75,6 +92,21 @@ class Trl:
         else:
             self.model = accelerator.prepare_model(self.trainer.model)
         self.model.train()  # as in a GRPO step, which scores before it learns
+
+    def _peft_config(self, file: TrlFile) -> Any:
+        """Return the adapter that a script would train; it starts as a change of nothing."""
+        from trl import ModelConfig, get_peft_config
+
+        if not file.model.get("use_peft"):
+            return None
+        if find_spec("peft") is None:
+            note = (
+                "use_peft is not followed: peft is not installed here; a new LoRA changes nothing"
+            )
+            self.notes.append(note)
+            return None
+        own = {name: value for name, value in file.model.items() if name not in QUANTISED}
+        return get_peft_config(ModelConfig(**own))
 
     def score(self, tokens: Tokens, variant: Variant) -> Scored:
         accelerator = self.trainer.accelerator
@@ -128,44 +160,60 @@ class Trl:
         accelerator = self.trainer.accelerator
         mixed = str(accelerator.mixed_precision)
         master = short(next(iter(self.trainer.model.parameters())).dtype)
+        attention = str(self.trainer.model.config._attn_implementation)
         computing = mixed if mixed != "no" else master
         return Facts(
             code=f"trl {self.version}, GRPOTrainer.{METHOD}",
             dtype=computing,
-            attention=str(self.trainer.model.config._attn_implementation),
+            attention=attention,
             master_dtype=master,
             autocast=None if mixed == "no" else mixed,
             micro_batch=f"{self.rows} rows",
-            notes=self.notes,
-            more={"distributed": str(accelerator.distributed_type).rpartition(".")[2]},
+            notes=tuple(self.notes),
+            replaced=tuple(self.replaced),
+            more={"distributed": str(accelerator.distributed_type).rpartition(".")[2]}
+            | sinks_of(self.trainer.model, attention),
         )
 
 
-def settings(job: TrainerJob) -> dict[str, Any]:
-    """Return the fields of ``GRPOConfig``: the user's file, and what the check decides.
+def file_of(job: TrainerJob) -> TrlFile:
+    """Return the user's file, its keys by the class of this TRL that knows them.
 
     Raises:
-        MismatchError: a file that is no mapping.
+        MismatchError: a file that is no mapping, or a key that is a typing error.
     """
-    options: dict[str, Any] = {}
-    if job.config is not None:
-        text = Path(job.config).read_text("utf-8")
-        if job.config.endswith(".json"):
-            options = json.loads(text)
-        else:
-            import yaml
+    if job.config is None:
+        return TrlFile({}, {})
+    fields = fields_of(None)
+    if fields is None:
+        raise MismatchError(
+            f"trl {metadata.version('trl')} has no GRPOConfig", "use trl 1.0 or newer"
+        )
+    return divided(job.config, read_mapping(Path(job.config), job.config), fields)
 
-            options = yaml.safe_load(text)
-        if not isinstance(options, dict):
-            raise MismatchError(f"{job.config} holds no fields of GRPOConfig", "write name: value")
-    init = dict(options.get("model_init_kwargs") or {})
+
+def settings(job: TrainerJob, file: TrlFile) -> dict[str, Any]:
+    """Return the fields of ``GRPOConfig``: the user's file, and what the check decides."""
+    options = file.options()
+    if job.config is None:
+        options["per_device_train_batch_size"] = DEFAULT_ROWS
+    init = options["model_init_kwargs"]
     if job.attention != "auto":
         init["attn_implementation"] = job.attention
-    if job.trust_remote_code:
-        init["trust_remote_code"] = True
+    init["trust_remote_code"] = job.trust_remote_code  # a file alone runs no code of a model
     if job.revision is not None:
         init["revision"] = job.revision
     if job.precision == "fp32":
         init["dtype"] = "float32"
         options |= {"bf16": False, "fp16": False}
-    return options | {"model_init_kwargs": init, "temperature": job.temperature}
+    return options | {"temperature": job.temperature}
+
+
+def model_type(job: TrainerJob) -> str:
+    """Return the family of the checkpoint, as its config.json names it."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(
+        job.model, revision=job.revision, trust_remote_code=job.trust_remote_code
+    )
+    return str(config.model_type)

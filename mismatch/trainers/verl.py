@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,19 @@ import torch
 import torch.distributed as dist
 
 from mismatch.errors import MismatchError
-from mismatch.trainers.protocol import Facts, Scored, Tokens, TrainerJob, Variant, short
+from mismatch.trainers.protocol import (
+    Facts,
+    Replaced,
+    Scored,
+    Tokens,
+    TrainerJob,
+    Variant,
+    attention_here,
+    short,
+    sinks_of,
+)
 
+DEFAULT = "flash_attention_2"  # verl's, where override_config names no attention
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
@@ -32,6 +44,7 @@ class Verl:
         self.job = job
         self.version = metadata.version("verl")
         self.notes: list[str] = []
+        self.replaced: list[Replaced] = []
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
             use_cpu()
@@ -51,17 +64,16 @@ class Verl:
         model = config.model
         model.path = job.model
         model.trust_remote_code = job.trust_remote_code
-        self._settle_attention(model, on_gpu)
         if actor.strategy not in ("fsdp", "fsdp2"):
             raise MismatchError(
                 f"actor.strategy is {actor.strategy}; this adapter runs verl's FSDP engine",
                 "use an actor with strategy fsdp or fsdp2",
             )
-        if actor.strategy == "fsdp" and not on_gpu:
-            self.notes.append("actor.strategy fsdp: FSDP1 needs a GPU, FSDP2 runs in its place")
-            actor.strategy = "fsdp2"
+        self._settle_attention(model, on_gpu)
         if not on_gpu:
-            actor.fsdp_config.use_torch_compile = False
+            self._fit_a_cpu(model, actor)
+        if not on_gpu or self.replaced:
+            self._without_ulysses(actor)
         sizes = (actor.ppo_micro_batch_size, actor.ppo_micro_batch_size_per_gpu)
         if not actor.use_dynamic_bsz and sizes == (None, None):  # verl's defaults leave it open
             self.notes.append("no micro-batch size is configured: batches are cut by tokens")
@@ -86,14 +98,51 @@ class Verl:
         self.autocast = getattr(self.engine, "_autocast_dtype", torch.bfloat16)
 
     def _settle_attention(self, model: Any, on_gpu: bool) -> None:
+        """Put the attention that can run here into the configuration."""
         from omegaconf import open_dict
+        from transformers import AutoConfig
 
+        given = model.override_config.get("attn_implementation") or DEFAULT
+        asked = given if self.job.attention == "auto" else self.job.attention
+        family = ""
+        if "flash" in asked:
+            trust = self.job.trust_remote_code
+            family = AutoConfig.from_pretrained(self.job.model, trust_remote_code=trust).model_type
+        packed = bool(model.use_remove_padding)
+        found = attention_here(asked, family, on_gpu, self.job.precision, packed)
         with open_dict(model):
-            if self.job.attention != "auto":
-                model.override_config["attn_implementation"] = self.job.attention
-            elif not on_gpu and "attn_implementation" not in model.override_config:
-                self.notes.append("attention: flash_attention_2 needs a GPU, eager runs instead")
-                model.override_config["attn_implementation"] = "eager"
+            model.override_config["attn_implementation"] = found.ran if found else asked
+            if found and on_gpu and packed:
+                # A flash kernel is told where packed sequences end; masks of others need not be.
+                model.use_remove_padding = False
+                self._replace("use_remove_padding", "true", "false", "float32 runs without flash")
+        if found:
+            path = "+actor_rollout_ref.model.override_config."
+            instead = f"{path}{found.instead.replace(': ', '=')}" if found.instead else ""
+            self.replaced.append(replace(found, instead=instead))
+
+    def _fit_a_cpu(self, model: Any, actor: Any) -> None:
+        """Set back what only a GPU can run."""
+        actor.fsdp_config.use_torch_compile = False
+        why = "it needs a GPU"
+        if actor.strategy == "fsdp":
+            self._replace("strategy", "fsdp", "fsdp2", "FSDP1 needs a GPU", "fsdp-cast-inputs")
+            actor.strategy = "fsdp2"
+        if model.use_fused_kernels:
+            causes = ("bf16-logprobs", "bf16-lm-head")
+            self._replace("use_fused_kernels", "true", "false", why, *causes)
+            model.use_fused_kernels = False
+
+    def _without_ulysses(self, actor: Any) -> None:
+        """Undo sequence parallelism: verl gathers the slices inside flash attention alone."""
+        key = "ulysses_sequence_parallel_size"
+        asked = max(actor.get(key) or 1, actor.fsdp_config.get(key) or 1)
+        if asked > 1:
+            self._replace(key, str(asked), "1", "verl gathers its slices in flash attention alone")
+            actor[key] = actor.fsdp_config[key] = 1
+
+    def _replace(self, what: str, asked: str, ran: str, why: str, *causes: str) -> None:
+        self.replaced.append(Replaced(what, asked, ran, why, causes=causes))
 
     def score(self, tokens: Tokens, variant: Variant) -> Scored:
         from tensordict import TensorDict
@@ -149,17 +198,19 @@ class Verl:
     def facts(self) -> Facts:
         module = self.engine.module
         computing = short(self.autocast)
+        attention = str(module.config._attn_implementation)
         by_tokens = f"at most {self.most_tokens} tokens"
         return Facts(
             code=f"verl {self.version}, {type(self.engine).__name__}.infer_batch",
             dtype=computing,
             layout="packing" if self.packed else "padding",
-            attention=str(module.config._attn_implementation),
+            attention=attention,
             master_dtype="fp32" if self.job.precision == "fp32" else self.engine_config.model_dtype,
             autocast=None if computing == "fp32" else computing,
             micro_batch=by_tokens if self.dynamic else f"{self.rows} rows",
             notes=tuple(self.notes),
-            more={"strategy": self.engine_config.strategy},
+            replaced=tuple(self.replaced),
+            more={"strategy": self.engine_config.strategy} | sinks_of(module, attention),
         )
 
 
@@ -189,6 +240,11 @@ def composed(path: str | None, overrides: Sequence[str] = ()) -> Any:
     return section
 
 
+def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of logits that gets them in float32."""
+    return lambda logits, *more, **named: function(logits.float(), *more, **named)
+
+
 def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
     """Return rows of different lengths as one nested tensor, as verl passes them on."""
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
@@ -200,7 +256,11 @@ def numbers(row: torch.Tensor) -> np.ndarray:
 
 
 def use_cpu() -> None:
-    """Give verl a CPU platform through its public registry; all else does nothing there."""
+    """Give verl a CPU platform through its public registry; all else does nothing there.
+
+    CUDA's autocast computes softmax and log-softmax in float32, the CPU's in bf16: verl's functions
+    of logits get float32 here, so that a CPU rounds where a GPU does.
+    """
     from verl.plugin.platform import PlatformBase, set_platform
 
     members: dict[str, Any] = {
@@ -220,3 +280,7 @@ def use_cpu() -> None:
         "is_ipc_supported": lambda self: False,
     }
     set_platform(type("CpuPlatform", (PlatformBase,), members)())
+    from verl.utils import torch_functional  # it asks for the platform
+
+    for name in ("logprobs_from_logits_v2", "entropy_from_logits"):
+        setattr(torch_functional, name, in_float32(getattr(torch_functional, name)))

@@ -22,7 +22,14 @@ from mismatch.run.trust import code_of
 from mismatch.specs import CheckSpec, EngineSpec, Pass, RolloutSpec, TrainSpec
 from mismatch.trainers import worker
 from mismatch.trainers.function import FunctionTrainer
-from mismatch.trainers.protocol import Facts, Scored, Tokens, TrainerJob
+from mismatch.trainers.protocol import (
+    Facts,
+    Precision,
+    Scored,
+    Tokens,
+    TrainerJob,
+    attention_here,
+)
 from tests.made_run import make_run
 
 TRAIN = TrainSpec(model="m", scorer="yours:score", python="/env/bin/python")
@@ -152,3 +159,34 @@ def test_numbers_that_cannot_be_log_probabilities_are_refused(
     with pytest.raises(MismatchError) as refused:
         scoring_of(tmp_path / "x.npz", Pass("fsdp", TRAIN), rollout)
     assert word in f"{refused.value.message} {refused.value.fix}"
+
+
+FLASH = "flash_attention_2"
+
+
+@pytest.mark.parametrize(
+    ("asked", "family", "on_gpu", "precision", "packed", "ran"),
+    [
+        (FLASH, "qwen3", True, "own", True, None),
+        ("eager", "gpt_oss", False, "own", True, None),
+        ("sdpa", "qwen3", True, "fp32", False, None),
+        (FLASH, "qwen3", True, "fp32", True, "sdpa"),
+        ("kernels-community/vllm-flash-attn3", "gpt_oss", True, "fp32", True, "eager"),
+        (FLASH, "qwen3", False, "own", False, "eager"),
+    ],
+)
+def test_flash_attention_is_replaced_where_it_cannot_run(
+    asked: str, family: str, on_gpu: bool, precision: Precision, packed: bool, ran: str | None
+) -> None:
+    found = attention_here(asked, family, on_gpu, precision, packed)
+    assert (found and found.ran) == ran
+    if found is not None:
+        assert found.asked == asked
+        assert found.causes == ()  # rows of their own, or a float32 pass beside the run's own
+
+
+def test_packs_under_another_attention_can_leak_by_that_alone() -> None:
+    found = attention_here(FLASH, "gpt_oss", False, "own", True)
+    assert found is not None
+    assert "packing-leak" in found.causes
+    assert "eager" in found.instead

@@ -267,7 +267,7 @@ def test_bad_values_name_their_key(tmp_path: Path, override: str) -> None:
 def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="No such file") as caught:
         read_verl_config(tmp_path / "nowhere.yaml")
-    assert "--verl-config FILE" in caught.value.fix
+    assert "--verl-config" in caught.value.message
     with pytest.raises(MismatchError, match=r"broken\.yaml.* line 3"):
         read_verl_config(_write(tmp_path, "a:\n  b: 1\n c: 2\n", "broken.yaml"))
     with pytest.raises(MismatchError, match="holds a list"):
@@ -285,7 +285,25 @@ def test_without_omegaconf_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, "omegaconf", None)
     with pytest.raises(MismatchError) as caught:
         read_verl_config(_write(tmp_path, PRINTED))
-    assert caught.value.fix == "pip install 'train-infer-mismatch[verl]'"
+    assert "train-infer-mismatch[verl]" in caught.value.fix
+    assert "--resolve" in caught.value.fix
+
+
+def test_a_resolved_config_means_the_same_without_omegaconf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``--cfg job --resolve`` prints it: no interpolation is left."""
+    from omegaconf import OmegaConf
+
+    tree = OmegaConf.create(PRINTED.partition("trainer:")[0])
+    resolved = OmegaConf.to_yaml(tree, resolve=True)
+    overrides = ("actor_rollout_ref.rollout.n=2", "+data.prompt_key=chat")
+    whole = _applied(tmp_path, overrides=overrides)
+    monkeypatch.setitem(sys.modules, "omegaconf", None)
+    alone = _applied(tmp_path, resolved, overrides)
+    assert alone.spec == whole.spec
+    assert alone.spec.rollout.sampling.samples_per_prompt == 2
+    assert alone.used == whole.used
 
 
 def test_a_model_that_is_not_given(tmp_path: Path) -> None:

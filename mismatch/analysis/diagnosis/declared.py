@@ -25,10 +25,11 @@ def whole_model(left: SideFacts) -> list[Check]:
 
 def attention_sinks(right: SideFacts) -> Check:
     """Check that the trainer's kernel honours the model's learned sinks, if it has any."""
-    honours = right.get("honours_sinks", "not said")
+    honours, kernel = right.get("honours_sinks", "not said"), right.get("attention")
     if honours == "not said":
-        return Check("attention-sinks", "not_tested", "the trainer does not name its kernel")
-    kernel = right.get("attention")
+        named = f"the trainer runs {kernel} and does not say whether it honours learned sinks"
+        unnamed = "the trainer does not name its kernel"
+        return Check("attention-sinks", "not_tested", named if kernel else unnamed)
     if honours is None:
         return Check("attention-sinks", "passed", f"the model has none ({kernel})")
     if honours:

@@ -17,8 +17,6 @@ from mismatch.specs import CheckSpec, TrainSpec
 
 # Fields of TrainSpec whose command-line parameter has another name.
 PARAMETERS = {"dtype": "train_dtype", "experts": "experts_implementation"}
-# Keys of the trainer alone.
-TRAINER = ("actor_rollout_ref.actor.", "actor_rollout_ref.rollout.log_prob_", "fsdp", "deepspeed")
 OFF = ("false", "none", "disabled")  # how a switch is off
 # vLLM's CPU build needs other settings, or refuses these.
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # a variable of its environment
@@ -61,6 +59,12 @@ class Followed:
         """Put a value at ``engine.dtype``, ``train.dtype`` …, unless the user has."""
         group, _, name = place.partition(".")
         parameter = name
+        if name == "trust_remote_code" and value and name not in self.explicit:
+            gap = f"{key} = {shown}: a file does not let code of a model run, {flag_of(name)} does"
+            if gap not in self.kept:
+                self.kept.append(gap)
+                self.not_reproduced.append(gap)
+            return
         if own := group == "train":
             parameter = PARAMETERS.get(name, name)
             self.settled.add(name)
@@ -146,6 +150,7 @@ class FollowedFile(Followed):
         Where the framework's own code scores, nothing of the trainer is imitated.
         """
         keys, own_code = table(f"{self.framework}_keys"), self.spec.train.scorer == self.framework
+        followed_there = tuple(keys["own"]) if own_code else ()
         self.not_reproduced += keys.get("always", ())
         for gap in keys["gap"]:
             key, value = gap["key"], self.source.get(gap["key"])
@@ -153,7 +158,7 @@ class FollowedFile(Followed):
             matters = bool(value) and str(value).lower() not in OFF
             if "usual" in gap:
                 matters = value not in (None, *gap["usual"])
-            if matters and not (own_code and key.startswith(TRAINER)):
+            if matters and not key.startswith(followed_there):
                 self.not_reproduced.append(f"{key} = {value!s:.60}: {gap['what']}")
         for section, names in keys["no_effect"].items():
             self.seen.update(f"{section}.{name}".lstrip(".") for name in names)
@@ -162,7 +167,7 @@ class FollowedFile(Followed):
             for key in self.source.given()
             if key.startswith(tuple(keys["near"]))
             and not any(f"{key}.".startswith(f"{name}.") for name in self.seen)
-            and not (own_code and key.startswith(TRAINER))
+            and not key.startswith(followed_there)
         )
         if self.ignored:
             unread = f"keys that this run does not follow: {'; '.join(sections(self.ignored))}"
@@ -171,7 +176,9 @@ class FollowedFile(Followed):
             self.tell_gaps()
         else:
             self.preset(self.framework)
-        title = f"{table(self.framework)['title']}, as {self.source.origin} sets it"
+        data = table(self.framework)
+        whose = f"{data['package']}'s own code" if own_code else data["title"]
+        title = f"{whose}, as {self.source.origin} sets it"
         self.spec = replace(self.spec, preset=title)
 
 

@@ -1,7 +1,9 @@
-"""A framework's configuration as YAML or JSON, read by OmegaConf.
+"""A framework's configuration as YAML or JSON.
 
-Interpolations are resolved where a value is asked for, never before: ``${now:…}`` and its like in
-keys that nobody reads do no harm. Hydra's ``defaults`` are not composed.
+OmegaConf is needed where values are interpolations (``${data.n}``), as in a verl config that hydra
+saved; what ``--resolve`` prints has none. They are resolved where a value is asked for, never
+before: ``${now:…}`` and its like in keys that nobody reads do no harm. Hydra's ``defaults`` are not
+composed.
 """
 
 from __future__ import annotations
@@ -12,17 +14,26 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError, first_line, require_packages
+from mismatch.run.yaml_file import parsed, read_mapping
 
 MISSING = "???"  # hydra's mandatory value that nobody has given
-INSTALL = "pip install 'train-infer-mismatch[verl]'"
+INSTALL = (
+    "print it without interpolations (verl: --cfg job --resolve), or: "
+    "pip install 'train-infer-mismatch[verl]'"
+)
 
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """A file of this name, and its OmegaConf ``DictConfig``, interpolations still in place."""
+    """A file of this name, as plain data, interpolations still in place.
+
+    Attributes:
+        resolving: the same as OmegaConf's ``DictConfig``; None: it has no interpolations.
+    """
 
     origin: str
-    tree: Any
+    tree: dict[str, Any]
+    resolving: Any = None
 
     def get(self, key: str) -> Any:
         """Return the value at a dotted key as plain data; None where it is absent, null or ???.
@@ -30,11 +41,13 @@ class ConfigFile:
         Raises:
             MismatchError: an interpolation that cannot be resolved.
         """
+        if self.resolving is None:
+            return _at(self.tree, key)
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
         try:
-            value = OmegaConf.select(self.tree, key)
+            value = OmegaConf.select(self.resolving, key)
             whole = OmegaConf.is_config(value)
             return OmegaConf.to_container(value, resolve=True) if whole else value
         except OmegaConfBaseException as error:
@@ -52,7 +65,6 @@ class ConfigFile:
 
     def given(self) -> Iterator[str]:
         """Yield the dotted keys of all values but null, ???, "" and empty lists and mappings."""
-        from omegaconf import OmegaConf
 
         def walk(tree: Any, prefix: str) -> Iterator[str]:
             for name, value in tree.items():
@@ -61,37 +73,75 @@ class ConfigFile:
                 elif value not in (None, MISSING, "", []) and name != "_target_":  # hydra's class
                     yield f"{prefix}{name}"
 
-        yield from walk(OmegaConf.to_container(self.tree, resolve=False), "")
+        yield from walk(self.tree, "")
 
 
 def read_config(flag: str, path: Path, overrides: Sequence[str] = ()) -> ConfigFile:
     """Read the file of a flag and apply ``key=value`` overrides.
 
     Raises:
-        MismatchError: OmegaConf is not installed, missing file, invalid YAML (with the line), not
-            a mapping, or a malformed override.
+        MismatchError: missing file, invalid YAML (with the line), not a mapping, a malformed
+            override, or interpolations without OmegaConf.
     """
-    require_packages("omegaconf", fix=INSTALL)
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
     where = f"{flag} {path}"
-    try:
-        tree = OmegaConf.load(path)
-    except (OSError, ValueError, YAMLError, RecursionError, OmegaConfBaseException) as error:
-        reason = " ".join(str(error).split())  # a YAML error says the line
-        raise MismatchError(f"{where}: {reason}", f"{flag} FILE, a YAML mapping") from error
-    if not OmegaConf.is_dict(tree):
-        raise MismatchError(f"{where} holds a list, not keys", "write key: value")
+    tree = read_mapping(path, where)
     for text in overrides:
-        key, equals, _ = text.lstrip("+").partition("=")
         try:
-            if not equals or not key or text.startswith("~"):
-                raise ValueError("no key, or no value")
-            tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([text.lstrip("+")]))
-        except (OmegaConfBaseException, YAMLError, ValueError) as error:
+            _put(tree, text)
+        except ValueError as error:
             fault = f"--verl-override {text!r} is not key=value: {first_line(error)}"
             fix = "--verl-override actor_rollout_ref.rollout.temperature=0.7"
             raise MismatchError(fault, fix) from error
-    return ConfigFile(str(path), tree)
+    if not _interpolates(tree):
+        return ConfigFile(str(path), tree)
+    require_packages("omegaconf", fix=INSTALL)
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return ConfigFile(str(path), tree, OmegaConf.create(tree))
+    except OmegaConfBaseException as error:
+        raise MismatchError(f"{where}: {first_line(error)}", "correct it in the file") from error
+
+
+def _at(tree: Any, key: str) -> Any:
+    """Return the value at a dotted key of plain data; None where it is absent, null or ???."""
+    for name in key.split("."):
+        if isinstance(tree, list) and name.isdigit() and int(name) < len(tree):
+            tree = tree[int(name)]
+        else:
+            tree = tree.get(name) if isinstance(tree, dict) else None
+    return None if tree == MISSING else tree
+
+
+def _put(tree: dict[str, Any], override: str) -> None:
+    """Set a value by ``key=value``; a mapping is merged into one that is there.
+
+    Raises:
+        ValueError: no key, no value, or a value that is no YAML.
+    """
+    from yaml import YAMLError
+
+    key, equals, text = override.lstrip("+").partition("=")
+    if not equals or not key or override.startswith("~"):
+        raise ValueError("no key, or no value")
+    try:
+        value = parsed(text)
+    except YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    *sections, name = key.split(".")
+    for section in sections:
+        inside = tree.get(section)
+        tree[section] = tree = inside if isinstance(inside, dict) else {}
+    old = tree.get(name)
+    both = isinstance(old, dict) and isinstance(value, dict)
+    tree[name] = old | value if both else value
+
+
+def _interpolates(value: Any) -> bool:
+    """Return whether a text inside has an interpolation."""
+    if isinstance(value, dict):
+        return any(map(_interpolates, value.values()))
+    if isinstance(value, list):
+        return any(map(_interpolates, value))
+    return isinstance(value, str) and "${" in value

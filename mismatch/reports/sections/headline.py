@@ -46,6 +46,8 @@ def lead(report: Report) -> str:
             item = first.evidence[0]
             what = "" if item.what == DIFFER else f"{line(item.what)}, "
             title += f": {what}{line(str(item.value))}"
+        if made := summary.replaced(report, first.id):
+            title += f", with {summary.in_place_of(made)}"
         return f"{title}."
     if failed:
         return capital(f"{line(failed[0].detail).rstrip('.')}.")
@@ -68,6 +70,7 @@ def answers(
     missing = list(dict.fromkeys(line(entry.what) for entry in summary.untested(report)))
     texts = {
         "Careful": line(" ".join(warnings)),
+        "Replaced": _replaced(report),
         "Cause": _cause(report),
         "Ruled out": _ruled_out(report),
         "Side at fault" if result and sides_at_fault(result) else "Both sides": _sides(report),
@@ -85,6 +88,15 @@ def answers(
         if answer
     )
     return (fix, *others) if fix else tuple(others)
+
+
+def _replaced(report: Report) -> str:
+    """Return what of the trainer's configuration could not run here, and what follows from it."""
+    found = summary.replaced(report)
+    if not found:
+        return ""
+    why = in_list(list(dict.fromkeys(line(each["why"]) for each in found)))
+    return f"{capital(summary.in_place_of(found))} ({why}). The verdict is of what ran."
 
 
 def _sides(report: Report) -> str:
@@ -113,7 +125,7 @@ def _fix(report: Report) -> Answer | None:
     entry = catalogue().get(causes.ranked[0].id) if causes and causes.ranked else None
     if table is not None and table.outcomes:
         return Answer("Best fix", "None of the fixes that were measured helps significantly.")
-    if entry is None:
+    if entry is None or summary.replaced(report, entry.id):  # the run itself may not have it
         return None
     if causes and causes.ranked[0].status == "confirmed":
         return Answer("Fix", line(entry.mend))
@@ -159,6 +171,9 @@ def _cause(report: Report) -> str:
         share = f"without it {gone} is gone" if gone else share
     elif cause.status == LITTLE:
         how = "stated by a side, and of little weight by experiment"
+    if made := summary.replaced(report, cause.id):
+        how = f"suspected: {summary.in_place_of(made)} can make it, and the run's own setting was "
+        how += "not measured here"
     found = f" Checks {'; '.join(_wrong(report))}." if summary.checks(report, *WRONG) else ""
     return f"{capital(how)}; {share}.{found}"
 
