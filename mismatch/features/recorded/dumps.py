@@ -83,6 +83,12 @@ class Recorded:
             tokens = sum(len(row.token_ids) for row in self.sequences)
             if tokens <= (most if len(self.sequences) > LEAST else 2 * most):
                 return
+            if len(self.sequences) <= LEAST:
+                longest = max(
+                    range(len(self.sequences)), key=lambda at: len(self.sequences[at].token_ids)
+                )
+                del self.sequences[longest]
+                continue
             if len({row.key for row in self.sequences}) > LEAST:
                 self.prompts /= 2
             else:
