@@ -17,6 +17,7 @@ from mismatch.analysis.plugins import RunArtefacts
 from mismatch.analysis.square import Square, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.thresholds import default_thresholds
+from mismatch.attempts import Attempts
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.pipeline.build import Artefacts, checks_of, without_square
@@ -151,7 +152,9 @@ def judged(run: Recorded) -> dict[str, Any]:
     comparison = headline(found, spec.seed)
     square = measure(measured, spec)
     results = {"square": square} if isinstance(square, Square) else {}
-    checks = input_checks(*sides) + checks_of(spec, found, comparison)
+    attempts = Attempts()
+    checks = input_checks(*sides) + checks_of(spec, found, comparison, attempts)
+    assert not attempts.failed
     checks += square_checks(results.get("square"))
     column = column_for(measured.decode.fingerprint, found.train.fingerprint)
     reason = "" if column == "fp32" else without_square(spec, [comparison], results)

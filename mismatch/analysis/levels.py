@@ -21,6 +21,7 @@ from mismatch.types import (
     Estimate,
     Judgement,
     NotTested,
+    Report,
     Rollout,
     SideFacts,
     Status,
@@ -40,6 +41,7 @@ SEVERITY: dict[str, int] = {
     status: rank
     for rank, status in enumerate(("healthy", "tolerable", "inconclusive", "unfit", "broken"))
 }
+INCOMPLETE = "incomplete-report"  # the check that names parts of a report that raised
 ENTROPY = "policy-entropy"  # a check that leaves fitness open, and says nothing of correctness
 TOO_LITTLE = ("enough-data",)  # checks whose warning leaves both questions open
 PRECISION = ("fp32", "fp16", "bf16")  # falling: 24, 11 and 8 significant bits
@@ -60,10 +62,8 @@ def column_for(rollout: SideFacts, train: SideFacts) -> str | None:
     computes in (autocast counts), bf16 split into dense and MoE.
 
     Returns:
-        None: a side does not say what it computes in, so that no level applies.
-
-    Raises:
-        MismatchError: a dtype that the table does not know.
+        None: a side does not say what it computes in, or names something that the table does not
+            know, so that no level applies.
     """
     sides = (rollout, train)
     if _other_values(rollout, train):
@@ -72,10 +72,8 @@ def column_for(rollout: SideFacts, train: SideFacts) -> str | None:
         return None
     stated = (kind for each in sides for kind in (each.get("dtype"), each.get("autocast")))
     names = [name for name in map(short_name, stated) if name is not None]
-    for name in names:
-        if name not in PRECISION:
-            fault = f"no levels for computation in {name!r}"
-            raise MismatchError(fault, f"use one of {', '.join(PRECISION)}")
+    if not set(names) <= set(PRECISION):
+        return None
     dtype = max(names, key=PRECISION.index)
     if dtype != "bf16":
         return dtype
@@ -311,7 +309,8 @@ def _fitness(
 ) -> Answer:
     """Can training tolerate it?"""
     if column is None:
-        reason = "not judged: a side does not say in which dtype it computes"
+        known = ", ".join(PRECISION)
+        reason = f"not judged: a side does not say in which dtype ({known}) it computes"
         return Answer("inconclusive", reason)
     if not judgements:
         return Answer("inconclusive", "nothing could be compared")
@@ -347,8 +346,32 @@ def _reason(status: Status, deciding: list[Judgement], total: int) -> str:
     return text + (f"; not healthy either: {names}" if names else "")
 
 
-def exit_code(result: Verdict, fail_on: str = "inconclusive") -> int:
-    """0 where the verdict passes, 1 where it is ``fail_on`` or worse.
+def incomplete(report: Report, failed: Sequence[NotTested]) -> Report:
+    """Return the report with what could not be made; then no verdict passes."""
+    if not failed:
+        return report
+    before = [check.detail for check in report.checks if check.id == INCOMPLETE]
+    said = "; ".join([*before, *(f"{entry.what}: {entry.reason}" for entry in failed)])
+    check = Check(INCOMPLETE, "inconclusive", said, failed[0].how)
+    answer = Answer("inconclusive", f"the report is incomplete: {said}")
+    verdict, least = report.verdict, SEVERITY["inconclusive"]
+    if verdict.correctness is None or SEVERITY[verdict.correctness.status] <= least:
+        verdict = replace(verdict, correctness=answer)
+    if SEVERITY[verdict.status] <= least:
+        verdict = replace(verdict, status=answer.status, reason=answer.reason)
+    return replace(
+        report,
+        verdict=verdict,
+        checks=(*(each for each in report.checks if each.id != INCOMPLETE), check),
+        not_tested=(*failed, *report.not_tested),
+    )
+
+
+def exit_code(result: Verdict, fail_on: str = "inconclusive", checks: Sequence[Check] = ()) -> int:
+    """0 where the verdict passes, 1 where it is ``fail_on`` or worse, 2 of an incomplete report.
+
+    Args:
+        checks: of the report.
 
     Raises:
         MismatchError: another ``fail_on``.
@@ -356,6 +379,8 @@ def exit_code(result: Verdict, fail_on: str = "inconclusive") -> int:
     if fail_on not in FAIL_ON:
         fault = f"--fail-on {fail_on}: no such status"
         raise MismatchError(fault, f"use one of {', '.join(FAIL_ON)}")
+    if any(check.id == INCOMPLETE for check in checks):
+        return 2
     return int(SEVERITY[result.status] >= SEVERITY[fail_on])
 
 

@@ -18,6 +18,7 @@ from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.levels import column_for, judge, verdict
 from mismatch.analysis.thresholds import Thresholds
+from mismatch.attempts import Attempts
 from mismatch.errors import MismatchError
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
@@ -75,19 +76,22 @@ class ScoredRollout:
         more: Sequence[Check] | None = None,
         unmeasured: str = "",
     ) -> Verdict | None:
-        """As a separate check would end; None where no level applies.
+        """As a separate check would end; None where no level applies or a check raised.
 
         Args:
             more: checks of all passes and of the amount of data, which replace others of their id;
                 None: of the amount alone.
             unmeasured: why there is no square; "": there is one, or it is judged elsewhere.
         """
+        attempts = Attempts()
         checks = input_checks(self.rollout, self.decode, self.train)
         ratio = comparison.metrics["ratio_mean"]
-        checks += semantic_checks(self.rollout, self.decode, self.train, ratio)
+        checks += semantic_checks(self.rollout, self.decode, self.train, ratio, attempts)
         checks += routing_checks(self.rollout, self.decode, self.train)
         more = [enough_data(self.rollout)] if more is None else more
         checks = [*(each for each in checks if each.id not in {new.id for new in more}), *more]
+        if attempts.failed:
+            return None
         try:
             column = column_for(self.decode.fingerprint, self.train.fingerprint)
             open_question = "" if column == "fp32" else unmeasured

@@ -82,5 +82,5 @@ def compare(flags: Flags) -> int:
     report, tokens = build_pair(run, other, names, levels, session.command())
     out = None if flags["out"] is None else new_directory(flags["out"], "pair")
     if out is not None:
-        write_pair(out, report, tokens)
+        report = write_pair(out, report, tokens)
     return session.conclude(report, out, flags)

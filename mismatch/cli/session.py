@@ -272,7 +272,8 @@ def conclude(report: Report, run_dir: Path | None, flags: Flags, written: bool =
         for note in send(flags["log_to"], report, run_dir, framework):
             print(f"warning: {plain_lines(note)}", file=sys.stderr)
     quick = bool(report.run.get("spec", {}).get("quick"))
-    code: int = exit_code(report.verdict, fails_on(flags["fail_on"], quick))
+    gate = fails_on(flags["fail_on"], quick)
+    code: int = exit_code(report.verdict, gate, report.checks)
     details = bool(flags.get("details"))
     writers = {
         "json": lambda: files.to_json(report),

@@ -22,7 +22,14 @@ from mismatch.analysis.diagnosis.pass_checks import (
 from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.exact_kl import exact_checks, exact_reason
-from mismatch.analysis.levels import column_for, judge, require_applied, verdict, without_short
+from mismatch.analysis.levels import (
+    column_for,
+    incomplete,
+    judge,
+    require_applied,
+    verdict,
+    without_short,
+)
 from mismatch.analysis.long_sequence import LongSequence
 from mismatch.analysis.plugins import RunArtefacts, analyses
 from mismatch.analysis.routing_tables import replay_of
@@ -31,6 +38,7 @@ from mismatch.analysis.square import Square
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.thresholds import Thresholds
 from mismatch.analysis.two_passes import mark_injected
+from mismatch.attempts import Attempts, internal_error
 from mismatch.experiments.beyond import long_passes
 from mismatch.experiments.beyond import wanted as with_long_sequence
 from mismatch.experiments.scoring_passes import training_passes
@@ -58,6 +66,7 @@ from mismatch.types import (
     ROUTES,
     Check,
     Comparison,
+    Judgement,
     NotTested,
     Report,
     Rollout,
@@ -112,43 +121,63 @@ class Artefacts:
 
 
 def build_report(
-    run_dir: Path, spec: CheckSpec, thresholds: Thresholds | None = None, again: bool = False
+    run_dir: Path,
+    spec: CheckSpec,
+    thresholds: Thresholds | None = None,
+    again: bool = False,
+    attempts: Attempts | None = None,
 ) -> tuple[Report, pd.DataFrame]:
     """Compare what the stages left in ``run_dir``; leaves comparison.json and tokens.parquet.
 
     Args:
         again: compare again even if a comparison of these artefacts exists.
+        attempts: keeps what has failed; the numbers are in the report all the same.
 
     Returns:
         The report, and the token table (one row per action token).
     """
-    artefacts = Artefacts.load(run_dir, spec)
+    attempts, artefacts = attempts or Attempts(), Artefacts.load(run_dir, spec)
     require_a_law(artefacts.rollout.sampling)
     checks = input_checks(artefacts.rollout, artefacts.decode, artefacts.train)
     comparisons, floor = compare_artefacts(run_dir, spec, artefacts, checks, again)
     if comparisons:
-        checks += checks_of(spec, artefacts, comparisons[0])
+        checks += checks_of(spec, artefacts, comparisons[0], attempts)
     column = column_for(artefacts.decode.fingerprint, artefacts.train.fingerprint)
     if comparisons:
         require_applied(comparisons[0], column, thresholds)
-    judgements = judge(comparisons[0], column, thresholds) if comparisons else ()
+    judgements: tuple[Judgement, ...] = ()
+    if comparisons:
+        asked = comparisons[0], column, thresholds
+        judgements = attempts.make("levels", judge, *asked, otherwise=())
+        column = column if judgements else None
     judgements, too_short = without_short(judgements, artefacts.rollout)
-    results, unseen = measured(run_dir, spec, artefacts, comparisons)
-    left = [(analysis, analysis.from_run(run_dir, spec)) for analysis in analyses()]
+    results, unseen = measured(run_dir, spec, artefacts, comparisons, attempts)
+    left = [
+        (each, attempts.make(each.id, each.from_run, run_dir, spec, otherwise=None))
+        for each in analyses()
+    ]
     left = [(analysis, result) for analysis, result in left if result is not None]
     square = results.get("square")
-    causes = [cause for analysis, result in left for cause in analysis.causes(result)]
-    found = of_sides_at_fault(causes, square)
+    causes = [
+        cause
+        for analysis, result in left
+        for cause in attempts.make(analysis.id, analysis.causes, result, otherwise=())
+    ]
+    found = attempts.make("causes", of_sides_at_fault, causes, square, otherwise=[])
     if found and "causes" in results:
-        results["causes"] = led_by(results["causes"], found)
+        before = results["causes"]
+        results["causes"] = attempts.make("causes", led_by, before, found, otherwise=before)
     if "causes" in results:
-        results["causes"] = of_this_machine(results["causes"], artefacts.train.fingerprint)
+        before, trainer = results["causes"], artefacts.train.fingerprint
+        made = attempts.make("causes", of_this_machine, before, trainer, otherwise=before)
+        results["causes"] = made
     place = str(found[0].evidence[0].value) if found else ""
-    checks += square_checks(square, place)
-    checks += cause_checks(results.get("causes"), spec.explain)
+    named_causes = results.get("causes"), spec.explain
+    checks += attempts.make("square", square_checks, square, place, otherwise=[])
+    checks += attempts.make("causes", cause_checks, *named_causes, otherwise=[])
     for analysis, result in left:
         results[analysis.id] = result
-        checks += analysis.checks(result)
+        checks += attempts.make(analysis.id, analysis.checks, result, otherwise=())
         unseen += [NotTested(analysis.id, reason) for reason in analysis.unseen(result)]
     for feature in features():
         if feature.check_step and (error := read_error(run_dir, step_label(feature))) is not None:
@@ -171,19 +200,22 @@ def build_report(
         not_tested=tuple(missing),
         run=named(facts(spec, artefacts.rollout, "")),
     ).with_analyses(**results)
-    return report, store.load_tokens(run_dir)
+    return incomplete(report, attempts.failed), store.load_tokens(run_dir)
 
 
-def checks_of(spec: CheckSpec, artefacts: Artefacts, headline: Comparison) -> list[Check]:
+def checks_of(
+    spec: CheckSpec, artefacts: Artefacts, headline: Comparison, attempts: Attempts
+) -> list[Check]:
     """Return all checks of artefacts that passed the input checks, but for those of the square."""
     sides = artefacts.rollout, artefacts.decode, artefacts.train
+    ranks, facts_of_trainer = spec.nproc_per_node, artefacts.train.fingerprint
     return [
-        *semantic_checks(*sides, headline.metrics["ratio_mean"]),
-        *exact_checks(headline),
-        *routing_checks(*sides),
-        *pass_checks(*sides, artefacts.scorings),
+        *semantic_checks(*sides, headline.metrics["ratio_mean"], attempts),
+        *attempts.make("exact KL", exact_checks, headline, otherwise=[]),
+        *attempts.make("routes", routing_checks, *sides, otherwise=[]),
+        *pass_checks(*sides, artefacts.scorings, attempts),
         *policy_entropy(headline),
-        *sharding_checks(spec.nproc_per_node, artefacts.train.fingerprint),
+        *attempts.make("sharding", sharding_checks, ranks, facts_of_trainer, otherwise=[]),
     ]
 
 
@@ -203,7 +235,11 @@ def without_square(spec: CheckSpec, comparisons: list[Comparison], results: dict
 
 
 def measured(
-    run_dir: Path, spec: CheckSpec, held: Artefacts, comparisons: list[Comparison]
+    run_dir: Path,
+    spec: CheckSpec,
+    held: Artefacts,
+    comparisons: list[Comparison],
+    attempts: Attempts,
 ) -> tuple[dict[str, Any], list[NotTested]]:
     """Return the results of all analyses by id, and what they could not see.
 
@@ -215,12 +251,14 @@ def measured(
     results: dict[str, Any] = {}
     missing: list[NotTested] = []
     for analysis in analyses():
-        result = analysis.measure(run, spec)
+        result = attempts.make(analysis.id, analysis.measure, run, spec, otherwise=None)
         if isinstance(result, NotTested):
             missing.append(result)
         elif result is not None:
             results[analysis.id] = result
             missing += [NotTested(analysis.id, reason) for reason in analysis.unseen(result)]
+    failures = results["causes"].failures if "causes" in results else ()
+    attempts.failed += [internal_error(f"detector {f.detector}", f.error) for f in failures]
     return results, missing
 
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mismatch.analysis.levels import incomplete
 from mismatch.analysis.thresholds import Thresholds
+from mismatch.attempts import Attempts
 from mismatch.codec import from_json
 from mismatch.engines.registry import weight_givers
 from mismatch.errors import MismatchError
@@ -24,19 +26,19 @@ from mismatch.processes.launched import Launched
 from mismatch.processes.launched import score as score_launched
 from mismatch.processes.stages import ALL, Narrator, Room, Stages
 from mismatch.processes.tasks import Score
-from mismatch.run import store
+from mismatch.run import manifest, store
 from mismatch.run.directory import at_work, load_spec
 from mismatch.run.messages import error_path, pass_label, write_error
 from mismatch.run.resume import differences
 from mismatch.run.store import TRAIN
-from mismatch.specs import CheckSpec, EngineSpec, Pass, TrainSpec, to_dict
+from mismatch.specs import CheckSpec, EngineSpec, Pass, TrainSpec, spec_hash, to_dict
 from mismatch.types import Report
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-Writer = Callable[[Path, Report, "pd.DataFrame"], None]
+Writer = Callable[[Path, Report, "pd.DataFrame"], Report]
 
 
 def run_check(
@@ -52,33 +54,42 @@ def run_check(
 
     Args:
         write: called with the run directory, the report and the token table while the directory
-            is still held; None: the report is only returned.
+            is still held, gives the report as it was written; None: the report is only returned.
 
     Raises:
-        MismatchError: a stage failed; what was written before stays, to be resumed.
+        MismatchError: a stage failed before the trainer had scored; what was written before stays,
+            to be resumed. What fails later is named in the report.
     """
+    attempts = Attempts()
     with at_work(run_dir, "check", spec, command) as journal:
         stages = Stages(spec, run_dir, narrator, journal, wants_square(spec), room)
-        stages.count.total = 1  # the comparison
+        stages.count.total = 1 + spec.explain  # comparisons
         passes = [pass_ for pass_ in training_passes(spec) if pass_.name not in room.left_out]
         if spec.fixes:
             from mismatch.pipeline.fix_trials import measure_with_fixes
 
-            measure_with_fixes(stages, passes)
+            try:
+                measure_with_fixes(stages, passes)
+            except Exception as error:
+                scored = store.scoring_file(TRAIN)
+                if not manifest.is_current(run_dir, scored, spec_hash(spec.train)):
+                    raise
+                attempts.note("fixes", error)
         else:
             stages.measure(passes)
-        compare_with_disk(stages)
-        run_steps(stages)
+        for name, reason in room.left_out.items():
+            write_error(run_dir, pass_label(name), MismatchError(reason))
+        attempts.make("weights on disk", compare_with_disk, stages, otherwise=None)
+        run_steps(stages, attempts)
         if spec.explain:
             from mismatch.pipeline.explain import explain
 
-            explain(stages)
-        for name, reason in room.left_out.items():
-            write_error(run_dir, pass_label(name), MismatchError(reason))
-        return conclude(stages, thresholds, write)
+            conclude(stages, thresholds, write, attempts)  # experiments take minutes
+            attempts.make("explain", explain, stages, otherwise=None)
+        return conclude(stages, thresholds, write, attempts)
 
 
-def run_steps(stages: Stages) -> None:
+def run_steps(stages: Stages, attempts: Attempts) -> None:
     """Run what features add to a check; a step that fails leaves its reason and ends nothing."""
     for feature in features():
         if not feature.check_step:
@@ -90,6 +101,8 @@ def run_steps(stages: Stages) -> None:
         except MismatchError as error:
             write_error(stages.run_dir, label, error)
             stages.narrator.note(f"{feature.name}: {error.headline}")
+        except Exception as error:
+            attempts.note(feature.name, error)
 
 
 def run_rollout(spec: CheckSpec, run_dir: Path, narrator: Narrator, command: str = "") -> None:
@@ -141,7 +154,7 @@ def run_score(
     if world is not None:
         held = nullcontext() if world.rank else at_work(run_dir, "score", kept, command)
         with held:
-            score_launched(run_dir.resolve(), passes, world, narrator.note)
+            score_launched(run_dir.resolve(), passes, spec.seed, world, narrator.note)
         return
     with at_work(run_dir, "score", kept, command) as journal:
         Stages(spec, run_dir, narrator, journal).measure(passes, sample=False)
@@ -188,31 +201,43 @@ def run_compare(
     """
     spec = load_spec(run_dir)
     with at_work(run_dir, "compare", spec, command) as journal:
-        return conclude(Stages(spec, run_dir, narrator, journal), thresholds, write, again=True)
+        stages = Stages(spec, run_dir, narrator, journal)
+        return conclude(stages, thresholds, write, Attempts(), again=True)
 
 
 def conclude(
-    stages: Stages, thresholds: Thresholds | None, write: Writer | None, again: bool = False
+    stages: Stages,
+    thresholds: Thresholds | None,
+    write: Writer | None,
+    attempts: Attempts,
+    again: bool = False,
 ) -> Report:
     """Compare and judge what the stages left; hand the report to ``write``.
 
     Args:
+        attempts: what has failed since the trainer scored.
         again: compare again even if ``comparison.json`` exists.
     """
     with stages.timed("compare", "compare: metrics with intervals"):
-        report, tokens = build_report(stages.run_dir, stages.spec, thresholds, again=again)
-        report = with_fixes(report, stages.run_dir, stages.spec, thresholds)
-        tokens = record_best_fix(stages.run_dir, report, tokens)
-        report = with_explanation(report, stages.run_dir, stages.spec)
+        run_dir, spec = stages.run_dir, stages.spec
+        parts = Attempts()
+        parts.failed += attempts.failed
+        report, tokens = build_report(run_dir, spec, thresholds, again, parts)
+        known = len(parts.failed)
+        fixed = report, run_dir, spec, thresholds
+        report = parts.make("fixes", with_fixes, *fixed, otherwise=report)
+        shown = run_dir, report, tokens
+        tokens = parts.make("tokens of the best fix", record_best_fix, *shown, otherwise=tokens)
+        explained = report, run_dir, spec
+        report = parts.make("explain", with_explanation, *explained, otherwise=report)
+        report = incomplete(report, parts.failed[known:])
     stages.journal.save()
     entry, earlier = stages.journal.entry, stages.journal.earlier
     report.run.update((key, entry[key]) for key in entry if key not in ("verb", "finished"))
     report.run.update(seconds=stages.journal.seconds, timings=stages.journal.timings)
     if earlier:
         report.run["earlier_commands"] = [command["command"] for command in earlier]
-    if write is not None:
-        write(stages.run_dir, report, tokens)
-    return report
+    return report if write is None else write(run_dir, report, tokens)
 
 
 def _require_free_name(run_dir: Path, pass_: Pass) -> None:

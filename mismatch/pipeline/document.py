@@ -133,7 +133,7 @@ def headline_of(report: Report) -> Headline:
         n_tokens=k3.n_tokens if k3 else None,
         n_prompts=k3.n_prompts if k3 else None,
         best_fix=fixes.best_together if fixes else None,
-        exit_code=exit_code(verdict, fails_on(None, quick)),
+        exit_code=exit_code(verdict, fails_on(None, quick), report.checks),
     )
 
 

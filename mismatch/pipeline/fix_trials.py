@@ -16,7 +16,7 @@ from mismatch.experiments.fixes.context import Context, context_of
 from mismatch.experiments.fixes.planning import DIRECTORY, FixPlan, Variant, plan_fixes, plan_pairs
 from mismatch.experiments.fixes.results import STATE, STATE_SCHEMA, engine_seconds, table_of
 from mismatch.experiments.jobs import Job
-from mismatch.processes.launch import Worker
+from mismatch.processes.launch import Worker, own_python
 from mismatch.processes.stages import Stages
 from mismatch.run import resume, store
 from mismatch.run.directory import at_work
@@ -111,18 +111,19 @@ class FixRun:
             job
             for job in jobs
             if job.pass_.name not in self.not_exact
-            and not resume.scoring_done(job.run_dir, job.pass_.name, job.pass_.spec)
+            and not self.stages.scored(job.run_dir, job.pass_)
         ]
 
     def scored(self, variant: Variant) -> bool:
         """Return whether the scoring of a variant is there, and of the variant's tokens."""
-        directory, pass_ = self.run_dir / variant.folder, variant.scoring
-        fresh = not variant.folder or resume.rollout_done(directory, sampling_spec(variant).rollout)
-        return fresh and resume.scoring_done(directory, pass_.name, pass_.spec)
+        directory, spec = self.run_dir / variant.folder, sampling_spec(variant).rollout
+        python = own_python(spec.engine)
+        fresh = not variant.folder or resume.rollout_done(directory, spec, python)
+        return fresh and self.stages.scored(directory, variant.scoring)
 
     def dropped(self, pending: list[Variant], error: MismatchError) -> bool:
         """Give up on the fix that the world ended at; False if it ended for another reason."""
-        if not resume.scoring_done(self.run_dir, TRAIN, self.stages.spec.train):
+        if not self.stages.scored(self.run_dir, Pass(TRAIN, self.stages.spec.train)):
             return False
         self.refusals(pending)
         by_name = {variant.scoring.name: variant for variant in pending}

@@ -27,6 +27,7 @@ from mismatch.models.config import find_config, first_layers
 from mismatch.models.derived import is_mxfp4
 from mismatch.models.derived import require_form as require_derived
 from mismatch.models.moe import require_forms, require_routes
+from mismatch.processes.adapter import no_float32
 from mismatch.processes.exchange import require_file
 from mismatch.processes.launch import own_python
 from mismatch.prompts.sources import read_prompts, require_within
@@ -303,6 +304,8 @@ def preflight_training(
         require_free_port(os.environ)
     if reach:
         require_reachable(spec.model, spec.revision)
+        if meets:
+            no_float32(spec.scorer, spec.python)  # a user's code that cannot be imported says so
 
 
 def require_transformers(python: str) -> None:

@@ -10,9 +10,10 @@ import numpy as np
 
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.semantics import input_checks
-from mismatch.analysis.levels import column_for, judge, verdict
+from mismatch.analysis.levels import column_for, incomplete, judge, verdict
 from mismatch.analysis.plugins import RunArtefacts, analyses
 from mismatch.analysis.thresholds import Thresholds
+from mismatch.attempts import Attempts
 from mismatch.errors import MismatchError
 from mismatch.models import named
 from mismatch.pipeline.build import facts
@@ -67,7 +68,12 @@ def build_pair(
     judgements = judge(comparison, column, thresholds)
     usable = {left.name: left, right.name: right}
     run = RunArtefacts(rollout, left, right, comparison, usable, {})
-    measured = {each.id: each.measure(run, spec) for each in analyses() if each.of_pairs}
+    attempts = Attempts()
+    measured = {
+        each.id: attempts.make(each.id, each.measure, run, spec, otherwise=None)
+        for each in analyses()
+        if each.of_pairs
+    }
     results = {id: each for id, each in measured.items() if not isinstance(each, NotTested)}
     report = Report(
         model=named(spec.rollout.engine.model),
@@ -79,7 +85,7 @@ def build_pair(
         not_tested=(UNTESTED,),
         run=named(facts(spec, rollout, command)) | {"runs": [str(left_run), str(right_run)]},
     ).with_analyses(**results)
-    return report, token_table(left_run, rollout, left, right)
+    return incomplete(report, attempts.failed), token_table(left_run, rollout, left, right)
 
 
 def require_same_tokens(ours: Rollout, theirs: Rollout, first: Path, second: Path) -> None:

@@ -7,9 +7,13 @@ Nothing here imports torch or a framework: the adapter's process leaves arrays a
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +26,10 @@ from mismatch.models.derived import form_name
 from mismatch.processes.launch import EXACT, rendezvous_args, worker_path
 from mismatch.run import store
 from mismatch.run.machine import visible_as
+from mismatch.run.messages import pass_label, write_error
 from mismatch.run.store import ALONE, REGROUPED, REPEATED, TRAIN, TRAINER_FLOAT32
 from mismatch.specs import CheckSpec, Pass, TrainSpec
+from mismatch.trainers.protocol import require_logprobs
 from mismatch.types import ROUTES, NotTested, Rollout, Scoring, SideFacts
 
 LABEL = "trainer"
@@ -34,6 +40,57 @@ VARIANTS = {
     ALONE: "alone",
     TRAINER_FLOAT32: "fp32",
 }
+
+
+def variant_of(name: str) -> str:
+    """Return how a pass is scored; one that ``score --name`` adds is scored as the run does."""
+    return VARIANTS.get(name, "own")
+
+
+@lru_cache
+def no_float32(scorer: str, python: str | None) -> str:
+    """Return why a user's own code cannot be asked for float32; "": it can.
+
+    The code is imported in its own interpreter, so that a mistake there ends a check before
+    anything is sampled, and no rank begins a pass that cannot work.
+
+    Raises:
+        MismatchError: it cannot be imported.
+    """
+    if ":" not in scorer:
+        return ""
+    command = [python or sys.executable, "-m", "mismatch.trainers.look", scorer]
+    with tempfile.TemporaryDirectory(prefix="mismatch-") as folder:
+        env = {**os.environ, **worker_path(Path(folder)), "PYTHONSAFEPATH": "1"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    try:
+        found = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError) as error:
+        log = "\n".join(f"    {line[:200]}" for line in done.stderr.splitlines()[-12:])
+        fault = f"--scorer {scorer}: importing it ended its process (exit code {done.returncode})"
+        raise MismatchError(fault, f"import it: {command[0]} -c 'import …'", log) from error
+    if "message" in found:
+        raise MismatchError(found["message"], found["fix"])
+    if found["float32"]:
+        return ""
+    if found["function"]:
+        return f"{scorer} is a function, which cannot be asked for float32"
+    return f"{scorer} says that it cannot score in float32"
+
+
+def askable(passes: list[Pass], run_dir: Path) -> list[Pass]:
+    """Return the passes that this trainer can score; a reason is left for float32 where it cannot.
+
+    Raises:
+        MismatchError: the user's own code cannot be imported.
+    """
+    reason = no_float32(passes[0].spec.scorer, passes[0].spec.python) if passes else ""
+    if not reason:
+        return passes
+    if any(pass_.name == TRAINER_FLOAT32 for pass_ in passes):
+        lacking = MismatchError(reason, "a class can score in float32: docs/how-to/your-trainer.md")
+        write_error(run_dir, pass_label(TRAINER_FLOAT32), lacking)
+    return [pass_ for pass_ in passes if pass_.name != TRAINER_FLOAT32]
 
 
 @dataclass(frozen=True)
@@ -50,17 +107,39 @@ def prepared(
     spec: CheckSpec, passes: Sequence[Pass], run_dir: Path, rollout: Rollout, gpus: tuple[int, ...]
 ) -> AdapterRun:
     """Write the tokens and the job of an adapter that scores these passes."""
+    job = write_job(passes, run_dir, rollout, spec.seed, f"{LABEL}.log")
+    command = [
+        *launcher(passes[0].spec, spec.nproc_per_node),
+        *("-m", "mismatch.trainers.worker", str(job)),
+    ]
+    env = {**worker_path(job.parent), **EXACT, **visible_as(gpus)}
+    return AdapterRun(command, env, outputs_of(passes, run_dir))
+
+
+def outputs_of(passes: Sequence[Pass], run_dir: Path) -> dict[str, Path]:
+    """Return the file that rank 0 leaves of each pass, by the pass's name."""
+    jobs = run_dir.resolve() / "jobs"
+    return {pass_.name: jobs / f"{LABEL}-{variant_of(pass_.name)}.npz" for pass_ in passes}
+
+
+def write_job(passes: Sequence[Pass], run_dir: Path, rollout: Rollout, seed: int, log: str) -> Path:
+    """Write what an adapter's ranks read: their job, and the tokens.
+
+    Args:
+        log: name of a rank's log; "{rank}" stands for its number.
+    """
     train = passes[0].spec
     jobs = run_dir.resolve() / "jobs"
     jobs.mkdir(exist_ok=True)
+    for path in jobs.glob(f"{LABEL}-*.npz"):  # of ranks and passes of an earlier start
+        path.unlink()
     tokens = jobs / f"{LABEL}-tokens.npz"
     np.savez(tokens, ids=rollout.token_ids, offsets=rollout.offsets, mask=rollout.action_mask)
-    outputs = {pass_.name: jobs / f"{LABEL}-{VARIANTS[pass_.name]}.npz" for pass_ in passes}
-    for path in outputs.values():
-        path.unlink(missing_ok=True)
+    outputs = outputs_of(passes, run_dir).items()
     job = {
         "run_dir": str(run_dir),
         "label": LABEL,
+        "log": log,
         "trainer": train.scorer,
         "job": {
             "model": train.model,
@@ -70,24 +149,29 @@ def prepared(
             "overrides": list(train.scorer_overrides),
             "attention": train.attention,
             "temperature": rollout.sampling.scored_temperature,
+            "dtype": train.dtype,
             "micro_batch_tokens": train.micro_batch_tokens,
-            "seed": spec.seed,
+            "seed": seed,
         },
         "tokens": str(tokens),
-        "passes": [{"variant": VARIANTS[name], "out": str(path)} for name, path in outputs.items()],
+        "passes": [{"variant": variant_of(name), "out": str(path)} for name, path in outputs],
     }
-    path = store.write_json(jobs / f"{LABEL}.json", job)
-    command = [
-        *launcher(train, spec.nproc_per_node),
-        *("-m", "mismatch.trainers.worker", str(path)),
-    ]
-    return AdapterRun(command, {**worker_path(jobs), **EXACT, **visible_as(gpus)}, outputs)
+    return store.write_json(jobs / f"{LABEL}.json", job)
 
 
-def missing_corner(passes: Sequence[Pass], run: AdapterRun) -> str:
+def missing_corner(outputs: dict[str, Path]) -> str:
     """Return the name of the float32 pass where all others are there and it alone is not."""
-    absent = [pass_.name for pass_ in passes if not run.outputs[pass_.name].exists()]
-    return TRAINER_FLOAT32 if absent == [TRAINER_FLOAT32] and len(passes) > 1 else ""
+    absent = [name for name, path in outputs.items() if not path.exists()]
+    return TRAINER_FLOAT32 if absent == [TRAINER_FLOAT32] and len(outputs) > 1 else ""
+
+
+def keep_scores(passes: Sequence[Pass], run_dir: Path, rollout: Rollout) -> None:
+    """Make scorings of what an adapter's ranks left."""
+    for name, path in outputs_of(passes, run_dir).items():
+        if path.exists():
+            pass_ = next(pass_ for pass_ in passes if pass_.name == name)
+            scoring = scoring_of(path, pass_, rollout)
+            store.save_scoring(run_dir, scoring, rollout, pass_.spec, python=pass_.spec.python)
 
 
 def launcher(spec: TrainSpec, ranks: int) -> list[str]:
@@ -128,10 +212,7 @@ def scoring_from(
             f"{scorer} returned {len(logprobs)} log-probabilities for {rollout.n_actions} tokens",
             "return one per action token",
         )
-    if np.nanmax(logprobs, initial=0.0) > 1e-3:
-        fault = f"{scorer} returned {np.nanmax(logprobs):.3g} as a log-probability"
-        fix = "return natural logarithms of probabilities, which are at most 0"
-        raise MismatchError(fault, fix)
+    require_logprobs(logprobs, scorer)
     missing = []
     if is_moe(pass_.spec.model, pass_.spec.revision) is not False:
         missing.append(NotTested(ROUTES, f"{facts['code']} returns no routed experts"))

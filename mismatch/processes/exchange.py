@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mismatch.errors import MismatchError, first_line
-from mismatch.processes.adapter import VARIANTS, scoring_from
+from mismatch.processes.adapter import scoring_from, variant_of
 from mismatch.specs import FILE_SCORER, Pass
 from mismatch.types import Rollout, Scoring, SideFacts
 
@@ -28,7 +28,7 @@ def column_of(name: str) -> str:
     >>> column_of("fsdp"), column_of("fsdp:fp32")
     ('logprobs', 'logprobs_fp32')
     """
-    variant = VARIANTS[name]
+    variant = variant_of(name)
     return "logprobs" if variant == "own" else f"logprobs_{variant}"
 
 

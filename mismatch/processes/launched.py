@@ -1,26 +1,65 @@
 """A training world that somebody else started: torchrun over machines, srun, Ray.
 
 Every rank runs the same command; a rank reads its place in its environment. Rank 0 holds the
-run directory, which all ranks must see under the same path. Nothing is started here.
+run directory, which all ranks must see under the same path. Our own passes run in this process
+where it has torch. A trainer's own code runs beside it, in a process per rank that takes over the
+rank's place: the same RANK, WORLD_SIZE and MASTER_ADDR, and a port of its own.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from mismatch.codec import to_json
 from mismatch.errors import MismatchError, first_line
 from mismatch.experiments.jobs import Job
 from mismatch.experiments.scoring_passes import by_load
+from mismatch.processes.adapter import (
+    LABEL,
+    askable,
+    keep_scores,
+    missing_corner,
+    outputs_of,
+    write_job,
+)
+from mismatch.processes.launch import EXACT, started, worker_path
 from mismatch.processes.tasks import TrainerSession, write_session
-from mismatch.run import resume
-from mismatch.run.messages import clear_errors, error_path, pass_label
-from mismatch.specs import OWN_SCORER, Pass
+from mismatch.run import resume, store
+from mismatch.run.machine import local_gpus
+from mismatch.run.messages import (
+    clear_errors,
+    error_files,
+    error_path,
+    pass_label,
+    read_error,
+    write_error,
+)
+from mismatch.specs import FILE_SCORER, OWN_SCORER, Pass
+from mismatch.types import Rollout
 
 PORT = "29500"  # torch's own default
 POD = {"PET_NNODES"}  # of torchrun's variables that which Kubeflow's operator sets for every pod
+MEET_S = 600.0  # until all ranks have started Python and read the run, over a network file system
+GRACE_S = 10.0  # for a rank to see by itself that another has failed
+POLL_S = 0.05
+SHARED = (
+    "the run directory must be on a file system that all machines share, and the command the same "
+    "everywhere"
+)
 SLURM = {
     "RANK": "SLURM_PROCID",
     "LOCAL_RANK": "SLURM_LOCALID",
@@ -75,35 +114,205 @@ def launched() -> Launched | None:
         raise MismatchError(fault, "start it with torchrun, srun or Ray") from error
 
 
-def score(run_dir: Path, passes: list[Pass], world: Launched, note: Callable[[str], None]) -> None:
+def score(
+    run_dir: Path, passes: list[Pass], seed: int, world: Launched, note: Callable[[str], None]
+) -> None:
     """Run this rank's part in the passes that the run does not hold yet; all ranks must call it.
 
     Args:
         passes: the trainer's own first.
+        seed: of the run.
 
     Raises:
-        MismatchError: see mismatch/processes/workers/train.py; another rank was lost.
+        MismatchError: see mismatch/processes/workers/train.py; another rank was lost, or a trainer
+            that starts its ranks itself.
     """
-    from mismatch.processes.workers.train import run
+    own_torch = find_spec("torch") is not None
 
-    missing = [p for p in passes if not resume.scoring_done(run_dir, p.name, p.spec)]
+    def there(pass_: Pass) -> bool:
+        here = own_torch and pass_.spec.scorer == OWN_SCORER
+        python = None if here else passes[0].spec.python
+        return resume.scoring_done(run_dir, pass_.name, pass_.spec, python)
+
+    missing = [pass_ for pass_ in passes if not there(pass_)]
     if not missing:
         note("score: there already")
         return
-    if passes[0].spec.scorer != OWN_SCORER:
-        fault = f"--scorer {passes[0].spec.scorer} starts its processes itself"
-        raise MismatchError(fault, "start mismatch itself, without torchrun or srun")
-    jobs = by_load([Job.of_check(run_dir, pass_, passes[0]) for pass_ in missing])
+    trainer = passes[0].spec
+    if trainer.scorer == FILE_SCORER or trainer.accelerate_config is not None:
+        fault = "--scorer file" if trainer.scorer == FILE_SCORER else "--accelerate-config"
+        fault += " needs no launcher: it reads a file, or starts the ranks itself"
+        fix = "start mismatch without torchrun or srun; a trainer over several machines can score "
+        fix += "a file: mismatch tokens RUN FILE, docs/how-to/your-trainer.md"
+        raise MismatchError(fault, fix)
+    theirs = [pass_ for pass_ in missing if pass_.spec.scorer != OWN_SCORER]
+    ours = [pass_ for pass_ in missing if pass_.spec.scorer == OWN_SCORER]
+    jobs = by_load([Job.of_check(run_dir, pass_, passes[0]) for pass_ in ours])
     session = TrainerSession(run_dir, tuple(jobs), same_on_all_ranks=True)
-    if world.rank == 0:
-        clear_errors(run_dir, "train")
+    rollout = store.load_rollout(run_dir)
+
+    def begin() -> dict[str, Any]:
+        """Leave what all ranks read, and nothing of an earlier start."""
+        for label in ("train", LABEL):
+            clear_errors(run_dir, label)
         for pass_ in missing:
             error_path(run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
-        write_session(session)
-        note(f"score: {world.size} ranks, {len(jobs)} passes")
+        if jobs:
+            write_session(session)
+        asked = askable(theirs, run_dir)
+        if asked:
+            write_job(asked, run_dir, rollout, seed, f"{LABEL}-rank{{rank}}.log")
+        return {"asked": [pass_.name for pass_ in asked], "port": free_port()}
+
+    if not theirs and own_torch:  # the ranks meet in torch's own way
+        if world.rank == 0:
+            begin()
+    else:
+        said = agreed(run_dir, world, json.dumps(to_json([run_dir, missing])), begin)
+        theirs = [pass_ for pass_ in theirs if pass_.name in said["asked"]]
+        if theirs:
+            note(f"score: {trainer.scorer}, {world.size} ranks, {len(theirs)} passes")
+            score_with_adapter(run_dir, theirs, rollout, world, said["port"], note)
+    if not jobs:
+        return
+    note(f"score: {world.size} ranks, {len(jobs)} passes")
+    if not own_torch:
+        session_file = run_dir / "jobs" / f"{session.label}.json"
+        module = "mismatch.processes.workers.session"
+        run_rank(session.label, module, session_file, trainer.python, run_dir, world, {})
+        return
+    from mismatch.processes.workers.train import run
+
     try:
         run(session)
     except RuntimeError as error:
         fault = f"rank {world.rank} lost the others: {first_line(error)}"
         fix = "the rank that failed first says why; the same command runs the missing passes"
         raise MismatchError(fault, fix) from error
+
+
+def score_with_adapter(
+    run_dir: Path,
+    passes: list[Pass],
+    rollout: Rollout,
+    world: Launched,
+    port: int,
+    note: Callable[[str], None],
+) -> None:
+    """Run this rank of a trainer's own code; rank 0 keeps what all ranks scored.
+
+    Args:
+        port: where these ranks meet. The launcher's own port is left to our passes, which follow.
+    """
+    trainer = passes[0].spec
+    env = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    if local_gpus() == 1:  # given to each rank by the launcher (srun --gpus-per-task=1)
+        env["LOCAL_RANK"] = "0"
+    job = run_dir / "jobs" / f"{LABEL}.json"
+    try:
+        run_rank(LABEL, "mismatch.trainers.worker", job, trainer.python, run_dir, world, env)
+    except MismatchError as error:
+        corner = missing_corner(outputs_of(passes, run_dir))
+        if not corner:
+            raise
+        if world.rank == 0:
+            write_error(run_dir, pass_label(corner), error)
+            note(f"the trainer in float32: {error.message}")
+    if world.rank == 0:
+        keep_scores(passes, run_dir, rollout)
+
+
+def run_rank(
+    label: str,
+    module: str,
+    job: Path,
+    python: str | None,
+    run_dir: Path,
+    world: Launched,
+    env: dict[str, str],
+) -> None:
+    """Run one rank in a process of its own, and end it where another rank has failed.
+
+    Raises:
+        MismatchError: a rank failed; with the error of the one that failed first.
+    """
+    own = f"{label}-rank{world.rank}"
+    command = [python or sys.executable, "-m", module, str(job)]
+    with tempfile.TemporaryDirectory(prefix="mismatch-") as folder:  # machines differ in paths
+        env = {**worker_path(Path(folder)), **EXACT, **env}
+        with started(own, command, run_dir, env=env) as worker:
+            watch, failed_at = worker.watch(), math.inf
+            try:
+                while not worker.ended():
+                    worker.require_activity(watch)
+                    errors = error_files(run_dir, label)
+                    failed_at = min(failed_at, time.monotonic()) if errors else math.inf
+                    if time.monotonic() > failed_at + GRACE_S:
+                        first = min(errors, key=lambda file: file.stat().st_mtime_ns)
+                        raise read_error(run_dir, first.stem) or MismatchError(f"see {first}")
+                    time.sleep(POLL_S)
+            except MismatchError as error:
+                if not error_path(run_dir, own).exists():
+                    write_error(run_dir, own, error)
+                raise
+
+
+def agreed(
+    run_dir: Path, world: Launched, command: str, begin: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return on all ranks what rank 0 says once all ranks of this start are there.
+
+    It takes a file system and no port. Each rank leaves a number that it drew; an answer that does
+    not repeat it is of an earlier start. Rank 0 clears the folder first, and a rank whose number
+    went with it leaves it again.
+
+    Args:
+        command: what this rank is about to do, which must be the same on all.
+        begin: run by rank 0 before it answers.
+
+    Raises:
+        MismatchError: a rank did not come in time, or is about to do something else.
+    """
+    room, own = run_dir / "jobs" / "ranks", uuid.uuid4().hex
+    answer, end = room / "answer.json", time.monotonic() + MEET_S
+    if world.rank == 0:
+        shutil.rmtree(room, ignore_errors=True)
+    while time.monotonic() < end:
+        room.mkdir(parents=True, exist_ok=True)
+        there = set(os.listdir(room))  # asks a network file system's server, as no single path does
+        with suppress(OSError, ValueError):  # cleared meanwhile, or half written
+            if world.rank == 0:
+                names = {str(rank): f"{rank}.json" for rank in range(1, world.size)}
+                if there >= set(names.values()):
+                    said = {rank: store.read_json(room / name) for rank, name in names.items()}
+                    break
+            elif f"{world.rank}.json" not in there:
+                store.write_json(room / f"{world.rank}.json", {"number": own, "command": command})
+            elif answer.name in there:
+                found: dict[str, Any] = store.read_json(answer)
+                if found["numbers"].get(str(world.rank)) == own:
+                    if fault := found["fault"]:
+                        raise MismatchError(fault, found["fix"])
+                    return found
+        time.sleep(POLL_S)
+    else:
+        fault = f"rank {world.rank} waited {MEET_S:.0f} s in {room} for the other ranks"
+        raise MismatchError(fault, SHARED)
+    numbers = {rank: entry["number"] for rank, entry in said.items()}
+    decided: dict[str, Any] = {"numbers": numbers, "fault": "", "fix": ""}
+    try:
+        if any(entry["command"] != command for entry in said.values()):
+            raise MismatchError(f"the ranks see different things in {run_dir}", SHARED)
+        decided |= begin()
+    except MismatchError as error:
+        store.write_json(answer, decided | {"fault": error.message, "fix": error.fix})
+        raise
+    store.write_json(answer, decided)
+    return decided
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing listens at."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

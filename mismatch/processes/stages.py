@@ -25,7 +25,7 @@ from mismatch.experiments import beyond
 from mismatch.experiments.jobs import Job
 from mismatch.experiments.scoring_passes import by_load, float32_engine
 from mismatch.models.derived import cache
-from mismatch.processes.adapter import missing_corner, prepared, scoring_of
+from mismatch.processes.adapter import askable, keep_scores, missing_corner, prepared
 from mismatch.processes.exchange import column_of, read_scores, require_file
 from mismatch.processes.launch import (
     EXACT,
@@ -170,9 +170,9 @@ class Stages:
             extra: further passes for the same world, and what has to be done before it scores.
         """
         wanted = passes
-        sampled = not sample or resume.rollout_done(self.run_dir, self.spec.rollout)
+        sampled = not sample or self.sampled(self.spec.rollout)
         if sampled:
-            passes = [p for p in passes if not resume.scoring_done(self.run_dir, p.name, p.spec)]
+            passes = [pass_ for pass_ in passes if not self.scored(self.run_dir, pass_)]
         adapted = [pass_ for pass_ in passes if pass_.spec.scorer != OWN_SCORER]
         ours = [pass_ for pass_ in passes if pass_.spec.scorer == OWN_SCORER]
         jobs = [Job.of_check(self.run_dir, pass_, wanted[0]) for pass_ in ours]
@@ -181,6 +181,7 @@ class Stages:
             jobs += self.long_jobs(sampled)
         for pass_ in passes:  # what kept it out before is forgotten
             error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
+        adapted = askable(adapted, self.run_dir)
         own = set(map(id, jobs))
         jobs = by_load([*jobs, *(extra.jobs if extra else [])])
         if extra is not None:
@@ -237,13 +238,26 @@ class Stages:
             elif wanted and not adapted:
                 self.narrator.note("score: there already")
 
+    def sampled(self, spec: RolloutSpec) -> bool:
+        """Return whether the run holds all that the engine samples."""
+        return resume.rollout_done(self.run_dir, spec, own_python(spec.engine))
+
+    def scored(self, folder: Path, pass_: Pass) -> bool:
+        """Return whether a folder holds a pass over its tokens; see :mod:`mismatch.run.resume`.
+
+        The scores of a file are read again: the file may have changed.
+        """
+        spec = pass_.spec
+        python = pass_python(spec, self.spec.train)
+        return spec.scorer != FILE_SCORER and resume.scoring_done(folder, pass_.name, spec, python)
+
     def long_jobs(self, sampled: bool) -> list[Job]:
         """Return the passes over the long sequence; no check ends where they fail."""
         folder = self.run_dir / LONG
         jobs = []
         for pass_ in beyond.long_passes(self.spec):
             error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
-            if not (sampled and resume.scoring_done(folder, pass_.name, pass_.spec)):
+            if not (sampled and self.scored(folder, pass_)):
                 jobs.append(Job(folder, pass_, optional=True, side=True))
         return jobs
 
@@ -259,15 +273,12 @@ class Stages:
             with started("trainer", run.command, self.run_dir, env=run.env) as worker:
                 self.wait(worker, "trainer", title, *beside)
         except MismatchError as error:
-            corner = missing_corner(passes, run)
+            corner = missing_corner(run.outputs)
             if not corner:
                 raise
             write_error(self.run_dir, pass_label(corner), error)
             self.narrator.note(f"the trainer in float32: {error.message}")
-        for pass_ in passes:
-            if run.outputs[pass_.name].exists():
-                scoring = scoring_of(run.outputs[pass_.name], pass_, rollout)
-                store.save_scoring(self.run_dir, scoring, rollout, made_by=pass_.spec)
+        keep_scores(passes, self.run_dir, rollout)
 
     def _score_from_file(self, passes: list[Pass], rollout: Rollout) -> None:
         """Keep the scores that another machine left in a file; side passes may be missing."""
@@ -285,7 +296,7 @@ class Stages:
     def sample(self, *beside: Worker) -> None:
         """Run the engine alone, unless all that it makes is there."""
         spec = self.spec.rollout
-        done = resume.rollout_done(self.run_dir, spec)
+        done = self.sampled(spec)
         if done and self._rescored():
             return
         with self.engine(spec) as engine:
@@ -295,7 +306,9 @@ class Stages:
 
     def _rescored(self) -> bool:
         spec = self.spec.rollout
-        return not spec.engine.prefill or resume.rescored(self.run_dir, spec)
+        if not spec.engine.prefill:
+            return True
+        return resume.rescored(self.run_dir, spec, own_python(spec.engine))
 
     def _title(self, passes: int, code: str = "FSDP2") -> str:
         world = self.spec.nproc_per_node
@@ -415,6 +428,18 @@ def world_python(train: TrainSpec) -> str | None:
     """
     own = train.scorer == OWN_SCORER or find_spec("torch") is None
     return train.python if own else None
+
+
+def pass_python(spec: TrainSpec, train: TrainSpec) -> str | None:
+    """Return the interpreter that computes a pass, whose versions its numbers depend on.
+
+    Args:
+        train: the trainer of the check that the pass belongs to.
+
+    Returns:
+        None: this process's.
+    """
+    return world_python(train) if spec.scorer == OWN_SCORER else spec.python
 
 
 def engine_command(

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mismatch.analysis.levels import incomplete
+from mismatch.attempts import Attempts
 from mismatch.errors import MismatchError
 from mismatch.pipeline.build import COMPARISON, COMPARISON_SCHEMA
 from mismatch.pipeline.document import SCHEMA, comparisons_to_json, report_to_json
@@ -15,7 +17,7 @@ from mismatch.reports.markdown import to_markdown
 from mismatch.reports.section import Page
 from mismatch.reports.summary import next_steps
 from mismatch.run import manifest, store
-from mismatch.types import Report
+from mismatch.types import NotTested, Report
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,16 +26,19 @@ if TYPE_CHECKING:
 REPORT = "report.json"
 
 
-def write_report(run_dir: Path, report: Report, tokens: pd.DataFrame) -> None:
-    """Write report.html, report.md, and last report.json: where that is, the rest is."""
-    write_rendered(run_dir, report, tokens)
-    store.save_document(
-        run_dir,
-        REPORT,
-        report_to_json(report, next_steps(report)),
-        schema=SCHEMA,
-        inputs=report_inputs(run_dir),
-    )
+def write_report(run_dir: Path, report: Report, tokens: pd.DataFrame) -> Report:
+    """Write report.html, report.md, and last report.json: where that is, the rest is.
+
+    Returns:
+        The report, which names what could not be shown.
+    """
+    if failed := write_rendered(run_dir, report, tokens):
+        report = incomplete(report, failed)
+        write_rendered(run_dir, report, tokens)
+    steps = Attempts().make("next steps", next_steps, report, otherwise=[])
+    document, inputs = report_to_json(report, steps), report_inputs(run_dir)
+    store.save_document(run_dir, REPORT, document, schema=SCHEMA, inputs=inputs)
+    return report
 
 
 def report_inputs(run_dir: Path) -> list[str]:
@@ -63,27 +68,36 @@ def require_fresh(run_dir: Path) -> None:
 
 def write_rendered(
     run_dir: Path, report: Report, tokens: pd.DataFrame, framework: str | None = None
-) -> None:
+) -> list[NotTested]:
     """Write report.html and report.md.
 
     Args:
         framework: whose names the tables show; None: everybody's in the HTML report, nobody's in
             Markdown.
+
+    Returns:
+        What raised: sections, which the pages lack, or a whole page, which is deleted.
     """
+    attempts = Attempts()
+    asked = report, tokens, framework, attempts
     for name, text in (
-        ("report.md", to_markdown(report, framework)),
-        ("report.html", to_html(report, tokens, framework)),
+        ("report.md", attempts.make("report.md", to_markdown, report, framework, otherwise="")),
+        ("report.html", attempts.make("report.html", to_html, *asked, otherwise="")),
     ):
+        if not text:
+            (run_dir / name).unlink(missing_ok=True)
+            continue
         store.write_text(run_dir / name, text)
         manifest.record(run_dir, name, "")
+    return attempts.failed
 
 
-def write_pair(directory: Path, report: Report, tokens: pd.DataFrame) -> None:
+def write_pair(directory: Path, report: Report, tokens: pd.DataFrame) -> Report:
     """comparison.json, tokens.parquet and the report, as a run has them."""
     store.save_tokens(directory, tokens)
     document = {"schema": COMPARISON_SCHEMA, **comparisons_to_json(report.comparisons, ())}
     store.save_document(directory, COMPARISON, document, schema=COMPARISON_SCHEMA)
-    write_report(directory, report, tokens)
+    return write_report(directory, report, tokens)
 
 
 def write_page(directory: Path, shown: Page, document: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from mismatch.attempts import Attempts
 from mismatch.reports.documentation import address
 from mismatch.reports.formatting import MARKS, line, packaged
 from mismatch.reports.section import Page, Section, Widget, cell_interval, cell_text
@@ -26,14 +27,20 @@ if TYPE_CHECKING:
 PART = 1 << 16  # characters of data per element: a browser's parser rests between elements
 
 
-def to_html(report: Report, tokens: pd.DataFrame, framework: str | None = None) -> str:
+def to_html(
+    report: Report,
+    tokens: pd.DataFrame,
+    framework: str | None = None,
+    attempts: Attempts | None = None,
+) -> str:
     """Return the report as one HTML document. The same input gives the same bytes.
 
     Args:
         tokens: one row per action token, as in tokens.parquet.
         framework: whose names the metrics have in the column of aliases; None: everybody's.
+        attempts: keeps sections that raised.
     """
-    return show_page(page(report, tokens, framework))
+    return show_page(page(report, tokens, framework, attempts))
 
 
 def show_page(shown: Page) -> str:

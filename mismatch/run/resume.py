@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +11,44 @@ from mismatch.run.store import ROLLOUT, VOCABULARY, made_with, scoring_file, sco
 from mismatch.specs import RolloutSpec, TrainSpec, spec_hash
 
 ABSENT = "(not set)"
-SEPARABLE = ("vllm", "sglang")  # engines that may live in a separate environment
 
 
-def rollout_done(run_dir: Path, spec: RolloutSpec) -> bool:
+def rollout_done(run_dir: Path, spec: RolloutSpec, python: str | None = None) -> bool:
     """Return whether the tokens, their texts and the engine's own scoring of them are complete.
+
+    Args:
+        python: interpreter that runs the engine; None: this interpreter.
 
     Raises:
         MismatchError: they were made with other versions or weights.
     """
     return (
-        _done(run_dir, ROLLOUT, spec)
+        _done(run_dir, ROLLOUT, spec, python)
         and manifest.is_current(run_dir, VOCABULARY, "")
-        and _done(run_dir, scoring_file(f"{spec.engine.engine}:decode"), spec)
+        and _done(run_dir, scoring_file(f"{spec.engine.engine}:decode"), spec, python)
     )
 
 
-def rescored(run_dir: Path, spec: RolloutSpec) -> bool:
+def rescored(run_dir: Path, spec: RolloutSpec, python: str | None = None) -> bool:
     """Return whether the engine has rescored the run's tokens, or never will.
 
     An engine that cannot rescore has said so when it sampled: nothing is gained by starting it.
     """
     decode = f"{spec.engine.engine}:decode"
-    if _done(run_dir, scoring_file(f"{spec.engine.engine}:prefill"), spec):
+    if _done(run_dir, scoring_file(f"{spec.engine.engine}:prefill"), spec, python):
         return True
-    if not _done(run_dir, scoring_file(decode), spec):
+    if not _done(run_dir, scoring_file(decode), spec, python):
         return False
     return scoring_header(run_dir, decode)["fingerprint"].get("prefill") is False
 
 
-def scoring_done(run_dir: Path, name: str, spec: TrainSpec) -> bool:
-    """Return whether one pass of the trainer over these tokens is complete; raises as above."""
-    return _done(run_dir, scoring_file(name), spec)
+def scoring_done(run_dir: Path, name: str, spec: TrainSpec, python: str | None = None) -> bool:
+    """Return whether one pass of the trainer over these tokens is complete; as above."""
+    return _done(run_dir, scoring_file(name), spec, python)
 
 
-def _done(run_dir: Path, name: str, spec: RolloutSpec | TrainSpec) -> bool:
-    """Whether an artefact is there, made by this spec with what is here now.
+def _done(run_dir: Path, name: str, spec: RolloutSpec | TrainSpec, python: str | None) -> bool:
+    """Whether an artefact is there, made by this spec with what its interpreter has now.
 
     Raises:
         MismatchError: it was made with other versions or weights; a run holds those of one.
@@ -57,18 +56,11 @@ def _done(run_dir: Path, name: str, spec: RolloutSpec | TrainSpec) -> bool:
     if not manifest.is_current(run_dir, name, spec_hash(spec)):
         return False
     noted = manifest.made_with(run_dir, name)
-    if isinstance(spec, RolloutSpec):
-        engine, python = spec.engine.engine, spec.engine.python
-        if python is not None:
-            here = os.path.abspath(python) == sys.executable
-        else:
-            here = engine not in SEPARABLE or find_spec(engine) is not None
-        if not here:
-            return True  # the worker knows what its environment holds, and asks again
-    changed = differences(noted, made_with(spec)) if noted else []
+    changed = differences(noted, made_with(spec, python)) if noted else []
     if changed:
+        where = f" (in {python})" if python else ""
         raise MismatchError(
-            f"{run_dir / name} was made with other versions or weights:\n    "
+            f"{run_dir / name} was made with other versions or weights{where}:\n    "
             + "\n    ".join(line.replace(" asked", " here") for line in changed),
             "put the old files back, or start a new run without --resume",
         )

@@ -31,8 +31,9 @@ from mismatch.captures import Distributions, Likeliest
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.run import captured, manifest
+from mismatch.run.interpreters import look_into
 from mismatch.run.manifest import damage_named, missing_fix, write_atomic
-from mismatch.run.provenance import checkpoint_digest, numeric_versions, redact
+from mismatch.run.provenance import NUMERIC, checkpoint_digest, numeric_versions, redact
 from mismatch.run.tables import (
     flat,
     layers_of,
@@ -44,7 +45,7 @@ from mismatch.run.tables import (
     schema_of,
     write_table,
 )
-from mismatch.specs import RolloutSpec, TrainSpec, spec_hash, to_dict
+from mismatch.specs import FILE_SCORER, RolloutSpec, TrainSpec, spec_hash, to_dict
 from mismatch.types import Rollout, Sampling, Scoring, SideFacts
 
 if TYPE_CHECKING:
@@ -183,12 +184,16 @@ def save_scoring(
     rollout: Rollout,
     made_by: RolloutSpec | TrainSpec | None = None,
     also_from: Sequence[str] = (),
+    python: str | None = None,
 ) -> Path:
     """Write ``scores/<name>.parquet`` and, where experts were captured, their routing file.
 
     The scores are recorded last, as made from the rollout (and routing) that lie there now: a
     scoring that is recorded is complete. ``made_by`` is kept in it, for resuming; ``also_from``
     names further artefacts that it was made from.
+
+    Args:
+        python: interpreter that computed it; None: this interpreter.
     """
     run_dir = Path(run_dir)
     offsets = action_offsets(rollout)
@@ -222,7 +227,7 @@ def save_scoring(
         header["distributions"] = True
     name = scoring_file(scoring.name)
     path = write_table(run_dir / name, rows, SCORING_SCHEMA, header)
-    manifest.record(run_dir, name, SCORING_SCHEMA, inputs=inputs, **_made(made_by))
+    manifest.record(run_dir, name, SCORING_SCHEMA, inputs=inputs, **_made(made_by, python))
     return path
 
 
@@ -313,17 +318,29 @@ def _stem(name: str) -> str:
     return name.replace(":", "-").replace("/", "-")
 
 
-def _made(spec: RolloutSpec | TrainSpec | None) -> dict[str, Any]:
-    return {} if spec is None else {"made_by": spec_hash(spec), "made_with": made_with(spec)}
+def _made(spec: RolloutSpec | TrainSpec | None, python: str | None = None) -> dict[str, Any]:
+    if spec is None:
+        return {}
+    return {"made_by": spec_hash(spec), "made_with": made_with(spec, python)}
 
 
-def made_with(spec: RolloutSpec | TrainSpec) -> dict[str, str]:
-    """Return versions and weights here: what numbers depend on in addition to a spec."""
+def made_with(spec: RolloutSpec | TrainSpec, python: str | None = None) -> dict[str, str]:
+    """Return versions and weights: what numbers depend on in addition to a spec.
+
+    Args:
+        python: interpreter that computes them; None: this interpreter.
+    """
     side = spec.engine if isinstance(spec, RolloutSpec) else spec
     if isinstance(spec, RolloutSpec) and spec.engine.servers:
         return {}  # the fingerprint says what servers ran
     digest = checkpoint_digest(side.model, side.revision)
-    return numeric_versions() | ({"weights": digest} if digest else {})
+    if isinstance(spec, TrainSpec) and spec.scorer == FILE_SCORER:
+        versions = {}  # of another machine
+    elif python is None:
+        versions = numeric_versions()
+    else:
+        versions = look_into(python, packages=tuple(sorted(NUMERIC))).packages
+    return versions | ({"weights": digest} if digest else {})
 
 
 # ---------------------------------------------------------------- token table

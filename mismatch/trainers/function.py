@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, first_line
 from mismatch.trainers.protocol import Facts, Scored, Tokens, TrainerJob, Variant
 
 
@@ -23,27 +23,19 @@ class FunctionTrainer:
     """
 
     def __init__(self, function: Callable[..., Any], name: str, job: TrainerJob) -> None:
-        if job.precision == "fp32":
-            raise MismatchError(
-                f"{name} is a function: it cannot be asked for float32",
-                "write a class that takes a TrainerJob (docs/how-to/your-trainer.md)",
-            )
         self.function, self.name, self.job = function, name, job
 
     def score(self, tokens: Tokens, variant: Variant) -> Scored:
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         own = list(range(rank, len(tokens.lengths), world))
-        groups = [[number] for number in own] if variant == "alone" else [own]
+        calls = {"alone": [[n] for n in own], "regrouped": [own[0::2], own[1::2]]}
         sequences, masks = tokens.sequences(), tokens.masks()
-        scores: list[Any] = []
-        for group in groups if own else ():
+        logprobs: dict[int, Any] = {}
+        for group in filter(None, calls.get(variant, [own])):
             ids = np.concatenate([sequences[number] for number in group])
             mask = np.concatenate([masks[number] for number in group])
             answer = self.function(ids, tokens.lengths[group], mask, self.job.temperature)
-            values = np.asarray(
-                answer.detach().float().cpu().numpy() if hasattr(answer, "detach") else answer,
-                np.float32,
-            ).reshape(-1)
+            values = self._numbers(answer)
             actions = int(mask.sum())
             if len(values) == len(ids) != actions:
                 values = values[mask]
@@ -53,9 +45,24 @@ class FunctionTrainer:
                     f"{actions} of them action tokens",
                     "return one log-probability per action token, or one per token",
                 )
-            counts = [int(masks[number].sum()) for number in group]
-            scores += np.split(values, np.cumsum(counts)[:-1])
-        return Scored(tuple(own), tuple(scores))
+            ends = np.cumsum([int(masks[number].sum()) for number in group])[:-1]
+            logprobs |= dict(zip(group, np.split(values, ends), strict=True))
+        return Scored(tuple(own), tuple(logprobs[number] for number in own))
+
+    def _numbers(self, answer: Any) -> Any:
+        """Return what the function gave as float32: a tensor of torch, an array, or a list."""
+        if hasattr(answer, "detach"):
+            answer = answer.detach().float().cpu().numpy()
+        try:
+            if answer is None:
+                raise TypeError("None is no array")
+            return np.asarray(answer, np.float32).reshape(-1)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise MismatchError(
+                f"{self.name} returned no array of numbers: {first_line(error)}",
+                "return a tensor, an array or a list of floats",
+            ) from error
 
     def facts(self) -> Facts:
-        return Facts(code=f"the function {self.name}", dtype="unknown")
+        stated = f"the dtype {self.job.dtype} is what --train-dtype says"
+        return Facts(code=f"the function {self.name}", dtype=self.job.dtype, notes=(stated,))

@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mismatch.errors import MismatchError
+
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 Precision = Literal["own", "fp32"]
 Variant = Literal["own", "repeated", "regrouped", "alone", "fp32"]
@@ -35,7 +37,10 @@ class TrainerJob:
     revision: str | None = None
     trust_remote_code: bool = False
     precision: Precision = "own"
-    """``own``: as the framework's configuration says; ``fp32``: weights and computation."""
+    """``own``: as the framework's configuration says; ``fp32``: weights and computation. A class
+    with the attribute ``float32 = False`` is never asked for it."""
+    dtype: str = ""
+    """What ``--train-dtype`` says of the computation in this precision."""
     config: str | None = None
     """Path of the framework's own configuration; None: its defaults."""
     overrides: tuple[str, ...] = ()
@@ -92,6 +97,20 @@ def short(dtype: Any) -> str:
     """Return the name of a dtype of torch, as bf16, fp16 or fp32 where it is one of them."""
     name = str(dtype).removeprefix("torch.")
     return SHORT.get(name, name)
+
+
+def require_logprobs(values: Any, who: str) -> None:
+    """Refuse numbers that cannot be logarithms of probabilities; NaN is a result, and judged.
+
+    Raises:
+        MismatchError: one is above 0, by more than rounding.
+    """
+    largest = np.nanmax(values, initial=0.0)
+    if largest > 1e-3:
+        raise MismatchError(
+            f"{who} returned {largest:.3g} as a log-probability",
+            "return natural logarithms of probabilities, which are at most 0",
+        )
 
 
 def sinks_of(model: Any, attention: str) -> dict[str, bool | None]:
@@ -160,7 +179,8 @@ class Facts:
     code: str
     """Whose code computes the log-probabilities, e.g. ``verl 0.9.1, FSDPEngineWithLMHead``."""
     dtype: str
-    """Of the computation: bf16, fp16 or fp32."""
+    """Of the computation: bf16, fp16 or fp32. "" where the trainer does not say: then the numbers
+    are measured, and no levels apply."""
     layout: str = "padding"
     """``padding`` (a row per sequence) or ``packing`` (several sequences in a row)."""
     attention: str = ""

@@ -2,13 +2,15 @@
 
 Runs under torchrun in the interpreter of the user's environment. JOB.json::
 
-    {"run_dir": "runs/x", "label": "trainer", "trainer": "verl", "job": {…TrainerJob…},
-     "tokens": "runs/x/jobs/trainer-tokens.npz",
+    {"run_dir": "runs/x", "label": "trainer", "log": "trainer-rank{rank}.log",
+     "trainer": "verl", "job": {…TrainerJob…}, "tokens": "runs/x/jobs/trainer-tokens.npz",
      "passes": [{"variant": "own", "out": "runs/x/jobs/trainer-own.npz"}, …]}
 
-Rank 0 writes each pass's file: ``logprobs`` [A], ``entropy`` [A] where the framework gives it, and
-``facts``, a JSON text. What a file needs to become a scoring is the parent's work, so this process
-needs numpy and the framework alone.
+Every rank leaves the share that it scored in a file; rank 0 joins them to the file of the pass:
+``logprobs`` [A], ``entropy`` [A] where the framework gives it, and ``facts``, a JSON text. So no
+trainer has to make a process group for it, and no rank begins a pass before the last one is saved.
+What a file needs to become a scoring is the parent's work, so this process needs numpy and the
+framework alone.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import platform
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +32,10 @@ import numpy as np
 from mismatch.errors import MismatchError, did_you_mean, first_line
 from mismatch.facts import SideFacts
 from mismatch.run.messages import exit_worker, report_ready, report_timing, say, write_error
-from mismatch.trainers.protocol import Scored, Tokens, Trainer, TrainerJob
+from mismatch.trainers.protocol import Scored, Tokens, Trainer, TrainerJob, require_logprobs
 
 BUILT_IN = {"verl": "mismatch.trainers.verl:Verl", "trl": "mismatch.trainers.trl:Trl"}
+POLL_S = 0.05
 
 
 def main(arguments: list[str]) -> int:
@@ -49,8 +53,8 @@ def main(arguments: list[str]) -> int:
         cause: BaseException = error
         while cause.__cause__ is not None:  # frameworks wrap what went wrong
             cause = cause.__cause__
-        what = f"{job['trainer']}: {type(cause).__name__}: {first_line(cause)}"
-        fix = f"the traceback is in {job['run_dir']}/logs/{job['label']}.log"
+        what = f"{job['trainer']}: {type(cause).__name__}: {first_line(cause)}{line_of(cause)}"
+        fix = f"the traceback is in {job['run_dir']}/logs/{job['log'].format(rank=rank)}"
         write_error(job["run_dir"], f"{job['label']}-rank{rank}", MismatchError(what, fix))
         return 2
     return 0
@@ -60,6 +64,7 @@ def run(job: dict[str, Any], rank: int) -> None:
     """Load the trainer in each precision that is asked for, and score every pass."""
     with np.load(job["tokens"]) as arrays:
         tokens = Tokens(arrays["ids"], arrays["offsets"], arrays["mask"])
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     wanted = TrainerJob(**job["job"])
     kind = load(job["trainer"])
     ready = False
@@ -74,11 +79,14 @@ def run(job: dict[str, Any], rank: int) -> None:
         for number, entry in enumerate(passes):
             start = time.monotonic()
             say(f"progress score {entry['variant']} {number + 1}/{len(passes)}")
-            scored = gathered(trainer.score(tokens, entry["variant"]))
-            seconds = time.monotonic() - start
+            out = Path(entry["out"])
+            write_share(share_path(out, rank), trainer.score(tokens, entry["variant"]))
             if rank == 0:
-                save(Path(entry["out"]), tokens, scored, trainer, seconds)
+                shares = [read_share(share_path(out, number)) for number in range(world)]
+                seconds = time.monotonic() - start
+                save(out, tokens, shares, trainer, seconds)
                 report_timing(entry["variant"], seconds)
+            wait_for(out)
         del trainer
 
 
@@ -102,41 +110,107 @@ def load(name: str) -> Any:
     """Return the class or function that a name means.
 
     Raises:
-        MismatchError: it cannot be imported, or is not there.
+        MismatchError: it cannot be imported, is not there, or can score nothing.
     """
     module_name, attribute = place_of(name)
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:
-        kind = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        other = "name the interpreter that has it: --train-python PATH"
+        if not f"{module_name}.".startswith(f"{error.name}."):  # something that the module needs
+            fault = f"--scorer {name}: {first_line(error)} (in {sys.executable})"
+            raise MismatchError(fault, other) from error
         raise MismatchError(
-            f"--scorer {name}: {first_line(error)} (in {sys.executable})",
-            "name the interpreter that has it: --train-python PATH",
+            f"--scorer {name}: no module {module_name} in {Path.cwd()}, in PYTHONPATH or among the "
+            f"packages of {sys.executable}",
+            f"start mismatch where {module_name} is, set PYTHONPATH to its folder, or {other}",
         ) from error
+    if not hasattr(module, attribute):
+        fault = f"--scorer {name}: {module.__file__} has no {attribute}"
+        raise MismatchError(fault, f"{did_you_mean(attribute, vars(module))}check the name")
+    kind = getattr(module, attribute)
     if isinstance(kind, type):
         return kind
+    if not callable(kind):
+        fault = f"--scorer {name}: that is a {type(kind).__name__}"
+        raise MismatchError(fault, "name a function or a class")
     from mismatch.trainers.function import FunctionTrainer
 
     return lambda job: FunctionTrainer(kind, name, job)
 
 
-def gathered(scored: Scored) -> list[Scored]:
-    """Return every rank's scores, on all ranks."""
-    import torch.distributed as dist
+def line_of(error: BaseException) -> str:
+    """Return where an error came from in the user's own code, in brackets; "" outside of it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    others = (os.path.dirname(__file__), "<", sys.prefix)
+    own = [f for f in frames if not f.filename.startswith(others) and "-packages" not in f.filename]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [scored]
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, scored)
-    return parts
+
+def share_path(out: Path, rank: int) -> Path:
+    """Return where a rank leaves what it scored in the pass that is written to ``out``."""
+    return out.with_suffix(f".rank{rank}.npz")
+
+
+def write_share(path: Path, scored: Scored) -> None:
+    """Leave one rank's scores for rank 0."""
+    arrays = {
+        "sequences": np.array(scored.sequences, np.int64),
+        "counts": np.array([len(row) for row in scored.logprobs], np.int64),
+        "logprobs": joined(scored.logprobs),
+        "dtype": np.array(scored.dtype),
+    }
+    if scored.entropy is not None:
+        arrays["entropy"] = joined(scored.entropy)
+    write_arrays(path, arrays)
+
+
+def read_share(path: Path) -> Scored:
+    """Return what a rank left, once it is there."""
+    wait_for(path)
+    with np.load(path) as arrays:
+        ends = np.cumsum(arrays["counts"])[:-1]
+        rows = {
+            name: tuple(np.split(arrays[name], ends))
+            for name in ("logprobs", "entropy")
+            if name in arrays
+        }
+        sequences = tuple(arrays["sequences"].tolist())
+        dtype = str(arrays["dtype"])
+    if not sequences:  # a rank without a share; an empty array is split into one empty row
+        rows = dict.fromkeys(rows, ())
+    path.unlink()
+    return Scored(sequences, rows["logprobs"], rows.get("entropy"), dtype)
+
+
+def joined(rows: Sequence[Any]) -> Any:
+    """Return rows one after another, in float32."""
+    return np.concatenate([np.zeros(0, np.float32), *(np.asarray(r, np.float32) for r in rows)])
+
+
+def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
+    """Write a file that is there as a whole or not at all."""
+    partial = path.with_suffix(".partial")
+    with open(partial, "wb") as file:
+        np.savez(file, **arrays)
+    partial.replace(path)
+
+
+def wait_for(path: Path) -> None:
+    """Sleep until a file appears; whoever started the ranks ends them all where one fails."""
+    # A network file system answers for a path from its cache, and asks again for a folder's names.
+    while path.name not in os.listdir(path.parent):
+        time.sleep(POLL_S)
 
 
 def save(path: Path, tokens: Tokens, parts: list[Scored], trainer: Trainer, seconds: float) -> None:
     """Write one pass, its sequences in order.
 
     Raises:
-        MismatchError: a sequence without scores, or with a wrong number of them.
+        MismatchError: a sequence without scores, or with a wrong number of them, or numbers that
+            are no log-probabilities.
     """
     logprobs: dict[int, Any] = {}
     entropy: dict[int, Any] = {}
@@ -153,9 +227,9 @@ def save(path: Path, tokens: Tokens, parts: list[Scored], trainer: Trainer, seco
                 "score every action token of every sequence once",
             )
     order = range(len(tokens.lengths))
-    arrays = {"logprobs": np.concatenate([logprobs[n] for n in order]).astype(np.float32)}
+    arrays: dict[str, Any] = {"logprobs": joined([logprobs[n] for n in order])}
     if len(entropy) == len(order):
-        arrays["entropy"] = np.concatenate([entropy[n] for n in order]).astype(np.float32)
+        arrays["entropy"] = joined([entropy[n] for n in order])
     measured: SideFacts = {
         "logprobs_dtype": parts[0].dtype,
         "seconds": round(seconds, 3),
@@ -163,9 +237,10 @@ def save(path: Path, tokens: Tokens, parts: list[Scored], trainer: Trainer, seco
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "device": device_name(),
     }
-    facts = {**asdict(trainer.facts()), **measured}
-    with open(path, "wb") as file:
-        np.savez(file, facts=np.array(json.dumps(facts)), **arrays)
+    said = trainer.facts()
+    require_logprobs(arrays["logprobs"], said.code)
+    facts = {**asdict(said), **measured}
+    write_arrays(path, {"facts": np.array(json.dumps(facts)), **arrays})
 
 
 def versions() -> dict[str, str]:

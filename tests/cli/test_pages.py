@@ -9,16 +9,14 @@ from pathlib import Path
 import pytest
 
 from mismatch.cli.main import Group
+from tests.pages import ROOT, shell_lines
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-BLOCK = re.compile(r"^```(?:bash|sh|shell|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def commands(page: Path) -> list[str]:
-    """Lines of its shell blocks that call the tool; what goes on behind a backslash is joined."""
-    text = "\n".join(BLOCK.findall(page.read_text("utf-8"))).replace("\\\n", " ")
-    lines = [re.split(r"\s+#|;  |&&|\||>", line)[0].strip() for line in text.splitlines()]
+    """Lines of its shell blocks that call the tool."""
+    lines = [re.split(r"\s+#|;  |&&|\||>", line.text)[0].strip() for line in shell_lines(page)]
     return [
         line
         for line in lines

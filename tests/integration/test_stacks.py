@@ -348,7 +348,7 @@ def test_verl_loads_the_plugin_by_itself(tmp_path: Path) -> None:
 
 def test_the_newest_of_everything(tmp_path: Path) -> None:
     report = checked(tmp_path / "run", "--python", python_of(NEWEST))
-    assert report["fingerprints"]["fsdp"]["versions"]["transformers"] == "5.23.0"
+    assert report["fingerprints"]["fsdp"]["versions"]["transformers"] == "5.24.0"
     assert report["verdict"]["status"] in ("healthy", "tolerable")
 
 

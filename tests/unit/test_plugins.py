@@ -18,6 +18,7 @@ import mismatch
 from mismatch import plugins
 from mismatch.analysis import plugins as analyses
 from mismatch.analysis.plugins import Analysis
+from mismatch.attempts import Attempts
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option
 from mismatch.cli.main import app
@@ -143,7 +144,7 @@ def test_its_result_is_judged_shown_and_written(installed: None, tmp_path: Path)
 def test_a_check_runs_its_step(installed: None, tmp_path: Path, where: str | None) -> None:
     run, notes = make_run(tmp_path / "run"), Notes()
     asked = replace(spec(), extras=(("weather_at", where),) if where else ())
-    run_steps(Stages(asked, run, notes, Journal(run, "check", asked, "")))
+    run_steps(Stages(asked, run, notes, Journal(run, "check", asked, "")), Attempts())
     report, _ = build_report(run, asked)
     assert (report.result("weather") is not None) == (where == "Paris")
     failed = where == "the moon"

@@ -1,13 +1,19 @@
 """Resuming never mixes: other versions or weights are named, and nothing is reused."""
 
 import shutil
+import sys
 from dataclasses import replace
 
 import pytest
 
 from mismatch.errors import MismatchError
+from mismatch.experiments.scoring_passes import reference_of
 from mismatch.models import EMBEDDED
+from mismatch.processes import stages
+from mismatch.processes.stages import pass_python
 from mismatch.run import manifest, provenance, resume, store
+from mismatch.run.interpreters import look_into
+from mismatch.specs import FILE_SCORER, OWN_SCORER, TrainSpec
 
 from ..made_run import rollout, scoring, spec
 
@@ -90,18 +96,60 @@ def test_a_model_that_is_not_here_has_no_digest():
         assert provenance.checkpoint_digest(name, None) == ""
 
 
-def test_an_engine_of_another_environment_is_asked_there(finished, monkeypatch):
-    """This process lacks its packages; its worker asks the same question with them."""
+@pytest.fixture
+def environment(tmp_path):
+    """Another interpreter, and what sets the version of torch that its environment holds."""
+    packages, python = tmp_path / "packages", tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+
+    def install(version):
+        shutil.rmtree(packages, ignore_errors=True)
+        folder = packages / f"torch-{version}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Name: torch\nVersion: {version}\n")
+        look_into.cache_clear()  # as in the next command
+
+    install("99.1")
+    return str(python), install
+
+
+def test_what_another_environment_scored_is_compared_with_its_versions(finished, environment):
     run, asked = finished
-    monkeypatch.setattr(store, "numeric_versions", lambda: {"torch": "99.9"})
-    engine = replace(asked.rollout.engine, python="/other/bin/python")
-    other = replace(asked.rollout, engine=engine)
-    entries = manifest.entries(run)
-    for entry in entries.values():
-        if entry["made_by"]:
-            entry["made_by"] = store.spec_hash(other)
-    manifest._save(run, entries)
-    assert resume.rollout_done(run, other)
+    python, install = environment
+    tokens = store.load_rollout(run)
+    store.save_scoring(run, store.load_scoring(run, "fsdp"), tokens, asked.train, python=python)
+    assert manifest.made_with(run, "scores/fsdp.parquet")["torch"] == "99.1"
+    assert resume.scoring_done(run, "fsdp", asked.train, python)
+    with pytest.raises(MismatchError, match=r"torch: '99\.1' there, '2\.[^']*' here"):
+        resume.scoring_done(run, "fsdp", asked.train)
+    install("99.2")
+    with pytest.raises(MismatchError, match=r"torch: '99\.1' there, '99\.2' here"):
+        resume.scoring_done(run, "fsdp", asked.train, python)
+
+
+def test_an_engine_of_another_environment_is_asked_there(finished, environment):
+    run, asked = finished
+    with pytest.raises(MismatchError, match=r"'99\.1' here"):
+        resume.rollout_done(run, asked.rollout, environment[0])
+
+
+def test_scores_of_a_file_have_no_versions(finished, monkeypatch):
+    _, asked = finished
+    read = replace(asked.train, scorer=FILE_SCORER)
+    assert store.made_with(read).keys() == {"weights"}
+
+
+@pytest.mark.parametrize("torch_here", [True, False])
+@pytest.mark.parametrize("scorer", [OWN_SCORER, "trl"])
+def test_each_pass_belongs_to_the_environment_that_computes_it(monkeypatch, scorer, torch_here):
+    there = "/there/bin/python"
+    monkeypatch.setattr(stages, "find_spec", lambda name: torch_here or None)
+    train = TrainSpec(scorer=scorer, python=there)
+    reference = reference_of(train)
+    assert pass_python(train, train) == there
+    beside_an_adapter = scorer != OWN_SCORER and torch_here
+    assert pass_python(reference, train) == (None if beside_an_adapter else there)
 
 
 def test_a_run_from_before_versions_were_noted_can_be_resumed(finished, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 
 from mismatch.analysis.diagnosis import declared, semantics
 from mismatch.analysis.diagnosis.loaded_weights import weights_as_loaded
+from mismatch.attempts import Attempts
 from mismatch.types import Estimate, Rollout, Sampling, Scoring
 from tests.texts import numbers
 
@@ -70,9 +71,10 @@ def ratio(left, right, half=0.01, flags=()):
     return Estimate(value, value - half, value + half, 192, 16, 8, flags)
 
 
-def statuses(rollout, left, right, **kwargs):
-    checks = semantics.input_checks(rollout, left, right)
-    checks += semantics.semantic_checks(rollout, left, right, ratio(left, right, **kwargs))
+def statuses(rollout, left, right, attempts=None, **kwargs):
+    sides, attempts = (rollout, left, right), attempts or Attempts()
+    checks = semantics.input_checks(*sides)
+    checks += semantics.semantic_checks(*sides, ratio(left, right, **kwargs), attempts)
     return {check.id: check for check in checks}
 
 
@@ -321,13 +323,14 @@ def test_what_lacks_its_data_is_not_tested_and_never_passed(check):
     ("name", "check"),
     [("lag", "alignment"), ("padding", "zero-logprobs"), ("truncation", "truncation")],
 )
-def test_a_detector_that_raises_leaves_its_check_not_tested(monkeypatch, name, check):
+def test_a_detector_that_raises_costs_its_check_alone(monkeypatch, name, check):
     def broken(case):
         raise ValueError("no")
 
     room = semantics.law if name == "truncation" else semantics
+    attempts, sound = Attempts(), statuses(*make()).keys()
     monkeypatch.setattr(room, name, broken)
-    checks = statuses(*make())
-    assert checks[check].status == "not_tested"
-    assert "ValueError" in checks[check].detail
-    assert {outcome.status for id, outcome in checks.items() if id != check} == {"passed"}
+    checks = statuses(*make(), attempts=attempts)
+    assert sound - checks.keys() == {check}
+    assert {outcome.status for outcome in checks.values()} == {"passed"}
+    assert [entry.what for entry in attempts.failed] == [check]

@@ -7,15 +7,18 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import plain_of, training_passes
-from mismatch.processes.adapter import VARIANTS, missing_corner, prepared, scoring_of
+from mismatch.processes.adapter import VARIANTS, missing_corner, no_float32, prepared, scoring_of
 from mismatch.processes.launch import ROOT, worker_path
 from mismatch.run import store
 from mismatch.run.trust import code_of
@@ -65,11 +68,164 @@ def test_a_function_gets_the_tokens_and_its_numbers_are_cut_by_sequence(variant:
     assert [row.tolist() for row in scored.logprobs] == [[-1.0, -1.5], [-2.5, -3.5, -4.0]]
 
 
-def test_a_function_that_returns_another_count_is_refused() -> None:
-    trainer = FunctionTrainer(lambda *given: np.zeros(4), "here:f", TrainerJob("m"))
+ACTIONS = [-2.0, -3.0, -5.0, -7.0, -8.0]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ACTIONS,
+        np.array(ACTIONS, np.float64),
+        torch.tensor(ACTIONS, dtype=torch.bfloat16),
+        torch.tensor(ACTIONS, requires_grad=True),
+        -torch.arange(9.0)[:, None],  # one per token, in a column
+    ],
+    ids=["list", "float64", "bf16", "on-grad", "all-tokens"],
+)
+def test_whatever_holds_the_numbers_is_read(answer: Any) -> None:
+    scored = FunctionTrainer(lambda *given: answer, "here:f", TrainerJob("m")).score(TOKENS, "own")
+    assert np.concatenate(scored.logprobs).tolist() == ACTIONS
+
+
+@pytest.mark.parametrize(
+    ("answer", "word"),
+    [
+        (np.zeros(4), "4 numbers"),
+        (None, "None"),
+        ({"logprobs": ACTIONS}, "no array"),
+        ([[-1.0], [-1.0, -2.0]], "no array"),
+        ("-1", "1 numbers"),
+    ],
+    ids=["count", "none", "dict", "ragged", "text"],
+)
+def test_what_is_no_answer_is_refused_by_the_functions_name(answer: Any, word: str) -> None:
+    trainer = FunctionTrainer(lambda *given: answer, "here:f", TrainerJob("m"))
     with pytest.raises(MismatchError) as refused:
         trainer.score(TOKENS, "own")
-    assert "4 numbers" in refused.value.message
+    assert "here:f" in refused.value.message
+    assert word in refused.value.message
+
+
+MODULE = """
+import numpy as np
+
+def ids(token_ids, lengths, mask, temperature):
+    return -token_ids.astype(float)
+
+def positive(token_ids, lengths, mask, temperature):
+    return token_ids
+
+def broken(token_ids, lengths, mask, temperature):
+    raise KeyError("lm_head")
+
+class Alone:
+    float32 = False
+
+class Uneven:
+    def __init__(self, job):
+        import os
+        from mismatch.trainers.protocol import Facts, Scored
+        self.rank, self.Facts, self.Scored = int(os.environ["RANK"]), Facts, Scored
+        if job.precision == "fp32" and self.rank == 1:
+            raise RuntimeError("no kernels")
+
+    def score(self, tokens, variant):
+        if self.rank == 0:  # the slower rank; the other is soon done with all passes
+            import time
+            time.sleep(0.3)
+        own = tuple(range(self.rank, len(tokens.lengths), 2))
+        rows = (tokens.sequences()[n][tokens.masks()[n]] for n in own)
+        return self.Scored(own, tuple(-row.astype(np.float32) for row in rows))
+
+    def facts(self):
+        return self.Facts("uneven", "bf16")
+"""
+
+
+def ranks_of(
+    folder: Path, scorer: str, world: int, names: tuple[str, ...]
+) -> tuple[list[int], dict[str, Path], Path]:
+    """Run the ranks of a user's trainer, as torchrun does: it ends all where one fails."""
+    (folder / "their.py").write_text(MODULE)
+    run = make_run(folder / "run")
+    train = replace(TRAIN, scorer=f"their:{scorer}", python=None)
+    passes = [Pass(name, train) for name in names]
+    made = prepared(replace(SPEC, train=train), passes, run, store.load_rollout(run), ())
+    with open(folder / "log", "w") as log:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, *made.command[-3:]], cwd=folder, stdout=log, stderr=log,
+                env={**os.environ, **made.env, "RANK": str(rank), "WORLD_SIZE": str(world)},
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+        end = time.monotonic() + 60
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
+            if any(rank.poll() for rank in ranks):
+                for rank in ranks:
+                    rank.kill()
+            time.sleep(0.02)
+    return [rank.wait() for rank in ranks], made.outputs, run
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_are_joined_without_a_process_group(tmp_path: Path, world: int) -> None:
+    codes, outputs, run = ranks_of(tmp_path, "ids", world, ("fsdp", "fsdp:regrouped", "fsdp:alone"))
+    assert codes == [0] * world, (tmp_path / "log").read_text()
+    rollout = store.load_rollout(run)
+    for name, path in outputs.items():
+        scoring = scoring_of(path, Pass(name, TRAIN), rollout)
+        assert np.array_equal(scoring.logprobs, -rollout.token_ids[rollout.actions])
+        assert scoring.fingerprint["world_size"] == world
+    assert not list((run / "jobs").glob("*rank*"))
+
+
+def test_a_rank_that_is_ahead_and_fails_costs_no_finished_pass(tmp_path: Path) -> None:
+    codes, outputs, run = ranks_of(tmp_path, "Uneven", 2, ("fsdp", "fsdp:alone", "fsdp:fp32"))
+    assert codes[1] == 2
+    assert missing_corner(outputs) == "fsdp:fp32"
+    assert (
+        "no kernels" in json.loads((run / "errors" / "trainer-rank1.json").read_text())["message"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "word"), [("positive", "log-probability"), ("broken", "lm_head")]
+)
+def test_a_function_that_fails_is_named_and_its_line_is_in_the_log(
+    tmp_path: Path, function: str, word: str
+) -> None:
+    codes, _, run = ranks_of(tmp_path, function, 1, ("fsdp",))
+    assert codes == [2]
+    message = json.loads((run / "errors" / "trainer-rank0.json").read_text())["message"]
+    assert f"their:{function}" in message
+    assert word in message
+    if function == "broken":
+        assert "their.py, line 11" in message
+        assert 'raise KeyError("lm_head")' in (tmp_path / "log").read_text()
+
+
+def test_who_cannot_be_asked_for_float32_is_known_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "their.py").write_text(MODULE)
+    (tmp_path / "wrong.py").write_text("import numpy\nnumpy.nothing_like_it\n")
+    (tmp_path / "gone.py").write_text("import os\nos._exit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    no_float32.cache_clear()
+    assert "their:ids is a function" in no_float32("their:ids", None)
+    assert "their:Alone" in no_float32("their:Alone", None)
+    assert no_float32("their:Uneven", None) == no_float32("verl", "/no/python") == ""
+    for name, words in {
+        "absent:score": (str(tmp_path), "PYTHONPATH"),
+        "their:absent": ("absent",),
+        "their:MODULE": ("MODULE",),
+        "wrong:score": ("nothing_like_it", "wrong.py, line 2"),
+        "gone:score": ("exit code 3",),
+    }.items():
+        with pytest.raises(MismatchError) as refused:
+            no_float32(name, None)
+        assert all(word in str(refused.value) for word in words), str(refused.value)
 
 
 def test_a_sequence_without_scores_is_refused(tmp_path: Path) -> None:
@@ -134,8 +290,8 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = prepared(replace(SPEC, train=train), passes, run, rollout, ())
     job = Path(made.command[-1])
     assert worker.main([str(job)]) == 2  # float32 failed, after the others were written
-    assert missing_corner(passes, made) == "fsdp:fp32"
-    assert missing_corner(passes[:2], made) == ""
+    assert missing_corner(made.outputs) == "fsdp:fp32"
+    assert missing_corner({"fsdp": made.outputs["fsdp"]}) == ""
     return run
 
 

@@ -16,8 +16,9 @@ from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.declared import failed
 from mismatch.analysis.diagnosis.detector import Look
 from mismatch.analysis.diagnosis.detectors import turns
-from mismatch.analysis.diagnosis.ranking import Failure, look_of
+from mismatch.analysis.diagnosis.ranking import seen_by
 from mismatch.analysis.levels import ENTROPY
+from mismatch.attempts import Attempts
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.run.store import TRAIN
@@ -38,15 +39,22 @@ MEAN = "logprob_abs_diff_mean"
 
 
 def pass_checks(
-    rollout: Rollout, decode: Scoring, train: Scoring, scorings: Mapping[str, Scoring]
+    rollout: Rollout,
+    decode: Scoring,
+    train: Scoring,
+    scorings: Mapping[str, Scoring],
+    attempts: Attempts,
 ) -> list[Check]:
     """Return all of them, on scorings of which ``decode`` and ``train`` passed the input checks."""
     sound, _ = by_finiteness(scorings)
-    checks = [enough_data(rollout), passes_finite(decode, scorings)]
-    checks.append(turns_agree(rollout, decode, train, sound))
-    checks.append(trainer_agreement(rollout, decode, train, sound))
     prefill = sound.get(decode.name.replace(":decode", ":prefill"))
-    return [*checks, *([] if prefill is None else [engine_agreement(rollout, decode, prefill)])]
+    return attempts.checks(
+        (enough_data, rollout),
+        (passes_finite, decode, scorings),
+        (turns_agree, rollout, decode, train, sound),
+        (trainer_agreement, rollout, decode, train, sound),
+        *([] if prefill is None else [(engine_agreement, rollout, decode, prefill)]),
+    )
 
 
 def not_finite(scoring: Scoring) -> str:
@@ -105,9 +113,7 @@ def turns_agree(
     case = Case.of(rollout, decode, train, others)
     missing = ""
     for look, fix in ((turns.unsampled, COUNTED), (turns.shifted, PAIRED), (turns.context, READ)):
-        seen = look_of(look.__name__, look, case)
-        if isinstance(seen, Failure):
-            return Check("turns", "not_tested", seen.error)
+        seen = seen_by(look, case)
         if isinstance(seen, NotTested) and seen.reason != turns.ONE_TURN:
             missing += f"; {seen.what}: not tested, {seen.reason}"
         if isinstance(seen, Look) and seen.findings:

@@ -17,6 +17,8 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, Repair, Side
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
+from mismatch.attempts import LOG
+from mismatch.errors import named_line
 from mismatch.types import Estimate, NotTested
 
 ROUNDS = 4
@@ -191,10 +193,16 @@ def look_of(
 ) -> Look | NotTested | Failure:
     """Return what a detector sees, or that it raised."""
     try:
-        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
-            return find(case)
+        return seen_by(find, case)
     except Exception as error:
-        return Failure(id, f"{type(error).__name__}: {error}")
+        LOG.error("detector %s: internal error", id, exc_info=error)
+        return Failure(id, named_line(error))
+
+
+def seen_by(find: Callable[[Case], Look | NotTested], case: Case) -> Look | NotTested:
+    """Return what a detector sees, without warnings of what it divides."""
+    with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
+        return find(case)
 
 
 def _next(

@@ -30,7 +30,8 @@ from mismatch.analysis.diagnosis.detectors.pairing import (
 )
 from mismatch.analysis.diagnosis.detectors.stated import NOTHING_CUT
 from mismatch.analysis.diagnosis.loaded_weights import weights_as_loaded
-from mismatch.analysis.diagnosis.ranking import Failure, look_of
+from mismatch.analysis.diagnosis.ranking import seen_by
+from mismatch.attempts import Attempts
 from mismatch.types import Check, Estimate, NotTested, Rollout, Scoring
 
 WEAK = 0.5  # two scorings of the same tokens correlate above this, or something is wrong
@@ -44,7 +45,7 @@ def input_checks(rollout: Rollout, left: Scoring, right: Scoring) -> list[Check]
 
 
 def semantic_checks(
-    rollout: Rollout, left: Scoring, right: Scoring, ratio_mean: Estimate
+    rollout: Rollout, left: Scoring, right: Scoring, ratio_mean: Estimate, attempts: Attempts
 ) -> list[Check]:
     """Return all other checks, on scorings that passed :func:`input_checks`.
 
@@ -53,20 +54,20 @@ def semantic_checks(
         right: the train side.
         ratio_mean: mean importance ratio of this pair, with its interval.
     """
-    return [
-        *whole_model(left.fingerprint),
-        attention_sinks(right.fingerprint),
-        alignment(rollout, left, right),
-        temperature(rollout, left, right),
-        truncation(rollout, left, right),
-        importance_ratio(rollout, left, right, ratio_mean),
-        zero_logprobs(rollout, left, right),
-        positive_logprobs(rollout, left, right),
-        sampling_parameters(rollout, left),
-        special_tokens(rollout, left, right),
-        source_files(left.fingerprint, right.fingerprint),
-        weights_as_loaded(left.fingerprint, right.fingerprint),
-    ]
+    sides, prints = (rollout, left, right), (left.fingerprint, right.fingerprint)
+    return whole_model(left.fingerprint) + attempts.checks(
+        (attention_sinks, right.fingerprint),
+        (alignment, *sides),
+        (temperature, *sides),
+        (truncation, *sides),
+        (importance_ratio, *sides, ratio_mean),
+        (zero_logprobs, *sides),
+        (positive_logprobs, *sides),
+        (sampling_parameters, rollout, left),
+        (special_tokens, *sides),
+        (source_files, *prints),
+        (weights_as_loaded, *prints),
+    )
 
 
 def same_token_ids(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
@@ -109,16 +110,14 @@ def missing_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
 
 def _seen(
     find: Callable[[Case], Look | NotTested], rollout: Rollout, left: Scoring, right: Scoring
-) -> Look | NotTested | Failure:
-    """Return what a detector sees of the two sides; one that raises never ends the check."""
-    return look_of(find.__name__, find, Case.of(rollout, left, right, {}))
+) -> Look | NotTested:
+    """Return what a detector sees of the two sides."""
+    return seen_by(find, Case.of(rollout, left, right, {}))
 
 
 def alignment(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     """Logprobs correlate best at lag 0, of lags up to ±64: no shift between the two sides."""
     look = _seen(lag, rollout, left, right)
-    if isinstance(look, Failure):
-        return Check("alignment", "not_tested", look.error)
     if isinstance(look, NotTested) or not (left.logprobs.std() and right.logprobs.std()):
         return Check("alignment", "not_tested", f"needs {MIN_TOKENS} tokens that are not all alike")
     best, at_best, at_zero = (float(item.value) for item in look.evidence)
@@ -180,8 +179,6 @@ def truncation(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     if left.fingerprint.get("logprobs_truncated") is None:
         return Check("truncation", "not_tested", "the engine does not say how it normalises")
     look = _seen(law.truncation, rollout, left, right)
-    if isinstance(look, Failure):
-        return Check("truncation", "not_tested", look.error)
     numbers = look.evidence[:2] if isinstance(look, Look) and look.findings else ()
     left_over, sided = (float(item.value) for item in numbers) if numbers else (1.0, 0.0)
     if sided > ONE_SIDED:
@@ -236,7 +233,7 @@ def zero_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     """Look for padding: a logprob of exactly 0 where the other side is not certain."""
     look = _seen(padding, rollout, left, right)
     if not isinstance(look, Look):
-        return Check("zero-logprobs", "not_tested", getattr(look, "error", str(look)))
+        return Check("zero-logprobs", "not_tested", str(look))
     for finding in look.findings:
         name = left.name if finding.side == "engine" else right.name
         count, last = (item.value for item in finding.evidence)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mismatch.analysis import plugins
+from mismatch.attempts import Attempts
 from mismatch.plugins import load
 from mismatch.reports import summary
 from mismatch.reports.formatting import TONES, capital, line
@@ -70,18 +71,26 @@ OF_RESULT: dict[str, Callable[[Any, Report], Sections]] = {
 }
 
 
-def page(report: Report, tokens: pd.DataFrame | None = None, framework: str | None = None) -> Page:
-    """Return the report as every renderer shows it.
+def page(
+    report: Report,
+    tokens: pd.DataFrame | None = None,
+    framework: str | None = None,
+    attempts: Attempts | None = None,
+) -> Page:
+    """Return the report as every renderer shows it; a section that raises is left out and named.
 
     Args:
+        attempts: keeps what raised.
         tokens: the tokens table; None: no section that needs one.
         framework: whose names of the metrics are shown next to ours; None: in no separate table.
     """
+    attempts = attempts or Attempts()
     comparison, status = summary.headline(report), report.verdict.status
     created = str(report.run.get("created", ""))[:16].replace("T", " ")  # UTC, as runs note it
-    shown = chapters(report, tokens, framework)
+    shown = chapters(report, tokens, framework, attempts)
     parts = [part for chapter in shown for part in chapter.parts]
     warnings = [text for part in parts for text in part.warnings]
+    read = report, warnings
     first = {part.title: f"{capital(part.short)}." for part in parts if part.first and part.short}
     return Page(
         kind="train–inference check",
@@ -98,20 +107,24 @@ def page(report: Report, tokens: pd.DataFrame | None = None, framework: str | No
             *summary.trainer_code(report),
         ),
         sections=tuple(shown),
-        lead=headline.lead(report),
-        answers=headline.answers(report, warnings, first),
+        lead=attempts.make("lead", headline.lead, report, otherwise=""),
+        answers=attempts.make("answers", headline.answers, *read, first, otherwise=()),
         table=headline.table(summary.most_telling(report)),
         asked=headline.names_there(report, framework),
-        steps=tuple(summary.next_steps(report)),
+        steps=tuple(attempts.make("next steps", summary.next_steps, report, otherwise=[])),
         command=summary.command(report),
         made=f"{created} UTC" if created else "",
     )
 
 
 def chapters(
-    report: Report, tokens: pd.DataFrame | None = None, framework: str | None = None
+    report: Report,
+    tokens: pd.DataFrame | None = None,
+    framework: str | None = None,
+    attempts: Attempts | None = None,
 ) -> list[Section]:
     """Return every section of this report in its chapter; analyses without a place come last."""
+    attempts = attempts or Attempts()
     added = [each for each in plugins.analyses() if each.section]
     order = [
         (id, title, (*ids, *(each.id for each in added if each.chapter == id)))
@@ -123,7 +136,8 @@ def chapters(
     for chapter, title, ids in order:
         parts: list[Section] = []
         for id in dict.fromkeys(ids):
-            made = _sections(id, report, tokens, framework)
+            asked = id, report, tokens, framework
+            made = attempts.make(f"section {id}", _sections, *asked, otherwise=None)
             parts += made if isinstance(made, tuple) else [made] if made else []
         if parts:
             shown.append(Section(chapter, title, parts=parts))
