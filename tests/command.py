@@ -27,9 +27,15 @@ PACKAGES = ("mismatch.cli", "mismatch.pipeline.commands", "mismatch.reports", "m
 LIBRARIES = ("pandas", "pyarrow.parquet", "matplotlib.figure", "jinja2")
 
 
-def mismatch(
-    *arguments: object, cwd: Path | None = None, timeout: float = 120, **env: str
-) -> subprocess.CompletedProcess[str]:
+class Done(subprocess.CompletedProcess[str]):
+    """A command that has ended, and the most memory that one of its processes held."""
+
+    def __init__(self, command: list[str], code: int, out: str, err: str, peak: int) -> None:
+        super().__init__(command, code, out, err)
+        self.peak_bytes = peak
+
+
+def mismatch(*arguments: object, cwd: Path | None = None, timeout: float = 120, **env: str) -> Done:
     """``mismatch ARGUMENTS`` with ``env`` added to the environment; its exit code and output."""
     command = [str(each) for each in arguments]
     with tempfile.TemporaryDirectory() as folder:
@@ -45,11 +51,11 @@ def mismatch(
         assert server.stdout is not None
         server.stdin.write(json.dumps(call) + "\n")
         server.stdin.flush()
-        code = int(server.stdout.readline())
+        code, peak = map(int, server.stdout.readline().split())
         out, err = ((Path(folder) / name).read_text() for name in ("out", "err"))
     if code == -signal.SIGALRM:
         raise subprocess.TimeoutExpired(command, timeout, out, err)
-    return subprocess.CompletedProcess(command, code, out, err)
+    return Done(command, code, out, err, peak)
 
 
 @functools.cache
@@ -77,8 +83,8 @@ def serve() -> None:
         child = os.fork()
         if child == 0:
             _run(json.loads(line))
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        _, status, used = os.wait4(child, 0)
+        print(os.waitstatus_to_exitcode(status), used.ru_maxrss * 1024, flush=True)
 
 
 def _run(call: dict[str, object]) -> None:

@@ -16,9 +16,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mismatch.errors import MismatchError
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
 
 # A Python object takes at most 27 times the bytes of its JSON: with both bounds less than 1 GiB.
 LARGEST_JSON = 32 << 20  # bytes of a document, or of a line of JSONL
@@ -77,13 +80,23 @@ def read_yaml(path: Path | str) -> str:
 
     Raises:
         OSError: as :func:`read_regular`.
-        ValueError: it is no UTF-8, has too many values, or contains itself.
+        ValueError: it is no UTF-8, or as :func:`require_small_yaml`.
+    """
+    text = read_regular(path, LARGEST_YAML).decode("utf-8")
+    require_small_yaml(text)
+    return text
+
+
+def require_small_yaml(text: str) -> None:
+    """Refuse YAML that is large with every alias written out.
+
+    Raises:
+        ValueError: it has too many values, or contains itself.
         yaml.YAMLError: it is no YAML.
         RecursionError: it is nested too deeply.
     """
     import yaml
 
-    text = read_regular(path, LARGEST_YAML).decode("utf-8")
     sizes: dict[int, int | None] = {}  # node -> its size; None while it is counted
 
     def size(node: Any) -> int:
@@ -100,7 +113,22 @@ def read_yaml(path: Path | str) -> str:
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if root is not None and (values := size(root)) > MOST_NODES:
         raise ValueError(f"with its aliases written out it has {values:.3g} values")
-    return text
+
+
+def open_parquet(path: Path | str) -> pq.ParquetFile:
+    """Open a Parquet file; its footer alone is read.
+
+    Raises:
+        OSError: as :func:`open_regular`.
+        pyarrow.ArrowException: it is no Parquet file.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    open_regular(path).close()
+    # Arrow's own allocator takes a GiB at once, so that no later limit holds.
+    pa.set_memory_pool(pa.system_memory_pool())
+    return pq.ParquetFile(path, pre_buffer=False)  # buffering ahead holds a row group several times
 
 
 @contextmanager
@@ -113,14 +141,14 @@ def bounded_memory(path: Path, most: int = READING) -> Iterator[None]:
         MismatchError: reading the file takes more.
     """
     most += TIMES * (path.stat().st_size if path.is_file() else 0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     now = 0
     if threading.current_thread() is threading.main_thread():
         with suppress(OSError), open("/proc/self/statm", "rb") as file:
-            now = int(file.read().split()[5]) * resource.getpagesize()
+            now = int(file.read().split()[0]) * resource.getpagesize()
     limits = [now + most, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
     if now:
-        resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+        resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     try:
         yield
     except MemoryError as error:
@@ -128,4 +156,4 @@ def bounded_memory(path: Path, most: int = READING) -> Iterator[None]:
         raise MismatchError(fault, "is it damaged? write it in smaller parts") from error
     finally:
         if now:
-            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -11,14 +11,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mismatch.errors import MismatchError
+from mismatch.run.files import bounded_memory, open_parquet
 from mismatch.run.manifest import require_file, require_schema, write_atomic
 from mismatch.run.provenance import redact
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 
 GROUP_VALUES = 1 << 20
+# Values of 8 bytes in memory, per byte of the file. Random tokens and their log-probabilities take
+# at most 15, as ids and floats hardly compress; below SMALL a run may repeat one token for ever.
+MOST_TIMES, SMALL = 64, 48 << 20
 
 
 def write_table(path: Path, columns: dict[str, Any], schema: str, header: Any) -> Path:
@@ -56,15 +61,30 @@ def read_table(path: Path, schema: str, required: set[str]) -> tuple[pa.Table, d
     Raises:
         MismatchError: absent, truncated, foreign, of another schema, or columns missing.
     """
-    import pyarrow.parquet as pq
-
     header = read_header(path, schema)
     with _parquet(path):
-        table = pq.read_table(path)
+        file = open_parquet(path)
+        _require_varied(path, file.metadata)
+        with bounded_memory(path):  # where no thread can be made
+            table = file.read(use_threads=False)
     missing = required - set(table.column_names)
     if missing:
         raise MismatchError(f"{path} lacks the columns {sorted(missing)}", "run the stage again")
     return table, header
+
+
+def _require_varied(path: Path, about: pq.FileMetaData) -> None:
+    """Refuse a small file of many values: those of a run do not repeat themselves so much.
+
+    Raises:
+        MismatchError: its values would take far more memory than the file has bytes.
+    """
+    groups = [about.row_group(number) for number in range(about.num_row_groups)]
+    values = sum(each.column(at).num_values for each in groups for at in range(each.num_columns))
+    size = path.stat().st_size
+    if values * 8 > max(SMALL, MOST_TIMES * size):
+        fault = f"{path} holds {values:,} values in {size:,} bytes: no run is like that"
+        raise MismatchError(fault, "do not read it, or make the run again")
 
 
 def read_header(path: Path, schema: str) -> dict[str, Any]:
@@ -73,11 +93,9 @@ def read_header(path: Path, schema: str) -> dict[str, Any]:
     Raises:
         MismatchError: as :func:`read_table`.
     """
-    import pyarrow.parquet as pq
-
     require_schema(path, schema_of(path), schema)
     with _parquet(path):
-        metadata = pq.read_schema(path).metadata
+        metadata = open_parquet(path).schema_arrow.metadata
     header: dict[str, Any] = json.loads(metadata[b"header"])
     return header
 
@@ -88,11 +106,9 @@ def schema_of(path: Path) -> str | None:
     Raises:
         MismatchError: absent, truncated or foreign.
     """
-    import pyarrow.parquet as pq
-
     require_file(path)
     with _parquet(path):
-        metadata = pq.read_schema(path).metadata or {}
+        metadata = open_parquet(path).schema_arrow.metadata or {}
     return metadata.get(b"schema", b"").decode() or None
 
 
@@ -116,6 +132,8 @@ def _parquet(path: Path) -> Iterator[None]:
 
     try:
         yield
+    except MemoryError:
+        raise
     except (OSError, pa.ArrowException) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         fault = f"{path} is not a readable Parquet file (truncated or foreign): {reason}"

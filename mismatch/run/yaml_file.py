@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError
+from mismatch.run.files import LARGEST_YAML, parse_json, read_regular, require_small_yaml
 
 # PyYAML follows YAML 1.1, where 1e-6 is text; frameworks read it as a number.
 EXPONENT = re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
@@ -26,11 +27,11 @@ def read_mapping(path: Path, where: str) -> dict[str, Any]:
     from yaml import YAMLError
 
     try:
-        text = path.read_text("utf-8")
-        tree = json.loads(text) if text.lstrip().startswith("{") else parsed(text)
+        text = read_regular(path, LARGEST_YAML).decode("utf-8")
+        tree = parse_json(text.encode()) if text.lstrip().startswith("{") else parsed(text)
     except json.JSONDecodeError:  # a YAML mapping in one line starts like JSON
         tree = _yaml(text, where)
-    except (OSError, UnicodeDecodeError, RecursionError, YAMLError) as error:
+    except (OSError, ValueError, RecursionError, YAMLError) as error:
         raise _unreadable(where, error) from error
     if not isinstance(tree, dict):
         what = "a list" if isinstance(tree, list) else "no keys"
@@ -43,7 +44,7 @@ def _yaml(text: str, where: str) -> Any:
 
     try:
         return parsed(text)
-    except (RecursionError, YAMLError) as error:
+    except (ValueError, RecursionError, YAMLError) as error:
         raise _unreadable(where, error) from error
 
 
@@ -55,11 +56,16 @@ def _unreadable(where: str, error: Exception) -> MismatchError:
 def parsed(text: str) -> Any:
     """Return what YAML text holds, as plain data.
 
+    Raises:
+        ValueError: as :func:`mismatch.run.files.require_small_yaml`.
+        yaml.YAMLError: it is no YAML.
+
     >>> parsed("lr: 1e-6")
     {'lr': 1e-06}
     """
     import yaml
 
+    require_small_yaml(text)
     return yaml.load(text, Loader=_loader())
 
 

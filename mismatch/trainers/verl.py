@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from mismatch.errors import MismatchError
+from mismatch.run.files import read_yaml
 from mismatch.trainers.protocol import (
     Facts,
     Replaced,
@@ -227,7 +228,7 @@ def composed(path: str | None, overrides: Sequence[str] = ()) -> Any:
     OmegaConf.set_struct(base, False)
     if path is not None:
         try:
-            own = OmegaConf.load(path)
+            own = OmegaConf.create(read_yaml(path))
         except Exception as error:
             raise MismatchError(
                 f"{path} cannot be read as a verl configuration: {error}",

@@ -83,10 +83,10 @@ def test_yaml_with_a_few_aliases_is_read(tmp_path: Path, text: str) -> None:
 
 
 def test_a_reader_that_takes_too_much_memory_is_stopped(tmp_path: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_DATA)
+    before = resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises(MismatchError, match="takes more"), bounded_memory(Path("x"), 64 << 20):
         bytearray(128 << 20)
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
     with bounded_memory(Path("x"), 64 << 20):
         bytearray(16 << 20)
     (tmp_path / "large").write_bytes(b"x" * (8 << 20))

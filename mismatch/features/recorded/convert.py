@@ -188,9 +188,9 @@ def limit_memory(path: Path) -> None:
     import resource
 
     with suppress(OSError), open("/proc/self/statm", "rb") as file:  # not on macOS
-        now = int(file.read().split()[5]) * resource.getpagesize()
+        now = int(file.read().split()[0]) * resource.getpagesize()
         most = now + READING + TIMES * path.stat().st_size
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def count(value: Any) -> int:

@@ -31,7 +31,7 @@ from mismatch.features.recorded.convert import converted
 from mismatch.features.recorded.parts import LARGE_BYTES, Part, parts_of
 from mismatch.metrics.row_sums import Row, Sums
 from mismatch.processes.spread import HERE, Where
-from mismatch.run.files import bounded_memory, open_regular
+from mismatch.run.files import bounded_memory, open_parquet, open_regular
 from mismatch.run.manifest import WRONG
 from mismatch.types import Bools, Floats, Ints
 
@@ -45,7 +45,9 @@ AT_ONCE = 1 << 20  # values of a column of Parquet that are read at once, about
 LONGEST = 1 << 20  # tokens of a sequence: more than any context holds
 LARGEST_ID = 1 << 31  # more than any vocabulary holds
 SPARE = 4  # times its share of the tokens may a part keep: bytes do not count tokens
-LEAST = 16  # where no more prompts are kept than this, rows are drawn instead of prompts
+# Where no more prompts are kept than this, rows are drawn instead of prompts; and no more rows than
+# this may have twice the tokens.
+LEAST = 16
 # First bytes of a file by ``torch.save``, and by ``pickle.dump`` with protocol 2 and later.
 PICKLED = (b"PK\x03\x04", b"\x80")
 # What a row may say of where it came from, in any format; ``step`` also from the file's name.
@@ -77,9 +79,16 @@ class Recorded:
     def keep(self, rows: list[Row], most: int | None) -> None:
         """Keep rows; of more than ``most`` tokens draw prompts, or rows where prompts are few."""
         self.sequences += [row.owned() for row in rows if row.drawn(self.prompts, self.rows)]
-        while most and len(self.sequences) > LEAST:
-            if sum(len(row.token_ids) for row in self.sequences) <= most:
+        while most and len(self.sequences) > 1:
+            tokens = sum(len(row.token_ids) for row in self.sequences)
+            if tokens <= (most if len(self.sequences) > LEAST else 2 * most):
                 return
+            if len(self.sequences) <= LEAST:
+                longest = max(
+                    range(len(self.sequences)), key=lambda at: len(self.sequences[at].token_ids)
+                )
+                del self.sequences[longest]
+                continue
             if len({row.key for row in self.sequences}) > LEAST:
                 self.prompts /= 2
             else:
@@ -236,12 +245,10 @@ def _entries(part: Part, python: str | None) -> Iterator[tuple[int, Entry]]:
 
 def _parquet(part: Part) -> Iterator[tuple[int, Entry]]:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     path, number = part.file, 0
     try:
-        # Buffering ahead holds a row group several times.
-        file = pq.ParquetFile(path, pre_buffer=False)
+        file = open_parquet(path)
         groups = range(file.num_row_groups) if part.groups is None else part.groups
         for group in groups:
             about = file.metadata.row_group(group)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mismatch.errors import MismatchError
-from mismatch.run.files import LARGEST_JSON, open_regular, parse_json
+from mismatch.run.files import LARGEST_JSON, open_parquet, open_regular, parse_json
 
 PART_BYTES = 32 << 20
 LARGE_BYTES = 2 * PART_BYTES  # of a dump that several processes read sooner than one
@@ -107,11 +107,10 @@ def _lines(file: Path) -> Iterator[tuple[int, int | None]]:
 def _groups(file: Path) -> Iterator[tuple[int, tuple[int, ...] | None, int]]:
     """Yield rows before some row groups, their numbers, and their bytes."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     about = None
     with suppress(pa.ArrowException, OSError):  # reading it says what is wrong
-        about = pq.read_metadata(file)
+        about = open_parquet(file).metadata
     if about is None or not about.num_row_groups:
         yield 0, None, 0
         return
