@@ -87,9 +87,10 @@ def of_this_machine(causes: Causes, trainer: SideFacts) -> Causes:
                 Evidence(f"{each['what']} that ran, which can make it", each["ran"], each["asked"])
                 for each in makers
             )
-            status = "suspected" if cause.status == "confirmed" else cause.status
-            evidence = (*cause.evidence, *(item for item in seen if item not in cause.evidence))
-            cause = replace(cause, status=status, evidence=evidence)
+            if cause.status == "confirmed":
+                cause = replace(cause, status="suspected", made_here=True)
+            new = tuple(item for item in seen if item not in cause.evidence)
+            cause = replace(cause, evidence=cause.evidence + new)
         ranked.append(cause)
     return replace(causes, ranked=tuple(ranked))
 
@@ -112,7 +113,8 @@ def cause_checks(causes: Causes | None, explained: bool = False) -> list[Check]:
     share = "" if first.effect is None else f", {first.effect.value:.0%} of mean |delta|"
     more = f" (and {len(named) - 1} more)" if len(named) > 1 else ""
     detail = f"{first.id} is {first.status}, side {first.side}{share}{more}"
-    more = "" if explained or first.status == "confirmed" else "; --explain confirms or rules out"
+    known = explained or first.made_here or first.status == "confirmed"
+    more = "" if known else "; --explain confirms or rules out"
     return [Check("causes", "warning", detail, f"see Causes{more}")]
 
 

@@ -288,7 +288,8 @@ def preflight_training(
         if spec.scorer == OWN_SCORER:
             require_transformers(spec.python)
     else:
-        fix = f"name your training environment: --train-python PATH; or {IN_A_CLONE}"
+        why = "the reference passes need them, " if spec.scorer == FILE_SCORER else ""
+        fix = f"{why}name your training environment: --train-python PATH; or {IN_A_CLONE}"
         require_packages("torch", "transformers", fix=fix)
     require_ranges(spec)
     require_trainer_names(spec)

@@ -11,6 +11,7 @@ from typing import Any
 from mismatch.analysis import square_checks
 from mismatch.analysis.diagnosis.loaded_weights import ONE_FORM
 from mismatch.analysis.diagnosis.pass_checks import MORE
+from mismatch.analysis.diagnosis.ranking import Cause
 from mismatch.analysis.levels import ENTROPY, TOO_LITTLE
 from mismatch.errors import in_list
 from mismatch.facts import Replaced
@@ -174,14 +175,17 @@ def trainer_code(report: Report) -> tuple[str, ...]:
     return (f"trainer: mismatch's FSDP2 loop with the settings of {line(preset)}",) * bool(preset)
 
 
-def replaced(report: Report, cause: str = "") -> list[Replaced]:
+def replaced(report: Report, cause: Cause | None = None) -> list[Replaced]:
     """Return the trainer's settings that could not run here, with what ran in their place.
 
     Args:
-        cause: those alone that can make this cause; "": all.
+        cause: those alone that can make this cause; None: all.
     """
     facts = report.fingerprints.get(headline(report).train, {})
-    return [each for each in facts.get("replaced", ()) if not cause or cause in each["causes"]]
+    found = facts.get("replaced") or []
+    if cause is None:
+        return found
+    return [each for each in found if cause.id in each["causes"] and cause.side != "engine"]
 
 
 def in_place_of(found: Sequence[Replaced]) -> str:
@@ -365,7 +369,7 @@ def next_steps(report: Report) -> list[str]:
     consequences of them. A fix that was measured to end well leaves nothing else to do.
     """
     causes = report.result("causes")
-    made = replaced(report, causes.ranked[0].id) if causes and causes.ranked else []
+    made = replaced(report, causes.ranked[0]) if causes and causes.ranked else []
     steps, ends_well = [*filter(None, [own_setting(made)]), *_missing(report)], False
     fixes = report.result("fixes")
     if fixes is not None and fixes.best_together is not None:

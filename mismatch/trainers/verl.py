@@ -125,6 +125,7 @@ class Verl:
     def _fit_a_cpu(self, model: Any, actor: Any) -> None:
         """Set back what only a GPU can run."""
         actor.fsdp_config.use_torch_compile = False
+        self.notes.append("log-softmax is float32 as under a GPU's autocast, not a CPU's bf16")
         why = "it needs a GPU"
         if actor.strategy == "fsdp":
             self._replace("strategy", "fsdp", "fsdp2", "FSDP1 needs a GPU", "fsdp-cast-inputs")

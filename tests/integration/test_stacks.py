@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -28,6 +29,7 @@ pytestmark = [*(pytest.mark.slow, pytest.mark.grid, pytest.mark.stack), pytest.m
 OLDEST, VERL, NEWEST = "TRL 1.16, lowest vLLM", "verl 0.9.1, vLLM 0.26", "newest"
 BEFORE = "vLLM 0.28"  # the oldest whose CPU kernels load under the torch of this environment
 FEW = ("--num-prompts", "16", "--samples-per-prompt", "2", "--max-tokens", "48")
+FLASH_AND_EAGER = ("flash_attention_2", "eager")
 WORK = Path(os.environ.get("MISMATCH_STACKS", ROOT / "runs" / "stacks"))
 
 
@@ -72,26 +74,95 @@ def test_the_oldest_vllm_and_trls_own_code(tmp_path: Path) -> None:
     assert max(gaps.values()) < 1e-5
 
 
-def test_verls_packed_rows_of_gpt_oss_see_each_other(tmp_path: Path) -> None:
-    """verl packs by default; transformers hands gpt-oss's mask no positions."""
+def test_verls_packed_rows_of_gpt_oss_see_each_other_under_eager(tmp_path: Path) -> None:
+    """verl packs by default; transformers hands gpt-oss's eager mask no positions."""
     own = ("--python", python_of(VERL), "--scorer", "verl")
     report = checked(tmp_path / "run", *own, code=1)
     assert report["verdict"]["status"] == "broken"
     (cause, *_) = report["causes"]["ranked"]
-    assert (cause["id"], cause["side"], cause["status"]) == ("packing-leak", "trainer", "confirmed")
+    # verl asks for flash attention, and eager ran in its place: of the run nothing is confirmed.
+    assert (cause["id"], cause["side"], cause["status"]) == ("packing-leak", "trainer", "suspected")
+    assert cause["made_here"]
+    replaced = {each["what"]: each for each in report["fingerprints"]["fsdp"]["replaced"]}
+    assert (replaced["attention"]["asked"], replaced["attention"]["ran"]) == FLASH_AND_EAGER
     assert gaps_of(report)["trainer"] > 0.1  # in float32 as well
 
+    # The same tokens with eager attention as verl's configuration asks for it.
+    eager = "actor_rollout_ref: {model: {override_config: {attn_implementation: eager}}}\n"
+    report = scored_again(tmp_path, "eager", eager, *own, code=1)
+    (cause, *_) = report["causes"]["ranked"]
+    assert (cause["id"], cause["side"], cause["status"]) == ("packing-leak", "trainer", "confirmed")
+    assert "attention" not in {e["what"] for e in report["fingerprints"]["fsdp"]["replaced"]}
 
-def test_verls_padded_rows_round_and_nothing_more(tmp_path: Path) -> None:
-    """On a CPU autocast leaves the log-softmax in bf16, which may be suspected."""
-    config = tmp_path / "verl.yaml"
-    config.write_text("actor_rollout_ref: {model: {use_remove_padding: false}}\n")
-    own = ("--python", python_of(VERL), "--scorer", "verl", "--scorer-config", str(config))
-    report = checked(tmp_path / "run", *own)
+    # Padded, with what a CPU cannot run set back: the rest of the check is right.
+    padded = (
+        "actor_rollout_ref: {model: {use_remove_padding: false, use_fused_kernels: true}, "
+        "actor: {ulysses_sequence_parallel_size: 2}}\n"
+    )
+    report = scored_again(tmp_path, "padded", padded, *own)
     assert report["verdict"]["status"] in ("healthy", "tolerable")
-    assert {cause["id"] for cause in report["causes"]["ranked"]} <= {"bf16-logprobs"}
+    assert report["causes"]["ranked"] == []  # log-softmax in float32, as on a GPU
     assert report["fingerprints"]["fsdp"]["code"].startswith("verl 0.9.1")
+    told = {each["what"] for each in report["fingerprints"]["fsdp"]["replaced"]}
+    assert {"use_fused_kernels", "ulysses_sequence_parallel_size"} <= told
     assert gaps_of(report)["trainer"] < 1e-5
+
+
+def scored_again(
+    folder: Path, name: str, config: str, *flags: str, code: int = 0
+) -> dict[str, Any]:
+    """Return the report of ``folder/run``'s tokens, scored by a trainer with this file."""
+    file, run = folder / f"{name}.yaml", folder / name
+    file.write_text(config)
+    shutil.copytree(folder / "run", run)
+    for kind in ("fsdp", "reference", "plain"):
+        for path in (run / "scores").glob(f"{kind}*"):
+            path.unlink()
+    python, scorer = flags[1], flags[3]
+    given = ("--scorer", scorer, "--scorer-config", file, "--train-python", python)
+    done = mismatch("score", run, *given, cwd=folder, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = mismatch("compare", run, cwd=folder, timeout=120)
+    assert done.returncode == code, done.stdout + done.stderr
+    return report_of(run)
+
+
+# As `trl grpo --config` reads a script's YAML; then what trainer.args.to_json_string() returns.
+TO_JSON = """
+import sys
+from trl import GRPOConfig, ModelConfig, TrlParser
+from trl.scripts.grpo import GRPOScriptArguments
+from trl.scripts.utils import DatasetMixtureConfig
+parser = TrlParser((GRPOScriptArguments, GRPOConfig, ModelConfig, DatasetMixtureConfig))
+flags = ["--config", sys.argv[1], "--use_cpu", "true"]
+print(parser.parse_args_and_config(flags)[1].to_json_string())
+"""
+
+
+def test_both_files_that_trl_makes_are_followed_by_its_own_code(tmp_path: Path) -> None:
+    python, script = python_of(OLDEST), ROOT / "tests" / "data" / "trl" / "script.yaml"
+    made = subprocess.run(
+        [python, "-c", TO_JSON, script], capture_output=True, text=True, check=True
+    )
+    arguments = made.stdout[made.stdout.index("{") :]
+    sample, document = (
+        json.loads(text) for text in (script.with_name("args.json").read_text(), arguments)
+    )
+    assert {k: document[k] for k in sample if k in document} == {
+        k: sample[k] for k in sample if k in document
+    }
+    own = ("--python", python, "--scorer", "trl")
+    flags = ("--trl-config", str(script), "--attention", "eager")
+    report = checked(tmp_path / "run", *own, *flags)
+    assert report["verdict"]["status"] in ("healthy", "tolerable")
+    assert max(gaps_of(report).values()) < 1e-5
+    facts = report["fingerprints"]["fsdp"]
+    assert facts["micro_batch"] == "4 rows"
+    assert facts["master_dtype"] == "bf16"  # from the script's own key dtype
+    report = scored_again(tmp_path, "saved", arguments, *own)
+    facts = report["fingerprints"]["fsdp"]
+    assert (facts["micro_batch"], facts["master_dtype"]) == ("4 rows", "fp32")
+    assert max(gaps_of(report).values()) < 1e-5
 
 
 # vLLM's own binder, on a model with one MoE layer of the kernel that gpt-oss gets on a GPU.

@@ -53,6 +53,8 @@ class Cause:
         kind: what the data alone would call it, where a statement gave it its name; else "".
         fact: digests, resolved settings, or what a module gives on the same input differ: no cause
             that was read off the scorings comes before it.
+        made_here: confirmed of a setting that ran in place of the run's own, which was not
+            measured: of the run it is suspected.
     """
 
     id: str
@@ -65,6 +67,7 @@ class Cause:
     stated: bool = False
     kind: str = ""
     fact: bool = False
+    made_here: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from mismatch.cli.command import with_flags
@@ -33,4 +34,8 @@ def tokens(flags: Flags) -> int:
     rollout = store.load_rollout(flags["run"])
     write_tokens(path, rollout)
     session.say(f"{rollout.n_sequences} sequences, {rollout.n_actions} action tokens: {path}")
+    there = all(find_spec(name) for name in ("torch", "transformers"))
+    passes = "" if there else " --train-python PATH, which has torch and transformers"
+    own = f"mismatch score {flags['run']} --scorer file --scorer-config FILE{passes}"
+    session.say(f"add a column logprobs, then: {own}")
     return 0

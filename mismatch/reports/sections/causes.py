@@ -95,7 +95,7 @@ def _paragraph(cause: Cause, rank: int, report: Report) -> str:
         ("The same fault explains", cause.consequences),
     ):
         parts += [f"{words}: {', '.join(title_of(id).lower() for id in ids)}"] if ids else []
-    if made := summary.replaced(report, cause.id):
+    if made := summary.replaced(report, cause):
         parts.append(f"What ran here can make it: {summary.in_place_of(made)}")
         parts.append(summary.own_setting(made))
     elif entry is not None:

@@ -46,7 +46,7 @@ def lead(report: Report) -> str:
             item = first.evidence[0]
             what = "" if item.what == DIFFER else f"{line(item.what)}, "
             title += f": {what}{line(str(item.value))}"
-        if made := summary.replaced(report, first.id):
+        if made := summary.replaced(report, first):
             title += f", with {summary.in_place_of(made)}"
         return f"{title}."
     if failed:
@@ -125,7 +125,7 @@ def _fix(report: Report) -> Answer | None:
     entry = catalogue().get(causes.ranked[0].id) if causes and causes.ranked else None
     if table is not None and table.outcomes:
         return Answer("Best fix", "None of the fixes that were measured helps significantly.")
-    if entry is None or summary.replaced(report, entry.id):  # the run itself may not have it
+    if entry is None or summary.replaced(report, causes.ranked[0]):  # the run may not have it
         return None
     if causes and causes.ranked[0].status == "confirmed":
         return Answer("Fix", line(entry.mend))
@@ -171,7 +171,7 @@ def _cause(report: Report) -> str:
         share = f"without it {gone} is gone" if gone else share
     elif cause.status == LITTLE:
         how = "stated by a side, and of little weight by experiment"
-    if made := summary.replaced(report, cause.id):
+    if made := summary.replaced(report, cause):
         how = f"suspected: {summary.in_place_of(made)} can make it, and the run's own setting was "
         how += "not measured here"
     found = f" Checks {'; '.join(_wrong(report))}." if summary.checks(report, *WRONG) else ""
