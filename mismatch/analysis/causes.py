@@ -13,6 +13,8 @@ from mismatch.analysis.square import Square, sides_at_fault
 from mismatch.specs import CheckSpec
 from mismatch.types import Check, Report, Scoring
 
+MODULE = "first module that differs"  # the evidence of a cause that running modules found
+
 
 def measure(run: RunArtefacts, spec: CheckSpec) -> Causes:
     """Return what every detector says of the headline's two sides."""
@@ -32,6 +34,12 @@ def of_sides_at_fault(found: Sequence[Cause], square: Square | None) -> list[Cau
     """
     trainer = {side == "trainer" for side in (sides_at_fault(square) if square else ())}
     return [cause for cause in found if (cause.side == "trainer") in trainer]
+
+
+def place_of(found: Sequence[Cause]) -> str:
+    """Return the first module that running modules found to differ; "" where none is named."""
+    evidence = found[0].evidence if found else ()
+    return next((str(item.value) for item in evidence if item.what == MODULE), "")
 
 
 def led_by(causes: Causes, found: Sequence[Cause]) -> Causes:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch.analysis.causes import cause_checks, led_by, of_sides_at_fault
+from mismatch.analysis.causes import cause_checks, led_by, of_sides_at_fault, place_of
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.declared import sharding_checks
 from mismatch.analysis.diagnosis.digests_by_passes import with_passes
@@ -141,7 +141,7 @@ def build_report(
     found = of_sides_at_fault(causes, square)
     if found and "causes" in results:
         results["causes"] = led_by(results["causes"], found)
-    place = str(found[0].evidence[0].value) if found else ""
+    place = place_of(found)
     checks += square_checks(square, place)
     checks += cause_checks(results.get("causes"), spec.explain)
     for analysis, result in left:

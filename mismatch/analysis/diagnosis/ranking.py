@@ -246,7 +246,7 @@ def _with_side(cause: Cause, first: Looks) -> Cause:
     look = first.get("far-side")
     found = look.findings if isinstance(look, Look) and cause.side == "either" else ()
     for far in found:
-        cause = replace(cause, side=far.side, evidence=cause.evidence + far.evidence[:1])
+        cause = replace(cause, side=far.side, evidence=cause.evidence + far.evidence)
     return cause
 
 

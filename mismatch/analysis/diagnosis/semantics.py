@@ -22,8 +22,13 @@ from mismatch.analysis.diagnosis.declared import (
 from mismatch.analysis.diagnosis.detector import Look
 from mismatch.analysis.diagnosis.detectors import law
 from mismatch.analysis.diagnosis.detectors.pairing import (
+    AT_BEST,
+    AT_ZERO,
+    BEST_LAG,
     MIN_TOKENS,
+    ON_LAST,
     POSITIVE,
+    ZEROS,
     lag,
     largest,
     padding,
@@ -121,7 +126,7 @@ def alignment(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
         return Check("alignment", "not_tested", look.error)
     if isinstance(look, NotTested) or not (left.logprobs.std() and right.logprobs.std()):
         return Check("alignment", "not_tested", f"needs {MIN_TOKENS} tokens that are not all alike")
-    best, at_best, at_zero = (float(item.value) for item in look.evidence)
+    best, at_best, at_zero = (look.number(what) for what in (BEST_LAG, AT_BEST, AT_ZERO))
     if look.findings:
         detail = (
             f"best lag is {best:+.0f} (correlation {at_best:.3f}), at lag 0 it is {at_zero:.3f}"
@@ -182,9 +187,9 @@ def truncation(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     look = _seen(law.truncation, rollout, left, right)
     if isinstance(look, Failure):
         return Check("truncation", "not_tested", look.error)
-    numbers = look.evidence[:2] if isinstance(look, Look) and look.findings else ()
-    left_over, sided = (float(item.value) for item in numbers) if numbers else (1.0, 0.0)
-    if sided > ONE_SIDED:
+    seen = isinstance(look, Look) and bool(look.findings)
+    if seen and look.number(law.ONE_SIDED) > ONE_SIDED:
+        left_over = look.number(law.KEPT_MASS)
         detail = f"delta is as if one side cut its tail: the kept mass would be {left_over:.4f}"
         fix = "send every sampling parameter explicitly; look into generation_config.json"
         return failed("truncation", detail, fix)
@@ -239,8 +244,11 @@ def zero_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
         return Check("zero-logprobs", "not_tested", getattr(look, "error", str(look)))
     for finding in look.findings:
         name = left.name if finding.side == "engine" else right.name
-        count, last = (item.value for item in finding.evidence)
-        detail = f"{name}: {count} logprobs are exactly 0 and not certain, {last} on a last token"
+        count, last = look.number(ZEROS), look.number(ON_LAST)
+        detail = (
+            f"{name}: {count:.0f} logprobs are exactly 0 and not certain, {last:.0f} on a last "
+            "token"
+        )
         fix = "mask tokens that the policy did not sample (an appended EOS, padding with 0.0)"
         return failed("zero-logprobs", detail, fix)
     return Check("zero-logprobs", "passed", "no logprob is exactly 0 without being certain")

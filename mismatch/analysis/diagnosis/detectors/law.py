@@ -33,6 +33,7 @@ CERTAIN = float(np.log(0.99))
 MIN_CERTAIN = 20  # tokens on which a constant shows: no healthy distribution moves them
 BEYOND_CHANCE = 2.5  # 95 % arms: five standard errors, one run in 10^5 by chance
 OF_ROUNDING = 3.0  # times mean |delta|, by which it may move mean log p + entropy
+KEPT_MASS, ONE_SIDED = "mean kept mass, as mean exp(delta)", "one-sidedness of delta"
 NEEDS = "the entropy of the trainer's distribution"
 
 
@@ -164,8 +165,8 @@ def truncation(case: Case) -> Look | NotTested:
     mass = case.mean(gap)
     sided = case.ratio(gap, np.abs(gap))
     evidence = [
-        Evidence("mean kept mass, as mean exp(delta)", 1 - mass.value, "1"),
-        Evidence("one-sidedness of delta", sided.value, "0"),
+        Evidence(KEPT_MASS, 1 - mass.value, "1"),
+        Evidence(ONE_SIDED, sided.value, "0"),
     ]
     exact = case.reference
     if exact is not None:

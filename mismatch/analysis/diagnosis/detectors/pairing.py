@@ -27,6 +27,8 @@ LEAST = 0.05  # with a re-pairing of rows, each of which fits its new partner
 POSITIVE = 1e-3  # nats above 0, that no rounding of a float32 log_softmax reaches
 WRITTEN_AS_0 = -1e-4  # nats in float32, below which no side of a lower precision has exactly 0
 NEAR_CERTAIN = float(np.log(0.99))
+BEST_LAG, AT_BEST, AT_ZERO = "best lag", "correlation there", "correlation at lag 0"
+ZEROS, ON_LAST = "log-probabilities of exactly 0", "of these, on a last token"
 HALF = float(np.log(0.5))  # of what a cut distribution keeps: two sides may keep one token and two
 
 
@@ -44,9 +46,9 @@ def lag(case: Case) -> Look | NotTested:
         best = int(np.nanargmax(correlations)) - MAX_LAG
     at_best = float(correlations[best + MAX_LAG])
     evidence: tuple[Evidence, ...] = (
-        Evidence("best lag", best, "0"),
-        Evidence("correlation there", at_best),
-        Evidence("correlation at lag 0", at_zero, "> 0.9"),
+        Evidence(BEST_LAG, best, "0"),
+        Evidence(AT_BEST, at_best),
+        Evidence(AT_ZERO, at_zero, "> 0.9"),
     )
     if elsewhere is not None:
         evidence += (Evidence("rows whose first tokens fit there alone", elsewhere[1], "0"),)
@@ -210,8 +212,8 @@ def padding(case: Case) -> Look:
     last = np.zeros(len(bad), bool)
     last[[row.stop - 1 for row in case.rows]] = True
     evidence = (
-        Evidence("log-probabilities of exactly 0", int(bad.sum()), "0"),
-        Evidence("of these, on a last token", int((bad & last).sum())),
+        Evidence(ZEROS, int(bad.sum()), "0"),
+        Evidence(ON_LAST, int((bad & last).sum())),
     )
     side: Side = "engine" if at_left.sum() >= at_right.sum() else "trainer"
     values, tokens = (case.left, open_[0]) if side == "engine" else (case.right, open_[1])
