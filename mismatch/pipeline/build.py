@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch.analysis.causes import cause_checks, led_by, of_sides_at_fault, place_of
+from mismatch.analysis.causes import cause_checks, led_by, of_sides_at_fault, others_of, place_of
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.declared import sharding_checks
 from mismatch.analysis.diagnosis.digests_by_passes import with_passes
@@ -22,6 +22,7 @@ from mismatch.analysis.diagnosis.pass_checks import (
 from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.exact_kl import exact_checks, exact_reason
+from mismatch.analysis.explained import lead_of, led
 from mismatch.analysis.levels import column_for, judge, require_applied, verdict, without_short
 from mismatch.analysis.long_sequence import LongSequence
 from mismatch.analysis.plugins import RunArtefacts, analyses
@@ -157,11 +158,11 @@ def build_report(
     missing = [*not_tested(spec, artefacts.rollout, artefacts.scorings, checks, reach)]
     missing += unseen + too_short
     missing += without_room(run_dir, spec, artefacts.scorings)
+    judged = verdict(judgements, checks, column, open_question)
+    judged = led(judged, lead_of(results.get("causes"), checks), checks)
     report = Report(
         model=named(spec.rollout.engine.model),
-        verdict=mark_injected(
-            verdict(judgements, checks, column, open_question), artefacts.scorings
-        ),
+        verdict=mark_injected(judged, artefacts.scorings),
         fingerprints=named({name: s.fingerprint for name, s in artefacts.scorings.items()}),
         comparisons=tuple(comparisons),
         noise_floor=tuple(floor),
@@ -175,8 +176,10 @@ def build_report(
 def checks_of(spec: CheckSpec, artefacts: Artefacts, headline: Comparison) -> list[Check]:
     """Return all checks of artefacts that passed the input checks, but for those of the square."""
     sides = artefacts.rollout, artefacts.decode, artefacts.train
+    usable, _ = by_finiteness(artefacts.scorings)
+    others = others_of(usable, artefacts.decode, artefacts.train)
     return [
-        *semantic_checks(*sides, headline.metrics["ratio_mean"]),
+        *semantic_checks(*sides, headline.metrics["ratio_mean"], others),
         *exact_checks(headline),
         *routing_checks(*sides),
         *pass_checks(*sides, artefacts.scorings),

@@ -171,7 +171,7 @@ def test_a_stated_cause_has_the_share_of_its_fix_and_something_else_has_the_rest
         "of little weight"
     ]
     assert explanation_of(report).ruled_out == explanation_of(report).confirmed == ()
-    _, text = sentences(report.result("causes"))
+    _, text = sentences(report.result("causes"), report)
     entry = catalogue()[stated.id]
     assert stated.status in text
     assert entry.mend in text

@@ -128,6 +128,7 @@ def paired_anew(
     cause: str,
     *alike: str,
     least: float | None,
+    side: Side = "either",
 ) -> Look:
     """Return a finding if the mismatch goes once the trainer's numbers are where they belong.
 
@@ -138,7 +139,7 @@ def paired_anew(
     effect = case.gone(repair)
     if least is not None and not above(effect, least):
         return Look(evidence)
-    finding = Finding(cause, "either", effect, evidence, confirmed=True, alike=alike, repair=repair)
+    finding = Finding(cause, side, effect, evidence, confirmed=True, alike=alike, repair=repair)
     return Look(evidence, (finding,))
 
 

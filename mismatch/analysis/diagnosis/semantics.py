@@ -6,7 +6,7 @@ fix, so a failed check is reported as itself. Where data is missing a check is `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -49,7 +49,11 @@ def input_checks(rollout: Rollout, left: Scoring, right: Scoring) -> list[Check]
 
 
 def semantic_checks(
-    rollout: Rollout, left: Scoring, right: Scoring, ratio_mean: Estimate
+    rollout: Rollout,
+    left: Scoring,
+    right: Scoring,
+    ratio_mean: Estimate,
+    others: Mapping[str, Scoring] | None = None,
 ) -> list[Check]:
     """Return all other checks, on scorings that passed :func:`input_checks`.
 
@@ -57,12 +61,13 @@ def semantic_checks(
         left: the rollout side, as sampled.
         right: the train side.
         ratio_mean: mean importance ratio of this pair, with its interval.
+        others: further passes of the run by name; None: there are none.
     """
     return [
         *whole_model(left.fingerprint),
         attention_sinks(right.fingerprint),
         alignment(rollout, left, right),
-        temperature(rollout, left, right),
+        temperature(rollout, left, right, others),
         truncation(rollout, left, right),
         importance_ratio(rollout, left, right, ratio_mean),
         zero_logprobs(rollout, left, right),
@@ -138,7 +143,9 @@ def alignment(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     return Check("alignment", "passed", f"best lag 0 (correlation {at_zero:.4f})")
 
 
-def temperature(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
+def temperature(
+    rollout: Rollout, left: Scoring, right: Scoring, others: Mapping[str, Scoring] | None = None
+) -> Check:
     """Check that both logprobs are at the sampling temperature: by declaration, and by the data."""
     wanted = rollout.sampling.temperature
     if wanted == 0:
@@ -152,6 +159,12 @@ def temperature(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
         evidence = f"; {gone.value:.0%} of mean |delta| goes against the trainer at T = 1"
         if gone.value > law.MOST and not wrong:
             wrong = {left.name: 1.0}
+    seen = look_of(
+        "temperature", law.temperature, Case.of(rollout, left, right, {**(others or {})})
+    )
+    for finding in seen.findings if isinstance(seen, Look) and gone is None and not wrong else ():
+        if finding.confirmed:  # by float32 at both temperatures, or by pairs of tokens
+            wrong = {(left if finding.side == "engine" else right).name: 1.0}
     if wrong:
         which = ", ".join(f"{name} is at T = {t:g}" for name, t in wrong.items())
         detail = f"sampled at T = {wanted:g} but {which}{evidence}"
@@ -187,8 +200,7 @@ def truncation(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     look = _seen(law.truncation, rollout, left, right)
     if isinstance(look, Failure):
         return Check("truncation", "not_tested", look.error)
-    seen = isinstance(look, Look) and bool(look.findings)
-    if seen and look.number(law.ONE_SIDED) > ONE_SIDED:
+    if isinstance(look, Look) and look.findings and look.number(law.ONE_SIDED) > ONE_SIDED:
         left_over = look.number(law.KEPT_MASS)
         detail = f"delta is as if one side cut its tail: the kept mass would be {left_over:.4f}"
         fix = "send every sampling parameter explicitly; look into generation_config.json"

@@ -11,6 +11,7 @@ from mismatch.experiments.explanation import GONE, STAYS, Experiment, Explanatio
 from mismatch.reports.documentation import of_cause
 from mismatch.reports.formatting import line, number, percent, plural, text
 from mismatch.reports.section import Cell, Cells, Column, Section, Table
+from mismatch.reports.summary import what_to_do
 from mismatch.types import Report
 
 LEAD = (
@@ -45,7 +46,7 @@ def section(result: Causes, report: Report) -> Section:
             "were not looked for."
             for failure in result.failures
         ],
-        sentences=sentences(result) if result.ranked else (),
+        sentences=sentences(result, report) if result.ranked else (),
         parts=[
             Section(
                 "causes-evidence", "Evidence", tables=[evidence], folded=len(evidence.rows) > SHOWN
@@ -67,14 +68,14 @@ def section(result: Causes, report: Report) -> Section:
             ),
         ],
         folded=not result.ranked,
-        short="" if result.ranked else sentences(result)[0],
+        short="" if result.ranked else sentences(result, report)[0],
     )
 
 
-def sentences(result: Causes) -> list[str]:
+def sentences(result: Causes, report: Report) -> list[str]:
     """Return one paragraph a cause, with one action each; consequences get no advice."""
     if result.ranked:
-        return [_paragraph(cause, rank) for rank, cause in enumerate(result.ranked)]
+        return [_paragraph(cause, rank, report) for rank, cause in enumerate(result.ranked)]
     rest = f", {plural(len(result.not_tested), 'detector')} lacked data"
     return [
         f"None found: {plural(len(result.ruled_out), 'detector')} saw what a healthy pair has"
@@ -82,7 +83,7 @@ def sentences(result: Causes) -> list[str]:
     ]
 
 
-def _paragraph(cause: Cause, rank: int) -> str:
+def _paragraph(cause: Cause, rank: int, report: Report) -> str:
     entry = catalogue().get(cause.id)
     share = "; its share was not measured"
     if cause.effect is not None:
@@ -96,7 +97,7 @@ def _paragraph(cause: Cause, rank: int) -> str:
         parts += [f"{words}: {', '.join(title_of(id).lower() for id in ids)}"] if ids else []
     if entry is not None:
         parts += [f"To confirm: {entry.confirm}"] if cause.status == "suspected" else []
-        parts.append(f"Do: {entry.mend}")
+        parts.append(f"Do: {what_to_do(report, cause)}")
     return ". ".join(part.rstrip(".") for part in parts) + "."
 
 
