@@ -8,10 +8,13 @@ from dataclasses import replace
 from mismatch.analysis.diagnosis.case import Case, Side
 from mismatch.analysis.diagnosis.detector import Evidence, detectors
 from mismatch.analysis.diagnosis.ranking import KINDS, LITTLE, Cause, Causes, diagnose
+from mismatch.analysis.explained import lead_of, led, unled
 from mismatch.analysis.plugins import Analysis, RunArtefacts
 from mismatch.analysis.square import Square, sides_at_fault
 from mismatch.specs import CheckSpec
 from mismatch.types import Check, Report, Scoring, SideFacts
+
+MODULE = "first module that differs"  # the evidence of a cause that running modules found
 
 
 def measure(run: RunArtefacts, spec: CheckSpec) -> Causes:
@@ -32,6 +35,12 @@ def of_sides_at_fault(found: Sequence[Cause], square: Square | None) -> list[Cau
     """
     trainer = {side == "trainer" for side in (sides_at_fault(square) if square else ())}
     return [cause for cause in found if (cause.side == "trainer") in trainer]
+
+
+def place_of(found: Sequence[Cause]) -> str:
+    """Return the first module that running modules found to differ; "" where none is named."""
+    evidence = found[0].evidence if found else ()
+    return next((str(item.value) for item in evidence if item.what == MODULE), "")
 
 
 def led_by(causes: Causes, found: Sequence[Cause]) -> Causes:
@@ -120,16 +129,20 @@ def cause_checks(causes: Causes | None, explained: bool = False) -> list[Check]:
 
 def with_causes(report: Report, causes: Causes, explained: bool) -> Report:
     """Return the report with the causes that experiments left, also in its check and verdict."""
+    old_lead = lead_of(report.result("causes"), report.checks)
     report = report.with_analyses(causes=causes)
     before = next((check for check in report.checks if check.id == "causes"), None)
-    if before is None:
+    if before is None:  # no cause is named
         return report
     gone = replace(before, detail=f"{before.detail}; ruled out by experiment", fix="see Causes")
     now = next(iter(cause_checks(causes, explained)), gone)
     checks = tuple(now if check is before else check for check in report.checks)
-    old, said = report.verdict, (before.detail, now.detail)
+    old, said = unled(report.verdict, old_lead, report.checks), (before.detail, now.detail)
     of = old.correctness and replace(old.correctness, reason=old.correctness.reason.replace(*said))
     verdict = replace(old, reason=old.reason.replace(*said), correctness=of)
+    fixes = report.result("fixes")
+    if fixes is None or fixes.verdict_as_is is None:  # else it is the verdict with fixes
+        verdict = led(verdict, lead_of(causes, checks), checks)
     return replace(report, checks=checks, verdict=verdict)
 
 

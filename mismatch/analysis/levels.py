@@ -225,6 +225,7 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
         level.unfit,
         level.source,
         inconclusive=bool(spanned) or blind,
+        reaches=sign * high if bounded else None,
         deciding_prompts=_deciding(estimate, level, sign, spanned),
     )
 
@@ -338,12 +339,26 @@ def _reason(status: Status, deciding: list[Judgement], total: int) -> str:
         more = f"; so {'is' if len(deciding) == 2 else 'are'} {names}" if names else ""
         return f"{text} is beyond its unfit bound {first.unfit:g}{more}"
     if status == "inconclusive" or first.inconclusive:
-        text += ": its interval spans a bound"
-        if first.deciding_prompts is not None:
-            text += f" (about {first.deciding_prompts} prompts would decide)"
+        text += _spans(first)
     else:
         text += f" is beyond its healthy bound {first.healthy:g}"
     return text + (f"; not healthy either: {names}" if names else "")
+
+
+def _spans(item: Judgement) -> str:
+    """Say what the interval of a metric allows, and how many prompts would settle it."""
+    if item.reaches is None:
+        return ": these prompts give it no interval"
+    sign = -1.0 if item.healthy > item.unfit else 1.0
+    beyond = sign * item.reaches > sign * item.unfit
+    name, bound = ("unfit", item.unfit) if beyond else ("healthy", item.healthy)
+    if sign * item.value <= sign * bound:
+        text = f" is within its {name} bound {bound:g}, but its interval reaches {item.reaches:.3g}"
+    else:
+        text = f" is beyond its {name} bound {bound:g}, but its interval reaches back over it"
+    if item.deciding_prompts is not None:
+        text += f" (about {item.deciding_prompts} prompts would settle it)"
+    return text
 
 
 def incomplete(report: Report, failed: Sequence[NotTested]) -> Report:

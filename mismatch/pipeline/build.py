@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch.analysis.causes import cause_checks, led_by, of_sides_at_fault, of_this_machine
+from mismatch.analysis.causes import (
+    cause_checks,
+    led_by,
+    of_sides_at_fault,
+    of_this_machine,
+    others_of,
+    place_of,
+)
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.declared import sharding_checks
 from mismatch.analysis.diagnosis.digests_by_passes import with_passes
@@ -22,6 +29,7 @@ from mismatch.analysis.diagnosis.pass_checks import (
 from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.exact_kl import exact_checks, exact_reason
+from mismatch.analysis.explained import lead_of, led
 from mismatch.analysis.levels import (
     column_for,
     incomplete,
@@ -171,7 +179,7 @@ def build_report(
         before, trainer = results["causes"], artefacts.train.fingerprint
         made = attempts.make("causes", of_this_machine, before, trainer, otherwise=before)
         results["causes"] = made
-    place = str(found[0].evidence[0].value) if found else ""
+    place = place_of(found)
     named_causes = results.get("causes"), spec.explain
     checks += attempts.make("square", square_checks, square, place, otherwise=[])
     checks += attempts.make("causes", cause_checks, *named_causes, otherwise=[])
@@ -188,11 +196,12 @@ def build_report(
     missing = [*not_tested(spec, artefacts.rollout, artefacts.scorings, checks, reach)]
     missing += unseen + too_short
     missing += without_room(run_dir, spec, artefacts.scorings)
+    judged = verdict(judgements, checks, column, open_question)
+    lead = attempts.make("causes", lead_of, results.get("causes"), checks, otherwise=None)
+    judged = led(judged, lead, checks)
     report = Report(
         model=named(spec.rollout.engine.model),
-        verdict=mark_injected(
-            verdict(judgements, checks, column, open_question), artefacts.scorings
-        ),
+        verdict=mark_injected(judged, artefacts.scorings),
         fingerprints=named({name: s.fingerprint for name, s in artefacts.scorings.items()}),
         comparisons=tuple(comparisons),
         noise_floor=tuple(floor),
@@ -208,9 +217,11 @@ def checks_of(
 ) -> list[Check]:
     """Return all checks of artefacts that passed the input checks, but for those of the square."""
     sides = artefacts.rollout, artefacts.decode, artefacts.train
+    usable, _ = by_finiteness(artefacts.scorings)
+    others = others_of(usable, artefacts.decode, artefacts.train)
     ranks, facts_of_trainer = spec.nproc_per_node, artefacts.train.fingerprint
     return [
-        *semantic_checks(*sides, headline.metrics["ratio_mean"], attempts),
+        *semantic_checks(*sides, headline.metrics["ratio_mean"], attempts, others),
         *attempts.make("exact KL", exact_checks, headline, otherwise=[]),
         *attempts.make("routes", routing_checks, *sides, otherwise=[]),
         *pass_checks(*sides, artefacts.scorings, attempts),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mismatch.analysis.explained import lead_of, led
 from mismatch.analysis.levels import NO_COLUMN, column_for, judge, verdict
 from mismatch.analysis.thresholds import Level, Thresholds
 from mismatch.codec import to_json
@@ -187,7 +188,8 @@ def judged_again(report: Report, thresholds: Thresholds | None = None) -> Verdic
     ):
         unmeasured = ""
     judgements = judge(report.comparisons[0], column, thresholds) if report.comparisons else ()
-    return verdict(judgements, report.checks, column, unmeasured)
+    judged = verdict(judgements, report.checks, column, unmeasured)
+    return led(judged, lead_of(report.result("causes"), report.checks), report.checks)
 
 
 def _statuses(judged: Verdict) -> tuple[Any, ...]:

@@ -6,32 +6,15 @@ from collections.abc import Iterator
 from xml.etree import ElementTree
 
 from mismatch.analysis.diagnosis.catalogue import title_of
-from mismatch.analysis.diagnosis.ranking import LITTLE, Cause
+from mismatch.analysis.diagnosis.ranking import LITTLE
+from mismatch.analysis.explained import explains, lead_of
 from mismatch.pipeline.run_comparison import Line, RunComparison
 from mismatch.reports.formatting import TONES, alike, chance, line
-from mismatch.reports.summary import checks, judged_rows
+from mismatch.reports.summary import cause_step, checks, judged_rows
 from mismatch.types import Check, Report
 
 LEVELS = {"critical": "error", "warn": "warning"}  # tone -> annotation
 MOST = 3  # checks with a separate GitHub annotation
-# Of how far a side is off: they fail with any cause on that side that carries the mismatch.
-DISTANCES = ("excess", "displaced", "implementation-gap", "long-sequence", "importance-ratio")
-CARRIES = 0.1  # share of mean |delta|
-# Checks of one kind of fault, and the causes that are of this kind.
-KINDS = {
-    "alignment": ("misalignment", "row-pairing", "row-lengths", "retokenisation"),
-    "temperature": ("temperature-semantics", "implicit-generation-config", "sampling-law"),
-    "truncation": ("sampling-truncation", "implicit-generation-config", "sampling-law"),
-    "turns": ("action-mask", "turn-context", "retokenisation", "misalignment", "template-drift"),
-    "trainer-self-agreement": ("nondeterminism", "microbatch-dependence", "train-eval-paths"),
-    "routes-agree": ("router-config", "corrupt-route-capture", "shifted-route-capture"),
-    "zero-logprobs": ("appended-eos", "action-mask"),
-    "positive-logprobs": ("unnormalised-law", "bf16-lm-head"),
-    "weights-as-loaded": (
-        *("weights-differ", "stale-weights", "tied-head-stale", "experts-differ", "double-load"),
-        *("sleep-level-2", "lora-scale", "quantised-rollout", "quantised-module-list"),
-    ),
-}
 
 
 def to_github(report: Report, failing: bool) -> str:
@@ -45,7 +28,15 @@ def to_github(report: Report, failing: bool) -> str:
     verdict = report.verdict
     level = "error" if failing else LEVELS.get(TONES[verdict.status], "notice")
     lines = [_annotation(level, f"mismatch: {verdict.status.upper()}", verdict.reason)]
-    found = checks(report, "failed", "inconclusive", "warning")
+    lead = lead_of(report.result("causes"), report.checks)
+    explained = lead.checks if lead else ()
+    if lead is not None:
+        lines.append(
+            _annotation(level, f"mismatch {lead.cause.id}", cause_step(report, lead.cause))
+        )
+        names = ", ".join(check.id for check in explained)
+        lines += [_annotation("notice", "mismatch: follow from it", names)] if names else []
+    found = [c for c in checks(report, "failed", "inconclusive", "warning") if c not in explained]
     for check in found[:MOST]:
         lines.append(
             _annotation(LEVELS[TONES[check.status]], f"mismatch {check.id}", _of_check(check))
@@ -84,7 +75,7 @@ def to_junit(report: Report, failing: bool) -> str:
     alone = [
         check.id
         for check in checks(report, "failed")
-        if not any(_explains(cause, check.id) for cause in ranked)
+        if not any(explains(cause, check) for cause in ranked)
     ]
     failed = alone or ([] if ranked else critical[:1])
     texts = {name: (status, text) for name, status, text in faults}
@@ -102,18 +93,6 @@ def to_junit(report: Report, failing: bool) -> str:
     verdict = report.verdict
     fault = verdict.reason if failing and not critical else ""
     return _closed(suite, "verdict", verdict.status, fault)
-
-
-def _explains(cause: Cause, check: str) -> bool:
-    """Return whether a check fails because of a cause."""
-    names = {cause.id, *cause.alike}
-    if check in names or names.intersection(KINDS.get(check, ())):
-        return True
-    if cause.effect is not None and cause.effect.value < CARRIES:
-        return False
-    what, _, side = check.removesuffix("-rounding").rpartition("-")
-    same = side == cause.side or "either" in (side, cause.side)
-    return check in DISTANCES or (what in DISTANCES and same)
 
 
 def runs_to_github(result: RunComparison) -> str:

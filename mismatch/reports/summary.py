@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from mismatch.analysis import square_checks
+from mismatch.analysis.diagnosis.catalogue import catalogue
 from mismatch.analysis.diagnosis.loaded_weights import ONE_FORM
 from mismatch.analysis.diagnosis.pass_checks import MORE
 from mismatch.analysis.diagnosis.ranking import Cause
+from mismatch.analysis.explained import lead_of
 from mismatch.analysis.levels import ENTROPY, TOO_LITTLE
 from mismatch.errors import in_list
+from mismatch.experiments.explanation import TESTS
+from mismatch.experiments.fixes.guides import settings_of
 from mismatch.facts import Replaced
+from mismatch.frameworks import BY_TITLE
 from mismatch.metrics import METRICS
 from mismatch.metrics.inference import KINDS_SEEN
 from mismatch.reports.formatting import (
@@ -202,6 +208,48 @@ def own_setting(found: Sequence[Replaced]) -> str:
     return f"Check on a GPU before you change your run{also}"
 
 
+# Fixes that take out one cause alone, or one cause among few, by the cause.
+NARROW_FIXES = {
+    cause: [fix for fix, taken in TESTS.items() if cause in taken.own]
+    for taken in TESTS.values()
+    for cause in taken.own
+}
+
+
+def framework_of(report: Report) -> str:
+    """Return the title of the framework whose trainer it is; "" where nothing says it."""
+    facts = report.fingerprints.get(headline(report).train, {})
+    preset = (report.run.get("spec") or {}).get("preset")
+    stated = [
+        str(name).lower() for name in (facts.get("backend"), facts.get("code"), preset) if name
+    ]
+    for title in BY_TITLE:
+        if any(re.match(rf"{re.escape(title.lower())}\b", name) for name in stated):
+            return title
+    return ""
+
+
+def what_to_do(report: Report, cause: Cause) -> str:
+    """Return the fix of a cause: how the run's own framework sets it, then the fix itself."""
+    entry = catalogue().get(cause.id)
+    if entry is None:
+        return ""
+    title = framework_of(report)
+    setting = entry.frameworks.get(title, "")
+    for fix in NARROW_FIXES.get(cause.id, ()) if title and not setting else ():
+        lines = [line for recipe in settings_of(fix) if recipe.framework == title
+                 for line in recipe.lines]  # fmt: skip
+        setting = setting or "; ".join(f"`{line}`" for line in lines)
+    own = f"In {title}: {setting.rstrip('.')}. " if setting else ""
+    return f"{own}{entry.mend}"
+
+
+def cause_step(report: Report, cause: Cause) -> str:
+    """Return the step that fixes a cause."""
+    do = what_to_do(report, cause) or "see Causes"
+    return f"Fix {line(cause.id)}: {line(do)}"
+
+
 def model_name(report: Report) -> str:
     """Return the model as people call it: the last part of a local path, else the whole hub id."""
     path = PurePath(report.model)
@@ -365,8 +413,9 @@ def untested(report: Report) -> list[NotTested]:
 def next_steps(report: Report) -> list[str]:
     """Return what to do now, most urgent first; never empty.
 
-    What an inconclusive verdict lacks comes first. Fix failures first, then warnings, which may be
-    consequences of them. A fix that was measured to end well leaves nothing else to do.
+    What an inconclusive verdict lacks comes first. Then a confirmed cause; checks that follow from
+    it have no step. Fix failures first, then warnings, which may be consequences of them. A fix
+    that was measured to end well leaves nothing else to do.
     """
     causes = report.result("causes")
     made = replaced(report, causes.ranked[0]) if causes and causes.ranked else []
@@ -379,7 +428,13 @@ def next_steps(report: Report) -> list[str]:
         after = best.verdict_after
         ends_well = after is not None and after.status in ("healthy", "tolerable")
     known = bool(steps)
-    wrong = checks(report, "failed", "inconclusive") or checks(report, "warning")
+    lead = None if ends_well else lead_of(report.result("causes"), report.checks)
+    if lead is not None and report.verdict.status != "healthy":
+        steps.append(cause_step(report, lead.cause))
+    explained = lead.checks if lead is not None else ()
+    rest = [check for check in report.checks if check not in explained]
+    wrong = [check for check in rest if check.status in ("failed", "inconclusive")]
+    wrong = wrong or [check for check in rest if check.status == "warning"]
     wrong = [] if ends_well else wrong
     more = any(map(_wants_more, wrong))
     if report.verdict.status == "inconclusive":

@@ -189,8 +189,12 @@ def test_a_detector_that_fails_is_reported_and_ends_nothing() -> None:
 
 def test_missing_data_is_not_tested_and_not_ruled_out() -> None:
     case = healthy(0)
-    bare = replace(case, trainer=replace(case.trainer, entropy=None), others={})
-    result = causes(bare)
+    apart = replace(case.rollout, prompt_index=np.arange(case.rollout.n_sequences))
+    ids = apart.token_ids.copy()  # a prompt each: no two samples of one
+    ids[apart.offsets[:-1]] = 1000 + np.arange(apart.n_sequences)
+    apart = replace(apart, token_ids=ids)
+    trainer = replace(case.trainer, entropy=None)
+    result = causes(replace(case, rollout=apart, trainer=trainer, others={}))
     missing = {entry.what for entry in result.not_tested}
     assert {"temperature", "distance from float32", "routed experts"} <= missing
     assert all(entry.reason for entry in result.not_tested)

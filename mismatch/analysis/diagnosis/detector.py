@@ -8,7 +8,7 @@ lists it.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -36,6 +36,23 @@ class Evidence:
     what: str
     value: float | str
     normal: str = ""
+
+
+def value_of(evidence: Iterable[Evidence], what: str) -> float | str:
+    """Return the value of the evidence of this name.
+
+    Evidence is read by name alone: a detector may add a number where it saw more.
+
+    >>> value_of([Evidence("best lag", -8), Evidence("correlation there", 0.9)], "best lag")
+    -8
+
+    Raises:
+        KeyError: there is none.
+    """
+    for item in evidence:
+        if item.what == what:
+            return item.value
+    raise KeyError(what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +96,10 @@ class Look:
     findings: tuple[Finding, ...] = ()
     looked_for: tuple[str, ...] | None = None
 
+    def number(self, what: str) -> float:
+        """Return the number of this name."""
+        return float(value_of(self.evidence, what))
+
 
 @dataclass(frozen=True, slots=True)
 class Detector:
@@ -107,6 +128,7 @@ def paired_anew(
     cause: str,
     *alike: str,
     least: float | None,
+    side: Side = "either",
 ) -> Look:
     """Return a finding if the mismatch goes once the trainer's numbers are where they belong.
 
@@ -117,7 +139,7 @@ def paired_anew(
     effect = case.gone(repair)
     if least is not None and not above(effect, least):
         return Look(evidence)
-    finding = Finding(cause, "either", effect, evidence, confirmed=True, alike=alike, repair=repair)
+    finding = Finding(cause, side, effect, evidence, confirmed=True, alike=alike, repair=repair)
     return Look(evidence, (finding,))
 
 

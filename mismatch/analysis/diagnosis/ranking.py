@@ -32,8 +32,9 @@ KINDS = ("function-differs", "weights-differ", "rounding-differs", "side-off")
 MARKS = (*KINDS, "onset")  # what a stated difference explains
 FUNCTION = 50  # detectors from here on ask only how far a side is off
 # What these see is wrong, however little it costs.
-SURE = ("padding", "ends", "constant", "implementation", "unsampled", "lag")
+SURE = ("padding", "ends", "constant", "implementation", "unsampled", "lag", "samples-alike")
 TURNS = "turns that it moves"
+LEADS = 0.5  # share of the mismatch, below which more is left than a cause takes out
 SMALL = 0.05  # share of the mismatch below which a cause is not worth a name
 
 Status = Literal["suspected", "confirmed", "of little weight"]
@@ -139,11 +140,13 @@ def diagnose(case: Case, detectors: Sequence[Detector]) -> Causes:
         causes.append(replace(cause, consequences=tuple(sorted(gone))))
         looks = again
     found = [f for look in first.values() if isinstance(look, Look) for f in look.findings]
-    stated = [f for f in found if f.effect is None and (whole > NEGLIGIBLE or f.fact)]
+    # What a repair takes out was looked at above, behind what is more specific.
+    stated = [f for f in found if f.effect is None and (f.repair is None or f.cause in KINDS)]
+    stated = [f for f in stated if whole > NEGLIGIBLE or f.fact]
     if causes:  # a kind without a share is only said where nothing better is
         stated = [each for each in stated if each.cause not in KINDS or each.fact]
     causes = _joined(causes, stated)
-    causes.sort(key=lambda each: (not each.fact, -each.effect.value if each.effect else 1.0))
+    causes.sort(key=_order)
     named = {cause.id for cause in causes}
     # Equal settings do not rule out what shows behind a boundary that no token reached.
     unreached = {
@@ -172,6 +175,13 @@ def diagnose(case: Case, detectors: Sequence[Detector]) -> Causes:
         whole,
         _size(rest) / whole if whole else 0.0,
     )
+
+
+def _order(cause: Cause) -> tuple[bool, bool, float]:
+    """Facts first, then what is confirmed and carries the mismatch, then by share."""
+    share = cause.effect.value if cause.effect else None
+    leads = cause.status == "confirmed" and (share is None or share >= LEADS)
+    return not cause.fact, not leads, 1.0 if share is None else -share
 
 
 def _size(case: Case) -> float:
@@ -257,7 +267,7 @@ def _with_side(cause: Cause, first: Looks) -> Cause:
     look = first.get("far-side")
     found = look.findings if isinstance(look, Look) and cause.side == "either" else ()
     for far in found:
-        cause = replace(cause, side=far.side, evidence=cause.evidence + far.evidence[:1])
+        cause = replace(cause, side=far.side, evidence=cause.evidence + far.evidence)
     return cause
 
 

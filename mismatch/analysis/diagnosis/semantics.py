@@ -6,7 +6,7 @@ fix, so a failed check is reported as itself. Where data is missing a check is `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -22,8 +22,13 @@ from mismatch.analysis.diagnosis.declared import (
 from mismatch.analysis.diagnosis.detector import Look
 from mismatch.analysis.diagnosis.detectors import law
 from mismatch.analysis.diagnosis.detectors.pairing import (
+    AT_BEST,
+    AT_ZERO,
+    BEST_LAG,
     MIN_TOKENS,
+    ON_LAST,
     POSITIVE,
+    ZEROS,
     lag,
     largest,
     padding,
@@ -45,7 +50,12 @@ def input_checks(rollout: Rollout, left: Scoring, right: Scoring) -> list[Check]
 
 
 def semantic_checks(
-    rollout: Rollout, left: Scoring, right: Scoring, ratio_mean: Estimate, attempts: Attempts
+    rollout: Rollout,
+    left: Scoring,
+    right: Scoring,
+    ratio_mean: Estimate,
+    attempts: Attempts,
+    others: Mapping[str, Scoring] | None = None,
 ) -> list[Check]:
     """Return all other checks, on scorings that passed :func:`input_checks`.
 
@@ -53,12 +63,13 @@ def semantic_checks(
         left: the rollout side, as sampled.
         right: the train side.
         ratio_mean: mean importance ratio of this pair, with its interval.
+        others: further passes of the run by name; None: there are none.
     """
     sides, prints = (rollout, left, right), (left.fingerprint, right.fingerprint)
     return whole_model(left.fingerprint) + attempts.checks(
         (attention_sinks, right.fingerprint),
         (alignment, *sides),
-        (temperature, *sides),
+        (temperature, *sides, others),
         (truncation, *sides),
         (importance_ratio, *sides, ratio_mean),
         (zero_logprobs, *sides),
@@ -120,7 +131,7 @@ def alignment(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     look = _seen(lag, rollout, left, right)
     if isinstance(look, NotTested) or not (left.logprobs.std() and right.logprobs.std()):
         return Check("alignment", "not_tested", f"needs {MIN_TOKENS} tokens that are not all alike")
-    best, at_best, at_zero = (float(item.value) for item in look.evidence)
+    best, at_best, at_zero = (look.number(what) for what in (BEST_LAG, AT_BEST, AT_ZERO))
     if look.findings:
         detail = (
             f"best lag is {best:+.0f} (correlation {at_best:.3f}), at lag 0 it is {at_zero:.3f}"
@@ -132,7 +143,9 @@ def alignment(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     return Check("alignment", "passed", f"best lag 0 (correlation {at_zero:.4f})")
 
 
-def temperature(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
+def temperature(
+    rollout: Rollout, left: Scoring, right: Scoring, others: Mapping[str, Scoring] | None = None
+) -> Check:
     """Check that both logprobs are at the sampling temperature: by declaration, and by the data."""
     wanted = rollout.sampling.temperature
     if wanted == 0:
@@ -146,6 +159,10 @@ def temperature(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
         evidence = f"; {gone.value:.0%} of mean |delta| goes against the trainer at T = 1"
         if gone.value > law.MOST and not wrong:
             wrong = {left.name: 1.0}
+    seen = seen_by(law.temperature, Case.of(rollout, left, right, {**(others or {})}))
+    for finding in seen.findings if isinstance(seen, Look) and gone is None and not wrong else ():
+        if finding.confirmed:  # by float32 at both temperatures, or by pairs of tokens
+            wrong = {(left if finding.side == "engine" else right).name: 1.0}
     if wrong:
         which = ", ".join(f"{name} is at T = {t:g}" for name, t in wrong.items())
         detail = f"sampled at T = {wanted:g} but {which}{evidence}"
@@ -179,9 +196,8 @@ def truncation(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     if left.fingerprint.get("logprobs_truncated") is None:
         return Check("truncation", "not_tested", "the engine does not say how it normalises")
     look = _seen(law.truncation, rollout, left, right)
-    numbers = look.evidence[:2] if isinstance(look, Look) and look.findings else ()
-    left_over, sided = (float(item.value) for item in numbers) if numbers else (1.0, 0.0)
-    if sided > ONE_SIDED:
+    if isinstance(look, Look) and look.findings and look.number(law.ONE_SIDED) > ONE_SIDED:
+        left_over = look.number(law.KEPT_MASS)
         detail = f"delta is as if one side cut its tail: the kept mass would be {left_over:.4f}"
         fix = "send every sampling parameter explicitly; look into generation_config.json"
         return failed("truncation", detail, fix)
@@ -236,8 +252,11 @@ def zero_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
         return Check("zero-logprobs", "not_tested", str(look))
     for finding in look.findings:
         name = left.name if finding.side == "engine" else right.name
-        count, last = (item.value for item in finding.evidence)
-        detail = f"{name}: {count} logprobs are exactly 0 and not certain, {last} on a last token"
+        count, last = look.number(ZEROS), look.number(ON_LAST)
+        detail = (
+            f"{name}: {count:.0f} logprobs are exactly 0 and not certain, {last:.0f} on a last "
+            "token"
+        )
         fix = "mask tokens that the policy did not sample (an appended EOS, padding with 0.0)"
         return failed("zero-logprobs", detail, fix)
     return Check("zero-logprobs", "passed", "no logprob is exactly 0 without being certain")

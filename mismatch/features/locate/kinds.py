@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mismatch.analysis.causes import MODULE
 from mismatch.analysis.diagnosis.case import Side
 from mismatch.analysis.diagnosis.detector import Evidence
 from mismatch.analysis.diagnosis.loaded_weights import Difference
@@ -12,7 +13,6 @@ from mismatch.models.site_parameters import decides
 from mismatch.run.store import TRAIN
 from mismatch.types import SideFacts
 
-MODULE = "first module that differs"  # the evidence that names it
 CONFIRMED = 0.3  # share of a side's distance that its sources explain, or that goes without them
 # On equal input these give nothing but what their weights are; a head and a router can also have
 # been asked for another precision.

@@ -12,6 +12,7 @@ from mismatch.reports import summary
 from mismatch.reports.documentation import of_cause
 from mismatch.reports.formatting import line, number, percent, plural, text
 from mismatch.reports.section import Cell, Cells, Column, Section, Table
+from mismatch.reports.summary import what_to_do
 from mismatch.types import Report
 
 LEAD = (
@@ -100,7 +101,7 @@ def _paragraph(cause: Cause, rank: int, report: Report) -> str:
         parts.append(summary.own_setting(made))
     elif entry is not None:
         parts += [f"To confirm: {entry.confirm}"] if cause.status == "suspected" else []
-        parts.append(f"Do: {entry.mend}")
+        parts.append(f"Do: {what_to_do(report, cause)}")
     return ". ".join(part.rstrip(".") for part in parts) + "."
 
 

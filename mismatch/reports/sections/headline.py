@@ -8,6 +8,7 @@ from types import MappingProxyType
 from mismatch.analysis.diagnosis.catalogue import catalogue, title_of
 from mismatch.analysis.diagnosis.detectors.stated import DIFFER
 from mismatch.analysis.diagnosis.ranking import LITTLE
+from mismatch.analysis.explained import explains, leads
 from mismatch.analysis.long_sequence import sentence
 from mismatch.analysis.square import sides_at_fault
 from mismatch.errors import in_list
@@ -29,7 +30,7 @@ from mismatch.reports.formatting import (
 from mismatch.reports.section import Answer, Block, Cell, Cells, Column, Section, Table, status_cell
 from mismatch.reports.sections import fixes, noise, square
 from mismatch.reports.summary import Row
-from mismatch.types import Report
+from mismatch.types import Check, Report
 
 K3, MEAN = RANKED_BY
 NAMED = 6  # of what was not tested; the rest is counted
@@ -39,7 +40,7 @@ WRONG = ("failed", "inconclusive", "warning")
 def lead(report: Report) -> str:
     """Return what is wrong, or how far apart the two sides are, in one sentence."""
     causes, failed = report.result("causes"), summary.checks(report, "failed")
-    if causes and causes.ranked:
+    if causes and causes.ranked and leads(causes.ranked[0]):
         first = causes.ranked[0]
         title = line(title_of(first.id)).rstrip(".")
         if first.fact and first.evidence:  # the headline is the list of what differs
@@ -77,7 +78,7 @@ def answers(
         **first,
         "In training": _sentence(_training(report)),
         "How sure": _sure(report),
-        "Checks": "" if named else _sentence(_wrong(report)),
+        "Checks": "" if named else _sentence(_wrong(summary.checks(report, *WRONG))),
         "Not tested": f"{in_list(missing, NAMED)}." if missing else "",
     }
     fix = _fix(report)
@@ -122,14 +123,16 @@ def _fix(report: Report) -> Answer | None:
     if report.verdict.status == "healthy":
         return None
     causes = report.result("causes")
-    entry = catalogue().get(causes.ranked[0].id) if causes and causes.ranked else None
+    first = causes.ranked[0] if causes and causes.ranked else None
+    # The fix of what explains less than half leaves more behind than it takes out.
+    entry = catalogue().get(first.id) if first is not None and leads(first) else None
     if table is not None and table.outcomes:
         return Answer("Best fix", "None of the fixes that were measured helps significantly.")
-    if entry is None or summary.replaced(report, causes.ranked[0]):  # the run may not have it
+    if first is None or entry is None or summary.replaced(report, first):  # the run may not have it
         return None
-    if causes and causes.ranked[0].status == "confirmed":
-        return Answer("Fix", line(entry.mend))
-    return Answer("Fix, not measured", line(entry.mend), "--fix all")
+    if first.status == "confirmed":
+        return Answer("Fix", line(summary.what_to_do(report, first)))
+    return Answer("Fix, not measured", line(summary.what_to_do(report, first)), "--fix all")
 
 
 def effect(best: FixOutcome, report: Report) -> str:
@@ -174,15 +177,22 @@ def _cause(report: Report) -> str:
     if made := summary.replaced(report, cause):
         how = f"suspected: {summary.in_place_of(made)} can make it, and the run's own setting was "
         how += "not measured here"
-    found = f" Checks {'; '.join(_wrong(report))}." if summary.checks(report, *WRONG) else ""
-    return f"{capital(how)}; {share}.{found}"
+    explained = [check for check in summary.checks(report, *WRONG) if explains(cause, check)]
+    explained = explained if cause.status == "confirmed" and leads(cause) else []
+    other = [check for check in summary.checks(report, *WRONG) if check not in explained]
+    parts = [f"{capital(how)}; {share}."]
+    parts += [f"From it follow the checks {'; '.join(_wrong(explained))}."] if explained else []
+    parts += [f"{'Other checks' if explained else 'Checks'} {'; '.join(_wrong(other))}."] * bool(
+        other
+    )
+    return " ".join(parts)
 
 
-def _wrong(report: Report) -> Iterator[str]:
+def _wrong(checked: Sequence[Check]) -> Iterator[str]:
     """Yield the ids of the checks that did not pass, by their status."""
     for status in WRONG:
-        if checked := summary.checks(report, status):
-            yield f"{status}: {', '.join(line(check.id) for check in checked)}"
+        if names := [line(check.id) for check in checked if check.status == status]:
+            yield f"{status}: {', '.join(names)}"
 
 
 def _ruled_out(report: Report) -> str:

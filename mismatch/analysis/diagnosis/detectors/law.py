@@ -18,6 +18,7 @@ from mismatch.analysis.diagnosis.case import (
     correlation,
 )
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
+from mismatch.analysis.diagnosis.twins import APART, twins_of
 from mismatch.run.store import REFERENCE, TRAINER_FLOAT32
 from mismatch.types import Estimate, Floats, NotTested
 
@@ -26,6 +27,8 @@ MIN_TOKENS = 200
 SAME_LAW = 0.5  # correlation of the sides; another temperature or cut keeps their order
 LEAST_SHARE = 0.1  # of mean |delta|, that a constant explains
 MOST = 0.5  # of mean |delta|, that what confirms a cause removes
+LEAST_SLOPE = 0.25  # of two temperatures that people sample at; values of other tokens give 0
+SAME_TEMPERATURE = 0.1  # share by which a slope may miss the declared temperature; seen: 0.02
 STEADY = 0.25  # of the constant, that near-certain tokens vary by
 BEYOND_ROOM = 3.0  # times what near-certain tokens lack to certainty, that a constant moves them
 ONE_LAW = 0.9  # correlation of the sides, where only a constant separates them
@@ -33,20 +36,99 @@ CERTAIN = float(np.log(0.99))
 MIN_CERTAIN = 20  # tokens on which a constant shows: no healthy distribution moves them
 BEYOND_CHANCE = 2.5  # 95 % arms: five standard errors, one run in 10^5 by chance
 OF_ROUNDING = 3.0  # times mean |delta|, by which it may move mean log p + entropy
+KEPT_MASS, ONE_SIDED = "mean kept mass, as mean exp(delta)", "one-sidedness of delta"
 NEEDS = "the entropy of the trainer's distribution"
 
 
 def temperature(case: Case) -> Look | NotTested:
-    """Fit of one side's distribution as a tempered version of the other's.
+    """Look for one side's distribution as a tempered version of the other's.
 
     log p_beta(x) = beta log p(x) - log sum p^beta: a slope on log p, and a term that depends on
-    the distribution alone, taken as a function of its entropy (piecewise linear).
+    the distribution alone. It is known in float32, cancels between two tokens after the same
+    context, or is taken as a function of the entropy (piecewise linear).
     """
-    entropy = case.entropy
-    if entropy is None:
-        return NotTested("temperature", f"needs {NEEDS}", "score with an entropy per token")
     if case.kept.sum() < MIN_TOKENS:
         return NotTested("temperature", f"needs {MIN_TOKENS} tokens")
+    settled = _by_float32(case) or _by_pairs(case)
+    if settled is not None and settled.findings:
+        return settled
+    fitted = _by_entropy(case)
+    return settled if isinstance(fitted, NotTested) and settled is not None else fitted
+
+
+def _by_float32(case: Case) -> Look | None:
+    """Look whether one side comes near the other once float32's change from T = 1 to the sampling
+    temperature is applied to it; None where the run has no float32 at both."""
+    twin = case.others.get(REFERENCE)
+    raw = None if twin is None else twin.extra.get("logprobs_untempered")
+    own = case.trainer.extra.get("logprobs_untempered")  # says more: no other rounding comes in
+    if raw is None or own is not None or case.reference is None:
+        return None
+    tempered = case.reference - raw  # what dividing the logits by T adds
+    sides: tuple[Side, ...] = ("engine", "trainer")
+    repairs = {
+        side: case.moved(side, tempered if side == "engine" else -tempered) for side in sides
+    }
+    gone = {side: case.gone(repair) for side, repair in repairs.items()}
+    evidence = tuple(
+        Evidence(f"share gone once the {side} is divided by T, by float32", gone[side].value, "0")
+        for side in sides
+    )
+    for side in sides:
+        if above(gone[side], MOST):
+            finding = Finding("temperature-semantics", side, gone[side], evidence, confirmed=True,
+                              repair=repairs[side])  # fmt: skip
+            return Look(evidence, (finding,))
+    return Look(evidence)
+
+
+def _by_pairs(case: Case) -> Look | None:
+    """Look at two tokens that may follow the same tokens: the difference of their log-probabilities
+    is divided by the temperature, and no constant is left in it.
+
+    None where too few responses to one prompt part.
+    """
+    twins = twins_of(case)
+    first, second = twins.first, twins.second
+    part = ~twins.same & (np.abs(case.left[first] - case.left[second]) > APART)
+    first, second = first[part], second[part]
+    if len(np.unique(case.prompt[first])) < FEW_PROMPTS:
+        return None
+    x, y = np.zeros(len(case.left)), np.zeros(len(case.left))
+    x[first] = case.left[first] - case.left[second]
+    y[first] = case.right[first] - case.right[second]
+    slope = case.ratio(x * y, x * x)
+    explained = case.share(y - slope.value * x, y - x)
+    evidence = (
+        Evidence("pairs of tokens after the same tokens", len(first)),
+        Evidence("temperature of the engine over that of the trainer, in pairs", slope.value, "1"),
+        Evidence("share of the pairs' difference that it explains", explained.value),
+    )
+    wanted = case.rollout.sampling.temperature
+    other = above(slope, 1.02) or below(slope, 0.98)
+    tempered = LEAST_SLOPE < slope.value < 1 / LEAST_SLOPE and correlation(case) > SAME_LAW
+    if not (other and tempered) or not above(explained, MOST):
+        return Look(evidence)
+    side, declared = off_law(case), wanted not in (0, 1)
+    if declared and abs(slope.value / wanted - 1) < SAME_TEMPERATURE:
+        side = "trainer"  # it is at T = 1
+    elif declared and abs(slope.value * wanted - 1) < SAME_TEMPERATURE:
+        side = "engine"
+    else:
+        declared = False
+    alike = () if declared else ("logit-softcap",)
+    finding = Finding(
+        "temperature-semantics", side, None, evidence, confirmed=declared, alike=alike
+    )
+    return Look(evidence, (finding,))
+
+
+def _by_entropy(case: Case) -> Look | NotTested:
+    """Fit delta as a slope on log p and a curve in the entropy."""
+    entropy = case.entropy
+    if entropy is None:
+        fix = "score with an entropy per token, or record several samples a prompt"
+        return NotTested("temperature", f"needs {NEEDS}", fix)
     bumps = hats(entropy)
     slope = _slope_by_prompt(case, bumps)
     beta = 1 - float(slope[0])
@@ -164,8 +246,8 @@ def truncation(case: Case) -> Look | NotTested:
     mass = case.mean(gap)
     sided = case.ratio(gap, np.abs(gap))
     evidence = [
-        Evidence("mean kept mass, as mean exp(delta)", 1 - mass.value, "1"),
-        Evidence("one-sidedness of delta", sided.value, "0"),
+        Evidence(KEPT_MASS, 1 - mass.value, "1"),
+        Evidence(ONE_SIDED, sided.value, "0"),
     ]
     exact = case.reference
     if exact is not None:
@@ -182,7 +264,7 @@ def truncation(case: Case) -> Look | NotTested:
     else:
         fitted = np.minimum(_fitted(case, features), 0)  # a curve: positions vary around it
     effect = case.share(case.delta - fitted)
-    if not above(effect, 0.3):
+    if not above(effect, 0.3) or not _of_its_place(case):
         return Look(tuple(evidence))
     confirmed = kept_mass is not None and above(effect, MOST)
     finding = Finding(
@@ -195,6 +277,16 @@ def truncation(case: Case) -> Look | NotTested:
         repair=case.moved("engine", fitted, exact=kept_mass is not None),
     )
     return Look(tuple(evidence), (finding,))
+
+
+def _of_its_place(case: Case) -> bool:
+    """Return whether delta follows the engine's log-probability at all.
+
+    A cut is of the position: tokens that the engine finds equally likely lose alike. Against the
+    trainer's own log-probability any low value of it looks like a cut, whatever made it.
+    """
+    curve = np.minimum(_fitted(case, hats(case.left)), 0)
+    return above(case.share(case.delta - curve), 0.0)
 
 
 def constant(case: Case) -> Look | NotTested:

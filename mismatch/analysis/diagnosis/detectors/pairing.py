@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, Repair, Side
+from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, Repair, Side, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, paired_anew
+from mismatch.analysis.diagnosis.legs import farther
+from mismatch.analysis.diagnosis.twins import Odd, odd_pairs, twins_of
+from mismatch.run import store
 from mismatch.types import Floats, NotTested
 
 MAX_LAG = 64
@@ -23,10 +26,15 @@ USUAL = 3.0  # times the typical distance of a row to its numbers
 SUSPECTS = 512  # rows that are tried against all others
 APART = 0.1  # nats of mean |delta|, from which a row is compared with others
 CLEAR = 0.5  # share of the mismatch that a shift must remove
+ALONE_FIRST = 10.0  # times the others, that first tokens are off where they alone are misplaced
+PARTLY = 0.3  # of what first tokens are off, that goes with other rows in the batch
+FADES = 3.0  # times later tokens, that the second token may be off: what fades is no slice
 LEAST = 0.05  # with a re-pairing of rows, each of which fits its new partner
 POSITIVE = 1e-3  # nats above 0, that no rounding of a float32 log_softmax reaches
 WRITTEN_AS_0 = -1e-4  # nats in float32, below which no side of a lower precision has exactly 0
 NEAR_CERTAIN = float(np.log(0.99))
+BEST_LAG, AT_BEST, AT_ZERO = "best lag", "correlation there", "correlation at lag 0"
+ZEROS, ON_LAST = "log-probabilities of exactly 0", "of these, on a last token"
 HALF = float(np.log(0.5))  # of what a cut distribution keeps: two sides may keep one token and two
 
 
@@ -44,9 +52,9 @@ def lag(case: Case) -> Look | NotTested:
         best = int(np.nanargmax(correlations)) - MAX_LAG
     at_best = float(correlations[best + MAX_LAG])
     evidence: tuple[Evidence, ...] = (
-        Evidence("best lag", best, "0"),
-        Evidence("correlation there", at_best),
-        Evidence("correlation at lag 0", at_zero, "> 0.9"),
+        Evidence(BEST_LAG, best, "0"),
+        Evidence(AT_BEST, at_best),
+        Evidence(AT_ZERO, at_zero, "> 0.9"),
     )
     if elsewhere is not None:
         evidence += (Evidence("rows whose first tokens fit there alone", elsewhere[1], "0"),)
@@ -58,7 +66,8 @@ def lag(case: Case) -> Look | NotTested:
     kept = inside & (case.sequence[source] == case.sequence)
     right = np.where(kept, case.right[source], case.left)
     least = CLEAR if elsewhere is None else None
-    return paired_anew(case, right, kept, evidence, "misalignment", least=least)
+    side = odd_pairs(case, twins_of(case)).side
+    return paired_anew(case, right, kept, evidence, "misalignment", least=least, side=side)
 
 
 def _correlations(case: Case) -> tuple[Floats, Floats]:
@@ -167,7 +176,8 @@ def rows(case: Case) -> Look | NotTested:
     effect = case.gone(repair)
     if effect.value < LEAST:  # a few prompts carry it: their rows are certain, no interval is
         return Look(evidence)
-    finding = Finding("row-pairing", "either", effect, evidence, confirmed=True, repair=repair)
+    side = odd_pairs(case, twins_of(case)).side
+    finding = Finding("row-pairing", side, effect, evidence, confirmed=True, repair=repair)
     return Look(evidence, (finding,))
 
 
@@ -197,6 +207,49 @@ def _distance(left: Floats, right: Floats) -> Floats:
     return np.where(common >= MIN_HEAD, np.nansum(gap, axis=1) / np.maximum(common, 1), np.inf)
 
 
+def first_tokens(case: Case) -> Look | NotTested:
+    """Look whether the first token of each response is off and nothing behind it.
+
+    A context that differs, or another function, fades over the tokens that follow; a slice that
+    begins at another place moves one token.
+    """
+    turn = case.turn
+    begins = (np.diff(case.sequence, prepend=-1) != 0) | (np.diff(turn, prepend=-1) != 0)
+    second = np.concatenate([[False], begins[:-1]]) & ~begins & case.kept
+    later = ~begins & ~second & case.kept
+    begins &= case.kept
+    prompts = len(np.unique(case.prompt[begins]))
+    if prompts < FEW_PROMPTS or not second.any() or not later.any():
+        return NotTested("first tokens of responses", f"needs responses to {FEW_PROMPTS} prompts")
+    sizes = [float(np.abs(case.delta[where]).mean()) for where in (begins, second, later)]
+    effect = case.share(np.where(begins, 0.0, case.delta))
+    evidence = (
+        Evidence("mean |delta| of the first token of each response, nats", sizes[0]),
+        Evidence("the same of the second token", sizes[1]),
+        Evidence("the same of all later tokens", sizes[2]),
+        Evidence("share of mean |delta| in first tokens", effect.value),
+    )
+    alone = sizes[0] > ALONE_FIRST * max(sizes[1:]) and sizes[1] < FADES * sizes[2]
+    if not alone or not above(effect, CLEAR) or not case.beyond_rounding(begins):
+        return Look(evidence)
+    twins = twins_of(case)
+    odd = odd_pairs(case, twins)
+    other = case.others.get(store.ALONE)
+    moves = other is not None and float(np.abs(other.logprobs - case.right)[begins].mean())
+    # What depends on the other rows of a batch is most off where the context is shortest.
+    if Odd(odd.engine & twins.same, odd.trainer & twins.same).side != "either" or (
+        moves > PARTLY * sizes[0]
+    ):
+        return Look(evidence)
+    parts = begins[twins.first] & ~twins.same
+    told = Odd(odd.engine & parts, odd.trainer & parts).side
+    side = farther(case, begins) if told == "either" else told
+    alike = () if told != "either" else ("template-drift", "position-ids")
+    repair = Repair(case.left, case.right, ~begins)
+    finding = Finding("first-token", side, effect, evidence, told != "either", alike, repair)
+    return Look(evidence, (finding,))
+
+
 def padding(case: Case) -> Look:
     """Look for log-probabilities of exactly 0 where the other side is not certain."""
     certain = np.full(len(case.right), NEAR_CERTAIN)
@@ -210,8 +263,8 @@ def padding(case: Case) -> Look:
     last = np.zeros(len(bad), bool)
     last[[row.stop - 1 for row in case.rows]] = True
     evidence = (
-        Evidence("log-probabilities of exactly 0", int(bad.sum()), "0"),
-        Evidence("of these, on a last token", int((bad & last).sum())),
+        Evidence(ZEROS, int(bad.sum()), "0"),
+        Evidence(ON_LAST, int((bad & last).sum())),
     )
     side: Side = "engine" if at_left.sum() >= at_right.sum() else "trainer"
     values, tokens = (case.left, open_[0]) if side == "engine" else (case.right, open_[1])
@@ -251,6 +304,7 @@ def positive(case: Case) -> Look:
 
 
 DETECTORS = (
+    Detector("first-tokens", "pairing", ("first-token",), first_tokens, order=9),
     Detector("lag", "pairing", ("misalignment",), lag, order=10),
     Detector("rows", "pairing", ("row-pairing",), rows, order=11),
     Detector("padding", "pairing", ("appended-eos", "action-mask"), padding, order=12),

@@ -23,6 +23,7 @@ OPENS = 3.0  # times the others, of tokens that open a block; the best of many l
 BLOCKS = (16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048)
 LEAST = 20  # tokens past a boundary, without which nothing behind it was seen
 OPENING = 24  # tokens that open a block
+ONSET_AT = "position of the onset"
 UNLIKE = 0.5  # correlation of the sides, below which nothing of one side is left in the other
 BOUNDARIES = {
     "sliding_window": "sliding-window",
@@ -90,7 +91,7 @@ def scan(case: Case) -> Look | NotTested:
     if found is None:
         return NotTested("onset", f"needs {MIN_TOKENS} tokens at more than 16 positions")
     evidence: tuple[Evidence, ...] = (
-        Evidence("position of the onset", found.at),
+        Evidence(ONSET_AT, found.at),
         Evidence("|delta| after over before", found.after / found.before, "1"),
         Evidence("share of the rise at that place", found.steep),
     )
@@ -148,8 +149,8 @@ def at_boundary(name: str, cause: str) -> Callable[[Case], Look | NotTested]:
         if isinstance(look, NotTested) or not look.findings:
             return look
         (finding,) = look.findings
-        at = look.evidence[0].value
-        here = [length for length in stated if abs(int(at) - length) <= 2]
+        at = look.number(ONSET_AT)
+        here = [length for length in stated if abs(at - length) <= 2]
         if not here:
             return replace(look, findings=())
         evidence = (*finding.evidence, Evidence(name, here[0]))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, Repair, above
+from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, Repair, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
+from mismatch.analysis.diagnosis.twins import Odd, odd_pairs, twins_of
 from mismatch.run.store import ALONE, PLAIN, REGROUPED, REPEATED, TRAIN
 from mismatch.types import Floats, NotTested
 
@@ -20,6 +21,7 @@ PASSES = {
 }
 OWN = 1.6  # times the side's rounding, that a side may move against itself; two roundings: 1.4
 CLEAR = 0.3
+LEAST_PROMPTS = 3  # in which the same tokens have several values
 
 
 def trainer_itself(case: Case) -> Look | NotTested:
@@ -107,7 +109,37 @@ def decode_path(case: Case) -> Look | NotTested:
     return Look(evidence, (finding,))
 
 
+def samples_alike(case: Case) -> Look | NotTested:
+    """Look whether the trainer gives one token after the same tokens several values.
+
+    The responses of a prompt differ later, and so do their lengths, their padding and their
+    neighbours in a batch: a value that moves with these is of the batch.
+    """
+    what = "the same tokens in several rows"
+    twins = twins_of(case)
+    if len(np.unique(case.prompt[twins.first[twins.same]])) < FEW_PROMPTS:
+        return NotTested(what, f"needs {FEW_PROMPTS} prompts whose responses begin alike")
+    odd = odd_pairs(case, twins)
+    same = (odd.engine & twins.same, odd.trainer & twins.same)
+    prompts = len(np.unique(case.prompt[twins.first[same[1]]]))
+    evidence = (
+        Evidence("pairs of one token after the same tokens", int(twins.same.sum())),
+        Evidence("of these, pairs that the trainer alone sets apart", int(same[1].sum()), "0"),
+        Evidence("prompts that these are of", prompts, "0"),
+    )
+    if Odd(*same).side != "trainer" or prompts < LEAST_PROMPTS:
+        return Look(evidence)
+    apart = np.zeros(len(case.left), bool)
+    apart[twins.first[same[1]]] = apart[twins.second[same[1]]] = True
+    finding = Finding("microbatch-dependence", "trainer", None, evidence,
+                      alike=("packing-leak", "position-ids"),
+                      repair=Repair(case.left, case.right, ~apart))  # fmt: skip
+    return Look(evidence, (finding,))
+
+
 DETECTORS = (
+    Detector("samples-alike", "trainer", ("microbatch-dependence",), samples_alike,
+             "several samples a prompt", 16),
     Detector("trainer-itself", "trainer", tuple(PASSES.values()), trainer_itself,
              "a second pass of the trainer", 15),
     Detector("decode-path", "engine", ("decode-vs-prefill",), decode_path,

@@ -1,0 +1,120 @@
+"""Which checks follow from a cause; and the confirmed cause that a verdict is about, if any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mismatch.analysis.diagnosis.catalogue import title_of
+from mismatch.analysis.diagnosis.ranking import LEADS, Cause, Causes
+from mismatch.types import Check, Verdict
+
+# Of how far a side is off: they fail with any cause on that side that carries the mismatch.
+DISTANCES = ("excess", "displaced", "implementation-gap", "long-sequence", "importance-ratio")
+# Of how the mismatch looks: their warnings follow from any cause that carries it.
+LOOKS = ("alignment", "which-rows", "causes")
+WRONG = ("failed", "inconclusive", "warning")
+CARRIES = 0.1  # share of mean |delta|
+# Checks of one kind of fault, and the causes that are of this kind.
+KINDS = {
+    "alignment": ("misalignment", "row-pairing", "row-lengths", "retokenisation"),
+    "temperature": ("temperature-semantics", "implicit-generation-config", "sampling-law"),
+    "truncation": ("sampling-truncation", "implicit-generation-config", "sampling-law"),
+    "turns": ("action-mask", "turn-context", "retokenisation", "misalignment", "template-drift"),
+    "trainer-self-agreement": (
+        *("nondeterminism", "microbatch-dependence", "train-eval-paths", "packing-leak"),
+    ),
+    "routes-agree": ("router-config", "corrupt-route-capture", "shifted-route-capture"),
+    "zero-logprobs": ("appended-eos", "action-mask", "first-token"),
+    "positive-logprobs": ("unnormalised-law", "bf16-lm-head"),
+    "weights-as-loaded": (
+        *("weights-differ", "stale-weights", "tied-head-stale", "experts-differ", "double-load"),
+        *("sleep-level-2", "lora-scale", "quantised-rollout", "quantised-module-list"),
+    ),
+}
+
+
+def explains(cause: Cause, check: Check) -> bool:
+    """Return whether a check fails or warns because of a cause."""
+    names = {cause.id, *cause.alike}
+    if check.id in names or names.intersection(KINDS.get(check.id, ())):
+        return True
+    if cause.effect is not None and cause.effect.value < CARRIES:
+        return False
+    if check.id in LOOKS:
+        return check.status == "warning"
+    what, _, side = check.id.removesuffix("-rounding").rpartition("-")
+    same = side == cause.side or "either" in (side, cause.side)
+    return check.id in DISTANCES or (what in DISTANCES and same)
+
+
+def leads(cause: Cause) -> bool:
+    """Return whether a cause is worth the headline: its share is half, or was not measured."""
+    return cause.fact or cause.effect is None or cause.effect.value >= LEADS
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """The confirmed cause that a verdict is about, and what failed or warned because of it."""
+
+    cause: Cause
+    checks: tuple[Check, ...]
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """The checks that failed because of it."""
+        return tuple(check for check in self.checks if check.status == "failed")
+
+    @property
+    def reason(self) -> str:
+        """Say what it is, how sure that is, and which checks failed because of it."""
+        cause = self.cause
+        share = "" if cause.effect is None else f", {cause.effect.value:.0%} of mean |delta|"
+        side = "side not known" if cause.side == "either" else f"side {cause.side}"
+        text = f"{title_of(cause.id).rstrip('.')} ({cause.id}, confirmed, {side}{share})"
+        names = [check.id for check in self.failed]
+        if names:
+            text += f"; failed because of it: {', '.join(names)}"
+        return text
+
+
+def lead_of(causes: Causes | None, checks: Sequence[Check]) -> Lead | None:
+    """Return the first confirmed cause that carries at least half of the mismatch.
+
+    None where there is none, or where checks failed and it explains none of them. A suspected cause
+    never leads: it would hide the check that failed.
+    """
+    for cause in causes.ranked if causes else ():
+        if cause.status == "confirmed" and leads(cause):
+            wrong = [
+                check for check in checks if check.status in ("failed", "inconclusive", "warning")
+            ]
+            lead = Lead(cause, tuple(check for check in wrong if explains(cause, check)))
+            if lead.failed or not any(check.status == "failed" for check in wrong):
+                return lead
+    return None
+
+
+def led(verdict: Verdict, lead: Lead | None, checks: Sequence[Check]) -> Verdict:
+    """Return a broken or unfit verdict whose reason is its confirmed cause."""
+    old, new = _reasons(verdict, lead, checks)
+    return replace(verdict, reason=verdict.reason.replace(old, new, 1)) if new else verdict
+
+
+def unled(verdict: Verdict, lead: Lead | None, checks: Sequence[Check]) -> Verdict:
+    """Return the verdict with the reason that it had before :func:`led`."""
+    old, new = _reasons(verdict, lead, checks)
+    return replace(verdict, reason=verdict.reason.replace(new, old, 1)) if new else verdict
+
+
+def _reasons(verdict: Verdict, lead: Lead | None, checks: Sequence[Check]) -> tuple[str, str]:
+    """Return the reason of the numbers and the one of the cause; "" twice where none leads."""
+    if lead is None:
+        return "", ""
+    if verdict.status == "broken" and verdict.correctness is not None:
+        other = [c.id for c in checks if c.status == "failed" and c not in lead.checks]
+        also = f"; failed as well: {', '.join(other)}" if other else ""
+        return verdict.correctness.reason, lead.reason + also
+    if verdict.status == "unfit" and verdict.fitness is not None:
+        return verdict.fitness.reason, f"{lead.reason}; {verdict.fitness.reason}"
+    return "", ""

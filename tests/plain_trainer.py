@@ -1,0 +1,175 @@
+"""A trainer in plain PyTorch, right and with the bugs that such trainers have.
+
+It loads a checkpoint with transformers, pads rows on the left, divides the logits by the sampling
+temperature and takes a float32 log-softmax. A bug is one line of :func:`score_rows`. Every bug
+comes as a class and as a function for ``--scorer``, and as numbers for a dump.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from mismatch.trainers.protocol import Facts, Scored, Tokens, TrainerJob, Variant
+
+Bug = Literal[
+    "",
+    "no temperature",
+    "mask of the other side",
+    "no mask",
+    "16-bit log-softmax",
+    "first token early",
+    "one late",
+    "one early",
+]
+MODEL = "PLAIN_TRAINER_MODEL"  # environment variable: the checkpoint of the functions
+ROWS = 8  # per forward pass
+PAD = 0
+
+
+def load(model: str, dtype: torch.dtype) -> Any:
+    """Return a model with eager attention, which honours gpt-oss's sinks."""
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="eager")
+    return loaded.eval()
+
+
+@torch.no_grad()
+def score_rows(
+    model: Any,
+    rows: Sequence[np.ndarray],
+    masks: Sequence[np.ndarray],
+    temperature: float,
+    bug: Bug = "",
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return log-probabilities and entropies [a] of each row's action tokens, in one pass."""
+    longest = max(map(len, rows))
+    ids = torch.full((len(rows), longest), PAD)
+    real = torch.zeros(len(rows), longest, dtype=torch.long)
+    for line, row in enumerate(rows):
+        ids[line, longest - len(row) :] = torch.from_numpy(row)
+        real[line, longest - len(row) :] = 1
+    mask = {"mask of the other side": real.flip(1), "no mask": None}.get(bug, real)
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+    if bug != "16-bit log-softmax":
+        logits = logits.float()
+    if bug != "no temperature":
+        logits = logits / temperature
+    everything = logits.log_softmax(-1)
+    entropy = -(everything.exp() * everything).sum(-1).float()
+    given = everything.gather(-1, ids[:, 1:, None])[..., 0].float()  # of ids[:, 1:]
+    if bug in ("one late", "one early"):
+        given = given.roll(1 if bug == "one late" else -1, dims=1)
+    scored = []
+    for line, (row, sampled) in enumerate(zip(rows, masks, strict=True)):
+        at = np.flatnonzero(sampled) + longest - len(row) - 1
+        values = given[line, at].numpy().copy()
+        if bug == "first token early":
+            values[0] = given[line, at[0] - 1]
+        scored.append((values, entropy[line, at].numpy()))
+    return scored
+
+
+def score_all(
+    model: Any, tokens: Tokens, temperature: float, bug: Bug, rows: int, own: Sequence[int]
+) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Return log-probabilities and entropies of these sequences, so many in a pass."""
+    sequences, masks = tokens.sequences(), tokens.masks()
+    scored: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for start in range(0, len(own), rows):
+        group = own[start : start + rows]
+        chosen = [sequences[n] for n in group], [masks[n] for n in group]
+        scored |= dict(zip(group, score_rows(model, *chosen, temperature, bug), strict=True))
+    return scored
+
+
+class Plain:
+    """The trainer as a class: it can score in float32."""
+
+    bug: Bug = ""
+
+    def __init__(self, job: TrainerJob) -> None:
+        self.job = job
+        self.dtype = torch.float32 if job.precision == "fp32" else torch.bfloat16
+        self.model = load(job.model, self.dtype)
+
+    def score(self, tokens: Tokens, variant: Variant) -> Scored:
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        own = list(range(rank, len(tokens.lengths), world))
+        rows = {"alone": 1, "regrouped": ROWS // 2}.get(variant, ROWS)
+        scored = score_all(self.model, tokens, self.job.temperature, self.bug, rows, own)
+        logprobs, entropy = zip(*(scored[n] for n in own), strict=True)
+        return Scored(tuple(own), logprobs, entropy)
+
+    def facts(self) -> Facts:
+        return Facts(
+            code="a plain trainer",
+            dtype="fp32" if self.dtype == torch.float32 else "bf16",
+            attention="eager",
+            micro_batch=f"{ROWS} rows",
+        )
+
+
+class NoTemperature(Plain):
+    bug = "no temperature"
+
+
+class OtherSide(Plain):
+    bug = "mask of the other side"
+
+
+class NoMask(Plain):
+    bug = "no mask"
+
+
+class SixteenBits(Plain):
+    bug = "16-bit log-softmax"
+
+
+class FirstEarly(Plain):
+    bug = "first token early"
+
+
+class OneLate(Plain):
+    bug = "one late"
+
+
+class OneEarly(Plain):
+    bug = "one early"
+
+
+CLASSES = (Plain, NoTemperature, OtherSide, NoMask, SixteenBits, FirstEarly, OneLate, OneEarly)
+
+
+@cache
+def _loaded() -> Any:
+    return load(os.environ[MODEL], torch.bfloat16)
+
+
+def _function(
+    token_ids: np.ndarray,
+    lengths: np.ndarray,
+    mask: np.ndarray,
+    temperature: float,
+    bug: Bug = "",
+) -> np.ndarray:
+    tokens = Tokens(token_ids, np.cumsum([0, *lengths]), mask)
+    own = list(range(len(lengths)))
+    scored = score_all(_loaded(), tokens, temperature, bug, ROWS, own)
+    return np.concatenate([scored[n][0] for n in own])
+
+
+plain = _function
+no_temperature = partial(_function, bug="no temperature")
+other_side = partial(_function, bug="mask of the other side")
+no_mask = partial(_function, bug="no mask")
+sixteen_bits = partial(_function, bug="16-bit log-softmax")
+first_early = partial(_function, bug="first token early")
+one_late = partial(_function, bug="one late")
+one_early = partial(_function, bug="one early")
