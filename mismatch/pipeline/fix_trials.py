@@ -117,8 +117,7 @@ class FixRun:
     def scored(self, variant: Variant) -> bool:
         """Return whether the scoring of a variant is there, and of the variant's tokens."""
         directory, spec = self.run_dir / variant.folder, sampling_spec(variant).rollout
-        python = own_python(spec.engine)
-        fresh = not variant.folder or resume.rollout_done(directory, spec, python)
+        fresh = not variant.folder or resume.rollout_done(directory, spec, own_python(spec.engine))
         return fresh and scored(self.stages.spec, directory, variant.scoring)
 
     def dropped(self, pending: list[Variant], error: MismatchError) -> bool:

@@ -112,11 +112,11 @@ def test_what_another_environment_scored_is_compared_with_its_versions(finished,
     store.save_scoring(run, store.load_scoring(run, "fsdp"), tokens, asked.train, python=python)
     assert manifest.made_with(run, "scores/fsdp.parquet")["torch"] == "99.1"
     assert resume.scoring_done(run, "fsdp", asked.train, python)
-    with pytest.raises(MismatchError, match=r"torch: '99\.1' there, '2\.[^']*' here"):
+    with pytest.raises(MismatchError, match=r"'99\.1' there"):
         resume.scoring_done(run, "fsdp", asked.train)
     environment.install("torch", "99.2")
     look_into.cache_clear()  # as in the next command
-    with pytest.raises(MismatchError, match=r"torch: '99\.1' there, '99\.2' here"):
+    with pytest.raises(MismatchError, match=r"'99\.2' here"):
         resume.scoring_done(run, "fsdp", asked.train, python)
 
 
