@@ -242,6 +242,8 @@ class Capabilities:
     """The same seed gives the same tokens."""
     distributions: bool = False
     """It can take whole distributions while it samples."""
+    context: int | None = None
+    """Tokens of the longest sequence that it takes; None: those of the model."""
     cache_reading: bool = False
     """Requests may leave its prefix cache unread."""
     reasons: dict[str, str] = field(default_factory=dict)

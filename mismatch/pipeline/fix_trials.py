@@ -17,7 +17,7 @@ from mismatch.experiments.fixes.planning import DIRECTORY, FixPlan, Variant, pla
 from mismatch.experiments.fixes.results import STATE, STATE_SCHEMA, engine_seconds, table_of
 from mismatch.experiments.jobs import Job
 from mismatch.processes.launch import Worker, own_python
-from mismatch.processes.stages import Stages
+from mismatch.processes.stages import Stages, scored
 from mismatch.run import resume, store
 from mismatch.run.directory import at_work
 from mismatch.run.long_rollout import FOLDER as LONG
@@ -111,19 +111,18 @@ class FixRun:
             job
             for job in jobs
             if job.pass_.name not in self.not_exact
-            and not self.stages.scored(job.run_dir, job.pass_)
+            and not scored(self.stages.spec, job.run_dir, job.pass_)
         ]
 
     def scored(self, variant: Variant) -> bool:
         """Return whether the scoring of a variant is there, and of the variant's tokens."""
         directory, spec = self.run_dir / variant.folder, sampling_spec(variant).rollout
-        python = own_python(spec.engine)
-        fresh = not variant.folder or resume.rollout_done(directory, spec, python)
-        return fresh and self.stages.scored(directory, variant.scoring)
+        fresh = not variant.folder or resume.rollout_done(directory, spec, own_python(spec.engine))
+        return fresh and scored(self.stages.spec, directory, variant.scoring)
 
     def dropped(self, pending: list[Variant], error: MismatchError) -> bool:
         """Give up on the fix that the world ended at; False if it ended for another reason."""
-        if not self.stages.scored(self.run_dir, Pass(TRAIN, self.stages.spec.train)):
+        if not scored(self.stages.spec, self.run_dir, Pass(TRAIN, self.stages.spec.train)):
             return False
         self.refusals(pending)
         by_name = {variant.scoring.name: variant for variant in pending}

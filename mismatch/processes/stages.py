@@ -172,7 +172,7 @@ class Stages:
         wanted = passes
         sampled = not sample or self.sampled(self.spec.rollout)
         if sampled:
-            passes = [pass_ for pass_ in passes if not self.scored(self.run_dir, pass_)]
+            passes = [pass_ for pass_ in passes if not scored(self.spec, self.run_dir, pass_)]
         adapted = [pass_ for pass_ in passes if pass_.spec.scorer != OWN_SCORER]
         ours = [pass_ for pass_ in passes if pass_.spec.scorer == OWN_SCORER]
         jobs = [Job.of_check(self.run_dir, pass_, wanted[0]) for pass_ in ours]
@@ -242,22 +242,13 @@ class Stages:
         """Return whether the run holds all that the engine samples."""
         return resume.rollout_done(self.run_dir, spec, own_python(spec.engine))
 
-    def scored(self, folder: Path, pass_: Pass) -> bool:
-        """Return whether a folder holds a pass over its tokens; see :mod:`mismatch.run.resume`.
-
-        The scores of a file are read again: the file may have changed.
-        """
-        spec = pass_.spec
-        python = pass_python(spec, self.spec.train)
-        return spec.scorer != FILE_SCORER and resume.scoring_done(folder, pass_.name, spec, python)
-
     def long_jobs(self, sampled: bool) -> list[Job]:
         """Return the passes over the long sequence; no check ends where they fail."""
         folder = self.run_dir / LONG
         jobs = []
         for pass_ in beyond.long_passes(self.spec):
             error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
-            if not (sampled and self.scored(folder, pass_)):
+            if not (sampled and scored(self.spec, folder, pass_)):
                 jobs.append(Job(folder, pass_, optional=True, side=True))
         return jobs
 
@@ -440,6 +431,19 @@ def pass_python(spec: TrainSpec, train: TrainSpec) -> str | None:
         None: this process's.
     """
     return world_python(train) if spec.scorer == OWN_SCORER else spec.python
+
+
+def scored(spec: CheckSpec, folder: Path, pass_: Pass) -> bool:
+    """Return whether a folder holds a pass of a check over its tokens.
+
+    The scores of a file are read again: the file may have changed.
+
+    Raises:
+        MismatchError: it was made with other versions or weights.
+    """
+    python = pass_python(pass_.spec, spec.train)
+    own = pass_.spec.scorer != FILE_SCORER
+    return own and resume.scoring_done(folder, pass_.name, pass_.spec, python)
 
 
 def engine_command(

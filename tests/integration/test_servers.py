@@ -30,6 +30,7 @@ from mismatch.run import store
 from mismatch.specs import EngineSpec
 from mismatch.types import CACHED, PREFILL, ROUTES
 from tests.contract.goes_on import TEXT
+from tests.environments import base_python
 from tests.integration.conftest import Run
 from tests.sameness import FLIPS
 
@@ -166,6 +167,31 @@ def test_a_check_with_a_server_is_healthy_and_keeps_no_secret(
     for path in [file for file in out.rglob("*") if file.is_file()]:
         assert KEY.encode() not in path.read_bytes(), path
     assert KEY not in done.output
+
+
+def test_the_base_package_samples_from_the_environment_that_it_is_given(
+    server: Served, tmp_path: Path
+) -> None:
+    """Without torch and transformers of its own; the long sequence is cut to the server's 512."""
+    out, few = tmp_path / "run", ("--num-prompts", "4", "--samples-per-prompt", "2")
+    both = ("--python", sys.executable, "--train-dtype", "fp32", "--nproc-per-node", "1")
+    flags = (*FP32, *few, *both, "--max-tokens", "8", "--server", server.url, "--out", str(out))
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [base_python(tmp_path / "base"), "-m", "mismatch", "check", *flags],
+        cwd=tmp_path,
+        env={**alone, "OMP_NUM_THREADS": "1", "MISMATCH_API_KEY": KEY},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (out / "report.json").exists(), done.stdout + done.stderr
+    longest = store.load_rollout(out / "long")
+    assert 400 < len(longest.token_ids) < 512
+    delta = (
+        store.load_scoring(out, "fsdp").logprobs - store.load_scoring(out, "server:decode").logprobs
+    )
+    assert np.abs(delta).max() < 1e-4
 
 
 def test_without_the_key_and_with_another_model_it_ends_at_once(

@@ -16,13 +16,12 @@ from mismatch.captures import NotNumbers
 from mismatch.engines.base import Capabilities, ExpertLayout, LoadedWeights, Sample
 from mismatch.engines.model_info import ModelInfo
 from mismatch.errors import MismatchError
-from mismatch.processes.stages import Stages
 from mismatch.processes.tasks import Score
 from mismatch.processes.workers import engine as worker
 from mismatch.processes.workers import sampling
 from mismatch.prompts.prompt import Prompt
 from mismatch.run import resume, store
-from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec
+from mismatch.specs import EngineSpec, RolloutSpec
 from mismatch.types import ROUTES, NotTested, Sampling
 from tests.made_run import scoring
 
@@ -196,8 +195,7 @@ def test_a_buffer_that_no_kernel_writes_costs_the_routes_alone(
 
 
 def rescored(run: Path, spec: RolloutSpec = SPEC) -> bool:
-    stages: Any = Stages(CheckSpec(rollout=spec), run, None, None)  # type: ignore[arg-type]
-    return bool(stages._rescored())
+    return resume.rescored(run, spec)
 
 
 def test_a_prefill_that_never_comes_is_not_waited_for(kind: type[Stub], tmp_path: Path) -> None:

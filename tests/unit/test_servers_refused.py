@@ -65,6 +65,9 @@ def test_a_server_without_prompt_logprobs_is_watched_by_what_it_would_say_next(s
 def test_the_context_of_the_server_is_respected(serve: Any) -> None:
     with pytest.raises(MismatchError, match=r"\b60 tokens,.*\b65"):
         ServerEngine(spec(serve(max_model_len=60)), LAW, longest=64)
+    within = ServerEngine.capabilities(spec(serve(max_model_len=60)), LAW).context
+    assert within is not None
+    ServerEngine(spec(serve(max_model_len=60)), LAW, longest=within)
 
 
 def test_what_a_server_does_not_say_is_not_tested(serve: Any) -> None:

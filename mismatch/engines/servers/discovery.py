@@ -82,11 +82,10 @@ def discover(spec: EngineSpec) -> Server:
     info, server = read_model_info(spec), recognise(spec)
     server.texts = probe_texts(spec, info)
     layout = None
-    if spec.routing and info.moe:
-        if find_spec("torch") is None:
-            server.reasons["routed_experts"] = NO_TORCH
-        else:
-            layout = expert_layout(spec, info)
+    if spec.routing and info.moe and find_spec("torch") is None:
+        server.reasons["routed_experts"] = NO_TORCH
+    elif spec.routing:
+        layout = expert_layout(spec, info)
     try:
         wait_for(examine(server, layout))
     except RequestFailed as error:

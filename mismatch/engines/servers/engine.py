@@ -69,7 +69,9 @@ class ServerEngine(Engine):
             "prefill_tempered": "servers score prompts at temperature 1 only",
             "distributions": "a server gives no whole distributions",
         }
+        limit = server.max_model_len
         return Capabilities(
+            context=None if limit is None else limit - server.spare - server.prefill,
             prefill=server.prefill,
             prefill_tempered=False,
             routed_experts=server.layout is not None,

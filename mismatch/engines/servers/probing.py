@@ -60,6 +60,8 @@ def expert_layout(spec: EngineSpec, info: ModelInfo) -> ExpertLayout | None:
 
     Servers answer with a column for every decoder layer.
     """
+    if not info.moe:
+        return None
     from transformers import AutoConfig
 
     from mismatch.training.routing.capture import moe_layers

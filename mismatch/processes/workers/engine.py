@@ -114,7 +114,8 @@ def run(run_dir: Path, spec: RolloutSpec, long: ScoreLong | None = None) -> None
     kind, ready = engine_class(spec.engine.engine), ready_for(spec)
     rescores = wants_prefill(spec, ready.capabilities)
     if long is not None:
-        context = spec.engine.max_model_len or ready.info.context or long.tokens
+        most = spec.engine.max_model_len or ready.capabilities.context or ready.info.context
+        context = most or long.tokens
         room = context - getattr(kind, "spare_tokens", 0)
         long = replace(long, tokens=min(long.tokens, room)) if rescores else None
     longest = max(ready.longest, long.tokens if long else 0)
