@@ -371,10 +371,6 @@ class Check:
 class Judgement:
     """One headline metric against its level.
 
-    Attributes:
-        inconclusive: its interval spans a bound.
-        reaches: the worse end of its interval; None: it has none.
-
     >>> Judgement("k3_kl", "healthy", 3e-4, 1e-3, 1.3e-2, "NeMo-RL docs").status
     'healthy'
     """
@@ -387,7 +383,6 @@ class Judgement:
     source: str
     inconclusive: bool = False
     deciding_prompts: int | None = None
-    reaches: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,7 @@ KINDS = {
 
 def explains(cause: Cause, check: Check) -> bool:
     """Return whether a check fails or warns because of a cause."""
-    names = {cause.id, *cause.alike}
-    if check.id in names or names.intersection(KINDS.get(check.id, ())):
+    if of_kind(cause, check):
         return True
     if cause.effect is not None and cause.effect.value < CARRIES:
         return False
@@ -46,6 +45,12 @@ def explains(cause: Cause, check: Check) -> bool:
     what, _, side = check.id.removesuffix("-rounding").rpartition("-")
     same = side == cause.side or "either" in (side, cause.side)
     return check.id in DISTANCES or (what in DISTANCES and same)
+
+
+def of_kind(cause: Cause, check: Check) -> bool:
+    """Return whether a check looks for this kind of fault."""
+    names = {cause.id, *cause.alike}
+    return check.id in names or not names.isdisjoint(KINDS.get(check.id, ()))
 
 
 def leads(cause: Cause) -> bool:
@@ -79,18 +84,21 @@ class Lead:
 
 
 def lead_of(causes: Causes | None, checks: Sequence[Check]) -> Lead | None:
-    """Return the first confirmed cause that carries at least half of the mismatch.
+    """Return the first confirmed cause that carries at least half of the mismatch, or that is of
+    the kind that a failed check looks for.
 
     None where there is none, or where checks failed and it explains none of them. A suspected cause
     never leads: it would hide the check that failed.
     """
+    failed = any(check.status == "failed" for check in checks)
     for cause in causes.ranked if causes else ():
-        if cause.status == "confirmed" and leads(cause):
+        if cause.status == "confirmed":
             wrong = [
                 check for check in checks if check.status in ("failed", "inconclusive", "warning")
             ]
             lead = Lead(cause, tuple(check for check in wrong if explains(cause, check)))
-            if lead.failed or not any(check.status == "failed" for check in wrong):
+            own = any(of_kind(cause, check) for check in lead.failed)
+            if own or (leads(cause) and (lead.failed or not failed)):
                 return lead
     return None
 

@@ -225,7 +225,6 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
         level.unfit,
         level.source,
         inconclusive=bool(spanned) or blind,
-        reaches=sign * high if bounded else None,
         deciding_prompts=_deciding(estimate, level, sign, spanned),
     )
 
@@ -347,13 +346,11 @@ def _reason(status: Status, deciding: list[Judgement], total: int) -> str:
 
 def _spans(item: Judgement) -> str:
     """Say what the interval of a metric allows, and how many prompts would settle it."""
-    if item.reaches is None:
-        return ": these prompts give it no interval"
     sign = -1.0 if item.healthy > item.unfit else 1.0
-    beyond = sign * item.reaches > sign * item.unfit
-    name, bound = ("unfit", item.unfit) if beyond else ("healthy", item.healthy)
+    undecided = item.status == "inconclusive"  # else no value that the interval allows is unfit
+    name, bound = ("unfit", item.unfit) if undecided else ("healthy", item.healthy)
     if sign * item.value <= sign * bound:
-        text = f" is within its {name} bound {bound:g}, but its interval reaches {item.reaches:.3g}"
+        text = f" is within its {name} bound {bound:g}, but its interval reaches beyond it"
     else:
         text = f" is beyond its {name} bound {bound:g}, but its interval reaches back over it"
     if item.deciding_prompts is not None:

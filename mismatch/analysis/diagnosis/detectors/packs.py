@@ -6,6 +6,7 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, Side, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
+from mismatch.run.store import ALONE
 from mismatch.types import NotTested
 
 WHAT = "rows that open a pack"
@@ -46,7 +47,12 @@ def packs(case: Case) -> Look | NotTested:
     effect = case.gone(repair)
     if not above(effect, WORTH):
         return Look(evidence)
-    finding = Finding("packing-leak", side, effect, evidence, repair=repair)
+    confirmed, alone = False, case.others.get(ALONE)
+    moved = (
+        None if alone is None else case.share(case.delta + alone.logprobs - case.trainer.logprobs)
+    )
+    confirmed = side == "trainer" and moved is not None and above(moved, WORTH)
+    finding = Finding("packing-leak", side, effect, evidence, confirmed, repair=repair)
     return Look(evidence, (finding,))
 
 
