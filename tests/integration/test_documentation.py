@@ -51,6 +51,7 @@ SUBSTITUTIONS = (
     (r"^uvx (?=train-infer-mismatch)", ""),  # before the first release the index has none
     (r"\bpython -m venv verl && verl/bin/python -m pip install .*", "ln -s ~/verl verl"),  # 5 GB
     (r"^~/env/bin/python -m pip install --upgrade vllm", "ln -sfn {newer} ~/env"),
+    (r"\bpip install\b", "pip install --dry-run --quiet"),  # it resolves, and installs nothing
     (r"https?://(127\.0\.0\.1:8000|node\d:8000|host/team)", "{server}"),
     (r"MISMATCH_API_KEY=…", "MISMATCH_API_KEY=sk-0815"),
     (r"(?<=--resume )RUN\b", "$(ls -td RUN runs/*/ 2>/dev/null | head -1)"),
@@ -98,7 +99,7 @@ VERL_FILE = """\
 actor_rollout_ref:
   model: {path: tiny-gpt-oss}
   actor: {strategy: fsdp}
-  rollout: {name: vllm}
+  rollout: {name: vllm, dtype: bfloat16, temperature: 1.0, n: 2, tensor_model_parallel_size: 1}
 data: {max_response_length: 32}
 """
 # Another trainer's code, which scores what `mismatch tokens` wrote.
@@ -189,8 +190,6 @@ class Reader:
             "HOME": str(self.folder / "home"),
             "PATH": os.pathsep.join([str(self.commands), os.environ["PATH"]]),
             "XDG_CACHE_HOME": cache,  # engines keep there what they compiled
-            "PIP_DRY_RUN": "1",  # pip resolves, and installs nothing
-            "PIP_QUIET": "1",
             "CUDA_VISIBLE_DEVICES": "",
         }
         for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE"):
