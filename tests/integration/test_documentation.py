@@ -49,7 +49,6 @@ SUBSTITUTIONS = (
     (r"\bREPOSITORY\b", str(ROOT)),
     (r"^pip install \.(?=\s|$)", "pip install {tree}"),
     (r"^uvx (?=train-infer-mismatch)", ""),  # before the first release the index has none
-    (r"\bpython -m venv verl && verl/bin/python -m pip install .*", "ln -s ~/verl verl"),  # 5 GB
     (r"^~/env/bin/python -m pip install --upgrade vllm", "ln -sfn {newer} ~/env"),
     (r"\bpip install\b", "pip install --dry-run --quiet"),  # it resolves, and installs nothing
     (r"https?://(127\.0\.0\.1:8000|node\d:8000|host/team)", "{server}"),
@@ -232,6 +231,7 @@ def reader(
     (folder / "home").mkdir()
     for name, python in environments.items():
         (folder / "home" / name).symlink_to(Path(python).parents[1])
+        (folder / name).symlink_to(folder / "home" / name)
     own = python_text(ROOT / "docs" / "how-to" / "your-trainer.md")
     files = {
         "grpo.yaml": TRL_FILE.replace("{model}", model),
@@ -282,8 +282,6 @@ def test_short_lines_run_as_written(page: Path, tmp_path: Path, installed: Path)
     """The tests' own environment is verl's and TRL's, and holds neither."""
     environments = dict.fromkeys(("verl", "trl", "env"), sys.executable)
     someone = reader(tmp_path, installed, environments, lacks=("verl", "trl"))
-    for name in ("verl", "trl"):
-        (tmp_path / name).symlink_to(tmp_path / "home" / name)
     (tmp_path / "run.yaml").write_text(VERL_FILE)
     for line in SHORT[page]:
         someone.types(line)
