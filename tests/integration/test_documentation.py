@@ -309,8 +309,8 @@ def test_a_page_runs_as_written(
 
 # After a finished check, what a user of a framework does next.
 STORY = (
-    "mismatch check --resume RUN",
-    "mismatch score RUN",
+    "mismatch check --resume RUN --trust-run",
+    "mismatch score RUN --trust-run",
     "mismatch compare RUN",
     "mismatch report RUN",
 )
