@@ -20,6 +20,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
 from rich.console import Console
 
 from mismatch.cli import main as cli
@@ -157,6 +160,11 @@ def dump(random: Random, run: Path) -> str:
         data = mutated_bytes(data, random)
     path = run.parent / "dump.jsonl"
     path.write_bytes(data)
+    if random.random() < 0.3:
+        with contextlib.suppress(pa.ArrowException, TypeError, OverflowError, UnicodeError):
+            pq.write_table(pa.Table.from_pylist(rows), path)
+            path.write_bytes(mutated_bytes(path.read_bytes(), random))
+            path = path.rename(path.with_suffix(".parquet"))
     try:
         if random.random() < 0.02:  # all of it, which takes a second
             return _main(["postmortem", str(path), "--out", str(run.parent / "postmortem")])
@@ -203,6 +211,42 @@ def config(random: Random, run: Path) -> str:
     except MismatchError:
         return "refused"
     return "same"
+
+
+VERL = """
+data: {max_prompt_length: 512, max_response_length: 64}
+actor_rollout_ref:
+  model: {path: tiny-gpt-oss, use_remove_padding: true}
+  rollout: {name: vllm, temperature: 1.0, top_p: 1.0, n: 8, tensor_model_parallel_size: 1}
+  actor: {strategy: fsdp2, ppo_mini_batch_size: 64, fsdp_config: {param_offload: false}}
+"""
+TRL = """
+model_name_or_path: tiny-gpt-oss
+max_completion_length: 64
+temperature: 1.0
+bf16: true
+use_vllm: true
+learning_rate: 1e-6
+generation_kwargs: {min_p: 0.1}
+"""
+
+
+def framework_yaml(random: Random, run: Path) -> str:
+    """A configuration of verl or TRL with one thing wrong, followed; nothing is started."""
+    flag, text = random.choice([("--verl-config", VERL), ("--trl-config", TRL)])
+    data = text.encode()
+    if random.random() < 0.7:
+        document = mutated(yaml.safe_load(text), random)
+        with contextlib.suppress(yaml.YAMLError, UnicodeError):
+            data = yaml.safe_dump(document, allow_unicode=True).encode()
+    if random.random() < 0.5:
+        data = mutated_bytes(data, random)
+    path = run.parent / "framework.yaml"
+    path.write_bytes(data)
+    try:
+        return _main(["check", "--engine", "transformers", flag, str(path)])
+    finally:
+        path.unlink()
 
 
 def _main(arguments: list[str]) -> str:
@@ -257,4 +301,5 @@ TARGETS: dict[str, Target] = {
     "command line": command_line,
     "config": config,
     "server": server,
+    "framework's YAML": framework_yaml,
 }
