@@ -42,6 +42,7 @@ from mismatch.types import Sampling
 from .report_makers import report_of
 from .unit import test_recorded as recorded
 from .unit import test_servers_answers as servers
+from .unit.test_verl_config import PRINTED
 
 JUNK: list[Any] = [
     *(None, True, False, 0, -1, 10**30, 1.5, -1e308, float("nan"), "", "x", "../../x", "\x1b]0;x"),
@@ -161,10 +162,12 @@ def dump(random: Random, run: Path) -> str:
     path = run.parent / "dump.jsonl"
     path.write_bytes(data)
     if random.random() < 0.3:
+        table = path.with_suffix(".parquet")
         with contextlib.suppress(pa.ArrowException, TypeError, OverflowError, UnicodeError):
-            pq.write_table(pa.Table.from_pylist(rows), path)
-            path.write_bytes(mutated_bytes(path.read_bytes(), random))
-            path = path.rename(path.with_suffix(".parquet"))
+            pq.write_table(pa.Table.from_pylist(rows), table)
+            table.write_bytes(mutated_bytes(table.read_bytes(), random))
+            path.unlink()
+            path = table
     try:
         if random.random() < 0.02:  # all of it, which takes a second
             return _main(["postmortem", str(path), "--out", str(run.parent / "postmortem")])
@@ -213,13 +216,6 @@ def config(random: Random, run: Path) -> str:
     return "same"
 
 
-VERL = """
-data: {max_prompt_length: 512, max_response_length: 64}
-actor_rollout_ref:
-  model: {path: tiny-gpt-oss, use_remove_padding: true}
-  rollout: {name: vllm, temperature: 1.0, top_p: 1.0, n: 8, tensor_model_parallel_size: 1}
-  actor: {strategy: fsdp2, ppo_mini_batch_size: 64, fsdp_config: {param_offload: false}}
-"""
 TRL = """
 model_name_or_path: tiny-gpt-oss
 max_completion_length: 64
@@ -233,7 +229,7 @@ generation_kwargs: {min_p: 0.1}
 
 def framework_yaml(random: Random, run: Path) -> str:
     """A configuration of verl or TRL with one thing wrong, followed; nothing is started."""
-    flag, text = random.choice([("--verl-config", VERL), ("--trl-config", TRL)])
+    flag, text = random.choice([("--verl-config", PRINTED), ("--trl-config", TRL)])
     data = text.encode()
     if random.random() < 0.7:
         document = mutated(yaml.safe_load(text), random)
@@ -244,7 +240,7 @@ def framework_yaml(random: Random, run: Path) -> str:
     path = run.parent / "framework.yaml"
     path.write_bytes(data)
     try:
-        return _main(["check", "--engine", "transformers", flag, str(path)])
+        return _main(["check", "--model", "tiny-gpt-oss", flag, str(path)])
     finally:
         path.unlink()
 
