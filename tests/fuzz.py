@@ -20,6 +20,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
 from rich.console import Console
 
 from mismatch.cli import main as cli
@@ -39,6 +42,7 @@ from mismatch.types import Sampling
 from .report_makers import report_of
 from .unit import test_recorded as recorded
 from .unit import test_servers_answers as servers
+from .unit.test_verl_config import PRINTED
 
 JUNK: list[Any] = [
     *(None, True, False, 0, -1, 10**30, 1.5, -1e308, float("nan"), "", "x", "../../x", "\x1b]0;x"),
@@ -157,6 +161,13 @@ def dump(random: Random, run: Path) -> str:
         data = mutated_bytes(data, random)
     path = run.parent / "dump.jsonl"
     path.write_bytes(data)
+    if random.random() < 0.3:
+        table = path.with_suffix(".parquet")
+        with contextlib.suppress(pa.ArrowException, TypeError, OverflowError, UnicodeError):
+            pq.write_table(pa.Table.from_pylist(rows), table)
+            table.write_bytes(mutated_bytes(table.read_bytes(), random))
+            path.unlink()
+            path = table
     try:
         if random.random() < 0.02:  # all of it, which takes a second
             return _main(["postmortem", str(path), "--out", str(run.parent / "postmortem")])
@@ -203,6 +214,35 @@ def config(random: Random, run: Path) -> str:
     except MismatchError:
         return "refused"
     return "same"
+
+
+TRL = """
+model_name_or_path: tiny-gpt-oss
+max_completion_length: 64
+temperature: 1.0
+bf16: true
+use_vllm: true
+learning_rate: 1e-6
+generation_kwargs: {min_p: 0.1}
+"""
+
+
+def framework_yaml(random: Random, run: Path) -> str:
+    """A configuration of verl or TRL with one thing wrong, followed; nothing is started."""
+    flag, text = random.choice([("--verl-config", PRINTED), ("--trl-config", TRL)])
+    data = text.encode()
+    if random.random() < 0.7:
+        document = mutated(yaml.safe_load(text), random)
+        with contextlib.suppress(yaml.YAMLError, UnicodeError):
+            data = yaml.safe_dump(document, allow_unicode=True).encode()
+    if random.random() < 0.5:
+        data = mutated_bytes(data, random)
+    path = run.parent / "framework.yaml"
+    path.write_bytes(data)
+    try:
+        return _main(["check", "--model", "tiny-gpt-oss", flag, str(path)])
+    finally:
+        path.unlink()
 
 
 def _main(arguments: list[str]) -> str:
@@ -257,4 +297,5 @@ TARGETS: dict[str, Target] = {
     "command line": command_line,
     "config": config,
     "server": server,
+    "framework's YAML": framework_yaml,
 }

@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -240,6 +241,8 @@ class Worker:
         """End the process and all its descendants, whatever they are doing."""
         with _interrupts_held():
             kill_tree(self._process, self._tag)
+            for folder in Path(tempfile.gettempdir()).glob(f"mismatch-{self._tag[:8]}-*"):
+                shutil.rmtree(folder, ignore_errors=True)  # of a supervisor that was killed
             self._reader.join(GRACE_S)
             with contextlib.suppress(OSError):
                 self._process.stdin.close()  # type: ignore[union-attr]

@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 QUIET_S = 0.2  # for helpers that end by themselves once their parent has
 FORCED_S = 5.0  # what the kernel may take to end a process that is killed
 POLL_S = 0.05
-LONGEST = 50  # of the path that holds temporary files: a socket below it has 107 bytes
+LONGEST = 41  # of the path that holds temporary files: a socket below it has 107 bytes
 STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
@@ -68,7 +68,9 @@ def temporary_files() -> Iterator[None]:
         with contextlib.suppress(OSError):  # a full disk: the worker says what it cannot write
             above = tempfile.gettempdir()
             if len(above) <= LONGEST:
-                folder = tempfile.TemporaryDirectory(prefix="mismatch-", ignore_cleanup_errors=True)
+                # Named after the worker: the tool removes it where this process is killed.
+                prefix = f"mismatch-{os.environ.get('MISMATCH_WORKER', '')[:8]}-"
+                folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
                 os.environ["TMPDIR"] = stack.enter_context(folder)
                 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ and (cache := own_cache(above)):
                     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache

@@ -170,6 +170,10 @@ def load_spec(run_dir: Path) -> CheckSpec:
     if not path.exists():
         fault = f"no run in {run_dir}: it has no {SPEC}"
         fix = "give a run directory, or make one: mismatch rollout --model MODEL --out DIR"
+        # A command was killed before it wrote what it was to do.
+        if (run_dir / LOCK).exists() and not (run_dir / store.ROLLOUT).exists():
+            fault = f"nothing was done yet in {run_dir}: it has no {SPEC}"
+            fix = "start again with the same command"
         raise MismatchError(fault, fix)
     data = store.read_json(path)
     try:

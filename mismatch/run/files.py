@@ -119,7 +119,7 @@ def open_parquet(path: Path | str) -> pq.ParquetFile:
     """Open a Parquet file; its footer alone is read.
 
     Raises:
-        OSError: as :func:`open_regular`.
+        OSError: as :func:`open_regular`; its columns have names that are no text.
         pyarrow.ArrowException: it is no Parquet file.
     """
     import pyarrow as pa
@@ -128,7 +128,10 @@ def open_parquet(path: Path | str) -> pq.ParquetFile:
     open_regular(path).close()
     # Arrow's own allocator takes a GiB at once, so that no later limit holds.
     pa.set_memory_pool(pa.system_memory_pool())
-    return pq.ParquetFile(path, pre_buffer=False)  # buffering ahead holds a row group several times
+    try:  # buffering ahead holds a row group several times
+        return pq.ParquetFile(path, pre_buffer=False)
+    except UnicodeDecodeError as error:
+        raise OSError(errno.EINVAL, f"its names are no UTF-8: {error}", str(path)) from error
 
 
 @contextmanager

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 GROUP_VALUES = 1 << 20
 # Values of 8 bytes in memory, per byte of the file. Random tokens and their log-probabilities take
-# at most 15, as ids and floats hardly compress; below SMALL a run may repeat one token for ever.
-MOST_TIMES, SMALL = 64, 48 << 20
+# at most 15, as ids and floats hardly compress; those of one token for ever took 85.
+MOST_TIMES, SMALL = 128, 48 << 20
 
 
 def write_table(path: Path, columns: dict[str, Any], schema: str, header: Any) -> Path:

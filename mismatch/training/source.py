@@ -36,13 +36,21 @@ def read_config(spec: TrainSpec) -> Any:
     if (path.is_absolute() or spec.model.startswith(".")) and not path.is_dir():
         raise MismatchError(f"model directory {spec.model} does not exist", OTHER_MODEL)
     try:
-        return AutoConfig.from_pretrained(
+        config: Any = AutoConfig.from_pretrained(
             spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
         fault = f"cannot read the configuration of {spec.model}: {first_line(error)}"
         fix = f"{OTHER_MODEL}; code from the model's repository runs only with --trust-remote-code"
         raise MismatchError(fault, fix) from error
+    parts = (config, *(getattr(config, name, None) for name in config.sub_configs))
+    for part in () if spec.trust_remote_code else parts:
+        for what in ("_attn_implementation", "_experts_implementation"):
+            if "/" in str(getattr(part, what, "")):
+                fault = f"{spec.model} names a kernel of a hub: {what[1:]} {getattr(part, what)}"
+                fix = "it is code: --trust-remote-code, or take the entry out of its config.json"
+                raise MismatchError(fault, fix)
+    return config
 
 
 def skeleton(config: Any, trust_remote_code: bool = False, dtype: torch.dtype | None = None) -> Any:

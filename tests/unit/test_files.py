@@ -6,6 +6,8 @@ import os
 import resource
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from mismatch.errors import MismatchError
@@ -13,6 +15,7 @@ from mismatch.run.files import (
     LARGEST_JSON,
     MOST_CONTAINERS,
     bounded_memory,
+    open_parquet,
     open_regular,
     parse_json,
     read_regular,
@@ -50,6 +53,14 @@ def test_json_is_parsed_within_bounds() -> None:
     for data in (many, b" " * LARGEST_JSON + b"1", b"\xff", b"{"):
         with pytest.raises(ValueError, match=r"."):
             parse_json(data)
+
+
+def test_names_that_are_no_text_are_an_error_of_the_file(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"element": [1]}), tmp_path / "t.parquet")
+    data = (tmp_path / "t.parquet").read_bytes()
+    (tmp_path / "t.parquet").write_bytes(data.replace(b"element", b"\xe5lement"))
+    with pytest.raises(OSError, match="no UTF-8"):
+        open_parquet(tmp_path / "t.parquet")
 
 
 def bomb(levels: int = 11, wide: int = 9) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from mismatch.errors import MismatchError
+from mismatch.features.recorded import convert
 from mismatch.features.recorded.dumps import Form, read_recorded
 from mismatch.features.recorded.run import as_run, turns_of
 from mismatch.types import Sampling
@@ -416,3 +417,17 @@ def test_a_dump_without_a_usable_row_is_refused(tmp_path: Path) -> None:
         read(tmp_path, MASKED | {"action_mask": [0] * 6, "logprobs": []})
     with pytest.raises(MismatchError, match="-1 rollout values"):
         read(tmp_path, GENERIC | {"logprobs": [-0.1]})
+
+
+@pytest.mark.parametrize("version", ["2.5.1", "2.9.1+cu128", "1.13.0"])
+def test_an_old_torch_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    """A file can run code in it, also with weights_only."""
+    import torch
+
+    torch.save({"responses": torch.zeros(1, 1)}, tmp_path / "dump.pt")
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch, "load", lambda *arguments, **options: pytest.fail("it was read"))
+    with pytest.raises(ValueError, match="can run code"):
+        convert.load(tmp_path / "dump.pt")

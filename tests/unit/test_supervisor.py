@@ -262,6 +262,26 @@ def test_temporary_files_go_with_the_worker(tmp_path, monkeypatch, killed):
     above.rmdir()
 
 
+def test_temporary_files_go_with_a_supervisor_that_is_killed(tmp_path, monkeypatch):
+    above = Path(tempfile.mkdtemp(dir="/tmp"))
+    monkeypatch.setenv("TMPDIR", str(above))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # where this process has looked before
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    text = tmp_path / "text"
+    code = LITTER.format(text=str(text), killed=False) + "import time; time.sleep(60)"
+    running = Worker("engine", python(code), tmp_path)
+    try:
+        while not (text.exists() and text.read_text()):
+            time.sleep(0.05)
+        assert Path(text.read_text().split()[0]).parent == above
+        os.kill(running._process.pid, signal.SIGKILL)
+        with pytest.raises(MismatchError, match="SIGKILL"):
+            wait_for(running.ended)
+    finally:
+        running.stop()
+    above.rmdir()  # empty
+
+
 def test_a_temporary_folder_too_long_for_sockets_is_used_as_it_is(tmp_path, monkeypatch):
     above = tmp_path / ("x" * 60)
     above.mkdir()

@@ -54,6 +54,15 @@ def test_missing_weights(world: World, broken: Path) -> None:
         _load(world, broken)
 
 
+@pytest.mark.parametrize("what", ["attn_implementation", "experts_implementation"])
+def test_a_kernel_that_the_model_names_needs_trust(world: World, broken: Path, what: str) -> None:
+    path = broken / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {what: "org/kernel"}))
+    with pytest.raises(MismatchError, match="kernel of a hub") as caught:
+        _load(world, broken)
+    assert "--trust-remote-code" in caught.value.fix
+
+
 def test_missing_tokenizer(world: World, broken: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (broken / name).unlink()

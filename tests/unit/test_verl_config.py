@@ -338,3 +338,13 @@ def test_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert values == ["org/name", "x-5-5", None, None, [1, 5], 5, {"d": 5, "e": 5}]
     assert config.get("no.such") is None
     assert config.get("j.1") == 5
+
+
+def test_a_variable_that_may_hold_a_secret_is_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "verysecretvalue")
+    config = read_config("--verl-config", _write(tmp_path, "a: x/${oc.env:SOME_API_KEY}\n"))
+    with pytest.raises(MismatchError, match="SOME_API_KEY may hold a secret") as caught:
+        config.get("a")
+    assert "verysecretvalue" not in str(caught.value)

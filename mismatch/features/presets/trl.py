@@ -27,8 +27,11 @@ def read_trl_config(path: Path) -> ConfigFile:
     source = read_config("--trl-config", path)
     present = {name: value for name, value in source.tree.items() if value is not None}
     tree = table("trl_keys")["defaults"] | present
-    sampling = tree.get("generation_kwargs")
-    if isinstance(sampling, dict) and "temperature" in sampling:
+    sampling = tree.get("generation_kwargs") or {}
+    if not isinstance(sampling, dict):
+        fault = f"{path}: generation_kwargs is {sampling!r:.60}, no mapping"
+        raise MismatchError(fault, "write generation_kwargs: {min_p: 0.1}")
+    if "temperature" in sampling:
         sampled, scored = sampling["temperature"], tree["temperature"]
         if sampled != scored:
             fault = (

@@ -263,7 +263,7 @@ def _parquet(part: Part) -> Iterator[tuple[int, Entry]]:
                     yield number, dict(zip(names, row, strict=True))
     except MemoryError:
         raise
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         fault = f"{path} is no readable Parquet file: {error}"
         raise MismatchError(fault, "was it cut off?") from error
 
