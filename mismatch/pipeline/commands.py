@@ -24,14 +24,14 @@ from mismatch.pipeline.tokens import record_best_fix
 from mismatch.plugins import features, load, step_label
 from mismatch.processes.launched import Launched
 from mismatch.processes.launched import score as score_launched
-from mismatch.processes.stages import ALL, Narrator, Room, Stages
+from mismatch.processes.stages import ALL, Narrator, Room, Stages, scored
 from mismatch.processes.tasks import Score
-from mismatch.run import manifest, store
+from mismatch.run import store
 from mismatch.run.directory import at_work, load_spec
 from mismatch.run.messages import error_path, pass_label, write_error
 from mismatch.run.resume import differences
 from mismatch.run.store import TRAIN
-from mismatch.specs import CheckSpec, EngineSpec, Pass, TrainSpec, spec_hash, to_dict
+from mismatch.specs import CheckSpec, EngineSpec, Pass, TrainSpec, to_dict
 from mismatch.types import Report
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ def run_check(
             try:
                 measure_with_fixes(stages, passes)
             except Exception as error:
-                scored = store.scoring_file(TRAIN)
-                if not manifest.is_current(run_dir, scored, spec_hash(spec.train)):
+                if not scored(spec, run_dir, passes[0]):
                     raise
                 attempts.note("fixes", error)
         else:
