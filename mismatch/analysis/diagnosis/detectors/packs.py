@@ -48,10 +48,9 @@ def packs(case: Case) -> Look | NotTested:
     if not above(effect, WORTH):
         return Look(evidence)
     confirmed, alone = False, case.others.get(ALONE)
-    moved = (
-        None if alone is None else case.share(case.delta + alone.logprobs - case.trainer.logprobs)
-    )
-    confirmed = side == "trainer" and moved is not None and above(moved, WORTH)
+    if alone is not None and side == "trainer":  # the experiment is part of the run
+        moved = alone.logprobs - case.trainer.logprobs
+        confirmed = above(case.share(case.delta + moved), WORTH)
     finding = Finding("packing-leak", side, effect, evidence, confirmed, repair=repair)
     return Look(evidence, (finding,))
 
