@@ -1,8 +1,8 @@
 """TRL's configuration files: the YAML of a script, and what ``args.to_json_string()`` wrote.
 
 A script's YAML has the keys of several of TRL's classes in one mapping; a JSON file has every field
-of ``GRPOConfig``, also what is derived. The names of the fields come from TRL's source, so that a file
-can be judged where neither TRL nor torch can be imported.
+of ``GRPOConfig``, also what is derived. The names of the fields come from TRL's source, so that a
+file can be judged where neither TRL nor torch can be imported.
 """
 
 from __future__ import annotations
