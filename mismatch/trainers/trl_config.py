@@ -1,8 +1,8 @@
 """TRL's configuration files: the YAML of a script, and what ``args.to_json_string()`` wrote.
 
 A script's YAML has the keys of several of TRL's classes in one mapping; a JSON file has every field
-of ``GRPOConfig``, derived ones too. The names of the fields come from TRL's source, so that a file
-can be judged where neither TRL nor torch can be imported.
+of ``GRPOConfig``, also what is derived. The names of the fields come from TRL's source, so that a
+file can be judged where neither TRL nor torch can be imported.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def fields_of(python: str | None) -> Fields | None:
     """Return the fields that an environment's TRL has, from its source; None: it has no TRL.
 
     Args:
-        python: its interpreter; None: this one. Nothing is imported there.
+        python: its interpreter; None: this process's. Nothing is imported there.
     """
     paths = [path for name, patterns in FILES.items()
              for path in source_files(name, python, *patterns)]  # fmt: skip

@@ -178,7 +178,7 @@ class FollowedFile(Followed):
         else:
             self.preset(self.framework)
         data = table(self.framework)
-        whose = f"{data['package']}'s own code" if own_code else data["title"]
+        whose = f"{data['title'].split()[0]}'s own code" if own_code else data["title"]
         title = f"{whose}, as {self.source.origin} sets it"
         self.spec = replace(self.spec, preset=title)
 
