@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -310,7 +310,7 @@ def test_a_page_runs_as_written(
 # After a finished check, what a user of a framework does next.
 STORY = (
     "mismatch check --resume RUN --trust-run",
-    "mismatch score RUN --trust-run",
+    "mismatch score RUN --scorer verl --train-python ~/verl/bin/python",
     "mismatch compare RUN",
     "mismatch report RUN",
 )
@@ -324,7 +324,7 @@ def test_the_readme_is_followed_to_its_end(framework: str, tmp_path: Path, insta
     """With verl as written; with TRL where the README says verl."""
     someone = reader(tmp_path, installed, theirs())
     readme = LINES[ROOT / "README.md"]
-    lines = [Line(line.page, line.text.replace("verl", framework)) for line in readme]
-    finished = max(number for number, line in enumerate(lines) if "--resume" in line.text) + 1
-    for line in [*lines[:finished], *(Line("", text) for text in STORY), *lines[finished:]]:
-        someone.types(line)
+    finished = max(number for number, line in enumerate(readme) if "--resume" in line.text) + 1
+    after = [Line("", text) for text in STORY]
+    for line in [*readme[:finished], *after, *readme[finished:]]:
+        someone.types(replace(line, text=line.text.replace("verl", framework)))
