@@ -38,7 +38,8 @@ def refused(*arguments, code: int = 2):
 
 
 def of_torch(batch, path: Path) -> list[str]:
-    torch = pytest.importorskip("torch")
+    import torch
+
     torch.save(batch(torch), path / "dump.pt")
     return [str(path / "dump.pt"), *TORCH]
 

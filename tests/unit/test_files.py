@@ -43,7 +43,7 @@ def test_what_is_no_regular_file_is_refused_and_does_not_block(tmp_path: Path) -
 def test_a_sparse_file_is_not_read_to_its_end(tmp_path: Path) -> None:
     with (tmp_path / "large").open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(OSError, match="more than 32 MiB"):
+    with pytest.raises(OSError, match="32 MiB"):
         read_regular(tmp_path / "large")
 
 

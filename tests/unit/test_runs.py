@@ -136,6 +136,6 @@ def test_a_spec_of_another_version_is_refused(here):
 
 def test_a_run_that_was_killed_at_once_is_to_be_begun_again(tmp_path):
     (tmp_path / runs.LOCK).touch()
-    with pytest.raises(MismatchError, match="nothing was done yet") as caught:
+    with pytest.raises(MismatchError, match="nothing was done") as caught:
         runs.load_spec(tmp_path)
     assert "same command" in caught.value.fix

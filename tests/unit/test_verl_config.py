@@ -345,6 +345,6 @@ def test_a_variable_that_may_hold_a_secret_is_not_shown(
 ) -> None:
     monkeypatch.setenv("SOME_API_KEY", "verysecretvalue")
     config = read_config("--verl-config", _write(tmp_path, "a: x/${oc.env:SOME_API_KEY}\n"))
-    with pytest.raises(MismatchError, match="SOME_API_KEY may hold a secret") as caught:
+    with pytest.raises(MismatchError, match="SOME_API_KEY may") as caught:
         config.get("a")
     assert "verysecretvalue" not in str(caught.value)
