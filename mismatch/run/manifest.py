@@ -31,6 +31,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NoReturn
 
 from mismatch.errors import MismatchError
+from mismatch.run.files import open_regular, parse_json, read_regular
 
 # What reading code raises where a value is of another kind than it writes.
 WRONG = (
@@ -129,7 +130,7 @@ def entries(run_dir: Path | str) -> dict[str, Entry]:
     path = Path(run_dir) / NAME
     require_no_links(run_dir)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(read_regular(path))
         schema, artefacts = document["schema"], document["artefacts"]
         if schema == SCHEMA:
             _require_entries(artefacts)
@@ -248,7 +249,7 @@ def made_from(run_dir: Path | str, name: str, inputs: Iterable[str]) -> bool:
 
 def sha256(path: Path) -> str:
     """Hex digest of a file."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -31,6 +31,7 @@ from mismatch.captures import Distributions, Likeliest
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.run import captured, manifest
+from mismatch.run.files import parse_json, read_regular
 from mismatch.run.interpreters import look_into
 from mismatch.run.manifest import damage_named, missing_fix, write_atomic
 from mismatch.run.provenance import NUMERIC, checkpoint_digest, numeric_versions, redact
@@ -107,7 +108,7 @@ def write_json(path: Path, data: Any) -> Path:
 
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+        return parse_json(read_regular(path), _no_number)
     except FileNotFoundError:
         raise MismatchError(f"{path} does not exist", missing_fix(path)) from None
     except (OSError, ValueError, RecursionError) as error:
