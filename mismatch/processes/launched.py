@@ -279,18 +279,20 @@ def agreed(
     if world.rank == 0:
         shutil.rmtree(room, ignore_errors=True)
     while time.monotonic() < end:
-        room.mkdir(parents=True, exist_ok=True)
-        there = set(os.listdir(room))  # asks a network file system's server, as no single path does
-        with suppress(OSError, ValueError):  # cleared meanwhile, or half written
+        with suppress(OSError, ValueError):  # rank 0 clears the folder meanwhile
+            room.mkdir(parents=True, exist_ok=True)
+            there = {*os.listdir(room)}  # asks a network file system's server, as no path does
             if world.rank == 0:
                 names = {str(rank): f"{rank}.json" for rank in range(1, world.size)}
                 if there >= set(names.values()):
-                    said = {rank: store.read_json(room / name) for rank, name in names.items()}
+                    said = {n: json.loads((room / name).read_text()) for n, name in names.items()}
                     break
             elif f"{world.rank}.json" not in there:
-                store.write_json(room / f"{world.rank}.json", {"number": own, "command": command})
+                partial = room / f"{world.rank}.partial"
+                partial.write_text(json.dumps({"number": own, "command": command}))
+                partial.replace(room / f"{world.rank}.json")
             elif answer.name in there:
-                found: dict[str, Any] = store.read_json(answer)
+                found: dict[str, Any] = json.loads(answer.read_text())
                 if found["numbers"].get(str(world.rank)) == own:
                     if fault := found["fault"]:
                         raise MismatchError(fault, found["fix"])

@@ -67,7 +67,7 @@ def unscored(checked: Path, tmp_path: Path) -> Path:
 def test_a_function_gets_a_verdict_without_its_float32(checked: Path) -> None:
     report = json.loads((checked / "run" / "report.json").read_text())
     assert report["verdict"]["status"] in ("tolerable", "inconclusive")
-    assert report["verdict"]["column"] == "bf16 MoE"
+    assert report["verdict"]["levels"] == "bf16 MoE"
     facts = report["fingerprints"]["fsdp"]
     assert (facts["code"], facts["dtype"]) == ("the function my_trainer:score", "bf16")
     assert facts["world_size"] == 2

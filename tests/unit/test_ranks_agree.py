@@ -15,7 +15,7 @@ from mismatch.processes.launched import Launched, agreed
 from mismatch.run import store
 
 
-def meet(run: Path, commands: list[str], began: dict[str, Any]) -> list[Any]:
+def meet(run: Path, commands: list[str], began: dict[str, Any], apart_s: float = 0.1) -> list[Any]:
     """Let one rank per command meet the others, the last rank first; what each got, or raised."""
     results: list[Any] = [None] * len(commands)
 
@@ -30,7 +30,7 @@ def meet(run: Path, commands: list[str], began: dict[str, Any]) -> list[Any]:
     threads = [threading.Thread(target=rank, args=(n,)) for n in range(len(commands))]
     for thread in reversed(threads):
         thread.start()
-        time.sleep(0.1)  # rank 0 comes last, and clears what the others have left
+        time.sleep(apart_s)  # rank 0 comes last, and clears what the others have left
     for thread in threads:
         thread.join()
     return results
@@ -58,3 +58,14 @@ def test_ranks_with_another_command_and_ranks_that_do_not_come_are_refused(
         with pytest.raises(MismatchError) as refused:
             agreed(tmp_path / str(rank), Launched(rank, 2, 1), "one", dict)
         assert refused.value.fix == launched.SHARED
+
+
+def test_rank_0_may_clear_the_folder_at_any_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks at once, again and again: the others list, write and read while it is cleared."""
+    monkeypatch.setattr(launched, "POLL_S", 0.0005)
+    monkeypatch.setattr(launched, "MEET_S", 10.0)
+    for start in range(200):
+        apart_s = 0.001 * (start % 4)
+        assert meet(tmp_path, ["same"] * 3, {"port": start}, apart_s) == [{"port": start}] * 3
