@@ -103,7 +103,8 @@ def encoded_again(case: Case, tokens: float, rng: np.random.Generator) -> Case:
     for row in rows:
         if len(row) > 24:
             at = int(rng.integers(6, len(row) // 2))
-            row[at:] = np.concatenate([rng.normal(-2, 1, int(tokens)), row[at:]])[: len(row) - at]
+            added = -np.abs(rng.normal(-2, 1, int(tokens)))
+            row[at:] = np.concatenate([added, row[at:]])[: len(row) - at]
     return case.repaired(case.left, np.concatenate(rows))
 
 

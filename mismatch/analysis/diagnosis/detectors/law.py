@@ -6,6 +6,8 @@ of mean delta names the other side: below 0 the trainer, above 0 the engine.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from mismatch.analysis.diagnosis.case import (
@@ -49,11 +51,19 @@ def temperature(case: Case) -> Look | NotTested:
     """
     if case.kept.sum() < MIN_TOKENS:
         return NotTested("temperature", f"needs {MIN_TOKENS} tokens")
-    settled = _by_float32(case) or _by_pairs(case)
+    settled = _by_float32(case)
     if settled is not None and settled.findings:
         return settled
-    fitted = _by_entropy(case)
-    return settled if isinstance(fitted, NotTested) and settled is not None else fitted
+    fitted, paired = _by_entropy(case), _by_pairs(case)
+    of_pairs = () if paired is None else paired.findings
+    if isinstance(fitted, Look) and any(finding.confirmed for finding in fitted.findings):
+        (finding,) = fitted.findings  # by the trainer at T = 1, which says how much goes
+        side = of_pairs[0].side if of_pairs and finding.side == "either" else finding.side
+        return replace(fitted, findings=(replace(finding, side=side),))
+    if paired is not None and of_pairs:
+        return paired
+    seen = settled or paired
+    return seen if isinstance(fitted, NotTested) and seen is not None else fitted
 
 
 def _by_float32(case: Case) -> Look | None:

@@ -272,11 +272,17 @@ def padding(case: Case) -> Look:
     # A distribution that is wrongly certain has values near 0 there, more than exact zeros.
     if bad.sum() <= near and (bad & last).sum() <= bad.sum() / 2:
         return Look(evidence)
+    first = bad & ~last & (case.index == 0)
+    if first.sum() > bad.sum() / 2:  # of the prompt's last token, which its template makes certain
+        return Look(evidence)
     effect = case.share(np.where(bad, 0.0, case.delta))
     repair = Repair(case.left, case.right, ~bad)
     inner = case.turn.max() > 1 and (bad & last).sum() < bad.sum() / 2
     cause = "action-mask" if inner else "appended-eos"
-    finding = Finding(cause, side, effect, evidence, confirmed=True, repair=repair)
+    # Where the other side is wrong about much more, it does not tell who is certain.
+    told = case.reference is not None or effect.value >= CLEAR
+    side = side if told else "either"
+    finding = Finding(cause, side, effect, evidence, confirmed=told, repair=repair)
     return Look(evidence, (finding,))
 
 
