@@ -231,7 +231,7 @@ def reader(
     (folder / "home").mkdir()
     for name, python in environments.items():
         (folder / "home" / name).symlink_to(Path(python).parents[1])
-        (folder / name).symlink_to(folder / "home" / name)
+    (folder / "verl").symlink_to(folder / "home" / "verl")  # verl.md makes one in its folder
     own = python_text(ROOT / "docs" / "how-to" / "your-trainer.md")
     files = {
         "grpo.yaml": TRL_FILE.replace("{model}", model),
