@@ -28,7 +28,7 @@ LARGEST_JSON = 32 << 20  # bytes of a document, or of a line of JSONL
 MOST_CONTAINERS = 1 << 20  # lists and objects in it
 LARGEST_YAML = 1 << 20  # bytes
 MOST_NODES = 100_000  # of a YAML file, each alias counted as what it stands for
-# Bytes that a foreign file may take while it is read, and those for each of its own bytes.
+# Bytes that a foreign file may take while it is read, and those for each byte of the file.
 READING, TIMES = 640 << 20, 16
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from mismatch.analysis.causes import of_this_machine
 from mismatch.analysis.diagnosis.declared import attention_sinks
 from mismatch.analysis.diagnosis.ranking import Cause, Causes
+from mismatch.analysis.explained import lead_of
 from mismatch.facts import Replaced, SideFacts
 from mismatch.reports import summary
 from mismatch.reports.html import to_html
@@ -81,6 +82,17 @@ def test_the_first_screen_of_every_form_says_what_ran_and_what_to_do() -> None:
     first, *_ = summary.next_steps(report)
     assert "GPU" in first
     assert EAGER["instead"] in first
+
+
+def test_the_verdict_is_about_what_ran_in_place_of_the_setting() -> None:
+    """A failed check of the ratios alone would accuse the engine."""
+    report = broken(made=True)
+    lead = lead_of(report.result("causes"), report.checks)
+    assert lead is not None
+    assert lead.cause.id == "packing-leak"
+    assert "confirmed" not in lead.reason
+    steps = " ".join(summary.next_steps(report))
+    assert not [check.id for check in lead.failed if f"Fix {check.id}" in steps]
 
 
 def test_nothing_is_told_where_nothing_was_replaced() -> None:
