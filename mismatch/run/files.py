@@ -8,6 +8,7 @@ What a reader does with a foreign file happens inside :func:`bounded_memory`.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import resource
@@ -16,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from mismatch.errors import MismatchError
 
@@ -32,7 +33,7 @@ MOST_NODES = 100_000  # of a YAML file, each alias counted as what it stands for
 READING, TIMES = 640 << 20, 16
 
 
-def open_regular(path: Path | str) -> BinaryIO:
+def open_regular(path: Path | str) -> io.BufferedReader:
     """Open a file for reading; a link is followed to what it names.
 
     Raises:
