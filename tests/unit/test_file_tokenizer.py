@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from mismatch.engines import model_info
 from mismatch.engines.model_info import read_model_info
 from mismatch.errors import MismatchError
+from mismatch.features.turns.template import examine
 from mismatch.models import EMBEDDED
 from mismatch.models import tokenizers as loading
 from mismatch.models.file_tokenizer import FileTokenizer
@@ -205,6 +206,12 @@ def test_turns_and_text_prompts_are_those_of_transformers(pair: Any) -> None:
     ends = [token for token in (theirs.eos_token_id,) if token is not None]
     assert between_turns(ours, ASK, ends) == between_turns(theirs, ASK, ends)
     assert encoded(ours, "a\ue000<s>") == encoded(theirs, "a\ue000<s>")
+
+
+def test_a_template_is_examined_as_with_transformers(pair: Any) -> None:
+    theirs, ours = pair
+    stops = [token for token in (theirs.eos_token_id,) if token is not None]
+    assert examine("m", ours, stops) == examine("m", theirs, stops)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
