@@ -54,7 +54,7 @@ SUBSTITUTIONS = (
     (r"https?://(127\.0\.0\.1:8000|node\d:8000|host/team)", "{server}"),
     (r"MISMATCH_API_KEY=…", "MISMATCH_API_KEY=sk-0815"),
     (r"(?<=--resume )RUN\b", "$(ls -td RUN runs/*/ 2>/dev/null | head -1)"),
-    (r"(?<=score )RUN\b|(?<=compare )RUN\b", "$(ls -td runs/*/ | head -1)"),
+    (r"(?<=score )RUN\b|(?<=compare )RUN\b|(?<=report )RUN\b", "$(ls -td runs/*/ | head -1)"),
     # What a trainer does between two lines.
     (r"^# your trainer adds a column$", "~/env/bin/python add_column.py"),
     # Models and sizes. A plan needs no weights.
