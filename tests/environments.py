@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-NAME = re.compile(r"[A-Za-z0-9._-]+")
+from tests.base_package import link, required
+from tests.pages import ROOT
 
 
 def base_python(folder: Path) -> str:
@@ -20,33 +18,10 @@ def base_python(folder: Path) -> str:
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
-    for name in needed():
-        for file in distribution(name).files or ():
-            top, link = file.parts[0], packages / file.parts[0]
-            if top not in ("..", "__pycache__") and not link.exists():
-                link.symlink_to(Path(str(distribution(name).locate_file(top))))
+    for each in required():
+        link(each, packages)
     (packages / "checkout.pth").write_text(f"{ROOT}\n")
     return str(folder / "bin" / "python")
-
-
-def needed() -> set[str]:
-    """Return the distributions that the base package needs, and those that they need."""
-    found: set[str] = set()
-    wanted = ["train-infer-mismatch"]
-    while wanted:
-        requires = distribution(wanted.pop()).requires or ()
-        for requirement in (each for each in requires if "extra ==" not in each):
-            match = NAME.match(requirement)
-            assert match is not None
-            name = match[0].lower().replace("_", "-")
-            try:
-                distribution(name)
-            except PackageNotFoundError:  # for another platform or Python
-                continue
-            if name not in found:
-                found.add(name)
-                wanted.append(name)
-    return found
 
 
 class Environment:

@@ -33,7 +33,7 @@ class Tokenizer:
 @pytest.fixture(autouse=True)
 def _light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No files of a model, no waiting, nothing remembered."""
-    info = ModelInfo("x", VOCABULARY, 512, (STOP,), num_experts=0, top_k=0)
+    info = ModelInfo(VOCABULARY, 512, (STOP,), num_experts=0, top_k=0)
     for module in (engines, discovery):
         monkeypatch.setattr(module, "read_model_info", lambda spec: info)
     monkeypatch.setattr(probing, "load_tokenizer", lambda spec: Tokenizer())

@@ -160,7 +160,7 @@ def engine_pythons(flags: Flags) -> dict[str, str]:
     given = {name: path for name, path in pythons.items() if path}
     both = flags.get("python")
     if both is None and flags.get("server") and find_spec("transformers") is None:
-        both = flags.get("train_python")  # it has the tokenizer's reader, too
+        both = flags.get("train_python")  # it can tell which layers have experts
     if both:
         given.setdefault(engine_name(flags), both)
     return given

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError, first_line
 from mismatch.models import tokenizers
-from mismatch.models.config import ModelConfig
+from mismatch.models.config import ModelConfig, read_config
+from mismatch.run.hub import small_files
 from mismatch.specs import EngineSpec
 
 MISSING = re.compile(r"No module named '(\w+)")  # Python's words
@@ -37,7 +40,6 @@ class ModelInfo:
         num_experts, top_k: of its MoE layers, 0 for a dense model.
     """
 
-    model_type: str
     vocab_size: int
     context: int | None
     stop_ids: tuple[int, ...]
@@ -80,35 +82,51 @@ def read_model_info(spec: EngineSpec) -> ModelInfo:
     Raises:
         MismatchError: they are missing or cannot be read.
     """
-    from transformers import AutoConfig
-
     require_model(spec)
+    config = _configuration(spec)
+    parsed = isinstance(config, Mapping)
+    names = list((config.get("architectures") if parsed else config.architectures) or [])
+    generates = any(kind in name for name in names for kind in GENERATIVE)
+    if names and not generates and not spec.trust_remote_code:
+        fault = f"model {spec.model} is a {names[0]}: not a causal language model"
+        raise MismatchError(fault, "choose a model that generates text (…ForCausalLM)")
+    model, tokenizer = ModelConfig.of(config), load_tokenizer(spec)
+    if not model.vocab:  # transformers knows what a family leaves out of its file
+        fault = f"config.json of {spec.model} does not say how large its vocabulary is"
+        raise MismatchError(fault, "--python PATH names an environment that has transformers")
+    return ModelInfo(
+        vocab_size=model.vocab,
+        context=model.context,
+        stop_ids=tokenizers.stop_ids(
+            spec.model, spec.revision, model.end_ids, tokenizer.eos_token_id
+        ),
+        num_experts=model.experts + model.extra_experts if model.top_k else 0,
+        top_k=model.top_k,
+    )
+
+
+def _configuration(spec: EngineSpec) -> Any:
+    """Return the configuration as transformers reads it, or else the parsed config.json.
+
+    Raises:
+        MismatchError: it cannot be read.
+    """
     try:
-        config = AutoConfig.from_pretrained(
+        if find_spec("transformers") is None:
+            return read_config(small_files(spec.model, spec.revision))
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(
             spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
         )
+    except MismatchError:
+        raise
     except Exception as error:
         raise MismatchError(
             f"configuration of {spec.model} cannot be read: {first_line(error)}",
             "check the model's name and config.json; a model with custom code needs "
             "--trust-remote-code, a new architecture a newer transformers",
         ) from error
-    names = list(config.architectures or [])
-    generates = any(kind in name for name in names for kind in GENERATIVE)
-    if names and not generates and not spec.trust_remote_code:
-        fault = f"model {spec.model} is a {names[0]}: not a causal language model"
-        raise MismatchError(fault, "choose a model that generates text (…ForCausalLM)")
-    model = ModelConfig.of(config)
-    return ModelInfo(
-        model_type=config.model_type,
-        vocab_size=model.vocab,
-        context=model.context,
-        stop_ids=tokenizers.stop_ids(
-            spec.model, spec.revision, config.get_text_config(), load_tokenizer(spec)
-        ),
-        num_experts=model.experts + model.extra_experts if model.top_k else 0,
-        top_k=model.top_k,
-    )
 
 
 class CauseInLog(MismatchError):

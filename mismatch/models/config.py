@@ -71,6 +71,7 @@ class ModelConfig:
         dtype: of the released weights, or "".
         context: positions that the model was made for.
         latent: of a token in one layer's cache where keys and values share a vector (MLA); else 0.
+        end_ids: tokens that end a response.
     """
 
     family: str
@@ -92,6 +93,7 @@ class ModelConfig:
     dtype: str = ""
     context: int | None = None
     latent: int = 0
+    end_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, config: Any) -> ModelConfig:
@@ -107,6 +109,7 @@ class ModelConfig:
         kinds = tuple(text["layer_types"] or ())
         quantised = text["quantization_config"] or {}
         quantised = quantised if isinstance(quantised, Mapping) else vars(quantised)
+        end = text["eos_token_id"]
         return cls(
             family=family,
             vocab=text.number("vocab_size"),
@@ -127,6 +130,7 @@ class ModelConfig:
             dtype=str(text["dtype"] or (text["torch_dtype"] if parsed else None) or ""),
             context=text.number("max_position_embeddings") or None,
             latent=rank + text.number("qk_rope_head_dim") if rank else 0,
+            end_ids=tuple(end) if isinstance(end, list) else () if end is None else (end,),
         )
 
     @property

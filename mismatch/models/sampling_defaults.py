@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mismatch.run.hub import cached_snapshot
 from mismatch.types import NotTested, Sampling
@@ -36,18 +37,22 @@ LEFT_OPEN: dict[str, tuple[str, ...]] = {
 def stated(model: str, revision: str | None) -> dict[str, float]:
     """Return the settings of generation_config.json that change a distribution; {}: none."""
     directory = Path(model) if Path(model).is_dir() else cached_snapshot(model, revision)
-    try:
-        values = json.loads((Path(directory or "") / FILE).read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(values, dict):
-        return {}
+    values = generation_config(directory) if directory else {}
     given = {name: values.get(name) for name in NEUTRAL}
     return {
         name: value
         for name, value in given.items()
         if isinstance(value, int | float) and value not in NEUTRAL[name]
     }
+
+
+def generation_config(directory: Path) -> dict[str, Any]:
+    """Return generation_config.json of a directory; {}: many models have none."""
+    try:
+        values = json.loads((directory / FILE).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def not_applied(model: str, revision: str | None, sampling: Sampling) -> Iterator[NotTested]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Any
 
 from mismatch.errors import MismatchError, first_line
+from mismatch.models.sampling_defaults import generation_config
+from mismatch.run.hub import small_files
 
 
 def load_tokenizer(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -16,29 +19,36 @@ def load_tokenizer(model: str, revision: str | None = None, trust_remote_code: b
     Raises:
         MismatchError: it is missing or cannot be read.
     """
-    from transformers import AutoTokenizer
-
     try:
+        if find_spec("transformers") is None:
+            from mismatch.models.file_tokenizer import FileTokenizer
+
+            return FileTokenizer(small_files(model, revision))
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(
             model, revision=revision, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # transformers raises many kinds here
+    except MismatchError:
+        raise
+    except Exception as error:  # transformers and tokenizers raise many kinds here
         fault = f"tokenizer of {model} cannot be loaded: {first_line(error)}"
         fix = "save it in the model's folder: tokenizer.save_pretrained(DIR)"
         raise MismatchError(fault, fix) from error
 
 
-def stop_ids(model: str, revision: str | None, *sources: Any) -> tuple[int, ...]:
-    """Return the end tokens of generation_config.json, tokenizer and config, sorted."""
-    from transformers import GenerationConfig
+def stop_ids(model: str, revision: str | None, *further: Any) -> tuple[int, ...]:
+    """Return the end tokens of generation_config.json and further ones, sorted.
 
-    generation: Any = None
-    with contextlib.suppress(OSError):  # many models have none
-        generation = GenerationConfig.from_pretrained(model, revision=revision or "main")
+    Args:
+        further: an id, ids, or None each, as a tokenizer or a configuration gives its end token.
+    """
+    stated = None
+    with contextlib.suppress(OSError, ValueError):  # no hub: what is here has been read
+        stated = generation_config(small_files(model, revision)).get("eos_token_id")
     ids: set[int] = set()
-    for source in (generation, *sources):
-        given = getattr(source, "eos_token_id", None)
-        ids.update(given if isinstance(given, list) else [] if given is None else [given])
+    for given in (stated, *further):
+        ids.update(given if isinstance(given, list | tuple) else () if given is None else (given,))
     return tuple(sorted(ids))
 
 

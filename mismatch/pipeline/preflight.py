@@ -148,9 +148,6 @@ def preflight_engine(spec: EngineSpec, *, reach: bool = True, dataset: bool = Fa
     require_ranges(spec)
     if (python := own_python(spec)) is None:
         require_engine(spec.engine)
-        if spec.servers:  # of the tokenizer; the server itself may be on another machine
-            fix = "name an environment that has it, such as the server's own: --python PATH"
-            require_packages("transformers", fix=fix)
     else:
         needed = [engine_info(spec.engine).module, "datasets" if dataset else None]
         needed += ["transformers", "httpx"] if spec.servers else []

@@ -1,6 +1,7 @@
 """The Hugging Face hub as this machine knows it: its cache, its host, and whether it is forbidden.
 
-huggingface_hub decides where the cache is and how it is laid out. Nothing here downloads.
+huggingface_hub decides where the cache is and how it is laid out. Only :func:`small_files`
+downloads.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
+# What describes a model and its tokenizer.
+SMALL = ("*config.json", "tokenizer.json", "special_tokens_map.json", "*.jinja")
 PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 
 
@@ -26,6 +29,21 @@ def cached_snapshot(model: str, revision: str | None = None) -> Path | None:
     except HFValidationError:  # no name that a hub model can have, such as a path
         return None
     return Path(path).parent if isinstance(path, str) else None
+
+
+def small_files(model: str, revision: str | None = None) -> Path:
+    """Return the folder with the configuration and tokenizer of a directory or hub id.
+
+    Those of a hub model are fetched where they are not here.
+
+    Raises:
+        OSError, ValueError: the hub has no such model, or cannot be asked.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, revision=revision, allow_patterns=list(SMALL)))
 
 
 def cache_folder() -> Path:

@@ -6,6 +6,7 @@ needs it kills it. An SGLang server shows its routes.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -20,14 +21,18 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from mismatch.features.sync.in_framework import EXTENSION, probe
 from mismatch.features.sync.judge import judge
 from mismatch.models import EMBEDDED
+from mismatch.models.tokenizers import token_texts
 from mismatch.models.weight_states import Checkpoint
 from mismatch.processes.launch import own_python
+from mismatch.prompts.environments import between_turns
+from mismatch.prompts.sources import read_prompts, render_prompts
 from mismatch.run import store
-from mismatch.specs import EngineSpec
+from mismatch.specs import EngineSpec, PromptSpec
 from mismatch.types import CACHED, PREFILL, ROUTES
 from tests.contract.goes_on import TEXT
 from tests.environments import base_python
@@ -192,6 +197,42 @@ def test_the_base_package_samples_from_the_environment_that_it_is_given(
         store.load_scoring(out, "fsdp").logprobs - store.load_scoring(out, "server:decode").logprobs
     )
     assert np.abs(delta).max() < 1e-4
+
+
+def test_the_base_package_alone_samples_the_prompts_that_transformers_makes(
+    server: Served, tmp_path: Path
+) -> None:
+    """Without torch, transformers and `--python`: a rollout of two turns."""
+    out, few = tmp_path / "run", ("--num-prompts", "6", "--samples-per-prompt", "2")
+    turns = ("--environment", "retry", "--max-turns", "2", "--max-observation-tokens", "64")
+    flags = (*FP32, *few, *turns, "--max-tokens", "96", "--server", server.url, "--out", str(out))
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [base_python(tmp_path / "base"), "-m", "mismatch", "rollout", *flags],
+        cwd=tmp_path,
+        env={**alone, "OMP_NUM_THREADS": "1", "MISMATCH_API_KEY": KEY},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rollout, theirs = store.load_rollout(out), AutoTokenizer.from_pretrained(MODEL)
+    prompts = render_prompts(read_prompts(PromptSpec(num_prompts=6)), theirs, len(theirs))
+    stops = rollout.fingerprint["stop_token_ids"]
+    wrong = {"role": "user", "content": "That is not right. Try again."}
+    reply, replies = between_turns(theirs, wrong, stops), 0
+    for number, (start, end) in enumerate(itertools.pairwise(rollout.offsets)):
+        ids, sampled = rollout.token_ids[start:end], rollout.action_mask[start:end]
+        first = int(np.argmax(sampled))
+        assert ids[:first].tolist() == prompts[rollout.prompt_index[number]]
+        given = ids[first:][~sampled[first:]].tolist()
+        assert given in ([], reply)
+        replies += given == reply
+    assert replies >= 3
+    texts = store.load_vocabulary(out)
+    assert texts == token_texts(theirs, texts)
+    decode, prefill = (store.load_scoring(out, f"server:{name}") for name in ("decode", "prefill"))
+    assert np.abs(decode.logprobs - prefill.logprobs).max() < 1e-4
 
 
 def test_without_the_key_and_with_another_model_it_ends_at_once(

@@ -29,7 +29,7 @@ from mismatch.specs import EngineSpec, RolloutSpec
 from mismatch.types import EXACT_KL, PREFILL, ROUTES, NotTested, Rollout, Sampling
 from tests.checkpoints import tokenizer
 
-INFO = ModelInfo("gpt_oss", 100, 16, (2,), num_experts=4, top_k=2)
+INFO = ModelInfo(100, 16, (2,), num_experts=4, top_k=2)
 LAYOUT = ExpertLayout(layers=(1,), num_experts=4, top_k=2)
 PROMPTS = [[5, 6], [7]]
 

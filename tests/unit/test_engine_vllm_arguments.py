@@ -20,7 +20,7 @@ from mismatch.types import Sampling
 from tests.checkpoints import make, make_mxfp4
 from tests.contract.conftest import installed
 
-MOE = ModelInfo("gpt_oss", 100, 4096, (2,), num_experts=8, top_k=2)
+MOE = ModelInfo(100, 4096, (2,), num_experts=8, top_k=2)
 DENSE = dataclasses.replace(MOE, num_experts=0, top_k=0)
 
 

@@ -93,7 +93,7 @@ def kind(monkeypatch: pytest.MonkeyPatch) -> type[Stub]:
     for name, value in {
         "engine_class": Fresh,
         "read_prompts": [Prompt("p:1"), Prompt("p:2")],
-        "read_model_info": ModelInfo("x", 50, 64, (2,), num_experts=4, top_k=2),
+        "read_model_info": ModelInfo(50, 64, (2,), num_experts=4, top_k=2),
         "load_tokenizer": Tokenizer(),
         "render_prompts": PROMPTS,
     }.items():

@@ -24,7 +24,7 @@ from mismatch.specs import EngineSpec
 from mismatch.types import Sampling
 from tests import sglang_cpu
 
-INFO = ModelInfo("gpt_oss", vocab_size=320, context=512, stop_ids=(2,), num_experts=8, top_k=2)
+INFO = ModelInfo(vocab_size=320, context=512, stop_ids=(2,), num_experts=8, top_k=2)
 
 
 def answer(**facts: Any) -> dict[str, Any]:

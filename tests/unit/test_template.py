@@ -35,7 +35,7 @@ def rendered(template: str, name: str = "made") -> TemplateReport:
 
 TOKENIZER: Any = load_tokenizer(MODEL)
 TOKENIZER.model_max_length = 10**9
-STOP = stop_ids(MODEL, None, TOKENIZER)
+STOP = stop_ids(MODEL, None, TOKENIZER.eos_token_id)
 
 
 def failing(report: TemplateReport) -> set[str]:

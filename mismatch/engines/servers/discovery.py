@@ -20,7 +20,8 @@ from mismatch.engines.servers.vllm_api import VllmServer
 from mismatch.errors import MismatchError, argument, one_line
 from mismatch.specs import EngineSpec
 
-NO_TORCH = "torch tells which layers have experts: --python names an environment that has it"
+TELLS = ("torch", "transformers")
+UNTOLD = "torch and transformers tell which layers have experts: --python PATH has them"
 KINDS: tuple[type[Server], ...] = (SglangServer, VllmServer)  # in the order of asking
 
 
@@ -82,8 +83,8 @@ def discover(spec: EngineSpec) -> Server:
     info, server = read_model_info(spec), recognise(spec)
     server.texts = probe_texts(spec, info)
     layout = None
-    if spec.routing and info.moe and find_spec("torch") is None:
-        server.reasons["routed_experts"] = NO_TORCH
+    if spec.routing and info.moe and not all(map(find_spec, TELLS)):
+        server.reasons["routed_experts"] = UNTOLD
     elif spec.routing:
         layout = expert_layout(spec, info)
     try:

@@ -134,7 +134,7 @@ def keep(
     tokenizer: Any = None
     if engine.model != UNKNOWN_MODEL:
         tokenizer = load_tokenizer(engine.model, engine.revision, engine.trust_remote_code)
-    stops = stop_ids(engine.model, engine.revision, tokenizer) if tokenizer else None
+    stops = stop_ids(engine.model, engine.revision, tokenizer.eos_token_id) if tokenizer else None
     fingerprint: SideFacts = {
         "engine": ENGINE,
         "mode": "decode",

@@ -55,7 +55,8 @@ def template(flags: Flags) -> int:
         tokenizer = load_tokenizer(model, flags["revision"], flags["trust_remote_code"])
         tokenizer.model_max_length = 10**9  # long outputs of tools are rendered, not scored
         tokenizer.chat_template = other or tokenizer.chat_template
-        reports.append(examine(name, tokenizer, stop_ids(model, flags["revision"], tokenizer)))
+        stops = stop_ids(model, flags["revision"], tokenizer.eos_token_id)
+        reports.append(examine(name, tokenizer, stops))
     if flags["as_json"]:
         document = {"schema": SCHEMA, "templates": [to_json(report) for report in reports]}
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
