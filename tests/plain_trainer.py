@@ -173,3 +173,17 @@ sixteen_bits = partial(_function, bug="16-bit log-softmax")
 first_early = partial(_function, bug="first token early")
 one_late = partial(_function, bug="one late")
 one_early = partial(_function, bug="one early")
+
+NAMES: dict[str, dict[Bug, str]] = {  # of the classes and the functions above, as --scorer has them
+    "class": {each.bug: each.__name__ for each in CLASSES},
+    "function": {
+        "": "plain",
+        "no temperature": "no_temperature",
+        "mask of the other side": "other_side",
+        "no mask": "no_mask",
+        "16-bit log-softmax": "sixteen_bits",
+        "first token early": "first_early",
+        "one late": "one_late",
+        "one early": "one_early",
+    },
+}

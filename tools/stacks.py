@@ -200,8 +200,6 @@ Each row is a check on a CPU: 16 prompts, 2 samples each, at most 64 tokens. Eng
 in one environment with the versions of the row and without mismatch
 (`mismatch check --python ENV/bin/python`). `tiny-gpt-oss` is the embedded model, `qwen3` a dense
 model with random weights. The number is the mean absolute difference per token, in nats.
-vLLM's wheel is installed without dependency resolution (`--no-deps`): pip refuses some rows,
-because that vLLM asks for an older transformers.
 
 The engine is installed without its requirements (`--no-deps`). pip refuses some of these rows:
 vLLM 0.32 asks for transformers below 5.20, vLLM 0.31 below 5.18.

@@ -74,9 +74,10 @@ class Lead:
     def reason(self) -> str:
         """Say what it is, how sure that is, and which checks failed because of it."""
         cause = self.cause
+        how = "made by what ran in place of a setting" if cause.made_here else "confirmed"
         share = "" if cause.effect is None else f", {cause.effect.value:.0%} of mean |delta|"
         side = "side not known" if cause.side == "either" else f"side {cause.side}"
-        text = f"{title_of(cause.id).rstrip('.')} ({cause.id}, confirmed, {side}{share})"
+        text = f"{title_of(cause.id).rstrip('.')} ({cause.id}, {how}, {side}{share})"
         names = [check.id for check in self.failed]
         if names:
             text += f"; failed because of it: {', '.join(names)}"
@@ -92,7 +93,7 @@ def lead_of(causes: Causes | None, checks: Sequence[Check]) -> Lead | None:
     """
     failed = any(check.status == "failed" for check in checks)
     for cause in causes.ranked if causes else ():
-        if cause.status == "confirmed":
+        if cause.decided:
             wrong = [
                 check for check in checks if check.status in ("failed", "inconclusive", "warning")
             ]

@@ -354,7 +354,7 @@ def _spans(item: Judgement) -> str:
     else:
         text = f" is beyond its {name} bound {bound:g}, but its interval reaches back over it"
     if item.deciding_prompts is not None:
-        text += f" (about {item.deciding_prompts} prompts would settle it)"
+        text += f" (about {item.deciding_prompts:,} prompts would settle it)"
     return text
 
 

@@ -245,7 +245,8 @@ def _complain_of(error: Any) -> NoReturn:
         from mismatch.reports.formatting import plain_lines
         from mismatch.run.provenance import redact
 
-        print(plain_lines(redact("".join(traceback.format_exception(error)))), file=sys.stderr)
+        said = redact("".join(traceback.format_exception(error)))
+        print(plain_lines(said), file=sys.stderr, end="")
         fault = f"unexpected {type(error).__name__}: this is a bug in mismatch"
         _complain(f"{fault}; please report it with the traceback", "")
     context = getattr(error, "ctx", None)

@@ -37,6 +37,7 @@ from mismatch.reports.sections import page
 from mismatch.run import store
 from mismatch.run.directory import (
     NEWEST,
+    is_own,
     load_spec,
     new_directory,
     require_known_prompts,
@@ -81,7 +82,7 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
 
 def require_own(run_dir: Path, spec: CheckSpec, trusted: bool) -> None:
     """Refuse code and prompts that a stored spec names and nobody here trusts."""
-    require_trust(run_dir, spec, trusted)
+    require_trust(run_dir, spec, trusted or is_own(run_dir))
     if not trusted:
         require_known_prompts(run_dir, spec)
 
@@ -95,7 +96,7 @@ def trusted_code(run_dir: Path, train: TrainSpec, flags: Flags) -> bool:
     if flags["trust_remote_code"]:
         return True
     own = TrainSpec(model=train.model, trust_remote_code=train.trust_remote_code)
-    require_trust(run_dir, CheckSpec(train=own), flags["trust_run"])
+    require_trust(run_dir, CheckSpec(train=own), flags["trust_run"] or is_own(run_dir))
     return train.trust_remote_code
 
 

@@ -232,7 +232,7 @@ def conclude(
         report = incomplete(report, parts.failed[known:])
     stages.journal.save()
     entry, earlier = stages.journal.entry, stages.journal.earlier
-    report.run.update((key, entry[key]) for key in entry if key not in ("verb", "finished"))
+    report.run.update((key, entry[key]) for key in entry if key not in ("verb", "finished", "seal"))
     report.run.update(seconds=stages.journal.seconds, timings=stages.journal.timings)
     if earlier:
         report.run["earlier_commands"] = [command["command"] for command in earlier]

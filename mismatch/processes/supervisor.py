@@ -85,7 +85,7 @@ def own_cache(above: str) -> str:
 
     Returns:
         ``above``/torchinductor_UID, else the folder in the user's home; "": neither is safe, and
-        the worker compiles into its own temporary folder.
+        the worker compiles into a temporary folder.
     """
     home = os.path.expanduser("~/.cache/mismatch/torchinductor")
     for folder in (f"{above}/torchinductor_{os.getuid()}", home):

@@ -429,7 +429,8 @@ def next_steps(report: Report) -> list[str]:
         ends_well = after is not None and after.status in ("healthy", "tolerable")
     known = bool(steps)
     lead = None if ends_well else lead_of(report.result("causes"), report.checks)
-    if lead is not None and report.verdict.status != "healthy":
+    made_here = lead is not None and lead.cause.made_here  # own_setting() is its step
+    if lead is not None and not made_here and report.verdict.status != "healthy":
         steps.append(cause_step(report, lead.cause))
     explained = lead.checks if lead is not None else ()
     rest = [check for check in report.checks if check not in explained]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hmac
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,10 +16,11 @@ from typing import Any
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.run import store
+from mismatch.run.files import read_regular
 from mismatch.run.manifest import WRONG, damage_named, require_no_links, sha256
 from mismatch.run.provenance import now, provenance
 from mismatch.run.resume import differences
-from mismatch.run.trust import FLAG
+from mismatch.run.trust import FLAG, seal
 from mismatch.specs import CheckSpec, portable, spec_hash, to_dict
 
 RUN, SPEC = "run.json", "spec.json"
@@ -26,6 +28,7 @@ RUN_SCHEMA = "mismatch.run/1"
 DEFAULT_PARENT = Path("runs")
 NEWEST = "newest"  # what --resume without a directory means
 LOCK = ".lock"
+TYPED = ("check", "rollout")  # commands whose spec was typed, or trusted, by who gives them
 
 
 class Journal:
@@ -80,8 +83,11 @@ def at_work(
                 shutil.rmtree(partial)
             else:
                 partial.unlink(missing_ok=True)
-        store.write_json(run_dir / SPEC, to_dict(spec))
+        own = verb in TYPED or is_own(run_dir)
+        written = store.write_json(run_dir / SPEC, to_dict(spec))
         journal = Journal(run_dir, verb, spec, command)
+        if own:
+            journal.entry["seal"] = seal(read_regular(written))
         journal.save()
         yield journal
         journal.entry["finished"] = now()
@@ -184,6 +190,16 @@ def load_spec(run_dir: Path) -> CheckSpec:
         raise MismatchError(fault, fix) from error
 
 
+def is_own(run_dir: Path) -> bool:
+    """Return whether a command of this user wrote the spec of a run (:func:`trust.seal`)."""
+    try:
+        mark = seal(read_regular(run_dir / SPEC))
+    except OSError:
+        return False
+    seals = [str(entry.get("seal", "")) for entry in invocations(run_dir)]
+    return bool(mark) and any(hmac.compare_digest(mark, each) for each in seals)
+
+
 def require_same_spec(run_dir: Path, spec: CheckSpec) -> None:
     """Resuming with other settings would mix two runs in one directory.
 
@@ -238,14 +254,15 @@ def require_known_prompts(run_dir: Path, spec: CheckSpec) -> None:
         return
     file = prompts.file
     noted = any("prompts_sha256" in entry for entry in invocations(run_dir))
-    if file is None or (file.exists() and not (noted and file.is_file())):
+    unknown = file is None or (file.exists() and not (noted and file.is_file()))
+    if unknown and not is_own(run_dir):
         fault = (
             f"the spec of {run_dir} names {prompts.dataset or prompts.path}, and the run holds no "
             "checksum of it"
         )
         fix = f"if that is yours: {FLAG}; or give the flags of the run again, with --resume"
         raise MismatchError(fault, fix)
-    if file.exists():
+    if file is not None and file.exists():
         require_same_prompts(run_dir, spec)
 
 

@@ -8,6 +8,7 @@ What a reader does with a foreign file happens inside :func:`bounded_memory`.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import resource
@@ -16,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from mismatch.errors import MismatchError
 
@@ -28,11 +29,11 @@ LARGEST_JSON = 32 << 20  # bytes of a document, or of a line of JSONL
 MOST_CONTAINERS = 1 << 20  # lists and objects in it
 LARGEST_YAML = 1 << 20  # bytes
 MOST_NODES = 100_000  # of a YAML file, each alias counted as what it stands for
-# Bytes that a foreign file may take while it is read, and those for each of its own bytes.
+# Bytes that a foreign file may take while it is read, and those for each byte of the file.
 READING, TIMES = 640 << 20, 16
 
 
-def open_regular(path: Path | str) -> BinaryIO:
+def open_regular(path: Path | str) -> io.BufferedReader:
     """Open a file for reading; a link is followed to what it names.
 
     Raises:

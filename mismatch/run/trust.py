@@ -7,14 +7,21 @@ every spec stands in one of two tables here (tests/cli/test_trust.py holds that)
 
 from __future__ import annotations
 
+import hmac
+import os
+import re
+import secrets
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError
+from mismatch.run.files import read_regular
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
 
 FLAG = "--trust-run"
+KEY_BYTES = 32  # as long as the digest, so that neither is easier to guess
 Rule = Callable[[Any, CheckSpec], str]
 """(value, the whole spec) -> what it would do, with its flag; "": nothing."""
 
@@ -106,6 +113,49 @@ def require_trust(run_dir: Path, spec: CheckSpec, trusted: bool) -> None:
             + "\n    ".join(needs),
             f"if that is yours: {FLAG}; or give the flags of the run again, with --resume",
         )
+
+
+def seal(spec: bytes) -> str:
+    """Return a mark of the spec.json that this user's command wrote; nobody else can make it.
+
+    The key is made once, in a file that its owner alone can read. A run that carries the mark of
+    its spec needs no ``--trust-run``: all that the spec names was typed, or trusted, here.
+
+    Returns:
+        HMAC-SHA256 in hex; "": there is no folder for a key.
+    """
+    folder = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "mismatch"
+    path = folder / "key"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileExistsError), open(path, "xb", opener=_for_owner) as file:
+            file.write(secrets.token_bytes(KEY_BYTES))
+        key = read_regular(path)
+    except (OSError, RuntimeError):  # no home, or one that cannot be written
+        return ""
+    return hmac.new(key, spec, "sha256").hexdigest() if len(key) == KEY_BYTES else ""
+
+
+def _for_owner(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def may_name_code(name: str, value: Any) -> bool:
+    """Return whether an engine argument of a file could name a module, a file or a command.
+
+    Engines load classes (``worker_cls``), plug-ins and connectors by such names. Numbers, switches
+    and single words (``fp8``, ``FLASH_ATTN``) are choices, also within mappings and lists.
+
+    >>> may_name_code("worker_cls", "evil.Worker"), may_name_code("kv_cache_dtype", "fp8_e4m3")
+    (True, False)
+    """
+    if "module" in name or "trust_remote_code" in name:
+        return bool(value)
+    if isinstance(value, dict):
+        return any(may_name_code(str(key), part) for key, part in value.items())
+    if isinstance(value, list | tuple):
+        return any(may_name_code(name, part) for part in value)
+    return isinstance(value, str) and re.fullmatch(r"[\w-]*", value) is None
 
 
 def code_of(spec: CheckSpec) -> Iterator[str]:

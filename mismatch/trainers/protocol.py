@@ -151,6 +151,17 @@ class Replaced:
     """What this can make that the run's own setting does not; ids of causes.toml."""
 
 
+def require_known_attention(asked: str, job: TrainerJob) -> None:
+    """Refuse an attention of a configuration file that is code of a hub or of a module.
+
+    Raises:
+        MismatchError: nobody named it, or allowed remote code, on the command line.
+    """
+    if any(mark in asked for mark in "/:") and asked != job.attention and not job.trust_remote_code:
+        fault = f"the configuration asks for the attention {asked}, which is code from elsewhere"
+        raise MismatchError(fault, f"if you trust it: --attention {asked}, or --trust-remote-code")
+
+
 def attention_here(
     asked: str, model_type: str, on_gpu: bool, precision: Precision, packed: bool = False
 ) -> Replaced | None:

@@ -28,6 +28,7 @@ from mismatch.trainers.protocol import (
     TrainerJob,
     Variant,
     attention_here,
+    require_known_attention,
     short,
     sinks_of,
 )
@@ -60,6 +61,7 @@ class Trl:
         options = settings(job, file)
         self.notes, self.replaced = list(file.notes()), list[Replaced]()
         asked = options["model_init_kwargs"].get("attn_implementation") or ""
+        require_known_attention(asked, job)
         family = model_type(job) if "flash" in asked else ""
         found = attention_here(asked, family, on_gpu, job.precision)
         if found is not None:

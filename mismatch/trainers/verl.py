@@ -30,6 +30,7 @@ from mismatch.trainers.protocol import (
     TrainerJob,
     Variant,
     attention_here,
+    require_known_attention,
     short,
     sinks_of,
 )
@@ -106,6 +107,7 @@ class Verl:
         given = model.override_config.get("attn_implementation") or DEFAULT
         asked = given if self.job.attention == "auto" else self.job.attention
         family = ""
+        require_known_attention(asked, self.job)
         if "flash" in asked:
             trust = self.job.trust_remote_code
             family = AutoConfig.from_pretrained(self.job.model, trust_remote_code=trust).model_type

@@ -12,13 +12,16 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from mismatch.cli.main import summaries
 
 from ..command import mismatch
 from ..made_run import make_run
+from ..unit.test_verl_config import PRINTED
 
 # command -> kind of input -> its arguments; IN stands for the input, OUT for a new path.
 INPUTS: dict[str, dict[str, list[str]]] = {
@@ -173,3 +176,57 @@ def test_what_is_written_is_its_owners_alone(tmp_path: Path) -> None:
     assert {path.name: oct(path.stat().st_mode & 0o077) for path in files} == {
         path.name: "0o0" for path in files
     }
+
+
+# What a recipe that people download may ask for, and what the user has to type to have it.
+CODE_OF_VERL = {
+    "model.trust_remote_code: true": "--trust-remote-code",
+    "model.override_config: {attn_implementation: 'evil:f'}": "--attention",
+    "model.override_config: {attn_implementation: org/kernels}": "--attention",
+    "rollout.engine_kwargs: {vllm: {worker_cls: evil.Worker}}": "--engine-arg",
+    "rollout.engine_kwargs: {vllm: {logits_processors: ['evil:P']}}": "--engine-arg",
+    "rollout.engine_kwargs: {vllm: {kv_transfer_config: {kv_connector_module_path: evil}}}": (
+        "--engine-arg"
+    ),
+}
+CODE_OF_TRL = {
+    "trust_remote_code: true": "--trust-remote-code",
+    "attn_implementation: 'evil:f'": "--attention",
+    "attn_implementation: org/kernels": "--attention",
+    "model_init_kwargs: {attn_implementation: 'evil:f'}": "--attention",
+}
+
+
+def first(asked: dict[str, str], number: int) -> list[Any]:
+    """Return the first cases, and the others for the longer grid: a plan imports torch."""
+    return [
+        pytest.param(each, marks=[pytest.mark.grid] * (at >= number))
+        for at, each in enumerate(asked)
+    ]
+
+
+@pytest.mark.parametrize("asked", first(dict(reversed(CODE_OF_VERL.items())), 2))
+def test_a_verl_config_runs_no_code_that_nobody_asked_for(asked: str, tmp_path: Path) -> None:
+    place, _, value = asked.partition(": ")
+    tree = yaml.safe_load(PRINTED)
+    tree["actor_rollout_ref"]["rollout"] |= {"tensor_model_parallel_size": 1, "dtype": "bfloat16"}
+    section, key = place.split(".")
+    tree["actor_rollout_ref"][section][key] = yaml.safe_load(value)
+    refused(["--verl-config", yaml.safe_dump(tree)], CODE_OF_VERL[asked], tmp_path)
+
+
+@pytest.mark.parametrize("asked", first(dict(reversed(CODE_OF_TRL.items())), 1))
+def test_a_trl_config_runs_no_code_that_nobody_asked_for(asked: str, tmp_path: Path) -> None:
+    text = f"model_name_or_path: tiny-gpt-oss\nmax_completion_length: 8\n{asked}\n"
+    refused(["--trl-config", text], CODE_OF_TRL[asked], tmp_path)
+
+
+def refused(given: list[str], flag: str, folder: Path) -> None:
+    """Plan a check of a file, in a folder with the module that it names: nothing imports that."""
+    (folder / "evil.py").write_text("open('ran', 'w').close()\ndef f(): pass\nWorker = P = f\n")
+    (folder / "recipe.yaml").write_text(given[1])
+    command = ["check", given[0], "recipe.yaml", "--model", "tiny-gpt-oss", "--dry-run"]
+    done = mismatch(*command, cwd=folder)
+    assert "Traceback" not in done.stderr
+    assert not (folder / "ran").exists()
+    assert f"needs {flag}" in " ".join((done.stdout + done.stderr).split())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -132,8 +133,9 @@ def test_foreign_names_give_no_command_to_a_runner_of_jobs(tmp_path, capsys):
 
 def test_a_suggested_command_quotes_what_a_server_says():
     spec = EngineSpec(engine="vllm", model="mine", servers=("http://127.0.0.1:1",))
-    server = SimpleNamespace(names=("m; rm -r x\n::error::y",), url="http://127.0.0.1:1")
+    served = "m; rm -r x\n::error::y"
+    server = SimpleNamespace(names=(served,), url="http://127.0.0.1:1")
     with pytest.raises(MismatchError) as found:
         discovery._require_model(server, spec)
-    assert "--served-model 'm; rm -r x ::error::y'" in found.value.fix
+    assert shlex.quote(" ".join(served.split())) in found.value.fix
     assert "\n" not in found.value.message

@@ -251,3 +251,65 @@ def test_the_spec_that_is_shown_hides_values(tmp_path):
     run = copied(tmp_path, {"args": (("hf_token", "hf_secret"),)})
     done = CliRunner().invoke(app, ["check", "--resume", str(run)])
     assert "hf_secret" not in str(done.exception)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A user with a key of their own; another one's is elsewhere."""
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+
+    def lives(name):
+        monkeypatch.setenv("HOME", str(tmp_path / name))
+
+    lives("mine")
+    return lives
+
+
+@pytest.fixture
+def begun(tmp_path, home):
+    """A run that a command of this user began with an interpreter and a data set of a hub."""
+    run = copied(tmp_path, {"python": "/env/bin/python"}, prompts={"dataset": "org/private"})
+    with at_work(run, "check", load_spec(run), "mismatch check"):
+        pass
+    return run
+
+
+def resumed(run, verb="check"):
+    flags = ["--like", str(run)] if verb == "loop" else ["--resume", str(run)]
+    return CliRunner().invoke(app, [verb, *flags])
+
+
+def test_a_run_of_this_user_is_resumed_without_a_word(begun, started, tmp_path):
+    resumed(begun)
+    assert len(started) == 1
+    with at_work(begun, "compare", load_spec(begun), "mismatch compare"):
+        pass
+    resumed(begun)
+    assert len(started) == 2
+    key = tmp_path / "mine/.local/state/mismatch/key"
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert key.read_bytes().hex() not in (begun / "run.json").read_text()
+
+
+def test_a_run_of_another_user_is_not(begun, started, home):
+    home("theirs")
+    assert "--trust-run" in resumed(begun).exception.fix
+    with at_work(begun, "compare", load_spec(begun), "mismatch compare"):  # judging trusts nobody
+        pass
+    assert "--trust-run" in resumed(begun).exception.fix
+    assert not started
+
+
+def test_a_run_whose_spec_was_edited_is_not(begun, started):
+    spec = begun / "spec.json"
+    spec.write_text(spec.read_text().replace("/env/bin/python", "/run/x"))
+    for verb in ("check", "rollout"):
+        assert "--trust-run" in resumed(begun, verb).exception.fix
+    assert not started
+
+
+def test_a_user_without_a_home_that_can_be_written_is_asked(begun, started, home, tmp_path):
+    (tmp_path / "file").touch()
+    home("file")
+    assert "--trust-run" in resumed(begun).exception.fix
+    assert not started

@@ -54,7 +54,7 @@ SUBSTITUTIONS = (
     (r"https?://(127\.0\.0\.1:8000|node\d:8000|host/team)", "{server}"),
     (r"MISMATCH_API_KEY=…", "MISMATCH_API_KEY=sk-0815"),
     (r"(?<=--resume )RUN\b", "$(ls -td RUN runs/*/ 2>/dev/null | head -1)"),
-    (r"(?<=score )RUN\b|(?<=compare )RUN\b", "$(ls -td runs/*/ | head -1)"),
+    (r"(?<=score )RUN\b|(?<=compare )RUN\b|(?<=report )RUN\b", "$(ls -td runs/*/ | head -1)"),
     # What a trainer does between two lines.
     (r"^# your trainer adds a column$", "~/env/bin/python add_column.py"),
     # Models and sizes. A plan needs no weights.
@@ -214,7 +214,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Served]:
     """A vLLM server of the embedded model."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *SERVE]
+    entry = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command = ["env", "-u", "VLLM_API_KEY", *entry, *SERVE]  # it asks for no key
     started = serve(command, tmp_path / "server.log")
     try:
         started.await_ready()
@@ -231,7 +232,7 @@ def reader(
     (folder / "home").mkdir()
     for name, python in environments.items():
         (folder / "home" / name).symlink_to(Path(python).parents[1])
-        (folder / name).symlink_to(folder / "home" / name)
+    (folder / "verl").symlink_to(folder / "home" / "verl")  # verl.md makes one in its folder
     own = python_text(ROOT / "docs" / "how-to" / "your-trainer.md")
     files = {
         "grpo.yaml": TRL_FILE.replace("{model}", model),

@@ -1,14 +1,14 @@
-"""Bugs of a plain PyTorch trainer, on tokens that an engine really sampled at T = 0.7.
+"""Bugs of a plain PyTorch trainer, on tokens that an engine really sampled.
 
-As a dump of two arrays (`postmortem`), where the side is right or left open and no wrong cause is
-named; and as a class that `score` runs, with float32.
+As a dump of two arrays (`postmortem`), and as a class, which can score in float32, and a function,
+which cannot, that `score` runs.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +18,8 @@ import pytest
 from mismatch.models import resolve_model
 from mismatch.run import store
 from mismatch.trainers.protocol import Tokens
-from tests.plain_trainer import ROWS, Bug, Plain, load, score_all
+from tests import plain_trainer
+from tests.plain_trainer import NAMES, ROWS, Bug, load, score_all
 
 from ..command import mismatch
 from ..conftest import grid
@@ -27,7 +28,8 @@ from ..shared import once
 TEMPERATURE, TOKENS, SAMPLES = 0.7, 48, 4
 SIZE = ("--num-prompts", 16, "--samples-per-prompt", SAMPLES, "--max-tokens", TOKENS)
 MODEL = "tiny-gpt-oss"
-# Bug -> the cause that is named first, of a dump.
+Scored = Callable[..., Path]  # (engine, temperature) -> run directory
+# Bug -> the cause that is named first.
 NAMED: dict[Bug, str] = {
     "no temperature": "temperature-semantics",
     "mask of the other side": "microbatch-dependence",
@@ -37,38 +39,42 @@ NAMED: dict[Bug, str] = {
     "one late": "misalignment",
     "one early": "misalignment",
 }
-CLASSES: dict[str, tuple[str, ...]] = {
-    "NoTemperature": ("temperature-semantics",),
-    "OtherSide": ("microbatch-dependence",),
-    "NoMask": ("microbatch-dependence",),
-    "SixteenBits": ("bf16-logprobs",),
-    "FirstEarly": ("first-token",),
-    "OneLate": ("misalignment",),
-    "OneEarly": ("misalignment",),
-}
 
 
 @pytest.fixture(scope="module")
-def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that holds what the transformers engine sampled."""
+def scored(tmp_path_factory: pytest.TempPathFactory) -> Scored:
+    """Return what an engine sampled at a temperature, scored by the right function."""
 
-    def make(folder: Path) -> None:
-        how = ("--engine", "transformers", *SIZE, "--temperature", TEMPERATURE)
-        out = folder / "run"
-        done = mismatch("rollout", "--model", MODEL, *how, "--out", out, timeout=600)
-        assert done.returncode == 0, done.stderr
+    def of(engine: str = "transformers", temperature: float = TEMPERATURE) -> Path:
+        def make(folder: Path) -> None:
+            how = ("--engine", engine, *SIZE, "--temperature", temperature)
+            out = folder / "run"
+            done = mismatch("rollout", "--model", MODEL, *how, "--out", out, timeout=600)
+            assert done.returncode == 0, done.stderr
+            score(out, "function", "")
 
-    return once(tmp_path_factory, "plain-trainer", make) / "run"
+        return once(tmp_path_factory, f"plain-trainer-{engine}-{temperature}", make) / "run"
+
+    return of
+
+
+def score(run: Path, form: str, bug: Bug) -> None:
+    """Score a run by this trainer, on one rank."""
+    scorer = ("--scorer", f"tests.plain_trainer:{NAMES[form][bug]}", "--nproc-per-node", 1)
+    model = {plain_trainer.MODEL: resolve_model(MODEL)}
+    done = mismatch("score", run, *scorer, timeout=600, **model)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
-def dumps(sampled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dumps(scored: Scored, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dump for each bug: the engine's log-probabilities and the trainer's, of responses that end
     at different places, as responses do."""
 
     def make(folder: Path) -> None:
-        rollout = store.load_rollout(sampled)
-        engine = store.load_scoring(sampled, "transformers:decode").logprobs
+        run = scored()
+        rollout = store.load_rollout(run)
+        engine = store.load_scoring(run, "transformers:decode").logprobs
         until = np.random.default_rng(0).integers(6, TOKENS + 1, rollout.n_sequences)
         rows = list(cut(rollout, engine, until.tolist()))
         ids, masks, _ = zip(*rows, strict=True)
@@ -82,14 +88,14 @@ def dumps(sampled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = load(resolve_model(MODEL), torch.bfloat16)
         everything = range(len(rows))
         for bug in get_args(Bug):
-            scored = score_all(model, tokens, TEMPERATURE, bug, ROWS, everything)
+            train = score_all(model, tokens, TEMPERATURE, bug, ROWS, everything)
             with (folder / f"{bug or 'none'}.jsonl").open("w") as file:
                 for number, (token_ids, mask, logprobs) in enumerate(rows):
                     entry = {
                         "token_ids": token_ids.tolist(),
                         "action_mask": mask.tolist(),
                         "logprobs": logprobs.tolist(),
-                        "train_logprobs": scored[number][0].tolist(),
+                        "train_logprobs": train[number][0].tolist(),
                         "prompt_id": int(rollout.prompt_index[number]),
                     }
                     file.write(json.dumps(entry) + "\n")
@@ -136,31 +142,58 @@ def test_a_right_trainer_has_no_cause_in_a_dump(dumps: Path, tmp_path: Path) -> 
     assert not [check["id"] for check in report["checks"] if check["status"] == "failed"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", grid(CLASSES, "NoTemperature"))
-def test_a_bug_is_named_in_a_class(sampled: Path, tmp_path: Path, name: str) -> None:
-    report = scored_by(name, sampled, tmp_path / "run")
+def by_trainer(run: Path, copy: Path, form: str, bug: Bug) -> dict[str, Any]:
+    """Return the report on a copy of the run that this trainer has scored."""
+    theirs = shutil.ignore_patterns("fsdp*")  # reference and plain forward stay
+    shutil.copytree(run, copy, ignore=theirs)
+    score(copy, form, bug)
+    done = mismatch("compare", copy)
+    assert done.returncode in (0, 1), done.stderr
+    report: dict[str, Any] = json.loads((copy / "report.json").read_text())
+    return report
+
+
+def assert_named(report: dict[str, Any], bug: Bug) -> None:
     first = report["causes"]["ranked"][0]
-    assert first["id"] in CLASSES[name]
-    assert first["side"] == "trainer"
-    if first["status"] == "confirmed" and report["verdict"]["status"] == "broken":
+    assert first["id"] == NAMED[bug]
+    assert {cause["side"] for cause in report["causes"]["ranked"]} == {"trainer"}
+    assert report["headline"]["side_at_fault"] == "trainer"
+    assert report["verdict"]["status"] == "broken"
+    if first["status"] == "confirmed":
         assert f"({first['id']}, confirmed" in report["verdict"]["reason"]
         assert report["next"][0].startswith(f"Fix {first['id']}: ")
 
 
-@pytest.mark.grid
-def test_a_right_trainer_has_no_cause_as_a_class(sampled: Path, tmp_path: Path) -> None:
-    report = scored_by(Plain.__name__, sampled, tmp_path / "run")
+def assert_clean(report: dict[str, Any]) -> None:
     assert report["causes"]["ranked"] == []
     assert report["headline"]["side_at_fault"] is None
+    assert report["verdict"]["status"] in ("tolerable", "inconclusive")
 
 
-def scored_by(name: str, sampled: Path, run: Path) -> dict[str, Any]:
-    shutil.copytree(sampled, run)
-    scorer = ("--scorer", f"tests.plain_trainer:{name}", "--nproc-per-node", 1)
-    done = mismatch("score", run, *scorer, timeout=600)
-    assert done.returncode == 0, done.stderr
-    done = mismatch("compare", run)
-    assert done.returncode in (0, 1), done.stderr
-    report: dict[str, Any] = json.loads((run / "report.json").read_text())
-    return report
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", grid(NAMED, "no mask"))
+def test_a_bug_is_named_in_a_class(scored: Scored, tmp_path: Path, bug: Bug) -> None:
+    assert_named(by_trainer(scored(), tmp_path / "run", "class", bug), bug)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", grid(NAMED, "no temperature"))
+def test_a_bug_is_named_in_a_function(scored: Scored, tmp_path: Path, bug: Bug) -> None:
+    assert_named(by_trainer(scored(), tmp_path / "run", "function", bug), bug)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("temperature", [TEMPERATURE, 1.0])
+@pytest.mark.parametrize("form", NAMES)
+def test_a_right_trainer_has_no_cause(
+    scored: Scored, tmp_path: Path, form: str, temperature: float
+) -> None:
+    run = scored(temperature=temperature)
+    assert_clean(by_trainer(run, tmp_path / "run", form, ""))
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("bug", ["", "no temperature", "mask of the other side", "one late"])
+def test_what_vllm_sampled_tells_the_same(scored: Scored, tmp_path: Path, bug: Bug) -> None:
+    report = by_trainer(scored("vllm"), tmp_path / "run", "function", bug)
+    assert_named(report, bug) if bug else assert_clean(report)

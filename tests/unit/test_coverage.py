@@ -101,4 +101,4 @@ def test_reports_say_how_many_prompts_would_decide() -> None:
     assert any(f"--num-prompts {wanted}" in step for step in next_steps(report))
     notes = [note for row in judged_rows(report) for note in row.notes]
     assert any(f"about {wanted:,} prompts would decide" in note for note in notes)
-    assert f"{wanted} prompts would decide" in verdict(judgements, (), COLUMN).reason
+    assert f"about {wanted:,} prompts " in verdict(judgements, (), COLUMN).reason

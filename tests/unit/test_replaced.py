@@ -11,6 +11,7 @@ from rich.console import Console
 from mismatch.analysis.causes import of_this_machine
 from mismatch.analysis.diagnosis.declared import attention_sinks
 from mismatch.analysis.diagnosis.ranking import Cause, Causes
+from mismatch.analysis.explained import lead_of
 from mismatch.facts import Replaced, SideFacts
 from mismatch.reports import summary
 from mismatch.reports.html import to_html
@@ -18,7 +19,7 @@ from mismatch.reports.markdown import to_markdown
 from mismatch.reports.sections import page
 from mismatch.reports.sections.headline import answers
 from mismatch.reports.terminal import print_page
-from mismatch.types import Report
+from mismatch.types import Check, Report
 from tests.report_makers import html_text
 from tests.reports_fixture import TRAINER, make_failing_report
 
@@ -81,6 +82,18 @@ def test_the_first_screen_of_every_form_says_what_ran_and_what_to_do() -> None:
     first, *_ = summary.next_steps(report)
     assert "GPU" in first
     assert EAGER["instead"] in first
+
+
+def test_the_verdict_is_about_what_ran_in_place_of_the_setting() -> None:
+    """A failed check of the ratios alone would accuse the engine."""
+    ratio = Check("importance-ratio", "failed", "the left did not sample these", "look there")
+    report = replace(broken(made=True), checks=(ratio,))
+    lead = lead_of(report.result("causes"), report.checks)
+    assert lead is not None
+    assert lead.cause.id == "packing-leak"
+    assert "confirmed" not in lead.reason
+    assert lead.failed == (ratio,)
+    assert ratio.fix not in " ".join(summary.next_steps(report))
 
 
 def test_nothing_is_told_where_nothing_was_replaced() -> None:

@@ -68,7 +68,8 @@ def test_the_readme_and_the_caps_follow_the_page() -> None:
     )
     readme = (ROOT / "README.md").read_text("utf-8")
     for name, seen in (("vLLM", engines), ("torch", torches), ("transformers", transformers)):
-        assert "{} {}.{} to {}.{}".format(name, *seen[0], *seen[-1]) in readme
+        lowest, highest = (".".join(map(str, each)) for each in (seen[0], seen[-1]))
+        assert f"{name} {lowest} to {highest}" in readme
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     capped = {
         requirement.name: requirement

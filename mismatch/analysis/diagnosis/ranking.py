@@ -70,6 +70,11 @@ class Cause:
     fact: bool = False
     made_here: bool = False
 
+    @property
+    def decided(self) -> bool:
+        """Whether an experiment confirmed it of what ran, if not of the run's own setting."""
+        return self.status == "confirmed" or self.made_here
+
 
 @dataclass(frozen=True, slots=True)
 class RuledOut:

@@ -46,12 +46,12 @@ def locate(flags: Flags) -> int:
     from mismatch.pipeline.saved_runs import load_report
     from mismatch.reports.files import write_report
     from mismatch.run import store
-    from mismatch.run.directory import at_work, load_spec
+    from mismatch.run.directory import at_work, is_own, load_spec
     from mismatch.run.trust import require_trust
 
     run: Path = flags["run"]
     spec = load_spec(run)
-    require_trust(run, spec, flags["trust_run"])
+    require_trust(run, spec, flags["trust_run"] or is_own(run))
     narrator = session.narrator(silent=flags["as_json"])
     size = {"sequences": flags["sequences"], "tokens": flags["max_sequence_tokens"]}
     with at_work(run, "locate", spec, session.command()):

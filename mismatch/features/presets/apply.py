@@ -14,10 +14,17 @@ from mismatch.cli.flags import flag_of
 from mismatch.features.presets.config_file import ConfigFile
 from mismatch.features.presets.rules import CONVERSIONS, Name, Rule, rules_of, table, typed
 from mismatch.run.interpreters import look_into
-from mismatch.specs import CheckSpec, TrainSpec
+from mismatch.run.trust import NEEDS_TRUST, may_name_code
+from mismatch.specs import CheckSpec, EngineSpec, TrainSpec
 
 # Fields of TrainSpec whose command-line parameter has another name.
 PARAMETERS = {"dtype": "train_dtype", "experts": "experts_implementation"}
+# Fields that can name code, and the specs that hold them.
+SPECS = {"engine": EngineSpec, "train": TrainSpec}
+CODE = {
+    *(("engine", "trust_remote_code"), ("train", "trust_remote_code")),
+    *(("train", "attention"), ("train", "experts")),
+}
 OFF = ("false", "none", "disabled")  # how a switch is off
 # vLLM's CPU build needs other settings, or refuses these.
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # a variable of its environment
@@ -60,11 +67,10 @@ class Followed:
         """Put a value at ``engine.dtype``, ``train.dtype`` …, unless the user has."""
         group, _, name = place.partition(".")
         parameter = name
-        if name == "trust_remote_code" and value and name not in self.explicit:
-            gap = f"{key} = {shown}: a file does not let code of a model run, {flag_of(name)} does"
-            if gap not in self.kept:
-                self.kept.append(gap)
-                self.not_reproduced.append(gap)
+        rule = NEEDS_TRUST[SPECS[group]][name] if (group, name) in CODE else None
+        flag = PARAMETERS.get(name, name)
+        if rule and rule(value, self.spec) and flag not in self.explicit:
+            self.refuse_code(key, shown, flag_of(flag))
             return
         if own := group == "train":
             parameter = PARAMETERS.get(name, name)
@@ -74,6 +80,13 @@ class Followed:
             self.used.append(f"{key} = {shown} → {parameter} {value}")
         elif getattr(getattr(self.spec if own else self.spec.rollout, group), name) != value:
             self.kept.append(f"{key} = {shown} gives way to {flag_of(parameter)}")
+
+    def refuse_code(self, key: str, shown: Any, flag: str) -> None:
+        """Leave out what could run code: a file that people download does not decide that."""
+        gap = f"{key} = {shown}: left out, what could run code needs {flag} on the command line"
+        if gap not in self.kept:
+            self.kept.append(gap)
+            self.not_reproduced.append(gap)
 
     def follow(self, rule: Rule, key: str, value: Any) -> None:
         """Do what a rule says of a typed value."""
@@ -92,6 +105,8 @@ class Followed:
             self.not_reproduced.append(gap)
         elif name == BATCH_INVARIANT:
             self.set(key, value, "engine.env", (*engine.env, (name, "1")))
+        elif may_name_code(name, value) and name not in dict(engine.args):
+            self.refuse_code(key, value, f"--engine-arg {name}=…")
         elif name in dict(engine.args):
             self.kept.append(f"{key} = {value} gives way to --engine-arg {name}")
         else:

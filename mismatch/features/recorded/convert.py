@@ -27,7 +27,7 @@ NAMED = (
     "torch._utils._rebuild_tensor_v2 torch.storage._load_from_bytes collections.OrderedDict "
     "numpy.dtype numpy.core.multiarray.scalar numpy._core.multiarray.scalar"
 )
-# Older ones can be made to run code by a file, also with weights_only (CVE-2025-32434 up to 2.5.1,
+# A file can make older versions run code, also with weights_only (CVE-2025-32434 up to 2.5.1,
 # CVE-2026-24747 up to 2.9.1).
 SAFE_TORCH = (2, 10)
 READING, TIMES = 768 << 20, 16  # bytes that a file may take in the child, and those per byte of it

@@ -178,7 +178,7 @@ def _cause(report: Report) -> str:
         how = f"suspected: {summary.in_place_of(made)} can make it, and the run's own setting was "
         how += "not measured here"
     explained = [check for check in summary.checks(report, *WRONG) if explains(cause, check)]
-    explained = explained if cause.status == "confirmed" and leads(cause) else []
+    explained = explained if cause.decided and leads(cause) else []
     other = [check for check in summary.checks(report, *WRONG) if check not in explained]
     parts = [f"{capital(how)}; {share}."]
     parts += [f"From it follow the checks {'; '.join(_wrong(explained))}."] if explained else []

@@ -20,8 +20,10 @@ PASSES = {
     REPEATED: "nondeterminism",
 }
 OWN = 1.6  # times the side's rounding, that a side may move against itself; two roundings: 1.4
+LEAST = 1e-4  # nats, under which no pass moves enough to look for a cause
+FAR = 5.0  # the same of one prompt; seen of clean runs: 1
 CLEAR = 0.3
-LEAST_PROMPTS = 3  # in which the same tokens have several values
+LEAST_PROMPTS = 3  # in which the same tokens have several values, or that move by far
 
 
 def trainer_itself(case: Case) -> Look | NotTested:
@@ -36,8 +38,9 @@ def trainer_itself(case: Case) -> Look | NotTested:
         of_gap = case.ratio(np.abs(moved), np.abs(case.delta) + 1e-12)
         evidence.append(Evidence(f"mean |{name} - trainer| over mean |delta|", of_gap.value))
         own = _own_rounding(case, other.logprobs)
+        large = above(case.mean(np.abs(moved)), LEAST)
         if own is None:
-            loud = above(of_gap, 1.0)
+            loud = large and above(of_gap, 1.0)
         else:
             of_rounding = case.ratio(np.abs(moved), own + 1e-12)
             evidence.append(
@@ -47,8 +50,9 @@ def trainer_itself(case: Case) -> Look | NotTested:
                     "below 1.4",
                 )
             )
-            loud = above(of_rounding, OWN)
-        if not loud or not above(case.mean(np.abs(moved)), 1e-4):
+            loud = large and above(of_rounding, OWN)
+            loud |= of_rounding.value > OWN and _far_prompts(case, moved, own) >= LEAST_PROMPTS
+        if not loud:
             continue
         effect = case.share(case.delta + moved)
         shown = tuple(evidence[-2:] if own is not None else evidence[-1:])
@@ -64,6 +68,14 @@ def trainer_itself(case: Case) -> Look | NotTested:
             Finding(cause, "trainer", effect, shown, confirmed=above(effect, CLEAR), repair=repair)
         )
     return Look(tuple(evidence), tuple(findings))
+
+
+def _far_prompts(case: Case, moved: Floats, own: Floats) -> int:
+    """Return how many prompts move by far more than rounding: a batch that spoils few of its rows
+    leaves the mean without a certain interval."""
+    count = case.by_prompt(np.ones(len(own)))
+    rounding = np.maximum(case.by_prompt(own), count * own[case.kept].mean())
+    return int((case.by_prompt(np.abs(moved)) > FAR * rounding + count * LEAST).sum())
 
 
 def _own_rounding(case: Case, other: Floats) -> Floats | None:
