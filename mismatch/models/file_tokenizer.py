@@ -29,7 +29,7 @@ class FileTokenizer:
         config, file = _read(folder / "tokenizer_config.json"), folder / "tokenizer.json"
         own_code = "AutoTokenizer" in (config.get("auto_map") or ())
         if own_code or not file.is_file():
-            why = "it has code of its own" if own_code else "there is no tokenizer.json"
+            why = "its class comes with the model" if own_code else "there is no tokenizer.json"
             fix = "--python PATH names an environment that has transformers"
             raise MismatchError(f"only transformers reads the tokenizer of {folder}: {why}", fix)
         self.backend = Tokenizer.from_file(str(file))

@@ -37,17 +37,17 @@ def load_tokenizer(model: str, revision: str | None = None, trust_remote_code: b
         raise MismatchError(fault, fix) from error
 
 
-def stop_ids(model: str, revision: str | None, *further: Any) -> tuple[int, ...]:
-    """Return the end tokens of generation_config.json and further ones, sorted.
+def stop_ids(model: str, revision: str | None, *others: Any) -> tuple[int, ...]:
+    """Return the end tokens of generation_config.json and the others, sorted.
 
     Args:
-        further: an id, ids, or None each, as a tokenizer or a configuration gives its end token.
+        others: an id, ids, or None each, as a tokenizer or a configuration gives its end token.
     """
     stated = None
     with contextlib.suppress(OSError, ValueError):  # no hub: what is here has been read
         stated = generation_config(small_files(model, revision)).get("eos_token_id")
     ids: set[int] = set()
-    for given in (stated, *further):
+    for given in (stated, *others):
         ids.update(given if isinstance(given, list | tuple) else () if given is None else (given,))
     return tuple(sorted(ids))
 

@@ -6,6 +6,7 @@ needs it kills it. An SGLang server shows its routes.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -95,9 +96,11 @@ class Served:
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()[-3000:]
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
+            with contextlib.suppress(
+                httpx.TransportError
+            ):  # whoever else had the port for a moment
+                httpx.get(f"{self.url}/health", timeout=30.0).raise_for_status()
+                return
             time.sleep(0.25)
         raise AssertionError(f"no server after {START_S} s: {self.log.read_text()[-3000:]}")
 

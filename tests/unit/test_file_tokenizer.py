@@ -76,7 +76,7 @@ TEMPLATES = {
     {{- m.content.split('</think>')[-1].lstrip('\\n') }}
 {%- else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}
 {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think></think>' }}{% endif %}
-{%- if not tools and documents %}{{ documents }}{% endif %}""",
+{{- documents is defined and not documents }}""",
     "trained on": """{% set ended = 'no' %}{% for m in messages %}{% if m.role == 'assistant' %}
 {% generation %}{% set ended = 'yes' %}{{ m.content }}{{ ended }}{% endgeneration %}
 {% endif %}{{ ended }}{% endfor %}""",
