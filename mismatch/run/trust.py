@@ -143,7 +143,7 @@ def _for_owner(path: str, flags: int) -> int:
 def may_name_code(name: str, value: Any) -> bool:
     """Return whether an engine argument of a file could name a module, a file or a command.
 
-    Engines load classes (``worker_cls``), plug-ins and connectors by such names. Numbers, switches
+    Engines load classes (``worker_cls``), plug-ins and connectors by names. Numbers, switches
     and single words (``fp8``, ``FLASH_ATTN``) are choices, also within mappings and lists.
 
     >>> may_name_code("worker_cls", "evil.Worker"), may_name_code("kv_cache_dtype", "fp8_e4m3")
