@@ -27,8 +27,8 @@ test-rest: env-tests  ## the grids: families, distributions, simulations, kills;
 	$(TEST_BIN)/python tools/other_machine.py plain
 	$(TEST_BIN)/python tools/other_machine.py old
 
-test-stacks: env-tests  ## other versions in environments of their own; every line of the first pages (30 minutes)
-	$(PYTEST) -m stack tests/integration/test_documentation.py tests/integration/test_stacks.py
+test-stacks: env-tests  ## other versions in environments of their own; every line of the first pages; engines with planted faults (40 minutes)
+	$(PYTEST) -m stack tests/integration/test_documentation.py tests/integration/test_stacks.py tests/integration/test_known_issue_runs.py
 
 test-all: test test-rest test-stacks  ## every test there is
 

@@ -95,6 +95,7 @@ def test_weights_that_the_engine_did_not_get_are_named(
 
 
 @pytest.mark.grid
+@pytest.mark.stack  # an engine's start each
 @pytest.mark.parametrize("fault", ENGINES, ids=lambda fault: fault.name)
 def test_an_engines_fault_is_named(tmp_path: Path, fault: EngineFault) -> None:
     if "sglang" in fault.flags and not installed("sglang"):
