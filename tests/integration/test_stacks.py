@@ -154,8 +154,9 @@ def test_both_files_that_trl_makes_are_followed_by_its_own_code(tmp_path: Path) 
     assert {key: document[key] for key in given} == {key: sample[key] for key in given}
     own = ("--python", python, "--scorer", "trl")
     flags = ("--trl-config", str(script), "--attention", "eager")
-    report = checked(tmp_path / "run", *own, *flags)
-    assert report["verdict"]["status"] in ("healthy", "tolerable")
+    report = checked(tmp_path / "run", *own, *flags, code=1)
+    failed = [check["id"] for check in report["checks"] if check["status"] == "failed"]
+    assert failed == ["truncation"]  # the script samples with top_k: 50, and TRL's trainer does not
     assert max(gaps_of(report).values()) < 1e-5
     facts = report["fingerprints"]["fsdp"]
     assert facts["micro_batch"] == "4 rows"
