@@ -161,7 +161,7 @@ def test_both_files_that_trl_makes_are_followed_by_its_own_code(tmp_path: Path) 
     facts = report["fingerprints"]["fsdp"]
     assert facts["micro_batch"] == "4 rows"
     assert facts["master_dtype"] == "bf16"  # from the script's own key dtype
-    report = scored_again(tmp_path, "saved", arguments, *own)
+    report = scored_again(tmp_path, "saved", arguments, *own, code=1)
     facts = report["fingerprints"]["fsdp"]
     assert (facts["micro_batch"], facts["master_dtype"]) == ("4 rows", "fp32")
     assert max(gaps_of(report).values()) < 1e-5
