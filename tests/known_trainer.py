@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ def save_moved(model: str, fault: Fault, folder: str) -> None:
     moved = load(model, torch.bfloat16)
     with torch.no_grad():
         plant(moved, fault)
+    shutil.copytree(model, folder)  # with the tokenizer
     moved.save_pretrained(folder)
 
 

@@ -1,7 +1,7 @@
 """Every planted fault of docs/evidence/known-issues.md through the commands that a user types.
 
-Faults of recorded numbers are tests/cli/test_planted_faults.py. Here a trainer, its weights or an
-engine holds the fault, at its largest strength; `score` and `compare` report on it.
+Faults of recorded numbers are tests/cli/test_planted_faults.py. Here a trainer or its weights hold
+the fault, at its largest strength, for `score` and `compare`, or an engine, for `check`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,6 @@ IN_WEIGHTS = [fault for fault in FAULTS if fault.place == "weights"]
 KINDS = ("function-differs", "weights-differ")  # of which side-off is the weakest
 
 
-def run_of(folder: Path, *flags: object, **env: str) -> Path:
-    done = mismatch("rollout", "--model", MODEL, *flags, "--out", folder, timeout=600, **env)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
 def report_of(run: Path, *flags: object, **env: str) -> dict[str, Any]:
     done = mismatch("score", run, "--nproc-per-node", 1, *flags, timeout=600, **env)
     assert done.returncode == 0, done.stderr
@@ -62,7 +56,8 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the transformers engine sampled, with the reference and the plain forward."""
 
     def make(folder: Path) -> None:
-        run = run_of(folder / "run", "--engine", "transformers", *SIZE)
+        run, what = folder / "run", ("--model", MODEL, "--engine", "transformers", *SIZE)
+        assert mismatch("rollout", *what, "--out", run, timeout=600).returncode == 0
         scorer = ("--scorer", "tests.plain_trainer:Plain", "--nproc-per-node", 1)
         assert mismatch("score", run, *scorer, timeout=600).returncode == 0
 
@@ -100,14 +95,13 @@ def test_weights_that_the_engine_did_not_get_are_named(
 def test_an_engines_fault_is_named(tmp_path: Path, fault: EngineFault) -> None:
     if "sglang" in fault.flags and not installed("sglang"):
         pytest.skip("engine: no SGLang here")
-    flags, trainer = list(fault.flags), []
-    if "--attention" in flags:  # a flag of the trainer
-        at = flags.index("--attention")
-        trainer, flags[at : at + 2] = flags[at : at + 2], []
     paths = os.pathsep.join([str(plugin(tmp_path)), os.environ.get("PYTHONPATH", "")])
     env = {"PLANTED_FAULT": fault.plant, "PYTHONPATH": paths} if fault.plant else {}
-    run = run_of(tmp_path / "run", *SIZE, *flags, **env)
-    assert_named(report_of(run, *trainer), fault)
+    run, few = tmp_path / "run", ("--no-noise-floor", "--no-locate", "--exact-kl", 0)
+    what = ("--model", MODEL, *SIZE, "--nproc-per-node", 1, *few, *fault.flags)
+    done = mismatch("check", *what, "--out", run, timeout=600, **env)
+    assert done.returncode == 1, done.stderr
+    assert_named(json.loads((run / "report.json").read_text()), fault)
 
 
 def test_the_page_has_no_fault_that_no_command_saw() -> None:
