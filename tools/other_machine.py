@@ -3,8 +3,9 @@
 Sums differ in their last bits between CPUs, because vector units add in another order. This script
 simulates other CPUs and another surrounding on this machine:
 
-- ``plain``: numpy and torch without AVX2 and AVX-512, OpenBLAS's kernels for Haswell, two OpenMP
-  threads, the C locale, Tokyo's time zone, a terminal of 200 columns, an umask of 077. All tests.
+- ``plain``: numpy and torch without AVX2 and AVX-512, oneDNN without AVX-512 and AMX, OpenBLAS's
+  kernels for Haswell, two OpenMP threads, the C locale, Tokyo's time zone, a terminal of 200
+  columns, an umask of 077. All tests.
 - ``old``: the same, with OpenBLAS's kernels for Nehalem. The tests that compute numbers.
 
 Arguments after the name go to pytest.
@@ -37,6 +38,7 @@ def main() -> int:
         "NPY_DISABLE_CPU_FEATURES": " ".join(newer_than_avx()),
         "OPENBLAS_CORETYPE": core,
         "ATEN_CPU_CAPABILITY": "default",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",  # else oneDNN offers torch what its kernels here lack
         "OMP_NUM_THREADS": "2",
         "LANG": "C",
         "TZ": "Asia/Tokyo",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from mismatch.analysis.causes import MODULE, place_of
 from mismatch.analysis.diagnosis.catalogue import catalogue, title_of
 from mismatch.analysis.diagnosis.detectors.stated import DIFFER
 from mismatch.analysis.diagnosis.ranking import LITTLE
@@ -158,7 +159,7 @@ def _settings(best: FixOutcome) -> Iterator[Block]:
 
 
 def _cause(report: Report) -> str:
-    """How much the leading cause explains, and whether an experiment confirmed it."""
+    """How much the leading cause explains, whether an experiment confirmed it, and where it is."""
     causes = report.result("causes")
     if not causes or not causes.ranked:
         return ""
@@ -181,6 +182,8 @@ def _cause(report: Report) -> str:
     explained = explained if cause.decided and leads(cause) else []
     other = [check for check in summary.checks(report, *WRONG) if check not in explained]
     parts = [f"{capital(how)}; {share}."]
+    place = place_of(causes.ranked)
+    parts += [f"{capital(MODULE)}: {place}."] if place else []
     parts += [f"From it follow the checks {'; '.join(_wrong(explained))}."] if explained else []
     parts += [f"{'Other checks' if explained else 'Checks'} {'; '.join(_wrong(other))}."] * bool(
         other
