@@ -239,7 +239,7 @@ def room_for(spec: CheckSpec, force: bool) -> Room:
         say(f"memory warning: {text}")
     out = {} if force else memory.left_out()
     reason = out.pop(f"{spec.rollout.engine.engine}{IN_FLOAT32}", "")
-    return Room(out, memory.float32_split, reason)
+    return Room(out, memory.float32_split, memory.float32_offload, reason)
 
 
 def warn_of_key(spec: RolloutSpec) -> None:

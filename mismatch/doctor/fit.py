@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -17,6 +18,8 @@ from mismatch.doctor.memory import (
     sharded,
 )
 from mismatch.errors import MismatchError
+from mismatch.experiments.fixes.spec_edits import ABSENT, engine_argument, with_argument
+from mismatch.experiments.scoring_passes import OFFLOAD
 from mismatch.models.sizes import SizedModel
 from mismatch.run.machine import engine_gpus, gib
 from mismatch.specs import CheckSpec, Pass, TrainSpec
@@ -28,6 +31,7 @@ GPU_RESERVE = int(1.5 * GIB)
 CPU_TRAINER_RESERVE = int(0.6 * GIB)
 CPU_ENGINE_RESERVE = int(1.8 * GIB)
 WORLDS = (2, 4, 8, 16, 32, 64)
+MOST_OFFLOADED = 0.9  # of its weights: embeddings and head stay on the GPU
 HOST = "host memory"  # a side: what --offload keeps there
 
 _EAGER = "--attention auto (the eager kernel holds every score)"
@@ -152,6 +156,30 @@ def engine_fit(
     if prediction.peak_bytes <= share * size:
         text += f", or --gpu-memory-utilization {share:.2f}"
     return Fit(side, prediction, asked, free, "does not fit", text, certain=True)
+
+
+def offloaded(
+    spec: CheckSpec, shape: SizedModel, work: Workload, machine: Machine, without: Fit
+) -> tuple[int, Fit]:
+    """Keep in the host's memory what vLLM's weights lack of room, with the room of a sure fit.
+
+    Args:
+        without: what was found without; returned where the host has too little memory, or where
+            another engine, or the user's own setting, rules it out.
+
+    Returns:
+        (GiB of each GPU's weights in the host's memory, how the rest fits).
+    """
+    engine, weights = spec.rollout.engine, without.prediction.highest.get("weights", 0)
+    given = engine_argument(spec, OFFLOAD) is not ABSENT
+    missing = without.needed - without.capacity / (1 + ERROR)
+    size = math.ceil(missing / GIB)
+    host = size * engine.tensor_parallel_size * GIB + CPU_ENGINE_RESERVE
+    possible = machine.gpus and engine.engine == "vllm" and not given
+    if not possible or size * GIB > MOST_OFFLOADED * weights or host > machine.ram_free_bytes:
+        return 0, without
+    changed = with_argument(spec, OFFLOAD, size)
+    return size, engine_fit(changed, shape, work, machine, without.side)
 
 
 def trainer_fits(

@@ -219,6 +219,8 @@ def predict_engine(
     resident; less than this makes it wait, and less than one sequence makes it refuse. Other
     engines are taken to work alike.
 
+    Weights that ``cpu_offload_gb`` keeps in the host's memory are not counted.
+
     Args:
         gpu_bytes: memory of one GPU, which sets vLLM's default batch sizes; 0: it runs on a CPU.
     """
@@ -238,8 +240,10 @@ def predict_engine(
     if own:  # no window; while the cache grows, one layer's is copied at a time
         token = shape.kv_heads * (shape.head_dim + shape.value_dim) * b
         each = token * work.longest * (shape.layers + 1)
+    weights = int(shape.stored_bytes(b, keeps_mxfp4=packed) / split)
+    weights -= int(float(args.get("cpu_offload_gb") or 0) * GIB) if gpu_bytes else 0
     stays = {
-        "weights": int(shape.stored_bytes(b, keeps_mxfp4=packed) / split),
+        "weights": max(0, weights),
         "KV cache": CPU_KV_BYTES if not gpu_bytes and not own else running * each,
     }
     # Compiled kernels keep two states of the residual stream next to the widest intermediate.

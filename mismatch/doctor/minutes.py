@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mismatch.doctor.machine import KINDS, Kind, Machine, kind_of
-from mismatch.doctor.memory import BYTES, Workload
+from mismatch.doctor.memory import BYTES, GIB, Workload
 from mismatch.experiments.beyond import length_of, long_passes, wanted
-from mismatch.experiments.scoring_passes import NO_GRAPHS
+from mismatch.experiments.scoring_passes import NO_GRAPHS, OFFLOAD
 from mismatch.models.sizes import SizedModel
 from mismatch.specs import AS_STORED, OWN_SCORER, CheckSpec, Dtype, EngineSpec, Pass, weights_key
 
@@ -31,6 +31,7 @@ PRODUCTS, ATTENTION = 113e12, 23.6e12
 # Assumed, never timed: a local disk, a step of decoding apart from its weights, what decoding
 # reaches of the data sheet's bandwidth, and sequences that decode at the same time.
 DISK_BYTES_S, STEP_S, BANDWIDTH, AT_ONCE = 1e9, 0.02, 0.5, 256
+BUS_BYTES_S, BATCHED = 2e10, 16384  # of offloaded weights, read once for every batch of tokens
 ON_CPUS = "no minutes for CPUs: one's speed tells little of another's; vLLM started in 16 to 41 s"
 LEFT_OUT = "not in the minutes: downloads, fixes, traffic between GPUs; disks below 1 GB/s"
 
@@ -95,7 +96,7 @@ def estimate(
         if engine is None or own.servers:
             continue
         args, split = dict(engine.args), engine.tensor_parallel_size
-        graphs = not args.get("enforce_eager") and NO_GRAPHS.get(engine.engine) not in engine.args
+        graphs = NO_GRAPHS.get(engine.engine) not in engine.args
         packed = engine.weights in (AS_STORED, "mxfp4")
         read = 2 * served.stored_bytes(2, keeps_mxfp4=True)  # once more for their digests
         if not packed and served.quantised == "mxfp4":  # written in bf16, and read from there
@@ -105,6 +106,7 @@ def estimate(
         stages[f"{label}: start"] = starts
         stages[f"{label}: weights"] = read / DISK_BYTES_S
         rescored = forward_s(served, tokens, work.longest, kind, engine.dtype) / split
+        rescored += int(args.get(OFFLOAD) or 0) * GIB * math.ceil(tokens / BATCHED) / BUS_BYTES_S
         if engine is own:
             turns = math.ceil(work.sequences / int(args.get("max_num_seqs") or AT_ONCE))
             steps = turns * work.sampling.max_tokens * spec.rollout.prompts.turns

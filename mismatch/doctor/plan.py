@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from mismatch.codec import to_json
-from mismatch.doctor.fit import HOST, Fit, engine_fit, trainer_fits, warnings_of
+from mismatch.doctor.fit import HOST, Fit, engine_fit, offloaded, trainer_fits, warnings_of
 from mismatch.doctor.machine import Machine, inspect_machine, machine_with, parse_kind
 from mismatch.doctor.memory import BYTES, Workload
 from mismatch.doctor.minutes import Time, estimate
@@ -51,11 +51,13 @@ class Memory:
             engine in float32; () where they cannot be told.
         notes: assumptions, and which parts are not predicted.
         float32_split: the tensor parallel size at which the engine in float32 fits, if any does.
+        float32_offload: GiB of its weights per GPU that vLLM keeps in the host's memory.
     """
 
     sides: Sequence[Fit] = ()
     notes: tuple[str, ...] = ()
     float32_split: int = 0
+    float32_offload: int = 0
 
     @property
     def fits(self) -> bool:
@@ -143,10 +145,10 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
         "rescored by the engine's prefill": sequences * longest * engine.prefill,
         "scored by the trainer at most": sequences * longest * len(passes),
     }
-    in_float32, exact = _float32_engine(spec), None
-    if in_float32 is not None and f"{engine.engine}{IN_FLOAT32}" not in out:
-        split = max(1, memory.float32_split)
-        exact = replace(in_float32.rollout.engine, tensor_parallel_size=split)
+    exact = None
+    if f"{engine.engine}{IN_FLOAT32}" not in out:
+        in_float32 = _float32_engine(spec, memory.float32_split, memory.float32_offload)
+        exact = None if in_float32 is None else in_float32.rollout.engine
     time = Time({})
     if memory.sides:
         own = served = sized(config)
@@ -158,6 +160,7 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
         sides=memory.sides,
         notes=(*filter(None, [note]), *memory.notes),
         float32_split=memory.float32_split,
+        float32_offload=memory.float32_offload,
         model=engine.model,
         config_source=config.source,
         device=machine.device,
@@ -179,7 +182,7 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
         MismatchError: no config.json offline, or sequences beyond the model's context.
     """
     machine, engine = machine or inspect_machine(), spec.rollout.engine
-    work, size = work_of(spec)[0], 0
+    work, size, offload = work_of(spec)[0], 0, 0
     try:
         shape = sized(find_config(spec.train.model, spec.train.revision, spec.train.layers))
         sides = [*trainer_fits(spec, shape, work, machine, training_passes(spec))]
@@ -206,20 +209,26 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
                 split = _smallest_split(exact, served, work, machine, (most,), side)
             if exact is not None and split is not None:
                 size, fit = split
+                if fit.certain:
+                    exact = on_engine(exact, tensor_parallel_size=size)
+                    offload, fit = offloaded(exact, served, work, machine, fit)
                 sides.append(fit)
+                if offload:
+                    where = "in the host's memory, which the GPU reads through its bus"
+                    notes.insert(0, f"{side}: {offload * size} GiB of its weights are {where}")
                 if exact.rollout.engine.weights != engine.weights and not fit.certain:
                     copy = gib(served.stored_bytes(BYTES["bf16"], keeps_mxfp4=False))
                     notes.insert(0, f"disk: {copy} in {cache()} while the engine runs in float32")
     except UnknownSize as error:
         return Memory(notes=(f"memory is not predicted: {error.message}",))
-    return Memory(sides, tuple(notes), size)
+    return Memory(sides, tuple(notes), size, offload)
 
 
-def _float32_engine(spec: CheckSpec) -> CheckSpec | None:
+def _float32_engine(spec: CheckSpec, split: int = 0, offload: int = 0) -> CheckSpec | None:
     """Return the spec with its engine in float32; None: it is not started in float32."""
     if spec.rollout.engine.servers or not wants_square(spec):
         return None
-    exact = float32_engine(spec.rollout)
+    exact = float32_engine(spec.rollout, split, offload)
     return None if exact is None else replace(spec, rollout=exact)
 
 

@@ -9,7 +9,8 @@ from mismatch.analysis.square import precision_of
 from mismatch.errors import MismatchError
 from mismatch.experiments.jobs import Job
 from mismatch.facts import SideFacts
-from mismatch.models.config import is_moe, serves_mxfp4
+from mismatch.models.config import is_moe, known_model, serves_mxfp4
+from mismatch.run.machine import local_gpus
 from mismatch.run.store import (
     ALONE,
     NEW,
@@ -38,11 +39,18 @@ from mismatch.specs import (
 )
 
 REDUCING = ("kv_cache_dtype", "calculate_kv_scales", "quantization")  # engine arguments
-# Scoring gains little from CUDA graphs: on an H200 they took 43 of this engine's 101 s.
-NO_GRAPHS: dict[str, tuple[str, Any]] = {
-    "vllm": ("compilation_config", {"cudagraph_mode": "NONE"}),
-    "sglang": ("disable_cuda_graph", True),
+# Scoring gains little from CUDA graphs and compiled kernels: on an H200 graphs alone took 43 of
+# this engine's 101 s.
+NO_GRAPHS = {"vllm": ("enforce_eager", True), "sglang": ("disable_cuda_graph", True)}
+GRAPHS = ("enforce_eager", "compilation_config", "disable_cuda_graph")  # what sets them
+# The kernels for CUDA that take float32; the engines choose others without a look at the dtype.
+TAKES_FLOAT32 = {"sglang": (("attention_backend", "triton"),)}
+EXPERTS_TAKE_FLOAT32 = {
+    "vllm": (("moe_backend", "triton"),),
+    "sglang": (("moe_runner_backend", "triton"),),
 }
+OFFLOAD = "cpu_offload_gb"  # vLLM's name
+NO_MLA = ("VLLM_MLA_DISABLE", "1")  # vLLM's kernels for MLA on CUDA take no float32
 
 
 def wants_square(spec: CheckSpec) -> bool:
@@ -131,8 +139,12 @@ def _engine_facts(engine: EngineSpec) -> SideFacts:
     }
 
 
-def float32_engine(spec: RolloutSpec) -> RolloutSpec | None:
+def float32_engine(spec: RolloutSpec, split: int = 0, offload: int = 0) -> RolloutSpec | None:
     """Return the same engine in float32, to score the tokens that it sampled.
+
+    Args:
+        split: its tensor parallel size; 0: as it samples.
+        offload: GiB of each GPU's weights that vLLM keeps in the host's memory.
 
     Returns:
         None where the engine computes in float32 anyway.
@@ -146,16 +158,30 @@ def float32_engine(spec: RolloutSpec) -> RolloutSpec | None:
     if engine.servers:
         fault = "servers run at the precision that they were started in"
         raise MismatchError(fault, "check a local engine of the same version")
-    names = [name.lstrip("-").replace("-", "_") for name, _ in engine.args]
-    kept = [pair for name, pair in zip(names, engine.args, strict=True) if name not in REDUCING]
-    graphs = NO_GRAPHS.get(engine.engine)
-    if graphs and not {graphs[0], "enforce_eager"} & {*names}:
-        kept.append(graphs)
-    packed = serves_mxfp4(engine)
+    names = {name.lstrip("-").replace("-", "_") for name, _ in engine.args}
+    kept = [
+        (name, value)
+        for name, value in engine.args
+        if name.lstrip("-").replace("-", "_") not in REDUCING
+    ]
+    if engine.engine in NO_GRAPHS and names.isdisjoint(GRAPHS):
+        kept.append(NO_GRAPHS[engine.engine])
+    kept += [(OFFLOAD, offload)] if offload else []
+    packed, env = serves_mxfp4(engine), engine.env
+    if local_gpus():
+        shape = known_model(engine.model, engine.revision)
+        needed = [*TAKES_FLOAT32.get(engine.engine, ())]
+        if shape is not None and shape.experts:
+            needed += EXPERTS_TAKE_FLOAT32.get(engine.engine, ())
+        kept += [pair for pair in needed if pair[0] not in names]
+        if engine.engine == "vllm" and shape is not None and shape.latent:
+            env = (*env, NO_MLA) if NO_MLA[0] not in dict(env) else env
     exact = replace(
         engine,
         dtype="fp32",
+        tensor_parallel_size=split or engine.tensor_parallel_size,
         args=tuple(kept),
+        env=env,
         routing=False,
         prefill=True,
         adapter_as="merged" if engine.adapter_as == "merged" else None,  # own if it can in fp32

@@ -284,11 +284,17 @@ def find_config(model: str, revision: str | None = None, layers: int | None = No
 
 def is_moe(model: str, revision: str | None = None) -> bool | None:
     """Whether a model (directory or hub id) has experts; None where it is not on this machine."""
+    shape = known_model(model, revision)
+    return None if shape is None else shape.experts > 0
+
+
+def known_model(model: str, revision: str | None = None) -> ModelConfig | None:
+    """Return what a model's own config.json says of it; None where it is not on this machine."""
     try:
         config = find_config(model, revision)
     except MismatchError:
         return None
-    return None if config.source == SHIPPED else config.model.experts > 0
+    return None if config.source == SHIPPED else config.model
 
 
 def serves_mxfp4(engine: EngineSpec) -> bool:

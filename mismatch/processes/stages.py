@@ -128,11 +128,13 @@ class Room(NamedTuple):
     Attributes:
         left_out: passes other than the trainer's that are not run, and why.
         float32_split: tensor parallel size of the engine in float32; 0: as it samples.
+        float32_offload: GiB of each GPU's weights that it keeps in the host's memory.
         float32_left_out: why it does not run in float32; "": it does.
     """
 
     left_out: Mapping[str, str] = MappingProxyType({})
     float32_split: int = 0
+    float32_offload: int = 0
     float32_left_out: str = ""
 
 
@@ -491,11 +493,10 @@ def score_in_float32(stages: Stages, *beside: Worker) -> None:
     """Leave ``<engine>:fp32``, or the reason why there is none."""
     run_dir = stages.run_dir
     try:
-        spec = float32_engine(stages.spec.rollout)
+        room = stages.room
+        spec = float32_engine(stages.spec.rollout, room.float32_split, room.float32_offload)
         if spec is None:
             return
-        split = stages.room.float32_split or spec.engine.tensor_parallel_size
-        spec = replace(spec, engine=replace(spec.engine, tensor_parallel_size=split))
         tasks = [Score(f"{spec.engine.engine}:{FLOAT32}")]
         if (run_dir / LONG / store.ROLLOUT).exists():
             tasks.append(Score(f"{spec.engine.engine}:{LONG_MODE}", LONG))
@@ -509,8 +510,8 @@ def score_in_float32(stages: Stages, *beside: Worker) -> None:
         if not tasks:
             return
         error_path(run_dir, LABEL).unlink(missing_ok=True)
-        if stages.room.float32_left_out:
-            raise MismatchError(stages.room.float32_left_out)
+        if room.float32_left_out:
+            raise MismatchError(room.float32_left_out)
         require_memory(spec)
         if spec.engine.weights != stages.spec.rollout.engine.weights:
             stages.narrator.note(

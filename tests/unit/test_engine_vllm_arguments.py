@@ -113,6 +113,19 @@ def test_routes_are_captured_by_us_on_a_cpu_and_by_vllm_on_a_gpu(
     assert "enable_return_routed_experts" not in arguments(EngineSpec(model="m", routing=False))
 
 
+@pytest.mark.parametrize(
+    ("given", "largest"),
+    [({}, 256), ({"max_num_seqs": 24}, 16), ({"enforce_eager": True}, None)],
+)
+def test_a_gpu_captures_few_graphs_unless_the_user_says_which(
+    given: dict[str, Any], largest: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "cudagraph_capture_sizes" not in arguments(with_args(**given))  # on a CPU
+    monkeypatch.setattr(vllm_args, "is_cpu_build", lambda: False)
+    sizes = arguments(with_args(**given)).get("cudagraph_capture_sizes")
+    assert (sizes and sizes[-1]) == largest
+
+
 @pytest.mark.parametrize("cpu", [True, False])
 def test_no_routes_are_captured_over_a_pipeline(cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_args, "is_cpu_build", lambda: cpu)

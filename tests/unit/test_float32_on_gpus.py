@@ -18,7 +18,8 @@ from mismatch.doctor.memory import Workload, predict_engine
 from mismatch.doctor.plan import memory_of, plan
 from mismatch.engines.registry import check_machine
 from mismatch.errors import MismatchError
-from mismatch.experiments.scoring_passes import float32_engine
+from mismatch.experiments.fixes.spec_edits import on_engine
+from mismatch.experiments.scoring_passes import OFFLOAD, float32_engine
 from mismatch.features.kernels import isolation
 from mismatch.features.locate import recording
 from mismatch.features.sync import processes
@@ -35,11 +36,14 @@ from mismatch.run.machine import Placement
 from mismatch.run.messages import read_error
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 from mismatch.types import NotTested
-from tests.checkpoints import make_mxfp4
+from tests.checkpoints import configuration, make_mxfp4
 from tests.unit.test_square import SPEC, Starter
 
 GIB = 1 << 30
 HUB = resolve_model("gpt-oss-20b")  # an id: no directory
+
+
+KERNELS = {"attention_backend", "moe_backend", "moe_runner_backend"}
 
 
 def check(model: str = HUB, ranks: int = 1, **engine: Any) -> CheckSpec:
@@ -168,12 +172,14 @@ def test_the_plan_has_a_row_for_it_and_the_disk_of_its_copy() -> None:
     planned = plan(check(), gpus="1xH100-80GB")
     fits = {fit.side: fit for fit in planned.sides}
     exact = fits["vllm in float32"]
-    assert 77 * GIB < exact.prediction.highest["weights"] < 79 * GIB  # 20.9 B parameters
-    assert exact.level == "does not fit"
-    assert planned.fits  # a check can do without it
-    assert "vllm in float32" in planned.left_out()
-    assert "rollout in float32" not in planned.stages
-    assert not any("39.0 GiB" in note for note in planned.notes)
+    held = exact.prediction.highest["weights"] + planned.float32_offload * GIB
+    assert 77 * GIB < held < 79 * GIB  # 20.9 B parameters
+    assert exact.level == "fits"
+    assert "rollout in float32" in planned.stages
+    assert any("in the host's memory" in note for note in planned.notes)
+    left_out = plan(check(resolve_model("gpt-oss-120b")), gpus="1xH100-80GB")
+    assert "vllm in float32" in left_out.left_out()
+    assert "rollout in float32" not in left_out.stages
     larger = plan(check(), gpus="1xH200-141GB")
     assert "rollout in float32" in larger.stages
     assert any("39.0 GiB" in note for note in larger.notes)
@@ -187,12 +193,75 @@ def test_the_plan_has_a_row_for_it_and_the_disk_of_its_copy() -> None:
 def test_it_is_split_until_it_fits(machine: str, ranks: int, split: int) -> None:
     memory = memory_of(check(ranks=ranks), gpus(machine))
     assert memory.float32_split == split
-    exact = memory.sides[-1]
-    # Seven GPUs are the trainer's, which holds them meanwhile: the eighth is too small.
-    assert (exact.level == "does not fit") is (ranks == 7)
-    stage = plan(check(ranks=ranks), gpus=machine).stages.get("rollout in float32", "left out")
+    assert memory.sides[-1].level == "fits"
+    # Seven GPUs are the trainer's, which holds them meanwhile: the eighth alone is too small.
+    assert (memory.float32_offload > 0) is (ranks == 7)
+    stage = plan(check(ranks=ranks), gpus=machine).stages["rollout in float32"]
     assert (f"parallel {split}" in stage) is (split > 1)
-    assert (stage == "left out") is (ranks == 7)
+
+
+@pytest.mark.parametrize(
+    ("model", "machine"),
+    [
+        ("gpt-oss-20b", "1xH100-80GB"),
+        ("qwen3-30b-a3b", "1xH100-80GB"),
+        ("qwen3-32b", "1xH100-80GB"),
+        ("qwen3-8b", "1xRTX4090-24GB"),
+        ("qwen3-14b", "1xL40S-48GB"),
+    ],
+)
+def test_weights_that_lack_room_are_kept_in_the_hosts_memory(model: str, machine: str) -> None:
+    here = replace(gpus(machine), ram_free_bytes=256 * GIB)
+    memory = memory_of(check(resolve_model(model)), here)
+    exact, size = memory.sides[-1], memory.float32_offload
+    assert (exact.side, exact.level) == ("vllm in float32", "fits")
+    assert size > 0
+    assert "vllm in float32" not in memory.left_out()
+    spec = float32_engine(check(resolve_model(model)).rollout, 0, size)
+    assert spec is not None
+    assert (OFFLOAD, size) in spec.engine.args
+    poor = replace(here, ram_free_bytes=(size + 1) * GIB)
+    left = memory_of(check(resolve_model(model)), poor)
+    assert left.float32_offload == 0
+    assert "vllm in float32" in left.left_out()
+
+
+def test_the_users_own_offload_stays() -> None:
+    own = on_engine(check(), args=((OFFLOAD, 4),))
+    memory = memory_of(own, gpus("1xH100-80GB"))
+    assert memory.float32_offload == 0
+    assert memory.sides[-1].level == "does not fit"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_gpu_gets_kernels_that_take_float32(
+    engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Engines choose FlashAttention 3, FlashInfer or MLA's kernels without a look at the dtype."""
+
+    def exact(family: str, *args: tuple[str, Any]) -> EngineSpec:
+        place = tmp_path / family
+        if not place.exists():
+            configuration(family).save_pretrained(place)
+        spec = check(str(place))
+        spec = on_engine(spec, engine=engine, args=args)
+        found = float32_engine(spec.rollout)
+        assert found is not None
+        return found.engine
+
+    assert {name for name, _ in exact("qwen3_moe").args} & KERNELS == set()  # on a CPU
+    monkeypatch.setattr("mismatch.experiments.scoring_passes.local_gpus", lambda: 1)
+    experts, plain = dict(exact("qwen3_moe").args), dict(exact("qwen3").args)
+    expected = {
+        "vllm": ({"moe_backend"}, set()),
+        "sglang": ({"attention_backend", "moe_runner_backend"}, {"attention_backend"}),
+    }
+    assert tuple(given.keys() & KERNELS for given in (experts, plain)) == expected[engine]
+    assert {value for name, value in experts.items() if name in KERNELS} == {"triton"}
+    own = ("moe-backend" if engine == "vllm" else "moe-runner-backend", "mine")
+    assert [pair for pair in exact("qwen3_moe", own).args if "moe" in pair[0]] == [own]
+    assert (("VLLM_MLA_DISABLE", "1") in exact("deepseek_v3").env) is (engine == "vllm")
+    assert exact("qwen3").env == ()
 
 
 def test_unpacked_experts_take_what_they_take() -> None:

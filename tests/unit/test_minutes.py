@@ -105,7 +105,9 @@ def test_the_engine_in_float32_takes_minutes_where_it_fits() -> None:
     # MXFP4 experts are written in bf16 and read again.
     weights = [names["1xH200"][f"{each}: weights"] for each in ("engine", "vllm in float32")]
     assert weights[1] > 3 * weights[0]
-    assert not any("float32:" in name for name in names["1xH100"])
+    # On 80 GB a part of the weights is read through the bus, for every batch.
+    rescores = [names[gpus]["vllm in float32: rescores"] for gpus in ("1xH200", "1xH100")]
+    assert rescores[1] > rescores[0] + 1
 
 
 def test_every_pass_and_longer_responses_take_time() -> None:
@@ -121,7 +123,7 @@ def test_more_gpus_take_less_and_unfit_passes_nothing() -> None:
     spec = check("gpt-oss-20b")
     one, four = (plan(replace(spec, nproc_per_node=n), HERE, "8xH100") for n in (1, 4))
     assert four.time.stages["fsdp:fp32"] < one.time.stages["fsdp:fp32"]
-    small = plan(check("qwen3-8b"), HERE, "RTX4090")
+    small = plan(check("gpt-oss-20b"), HERE, "RTX4090")
     assert small.left_out()
     assert not small.left_out().keys() & small.time.stages.keys()
 

@@ -464,7 +464,7 @@ def test_the_engine_in_float32_keeps_all_but_its_precision() -> None:
     assert exact is not None
     assert exact.engine.dtype == "fp32"
     # A fault in a setting stays, and shows in the gap; graphs serve no step of scoring.
-    assert exact.engine.args == (*args[1:], ("compilation_config", {"cudagraph_mode": "NONE"}))
+    assert exact.engine.args == (*args[1:], ("enforce_eager", True))
     assert exact.sampling == SPEC.rollout.sampling
 
 

@@ -43,6 +43,13 @@ MORE = ("kv_transfer_config", "disable_log_stats")  # of vllm.LLM, in addition t
 HELP = "vllm serve --help"
 CAPTURE = "enable_return_routed_experts"
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+# Numbers of sequences that a CUDA graph is captured for. vLLM captures 51, a second each, so that a
+# server pads little; a check decodes a few hundred sequences once.
+CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+GRAPH_SETTINGS = {  # arguments that say which graphs there are
+    *("enforce_eager", "compilation_config", "optimization_level", "speculative_config"),
+    *("cudagraph_capture_sizes", "max_cudagraph_capture_size"),
+}
 LOGPROB_MODES = ("raw_logprobs", "processed_logprobs")
 
 
@@ -148,8 +155,12 @@ def engine_arguments(
             arguments["max_num_batched_tokens"] = max(8192, arguments.get("max_model_len", 8192))
         if capture:
             arguments["enable_prefix_caching"] = False  # a cached prefix is not routed again
-    elif capture:
-        arguments[CAPTURE] = True
+    else:
+        if GRAPH_SETTINGS.isdisjoint(user):
+            most = int(user.get("max_num_seqs") or CAPTURE_SIZES[-1])
+            arguments["cudagraph_capture_sizes"] = [size for size in CAPTURE_SIZES if size <= most]
+        if capture:
+            arguments[CAPTURE] = True
     if capture and is_cpu_build() and user.get("enable_prefix_caching"):
         raise MismatchError(
             "routed experts cannot be captured with prefix caching on a CPU: cached tokens are not "
