@@ -330,8 +330,8 @@ def numbers_of(run: Path) -> dict[str, Any]:
     """Return of a run what bounds are set from; what it does not hold is missing.
 
     Keys: verdict, reason, failed, warnings, not_tested, excess, gaps, headline, noise (clip share
-    and mean |delta| of repeated, regrouped, grad), routes, side, causes, scorings, seconds, timings and
-    peak_bytes by pass.
+    and mean |delta| of repeated, regrouped, grad), routes, side, causes, scorings, seconds,
+    timings and peak_bytes by pass.
     """
     found: dict[str, Any] = {}
     if (run / "run.json").exists():

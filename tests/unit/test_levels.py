@@ -265,11 +265,15 @@ def test_levels_do_not_contradict_what_works_elsewhere():
         assert row["metric"] in METRICS or row["metric"] == "logprob_diff_rms"
         assert row["class"] in (*COLUMNS, "")
         assert row["source"]
-        level = table.get(row["metric"], {}).get(row["class"])
-        if level is None or not row["works"]:
+        if row["metric"] not in table or not row["works"]:
             continue
         sign = -1.0 if METRICS[row["metric"]].good == "high" else 1.0
-        assert sign * float(row["value"]) <= sign * level.unfit, row
+        levels = table[row["metric"]]
+        own = [levels[row["class"]]] if row["class"] in levels else []
+        # Without a class it must pass where most is allowed, but for a quantised engine.
+        rest = [level for column, level in levels.items() if column != "quantised"]
+        laxest = max((level.unfit * sign for level in own or rest), default=float("inf"))
+        assert sign * float(row["value"]) <= laxest, row
         seen += 1
     assert seen >= 10
 

@@ -96,7 +96,8 @@ def test_nan_under_settings_that_the_user_added_warns(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "status"), [(1.0, "failed"), (0.1, "failed"), (0.066, "warning"), (0.004, "passed")]
+    ("size", "status"),
+    [(1.0, "failed"), (0.15, "failed"), (0.1, "warning"), (0.066, "warning"), (0.004, "passed")],
 )
 def test_a_trainer_that_contradicts_itself_is_not_healthy(size, status, tmp_path):
     rollout = sampled()
