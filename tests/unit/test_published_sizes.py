@@ -1,8 +1,8 @@
 """What others published of working and broken stacks, judged as an expert would judge it.
 
-Noise gets its published mean |delta| and k3: a squared normal number with a sign, with a size of its
-own for every prompt, and the smaller the surer its token is. The trainer's own passes differ by published sizes too: batches of other sizes on one
-GPU (batch-logprob-gap, verl#6280).
+Noise gets its published mean |delta| and k3: a squared normal number with a sign, with a size of
+its own for every prompt, and the smaller the surer its token is. The trainer's own passes differ by
+published sizes too: batches of other sizes on one GPU (batch-logprob-gap, verl#6280).
 """
 
 from __future__ import annotations
