@@ -115,6 +115,7 @@ def test_gpt_oss_by_name_is_checked_and_trained_from_a_hub_without_network(tmp_p
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = (tmp_path / "loop").glob("**/rows/*.json")
     assert json.loads(row.read_text())["parameters_verified"] > 0
+    assert not (tmp_path / "cache").exists()  # no engine and no trainer needed a copy
 
 
 def test_a_cpu_engine_refuses_mxfp4_before_anything_starts(tmp_path: Path) -> None:
