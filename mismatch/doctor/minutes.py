@@ -14,6 +14,7 @@ from mismatch.doctor.machine import KINDS, Kind, Machine, kind_of
 from mismatch.doctor.memory import BYTES, GIB, Workload
 from mismatch.experiments.beyond import length_of, long_passes, wanted
 from mismatch.experiments.scoring_passes import NO_GRAPHS, OFFLOAD
+from mismatch.models.config import unpacks_mxfp4
 from mismatch.models.sizes import SizedModel
 from mismatch.specs import AS_STORED, OWN_SCORER, CheckSpec, Dtype, EngineSpec, Pass, weights_key
 
@@ -99,7 +100,8 @@ def estimate(
         graphs = NO_GRAPHS.get(engine.engine) not in engine.args
         packed = engine.weights in (AS_STORED, "mxfp4")
         read = 2 * served.stored_bytes(2, keeps_mxfp4=True)  # once more for their digests
-        if not packed and served.quantised == "mxfp4":  # written in bf16, and read from there
+        copied = not packed and not unpacks_mxfp4(engine)
+        if copied and served.quantised == "mxfp4":  # written in bf16, and read from there
             read += 2 * served.stored_bytes(2, keeps_mxfp4=False)
         starts = START_S + graphs * (GRAPHS_S + served.layers * GRAPHS_OF_A_LAYER_S)
         starts += MXFP4_KERNELS_S * (packed and served.quantised == "mxfp4")

@@ -21,7 +21,7 @@ from mismatch.doctor.minutes import Time, estimate
 from mismatch.errors import MismatchError, first_line
 from mismatch.experiments.fixes.spec_edits import on_engine
 from mismatch.experiments.scoring_passes import float32_engine, training_passes, wants_square
-from mismatch.models.config import FoundConfig, find_config
+from mismatch.models.config import FoundConfig, find_config, unpacks_mxfp4
 from mismatch.models.derived import cache
 from mismatch.models.sizes import SizedModel, UnknownSize, sized
 from mismatch.prompts.prompt import Prompt
@@ -216,7 +216,9 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
                 if offload:
                     where = "in the host's memory, which the GPU reads through its bus"
                     notes.insert(0, f"{side}: {offload * size} GiB of its weights are {where}")
-                if exact.rollout.engine.weights != engine.weights and not fit.certain:
+                served_as = exact.rollout.engine
+                copied = served_as.weights != engine.weights and not unpacks_mxfp4(served_as)
+                if copied and not fit.certain:
                     copy = gib(served.stored_bytes(BYTES["bf16"], keeps_mxfp4=False))
                     notes.insert(0, f"disk: {copy} in {cache()} while the engine runs in float32")
     except UnknownSize as error:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch.errors import MismatchError, did_you_mean
 from mismatch.facts import SideFacts
-from mismatch.models.config import serves_mxfp4
+from mismatch.models.config import serves_mxfp4, unpacks_mxfp4
 from mismatch.plugins import load
 from mismatch.run import provenance
 from mismatch.run.hub import cached_snapshot
@@ -238,12 +238,17 @@ def model_directory(spec: EngineSpec) -> Path | None:
 
 
 def checkpoint_names(spec: EngineSpec) -> list[str]:
-    """Return names of all tensors in the model's safetensors files, from their headers."""
+    """Return names of all tensors in the model's safetensors files, from their headers.
+
+    Experts that the engine dequantises while it loads them have one name, not two.
+    """
     from safetensors import safe_open
+
+    from mismatch.models.derived import unpacked_names
 
     directory = model_directory(spec)
     names: list[str] = []
     for path in sorted(directory.glob("*.safetensors")) if directory else []:
         with safe_open(path, framework="numpy") as file:
             names.extend(file.keys())
-    return names
+    return unpacked_names(names) if unpacks_mxfp4(spec) else names

@@ -307,6 +307,18 @@ def serves_mxfp4(engine: EngineSpec) -> bool:
         return False
 
 
+UNPACKING = ("vllm",)  # engines whose loader dequantises MXFP4 experts (engines/vllm/loader.py)
+
+
+def unpacks_mxfp4(engine: EngineSpec) -> bool:
+    """Whether an engine is to serve MXFP4 experts dequantised, and does it while it loads them.
+
+    Another engine reads a copy of the checkpoint (mismatch/models/derived.py).
+    """
+    asked = engine.engine in UNPACKING and engine.weights == "bf16" and engine.adapter is None
+    return asked and serves_mxfp4(replace(engine, weights=AS_STORED))
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """Return the config.json of a checkpoint's directory.
 

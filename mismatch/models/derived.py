@@ -2,7 +2,8 @@
 
 What a quantised rollout does to the numbers can only be seen where both forms can be served:
 
-    bf16           a quantised checkpoint, dequantised: exactly the stored values, for any engine
+    bf16           a quantised checkpoint, dequantised: exactly the stored values, for any engine;
+                   vLLM dequantises MXFP4 while it loads, and needs no copy
     mxfp4          the experts of a gpt-oss in MXFP4, as it is published; engines on GPUs serve it
     mxfp4-rounded  experts rounded to what MXFP4 can hold, still stored in bf16: the numbers of a
                    quantised rollout on machines without kernels for it
@@ -20,7 +21,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 from mismatch.errors import MismatchError
 from mismatch.facts import SideFacts
 from mismatch.models.adapters import adapter_files, with_adapter
-from mismatch.models.config import ModelConfig, first_layers, read_config
+from mismatch.models.config import ModelConfig, first_layers, read_config, unpacks_mxfp4
 from mismatch.models.digests import source_hashes
 from mismatch.specs import AS_STORED, ROUNDED_FORMS, Adapter, EngineSpec, TrainSpec, WeightsForm
 
@@ -41,7 +42,8 @@ RECORD = "derived.json"  # in a derived checkpoint: what it was made of
 INDEX = "model.safetensors.index.json"
 FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")  # [E, in, out], gpt-oss
 SINGLE = re.compile(r"\.experts\.\d+\.\w+\.weight$")  # [out, in], one matrix per expert
-PACKED = re.compile(r"\.experts\.\w+_(blocks|scales)$")
+PACKED = re.compile(r"(?P<stem>.*\.experts\.\w+)_(?P<half>blocks|scales)$")
+HALVES = ("blocks", "scales")  # of MXFP4 experts
 ROUTER = re.compile(r"(router|\.gate|shared_expert_gate)\.weight$")
 # Where a quantised module keeps its values.
 STORED = ("weight", "weight_packed", "qweight")
@@ -50,13 +52,21 @@ IN_LAYER = re.compile(r"(?P<stack>(?:.*?\.)?(?:layers|h|blocks))\.(?P<number>\d+
 TOWERS = re.compile("vision|visual|image|audio|encoder")  # stacks that are not the decoder's
 Spec = TypeVar("Spec", EngineSpec, TrainSpec)
 TRIES = 4
+# Of a hub's repository: gpt-oss has its weights three times over, in two other layouts. The hub's
+# patterns match across "/".
+FETCHED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+NOT_FETCHED = ("original/*", "metal/*")
 READ: dict[Path, IO[str]] = {}  # derived checkpoints that this process reads, locked
 
 
-def in_form(spec: Spec) -> Spec:
+def in_form(spec: Spec, copied: bool = False) -> Spec:
     """Return the spec with its model replaced by one in the form it asks for, made if need be.
 
-    An adapter is merged, but for an engine that applies it itself (``adapter_as`` is "own").
+    An adapter is merged, but for an engine that applies it itself (``adapter_as`` is "own"). An
+    engine that dequantises MXFP4 while it loads gets the packed checkpoint.
+
+    Args:
+        copied: files in that form are wanted, whatever the engine can do.
 
     Raises:
         MismatchError: a model that is not in a local directory or cache, that has no experts in a
@@ -65,7 +75,11 @@ def in_form(spec: Spec) -> Spec:
     adapter = None if isinstance(spec, EngineSpec) and spec.adapter_as == "own" else spec.adapter
     if spec.weights == AS_STORED and spec.layers is None and adapter is None:
         return spec
-    model = derive(_local(spec), spec.weights, spec.layers, adapter, exact=spec.dtype == "fp32")
+    source, form = _local(spec), spec.weights
+    here = replace(spec, model=str(source))
+    if isinstance(here, EngineSpec) and unpacks_mxfp4(here) and not copied:
+        form = AS_STORED  # its first layers are cached packed; the whole is read where it lies
+    model = derive(source, form, spec.layers, adapter, exact=spec.dtype == "fp32")
     return replace(spec, model=str(model), revision=None)
 
 
@@ -221,7 +235,13 @@ def _local(spec: EngineSpec | TrainSpec) -> Path:
     if Path(spec.model).is_dir():
         return Path(spec.model)
     try:
-        return Path(snapshot_download(spec.model, revision=spec.revision))
+        found = snapshot_download(
+            spec.model,
+            revision=spec.revision,
+            allow_patterns=list(FETCHED),
+            ignore_patterns=list(NOT_FETCHED),
+        )
+        return Path(found)
     except Exception as error:  # the hub's client raises many kinds
         fault = f"{spec.model} cannot be fetched to change the form of its weights: {error}"
         raise MismatchError(fault, "give a local directory") from error
@@ -314,30 +334,69 @@ def _converted(
         if form == "bf16" and not is_mxfp4(source):
             yield from _dequantised(quantisation(source), files)
             return
-        for name, file in files.items():
+        stored = ((name, file.get_tensor(name)) for name, file in files.items())
+        packed = form != AS_STORED and is_mxfp4(source)
+        for name, tensor in unpacked(stored, torch.bfloat16) if packed else stored:
             if form in ROUNDED:
-                yield name, _rounded(name, file.get_tensor(name), ROUNDED[form])
-                continue
-            unpacked = form != AS_STORED and PACKED.search(name)
-            if name.endswith("_scales") and unpacked:
-                continue  # with its blocks
-            if unpacked:
-                name = name.removesuffix("_blocks")
-                scales = _scales(source, files, f"{name}_scales")
-                blocks = file.get_tensor(f"{name}_blocks")
-                yield name, mxfp4.dequantise(blocks, scales, torch.bfloat16)
-                continue
-            tensor = file.get_tensor(name)
-            if form in (AS_STORED, "bf16") or not (FUSED.search(name) or SINGLE.search(name)):
-                yield name, tensor
+                yield name, _rounded(name, tensor, ROUNDED[form])
+            elif form == AS_STORED or packed or not (FUSED.search(name) or SINGLE.search(name)):
+                yield name, tensor  # MXFP4's own values need no rounding
             elif form == "mxfp4":
-                packed = [mxfp4.quantise(expert.t()) for expert in tensor]
-                yield f"{name}_blocks", torch.stack([blocks for blocks, _ in packed])
-                yield f"{name}_scales", torch.stack([scales for _, scales in packed])
+                pairs = [mxfp4.quantise(expert.t()) for expert in tensor]
+                yield f"{name}_blocks", torch.stack([blocks for blocks, _ in pairs])
+                yield f"{name}_scales", torch.stack([scales for _, scales in pairs])
             elif FUSED.search(name):
                 yield name, mxfp4.rounded(tensor)
             else:
                 yield name, mxfp4.rounded(tensor.t()[None])[0].t().contiguous()
+
+
+def unpacked_names(names: Iterable[str]) -> list[str]:
+    """Return names of a checkpoint's tensors as they are once its experts are dequantised.
+
+    >>> unpacked_names(["a.experts.up_blocks", "a.experts.up_scales", "a.experts.up_bias"])
+    ['a.experts.up', 'a.experts.up_bias']
+    """
+    kept = (PACKED.sub(r"\g<stem>", name) for name in names)
+    return list(dict.fromkeys(kept))
+
+
+def unpacked(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a checkpoint's tensors, blocks and scales of experts as one tensor [E, in, out].
+
+    The two halves may come far apart, in any order: files of a checkpoint are cut by size. The
+    first waits packed, and where it was read; nothing dequantised is kept.
+
+    Args:
+        device: where experts are dequantised; None: where their blocks are.
+
+    Raises:
+        MismatchError: at the end, a half whose other half never came.
+    """
+    from mismatch.models.mxfp4 import dequantise
+
+    waiting: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        match = PACKED.match(name)
+        if match is None:
+            yield name, tensor
+            continue
+        stem, waiting[name] = match["stem"], tensor
+        blocks, scales = (waiting.get(f"{stem}_{half}") for half in HALVES)
+        if blocks is not None and scales is not None:
+            for half in HALVES:
+                del waiting[f"{stem}_{half}"]
+            place = device or blocks.device
+            yield stem, dequantise(blocks.to(place), scales.to(place), dtype)
+    for name in waiting:
+        stem, _, half = name.rpartition("_")
+        other = f"{stem}_{HALVES[half == HALVES[0]]}"
+        fault = f"the checkpoint holds no {other}, the other half of the MXFP4 in {name}"
+        raise MismatchError(fault, "fetch the checkpoint again")
 
 
 def _rounded(
@@ -443,14 +502,6 @@ def open_tensors(source: Path, stack: ExitStack) -> dict[str, Any]:
             raise MismatchError(fault, "fetch the checkpoint again") from error
         files |= dict.fromkeys(file.keys(), file)
     return files
-
-
-def _scales(source: Path, files: dict[str, Any], name: str) -> torch.Tensor:
-    if name not in files:
-        fault = f"{source} holds no {name}, the exponents of its MXFP4 experts"
-        raise MismatchError(fault, "fetch the checkpoint again")
-    scales: torch.Tensor = files[name].get_tensor(name)
-    return scales
 
 
 def _names(source: Path) -> list[str]:

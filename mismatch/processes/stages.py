@@ -24,6 +24,7 @@ from mismatch.errors import MismatchError
 from mismatch.experiments import beyond
 from mismatch.experiments.jobs import Job
 from mismatch.experiments.scoring_passes import by_load, float32_engine
+from mismatch.models.config import unpacks_mxfp4
 from mismatch.models.derived import cache
 from mismatch.processes.adapter import askable, keep_scores, missing_corner, prepared
 from mismatch.processes.exchange import column_of, read_scores, require_file
@@ -513,7 +514,8 @@ def score_in_float32(stages: Stages, *beside: Worker) -> None:
         if room.float32_left_out:
             raise MismatchError(room.float32_left_out)
         require_memory(spec)
-        if spec.engine.weights != stages.spec.rollout.engine.weights:
+        changed = spec.engine.weights != stages.spec.rollout.engine.weights
+        if changed and not unpacks_mxfp4(spec.engine):
             stages.narrator.note(
                 f"the engine in float32 reads a copy of the weights in {spec.engine.weights}, kept "
                 f"in {cache()} while it runs"

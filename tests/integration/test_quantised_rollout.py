@@ -108,6 +108,7 @@ def test_gpt_oss_by_name_is_checked_and_trained_from_a_hub_without_network(tmp_p
         assert all(gap["size"]["value"] < 1e-5 for gap in square["gaps"])
         assert "routing_disagree_layer" in run.headline["routing"]
         assert run.checks["weights-as-loaded"] == "passed"
+        assert not (tmp_path / "cache").exists()  # no engine needed a copy; a loop's trainer does
         steps = ("--steps", "1", "--prompts-per-step", "1", "--no-perfectible")
         loop = ["loop", "--like", str(run.directory), "--out", str(tmp_path / "loop"), *steps]
         command = [sys.executable, "-m", "mismatch", *loop]

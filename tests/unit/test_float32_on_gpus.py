@@ -16,7 +16,7 @@ from mismatch.doctor.fit import WIDER
 from mismatch.doctor.machine import Gpu, Machine, inspect_machine, machine_with, parse_kind
 from mismatch.doctor.memory import Workload, predict_engine
 from mismatch.doctor.plan import memory_of, plan
-from mismatch.engines.registry import check_machine
+from mismatch.engines.registry import check_machine, checkpoint_names
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.spec_edits import on_engine
 from mismatch.experiments.scoring_passes import OFFLOAD, float32_engine
@@ -25,7 +25,7 @@ from mismatch.features.locate import recording
 from mismatch.features.sync import processes
 from mismatch.features.sync.report import SyncSpec
 from mismatch.models import derived, resolve_model
-from mismatch.models.config import find_config, serves_mxfp4
+from mismatch.models.config import find_config, serves_mxfp4, unpacks_mxfp4
 from mismatch.models.derived import in_form, in_form_while
 from mismatch.models.sizes import sized
 from mismatch.processes.launch import EXACT, EXACT_TRITON
@@ -86,7 +86,7 @@ def test_a_copy_is_deleted_behind_the_engine_unless_it_was_there_or_is_read(
 ) -> None:
     monkeypatch.setenv("MISMATCH_CACHE", str(tmp_path / "cache"))
     model = make_mxfp4(tmp_path / "released", tmp_path / "plain")
-    spec = EngineSpec("vllm", str(model), dtype="fp32", weights="bf16")
+    spec = EngineSpec("sglang", str(model), dtype="fp32", weights="bf16")
 
     def again() -> None:  # as in a new process
         for file in derived.READ.values():
@@ -111,6 +111,30 @@ def test_a_copy_is_deleted_behind_the_engine_unless_it_was_there_or_is_read(
     assert copy.exists()  # it was there before
     assert in_form(spec).model == str(copy)
     again()
+
+
+def test_vllm_reads_mxfp4_where_it_lies_and_other_engines_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MISMATCH_CACHE", str(tmp_path / "cache"))
+    model = make_mxfp4(tmp_path / "released", tmp_path / "plain")
+    spec = EngineSpec("vllm", str(model), dtype="fp32", weights="bf16")
+    assert unpacks_mxfp4(spec)
+    assert in_form(spec) == spec
+    cut = in_form(replace(spec, layers=1))
+    assert derived.is_mxfp4(Path(cut.model))
+    assert unpacks_mxfp4(cut)
+    copies = [
+        in_form(replace(spec, engine="sglang")),
+        in_form(replace(spec, weights="mxfp4-rounded")),
+        in_form(spec, copied=True),
+    ]
+    for copy in copies:
+        assert not derived.is_mxfp4(Path(copy.model))
+        assert not unpacks_mxfp4(copy)
+    names = checkpoint_names(spec)
+    assert sorted(names) == sorted(checkpoint_names(copies[0]))
+    assert not unpacks_mxfp4(replace(spec, model=str(tmp_path / "plain")))
 
 
 # ---------------------------------------------------------------- its environment
@@ -182,7 +206,9 @@ def test_the_plan_has_a_row_for_it_and_the_disk_of_its_copy() -> None:
     assert "rollout in float32" not in left_out.stages
     larger = plan(check(), gpus="1xH200-141GB")
     assert "rollout in float32" in larger.stages
-    assert any("39.0 GiB" in note for note in larger.notes)
+    assert not any("disk:" in note for note in larger.notes)  # dequantised while it loads
+    copied = memory_of(check(engine="sglang"), gpus("1xH200-141GB"))
+    assert any("disk: 39.0 GiB" in note for note in copied.notes)
     assert not any("39.0 GiB" in note for note in plan(check(resolve_model("tiny-gpt-oss"))).notes)
 
 

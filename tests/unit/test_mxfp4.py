@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
@@ -106,6 +109,77 @@ def test_no_number_is_refused(bad: float) -> None:
 def test_inputs_that_blocks_do_not_divide_are_refused() -> None:
     with pytest.raises(MismatchError, match="33 inputs"):
         mxfp4.quantise(torch.ones(2, 33))
+
+
+# ---------------------------------------------------------------- halves of a pair
+
+UP, DOWN = "m.layers.0.mlp.experts.gate_up_proj", "m.layers.0.mlp.experts.down_proj"
+
+
+def _halves(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(0, 256, (2, 6, 3, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(110, 140, (2, 6, 3), generator=generator, dtype=torch.uint8)
+    return blocks, scales
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_halves_find_each_other_however_far_apart_they_come(dtype: torch.dtype) -> None:
+    up, down, bias = _halves(1), _halves(2), torch.ones(2, 6)
+    stored = [
+        (f"{UP}_scales", up[1]),
+        (f"{DOWN}_blocks", down[0]),
+        (f"{UP}_bias", bias),
+        (f"{UP}_blocks", up[0]),
+        ("m.layers.0.norm_scales", bias),  # of no experts
+        (f"{DOWN}_scales", down[1]),
+    ]
+    given = list(derived.unpacked(iter(stored), dtype, "cpu"))
+    names = [f"{UP}_bias", UP, "m.layers.0.norm_scales", DOWN]
+    assert [name for name, _ in given] == names
+    assert sorted(derived.unpacked_names(name for name, _ in stored)) == sorted(names)
+    found = dict(given)
+    for name, pair in ((UP, up), (DOWN, down)):
+        assert found[name].dtype == dtype
+        assert torch.equal(found[name], mxfp4.dequantise(*pair, dtype))
+    assert found[f"{UP}_bias"] is bias
+
+
+def test_one_pair_is_held_at_a_time() -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def layers() -> Iterator[tuple[str, torch.Tensor]]:
+        for layer in range(5):
+            blocks, scales = _halves(layer)
+            held.append(weakref.ref(blocks))
+            yield f"{layer}.experts.up_blocks", blocks
+            del blocks
+            yield f"{layer}.experts.up_scales", scales
+            del scales
+
+    for _ in derived.unpacked(layers(), torch.bfloat16):
+        assert sum(each() is not None for each in held) <= 1
+
+
+@pytest.mark.parametrize(("left", "lost"), [("blocks", "scales"), ("scales", "blocks")])
+def test_a_half_alone_is_refused_once_all_has_come(left: str, lost: str) -> None:
+    stored = [(f"{UP}_{left}", _halves(1)[0]), ("m.norm", torch.ones(1))]
+    given = derived.unpacked(stored, torch.bfloat16)
+    assert next(given)[0] == "m.norm"
+    with pytest.raises(MismatchError, match=f"holds no {UP}_{lost}, .* in {UP}_{left}"):
+        next(given)
+
+
+def test_a_hub_gives_one_set_of_weights_and_all_that_goes_with_it() -> None:
+    small = ["config.json", "chat_template.jinja", "merges.txt", "tokenizer.model", "code.py"]
+    wanted = [*small, "model-00000-of-00002.safetensors"]
+    others = ["original/model.safetensors", "original/config.json", "metal/model.bin", "a.bin"]
+    kept = filter_repo_objects(
+        [*wanted, *others],
+        allow_patterns=list(derived.FETCHED),
+        ignore_patterns=list(derived.NOT_FETCHED),
+    )
+    assert list(kept) == wanted
 
 
 # ---------------------------------------------------------------- whole checkpoints

@@ -17,7 +17,7 @@ from mismatch.engines.base import (
 )
 from mismatch.engines.model_info import ModelInfo
 from mismatch.errors import MismatchError, first_line
-from mismatch.models.config import serves_mxfp4
+from mismatch.models.config import serves_mxfp4, unpacks_mxfp4
 from mismatch.models.derived import is_derived
 from mismatch.run.interpreters import look_into
 from mismatch.run.machine import SHARED_BYTES
@@ -39,6 +39,7 @@ OWN_OPTIONS = {
     "trust_remote_code": "--trust-remote-code",
 }
 KEPT = {"worker_extension_cls": "it for a worker extension"}
+OWN_LOADER = {"load_format": "its own loader, which dequantises MXFP4 experts"}
 MORE = ("kv_transfer_config", "disable_log_stats")  # of vllm.LLM, in addition to EngineArgs
 HELP = "vllm serve --help"
 CAPTURE = "enable_return_routed_experts"
@@ -60,7 +61,7 @@ def require_machine(spec: EngineSpec) -> None:
         MismatchError: an engine argument that mismatch sets; MXFP4 on vLLM's CPU build; less
             shared memory than several processes need.
     """
-    refuse_own(spec, OWN_OPTIONS, KEPT)
+    refuse_own(spec, OWN_OPTIONS, KEPT | (OWN_LOADER if unpacks_mxfp4(spec) else {}))
     if spec.args and (names := argument_names("vllm", spec.python, "engine/arg_utils.py")):
         checked_arguments(spec, "vLLM", {*names, *MORE}, HELP)
     if serves_mxfp4(spec) and spec.python is None and is_cpu_build():

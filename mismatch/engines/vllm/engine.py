@@ -48,6 +48,7 @@ from mismatch.engines.vllm.arguments import (
     set_environment,
     without_refused_capture,
 )
+from mismatch.engines.vllm.loader import loader_arguments
 from mismatch.engines.vllm.lora import NUMBER, as_merged, lora_arguments
 from mismatch.errors import MismatchError, first_line
 from mismatch.specs import EngineSpec
@@ -72,6 +73,7 @@ class VllmEngine(Engine):
         self._arguments = lora_arguments(spec) | engine_arguments(
             spec, sampling, self.info, longest
         )
+        self._arguments |= loader_arguments(spec)
         self._capture = captures_routes(spec, self.info)
         self._sent: dict[str, Any] = {}
         self._refused = ""  # why vLLM does not capture routes that were asked for

@@ -25,6 +25,7 @@ from mismatch.engines.distribution_capture import (
 from mismatch.engines.held_weights import NO_DIGESTS, Digests
 from mismatch.engines.model_calls import ModelCalls, attribute
 from mismatch.engines.vllm import private
+from mismatch.engines.vllm.loader import register
 from mismatch.engines.vllm.weight_sync import WeightSync
 from mismatch.errors import MismatchError
 from mismatch.models.resolved import resolved
@@ -32,6 +33,7 @@ from mismatch.types import PREFILL, ROUTES, Ints, Sampling
 
 Rows = tuple[Ints, Ints]  # of a batch: sequence in the rollout, index among its action tokens
 private.install()
+register()  # before the worker loads its model
 
 
 class Recording:

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
 @contextmanager
 def loaded(engine: EngineSpec, spec: SyncSpec) -> Any:
     """(engine, sequences, checkpoint) while the engine lives; both sides draw the same tokens."""
-    engine = in_form(engine)
+    engine = in_form(engine, copied=True)  # both sides and the checker read the same files
     info, draw = read_model_info(engine), np.random.default_rng(spec.seed)
     length = min(spec.length, (info.context or spec.length) - SPARE)
     sequences = draw.integers(0, info.vocab_size, (spec.sequences, length)).tolist()
