@@ -146,9 +146,9 @@ def test_missing_exponents_are_named(
     save_file(state, broken / "model.safetensors", {"format": "pt"})
     served = serve(tmp_path / "run", broken, "bf16", env=env)
     said = served["log"] if env else served["error"]
-    assert f"the checkpoint holds no {lost}, the other half" in said
+    assert f"holds no {lost}" in said
 
 
 def test_another_load_format_is_refused(tmp_path: Path, in_one_file: Path) -> None:
     served = serve(tmp_path, in_one_file, "bf16", load_format="dummy")
-    assert "load_format: mismatch needs its own loader" in served["error"]
+    assert "load_format: mismatch needs" in served["error"]

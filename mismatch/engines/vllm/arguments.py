@@ -39,7 +39,7 @@ OWN_OPTIONS = {
     "trust_remote_code": "--trust-remote-code",
 }
 KEPT = {"worker_extension_cls": "it for a worker extension"}
-OWN_LOADER = {"load_format": "its own loader, which dequantises MXFP4 experts"}
+OWN_LOADER = {"load_format": "the loader that dequantises MXFP4"}
 MORE = ("kv_transfer_config", "disable_log_stats")  # of vllm.LLM, in addition to EngineArgs
 HELP = "vllm serve --help"
 CAPTURE = "enable_return_routed_experts"

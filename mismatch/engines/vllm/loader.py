@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch.engines.base import argument_name, refuse_own
 from mismatch.engines.vllm.arguments import OWN_LOADER
-from mismatch.engines.vllm.private import found
+from mismatch.engines.vllm.private import device_type, found
 from mismatch.models.config import unpacks_mxfp4
 from mismatch.models.derived import unpacked
 from mismatch.specs import EngineSpec
@@ -85,10 +85,8 @@ def register() -> None:
         def get_all_weights(
             self, model_config: Any, model: Any
         ) -> Iterator[tuple[str, torch.Tensor]]:
-            from vllm.platforms import current_platform
-
-            # Not the device of a parameter: offloaded ones lie in the host's memory.
-            device = self.load_config.device or current_platform.device_type
+            # Not the device of a parameter, which may be offloaded to the host's memory.
+            device = self.load_config.device or device_type()
             weights = super().get_all_weights(model_config, model)
             yield from unpacked(weights, model_config.dtype, device)
 

@@ -89,6 +89,11 @@ def config_of(llm: Any, arguments: dict[str, Any]) -> Any:
     return attribute(llm, CONFIG, None) or EngineArgs(**arguments).create_engine_config()
 
 
+def device_type() -> str | None:
+    """Return "cuda" or "cpu", on which vLLM of this process computes; None: it does not say."""
+    return getattr(found("vllm.platforms", "current_platform"), "device_type", None) or None
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step of a model runner: its requests in the order of the batch."""
