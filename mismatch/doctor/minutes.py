@@ -20,10 +20,10 @@ from mismatch.specs import AS_STORED, OWN_SCORER, CheckSpec, Dtype, EngineSpec, 
 
 TIMED = "H200-141GB"
 # docs/evidence/gpu-results.md. vLLM started and sampled in 84 s with tiny-gpt-oss, of which CUDA
-# graphs took 43; in float32 it started and scored in 101 s, as many for graphs. The graphs of 20b
-# took 101 s, those of two layers of its width 57 s; in MXFP4 Triton compiles kernels meanwhile, and
-# for 12 s more as it samples.
-START_S, GRAPHS_S, GRAPHS_OF_A_LAYER_S, MXFP4_KERNELS_S = 50.0, 35.0, 2.0, 30.0
+# graphs took 43; in float32 it started and scored in 101 s, as many for graphs. Nine graphs took
+# 29 s of 20b and of two layers of its width alike (51 had taken 101 s and 57 s); in MXFP4 Triton
+# compiles kernels meanwhile, and for 12 s more as it samples.
+START_S, GRAPHS_S, MXFP4_KERNELS_S = 50.0, 29.0, 30.0
 PASS_S = 1.2  # of the same check: 11 passes of the trainer in 13 s, hardly any of it arithmetic
 REST_S = 12.0  # of the same check: 3.5 minutes less the stages
 # FLOP/s that solve the two timings of the same page, gpt-oss-20b's shape in bf16: 16 x 2048 tokens
@@ -32,7 +32,10 @@ PRODUCTS, ATTENTION = 113e12, 23.6e12
 # Assumed, never timed: a local disk, a step of decoding apart from its weights, what decoding
 # reaches of the data sheet's bandwidth, and sequences that decode at the same time.
 DISK_BYTES_S, STEP_S, BANDWIDTH, AT_ONCE = 1e9, 0.02, 0.5, 256
-BUS_BYTES_S, BATCHED = 2e10, 16384  # of offloaded weights, read once for every batch of tokens
+# Of weights in the host's memory, on the same H100: pinning 17.4 GiB took 27 s, and a batch of
+# tokens 11 s, because a kernel reads an expert once for every block of its tokens. Two batches more
+# warm it up.
+PINNED_BYTES_S, BUS_BYTES_S, BATCHED, WARM_UP = 7e8, 1.6e9, 16384, 2
 ON_CPUS = "no minutes for CPUs: one's speed tells little of another's; vLLM started in 16 to 41 s"
 LEFT_OUT = "not in the minutes: downloads, fixes, traffic between GPUs; disks below 1 GB/s"
 
@@ -103,12 +106,16 @@ def estimate(
         copied = not packed and not unpacks_mxfp4(engine)
         if copied and served.quantised == "mxfp4":  # written in bf16, and read from there
             read += 2 * served.stored_bytes(2, keeps_mxfp4=False)
-        starts = START_S + graphs * (GRAPHS_S + served.layers * GRAPHS_OF_A_LAYER_S)
+        starts = START_S + graphs * GRAPHS_S
         starts += MXFP4_KERNELS_S * (packed and served.quantised == "mxfp4")
-        stages[f"{label}: start"] = starts
+        offloaded = int(args.get(OFFLOAD) or 0) * GIB
+        batches = math.ceil(tokens / BATCHED)
+        stages[f"{label}: start"] = (
+            starts + offloaded / PINNED_BYTES_S + WARM_UP * offloaded / BUS_BYTES_S
+        )
         stages[f"{label}: weights"] = read / DISK_BYTES_S
         rescored = forward_s(served, tokens, work.longest, kind, engine.dtype) / split
-        rescored += int(args.get(OFFLOAD) or 0) * GIB * math.ceil(tokens / BATCHED) / BUS_BYTES_S
+        rescored += batches * offloaded / BUS_BYTES_S
         if engine is own:
             turns = math.ceil(work.sequences / int(args.get("max_num_seqs") or AT_ONCE))
             steps = turns * work.sampling.max_tokens * spec.rollout.prompts.turns

@@ -27,7 +27,7 @@ from mismatch.models.sizes import SizedModel, UnknownSize, sized
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts
 from mismatch.run.machine import gib, in_words, placement
-from mismatch.run.store import TRAIN
+from mismatch.run.store import REFERENCE, TRAIN
 from mismatch.specs import OWN_SCORER, CheckSpec, EngineSpec
 from mismatch.trainers.trl_config import in_plan
 
@@ -82,6 +82,21 @@ class Memory:
         lost = [fit for fit in self.sides if fit.side not in NEEDED and fit.certain]
         return {fit.side: f"{fit.side}: {fit.warning}" for fit in lost}
 
+    @property
+    def best_verdict(self) -> str:
+        """The best verdict that this machine can give, for want of memory; "": not known.
+
+        Without the float32 reference nothing tells whether a side is broken; without another
+        float32 pass that side's function is not checked, which warns.
+        """
+        out = self.left_out()
+        if REFERENCE in out:
+            return "INCONCLUSIVE"
+        if out:
+            return "TOLERABLE"
+        whole = any(fit.side.endswith(IN_FLOAT32) for fit in self.sides)
+        return "HEALTHY" if whole and self.fits else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Memory):
@@ -108,7 +123,8 @@ class Plan(Memory):
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data; ``seconds`` is the total, null where it is not estimated."""
         seconds = self.time.seconds if self.time.stages else None
-        return {"schema": SCHEMA, "fits": self.fits, "seconds": seconds, **to_json(self)}
+        facts = {"fits": self.fits, "best_verdict": self.best_verdict, "seconds": seconds}
+        return {"schema": SCHEMA, **facts, **to_json(self)}
 
 
 def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Plan:

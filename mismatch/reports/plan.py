@@ -25,6 +25,12 @@ def print_plan(plan: Plan, console: Console) -> None:
     total = plural(math.ceil(plan.time.seconds / 60), "minute")
     fits = "it fits" if plan.fits else "it does not fit: see the warnings"
     first = f"{fits}, about {total}" if plan.time.stages and plan.fits else fits
+    out = plan.left_out()
+    if out and plan.fits:
+        lacking = ", ".join(sorted(out))
+        first += f"; at best {plan.best_verdict} on this machine, which has no room for {lacking}"
+    elif plan.best_verdict:
+        first += f"; it can be {plan.best_verdict}"
     say(console, first if plan.sides else "memory is not predicted: see what is assumed")
     say(console, f"plan for {plan.model} on {plan.machine} (config.json: {plan.config_source})")
     stages = [*plan.stages.items(), ("the trainer's attention", plan.attention)]
@@ -45,7 +51,6 @@ def print_plan(plan: Plan, console: Console) -> None:
         Section("warnings", "warnings", warnings=plan.warnings),
     )
     say(console, "")
-    out = plan.left_out()
     if out and plan.fits:
         say(console, f"left out, for want of memory: {', '.join(sorted(out))}")
     if plan.sides:

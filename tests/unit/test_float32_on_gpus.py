@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -360,3 +361,30 @@ def test_whether_it_fits_stands_first(capsys: pytest.CaptureFixture[str]) -> Non
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].startswith(first)
         assert lines[-1].startswith(first)
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "best", "lacking"),
+    [
+        ("gpt-oss-20b", "1xH100-80GB", "HEALTHY", ""),
+        ("qwen3-30b-a3b", "1xH200-141GB", "HEALTHY", ""),
+        ("qwen3-235b-a22b", "8xH100-80GB", "INCONCLUSIVE", "reference:fp32"),
+    ],
+)
+def test_the_plan_begins_with_the_best_verdict_that_the_machine_can_give(
+    model: str, machine: str, best: str, lacking: str
+) -> None:
+    """Otherwise a user learns after minutes that memory had decided the verdict before."""
+    planned = plan(check(resolve_model(model), ranks=int(machine[0])), gpus=machine)
+    assert planned.best_verdict == best
+    assert planned.to_dict()["best_verdict"] == best
+    console = Console(record=True, width=400, file=StringIO())
+    print_plan(planned, console)
+    first = console.export_text().splitlines()[0]
+    assert best in first
+    assert lacking in first
+
+
+def test_without_room_in_the_hosts_memory_the_best_is_tolerable() -> None:
+    here = replace(gpus("1xH100-80GB"), ram_bytes=8 * GIB, ram_free_bytes=8 * GIB)
+    assert memory_of(check(), here).best_verdict == "TOLERABLE"
