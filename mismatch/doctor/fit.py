@@ -164,8 +164,8 @@ def offloaded(
     """Keep in the host's memory what vLLM's weights lack of room, with the room of a sure fit.
 
     Args:
-        without: what was found without; returned where the host has too little memory, or where
-            another engine, or the user's own setting, rules it out.
+        without: the fit without; returned where the host's memory, another engine, or the user's
+            own setting rules it out.
 
     Returns:
         (GiB of each GPU's weights in the host's memory, how the rest fits).

@@ -109,13 +109,11 @@ def estimate(
         starts = START_S + graphs * GRAPHS_S
         starts += MXFP4_KERNELS_S * (packed and served.quantised == "mxfp4")
         offloaded = int(args.get(OFFLOAD) or 0) * GIB
-        batches = math.ceil(tokens / BATCHED)
-        stages[f"{label}: start"] = (
-            starts + offloaded / PINNED_BYTES_S + WARM_UP * offloaded / BUS_BYTES_S
-        )
+        starts += offloaded / PINNED_BYTES_S + WARM_UP * offloaded / BUS_BYTES_S
+        stages[f"{label}: start"] = starts
         stages[f"{label}: weights"] = read / DISK_BYTES_S
         rescored = forward_s(served, tokens, work.longest, kind, engine.dtype) / split
-        rescored += batches * offloaded / BUS_BYTES_S
+        rescored += math.ceil(tokens / BATCHED) * offloaded / BUS_BYTES_S
         if engine is own:
             turns = math.ceil(work.sequences / int(args.get("max_num_seqs") or AT_ONCE))
             steps = turns * work.sampling.max_tokens * spec.rollout.prompts.turns

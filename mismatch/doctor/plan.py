@@ -84,10 +84,9 @@ class Memory:
 
     @property
     def best_verdict(self) -> str:
-        """The best verdict that this machine can give, for want of memory; "": not known.
+        """The best verdict that this machine's memory allows; "": not known.
 
-        Without the float32 reference nothing tells whether a side is broken; without another
-        float32 pass that side's function is not checked, which warns.
+        Without the reference nothing tells whether a side is broken; what else lacks float32 warns.
         """
         out = self.left_out()
         if REFERENCE in out:

@@ -42,7 +42,7 @@ REDUCING = ("kv_cache_dtype", "calculate_kv_scales", "quantization")  # engine a
 # Scoring gains little from CUDA graphs and compiled kernels: on an H200 graphs alone took 43 of
 # this engine's 101 s.
 NO_GRAPHS = {"vllm": ("enforce_eager", True), "sglang": ("disable_cuda_graph", True)}
-GRAPHS = ("enforce_eager", "compilation_config", "disable_cuda_graph")  # what sets them
+GRAPHS = {"enforce_eager", "compilation_config", "disable_cuda_graph"}  # what sets them
 # The kernels for CUDA that take float32; the engines choose others without a look at the dtype.
 TAKES_FLOAT32 = {"sglang": (("attention_backend", "triton"),)}
 EXPERTS_TAKE_FLOAT32 = {
@@ -158,13 +158,9 @@ def float32_engine(spec: RolloutSpec, split: int = 0, offload: int = 0) -> Rollo
     if engine.servers:
         fault = "servers run at the precision that they were started in"
         raise MismatchError(fault, "check a local engine of the same version")
-    names = {name.lstrip("-").replace("-", "_") for name, _ in engine.args}
-    kept = [
-        (name, value)
-        for name, value in engine.args
-        if name.lstrip("-").replace("-", "_") not in REDUCING
-    ]
-    if engine.engine in NO_GRAPHS and names.isdisjoint(GRAPHS):
+    names = [name.lstrip("-").replace("-", "_") for name, _ in engine.args]
+    kept = [pair for name, pair in zip(names, engine.args, strict=True) if name not in REDUCING]
+    if engine.engine in NO_GRAPHS and GRAPHS.isdisjoint(names):
         kept.append(NO_GRAPHS[engine.engine])
     kept += [(OFFLOAD, offload)] if offload else []
     packed, env = serves_mxfp4(engine), engine.env

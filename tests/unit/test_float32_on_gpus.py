@@ -201,7 +201,7 @@ def test_the_plan_has_a_row_for_it_and_the_disk_of_its_copy() -> None:
     assert 77 * GIB < held < 79 * GIB  # 20.9 B parameters
     assert exact.level == "fits"
     assert "rollout in float32" in planned.stages
-    assert any("in the host's memory" in note for note in planned.notes)
+    assert any(f"{planned.float32_offload} GiB" in note for note in planned.notes)
     left_out = plan(check(resolve_model("gpt-oss-120b")), gpus="1xH100-80GB")
     assert "vllm in float32" in left_out.left_out()
     assert "rollout in float32" not in left_out.stages

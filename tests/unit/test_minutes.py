@@ -65,7 +65,8 @@ def test_the_timed_engines_of_20b_are_estimated_within_a_quarter() -> None:
     assert stages["engine: rescores"] < 15
     exact = sum(stages[f"vllm in float32: {part}"] for part in ("start", "weights"))
     assert 0.75 * 122 < exact < 1.25 * 122
-    assert 30 < stages["vllm in float32: rescores"] < 1.4 * 60
+    rescores = stages["vllm in float32: rescores"]
+    assert 30 < rescores < 1.4 * 60
 
 
 @pytest.mark.parametrize(("rows", "longest", "measured"), [(16, 2048, 3.20), (1, 16_384, 5.53)])
@@ -111,7 +112,8 @@ def test_the_engine_in_float32_takes_minutes_where_it_fits() -> None:
     assert weights[1] == weights[0]
     copying = check("gpt-oss-20b", engine="sglang")
     stages = plan(copying, HERE, "1xH200").time.stages
-    assert stages["sglang in float32: weights"] > 3 * weights[0]
+    copied = stages["sglang in float32: weights"]
+    assert copied > 3 * weights[0]
     # On 80 GB a part of the weights is read through the bus, for every batch.
     rescores = [names[gpus]["vllm in float32: rescores"] for gpus in ("1xH200", "1xH100")]
     assert rescores[1] > rescores[0] + 1

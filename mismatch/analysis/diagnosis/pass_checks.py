@@ -37,11 +37,7 @@ CLIPPED = (1e-3, 1e-2)  # share of tokens that PPO would clip: no warning, no fa
 APART = 2.0  # times the headline
 NEAR, FAR = 1e-4, 0.08  # nats under which that is no warning, no failure (unfit, by levels.toml)
 AGREEMENT = "trainer-self-agreement"
-IN_OTHERS = {
-    "regrouped": ", in other micro-batches",
-    "grad": ", with gradients",
-    "alone": ", each sequence alone",
-}
+IN_OTHERS = {"regrouped": ", in other micro-batches", "grad": ", with gradients"}
 ORDER = ("passed", "warning", "failed")
 MEAN = "logprob_abs_diff_mean"
 
@@ -159,9 +155,8 @@ def trainer_agreement(
 ) -> Check:
     """Each of the trainer's own passes agrees with the judged one; the worst of them counts.
 
-    They run in other micro-batches, with gradients, or once more. It warns where more tokens lie
-    beyond PPO's clip range than in the headline, and fails where that are twice as many and more
-    than ``clip_fraction`` calls unfit; the same for twice the headline's mean |delta|.
+    It warns where more tokens lie beyond PPO's clip range than in the headline, and fails where
+    twice as many do, and more than ``clip_fraction`` calls unfit; mean |delta| likewise.
     """
     again = [
         scoring
@@ -196,7 +191,7 @@ def _agreement(
 
     Args:
         clips: share of tokens beyond PPO's clip range that warns, and that fails.
-        sizes: mean |delta| in nats that warns, and that fails.
+        sizes: mean |delta| likewise, nats.
     """
     clipped, mean = _apart(rollout, train, again)
     share, size = (e.value if e.low is None else e.low for e in (clipped, mean))

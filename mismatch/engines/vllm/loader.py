@@ -67,10 +67,8 @@ def without_quantisation(overrides: dict[str, Any], config: Any) -> Any:
 @cache
 def register() -> None:
     """Make the loader known to the vLLM of this process; nothing where there is no vLLM."""
-    loader, registered = (
-        found(LOADERS, "DefaultModelLoader"),
-        found(LOADERS, "register_model_loader"),
-    )
+    loader = found(LOADERS, "DefaultModelLoader")
+    registered = found(LOADERS, "register_model_loader")
     if loader is None or registered is None:
         return
 
