@@ -43,8 +43,8 @@ env-tests:  ## what the tests need: both engines on the CPU, and a browser for t
 	@$(PYTHON) tools/make_env.py --tests --sglang
 	@$(TEST_BIN)/python tools/get_browser.py
 
-test-gpu: env  ## what only a GPU can show: tests/gpu, then a table (and gpu.json) of 10 minutes
-	$(BIN)/python -m pytest tests/gpu -rA
+test-gpu: env  ## what only a GPU can show, in 25 minutes: proof/proof.json, to send; then a table (gpu.json) of 10
+	$(BIN)/python benchmarks/gpu_proof.py --out proof --resume
 	$(BIN)/python benchmarks/gpu_gpt_oss.py --json gpu.json
 
 test-clients: env  ## mlflow's and trackio's own clients, in .clients: their pins clash with vLLM's

@@ -3,9 +3,9 @@
     python benchmarks/gpu_proof.py --minutes 25 --out proof [--random] [--resume] [--steps A B]
     python benchmarks/gpu_proof.py --rehearse --out proof
 
-Every step runs `mismatch` as a user does, and is ended at its own limit. What it gave stands in
-``DIR/proof.json`` at once, next to what had to come out and what the plan had predicted;
-``DIR/reports.zip`` holds the reports. ``--resume`` runs what is missing or was cut off.
+Every step runs `mismatch` as a user does, for a limited time. Its result is written at once to
+``DIR/proof.json``, next to the expected result and the plan; ``DIR/reports.zip`` holds the reports.
+``--resume`` runs what is missing or was cut off.
 
 ``--random`` needs no hub: gpt-oss-20b's shape gets random weights, 13 GB, in a folder that plays
 the hub's cache. ``--rehearse`` runs the same steps with tiny models and without a GPU.
