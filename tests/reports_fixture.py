@@ -313,7 +313,7 @@ def make_report(tokens: pd.DataFrame | None = None, checks: tuple[Check, ...] = 
 
 def make_inconclusive_report() -> tuple[Report, pd.DataFrame]:
     """Louder tokens: the interval of ``probs_diff_mean`` spans its healthy bound."""
-    tokens = make_tokens(scale=0.8)
+    tokens = make_tokens(scale=1.32)
     return make_report(tokens), tokens
 
 

@@ -145,10 +145,11 @@ def test_released_models_are_checked_whole_on_their_machines(model, gpus):
         "fsdp:grad",
         "reference:fp32",
     }
-    # 20.9 billion parameters in float32 are 78 GiB; eight GPUs share those of the larger model.
-    lacking = ["vllm in float32"] if gpus[0] == "1" else []
-    assert [s.side for s in run_plan.sides if s.level == "does not fit"] == lacking
-    assert run_plan.fits
+    # 20.9 billion parameters in float32 are 78 GiB: what 80 GB lack is in the host's memory. Eight
+    # GPUs share those of the larger model.
+    assert not [s.side for s in run_plan.sides if s.level == "does not fit"]
+    assert (run_plan.float32_offload > 0) is (gpus[0] == "1")
+    assert run_plan.best_verdict == "HEALTHY"
 
 
 def test_passes_that_cannot_fit_are_left_out_and_the_check_goes_on():

@@ -136,7 +136,7 @@ REASONS = {
     "a certain policy": (Run(16, entropy=0.01), {}),
     "an interval over a level": (Run(12, loud=0.02, tail=3.0), {}),
     "k3 carried by a few prompts of many": (Run(64, loud=0.007, tail=1.4), {}),
-    "heavy tails": (Run(12, loud=0.005, tail=2.0), {}),
+    "heavy tails": (Run(12, loud=0.0115, tail=1.6), {}),
 }
 
 
