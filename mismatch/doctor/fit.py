@@ -175,11 +175,12 @@ def offloaded(
     missing = without.needed - without.capacity / (1 + ERROR)
     size = math.ceil(missing / GIB)
     host = size * engine.tensor_parallel_size * GIB + CPU_ENGINE_RESERVE
-    possible = machine.gpus and engine.engine == "vllm" and not given
+    apart = [gpu for gpu in machine.gpus if not gpu.shared]
+    possible = apart and engine.engine == "vllm" and not given
     if not possible or size * GIB > MOST_OFFLOADED * weights or host > machine.ram_free_bytes:
         return 0, without
-    changed = with_argument(spec, OFFLOAD, size)
-    return size, engine_fit(changed, shape, work, machine, without.side)
+    fit = engine_fit(with_argument(spec, OFFLOAD, size), shape, work, machine, without.side)
+    return (0, without) if fit.certain else (size, fit)
 
 
 def trainer_fits(

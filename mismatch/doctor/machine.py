@@ -20,6 +20,7 @@ class Gpu:
     memory_bytes: int
     free_bytes: int
     driver: str
+    shared: bool = False  # its memory is the host's
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +54,10 @@ def gpus_of(cards: Sequence[Card], shared: tuple[int, int]) -> tuple[Gpu, ...]:
     """
     gpus = []
     for card in cards:
-        total, free = shared
-        if card.total.isdigit():
+        total, free, own = *shared, card.total.isdigit()
+        if own:
             total, free = int(card.total) << 20, int(card.free or 0) << 20
-        gpus.append(Gpu(card.model, total, free, card.driver))
+        gpus.append(Gpu(card.model, total, free, card.driver, shared=not own))
     return tuple(gpus)
 
 

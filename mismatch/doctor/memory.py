@@ -8,8 +8,11 @@ FakeTensorMode cannot run 9 of these cases and is 22 % low to 35 % high in the o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from mismatch.errors import MismatchError
 from mismatch.models.sizes import SizedModel
 from mismatch.specs import AS_STORED, EngineSpec, TrainSpec
 from mismatch.training.packing import CHUNK_BYTES, EXPERT_ROWS, STRIP_BYTES
@@ -207,6 +210,20 @@ def forward_bytes(
     return pairs * max(gate, after) * b
 
 
+def offload_gib(args: Mapping[str, Any]) -> float:
+    """Return the GiB of a GPU's weights that vLLM keeps in the host's memory.
+
+    Raises:
+        MismatchError: a size that is no number.
+    """
+    given = args.get("cpu_offload_gb") or 0
+    try:
+        return float(given)
+    except (TypeError, ValueError):
+        fault = f"--engine-arg cpu_offload_gb={given}: not a number of GiB"
+        raise MismatchError(fault, "e.g. --engine-arg cpu_offload_gb=8") from None
+
+
 def predict_engine(
     shape: SizedModel,
     spec: EngineSpec,
@@ -241,7 +258,7 @@ def predict_engine(
         token = shape.kv_heads * (shape.head_dim + shape.value_dim) * b
         each = token * work.longest * (shape.layers + 1)
     weights = int(shape.stored_bytes(b, keeps_mxfp4=packed) / split)
-    weights -= int(float(args.get("cpu_offload_gb") or 0) * GIB) if gpu_bytes else 0
+    weights -= int(offload_gib(args) * GIB) if gpu_bytes else 0
     stays = {
         "weights": max(0, weights),
         "KV cache": CPU_KV_BYTES if not gpu_bytes and not own else running * each,

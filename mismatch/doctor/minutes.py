@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mismatch.doctor.machine import KINDS, Kind, Machine, kind_of
-from mismatch.doctor.memory import BYTES, GIB, Workload
+from mismatch.doctor.memory import BYTES, GIB, Workload, offload_gib
 from mismatch.experiments.beyond import length_of, long_passes, wanted
-from mismatch.experiments.scoring_passes import NO_GRAPHS, OFFLOAD
+from mismatch.experiments.scoring_passes import NO_GRAPHS
 from mismatch.models.config import unpacks_mxfp4
 from mismatch.models.sizes import SizedModel
 from mismatch.specs import AS_STORED, OWN_SCORER, CheckSpec, Dtype, EngineSpec, Pass, weights_key
@@ -108,7 +108,7 @@ def estimate(
             read += 2 * served.stored_bytes(2, keeps_mxfp4=False)
         starts = START_S + graphs * GRAPHS_S
         starts += MXFP4_KERNELS_S * (packed and served.quantised == "mxfp4")
-        offloaded = int(args.get(OFFLOAD) or 0) * GIB
+        offloaded = offload_gib(args) * GIB
         starts += offloaded / PINNED_BYTES_S + WARM_UP * offloaded / BUS_BYTES_S
         stages[f"{label}: start"] = starts
         stages[f"{label}: weights"] = read / DISK_BYTES_S

@@ -33,11 +33,13 @@ from mismatch.processes.launch import EXACT, EXACT_TRITON
 from mismatch.processes.stages import Room, engine_command, score_in_float32
 from mismatch.processes.tasks import FLOAT32_ENGINE
 from mismatch.reports.plan import print_plan
+from mismatch.run import store
 from mismatch.run.machine import Placement
 from mismatch.run.messages import read_error
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 from mismatch.types import NotTested
 from tests.checkpoints import configuration, make_mxfp4
+from tests.made_run import make_run
 from tests.unit.test_square import SPEC, Starter
 
 GIB = 1 << 30
@@ -251,6 +253,31 @@ def test_weights_that_lack_room_are_kept_in_the_hosts_memory(model: str, machine
     left = memory_of(check(resolve_model(model)), poor)
     assert left.float32_offload == 0
     assert "vllm in float32" in left.left_out()
+
+
+def test_an_offload_that_would_not_help_is_not_made() -> None:
+    """Somebody else holds the GPU; a GPU that has the host's memory; a size that is no number."""
+    here = gpus("1xH100-80GB")
+    (gpu,) = here.gpus
+    for changed in (
+        replace(here, gpus=(replace(gpu, free_bytes=60 * GIB),)),
+        replace(here, gpus=(replace(gpu, shared=True),)),
+    ):
+        assert memory_of(check(), changed).float32_offload == 0
+    with pytest.raises(MismatchError, match=OFFLOAD):
+        memory_of(on_engine(check(), args=((OFFLOAD, "8GiB"),)), here)
+
+
+def test_a_score_that_was_made_while_there_was_room_stays(tmp_path: Path) -> None:
+    starter = Starter(make_run(tmp_path / "run"), SPEC)
+    starter.room = Room(float32_left_out="80 GiB needed")
+    rollout = store.load_rollout(starter.run_dir)
+    left = store.load_scoring(starter.run_dir, "transformers:decode")
+    named = replace(left, name="vllm:fp32")
+    store.save_scoring(starter.run_dir, named, rollout, made_by=SPEC.train)
+    score_in_float32(starter)
+    assert starter.started == []
+    assert read_error(starter.run_dir, FLOAT32_ENGINE) is None
 
 
 def test_the_users_own_offload_stays() -> None:

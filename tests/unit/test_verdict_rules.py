@@ -109,6 +109,21 @@ def test_a_trainer_that_contradicts_itself_is_not_healthy(size, status, tmp_path
     assert passes(report) is (status == "passed" and not report.result("causes").ranked)
 
 
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [("fsdp:regrouped", "passed"), ("fsdp:repeated", "failed"), ("fsdp:alone", "failed")],
+)
+def test_only_other_batches_are_judged_beside_a_large_headline(name, status, tmp_path):
+    """A packing leak or dropout moves the headline by as much as the pass that would show it."""
+    rollout = sampled()
+    left = likely(rollout)
+    right = left + noise(rollout, 0.25)
+    other = {name: right + noise(rollout, 0.2, 9)}
+    report = report_of(saved(tmp_path / "a", rollout, left, right, other))
+    found = {check.id: check.status for check in report.checks}
+    assert found["trainer-self-agreement"] == status
+
+
 def test_the_worst_of_the_trainers_passes_counts(tmp_path):
     """The pass with most clipping is sound; another is off on every token, within PPO's range."""
     rollout = sampled()

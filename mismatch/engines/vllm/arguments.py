@@ -49,7 +49,7 @@ START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GRAPH_SETTINGS = {  # arguments that say which graphs there are
     *("enforce_eager", "compilation_config", "optimization_level", "speculative_config"),
-    *("cudagraph_capture_sizes", "max_cudagraph_capture_size"),
+    *("cudagraph_capture_sizes", "max_cudagraph_capture_size", "performance_mode"),
 }
 LOGPROB_MODES = ("raw_logprobs", "processed_logprobs")
 

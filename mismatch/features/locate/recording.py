@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mismatch.codec import from_json, to_json
+from mismatch.doctor.plan import Memory, memory_of
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import float32_engine, trainer_in_float32
 from mismatch.features.locate.judge import FILE, SCHEMA, to_document
@@ -74,7 +75,12 @@ def locate_in(
     with suppress(MismatchError):  # a run without scorings yet
         square = square_of(run_dir, spec)
     if gap is not None:
-        sampler, exact = float32_engine(spec.rollout) or spec.rollout, trainer_in_float32(spec)
+        room = Memory()
+        with suppress(MismatchError):  # as in the check: split or offloaded where it does not fit
+            room = memory_of(spec)
+        split, offload = room.float32_split, room.float32_offload
+        sampler = float32_engine(spec.rollout, split, offload) or spec.rollout
+        exact = trainer_in_float32(spec)
         spec = replace(spec, rollout=sampler, train=exact[0].spec if exact else spec.train)
     rollout, train = store.load_rollout(run_dir), spec.train
     engine, delta = spec.rollout.engine.engine, None
