@@ -228,7 +228,7 @@ def ended(proof: Proof, step: Step, limit: float) -> None:
     waited = time.monotonic()
     while used_mib() > before + GIVEN_BACK_MIB and time.monotonic() < waited + GIVEN_BACK_S:
         time.sleep(0.5)
-    # Engines and ranks have sessions of their own; their job's file is in the run.
+    # Engines and ranks have other sessions; the path of their job's file is in their command.
     left = subprocess.run(["pgrep", "-f", str(run)], capture_output=True, text=True).stdout.split()
     step.numbers = {"mib_before": before, "mib_after": used_mib(), "left": left}
     back = used_mib() <= before + GIVEN_BACK_MIB

@@ -155,7 +155,7 @@ def trainer_agreement(
 ) -> Check:
     """Each of the trainer's own passes agrees with the judged one; the worst of them counts.
 
-    :func:`_clips` judges passes in other micro-batches beside the headline.
+    :func:`_clips` judges passes in other micro-batches relative to the headline.
     """
     again = [
         scoring
