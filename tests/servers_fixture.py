@@ -55,7 +55,7 @@ def serve() -> Iterator[Any]:
 
 def spec(*servers: ScriptedServer, **fields: Any) -> EngineSpec:
     urls = tuple(server.url for server in servers)
-    fields = {"model": MODEL, "server_timeout_s": 5.0, "server_concurrency": 4} | fields
+    fields = {"model": MODEL, "server_timeout_s": 60.0, "server_concurrency": 4} | fields
     return EngineSpec(engine="server", servers=urls, **fields)
 
 
