@@ -80,12 +80,10 @@ class Proof:
     """Where and how the steps run.
 
     Attributes:
-        until: of the monotonic clock, when the proof's minutes are over.
         tiny: the rehearsal.
     """
 
     out: Path
-    until: float
     random: bool
     tiny: bool
 
@@ -452,7 +450,7 @@ def main() -> None:
         raise SystemExit("no GPU here: --rehearse runs the same steps with tiny models")
     (options.out / "runs").mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + 60 * options.minutes
-    proof = Proof(options.out.resolve(), until, options.random, options.rehearse)
+    proof = Proof(options.out.resolve(), options.random, options.rehearse)
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "date": time.strftime("%Y-%m-%d"),
