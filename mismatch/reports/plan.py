@@ -30,7 +30,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         lacking = ", ".join(sorted(out))
         first += f"; at best {plan.best_verdict} on this machine, which has no room for {lacking}"
     elif plan.best_verdict:
-        first += f"; its memory allows {plan.best_verdict}"
+        first += f"; the memory allows {plan.best_verdict}"
     say(console, first if plan.sides else "memory is not predicted: see what is assumed")
     say(console, f"plan for {plan.model} on {plan.machine} (config.json: {plan.config_source})")
     stages = [*plan.stages.items(), ("the trainer's attention", plan.attention)]
