@@ -1,0 +1,45 @@
+"""Judging saved runs again gives the reports that were made with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import frozen
+from tests.command import mismatch
+
+CLOSE = 1e-9  # relative: another CPU adds in another order
+
+
+def differences(was: Any, now: Any, place: str = "") -> list[str]:
+    """Return where two reports differ, numbers by more than rounding."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        keys = {**was, **now}
+        pairs = [(was.get(key), now.get(key), f"{place}/{key}") for key in keys]
+    elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        pairs = [(a, b, f"{place}/{n}") for n, (a, b) in enumerate(zip(was, now, strict=True))]
+    elif isinstance(was, float) and isinstance(now, float):
+        return [] if now == pytest.approx(was, rel=CLOSE, abs=1e-12) else [f"{place}: {was} {now}"]
+    else:
+        return [] if was == now else [f"{place}: {was!r} {now!r}"]
+    return [each for pair in pairs for each in differences(*pair)]
+
+
+@pytest.mark.parametrize("name", frozen.RUNS)
+def test_a_saved_run_is_judged_as_it_was(name: str, tmp_path: Path) -> None:
+    run = frozen.unpack(name, tmp_path)
+    was = frozen.report_of(run)
+    done = mismatch("compare", run, "--quiet")
+    assert done.returncode in (0, 1), done.stderr
+    assert differences(was, frozen.report_of(run)) == []
+
+
+def test_a_changed_number_shows(tmp_path: Path) -> None:
+    run = frozen.unpack("recorded", tmp_path)
+    was = frozen.report_of(run)
+    changed = json.loads(json.dumps(was))
+    changed["verdict"]["reason"] += "."
+    assert len(differences(was, changed)) == 1
