@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch.analysis.displaced import LEVELS
-from mismatch.run.store import TRAIN
+from mismatch.keys import TRAIN
 
 if TYPE_CHECKING:
     from benchmarks.calibration import Case

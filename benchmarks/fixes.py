@@ -59,10 +59,10 @@ def prepare(place: Path, sequences: int, tokens: int) -> tuple[Path, int]:
     from mismatch.experiments.fixes.planning import parse_requests, plan_fixes
     from mismatch.experiments.jobs import Job
     from mismatch.experiments.scoring_passes import by_load
+    from mismatch.keys import TRAIN
     from mismatch.models import resolve_model
     from mismatch.processes.tasks import TrainerSession, write_session
     from mismatch.run import store
-    from mismatch.run.store import TRAIN
     from mismatch.specs import CheckSpec, EngineSpec, Pass, RolloutSpec, TrainSpec, weights_key
     from mismatch.types import Rollout, Sampling
 

@@ -18,7 +18,7 @@ from benchmarks import known_faults
 from benchmarks.known_issue_runs import here
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.plugins import RunArtefacts
-from mismatch.run.store import REFERENCE, REGROUPED, TRAIN
+from mismatch.keys import REFERENCE, REGROUPED, TRAIN
 from mismatch.types import SideFacts
 
 PREFILL, IN_FLOAT32 = "vllm:prefill", "vllm:fp32"
@@ -376,7 +376,7 @@ def make(home: Path, run: RunArtefacts, train: Any) -> None:
     for name in missing:
         fault = PLANTED[name]
         spec = replace(train, **({"dtype": fault.dtype} | fault.spec))
-        jobs = {TRAIN: spec}
+        jobs: dict[str, Any] = {TRAIN: spec}
         if fault.second:
             jobs[fault.second] = replace(spec, **SECOND[fault.second])
         if fault.twin:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.run.store import REFERENCE
+from mismatch.keys import REFERENCE
 
 FUNCTION = ("function-differs",)
 MOVED = ("weights-differ", "stale-weights")

@@ -21,7 +21,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.calibration_blocks import Recorded, blocks, judged
-from mismatch.run.store import FLOAT32, REFERENCE
+from mismatch.keys import FLOAT32, REFERENCE
 from mismatch.types import Floats, Ints
 
 SHARES, SIZES = (0.05, 0.02, 0.01, 0.005, 0.002), (1.0, 0.3, 0.1, 0.05)

@@ -26,6 +26,7 @@ from mismatch.captures import Floats as Floats
 from mismatch.captures import Ints as Ints
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
 from mismatch.facts import SideFacts as SideFacts
+from mismatch.keys import Key
 from mismatch.specs import Sampling as Sampling
 
 CACHED = "cached_tokens"  # of the context of a token's turn, from the prefix cache; NaN: not said
@@ -263,6 +264,11 @@ class Scoring:
     distributions: Distributions | None = None
     likeliest: Likeliest | None = None
     keys: SparseKeys | None = None
+
+    @property
+    def key(self) -> Key:
+        """The name, with its parts."""
+        return Key(self.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ import numpy as np
 from mismatch.analysis.displaced import device_class, levels_for
 from mismatch.analysis.plugins import Analysis
 from mismatch.analysis.square import OneSide, PlainCost, incomparable, precision_of, same_law
+from mismatch.keys import FLOAT32, PLAIN, PLAIN_TRAINER, REFERENCE, REFERENCE_LONG, TRAIN, Key
 from mismatch.run import store
-from mismatch.run.long_rollout import EXACT, FOLDER, MODE, TRAINER, as_run, with_fix
-from mismatch.run.store import PLAIN, PLAIN_TRAINER, REFERENCE, TRAIN
+from mismatch.run.long_rollout import FOLDER
 from mismatch.specs import CheckSpec
 from mismatch.types import Check, CheckStatus, Floats, Scoring
 
@@ -138,10 +138,10 @@ def of_run(run_dir: Path | str, spec: CheckSpec, fix: str = "") -> LongSequence 
     folder = run_dir / FOLDER
     names = store.scoring_names(folder) if folder.exists() else []
     own = store.scoring_names(run_dir)
-    if EXACT not in names or REFERENCE not in own:
+    if REFERENCE_LONG not in names or REFERENCE not in own:
         return None
     exact = store.load_scoring(run_dir, REFERENCE)
-    yardsticks = {n: store.load_scoring(run_dir, n) for n in own if n.startswith(f"{PLAIN}:")}
+    yardsticks = {n: store.load_scoring(run_dir, n) for n in own if Key(n).side == PLAIN}
     plain = PlainCost.of(yardsticks, exact.logprobs)
     scorings = {name: store.load_scoring(folder, name) for name in names}
     tokens = len(store.load_rollout(folder).token_ids)
@@ -153,21 +153,22 @@ def of_run(run_dir: Path | str, spec: CheckSpec, fix: str = "") -> LongSequence 
 def _gaps(
     scorings: dict[str, Scoring], spec: CheckSpec, cost: PlainCost, reached: int, fix: str
 ) -> Iterator[LongGap]:
-    reference, engine = scorings[EXACT], spec.rollout.engine.engine
-    prints = {name.partition(":")[0]: scoring.fingerprint for name, scoring in scorings.items()}
+    reference, engine = scorings[REFERENCE_LONG], spec.rollout.engine.engine
+    prints = {Key(name).side: scoring.fingerprint for name, scoring in scorings.items()}
     device = device_class(prints.get(engine, {}), prints.get(TRAIN, {}))
     level = levels_for(device).gap_bounds(cost.floor, cost.nats)
-    in_float32, rounded = with_fix(fix) if fix else (TRAINER, as_run(TRAIN))
-    sides: dict[str, OneSide] = {f"{engine}:{MODE}": "either", in_float32: "trainer"}
+    trainer = Key(fix or TRAIN)
+    in_float32, rounded = trainer.over_long(FLOAT32), trainer.over_long()
+    sides: dict[str, OneSide] = {Key(engine).over_long(FLOAT32): "either", in_float32: "trainer"}
     for name, side in sides.items():
         if name in scorings and not incomparable(scorings[name], reference):
             blocks = tuple(_blocks(scorings[name].logprobs - reference.logprobs, reached))
             yield LongGap(name, side, blocks, FACTOR * level.passed, FACTOR * level.failed)
-    both: dict[str, OneSide] = {as_run(engine): "engine", rounded: "trainer"}
+    both: dict[str, OneSide] = {Key(engine).over_long(): "engine", rounded: "trainer"}
     for name, side in both.items():
         own = scorings.get(name)
-        names = [f"{PLAIN}:{precision_of(own.fingerprint)}:{MODE}"] if own else []
-        names = [f"{PLAIN_TRAINER}:{MODE}"] * (side == "trainer") + names
+        names = [Key(PLAIN).over_long(precision_of(own.fingerprint) or "")] if own else []
+        names = [PLAIN_TRAINER.over_long()] * (side == "trainer") + names
         plain = next((scorings[each] for each in names if each in scorings), None)
         if own and plain and same_law(own, reference):
             away, yardstick = (each.logprobs - reference.logprobs for each in (own, plain))
@@ -211,7 +212,7 @@ def checks(result: LongSequence) -> tuple[Check, ...]:
 
 def sentence(result: LongSequence, gap: LongGap) -> str:
     """Say from which position on a side is off, or that it is nowhere."""
-    name, off = gap.scoring.partition(":")[0], f"{gap.off:.2g}"
+    name, off = Key(gap.scoring).side, f"{gap.off:.2g}"
     if gap.rounded and gap.status == "passed":
         return (
             f"up to position {result.tokens:,} {name} as it runs rounds like a plain forward: "

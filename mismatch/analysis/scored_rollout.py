@@ -20,6 +20,7 @@ from mismatch.analysis.levels import column_for, judge, verdict
 from mismatch.analysis.thresholds import Thresholds
 from mismatch.attempts import Attempts
 from mismatch.errors import MismatchError
+from mismatch.keys import Key
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.run import store
@@ -40,7 +41,7 @@ class ScoredRollout:
         rollout = store.load_rollout(directory)
         sides = cls(
             rollout,
-            store.load_scoring(directory, f"{engine}:decode"),
+            store.load_scoring(directory, Key.of(engine, "decode")),
             store.load_scoring(directory, name),
         )
         Pair.of(rollout, sides.decode, sides.train)

@@ -39,9 +39,19 @@ from mismatch.analysis.displaced import (
 )
 from mismatch.analysis.levels import DEQUANTISED, NOT_QUANTISED, PRECISION, short_name
 from mismatch.analysis.plugins import Analysis, RunArtefacts
+from mismatch.keys import (
+    FLOAT32,
+    GRAD,
+    PLAIN,
+    PLAIN_TRAINER,
+    REFERENCE,
+    REGROUPED,
+    TRAIN,
+    TRAINER_FLOAT32,
+    Key,
+)
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
-from mismatch.run.store import FLOAT32, PLAIN, PLAIN_TRAINER, REFERENCE, TRAIN, TRAINER_FLOAT32
 from mismatch.specs import CheckSpec
 from mismatch.types import Estimate, Floats, NotTested, Scoring, SideFacts
 
@@ -157,7 +167,7 @@ class PlainCost:
             reference: [A] log-probabilities in float32.
         """
         for dtype in reversed(PRECISION[1:]):
-            plain = scorings.get(f"{PLAIN}:{dtype}")
+            plain = scorings.get(Key.of(PLAIN, precision=dtype))
             if plain is not None:
                 cost = float(np.abs(plain.logprobs - reference).mean())
                 return cls(cost, cost * 2.0 ** (BITS[dtype] - BITS["fp32"]))
@@ -209,11 +219,11 @@ def gap_side(exact: Scoring, scorings: Mapping[str, Scoring], level: float) -> O
     Args:
         level: nats of mean |delta| up to which two implementations agree.
     """
-    if exact.name.partition(":")[0] == TRAIN:
+    if Key(exact.name).side == TRAIN:
         return "trainer"
     reference = scorings[REFERENCE]
     for name, third in scorings.items():
-        own = name.partition(":")[0] in (TRAIN, PLAIN, *(s.name.partition(":")[0]
+        own = Key(name).side in (TRAIN, PLAIN, *(Key(s.name).side
                                                          for s in (exact, reference)))  # fmt: skip
         if own or precision_of(third.fingerprint) != "fp32" or not same_law(third, reference):
             continue
@@ -233,7 +243,7 @@ class _Corners:
         self.run, self.spec, self.usable = run, spec, run.usable
         self.reference = run.usable[REFERENCE]
         self.plain = PlainCost.of(run.usable, self.reference.logprobs)
-        self.engine = run.decode.name.partition(":")[0]
+        self.engine = Key(run.decode.name).side
         actions = run.rollout.actions
         self.estimator = Estimator(
             run.rollout.sequence_of_token[actions], run.rollout.distinct_prompts, seed=spec.seed
@@ -261,7 +271,7 @@ class _Corners:
             seconds={
                 name: float(scoring.fingerprint["seconds"])
                 for name, scoring in self.usable.items()
-                if name.startswith(f"{PLAIN}:")
+                if Key(name).side == PLAIN
                 or name in (REFERENCE, self.float32_name, TRAINER_FLOAT32)
                 if scoring.fingerprint.get("seconds") is not None
             },
@@ -277,14 +287,14 @@ class _Corners:
 
     @property
     def float32_name(self) -> str:
-        return f"{self.engine}:{FLOAT32}"
+        return Key.of(self.engine, precision=FLOAT32)
 
     # ------------------------------------------------------------ excess
 
     def legs(self) -> Iterator[Leg]:
         """Yield every side that rounds, once: passes that agree bit for bit are one."""
-        of_engine = [self.run.decode.name, f"{self.engine}:prefill"]
-        of_trainer = [TRAIN, f"{TRAIN}:regrouped", f"{TRAIN}:grad"]
+        of_engine = [self.run.decode.name, Key.of(self.engine, "prefill")]
+        of_trainer: list[str] = [TRAIN, REGROUPED, GRAD]
         sides: list[tuple[Side, list[str], Scoring | None]] = [
             ("engine", of_engine, self.engine_in_float32()),
             ("trainer", of_trainer, self.trainer_in_float32()),
@@ -300,15 +310,15 @@ class _Corners:
                 yield from self.leg(side, scoring, its_float32)
         # Other engines that scored the same tokens (mismatch score --engine).
         for name, scoring in self.usable.items():
-            engine, _, mode = name.partition(":")
-            if mode == "prefill" and engine != self.engine:
+            key = Key(name)
+            if key.kind == "prefill" and key.side != self.engine:
                 yield from self.leg("other-engine", scoring, self.reference)
 
     def leg(self, side: Side, scoring: Scoring, exact: Scoring) -> Iterator[Leg]:
         precision, reference = precision_of(scoring.fingerprint), self.reference
         if precision == "fp32":
             return  # its distance from the reference is an implementation gap
-        name = f"{PLAIN}:{precision}"
+        name = Key.of(PLAIN, precision=precision or "")
         if side == "trainer" and PLAIN_TRAINER in self.usable:
             name = PLAIN_TRAINER
         plain = self.usable.get(name)
@@ -347,7 +357,7 @@ class _Corners:
         """Return what the trainer's declared settings cost in addition to its precision."""
         own = self.usable.get(PLAIN_TRAINER)
         precision = precision_of(self.run.train.fingerprint)
-        plain = self.usable.get(f"{PLAIN}:{precision}")
+        plain = self.usable.get(Key.of(PLAIN, precision=precision or ""))
         if own is None or plain is None:
             return None
         terms = excess_terms(*(each.logprobs - self.reference.logprobs for each in (own, plain)))
@@ -371,7 +381,7 @@ class _Corners:
         """Return the engine's implementation in float32: started so, or always running so."""
         if self.float32_name in self.usable:
             return self.usable[self.float32_name]
-        for name in (self.run.decode.name, f"{self.engine}:prefill"):
+        for name in (self.run.decode.name, Key.of(self.engine, "prefill")):
             scoring = self.usable.get(name)
             if scoring is not None and precision_of(scoring.fingerprint) == "fp32":
                 return scoring
@@ -448,7 +458,7 @@ def check_id(finding: Finding) -> str:
     """As "excess-engine", "excess-other-engine", "implementation-gap-trainer"."""
     if finding.evidence == "excess":
         return f"excess-{finding.side}"
-    trainers = finding.scoring.partition(":")[0] == TRAIN
+    trainers = Key(finding.scoring).side == TRAIN
     return "implementation-gap" + ("-trainer" if trainers else "")
 
 

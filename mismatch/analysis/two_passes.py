@@ -8,9 +8,9 @@ from dataclasses import replace
 from mismatch.analysis.comparison import paired_routing
 from mismatch.analysis.plugins import Analysis
 from mismatch.analysis.routing_tables import replay_of
+from mismatch.keys import NEW, NEW_REPLAYED, REGROUPED, TRAIN
 from mismatch.metrics.ppo_passes import AS_RUN, OVERRIDE, REPLAY, TwoPasses, Variant, measure_pass
 from mismatch.models.moe import injected_into
-from mismatch.run.store import NEW, NEW_REPLAYED, REGROUPED, TRAIN
 from mismatch.specs import CheckSpec
 from mismatch.types import Pair, Rollout, Scoring, Verdict
 

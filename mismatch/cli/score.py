@@ -19,6 +19,7 @@ from mismatch.cli.options import (
     TRUST_RUN,
 )
 from mismatch.errors import MismatchError
+from mismatch.keys import Key
 from mismatch.specs import TRAIN, CheckSpec
 
 TRAIN_NAME = "fsdp"
@@ -109,7 +110,9 @@ def _by_engine(flags: Flags, run: Path, stored: CheckSpec, model: str) -> int:
         revision = flags["revision"] or ran.revision
         engine = replace(engine, revision=revision, trust_remote_code=trusted)
     preflight_engine(engine)
-    narrator, name = session.narrator(), flags["name"] or f"{engine.engine}:prefill"
+    narrator, name = session.narrator(), flags["name"] or Key.of(engine.engine, "prefill")
     run_engine_score(engine, run, narrator, name, session.command())
-    narrator.note(f"Compare: mismatch compare {run} --left {ran.engine}:prefill --right {name}")
+    narrator.note(
+        f"Compare: mismatch compare {run} --left {Key.of(ran.engine, 'prefill')} --right {name}"
+    )
     return 0

@@ -21,13 +21,13 @@ from mismatch.doctor.minutes import Time, estimate
 from mismatch.errors import MismatchError, first_line
 from mismatch.experiments.fixes.spec_edits import on_engine
 from mismatch.experiments.scoring_passes import float32_engine, training_passes, wants_square
+from mismatch.keys import REFERENCE, TRAIN
 from mismatch.models.config import FoundConfig, find_config, unpacks_mxfp4
 from mismatch.models.derived import cache
 from mismatch.models.sizes import SizedModel, UnknownSize, sized
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts
 from mismatch.run.machine import gib, in_words, placement
-from mismatch.run.store import REFERENCE, TRAIN
 from mismatch.specs import OWN_SCORER, CheckSpec, EngineSpec
 from mismatch.trainers.trl_config import in_plan
 

@@ -14,6 +14,7 @@ from mismatch.engines.base import Continued, Engine, ExpertLayout, Progress
 from mismatch.engines.model_info import ModelInfo
 from mismatch.engines.turns import Trajectory, joined
 from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.keys import Key
 from mismatch.models.tokenizers import special_texts
 from mismatch.prompts.prompt import Prompt, grade
 from mismatch.specs import RolloutSpec
@@ -86,7 +87,7 @@ def decode_scoring(
     """Return what the engine said while it sampled; :func:`decode_routing` has the experts."""
     cached = np.concatenate([trajectory.cached for trajectory in trajectories])
     return Scoring(
-        name=f"{engine.name}:decode",
+        name=Key.of(engine.name, "decode"),
         token_ids=rollout.token_ids[rollout.actions],
         logprobs=np.concatenate([trajectory.logprobs for trajectory in trajectories]),
         fingerprint=fingerprint,
@@ -109,7 +110,7 @@ def decode_routing(
     if layout is None:
         return None
     rows = [trajectory.routed for trajectory in trajectories]
-    routing = build_routing(rows, layout, rollout, f"{engine.name}:decode")
+    routing = build_routing(rows, layout, rollout, Key.of(engine.name, "decode"))
     given = [joined(sample.routed_weights for sample in each.responses) for each in trajectories]
     parts = [part for part in given if part is not None]
     if [len(part) for part in parts] != (np.diff(rollout.offsets) - 1).tolist():
@@ -145,7 +146,7 @@ def prefill_scoring(engine: Engine, rollout: Rollout, progress: Progress) -> Sco
         logprobs[mask[start:]] for logprobs, mask, start in zip(scores, masks, starts, strict=True)
     ]
     return Scoring(
-        name=f"{engine.name}:prefill",
+        name=Key.of(engine.name, "prefill"),
         token_ids=rollout.token_ids[rollout.actions],
         logprobs=np.concatenate(sampled),
         fingerprint=engine.fingerprint("prefill"),

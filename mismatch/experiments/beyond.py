@@ -20,11 +20,11 @@ from mismatch.experiments.scoring_passes import (
     trainer_in_float32,
     wants_square,
 )
+from mismatch.keys import REFERENCE_LONG, TRAIN, TRAINER_LONG, Key
 from mismatch.models.config import ModelConfig, find_config
 from mismatch.run import store
-from mismatch.run.long_rollout import EXACT, MODE, TRAINER, as_run, leave
+from mismatch.run.long_rollout import leave
 from mismatch.run.machine import free_gpu_bytes
-from mismatch.run.store import TRAIN
 from mismatch.specs import OWN_SCORER, CheckSpec, Pass
 
 DEFAULT, LONGEST = 2048, 16_384  # tokens
@@ -42,10 +42,13 @@ def wanted(spec: CheckSpec) -> bool:
 
 def long_passes(spec: CheckSpec) -> list[Pass]:
     """Return the passes of a training world over the long sequence; the reference is the first."""
-    passes = [Pass(EXACT, replace(reference_of(spec.train), routing=False))]
+    passes = [Pass(REFERENCE_LONG, replace(reference_of(spec.train), routing=False))]
     if spec.train.scorer == OWN_SCORER:
         passes += trainer_passes(spec)
-    passes += [Pass(f"{pass_.name}:{MODE}", pass_.spec) for pass_ in plain_passes(spec)]
+    passes += [
+        Pass((key := Key(pass_.name)).over_long(key.precision), pass_.spec)
+        for pass_ in plain_passes(spec)
+    ]
     return passes
 
 
@@ -55,8 +58,8 @@ def trainer_passes(spec: CheckSpec) -> list[Pass]:
     as_it_runs = replace(spec.train, grad=False, **unrouted)  # type: ignore[arg-type]
     exact = trainer_in_float32(spec)
     if not exact:
-        return [Pass(TRAINER, as_it_runs)]
-    return [Pass(TRAINER, exact[0].spec), Pass(as_run(TRAIN), as_it_runs)]
+        return [Pass(TRAINER_LONG, as_it_runs)]
+    return [Pass(TRAINER_LONG, exact[0].spec), Pass(TRAIN.over_long(), as_it_runs)]
 
 
 def prepare(run_dir: Path, spec: CheckSpec) -> str:

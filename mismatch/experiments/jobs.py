@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mismatch.run.store import TRAINER_FLOAT32
+from mismatch.keys import TRAINER_FLOAT32
 from mismatch.specs import Pass
 
 

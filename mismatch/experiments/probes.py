@@ -17,12 +17,12 @@ from mismatch.analysis.diagnosis.detector import Evidence
 from mismatch.analysis.diagnosis.ranking import Causes
 from mismatch.captures import CacheKind, CachePair
 from mismatch.experiments.explanation import Experiment, Outcome, leading_names, rank_of
+from mismatch.keys import FIX, Key
 from mismatch.metrics.inference import student
-from mismatch.run.store import FIX_PREFIX
 from mismatch.types import Estimate, Floats
 
 RESCORING, CACHE = "engine-rescoring", "prefix-cache"
-FRESH = f"{FIX_PREFIX}{RESCORING}"  # scoring of the fresh engine
+FRESH = Key.of(FIX, RESCORING)  # scoring of the fresh engine
 CACHE_FILE = "fixes/prefix-cache.json"
 DECODE: tuple[str, Side] = ("decode-vs-prefill", "engine")
 OWN_ROUNDING = 1.6  # times the engine's own rounding; two roundings of one size differ by 1.4

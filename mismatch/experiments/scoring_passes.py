@@ -9,10 +9,9 @@ from mismatch.analysis.square import precision_of
 from mismatch.errors import MismatchError
 from mismatch.experiments.jobs import Job
 from mismatch.facts import SideFacts
-from mismatch.models.config import is_moe, known_model, serves_mxfp4
-from mismatch.run.machine import local_gpus
-from mismatch.run.store import (
+from mismatch.keys import (
     ALONE,
+    GRAD,
     NEW,
     NEW_REPLAYED,
     PLAIN,
@@ -24,7 +23,10 @@ from mismatch.run.store import (
     TRAIN,
     TRAINER_FLOAT32,
     WEIGHTS,
+    Key,
 )
+from mismatch.models.config import is_moe, known_model, serves_mxfp4
+from mismatch.run.machine import local_gpus
 from mismatch.specs import (
     DTYPES,
     OWN_SCORER,
@@ -100,7 +102,7 @@ def plain_passes(spec: CheckSpec) -> list[Pass]:
         if name == "fp32":
             continue
         plain = replace(plain_of(spec.train, short, fp8_kv=bool(cache)), routing=False)
-        passes.append(Pass(f"{PLAIN}:{name}", plain))
+        passes.append(Pass(Key.of(PLAIN, precision=name), plain))
     if declares_more(spec) and precision_of(facts) not in (None, "fp32"):
         train = spec.train
         own = replace(
@@ -259,10 +261,10 @@ def training_passes(spec: CheckSpec) -> list[Pass]:
         effect.append(Pass(WEIGHTS, replace(train, **held)))
     if not spec.noise_floor:
         return passes + second_passes(spec) + effect
-    passes.append(Pass(f"{TRAIN}:regrouped", regrouped(train)))
-    passes.append(Pass(f"{TRAIN}:repeated", train))
+    passes.append(Pass(REGROUPED, regrouped(train)))
+    passes.append(Pass(REPEATED, train))
     if not train.grad:
-        passes.append(Pass(f"{TRAIN}:grad", replace(train, grad=True, routing=False)))
+        passes.append(Pass(GRAD, replace(train, grad=True, routing=False)))
     passes += second_passes(spec) + trainer_in_float32(spec) + effect
     reference = reference_of(train)
     if replace(reference, micro_batch_tokens=train.micro_batch_tokens) != train:

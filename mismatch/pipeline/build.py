@@ -50,6 +50,20 @@ from mismatch.attempts import Attempts, internal_error
 from mismatch.experiments.beyond import long_passes
 from mismatch.experiments.beyond import wanted as with_long_sequence
 from mismatch.experiments.scoring_passes import training_passes
+from mismatch.keys import (
+    ALONE,
+    FIX,
+    FLOAT32,
+    GRAD,
+    REFERENCE,
+    REGROUPED,
+    REPEATED,
+    REPLAYED,
+    TRAIN,
+    TRAINER_FLOAT32,
+    WEIGHTS,
+    Key,
+)
 from mismatch.metrics.routing_pairs import keys_noise, router_noise
 from mismatch.models import named
 from mismatch.models.moe import CAPTURED, DENSE, NOT_ASKED
@@ -61,11 +75,9 @@ from mismatch.pipeline.tokens import token_table
 from mismatch.plugins import features, step_label
 from mismatch.processes.stages import LABEL as FLOAT32_ENGINE
 from mismatch.run import manifest, store
-from mismatch.run.long_rollout import as_run
 from mismatch.run.manifest import damage_named
 from mismatch.run.messages import pass_label, read_error
 from mismatch.run.provenance import provenance
-from mismatch.run.store import FLOAT32, REFERENCE, REPLAYED, TRAIN, TRAINER_FLOAT32, WEIGHTS
 from mismatch.specs import CheckSpec, spec_hash, to_dict
 from mismatch.types import (
     EXACT_KL,
@@ -90,7 +102,7 @@ if TYPE_CHECKING:
 
 COMPARISON = "comparison.json"
 COMPARISON_SCHEMA = "mismatch.comparison/1"
-SIDE_PAIRS = ("repeated", "regrouped", "alone", "grad")  # the trainer against itself
+SIDE_PAIRS = (REPEATED, REGROUPED, ALONE, GRAD)  # the trainer against itself
 
 
 @dataclass(frozen=True)
@@ -117,15 +129,15 @@ class Artefacts:
         """
         rollout = store.load_rollout(run_dir)
         engine = spec.rollout.engine.engine
-        decode = store.load_scoring(run_dir, f"{engine}:decode")
+        decode = store.load_scoring(run_dir, Key.of(engine, "decode"))
         train = store.load_scoring(run_dir, TRAIN)
         decode, train = with_disk(run_dir, decode, train)
-        names = [n for n in store.scoring_names(run_dir) if not n.startswith(store.FIX_PREFIX)]
+        names = [n for n in store.scoring_names(run_dir) if Key(n).side != FIX]
         rest = {n: store.load_scoring(run_dir, n) for n in names if n not in (decode.name, TRAIN)}
         scorings = {**rest, decode.name: decode, TRAIN: train}
         scorings = {name: scorings[name] for name in sorted(scorings)}
         sides = with_passes(decode, train, rest)
-        return cls(rollout, scorings, *sides, scorings.get(f"{engine}:prefill"))
+        return cls(rollout, scorings, *sides, scorings.get(Key.of(engine, "prefill")))
 
 
 def build_report(
@@ -279,7 +291,7 @@ def run_artefacts(
     """Return what analyses read: scorings that can be trusted, and why others cannot."""
     usable, refused = by_finiteness(held.scorings)
     if (error := read_error(run_dir, FLOAT32_ENGINE)) is not None:
-        refused.setdefault(f"{spec.rollout.engine.engine}:{FLOAT32}", error.message)
+        refused.setdefault(Key.of(spec.rollout.engine.engine, precision=FLOAT32), error.message)
     if (error := read_error(run_dir, pass_label(TRAINER_FLOAT32))) is not None:
         refused.setdefault(TRAINER_FLOAT32, error.message)
     return RunArtefacts(held.rollout, held.decode, held.train, headline, usable, refused)
@@ -339,12 +351,12 @@ def compare_all(
     pairs += [  # what `mismatch score --name` has added
         (decode, other, lawful)
         for name, other in finite.items()
-        if other.fingerprint.get("mode") == "train" and name.partition(":")[0] != TRAIN
+        if other.fingerprint.get("mode") == "train" and Key(name).side != TRAIN
     ]
     pairs += [(decode, finite[REPLAYED], lawful)] if REPLAYED in finite else []
     if WEIGHTS in finite:
         pairs += [(train, finite[WEIGHTS], False), (decode, finite[WEIGHTS], lawful)]
-    steady = [artefacts.scorings.get(name) for name in (f"{TRAIN}:regrouped", REFERENCE)]
+    steady = [artefacts.scorings.get(name) for name in (REGROUPED, REFERENCE)]
     passes = [scoring for scoring in steady if scoring is not None]
     noise = router_noise(rollout, train, passes)
     # The float32 reference first: where regrouped passes round alike, they move no margin.
@@ -364,7 +376,7 @@ def compare_all(
     ]
     # Pairs that would agree exactly in a perfect world: what is left of the mismatch is noise.
     alike = [(decode, artefacts.prefill.name)] if artefacts.prefill is not None else []
-    alike += [(train, f"{TRAIN}:{again}") for again in SIDE_PAIRS]
+    alike += [(train, again) for again in SIDE_PAIRS]
     alike += [(decode, REFERENCE), (train, REFERENCE)]
     floor = [
         SidePair.of(
@@ -391,7 +403,7 @@ def not_tested(
         reach: length of a sequence that was looked at in addition to the run's.
     """
     engine = spec.rollout.engine
-    decode, train = scorings[f"{engine.engine}:decode"], scorings[TRAIN]
+    decode, train = scorings[Key.of(engine.engine, "decode")], scorings[TRAIN]
     yield from (NotTested(c.id, c.detail) for c in checks if c.status == "not_tested")
     yield from (entry for side in (decode, train) for entry in NotTested.of(side.fingerprint))
     yield from (NotTested("settings of the preset", text) for text in spec.not_reproduced)
@@ -442,7 +454,7 @@ def without_room(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> I
     names = [pass_.name for pass_ in training_passes(spec)]
     if with_long_sequence(spec):
         names += [pass_.name for pass_ in long_passes(spec)]
-        names.append(as_run(spec.rollout.engine.engine))
+        names.append(Key(spec.rollout.engine.engine).over_long())
     for name in names:
         reason = None if name in scorings else read_error(run_dir, pass_label(name))
         if reason is not None:

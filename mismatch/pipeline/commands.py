@@ -16,6 +16,7 @@ from mismatch.engines.registry import weight_givers
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.results import with_fixes
 from mismatch.experiments.scoring_passes import training_passes, wants_square
+from mismatch.keys import TRAIN
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.explain import with_explanation
@@ -30,7 +31,6 @@ from mismatch.run import store
 from mismatch.run.directory import at_work, load_spec
 from mismatch.run.messages import error_path, pass_label, write_error
 from mismatch.run.resume import differences
-from mismatch.run.store import TRAIN
 from mismatch.specs import CheckSpec, EngineSpec, Pass, TrainSpec, to_dict
 from mismatch.types import Report
 

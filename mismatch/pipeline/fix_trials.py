@@ -16,13 +16,13 @@ from mismatch.experiments.fixes.context import Context, context_of
 from mismatch.experiments.fixes.planning import DIRECTORY, FixPlan, Variant, plan_fixes, plan_pairs
 from mismatch.experiments.fixes.results import STATE, STATE_SCHEMA, engine_seconds, table_of
 from mismatch.experiments.jobs import Job
+from mismatch.keys import TRAIN
 from mismatch.processes.launch import Worker, own_python
 from mismatch.processes.stages import Stages, scored
 from mismatch.run import resume, store
 from mismatch.run.directory import at_work
 from mismatch.run.long_rollout import FOLDER as LONG
 from mismatch.run.messages import error_path, pass_label, read_error
-from mismatch.run.store import TRAIN
 from mismatch.specs import CheckSpec, Pass
 
 ATTEMPTS = 3  # of a training world that a fix took down with it

@@ -12,12 +12,12 @@ from typing import Any
 
 from mismatch.analysis.diagnosis.loaded_weights import NOT_OF_CHECKPOINT, Difference, comparable
 from mismatch.errors import MismatchError
+from mismatch.keys import TRAIN, Key
 from mismatch.models.config import find_config
 from mismatch.models.derived import open_tensors
 from mismatch.models.digests import OF_EXPERTS, Digest, combine, digest_tensor
 from mismatch.processes.stages import Stages
 from mismatch.run import manifest, store
-from mismatch.run.store import TRAIN
 from mismatch.types import Scoring, SideFacts
 
 FILE, SCHEMA = "weights-on-disk.json", "mismatch.weights-on-disk/1"
@@ -33,7 +33,7 @@ def compare_with_disk(stages: Stages) -> None:
     engine = spec.rollout.engine
     if engine.adapter or spec.train.adapter:  # neither side holds its checkpoint's values
         return
-    names = f"{engine.engine}:decode", TRAIN
+    names = Key.of(engine.engine, "decode"), TRAIN
     prints = [store.scoring_header(run_dir, name)["fingerprint"] for name in names]
     held = comparable(*prints)
     differ = () if held is None else Difference.of(*held).differ

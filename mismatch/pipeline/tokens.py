@@ -15,6 +15,7 @@ from mismatch.analysis.breakdowns import special_ids, token_class
 from mismatch.analysis.comparison import paired_routing
 from mismatch.analysis.routing_tables import flipped_layers
 from mismatch.captures import LIKELIEST, Likeliest, why_incomparable
+from mismatch.keys import FIX, Key
 from mismatch.run import manifest, store
 from mismatch.types import Floats, Ints, Report, Rollout, Scoring
 
@@ -68,10 +69,10 @@ def record_best_fix(run_dir: Path, report: Report, tokens: pd.DataFrame) -> pd.D
     table = report.result("fixes")
     names = [] if table is None else [row.id for row in table.outcomes if row.outcome == "better"]
     held = set(store.scoring_names(run_dir)) if names else set()
-    name = next((name for name in names if f"{store.FIX_PREFIX}{name}" in held), None)
+    name = next((name for name in names if Key.of(FIX, name) in held), None)
     if name is None:
         return tokens
-    logprobs = store.load_scoring(run_dir, f"{store.FIX_PREFIX}{name}").logprobs
+    logprobs = store.load_scoring(run_dir, Key.of(FIX, name)).logprobs
     if len(logprobs) != len(tokens):
         return tokens
     tokens = tokens.assign(fix=name, fix_logprob=logprobs)

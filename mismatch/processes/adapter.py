@@ -21,19 +21,19 @@ import numpy as np
 
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
+from mismatch.keys import ALONE, REGROUPED, REPEATED, TRAIN, TRAINER_FLOAT32
 from mismatch.models.config import is_moe
 from mismatch.models.derived import form_name
 from mismatch.processes.launch import EXACT, rendezvous_args, worker_path
 from mismatch.run import store
 from mismatch.run.machine import visible_as
 from mismatch.run.messages import pass_label, write_error
-from mismatch.run.store import ALONE, REGROUPED, REPEATED, TRAIN, TRAINER_FLOAT32
 from mismatch.specs import CheckSpec, Pass, TrainSpec
 from mismatch.trainers.protocol import require_logprobs
 from mismatch.types import ROUTES, NotTested, Rollout, Scoring, SideFacts
 
 LABEL = "trainer"
-VARIANTS = {
+VARIANTS: dict[str, str] = {
     TRAIN: "own",
     REGROUPED: "regrouped",
     REPEATED: "repeated",

@@ -24,6 +24,7 @@ from mismatch.errors import MismatchError
 from mismatch.experiments import beyond
 from mismatch.experiments.jobs import Job
 from mismatch.experiments.scoring_passes import by_load, float32_engine
+from mismatch.keys import FLOAT32, Key
 from mismatch.models.config import unpacks_mxfp4
 from mismatch.models.derived import cache
 from mismatch.processes.adapter import askable, keep_scores, missing_corner, prepared
@@ -53,11 +54,8 @@ from mismatch.processes.tasks import (
 from mismatch.run import manifest, resume, store
 from mismatch.run.directory import Journal
 from mismatch.run.long_rollout import FOLDER as LONG
-from mismatch.run.long_rollout import MODE as LONG_MODE
-from mismatch.run.long_rollout import as_run
 from mismatch.run.machine import Placement, free_gpu_bytes, gib, local_gpus, placement, visible_as
 from mismatch.run.messages import SAMPLED, error_path, pass_label, write_error
-from mismatch.run.store import FLOAT32
 from mismatch.specs import (
     FILE_SCORER,
     OWN_SCORER,
@@ -205,7 +203,7 @@ class Stages:
             if engine_runs:
                 name = self.spec.rollout.engine.engine
                 tokens = beyond.length_here(self.spec, beyond.LONGEST)[0] if with_long else 0
-                long = [ScoreLong(as_run(name), tokens)] if tokens else []
+                long = [ScoreLong(Key(name).over_long(), tokens)] if tokens else []
                 with self.engine(self.spec.rollout, "engine", Sample(), *long) as engine:
                     until = SAMPLED if overlap and train else ""
                     title = f"rollout: {name} samples"
@@ -498,9 +496,9 @@ def score_in_float32(stages: Stages, *beside: Worker) -> None:
         spec = float32_engine(stages.spec.rollout, room.float32_split, room.float32_offload)
         if spec is None:
             return
-        tasks = [Score(f"{spec.engine.engine}:{FLOAT32}")]
+        tasks = [Score(Key.of(spec.engine.engine, precision=FLOAT32))]
         if (run_dir / LONG / store.ROLLOUT).exists():
-            tasks.append(Score(f"{spec.engine.engine}:{LONG_MODE}", LONG))
+            tasks.append(Score(Key(spec.engine.engine).over_long(FLOAT32), LONG))
         tasks = [
             task
             for task in tasks

@@ -21,6 +21,7 @@ from mismatch.experiments.explanation import TESTS
 from mismatch.experiments.fixes.guides import settings_of
 from mismatch.facts import Replaced
 from mismatch.frameworks import BY_TITLE
+from mismatch.keys import REFERENCE, Key
 from mismatch.metrics import METRICS
 from mismatch.metrics.inference import KINDS_SEEN
 from mismatch.reports.formatting import (
@@ -37,7 +38,6 @@ from mismatch.reports.formatting import (
     wording,
 )
 from mismatch.reports.section import Cell, Column, Table
-from mismatch.run.store import REFERENCE
 from mismatch.specs import FILE_SCORER
 from mismatch.types import Check, Comparison, Estimate, Judgement, NotTested, Report, SidePair
 
@@ -76,7 +76,7 @@ def noise_label(pair: SidePair) -> MetricLabel:
     """Return what a pair of the noise floor compares, from the scorings' names."""
     left, right = pair.left, pair.right
     engine = {"decode", "prefill"}
-    kinds = {name.partition(":")[2] for name in (left, right)}
+    kinds = {Key(name).kind for name in (left, right)}
     if kinds == engine:
         words = ("engine: prefill / decode", "the engine reads back the tokens it sampled")
     elif REFERENCE in (left, right):

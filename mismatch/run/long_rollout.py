@@ -8,23 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from mismatch.keys import LONG
 from mismatch.run import store
-from mismatch.run.store import FLOAT32, REFERENCE, TRAIN
 from mismatch.types import Rollout
 
-FOLDER = MODE = "long"  # vllm:long, fsdp:long, reference:long: all in float32
-EXACT = f"{REFERENCE.partition(':')[0]}:{MODE}"
-TRAINER = f"{TRAIN}:{MODE}"
-
-
-def as_run(side: str) -> str:
-    """Name the scoring of a side as it runs, in the precision of the run."""
-    return f"{side}:as-run:{MODE}"
-
-
-def with_fix(name: str) -> tuple[str, str]:
-    """Return the names of a fixed trainer's scorings: in float32, and as it runs."""
-    return f"{name}:{FLOAT32}:{MODE}", f"{name}:{MODE}"
+FOLDER = LONG
 
 
 def leave(run_dir: Path, length: int) -> None:

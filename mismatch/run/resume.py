@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError
+from mismatch.keys import Key
 from mismatch.run import manifest
 from mismatch.run.store import ROLLOUT, VOCABULARY, made_with, scoring_file, scoring_header
 from mismatch.specs import RolloutSpec, TrainSpec, spec_hash
@@ -25,7 +26,7 @@ def rollout_done(run_dir: Path, spec: RolloutSpec, python: str | None = None) ->
     return (
         _done(run_dir, ROLLOUT, spec, python)
         and manifest.is_current(run_dir, VOCABULARY, "")
-        and _done(run_dir, scoring_file(f"{spec.engine.engine}:decode"), spec, python)
+        and _done(run_dir, scoring_file(Key.of(spec.engine.engine, "decode")), spec, python)
     )
 
 
@@ -34,8 +35,8 @@ def rescored(run_dir: Path, spec: RolloutSpec, python: str | None = None) -> boo
 
     An engine that cannot rescore has said so when it sampled: nothing is gained by starting it.
     """
-    decode = f"{spec.engine.engine}:decode"
-    if _done(run_dir, scoring_file(f"{spec.engine.engine}:prefill"), spec, python):
+    decode = Key.of(spec.engine.engine, "decode")
+    if _done(run_dir, scoring_file(Key.of(spec.engine.engine, "prefill")), spec, python):
         return True
     if not _done(run_dir, scoring_file(decode), spec, python):
         return False

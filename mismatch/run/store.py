@@ -55,21 +55,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-TRAIN = "fsdp"
-REFERENCE = "reference:fp32"
-REGROUPED = f"{TRAIN}:regrouped"
-REPEATED = f"{TRAIN}:repeated"
-ALONE = f"{TRAIN}:alone"  # one sequence per forward pass, of a trainer adapter
-NEW = f"{TRAIN}:new"  # the second pass with injected noise
-NEW_REPLAYED = f"{TRAIN}:new-replayed"  # the second pass with the first one's routes
-REPLAYED = f"{TRAIN}:replayed"  # the trainer with the engine's routes
-WEIGHTS = f"{TRAIN}:other-weights"  # the same trainer, its experts in another form
-PLAIN = "plain"  # plain:<precision>: a plain forward at the precision of a side
-PLAIN_TRAINER = f"{PLAIN}:trainer"  # with the settings that the trainer declares
-TRAINER_FLOAT32 = f"{TRAIN}:fp32"  # the trainer's implementation in float32
-FLOAT32 = "fp32"  # <engine>:fp32: the engine's implementation, started in float32
-
-
 class ScoringHeader(TypedDict, total=False):
     name: Required[str]
     fingerprint: Required[SideFacts]
@@ -92,7 +77,6 @@ REQUIRED_COLUMNS = {
 ROLLOUT = "rollout.parquet"
 VOCABULARY = "vocabulary.json"
 TOKENS = "tokens.parquet"
-FIX_PREFIX = "fix:"  # of the trainer's scorings that belong to a fix: they have a separate table
 
 
 def write_text(path: Path, text: str) -> Path:

@@ -17,12 +17,12 @@ from mismatch.captures import Distributions, Likeliest, narrowest
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.facts import Digests
+from mismatch.keys import PLAIN, REFERENCE, Key
 from mismatch.models.adapters import adapter_facts
 from mismatch.models.derived import form_name
 from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
 from mismatch.models.resolved import resolved
 from mismatch.run.messages import Reporter
-from mismatch.run.store import PLAIN
 from mismatch.specs import Pass, Sampling
 from mismatch.training.distributed import MemoryPeak, World
 from mismatch.training.load import LoadedModel, resident_share
@@ -245,7 +245,7 @@ def fingerprint(
 ) -> SideFacts:
     """Facts about one pass; all ranks must call it (shards and digests are summed over them)."""
     spec, scorer, device = job.spec, loaded.scorer, world.device
-    kind = job.name.partition(":")[0]
+    side = Key(job.name).side
     head_dtype = spec.head_dtype or spec.autocast or spec.dtype
     policies = [
         module._get_fsdp_state()._mp_policy
@@ -257,7 +257,7 @@ def fingerprint(
         config["router_dtype"] = spec.router_dtype or spec.autocast or spec.dtype
     shares = world.gather((resident_share(scorer), loaded.peak_bytes)) or []
     facts: SideFacts = {
-        "mode": "reference" if kind == "reference" else "plain" if kind == PLAIN else "train",
+        "mode": "reference" if side == REFERENCE.side else "plain" if side == PLAIN else "train",
         "backend": "fsdp2",
         "model": spec.model,
         "revision": spec.revision,

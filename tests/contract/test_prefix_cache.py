@@ -23,9 +23,9 @@ from mismatch.codec import from_json
 from mismatch.experiments.confirmation import applied, judged
 from mismatch.experiments.explanation import Experiment
 from mismatch.experiments.probes import CACHE, CACHE_FILE, FRESH, PROBES, RESCORING, judged_cache
+from mismatch.keys import REFERENCE
 from mismatch.processes.tasks import EngineSession, ReadCache, Score, write_session
 from mismatch.run import store
-from mismatch.run.store import REFERENCE
 from mismatch.specs import EngineSpec, RolloutSpec
 from mismatch.types import Rollout, Sampling, Scoring
 from tests import families

@@ -10,7 +10,7 @@ import pytest
 
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detectors import packs
-from mismatch.run.store import REFERENCE
+from mismatch.keys import REFERENCE
 from mismatch.types import Bools, NotTested, Scoring
 from tests import drawn_pair as drawn
 from tests.diagnosed import causes, first, healthy, stating

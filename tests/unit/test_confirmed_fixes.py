@@ -24,6 +24,7 @@ from mismatch.codec import to_json
 from mismatch.experiments.confirmation import applied, settled
 from mismatch.experiments.explanation import Experiment, Explanation
 from mismatch.experiments.fixes.results import STATE, STATE_SCHEMA
+from mismatch.keys import FIX, Key
 from mismatch.pipeline import explain
 from mismatch.pipeline.commands import run_compare
 from mismatch.pipeline.document import report_from_json, report_to_json
@@ -37,7 +38,6 @@ from mismatch.reports.sections.headline import answers
 from mismatch.reports.terminal import print_page
 from mismatch.run import store
 from mismatch.run.directory import load_spec
-from mismatch.run.store import FIX_PREFIX
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
 from mismatch.types import Report, Scoring
 from tests import drawn_pair as drawn
@@ -72,7 +72,7 @@ def saved(run_dir: Path, case: Case, left: Left, spec: CheckSpec = SPEC) -> Path
         store.save_scoring(run_dir, stating(scoring, "train"), case.rollout, made_by=spec.train)
     for id, share in left.items():
         if isinstance(share, float):
-            fixed = replace(case.trainer, name=f"{FIX_PREFIX}{id}",
+            fixed = replace(case.trainer, name=Key.of(FIX, id),
                             logprobs=case.left + share * case.delta)  # fmt: skip
             store.save_scoring(run_dir, stating(fixed, "train"), case.rollout, made_by=spec.train)
     tried(run_dir, [
@@ -219,7 +219,7 @@ def test_a_fix_whose_numbers_are_not_finite_decides_nothing(tmp_path: Path) -> N
     case = without_sinks()
     numbers = np.array(case.left)
     numbers[3] = np.nan
-    broken = replace(case.trainer, name=f"{FIX_PREFIX}attention-sinks", logprobs=numbers)
+    broken = replace(case.trainer, name=Key.of(FIX, "attention-sinks"), logprobs=numbers)
     store.save_scoring(run, stating(broken, "train"), case.rollout, made_by=SPEC.train)
     report = reported(run)
     assert first(report).status == "suspected"
@@ -239,7 +239,7 @@ def test_an_engine_that_sampled_anew_is_compared_by_prompt(tmp_path: Path) -> No
     assert first(reported(run)).id == "fp8-kv"
     folder, after = "fixes/bf16-kv-cache", drawn.draw(2).case()  # other tokens of the same prompts
     store.save_rollout(run / folder, after.rollout, made_by=spec.rollout)
-    fixed = replace(after.trainer, name=f"{FIX_PREFIX}bf16-kv-cache")
+    fixed = replace(after.trainer, name=Key.of(FIX, "bf16-kv-cache"))
     for scoring in (stating(after.engine, "decode"), stating(fixed, "train")):
         store.save_scoring(run / folder, scoring, after.rollout, made_by=spec.rollout)
     tried(run, [{"id": "bf16-kv-cache", "place": folder, "failed": ""}])

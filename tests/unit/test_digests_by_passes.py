@@ -18,7 +18,7 @@ from mismatch.analysis.diagnosis.loaded_weights import (
     same_weights,
     weights_as_loaded,
 )
-from mismatch.run.store import PLAIN, REFERENCE, TRAINER_FLOAT32, WEIGHTS
+from mismatch.keys import PLAIN, REFERENCE, TRAINER_FLOAT32, WEIGHTS
 from mismatch.types import Scoring
 from tests import drawn_pair as drawn
 from tests.diagnosed import causes

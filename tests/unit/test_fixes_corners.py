@@ -12,8 +12,9 @@ from mismatch.analysis.levels import judge, verdict
 from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.experiments.fixes.planning import Variant
 from mismatch.experiments.fixes.results import Corners, variant_of
+from mismatch.keys import FLOAT32, Key
 from mismatch.run import store
-from mismatch.run.long_rollout import FOLDER, long_rollout, with_fix
+from mismatch.run.long_rollout import FOLDER, long_rollout
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 from mismatch.types import Scoring
 from tests.unit.test_square import SPEC, rollout, run_of
@@ -143,8 +144,8 @@ def with_long(directory: Path, trainer: str, off: float) -> Corners:
 @pytest.mark.parametrize(
     ("variant", "trainer", "off", "status"),
     [
-        (OTHER_FUNCTION, with_fix("fix:experts-implementation=eager")[0], 0.0, "passed"),
-        (OTHER_FUNCTION, with_fix("fix:experts-implementation=eager")[0], 0.5, "failed"),
+        (OTHER_FUNCTION, Key("fix:experts-implementation=eager").over_long(FLOAT32), 0.0, "passed"),
+        (OTHER_FUNCTION, Key("fix:experts-implementation=eager").over_long(FLOAT32), 0.5, "failed"),
         (OTHER_FUNCTION, "fsdp:long", 0.0, "inconclusive"),  # the run's own says nothing of it
         (PRECISE, "fsdp:long", 0.5, "failed"),  # the run's own shows the same function
         (PRECISE, "fsdp:long", 0.0, "passed"),

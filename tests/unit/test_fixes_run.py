@@ -21,6 +21,7 @@ from mismatch.experiments.fixes.planning import plan_fixes
 from mismatch.experiments.fixes.results import STATE, table_of, with_fixes
 from mismatch.experiments.jobs import Job
 from mismatch.experiments.scoring_passes import by_load
+from mismatch.keys import TRAIN, WEIGHTS
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.fix_trials import FixRun, sampling_spec
 from mismatch.processes.stages import Stages
@@ -28,7 +29,6 @@ from mismatch.reports.sections.fixes import ONLY_OF_THE_LOSS, sentences
 from mismatch.run import store
 from mismatch.run.directory import at_work
 from mismatch.run.messages import pass_label, write_error
-from mismatch.run.store import TRAIN, WEIGHTS
 from mismatch.specs import CheckSpec, Pass
 from mismatch.types import Check, Scoring
 from tests import made_run

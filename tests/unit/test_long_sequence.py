@@ -26,13 +26,14 @@ from mismatch.experiments.beyond import (
     prepare,
     wanted,
 )
+from mismatch.keys import FLOAT32, Key
 from mismatch.models.config import ModelConfig
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.document import headline_of
 from mismatch.reports.sections.headline import answers
 from mismatch.reports.sections.long_sequence import section
 from mismatch.run import store
-from mismatch.run.long_rollout import FOLDER, as_run, long_rollout, with_fix
+from mismatch.run.long_rollout import FOLDER, long_rollout
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 from mismatch.types import Floats, Rollout, Sampling, Scoring
 from tests.made_run import PROMPT, RESPONSE, make_run, rollout, spec
@@ -134,7 +135,7 @@ def run_with(
         ("transformers:long", moved, "fp32"),
         ("fsdp:long", exact, "fp32"),
         ("plain:bf16:long", rough, "bf16"),
-        (as_run("fsdp"), off_as_run, "bf16"),
+        (Key("fsdp").over_long(), off_as_run, "bf16"),
     ):
         more = engine if name.startswith("transformers") else {}
         store.save_scoring(run / FOLDER, scoring(name, long, values, dtype, **more), long)
@@ -190,7 +191,7 @@ def test_other_values_or_another_distribution_are_no_fault(
 ) -> None:
     """They differ as they were asked to: nothing is said of the engine's function."""
     result = long_of(run_with(tmp_path / "run", 0.05, 0, **engine))
-    assert [gap.scoring for gap in result.gaps] == ["fsdp:long", as_run("fsdp")]
+    assert [gap.scoring for gap in result.gaps] == ["fsdp:long", Key("fsdp").over_long()]
     assert result.tested == 0
 
 
@@ -242,7 +243,7 @@ def test_a_kernel_that_is_wrong_only_as_it_runs_fails(tmp_path: Path) -> None:
 )
 def test_a_side_as_it_runs_fails_where_it_stays_off(times: tuple[float, ...], status: str) -> None:
     blocks = tuple(Block(n, n + 1, off, plain=1.0) for n, off in enumerate(times))
-    gap = LongGap(as_run("vllm"), "engine", blocks, *TIMES)
+    gap = LongGap(Key("vllm").over_long(), "engine", blocks, *TIMES)
     assert gap.status == status
     assert checks(LongSequence(9, 1, (gap,)))[0].status == status
 
@@ -256,7 +257,7 @@ def test_with_a_fix_the_trainer_is_that_with_the_fix(tmp_path: Path) -> None:
     run = run_with(tmp_path / "run", off=0.0, start=0)
     long = store.load_rollout(run / FOLDER)
     exact = store.load_scoring(run / FOLDER, "reference:long")
-    in_float32, rounded = with_fix("fix:some")
+    in_float32, rounded = Key("fix:some").over_long(FLOAT32), Key("fix:some").over_long()
     store.save_scoring(
         run / FOLDER, replace(exact, name=in_float32, logprobs=exact.logprobs - 1.0), long
     )
@@ -269,16 +270,16 @@ def test_with_a_fix_the_trainer_is_that_with_the_fix(tmp_path: Path) -> None:
 
 def test_the_engine_as_it_runs_is_looked_at_too(tmp_path: Path) -> None:
     run = run_with(tmp_path / "run", off=0.0, start=0)
-    own = store.load_scoring(run / FOLDER, as_run("fsdp"))
+    own = store.load_scoring(run / FOLDER, Key("fsdp").over_long())
     wrong = own.logprobs - 0.05 * (np.arange(1, TOKENS) >= 256)
     long = store.load_rollout(run / FOLDER)
-    engine = replace(own, name=as_run("transformers"), logprobs=wrong)
+    engine = replace(own, name=Key("transformers").over_long(), logprobs=wrong)
     store.save_scoring(run / FOLDER, engine, long)
     failed = [check.id for check in checks(long_of(run)) if check.status == "failed"]
     assert failed == ["long-sequence-engine-rounding"]
     tempered = replace(engine, fingerprint={**engine.fingerprint, "logprobs_temperature": 0.7})
     store.save_scoring(run / FOLDER, tempered, long)
-    assert as_run("transformers") not in [gap.scoring for gap in long_of(run).gaps]
+    assert Key("transformers").over_long() not in [gap.scoring for gap in long_of(run).gaps]
 
 
 def test_an_engine_in_bf16_has_its_plain_forward_where_the_trainer_is_in_float32() -> None:

@@ -20,11 +20,12 @@ from torch.testing import assert_close
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import training_passes
+from mismatch.keys import REFERENCE, WEIGHTS
 from mismatch.models import derived, mxfp4
 from mismatch.models.digests import source_hashes
 from mismatch.models.moe import require_forms
 from mismatch.pipeline.commands import run_score
-from mismatch.run.store import REFERENCE, WEIGHTS, save_rollout
+from mismatch.run.store import save_rollout
 from mismatch.specs import CheckSpec, TrainSpec, WeightsForm
 from tests.checkpoints import make, make_mxfp4, rollout, tensors_of
 

@@ -15,6 +15,7 @@ from mismatch.analysis.two_passes import mark_injected, two_passes
 from mismatch.codec import from_json
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.scoring_passes import reference_of, training_passes
+from mismatch.keys import NEW, NEW_REPLAYED, REGROUPED, REPLAYED, TRAIN
 from mismatch.metrics.ppo_passes import AS_RUN, OVERRIDE, REPLAY, measure_pass, ratios, unclipped
 from mismatch.models.config import is_moe
 from mismatch.models.moe import describe, parse_injections, require_routes
@@ -23,15 +24,7 @@ from mismatch.processes.workers.train import left_out, replay_source
 from mismatch.reports.section import cell_text
 from mismatch.reports.sections import page
 from mismatch.reports.sections import passes as section
-from mismatch.run.store import (
-    NEW,
-    NEW_REPLAYED,
-    REGROUPED,
-    REPLAYED,
-    TRAIN,
-    save_rollout,
-    save_scoring,
-)
+from mismatch.run.store import save_rollout, save_scoring
 from mismatch.specs import CheckSpec, EngineSpec, Pass, RolloutSpec, TrainSpec, to_dict
 from mismatch.types import Report, Routing, Scoring, Verdict
 from tests.made_run import rollout

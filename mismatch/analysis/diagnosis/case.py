@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
+from mismatch.keys import FLOAT32, REFERENCE, Key
 from mismatch.metrics.inference import jackknife_error, student
-from mismatch.run.store import FLOAT32, REFERENCE
 from mismatch.types import Bools, Estimate, Floats, Ints, Rollout, Scoring
 
 Side = Literal["engine", "trainer", "either"]
@@ -81,12 +81,12 @@ class Case:
     @property
     def float32_name(self) -> str:
         """The engine's scoring of the same tokens, started in float32."""
-        return f"{self.engine.name.partition(':')[0]}:{FLOAT32}"
+        return Key.of(self.engine.key.side, precision=FLOAT32)
 
     @property
     def prefill(self) -> Scoring | None:
         """The engine's scoring of the same tokens in one go."""
-        return self.others.get(f"{self.engine.name.partition(':')[0]}:prefill")
+        return self.others.get(Key.of(self.engine.key.side, "prefill"))
 
     @cached_property
     def delta(self) -> Floats:

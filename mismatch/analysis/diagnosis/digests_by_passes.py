@@ -23,7 +23,7 @@ from mismatch.analysis.diagnosis.loaded_weights import (
     unlike_its_checkpoint,
 )
 from mismatch.analysis.square import PlainCost, incomparable, precision_of
-from mismatch.run.store import FLOAT32, REFERENCE, TRAINER_FLOAT32, WEIGHTS
+from mismatch.keys import FLOAT32, REFERENCE, TRAINER_FLOAT32, WEIGHTS, Key
 from mismatch.types import Scoring, SideFacts
 
 # Times the float32 rounding that is expected of the model. Clean runs: 1 to 8 without experts that
@@ -74,7 +74,7 @@ def undescribed(engine: Scoring, trainer: Scoring, others: Mapping[str, Scoring]
     used = all(members[kind] > 1 for kind in differ) and all(map(USED.match, found.differ))
     if floor is None or not (alike and used) or len(found.differ) > MOST * len(found.common):
         return []
-    passes = f"{engine.name.partition(':')[0]}:{FLOAT32}", TRAINER_FLOAT32
+    passes = Key.of(engine.key.side, precision=FLOAT32), TRAINER_FLOAT32
     for side, name in zip((engine, trainer), passes, strict=True):
         exact = side if precision_of(side.fingerprint) == "fp32" else others.get(name)
         if exact is None or incomparable(exact, reference):

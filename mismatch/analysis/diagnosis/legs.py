@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, Side, above
-from mismatch.run.store import PLAIN, PLAIN_TRAINER
+from mismatch.keys import PLAIN, PLAIN_TRAINER, Key
 from mismatch.types import Bools, Floats, Scoring
 
 NO_ROUNDING = 1e-5  # nats that two float32 passes of one function may lie apart; seen: 2e-6
@@ -54,7 +54,7 @@ def _repaired_by(reference: Floats, case: Case) -> bool:
 def plain_for(case: Case, side: Scoring) -> Scoring | None:
     """Return the plain forward that rounds as a side declares to; None where the run has none."""
     own = case.others.get(PLAIN_TRAINER) if side is case.trainer else None
-    return own or case.others.get(f"{PLAIN}:{side.fingerprint.get('dtype')}")
+    return own or case.others.get(Key.of(PLAIN, precision=side.fingerprint.get("dtype") or ""))
 
 
 def of_two_precisions(case: Case) -> Legs | None:

@@ -10,7 +10,7 @@ from typing import Final
 
 from mismatch.errors import in_list
 from mismatch.facts import Digests
-from mismatch.run.store import WEIGHTS
+from mismatch.keys import WEIGHTS
 from mismatch.specs import ROUNDED_FORMS
 from mismatch.types import Check, CheckStatus, SideFacts
 

@@ -20,9 +20,9 @@ from mismatch.analysis.diagnosis.ranking import seen_by
 from mismatch.analysis.levels import ENTROPY, column_for
 from mismatch.analysis.thresholds import default_thresholds
 from mismatch.attempts import Attempts
+from mismatch.keys import ALONE, GRAD, NEW, REGROUPED, REPEATED, TRAIN
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
-from mismatch.run.store import TRAIN
 from mismatch.types import Check, Comparison, Estimate, NotTested, Pair, Rollout, Scoring
 
 # Under these a run says nothing about a training run of thousands of prompts.
@@ -30,7 +30,7 @@ LEAST_PROMPTS, LEAST_SEQUENCES, LEAST_TOKENS = 4, 8, 256
 LEAST_ENTROPY = 0.05  # nats per token; our judgement: 99 % of the mass on one token has 0.06
 MOST_EMPTY = 0.1  # share of sequences without an action token
 # The trainer's passes that should agree with it.
-SELF = ("repeated", "regrouped", "alone", "grad", "new")
+SELF = (REPEATED, REGROUPED, ALONE, GRAD, NEW)
 # Other micro-batches move a GPU trainer's own values by as much as the headline: batch-logprob-gap
 # (verl#6280) has 5.6 % of Qwen3-1.7B's tokens outside [0.9, 1.1] between batches of 1 and of 8.
 CLIPPED = (1e-3, 1e-2)  # share of tokens that PPO would clip: no warning, no failure below it
@@ -159,9 +159,8 @@ def trainer_agreement(
     """
     again = [
         scoring
-        for kind in SELF
-        if (scoring := scorings.get(f"{TRAIN}:{kind}")) is not None
-        and not scoring.fingerprint.get("injected")
+        for name in SELF
+        if (scoring := scorings.get(name)) is not None and not scoring.fingerprint.get("injected")
     ]
     if not again:
         detail = "nothing to check: the trainer made one pass"

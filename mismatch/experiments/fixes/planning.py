@@ -20,9 +20,8 @@ from mismatch.experiments.fixes.base import Chosen, Fix, FixOutcome
 from mismatch.experiments.fixes.catalogue import FIXES, fix_named, labels
 from mismatch.experiments.fixes.context import Context
 from mismatch.experiments.scoring_passes import trainer_in_float32
+from mismatch.keys import FIX, FLOAT32, Key
 from mismatch.models.moe import require_routes
-from mismatch.run.long_rollout import with_fix
-from mismatch.run.store import FIX_PREFIX, FLOAT32
 from mismatch.specs import OWN_SCORER, CheckSpec, Pass
 
 ALL = "all"
@@ -50,7 +49,7 @@ class Variant:
     @property
     def scoring(self) -> Pass:
         """The trainer's pass, by the name that it is saved under."""
-        return Pass(f"{FIX_PREFIX}{self.id}", self.spec.train)
+        return Pass(Key.of(FIX, self.id), self.spec.train)
 
     def in_float32(self, run: CheckSpec) -> Pass | None:
         """Return the trainer's float32 pass with it; None where the run's own shows the same.
@@ -61,7 +60,7 @@ class Variant:
         rows = run.train.micro_batch_tokens
         for exact in () if self.folder else trainer_in_float32(self.spec):
             if replace(exact.spec, micro_batch_tokens=rows) not in own:
-                return Pass(f"{self.scoring.name}:{FLOAT32}", exact.spec)
+                return Pass(Key.of(FIX, self.id, FLOAT32), exact.spec)
         return None
 
     def over_long(self, run: CheckSpec) -> list[Pass]:
@@ -71,7 +70,9 @@ class Variant:
         before, passes = trainer_passes(run)[0].spec, trainer_passes(self.spec)
         if replace(passes[0].spec, micro_batch_tokens=before.micro_batch_tokens) == before:
             return []
-        named = zip(with_fix(self.scoring.name), passes, strict=False)  # one where it is in float32
+        key = Key(self.scoring.name)
+        names = key.over_long(FLOAT32), key.over_long()
+        named = zip(names, passes, strict=False)  # one where it is in float32
         return [Pass(name, pass_.spec) for name, pass_ in named]
 
     def outcome(self, reason: str = "", *, applies: bool = True) -> FixOutcome:

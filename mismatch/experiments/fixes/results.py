@@ -36,12 +36,12 @@ from mismatch.experiments.fixes.significance import (
     judged,
     ranked,
 )
+from mismatch.keys import FIX, TRAIN, TRAINER_FLOAT32, Key
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, common_prompts
 from mismatch.metrics.permutation import LEVEL, holm
 from mismatch.run import store
 from mismatch.run.directory import invocations
-from mismatch.run.store import FIX_PREFIX, TRAIN, TRAINER_FLOAT32
 from mismatch.specs import CheckSpec
 from mismatch.types import Check, Comparison, Estimate, Report, Scoring
 
@@ -156,7 +156,7 @@ def table_of(
     elif single and together and single != together:
         places = {entry["id"]: entry["place"] for entry in state["variants"]}
         sides_of = [
-            ScoredRollout.load(run_dir / places[name], engine, f"{FIX_PREFIX}{name}")
+            ScoredRollout.load(run_dir / places[name], engine, Key.of(FIX, name))
             for name in (single, together)
         ]
         together = together if adds(sides_of[0], sides_of[1], spec.seed) else single
@@ -276,8 +276,7 @@ class Corners:
     def usable(self) -> dict[str, Scoring]:
         """The run's scorings that a fix of the trainer leaves as they are."""
         names = store.scoring_names(self.run_dir)
-        of_trainer = (f"{TRAIN}:", FIX_PREFIX)
-        return self.scorings(*(n for n in names if n != TRAIN and not n.startswith(of_trainer)))
+        return self.scorings(*(name for name in names if Key(name).side not in (TRAIN, FIX)))
 
     def scorings(self, *names: str) -> dict[str, Scoring]:
         """Return what can be used of these scorings of the run."""

@@ -9,6 +9,7 @@ import typer
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option
 from mismatch.cli.options import JSON, RUN
+from mismatch.keys import Key
 from mismatch.specs import MANY, OUTPUT, Range
 
 BOUNDS = "Bounds, as ratios"
@@ -69,7 +70,7 @@ def corrections(flags: Flags) -> int:
     run = flags["run"]
     spec = load_spec(run)
     rollout = store.load_rollout(run)
-    left = store.load_scoring(run, f"{spec.rollout.engine.engine}:decode")
+    left = store.load_scoring(run, Key.of(spec.rollout.engine.engine, "decode"))
     right = store.load_scoring(run, flags["scoring"])
     tried = preview(
         rollout,

@@ -9,8 +9,8 @@ from mismatch.analysis.diagnosis.loaded_weights import Difference
 from mismatch.analysis.diagnosis.ranking import Cause, Status
 from mismatch.analysis.square import Square
 from mismatch.features.locate.results import TITLES, Kind, Location, SideLocation
+from mismatch.keys import TRAIN, Key
 from mismatch.models.site_parameters import decides
-from mismatch.run.store import TRAIN
 from mismatch.types import SideFacts
 
 CONFIRMED = 0.3  # share of a side's distance that its sources explain, or that goes without them
@@ -66,7 +66,7 @@ def kind_of(
         return "weights" if unknown and side.source.site in PROJECTIONS else "function"
     gaps = [] if square is None else [f for f in square.findings if f.evidence == "gap"]
     trainers = side.role == "trainer"
-    own = [gap for gap in gaps if (gap.scoring.partition(":")[0] == TRAIN) == trainers]
+    own = [gap for gap in gaps if (Key(gap.scoring).side == TRAIN) == trainers]
     return "rounding" if own and own[0].standing == "within" else None
 
 

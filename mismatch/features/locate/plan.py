@@ -12,7 +12,7 @@ from mismatch.analysis.square import precision_of
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import plain_of, reference_of
 from mismatch.features.locate.results import Sequence
-from mismatch.run.store import PLAIN, REFERENCE, TRAIN
+from mismatch.keys import PLAIN, REFERENCE, TRAIN, Key
 from mismatch.specs import DTYPES, Dtype, EngineSpec, Pass, TrainSpec
 from mismatch.types import Floats, Ints, Rollout, SideFacts
 
@@ -102,7 +102,7 @@ def passes_of(train: TrainSpec, dtypes: set[Dtype]) -> list[Pass]:
     The trainer runs on one rank, by itself: nothing of the engine's is in it.
     """
     plain = [
-        Pass(f"{PLAIN}:{dtype}", replace(plain_of(train, dtype), routing=False))
+        Pass(Key.of(PLAIN, precision=dtype), replace(plain_of(train, dtype), routing=False))
         for dtype in sorted(dtypes - {"fp32"})
     ]
     reference = replace(reference_of(train), routing=False)

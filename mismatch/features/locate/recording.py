@@ -30,12 +30,12 @@ from mismatch.features.locate.plan import (
     side_folder,
 )
 from mismatch.features.locate.results import Location, Sequence, SideLocation
+from mismatch.keys import FLOAT32, TRAIN, Key
 from mismatch.pipeline.build import square_of
 from mismatch.processes.launch import EXACT, finish, started
 from mismatch.processes.stages import Narrator, engine_command
 from mismatch.run import store
 from mismatch.run.machine import local_gpus, placement, visible_as
-from mismatch.run.store import FLOAT32, TRAIN
 from mismatch.specs import CheckSpec, Dtype, portable, to_dict
 from mismatch.types import NotTested, Rollout
 
@@ -84,7 +84,7 @@ def locate_in(
         spec = replace(spec, rollout=sampler, train=exact[0].spec if exact else spec.train)
     rollout, train = store.load_rollout(run_dir), spec.train
     engine, delta = spec.rollout.engine.engine, None
-    headline = (f"{engine}:decode", TRAIN)
+    headline = (Key.of(engine, "decode"), TRAIN)
     names, present = gap or headline, set(store.scoring_names(run_dir))
     if present.issuperset(names):
         sampled, trained = (store.load_scoring(run_dir, name).logprobs for name in names)
@@ -149,7 +149,7 @@ class _Recording:
             self._run(ENGINE, command, env, f"{name} records its modules")
         except MismatchError as error:
             return NotTested(what, error.message, error.fix)
-        folder = side_folder(self.run_dir / PLACE, f"{name}:prefill")
+        folder = side_folder(self.run_dir / PLACE, Key.of(name, "prefill"))
         dtype = dtype_of(store.read_json(folder / "facts.json"))
         return dtype or NotTested(what, "no plain forward computes in its precision")
 
@@ -160,7 +160,7 @@ class _Recording:
         assert precision is not None  # a trainer quantises nothing
         sides = [{"name": TRAIN, "role": "trainer", "dtype": precision}]
         if engine_dtype is not None:
-            name = f"{self.spec.rollout.engine.engine}:prefill"
+            name = Key.of(self.spec.rollout.engine.engine, "prefill")
             sides.insert(0, {"name": name, "role": "engine", "dtype": engine_dtype})
         passes = passes_of(train, {precision, engine_dtype or precision})
         named = [{"name": pass_.name, "spec": to_dict(pass_.spec)} for pass_ in passes]
@@ -175,9 +175,9 @@ class _Recording:
 
     def held(self, side: SideLocation, rollout: Rollout) -> float | None:
         """Return a side's distance from what the run itself recorded, nats."""
-        engine = side.name.partition(":")[0]
-        names = [f"{engine}:{FLOAT32}"] if side.dtype == "fp32" else []
-        names += [side.name, side.name.replace(":prefill", ":decode")]
+        engine = Key(side.name).side
+        names: list[str] = [Key.of(engine, precision=FLOAT32)] if side.dtype == "fp32" else []
+        names += [side.name, Key.of(engine, "decode")] if side.role == "engine" else [side.name]
         name = next((name for name in names if name in store.scoring_names(self.run_dir)), None)
         if name is None or not rollout.sampling.plain:  # recorded with other probabilities
             return None

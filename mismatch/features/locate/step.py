@@ -11,10 +11,10 @@ from mismatch.errors import MismatchError
 from mismatch.features.locate.flags import NO_LOCATE
 from mismatch.features.locate.judge import FILE
 from mismatch.features.locate.recording import locate_in
+from mismatch.keys import REFERENCE
 from mismatch.pipeline.build import square_of
 from mismatch.processes.stages import Stages
 from mismatch.run import manifest
-from mismatch.run.store import REFERENCE
 from mismatch.specs import OWN_SCORER
 
 SEQUENCES = 4  # the worst two, and two at random

@@ -24,6 +24,7 @@ from mismatch.codec import from_json, to_json
 from mismatch.engines.registry import engine_class
 from mismatch.features.locate.plan import part_of, side_folder
 from mismatch.features.locate.results import Sequence
+from mismatch.keys import PLAIN, Key
 from mismatch.models.derived import in_form
 from mismatch.processes.workers.engine import reported
 from mismatch.run import store
@@ -55,7 +56,7 @@ def record_engine(job: dict[str, Any], rollout: Rollout) -> None:
     spec = from_json(RolloutSpec, job["spec"])
     name, sampling = spec.engine.engine, spec.sampling
     longest = int(np.diff(rollout.offsets).max())
-    folder = side_folder(job["place"], f"{name}:prefill")
+    folder = side_folder(job["place"], Key.of(name, "prefill"))
     sequences = [ids.tolist() for ids in rollout.sequences()]
     masks = np.split(rollout.action_mask, rollout.offsets[1:-1])
     starts = [int(np.flatnonzero(mask)[0]) for mask in masks]
@@ -93,7 +94,7 @@ def run_passes(job: dict[str, Any], rollout: Rollout) -> None:
     plain = {
         pass_.spec.dtype: reference.replayed(pass_.name)
         for pass_ in passes
-        if pass_.name.startswith("plain:")
+        if Key(pass_.name).side == PLAIN
     }
     sides = []
     for entry in job["sides"]:

@@ -14,6 +14,7 @@ from mismatch.features.loop.history import CHECKPOINTS, Row, forget_from, rows_o
 from mismatch.features.loop.judge import SCHEMA, Arm, LoopReport, SeedRun, loop_to_json
 from mismatch.features.loop.section import page
 from mismatch.features.loop.spec import Asked, LoopSpec, arm_of, place_of, settings
+from mismatch.keys import TRAIN
 from mismatch.models.config import find_config
 from mismatch.models.sizes import sized
 from mismatch.processes.launch import Progress, finish, started
@@ -22,7 +23,7 @@ from mismatch.reports.files import write_page
 from mismatch.run.directory import at_work
 from mismatch.run.machine import local_gpus, placement
 from mismatch.run.resume import differences
-from mismatch.run.store import TRAIN, read_json, write_json
+from mismatch.run.store import read_json, write_json
 from mismatch.specs import CheckSpec, Pass, portable
 
 SETTINGS, POOL, STOPPED = "settings.json", "pool.json", "stopped.json"

@@ -34,12 +34,12 @@ from mismatch.features.loop.history import (
 from mismatch.features.loop.optimiser import PolicyOptimiser, export
 from mismatch.features.loop.policy import deal, policy_loss
 from mismatch.features.loop.spec import LoopSpec
+from mismatch.keys import TRAIN, Key
 from mismatch.processes.tasks import wait_for
 from mismatch.processes.workers.engine import reported
 from mismatch.processes.workers.train import replay_source
 from mismatch.run import store
 from mismatch.run.messages import exit_worker, report_ready, say
-from mismatch.run.store import TRAIN
 from mismatch.specs import Pass
 from mismatch.training.backward import Backward
 from mismatch.training.distributed import World
@@ -109,7 +109,7 @@ class TrainerSide:
         wait_for(folder / DONE)
         began = time.monotonic()
         rollout = store.load_rollout(folder)
-        decode = store.load_scoring(folder, f"{rollout.fingerprint['engine']}:decode")
+        decode = store.load_scoring(folder, Key.of(rollout.fingerprint["engine"], "decode"))
         row: Row = {"step": float(step), **store.read_json(folder / DONE)}
         spec = self.loop.check.train
         source = replay_source(folder, rollout, spec)

@@ -8,6 +8,7 @@ from pathlib import Path
 from mismatch.analysis.plugins import Analysis
 from mismatch.codec import from_json
 from mismatch.features.recorded.rows import LEAST_ROWS, RowGroups, row_groups
+from mismatch.keys import TRAIN
 from mismatch.metrics.row_sums import Step
 from mismatch.reports.formatting import plural
 from mismatch.run.manifest import damage_named
@@ -77,10 +78,10 @@ def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
     whole: Step | None = None
     with damage_named(run_dir / FILE):
         facts = from_json(RecordedFacts, store.load_document(run_dir, FILE))
-        if {store.TRAIN, "recorded:decode"} <= set(store.scoring_names(run_dir)):
+        if {TRAIN, "recorded:decode"} <= set(store.scoring_names(run_dir)):
             rollout = store.load_rollout(run_dir)
             decode = store.load_scoring(run_dir, "recorded:decode")
-            train = store.load_scoring(run_dir, store.TRAIN)
+            train = store.load_scoring(run_dir, TRAIN)
             pair = Pair.of(rollout, decode, train)
             rows = row_groups(pair, rollout, facts.attributes)
             if facts.whole is not None and facts.whole.tokens > rollout.n_actions:

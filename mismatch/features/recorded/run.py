@@ -13,6 +13,7 @@ from mismatch.codec import to_json
 from mismatch.features.recorded.dumps import Recorded
 from mismatch.features.recorded.facts import FILE, Finding, RecordedFacts
 from mismatch.frameworks import FRAMEWORKS
+from mismatch.keys import Key
 from mismatch.models.tokenizers import load_tokenizer, stop_ids, token_texts
 from mismatch.run import store
 from mismatch.run.directory import at_work
@@ -79,7 +80,7 @@ def as_run(
         rewards=np.asarray(rewards) if len(rewards) == len(rows) else None,
     )
     ids = rollout.token_ids[rollout.actions]
-    decode = Scoring(f"{ENGINE}:decode", ids, sides["rollout"][finite], engine)
+    decode = Scoring(Key.of(ENGINE, "decode"), ids, sides["rollout"][finite], engine)
     train = None
     if trainer is not None and "trainer" in sides:
         held = [row.entropy for row in rows if row.entropy is not None]

@@ -26,13 +26,11 @@ from mismatch.captures import LIKELIEST, Distributions, Likeliest
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError, OutOfMemory, first_line, named_line
 from mismatch.experiments.jobs import Job
+from mismatch.keys import NEW_REPLAYED, REPLAYED, TRAIN, Key
 from mismatch.models.tokenizers import load_tokenizer, token_texts
 from mismatch.processes.tasks import TrainerSession, turn_path, turns, wait_for
 from mismatch.run.messages import pass_label, report_ready, report_timing, say, write_error
 from mismatch.run.store import (
-    NEW_REPLAYED,
-    REPLAYED,
-    TRAIN,
     distributions_file,
     keys_file,
     load_distributions,
@@ -275,7 +273,7 @@ def left_out(run_dir: Path | str, rollout: Rollout, pass_: Pass) -> bool:
 
 def engine_distributions(run_dir: Path, rollout: Rollout) -> Distributions | None:
     """Return what the engine took while it sampled; None where it took nothing."""
-    name = f"{rollout.fingerprint.get('engine')}:decode"
+    name = Key.of(rollout.fingerprint.get("engine") or "", "decode")
     if not (run_dir / distributions_file(name)).exists():
         return None
     return load_distributions(run_dir, name)
@@ -301,7 +299,7 @@ def free_memory() -> None:
 
 def routes_from(rollout: Rollout, spec: TrainSpec) -> str:
     """Return the name of the scoring whose routes a pass replays."""
-    return spec.replay_source or f"{rollout.fingerprint['engine']}:decode"
+    return spec.replay_source or Key.of(rollout.fingerprint["engine"], "decode")
 
 
 def replay_source(run_dir: Path, rollout: Rollout, spec: TrainSpec) -> ReplaySource | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from mismatch.keys import REFERENCE, TRAIN, Key
 from mismatch.reports.formatting import number, percent, text, times
 from mismatch.reports.section import Cell, Column, Section, Table
 from mismatch.reports.summary import HEADLINE, noise_rows
-from mismatch.run.store import REFERENCE, TRAIN
 from mismatch.types import Report
 
 NEITHER = "neither side clearly more"
@@ -51,7 +51,7 @@ def section(report: Report) -> Section | None:
 def float32(report: Report) -> list[str]:
     """Return how far each side is from float32: the one that is further off is where to look."""
     sides = {
-        "trainer" if pair.left.partition(":")[0] == TRAIN else "engine": pair.metrics[HEADLINE]
+        "trainer" if Key(pair.left).side == TRAIN else "engine": pair.metrics[HEADLINE]
         for pair in report.noise_floor
         if pair.right == REFERENCE and HEADLINE in pair.metrics
     }

@@ -21,7 +21,7 @@ from mismatch.analysis.diagnosis.legs import (
 from mismatch.analysis.diagnosis.loaded_weights import same_weights
 from mismatch.analysis.displaced import device_class, levels_for
 from mismatch.analysis.square import PlainCost, gap_side
-from mismatch.run.store import PLAIN, REFERENCE, TRAINER_FLOAT32
+from mismatch.keys import PLAIN, REFERENCE, TRAINER_FLOAT32, Key
 from mismatch.types import Floats, NotTested
 
 WHAT = "implementations in float32"
@@ -113,7 +113,7 @@ def precision(case: Case) -> Look | NotTested:
     evidence: list[Evidence] = []
     for name, plain in case.others.items():
         cost = np.abs(plain.logprobs - case.reference)
-        if not name.startswith(f"{PLAIN}:") or float(cost[case.kept].mean()) < NO_ROUNDING:
+        if Key(name).side != PLAIN or float(cost[case.kept].mean()) < NO_ROUNDING:
             continue
         times = case.ratio(np.abs(leg), cost)
         seen = Evidence(f"distance of the {coarse} from float32 over that of {name}", times.value)

@@ -21,7 +21,7 @@ from mismatch.analysis.diagnosis.case import (
 )
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
 from mismatch.analysis.diagnosis.twins import APART, twins_of
-from mismatch.run.store import REFERENCE, TRAINER_FLOAT32
+from mismatch.keys import REFERENCE, TRAINER_FLOAT32
 from mismatch.types import Estimate, Floats, NotTested
 
 KNOTS = 8

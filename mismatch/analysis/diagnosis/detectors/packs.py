@@ -6,7 +6,7 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case, Side, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
-from mismatch.run.store import ALONE
+from mismatch.keys import ALONE
 from mismatch.types import NotTested
 
 WHAT = "rows that open a pack"

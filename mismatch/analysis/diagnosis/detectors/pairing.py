@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from mismatch import keys
 from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, Repair, Side, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, paired_anew
 from mismatch.analysis.diagnosis.legs import farther
 from mismatch.analysis.diagnosis.twins import Odd, odd_pairs, twins_of
-from mismatch.run import store
 from mismatch.types import Floats, NotTested
 
 MAX_LAG = 64
@@ -234,7 +234,7 @@ def first_tokens(case: Case) -> Look | NotTested:
         return Look(evidence)
     twins = twins_of(case)
     odd = odd_pairs(case, twins)
-    other = case.others.get(store.ALONE)
+    other = case.others.get(keys.ALONE)
     moves = other is not None and float(np.abs(other.logprobs - case.right)[begins].mean())
     # What depends on the other rows of a batch is most off where the context is shortest.
     if Odd(odd.engine & twins.same, odd.trainer & twins.same).side != "either" or (

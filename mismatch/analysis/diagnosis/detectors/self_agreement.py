@@ -10,13 +10,13 @@ import numpy as np
 from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, Repair, above
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
 from mismatch.analysis.diagnosis.twins import Odd, odd_pairs, twins_of
-from mismatch.run.store import ALONE, PLAIN, REGROUPED, REPEATED, TRAIN
+from mismatch.keys import ALONE, GRAD, PLAIN, REGROUPED, REPEATED, Key
 from mismatch.types import Floats, NotTested
 
 PASSES = {
     ALONE: "packing-leak",
     REGROUPED: "microbatch-dependence",
-    f"{TRAIN}:grad": "train-eval-paths",
+    GRAD: "train-eval-paths",
     REPEATED: "nondeterminism",
 }
 OWN = 1.6  # times the side's rounding, that a side may move against itself; two roundings: 1.4
@@ -84,7 +84,7 @@ def _own_rounding(case: Case, other: Floats) -> Floats | None:
     """
     if case.reference is None:
         return None
-    plain = case.others.get(f"{PLAIN}:{case.trainer.fingerprint.get('dtype')}")
+    plain = case.others.get(Key.of(PLAIN, precision=case.trainer.fingerprint.get("dtype") or ""))
     passes = [case.trainer.logprobs, other, *([] if plain is None else [plain.logprobs])]
     legs = [np.abs(logprobs - case.reference) for logprobs in passes]
     return min(legs, key=lambda leg: float(leg[case.kept].mean()))
