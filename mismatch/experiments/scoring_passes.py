@@ -40,6 +40,18 @@ from mismatch.specs import (
     weights_key,
 )
 
+ROUNDS = ("autocast", "head_dtype", "router_dtype", "temperature_in", "logprobs_dtype")
+# Of a pass that shows the function alone: the dtype sets its precision, nothing disturbs it.
+EXACT: dict[str, Any] = {
+    **dict.fromkeys(("autocast", "head_dtype", "router_dtype", "logprobs_dtype")),
+    "temperature_in": "fp32",
+    "dtype": "fp32",
+    "master_dtype": "auto",  # the same numbers, in half the memory for bf16 weights
+    "grad": False,
+    "replay_routing": None,
+    "replay_source": None,
+    "inject": (),
+}
 REDUCING = ("kv_cache_dtype", "calculate_kv_scales", "quantization")  # engine arguments
 # Scoring gains little from CUDA graphs and compiled kernels: on an H200 graphs alone took 43 of
 # this engine's 101 s.
@@ -68,55 +80,11 @@ def plain_of(train: TrainSpec, dtype: Dtype, fp8_kv: bool = False) -> TrainSpec:
     """
     return replace(
         own_code(train),
-        dtype=dtype,
-        master_dtype="auto",  # the same numbers, in half the memory for bf16 weights
-        autocast=None,
-        head_dtype=None,
-        router_dtype=None,
-        temperature_in="fp32",
-        logprobs_dtype=None,
+        **EXACT | {"dtype": dtype},
         attention="plain-fp8-kv" if fp8_kv else "plain",
         experts="eager" if is_moe(train.model, train.revision) else "auto",
         layout="padding",
-        grad=False,
-        replay_routing=None,
-        replay_source=None,
-        inject=(),
     )
-
-
-def plain_passes(spec: CheckSpec) -> list[Pass]:
-    """One a reduced precision in use, ``plain:<precision>``; none where no yardstick is defined.
-
-    A trainer that declares more than its precision has a separate plain forward: what it declares
-    is no fault, and only what is left can be an excess.
-    """
-    if not wants_square(spec):
-        return []
-    facts = _facts(spec.train)
-    names = {precision_of(each) for each in (_engine_facts(spec.rollout.engine), facts)}
-    passes = []
-    for name in sorted(name for name in names if name):
-        dtype, _, cache = name.partition("-")
-        short = next(name for name in DTYPES if name == dtype)
-        if name == "fp32":
-            continue
-        plain = replace(plain_of(spec.train, short, fp8_kv=bool(cache)), routing=False)
-        passes.append(Pass(Key.of(PLAIN, precision=name), plain))
-    if declares_more(spec) and precision_of(facts) not in (None, "fp32"):
-        train = spec.train
-        own = replace(
-            plain_of(train, train.dtype),
-            master_dtype=train.master_dtype,
-            autocast=train.autocast,
-            head_dtype=train.head_dtype,
-            router_dtype=train.router_dtype,
-            temperature_in=train.temperature_in,
-            logprobs_dtype=train.logprobs_dtype,
-            routing=False,
-        )
-        passes.append(Pass(PLAIN_TRAINER, own))
-    return passes
 
 
 def declares_more(spec: CheckSpec) -> bool:
@@ -206,103 +174,79 @@ def own_code(train: TrainSpec) -> TrainSpec:
     )
 
 
-def adapter_passes(spec: CheckSpec) -> list[Pass]:
-    """Return what a trainer adapter scores, the headline first, then our own float32 and plain.
+def training_passes(spec: CheckSpec) -> list[Pass]:
+    """Return what one training world scores: the trainer first, then what it is compared with.
 
-    ``fsdp:alone`` shows whether sequences of one batch see each other.
+    A row is a name, whether this check makes the pass, and its settings. Passes of the same weights
+    follow each other. A framework's code (``spec.train.scorer``) makes no second pass of PPO and no
+    other weights; the reference and the plain forwards are computed by mismatch's own code.
     """
-    train = spec.train
-    passes = [Pass(TRAIN, train)]
-    if not spec.noise_floor:
-        return passes
-    passes += [Pass(REGROUPED, regrouped(train)), Pass(REPEATED, train), Pass(ALONE, train)]
-    passes += trainer_in_float32(spec)
-    return [*passes, Pass(REFERENCE, reference_of(train)), *plain_passes(spec)]
+    train, engine, floor = spec.train, spec.rollout.engine, spec.noise_floor
+    ours, inject = train.scorer == OWN_SCORER, spec.inject
+    precision = precision_of(_facts(train))
+    regrouped = replace(train, micro_batch_tokens=max(256, train.micro_batch_tokens // 4))
+    second = replace(regrouped, inject=inject, inject_seed=spec.seed) if inject else regrouped
+    twice = bool(spec.two_passes or (inject and spec.two_passes is not False))
+    replays = ours and twice and train.routing and train.replay_routing is None
+    replays = replays and bool(is_moe(train.model, train.revision))
+    other = replace(train, weights=spec.weights_effect or train.weights)
+    if spec.weights_effect == "bf16":  # of the engine's checkpoint
+        other = replace(other, model=engine.model, revision=engine.revision)
+    rows: list[tuple[str, object, TrainSpec]] = [
+        (TRAIN, True, train),
+        (REGROUPED, floor or (ours and spec.two_passes and not inject), regrouped),
+        (REPEATED, floor, train),
+        (ALONE, floor and not ours, train),  # whether sequences of one batch see each other
+        (GRAD, floor and ours and not train.grad, replace(train, grad=True, routing=False)),
+        (NEW, ours and inject, second),
+        (NEW_REPLAYED, replays, replace(second, replay_routing="ids", replay_source=TRAIN)),
+        (REPLAYED, replays and spec.two_passes and engine.routing,
+            replace(train, replay_routing="ids")),
+        (TRAINER_FLOAT32, wants_square(spec) and precision != "fp32", in_float32(train)),
+        (WEIGHTS, ours and spec.weights_effect, other),  # behind the trainer's own weights
+    ]  # fmt: skip
+    if floor:
+        reference = reference_of(train)
+        same = replace(reference, micro_batch_tokens=train.micro_batch_tokens) == train
+        rows.append((REFERENCE, not (ours and same), reference))
+    if wants_square(spec):
+        used = {precision_of(_engine_facts(engine)), precision}
+        for name in sorted(name for name in used if name and name != "fp32"):
+            dtype = next(dtype for dtype in DTYPES if dtype == name.partition("-")[0])
+            plain = plain_of(train, dtype, fp8_kv=name.endswith("-fp8kv"))
+            rows.append((Key.of(PLAIN, precision=name), True, replace(plain, routing=False)))
+        declares = precision not in (None, "fp32") and declares_more(spec)
+        rows.append((PLAIN_TRAINER, declares, replace(as_declared(train), routing=False)))
+    return [Pass(name, made) for name, wanted, made in rows if wanted]
+
+
+def plain_passes(spec: CheckSpec) -> list[Pass]:
+    """Return the plain forwards among a check's passes."""
+    return [pass_ for pass_ in training_passes(spec) if Key(pass_.name).side == PLAIN]
 
 
 def trainer_in_float32(spec: CheckSpec) -> list[Pass]:
-    """Return the pass of the trainer's own implementation in float32; none where it runs so anyway.
-
-    Kernels, layout, packing and adapters stay; only what sets a precision changes.
-    """
-    train = spec.train
-    if not wants_square(spec) or precision_of(_facts(train)) == "fp32":
-        return []
-    exact = replace(
-        train,
-        dtype="fp32",
-        master_dtype="auto",
-        autocast=None,
-        head_dtype=None,
-        router_dtype=None,
-        temperature_in="fp32",
-        logprobs_dtype=None,
-        grad=False,
-        routing=False,
-        replay_routing=None,
-        replay_source=None,
-        inject=(),
-    )
-    return [Pass(TRAINER_FLOAT32, exact)]
+    """Return the pass of the trainer in float32; none where it runs so anyway."""
+    return [pass_ for pass_ in training_passes(spec) if pass_.name == TRAINER_FLOAT32]
 
 
-def training_passes(spec: CheckSpec) -> list[Pass]:
-    """Return what one training world has to score: the trainer, and what its noise floor needs."""
-    train = spec.train
-    if train.scorer != OWN_SCORER:
-        return adapter_passes(spec)
-    passes = [Pass(TRAIN, train)]
-    effect = []  # after all passes with the trainer's own weights: one load more, not two
-    if spec.weights_effect is not None:
-        held: dict[str, Any] = {"weights": spec.weights_effect}
-        if spec.weights_effect == "bf16":  # of the engine's checkpoint
-            engine = spec.rollout.engine
-            held |= {"model": engine.model, "revision": engine.revision}
-        effect.append(Pass(WEIGHTS, replace(train, **held)))
-    if not spec.noise_floor:
-        return passes + second_passes(spec) + effect
-    passes.append(Pass(REGROUPED, regrouped(train)))
-    passes.append(Pass(REPEATED, train))
-    if not train.grad:
-        passes.append(Pass(GRAD, replace(train, grad=True, routing=False)))
-    passes += second_passes(spec) + trainer_in_float32(spec) + effect
-    reference = reference_of(train)
-    if replace(reference, micro_batch_tokens=train.micro_batch_tokens) != train:
-        passes.append(Pass(REFERENCE, reference))
-    return passes + plain_passes(spec)
-
-
-def second_passes(spec: CheckSpec) -> list[Pass]:
-    """Return what PPO's second forward pass takes beyond the passes of the noise floor.
-
-    The trainer regrouped is a second pass; noise is injected into a copy of it. Router replay of
-    the first pass in the second, and of the engine in the trainer, are made where asked for.
-    """
-    train, new = spec.train, regrouped(spec.train)
-    passes = []
-    if spec.inject:
-        new = replace(new, inject=spec.inject, inject_seed=spec.seed)
-        passes.append(Pass(NEW, new))
-    elif spec.two_passes and not spec.noise_floor:
-        passes.append(Pass(REGROUPED, new))
-    wanted = spec.two_passes or (spec.inject and spec.two_passes is not False)
-    if not wanted or not train.routing or train.replay_routing is not None:
-        return passes
-    if is_moe(train.model, train.revision):
-        passes.append(Pass(NEW_REPLAYED, replace(new, replay_routing="ids", replay_source=TRAIN)))
-        if spec.two_passes and spec.rollout.engine.routing:
-            passes.append(Pass(REPLAYED, replace(train, replay_routing="ids")))
-    return passes
-
-
-def regrouped(train: TrainSpec) -> TrainSpec:
-    """Return the same trainer with other micro-batches."""
-    return replace(train, micro_batch_tokens=max(256, train.micro_batch_tokens // 4))
+def in_float32(train: TrainSpec) -> TrainSpec:
+    """Return the same trainer without what sets a precision; kernels, layout and adapters stay."""
+    return replace(train, **EXACT, routing=False)
 
 
 def reference_of(train: TrainSpec) -> TrainSpec:
     """Return the plain forward of the same weights in float32."""
     return plain_of(train, "fp32")
+
+
+def as_declared(train: TrainSpec) -> TrainSpec:
+    """Return a plain forward that rounds where the trainer declares that it rounds.
+
+    What a trainer declares is no fault: only what is left can be an excess.
+    """
+    declared = {name: getattr(train, name) for name in ("master_dtype", *ROUNDS)}
+    return replace(plain_of(train, train.dtype), **declared)
 
 
 def by_load(jobs: list[Job]) -> list[Job]:
