@@ -228,6 +228,8 @@ def room_for(spec: CheckSpec, force: bool) -> Room:
     Raises:
         MismatchError: the engine or the trainer cannot fit, and ``force`` is not set.
     """
+    if spec.explain:  # which makes the passes that --quick leaves out
+        spec = replace(spec, quick=False, noise_floor=True)
     try:
         memory = memory_of(spec)
     except MismatchError:  # no config.json to go by; the stages themselves say what is wrong

@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,17 @@ def test_what_cannot_fit_is_refused_before_anything_starts(
     monkeypatch.setattr(session, "memory_of", lambda spec: Memory((reference,)))
     left_out = session.room_for(CheckSpec(), force=False).left_out
     assert left_out == {"reference:fp32": "reference:fp32: too large"}
+
+
+def test_experiments_of_a_quick_check_have_the_memory_of_a_whole_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = Memory(float32_split=2, float32_offload=18)
+    monkeypatch.setattr(session, "memory_of", lambda spec: Memory() if spec.quick else whole)
+    quick = CheckSpec(quick=True)
+    assert session.room_for(quick, force=False).float32_offload == 0
+    room = session.room_for(replace(quick, explain=True), force=False)
+    assert (room.float32_split, room.float32_offload) == (2, 18)
 
 
 def test_the_environment_for_gpus_has_what_that_for_cpus_has(
