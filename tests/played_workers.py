@@ -77,12 +77,10 @@ class PlayedEngine:
         return call
 
 
-def handed_on(job: Path) -> bool:
-    """Whether a worker can run in one piece: no pass of its session is still to be handed on."""
-    if not json.loads(job.read_text()).get("guided"):
-        return True
-    turns = sorted(job.parent.glob(f"{job.stem}-[0-9]*.json"))
-    return any(json.loads(turn.read_text())["number"] is None for turn in turns)
+def may_run(job: Path) -> bool:
+    """Whether a worker can run in one piece: its session waits for nothing any more."""
+    guided = json.loads(job.read_text()).get("guided")
+    return not guided or job.with_name(f"{job.stem}-go.json").exists()
 
 
 class InlineWorker:
@@ -96,7 +94,7 @@ class InlineWorker:
     def poll(self) -> int | None:
         if self.code is None:
             command = json.loads(self.stdin.getvalue().splitlines()[0])["command"]
-            if handed_on(Path(command[-1])):
+            if may_run(Path(command[-1])):
                 self._end(self._run(command))
         return self.code
 

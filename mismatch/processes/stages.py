@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -44,11 +44,11 @@ from mismatch.processes.tasks import (
     FLOAT32_ENGINE,
     EngineSession,
     EngineTask,
-    Guide,
     Sample,
     Score,
     ScoreLong,
     TrainerSession,
+    let_score,
     write_session,
 )
 from mismatch.run import manifest, resume, store
@@ -140,6 +140,24 @@ class Room(NamedTuple):
 ALL = Room()
 
 
+@dataclass(frozen=True)
+class Todo:
+    """What a run lacks of a check."""
+
+    samples: bool  # the engine has to sample or to rescore
+    float32: bool  # it is started once more, in float32
+    long: bool  # a long sequence is scored as well
+    adapted: list[Pass]  # what a framework's own code has to score
+    world: TrainerSession | None  # what the training world has to score
+    overlaps: bool  # it may score before all else is done
+
+    @property
+    def stages(self) -> int:
+        """How many stages that makes, of those that the user sees."""
+        from_code = bool(self.adapted) and self.adapted[0].spec.scorer != FILE_SCORER
+        return sum((self.samples, self.float32, from_code, self.world is not None))
+
+
 @dataclass
 class Stages:
     """Runs the stages of one command in one run directory."""
@@ -170,74 +188,82 @@ class Stages:
             sample: False leaves the rollout as it is, wherever it was made.
             extra: further passes for the same world, and what has to be done before it scores.
         """
-        wanted = passes
-        sampled = not sample or self.sampled(self.spec.rollout)
-        if sampled:
-            passes = [pass_ for pass_ in passes if not scored(self.spec, self.run_dir, pass_)]
-        adapted = [pass_ for pass_ in passes if pass_.spec.scorer != OWN_SCORER]
-        ours = [pass_ for pass_ in passes if pass_.spec.scorer == OWN_SCORER]
-        jobs = [Job.of_check(self.run_dir, pass_, wanted[0]) for pass_ in ours]
-        with_long = sample and self.square and beyond.wanted(self.spec)
-        if with_long:
-            jobs += self.long_jobs(sampled)
-        for pass_ in passes:  # what kept it out before is forgotten
-            error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
-        adapted = askable(adapted, self.run_dir)
-        own = set(map(id, jobs))
-        jobs = by_load([*jobs, *(extra.jobs if extra else [])])
-        if extra is not None:
-            extra.jobs = [job for job in jobs if id(job) not in own]  # in the order they will run
-        with ExitStack() as stack:
-            session, train = None, None
-            if jobs:
-                early = bool(self.placement.trainer) or may_load_early(self.spec.train)
-                session = TrainerSession(self.run_dir, tuple(jobs), guided=True, load_first=early)
-                train = stack.enter_context(self._world(session))
-            with_train = [train] if train else []
-            overlap = self.placement.overlap and extra is None and not adapted
-            engine_runs = sample and not (sampled and self._rescored())
-            overlaps = engine_runs and overlap and train is not None
-            float32 = sample and self.square
-            from_code = bool(adapted) and adapted[0].spec.scorer != FILE_SCORER
-            self.count.total += sum((engine_runs, overlaps, float32, from_code, train is not None))
-            if engine_runs:
-                name = self.spec.rollout.engine.engine
-                tokens = beyond.length_here(self.spec, beyond.LONGEST)[0] if with_long else 0
-                long = [ScoreLong(Key(name).over_long(), tokens)] if tokens else []
-                with self.engine(self.spec.rollout, "engine", Sample(), *long) as engine:
-                    until = SAMPLED if overlap and train else ""
-                    title = f"rollout: {name} samples"
-                    self.wait(engine, "rollout", title, *with_train, until=until)
-                    if overlap and train and session:
-                        hand_on(session, train)
-                        session = None
-                        title = f"rollout: {name} rescores, the trainer scores meanwhile"
-                        self.wait(engine, "rescore", title, *with_train)
+        todo = self._missing(passes, sample, extra)
+        overlap = todo.overlaps and self.placement.overlap
+        self.count.total += todo.stages + (overlap and todo.samples)
+        with self._world(todo.world) as train:
+            beside = [train] if train else []
+            if todo.samples:
+                self._run_engine(todo, overlap, *beside)
             elif sample:
                 self.narrator.note("rollout: there already")
-            if overlap and train and session:
-                hand_on(session, train)
-                session = None
-            if with_long and (why := beyond.prepare(self.run_dir, self.spec)):
+            if overlap and todo.world and not todo.samples:
+                let_score(todo.world)
+            if todo.long and (why := beyond.prepare(self.run_dir, self.spec)):
                 self.narrator.note(f"--context-length: {why}")
-            if float32:
+            if todo.float32:
                 begun = self.count.begun
-                score_in_float32(self, *with_train)
+                score_in_float32(self, *beside)
                 self.count.total -= self.count.begun == begun
-            if adapted:
-                self._score_with_adapter(adapted, *with_train)
-            allowed_s = None if extra is None else extra.prepare(*with_train)
-            if train is not None:
-                title = f"score: {self._title(len(jobs))}"
-                with self.timed("score", title) as progress:
-                    train.show(numbered(progress, [job.pass_.name for job in jobs]))
-                    if session is not None:
-                        hand_on(session, train, allowed_s)
-                    finish(train)
-                self.journal.timings[train.label] = train.timings
-                self.journal.save()
-            elif wanted and not adapted:
+            if todo.adapted:
+                self._score_with_adapter(todo.adapted, *beside)
+            allowed_s = None if extra is None else extra.prepare(*beside)
+            if train and todo.world:
+                if not overlap:
+                    let_score(todo.world, allowed_s)
+                self._await_scores(train, todo.world)
+            elif passes and not todo.adapted:
                 self.narrator.note("score: there already")
+
+    def _missing(self, passes: list[Pass], sample: bool, extra: ExtraJobs | None) -> Todo:
+        """Return what the run lacks of a check; what kept a pass out before is forgotten."""
+        main, sampled = passes[:1], not sample or self.sampled(self.spec.rollout)
+        if sampled:
+            passes = [pass_ for pass_ in passes if not scored(self.spec, self.run_dir, pass_)]
+        for pass_ in passes:
+            error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
+        adapted = askable([p for p in passes if p.spec.scorer != OWN_SCORER], self.run_dir)
+        ours = [pass_ for pass_ in passes if pass_.spec.scorer == OWN_SCORER]
+        own = [Job.of_check(self.run_dir, pass_, main[0]) for pass_ in ours]
+        float32 = sample and self.square
+        long = float32 and beyond.wanted(self.spec)
+        own += self.long_jobs(sampled) if long else []
+        jobs = by_load([*own, *(extra.jobs if extra else [])])
+        if extra is not None:
+            extra.jobs = [job for job in jobs if job not in own]  # in the order they will run
+        world = None
+        if jobs:
+            early = bool(self.placement.trainer) or may_load_early(self.spec.train)
+            world = TrainerSession(self.run_dir, tuple(jobs), guided=True, load_first=early)
+        return Todo(
+            samples=sample and not (sampled and self._rescored()),
+            float32=float32,
+            long=long,
+            adapted=adapted,
+            world=world,
+            overlaps=world is not None and extra is None and not adapted,
+        )
+
+    def _run_engine(self, todo: Todo, overlap: bool, *beside: Worker) -> None:
+        """Sample and rescore; with ``overlap`` the trainer scores once the tokens are there."""
+        name = self.spec.rollout.engine.engine
+        tokens = beyond.length_here(self.spec, beyond.LONGEST)[0] if todo.long else 0
+        long = [ScoreLong(Key(name).over_long(), tokens)] if tokens else []
+        with self.engine(self.spec.rollout, "engine", Sample(), *long) as engine:
+            until = SAMPLED if overlap else ""
+            self.wait(engine, "rollout", f"rollout: {name} samples", *beside, until=until)
+            if overlap and todo.world:
+                let_score(todo.world)
+                title = f"rollout: {name} rescores, the trainer scores meanwhile"
+                self.wait(engine, "rescore", title, *beside)
+
+    def _await_scores(self, train: Worker, world: TrainerSession) -> None:
+        names = [job.pass_.name for job in world.passes]
+        with self.timed("score", f"score: {self._title(len(names))}") as progress:
+            train.show(numbered(progress, names))
+            finish(train)
+        self.journal.timings[train.label] = train.timings
+        self.journal.save()
 
     def sampled(self, spec: RolloutSpec) -> bool:
         """Return whether the run holds all that the engine samples."""
@@ -332,7 +358,10 @@ class Stages:
             )
 
     @contextmanager
-    def _world(self, session: TrainerSession) -> Iterator[Worker]:
+    def _world(self, session: TrainerSession | None) -> Iterator[Worker | None]:
+        if session is None:
+            yield None
+            return
         path = write_session(session)
         command, env = world_command(self.spec, self.placement, WORKER, path)
         with started(session.label, command, self.run_dir, env=env) as worker:
@@ -371,31 +400,6 @@ def numbered(progress: Callable[[str], None], passes: list[str]) -> Callable[[st
         progress(text)
 
     return show
-
-
-def hand_on(session: TrainerSession, world: Worker, allowed_s: float | None = None) -> None:
-    """Hand the passes to a guided world, in order, optional passes as long as their time lasts.
-
-    Args:
-        allowed_s: that optional passes may take; None: all are handed on at once.
-
-    Raises:
-        MismatchError: the world failed meanwhile.
-    """
-    guide = Guide(session)
-    seconds: list[float] = []  # of the optional passes so far
-    for number, job in enumerate(session.passes):
-        expected = sum(seconds) + max(seconds[-2:], default=0.0)
-        late = allowed_s is not None and expected > allowed_s
-        if job.optional and (late or not (job.run_dir / store.ROLLOUT).exists()):
-            continue
-        start = time.monotonic()
-        guide.hand_on(number)
-        if allowed_s is not None:
-            finish(world, until=job.pass_.name)
-            if job.optional:
-                seconds.append(time.monotonic() - start)
-    guide.hand_on(None)
 
 
 def world_command(

@@ -1,17 +1,15 @@
-"""What a worker is asked for: a file of typed tasks, and the order of passes while it runs.
+"""What a worker is asked for: a file of typed tasks.
 
 One program runs them all, ``python -m mismatch.processes.workers.session SESSION.json``: an engine
-or a training world, alive for as long as it has tasks. The process that started it decides what
-comes next: it hands a guided training world one pass after the other, by numbered files.
+or a training world, alive for as long as it has tasks. A guided training world starts before the
+tokens are there, and waits for one more file before it scores.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 from mismatch.codec import from_json, to_json
@@ -81,9 +79,9 @@ class TrainerSession:
     run_dir: Path
     passes: tuple[Job, ...]
     guided: bool = False
-    """What cannot run is refused at once, then every pass waits until it is handed on."""
+    """What cannot run is refused at once, then the passes wait for :func:`let_score`."""
     load_first: bool = False
-    """Load the first pass's weights before it is handed on; else no GPU is touched until then."""
+    """Load the first pass's weights before that; else no GPU is touched until then."""
     resident_report: bool = False
     """Measure the peak memory of loading."""
     same_on_all_ranks: bool = False
@@ -95,16 +93,16 @@ Session = EngineSession | TrainerSession
 
 
 @dataclass(frozen=True, slots=True)
-class Next:
-    """The number of the pass that comes next; None: there is none."""
+class Go:
+    """What a guided world waits for."""
 
-    number: int | None
+    allowed_s: float | None = None  # that its optional passes may take; None: no limit
 
 
 def write_session(session: Session) -> Path:
-    """Leave a session for its worker; passes handed on to an earlier one are forgotten."""
-    for path in (session.run_dir / "jobs").glob(f"{session.label}-[0-9]*.json"):
-        path.unlink()
+    """Leave a session for its worker; what an earlier world was told does not count for it."""
+    if isinstance(session, TrainerSession):
+        go_path(session).unlink(missing_ok=True)
     return store.write_json(session.run_dir / "jobs" / f"{session.label}.json", to_json(session))
 
 
@@ -114,32 +112,20 @@ def read_session(path: Path) -> Session:
     return session
 
 
-class Guide:
-    """Hands on the passes of a guided training world."""
-
-    def __init__(self, session: TrainerSession) -> None:
-        self.session, self.count = session, 0
-
-    def hand_on(self, number: int | None) -> None:
-        """Have the world run this pass next; None: it may end."""
-        store.write_json(turn_path(self.session, self.count), to_json(Next(number)))
-        self.count += 1
+def go_path(session: TrainerSession) -> Path:
+    """Return the file whose presence lets a guided world score."""
+    return session.run_dir / "jobs" / f"{session.label}-go.json"
 
 
-def turn_path(session: TrainerSession, turn: int) -> Path:
-    """Return the file that says which pass comes at a turn, once that is decided."""
-    return session.run_dir / "jobs" / f"{session.label}-{turn:04d}.json"
+def let_score(session: TrainerSession, allowed_s: float | None = None) -> None:
+    """Let a guided world score: the tokens of its passes are there."""
+    store.write_json(go_path(session), to_json(Go(allowed_s)))
 
 
-def turns(session: TrainerSession) -> Iterator[int]:
-    """Yield the numbers of passes as they are handed on, in the worker."""
-    for turn in count():
-        path = turn_path(session, turn)
-        wait_for(path)
-        number = from_json(Next, store.read_json(path)).number
-        if number is None:
-            return
-        yield number
+def allowed(session: TrainerSession) -> float | None:
+    """Wait, in the worker, until a guided world may score; return what :func:`let_score` allows."""
+    wait_for(go_path(session))
+    return from_json(Go, store.read_json(go_path(session))).allowed_s
 
 
 def wait_for(path: Path) -> None:

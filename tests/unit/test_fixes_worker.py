@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +141,29 @@ def test_a_rank_that_is_elsewhere_is_not_waited_for(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.stdout.count("met\n") == 2, done.stdout
     assert "parted" in done.stdout.splitlines(), done.stdout
+
+
+def timed(run_dir: Path, names: list[str], rank: int, late: int, allowed_s: float) -> list[str]:
+    """Score passes of 20 ms in a world in which ``late`` is what all ranks' answers add up to."""
+    (run_dir / "rollout.parquet").touch()
+    jobs = [Job(run_dir, Pass(n, TrainSpec()), optional=n.startswith("fix:")) for n in names]
+    jobs.append(Job(run_dir / "unmade", Pass("fix:elsewhere", TrainSpec()), optional=True))
+    world: Any = Ranks(parted=False)
+    world.rank, world.sum = rank, lambda said: said + late
+    runner: Any = Passes(world, TrainerSession(run_dir, tuple(jobs)))
+    scored: list[str] = []
+    runner.run_pass = lambda item: (time.sleep(0.02), scored.append(item.pass_.name))
+    runner.score_all(set(), allowed_s)
+    return scored
+
+
+def test_optional_passes_end_with_their_time_and_no_others(tmp_path: Path) -> None:
+    names = ["fsdp", "fix:a", "fix:b", "fsdp:grad", "fix:c"]
+    assert timed(tmp_path, names, 0, 0, 1e-3) == ["fsdp", "fix:a", "fsdp:grad"]
+    assert timed(tmp_path, names, 0, 0, 1e9) == names  # and none without a rollout
+
+
+def test_ranks_do_what_the_clock_of_the_first_says(tmp_path: Path) -> None:
+    names = ["fsdp", "fix:a", "fix:b"]
+    assert timed(tmp_path, names, 1, 1, 1e9) == ["fsdp"]
+    assert timed(tmp_path, names, 1, 0, 1e-3) == names

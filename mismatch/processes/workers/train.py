@@ -28,9 +28,10 @@ from mismatch.errors import MismatchError, OutOfMemory, first_line, named_line
 from mismatch.experiments.jobs import Job
 from mismatch.keys import NEW_REPLAYED, REPLAYED, TRAIN, Key
 from mismatch.models.tokenizers import load_tokenizer, token_texts
-from mismatch.processes.tasks import TrainerSession, turn_path, turns, wait_for
+from mismatch.processes.tasks import TrainerSession, allowed
 from mismatch.run.messages import pass_label, report_ready, report_timing, say, write_error
 from mismatch.run.store import (
+    ROLLOUT,
     distributions_file,
     keys_file,
     load_distributions,
@@ -78,7 +79,7 @@ def run(session: TrainerSession) -> None:
         require_usable_gpus()
         refused = refused_passes(session)
         if not session.load_first:
-            wait_for(turn_path(session, 0))
+            allowed(session)
     world = World.start()
     if session.same_on_all_ranks:
         require_same(world, session)
@@ -89,12 +90,7 @@ def run(session: TrainerSession) -> None:
             passes.load(first.pass_)
         if world.rank == 0:
             report_ready()
-        for number in turns(session) if session.guided else range(len(session.passes)):
-            item = session.passes[number]
-            if number in refused:
-                passes.note_over(item)
-            else:
-                passes.score(item)
+        passes.score_all(refused, allowed(session) if session.guided else None)
     except torch.OutOfMemoryError as error:
         fault = f"rank {world.rank} is out of GPU memory: {first_line(error)}"
         fix = "lower --micro-batch-tokens, or use more GPUs: --nproc-per-node"
@@ -126,6 +122,32 @@ class Passes:
         self.loaded: LoadedModel | None = None
         self.attempts = 0
         self.rollouts: dict[Path, Rollout] = {}
+
+    def score_all(self, refused: set[int], allowed_s: float | None) -> None:
+        """Score the passes in order, optional passes as long as their seconds last.
+
+        Args:
+            refused: the numbers of those that cannot run.
+            allowed_s: that optional passes may take; None: no limit.
+        """
+        seconds: list[float] = []  # of the optional passes so far
+        for number, item in enumerate(self.session.passes):
+            expected = sum(seconds) + max(seconds[-2:], default=0.0)
+            late = allowed_s is not None and self._of_rank_0(expected > allowed_s)
+            if item.optional and (late or not (item.run_dir / ROLLOUT).exists()):
+                continue
+            start = time.monotonic()
+            if number in refused:
+                self.note_over(item)
+            else:
+                self.score(item)
+            if item.optional:
+                seconds.append(time.monotonic() - start)
+
+    def _of_rank_0(self, holds: bool) -> bool:
+        """Return what rank 0 says: clocks differ, and ranks must agree on what they score."""
+        said = torch.tensor(int(holds and self.world.rank == 0))
+        return bool(self.world.sum(said))
 
     def score(self, item: Job) -> None:
         """Score one pass; one that may fail leaves its reason and the others go on.
