@@ -9,7 +9,7 @@ from mismatch.analysis.diagnosis.case import Case, Side
 from mismatch.analysis.diagnosis.detector import Evidence, detectors
 from mismatch.analysis.diagnosis.ranking import KINDS, LITTLE, Cause, Causes, diagnose
 from mismatch.analysis.explained import lead_of, led, unled
-from mismatch.analysis.plugins import Analysis, RunArtefacts
+from mismatch.analysis.plugins import RunArtefacts
 from mismatch.analysis.square import Square, sides_at_fault
 from mismatch.specs import CheckSpec
 from mismatch.types import Check, Report, Scoring, SideFacts
@@ -144,6 +144,3 @@ def with_causes(report: Report, causes: Causes, explained: bool) -> Report:
     if fixes is None or fixes.verdict_as_is is None:  # else it is the verdict with fixes
         verdict = led(verdict, lead_of(causes, checks), checks)
     return replace(report, checks=checks, verdict=verdict)
-
-
-ANALYSIS = Analysis("causes", Causes, measure, order=5)

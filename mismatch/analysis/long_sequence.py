@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from mismatch.analysis.displaced import device_class, levels_for
-from mismatch.analysis.plugins import Analysis
 from mismatch.analysis.square import OneSide, PlainCost, incomparable, precision_of, same_law
 from mismatch.run import store
 from mismatch.run.long_rollout import EXACT, FOLDER, MODE, TRAINER, as_run, with_fix
@@ -231,6 +230,3 @@ def sentence(result: LongSequence, gap: LongGap) -> str:
         f"from position {gap.begins:,} on {name} in float32 computes another function than the "
         f"float32 reference: the median token of a block is up to {off} nats off"
     )
-
-
-ANALYSIS = Analysis("long_sequence", LongSequence, order=20, from_run=of_run, checks=checks)

@@ -38,7 +38,7 @@ from mismatch.analysis.displaced import (
     levels_for,
 )
 from mismatch.analysis.levels import DEQUANTISED, NOT_QUANTISED, PRECISION, short_name
-from mismatch.analysis.plugins import Analysis, RunArtefacts
+from mismatch.analysis.plugins import RunArtefacts
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.run.store import FLOAT32, PLAIN, PLAIN_TRAINER, REFERENCE, TRAIN, TRAINER_FLOAT32
@@ -490,8 +490,3 @@ def judged(measured: Leg | Gap, bound: Bound) -> Finding:
     elif value.high is not None and value.high <= bound.passed:
         standing = "within"
     return Finding(measured.side, kind, scoring, value, bound.passed, standing)
-
-
-ANALYSIS = Analysis(
-    "square", Square, measure, unseen=lambda square: tuple(map(str, square.not_judged)), order=0
-)

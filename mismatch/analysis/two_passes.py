@@ -6,13 +6,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mismatch.analysis.comparison import paired_routing
-from mismatch.analysis.plugins import Analysis
+from mismatch.analysis.plugins import RunArtefacts
 from mismatch.analysis.routing_tables import replay_of
 from mismatch.metrics.ppo_passes import AS_RUN, OVERRIDE, REPLAY, TwoPasses, Variant, measure_pass
 from mismatch.models.moe import injected_into
 from mismatch.run.store import NEW, NEW_REPLAYED, REGROUPED, TRAIN
 from mismatch.specs import CheckSpec
 from mismatch.types import Pair, Rollout, Scoring, Verdict
+
+
+def measure(run: RunArtefacts, spec: CheckSpec) -> TwoPasses | None:
+    """Return them of a run; None where it has no new pass."""
+    return two_passes(spec, run.rollout, run.usable, spec.seed)
 
 
 def two_passes(
@@ -90,11 +95,3 @@ def _notes(spec: CheckSpec, old: Scoring, new: Scoring, replayed: Scoring | None
             + (": --inject router-noise=SIGMA shows what that would do" if moe else "")
         )
     return notes
-
-
-ANALYSIS = Analysis(
-    "two_passes",
-    TwoPasses,
-    lambda run, spec: two_passes(spec, run.rollout, run.usable, spec.seed),
-    order=4,
-)

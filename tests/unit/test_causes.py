@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mismatch.analysis.causes import ANALYSIS
 from mismatch.analysis.diagnosis.case import Case, Repair
 from mismatch.analysis.diagnosis.catalogue import catalogue
 from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, detectors
@@ -251,7 +250,6 @@ def test_it_is_an_analysis_of_every_check(tmp_path: Path) -> None:
     report, _ = build_report(make_run(tmp_path / "run"), spec())
     result = report.result("causes")
     assert isinstance(result, Causes)
-    assert ANALYSIS.id == "causes"
     document = json.loads(json.dumps(to_json(result), allow_nan=False))
     assert to_json(from_json(Causes, document)) == document
 

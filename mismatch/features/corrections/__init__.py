@@ -1,6 +1,6 @@
 """Corrections in the loss (importance weights), previewed on the tokens of a run."""
 
-from mismatch.plugins import Command, Feature
+from mismatch.plugins import Analysis, Command, Feature
 
 FEATURE = Feature(
     "corrections",
@@ -11,5 +11,16 @@ FEATURE = Feature(
             "mismatch.features.corrections.command:corrections",
         ),
     ),
-    analyses="mismatch.features.corrections.preview:ANALYSES",
+    analyses=(
+        Analysis(
+            "corrections",
+            "mismatch.features.corrections.results:Corrections",
+            "mismatch.features.corrections.preview:measure",
+            "mismatch.features.corrections.section:section",
+            "not_tested",
+            order=1,
+            chapter="helps",
+            of_pairs=True,
+        ),
+    ),
 )

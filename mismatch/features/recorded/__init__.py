@@ -1,6 +1,6 @@
 """Runs that a framework recorded: judged as they are, or scored again."""
 
-from mismatch.plugins import Command, Feature
+from mismatch.plugins import Analysis, Command, Feature
 
 FEATURE = Feature(
     "recorded",
@@ -22,5 +22,15 @@ FEATURE = Feature(
             "Check and its results",
         ),
     ),
-    analyses="mismatch.features.recorded.facts:ANALYSES",
+    analyses=(
+        Analysis(
+            "recorded",
+            "mismatch.features.recorded.facts:RecordedReport",
+            section="mismatch.features.recorded.section:section",
+            from_run="mismatch.features.recorded.facts:of_run",
+            checks="mismatch.features.recorded.facts:checks",
+            order=50,
+            chapter="why",
+        ),
+    ),
 )
