@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
-from mismatch.analysis.diagnosis.ranking import Cause, Causes, diagnose
+from mismatch.analysis.diagnosis.ranking import diagnose
+from mismatch.analysis.diagnosis.results import Cause, Causes
 from tests import drawn_pair as drawn
 
 

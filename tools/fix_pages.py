@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import textwrap
 
-from mismatch.experiments.fixes.base import Fix
+from mismatch.experiments.fixes.base import Fix, Recipe
 from mismatch.experiments.fixes.catalogue import FIXES
-from mismatch.experiments.fixes.guides import SIDES, Evidence, Recipe, guide_of, sentence, trials
+from mismatch.experiments.fixes.guides import SIDES, Evidence, guide_of, sentence, trials
 
 HEADINGS = (
     "What it changes",

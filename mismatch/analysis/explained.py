@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mismatch.analysis.diagnosis.catalogue import title_of
-from mismatch.analysis.diagnosis.ranking import LEADS, Cause, Causes
+from mismatch.analysis.diagnosis.results import LEADS, Cause, Causes
 from mismatch.types import Check, Verdict
 
 # Of how far a side is off: they fail with any cause on that side that carries the mismatch.

@@ -59,49 +59,20 @@ class _Fixes(Analysis):
 
 _HERE, _SHOWN = "mismatch.analysis", "mismatch.reports.sections"
 CORE = (
-    Analysis(
-        "square",
-        f"{_HERE}.square:Square",
-        f"{_HERE}.square:measure",
-        f"{_SHOWN}.square:section",
-        "not_judged",
-        order=0,
-    ),
-    Analysis(
-        "two_passes",
-        "mismatch.metrics.ppo_passes:TwoPasses",
-        f"{_HERE}.two_passes:measure",
-        f"{_SHOWN}.passes:two_passes",
-        order=4,
-    ),
-    Analysis(
-        "causes",
-        f"{_HERE}.diagnosis.ranking:Causes",
-        f"{_HERE}.causes:measure",
-        f"{_SHOWN}.causes:section",
-        order=5,
-    ),
-    _Fixes(
-        "fixes",
-        "mismatch.experiments.fixes.base:FixTable",
-        section=f"{_SHOWN}.fixes:section",
-        order=5,
-    ),
-    Analysis(
-        "explain",
-        "mismatch.experiments.explanation:Explanation",
-        section=f"{_SHOWN}.causes:explain",
-        order=9,
-    ),
-    Analysis(
-        "long_sequence",
-        f"{_HERE}.long_sequence:LongSequence",
-        section=f"{_SHOWN}.long_sequence:section",
-        order=20,
-        from_run=f"{_HERE}.long_sequence:of_run",
-        checks=f"{_HERE}.long_sequence:checks",
-    ),
-)
+    Analysis("square", f"{_HERE}.results:Square", f"{_HERE}.square:measure",
+             f"{_SHOWN}.square:section", unseen="not_judged", order=0),
+    Analysis("two_passes", "mismatch.metrics.ppo_passes:TwoPasses", f"{_HERE}.two_passes:measure",
+             f"{_SHOWN}.passes:two_passes", order=4),
+    Analysis("causes", f"{_HERE}.diagnosis.results:Causes", f"{_HERE}.causes:measure",
+             f"{_SHOWN}.causes:section", order=5),
+    _Fixes("fixes", "mismatch.experiments.fixes.base:FixTable",
+           section=f"{_SHOWN}.fixes:section", order=5),
+    Analysis("explain", "mismatch.experiments.results:Explanation",
+             section=f"{_SHOWN}.causes:explain", order=9),
+    Analysis("long_sequence", f"{_HERE}.results:LongSequence",
+             section=f"{_SHOWN}.long_sequence:section", from_run=f"{_HERE}.long_sequence:of_run",
+             checks=f"{_HERE}.long_sequence:checks", order=20),
+)  # fmt: skip
 
 
 @cache

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mismatch.analysis.displaced import Displaced, Side, Standing
-from mismatch.analysis.square import Finding, Square, check_id, shared
+from mismatch.analysis.results import Displaced, Finding, Side, Square, Standing, check_id, shared
 from mismatch.types import Check, CheckStatus
 
 STATUS: dict[Standing, CheckStatus] = {

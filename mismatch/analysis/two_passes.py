@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from mismatch.analysis.comparison import paired_routing
 from mismatch.analysis.plugins import RunArtefacts
-from mismatch.analysis.routing_tables import replay_of
+from mismatch.facts import injected_into, replay_of
 from mismatch.metrics.ppo_passes import AS_RUN, OVERRIDE, REPLAY, TwoPasses, Variant, measure_pass
-from mismatch.models.moe import injected_into
 from mismatch.run.store import NEW, NEW_REPLAYED, REGROUPED, TRAIN
 from mismatch.specs import CheckSpec
 from mismatch.types import Pair, Rollout, Scoring, Verdict

@@ -15,7 +15,6 @@ from mismatch.analysis.causes import (
     of_sides_at_fault,
     of_this_machine,
     others_of,
-    place_of,
 )
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.declared import sharding_checks
@@ -26,6 +25,7 @@ from mismatch.analysis.diagnosis.pass_checks import (
     pass_checks,
     policy_entropy,
 )
+from mismatch.analysis.diagnosis.results import place_of
 from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.exact_kl import exact_checks, exact_reason
@@ -38,10 +38,8 @@ from mismatch.analysis.levels import (
     verdict,
     without_short,
 )
-from mismatch.analysis.long_sequence import LongSequence
 from mismatch.analysis.plugins import RunArtefacts, analyses
-from mismatch.analysis.routing_tables import replay_of
-from mismatch.analysis.square import Square
+from mismatch.analysis.results import LongSequence, Square
 from mismatch.analysis.square import measure as measure_square
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.thresholds import Thresholds
@@ -50,11 +48,17 @@ from mismatch.attempts import Attempts, internal_error
 from mismatch.experiments.beyond import long_passes
 from mismatch.experiments.beyond import wanted as with_long_sequence
 from mismatch.experiments.scoring_passes import training_passes
+from mismatch.facts import replay_of
 from mismatch.metrics.routing_pairs import keys_noise, router_noise
 from mismatch.models import named
 from mismatch.models.moe import CAPTURED, DENSE, NOT_ASKED
 from mismatch.models.sampling_defaults import not_applied
-from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
+from mismatch.pipeline.document import (
+    COMPARISON,
+    COMPARISON_SCHEMA,
+    comparisons_from_json,
+    comparisons_to_json,
+)
 from mismatch.pipeline.on_disk import with_disk
 from mismatch.pipeline.preflight import require_a_law
 from mismatch.pipeline.tokens import token_table
@@ -88,8 +92,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-COMPARISON = "comparison.json"
-COMPARISON_SCHEMA = "mismatch.comparison/1"
 SIDE_PAIRS = ("repeated", "regrouped", "alone", "grad")  # the trainer against itself
 
 

@@ -15,9 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mismatch.analysis.displaced import Standing
 from mismatch.analysis.levels import exit_code
-from mismatch.analysis.square import Evidence
+from mismatch.analysis.results import Evidence, Standing
 from mismatch.analysis.thresholds import Thresholds, default_thresholds
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError, in_list

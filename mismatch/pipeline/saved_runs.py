@@ -20,8 +20,7 @@ from mismatch.analysis.thresholds import Level, Thresholds
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.metrics.difference import Sample
-from mismatch.pipeline.build import COMPARISON
-from mismatch.pipeline.document import comparisons_from_json, report_from_json
+from mismatch.pipeline.document import COMPARISON, comparisons_from_json, report_from_json
 from mismatch.run import store
 from mismatch.run.manifest import damage_named
 from mismatch.types import Comparison, Estimate, Report, SideFacts, Verdict

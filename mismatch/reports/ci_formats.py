@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from xml.etree import ElementTree
 
 from mismatch.analysis.diagnosis.catalogue import title_of
-from mismatch.analysis.diagnosis.ranking import LITTLE
+from mismatch.analysis.diagnosis.results import LITTLE
 from mismatch.analysis.explained import explains, lead_of
 from mismatch.pipeline.run_comparison import Line, RunComparison
 from mismatch.reports.formatting import TONES, alike, chance, line

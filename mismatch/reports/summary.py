@@ -11,14 +11,12 @@ from typing import Any
 
 from mismatch.analysis import square_checks
 from mismatch.analysis.diagnosis.catalogue import catalogue
-from mismatch.analysis.diagnosis.loaded_weights import ONE_FORM
-from mismatch.analysis.diagnosis.pass_checks import MORE
-from mismatch.analysis.diagnosis.ranking import Cause
+from mismatch.analysis.diagnosis.results import Cause
 from mismatch.analysis.explained import lead_of
-from mismatch.analysis.levels import ENTROPY, TOO_LITTLE
+from mismatch.analysis.levels import ENTROPY, MORE, ONE_FORM, TOO_LITTLE
 from mismatch.errors import in_list
-from mismatch.experiments.explanation import TESTS
 from mismatch.experiments.fixes.guides import settings_of
+from mismatch.experiments.results import TESTS
 from mismatch.facts import Replaced
 from mismatch.frameworks import BY_TITLE
 from mismatch.metrics import METRICS

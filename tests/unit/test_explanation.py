@@ -10,22 +10,15 @@ import pytest
 
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
-from mismatch.analysis.diagnosis.ranking import Cause, Causes, diagnose
+from mismatch.analysis.diagnosis.ranking import diagnose
+from mismatch.analysis.diagnosis.results import Cause, Causes
 from mismatch.captures import CachePair
 from mismatch.codec import from_json, to_json
 from mismatch.engines.artefacts import NEW, context_of, measure, pair_of
 from mismatch.engines.base import Continued
 from mismatch.errors import MismatchError
 from mismatch.experiments.confirmation import applied, gone, judged
-from mismatch.experiments.explanation import (
-    TESTS,
-    Experiment,
-    Explanation,
-    names_of,
-    plan,
-    rank_of,
-    taken,
-)
+from mismatch.experiments.explanation import names_of, plan, rank_of, taken
 from mismatch.experiments.fixes.catalogue import fix_named
 from mismatch.experiments.fixes.context import Context, ModelFacts
 from mismatch.experiments.probes import (
@@ -36,6 +29,7 @@ from mismatch.experiments.probes import (
     own_rounding,
     plan_probes,
 )
+from mismatch.experiments.results import TESTS, Experiment, Explanation
 from mismatch.reports.sections.causes import explain as section
 from mismatch.run.directory import load_spec, require_same_spec
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from mismatch.analysis import square_checks
-from mismatch.analysis.diagnosis.loaded_weights import ONE_FORM
+from mismatch.analysis.levels import ONE_FORM
 from mismatch.reports import summary
 from mismatch.reports.section import Section, cell_interval, cell_text
 from mismatch.reports.sections import headline, noise, ran

@@ -15,9 +15,10 @@ from mismatch.analysis.two_passes import mark_injected, two_passes
 from mismatch.codec import from_json
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.scoring_passes import reference_of, training_passes
+from mismatch.facts import injections_in_words
 from mismatch.metrics.ppo_passes import AS_RUN, OVERRIDE, REPLAY, measure_pass, ratios, unclipped
 from mismatch.models.config import is_moe
-from mismatch.models.moe import describe, parse_injections, require_routes
+from mismatch.models.moe import parse_injections, require_routes
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.processes.workers.train import left_out, replay_source
 from mismatch.reports.section import cell_text
@@ -266,7 +267,7 @@ def test_what_cannot_be_replayed_is_refused_before_anything_starts(
 def test_injections_are_read_from_flags() -> None:
     assert parse_injections(None) == ()
     assert parse_injections(["router-noise=5e-2"]) == NOISE
-    assert describe(NOISE) == "router-noise=0.05"
+    assert injections_in_words(NOISE) == "router-noise=0.05"
     for bad in ("router-noise", "router-noise=", "router-noise=-1", "router-noise=nan", "x=1"):
         with pytest.raises(MismatchError, match="--inject"):
             parse_injections([bad])

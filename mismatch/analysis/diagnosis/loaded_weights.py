@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final
 
+from mismatch.analysis.levels import ONE_FORM
 from mismatch.errors import in_list
 from mismatch.facts import Digests
 from mismatch.run.store import WEIGHTS
@@ -23,7 +24,6 @@ NOT_OF_CHECKPOINT: Final = "weights_not_of_checkpoint"
 # Of the engine's, and of the trainer's: see mismatch/analysis/diagnosis/digests_by_passes.py.
 UNDESCRIBED: Final = "weights_not_described"  # names of parameters whose digests say nothing
 IN_ENGINES_FORM: Final = "weights_in_engines_form"  # digests of a pass with the engine's form
-ONE_FORM = "train and sample in one form"
 # Parameters that another form of the weights changes: of MXFP4, and of forms of all matrices.
 EXPERTS = re.compile(r"\.experts")
 MATRIX = re.compile(r"\.experts|\.layers\.\d+\.(?!.*(norm|router|gate)\.weight$).*\.weight$")

@@ -13,29 +13,17 @@ from mismatch.analysis.diagnosis.pass_checks import by_finiteness, enough_data
 from mismatch.analysis.long_sequence import ROUNDING, of_run
 from mismatch.analysis.long_sequence import checks as long_checks
 from mismatch.analysis.plugins import RunArtefacts
+from mismatch.analysis.results import Square
 from mismatch.analysis.scored_rollout import ScoredRollout
-from mismatch.analysis.square import Square, measure, precision_of
+from mismatch.analysis.square import measure, precision_of
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.thresholds import Thresholds, default_thresholds
 from mismatch.errors import MismatchError
 from mismatch.experiments.beyond import trainer_passes
-from mismatch.experiments.fixes.base import (
-    SHOWN,
-    EstimatorFix,
-    FixCost,
-    FixOutcome,
-    FixTable,
-)
+from mismatch.experiments.fixes.base import SHOWN, EstimatorFix, FixCost, FixOutcome, FixTable
 from mismatch.experiments.fixes.catalogue import fix_named
 from mismatch.experiments.fixes.planning import DIRECTORY, Variant, bare, chosen_of, with_all
-from mismatch.experiments.fixes.significance import (
-    METHOD,
-    Tried,
-    best_of,
-    held_out,
-    judged,
-    ranked,
-)
+from mismatch.experiments.fixes.significance import METHOD, Tried, best_of, held_out, judged, ranked
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, common_prompts
 from mismatch.metrics.permutation import LEVEL, holm

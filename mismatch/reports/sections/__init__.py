@@ -14,15 +14,7 @@ from mismatch.attempts import Attempts
 from mismatch.reports import summary
 from mismatch.reports.formatting import TONES, capital, line
 from mismatch.reports.section import Page, Section
-from mismatch.reports.sections import (
-    breakdowns,
-    explorer,
-    headline,
-    noise,
-    passes,
-    ran,
-    routing,
-)
+from mismatch.reports.sections import breakdowns, explorer, headline, noise, passes, ran, routing
 from mismatch.reports.sections import tokens as by_token
 from mismatch.types import Report
 

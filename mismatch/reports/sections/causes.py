@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mismatch.analysis.diagnosis.catalogue import catalogue, title_of
-from mismatch.analysis.diagnosis.detector import Evidence
-from mismatch.analysis.diagnosis.ranking import LITTLE, Cause, Causes
-from mismatch.experiments.explanation import GONE, STAYS, Experiment, Explanation
+from mismatch.analysis.diagnosis.results import LITTLE, Cause, Causes, Evidence
+from mismatch.experiments.results import GONE, STAYS, Experiment, Explanation
 from mismatch.reports import summary
 from mismatch.reports.documentation import of_cause
 from mismatch.reports.formatting import line, number, percent, plural, text

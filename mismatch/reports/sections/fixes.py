@@ -17,10 +17,11 @@ from mismatch.experiments.fixes.base import (
     FixOutcome,
     FixTable,
     HeldOut,
+    Recipe,
     check_command,
 )
 from mismatch.experiments.fixes.catalogue import FIXES, is_combination, labels
-from mismatch.experiments.fixes.guides import Recipe, settings_of
+from mismatch.experiments.fixes.guides import settings_of
 from mismatch.experiments.fixes.planning import chosen_of
 from mismatch.metrics.permutation import LEVEL, prompts_to_tell
 from mismatch.reports.formatting import (

@@ -5,29 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from mismatch.analysis.causes import MODULE, place_of
 from mismatch.analysis.diagnosis.catalogue import catalogue, title_of
-from mismatch.analysis.diagnosis.detectors.stated import DIFFER
-from mismatch.analysis.diagnosis.ranking import LITTLE
+from mismatch.analysis.diagnosis.results import DIFFER, LITTLE, MODULE, place_of
 from mismatch.analysis.explained import explains, leads
-from mismatch.analysis.long_sequence import sentence
-from mismatch.analysis.square import sides_at_fault
+from mismatch.analysis.results import sentence, sides_at_fault
 from mismatch.errors import in_list
 from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
 from mismatch.experiments.fixes.catalogue import labels
 from mismatch.frameworks import CORRECTING, FRAMEWORKS
 from mismatch.metrics import framework_names
 from mismatch.reports import documentation, summary
-from mismatch.reports.formatting import (
-    alike,
-    bound,
-    capital,
-    interval,
-    line,
-    percent,
-    plural,
-    text,
-)
+from mismatch.reports.formatting import alike, bound, capital, interval, line, percent, plural, text
 from mismatch.reports.section import Answer, Block, Cell, Cells, Column, Section, Table, status_cell
 from mismatch.reports.sections import fixes, noise, square
 from mismatch.reports.summary import Row

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mismatch.analysis.exact_kl import KL, KL_TOPK
-from mismatch.analysis.routing_tables import replay_of
+from mismatch.facts import replay_of
+from mismatch.metrics.exact import KL, KL_TOPK
 from mismatch.metrics.ppo_passes import AS_RUN, CLIP, OVERRIDE, REPLAY, TwoPasses, Variant
 from mismatch.reports.formatting import line, number, percent, plural, text
 from mismatch.reports.section import Cell, Cells, Column, Section, Table
