@@ -15,13 +15,13 @@ from mismatch.cli.options import (
     CONFIG,
     CONFIGURATION_FLAGS,
     ENGINE_FLAGS,
-    JSON,
     MODEL_FLAGS,
     PROMPT_FLAGS,
     ROUTING,
     TRAIN_FLAGS,
     TRAIN_MODEL,
 )
+from mismatch.cli.output_options import JSON
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,7 +8,7 @@ import typer
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags
-from mismatch.cli.options import JSON
+from mismatch.cli.output_options import JSON
 
 SCHEMA = "mismatch.metrics/2"
 EXPLANATION = (

@@ -12,12 +12,12 @@ from mismatch.cli.options import (
     CONFIG,
     MODEL_FLAGS,
     ROUTING,
-    RUN,
     SCORING_ENGINE,
     TRAIN_ADAPTER,
     TRAIN_FLAGS,
     TRUST_RUN,
 )
+from mismatch.cli.output_options import RUN
 from mismatch.errors import MismatchError
 from mismatch.specs import TRAIN, CheckSpec
 

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mismatch.analysis.diagnosis.results import KINDS, Causes, Side
+from mismatch.experiments.fixes.catalogue import chosen_of
 from mismatch.experiments.fixes.context import Context
-from mismatch.experiments.fixes.planning import Builder, Variant, chosen_of
+from mismatch.experiments.fixes.planning import Builder, Variant
 from mismatch.experiments.results import KERNEL, TESTS, Experiment, Taken
 from mismatch.specs import CheckSpec
 

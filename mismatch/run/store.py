@@ -32,7 +32,6 @@ from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.run import captured, manifest
 from mismatch.run.files import parse_json, read_regular
-from mismatch.run.interpreters import look_into
 from mismatch.run.manifest import damage_named, missing_fix, write_atomic
 from mismatch.run.provenance import NUMERIC, checkpoint_digest, numeric_versions, redact
 from mismatch.run.tables import (
@@ -340,6 +339,8 @@ def made_with(spec: RolloutSpec | TrainSpec, python: str | None = None) -> dict[
     elif python is None:
         versions = numeric_versions()
     else:
+        from mismatch.run.interpreters import look_into
+
         versions = look_into(python, packages=tuple(sorted(NUMERIC))).packages
     return versions | ({"weights": digest} if digest else {})
 

@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Any
 
 from mismatch.errors import MismatchError, did_you_mean
-from mismatch.experiments.fixes.base import VALUE, Fix, FixOutcome, Flags, Side
+from mismatch.experiments.fixes.base import VALUE, Chosen, Fix, FixOutcome, Flags, Side
 from mismatch.experiments.fixes.spec_edits import (
     CHANGES,
     on_engine,
@@ -117,3 +117,19 @@ def labels(name: str) -> list[str]:
 def is_combination(row: FixOutcome) -> bool:
     """Return whether a row is of several fixes at once."""
     return len(labels(row.id)) > 1
+
+
+def chosen_of(request: str) -> tuple[Chosen, ...]:
+    """Return the fixes of one request, each with its value.
+
+    Raises:
+        MismatchError: no such fix, or a value for one that takes none.
+    """
+    chosen = []
+    for part in labels(request):
+        name, equals, value = part.strip().partition("=")
+        fix = fix_named(name)
+        if equals and not fix.values:
+            raise MismatchError(f"--fix {part}: {name} takes no value", f"--fix {name}")
+        chosen.append(Chosen(fix, value or (fix.values[0] if fix.values else "")))
+    return tuple(chosen)

@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mismatch.analysis.diagnosis.loaded_weights import CHECK as WEIGHTS
 from mismatch.analysis.diagnosis.pass_checks import by_finiteness, enough_data
+from mismatch.analysis.levels import AS_LOADED as WEIGHTS
 from mismatch.analysis.long_sequence import ROUNDING, of_run
 from mismatch.analysis.long_sequence import checks as long_checks
 from mismatch.analysis.plugins import RunArtefacts
@@ -21,8 +21,8 @@ from mismatch.analysis.thresholds import Thresholds, default_thresholds
 from mismatch.errors import MismatchError
 from mismatch.experiments.beyond import trainer_passes
 from mismatch.experiments.fixes.base import SHOWN, EstimatorFix, FixCost, FixOutcome, FixTable
-from mismatch.experiments.fixes.catalogue import fix_named
-from mismatch.experiments.fixes.planning import DIRECTORY, Variant, bare, chosen_of, with_all
+from mismatch.experiments.fixes.catalogue import chosen_of, fix_named
+from mismatch.experiments.fixes.planning import DIRECTORY, Variant, bare, with_all
 from mismatch.experiments.fixes.significance import METHOD, Tried, best_of, held_out, judged, ranked
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, common_prompts

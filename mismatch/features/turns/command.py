@@ -9,7 +9,7 @@ import typer
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option, flags_of
-from mismatch.cli.options import JSON
+from mismatch.cli.output_options import JSON
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError, first_line
 from mismatch.specs import MODEL, EngineSpec

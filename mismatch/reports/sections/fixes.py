@@ -20,9 +20,8 @@ from mismatch.experiments.fixes.base import (
     Recipe,
     check_command,
 )
-from mismatch.experiments.fixes.catalogue import FIXES, is_combination, labels
+from mismatch.experiments.fixes.catalogue import FIXES, chosen_of, is_combination, labels
 from mismatch.experiments.fixes.guides import settings_of
-from mismatch.experiments.fixes.planning import chosen_of
 from mismatch.metrics.permutation import LEVEL, prompts_to_tell
 from mismatch.reports.formatting import (
     alike,

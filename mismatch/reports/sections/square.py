@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mismatch.analysis.diagnosis.loaded_weights import CHECK as WEIGHTS
+from mismatch.analysis.levels import AS_LOADED as WEIGHTS
 from mismatch.analysis.results import Displaced, Finding, Gap, Leg, Side, Square, Standing, shared
 from mismatch.analysis.square_checks import displacement
 from mismatch.reports.formatting import bound, count, interval, line, number, plural, text, times
