@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mismatch.analysis.diagnosis.catalogue import Entry, catalogue
+from mismatch.analysis.catalogue import Entry, catalogue
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.experiments.fixes.catalogue import FIXES
 from mismatch.experiments.fixes.guides import settings_of

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mismatch.analysis.cause_results import KINDS, LITTLE, Cause, Causes, Evidence, Side
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.ranking import diagnose
-from mismatch.analysis.diagnosis.results import KINDS, LITTLE, Cause, Causes, Evidence, Side
 from mismatch.analysis.explained import lead_of, led, unled
 from mismatch.analysis.plugins import RunArtefacts
 from mismatch.analysis.results import Square, sides_at_fault

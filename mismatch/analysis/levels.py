@@ -43,6 +43,7 @@ SEVERITY: dict[str, int] = {
 }
 INCOMPLETE = "incomplete-report"  # the check that names parts of a report that raised
 ENTROPY = "policy-entropy"  # a check that leaves fitness open, and says nothing of correctness
+MORE_PROMPTS = "measure more: --num-prompts"  # the fix of a check of the square
 MORE = "measure more: --num-prompts, --max-tokens"
 AS_LOADED = "weights-as-loaded"
 ONE_FORM = "train and sample in one form"

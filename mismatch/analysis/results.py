@@ -1,4 +1,4 @@
-"""The results of the core's analyses as a report holds them; causes: see diagnosis/results.py."""
+"""The results of the core's analyses as a report holds them; causes: see cause_results.py."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mismatch.analysis.levels import MORE_PROMPTS
 from mismatch.analysis.results import Displaced, Finding, Side, Square, Standing, check_id, shared
 from mismatch.types import Check, CheckStatus
 
@@ -12,7 +13,6 @@ STATUS: dict[Standing, CheckStatus] = {
     "beyond": "failed",
 }
 UNSEEN = "let the missing passes run: more memory, a local engine, a dtype that has a yardstick"
-MORE = "measure more: --num-prompts"
 ORDER: tuple[Standing, ...] = ("within", "wide", "undecided", "beyond")
 # By evidence: float32 excludes what only a lower precision does (a cache, quantisation).
 FIXES: dict[tuple[str, Side], str] = {
@@ -87,7 +87,7 @@ def displacement(finding: Displaced) -> str:
 
 def _fix(square: Square, finding: Finding | Displaced, place: str) -> str:
     if finding.standing in ("wide", "undecided"):
-        return MORE
+        return MORE_PROMPTS
     if finding.standing == "within":
         return ""
     if place:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags, Option
+from mismatch.cli.flags import FAIL_ON, LEVELS, LOG_TO, NAME_FLAGS, RUN, Flags, Option
 from mismatch.cli.options import CONFIG
-from mismatch.cli.output_options import FAIL_ON, LEVELS, LOG_TO, NAME_FLAGS, RUN
 from mismatch.errors import MismatchError
 from mismatch.specs import OUTPUT, Range
 

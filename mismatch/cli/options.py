@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mismatch.cli.configuration import configurations
-from mismatch.cli.flags import Option, flags_of, switch
-from mismatch.cli.output_options import FAIL_ON, JSON, LEVELS, LOG_TO, NAME_FLAGS
+from mismatch.cli.flags import FAIL_ON, JSON, LEVELS, LOG_TO, NAME_FLAGS, Option, flags_of, switch
 from mismatch.engines.registry import startable_engines
 from mismatch.plugins import features, load
 from mismatch.specs import (

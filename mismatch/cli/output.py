@@ -13,13 +13,13 @@ from rich.console import Console
 
 from mismatch.analysis.levels import exit_code, fails_on
 from mismatch.cli.flags import Flags
-from mismatch.reports import ci_formats, files, markdown, terminal
+from mismatch.plugins import load
+from mismatch.reports import files, markdown, terminal
 from mismatch.reports.files import write_page
 from mismatch.reports.formatting import plain_lines
 from mismatch.reports.section import Page, Section
 from mismatch.reports.sections import page
 from mismatch.run import store
-from mismatch.run.directory import new_directory
 from mismatch.types import Judged, Report
 
 
@@ -48,8 +48,8 @@ def conclude(report: Report, run_dir: Path | None, flags: Flags, written: bool =
     writers = {
         "json": lambda: files.to_json(report),
         "markdown": lambda: markdown.to_markdown(report, framework, details),
-        "github": lambda: ci_formats.to_github(report, bool(code)),
-        "junit": lambda: ci_formats.to_junit(report, bool(code)),
+        "github": lambda: load("mismatch.reports.ci_formats:to_github")(report, bool(code)),
+        "junit": lambda: load("mismatch.reports.ci_formats:to_junit")(report, bool(code)),
     }
     _show(lambda: page(report, framework=framework), run_dir, flags, writers)
     return code
@@ -70,6 +70,8 @@ def conclude_page(
     Raises:
         MismatchError: a directory that cannot be written.
     """
+    from mismatch.run.directory import new_directory
+
     out = None if flags["out"] is None else new_directory(flags["out"], shown.file)
     if out is not None:
         write_page(out, shown, document)

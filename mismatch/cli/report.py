@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags, Option
-from mismatch.cli.output_options import FAIL_ON, LOG_TO, NAME_FLAGS
+from mismatch.cli.flags import FAIL_ON, LOG_TO, NAME_FLAGS, Flags, Option
 from mismatch.errors import MismatchError
 from mismatch.specs import OUTPUT
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.configuration import configured
-from mismatch.cli.flags import Flags, Option
+from mismatch.cli.flags import RUN, Flags, Option
 from mismatch.cli.options import (
     CONFIG,
     MODEL_FLAGS,
@@ -17,7 +17,6 @@ from mismatch.cli.options import (
     TRAIN_FLAGS,
     TRUST_RUN,
 )
-from mismatch.cli.output_options import RUN
 from mismatch.errors import MismatchError
 from mismatch.specs import TRAIN, CheckSpec
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mismatch.analysis.cause_results import LITTLE, Cause, Causes, Evidence, RuledOut, Side
 from mismatch.analysis.diagnosis.case import Case, above, below
-from mismatch.analysis.diagnosis.results import LITTLE, Cause, Causes, Evidence, RuledOut, Side
 from mismatch.experiments.results import GONE, STAYS, Experiment, Outcome
 from mismatch.metrics.inference import jackknife_error, student
 from mismatch.types import Estimate, Floats

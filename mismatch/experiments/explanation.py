@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mismatch.analysis.diagnosis.results import KINDS, Causes, Side
+from mismatch.analysis.cause_results import KINDS, Causes, Side
 from mismatch.experiments.fixes.catalogue import chosen_of
 from mismatch.experiments.fixes.context import Context
 from mismatch.experiments.fixes.planning import Builder, Variant

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from mismatch.analysis.cause_results import Causes, Evidence, Side
 from mismatch.analysis.diagnosis.case import NOTABLE, Case
-from mismatch.analysis.diagnosis.results import Causes, Evidence, Side
 from mismatch.captures import CacheKind, CachePair
 from mismatch.experiments.explanation import leading_names, rank_of
 from mismatch.experiments.results import Experiment, Outcome

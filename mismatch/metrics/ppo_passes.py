@@ -16,10 +16,10 @@ import numpy as np
 
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics.registry import POSITIVE, SHARE, Array, Metric, floats
+from mismatch.metrics.token import CLIP
 from mismatch.types import Bools, Estimate, Floats, Ints
 
 AS_RUN, REPLAY, OVERRIDE = "as-run", "router-replay", "on-policy-override"
-CLIP = 0.2  # PPO's usual range
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mismatch.analysis.cause_results import place_of
 from mismatch.analysis.causes import (
     cause_checks,
     led_by,
@@ -25,7 +26,6 @@ from mismatch.analysis.diagnosis.pass_checks import (
     pass_checks,
     policy_entropy,
 )
-from mismatch.analysis.diagnosis.results import place_of
 from mismatch.analysis.diagnosis.routes import routing_checks
 from mismatch.analysis.diagnosis.semantics import input_checks, semantic_checks
 from mismatch.analysis.exact_kl import exact_checks, exact_reason

@@ -12,12 +12,12 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
+from mismatch.analysis.cause_results import Causes
 from mismatch.analysis.causes import of_this_machine, others_of, with_causes
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.pass_checks import by_finiteness
 from mismatch.analysis.diagnosis.ranking import diagnose
-from mismatch.analysis.diagnosis.results import Causes
 from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError, named_line

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from mismatch.analysis.diagnosis.catalogue import title_of
-from mismatch.analysis.diagnosis.results import LITTLE
+from mismatch.analysis.catalogue import title_of
+from mismatch.analysis.cause_results import LITTLE
 from mismatch.analysis.explained import explains, lead_of
 from mismatch.reports.formatting import TONES, alike, chance, line
 from mismatch.reports.summary import cause_step, checks, judged_rows

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mismatch.analysis.cause_results import Causes
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.diagnosis.results import Causes
 from mismatch.captures import CachePair
 from mismatch.codec import from_json
 from mismatch.experiments.confirmation import applied, judged

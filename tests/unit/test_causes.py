@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mismatch.analysis.catalogue import catalogue
+from mismatch.analysis.cause_results import Causes, Evidence
 from mismatch.analysis.diagnosis.case import Case, Repair
-from mismatch.analysis.diagnosis.catalogue import catalogue
 from mismatch.analysis.diagnosis.detector import Detector, Finding, Look, detectors
 from mismatch.analysis.diagnosis.ranking import diagnose
-from mismatch.analysis.diagnosis.results import Causes, Evidence
 from mismatch.codec import from_json, to_json
 from mismatch.pipeline.build import build_report
 from mismatch.reports.sections.causes import section

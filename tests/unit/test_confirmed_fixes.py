@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from mismatch.analysis.catalogue import catalogue
+from mismatch.analysis.cause_results import Cause, Causes
 from mismatch.analysis.causes import cause_checks, with_causes
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.diagnosis.catalogue import catalogue
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.ranking import diagnose
-from mismatch.analysis.diagnosis.results import Cause, Causes
 from mismatch.analysis.levels import verdict
 from mismatch.codec import to_json
 from mismatch.experiments.confirmation import applied, settled

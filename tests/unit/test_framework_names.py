@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 import mismatch.metrics
-from mismatch.cli.output_options import Framework
+from mismatch.cli.flags import Framework
 from mismatch.experiments.fixes.guides import recipes
 from mismatch.frameworks import CORRECTING, FRAMEWORKS
 from mismatch.metrics import METRICS, framework_names

@@ -23,7 +23,7 @@ from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.processes.workers.train import left_out, replay_source
 from mismatch.reports.section import cell_text
 from mismatch.reports.sections import page
-from mismatch.reports.sections import passes as section
+from mismatch.reports.sections import two_passes as section
 from mismatch.run.store import (
     NEW,
     NEW_REPLAYED,
@@ -285,7 +285,7 @@ def _report(**injected: Any) -> Report:
 
 def test_the_section_holds_every_variant_and_warns_of_noise() -> None:
     report = _report(**NOISY)
-    shown = section.two_passes(report.result("two_passes"), report)
+    shown = section.section(report.result("two_passes"), report)
     (table,) = shown.tables
     plain, replayed, override = table.cells()
     assert [row[0].value for row in (plain, replayed, override)] == [
@@ -307,7 +307,7 @@ def test_a_warning_is_read_first() -> None:
 
 def test_a_run_without_noise_says_nothing_of_injections() -> None:
     report = _report()
-    assert section.two_passes(report.result("two_passes"), report).warnings == ()
+    assert section.section(report.result("two_passes"), report).warnings == ()
     without = report.with_analyses(two_passes=None)
     assert "two_passes" not in [
         shown.id for chapter in page(without).sections for shown in chapter.parts
@@ -318,7 +318,7 @@ def test_passes_that_agree_bit_for_bit_need_no_remedy() -> None:
     scorings = {name: _scoring(name, 0.0) for name in (TRAIN, REGROUPED)}
     result = two_passes(CheckSpec(), ROLLOUT, scorings)
     assert result is not None
-    sentences = section.passes_sentences(result)
+    sentences = section.sentences(result)
     assert sentences == [section.EQUAL, section.NO_FLIP]
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.results import Side
+from mismatch.analysis.cause_results import Side
 from mismatch.metrics.inference import jackknife_error, student
 from mismatch.run.store import FLOAT32, REFERENCE
 from mismatch.types import Bools, Estimate, Floats, Ints, Rollout, Scoring

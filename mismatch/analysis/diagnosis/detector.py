@@ -14,8 +14,8 @@ from functools import cache
 from importlib import import_module
 from typing import Literal
 
+from mismatch.analysis.cause_results import Evidence, Side
 from mismatch.analysis.diagnosis.case import Case, Repair, above
-from mismatch.analysis.diagnosis.results import Evidence, Side
 from mismatch.types import Bools, Estimate, Floats, NotTested
 
 Family = Literal[

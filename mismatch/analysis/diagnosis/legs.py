@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mismatch.analysis.cause_results import Side
 from mismatch.analysis.diagnosis.case import Case, above
-from mismatch.analysis.diagnosis.results import Side
 from mismatch.run.store import PLAIN, PLAIN_TRAINER
 from mismatch.types import Bools, Floats, Scoring
 

@@ -14,9 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, Repair
-from mismatch.analysis.diagnosis.detector import Detector, Finding, Look
-from mismatch.analysis.diagnosis.results import (
+from mismatch.analysis.cause_results import (
     KINDS,
     LEADS,
     Cause,
@@ -26,6 +24,8 @@ from mismatch.analysis.diagnosis.results import (
     RuledOut,
     Status,
 )
+from mismatch.analysis.diagnosis.case import Case, Repair
+from mismatch.analysis.diagnosis.detector import Detector, Finding, Look
 from mismatch.attempts import LOG
 from mismatch.errors import named_line
 from mismatch.types import NotTested

@@ -6,15 +6,21 @@ of the settings that a report shows.
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
 from functools import cache
+from importlib import resources
+from typing import Any, Literal
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.base import Chosen, Fix, Recipe
-from mismatch.experiments.fixes.catalogue import GUIDES, read
-from mismatch.frameworks import BY_TITLE
+from mismatch.frameworks import BY_TITLE, Recipe
 from mismatch.metrics.importance_weights import Settings
 
+GUIDES: dict[Literal["train", "engine", "estimator"], str] = {
+    "train": "guide-train.toml",
+    "engine": "guide-engine.toml",
+    "estimator": "guide-estimator.toml",
+}
 SIDES = {
     "train": "Trainer",
     "engine": "Engine",
@@ -61,6 +67,13 @@ def settings_of(name: str) -> tuple[Recipe, ...]:
     """Return how frameworks set a fix; empty where nothing is known of it."""
     guide = guides().get(name)
     return guide.settings if guide else ()
+
+
+@cache
+def read(name: str) -> dict[str, dict[str, Any]]:
+    """Return one of the TOML files next to this file, by id of the fix."""
+    text = resources.files("mismatch.experiments.fixes").joinpath(name).read_text("utf-8")
+    return tomllib.loads(text)
 
 
 @cache
@@ -113,13 +126,6 @@ def _recipe(framework: str, entry: dict[str, str], source: str) -> Recipe:
         source = f"{known.read_in}, {source}"
     selects = entry.get("selects", "")
     return Recipe(framework, tuple(lines), entry.get("remark", ""), source, selects)
-
-
-def trials(fix: Fix) -> list[str]:
-    """Return the commands that try it."""
-    asked = [Chosen(fix, value).label for value in fix.values] or [fix.id]
-    lines = [f"mismatch check --model MODEL --fix {name}" for name in asked]
-    return [*lines, "mismatch corrections RUN"] if fix.side == "estimator" else lines
 
 
 def sentence(text: str) -> str:

@@ -16,9 +16,10 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.beyond import trainer_passes
 from mismatch.experiments.beyond import wanted as wants_long
 from mismatch.experiments.fixes.applies import reason_against
-from mismatch.experiments.fixes.base import Chosen, Fix, FixOutcome
+from mismatch.experiments.fixes.base import Chosen, Fix
 from mismatch.experiments.fixes.catalogue import FIXES, chosen_of
 from mismatch.experiments.fixes.context import Context
+from mismatch.experiments.results import FixOutcome
 from mismatch.experiments.scoring_passes import trainer_in_float32
 from mismatch.models.moe import require_routes
 from mismatch.run.long_rollout import with_fix

@@ -12,15 +12,9 @@ FEATURE = Feature(
         ),
     ),
     analyses=(
-        Analysis(
-            "corrections",
-            "mismatch.features.corrections.results:Corrections",
-            "mismatch.features.corrections.preview:measure",
-            "mismatch.features.corrections.section:section",
-            "not_tested",
-            order=1,
-            chapter="helps",
-            of_pairs=True,
-        ),
+        Analysis("corrections", "mismatch.features.corrections.results:Corrections",
+                 "mismatch.features.corrections.preview:measure",
+                 "mismatch.features.corrections.section:section", "not_tested", order=1,
+                 chapter="helps", of_pairs=True),
     ),
-)
+)  # fmt: skip

@@ -6,8 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import REQUIRED, Flags, Option
-from mismatch.cli.output_options import RUN
+from mismatch.cli.flags import REQUIRED, RUN, Flags, Option
 from mismatch.errors import MismatchError
 
 FILE = Option("file", Path, "", "A .parquet or .jsonl file.", default=REQUIRED, argument=True)

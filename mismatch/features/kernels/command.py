@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags, Option, flag_of, switch
+from mismatch.cli.flags import JSON, Flags, Option, flag_of, switch
 from mismatch.cli.options import MODEL_FLAGS
-from mismatch.cli.output_options import JSON
 from mismatch.errors import MismatchError, require_packages
 from mismatch.specs import OUTPUT, SEEDS, WEEK_S
 

@@ -12,16 +12,11 @@ FEATURE = Feature(
         ),
     ),
     analyses=(
-        Analysis(
-            "locate",
-            "mismatch.features.locate.results:Location",
-            section="mismatch.features.locate.section:section",
-            order=10,
-            from_run="mismatch.features.locate.judge:of_run",
-            causes="mismatch.features.locate.kinds:causes_of",
-            chapter="why",
-        ),
+        Analysis("locate", "mismatch.features.locate.results:Location",
+                 section="mismatch.features.locate.section:section", order=10,
+                 from_run="mismatch.features.locate.judge:of_run",
+                 causes="mismatch.features.locate.kinds:causes_of", chapter="why"),
     ),
     check_flags="mismatch.features.locate.flags:FLAGS",
     check_step="mismatch.features.locate.step:locate_failed",
-)
+)  # fmt: skip

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags, Option, switch
+from mismatch.cli.flags import JSON, RUN, Flags, Option, switch
 from mismatch.cli.options import TRUST_RUN
-from mismatch.cli.output_options import JSON, RUN
 from mismatch.specs import MANY, OUTPUT, Range
 
 WHAT = "What to record"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from mismatch.analysis.cause_results import MODULE, Cause, Evidence, Side, Status
 from mismatch.analysis.diagnosis.loaded_weights import Difference
-from mismatch.analysis.diagnosis.results import MODULE, Cause, Evidence, Side, Status
 from mismatch.analysis.results import Square
 from mismatch.features.locate.results import TITLES, Kind, Location, SideLocation
 from mismatch.models.site_parameters import decides

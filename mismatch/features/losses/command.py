@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import REQUIRED, Flags, Option
-from mismatch.cli.output_options import JSON
+from mismatch.cli.flags import JSON, REQUIRED, Flags, Option
 from mismatch.errors import MismatchError, did_you_mean
 from mismatch.features.losses.cases import CASES, KINDS, Outcome, closed_form, judged, made
 from mismatch.reports.formatting import number, plural, text

@@ -23,14 +23,9 @@ FEATURE = Feature(
         ),
     ),
     analyses=(
-        Analysis(
-            "recorded",
-            "mismatch.features.recorded.facts:RecordedReport",
-            section="mismatch.features.recorded.section:section",
-            from_run="mismatch.features.recorded.facts:of_run",
-            checks="mismatch.features.recorded.facts:checks",
-            order=50,
-            chapter="why",
-        ),
+        Analysis("recorded", "mismatch.features.recorded.facts:RecordedReport",
+                 section="mismatch.features.recorded.section:section",
+                 from_run="mismatch.features.recorded.facts:of_run",
+                 checks="mismatch.features.recorded.facts:checks", order=50, chapter="why"),
     ),
-)
+)  # fmt: skip

@@ -8,9 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import REQUIRED, Flags, Option, flags_of, spec_values, switch
+from mismatch.cli.flags import (
+    FAIL_ON,
+    LEVELS,
+    LOG_TO,
+    NAME_FLAGS,
+    REQUIRED,
+    Flags,
+    Option,
+    flags_of,
+    spec_values,
+    switch,
+)
 from mismatch.cli.options import MODEL_FLAGS, OUT
-from mismatch.cli.output_options import FAIL_ON, LEVELS, LOG_TO, NAME_FLAGS
 from mismatch.errors import MismatchError, one_line
 from mismatch.features.recorded.dumps import Form, Recorded, read_recorded
 from mismatch.processes.spread import Where

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Literal
 import typer
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags, Option, flags_of, switch
+from mismatch.cli.flags import JSON, Flags, Option, flags_of, switch
 from mismatch.cli.options import DRY_RUN, ENGINE_FLAGS, MODEL_FLAGS
-from mismatch.cli.output_options import JSON
 from mismatch.engines.registry import engine_info, model_directory, probed_engines
 from mismatch.errors import MismatchError, require_packages
 from mismatch.specs import OUTPUT, SEEDS, EngineSpec

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from mismatch.analysis import plugins
 from mismatch.attempts import Attempts
+from mismatch.plugins import load
 from mismatch.reports import summary
 from mismatch.reports.formatting import TONES, capital, line
 from mismatch.reports.section import Page, Section
-from mismatch.reports.sections import breakdowns, explorer, headline, noise, passes, ran, routing
+from mismatch.reports.sections import breakdowns, explorer, headline, noise, passes, ran
 from mismatch.reports.sections import tokens as by_token
 from mismatch.types import Report
 
@@ -42,7 +43,9 @@ OF_REPORT: dict[str, Callable[[Report, pd.DataFrame | None, str | None], Section
     "breakdowns": lambda report, *_: breakdowns.section(report),
     "variants": lambda report, *_: passes.variants(report),
     "explorer": lambda report, tokens, _: explorer.section(report, tokens),
-    "routing": lambda report, *_: routing.section(report),
+    "routing": lambda report, *_: (  # None of a dense model
+        load(f"{__name__}.routing:section")(report) if summary.headline(report).routing else None
+    ),
     "checks": lambda report, *_: headline.checks(report),
     "ran": lambda report, *_: ran.section(report),
     "glossary": lambda *_: ran.glossary(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from mismatch.analysis.cause_results import Evidence, Side
 from mismatch.analysis.diagnosis.case import Case, above, below
 from mismatch.analysis.diagnosis.detector import Detector, Finding, Look
 from mismatch.analysis.diagnosis.detectors.position import BOUNDARIES, onset
@@ -19,7 +20,6 @@ from mismatch.analysis.diagnosis.legs import (
     of_two_precisions,
 )
 from mismatch.analysis.diagnosis.loaded_weights import same_weights
-from mismatch.analysis.diagnosis.results import Evidence, Side
 from mismatch.analysis.displaced import device_class, levels_for
 from mismatch.analysis.square import PlainCost, gap_side
 from mismatch.run.store import PLAIN, REFERENCE, TRAINER_FLOAT32

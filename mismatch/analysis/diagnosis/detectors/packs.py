@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from mismatch.analysis.cause_results import Evidence, Side
 from mismatch.analysis.diagnosis.case import Case, above
 from mismatch.analysis.diagnosis.detector import Detector, Finding, Look
-from mismatch.analysis.diagnosis.results import Evidence, Side
 from mismatch.run.store import ALONE
 from mismatch.types import NotTested
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mismatch.analysis.cause_results import Evidence
 from mismatch.analysis.diagnosis.case import Case, Repair, above, correlation
 from mismatch.analysis.diagnosis.detector import Detector, Finding, Look
 from mismatch.analysis.diagnosis.legs import CALM, farther, imbalance, legs_of
-from mismatch.analysis.diagnosis.results import Evidence
 from mismatch.types import Floats, NotTested
 
 MIN_TOKENS = 400

@@ -11,10 +11,10 @@ from statistics import multimode
 
 import numpy as np
 
+from mismatch.analysis.cause_results import Evidence, Side
 from mismatch.analysis.diagnosis.case import Case, Repair, above
 from mismatch.analysis.diagnosis.detector import Detector, Finding, Look, paired_anew
 from mismatch.analysis.diagnosis.legs import CALM, imbalance
-from mismatch.analysis.diagnosis.results import Evidence, Side
 from mismatch.types import Bools, Floats, Ints, NotTested
 
 SHIFTS = (-4, -3, -2, -1, 1, 2, 3, 4)

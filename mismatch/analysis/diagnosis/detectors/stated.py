@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mismatch.analysis.cause_results import DIFFER, Evidence, Side
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import Detector, Finding, Look
 from mismatch.analysis.diagnosis.loaded_weights import (
@@ -20,7 +21,6 @@ from mismatch.analysis.diagnosis.loaded_weights import (
     Difference,
     unlike_its_checkpoint,
 )
-from mismatch.analysis.diagnosis.results import DIFFER, Evidence, Side
 from mismatch.analysis.levels import NOT_QUANTISED
 from mismatch.types import NotTested, SideFacts
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from mismatch.analysis.cause_results import Evidence, Side
 from mismatch.analysis.diagnosis.case import Case, Repair, above
 from mismatch.analysis.diagnosis.detector import Detector, Finding, Look, paired_anew
 from mismatch.analysis.diagnosis.detectors.position import JUMP, change, size
 from mismatch.analysis.diagnosis.legs import imbalance, legs_of
-from mismatch.analysis.diagnosis.results import Evidence, Side
 from mismatch.types import CACHED, Bools, Floats, Ints, NotTested
 
 HITS = "turns from the prefix cache against others"
