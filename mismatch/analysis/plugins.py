@@ -61,7 +61,7 @@ _HERE, _SHOWN = "mismatch.analysis", "mismatch.reports.sections"
 CORE = (
     Analysis("square", f"{_HERE}.results:Square", f"{_HERE}.square:measure",
              f"{_SHOWN}.square:section", unseen="not_judged", order=0),
-    Analysis("two_passes", "mismatch.metrics.ppo_passes:TwoPasses", f"{_HERE}.two_passes:measure",
+    Analysis("two_passes", f"{_HERE}.results:TwoPasses", f"{_HERE}.two_passes:measure",
              f"{_SHOWN}.two_passes:section", order=4),
     Analysis("causes", f"{_HERE}.cause_results:Causes", f"{_HERE}.causes:measure",
              f"{_SHOWN}.causes:section", order=5),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -16,6 +16,7 @@ OneSide = Literal["engine", "trainer", "either"]
 Standing = Literal["within", "wide", "undecided", "beyond"]
 Evidence = Literal["excess", "gap"]
 Kind = Literal["rare", "shift", "response"]
+AS_RUN, REPLAY, OVERRIDE = "as-run", "router-replay", "on-policy-override"
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,3 +266,61 @@ def sentence(result: LongSequence, gap: LongGap) -> str:
         f"from position {gap.begins:,} on {name} in float32 computes another function than the "
         f"float32 reference: the median token of a block is up to {off} nats off"
     )
+
+
+SAID = {
+    "rare": "has a token",
+    "shift": "has a mean",
+    "response": "has a response whose median token is",
+}
+
+
+def displacement(finding: Displaced) -> str:
+    """Return how many prompts are how far from float32, and how many a plain forward has."""
+    far, plain = f"{finding.nats:.2g} nats", f"{finding.nats / finding.factor:.2g}"
+    return (
+        f"in {finding.beyond} of {finding.n_prompts} prompts {finding.scoring} "
+        f"{SAID[finding.kind]} more than {far} from float32; precision alone puts "
+        f"{finding.plain_beyond} beyond {plain} (p = {finding.chance:.1g})"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The new pass against the old one, as it runs or with one remedy.
+
+    Attributes:
+        id: AS_RUN, REPLAY or OVERRIDE.
+        scoring: the new pass; None where nothing was run, because the ratio is set, not measured.
+        metrics: name -> estimate, see ``METRICS_OF_RATIO``; empty where nothing was measured.
+        routing: share of (token, layer), and of tokens, whose experts differ between the passes.
+    """
+
+    GONE = frozenset({"by_size"})  # see mismatch/codec.py
+
+    id: str
+    scoring: str | None
+    metrics: dict[str, Estimate] = field(default_factory=dict)
+    routing: dict[str, Estimate] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TwoPasses:
+    """What two forward passes of one trainer differ by.
+
+    Attributes:
+        old: the first pass.
+        injected: what was injected into the new pass on purpose, or "".
+        replayed: what both passes replay, so that their routes cannot differ, or "".
+        notes: what was not run, and why; one sentence each.
+    """
+
+    old: str
+    variants: tuple[Variant, ...]
+    injected: str = ""
+    replayed: str = ""
+    notes: tuple[str, ...] = ()
+
+    def named(self, id: str) -> Variant | None:
+        """Return one variant, or None where it was not run."""
+        return next((variant for variant in self.variants if variant.id == id), None)

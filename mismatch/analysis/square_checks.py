@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from mismatch.analysis.levels import MORE_PROMPTS
-from mismatch.analysis.results import Displaced, Finding, Side, Square, Standing, check_id, shared
+from mismatch.analysis.results import (
+    Displaced,
+    Finding,
+    Side,
+    Square,
+    Standing,
+    check_id,
+    displacement,
+    shared,
+)
 from mismatch.types import Check, CheckStatus
 
 STATUS: dict[Standing, CheckStatus] = {
@@ -66,23 +75,6 @@ def square_checks(square: Square | None, place: str = "") -> list[Check]:
         for id, worse in farthest.items()
     ]
     return unseen + checks + moved
-
-
-SAID = {
-    "rare": "has a token",
-    "shift": "has a mean",
-    "response": "has a response whose median token is",
-}
-
-
-def displacement(finding: Displaced) -> str:
-    """Return how many prompts are how far from float32, and how many a plain forward has."""
-    far, plain = f"{finding.nats:.2g} nats", f"{finding.nats / finding.factor:.2g}"
-    return (
-        f"in {finding.beyond} of {finding.n_prompts} prompts {finding.scoring} "
-        f"{SAID[finding.kind]} more than {far} from float32; precision alone puts "
-        f"{finding.plain_beyond} beyond {plain} (p = {finding.chance:.1g})"
-    )
 
 
 def _fix(square: Square, finding: Finding | Displaced, place: str) -> str:

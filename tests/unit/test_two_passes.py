@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
-from mismatch.analysis.two_passes import mark_injected, two_passes
+from mismatch.analysis.results import AS_RUN, OVERRIDE, REPLAY
+from mismatch.analysis.two_passes import mark_injected, measure_pass, two_passes
 from mismatch.codec import from_json
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.scoring_passes import reference_of, training_passes
 from mismatch.facts import injections_in_words
-from mismatch.metrics.ppo_passes import AS_RUN, OVERRIDE, REPLAY, measure_pass, ratios, unclipped
+from mismatch.metrics.ppo_passes import ratios, unclipped
 from mismatch.models.config import is_moe
 from mismatch.models.moe import parse_injections, require_routes
 from mismatch.pipeline.document import report_from_json, report_to_json, schema

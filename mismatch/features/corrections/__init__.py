@@ -5,11 +5,9 @@ from mismatch.plugins import Analysis, Command, Feature
 FEATURE = Feature(
     "corrections",
     commands=(
-        Command(
-            "corrections",
-            "Try TIS, IcePop, MIS, IPO, DPPO, GSPO, M2PO and more on a run's tokens.",
-            "mismatch.features.corrections.command:corrections",
-        ),
+        Command("corrections",
+                "Try TIS, IcePop, MIS, IPO, DPPO, GSPO, M2PO and more on a run's tokens.",
+                "mismatch.features.corrections.command:corrections"),
     ),
     analyses=(
         Analysis("corrections", "mismatch.features.corrections.results:Corrections",

@@ -5,11 +5,8 @@ from mismatch.plugins import Analysis, Command, Feature
 FEATURE = Feature(
     "locate",
     commands=(
-        Command(
-            "locate",
-            "Name the first module where engine and trainer differ.",
-            "mismatch.features.locate.command:locate",
-        ),
+        Command("locate", "Name the first module where engine and trainer differ.",
+                "mismatch.features.locate.command:locate"),
     ),
     analyses=(
         Analysis("locate", "mismatch.features.locate.results:Location",

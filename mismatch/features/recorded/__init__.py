@@ -5,22 +5,12 @@ from mismatch.plugins import Analysis, Command, Feature
 FEATURE = Feature(
     "recorded",
     commands=(
-        Command(
-            "postmortem",
-            "Judge a run that already happened, from its dump.",
-            "mismatch.features.recorded.command:postmortem",
-        ),
-        Command(
-            "watch",
-            "Follow the mismatch while a run trains.",
-            "mismatch.features.recorded.command:watch",
-        ),
-        Command(
-            "read-rollouts",
-            "Make a run from rollouts that a framework recorded.",
-            "mismatch.features.recorded.command:read_rollouts",
-            "Check and its results",
-        ),
+        Command("postmortem", "Judge a run that already happened, from its dump.",
+                "mismatch.features.recorded.command:postmortem"),
+        Command("watch", "Follow the mismatch while a run trains.",
+                "mismatch.features.recorded.command:watch"),
+        Command("read-rollouts", "Make a run from rollouts that a framework recorded.",
+                "mismatch.features.recorded.command:read_rollouts", "Check and its results"),
     ),
     analyses=(
         Analysis("recorded", "mismatch.features.recorded.facts:RecordedReport",

@@ -6,8 +6,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mismatch.analysis.levels import AS_LOADED as WEIGHTS
-from mismatch.analysis.results import Displaced, Finding, Gap, Leg, Side, Square, Standing, shared
-from mismatch.analysis.square_checks import displacement
+from mismatch.analysis.results import (
+    Displaced,
+    Finding,
+    Gap,
+    Leg,
+    Side,
+    Square,
+    Standing,
+    displacement,
+    shared,
+)
 from mismatch.reports.formatting import bound, count, interval, line, number, plural, text, times
 from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone
 from mismatch.reports.svg import ACCENT, INK, SECOND

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mismatch.metrics.ppo_passes import AS_RUN, OVERRIDE, REPLAY, TwoPasses, Variant
+from mismatch.analysis.results import AS_RUN, OVERRIDE, REPLAY, TwoPasses, Variant
 from mismatch.metrics.token import CLIP
 from mismatch.reports.formatting import line, number, percent, text
 from mismatch.reports.section import Cell, Cells, Column, Section, Table
