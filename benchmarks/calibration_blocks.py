@@ -14,7 +14,8 @@ from mismatch.analysis.diagnosis.pass_checks import not_finite
 from mismatch.analysis.diagnosis.semantics import input_checks
 from mismatch.analysis.levels import column_for, judge, verdict
 from mismatch.analysis.plugins import RunArtefacts
-from mismatch.analysis.square import Square, measure, precision_of
+from mismatch.analysis.results import Square
+from mismatch.analysis.square import measure, precision_of
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.thresholds import default_thresholds
 from mismatch.attempts import Attempts

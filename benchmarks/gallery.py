@@ -30,8 +30,8 @@ from benchmarks.fault_blocks import measured  # noqa: E402
 from benchmarks.known_faults import FAULTS, Fault  # noqa: E402
 from benchmarks.known_issue_page import PLACES  # noqa: E402
 from benchmarks.known_issues import judged  # noqa: E402
+from mismatch.analysis.catalogue import title_of  # noqa: E402
 from mismatch.analysis.diagnosis.case import Case  # noqa: E402
-from mismatch.analysis.diagnosis.catalogue import title_of  # noqa: E402
 from mismatch.types import Floats  # noqa: E402
 
 PAGE = ROOT / "docs" / "evidence" / "gallery.md"

@@ -46,9 +46,10 @@ from benchmarks.known_issue_runs import (  # noqa: E402
     undeclared,
     with_fault,
 )
+from mismatch.analysis.cause_results import Causes  # noqa: E402
 from mismatch.analysis.diagnosis.case import Case  # noqa: E402
 from mismatch.analysis.diagnosis.detector import detectors  # noqa: E402
-from mismatch.analysis.diagnosis.ranking import Causes, diagnose  # noqa: E402
+from mismatch.analysis.diagnosis.ranking import diagnose  # noqa: E402
 
 MODELS = ("gpt-oss", "llama", "mixtral")  # that faults are planted in, by their clean runs
 GENERIC = {"function-differs", "weights-differ", "side-off"}  # kinds: no cause is named

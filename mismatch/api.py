@@ -28,7 +28,7 @@ from mismatch.errors import MismatchError
 if TYPE_CHECKING:
     import pandas as pd
 
-    from mismatch.analysis.diagnosis.ranking import Cause
+    from mismatch.analysis.cause_results import Cause
     from mismatch.pipeline.run_comparison import RunComparison
     from mismatch.types import Report, Verdict
 

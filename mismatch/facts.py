@@ -166,3 +166,32 @@ class SideFacts(TypedDict, total=False):
 def known(facts: SideFacts) -> SideFacts:
     """Return the facts that are not None."""
     return cast(SideFacts, {key: fact for key, fact in facts.items() if fact is not None})
+
+
+def replay_of(facts: SideFacts) -> str:
+    """Say how experts were given to a side, and by which scoring; "" where it chose them.
+
+    >>> replay_of({"replay": {"mode": "ids+weights", "source": "vllm:decode"}})
+    'ids and weights of vllm:decode'
+    """
+    replay = facts.get("replay")
+    return f"{replay['mode'].replace('+', ' and ')} of {replay['source']}" if replay else ""
+
+
+def injections_in_words(injections: Sequence[tuple[str, float]], seed: int | None = None) -> str:
+    """Return one phrase for messages and reports; "" where nothing is injected.
+
+    >>> injections_in_words((("router-noise", 0.05),), seed=3)
+    'router-noise=0.05 (seed 3)'
+    """
+    if not injections:
+        return ""
+    text = ", ".join(f"{name}={size:g}" for name, size in injections)
+    return text if seed is None else f"{text} (seed {seed})"
+
+
+def injected_into(facts: SideFacts) -> str:
+    """Return what was injected into a side, as :func:`injections_in_words` has it."""
+    sizes = dict(facts.get("injected") or {})
+    seed = sizes.pop("seed", None)
+    return injections_in_words(tuple(sizes.items()), None if seed is None else int(seed))

@@ -51,3 +51,46 @@ FRAMEWORKS = {
 BY_TITLE = {framework.title: framework for framework in FRAMEWORKS.values()}
 # In the order in which a report shows their settings.
 CORRECTING = tuple(FRAMEWORKS[id].title for id in ("verl", "trl", "nemo-rl", "prime-rl"))
+# Of kernels with sinks: eager has 3 copies of the scores of 64 heads in bf16.
+KERNEL_COSTS = {
+    "flex_attention": "keeps no scores, needs a GPU",
+    "eager": "keeps every score: 98 GB for one sequence of 16,000 tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What to write into one framework's configuration."""
+
+    framework: str
+    lines: tuple[str, ...]
+    """The setting, as lines of its file; empty where the framework lacks it."""
+    remark: str
+    """What to know about it, or why there is none."""
+    source: str
+    """What the keys were read from."""
+    selects: str = ""
+    """What the lines select, where that may be another thing than what the fix sets."""
+
+    @classmethod
+    def of(cls, framework: str, entry: dict[str, str], source: str) -> Recipe:
+        """Return an entry of a file; a source without a path names a commit itself."""
+        lines, known = entry.get("lines", "").strip("\n").splitlines(), BY_TITLE.get(framework)
+        if known is not None and known.version and "#" not in source.partition(";")[0]:
+            source = f"{known.read_in}, {source}"
+        selects = entry.get("selects", "")
+        return cls(framework, tuple(lines), entry.get("remark", ""), source, selects)
+
+    def proof(self, ran: tuple[str, ...], *, in_trainer: bool) -> str:
+        """Return whether the lines set what was measured; "" of an engine's own setting.
+
+        Args:
+            ran: the attention kernel that ran with the fix, and the fix's value.
+            in_trainer: the fix is one of the trainer, which is another program in a framework.
+        """
+        cost = f", {KERNEL_COSTS[self.selects]}" if self.selects in KERNEL_COSTS else ""
+        if self.selects and self.selects not in ran:
+            return f"equivalent, not measured: {self.selects}{cost}"
+        if self.selects and self.selects == ran[0]:
+            return f"measured: {self.selects}{cost}"
+        return "the same setting, not measured in this framework" if in_trainer else ""

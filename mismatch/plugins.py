@@ -14,6 +14,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from mismatch.codec import from_json, schema_of, to_json
 from mismatch.errors import MismatchError
 
 BUILT_IN = "mismatch.features"
@@ -38,13 +39,70 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True)
+class Analysis:
+    """One analysis: how its result is measured, and where it stands in a report.
+
+    The functions and the result are import strings ``module:name``, so that a report imports the
+    types and sections of the results that it holds, and nothing that measures them.
+    """
+
+    id: str
+    """Its key in report.json."""
+    result: str
+    """A frozen dataclass, written and read by :mod:`mismatch.codec`."""
+    measure: str = ""
+    """``measure(RunArtefacts, CheckSpec)``, pure; None where the run does not ask for it, NotTested
+    where it could not be measured."""
+    section: str = ""
+    """``section(result, report)``, which shows it."""
+    unseen: str = ""
+    """Attribute of the result that lists what it could not see, for what was not tested."""
+    order: int = 100
+    """Of its key in report.json."""
+    from_run: str = ""
+    """``from_run(run_dir, CheckSpec)`` reads the result from artefacts that a command of the
+    feature left in a run directory; it is in the report whether or not anything was compared."""
+    checks: str = ""
+    """``checks(result)``: what it adds to the checks that the verdict reads."""
+    causes: str = ""
+    """``causes(result)``: what a result that ``from_run`` read found to be wrong by running parts
+    of both sides; only digests and resolved settings come before it."""
+    chapter: str = "more"
+    """Id of the chapter of the page that shows the section (``reports/sections``)."""
+    of_pairs: bool = False
+    """It is also measured where ``mismatch compare`` takes any two scorings."""
+
+    def call(self, part: str, *given: Any) -> Any:
+        """Return what the function that a field names gives; None where the field names none."""
+        name = getattr(self, part)
+        return load(name)(*given) if name else None
+
+    def not_seen(self, result: Any) -> tuple[str, ...]:
+        """Return what a result could not see, a sentence each."""
+        return tuple(map(str, getattr(result, self.unseen))) if self.unseen else ()
+
+    def write(self, result: Any) -> dict[str, Any]:
+        """Return the keys of report.json that hold it."""
+        return {self.id: to_json(result)}
+
+    def read(self, document: dict[str, Any]) -> Any:
+        """Return the inverse; None where the report does not have it."""
+        entry = document.get(self.id)
+        return None if entry is None else from_json(load(self.result), entry)
+
+    def schema(self, definitions: dict[str, Any]) -> dict[str, Any]:
+        """Return the JSON Schema of its keys."""
+        return {self.id: schema_of(load(self.result), definitions)}
+
+
+@dataclass(frozen=True, slots=True)
 class Feature:
     """Everything that one feature adds. Import strings keep the start of a command fast."""
 
     name: str
     commands: tuple[Command, ...] = ()
-    analyses: str = ""
-    """Import string ``module:NAME`` of a tuple of :class:`mismatch.analysis.plugins.Analysis`."""
+    analyses: tuple[Analysis, ...] = ()
+    """What it adds to a report."""
     configuration: str = ""
     """Import string of a :class:`mismatch.cli.configuration.Configuration`: flags of a check."""
     check_flags: str = ""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mismatch.analysis.cause_results import Cause, Causes
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
-from mismatch.analysis.diagnosis.ranking import Cause, Causes, diagnose
+from mismatch.analysis.diagnosis.ranking import diagnose
 from tests import drawn_pair as drawn
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mismatch.experiments.fixes.base import EstimatorFix, FixCost, FixOutcome, FixTable, HeldOut
+from mismatch.experiments.results import EstimatorFix, FixCost, FixOutcome, FixTable, HeldOut
 from mismatch.types import Estimate, Judgement, Verdict
 
 K3, MEAN, TAIL, ROUTES = (

@@ -14,10 +14,11 @@ import numpy as np
 import pandas as pd
 
 from mismatch.analysis.comparison import compare
-from mismatch.analysis.displaced import LEVELS, Bound, Displaced
+from mismatch.analysis.displaced import LEVELS, Bound
 from mismatch.analysis.levels import judge, verdict
-from mismatch.analysis.square import Gap as Float32Gap
-from mismatch.analysis.square import Leg, Square, judged
+from mismatch.analysis.results import Displaced, Leg, Square
+from mismatch.analysis.results import Gap as Float32Gap
+from mismatch.analysis.square import judged
 from mismatch.features.corrections.preview import preview
 from mismatch.features.corrections.results import Corrections
 from mismatch.types import (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mismatch.analysis.plugins import Analysis, RunArtefacts
+from mismatch.analysis.plugins import RunArtefacts
+from mismatch.plugins import Analysis
 from mismatch.reports.formatting import percent, text
 from mismatch.reports.section import Cell, Column, Section, Table
 from mismatch.specs import CheckSpec
@@ -46,4 +47,5 @@ def section(result: Toy, report: Report) -> Section:
     )  # fmt: skip
 
 
-ANALYSES = (Analysis("toy", Toy, measure, section="tests.toy_analysis:section"),)
+HERE = "tests.toy_analysis"
+ANALYSIS = Analysis("toy", f"{HERE}:Toy", f"{HERE}:measure", f"{HERE}:section")

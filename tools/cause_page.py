@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mismatch.analysis.diagnosis.catalogue import Entry, catalogue
+from mismatch.analysis.catalogue import Entry, catalogue
 from mismatch.analysis.diagnosis.detector import detectors
-from mismatch.experiments.explanation import TESTS
 from mismatch.experiments.fixes.catalogue import FIXES
 from mismatch.experiments.fixes.guides import settings_of
 from mismatch.experiments.probes import PROBES
+from mismatch.experiments.results import TESTS
 from mismatch.frameworks import FRAMEWORKS
 
 DOCS = Path(__file__).parent.parent / "docs"

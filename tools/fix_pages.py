@@ -5,8 +5,9 @@ from __future__ import annotations
 import textwrap
 
 from mismatch.experiments.fixes.base import Fix
-from mismatch.experiments.fixes.catalogue import FIXES
-from mismatch.experiments.fixes.guides import SIDES, Evidence, Recipe, guide_of, sentence, trials
+from mismatch.experiments.fixes.catalogue import FIXES, trials
+from mismatch.experiments.fixes.guides import SIDES, Evidence, guide_of, sentence
+from mismatch.frameworks import Recipe
 
 HEADINGS = (
     "What it changes",

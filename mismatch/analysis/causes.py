@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mismatch.analysis.diagnosis.case import Case, Side
-from mismatch.analysis.diagnosis.detector import Evidence, detectors
-from mismatch.analysis.diagnosis.ranking import KINDS, LITTLE, Cause, Causes, diagnose
+from mismatch.analysis.cause_results import KINDS, LITTLE, Cause, Causes, Evidence, Side
+from mismatch.analysis.diagnosis.case import Case
+from mismatch.analysis.diagnosis.detector import detectors
+from mismatch.analysis.diagnosis.ranking import diagnose
 from mismatch.analysis.explained import lead_of, led, unled
-from mismatch.analysis.plugins import Analysis, RunArtefacts
-from mismatch.analysis.square import Square, sides_at_fault
+from mismatch.analysis.plugins import RunArtefacts
+from mismatch.analysis.results import Square, sides_at_fault
 from mismatch.specs import CheckSpec
 from mismatch.types import Check, Report, Scoring, SideFacts
-
-MODULE = "first module that differs"  # the evidence of a cause that running modules found
 
 
 def measure(run: RunArtefacts, spec: CheckSpec) -> Causes:
@@ -35,12 +34,6 @@ def of_sides_at_fault(found: Sequence[Cause], square: Square | None) -> list[Cau
     """
     trainer = {side == "trainer" for side in (sides_at_fault(square) if square else ())}
     return [cause for cause in found if (cause.side == "trainer") in trainer]
-
-
-def place_of(found: Sequence[Cause]) -> str:
-    """Return the first module that running modules found to differ; "" where none is named."""
-    evidence = found[0].evidence if found else ()
-    return next((str(item.value) for item in evidence if item.what == MODULE), "")
 
 
 def led_by(causes: Causes, found: Sequence[Cause]) -> Causes:
@@ -144,6 +137,3 @@ def with_causes(report: Report, causes: Causes, explained: bool) -> Report:
     if fixes is None or fixes.verdict_as_is is None:  # else it is the verdict with fixes
         verdict = led(verdict, lead_of(causes, checks), checks)
     return replace(report, checks=checks, verdict=verdict)
-
-
-ANALYSIS = Analysis("causes", Causes, measure, order=5)

@@ -13,10 +13,10 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
-from typing import Literal
 
 import numpy as np
 
+from mismatch.analysis.results import Displaced, Kind, Side, Standing
 from mismatch.metrics.registry import POSITIVE, REAL, Bounds, Combine, Metric, floats
 from mismatch.types import Floats, Ints, SideFacts
 
@@ -101,8 +101,6 @@ CORRELATION = _metric("square_correlation", _correlation, "correlation", REAL)
 
 
 FILE = "square_levels.toml"
-Side = Literal["engine", "trainer", "other-engine", "either"]
-Standing = Literal["within", "wide", "undecided", "beyond"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,34 +170,8 @@ def device_class(engine: SideFacts, trainer: SideFacts) -> str:
     return "cpu" if names == ["cpu", "cpu"] else names[1]
 
 
-Kind = Literal["rare", "shift", "response"]
 UNSURE = 1e-3  # chance below which a number of prompts is not passed either
 LONG = 16  # tokens of a response whose median says something about all of it
-
-
-@dataclass(frozen=True, slots=True)
-class Displaced:
-    """How many prompts of a scoring lie beyond what the plain forward shows, at the worst bound.
-
-    Attributes:
-        kind: of displacement. "rare": the largest of a prompt's tokens. "shift": the mean of a
-            prompt's tokens. "response": the median token of a prompt's worst response.
-        nats: the bound, for the side: ``factor`` times the plain forward's.
-        beyond, plain_beyond: prompts beyond it.
-        chance: that as many are the side's and not the plain forward's, if it were no more than
-            ``factor`` times as far off (sign test over prompts).
-    """
-
-    side: Side
-    scoring: str
-    kind: Kind
-    factor: float
-    nats: float
-    beyond: int
-    plain_beyond: int
-    n_prompts: int
-    chance: float
-    standing: Standing
 
 
 def displaced(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mismatch.analysis.diagnosis.catalogue import title_of
-from mismatch.analysis.diagnosis.ranking import LEADS, Cause, Causes
+from mismatch.analysis.catalogue import title_of
+from mismatch.analysis.cause_results import LEADS, Cause, Causes
 from mismatch.types import Check, Verdict
 
 # Of how far a side is off: they fail with any cause on that side that carries the mismatch.
@@ -94,9 +94,7 @@ def lead_of(causes: Causes | None, checks: Sequence[Check]) -> Lead | None:
     failed = any(check.status == "failed" for check in checks)
     for cause in causes.ranked if causes else ():
         if cause.decided:
-            wrong = [
-                check for check in checks if check.status in ("failed", "inconclusive", "warning")
-            ]
+            wrong = [check for check in checks if check.status in WRONG]
             lead = Lead(cause, tuple(check for check in wrong if explains(cause, check)))
             own = any(of_kind(cause, check) for check in lead.failed)
             if own or (leads(cause) and (lead.failed or not failed)):

@@ -43,6 +43,10 @@ SEVERITY: dict[str, int] = {
 }
 INCOMPLETE = "incomplete-report"  # the check that names parts of a report that raised
 ENTROPY = "policy-entropy"  # a check that leaves fitness open, and says nothing of correctness
+MORE_PROMPTS = "measure more: --num-prompts"  # the fix of a check of the square
+MORE = "measure more: --num-prompts, --max-tokens"
+AS_LOADED = "weights-as-loaded"
+ONE_FORM = "train and sample in one form"
 TOO_LITTLE = ("enough-data",)  # checks whose warning leaves both questions open
 PRECISION = ("fp32", "fp16", "bf16")  # falling: 24, 11 and 8 significant bits
 LONG_NAMES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}

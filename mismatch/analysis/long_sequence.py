@@ -16,20 +16,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mismatch.analysis.displaced import device_class, levels_for
-from mismatch.analysis.plugins import Analysis
-from mismatch.analysis.square import OneSide, PlainCost, incomparable, precision_of, same_law
+from mismatch.analysis.results import Block, LongGap, LongSequence, OneSide, sentence
+from mismatch.analysis.square import PlainCost, incomparable, precision_of, same_law
 from mismatch.keys import FLOAT32, PLAIN, PLAIN_TRAINER, REFERENCE, REFERENCE_LONG, TRAIN, Key
 from mismatch.run import store
 from mismatch.run.long_rollout import FOLDER
 from mismatch.specs import CheckSpec
-from mismatch.types import Check, CheckStatus, Floats, Scoring
+from mismatch.types import Check, Floats, Scoring
 
 BLOCKS = 8  # of positions beyond the run's own
 BLOCK = 100  # tokens at least: of 47, clean trainers' rounding varies from 0.8 to 1.5 times
@@ -39,90 +39,6 @@ FACTOR = 10.0
 # Times a plain forward. Clean trainers in bf16 (gpt-oss, qwen3, qwen3_moe, llama): 0.8 to 1.3.
 TIMES = (2.0, 2.5)
 ROUNDING = "long-sequence-trainer-rounding"  # the check of the trainer as it runs
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Positions from ``low`` up to, not including, ``high``.
-
-    Attributes:
-        nats: median |delta| there; with ``plain`` the mean without the worst tenth.
-        plain: that of a plain forward in the same precision; None: the side is in float32.
-    """
-
-    low: int
-    high: int
-    nats: float
-    plain: float | None = None
-
-    @property
-    def off(self) -> float:
-        """How far it is off: in nats, or in times of the plain forward."""
-        if self.plain is None:
-            return self.nats
-        return self.nats / self.plain if self.plain else float(np.inf if self.nats else 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class LongGap:
-    """A side against the float32 reference along the long sequence.
-
-    Attributes:
-        side: which is off where they differ; the engine's may be the reference's fault.
-        blocks: the first one is what the run itself reached.
-        passed, failed: levels of :attr:`Block.off`.
-    """
-
-    scoring: str
-    side: OneSide
-    blocks: tuple[Block, ...]
-    passed: float
-    failed: float
-
-    @property
-    def off(self) -> float:
-        """What is judged: the worst block, or how far a side as it runs stays off; NaN fails."""
-        beyond = [block.off for block in self.blocks[1:]]
-        if not self.rounded or np.isnan(beyond).any():
-            return float(np.max(beyond))
-        last = math.ceil(len(beyond) / 4)
-        return max(float(np.median(beyond)), min(beyond[-last:]))
-
-    @property
-    def status(self) -> CheckStatus:
-        """Judge it; a number that is none fails."""
-        if self.off <= self.passed:
-            return "passed"
-        return "inconclusive" if self.off <= self.failed else "failed"
-
-    @property
-    def begins(self) -> int | None:
-        """First position of the first block beyond its level; None: all pass."""
-        return next((b.low for b in self.blocks if not b.off <= self.passed), None)
-
-    @property
-    def rounded(self) -> bool:
-        """Whether the side is in the precision of the run."""
-        return self.blocks[0].plain is not None
-
-
-@dataclass(frozen=True, slots=True)
-class LongSequence:
-    """What one long sequence showed.
-
-    Attributes:
-        tokens: of the sequence.
-        reached: tokens of the run's own longest sequence.
-    """
-
-    tokens: int
-    reached: int
-    gaps: tuple[LongGap, ...]
-
-    @property
-    def tested(self) -> int:
-        """Up to which length both sides were looked at; 0 where only one was."""
-        return self.tokens if len({gap.side == "trainer" for gap in self.gaps}) > 1 else 0
 
 
 def of_run(run_dir: Path | str, spec: CheckSpec, fix: str = "") -> LongSequence | None:
@@ -208,30 +124,3 @@ def checks(result: LongSequence) -> tuple[Check, ...]:
         detail = f"{sentence(result, gap)} (level {gap.passed:.2g})"
         made.append(Check(id_, gap.status, detail, fix))
     return tuple(made)
-
-
-def sentence(result: LongSequence, gap: LongGap) -> str:
-    """Say from which position on a side is off, or that it is nowhere."""
-    name, off = Key(gap.scoring).side, f"{gap.off:.2g}"
-    if gap.rounded and gap.status == "passed":
-        return (
-            f"up to position {result.tokens:,} {name} as it runs rounds like a plain forward: "
-            f"{off} times as far from the float32 reference"
-        )
-    if gap.rounded:
-        return (
-            f"from position {gap.begins:,} on {name} as it runs is {off} times as far from the "
-            "float32 reference as a plain forward"
-        )
-    if gap.begins is None:
-        return (
-            f"at all {result.tokens:,} positions {name} in float32 agrees with the float32 "
-            f"reference: the median token of a block is within {off} nats"
-        )
-    return (
-        f"from position {gap.begins:,} on {name} in float32 computes another function than the "
-        f"float32 reference: the median token of a block is up to {off} nats off"
-    )
-
-
-ANALYSIS = Analysis("long_sequence", LongSequence, order=20, from_run=of_run, checks=checks)

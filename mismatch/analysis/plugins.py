@@ -1,30 +1,18 @@
 """Analyses as plug-ins: what a report holds beyond its comparisons, by id.
 
-A new analysis of the core is two files: ``mismatch/analysis/ID.py`` with
-``ANALYSIS = Analysis(…)``, and ``mismatch/reports/sections/ID.py`` with
-``section(result, report)``. A feature names its analyses in its ``FEATURE`` and their sections
-and chapters in the :class:`Analysis` (see :mod:`mismatch.plugins`).
+A new analysis of the core is a row of :data:`CORE`; a feature lists its rows in its ``FEATURE``
+(see :mod:`mismatch.plugins`).
 """
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from mismatch.analysis.diagnosis.ranking import Cause
-from mismatch.codec import from_json, schema_of, to_json
-from mismatch.plugins import features, load
-from mismatch.specs import CheckSpec
-from mismatch.types import Check, Comparison, NotTested, Rollout, Scoring
-
-R = TypeVar("R")
-
-ELSEWHERE = ("mismatch.experiments.results",)  # analyses of passes beyond a check's own
+from mismatch.codec import Misfit, from_json, schema_of, to_json
+from mismatch.plugins import Analysis, features, load
+from mismatch.types import Comparison, Rollout, Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,67 +33,50 @@ class RunArtefacts:
     refused: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Analysis(Generic[R]):
-    """One analysis: how its result is measured, and where it stands in a report.
+class _Fixes(Analysis):
+    """Two keys: one entry per fix, and what holds for all of them."""
 
-    Attributes:
-        id: its key in report.json.
-        result: a frozen dataclass, written and read by :mod:`mismatch.codec`.
-        measure: pure; None where the run does not ask for it.
-        section: import string of the function that shows it, ``module:function``; "": one of the
-            core's (``mismatch/reports/sections``).
-        unseen: what a result could not see, for the report's list of what was not tested.
-        order: of its key in report.json.
-        from_run: reads the result from artefacts that a command of the feature left in a run
-            directory; it is in the report whether or not anything was compared.
-        checks: what a result adds to the checks that the verdict reads.
-        causes: what a result that ``from_run`` read found to be wrong by running parts of both
-            sides; only digests and resolved settings come before it.
-        chapter: id of the chapter of the page that shows the section (``reports/sections``).
-        of_pairs: it is also measured where ``mismatch compare`` takes any two scorings.
-    """
+    def write(self, result: Any) -> dict[str, Any]:
+        trials = to_json(result)
+        return {"fixes": trials.pop("outcomes"), "fix_trials": trials}
 
-    id: str
-    result: type[R]
-    measure: Callable[[RunArtefacts, CheckSpec], R | NotTested | None] = lambda run, spec: None
-    section: str = ""
-    unseen: Callable[[R], tuple[str, ...]] = lambda result: ()
-    order: int = 100
-    from_run: Callable[[Path, CheckSpec], R | None] = lambda run_dir, spec: None
-    checks: Callable[[R], tuple[Check, ...]] = lambda result: ()
-    causes: Callable[[R], tuple[Cause, ...]] = lambda result: ()
-    chapter: str = "more"
-    of_pairs: bool = False
-
-    def write(self, result: R) -> dict[str, Any]:
-        """Return the keys of report.json that hold it."""
-        return {self.id: to_json(result)}
-
-    def read(self, document: dict[str, Any]) -> R | None:
-        """Return the inverse; None where the report does not have it."""
-        entry = document.get(self.id)
-        return None if entry is None else from_json(self.result, entry)
+    def read(self, document: dict[str, Any]) -> Any:
+        if "fixes" not in document:
+            return None
+        if "fix_trials" not in document:
+            raise Misfit("field 'fix_trials' is missing")
+        table = {"outcomes": document["fixes"], **document["fix_trials"]}
+        return from_json(load(self.result), table)
 
     def schema(self, definitions: dict[str, Any]) -> dict[str, Any]:
-        """Return the JSON Schema of its keys."""
-        return {self.id: schema_of(self.result, definitions)}
+        schema_of(load(self.result), definitions)
+        trials = dict(definitions.pop("FixTable"))
+        outcomes = trials["properties"].pop("outcomes")
+        trials["required"] = list(trials["properties"])
+        definitions["FixTrials"] = trials
+        return {"fixes": outcomes, "fix_trials": {"$ref": "#/$defs/FixTrials"}}
+
+
+_HERE, _SHOWN = "mismatch.analysis", "mismatch.reports.sections"
+CORE = (
+    Analysis("square", f"{_HERE}.results:Square", f"{_HERE}.square:measure",
+             f"{_SHOWN}.square:section", unseen="not_judged", order=0),
+    Analysis("two_passes", f"{_HERE}.results:TwoPasses", f"{_HERE}.two_passes:measure",
+             f"{_SHOWN}.two_passes:section", order=4),
+    Analysis("causes", f"{_HERE}.cause_results:Causes", f"{_HERE}.causes:measure",
+             f"{_SHOWN}.causes:section", order=5),
+    _Fixes("fixes", "mismatch.experiments.results:FixTable",
+           section=f"{_SHOWN}.fixes:section", order=5),
+    Analysis("explain", "mismatch.experiments.results:Explanation",
+             section=f"{_SHOWN}.explain:section", order=9),
+    Analysis("long_sequence", f"{_HERE}.results:LongSequence",
+             section=f"{_SHOWN}.long_sequence:section", from_run=f"{_HERE}.long_sequence:of_run",
+             checks=f"{_HERE}.long_sequence:checks", order=20),
+)  # fmt: skip
 
 
 @cache
-def analyses() -> tuple[Analysis[Any], ...]:
+def analyses() -> tuple[Analysis, ...]:
     """Return all of them, in the order of their keys in report.json."""
-    import mismatch.analysis as room
-
-    here = [f"{room.__name__}.{info.name}" for info in pkgutil.iter_modules(room.__path__)]
-    modules = [import_module(name) for name in (*here, *ELSEWHERE) if name != __name__]
-    found = [
-        analysis
-        for module in modules
-        for analysis in getattr(module, "ANALYSES", [getattr(module, "ANALYSIS", None)])
-        if analysis is not None
-    ]
-    for feature in features():
-        if feature.analyses:
-            found += load(feature.analyses)
+    found = (*CORE, *(each for feature in features() for each in feature.analyses))
     return tuple(sorted(found, key=lambda analysis: analysis.order))

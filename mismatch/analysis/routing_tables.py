@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mismatch.analysis.breakdowns import Table, bucket_width
+from mismatch.facts import replay_of
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.inference import Groups, group_means, prompt_sums
@@ -25,7 +26,7 @@ from mismatch.metrics.routing_pairs import (
     other_rows,
     pair_routing,
 )
-from mismatch.types import Estimate, Floats, Ints, Pair, Rollout, Routing, Scoring, SideFacts
+from mismatch.types import Estimate, Floats, Ints, Pair, Rollout, Routing, Scoring
 
 MARGIN_EDGES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)  # times the router's noise, from
 NOISE_UNKNOWN = "near-ties: the router's noise is unknown"
@@ -67,16 +68,6 @@ def prompt_routing(
     names = ("routing_prompt_disagree_layer", "routing_prompt_disagree_any")
     wanted = [METRICS[name] for name in names]
     return estimator.all(wanted, {"prompt_differs": differs})
-
-
-def replay_of(fingerprint: SideFacts) -> str:
-    """Say how experts were given to a side, and by which scoring; "" where it chose them.
-
-    >>> replay_of({"replay": {"mode": "ids+weights", "source": "vllm:decode"}})
-    'ids and weights of vllm:decode'
-    """
-    replay = fingerprint.get("replay")
-    return f"{replay['mode'].replace('+', ' and ')} of {replay['source']}" if replay else ""
 
 
 def notes(left: Scoring, right: Scoring, routes: PairedRouting, noise: RouterNoise | None) -> Table:

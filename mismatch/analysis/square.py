@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -28,9 +27,6 @@ from mismatch.analysis.displaced import (
     RMS,
     SIZE,
     Bound,
-    Displaced,
-    Side,
-    Standing,
     correlation_terms,
     device_class,
     displaced,
@@ -38,7 +34,19 @@ from mismatch.analysis.displaced import (
     levels_for,
 )
 from mismatch.analysis.levels import DEQUANTISED, NOT_QUANTISED, PRECISION, short_name
-from mismatch.analysis.plugins import Analysis, RunArtefacts
+from mismatch.analysis.plugins import RunArtefacts
+from mismatch.analysis.results import (
+    Displaced,
+    Evidence,
+    Finding,
+    Gap,
+    Leg,
+    OneSide,
+    Side,
+    Square,
+    Standing,
+    check_id,
+)
 from mismatch.keys import (
     FLOAT32,
     GRAD,
@@ -55,99 +63,10 @@ from mismatch.metrics.estimator import Estimator
 from mismatch.specs import CheckSpec
 from mismatch.types import Estimate, Floats, NotTested, Scoring, SideFacts
 
-Evidence = Literal["excess", "gap"]
-OneSide = Literal["engine", "trainer", "either"]
 FP8_KV = "-fp8kv"
 FP8_NAMES = ("fp8", "fp8_e4m3", "float8_e4m3fn", "e4m3")
 BITS = {"bf16": 8, "fp16": 11, "fp32": 24}  # of a significand
 SAME_VALUES = frozenset(("as-stored", "bf16"))  # forms of one checkpoint that hold equal values
-
-
-@dataclass(frozen=True, slots=True)
-class Leg:
-    """One scoring against the same side's float32, and what a plain forward at its precision costs.
-
-    Attributes:
-        exact: the float32 scoring that it is measured from.
-        plain: the plain forward at its precision.
-        rms, size: root mean square and mean of |scoring - exact|, nats.
-        excess, excess_size: the same over the plain forward's.
-    """
-
-    side: Side
-    scoring: str
-    exact: str
-    plain: str
-    rms: Estimate
-    size: Estimate
-    excess: Estimate
-    excess_size: Estimate
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """Two implementations of one function in float32.
-
-    Attributes:
-        side: which is off where they differ, see :func:`gap_side`.
-        size, k3, largest: of right - left, nats.
-        floor: mean |delta| that float32 rounding is expected to cost: that of a plain forward at
-            the run's precision, scaled by the ratio of their roundings. None: no such forward.
-    """
-
-    side: Side
-    left: str
-    right: str
-    size: Estimate
-    k3: Estimate
-    largest: Estimate
-    floor: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One number of the square against its level.
-
-    Attributes:
-        level: up to which it passes.
-    """
-
-    side: Side
-    evidence: Evidence
-    scoring: str
-    value: Estimate
-    level: float
-    standing: Standing
-
-
-@dataclass(frozen=True, slots=True)
-class Square:
-    """The square of one run.
-
-    Attributes:
-        device: class of devices whose levels apply.
-        calibrated: there are levels for it.
-        correlation: of the roundings of engine and trainer; near 0 they add up in quadrature.
-        findings: every excess and gap, judged.
-        displaced: prompts of every side that lie farther off than in the plain forward.
-        declared: what the trainer's declared settings alone cost, over the plain forward's rounding
-            without them; None: it declares none.
-        not_judged: sides and corners that could not be measured, and why.
-        seconds: of each pass that only the square needs.
-        unmeasured: checks that this leaves without any number ("excess-engine" …).
-    """
-
-    device: str
-    calibrated: bool
-    legs: tuple[Leg, ...]
-    gaps: tuple[Gap, ...]
-    correlation: Estimate | None
-    findings: tuple[Finding, ...]
-    not_judged: tuple[NotTested, ...]
-    seconds: dict[str, float]
-    unmeasured: tuple[str, ...] = ()
-    displaced: tuple[Displaced, ...] = ()
-    declared: Estimate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,35 +373,6 @@ def same_law(left: Scoring, right: Scoring) -> bool:
     return law(left) == law(right)
 
 
-def check_id(finding: Finding) -> str:
-    """As "excess-engine", "excess-other-engine", "implementation-gap-trainer"."""
-    if finding.evidence == "excess":
-        return f"excess-{finding.side}"
-    trainers = Key(finding.scoring).side == TRAIN
-    return "implementation-gap" + ("-trainer" if trainers else "")
-
-
-def shared(square: Square, finding: Finding | Displaced) -> bool:
-    """Return whether a finding rests on the trainer's model code being right.
-
-    The reference shares that code: a fault of it would look like the other side's.
-    """
-    if isinstance(finding, Finding) and finding.evidence == "gap":
-        return finding.side == "either"
-    legs = {leg.scoring for leg in square.legs if leg.exact == REFERENCE}
-    return finding.side != "trainer" and finding.scoring in legs
-
-
-def sides_at_fault(square: Square) -> list[Side]:
-    """Return the side of everything beyond its level; "either" where that cannot be told."""
-    findings: list[Finding | Displaced] = [*square.findings, *square.displaced]
-    return [
-        "either" if shared(square, finding) else finding.side
-        for finding in findings
-        if finding.standing == "beyond"
-    ]
-
-
 def judged(measured: Leg | Gap, bound: Bound) -> Finding:
     """Judge one number: beyond where the whole interval fails, within where all of it passes.
 
@@ -500,8 +390,3 @@ def judged(measured: Leg | Gap, bound: Bound) -> Finding:
     elif value.high is not None and value.high <= bound.passed:
         standing = "within"
     return Finding(measured.side, kind, scoring, value, bound.passed, standing)
-
-
-ANALYSIS = Analysis(
-    "square", Square, measure, unseen=lambda square: tuple(map(str, square.not_judged)), order=0
-)

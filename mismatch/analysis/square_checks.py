@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from mismatch.analysis.displaced import Displaced, Side, Standing
-from mismatch.analysis.square import Finding, Square, check_id, shared
+from mismatch.analysis.levels import MORE_PROMPTS
+from mismatch.analysis.results import (
+    Displaced,
+    Finding,
+    Side,
+    Square,
+    Standing,
+    check_id,
+    displacement,
+    shared,
+)
 from mismatch.types import Check, CheckStatus
 
 STATUS: dict[Standing, CheckStatus] = {
@@ -13,7 +22,6 @@ STATUS: dict[Standing, CheckStatus] = {
     "beyond": "failed",
 }
 UNSEEN = "let the missing passes run: more memory, a local engine, a dtype that has a yardstick"
-MORE = "measure more: --num-prompts"
 ORDER: tuple[Standing, ...] = ("within", "wide", "undecided", "beyond")
 # By evidence: float32 excludes what only a lower precision does (a cache, quantisation).
 FIXES: dict[tuple[str, Side], str] = {
@@ -69,26 +77,9 @@ def square_checks(square: Square | None, place: str = "") -> list[Check]:
     return unseen + checks + moved
 
 
-SAID = {
-    "rare": "has a token",
-    "shift": "has a mean",
-    "response": "has a response whose median token is",
-}
-
-
-def displacement(finding: Displaced) -> str:
-    """Return how many prompts are how far from float32, and how many a plain forward has."""
-    far, plain = f"{finding.nats:.2g} nats", f"{finding.nats / finding.factor:.2g}"
-    return (
-        f"in {finding.beyond} of {finding.n_prompts} prompts {finding.scoring} "
-        f"{SAID[finding.kind]} more than {far} from float32; precision alone puts "
-        f"{finding.plain_beyond} beyond {plain} (p = {finding.chance:.1g})"
-    )
-
-
 def _fix(square: Square, finding: Finding | Displaced, place: str) -> str:
     if finding.standing in ("wide", "undecided"):
-        return MORE
+        return MORE_PROMPTS
     if finding.standing == "within":
         return ""
     if place:

@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from mismatch.analysis.comparison import paired_routing
-from mismatch.analysis.plugins import Analysis
-from mismatch.analysis.routing_tables import replay_of
+from mismatch.analysis.plugins import RunArtefacts
+from mismatch.analysis.results import AS_RUN, OVERRIDE, REPLAY, TwoPasses, Variant
+from mismatch.errors import MismatchError
+from mismatch.facts import injected_into, replay_of
 from mismatch.keys import NEW, NEW_REPLAYED, REGROUPED, TRAIN
-from mismatch.metrics.ppo_passes import AS_RUN, OVERRIDE, REPLAY, TwoPasses, Variant, measure_pass
-from mismatch.models.moe import injected_into
+from mismatch.metrics.estimator import Estimator
+from mismatch.metrics.ppo_passes import METRICS_OF_RATIO, METRICS_OF_ROUTES, ratios
+from mismatch.metrics.registry import Array, floats
 from mismatch.specs import CheckSpec
-from mismatch.types import Pair, Rollout, Scoring, Verdict
+from mismatch.types import Floats, Ints, Pair, Rollout, Scoring, Verdict
+
+
+def measure(run: RunArtefacts, spec: CheckSpec) -> TwoPasses | None:
+    """Return them of a run; None where it has no new pass."""
+    return two_passes(spec, run.rollout, run.usable, spec.seed)
 
 
 def two_passes(
@@ -92,9 +102,36 @@ def _notes(spec: CheckSpec, old: Scoring, new: Scoring, replayed: Scoring | None
     return notes
 
 
-ANALYSIS = Analysis(
-    "two_passes",
-    TwoPasses,
-    lambda run, spec: two_passes(spec, run.rollout, run.usable, spec.seed),
-    order=4,
-)
+def measure_pass(
+    id: str,
+    scoring: str,
+    old: Floats,
+    new: Floats,
+    *,
+    sequence: Ints,
+    prompt: Ints,
+    differs: Array | None = None,
+    seed: int = 0,
+) -> Variant:
+    """Return one new pass against the old one, with 95 % intervals by prompt.
+
+    Args:
+        old, new: [A] log-probabilities, nats.
+        sequence: [A] sequence of each token; prompt: [N] prompt of each sequence.
+        differs: [A, L] whether the experts differ, at the rows that predicted the tokens.
+
+    Raises:
+        EmptyComparison, MismatchError: see :func:`mismatch.metrics.ppo_passes.ratios`.
+    """
+    ratio = ratios(old, new)
+    estimator = Estimator(sequence, prompt, seed=seed)
+    finite = np.isfinite(ratio)
+    if not finite.all():
+        fault = f"two passes: the ratio of {int((~finite).sum())} tokens overflows in float32"
+        fix = "these are no passes of one trainer: compare them as two scorings"
+        raise MismatchError(fault, fix)
+    routes = {}
+    if differs is not None:
+        routes = estimator.all(METRICS_OF_ROUTES, {"layers": floats(differs.mean(axis=1))})
+    estimates = estimator.all(METRICS_OF_RATIO, {"ratio": ratio, "delta": new - old})
+    return Variant(id, scoring, estimates, routes)

@@ -19,7 +19,7 @@ def check(flags: Flags) -> int:
     mismatch check --model gpt-oss-20b
     mismatch check --model MODEL --fix all --explain
     """
-    from mismatch.cli import session
+    from mismatch.cli import output, session
     from mismatch.cli.to_spec import check_spec
     from mismatch.doctor.plan import placed
     from mismatch.pipeline.commands import run_check
@@ -30,7 +30,7 @@ def check(flags: Flags) -> int:
     if spec is None:
         spec, notes = configured(check_spec(flags), flags)
         for note in notes:
-            session.say(note, stderr=flags["as_json"])
+            output.say(note, stderr=flags["as_json"])
     levels = session.levels(flags)
     session.require_directory(flags)
     require_names(spec)
@@ -49,4 +49,4 @@ def check(flags: Flags) -> int:
     run_dir = session.open_run("check", spec, flags)
     narrator = session.narrator()
     report = run_check(spec, run_dir, narrator, levels, session.command(), write_report, room)
-    return session.conclude(report, run_dir, flags)
+    return output.conclude(report, run_dir, flags)

@@ -17,7 +17,6 @@ from typing import Any
 import typer
 
 from mismatch.cli.flags import Flags, Option
-from mismatch.cli.options import CHECK
 from mismatch.errors import MismatchError, did_you_mean
 
 Verb = Callable[[Flags], int]
@@ -75,6 +74,8 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
             value of the wrong type (with the key).
     """
     import tomllib
+
+    from mismatch.cli.options import CHECK  # imports what every flag of a check needs
 
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))

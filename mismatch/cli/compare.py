@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags, Option
-from mismatch.cli.options import CONFIG, FAIL_ON, LEVELS, LOG_TO, NAME_FLAGS, RUN
+from mismatch.cli.flags import FAIL_ON, LEVELS, LOG_TO, NAME_FLAGS, RUN, Flags, Option
+from mismatch.cli.options import CONFIG
 from mismatch.errors import MismatchError
 from mismatch.specs import OUTPUT, Range
 
@@ -43,7 +43,7 @@ def compare(flags: Flags) -> int:
     mismatch compare runs/A
     mismatch compare runs/NEW --against runs/OLD
     """
-    from mismatch.cli import session
+    from mismatch.cli import output, session
     from mismatch.pipeline.commands import run_compare
     from mismatch.pipeline.run_comparison import against
     from mismatch.pipeline.scoring_pair import build_pair
@@ -71,16 +71,16 @@ def compare(flags: Flags) -> int:
             "github": lambda: ci_formats.runs_to_github(result),
             "junit": lambda: ci_formats.runs_to_junit(result),
         }
-        session.conclude_page(runs_page(result), result.to_json(), flags, machines)
+        output.conclude_page(runs_page(result), result.to_json(), flags, machines)
         return int(result.gate is not None and result.gate.fails)
     flags.refuse(["margin"], "without --against", "mismatch compare NEW --against OLD")
     if flags["other"] is None and not flags["left"] and not flags["right"]:
         report = run_compare(run, session.narrator(), levels, session.command(), write_report)
-        return session.conclude(report, run, flags)
+        return output.conclude(report, run, flags)
     other = flags["other"] or run
     names = (flags["left"] or "fsdp", flags["right"] or "fsdp")
     report, tokens = build_pair(run, other, names, levels, session.command())
     out = None if flags["out"] is None else new_directory(flags["out"], "pair")
     if out is not None:
         report = write_pair(out, report, tokens)
-    return session.conclude(report, out, flags)
+    return output.conclude(report, out, flags)

@@ -10,12 +10,11 @@ import typer
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.configuration import configured, configured_model
-from mismatch.cli.flags import Flags, Option
+from mismatch.cli.flags import JSON, Flags, Option
 from mismatch.cli.options import (
     CONFIG,
     CONFIGURATION_FLAGS,
     ENGINE_FLAGS,
-    JSON,
     MODEL_FLAGS,
     PROMPT_FLAGS,
     ROUTING,
@@ -148,7 +147,8 @@ def _print_fix(entry: Entry, console: Console) -> None:
     """Print the essentials of its page."""
     from rich.text import Text
 
-    from mismatch.experiments.fixes.guides import SIDES, guide_of, sentence, trials
+    from mismatch.experiments.fixes.catalogue import trials
+    from mismatch.experiments.fixes.guides import SIDES, guide_of, sentence
 
     fix, guide = entry.fix, guide_of(entry.fix.id)
     settings = []

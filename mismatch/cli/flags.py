@@ -1,7 +1,7 @@
 """Flags of commands: one table for the command line and ``--config`` files.
 
-Flags of specs are read from the annotations of their fields (mismatch/specs.py), the others are
-listed in mismatch/cli/options.py; both become parameters of typer here.
+Flags of specs are read from the annotations of their fields (mismatch/specs.py); others are listed
+here (of any report) and in mismatch/cli/options.py. All become parameters of typer here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal, TextIO, get_args, get_origin, get_ty
 import typer
 
 from mismatch.errors import MismatchError, did_you_mean
-from mismatch.specs import DTYPES, Dtype, Flag, MasterDtype, Range
+from mismatch.frameworks import FRAMEWORKS
+from mismatch.specs import DTYPES, OUTPUT, Dtype, Flag, MasterDtype, Range
 
 AUTO = "auto"  # a dtype: that of the checkpoint, mismatch/cli/to_spec.py
 DTYPE_NAMES = {  # as vLLM spells them
@@ -231,3 +232,36 @@ def spec_values(
             is_auto = option.item == Dtype and value == AUTO
             values[name] = auto() if auto is not None and is_auto else value
     return values
+
+
+# What a command reads and prints, whatever it runs: no flag here needs an engine to be known.
+Framework = Literal[tuple(each.id for each in FRAMEWORKS.values() if each.logs)]  # type: ignore[valid-type]
+RUN = Option("run", Path, "", "Run directory.", default=REQUIRED, argument=True)
+JSON = Option("as_json", bool, OUTPUT, "Print JSON.", default=False, spelling="--json")
+LEVELS = Option("thresholds", Path | None, OUTPUT, "TOML file that overrides levels.")
+NAMES_HELP = "Also show a framework's names of the metrics, and how its numbers differ."
+NAME_FLAGS = (
+    Option("names", Framework | None, OUTPUT, NAMES_HELP),
+    switch("details", OUTPUT, "Print every analysis in full."),
+    switch("quiet", OUTPUT, "Print only the verdict."),
+    Option(
+        "format",
+        Literal["text", "json", "markdown", "github", "junit"],
+        OUTPUT,
+        "Format of the report on standard output; everything else goes to standard error.",
+        default="text",
+    ),
+)
+LOG_TO = Option(
+    "log_to",
+    list[str] | None,
+    OUTPUT,
+    "Send the numbers to wandb, tensorboard, mlflow or trackio; with --names also under those "
+    "names, if the number is the same; repeatable.",
+)
+FAIL_ON = Option(
+    "fail_on",
+    Literal["tolerable", "inconclusive", "unfit", "broken"] | None,
+    OUTPUT,
+    "Verdict from which the exit code is 1; default: inconclusive, with --quick unfit.",
+)

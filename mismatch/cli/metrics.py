@@ -7,8 +7,7 @@ import json
 import typer
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags
-from mismatch.cli.options import JSON
+from mismatch.cli.flags import JSON, Flags
 
 SCHEMA = "mismatch.metrics/2"
 EXPLANATION = (

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from mismatch.cli.configuration import configurations
-from mismatch.cli.flags import REQUIRED, Option, flags_of, switch
+from mismatch.cli.flags import FAIL_ON, JSON, LEVELS, LOG_TO, NAME_FLAGS, Option, flags_of, switch
 from mismatch.engines.registry import startable_engines
-from mismatch.frameworks import FRAMEWORKS
 from mismatch.plugins import features, load
 from mismatch.specs import (
     ENGINE,
@@ -26,11 +24,6 @@ from mismatch.specs import (
     TrainSpec,
 )
 
-Framework = Literal[tuple(each.id for each in FRAMEWORKS.values() if each.logs)]  # type: ignore[valid-type]
-
-
-RUN = Option("run", Path, "", "Run directory.", default=REQUIRED, argument=True)
-JSON = Option("as_json", bool, OUTPUT, "Print JSON.", default=False, spelling="--json")
 OUT = Option("out", Path | None, OUTPUT, "Run directory; default: runs/TIME-MODEL.")
 
 MODEL_FLAGS = (
@@ -85,33 +78,6 @@ TRAIN_FLAGS = (
 PYTHON_HELP = "Interpreter of your environment for both sides, which need not have mismatch."
 BOTH_PYTHONS = Option("python", str | None, ENGINE, PYTHON_HELP)
 CONFIGURATION_FLAGS = tuple(option for each in configurations() for option in each.flags)
-LEVELS = Option("thresholds", Path | None, OUTPUT, "TOML file that overrides levels.")
-NAMES_HELP = "Also show a framework's names of the metrics, and how its numbers differ."
-NAME_FLAGS = (
-    Option("names", Framework | None, OUTPUT, NAMES_HELP),
-    switch("details", OUTPUT, "Print every analysis in full."),
-    switch("quiet", OUTPUT, "Print only the verdict."),
-    Option(
-        "format",
-        Literal["text", "json", "markdown", "github", "junit"],
-        OUTPUT,
-        "Format of the report on standard output; everything else goes to standard error.",
-        default="text",
-    ),
-)
-LOG_TO = Option(
-    "log_to",
-    list[str] | None,
-    OUTPUT,
-    "Send the numbers to wandb, tensorboard, mlflow or trackio; with --names also under those "
-    "names, if the number is the same; repeatable.",
-)
-FAIL_ON = Option(
-    "fail_on",
-    Literal["tolerable", "inconclusive", "unfit", "broken"] | None,
-    OUTPUT,
-    "Verdict from which the exit code is 1; default: inconclusive, with --quick unfit.",
-)
 NEW_RUN = (
     OUT,
     Option(

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags, Option
-from mismatch.cli.options import FAIL_ON, LOG_TO, NAME_FLAGS
+from mismatch.cli.flags import FAIL_ON, LOG_TO, NAME_FLAGS, Flags, Option
 from mismatch.errors import MismatchError
 from mismatch.specs import OUTPUT
 
@@ -32,11 +31,9 @@ def report(flags: Flags) -> int:
     mismatch report runs/A --details
     mismatch report runs/A runs/B --out page
     """
-    from mismatch.cli import session
-    from mismatch.pipeline.run_comparison import compare_runs
+    from mismatch.cli import output
     from mismatch.pipeline.saved_runs import REPORT, UNVERIFIED, load_report
     from mismatch.reports.files import require_fresh, write_rendered
-    from mismatch.reports.saved_runs import runs_page
     from mismatch.run import store
     from mismatch.run.manifest import damage_named
 
@@ -48,9 +45,12 @@ def report(flags: Flags) -> int:
             raise MismatchError(fault, USE)
         if not runs:
             raise MismatchError("Missing argument 'RUN'", USE)
+        from mismatch.pipeline.run_comparison import compare_runs
+        from mismatch.reports.saved_runs import runs_page
+
         with damage_named(f"a report of {', '.join(map(str, runs))}"):
             result = compare_runs(runs)
-            session.conclude_page(runs_page(result), result.to_json(), flags)
+            output.conclude_page(runs_page(result), result.to_json(), flags)
         return 0
     flags.refuse(["out"], "is for several runs", USE)
     run = runs[0]
@@ -63,9 +63,9 @@ def report(flags: Flags) -> int:
         try:
             write_rendered(run, document, tokens, flags["names"])
         except MismatchError as error:
-            session.say(
+            output.say(
                 f"note: the HTML and Markdown report could not be written: {error.message}; "
                 "for these copy the run to a directory that can be written"
             )
-            return session.conclude(document, None, flags)
-        return session.conclude(document, run, flags, written=True)
+            return output.conclude(document, None, flags)
+        return output.conclude(document, run, flags, written=True)

@@ -34,7 +34,7 @@ def rollout(flags: Flags) -> int:
     Examples:
     mismatch rollout --model MODEL --out runs/A
     """
-    from mismatch.cli import session
+    from mismatch.cli import output, session
     from mismatch.cli.to_spec import require_model, rollout_spec
     from mismatch.doctor.plan import placed
     from mismatch.models import resolve_model
@@ -55,5 +55,5 @@ def rollout(flags: Flags) -> int:
     preflight_rollout(spec.rollout)
     run_dir = session.open_run("rollout", spec, flags)
     run_rollout(spec, run_dir, session.narrator(), session.command())
-    session.say(f"Everything is in {run_dir}. Score it: mismatch score {run_dir}")
+    output.say(f"Everything is in {run_dir}. Score it: mismatch score {run_dir}")
     return 0

@@ -7,12 +7,11 @@ from pathlib import Path
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.configuration import configured
-from mismatch.cli.flags import Flags, Option
+from mismatch.cli.flags import RUN, Flags, Option
 from mismatch.cli.options import (
     CONFIG,
     MODEL_FLAGS,
     ROUTING,
-    RUN,
     SCORING_ENGINE,
     TRAIN_ADAPTER,
     TRAIN_FLAGS,

@@ -9,45 +9,31 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
 
-from mismatch.analysis.levels import exit_code, fails_on
 from mismatch.analysis.thresholds import Thresholds, load_thresholds
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import AROUND_A_RUN, FEATURE_FLAGS, FIX_FLAGS
+from mismatch.cli.output import say
 from mismatch.cli.to_spec import SERVER_NAMES, extras, fix_fields, moved
 from mismatch.doctor.fit import warnings_of
 from mismatch.doctor.plan import IN_FLOAT32, Memory, memory_of, plan
 from mismatch.engines.servers.address import KEY_VARIABLE, parse_address, unprotected
 from mismatch.errors import MismatchError
 from mismatch.processes.stages import Room
-from mismatch.reports import ci_formats, files, markdown, terminal
-from mismatch.reports.files import write_page
 from mismatch.reports.formatting import plain_lines
 from mismatch.reports.plan import print_plan
-from mismatch.reports.section import Page, Section
-from mismatch.reports.sections import page
-from mismatch.run import store
-from mismatch.run.directory import (
-    NEWEST,
-    is_own,
-    load_spec,
-    new_directory,
-    require_known_prompts,
-    require_new,
-)
+from mismatch.run.directory import NEWEST, is_own, load_spec, require_known_prompts, require_new
 from mismatch.run.directory import open_run as open_directory
 from mismatch.run.provenance import redacted_command
 from mismatch.run.trust import require_trust
 from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
-from mismatch.types import Judged, Report
 
 # What a finished run may be asked for as well, by the flags' names.
 FIX_NAMES = frozenset(option.name for option in FIX_FLAGS)
@@ -251,100 +237,6 @@ def warn_of_key(spec: RolloutSpec) -> None:
         say(f"warning: {KEY_VARIABLE} goes to {', '.join(open_ones)} unencrypted: use https")
 
 
-def say(text: str, stderr: bool = False) -> None:
-    Console(stderr=stderr).print(plain_lines(text), highlight=False, markup=False, soft_wrap=True)
-
-
 def command() -> str:
     """Return the command line, as it would be typed again; without secrets."""
     return shlex.join(["mismatch", *redacted_command(sys.argv[1:])])
-
-
-def conclude(report: Report, run_dir: Path | None, flags: Flags, written: bool = False) -> int:
-    """Print the report; the verdict is its last line. Return the exit code.
-
-    Args:
-        written: whether the run's HTML and Markdown hold the names of ``--names`` already.
-    """
-    framework = flags.get("names")
-    if framework is not None and run_dir is not None and not written:
-        files.write_rendered(run_dir, report, store.load_tokens(run_dir), framework)
-    if flags.get("log_to"):
-        from mismatch.reports.sinks import send
-
-        for note in send(flags["log_to"], report, run_dir, framework):
-            print(f"warning: {plain_lines(note)}", file=sys.stderr)
-    quick = bool(report.run.get("spec", {}).get("quick"))
-    gate = fails_on(flags["fail_on"], quick)
-    code: int = exit_code(report.verdict, gate, report.checks)
-    details = bool(flags.get("details"))
-    writers = {
-        "json": lambda: files.to_json(report),
-        "markdown": lambda: markdown.to_markdown(report, framework, details),
-        "github": lambda: ci_formats.to_github(report, bool(code)),
-        "junit": lambda: ci_formats.to_junit(report, bool(code)),
-    }
-    _show(lambda: page(report, framework=framework), run_dir, flags, writers)
-    return code
-
-
-def conclude_page(
-    shown: Page,
-    document: dict[str, Any],
-    flags: Flags,
-    machines: Mapping[str, Callable[[], str]] | None = None,
-) -> None:
-    """Write a page that is no report of one run to ``--out``; show it as ``--format`` asks.
-
-    Args:
-        document: its numbers, with their schema.
-        machines: ``--format`` -> what writes it, of those that only some pages have.
-
-    Raises:
-        MismatchError: a directory that cannot be written.
-    """
-    out = None if flags["out"] is None else new_directory(flags["out"], shown.file)
-    if out is not None:
-        write_page(out, shown, document)
-    writers = {
-        "json": lambda: json.dumps(document, indent=1, allow_nan=False) + "\n",
-        "markdown": lambda: markdown.show_page(shown),
-        **(machines or {}),
-    }
-    _show(lambda: shown, out, flags, writers)
-
-
-def conclude_alone(
-    shown: Section,
-    verdict: Judged,
-    document: dict[str, Any],
-    out: Path | None,
-    file: str,
-    flags: Flags,
-) -> int:
-    """Print what a command measures that makes no whole report, or its numbers; the exit code.
-
-    Args:
-        out, file: where its files are, and the one to open.
-    """
-    if flags["as_json"]:
-        typer.echo(json.dumps(document, indent=2, allow_nan=False))
-    else:
-        terminal.print_alone(shown, verdict, Console(), out, file, bool(flags.get("details")))
-    return verdict.code
-
-
-def _show(
-    page_of: Callable[[], Page],
-    out: Path | None,
-    flags: Flags,
-    writers: Mapping[str, Callable[[], str]],
-) -> None:
-    """Write what ``--format`` asks for, or print the page or, with ``--quiet``, its end."""
-    output, form = flags.output or sys.stdout, flags.get("format", "text")
-    if form != "text":
-        output.write(writers[form]())
-    elif flags.get("quiet"):
-        terminal.print_tail(page_of(), Console(file=output))
-    else:
-        terminal.print_page(page_of(), Console(file=output), out, bool(flags.get("details")))

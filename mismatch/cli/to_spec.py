@@ -20,15 +20,7 @@ from mismatch.models.moe import parse_injections
 from mismatch.prompts.tasks import find_task
 from mismatch.run.machine import local_gpus
 from mismatch.run.provenance import require_no_secret
-from mismatch.specs import (
-    MANY,
-    CheckSpec,
-    EngineSpec,
-    PromptSpec,
-    RolloutSpec,
-    Sampling,
-    TrainSpec,
-)
+from mismatch.specs import MANY, CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
 
 NO_MODEL = "name one: --model tiny-gpt-oss, a hub id (org/name) or a directory"
 # Where servers are, and not what is run: a resumed run may go on elsewhere.

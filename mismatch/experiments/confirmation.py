@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, Side, above, below
-from mismatch.analysis.diagnosis.detector import Evidence
-from mismatch.analysis.diagnosis.ranking import LITTLE, Cause, Causes, RuledOut
-from mismatch.experiments.explanation import GONE, STAYS, Experiment, Outcome
+from mismatch.analysis.cause_results import LITTLE, Cause, Causes, Evidence, RuledOut, Side
+from mismatch.analysis.diagnosis.case import Case, above, below
+from mismatch.experiments.results import GONE, STAYS, Experiment, Outcome
 from mismatch.metrics.inference import jackknife_error, student
 from mismatch.types import Estimate, Floats
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import NOTABLE, Case, Side
-from mismatch.analysis.diagnosis.detector import Evidence
-from mismatch.analysis.diagnosis.ranking import Causes
+from mismatch.analysis.cause_results import Causes, Evidence, Side
+from mismatch.analysis.diagnosis.case import NOTABLE, Case
 from mismatch.captures import CacheKind, CachePair
-from mismatch.experiments.explanation import Experiment, Outcome, leading_names, rank_of
+from mismatch.experiments.explanation import leading_names, rank_of
+from mismatch.experiments.results import Experiment, Outcome
 from mismatch.keys import FIX, Key
 from mismatch.metrics.inference import student
 from mismatch.types import Estimate, Floats

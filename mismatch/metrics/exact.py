@@ -178,6 +178,7 @@ def _declare(
     )
 
 
+KL, KL_TOPK = "exact_kl", "exact_kl_topk"
 _KL = "KL(rollout‖train) at a position, mean"
 _REVERSE = "KL(train‖rollout), mean: a real one, unlike a k3 with the sides exchanged"
 _TV = "share of the probability that the sides place elsewhere, half of Σ |p - q|"

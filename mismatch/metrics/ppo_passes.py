@@ -9,59 +9,14 @@ The ratio is taken as a trainer takes it: in float32, from float32 log-probabili
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.metrics.estimator import Estimator
-from mismatch.metrics.registry import POSITIVE, SHARE, Array, Metric, floats
-from mismatch.types import Bools, Estimate, Floats, Ints
-
-AS_RUN, REPLAY, OVERRIDE = "as-run", "router-replay", "on-policy-override"
-CLIP = 0.2  # PPO's usual range
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """The new pass against the old one, as it runs or with one remedy.
-
-    Attributes:
-        id: AS_RUN, REPLAY or OVERRIDE.
-        scoring: the new pass; None where nothing was run, because the ratio is set, not measured.
-        metrics: name -> estimate, see ``METRICS_OF_RATIO``; empty where nothing was measured.
-        routing: share of (token, layer), and of tokens, whose experts differ between the passes.
-    """
-
-    GONE = frozenset({"by_size"})  # see mismatch/codec.py
-
-    id: str
-    scoring: str | None
-    metrics: dict[str, Estimate] = field(default_factory=dict)
-    routing: dict[str, Estimate] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class TwoPasses:
-    """What two forward passes of one trainer differ by.
-
-    Attributes:
-        old: the first pass.
-        injected: what was injected into the new pass on purpose, or "".
-        replayed: what both passes replay, so that their routes cannot differ, or "".
-        notes: what was not run, and why; one sentence each.
-    """
-
-    old: str
-    variants: tuple[Variant, ...]
-    injected: str = ""
-    replayed: str = ""
-    notes: tuple[str, ...] = ()
-
-    def named(self, id: str) -> Variant | None:
-        """Return one variant, or None where it was not run."""
-        return next((variant for variant in self.variants if variant.id == id), None)
+from mismatch.metrics.registry import POSITIVE, SHARE, Metric, floats
+from mismatch.metrics.token import CLIP
+from mismatch.types import Bools, Floats
 
 
 def ratios(old: Floats, new: Floats) -> Floats:
@@ -102,41 +57,6 @@ METRICS_OF_ROUTES = (  # ``layers`` [A]: a token's share of layers with other ex
     _metric("routing_disagree_layer", lambda layers: layers, "share"),
     _metric("routing_disagree_any", lambda layers: floats(layers > 0.0), "share"),
 )
-
-
-def measure_pass(
-    id: str,
-    scoring: str,
-    old: Floats,
-    new: Floats,
-    *,
-    sequence: Ints,
-    prompt: Ints,
-    differs: Array | None = None,
-    seed: int = 0,
-) -> Variant:
-    """Return one new pass against the old one, with 95 % intervals by prompt.
-
-    Args:
-        old, new: [A] log-probabilities, nats.
-        sequence: [A] sequence of each token; prompt: [N] prompt of each sequence.
-        differs: [A, L] whether the experts differ, at the rows that predicted the tokens.
-
-    Raises:
-        EmptyComparison, MismatchError: see :func:`ratios`.
-    """
-    ratio = ratios(old, new)
-    estimator = Estimator(sequence, prompt, seed=seed)
-    finite = np.isfinite(ratio)
-    if not finite.all():
-        fault = f"two passes: the ratio of {int((~finite).sum())} tokens overflows in float32"
-        fix = "these are no passes of one trainer: compare them as two scorings"
-        raise MismatchError(fault, fix)
-    routes = {}
-    if differs is not None:
-        routes = estimator.all(METRICS_OF_ROUTES, {"layers": floats(differs.mean(axis=1))})
-    estimates = estimator.all(METRICS_OF_RATIO, {"ratio": ratio, "delta": new - old})
-    return Variant(id, scoring, estimates, routes)
 
 
 def unclipped(ratio: Floats, advantage: Floats, clip: float) -> Bools:

@@ -24,6 +24,7 @@ from mismatch.metrics.registry import (
 from mismatch.types import Floats, Ints
 
 CLAMP = 20.0  # nats; verl's bound on a log-ratio before it is squared
+CLIP = 0.2  # PPO's usual range
 TRUNCATION = 2.0  # of importance weights: TIS's usual C
 ROUNDED = 1e-10  # of a mean of squares: what sums of a million equal values may be off by
 
@@ -309,7 +310,7 @@ ratio_outside_2 = _outside(
     label="PPO clips at step 0",
     meaning="share of ratios outside the clip range although nothing was trained yet",
 )
-def clip_fraction(delta: Floats, eps_low: float = 0.2, eps_high: float = 0.2) -> Floats:
+def clip_fraction(delta: Floats, eps_low: float = CLIP, eps_high: float = CLIP) -> Floats:
     """Share of tokens with rho outside [1 - eps_low, 1 + eps_high] at step 0.
 
     PPO's clip fraction only where rollout logprobs serve as old logprobs; ignores the

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from mismatch.errors import MismatchError
-from mismatch.facts import SideFacts
+from mismatch.facts import injections_in_words
 from mismatch.models.config import is_moe
 from mismatch.specs import AS_STORED, CheckSpec, Injections, TrainSpec
 
@@ -42,25 +42,6 @@ def parse_injections(texts: Sequence[str] | None) -> Injections:
     return tuple(sizes.items())
 
 
-def describe(injections: Injections, seed: int | None = None) -> str:
-    """Return one phrase for messages and reports; "" where nothing is injected.
-
-    >>> describe((("router-noise", 0.05),), seed=3)
-    'router-noise=0.05 (seed 3)'
-    """
-    if not injections:
-        return ""
-    text = ", ".join(f"{name}={size:g}" for name, size in injections)
-    return text if seed is None else f"{text} (seed {seed})"
-
-
-def injected_into(facts: SideFacts) -> str:
-    """Return this phrase for a side of a comparison."""
-    sizes = dict(facts.get("injected") or {})
-    seed = sizes.pop("seed", None)
-    return describe(tuple(sizes.items()), None if seed is None else int(seed))
-
-
 def _size(text: str, size: str) -> float:
     try:
         value = float(size)
@@ -88,8 +69,8 @@ def require_routes(spec: CheckSpec, weight_givers: Collection[str] = ("transform
     train, engine = spec.train, spec.rollout.engine
     if spec.inject and spec.two_passes is False:
         raise MismatchError(
-            f"--inject {describe(spec.inject)} is for the trainer's second forward pass, which "
-            "--no-two-passes leaves out",
+            f"--inject {injections_in_words(spec.inject)} is for the trainer's second forward "
+            "pass, which --no-two-passes leaves out",
             "drop one of the two",
         )
     flag = "--replay-routing" if train.replay_routing else "--inject" if spec.inject else ""

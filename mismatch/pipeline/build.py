@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mismatch.analysis.cause_results import place_of
 from mismatch.analysis.causes import (
     cause_checks,
     led_by,
     of_sides_at_fault,
     of_this_machine,
     others_of,
-    place_of,
 )
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.declared import sharding_checks
@@ -38,11 +38,9 @@ from mismatch.analysis.levels import (
     verdict,
     without_short,
 )
-from mismatch.analysis.long_sequence import LongSequence
 from mismatch.analysis.plugins import RunArtefacts, analyses
-from mismatch.analysis.routing_tables import replay_of
-from mismatch.analysis.square import ANALYSIS as SQUARE
-from mismatch.analysis.square import Square
+from mismatch.analysis.results import LongSequence, Square
+from mismatch.analysis.square import measure as measure_square
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.thresholds import Thresholds
 from mismatch.analysis.two_passes import mark_injected
@@ -50,6 +48,7 @@ from mismatch.attempts import Attempts, internal_error
 from mismatch.experiments.beyond import long_passes
 from mismatch.experiments.beyond import wanted as with_long_sequence
 from mismatch.experiments.scoring_passes import training_passes
+from mismatch.facts import replay_of
 from mismatch.keys import (
     ALONE,
     FIX,
@@ -68,7 +67,12 @@ from mismatch.metrics.routing_pairs import keys_noise, router_noise
 from mismatch.models import named
 from mismatch.models.moe import CAPTURED, DENSE, NOT_ASKED
 from mismatch.models.sampling_defaults import not_applied
-from mismatch.pipeline.document import comparisons_from_json, comparisons_to_json
+from mismatch.pipeline.document import (
+    COMPARISON,
+    COMPARISON_SCHEMA,
+    comparisons_from_json,
+    comparisons_to_json,
+)
 from mismatch.pipeline.on_disk import with_disk
 from mismatch.pipeline.preflight import require_a_law
 from mismatch.pipeline.tokens import token_table
@@ -100,8 +104,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-COMPARISON = "comparison.json"
-COMPARISON_SCHEMA = "mismatch.comparison/1"
 SIDE_PAIRS = (REPEATED, REGROUPED, ALONE, GRAD)  # the trainer against itself
 
 
@@ -173,7 +175,7 @@ def build_report(
     judgements, too_short = without_short(judgements, artefacts.rollout)
     results, unseen = measured(run_dir, spec, artefacts, comparisons, attempts)
     left = [
-        (each, attempts.make(each.id, each.from_run, run_dir, spec, otherwise=None))
+        (each, attempts.make(each.id, each.call, "from_run", run_dir, spec, otherwise=None))
         for each in analyses()
     ]
     left = [(analysis, result) for analysis, result in left if result is not None]
@@ -181,7 +183,7 @@ def build_report(
     causes = [
         cause
         for analysis, result in left
-        for cause in attempts.make(analysis.id, analysis.causes, result, otherwise=())
+        for cause in attempts.make(analysis.id, analysis.call, "causes", result, otherwise=()) or ()
     ]
     found = attempts.make("causes", of_sides_at_fault, causes, square, otherwise=[])
     if found and "causes" in results:
@@ -197,8 +199,8 @@ def build_report(
     checks += attempts.make("causes", cause_checks, *named_causes, otherwise=[])
     for analysis, result in left:
         results[analysis.id] = result
-        checks += attempts.make(analysis.id, analysis.checks, result, otherwise=())
-        unseen += [NotTested(analysis.id, reason) for reason in analysis.unseen(result)]
+        checks += attempts.make(analysis.id, analysis.call, "checks", result, otherwise=()) or ()
+        unseen += [NotTested(analysis.id, reason) for reason in analysis.not_seen(result)]
     for feature in features():
         if feature.check_step and (error := read_error(run_dir, step_label(feature))) is not None:
             unseen.append(NotTested(feature.name, error.message, error.fix))
@@ -274,12 +276,12 @@ def measured(
     results: dict[str, Any] = {}
     missing: list[NotTested] = []
     for analysis in analyses():
-        result = attempts.make(analysis.id, analysis.measure, run, spec, otherwise=None)
+        result = attempts.make(analysis.id, analysis.call, "measure", run, spec, otherwise=None)
         if isinstance(result, NotTested):
             missing.append(result)
         elif result is not None:
             results[analysis.id] = result
-            missing += [NotTested(analysis.id, reason) for reason in analysis.unseen(result)]
+            missing += [NotTested(analysis.id, reason) for reason in analysis.not_seen(result)]
     failures = results["causes"].failures if "causes" in results else ()
     attempts.failed += [internal_error(f"detector {f.detector}", f.error) for f in failures]
     return results, missing
@@ -310,7 +312,7 @@ def square_of(run_dir: Path, spec: CheckSpec) -> Square | None:
     headline = compare(
         held.rollout, *sides, sampled_by_left=False, seed=spec.seed, headline_only=True
     )
-    result = SQUARE.measure(run_artefacts(run_dir, spec, held, headline), spec)
+    result = measure_square(run_artefacts(run_dir, spec, held, headline), spec)
     return result if isinstance(result, Square) else None
 
 

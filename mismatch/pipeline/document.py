@@ -13,12 +13,14 @@ from typing import Any
 
 from mismatch.analysis.levels import exit_code, fails_on
 from mismatch.analysis.plugins import analyses
-from mismatch.analysis.square import sides_at_fault
+from mismatch.analysis.results import sides_at_fault
 from mismatch.codec import Misfit, fields_of, from_json, refused, schema_of, to_json
 from mismatch.metrics import METRICS
 from mismatch.types import Check, Comparison, NotTested, Report, SidePair, Status, Verdict
 
 SCHEMA = "mismatch.report/3"
+COMPARISON = "comparison.json"
+COMPARISON_SCHEMA = "mismatch.comparison/1"
 JQ_NAMES = {"kl": "k1_kl"}  # and an underscore for the dot of "ratio_outside_1.02"
 COMMAND, PAGE = "mismatch compare RUN", "docs/reference/report-json.md"
 

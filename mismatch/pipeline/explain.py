@@ -12,21 +12,23 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
+from mismatch.analysis.cause_results import Causes
 from mismatch.analysis.causes import of_this_machine, others_of, with_causes
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.pass_checks import by_finiteness
-from mismatch.analysis.diagnosis.ranking import Causes, diagnose
+from mismatch.analysis.diagnosis.ranking import diagnose
 from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError, named_line
 from mismatch.experiments.confirmation import applied, judged, settled, weighed
-from mismatch.experiments.explanation import Experiment, Explanation, asked, names_of, plan
+from mismatch.experiments.explanation import asked, names_of, plan
 from mismatch.experiments.fixes.context import context_of
 from mismatch.experiments.fixes.planning import DIRECTORY, FixPlan, Variant
 from mismatch.experiments.fixes.results import STATE as FIXES
 from mismatch.experiments.fixes.results import cost_of, state_of, variant_of
 from mismatch.experiments.probes import CACHE, FRESH, judged_cache, plan_probes
+from mismatch.experiments.results import Experiment, Explanation
 from mismatch.experiments.scoring_passes import training_passes, wants_square
 from mismatch.pipeline.build import Artefacts
 from mismatch.pipeline.fix_trials import FixRun

@@ -15,14 +15,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mismatch.analysis.displaced import Standing
 from mismatch.analysis.levels import exit_code
-from mismatch.analysis.square import Evidence
+from mismatch.analysis.results import Evidence, Standing
 from mismatch.analysis.thresholds import Thresholds, default_thresholds
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError, in_list
-from mismatch.experiments.fixes.base import RANKED_BY
 from mismatch.experiments.fixes.significance import per_prompt
+from mismatch.experiments.results import RANKED_BY
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, difference, excludes_zero, paired
 from mismatch.metrics.inference import mover

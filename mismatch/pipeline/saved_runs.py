@@ -19,15 +19,15 @@ from mismatch.analysis.levels import NO_COLUMN, column_for, judge, verdict
 from mismatch.analysis.thresholds import Level, Thresholds
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
-from mismatch.metrics.difference import Sample
-from mismatch.pipeline.build import COMPARISON
-from mismatch.pipeline.document import comparisons_from_json, report_from_json
+from mismatch.pipeline.document import COMPARISON, comparisons_from_json, report_from_json
 from mismatch.run import store
 from mismatch.run.manifest import damage_named
 from mismatch.types import Comparison, Estimate, Report, SideFacts, Verdict
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from mismatch.metrics.difference import Sample
 
 REPORT = "report.json"
 NEEDED = {"sequence", "prompt", "position", "token_id", "rollout_logprob", "train_logprob"}
@@ -242,6 +242,8 @@ def samples(left: SavedRun, right: SavedRun) -> tuple[Sample, Sample] | None:
     Prompts whose texts the tables do not hold are taken as different, unless all tokens are the
     same. How many layers of a token chose other experts is an array where both runs say it.
     """
+    from mismatch.metrics.difference import Sample  # of several runs alone
+
     if left.tokens is None or right.tokens is None:
         return None
     alike = same_tokens(left, right)

@@ -70,7 +70,7 @@ def build_pair(
     run = RunArtefacts(rollout, left, right, comparison, usable, {})
     attempts = Attempts()
     measured = {
-        each.id: attempts.make(each.id, each.measure, run, spec, otherwise=None)
+        each.id: attempts.make(each.id, each.call, "measure", run, spec, otherwise=None)
         for each in analyses()
         if each.of_pairs
     }

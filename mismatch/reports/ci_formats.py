@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from mismatch.analysis.diagnosis.catalogue import title_of
-from mismatch.analysis.diagnosis.ranking import LITTLE
+from mismatch.analysis.catalogue import title_of
+from mismatch.analysis.cause_results import LITTLE
 from mismatch.analysis.explained import explains, lead_of
-from mismatch.pipeline.run_comparison import Line, RunComparison
 from mismatch.reports.formatting import TONES, alike, chance, line
 from mismatch.reports.summary import cause_step, checks, judged_rows
 from mismatch.types import Check, Report
+
+if TYPE_CHECKING:
+    from mismatch.pipeline.run_comparison import Line, RunComparison
 
 LEVELS = {"critical": "error", "warn": "warning"}  # tone -> annotation
 MOST = 3  # checks with a separate GitHub annotation

@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, Any
 from mismatch.analysis.levels import incomplete
 from mismatch.attempts import Attempts
 from mismatch.errors import MismatchError
-from mismatch.pipeline.build import COMPARISON, COMPARISON_SCHEMA
-from mismatch.pipeline.document import SCHEMA, comparisons_to_json, report_to_json
+from mismatch.pipeline.document import (
+    COMPARISON,
+    COMPARISON_SCHEMA,
+    SCHEMA,
+    comparisons_to_json,
+    report_to_json,
+)
 from mismatch.reports import html, markdown
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from mismatch.frameworks import Recipe
 from mismatch.reports.formatting import (
     MISSING,
     NUMBERS,
@@ -360,3 +361,9 @@ def cell_interval(cell: Cell, column: Column) -> str:
     """Return the 95 % interval of a cell; "" where its value is a text, "–" where it has none."""
     write = cell.format or column.format
     return "" if isinstance(cell.value, str) else interval(cell.value, write)
+
+
+def recipe_block(recipe: Recipe, proof: str = "") -> Block:
+    """Show one framework's setting, with what to know about it."""
+    about = "; ".join(filter(None, (proof, recipe.remark, recipe.source)))
+    return Block(f"{recipe.framework}: {about}", recipe.lines)

@@ -9,16 +9,11 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from mismatch.analysis import square_checks
-from mismatch.analysis.diagnosis.catalogue import catalogue
-from mismatch.analysis.diagnosis.loaded_weights import ONE_FORM
-from mismatch.analysis.diagnosis.pass_checks import MORE
-from mismatch.analysis.diagnosis.ranking import Cause
+from mismatch.analysis.catalogue import catalogue
+from mismatch.analysis.cause_results import Cause
 from mismatch.analysis.explained import lead_of
-from mismatch.analysis.levels import ENTROPY, TOO_LITTLE
+from mismatch.analysis.levels import ENTROPY, MORE, MORE_PROMPTS, ONE_FORM, TOO_LITTLE
 from mismatch.errors import in_list
-from mismatch.experiments.explanation import TESTS
-from mismatch.experiments.fixes.guides import settings_of
 from mismatch.facts import Replaced
 from mismatch.frameworks import BY_TITLE
 from mismatch.keys import REFERENCE, Key
@@ -208,14 +203,6 @@ def own_setting(found: Sequence[Replaced]) -> str:
     return f"Check on a GPU before you change your run{also}"
 
 
-# Fixes that take out one cause alone, or one cause among few, by the cause.
-NARROW_FIXES = {
-    cause: [fix for fix, taken in TESTS.items() if cause in taken.own]
-    for taken in TESTS.values()
-    for cause in taken.own
-}
-
-
 def framework_of(report: Report) -> str:
     """Return the title of the framework whose trainer it is; "" where nothing says it."""
     facts = report.fingerprints.get(headline(report).train, {})
@@ -236,10 +223,15 @@ def what_to_do(report: Report, cause: Cause) -> str:
         return ""
     title = framework_of(report)
     setting = entry.frameworks.get(title, "")
-    for fix in NARROW_FIXES.get(cause.id, ()) if title and not setting else ():
-        lines = [line for recipe in settings_of(fix) if recipe.framework == title
-                 for line in recipe.lines]  # fmt: skip
-        setting = setting or "; ".join(f"`{line}`" for line in lines)
+    if title and not setting:
+        from mismatch.experiments.fixes.guides import settings_of
+        from mismatch.experiments.results import TESTS
+
+        # Fixes that take out one cause alone, or one cause among few.
+        for fix in (id for id, taken in TESTS.items() if cause.id in taken.own):
+            lines = [line for recipe in settings_of(fix) if recipe.framework == title
+                     for line in recipe.lines]  # fmt: skip
+            setting = setting or "; ".join(f"`{line}`" for line in lines)
     own = f"In {title}: {setting.rstrip('.')}. " if setting else ""
     return f"{own}{entry.mend}"
 
@@ -484,7 +476,7 @@ def _missing(report: Report) -> list[str]:
 
 def _wants_more(check: Check) -> bool:
     """Return whether only more data answers a check: it comes first, with a number."""
-    return check.id in TOO_LITTLE or check.fix in (MORE, square_checks.MORE)
+    return check.id in TOO_LITTLE or check.fix in (MORE, MORE_PROMPTS)
 
 
 def _float32(report: Report, spec: dict[str, Any]) -> str:

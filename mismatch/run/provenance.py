@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError
-from mismatch.run.hub import cached_snapshot
 from mismatch.run.manifest import sha256
 
 DISTRIBUTIONS = (
@@ -92,6 +91,8 @@ def checkpoint_digest(model: str, revision: str | None) -> str:
     """
     folder = Path(model)
     if not folder.is_dir():
+        from mismatch.run.hub import cached_snapshot
+
         cached = cached_snapshot(model, revision)
         return cached.name if cached is not None else ""
     summary = hashlib.sha256()

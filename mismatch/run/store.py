@@ -30,9 +30,8 @@ import numpy as np
 from mismatch.captures import Distributions, Likeliest
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
-from mismatch.run import captured, manifest
+from mismatch.run import manifest
 from mismatch.run.files import parse_json, read_regular
-from mismatch.run.interpreters import look_into
 from mismatch.run.manifest import damage_named, missing_fix, write_atomic
 from mismatch.run.provenance import NUMERIC, checkpoint_digest, numeric_versions, redact
 from mismatch.run.tables import (
@@ -194,6 +193,8 @@ def save_scoring(
         ends = offsets * top.ids.shape[1]
         rows["likeliest.ids"] = ragged(top.ids.reshape(-1), ends)
         rows["likeliest.logprobs"] = ragged(top.logprobs.reshape(-1), ends)
+    from mismatch.run import captured
+
     header: ScoringHeader = {"name": scoring.name, "fingerprint": scoring.fingerprint}
     if made_by is not None:
         header["spec"] = to_dict(made_by)
@@ -224,6 +225,8 @@ def load_scoring(run_dir: Path | str, name: str) -> Scoring:
         path = run_dir / scoring_file(name)
         table, header = read_table(path, SCORING_SCHEMA, REQUIRED_COLUMNS[SCORING_SCHEMA])
         columns = {column: flat(table, column)[0] for column in table.column_names}
+        from mismatch.run import captured
+
         return Scoring(
             name=header["name"],
             token_ids=columns["token_ids"].astype(np.int64),
@@ -255,6 +258,8 @@ def _likeliest(columns: dict[str, np.ndarray]) -> Likeliest | None:
 
 def load_distributions(run_dir: Path | str, name: str) -> Distributions:
     """Return the whole distributions of a scoring; MismatchError where it has none."""
+    from mismatch.run import captured
+
     return captured.load_distributions(Path(run_dir), distributions_file(name))
 
 
@@ -324,6 +329,8 @@ def made_with(spec: RolloutSpec | TrainSpec, python: str | None = None) -> dict[
     elif python is None:
         versions = numeric_versions()
     else:
+        from mismatch.run.interpreters import look_into
+
         versions = look_into(python, packages=tuple(sorted(NUMERIC))).packages
     return versions | ({"weights": digest} if digest else {})
 

@@ -12,7 +12,8 @@ import pytest
 
 from mismatch import reports
 from mismatch.cli import main as cli
-from mismatch.cli.session import ConsoleNarrator, say
+from mismatch.cli.output import say
+from mismatch.cli.session import ConsoleNarrator
 from mismatch.engines.servers import discovery
 from mismatch.errors import MismatchError
 from mismatch.specs import EngineSpec

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.made_run import make_run
+
 ROOT = Path(__file__).parent.parent.parent
 HEAVY = ("torch", "pandas", "matplotlib", "transformers", "vllm", "sglang", "pyarrow", "numpy")
 HEAVY += ("pydantic", "rich", "httpx")
@@ -61,6 +63,32 @@ def test_what_cannot_run_is_refused_before_torch_is_imported(verb, flag, value, 
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "mismatch.cli" in imported
     assert not imported & {"torch", "transformers", "vllm"}
+
+
+def test_a_report_imports_few_modules_and_none_that_measures(tmp_path):
+    """Of a plain run; sections of further results import their own. Every module is counted."""
+    run = make_run(tmp_path / "run")
+    build = [sys.executable, "-m", "mismatch", "compare", str(run), "--quiet"]
+    assert subprocess.run(build, capture_output=True).returncode == 1
+    code = (
+        "import sys, runpy\n"
+        f"sys.argv = ['mismatch', 'report', {str(run)!r}]\n"
+        "try: runpy.run_module('mismatch', run_name='__main__')\n"
+        "except SystemExit as end: assert end.code == 1, end.code\n"
+        "print('imported:', *sys.modules)\n"
+    )
+    start = [sys.executable, "-c", code]
+    done = subprocess.run(start, capture_output=True, text=True, check=True)
+    page, _, imported = done.stdout.partition("imported:")
+    assert "verdict:" in page
+    imported = set(imported.split())
+    ours = {name for name in imported if name.partition(".")[0] == "mismatch"}
+    assert {"mismatch.reports.html", "mismatch.features.corrections.section"} <= ours
+    assert len(ours) < 80, sorted(ours)
+    measuring = {"mismatch.metrics.estimator", "mismatch.analysis.comparison", "scipy", "torch"}
+    assert not imported & measuring
+    rooms = {f"mismatch.{name}" for name in ("engines", "processes", "doctor", "prompts", "models")}
+    assert not ours & rooms
 
 
 def test_the_top_level_links_show_the_two_rooms_a_user_meets_first():

@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mismatch.analysis.cause_results import Causes
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.diagnosis.ranking import Causes
 from mismatch.captures import CachePair
 from mismatch.codec import from_json
 from mismatch.experiments.confirmation import applied, judged
-from mismatch.experiments.explanation import Experiment
 from mismatch.experiments.probes import CACHE, CACHE_FILE, FRESH, PROBES, RESCORING, judged_cache
+from mismatch.experiments.results import Experiment
 from mismatch.keys import REFERENCE
 from mismatch.processes.tasks import EngineSession, ReadCache, Score, write_session
 from mismatch.run import store

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mismatch.keys import REFERENCE
 from mismatch.models import resolve_model
 from mismatch.run import store
 from tests.command import mismatch
@@ -37,7 +38,7 @@ def run(folder: Path, *command: str) -> dict[str, Any]:
 
 def error_of(scoring: str, folder: Path) -> float:
     """Mean distance of a scoring from our own float32 reference, nats."""
-    passes = (store.load_scoring(folder / "run", name) for name in (scoring, store.REFERENCE))
+    passes = (store.load_scoring(folder / "run", name) for name in (scoring, REFERENCE))
     found, exact = (scoring.logprobs for scoring in passes)
     return float(np.abs(found - exact).mean())
 

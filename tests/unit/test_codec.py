@@ -21,11 +21,12 @@ from mismatch.features.kernels.isolation import AuditSpec
 from mismatch.metrics.importance_weights import Settings
 from mismatch.pipeline.document import FIELDS
 from mismatch.pipeline.run_comparison import RunComparison
+from mismatch.plugins import load
 from mismatch.specs import CheckSpec
 from mismatch.types import Estimate, Report
 
-DOCUMENTS = [*FIELDS.values(), *(a.result for a in analyses()), RunComparison, CheckSpec, AuditSpec,
-             GradientPlan]  # fmt: skip
+RESULTS = [load(analysis.result) for analysis in analyses()]
+DOCUMENTS = [*FIELDS.values(), *RESULTS, RunComparison, CheckSpec, AuditSpec, GradientPlan]
 
 
 def reachable(kind: Any, classes: dict[type, None]) -> dict[type, None]:

@@ -14,16 +14,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from mismatch.analysis.catalogue import catalogue
+from mismatch.analysis.cause_results import Cause, Causes
 from mismatch.analysis.causes import cause_checks, with_causes
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.diagnosis.catalogue import catalogue
 from mismatch.analysis.diagnosis.detector import detectors
-from mismatch.analysis.diagnosis.ranking import Cause, Causes, diagnose
+from mismatch.analysis.diagnosis.ranking import diagnose
 from mismatch.analysis.levels import verdict
 from mismatch.codec import to_json
 from mismatch.experiments.confirmation import applied, settled
-from mismatch.experiments.explanation import Experiment, Explanation
 from mismatch.experiments.fixes.results import STATE, STATE_SCHEMA
+from mismatch.experiments.results import Experiment, Explanation
 from mismatch.keys import FIX, Key
 from mismatch.pipeline import explain
 from mismatch.pipeline.commands import run_compare

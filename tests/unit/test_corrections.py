@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.experiments.fixes.guides import recipes
+from mismatch.metrics.correction_settings import recipes
 from mismatch.metrics.importance_weights import (
     BY_ID,
     CORRECTIONS,

@@ -19,7 +19,8 @@ from mismatch.analysis.diagnosis.ranking import diagnose
 from mismatch.analysis.displaced import LEVELS, displaced, levels_for, sign_test
 from mismatch.analysis.levels import verdict
 from mismatch.analysis.plugins import RunArtefacts
-from mismatch.analysis.square import measure, sides_at_fault
+from mismatch.analysis.results import sides_at_fault
+from mismatch.analysis.square import measure
 from mismatch.analysis.square_checks import square_checks
 from mismatch.reports.sections import square as section
 from mismatch.types import Floats

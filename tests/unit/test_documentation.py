@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from mismatch.analysis.diagnosis.catalogue import catalogue
+from mismatch.analysis.catalogue import catalogue
 from mismatch.cli import main
 from mismatch.cli.main import app
 from mismatch.metrics import METRICS

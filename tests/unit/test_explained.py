@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mismatch.analysis.diagnosis.ranking import Cause, Causes
+from mismatch.analysis.cause_results import Cause, Causes
 from mismatch.analysis.explained import lead_of, led, unled
 from mismatch.analysis.levels import verdict
 from mismatch.types import Check, Estimate

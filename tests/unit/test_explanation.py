@@ -8,24 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mismatch.analysis.cause_results import Cause, Causes
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
-from mismatch.analysis.diagnosis.ranking import Cause, Causes, diagnose
+from mismatch.analysis.diagnosis.ranking import diagnose
 from mismatch.captures import CachePair
 from mismatch.codec import from_json, to_json
 from mismatch.engines.artefacts import NEW, context_of, measure, pair_of
 from mismatch.engines.base import Continued
 from mismatch.errors import MismatchError
 from mismatch.experiments.confirmation import applied, gone, judged
-from mismatch.experiments.explanation import (
-    TESTS,
-    Experiment,
-    Explanation,
-    names_of,
-    plan,
-    rank_of,
-    taken,
-)
+from mismatch.experiments.explanation import names_of, plan, rank_of, taken
 from mismatch.experiments.fixes.catalogue import fix_named
 from mismatch.experiments.fixes.context import Context, ModelFacts
 from mismatch.experiments.probes import (
@@ -36,7 +29,8 @@ from mismatch.experiments.probes import (
     own_rounding,
     plan_probes,
 )
-from mismatch.reports.sections.causes import explain as section
+from mismatch.experiments.results import TESTS, Experiment, Explanation
+from mismatch.reports.sections.explain import section
 from mismatch.run.directory import load_spec, require_same_spec
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 from mismatch.types import Estimate
@@ -80,7 +74,7 @@ def experiment_of(
 
 
 def test_every_experiment_is_a_fix_and_takes_out_causes_of_the_catalogue() -> None:
-    from mismatch.analysis.diagnosis.catalogue import catalogue
+    from mismatch.analysis.catalogue import catalogue
 
     for id, test in TESTS.items():
         assert fix_named(id).id == id

@@ -6,7 +6,8 @@ import pytest
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.catalogue import FIXES
-from mismatch.experiments.fixes.guides import guide_of, guides, recipes, sentence, settings_of
+from mismatch.experiments.fixes.guides import guide_of, guides, sentence, settings_of
+from mismatch.metrics.correction_settings import recipes
 from mismatch.metrics.importance_weights import Settings
 from tools.fix_pages import HEADINGS, pages, tables
 

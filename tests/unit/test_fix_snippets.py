@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
-from mismatch.experiments.fixes.base import VALUE, FixOutcome
+from mismatch.experiments.fixes.base import VALUE
 from mismatch.experiments.fixes.catalogue import FIXES, fix_named
-from mismatch.experiments.fixes.guides import KERNEL_COSTS, Recipe, settings_of
+from mismatch.experiments.fixes.guides import settings_of
+from mismatch.experiments.results import FixOutcome
 from mismatch.features.presets.trl import follow_trl, read_trl_config
 from mismatch.features.presets.verl import follow_verl, read_verl_config
+from mismatch.frameworks import KERNEL_COSTS, Recipe
 from mismatch.reports.sections import page
 from mismatch.reports.sections.fixes import with_proof
 from mismatch.specs import CheckSpec

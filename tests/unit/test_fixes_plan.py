@@ -13,15 +13,9 @@ from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.applies import NEEDS
 from mismatch.experiments.fixes.base import Chosen
-from mismatch.experiments.fixes.catalogue import FIXES
+from mismatch.experiments.fixes.catalogue import FIXES, chosen_of
 from mismatch.experiments.fixes.context import Context, MachineFacts, ModelFacts, context_of
-from mismatch.experiments.fixes.planning import (
-    FixPlan,
-    chosen_of,
-    parse_requests,
-    plan_fixes,
-    plan_pairs,
-)
+from mismatch.experiments.fixes.planning import FixPlan, parse_requests, plan_fixes, plan_pairs
 from mismatch.pipeline.preflight import require_form
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
 from mismatch.types import Sampling

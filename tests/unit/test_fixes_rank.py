@@ -8,14 +8,8 @@ import numpy as np
 import pytest
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.experiments.fixes.base import FixOutcome, FixTable
-from mismatch.experiments.fixes.significance import (
-    Tried,
-    best_of,
-    held_out,
-    judged,
-    ranked,
-)
+from mismatch.experiments.fixes.significance import Tried, best_of, held_out, judged, ranked
+from mismatch.experiments.results import FixOutcome, FixTable
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample
 from mismatch.metrics.permutation import LEVEL, holm

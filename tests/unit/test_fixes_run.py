@@ -15,11 +15,11 @@ import pytest
 from mismatch.analysis.scored_rollout import ScoredRollout
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.applies import NEEDS
-from mismatch.experiments.fixes.base import FixOutcome
 from mismatch.experiments.fixes.context import Context, ModelFacts
 from mismatch.experiments.fixes.planning import plan_fixes
 from mismatch.experiments.fixes.results import STATE, table_of, with_fixes
 from mismatch.experiments.jobs import Job
+from mismatch.experiments.results import FixOutcome
 from mismatch.experiments.scoring_passes import by_load
 from mismatch.keys import TRAIN, WEIGHTS
 from mismatch.pipeline.build import build_report

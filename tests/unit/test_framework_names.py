@@ -8,10 +8,10 @@ from typing import get_args
 import pytest
 
 import mismatch.metrics
-from mismatch.cli.options import Framework
-from mismatch.experiments.fixes.guides import recipes
+from mismatch.cli.flags import Framework
 from mismatch.frameworks import CORRECTING, FRAMEWORKS
 from mismatch.metrics import METRICS, framework_names
+from mismatch.metrics.correction_settings import recipes
 from mismatch.metrics.importance_weights import Settings
 
 EVERY_ALIAS = [

@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from mismatch.analysis.catalogue import catalogue
+from mismatch.analysis.cause_results import Cause, Causes, Evidence
 from mismatch.analysis.causes import led_by, of_sides_at_fault
-from mismatch.analysis.diagnosis.catalogue import catalogue
-from mismatch.analysis.diagnosis.detector import Evidence
-from mismatch.analysis.diagnosis.ranking import Cause, Causes
-from mismatch.analysis.displaced import Standing
-from mismatch.analysis.square import Finding, Square
+from mismatch.analysis.results import Finding, Square, Standing
 from mismatch.errors import MismatchError
 from mismatch.features.locate import step
 from mismatch.features.locate.errors import BEYOND, ROUNDING, Sums, site_errors

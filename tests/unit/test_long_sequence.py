@@ -9,23 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mismatch.analysis.long_sequence import (
-    ROUNDING,
-    TIMES,
-    Block,
-    LongGap,
-    LongSequence,
-    checks,
-    of_run,
-)
-from mismatch.experiments.beyond import (
-    DEFAULT,
-    LONGEST,
-    length_of,
-    long_passes,
-    prepare,
-    wanted,
-)
+from mismatch.analysis.long_sequence import ROUNDING, TIMES, checks, of_run
+from mismatch.analysis.results import Block, LongGap, LongSequence
+from mismatch.experiments.beyond import DEFAULT, LONGEST, length_of, long_passes, prepare, wanted
 from mismatch.keys import FLOAT32, Key
 from mismatch.models.config import ModelConfig
 from mismatch.pipeline.build import build_report

@@ -21,10 +21,11 @@ import pytest
 from mismatch.analysis import levels
 from mismatch.analysis.comparison import compare
 from mismatch.analysis.diagnosis.pass_checks import enough_data, policy_entropy
+from mismatch.analysis.levels import MORE_PROMPTS as MORE
 from mismatch.analysis.levels import judge, verdict
-from mismatch.analysis.long_sequence import Block, LongGap, LongSequence
 from mismatch.analysis.long_sequence import checks as long_checks
-from mismatch.analysis.square_checks import MORE, square_checks
+from mismatch.analysis.results import Block, LongGap, LongSequence
+from mismatch.analysis.square_checks import square_checks
 from mismatch.features.recorded.facts import RecordedReport
 from mismatch.metrics.inference import prompts_needed
 from mismatch.reports import summary

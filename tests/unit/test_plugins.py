@@ -7,7 +7,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 import mismatch
 from mismatch import plugins
 from mismatch.analysis import plugins as analyses
-from mismatch.analysis.plugins import Analysis
 from mismatch.attempts import Attempts
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags, Option
@@ -26,7 +25,7 @@ from mismatch.errors import MismatchError
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.commands import run_steps
 from mismatch.pipeline.document import report_from_json, report_to_json
-from mismatch.plugins import Command, Feature
+from mismatch.plugins import Analysis, Command, Feature
 from mismatch.processes.stages import Stages
 from mismatch.reports.section import Section
 from mismatch.reports.sections import chapters
@@ -77,19 +76,25 @@ FLAGS = (Option("weather_at", str | None, "Weather", "Where."),)
 def module_of_another_package() -> types.ModuleType:
     module = types.ModuleType("weather_for_mismatch")
     analysis = Analysis(
-        "weather", Weather, section="weather_for_mismatch:section", from_run=read, checks=judge,
+        "weather",
+        "weather_for_mismatch:Weather",
+        section="weather_for_mismatch:section",
+        from_run="weather_for_mismatch:read",
+        checks="weather_for_mismatch:judge",
         chapter="why",
-    )  # fmt: skip
+    )
     module.__dict__.update(
         forecast=forecast,
+        Weather=Weather,
+        read=read,
+        judge=judge,
         section=section,
         look_outside=look_outside,
         FLAGS=FLAGS,
-        ANALYSES=(analysis,),
         FEATURE=Feature(
             "weather",
             (Command("weather", "Say what the weather is.", "weather_for_mismatch:forecast"),),
-            "weather_for_mismatch:ANALYSES",
+            (analysis,),
             check_flags="weather_for_mismatch:FLAGS",
             check_step="weather_for_mismatch:look_outside",
         ),
@@ -119,6 +124,14 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def forget() -> None:
     plugins.of_other_packages.cache_clear()
     analyses.analyses.cache_clear()
+
+
+@pytest.mark.parametrize("analysis", analyses.analyses(), ids=lambda analysis: analysis.id)
+def test_every_import_string_of_an_analysis_names_something(analysis: Analysis) -> None:
+    names = [getattr(analysis, field.name) for field in fields(analysis)]
+    assert all(plugins.load(each) for each in names if isinstance(each, str) and ":" in each)
+    held = {field.name for field in fields(plugins.load(analysis.result))}
+    assert analysis.unseen in {"", *held}
 
 
 def test_its_command_is_listed_and_runs(installed: None) -> None:

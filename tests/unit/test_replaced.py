@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from mismatch.analysis.cause_results import Cause, Causes
 from mismatch.analysis.causes import of_this_machine
 from mismatch.analysis.diagnosis.declared import attention_sinks
-from mismatch.analysis.diagnosis.ranking import Cause, Causes
 from mismatch.analysis.explained import lead_of
 from mismatch.facts import Replaced, SideFacts
 from mismatch.reports import summary

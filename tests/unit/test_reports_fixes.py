@@ -7,9 +7,8 @@ import jsonschema
 import pytest
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.base import FixCost, FixOutcome, HeldOut
-from mismatch.experiments.fixes.catalogue import labels
-from mismatch.experiments.fixes.planning import chosen_of
+from mismatch.experiments.fixes.catalogue import chosen_of, labels
+from mismatch.experiments.results import FixCost, FixOutcome, HeldOut
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.reports import summary
 from mismatch.reports.formatting import alike

@@ -27,14 +27,14 @@ from mismatch.types import Estimate, Report
 from tests.made_run import make_run, spec
 from tests.report_makers import rendered, report_of, sections
 from tests.reports_fixture import make_report, make_tokens
-from tests.toy_analysis import UNLUCKY, Toy
+from tests.toy_analysis import ANALYSIS, UNLUCKY, Toy
 
 RESULT = Toy(Estimate(0.5, 0.25, 0.75, 8, 4, 2))
 
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Report]:
-    of_toy = Feature("toy", analyses="tests.toy_analysis:ANALYSES")
+    of_toy = Feature("toy", analyses=(ANALYSIS,))
     monkeypatch.setattr(plugins, "features", lambda: (*features(), of_toy))
     plugins.analyses.cache_clear()
     yield make_report().with_analyses(toy=RESULT)

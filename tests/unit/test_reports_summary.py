@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from mismatch.analysis import square_checks
-from mismatch.analysis.diagnosis.loaded_weights import ONE_FORM
+from mismatch.analysis.levels import MORE_PROMPTS, ONE_FORM
 from mismatch.reports import summary
 from mismatch.reports.section import Section, cell_interval, cell_text
 from mismatch.reports.sections import headline, noise, ran
@@ -210,7 +209,7 @@ def test_a_warning_alone_sends_nobody_to_kernels() -> None:
 def test_a_check_that_wants_more_data_is_one_step_with_a_number() -> None:
     carried = Judgement("k3_kl", "tolerable", 1e-4, 2e-3, 0.013, "x", inconclusive=True)
     report = with_verdict(make_report(), carried)
-    wide = Check("excess-trainer", "warning", "could hide a fault", square_checks.MORE)
+    wide = Check("excess-trainer", "warning", "could hide a fault", MORE_PROMPTS)
     steps = summary.next_steps(replace(report, checks=(wide,)))
     (asks,) = [step for step in steps if "--num-prompts" in step]
     assert numbers(asks)

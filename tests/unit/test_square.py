@@ -18,7 +18,8 @@ import pytest
 from mismatch.analysis.displaced import LEVELS, Bound, excess_terms
 from mismatch.analysis.levels import verdict
 from mismatch.analysis.plugins import RunArtefacts
-from mismatch.analysis.square import Square, check_id, judged, measure, precision_of, sides_at_fault
+from mismatch.analysis.results import Square, check_id, sides_at_fault
+from mismatch.analysis.square import judged, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import (

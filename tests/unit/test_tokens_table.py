@@ -11,7 +11,7 @@ import pytest
 
 from mismatch.captures import Distributions, Likeliest
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.base import FixOutcome, FixTable
+from mismatch.experiments.results import FixOutcome, FixTable
 from mismatch.pipeline import tokens
 from mismatch.pipeline.tokens import record_best_fix, token_table
 from mismatch.run import store

@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mismatch.analysis.cause_results import Cause
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.pass_checks import turns_agree
-from mismatch.analysis.diagnosis.ranking import TURNS, Cause, diagnose
+from mismatch.analysis.diagnosis.ranking import TURNS, diagnose
 from mismatch.analysis.diagnosis.semantics import missing_logprobs
 from mismatch.types import CACHED, Check, Floats, Routing
 from tests import drawn_pair as drawn

@@ -11,19 +11,21 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
-from mismatch.analysis.two_passes import mark_injected, two_passes
+from mismatch.analysis.results import AS_RUN, OVERRIDE, REPLAY
+from mismatch.analysis.two_passes import mark_injected, measure_pass, two_passes
 from mismatch.codec import from_json
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.scoring_passes import reference_of, training_passes
+from mismatch.facts import injections_in_words
 from mismatch.keys import NEW, NEW_REPLAYED, REGROUPED, REPLAYED, TRAIN
-from mismatch.metrics.ppo_passes import AS_RUN, OVERRIDE, REPLAY, measure_pass, ratios, unclipped
+from mismatch.metrics.ppo_passes import ratios, unclipped
 from mismatch.models.config import is_moe
-from mismatch.models.moe import describe, parse_injections, require_routes
+from mismatch.models.moe import parse_injections, require_routes
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
 from mismatch.processes.workers.train import left_out, replay_source
 from mismatch.reports.section import cell_text
 from mismatch.reports.sections import page
-from mismatch.reports.sections import passes as section
+from mismatch.reports.sections import two_passes as section
 from mismatch.run.store import save_rollout, save_scoring
 from mismatch.specs import CheckSpec, EngineSpec, Pass, RolloutSpec, TrainSpec, to_dict
 from mismatch.types import Report, Routing, Scoring, Verdict
@@ -259,7 +261,7 @@ def test_what_cannot_be_replayed_is_refused_before_anything_starts(
 def test_injections_are_read_from_flags() -> None:
     assert parse_injections(None) == ()
     assert parse_injections(["router-noise=5e-2"]) == NOISE
-    assert describe(NOISE) == "router-noise=0.05"
+    assert injections_in_words(NOISE) == "router-noise=0.05"
     for bad in ("router-noise", "router-noise=", "router-noise=-1", "router-noise=nan", "x=1"):
         with pytest.raises(MismatchError, match="--inject"):
             parse_injections([bad])
@@ -277,7 +279,7 @@ def _report(**injected: Any) -> Report:
 
 def test_the_section_holds_every_variant_and_warns_of_noise() -> None:
     report = _report(**NOISY)
-    shown = section.two_passes(report.result("two_passes"), report)
+    shown = section.section(report.result("two_passes"), report)
     (table,) = shown.tables
     plain, replayed, override = table.cells()
     assert [row[0].value for row in (plain, replayed, override)] == [
@@ -299,7 +301,7 @@ def test_a_warning_is_read_first() -> None:
 
 def test_a_run_without_noise_says_nothing_of_injections() -> None:
     report = _report()
-    assert section.two_passes(report.result("two_passes"), report).warnings == ()
+    assert section.section(report.result("two_passes"), report).warnings == ()
     without = report.with_analyses(two_passes=None)
     assert "two_passes" not in [
         shown.id for chapter in page(without).sections for shown in chapter.parts
@@ -310,7 +312,7 @@ def test_passes_that_agree_bit_for_bit_need_no_remedy() -> None:
     scorings = {name: _scoring(name, 0.0) for name in (TRAIN, REGROUPED)}
     result = two_passes(CheckSpec(), ROLLOUT, scorings)
     assert result is not None
-    sentences = section.passes_sentences(result)
+    sentences = section.sentences(result)
     assert sentences == [section.EQUAL, section.NO_FLIP]
 
 

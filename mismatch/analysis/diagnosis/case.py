@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 
+from mismatch.analysis.cause_results import Side
 from mismatch.keys import FLOAT32, REFERENCE, Key
 from mismatch.metrics.inference import jackknife_error, student
 from mismatch.types import Bools, Estimate, Floats, Ints, Rollout, Scoring
 
-Side = Literal["engine", "trainer", "either"]
 FEW_PROMPTS = 8
 NOTABLE = 5e-3  # nats of mean |delta|, where no pass says what rounding costs
 

@@ -14,28 +14,13 @@ from functools import cache
 from importlib import import_module
 from typing import Literal
 
-from mismatch.analysis.diagnosis.case import Case, Repair, Side, above
+from mismatch.analysis.cause_results import Evidence, Side
+from mismatch.analysis.diagnosis.case import Case, Repair, above
 from mismatch.types import Bools, Estimate, Floats, NotTested
 
 Family = Literal[
     "semantics", "pairing", "position", "function", "weights", "routing", "trainer", "engine"
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """One number that a detector measured.
-
-    >>> Evidence("best lag", -8, "0").value
-    -8
-
-    Attributes:
-        normal: what a healthy pair has, as text; "" where there is no such value.
-    """
-
-    what: str
-    value: float | str
-    normal: str = ""
 
 
 def value_of(evidence: Iterable[Evidence], what: str) -> float | str:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, Side, above
+from mismatch.analysis.cause_results import Side
+from mismatch.analysis.diagnosis.case import Case, above
 from mismatch.keys import PLAIN, PLAIN_TRAINER, Key
 from mismatch.types import Bools, Floats, Scoring
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final
 
+from mismatch.analysis.levels import AS_LOADED, ONE_FORM
 from mismatch.errors import in_list
 from mismatch.facts import Digests
 from mismatch.keys import WEIGHTS
@@ -16,14 +17,12 @@ from mismatch.types import Check, CheckStatus, SideFacts
 
 UNORDERED = 3  # sums of a digest that do not see order
 MOST_UNCOMPARED = 0.5  # share of the parameters beyond which equality of the rest says nothing
-CHECK = "weights-as-loaded"
 # Of a fingerprint: names of parameters that the two sides hold otherwise, and this side otherwise
 # than its checkpoint's files; left out where the files could not be compared.
 NOT_OF_CHECKPOINT: Final = "weights_not_of_checkpoint"
 # Of the engine's, and of the trainer's: see mismatch/analysis/diagnosis/digests_by_passes.py.
 UNDESCRIBED: Final = "weights_not_described"  # names of parameters whose digests say nothing
 IN_ENGINES_FORM: Final = "weights_in_engines_form"  # digests of a pass with the engine's form
-ONE_FORM = "train and sample in one form"
 # Parameters that another form of the weights changes: of MXFP4, and of forms of all matrices.
 EXPERTS = re.compile(r"\.experts")
 MATRIX = re.compile(r"\.experts|\.layers\.\d+\.(?!.*(norm|router|gate)\.weight$).*\.weight$")
@@ -200,9 +199,9 @@ def weights_as_loaded(left: SideFacts, right: SideFacts) -> Check:
         detail = left.get("weights_not_comparable") or "a side gave no digest of its parameters"
         if lossy:
             detail = f"held in {lossy[0]}, which the checkpoint's values do not fit"
-        return Check(CHECK, "not_tested", detail)
+        return Check(AS_LOADED, "not_tested", detail)
     if not found.common:
-        return Check(CHECK, "not_tested", "no parameter name could be mapped")
+        return Check(AS_LOADED, "not_tested", "no parameter name could be mapped")
     names, silent = held[0].keys() ^ held[1].keys(), left.get(UNDESCRIBED, ())
     unmapped = sorted(names | set(left.get("unmapped_weights", ())))
     rest = f"; not compared: {in_list(unmapped)}" if unmapped else ""
@@ -210,11 +209,11 @@ def weights_as_loaded(left: SideFacts, right: SideFacts) -> Check:
     if found.forms:
         alone = f"; {WEIGHTS}, in the engine's form, equals it" if found.by_pass else ""
         detail = "asked for: weights {} in the engine, {} in the trainer; ".format(*found.forms)
-        return Check(CHECK, "warning", detail + found.text() + alone + rest, ONE_FORM)
+        return Check(AS_LOADED, "warning", detail + found.text() + alone + rest, ONE_FORM)
     if found.differ:
         alone = f"; compared with {WEIGHTS}, in the engine's form" if found.by_pass else ""
         fix = "reload both sides from one checkpoint; look at the weight sync and at the loader"
-        return Check(CHECK, "failed", found.text() + alone + rest, fix)
+        return Check(AS_LOADED, "failed", found.text() + alone + rest, fix)
     if found.layouts:
         kinds = in_list(found.layouts)
         rest = f"; order not compared: {kinds}, laid out otherwise in the engine{rest}"
@@ -229,4 +228,4 @@ def weights_as_loaded(left: SideFacts, right: SideFacts) -> Check:
             f"the digests of {in_list(_kinds(silent))} differ while both sides agree in float32: "
             f"a loader seems to change these values, so digests say nothing of them; {detail}"
         )
-    return Check(CHECK, status, detail, fix)
+    return Check(AS_LOADED, status, detail, fix)

@@ -17,7 +17,7 @@ from mismatch.analysis.diagnosis.declared import failed
 from mismatch.analysis.diagnosis.detector import Look
 from mismatch.analysis.diagnosis.detectors import turns
 from mismatch.analysis.diagnosis.ranking import seen_by
-from mismatch.analysis.levels import ENTROPY, column_for
+from mismatch.analysis.levels import ENTROPY, MORE, column_for
 from mismatch.analysis.thresholds import default_thresholds
 from mismatch.attempts import Attempts
 from mismatch.keys import ALONE, GRAD, NEW, REGROUPED, REPEATED, TRAIN
@@ -134,7 +134,6 @@ def turns_agree(
 COUNTED = "count only what the policy sampled: mask observations and the template's own tokens"
 PAIRED = "count observations in both sides' lists or in neither; join by position"
 READ = "pass token ids from turn to turn, never text; reset the prefix cache"
-MORE = "measure more: --num-prompts, --max-tokens"
 
 
 def passes_finite(decode: Scoring, scorings: Mapping[str, Scoring]) -> Check:

@@ -10,16 +10,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Literal
+from dataclasses import replace
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, Repair, Side
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
+from mismatch.analysis.cause_results import (
+    KINDS,
+    LEADS,
+    Cause,
+    Causes,
+    Evidence,
+    Failure,
+    RuledOut,
+    Status,
+)
+from mismatch.analysis.diagnosis.case import Case, Repair
+from mismatch.analysis.diagnosis.detector import Detector, Finding, Look
 from mismatch.attempts import LOG
 from mismatch.errors import named_line
-from mismatch.types import Estimate, NotTested
+from mismatch.types import NotTested
 
 ROUNDS = 4
 NEGLIGIBLE = 1e-5  # nats of mean |delta|, below which there is nothing to explain
@@ -27,88 +36,12 @@ TIER = 10  # detectors of one tens digit look for causes that are equally specif
 PAIRING = 1  # tens digit of detectors whose repair gives every token its partner
 TERMINAL = 40  # where a side computes another function, its rest says nothing about a second cause
 WHOLE = ("by-turn",)  # detectors of a lower order: another context is another function
-# Kinds of cause, where none is named.
-KINDS = ("function-differs", "weights-differ", "rounding-differs", "side-off")
 MARKS = (*KINDS, "onset")  # what a stated difference explains
 FUNCTION = 50  # detectors from here on ask only how far a side is off
 # What these see is wrong, however little it costs.
 SURE = ("padding", "ends", "constant", "implementation", "unsampled", "lag", "samples-alike")
 TURNS = "turns that it moves"
-LEADS = 0.5  # share of the mismatch, below which more is left than a cause takes out
 SMALL = 0.05  # share of the mismatch below which a cause is not worth a name
-
-Status = Literal["suspected", "confirmed", "of little weight"]
-LITTLE: Final = "of little weight"  # stated, and the mismatch stays without it
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """One cause, with what speaks for it.
-
-    Attributes:
-        id: its entry in causes.toml.
-        effect: share of the run's mean |delta|; None where this run did not measure it.
-        alike: causes that these data cannot separate from it.
-        consequences: what other detectors saw and no longer see once this is taken out.
-        stated: a difference in what the sides state: it is there, whatever its share.
-        kind: what the data alone would call it, where a statement gave it its name; else "".
-        fact: digests, resolved settings, or what a module gives on the same input differ: no cause
-            that was read off the scorings comes before it.
-        made_here: confirmed of a setting that ran in place of the run's own, which was not
-            measured: of the run it is suspected.
-    """
-
-    id: str
-    status: Status
-    side: Side
-    effect: Estimate | None
-    evidence: tuple[Evidence, ...]
-    alike: tuple[str, ...] = ()
-    consequences: tuple[str, ...] = ()
-    stated: bool = False
-    kind: str = ""
-    fact: bool = False
-    made_here: bool = False
-
-    @property
-    def decided(self) -> bool:
-        """Whether an experiment confirmed it of what ran, if not of the run's own setting."""
-        return self.status == "confirmed" or self.made_here
-
-
-@dataclass(frozen=True, slots=True)
-class RuledOut:
-    """A detector that looked and saw what a healthy pair has."""
-
-    detector: str
-    causes: tuple[str, ...]
-    evidence: tuple[Evidence, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A detector that raised: its causes were not looked for."""
-
-    detector: str
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
-class Causes:
-    """The result of the analysis.
-
-    Attributes:
-        ranked: by share of the mismatch; () where nothing is above normal.
-        unexplained: share of mean |delta| that no cause explains: rounding, and what is not known.
-    """
-
-    ranked: tuple[Cause, ...]
-    ruled_out: tuple[RuledOut, ...]
-    not_tested: tuple[NotTested, ...]
-    failures: tuple[Failure, ...]
-    mean_abs_delta: float
-    unexplained: float
-
 
 Looks = dict[str, Look | NotTested]
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, Side
+from mismatch.analysis.cause_results import Side
+from mismatch.analysis.diagnosis.case import Case
 from mismatch.types import Bools, Floats, Ints
 
 APART = 0.5  # nats between two values that should be one; clean runs lie below 0.3

@@ -32,12 +32,7 @@ from mismatch.engines.base import (
 from mismatch.engines.distribution_capture import CaptureRequest, unpack
 from mismatch.engines.model_calls import attribute
 from mismatch.engines.model_info import CauseInLog, ModelInfo, load_fix, read_model_info
-from mismatch.engines.registry import (
-    checkpoint_names,
-    model_directory,
-    model_facts,
-    short_dtype,
-)
+from mismatch.engines.registry import checkpoint_names, model_directory, model_facts, short_dtype
 from mismatch.engines.vllm import private
 from mismatch.engines.vllm.arguments import (
     captures_routes,

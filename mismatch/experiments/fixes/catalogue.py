@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
-from functools import cache, partial
-from importlib import resources
+from functools import partial
 from typing import Any
 
 from mismatch.errors import MismatchError, did_you_mean
-from mismatch.experiments.fixes.base import VALUE, Fix, FixOutcome, Flags, Side
+from mismatch.experiments.fixes.base import VALUE, Chosen, Fix, Flags, Side
+from mismatch.experiments.fixes.guides import GUIDES, read
 from mismatch.experiments.fixes.spec_edits import (
     CHANGES,
     on_engine,
@@ -16,23 +15,12 @@ from mismatch.experiments.fixes.spec_edits import (
     with_argument,
     without_arguments,
 )
+from mismatch.experiments.results import FixOutcome
 from mismatch.metrics.importance_weights import OVERRIDE
 from mismatch.specs import CheckSpec, TrainSpec
 
-GUIDES: dict[Side, str] = {
-    "train": "guide-train.toml",
-    "engine": "guide-engine.toml",
-    "estimator": "guide-estimator.toml",
-}
 UNMOVED = "delta stays as it is; gradients are reweighted"
 HIDES = "hides the mismatch: the ratio is 1 by construction"
-
-
-@cache
-def read(name: str) -> dict[str, dict[str, Any]]:
-    """Return one of the TOML files next to this file, by id of the fix."""
-    text = resources.files("mismatch.experiments.fixes").joinpath(name).read_text("utf-8")
-    return tomllib.loads(text)
 
 
 def _changed(entry: dict[str, Any], spec: CheckSpec, value: str) -> CheckSpec:
@@ -117,3 +105,26 @@ def labels(name: str) -> list[str]:
 def is_combination(row: FixOutcome) -> bool:
     """Return whether a row is of several fixes at once."""
     return len(labels(row.id)) > 1
+
+
+def chosen_of(request: str) -> tuple[Chosen, ...]:
+    """Return the fixes of one request, each with its value.
+
+    Raises:
+        MismatchError: no such fix, or a value for one that takes none.
+    """
+    chosen = []
+    for part in labels(request):
+        name, equals, value = part.strip().partition("=")
+        fix = fix_named(name)
+        if equals and not fix.values:
+            raise MismatchError(f"--fix {part}: {name} takes no value", f"--fix {name}")
+        chosen.append(Chosen(fix, value or (fix.values[0] if fix.values else "")))
+    return tuple(chosen)
+
+
+def trials(fix: Fix) -> list[str]:
+    """Return the commands that try it."""
+    asked = [Chosen(fix, value).label for value in fix.values] or [fix.id]
+    lines = [f"mismatch check --model MODEL --fix {name}" for name in asked]
+    return [*lines, "mismatch corrections RUN"] if fix.side == "estimator" else lines

@@ -1,60 +1,32 @@
 """What is known of each fix: why it helps, when it hurts, how each framework sets it, evidence.
 
-Read from guide-*.toml and corrections.toml, the one source of ``mismatch fixes``, of docs/fixes and
+Read from guide-*.toml and metrics/corrections.toml, the one source of ``mismatch fixes``, of docs/fixes and
 of the settings that a report shows.
 """
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
 from functools import cache
+from importlib import resources
+from typing import Any, Literal
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.base import Chosen, Fix
-from mismatch.experiments.fixes.catalogue import GUIDES, read
-from mismatch.frameworks import BY_TITLE
+from mismatch.frameworks import Recipe
+from mismatch.metrics.correction_settings import recipes
 from mismatch.metrics.importance_weights import Settings
 
+GUIDES: dict[Literal["train", "engine", "estimator"], str] = {
+    "train": "guide-train.toml",
+    "engine": "guide-engine.toml",
+    "estimator": "guide-estimator.toml",
+}
 SIDES = {
     "train": "Trainer",
     "engine": "Engine",
     "estimator": "Loss (changes weights, removes nothing)",
 }
-
-# Of kernels with sinks: eager has 3 copies of the scores of 64 heads in bf16.
-KERNEL_COSTS = {
-    "flex_attention": "keeps no scores, needs a GPU",
-    "eager": "keeps every score: 98 GB for one sequence of 16,000 tokens",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What to write into one framework's configuration."""
-
-    framework: str
-    lines: tuple[str, ...]
-    """The setting, as lines of its file; empty where the framework lacks it."""
-    remark: str
-    """What to know about it, or why there is none."""
-    source: str
-    """What the keys were read from."""
-    selects: str = ""
-    """What the lines select, where that may be another thing than what the fix sets."""
-
-    def proof(self, ran: tuple[str, ...], *, in_trainer: bool) -> str:
-        """Return whether the lines set what was measured; "" of an engine's own setting.
-
-        Args:
-            ran: the attention kernel that ran with the fix, and the fix's value.
-            in_trainer: the fix is one of the trainer, which is another program in a framework.
-        """
-        cost = f", {KERNEL_COSTS[self.selects]}" if self.selects in KERNEL_COSTS else ""
-        if self.selects and self.selects not in ran:
-            return f"equivalent, not measured: {self.selects}{cost}"
-        if self.selects and self.selects == ran[0]:
-            return f"measured: {self.selects}{cost}"
-        return "the same setting, not measured in this framework" if in_trainer else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +71,20 @@ def settings_of(name: str) -> tuple[Recipe, ...]:
 
 
 @cache
+def read(name: str) -> dict[str, dict[str, Any]]:
+    """Return one of the TOML files next to this file, by id of the fix."""
+    text = resources.files("mismatch.experiments.fixes").joinpath(name).read_text("utf-8")
+    return tomllib.loads(text)
+
+
+@cache
 def guides() -> dict[str, Guide]:
     """Return all of them, by id of the fix."""
     found = {}
     for file in GUIDES.values():
         for id, entry in read(file).items():
             settings = [
-                _recipe(setting["framework"], setting, setting["source"])
+                Recipe.of(setting["framework"], setting, setting["source"])
                 for setting in entry.get("settings", ())
             ]
             if correction := entry.get("correction"):
@@ -118,43 +97,6 @@ def guides() -> dict[str, Guide]:
                 tuple(Evidence(**evidence) for evidence in entry["evidence"]),
             )
     return found
-
-
-def recipes(correction: str, settings: Settings) -> tuple[Recipe, ...]:
-    """Return how each framework switches a correction of the loss on, with these bounds.
-
-    A framework that has no such correction says so: a near miss is not offered as the same.
-    """
-    tables = read("corrections.toml")
-    low, high = settings.geometric
-    clip = 1.0 - settings.gspo[0], settings.gspo[1] - 1.0
-    bounds = {"s": settings, "inverse": (1.0 / high, 1.0 / low), "clip": clip}
-    found = []
-    for framework, source in tables["sources"].items():
-        entry = tables.get(correction, {}).get(framework)
-        if entry is not None:
-            entry = entry | {"lines": entry.get("lines", "").format(**bounds)}
-        elif framework in tables["missing"]:
-            entry = {"remark": tables["missing"][framework]}
-        if entry is not None:
-            found.append(_recipe(framework, entry, entry.get("source", source)))
-    return tuple(found)
-
-
-def _recipe(framework: str, entry: dict[str, str], source: str) -> Recipe:
-    """Return an entry as a recipe; a source without a path names a commit itself."""
-    lines, known = entry.get("lines", "").strip("\n").splitlines(), BY_TITLE.get(framework)
-    if known is not None and known.version and "#" not in source.partition(";")[0]:
-        source = f"{known.read_in}, {source}"
-    selects = entry.get("selects", "")
-    return Recipe(framework, tuple(lines), entry.get("remark", ""), source, selects)
-
-
-def trials(fix: Fix) -> list[str]:
-    """Return the commands that try it."""
-    asked = [Chosen(fix, value).label for value in fix.values] or [fix.id]
-    lines = [f"mismatch check --model MODEL --fix {name}" for name in asked]
-    return [*lines, "mismatch corrections RUN"] if fix.side == "estimator" else lines
 
 
 def sentence(text: str) -> str:

@@ -16,9 +16,10 @@ from mismatch.errors import MismatchError
 from mismatch.experiments.beyond import trainer_passes
 from mismatch.experiments.beyond import wanted as wants_long
 from mismatch.experiments.fixes.applies import reason_against
-from mismatch.experiments.fixes.base import Chosen, Fix, FixOutcome
-from mismatch.experiments.fixes.catalogue import FIXES, fix_named, labels
+from mismatch.experiments.fixes.base import Chosen, Fix
+from mismatch.experiments.fixes.catalogue import FIXES, chosen_of
 from mismatch.experiments.fixes.context import Context
+from mismatch.experiments.results import FixOutcome
 from mismatch.experiments.scoring_passes import trainer_in_float32
 from mismatch.keys import FIX, FLOAT32, Key
 from mismatch.models.moe import require_routes
@@ -144,22 +145,6 @@ def parse_requests(texts: Iterable[str]) -> tuple[str, ...]:
                 "ask for it by itself",
             )
     return tuple(dict.fromkeys(requests))
-
-
-def chosen_of(request: str) -> tuple[Chosen, ...]:
-    """Return the fixes of one request, each with its value.
-
-    Raises:
-        MismatchError: see :func:`parse_requests`.
-    """
-    chosen = []
-    for part in labels(request):
-        name, equals, value = part.strip().partition("=")
-        fix = fix_named(name)
-        if equals and not fix.values:
-            raise MismatchError(f"--fix {part}: {name} takes no value", f"--fix {name}")
-        chosen.append(Chosen(fix, value or (fix.values[0] if fix.values else "")))
-    return tuple(chosen)
 
 
 def plan_fixes(spec: CheckSpec, context: Context) -> FixPlan:

@@ -8,34 +8,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mismatch.analysis.diagnosis.loaded_weights import CHECK as WEIGHTS
 from mismatch.analysis.diagnosis.pass_checks import by_finiteness, enough_data
+from mismatch.analysis.levels import AS_LOADED as WEIGHTS
 from mismatch.analysis.long_sequence import ROUNDING, of_run
 from mismatch.analysis.long_sequence import checks as long_checks
 from mismatch.analysis.plugins import RunArtefacts
+from mismatch.analysis.results import Square
 from mismatch.analysis.scored_rollout import ScoredRollout
-from mismatch.analysis.square import Square, measure, precision_of
+from mismatch.analysis.square import measure, precision_of
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.thresholds import Thresholds, default_thresholds
 from mismatch.errors import MismatchError
 from mismatch.experiments.beyond import trainer_passes
-from mismatch.experiments.fixes.base import (
-    SHOWN,
-    EstimatorFix,
-    FixCost,
-    FixOutcome,
-    FixTable,
-)
-from mismatch.experiments.fixes.catalogue import fix_named
-from mismatch.experiments.fixes.planning import DIRECTORY, Variant, bare, chosen_of, with_all
-from mismatch.experiments.fixes.significance import (
-    METHOD,
-    Tried,
-    best_of,
-    held_out,
-    judged,
-    ranked,
-)
+from mismatch.experiments.fixes.catalogue import chosen_of, fix_named
+from mismatch.experiments.fixes.planning import DIRECTORY, Variant, bare, with_all
+from mismatch.experiments.fixes.significance import METHOD, Tried, best_of, held_out, judged, ranked
+from mismatch.experiments.results import RANKED_BY, EstimatorFix, FixCost, FixOutcome, FixTable
 from mismatch.keys import FIX, TRAIN, TRAINER_FLOAT32, Key
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, common_prompts
@@ -45,6 +33,7 @@ from mismatch.run.directory import invocations
 from mismatch.specs import CheckSpec
 from mismatch.types import Check, Comparison, Estimate, Report, Scoring
 
+SHOWN = (*RANKED_BY, "logprob_abs_diff_p999", "routing_disagree_layer")
 WORTH = 0.1  # less than that is no reason to change a second setting
 ANEW = "with this fix the engine sampled again, and no float32 pass was made of its tokens"
 NOT_LONG = "the long sequence was not scored with this fix"

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mismatch.errors import EmptyComparison, MismatchError
-from mismatch.experiments.fixes.base import RANKED_BY, Effect, FixOutcome, HeldOut
 from mismatch.experiments.fixes.catalogue import is_combination
+from mismatch.experiments.results import RANKED_BY, Effect, FixOutcome, HeldOut
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, difference, paired
 from mismatch.metrics.estimator import Estimator

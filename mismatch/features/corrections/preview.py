@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mismatch.analysis.plugins import Analysis, RunArtefacts
+from mismatch.analysis.plugins import RunArtefacts
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.guides import recipes
 from mismatch.features.corrections.results import Against, Corrections, Preview
+from mismatch.metrics.correction_settings import recipes
 from mismatch.metrics.estimator import Estimator
 from mismatch.metrics.importance_weights import (
     CORRECTIONS,
@@ -269,20 +269,6 @@ def choose(previews: Sequence[Preview], batch: int) -> tuple[str | None, str | N
     return best, best, f"{names[best]}: {sizes}; {fall}{company}"
 
 
-def _measure(run: RunArtefacts, spec: CheckSpec) -> Corrections:
+def measure(run: RunArtefacts, spec: CheckSpec) -> Corrections:
     lawful = run.comparison.sampled_by_left
     return preview(run.rollout, run.decode, run.train, sampled_by_left=lawful, seed=spec.seed)
-
-
-ANALYSES = (
-    Analysis(
-        "corrections",
-        Corrections,
-        _measure,
-        section="mismatch.features.corrections.section:section",
-        unseen=lambda result: result.not_tested,
-        order=1,
-        chapter="helps",
-        of_pairs=True,
-    ),
-)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mismatch.experiments.fixes.guides import Recipe
+from mismatch.frameworks import Recipe
 from mismatch.metrics.importance_weights import Level, Settings
 from mismatch.types import Estimate
 

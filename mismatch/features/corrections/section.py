@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mismatch.experiments.fixes.guides import recipes
 from mismatch.features.corrections.results import Corrections, Preview
 from mismatch.metrics.importance_weights import NONE, OVERRIDE
 from mismatch.reports.formatting import (
@@ -19,8 +18,7 @@ from mismatch.reports.formatting import (
     signed,
     text,
 )
-from mismatch.reports.section import Cell, Cells, Column, Section, Table
-from mismatch.reports.sections.fixes import recipe_block
+from mismatch.reports.section import Cell, Cells, Column, Section, Table, recipe_block
 from mismatch.types import Report
 
 LEAD = (
@@ -62,6 +60,8 @@ def shown(result: Corrections, asked: Mapping[str, str] | None = None) -> Sectio
     rows = [_row(result, preview, (asked or {}).get(preview.id, "")) for preview in previews]
     best, settings = headline(result), list[Section]()
     if result.best is not None:
+        from mismatch.metrics.correction_settings import recipes
+
         named = result.named(result.best)
         wish = "" if result.favoured == result.best else "; if you want one anyway"
         blocks = [recipe_block(item) for item in recipes(result.best, result.settings)]

@@ -6,8 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import REQUIRED, Flags, Option
-from mismatch.cli.options import RUN
+from mismatch.cli.flags import REQUIRED, RUN, Flags, Option
 from mismatch.errors import MismatchError
 
 FILE = Option("file", Path, "", "A .parquet or .jsonl file.", default=REQUIRED, argument=True)
@@ -24,7 +23,7 @@ def tokens(flags: Flags) -> int:
     Examples:
     mismatch tokens runs/A tokens.parquet
     """
-    from mismatch.cli import session
+    from mismatch.cli import output
     from mismatch.processes.exchange import SUFFIXES, write_tokens
     from mismatch.run import store
 
@@ -33,9 +32,9 @@ def tokens(flags: Flags) -> int:
         raise MismatchError(f"{path}: no {' or '.join(SUFFIXES)} file", "tokens.parquet")
     rollout = store.load_rollout(flags["run"])
     write_tokens(path, rollout)
-    session.say(f"{rollout.n_sequences} sequences, {rollout.n_actions} action tokens: {path}")
+    output.say(f"{rollout.n_sequences} sequences, {rollout.n_actions} action tokens: {path}")
     there = all(find_spec(name) for name in ("torch", "transformers"))
     passes = "" if there else " --train-python PATH, which has torch and transformers"
     own = f"mismatch score {flags['run']} --scorer file --scorer-config FILE{passes}"
-    session.say(f"add a column logprobs, then: {own}")
+    output.say(f"add a column logprobs, then: {own}")
     return 0

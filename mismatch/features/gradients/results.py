@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from mismatch.analysis.plugins import Analysis
 from mismatch.codec import from_json
 from mismatch.errors import EmptyComparison
 from mismatch.features.gradients.plan import BASELINE, REFERENCE, Batch, GradientPlan
@@ -177,17 +176,3 @@ def of_run(run_dir: Path, spec: CheckSpec) -> GradientCheck | None:
     if not (run_dir / FILE).exists():
         return None
     return from_json(GradientCheck, store.load_document(run_dir, FILE)[ID])
-
-
-ANALYSES = (
-    Analysis(
-        ID,
-        GradientCheck,
-        section="mismatch.features.gradients.section:section",
-        unseen=lambda check: check.not_tested,
-        order=8,
-        from_run=of_run,
-        checks=gradient_checks,
-        chapter="helps",
-    ),
-)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags, Option, flag_of, switch
-from mismatch.cli.options import JSON, MODEL_FLAGS
+from mismatch.cli.flags import JSON, Flags, Option, flag_of, switch
+from mismatch.cli.options import MODEL_FLAGS
 from mismatch.errors import MismatchError, require_packages
 from mismatch.specs import OUTPUT, SEEDS, WEEK_S
 
@@ -55,7 +55,7 @@ def kernels(flags: Flags) -> int:
     Examples:
     mismatch kernels --model gpt-oss-20b
     """
-    from mismatch.cli import session
+    from mismatch.cli import output, session
     from mismatch.features.kernels.isolation import LABEL, PLAN, run_audit
     from mismatch.features.kernels.results import judge, kernels_to_json
     from mismatch.features.kernels.section import section
@@ -77,7 +77,7 @@ def kernels(flags: Flags) -> int:
     verdict, document, file = judge(report), kernels_to_json(report), "kernels.json"
     if out is not None:
         write_json(out / file, document)
-    return session.conclude_alone(section(report), verdict, document, out, file, flags)
+    return output.conclude_alone(section(report), verdict, document, out, file, flags)
 
 
 def audit_spec(flags: Flags) -> AuditSpec:

@@ -1,17 +1,19 @@
 """Where the sides part: the first module of the engine or the trainer that is no float32."""
 
-from mismatch.plugins import Command, Feature
+from mismatch.plugins import Analysis, Command, Feature
 
 FEATURE = Feature(
     "locate",
     commands=(
-        Command(
-            "locate",
-            "Name the first module where engine and trainer differ.",
-            "mismatch.features.locate.command:locate",
-        ),
+        Command("locate", "Name the first module where engine and trainer differ.",
+                "mismatch.features.locate.command:locate"),
     ),
-    analyses="mismatch.features.locate.judge:ANALYSES",
+    analyses=(
+        Analysis("locate", "mismatch.features.locate.results:Location",
+                 section="mismatch.features.locate.section:section", order=10,
+                 from_run="mismatch.features.locate.judge:of_run",
+                 causes="mismatch.features.locate.kinds:causes_of", chapter="why"),
+    ),
     check_flags="mismatch.features.locate.flags:FLAGS",
     check_step="mismatch.features.locate.step:locate_failed",
-)
+)  # fmt: skip

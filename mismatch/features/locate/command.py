@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags, Option, switch
-from mismatch.cli.options import JSON, RUN, TRUST_RUN
+from mismatch.cli.flags import JSON, RUN, Flags, Option, switch
+from mismatch.cli.options import TRUST_RUN
 from mismatch.specs import MANY, OUTPUT, Range
 
 WHAT = "What to record"
@@ -39,7 +39,7 @@ def locate(flags: Flags) -> int:
     mismatch locate runs/A
     mismatch locate runs/A --sequences 16 --details
     """
-    from mismatch.cli import session
+    from mismatch.cli import output, session
     from mismatch.features.locate.judge import judge, to_document
     from mismatch.features.locate.recording import locate_in
     from mismatch.features.locate.section import section
@@ -59,6 +59,6 @@ def locate(flags: Flags) -> int:
     if (run / "report.json").exists():
         write_report(run, load_report(run).with_analyses(locate=location), store.load_tokens(run))
     verdict, file = judge(location), "locate.json"
-    return session.conclude_alone(
+    return output.conclude_alone(
         section(location), verdict, to_document(location), run, file, flags
     )

@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mismatch.analysis.plugins import Analysis
 from mismatch.codec import fields_of, from_json, refused, to_json
 from mismatch.errors import MismatchError
-from mismatch.features.locate.kinds import causes_of
 from mismatch.features.locate.results import Group, Location, SideLocation, Site, SiteError
 from mismatch.run import store
 from mismatch.specs import CheckSpec
@@ -193,16 +191,3 @@ def of_run(run_dir: Path | str, spec: CheckSpec | None = None) -> Location | Non
     if not (Path(run_dir) / FILE).exists():
         return None
     return from_document(store.load_document(run_dir, FILE))
-
-
-ANALYSES = (
-    Analysis(
-        "locate",
-        Location,
-        section="mismatch.features.locate.section:section",
-        order=10,
-        from_run=of_run,
-        causes=causes_of,
-        chapter="why",
-    ),
-)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from mismatch.analysis.causes import MODULE
-from mismatch.analysis.diagnosis.case import Side
-from mismatch.analysis.diagnosis.detector import Evidence
+from mismatch.analysis.cause_results import MODULE, Cause, Evidence, Side, Status
 from mismatch.analysis.diagnosis.loaded_weights import Difference
-from mismatch.analysis.diagnosis.ranking import Cause, Status
-from mismatch.analysis.square import Square
+from mismatch.analysis.results import Square
 from mismatch.features.locate.results import TITLES, Kind, Location, SideLocation
 from mismatch.keys import TRAIN, Key
 from mismatch.models.site_parameters import decides

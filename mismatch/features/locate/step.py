@@ -5,8 +5,7 @@ A check that has neither costs nothing here but one reading of its scorings.
 
 from __future__ import annotations
 
-from mismatch.analysis.displaced import Displaced
-from mismatch.analysis.square import Finding
+from mismatch.analysis.results import Displaced, Finding
 from mismatch.errors import MismatchError
 from mismatch.features.locate.flags import NO_LOCATE
 from mismatch.features.locate.judge import FILE

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags, Option, flag_of, flags_of, spec_values
-from mismatch.cli.options import AROUND_A_RUN, CHECK, JSON
+from mismatch.cli.flags import JSON, Flags, Option, flag_of, flags_of, spec_values
+from mismatch.cli.options import AROUND_A_RUN, CHECK
 from mismatch.errors import MismatchError, require_packages
 from mismatch.features.loop.spec import (
     AS_IS,

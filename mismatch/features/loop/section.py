@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mismatch.features.loop.judge import (
-    FALL,
-    WINDOW,
-    Arm,
-    LoopReport,
-    at_end,
-    claims,
-    reward_fall,
-)
+from mismatch.features.loop.judge import FALL, WINDOW, Arm, LoopReport, at_end, claims, reward_fall
 from mismatch.features.loop.spec import Checked
 from mismatch.reports.formatting import capital, count, number, plural, text
 from mismatch.reports.section import Column, Figure, Page, Section, Table

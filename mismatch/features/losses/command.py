@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import REQUIRED, Flags, Option
-from mismatch.cli.options import JSON
+from mismatch.cli.flags import JSON, REQUIRED, Flags, Option
 from mismatch.errors import MismatchError, did_you_mean
 from mismatch.features.losses.cases import CASES, KINDS, Outcome, closed_form, judged, made
 from mismatch.reports.formatting import number, plural, text
@@ -49,7 +48,7 @@ def losses(flags: Flags) -> int:
     Examples:
     mismatch losses --framework verl --python ENV/bin/python
     """
-    from mismatch.cli import session
+    from mismatch.cli import output
     from mismatch.codec import to_json
 
     code, outcomes = measured(flags["framework"], flags["python"] or sys.executable)
@@ -58,7 +57,7 @@ def losses(flags: Flags) -> int:
     if wrong:
         verdict = Judged("broken", f"{plural(wrong, 'case')} of {len(outcomes)} differ", 1)
     document = {"schema": "mismatch.losses/1", "code": code, "cases": to_json(outcomes)}
-    return session.conclude_alone(shown(code, outcomes), verdict, document, None, "", flags)
+    return output.conclude_alone(shown(code, outcomes), verdict, document, None, "", flags)
 
 
 def measured(framework: str, python: str) -> tuple[str, list[Outcome]]:

@@ -8,8 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import REQUIRED, Flags, Option, flags_of, spec_values, switch
-from mismatch.cli.options import FAIL_ON, LEVELS, LOG_TO, MODEL_FLAGS, NAME_FLAGS, OUT
+from mismatch.cli.flags import (
+    FAIL_ON,
+    LEVELS,
+    LOG_TO,
+    NAME_FLAGS,
+    REQUIRED,
+    Flags,
+    Option,
+    flags_of,
+    spec_values,
+    switch,
+)
+from mismatch.cli.options import MODEL_FLAGS, OUT
 from mismatch.errors import MismatchError, one_line
 from mismatch.features.recorded.dumps import Form, Recorded, read_recorded
 from mismatch.processes.spread import Where
@@ -58,7 +69,7 @@ def postmortem(flags: Flags) -> int:
     mismatch postmortem logs/exp_001/train_data_step12.jsonl
     mismatch postmortem outputs/token_exports --step 40
     """
-    from mismatch.cli import session
+    from mismatch.cli import output, session
     from mismatch.features.recorded.run import UNKNOWN_MODEL, keep
     from mismatch.pipeline.commands import run_compare
     from mismatch.reports.files import write_report
@@ -79,10 +90,10 @@ def postmortem(flags: Flags) -> int:
     spec = spec_of(flags, flags["model"] or UNKNOWN_MODEL)
     spec = replace(spec, quick=True, noise_floor=False)
     keep(spec, run_dir, flags["file"], recorded, session.command(), both=True)
-    session.say(summary(recorded))
+    output.say(summary(recorded))
     levels = session.levels(flags)
     report = run_compare(run_dir, session.narrator(), levels, session.command(), write_report)
-    return session.conclude(report, run_dir, flags)
+    return output.conclude(report, run_dir, flags)
 
 
 @with_flags(DUMP, MODEL_FLAGS, *READING, *SAMPLED, OUT)
@@ -97,7 +108,7 @@ def read_rollouts(flags: Flags) -> int:
     Examples:
     mismatch read-rollouts dump.jsonl --model MODEL --out runs/A
     """
-    from mismatch.cli import session
+    from mismatch.cli import output, session
     from mismatch.cli.to_spec import require_model
     from mismatch.features.recorded.run import keep
     from mismatch.models import resolve_model
@@ -108,10 +119,10 @@ def read_rollouts(flags: Flags) -> int:
     recorded = read_recorded(flags["file"], flags["format"], flags["python"])
     run_dir = new_directory(flags["out"], flags["model"])
     keep(spec, run_dir, flags["file"], recorded, session.command(), both=False)
-    session.say(summary(recorded))
+    output.say(summary(recorded))
     if all(row.train_logprobs is not None for row in recorded.sequences):
-        session.say("It holds the trainer's log-probabilities too: mismatch postmortem judges them")
-    session.say(f"Everything is in {run_dir}. Score it: mismatch score {run_dir}")
+        output.say("It holds the trainer's log-probabilities too: mismatch postmortem judges them")
+    output.say(f"Everything is in {run_dir}. Score it: mismatch score {run_dir}")
     return 0
 
 
@@ -131,16 +142,16 @@ def watch(flags: Flags) -> int:
     mismatch watch outputs/token_exports
     mismatch watch runs/watch --once
     """
-    from mismatch.cli import session
+    from mismatch.cli import output
     from mismatch.features.recorded.watch import follow
 
     if not flags["file"].is_dir():
         raise MismatchError(f"{flags['file']} is no folder", "give the folder of the dumps")
     lines = 0
-    asked = flags["file"], flags["every"], flags["once"], session.say, flags["python"]
+    asked = flags["file"], flags["every"], flags["once"], output.say, flags["python"]
     for text in follow(*asked):
         lines += 1
-        session.say(text)
+        output.say(text)
     if not lines:
         fault = f"{flags['file']} holds no step with both log-probabilities"
         raise MismatchError(fault, "docs/how-to/monitor.md says how verl and TRL write them")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mismatch.analysis.plugins import Analysis
 from mismatch.codec import from_json
 from mismatch.features.recorded.rows import LEAST_ROWS, RowGroups, row_groups
 from mismatch.keys import TRAIN
@@ -105,16 +104,3 @@ def checks(result: RecordedReport) -> tuple[Check, ...]:
         few = f"{result.rows.rows} rows could be scored, {LEAST_ROWS} are needed"
         return values, Check("which-rows", "not_tested", few)
     return values, Check("which-rows", "passed", "all sequences are equally far apart")
-
-
-ANALYSES = (
-    Analysis(
-        "recorded",
-        RecordedReport,
-        section="mismatch.features.recorded.section:section",
-        from_run=of_run,
-        checks=checks,
-        order=50,
-        chapter="why",
-    ),
-)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 import typer
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags, Option, flags_of, switch
-from mismatch.cli.options import DRY_RUN, ENGINE_FLAGS, JSON, MODEL_FLAGS
+from mismatch.cli.flags import JSON, Flags, Option, flags_of, switch
+from mismatch.cli.options import DRY_RUN, ENGINE_FLAGS, MODEL_FLAGS
 from mismatch.engines.registry import engine_info, model_directory, probed_engines
 from mismatch.errors import MismatchError, require_packages
 from mismatch.specs import OUTPUT, SEEDS, EngineSpec
@@ -65,7 +65,7 @@ def sync_probe(flags: Flags) -> int:
     mismatch sync-probe --model MODEL
     mismatch sync-probe --model MODEL --engine sglang
     """
-    from mismatch.cli import session
+    from mismatch.cli import output, session
     from mismatch.features.sync.judge import FILE, SCHEMA, judge, sync_to_json
     from mismatch.features.sync.processes import run_probe
     from mismatch.features.sync.section import page, section
@@ -87,7 +87,7 @@ def sync_probe(flags: Flags) -> int:
     document, file = sync_to_json(report), "sync-probe.html"
     store.save_document(out, FILE, document, schema=SCHEMA)
     store.write_text(out / file, show_page(page(report)))
-    return session.conclude_alone(section(report), judge(report), document, out, file, flags)
+    return output.conclude_alone(section(report), judge(report), document, out, file, flags)
 
 
 def probe_spec(flags: Flags) -> SyncSpec:

@@ -8,8 +8,7 @@ from pathlib import Path
 import typer
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import Flags, Option, flags_of
-from mismatch.cli.options import JSON
+from mismatch.cli.flags import JSON, Flags, Option, flags_of
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError, first_line
 from mismatch.specs import MODEL, EngineSpec

@@ -1,14 +1,13 @@
 """The sections of a report, in their order.
 
-Three tables say what is shown: :data:`CHAPTERS` the order, :data:`OF_REPORT` the sections of the
-report itself, :data:`OF_RESULT` those of an analysis's result. A feature names its section where it
-registers its analysis (:class:`mismatch.analysis.plugins.Analysis`).
+:data:`CHAPTERS` has the order, :data:`OF_REPORT` the sections of the report itself. An analysis
+names the section of its result (:class:`mismatch.plugins.Analysis`), imported where it is shown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mismatch.analysis import plugins
 from mismatch.attempts import Attempts
@@ -16,19 +15,7 @@ from mismatch.plugins import load
 from mismatch.reports import summary
 from mismatch.reports.formatting import TONES, capital, line
 from mismatch.reports.section import Page, Section
-from mismatch.reports.sections import (
-    breakdowns,
-    causes,
-    explorer,
-    fixes,
-    headline,
-    long_sequence,
-    noise,
-    passes,
-    ran,
-    routing,
-    square,
-)
+from mismatch.reports.sections import breakdowns, explorer, headline, noise, passes, ran
 from mismatch.reports.sections import tokens as by_token
 from mismatch.types import Report
 
@@ -56,18 +43,12 @@ OF_REPORT: dict[str, Callable[[Report, pd.DataFrame | None, str | None], Section
     "breakdowns": lambda report, *_: breakdowns.section(report),
     "variants": lambda report, *_: passes.variants(report),
     "explorer": lambda report, tokens, _: explorer.section(report, tokens),
-    "routing": lambda report, *_: routing.section(report),
+    "routing": lambda report, *_: (  # None of a dense model
+        load(f"{__name__}.routing:section")(report) if summary.headline(report).routing else None
+    ),
     "checks": lambda report, *_: headline.checks(report),
     "ran": lambda report, *_: ran.section(report),
     "glossary": lambda *_: ran.glossary(),
-}
-OF_RESULT: dict[str, Callable[[Any, Report], Sections]] = {
-    "two_passes": passes.two_passes,
-    "causes": causes.section,
-    "square": square.section,
-    "long_sequence": long_sequence.section,
-    "explain": causes.explain,
-    "fixes": fixes.section,
 }
 
 
@@ -152,7 +133,6 @@ def _sections(
     result = report.result(id)
     if result is None:
         return None
-    named = (each.section for each in plugins.analyses() if each.id == id)
-    make: Any = OF_RESULT.get(id) or load(next(named, ""))
-    shown: Sections = make(result, report)
+    named = (each for each in plugins.analyses() if each.id == id)
+    shown: Sections = next(named).call("section", result, report)
     return shown

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mismatch.analysis.diagnosis.catalogue import catalogue, title_of
-from mismatch.analysis.diagnosis.detector import Evidence
-from mismatch.analysis.diagnosis.ranking import LITTLE, Cause, Causes
-from mismatch.experiments.explanation import GONE, STAYS, Experiment, Explanation
+from mismatch.analysis.catalogue import catalogue, title_of
+from mismatch.analysis.cause_results import Cause, Causes, Evidence
 from mismatch.reports import summary
 from mismatch.reports.documentation import of_cause
 from mismatch.reports.formatting import line, number, percent, plural, text
@@ -25,7 +23,7 @@ SIDES = {"engine": "the engine's side", "trainer": "the trainer's side", "either
 RANKED = (
     Column("cause", text, of=lambda cause: title_of(cause.id)),
     Column("id", text, 4, of=lambda cause: Cell(cause.id, "code", explained=of_cause(cause.id))),
-    Column("", text, detail="how sure", of=lambda cause: _outcome(cause.status)),
+    Column("", text, detail="how sure", of=lambda cause: outcome_cell(cause.status)),
     Column("side", text, 1, of="side"),
     Column("share", percent, interval=2, detail="of mean |delta|", of="effect"),
 )
@@ -120,78 +118,5 @@ def _name(name: str) -> Cell:
     return Cell(name, explained=of_cause(name) if name in catalogue() else "")
 
 
-# ---------------------------------------------------------------- experiments
-
-EXPLAIN_LEAD = (
-    "Each experiment takes some causes out. Where this removes mean |delta|, one of them is at "
-    f"work (more than {percent(GONE)} of it, by the whole interval): confirmed, if the experiment "
-    f"separates it from the others; where it stays (less than {percent(STAYS)}, and less than the "
-    "cause would take along), they are ruled out. Fixes of --fix come first, then those of "
-    "--explain, which ask about the leading cause."
-)
-EXPERIMENTS = (
-    Column(
-        "experiment",
-        text,
-        of=lambda each: Cell(each.id, "code", "" if each.same_tokens else "sampled again"),
-    ),
-    Column(
-        "", text, detail="what it says", of=lambda each: _outcome(each.outcome, _measured(each))
-    ),
-    Column("side", text, 2, detail="at fault, if it confirms", of="side"),
-    Column("gone", percent, interval=1, detail="share of mean |delta|", of="gone"),
-    Column("seconds", number, 2, of="seconds"),
-    Column("causes", text, 3, detail="that it takes out", of=lambda each: ", ".join(each.tests)),
-)
-
-
-def explain(result: Explanation, report: Report) -> Section:
-    """Return what was confirmed, what was ruled out, then every experiment."""
-    texts = explained(result)
-    table = Table.of(EXPERIMENTS, result.experiments)
-    return Section(
-        "explain",
-        "Experiments",
-        EXPLAIN_LEAD,
-        sentences=texts,
-        tables=[table],
-        short=" ".join(texts),
-    )
-
-
-def explained(result: Explanation) -> list[str]:
-    """Return a sentence each for what was confirmed, ruled out, and could not be made."""
-    if not result.experiments:
-        return ["No experiment was made: none could single out a suspected cause."]
-    measured = len([each for each in result.experiments if each.seconds is not None])
-    confirmed = "No cause was confirmed"
-    if result.confirmed:
-        confirmed = f"Confirmed: {_names(result.confirmed)}"
-    return [
-        f"{confirmed} ({plural(measured, 'experiment')}, {result.seconds:.0f} s).",
-        *([f"Ruled out: {_names(result.ruled_out)}."] if result.ruled_out else ()),
-        *(
-            f"{line(each.id)} was not measured: {line(each.reason)}."
-            for each in result.experiments
-            if each.reason
-        ),
-    ]
-
-
-def _names(ids: tuple[str, ...]) -> str:
-    return "; ".join(f"{line(title_of(id)).rstrip('.').lower()} ({id})" for id in ids)
-
-
-def _measured(experiment: Experiment) -> str:
-    """Why it was not made, or what it measured in addition to the share that is gone."""
-    if experiment.outcome == LITTLE:
-        return "stated by a side, and the mismatch stays"
-    return line(experiment.reason) or "; ".join(
-        f"{item.what}: {text(item.value) if isinstance(item.value, str) else number(item.value)}"
-        f" ({item.normal})"
-        for item in experiment.evidence
-    )
-
-
-def _outcome(outcome: str, note: str = "") -> Cell:
+def outcome_cell(outcome: str, note: str = "") -> Cell:
     return Cell(outcome, "strong" if outcome == "confirmed" else "", note)

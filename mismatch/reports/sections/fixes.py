@@ -11,17 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.base import (
-    RANKED_BY,
-    VALUE,
-    FixOutcome,
-    FixTable,
-    HeldOut,
-    check_command,
-)
-from mismatch.experiments.fixes.catalogue import FIXES, is_combination, labels
-from mismatch.experiments.fixes.guides import Recipe, settings_of
-from mismatch.experiments.fixes.planning import chosen_of
+from mismatch.experiments.fixes.base import VALUE, check_command
+from mismatch.experiments.fixes.catalogue import FIXES, chosen_of, is_combination, labels
+from mismatch.experiments.fixes.guides import settings_of
+from mismatch.experiments.results import RANKED_BY, FixOutcome, FixTable, HeldOut
+from mismatch.frameworks import Recipe
 from mismatch.metrics.permutation import LEVEL, prompts_to_tell
 from mismatch.reports.formatting import (
     alike,
@@ -36,7 +30,17 @@ from mismatch.reports.formatting import (
     text,
     times,
 )
-from mismatch.reports.section import Block, Cell, Cells, Column, Figure, Section, Table, Tone
+from mismatch.reports.section import (
+    Block,
+    Cell,
+    Cells,
+    Column,
+    Figure,
+    Section,
+    Table,
+    Tone,
+    recipe_block,
+)
 from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, rows_of
 from mismatch.types import Report
 
@@ -244,6 +248,11 @@ def _settings(result: FixTable) -> Section:
     return Section("fixes-settings", f"How to set {', '.join(used)}", blocks=own, parts=parts)
 
 
+def with_proofs(row: FixOutcome) -> list[tuple[Recipe, str]]:
+    """Return the settings of all fixes of a row."""
+    return [each for label in labels(row.id) for each in with_proof(row, label)]
+
+
 def with_proof(row: FixOutcome, label: str) -> list[tuple[Recipe, str]]:
     """Return a fix's settings in every framework, each with whether that is what was measured."""
     name, _, value = label.partition("=")
@@ -254,12 +263,6 @@ def with_proof(row: FixOutcome, label: str) -> list[tuple[Recipe, str]]:
         lines = tuple(line.replace(VALUE, value) for line in recipe.lines)
         found.append((replace(recipe, lines=lines), proof))
     return found
-
-
-def recipe_block(recipe: Recipe, proof: str = "") -> Block:
-    """Show one framework's setting, with what to know about it."""
-    about = "; ".join(filter(None, (proof, recipe.remark, recipe.source)))
-    return Block(f"{recipe.framework}: {about}", recipe.lines)
 
 
 # ---------------------------------------------------------------- sentences

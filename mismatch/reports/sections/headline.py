@@ -4,36 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from mismatch.analysis.causes import MODULE, place_of
-from mismatch.analysis.diagnosis.catalogue import catalogue, title_of
-from mismatch.analysis.diagnosis.detectors.stated import DIFFER
-from mismatch.analysis.diagnosis.ranking import LITTLE
+from mismatch.analysis.catalogue import catalogue, title_of
+from mismatch.analysis.cause_results import DIFFER, LITTLE, MODULE, place_of
 from mismatch.analysis.explained import explains, leads
-from mismatch.analysis.long_sequence import sentence
-from mismatch.analysis.square import sides_at_fault
+from mismatch.analysis.results import sentence, sides_at_fault
 from mismatch.errors import in_list
-from mismatch.experiments.fixes.base import RANKED_BY, FixOutcome, FixTable
-from mismatch.experiments.fixes.catalogue import labels
 from mismatch.frameworks import CORRECTING, FRAMEWORKS
-from mismatch.metrics import framework_names
 from mismatch.reports import documentation, summary
-from mismatch.reports.formatting import (
-    alike,
-    bound,
-    capital,
-    interval,
-    line,
-    percent,
-    plural,
-    text,
-)
+from mismatch.reports.formatting import alike, bound, capital, interval, line, percent, plural, text
 from mismatch.reports.section import Answer, Block, Cell, Cells, Column, Section, Table, status_cell
-from mismatch.reports.sections import fixes, noise, square
+from mismatch.reports.sections import noise
 from mismatch.reports.summary import Row
 from mismatch.types import Check, Report
 
-K3, MEAN = RANKED_BY
+if TYPE_CHECKING:
+    from mismatch.experiments.results import FixOutcome, FixTable
+
+K3 = "k3_kl"
 NAMED = 6  # of what was not tested; the rest is counted
 WRONG = ("failed", "inconclusive", "warning")
 
@@ -107,7 +96,11 @@ def _sides(report: Report) -> str:
     off = [] if long is None else [gap for gap in long.gaps if gap.status != "passed"]
     if off and not (result and sides_at_fault(result)):
         return _sentence(line(sentence(long, gap)) for gap in off)
-    return square.sentences(result, report)[0] if result else "".join(noise.float32(report))
+    if not result:
+        return "".join(noise.float32(report))
+    from mismatch.reports.sections import square
+
+    return square.sentences(result, report)[0]
 
 
 def _sentence(parts: Iterable[str]) -> str:
@@ -138,7 +131,9 @@ def _fix(report: Report) -> Answer | None:
 
 def effect(best: FixOutcome, report: Report) -> str:
     """Return a fix by its k3 before and after, and the verdict with it."""
-    known = [recipe for label in labels(best.id) for recipe, _ in fixes.with_proof(best, label)]
+    from mismatch.reports.sections import fixes
+
+    known = [recipe for recipe, _ in fixes.with_proofs(best)]
     kernel = f" (with {best.kernel})" if best.kernel and any(r.selects for r in known) else ""
     parts = [f"{best.id}{kernel}"]
     if K3 in best.before and K3 in best.after:
@@ -151,7 +146,9 @@ def effect(best: FixOutcome, report: Report) -> str:
 
 def _settings(best: FixOutcome) -> Iterator[Block]:
     """Yield the known settings of each framework, and whether they were measured."""
-    known = [each for label in labels(best.id) for each in fixes.with_proof(best, label)]
+    from mismatch.reports.sections import fixes
+
+    known = fixes.with_proofs(best)
     for name in CORRECTING:
         for recipe, proof in known:
             if recipe.framework == name and recipe.lines:
@@ -306,6 +303,8 @@ def names_there(report: Report, framework: str | None) -> tuple[Section, ...]:
     """Return the metrics under a framework's names, where a framework was asked for."""
     if framework is None:
         return ()
+    from mismatch.metrics import framework_names
+
     rows: list[Cells] = []
     remarks: dict[str, list[str]] = {}
     for row in summary.all_rows(summary.headline(report)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mismatch.analysis.long_sequence import LongGap, LongSequence, sentence
+from mismatch.analysis.results import LongGap, LongSequence, sentence
 from mismatch.reports.formatting import bound, capital, line, number, text
 from mismatch.reports.section import Cell, Column, Section, Table, Tone, Value
 from mismatch.types import CheckStatus, Report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from mismatch.models import moe
+from mismatch.facts import injected_into
 from mismatch.reports.formatting import MISSING, bound, line, number, plural, text, wording
 from mismatch.reports.section import Cell, Cells, Column, Section, Table, named
 from mismatch.reports.summary import command, headline
@@ -141,7 +141,7 @@ def _aspects(side: SideFacts) -> dict[str, str]:
     temperature = side.get("logprobs_temperature")
     tensor = side.get("tensor_parallel_size") or 1
     batch = side.get("micro_batch_tokens")
-    replay, injected = side.get("replay"), moe.injected_into(side)
+    replay, injected = side.get("replay"), injected_into(side)
     own = replay["rows_own"] if replay else 0
     adapter = side.get("adapter")
     return {

@@ -5,10 +5,18 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mismatch.analysis.diagnosis.loaded_weights import CHECK as WEIGHTS
-from mismatch.analysis.displaced import Displaced, Side, Standing
-from mismatch.analysis.square import Finding, Gap, Leg, Square, shared
-from mismatch.analysis.square_checks import displacement
+from mismatch.analysis.levels import AS_LOADED as WEIGHTS
+from mismatch.analysis.results import (
+    Displaced,
+    Finding,
+    Gap,
+    Leg,
+    Side,
+    Square,
+    Standing,
+    displacement,
+    shared,
+)
 from mismatch.reports.formatting import bound, count, interval, line, number, plural, text, times
 from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone
 from mismatch.reports.svg import ACCENT, INK, SECOND

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mismatch.metrics.importance_weights import Settings
-from mismatch.metrics.ppo_passes import CLIP
+from mismatch.metrics.token import CLIP
 from mismatch.reports.formatting import alike, bound, line, number, percent, plural
 from mismatch.reports.section import Figure, Section
 from mismatch.reports.summary import noise_rows

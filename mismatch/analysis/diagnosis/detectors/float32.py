@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, Side, above, below
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
+from mismatch.analysis.cause_results import Evidence, Side
+from mismatch.analysis.diagnosis.case import Case, above, below
+from mismatch.analysis.diagnosis.detector import Detector, Finding, Look
 from mismatch.analysis.diagnosis.detectors.position import BOUNDARIES, onset
 from mismatch.analysis.diagnosis.legs import (
     EXACT_FLOOR,

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, Side, above
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
+from mismatch.analysis.cause_results import Evidence, Side
+from mismatch.analysis.diagnosis.case import Case, above
+from mismatch.analysis.diagnosis.detector import Detector, Finding, Look
 from mismatch.types import Floats, NotTested
 
 BITS = {"bf16": 8, "fp16": 11}  # of the significand

@@ -10,16 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import (
-    FEW_PROMPTS,
-    Case,
-    Repair,
-    Side,
-    above,
-    below,
-    correlation,
-)
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
+from mismatch.analysis.cause_results import Evidence, Side
+from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, Repair, above, below, correlation
+from mismatch.analysis.diagnosis.detector import Detector, Finding, Look
 from mismatch.analysis.diagnosis.twins import APART, twins_of
 from mismatch.keys import REFERENCE, TRAINER_FLOAT32
 from mismatch.types import Estimate, Floats, NotTested

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, Side, above
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
+from mismatch.analysis.cause_results import Evidence, Side
+from mismatch.analysis.diagnosis.case import Case, above
+from mismatch.analysis.diagnosis.detector import Detector, Finding, Look
 from mismatch.keys import ALONE
 from mismatch.types import NotTested
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from mismatch import keys
-from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, Repair, Side, above
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, paired_anew
+from mismatch.analysis.cause_results import Evidence, Side
+from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, Repair, above
+from mismatch.analysis.diagnosis.detector import Detector, Finding, Look, paired_anew
 from mismatch.analysis.diagnosis.legs import farther
 from mismatch.analysis.diagnosis.twins import Odd, odd_pairs, twins_of
 from mismatch.types import Floats, NotTested

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mismatch.analysis.cause_results import Evidence
 from mismatch.analysis.diagnosis.case import Case, Repair, above, correlation
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
+from mismatch.analysis.diagnosis.detector import Detector, Finding, Look
 from mismatch.analysis.diagnosis.legs import CALM, farther, imbalance, legs_of
 from mismatch.types import Floats, NotTested
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from mismatch.analysis.cause_results import Evidence
 from mismatch.analysis.diagnosis.case import Case, above
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
+from mismatch.analysis.diagnosis.detector import Detector, Finding, Look
 from mismatch.metrics.routing_pairs import in_other
 from mismatch.types import Bools, Floats, Ints, NotTested, Routing
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from mismatch.analysis.cause_results import Evidence
 from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, Repair, above
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
+from mismatch.analysis.diagnosis.detector import Detector, Finding, Look
 from mismatch.analysis.diagnosis.twins import Odd, odd_pairs, twins_of
 from mismatch.keys import ALONE, GRAD, PLAIN, REGROUPED, REPEATED, Key
 from mismatch.types import Floats, NotTested

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, Side
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look
+from mismatch.analysis.cause_results import DIFFER, Evidence, Side
+from mismatch.analysis.diagnosis.case import Case
+from mismatch.analysis.diagnosis.detector import Detector, Finding, Look
 from mismatch.analysis.diagnosis.loaded_weights import (
     NOT_OF_CHECKPOINT,
     Difference,
@@ -24,7 +25,6 @@ from mismatch.analysis.levels import NOT_QUANTISED
 from mismatch.types import NotTested, SideFacts
 
 HEADS = ("lm_head", "embed_out", "output_layer")
-DIFFER = "what differs"
 ALIKE: tuple[str, ...] = ("stale-weights", "double-load", "lora-scale")
 NEARLY_ALL = 0.9  # share of the parameters, from which a whole sync is missing
 LONGEST = 60  # characters of a value in the evidence

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from mismatch.analysis.diagnosis.case import Case, Repair, Side, above
-from mismatch.analysis.diagnosis.detector import Detector, Evidence, Finding, Look, paired_anew
+from mismatch.analysis.cause_results import Evidence, Side
+from mismatch.analysis.diagnosis.case import Case, Repair, above
+from mismatch.analysis.diagnosis.detector import Detector, Finding, Look, paired_anew
 from mismatch.analysis.diagnosis.detectors.position import JUMP, change, size
 from mismatch.analysis.diagnosis.legs import imbalance, legs_of
 from mismatch.types import CACHED, Bools, Floats, Ints, NotTested
