@@ -50,7 +50,8 @@ def describe(injections: Injections, seed: int | None = None) -> str:
     """
     if not injections:
         return ""
-    text = ", ".join(f"{name}={size:g}" for name, size in injections)
+    names = {name: name if name in KNOWN else f"unknown {name!r}" for name, _ in injections}
+    text = ", ".join(f"{names[name]}={size:g}" for name, size in injections)
     return text if seed is None else f"{text} (seed {seed})"
 
 
@@ -83,9 +84,10 @@ def require_routes(spec: CheckSpec, weight_givers: Collection[str] = ("transform
 
     Raises:
         MismatchError: a dense model, routes that nobody captures, weights that no engine gives, or
-            an injection without the pass that it is for.
+            a stored disturbance that is unknown here, or one without the pass that it is for.
     """
     train, engine = spec.train, spec.rollout.engine
+    parse_injections([f"{name}={size}" for name, size in (*spec.inject, *train.inject)])
     if spec.inject and spec.two_passes is False:
         raise MismatchError(
             f"--inject {describe(spec.inject)} is for the trainer's second forward pass, which "
