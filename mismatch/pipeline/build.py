@@ -61,7 +61,7 @@ from mismatch.pipeline.tokens import token_table
 from mismatch.plugins import features, step_label
 from mismatch.processes.stages import LABEL as FLOAT32_ENGINE
 from mismatch.run import manifest, store
-from mismatch.run.long_rollout import as_run
+from mismatch.run.long_rollout import MODE, as_run
 from mismatch.run.manifest import damage_named
 from mismatch.run.messages import pass_label, read_error
 from mismatch.run.provenance import provenance
@@ -90,6 +90,7 @@ if TYPE_CHECKING:
 
 COMPARISON = "comparison.json"
 COMPARISON_SCHEMA = "mismatch.comparison/1"
+OUTPUTS = {COMPARISON, store.TOKENS, "report.json", "report.html", "report.md"}
 SIDE_PAIRS = ("repeated", "regrouped", "alone", "grad")  # the trainer against itself
 
 
@@ -196,6 +197,7 @@ def build_report(
     missing = [*not_tested(spec, artefacts.rollout, artefacts.scorings, checks, reach)]
     missing += unseen + too_short
     missing += without_room(run_dir, spec, artefacts.scorings)
+    attempts.failed += manifest.deleted(run_dir, OUTPUTS)
     judged = verdict(judgements, checks, column, open_question)
     lead = attempts.make("causes", lead_of, results.get("causes"), checks, otherwise=None)
     judged = led(judged, lead, checks)
@@ -438,7 +440,7 @@ def not_tested(
 
 
 def without_room(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> Iterator[NotTested]:
-    """Yield passes that are missing because memory did not suffice, and why."""
+    """Yield passes that are missing, and why; of the long sequence those that failed."""
     names = [pass_.name for pass_ in training_passes(spec)]
     if with_long_sequence(spec):
         names += [pass_.name for pass_ in long_passes(spec)]
@@ -447,6 +449,8 @@ def without_room(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> I
         reason = None if name in scorings else read_error(run_dir, pass_label(name))
         if reason is not None:
             yield NotTested(name, reason.message, reason.fix)
+        elif name not in scorings and ":" in name and not name.endswith(MODE):
+            yield NotTested(name, "the run holds neither this scoring nor why it is missing")
 
 
 def _without_routes(spec: CheckSpec, decode: Scoring, train: Scoring) -> Iterator[NotTested]:

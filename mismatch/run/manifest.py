@@ -25,13 +25,14 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NoReturn
 
 from mismatch.errors import MismatchError
 from mismatch.run.files import open_regular, parse_json, read_regular
+from mismatch.types import NotTested
 
 # What reading code raises where a value is of another kind than it writes.
 WRONG = (
@@ -199,6 +200,27 @@ def record(
             **({"made_with": made_with} if made_with else {}),
         }
         _save(run_dir, recorded)
+
+
+def deleted(run_dir: Path, outputs: Collection[str]) -> list[NotTested]:
+    """Return the recorded artefacts that are not there, but for outputs, which are made again.
+
+    Without a manifest nobody can say whether files are missing: its name is returned.
+    """
+    if not (run_dir / NAME).exists():
+        return [NotTested(NAME, "without it, files may be missing", "copy the run again")]
+    gone = sorted(n for n in entries(run_dir) if n not in outputs and not (run_dir / n).exists())
+    how = f"copy the run again, or make them again: mismatch check --resume {run_dir}"
+    return [NotTested(name, f"{NAME} lists it, and it is not there", how) for name in gone]
+
+
+def forget(run_dir: Path, name: str) -> None:
+    """Delete an artefact, and its entry if it has one."""
+    with _locked(run_dir):
+        (run_dir / name).unlink(missing_ok=True)
+        recorded = entries(run_dir)
+        if recorded.pop(name, None):
+            _save(run_dir, recorded)
 
 
 def verify(run_dir: Path | str, name: str) -> None:
