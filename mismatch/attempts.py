@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from mismatch.errors import MismatchError, named_line
 from mismatch.types import Check, NotTested
 
 T = TypeVar("T")
+# Set while a stored file is read and shown: what fails then is the file's fault, and is raised.
+STORED: ContextVar[bool] = ContextVar("STORED", default=False)
 LOG = logging.getLogger("mismatch")  # without a handler it writes to stderr
 
 
@@ -29,6 +32,8 @@ class Attempts:
         try:
             return make(*given)
         except Exception as error:
+            if STORED.get() and not isinstance(error, OSError):
+                raise
             self.note(what, error)
             kept: T = otherwise
             return kept

@@ -120,7 +120,7 @@ class Artefacts:
         engine = spec.rollout.engine.engine
         decode = store.load_scoring(run_dir, f"{engine}:decode")
         train = store.load_scoring(run_dir, TRAIN)
-        decode, train = with_disk(run_dir, decode, train)
+        decode, train = damage_named(f"a file of {run_dir}")(with_disk)(run_dir, decode, train)
         names = [n for n in store.scoring_names(run_dir) if not n.startswith(store.FIX_PREFIX)]
         rest = {n: store.load_scoring(run_dir, n) for n in names if n not in (decode.name, TRAIN)}
         scorings = {**rest, decode.name: decode, TRAIN: train}
@@ -161,8 +161,9 @@ def build_report(
         column = column if judgements else None
     judgements, too_short = without_short(judgements, artefacts.rollout)
     results, unseen = measured(run_dir, spec, artefacts, comparisons, attempts)
+    stored = damage_named(f"a file of {run_dir}")
     left = [
-        (each, attempts.make(each.id, each.from_run, run_dir, spec, otherwise=None))
+        (each, attempts.make(each.id, stored(each.from_run), run_dir, spec, otherwise=None))
         for each in analyses()
     ]
     left = [(analysis, result) for analysis, result in left if result is not None]

@@ -30,10 +30,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NoReturn
 
+from mismatch.attempts import STORED
 from mismatch.errors import MismatchError
 from mismatch.run.files import open_regular, parse_json, read_regular
 from mismatch.types import NotTested
 
+MAKE_AGAIN = "copy the run again, or delete this file, then mismatch check --resume RUN"
 # What reading code raises where a value is of another kind than it writes.
 WRONG = (
     *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError),
@@ -48,14 +50,14 @@ def damage_named(path: Path | str) -> Iterator[None]:
     Raises:
         MismatchError: its content is not what this version writes.
     """
+    stored = STORED.set(True)
     try:
         yield
     except WRONG as error:
-        raise MismatchError(
-            f"{path} is damaged, or of another version: {type(error).__name__}: {error}",
-            "copy the run directory again, or make this file again: delete it, then "
-            "mismatch check --resume RUN",
-        ) from error
+        fault = f"{path} is damaged, or of another version: {type(error).__name__}: {error}"
+        raise MismatchError(fault, MAKE_AGAIN) from error
+    finally:
+        STORED.reset(stored)
 
 
 NAME = "manifest.json"
@@ -203,15 +205,11 @@ def record(
 
 
 def deleted(run_dir: Path, outputs: Collection[str]) -> list[NotTested]:
-    """Return the recorded artefacts that are not there, but for outputs, which are made again.
-
-    Without a manifest nobody can say whether files are missing: its name is returned.
-    """
+    """Return recorded artefacts that are not there, without outputs; or that the list is not."""
     if not (run_dir / NAME).exists():
         return [NotTested(NAME, "without it, files may be missing", "copy the run again")]
     gone = sorted(n for n in entries(run_dir) if n not in outputs and not (run_dir / n).exists())
-    how = f"copy the run again, or make them again: mismatch check --resume {run_dir}"
-    return [NotTested(name, f"{NAME} lists it, and it is not there", how) for name in gone]
+    return [NotTested(name, f"{NAME} lists it, and it is not there", MAKE_AGAIN) for name in gone]
 
 
 def forget(run_dir: Path, name: str) -> None:
@@ -303,11 +301,7 @@ def _intact(run_dir: Path, name: str, entry: Entry) -> bool:
 
 
 def _refuse(path: Path, what: str) -> NoReturn:
-    raise MismatchError(
-        f"{path} {what}",
-        "copy the run directory again, or make this artefact again: delete it, then "
-        "mismatch check --resume RUN",
-    )
+    raise MismatchError(f"{path} {what}", MAKE_AGAIN)
 
 
 def _save(run_dir: Path, recorded: dict[str, Entry]) -> None:

@@ -179,11 +179,7 @@ def _environment() -> list[str]:
 
 
 def variable(name: str, *default: Any) -> Any:
-    """Return a variable of the environment, as OmegaConf's ``oc.env`` does, for a file's values.
-
-    Raises:
-        ValueError: by its name it holds a secret.
-    """
+    """Return a variable as ``oc.env`` does; ValueError: by its name it holds a secret."""
     from omegaconf.resolvers import oc
 
     if NAME.search(name):
@@ -192,7 +188,7 @@ def variable(name: str, *default: Any) -> Any:
 
 
 def hidden_variable(name: str, *default: Any) -> Any:
-    """Return the same, and hide a value of the environment in all that this process writes."""
+    """Return the same; :func:`redact` hides it from now on."""
     RESOLVED.add(os.environ.get(name, "").strip())
     return variable(name, *default)
 
