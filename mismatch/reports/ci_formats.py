@@ -91,8 +91,7 @@ def to_junit(report: Report, failing: bool) -> str:
         elif status:
             ElementTree.SubElement(case, "system-out").text = f"{status}: {line(text)}"
     verdict = report.verdict
-    fails = failing and not critical
-    return _closed(suite, "verdict", verdict.status, verdict.reason, fails)
+    return _closed(suite, "verdict", verdict.status, verdict.reason, failing and not critical)
 
 
 def runs_to_github(result: RunComparison) -> str:
@@ -118,8 +117,7 @@ def runs_to_junit(result: RunComparison) -> str:
             ElementTree.SubElement(case, "failure", type=outcome, message=text)
         else:
             ElementTree.SubElement(case, "system-out").text = f"{outcome}: {text}"
-    outcome = str(result.outcomes[1])
-    return _closed(suite, "against", outcome, result.gate.reason, result.gate.fails)
+    return _closed(suite, "against", str(result.outcomes[1]), result.gate.reason, result.gate.fails)
 
 
 def _faults(report: Report) -> Iterator[tuple[str, str, str]]:

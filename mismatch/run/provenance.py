@@ -174,8 +174,7 @@ def _environment() -> list[str]:
         for name, value in os.environ.items()
         if NAME.search(name) and not os.path.exists(value)
     }
-    values = {value for value in values | RESOLVED if len(value) >= SHORTEST}
-    return sorted(values, key=len, reverse=True)
+    return sorted((v for v in values | RESOLVED if len(v) >= SHORTEST), key=len, reverse=True)
 
 
 def variable(name: str, *default: Any) -> Any:

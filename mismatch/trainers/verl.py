@@ -223,8 +223,7 @@ def composed(path: str | None, overrides: Sequence[str] = ()) -> Any:
     """Return verl's ``actor_rollout_ref`` section: its defaults, then the file, then overrides.
 
     Raises:
-        MismatchError: no such file, one that is no YAML mapping, or one that names a variable of
-            the environment that may hold a secret.
+        MismatchError: no such file, no YAML mapping, or a variable that may hold a secret.
     """
     import verl.trainer.config as room
     from omegaconf import OmegaConf
