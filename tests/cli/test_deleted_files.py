@@ -132,3 +132,15 @@ def test_every_format_of_a_stored_report_says_that_nobody_judged_it(tmp_path: Pa
         assert WORD in mismatch(*command).stdout
         if form in ("text", "json", "markdown"):
             assert WORD in mismatch("report", run, other, "--format", form).stdout
+
+
+@pytest.mark.parametrize("command", ["compare", "locate"])
+def test_what_an_interrupted_writer_left_is_removed(command: str, tmp_path: Path) -> None:
+    """By each command that holds the run, before it works or fails."""
+    run = make_run(tmp_path / "run")
+    left = [run / ".spec.json.0a1b.partial", run / "scores" / ".fsdp.parquet.0a1b.partial"]
+    for path in left:
+        path.write_text("{")
+    done = mismatch(command, run, HF_HUB_OFFLINE="1")
+    assert "Traceback" not in done.stderr
+    assert not [path for path in left if path.exists()]
