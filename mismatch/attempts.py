@@ -11,8 +11,7 @@ from mismatch.errors import MismatchError, named_line
 from mismatch.types import Check, NotTested
 
 T = TypeVar("T")
-# Set while a stored file is read and shown: what fails then is the file's fault, and is raised.
-STORED: ContextVar[bool] = ContextVar("STORED", default=False)
+STORED: ContextVar[bool] = ContextVar("STORED", default=False)  # what fails is a file's fault
 LOG = logging.getLogger("mismatch")  # without a handler it writes to stderr
 
 
