@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mismatch.errors import MismatchError, named_line
+from mismatch.errors import STORED, MismatchError, named_line
 from mismatch.types import Check, NotTested
 
 T = TypeVar("T")
@@ -29,6 +29,8 @@ class Attempts:
         try:
             return make(*given)
         except Exception as error:
+            if STORED.get() and not isinstance(error, OSError):
+                raise
             self.note(what, error)
             kept: T = otherwise
             return kept

@@ -5,9 +5,11 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from importlib.util import find_spec
 
 INSTALL_SCORE = "pip install 'train-infer-mismatch[score]'"  # the packages of the training side
+STORED: ContextVar[bool] = ContextVar("STORED", default=False)  # what fails is a file's fault
 
 
 class MismatchError(Exception):

@@ -178,6 +178,9 @@ def replay_of(facts: SideFacts) -> str:
     return f"{replay['mode'].replace('+', ' and ')} of {replay['source']}" if replay else ""
 
 
+ROUTER_NOISE = "router-noise"  # what can be injected
+
+
 def injections_in_words(injections: Sequence[tuple[str, float]], seed: int | None = None) -> str:
     """Return one phrase for messages and reports; "" where nothing is injected.
 
@@ -186,7 +189,8 @@ def injections_in_words(injections: Sequence[tuple[str, float]], seed: int | Non
     """
     if not injections:
         return ""
-    text = ", ".join(f"{name}={size:g}" for name, size in injections)
+    known = {name: name if name == ROUTER_NOISE else f"unknown {name!r}" for name, _ in injections}
+    text = ", ".join(f"{known[name]}={size:g}" for name, size in injections)
     return text if seed is None else f"{text} (seed {seed})"
 
 

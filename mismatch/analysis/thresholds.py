@@ -17,6 +17,7 @@ from typing import Any
 
 from mismatch.errors import MismatchError, did_you_mean
 from mismatch.metrics import METRICS
+from mismatch.run.files import open_regular
 
 SHIPPED = "levels.toml"
 COLUMNS = ("fp32", "fp16", "bf16 dense", "bf16 MoE", "quantised")
@@ -58,7 +59,8 @@ def load_thresholds(path: str | Path) -> Thresholds:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        with open_regular(path) as file:
+            text = file.read().decode()
         data = tomllib.loads(text)
     except OSError as error:
         fault = f"cannot read the thresholds file {path}: {error.strerror or error}"

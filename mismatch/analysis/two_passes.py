@@ -57,7 +57,7 @@ def two_passes(
 
 
 def mark_injected(verdict: Verdict, scorings: Mapping[str, Scoring]) -> Verdict:
-    """Return the verdict with what was injected on purpose said in its reason."""
+    """Return the verdict with what the settings of its scorings say of injected noise."""
     marks: dict[str, list[str]] = {}
     for name, scoring in scorings.items():
         if text := injected_into(scoring.fingerprint):
@@ -65,7 +65,8 @@ def mark_injected(verdict: Verdict, scorings: Mapping[str, Scoring]) -> Verdict:
     if not marks:
         return verdict
     injected = [f"{text} in {' and '.join(names)} only" for text, names in marks.items()]
-    return replace(verdict, reason=f"{verdict.reason}; injected on purpose: {', '.join(injected)}")
+    said = f"stored settings say injected on purpose: {', '.join(injected)}"
+    return replace(verdict, reason=f"{verdict.reason}; {said}")
 
 
 def _variant(id: str, rollout: Rollout, old: Scoring, new: Scoring, seed: int) -> Variant:

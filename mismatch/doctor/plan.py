@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from mismatch.codec import to_json
@@ -371,6 +372,12 @@ def _trainers_code(spec: CheckSpec, gpus: int) -> str:
 
 def _attention(name: str, config: FoundConfig, device: str) -> str:
     """Return the kernel that the trainer would resolve; MismatchError where it would refuse."""
+    from mismatch.training.user_kernels import is_user_kernel
+
+    if is_user_kernel(name):  # a plan imports nothing of the user: the top package is looked up
+        if find_spec(top := name.split(":")[0].split(".")[0]) or any(Path().glob(f"{top}*")):
+            return f"{name} (not imported for a plan)"
+        raise MismatchError(f"--attention {name}: no module {top}", "put it on PYTHONPATH")
     if any(find_spec(package) is None for package in ("torch", "transformers")):
         return f"{name} (not resolved: torch is not installed)"
     from transformers import AutoConfig

@@ -11,11 +11,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from mismatch.errors import MismatchError
-from mismatch.facts import injections_in_words
+from mismatch.facts import ROUTER_NOISE, injections_in_words
 from mismatch.models.config import is_moe
 from mismatch.specs import AS_STORED, CheckSpec, Injections, TrainSpec
 
-ROUTER_NOISE = "router-noise"
 # Of a trainer's "routing"; else why its experts cannot be captured.
 CAPTURED, NOT_ASKED, DENSE = "captured", "not asked for", "dense"
 KNOWN = {ROUTER_NOISE: "normal noise of this standard deviation on every router logit"}
@@ -64,9 +63,10 @@ def require_routes(spec: CheckSpec, weight_givers: Collection[str] = ("transform
 
     Raises:
         MismatchError: a dense model, routes that nobody captures, weights that no engine gives, or
-            an injection without the pass that it is for.
+            a stored disturbance that is unknown here, or one without the pass that it is for.
     """
     train, engine = spec.train, spec.rollout.engine
+    parse_injections([f"{name}={size}" for name, size in (*spec.inject, *train.inject)])
     if spec.inject and spec.two_passes is False:
         raise MismatchError(
             f"--inject {injections_in_words(spec.inject)} is for the trainer's second forward "

@@ -104,6 +104,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+OUTPUTS = {COMPARISON, store.TOKENS, "report.json", "report.html", "report.md"}
 SIDE_PAIRS = (REPEATED, REGROUPED, ALONE, GRAD)  # the trainer against itself
 
 
@@ -133,7 +134,7 @@ class Artefacts:
         engine = spec.rollout.engine.engine
         decode = store.load_scoring(run_dir, Key.of(engine, "decode"))
         train = store.load_scoring(run_dir, TRAIN)
-        decode, train = with_disk(run_dir, decode, train)
+        decode, train = damage_named(f"a file of {run_dir}")(with_disk)(run_dir, decode, train)
         names = [n for n in store.scoring_names(run_dir) if Key(n).side != FIX]
         rest = {n: store.load_scoring(run_dir, n) for n in names if n not in (decode.name, TRAIN)}
         scorings = {**rest, decode.name: decode, TRAIN: train}
@@ -174,8 +175,9 @@ def build_report(
         column = column if judgements else None
     judgements, too_short = without_short(judgements, artefacts.rollout)
     results, unseen = measured(run_dir, spec, artefacts, comparisons, attempts)
+    stored = damage_named(f"a file of {run_dir}")
     left = [
-        (each, attempts.make(each.id, each.call, "from_run", run_dir, spec, otherwise=None))
+        (each, attempts.make(each.id, stored(each.call), "from_run", run_dir, spec, otherwise=None))
         for each in analyses()
     ]
     left = [(analysis, result) for analysis, result in left if result is not None]
@@ -210,6 +212,7 @@ def build_report(
     missing = [*not_tested(spec, artefacts.rollout, artefacts.scorings, checks, reach)]
     missing += unseen + too_short
     missing += without_room(run_dir, spec, artefacts.scorings)
+    attempts.failed += _deleted(run_dir)
     judged = verdict(judgements, checks, column, open_question)
     lead = attempts.make("causes", lead_of, results.get("causes"), checks, otherwise=None)
     judged = led(judged, lead, checks)
@@ -451,8 +454,18 @@ def not_tested(
     yield NotTested("weight syncs", reason, "mismatch sync-probe --model MODEL")
 
 
+def _deleted(run_dir: Path) -> list[NotTested]:
+    """Return recorded artefacts that are not there, without outputs; or that the list is not."""
+    if not (run_dir / manifest.NAME).exists():
+        return [NotTested(manifest.NAME, "without it, files may be missing", "copy the run again")]
+    names = sorted(manifest.entries(run_dir).keys() - OUTPUTS)
+    gone = [name for name in names if not (run_dir / name).exists()]
+    why = f"{manifest.NAME} lists it, and it is not there"
+    return [NotTested(name, why, manifest.MAKE_AGAIN) for name in gone]
+
+
 def without_room(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> Iterator[NotTested]:
-    """Yield passes that are missing because memory did not suffice, and why."""
+    """Yield passes that are missing, and why; of the long sequence those that failed."""
     names = [pass_.name for pass_ in training_passes(spec)]
     if with_long_sequence(spec):
         names += [pass_.name for pass_ in long_passes(spec)]
@@ -461,6 +474,8 @@ def without_room(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> I
         reason = None if name in scorings else read_error(run_dir, pass_label(name))
         if reason is not None:
             yield NotTested(name, reason.message, reason.fix)
+        elif name not in scorings and ":" in name and not Key(name).tokens:
+            yield NotTested(name, "the run holds neither this scoring nor why it is missing")
 
 
 def _without_routes(spec: CheckSpec, decode: Scoring, train: Scoring) -> Iterator[NotTested]:

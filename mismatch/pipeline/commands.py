@@ -29,6 +29,7 @@ from mismatch.processes.stages import ALL, Narrator, Room, Stages, scored
 from mismatch.processes.tasks import Score
 from mismatch.run import store
 from mismatch.run.directory import at_work, load_spec
+from mismatch.run.manifest import damage_named
 from mismatch.run.messages import error_path, pass_label, write_error
 from mismatch.run.resume import differences
 from mismatch.specs import CheckSpec, EngineSpec, Pass, TrainSpec, to_dict
@@ -224,11 +225,12 @@ def conclude(
         report, tokens = build_report(run_dir, spec, thresholds, again, parts)
         known = len(parts.failed)
         fixed = report, run_dir, spec, thresholds
-        report = parts.make("fixes", with_fixes, *fixed, otherwise=report)
+        stored = damage_named(f"a file of {run_dir}")
+        report = parts.make("fixes", stored(with_fixes), *fixed, otherwise=report)
         shown = run_dir, report, tokens
         tokens = parts.make("tokens of the best fix", record_best_fix, *shown, otherwise=tokens)
         explained = report, run_dir, spec
-        report = parts.make("explain", with_explanation, *explained, otherwise=report)
+        report = parts.make("explain", stored(with_explanation), *explained, otherwise=report)
         report = incomplete(report, parts.failed[known:])
     stages.journal.save()
     entry, earlier = stages.journal.entry, stages.journal.earlier

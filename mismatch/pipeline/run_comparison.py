@@ -252,8 +252,8 @@ def against(
         ]
         if run.report.result("square") is None:
             notes.append(f"{run.name} has no square: faults and rounding look alike there")
-    notes.append(f"verdicts are {UNVERIFIED}")
     gate = judged_gate(result, (old.report.verdict, new.report.verdict), margin, fail_on)
+    gate = replace(gate, reason=f"{gate.reason}; both verdicts are {UNVERIFIED}")
     return replace(result, notes=tuple(notes), gate=gate)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -153,6 +153,12 @@ def load_report(run: Path) -> Report:
             fault = f"{path} holds other numbers than {COMPARISON}"
             raise MismatchError(fault, f"judge the scorings again: mismatch compare {run}")
     return report
+
+
+def called_unverified(report: Report) -> Report:
+    """Return the report whose verdict says in every format that nobody judged it here."""
+    said = f"{report.verdict.reason}; {UNVERIFIED}"
+    return replace(report, verdict=replace(report.verdict, reason=said))
 
 
 def verdict_as_is(report: Report) -> Verdict:

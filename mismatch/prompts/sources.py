@@ -22,6 +22,7 @@ from mismatch.errors import MismatchError
 from mismatch.prompts.datasets import read_dataset
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.tasks import find_task
+from mismatch.run.files import open_regular
 from mismatch.specs import PromptSpec
 
 MOST_PROBLEMS = 1_000_000  # of a built-in task; they are made in memory
@@ -54,7 +55,7 @@ def read_file(path: Path) -> list[Prompt]:
         MismatchError: missing, not UTF-8, no prompts, or a malformed line (named).
     """
     try:
-        data = path.read_bytes()
+        data = open_regular(path).read()
     except OSError as error:
         fault = f"prompts file {path}: {error.strerror}"
         raise MismatchError(fault, "give a readable JSONL file: --prompts FILE") from error

@@ -94,8 +94,7 @@ def to_junit(report: Report, failing: bool) -> str:
         elif status:
             ElementTree.SubElement(case, "system-out").text = f"{status}: {line(text)}"
     verdict = report.verdict
-    fault = verdict.reason if failing and not critical else ""
-    return _closed(suite, "verdict", verdict.status, fault)
+    return _closed(suite, "verdict", verdict.status, verdict.reason, failing and not critical)
 
 
 def runs_to_github(result: RunComparison) -> str:
@@ -121,8 +120,7 @@ def runs_to_junit(result: RunComparison) -> str:
             ElementTree.SubElement(case, "failure", type=outcome, message=text)
         else:
             ElementTree.SubElement(case, "system-out").text = f"{outcome}: {text}"
-    fault = result.gate.reason if result.gate.fails else ""
-    return _closed(suite, "against", str(result.outcomes[1]), fault)
+    return _closed(suite, "against", str(result.outcomes[1]), result.gate.reason, result.gate.fails)
 
 
 def _faults(report: Report) -> Iterator[tuple[str, str, str]]:
@@ -161,11 +159,13 @@ def _case(suite: ElementTree.Element, group: str, name: str) -> ElementTree.Elem
     return ElementTree.SubElement(suite, "testcase", classname=group, name=line(name))
 
 
-def _closed(suite: ElementTree.Element, name: str, kind: str, fault: str) -> str:
-    """Return the suite as a document, its last case the command's; it fails on a fault."""
+def _closed(suite: ElementTree.Element, name: str, kind: str, reason: str, failing: bool) -> str:
+    """Return the suite as a document, its last case the command's."""
     case = _case(suite, "mismatch", name)
-    if fault:
-        ElementTree.SubElement(case, "failure", type=kind, message=line(fault))
+    if failing:
+        ElementTree.SubElement(case, "failure", type=kind, message=line(reason))
+    else:
+        ElementTree.SubElement(case, "system-out").text = f"{kind}: {line(reason)}"
     suite.set("tests", str(len(suite)))
     suite.set("failures", str(len(suite.findall("*/failure"))))
     suite.set("skipped", str(len(suite.findall("*/skipped"))))

@@ -173,7 +173,7 @@ def trainer_code(report: Report) -> tuple[str, ...]:
         own = "" if facts.get("backend") == FILE_SCORER else " (the framework's code)"
         return (f"trainer: {line(str(code))}{own}",)
     preset = (report.run.get("spec") or {}).get("preset")
-    return (f"trainer: mismatch's FSDP2 loop with the settings of {line(preset)}",) * bool(preset)
+    return (f"trainer: mismatch's FSDP2 loop; stored preset: {line(preset)}",) * bool(preset)
 
 
 def replaced(report: Report, cause: Cause | None = None) -> list[Replaced]:

@@ -30,9 +30,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NoReturn
 
-from mismatch.errors import MismatchError
+from mismatch.errors import STORED, MismatchError
 from mismatch.run.files import open_regular, parse_json, read_regular
 
+MAKE_AGAIN = "copy the run again, or delete this file, then mismatch check --resume RUN"
 # What reading code raises where a value is of another kind than it writes.
 WRONG = (
     *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError),
@@ -47,14 +48,14 @@ def damage_named(path: Path | str) -> Iterator[None]:
     Raises:
         MismatchError: its content is not what this version writes.
     """
+    stored = STORED.set(True)
     try:
         yield
     except WRONG as error:
-        raise MismatchError(
-            f"{path} is damaged, or of another version: {type(error).__name__}: {error}",
-            "copy the run directory again, or make this file again: delete it, then "
-            "mismatch check --resume RUN",
-        ) from error
+        fault = f"{path} is damaged, or of another version: {type(error).__name__}: {error}"
+        raise MismatchError(fault, MAKE_AGAIN) from error
+    finally:
+        STORED.reset(stored)
 
 
 NAME = "manifest.json"
@@ -201,6 +202,15 @@ def record(
         _save(run_dir, recorded)
 
 
+def forget(run_dir: Path, name: str) -> None:
+    """Delete an artefact, and its entry if it has one."""
+    with _locked(run_dir):
+        (run_dir / name).unlink(missing_ok=True)
+        recorded = entries(run_dir)
+        if recorded.pop(name, None):
+            _save(run_dir, recorded)
+
+
 def verify(run_dir: Path | str, name: str) -> None:
     """Compare an artefact with what was recorded; without a manifest there is nothing to compare.
 
@@ -281,11 +291,7 @@ def _intact(run_dir: Path, name: str, entry: Entry) -> bool:
 
 
 def _refuse(path: Path, what: str) -> NoReturn:
-    raise MismatchError(
-        f"{path} {what}",
-        "copy the run directory again, or make this artefact again: delete it, then "
-        "mismatch check --resume RUN",
-    )
+    raise MismatchError(f"{path} {what}", MAKE_AGAIN)
 
 
 def _save(run_dir: Path, recorded: dict[str, Entry]) -> None:

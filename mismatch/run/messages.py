@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mismatch.errors import MismatchError, OutOfMemory
+from mismatch.run.files import parse_json, read_regular
 from mismatch.run.provenance import redact
 
 PROGRESS, READY, TIMING, ERROR = "progress ", "ready", "timing ", "error "
@@ -72,8 +73,9 @@ def remedy(said: str, fix: str) -> str:
 
 def read_error(run_dir: Path | str, label: str) -> MismatchError | None:
     """Return what :func:`write_error` left, or None."""
-    path = error_path(run_dir, label)
-    return error_in(path.read_text(errors="replace")) if path.exists() else None
+    with contextlib.suppress(OSError):
+        return error_in(read_regular(error_path(run_dir, label)).decode(errors="replace"))
+    return None
 
 
 def write_error(run_dir: Path | str, label: str, error: MismatchError) -> None:
@@ -158,10 +160,10 @@ def clear_errors(run_dir: Path, label: str) -> None:
 def error_in(text: str) -> MismatchError | None:
     """Return the error that :func:`write_error` put there; None if it is cut short, or not one."""
     try:
-        fields = json.loads(text)
+        fields = parse_json(text.encode())
         kind = OutOfMemory if fields.get("kind") == MEMORY else MismatchError
         return kind(str(fields["message"]), str(fields["fix"]))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 

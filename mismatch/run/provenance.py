@@ -127,6 +127,7 @@ def _git(directory: Path, *arguments: str) -> str:
 
 
 HIDDEN = "***"
+RESOLVED: set[str] = set()  # values that a file of a framework took from the environment
 SHORTEST = 8  # characters: a shorter value is a word that occurs anyway
 # Names of variables, arguments and parameters of URLs; not max_tokens, token_ids, keyword …
 NAME = re.compile(
@@ -172,9 +173,24 @@ def _environment() -> list[str]:
     values = {
         value.strip()
         for name, value in os.environ.items()
-        if NAME.search(name) and len(value.strip()) >= SHORTEST and not os.path.exists(value)
+        if NAME.search(name) and not os.path.exists(value)
     }
-    return sorted(values, key=len, reverse=True)
+    return sorted((v for v in values | RESOLVED if len(v) >= SHORTEST), key=len, reverse=True)
+
+
+def variable(name: str, *default: Any) -> Any:
+    """Return a variable as ``oc.env`` does; ValueError: by its name it holds a secret."""
+    from omegaconf.resolvers import oc
+
+    if NAME.search(name):
+        raise ValueError(f"the variable {name} may hold a secret")
+    return oc.env(name, *default)
+
+
+def hidden_variable(name: str, *default: Any) -> Any:
+    """Return the same; :func:`redact` hides it from now on."""
+    RESOLVED.add(os.environ.get(name, "").strip())
+    return variable(name, *default)
 
 
 def redacted_command(arguments: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from mismatch.errors import MismatchError
 from mismatch.run.files import read_yaml
+from mismatch.run.provenance import hidden_variable
 from mismatch.trainers.protocol import (
     Facts,
     Replaced,
@@ -222,11 +223,12 @@ def composed(path: str | None, overrides: Sequence[str] = ()) -> Any:
     """Return verl's ``actor_rollout_ref`` section: its defaults, then the file, then overrides.
 
     Raises:
-        MismatchError: no such file, or one that is no YAML mapping.
+        MismatchError: no such file, no YAML mapping, or a variable that may hold a secret.
     """
     import verl.trainer.config as room
     from omegaconf import OmegaConf
 
+    OmegaConf.register_new_resolver("oc.env", hidden_variable, replace=True)
     base = OmegaConf.load(Path(room.__file__).with_name("_generated_ppo_trainer.yaml"))
     OmegaConf.set_struct(base, False)
     if path is not None:
@@ -240,7 +242,10 @@ def composed(path: str | None, overrides: Sequence[str] = ()) -> Any:
         base = OmegaConf.merge(base, own)
     base = OmegaConf.merge(base, OmegaConf.from_dotlist([text.lstrip("+") for text in overrides]))
     section = base.actor_rollout_ref
-    OmegaConf.resolve(section)
+    try:
+        OmegaConf.resolve(section)
+    except Exception as error:
+        raise MismatchError(f"{path}: {error}", "write the value into the file") from error
     return section
 
 

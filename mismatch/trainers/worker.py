@@ -32,6 +32,7 @@ import numpy as np
 from mismatch.errors import MismatchError, did_you_mean, first_line
 from mismatch.facts import SideFacts
 from mismatch.run.messages import exit_worker, report_ready, report_timing, say, write_error
+from mismatch.run.provenance import redact
 from mismatch.trainers.protocol import Scored, Tokens, Trainer, TrainerJob, require_logprobs
 
 BUILT_IN = {"verl": "mismatch.trainers.verl:Verl", "trl": "mismatch.trainers.trl:Trl"}
@@ -240,7 +241,7 @@ def save(path: Path, tokens: Tokens, parts: list[Scored], trainer: Trainer, seco
     said = trainer.facts()
     require_logprobs(arrays["logprobs"], said.code)
     facts = {**asdict(said), **measured}
-    write_arrays(path, {"facts": np.array(json.dumps(facts)), **arrays})
+    write_arrays(path, {"facts": np.array(redact(json.dumps(facts))), **arrays})
 
 
 def versions() -> dict[str, str]:

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
-from mismatch.models.moe import CAPTURED, DENSE, NOT_ASKED, ROUTER_NOISE
+from mismatch.facts import ROUTER_NOISE
+from mismatch.models.moe import CAPTURED, DENSE, NOT_ASKED
 from mismatch.specs import TrainSpec
 from mismatch.training.distributed import World
 from mismatch.training.load import LoadedModel

@@ -230,3 +230,34 @@ def refused(given: list[str], flag: str, folder: Path) -> None:
     assert "Traceback" not in done.stderr
     assert not (folder / "ran").exists()
     assert f"needs {flag}" in " ".join((done.stdout + done.stderr).split())
+
+
+# Your own code, by the flag that names it: a plan looks the package up, and imports nothing.
+OWN_CODE = {
+    "check": ("--scorer", "--attention", "--experts-implementation", "--environment"),
+    "loop": ("--attention", "--reward"),
+    "sync-probe": ("--push",),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        pytest.param(command, flag, marks=[pytest.mark.grid] * (command == "loop"))
+        for command, flags in OWN_CODE.items()
+        for flag in flags
+    ],
+)
+def test_a_plan_imports_no_module_of_the_user(command: str, flag: str, tmp_path: Path) -> None:
+    (tmp_path / "evil").mkdir()
+    for name in ("__init__", "inner"):
+        text = f"open({str(tmp_path / 'ran')!r}, 'w').close()\ndef f(*a, **k): pass\n"
+        (tmp_path / "evil" / f"{name}.py").write_text(text)
+    flags = ["--model", "tiny-gpt-oss", "--engine", "transformers", "--dry-run"]
+    done = mismatch(command, *flags, flag, "evil.inner:f", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "ran").exists()
+    if flag == "--attention" and command == "check":
+        done = mismatch(command, *flags, flag, "absent.inner:f", cwd=tmp_path)
+        assert done.returncode == 2
+        assert "absent" in done.stderr

@@ -16,9 +16,13 @@ from mismatch.cli.output import say
 from mismatch.cli.session import ConsoleNarrator
 from mismatch.engines.servers import discovery
 from mismatch.errors import MismatchError
+from mismatch.models.moe import require_routes
+from mismatch.run import store
+from mismatch.run.directory import load_spec
 from mismatch.specs import EngineSpec
 
 from ..command import mismatch
+from ..made_run import make_run, rollout, scoring
 
 ESCAPES = "\x1b]0;pwned\x07 \x1b[31m \u202e \x9b31m"
 RAW = ("\x1b", "\x07", "\u202e", "\x9b")
@@ -140,3 +144,23 @@ def test_a_suggested_command_quotes_what_a_server_says():
         discovery._require_model(server, spec)
     assert shlex.quote(" ".join(served.split())) in found.value.fix
     assert "\n" not in found.value.message
+
+
+def test_stored_settings_are_shown_as_what_they_say_and_on_one_line(tmp_path):
+    """A disturbance that nothing here could plant, and a preset, of a stranger's spec."""
+    run, samples = make_run(tmp_path / "run"), rollout()
+    new = scoring("fsdp:new", samples, 0.011)
+    new.fingerprint["injected"] = {"evil:f\n::error::x": 1.0, "router-noise": 0.1, "seed": 3}
+    store.save_scoring(run, new, samples)
+    spec = json.loads((run / "spec.json").read_text())
+    spec |= {"inject": [["evil:f\n::error::x", 1]], "preset": "evil\n::error::x"}
+    (run / "spec.json").write_text(json.dumps(spec))
+    assert mismatch("compare", run).returncode == 1
+    for form in ("text", "markdown", "github", "junit"):
+        done = mismatch("report", run, "--details", "--format", form, COLUMNS="1000")
+        named = [line for line in done.stdout.splitlines() if "evil" in line]
+        assert named or form == "junit"
+        assert not [line for line in named if "stored" not in line]
+        assert "\n::error::x" not in done.stdout
+    with pytest.raises(MismatchError, match="evil"):
+        require_routes(load_spec(run))

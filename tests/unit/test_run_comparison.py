@@ -230,7 +230,7 @@ def test_a_broken_run_fails_even_where_nothing_moved(tmp_path: Path) -> None:
     broken = save(tmp_path / "new", seed=1, status="broken", gap=1e-3)
     result = against(old, broken)
     assert judged(result) == ("none", True)
-    assert reason(result).endswith(f"broken: {result.runs[1].reason}")
+    assert f"broken: {result.runs[1].reason}; " in reason(result)
     gaps = {item.scoring: item.standings for item in result.square if item.evidence == "gap"}
     assert gaps["vllm:fp32"] == ("within", "beyond")
     assert "square" in {section.id for section in runs_page(result).sections}

@@ -12,6 +12,7 @@ from mismatch.cli.session import command
 from mismatch.cli.to_spec import _engine_arg
 from mismatch.errors import MismatchError
 from mismatch.reports.files import write_report
+from mismatch.run import provenance as provenance_module
 from mismatch.run import store
 from mismatch.run.directory import Journal, new_directory
 from mismatch.run.messages import write_error
@@ -154,3 +155,42 @@ def test_a_run_is_made_again_where_a_copy_lost_its_mode(tmp_path):
     run = make_run(tmp_path / "run")
     copy = shutil.copytree(run, tmp_path / "copy")
     assert store.load_rollout(copy).token_ids.size
+
+
+# ---------------------------------------------------------------- variables that a YAML names
+
+
+@pytest.fixture
+def verl_of_defaults(tmp_path, monkeypatch):
+    """What the adapter reads of verl before it builds anything: its defaults."""
+    pytest.importorskip("omegaconf", reason="client: no omegaconf")
+    room = tmp_path / "packages/verl/trainer/config"
+    room.mkdir(parents=True)
+    for folder in (room, room.parent, room.parent.parent):
+        (folder / "__init__.py").touch()
+    defaults = "actor_rollout_ref: {model: {path: x}, actor: {strategy: fsdp}}\n"
+    (room / "_generated_ppo_trainer.yaml").write_text(defaults)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    monkeypatch.setattr(provenance_module, "RESOLVED", set())
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+        del sys.modules[name]
+
+
+def test_a_worker_hides_what_a_yaml_takes_from_the_environment(
+    tmp_path, monkeypatch, verl_of_defaults
+):
+    from mismatch.trainers.verl import composed
+
+    monkeypatch.setenv("SOME_API_KEY", "secret-by-its-name")
+    monkeypatch.setenv("DATABASE", "private-by-its-place")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("actor_rollout_ref: {actor: {strategy: '${oc.env:DATABASE}'}}\n")
+    strategy = composed(str(recipe)).actor.strategy
+    assert strategy == "private-by-its-place"
+    write_error(tmp_path, "adapter", MismatchError(f"actor.strategy is {strategy}"))
+    assert strategy not in (tmp_path / "errors" / "adapter.json").read_text()
+    recipe.write_text("actor_rollout_ref: {actor: {strategy: '${oc.env:SOME_API_KEY}'}}\n")
+    with pytest.raises(MismatchError, match="SOME_API_KEY") as caught:
+        composed(str(recipe))
+    assert "secret-by-its-name" not in str(caught.value)

@@ -92,7 +92,7 @@ def test_what_was_edited_consistently_is_called_unverified(run):
     edit(run, "report.json", lambda document: document.update(model="another"))
     done = mismatch("report", run)
     assert done.returncode == 1
-    assert "unverified" in done.stderr
+    assert "unverified" in done.stdout.splitlines()[-1]
     other = shutil.copytree(run, run.parent / "other")
     assert "unverified" in mismatch("report", run, other).stdout
 
@@ -100,13 +100,14 @@ def test_what_was_edited_consistently_is_called_unverified(run):
 @pytest.mark.slow
 def test_files_that_came_without_a_manifest_are_read_again_and_again(run):
     (run / "manifest.json").unlink()
-    for command in ("report", "compare", "report", "compare", "report"):
-        assert mismatch(command, run).returncode == 1
+    assert mismatch("report", run).returncode == 1
+    for command in ("compare", "report", "compare", "report"):
+        assert mismatch(command, run).returncode == 2  # files may be missing
     assert load(run).verdict.status != "healthy"
     for name in ("rollout.parquet", "spec.json", "vocabulary.json"):  # as examples/ has them
         (run / name).unlink()
     for _ in range(2):
-        assert mismatch("report", run).returncode == 1
+        assert mismatch("report", run).returncode == 2
 
 
 # ---------------------------------------------------------------- breakdowns

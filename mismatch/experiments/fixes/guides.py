@@ -1,7 +1,7 @@
 """What is known of each fix: why it helps, when it hurts, how each framework sets it, evidence.
 
-Read from guide-*.toml and metrics/corrections.toml, the one source of ``mismatch fixes``, of docs/fixes and
-of the settings that a report shows.
+Read from guide-*.toml and metrics/corrections.toml, the one source of ``mismatch fixes``, of
+docs/fixes and of the settings that a report shows.
 """
 
 from __future__ import annotations

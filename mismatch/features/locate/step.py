@@ -29,7 +29,7 @@ def locate_failed(stages: Stages) -> None:
     run_dir, spec = stages.run_dir, stages.spec
     current = manifest.is_current(run_dir, FILE, "")
     if not current:
-        (run_dir / FILE).unlink(missing_ok=True)  # of other scorings than those that are there now
+        manifest.forget(run_dir, FILE)  # of other scorings than those that are there now
     if spec.extra(NO_LOCATE) or current:
         return
     square = square_of(run_dir, spec)

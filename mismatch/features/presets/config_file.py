@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError, first_line, require_packages
-from mismatch.run.provenance import NAME as SECRET
+from mismatch.run.provenance import variable
 from mismatch.run.yaml_file import parsed, read_mapping
 
 MISSING = "???"  # hydra's mandatory value that nobody has given
@@ -99,24 +99,11 @@ def read_config(flag: str, path: Path, overrides: Sequence[str] = ()) -> ConfigF
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    OmegaConf.register_new_resolver("oc.env", _variable, replace=True)
+    OmegaConf.register_new_resolver("oc.env", variable, replace=True)
     try:
         return ConfigFile(str(path), tree, OmegaConf.create(tree))
     except OmegaConfBaseException as error:
         raise MismatchError(f"{where}: {first_line(error)}", "correct it in the file") from error
-
-
-def _variable(name: str, *default: Any) -> Any:
-    """Return a variable of the environment, as ``oc.env`` does; values of a file are shown.
-
-    Raises:
-        ValueError: by its name it holds a secret.
-    """
-    from omegaconf.resolvers import oc
-
-    if SECRET.search(name):
-        raise ValueError(f"the variable {name} may hold a secret")
-    return oc.env(name, *default)
 
 
 def _at(tree: Any, key: str) -> Any:

@@ -107,7 +107,7 @@ def what_ran(report: Report) -> list[tuple[str, str, str]]:
     ]
     preset = (report.run.get("spec") or {}).get("preset")
     notes = "; ".join(_sides(report)[1].get("notes") or ())
-    more = {"settings of": preset, "not followed": notes}
+    more = {"stored preset": preset, "not followed": notes}
     return rows + [(name, MISSING, line(value)) for name, value in more.items() if value]
 
 
