@@ -137,8 +137,6 @@ def _read_union(arguments: tuple[Any, ...], value: Any, path: str) -> Any:
 def _read_dataclass(cls: type, value: Any, path: str) -> Any:
     _require(isinstance(value, dict), value, path, "an object")
     hints = hints_of(cls)
-    gone = getattr(cls, "GONE", ())  # fields that earlier versions wrote, and nothing reads now
-    value = {name: item for name, item in value.items() if name not in gone}
     unknown = [name for name in value if name not in hints]
     if unknown:
         raise Misfit(f"{path}: unknown field {unknown[0]!r}")

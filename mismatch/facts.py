@@ -71,11 +71,11 @@ class SideFacts(TypedDict, total=False):
     distributed: str  # of accelerate
     offload: bool
     seconds: float
-    peak_bytes: list[int] | int  # of every rank; earlier versions wrote one number
+    peak_bytes: list[int]  # of every rank
     load_peak_bytes: list[int]
     resident_fraction: list[float]  # of the parameters, on each rank
     prefill: bool  # whether this engine will rescore
-    not_tested: list[dict[str, str] | str]  # NotTested; earlier versions wrote sentences
+    not_tested: list[dict[str, str]]  # NotTested
     file: str  # that the numbers were read from
     format: str | None  # of it; None: generic
     # The weights

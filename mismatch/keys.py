@@ -56,13 +56,14 @@ class Key(str):
             precision = "" if precision == FLOAT32 else (precision or AS_RUN)
         return cls(":".join(filter(None, (side, kind, precision, tokens))))
 
-    def over_long(self, precision: str = "") -> Key:
-        """Return the key of the same pass over the long sequence.
+    def over_long(self, precision: str | None = None) -> Key:
+        """Return the key of the same pass over the long sequence, at another precision if given.
 
         >>> Key("fix:attention-sinks").over_long(FLOAT32), Key("fsdp").over_long(FLOAT32)
         ('fix:attention-sinks:fp32:long', 'fsdp:long')
         """
-        return Key.of(self.side, self.kind, precision, LONG)
+        held = self.precision if precision is None else precision
+        return Key.of(self.side, self.kind, held, LONG)
 
 
 TRAIN = Key("fsdp")
@@ -77,4 +78,4 @@ REPLAYED = Key.of(TRAIN, "replayed")  # the trainer with the engine's routes
 WEIGHTS = Key.of(TRAIN, "other-weights")  # the same trainer, its experts in another form
 PLAIN_TRAINER = Key.of(PLAIN, "trainer")  # with the settings that the trainer declares
 TRAINER_FLOAT32 = Key.of(TRAIN, precision=FLOAT32)  # the trainer's implementation in float32
-TRAINER_LONG, REFERENCE_LONG = TRAIN.over_long(FLOAT32), REFERENCE.over_long(FLOAT32)
+TRAINER_LONG, REFERENCE_LONG = TRAIN.over_long(FLOAT32), REFERENCE.over_long()

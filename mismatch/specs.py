@@ -186,8 +186,6 @@ class EngineSpec:
         adapter_as: how the adapter is served; None: by the engine's own LoRA, if it has one here.
     """
 
-    GONE = frozenset({"data_parallel_size"})
-
     engine: Annotated[str, Flag(ENGINE, "Name of the engine.")] = "vllm"
     model: str = ""
     revision: Annotated[str | None, Flag(MODEL, "Revision of a hub model.")] = None
@@ -509,10 +507,6 @@ class CheckSpec:
         explain: tell the leading causes apart by experiment, see experiments.explanation.
         extras: flags of features that were set, by name; see mismatch/plugins.py.
     """
-
-    GONE = frozenset(  # see mismatch/codec.py
-        {"forecast_length", "other_engine", "gradients", "gradient_prompts"}
-    )
 
     rollout: RolloutSpec = field(default_factory=RolloutSpec)
     train: TrainSpec = field(default_factory=TrainSpec)

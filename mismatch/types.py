@@ -354,9 +354,8 @@ class NotTested:
 
     @classmethod
     def of(cls, fingerprint: SideFacts) -> list[NotTested]:
-        """Return what a worker left in its ``not_tested``; earlier versions left sentences."""
-        entries = fingerprint.get("not_tested", ())
-        return [cls("rollout", e) if isinstance(e, str) else cls(**e) for e in entries]
+        """Return what a worker left in its ``not_tested``."""
+        return [cls(**entry) for entry in fingerprint.get("not_tested", ())]
 
 
 @dataclass(frozen=True, slots=True)

@@ -296,8 +296,6 @@ class Variant:
         routing: share of (token, layer), and of tokens, whose experts differ between the passes.
     """
 
-    GONE = frozenset({"by_size"})  # see mismatch/codec.py
-
     id: str
     scoring: str | None
     metrics: dict[str, Estimate] = field(default_factory=dict)

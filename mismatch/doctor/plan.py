@@ -375,7 +375,8 @@ def _attention(name: str, config: FoundConfig, device: str) -> str:
     from mismatch.training.user_kernels import is_user_kernel
 
     if is_user_kernel(name):  # a plan imports nothing of the user: the top package is looked up
-        if find_spec(top := name.split(":")[0].split(".")[0]) or any(Path().glob(f"{top}*")):
+        top = name.partition(":")[0].partition(".")[0]
+        if find_spec(top) or any(Path().glob(f"{top}*")):
             return f"{name} (not imported for a plan)"
         raise MismatchError(f"--attention {name}: no module {top}", "put it on PYTHONPATH")
     if any(find_spec(package) is None for package in ("torch", "transformers")):

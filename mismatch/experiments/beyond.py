@@ -45,10 +45,7 @@ def long_passes(spec: CheckSpec) -> list[Pass]:
     passes = [Pass(REFERENCE_LONG, replace(reference_of(spec.train), routing=False))]
     if spec.train.scorer == OWN_SCORER:
         passes += trainer_passes(spec)
-    passes += [
-        Pass((key := Key(pass_.name)).over_long(key.precision), pass_.spec)
-        for pass_ in plain_passes(spec)
-    ]
+    passes += [Pass(Key(pass_.name).over_long(), pass_.spec) for pass_ in plain_passes(spec)]
     return passes
 
 

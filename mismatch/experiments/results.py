@@ -74,8 +74,6 @@ TESTS = {
 class Experiment:
     """One experiment, with what it said where it was made."""
 
-    GONE = frozenset({"bits", "expected_s"})  # see mismatch/codec.py
-
     id: str
     """Of its fix."""
     side: Side

@@ -282,7 +282,7 @@ REQUIRED = {
     "routing_by_layer": "layer",
     "routing_by_position": "count",
     "routing_layer_position": "layer start end disagree",
-    "routing_by_margin": "from count disagree",
+    "routing_by_margin": "from count disagree low high",
 }
 
 

@@ -62,12 +62,7 @@ def load_arrays(run_dir: Path, name: str, schema: str) -> tuple[Arrays, dict[str
     except (OSError, SafetensorError) as error:
         fault = f"{path} cannot be read: {error}"
         raise MismatchError(fault, "run the stage that makes it again") from error
-    if "mismatch" in metadata:
-        header = json.loads(metadata["mismatch"])
-    else:  # of an earlier version: the schema, and other entries as JSON
-        header = {
-            key: text if key == "schema" else json.loads(text) for key, text in metadata.items()
-        }
+    header = json.loads(metadata.get("mismatch", "{}"))
     require_schema(path, header.pop("schema", None), schema)
     return arrays, header
 

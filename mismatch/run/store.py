@@ -36,13 +36,11 @@ from mismatch.run.manifest import damage_named, missing_fix, write_atomic
 from mismatch.run.provenance import NUMERIC, checkpoint_digest, numeric_versions, redact
 from mismatch.run.tables import (
     flat,
-    layers_of,
     numbers,
     plain,
     ragged,
     read_header,
     read_table,
-    schema_of,
     write_table,
 )
 from mismatch.specs import FILE_SCORER, RolloutSpec, TrainSpec, spec_hash, to_dict
@@ -66,7 +64,6 @@ class ScoringHeader(TypedDict, total=False):
 ROLLOUT_SCHEMA = "mismatch.rollout/1"
 SCORING_SCHEMA = "mismatch.scoring/1"
 TOKENS_SCHEMA = "mismatch.tokens/2"
-TOKENS_BEFORE = "mismatch.tokens/1"  # fewer columns, flipped layers as text
 VOCABULARY_SCHEMA = "mismatch.vocabulary/1"
 REQUIRED_COLUMNS = {
     ROLLOUT_SCHEMA: {"token_ids", "action_mask", "turn", "prompt_index", "finish_reason"},
@@ -361,20 +358,14 @@ def save_tokens(run_dir: Path | str, frame: pd.DataFrame, **entry: Any) -> Path:
 
 
 def load_tokens(run_dir: Path | str) -> pd.DataFrame:
-    """Read ``tokens.parquet``, of this version or of the one before; lists are Arrow lists."""
+    """Read ``tokens.parquet``; lists are Arrow lists."""
     with damage_named(Path(run_dir) / TOKENS):
         import pandas as pd
         import pyarrow as pa
 
         manifest.verify(run_dir, TOKENS)
         path = Path(run_dir) / TOKENS
-        schema = TOKENS_BEFORE if schema_of(path) == TOKENS_BEFORE else TOKENS_SCHEMA
-        table, _ = read_table(path, schema, REQUIRED_COLUMNS[TOKENS_SCHEMA])
-        if schema == TOKENS_BEFORE and "routing_flipped_layers" in table.column_names:
-            index = table.column_names.index("routing_flipped_layers")
-            table = table.set_column(
-                index, "routing_flipped_layers", layers_of(table.column(index))
-            )
+        table, _ = read_table(path, TOKENS_SCHEMA, REQUIRED_COLUMNS[TOKENS_SCHEMA])
         frame: pd.DataFrame = table.to_pandas(
             types_mapper=lambda kind: pd.ArrowDtype(kind) if pa.types.is_large_list(kind) else None
         )

@@ -112,20 +112,6 @@ def schema_of(path: Path) -> str | None:
     return metadata.get(b"schema", b"").decode() or None
 
 
-def layers_of(texts: pa.ChunkedArray) -> pa.Array:
-    """Return runs of layers as text, ``0, 3, 5-7``, as lists of their numbers; null stays null."""
-    import pyarrow as pa
-
-    unique = {text: _numbers(text) for text in texts.unique().to_pylist() if text is not None}
-    rows = [None if text is None else unique[text] for text in texts.to_pylist()]
-    return pa.array(rows, pa.large_list(pa.int16()))
-
-
-def _numbers(text: str) -> list[int]:
-    ends = [[int(end) for end in part.split("-")] for part in text.split(", ") if part]
-    return [layer for run in ends for layer in range(run[0], run[-1] + 1)]
-
-
 @contextmanager
 def _parquet(path: Path) -> Iterator[None]:
     import pyarrow as pa

@@ -37,7 +37,7 @@ def start(directory: Path, *flags: str) -> subprocess.Popen[str]:
 
 
 ENGINE, TRAINER = "jobs/engine.json", "jobs/train.json"
-HANDED_ON = "jobs/train-0000.json"  # the engine is done
+HANDED_ON = "jobs/train-go.json"  # the engine is done
 
 
 def workers_of(directory: Path, session: str) -> list[psutil.Process]:

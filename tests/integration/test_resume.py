@@ -27,7 +27,7 @@ KILLER = Path(__file__).parent / "killer"
 Kill = tuple[str, int]
 KILLS: tuple[Kill, ...] = (
     ("transformers-prefill.parquet", 2),  # the engine, while the trainer waits
-    ("jobs/train-0000.json", -signal.SIGKILL),  # the tool, while the trainer waits
+    ("jobs/train-go.json", -signal.SIGKILL),  # the tool, while the trainer waits
     ("fsdp-regrouped.parquet", 2),  # rank 0, in the second of five passes
     ("manifest.json", 2),  # rank 0, recording
     ("report.json", -signal.SIGKILL),

@@ -141,7 +141,7 @@ class Scripts(Stages):
     def scripts(self, engine: str, trainer: str) -> Scripts:
         run = str(self.run_dir)
         self.engine_script = ENGINE.format(run=run, then=engine)
-        self.trainer_script = TRAINER.format(run=run, go="jobs/train-0000.json", then=trainer)
+        self.trainer_script = TRAINER.format(run=run, go="jobs/train-go.json", then=trainer)
         self.workers: list[Any] = []
         return self
 

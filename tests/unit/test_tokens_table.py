@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from mismatch.captures import Distributions, Likeliest
@@ -169,20 +168,10 @@ def test_the_best_fix_that_kept_the_tokens_is_recorded_once(run: Path) -> None:
     assert "fix" not in record_best_fix(run, make_report(), table)
 
 
-def test_a_table_of_version_one_is_read_with_its_layers_as_lists(run: Path) -> None:
-    columns = {
-        "sequence": [0, 0, 0],
-        "position": [1, 2, 3],
-        "rollout_logprob": [-1.0] * 3,
-        "train_logprob": [-1.0] * 3,
-        "delta": [0.0] * 3,
-        "routing_flipped_layers": pa.array(["", "0, 3, 5-7", None], pa.string()),
-    }
+def test_a_table_of_another_version_is_refused(run: Path) -> None:
+    columns = {name: [0] for name in store.REQUIRED_COLUMNS[store.TOKENS_SCHEMA]}
     (run / "manifest.json").unlink()  # files that came without one are read
-    write_table(run / store.TOKENS, columns, "mismatch.tokens/1", {})
-    layers = store.load_tokens(run)["routing_flipped_layers"]
-    assert [None if value is None else list(value) for value in layers[:2]] == [[], [0, 3, 5, 6, 7]]
-    assert layers.isna().tolist() == [False, False, True]
-    write_table(run / store.TOKENS, columns, "mismatch.tokens/3", {})
-    with pytest.raises(MismatchError, match=rf"mismatch\.tokens/3.*{store.TOKENS_SCHEMA}"):
-        store.load_tokens(run)
+    for version in (1, 3):
+        write_table(run / store.TOKENS, columns, f"mismatch.tokens/{version}", {})
+        with pytest.raises(MismatchError, match=rf"tokens/{version}.*{store.TOKENS_SCHEMA}"):
+            store.load_tokens(run)

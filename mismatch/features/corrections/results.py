@@ -13,8 +13,6 @@ from mismatch.types import Estimate
 class Against:
     """A correction's weights w next to the token ratio, the weights of an exact correction."""
 
-    GONE = frozenset({"cosine", "norm_ratio"})  # see mismatch/codec.py
-
     bias: Estimate
     """Mean of w - ratio over the tokens: what is left of the bias of the mean weight."""
     distance: Estimate
@@ -31,8 +29,6 @@ class Against:
 @dataclass(frozen=True, slots=True)
 class Preview:
     """One correction on these rollouts."""
-
-    GONE = frozenset({"sequence"})
 
     id: str
     label: str
@@ -57,8 +53,6 @@ class Preview:
 @dataclass(frozen=True, slots=True)
 class Corrections:
     """Every correction on one comparison, with the one that the data favour."""
-
-    GONE = frozenset({"target"})
 
     rollout: str
     train: str

@@ -66,7 +66,7 @@ class Site(NamedTuple):
 
 
 Kind = Literal["weights", "function", "rounding"]
-Role = Literal["source", "amplifier", "passed on"]  # "amplifier": of reports of earlier versions
+Role = Literal["source", "passed on"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,6 @@ class SiteError:
         excess: ``new`` over the larger of ``cost`` and the dtype's rounding.
         lowest_excess: the smallest ``excess`` when one sequence is left out.
     """
-
-    GONE = frozenset({"gain", "cosine", "other_experts"})  # see mismatch/codec.py
 
     layer: int | None
     site: str
@@ -161,8 +159,6 @@ class SideLocation:
             do not say (see :func:`mismatch.features.locate.kinds.kind_of`).
     """
 
-    GONE = frozenset({"pairs", "reverted"})  # see mismatch/codec.py
-
     name: str
     role: Literal["engine", "trainer"]
     dtype: str
@@ -214,8 +210,6 @@ class Location:
         tokens: action tokens whose log-probabilities were compared.
         broken: the run's report says BROKEN.
     """
-
-    GONE = frozenset({"between", "layers", "schema", "seconds", "verdict"})  # see mismatch/codec.py
 
     model: str
     reference: str

@@ -23,8 +23,6 @@ Curve = tuple[float | None, ...]
 class SeedRun:
     """One arm with one seed."""
 
-    GONE = frozenset({"first", "last", "path"})  # see mismatch/codec.py
-
     seed: int
     curves: dict[str, Curve]
     """Column -> a value for every step."""

@@ -33,8 +33,6 @@ class Checked:
 class LoopSpec:
     """One arm of a loop, with one seed."""
 
-    GONE = frozenset({"path", "plant", "frozen", "old", "max_norm"})  # see mismatch/codec.py
-
     check: CheckSpec = field(default_factory=CheckSpec)
     """Engine, trainer, prompts and sampling, with the arm's changes."""
     checked: Checked | None = None

@@ -22,8 +22,6 @@ SCHEMA = "mismatch.recorded/1"
 class Finding:
     """Values of a dump that cannot be true."""
 
-    GONE = frozenset({"first"})  # see mismatch/codec.py
-
     what: str
     """E.g. ``NaN or null``, or how the lengths of arrays differ."""
     side: str

@@ -120,7 +120,7 @@ def notes(packed: Packed, tokens: int, sequences: int) -> tuple[str, ...]:
         "the others (≈) are rounded to one byte each.": tokens > EXACT,
         f"What both sides think likeliest is kept at {count(packed.with_tops)} of the "
         f"{plural(packed.worst, 'token')} of largest |Δ|: a side gave no likeliest tokens, as in "
-        "runs of earlier versions and in recorded runs.": packed.worst > packed.with_tops,
+        "recorded runs.": packed.worst > packed.with_tops,
     }
     return tuple(note for note, holds in parts.items() if holds)
 

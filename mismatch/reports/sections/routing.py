@@ -292,14 +292,9 @@ def _map(table: Table, seen: Sequence[int], axes: Axes) -> str:
 
 
 def _margins(table: Table, axes: Axes) -> str:
-    """Flip rate by router margin; the highest bar sets the scale, not the widest interval.
-
-    Reports of earlier versions have no intervals.
-    """
-    none = [None] * len(table["from"])
+    """Flip rate by router margin; the highest bar sets the scale, not the widest interval."""
     height, low, high = (
-        100.0 * np.array(table.get(name) or none, np.float64)
-        for name in ("disagree", "low", "high")
+        100.0 * np.array(table[name], np.float64) for name in ("disagree", "low", "high")
     )
     x = np.arange(len(height))
     colours = [ACCENT if start < 1.0 else SECOND for start in table["from"]]
