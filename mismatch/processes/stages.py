@@ -209,9 +209,7 @@ class Stages:
                 self._score_with_adapter(todo.adapted, *beside)
             allowed_s = None if extra is None else extra.prepare(*beside)
             if train and todo.world:
-                if not overlap:
-                    let_score(todo.world, allowed_s)
-                self._await_scores(train, todo.world)
+                self._await_scores(train, todo.world, allowed_s)
             elif passes and not todo.adapted:
                 self.narrator.note("score: there already")
 
@@ -257,10 +255,11 @@ class Stages:
                 title = f"rollout: {name} rescores, the trainer scores meanwhile"
                 self.wait(engine, "rescore", title, *beside)
 
-    def _await_scores(self, train: Worker, world: TrainerSession) -> None:
+    def _await_scores(self, train: Worker, world: TrainerSession, allowed_s: float | None) -> None:
         names = [job.pass_.name for job in world.passes]
         with self.timed("score", f"score: {self._title(len(names))}") as progress:
             train.show(numbered(progress, names))
+            let_score(world, allowed_s)  # once more where both overlap
             finish(train)
         self.journal.timings[train.label] = train.timings
         self.journal.save()

@@ -38,14 +38,6 @@ def test_what_is_not_given_again_stays_the_runs(tmp_path):
     assert extras(flags()) == ()
 
 
-def test_specs_of_earlier_versions_ask_for_none(tmp_path):
-    run = make_run(tmp_path / "run")
-    old = to_dict(spec()) | {"gradients": True, "gradient_prompts": 16}
-    del old["extras"]
-    store.write_json(run / "spec.json", old)
-    assert load_spec(run) == spec()
-
-
 def test_a_runs_fixes_stay_where_none_are_named(tmp_path):
     run = make_run(tmp_path / "run")
     old_spec = replace(spec(), fixes=("fp16",), budget_minutes=9.0)

@@ -122,12 +122,6 @@ def test_a_cause_that_is_not_suspected_is_not_asked_about() -> None:
     assert rank_of(names, "engine", ("fp8-kv-tile", "fp8-kv")) == 0
 
 
-def test_experiments_of_earlier_reports_are_read() -> None:
-    experiment = experiment_of("attention-sinks", 0.95)
-    old = {**to_json(experiment), "bits": 0.5, "expected_s": 5.0}
-    assert from_json(Experiment, old) == experiment
-
-
 # ---------------------------------------------------------------- what they say
 
 

@@ -100,14 +100,6 @@ def test_equal_arrays_make_equal_files(tmp_path: Path) -> None:
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 
 
-def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    from safetensors.numpy import save_file
-
-    entries = {"schema": "routes", "layers": "[0, 2]", "num_experts": "32"}
-    save_file({"ids": distinct(50, 2)}, tmp_path / "x", entries)
-    assert load_arrays(tmp_path, "x", "routes")[1] == {"layers": [0, 2], "num_experts": 32}
-
-
 @pytest.mark.parametrize("left", [0, 4, 40, 300])
 def test_a_file_cut_short_is_refused(left: int, tmp_path: Path) -> None:
     from safetensors.numpy import save_file

@@ -178,6 +178,7 @@ def from_document(document: Any) -> Location:
         MismatchError: no such document, a schema of another version, or a field that does not fit.
     """
     fields = fields_of(document, SCHEMA, command="mismatch locate")
+    fields.pop("verdict", None)
     with refused(SCHEMA, command="mismatch locate", page="docs/how-to/locate.md"):
         return from_json(Location, fields)
 
