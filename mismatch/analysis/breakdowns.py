@@ -297,8 +297,8 @@ def boundaries(left: SideFacts, right: SideFacts) -> list[tuple[str, int]]:
 def top_tokens(rollout: Rollout, places: Places, pair: Pair, texts: Mapping[int, str]) -> Table:
     """Return the tokens of the largest terms of k3, with the text around them."""
     most = min(TOP_TOKENS, len(places.k3))
-    candidates = np.sort(np.argpartition(-places.k3, most - 1)[:most])
-    order = candidates[np.argsort(-places.k3[candidates], kind="stable")]
+    candidates = np.flatnonzero(places.k3 >= np.partition(places.k3, -most)[-most])  # with ties
+    order = candidates[np.argsort(-places.k3[candidates], kind="stable")][:most]
     order = order[places.size[order] > 0]
 
     def text(ids: Ints) -> str:

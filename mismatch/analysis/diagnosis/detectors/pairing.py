@@ -145,7 +145,7 @@ def rows(case: Case) -> Look | NotTested:
         return NotTested("row pairing", f"needs 4 rows of {MIN_HEAD} tokens")
     left, other_heads = (_heads(values, long_enough, HEAD) for values in (case.left, case.right))
     own = _distance(left, other_heads)
-    order = np.argsort(own)[::-1]
+    order = np.argsort(-own, kind="stable")
     typical = float(np.median(own))
     tried = [row for row in order[:SUSPECTS] if own[row] > APART]
     partner: dict[int, int] = {}

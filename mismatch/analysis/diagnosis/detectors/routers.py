@@ -104,7 +104,7 @@ def _far_flips(
     if right.margin is None or flips < MIN_FLIPS:
         return []
     margin = right.margin[rows][:, [j for _, j in columns]]
-    ranks = margin.argsort(axis=0).argsort(axis=0) / max(1, len(margin) - 1)
+    ranks = margin.argsort(axis=0, kind="stable").argsort(axis=0) / max(1, len(margin) - 1)
     rank = float(ranks[differs].mean())
     evidence.append(Evidence("mean rank of the margin of flipped rows", rank, "below 0.2"))
     if rank < FAR_FLIPS or differs.mean() > 0.8:
