@@ -182,7 +182,8 @@ def _of_distributions(decode: Scoring, train: Scoring) -> dict[int, Outcomes]:
     rows: dict[int, Outcomes] = {}
     for index, position in enumerate(left.positions.tolist()):
         sides = left.logprobs[index], right.logprobs[index]
-        columns = np.unique(np.concatenate([np.argsort(-side, kind="stable")[:LIKELIEST] for side in sides]))
+        likeliest = [np.argsort(-side, kind="stable")[:LIKELIEST] for side in sides]
+        columns = np.unique(np.concatenate(likeliest))
         columns = columns[np.argsort(-np.maximum(*sides)[columns], kind="stable")]
         ids = columns if left.ids is None else left.ids[index][columns]
         rows[position] = ids, *(side[columns].astype(np.float64) for side in sides)
