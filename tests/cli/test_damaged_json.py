@@ -21,6 +21,8 @@ from mismatch.run.messages import pass_label, write_error
 from ..command import ROOT, mismatch
 from ..made_run import make_run
 
+pytestmark = pytest.mark.slow
+
 WHOLE: dict[str, Callable[[bytes], bytes]] = {
     "cut": lambda data: data[: len(data) // 2],
     "deep list": lambda data: b"[" * 100_000 + b"]" * 100_000,

@@ -20,6 +20,8 @@ from ..command import mismatch
 from ..invented_run import likely, noise, sampled, saved
 from ..made_run import make_run, spec
 
+pytestmark = pytest.mark.slow
+
 WORD = "unverified"
 PASSES = ("fsdp:regrouped", "fsdp:repeated", "fsdp:grad")
 

@@ -11,6 +11,8 @@ import pytest
 from ..command import mismatch
 from ..made_run import make_run
 
+pytestmark = pytest.mark.slow
+
 TINY = ["--model", "tiny-gpt-oss", "--engine", "transformers", "--dry-run"]
 # What reads the file -> its command; IN stands for the file, RUN for a run, OUT for a new path.
 READERS: dict[str, list[str]] = {
