@@ -17,7 +17,7 @@ from typing import Any
 
 from mismatch.errors import MismatchError, did_you_mean
 from mismatch.metrics import METRICS
-from mismatch.run.files import open_regular
+from mismatch.run.files import read_regular
 
 SHIPPED = "levels.toml"
 COLUMNS = ("fp32", "fp16", "bf16 dense", "bf16 MoE", "quantised")
@@ -59,8 +59,7 @@ def load_thresholds(path: str | Path) -> Thresholds:
     """
     path = Path(path)
     try:
-        with open_regular(path) as file:
-            text = file.read().decode()
+        text = read_regular(path).decode()
         data = tomllib.loads(text)
     except OSError as error:
         fault = f"cannot read the thresholds file {path}: {error.strerror or error}"

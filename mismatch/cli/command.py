@@ -18,7 +18,7 @@ import typer
 
 from mismatch.cli.flags import Flags, Option
 from mismatch.errors import MismatchError, did_you_mean
-from mismatch.run.files import open_regular
+from mismatch.run.files import read_regular
 
 Verb = Callable[[Flags], int]
 EXPLICIT = ("COMMANDLINE", "DEFAULT_MAP", "ENVIRONMENT")  # where click read a value
@@ -79,7 +79,7 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
     from mismatch.cli.options import CHECK  # imports what every flag of a check needs
 
     try:
-        data = tomllib.loads(open_regular(path).read().decode("utf-8"))
+        data = tomllib.loads(read_regular(path).decode("utf-8"))
     except OSError as error:
         fault = f"config file {path}: {error.strerror}"
         raise MismatchError(fault, "give a readable TOML file: --config FILE") from error

@@ -54,6 +54,7 @@ from mismatch.keys import (
     FIX,
     FLOAT32,
     GRAD,
+    NEW_REPLAYED,
     REFERENCE,
     REGROUPED,
     REPEATED,
@@ -474,7 +475,7 @@ def without_room(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> I
         reason = None if name in scorings else read_error(run_dir, pass_label(name))
         if reason is not None:
             yield NotTested(name, reason.message, reason.fix)
-        elif name not in scorings and ":" in name and not Key(name).tokens:
+        elif name not in (*scorings, TRAIN, NEW_REPLAYED, REPLAYED) and not Key(name).tokens:
             yield NotTested(name, "the run holds neither this scoring nor why it is missing")
 
 

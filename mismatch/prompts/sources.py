@@ -55,7 +55,8 @@ def read_file(path: Path) -> list[Prompt]:
         MismatchError: missing, not UTF-8, no prompts, or a malformed line (named).
     """
     try:
-        data = open_regular(path).read()
+        with open_regular(path) as file:
+            data = file.read()
     except OSError as error:
         fault = f"prompts file {path}: {error.strerror}"
         raise MismatchError(fault, "give a readable JSONL file: --prompts FILE") from error

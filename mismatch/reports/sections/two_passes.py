@@ -30,8 +30,8 @@ def section(result: TwoPasses, report: Report) -> Section:
     """PPO's ratio of two passes with the same weights, which should be 1; a row a variant."""
     texts = sentences(result)
     injected = result.injected and (
-        "The stored settings say that noise was injected on purpose, in the new pass only: "
-        f"{line(result.injected)}. Then these numbers show what it does, not this machine."
+        "By the run's settings, noise was injected on purpose, into the new pass only: "
+        f"{line(result.injected)}. These numbers show what that noise does, not this machine."
     )
     return Section(
         "two_passes",
