@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.integration.test_servers import ENVIRONMENT, KEY, SERVE, Served, serve
-
 FOLDER = Path(__file__).parent / "data" / "frozen"
 FEW = ("--num-prompts", "8", "--samples-per-prompt", "2", "--max-tokens", "16", "--exact-kl", "6")
 FLOAT32 = ("--dtype", "fp32", "--train-dtype", "fp32")
@@ -84,6 +82,8 @@ def main() -> None:
 
 
 def _environment(work: Path) -> dict[str, str]:
+    from tests.integration.test_servers import ENVIRONMENT, KEY
+
     given = {k: v for k, v in ENVIRONMENT.items() if k != "VLLM_API_KEY"}
     own = {"MISMATCH_API_KEY": KEY, "PYTHONPATH": str(work / "package")}
     return {**os.environ, **given, **own}
@@ -100,8 +100,10 @@ def _kept(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
 @contextmanager
 def _inputs(name: str, work: Path) -> Iterator[dict[str, str]]:
     if name == "server":
+        from tests.integration.test_servers import SERVE, serve
+
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *SERVE]
-        started: Served = serve(command, work / "server.log")
+        started = serve(command, work / "server.log")
         try:
             started.await_ready()
             yield {"URL": started.url}

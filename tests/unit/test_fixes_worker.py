@@ -14,7 +14,7 @@ import torch
 
 from mismatch.errors import MismatchError, OutOfMemory
 from mismatch.experiments.jobs import Job
-from mismatch.processes.tasks import TrainerSession
+from mismatch.processes.tasks import TrainerSession, allowed, go_path, let_score, write_session
 from mismatch.processes.workers.train import Passes
 from mismatch.run.messages import pass_label, read_error
 from mismatch.specs import Pass, TrainSpec
@@ -167,3 +167,12 @@ def test_ranks_do_what_the_clock_of_the_first_says(tmp_path: Path) -> None:
     names = ["fsdp", "fix:a", "fix:b"]
     assert timed(tmp_path, names, 1, 1, 1e9) == ["fsdp"]
     assert timed(tmp_path, names, 1, 0, 1e-3) == names
+
+
+def test_a_world_does_not_score_by_what_an_earlier_one_was_told(tmp_path: Path) -> None:
+    session = TrainerSession(tmp_path, (), guided=True)
+    write_session(session)
+    let_score(session, 3.0)
+    assert allowed(session) == 3.0
+    write_session(session)
+    assert not go_path(session).exists()

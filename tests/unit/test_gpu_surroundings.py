@@ -18,6 +18,7 @@ from mismatch.doctor.memory import Prediction
 from mismatch.doctor.plan import Memory
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import training_passes
+from mismatch.models import EMBEDDED
 from mismatch.pipeline.build import without_room
 from mismatch.processes import stages
 from mismatch.run import machine
@@ -104,6 +105,13 @@ def test_a_pass_without_room_is_not_tested_and_says_why(tmp_path: Path) -> None:
     given = names - {"reference:fp32", "fsdp:grad"}
     found = {entry.what: entry for entry in without_room(tmp_path, spec, given)}
     assert found.keys() == {"reference:fp32", "fsdp:grad"}  # nobody says why of the second
+    routed = replace(spec, train=TrainSpec(model=str(EMBEDDED["tiny-gpt-oss"])), two_passes=True)
+    made = {pass_.name for pass_ in training_passes(routed)}
+    replayed = {"fsdp:new-replayed", "fsdp:replayed"}
+    assert replayed & made  # where no routes came, the report says so of the routes
+    assert replayed.isdisjoint(
+        each.what for each in without_room(tmp_path, routed, made - replayed)
+    )
     missing = found["reference:fp32"]
     assert (missing.what, missing.reason, missing.how) == (
         "reference:fp32", "50 GiB needed", "--offload",

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mismatch.experiments.scoring_passes import training_passes
-from mismatch.keys import FIX, FLOAT32, PLAIN, REFERENCE, TRAIN, Key
+from mismatch.keys import FIX, FLOAT32, NEW_REPLAYED, PLAIN, REFERENCE, REPLAYED, TRAIN, Key
+from mismatch.models import EMBEDDED
 from mismatch.specs import OWN_SCORER, CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 
-MODEL = "tiny-gpt-oss"
+MODEL = str(EMBEDDED["tiny-gpt-oss"])  # a path: of a name nobody knows whether it is MoE
 
 
 def grid() -> Iterator[CheckSpec]:
@@ -45,6 +46,18 @@ def test_every_scoring_has_one_row_and_the_judged_one_comes_first() -> None:
         assert passes[0].name == TRAIN
         assert passes[0].spec == spec.train
         assert not [name for name in names if Key(name).side == FIX]
+
+
+def test_routes_are_replayed_where_a_second_pass_was_asked_for() -> None:
+    for spec in grid():
+        made = {pass_.name: pass_.spec for pass_ in training_passes(spec)}
+        ours = spec.train.scorer == OWN_SCORER
+        second = spec.two_passes or (bool(spec.inject) and spec.two_passes is None)
+        assert (NEW_REPLAYED in made) == (ours and bool(second))
+        assert (REPLAYED in made) == (ours and bool(spec.two_passes))
+        if NEW_REPLAYED in made:
+            assert made[NEW_REPLAYED].replay_source == TRAIN
+            assert made[NEW_REPLAYED].inject == spec.inject
 
 
 def test_what_is_measured_from_is_our_own_code_and_undisturbed() -> None:
