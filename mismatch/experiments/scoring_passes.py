@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from mismatch.analysis.square import precision_of
 from mismatch.errors import MismatchError
-from mismatch.experiments.jobs import Job
 from mismatch.facts import SideFacts
 from mismatch.keys import (
     ALONE,
@@ -217,7 +217,17 @@ def training_passes(spec: CheckSpec) -> list[Pass]:
             rows.append((Key.of(PLAIN, precision=name), True, replace(plain, routing=False)))
         declares = precision not in (None, "fp32") and declares_more(spec)
         rows.append((PLAIN_TRAINER, declares, replace(as_declared(train), routing=False)))
-    return [Pass(name, made) for name, wanted, made in rows if wanted]
+    return [_row(name, made) for name, wanted, made in rows if wanted]
+
+
+def _row(name: str, spec: TrainSpec) -> Pass:
+    """Return a pass of a check; no check can do without the trainer as it runs.
+
+    Kernels may refuse float32.
+    """
+    if name == TRAIN:
+        return Pass(name, spec)
+    return Pass(name, spec, optional="any" if name == TRAINER_FLOAT32 else "memory")
 
 
 def plain_passes(spec: CheckSpec) -> list[Pass]:
@@ -249,18 +259,18 @@ def as_declared(train: TrainSpec) -> TrainSpec:
     return replace(plain_of(train, train.dtype), **declared)
 
 
-def by_load(jobs: list[Job]) -> list[Job]:
+def by_load(passes: Sequence[Pass]) -> list[Pass]:
     """Return passes of the same weights in a row, then those of the same kernels, else as they
-    come; of these, optional passes last.
+    come; of these, passes that may fail last.
     """
     weights: dict[Any, int] = {}
     kernels: dict[Any, int] = {}
-    for number, job in enumerate(jobs):
-        weights.setdefault(weights_key(job.pass_.spec), number)
-        kernels.setdefault(load_key(job.pass_.spec), number)
+    for number, pass_ in enumerate(passes):
+        weights.setdefault(weights_key(pass_.spec), number)
+        kernels.setdefault(load_key(pass_.spec), number)
 
-    def load_order(job: Job) -> tuple[int, int, bool]:
-        spec = job.pass_.spec
-        return weights[weights_key(spec)], kernels[load_key(spec)], job.optional
+    def load_order(pass_: Pass) -> tuple[int, int, bool]:
+        spec = pass_.spec
+        return weights[weights_key(spec)], kernels[load_key(spec)], pass_.optional == "any"
 
-    return sorted(jobs, key=load_order)
+    return sorted(passes, key=load_order)

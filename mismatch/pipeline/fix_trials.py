@@ -15,13 +15,11 @@ from mismatch.experiments.fixes.catalogue import is_combination
 from mismatch.experiments.fixes.context import Context, context_of
 from mismatch.experiments.fixes.planning import DIRECTORY, FixPlan, Variant, plan_fixes, plan_pairs
 from mismatch.experiments.fixes.results import STATE, STATE_SCHEMA, engine_seconds, table_of
-from mismatch.experiments.jobs import Job
 from mismatch.keys import TRAIN
 from mismatch.processes.launch import Worker, own_python
 from mismatch.processes.stages import Stages, scored
 from mismatch.run import resume, store
 from mismatch.run.directory import at_work
-from mismatch.run.long_rollout import FOLDER as LONG
 from mismatch.run.messages import error_path, pass_label, read_error
 from mismatch.specs import CheckSpec, Pass
 
@@ -60,20 +58,16 @@ class FixRun:
         self.failed: dict[str, str] = {}
         self.left_out: list[str] = []
         self.spent_s = 0.0
-        self.jobs: list[Job] = []
+        self.jobs: list[Pass] = []
         self.not_exact: set[str] = set()  # of these passes, those that took the world down
 
     def measure(self, passes: list[Pass], sample: bool = True) -> None:
         """Measure everything that is not there yet, in one world if no fix takes that down."""
         for attempt in range(ATTEMPTS):
             pending = self.pending()
-            self.jobs = [
-                Job(self.run_dir / variant.folder, variant.scoring, optional=True)
-                for variant in pending
-            ]
-            self.jobs += self.exact()
-            for job in self.jobs:
-                error_path(self.run_dir, pass_label(job.pass_.name)).unlink(missing_ok=True)
+            self.jobs = [variant.scoring for variant in pending] + self.exact()
+            for pass_ in self.jobs:
+                error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
             self.stages.count.total += len({variant.folder for variant in pending} - {""})
             try:
                 self.stages.measure(passes, sample, extra=self)
@@ -97,21 +91,20 @@ class FixRun:
         """Return the variants without a scoring."""
         return [v for v in self.variants if v.id not in self.failed and not self.scored(v)]
 
-    def exact(self) -> list[Job]:
+    def exact(self) -> list[Pass]:
         """Return passes that verdicts after fixes need and that are not there: the trainer's in
         float32, and those over the long sequence."""
         jobs = []
         for variant in self.variants:
             if variant.id not in self.failed:
                 pass_ = variant.in_float32(self.stages.spec)
-                jobs += [Job(self.run_dir, pass_, optional=True)] if pass_ else []
-                beyond = variant.over_long(self.stages.spec)
-                jobs += [Job(self.run_dir / LONG, pass_, optional=True) for pass_ in beyond]
+                jobs += [pass_] if pass_ else []
+                jobs += variant.over_long(self.stages.spec)
         return [
-            job
-            for job in jobs
-            if job.pass_.name not in self.not_exact
-            and not scored(self.stages.spec, job.run_dir, job.pass_)
+            pass_
+            for pass_ in jobs
+            if pass_.name not in self.not_exact
+            and not scored(self.stages.spec, self.run_dir / pass_.folder, pass_)
         ]
 
     def scored(self, variant: Variant) -> bool:
@@ -126,13 +119,13 @@ class FixRun:
             return False
         self.refusals(pending)
         by_name = {variant.scoring.name: variant for variant in pending}
-        exact = {job.pass_.name for job in self.exact()}
-        for job in self.jobs:  # in the order of the world that ended
-            refused = read_error(self.run_dir, pass_label(job.pass_.name)) is not None
-            if job.pass_.name in exact and not refused:
-                self.not_exact.add(job.pass_.name)
+        exact = {pass_.name for pass_ in self.exact()}
+        for pass_ in self.jobs:  # in the order of the world that ended
+            refused = read_error(self.run_dir, pass_label(pass_.name)) is not None
+            if pass_.name in exact and not refused:
+                self.not_exact.add(pass_.name)
                 return True
-            variant = by_name.get(job.pass_.name)
+            variant = by_name.get(pass_.name)
             if variant and variant.id not in self.failed and not self.scored(variant):
                 self.fail(variant, error.headline.splitlines()[0])
                 return True

@@ -22,7 +22,6 @@ import psutil
 
 from mismatch.errors import MismatchError
 from mismatch.experiments import beyond
-from mismatch.experiments.jobs import Job
 from mismatch.experiments.scoring_passes import by_load, float32_engine
 from mismatch.keys import FLOAT32, Key
 from mismatch.models.config import unpacks_mxfp4
@@ -93,7 +92,7 @@ class ExtraJobs(Protocol):
         jobs: its passes, all optional; in the order of the world once that is known.
     """
 
-    jobs: list[Job]
+    jobs: list[Pass]
 
     def prepare(self, *world: Worker) -> float | None:
         """Prepare once the check's own tokens are there and before anything is scored.
@@ -215,14 +214,13 @@ class Stages:
 
     def _missing(self, passes: list[Pass], sample: bool, extra: ExtraJobs | None) -> Todo:
         """Return what the run lacks of a check; what kept a pass out before is forgotten."""
-        main, sampled = passes[:1], not sample or self.sampled(self.spec.rollout)
+        sampled = not sample or self.sampled(self.spec.rollout)
         if sampled:
             passes = [pass_ for pass_ in passes if not scored(self.spec, self.run_dir, pass_)]
         for pass_ in passes:
             error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
         adapted = askable([p for p in passes if p.spec.scorer != OWN_SCORER], self.run_dir)
-        ours = [pass_ for pass_ in passes if pass_.spec.scorer == OWN_SCORER]
-        own = [Job.of_check(self.run_dir, pass_, main[0]) for pass_ in ours]
+        own = [pass_ for pass_ in passes if pass_.spec.scorer == OWN_SCORER]
         float32 = sample and self.square
         long = float32 and beyond.wanted(self.spec)
         own += self.long_jobs(sampled) if long else []
@@ -256,7 +254,7 @@ class Stages:
                 self.wait(engine, "rescore", title, *beside)
 
     def _await_scores(self, train: Worker, world: TrainerSession, allowed_s: float | None) -> None:
-        names = [job.pass_.name for job in world.passes]
+        names = [pass_.name for pass_ in world.passes]
         with self.timed("score", f"score: {self._title(len(names))}") as progress:
             train.show(numbered(progress, names))
             let_score(world, allowed_s)  # once more where both overlap
@@ -268,14 +266,14 @@ class Stages:
         """Return whether the run holds all that the engine samples."""
         return resume.rollout_done(self.run_dir, spec, own_python(spec.engine))
 
-    def long_jobs(self, sampled: bool) -> list[Job]:
+    def long_jobs(self, sampled: bool) -> list[Pass]:
         """Return the passes over the long sequence; no check ends where they fail."""
         folder = self.run_dir / LONG
         jobs = []
         for pass_ in beyond.long_passes(self.spec):
             error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
             if not (sampled and scored(self.spec, folder, pass_)):
-                jobs.append(Job(folder, pass_, optional=True, side=True))
+                jobs.append(replace(pass_, folder=LONG, optional="any"))
         return jobs
 
     def _score_with_adapter(self, passes: list[Pass], *beside: Worker) -> None:

@@ -23,6 +23,7 @@ from mismatch.experiments.results import FixOutcome
 from mismatch.experiments.scoring_passes import trainer_in_float32
 from mismatch.keys import FIX, FLOAT32, Key
 from mismatch.models.moe import require_routes
+from mismatch.run.long_rollout import FOLDER as LONG
 from mismatch.specs import OWN_SCORER, CheckSpec, Pass
 
 ALL = "all"
@@ -50,7 +51,7 @@ class Variant:
     @property
     def scoring(self) -> Pass:
         """The trainer's pass, by the name that it is saved under."""
-        return Pass(Key.of(FIX, self.id), self.spec.train)
+        return Pass(Key.of(FIX, self.id), self.spec.train, self.folder, "any")
 
     def in_float32(self, run: CheckSpec) -> Pass | None:
         """Return the trainer's float32 pass with it; None where the run's own shows the same.
@@ -61,7 +62,7 @@ class Variant:
         rows = run.train.micro_batch_tokens
         for exact in () if self.folder else trainer_in_float32(self.spec):
             if replace(exact.spec, micro_batch_tokens=rows) not in own:
-                return Pass(Key.of(FIX, self.id, FLOAT32), exact.spec)
+                return replace(exact, name=Key.of(FIX, self.id, FLOAT32))
         return None
 
     def over_long(self, run: CheckSpec) -> list[Pass]:
@@ -74,7 +75,7 @@ class Variant:
         key = Key(self.scoring.name)
         names = key.over_long(FLOAT32), key.over_long()
         named = zip(names, passes, strict=False)  # one where it is in float32
-        return [Pass(name, pass_.spec) for name, pass_ in named]
+        return [Pass(name, pass_.spec, LONG, "any") for name, pass_ in named]
 
     def outcome(self, reason: str = "", *, applies: bool = True) -> FixOutcome:
         """Return a row without numbers."""
