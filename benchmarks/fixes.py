@@ -81,7 +81,7 @@ def prepare(place: Path, sequences: int, tokens: int) -> tuple[Path, int]:
     )
     store.save_rollout(place, rollout)
     variants = plan_fixes(spec, context_of(spec)).variants
-    passes = by_load([Pass(TRAIN, spec.train), *(variant.scoring for variant in variants)])
+    passes = by_load([Pass(TRAIN, spec.train), *(each.passes(spec)[0] for each in variants)])
     path = write_session(TrainerSession(place, tuple(passes)))
     return path, len({weights_key(pass_.spec) for pass_ in passes})
 

@@ -55,7 +55,8 @@ def explain(stages: Stages) -> None:
     context, run = context_of(spec), FixRun(stages, FixPlan())
     if not wants_square(spec):
         stages.narrator.note("explain: the passes that tell a fault from rounding, left out so far")
-        passes = training_passes(replace(spec, noise_floor=True, quick=False))
+        whole = replace(spec, noise_floor=True, quick=False, context_length=0)
+        passes = training_passes(whole)
         left_out = stages.room.left_out
         run.measure([each for each in passes if each.name not in left_out], sample=False)
         score_in_float32(stages)
@@ -116,7 +117,7 @@ def _judged(
         if failed:
             raise MismatchError(failed)
         engine = spec.rollout.engine.engine
-        sides = ScoredRollout.load(run_dir / variant.folder, engine, variant.scoring.name)
+        sides = ScoredRollout.load(run_dir / variant.folder, engine, variant.key)
     except MismatchError as error:
         return replace(experiment, reason=error.headline.splitlines()[0])
     after = Case.of(sides.rollout, sides.decode, sides.train, {})

@@ -65,7 +65,7 @@ class FixRun:
         """Measure everything that is not there yet, in one world if no fix takes that down."""
         for attempt in range(ATTEMPTS):
             pending = self.pending()
-            self.jobs = [variant.scoring for variant in pending] + self.exact()
+            self.jobs = [v.passes(self.stages.spec)[0] for v in pending] + self.exact()
             for pass_ in self.jobs:
                 error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
             self.stages.count.total += len({variant.folder for variant in pending} - {""})
@@ -84,7 +84,7 @@ class FixRun:
         places = {variant.folder for variant in self.variants} - {""}
         self.spent_s = sum(engine_seconds(self.run_dir / folder) for folder in places)
         for variant in filter(self.scored, self.variants):
-            header = store.scoring_header(self.run_dir / variant.folder, variant.scoring.name)
+            header = store.scoring_header(self.run_dir / variant.folder, variant.key)
             self.spent_s += header["fingerprint"].get("seconds", 0.0)
 
     def pending(self) -> list[Variant]:
@@ -94,31 +94,29 @@ class FixRun:
     def exact(self) -> list[Pass]:
         """Return passes that verdicts after fixes need and that are not there: the trainer's in
         float32, and those over the long sequence."""
-        jobs = []
-        for variant in self.variants:
-            if variant.id not in self.failed:
-                pass_ = variant.in_float32(self.stages.spec)
-                jobs += [pass_] if pass_ else []
-                jobs += variant.over_long(self.stages.spec)
+        spec = self.stages.spec
+        variants = [variant for variant in self.variants if variant.id not in self.failed]
         return [
             pass_
-            for pass_ in jobs
+            for variant in variants
+            for pass_ in variant.passes(spec)[1:]
             if pass_.name not in self.not_exact
-            and not scored(self.stages.spec, self.run_dir / pass_.folder, pass_)
+            and not scored(spec, self.run_dir / pass_.folder, pass_)
         ]
 
     def scored(self, variant: Variant) -> bool:
         """Return whether the scoring of a variant is there, and of the variant's tokens."""
         directory, spec = self.run_dir / variant.folder, sampling_spec(variant).rollout
         fresh = not variant.folder or resume.rollout_done(directory, spec, own_python(spec.engine))
-        return fresh and scored(self.stages.spec, directory, variant.scoring)
+        pass_ = variant.passes(self.stages.spec)[0]
+        return fresh and scored(self.stages.spec, directory, pass_)
 
     def dropped(self, pending: list[Variant], error: MismatchError) -> bool:
         """Give up on the fix that the world ended at; False if it ended for another reason."""
         if not scored(self.stages.spec, self.run_dir, Pass(TRAIN, self.stages.spec.train)):
             return False
         self.refusals(pending)
-        by_name = {variant.scoring.name: variant for variant in pending}
+        by_name: dict[str, Variant] = {variant.key: variant for variant in pending}
         exact = {pass_.name for pass_ in self.exact()}
         for pass_ in self.jobs:  # in the order of the world that ended
             refused = read_error(self.run_dir, pass_label(pass_.name)) is not None
@@ -134,7 +132,7 @@ class FixRun:
     def refusals(self, variants: list[Variant]) -> None:
         """Note what the world said about passes that could not run."""
         for variant in variants:
-            error = read_error(self.run_dir, pass_label(variant.scoring.name))
+            error = read_error(self.run_dir, pass_label(variant.key))
             if error is not None:
                 self.failed.setdefault(variant.id, error.message)
 

@@ -215,15 +215,17 @@ class Stages:
     def _missing(self, passes: list[Pass], sample: bool, extra: ExtraJobs | None) -> Todo:
         """Return what the run lacks of a check; what kept a pass out before is forgotten."""
         sampled = not sample or self.sampled(self.spec.rollout)
+        long = any(pass_.folder == LONG for pass_ in passes)
         if sampled:
-            passes = [pass_ for pass_ in passes if not scored(self.spec, self.run_dir, pass_)]
+            passes = [
+                pass_
+                for pass_ in passes
+                if not scored(self.spec, self.run_dir / pass_.folder, pass_)
+            ]
         for pass_ in passes:
             error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
         adapted = askable([p for p in passes if p.spec.scorer != OWN_SCORER], self.run_dir)
         own = [pass_ for pass_ in passes if pass_.spec.scorer == OWN_SCORER]
-        float32 = sample and self.square
-        long = float32 and beyond.wanted(self.spec)
-        own += self.long_jobs(sampled) if long else []
         jobs = by_load([*own, *(extra.jobs if extra else [])])
         if extra is not None:
             extra.jobs = [job for job in jobs if job not in own]  # in the order they will run
@@ -233,7 +235,7 @@ class Stages:
             world = TrainerSession(self.run_dir, tuple(jobs), guided=True, load_first=early)
         return Todo(
             samples=sample and not (sampled and self._rescored()),
-            float32=float32,
+            float32=sample and self.square,
             long=long,
             adapted=adapted,
             world=world,
@@ -265,16 +267,6 @@ class Stages:
     def sampled(self, spec: RolloutSpec) -> bool:
         """Return whether the run holds all that the engine samples."""
         return resume.rollout_done(self.run_dir, spec, own_python(spec.engine))
-
-    def long_jobs(self, sampled: bool) -> list[Pass]:
-        """Return the passes over the long sequence; no check ends where they fail."""
-        folder = self.run_dir / LONG
-        jobs = []
-        for pass_ in beyond.long_passes(self.spec):
-            error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
-            if not (sampled and scored(self.spec, folder, pass_)):
-                jobs.append(replace(pass_, folder=LONG, optional="any"))
-        return jobs
 
     def _score_with_adapter(self, passes: list[Pass], *beside: Worker) -> None:
         """Let a framework's own code score passes; float32 alone may be missing afterwards."""

@@ -258,7 +258,7 @@ def test_fixes_of_the_trainer_need_no_engine() -> None:
     plan = planned(check("fp32", "router-replay"))
     assert {variant.folder for variant in plan.variants} == {""}
     assert all(variant.spec.rollout == check().rollout for variant in plan.variants)
-    assert [variant.scoring.name for variant in plan.variants] == [
+    assert [variant.key for variant in plan.variants] == [
         "fix:fp32",
         "fix:router-replay=ids",
     ]

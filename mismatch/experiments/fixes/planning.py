@@ -13,18 +13,15 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.beyond import trainer_passes
-from mismatch.experiments.beyond import wanted as wants_long
 from mismatch.experiments.fixes.applies import reason_against
 from mismatch.experiments.fixes.base import Chosen, Fix
 from mismatch.experiments.fixes.catalogue import FIXES, chosen_of
 from mismatch.experiments.fixes.context import Context
 from mismatch.experiments.results import FixOutcome
-from mismatch.experiments.scoring_passes import trainer_in_float32
-from mismatch.keys import FIX, FLOAT32, Key
+from mismatch.experiments.scoring_passes import training_passes
+from mismatch.keys import FIX, FLOAT32, TRAIN, TRAINER_FLOAT32, TRAINER_LONG, Key
 from mismatch.models.moe import require_routes
-from mismatch.run.long_rollout import FOLDER as LONG
-from mismatch.specs import OWN_SCORER, CheckSpec, Pass
+from mismatch.specs import CheckSpec, Pass
 
 ALL = "all"
 SIDES = ("train", "engine", "estimator")
@@ -32,6 +29,11 @@ SIDES = ("train", "engine", "estimator")
 NATURAL = ("fp32+engine-fp32", "fp16+engine-fp16", "fp32-lm-head+engine-fp32-lm-head")
 PAIRED_SINGLES = 4  # pairs are made of the best so many
 DIRECTORY = "fixes"  # inside the run
+# Rows whose settings show the trainer's function, and those that are made where it changes.
+FUNCTIONS = {
+    TRAINER_FLOAT32: (TRAINER_FLOAT32,),
+    TRAINER_LONG: (TRAINER_LONG, TRAIN.over_long()),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,33 +51,29 @@ class Variant:
         return "+".join(item.label for item in self.chosen)
 
     @property
-    def scoring(self) -> Pass:
-        """The trainer's pass, by the name that it is saved under."""
-        return Pass(Key.of(FIX, self.id), self.spec.train, self.folder, "any")
+    def key(self) -> Key:
+        """Of the trainer's pass as it runs with it."""
+        return Key.of(FIX, self.id)
 
-    def in_float32(self, run: CheckSpec) -> Pass | None:
-        """Return the trainer's float32 pass with it; None where the run's own shows the same.
+    def passes(self, run: CheckSpec) -> list[Pass]:
+        """Return the trainer's rows of a check with it, by its name: as it runs, then the others.
 
-        A fix of precision or grouping leaves the function of the trainer as it is.
+        Left out are rows that the run's own show as well: a fix of precision or grouping leaves the
+        function of the trainer as it is. Other tokens are scored once, as the trainer runs.
         """
-        own = [pass_.spec for pass_ in trainer_in_float32(run)]
-        rows = run.train.micro_batch_tokens
-        for exact in () if self.folder else trainer_in_float32(self.spec):
-            if replace(exact.spec, micro_batch_tokens=rows) not in own:
-                return replace(exact, name=Key.of(FIX, self.id, FLOAT32))
-        return None
-
-    def over_long(self, run: CheckSpec) -> list[Pass]:
-        """Return its passes over the long sequence; none where the run's own show the same."""
-        if self.folder or not wants_long(run) or run.train.scorer != OWN_SCORER:
-            return []
-        before, passes = trainer_passes(run)[0].spec, trainer_passes(self.spec)
-        if replace(passes[0].spec, micro_batch_tokens=before.micro_batch_tokens) == before:
-            return []
-        key = Key(self.scoring.name)
-        names = key.over_long(FLOAT32), key.over_long()
-        named = zip(names, passes, strict=False)  # one where it is in float32
-        return [Pass(name, pass_.spec, LONG, "any") for name, pass_ in named]
+        passes = [Pass(self.key, self.spec.train, self.folder, "any")]
+        if self.folder:
+            return passes
+        own = {row.name: row.spec for row in training_passes(run)}
+        made = {row.name: row for row in training_passes(self.spec)}
+        for function, names in FUNCTIONS.items():
+            if function not in made:
+                continue
+            spec = replace(made[function].spec, micro_batch_tokens=run.train.micro_batch_tokens)
+            if spec != own.get(function):
+                keys = [(name, Key.of(FIX, self.id, name.precision, name.tokens)) for name in names]
+                passes += [replace(made[name], name=key) for name, key in keys if name in made]
+        return passes
 
     def outcome(self, reason: str = "", *, applies: bool = True) -> FixOutcome:
         """Return a row without numbers."""
@@ -106,7 +104,8 @@ class FixPlan:
     def lines(self, run: CheckSpec) -> list[str]:
         """Return the plan in words."""
         count, budget_minutes = len(self.variants), run.budget_minutes
-        exact = sum(variant.in_float32(run) is not None for variant in self.variants)
+        keys = [Key(pass_.name) for each in self.variants for pass_ in each.passes(run)]
+        exact = sum(key.precision == FLOAT32 and not key.tokens for key in keys)
         engines = len({variant.folder for variant in self.variants} - {""})
         lines = [
             f"fixes: {count} variant{'s' * (count != 1)} to measure: "
