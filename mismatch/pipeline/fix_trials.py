@@ -47,7 +47,7 @@ def measure_with_fixes(stages: Stages, passes: list[Pass]) -> None:
 
 
 class FixRun:
-    """The fixes of one check; a :class:`mismatch.processes.stages.ExtraJobs`."""
+    """The fixes of one check."""
 
     def __init__(self, stages: Stages, plan: FixPlan) -> None:
         self.stages, self.plan = stages, plan
@@ -58,26 +58,25 @@ class FixRun:
         self.failed: dict[str, str] = {}
         self.left_out: list[str] = []
         self.spent_s = 0.0
-        self.jobs: list[Pass] = []
         self.not_exact: set[str] = set()  # of these passes, those that took the world down
 
     def measure(self, passes: list[Pass], sample: bool = True) -> None:
         """Measure everything that is not there yet, in one world if no fix takes that down."""
         for attempt in range(ATTEMPTS):
             pending = self.pending()
-            self.jobs = [v.passes(self.stages.spec)[0] for v in pending] + self.exact()
-            for pass_ in self.jobs:
+            missing = self.missing()
+            for pass_ in missing:
                 error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
             self.stages.count.total += len({variant.folder for variant in pending} - {""})
             try:
-                self.stages.measure(passes, sample, extra=self)
+                self.stages.measure(passes, sample, missing, self.prepare)
                 break
             except MismatchError as error:
                 if not self.dropped(pending, error) or attempt == ATTEMPTS - 1:
                     raise
-        missing = self.pending()
-        self.refusals(missing)
-        for variant in missing:
+        unmeasured = self.pending()
+        self.refusals(unmeasured)
+        for variant in unmeasured:
             if variant.id not in self.failed:
                 self.leave_out(variant, BUDGET)
         # Of engines and forward passes of fixes, of earlier runs too.
@@ -91,15 +90,15 @@ class FixRun:
         """Return the variants without a scoring."""
         return [v for v in self.variants if v.id not in self.failed and not self.scored(v)]
 
-    def exact(self) -> list[Pass]:
-        """Return passes that verdicts after fixes need and that are not there: the trainer's in
-        float32, and those over the long sequence."""
+    def missing(self) -> list[Pass]:
+        """Return the passes that are not there: of each variant the trainer as it runs, then those
+        that verdicts after fixes need."""
         spec = self.stages.spec
         variants = [variant for variant in self.variants if variant.id not in self.failed]
-        return [
+        others = [pass_ for variant in variants for pass_ in variant.passes(spec)[1:]]
+        return [variant.passes(spec)[0] for variant in self.pending()] + [
             pass_
-            for variant in variants
-            for pass_ in variant.passes(spec)[1:]
+            for pass_ in others
             if pass_.name not in self.not_exact
             and not scored(spec, self.run_dir / pass_.folder, pass_)
         ]
@@ -117,15 +116,15 @@ class FixRun:
             return False
         self.refusals(pending)
         by_name: dict[str, Variant] = {variant.key: variant for variant in pending}
-        exact = {pass_.name for pass_ in self.exact()}
-        for pass_ in self.jobs:  # in the order of the world that ended
-            refused = read_error(self.run_dir, pass_label(pass_.name)) is not None
-            if pass_.name in exact and not refused:
-                self.not_exact.add(pass_.name)
-                return True
-            variant = by_name.get(pass_.name)
-            if variant and variant.id not in self.failed and not self.scored(variant):
+        missing = {pass_.name for pass_ in self.missing()}
+        for pass_ in self.stages.order:
+            if pass_.name not in missing:
+                continue
+            if variant := by_name.get(pass_.name):
                 self.fail(variant, error.headline.splitlines()[0])
+                return True
+            if read_error(self.run_dir, pass_label(pass_.name)) is None:  # it was not refused
+                self.not_exact.add(pass_.name)
                 return True
         return False
 

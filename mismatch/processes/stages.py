@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -85,23 +85,6 @@ class Narrator(Protocol):
         """One line between stages."""
 
 
-class ExtraJobs(Protocol):
-    """What shares a training world with a check.
-
-    Attributes:
-        jobs: its passes, all optional; in the order of the world once that is known.
-    """
-
-    jobs: list[Pass]
-
-    def prepare(self, *world: Worker) -> float | None:
-        """Prepare once the check's own tokens are there and before anything is scored.
-
-        Returns:
-            Seconds that optional passes may take; None: no limit.
-        """
-
-
 @dataclass
 class Count:
     """How many stages of a command began, and how many there are as far as is known."""
@@ -148,7 +131,6 @@ class Todo:
     long: bool  # a long sequence is scored as well
     adapted: list[Pass]  # what a framework's own code has to score
     world: TrainerSession | None  # what the training world has to score
-    overlaps: bool  # it may score before all else is done
 
     @property
     def stages(self) -> int:
@@ -168,6 +150,7 @@ class Stages:
     square: bool = False  # whether the engine is started once more, in float32
     room: Room = ALL
     count: Count = field(default_factory=Count)
+    order: tuple[Pass, ...] = ()  # in which the last training world scores, or scored
 
     @cached_property
     def placement(self) -> Placement:
@@ -175,7 +158,11 @@ class Stages:
         return placement(self.spec, local_gpus())
 
     def measure(
-        self, passes: list[Pass], sample: bool = True, extra: ExtraJobs | None = None
+        self,
+        passes: list[Pass],
+        sample: bool = True,
+        more: Sequence[Pass] = (),
+        prepare: Callable[..., float | None] | None = None,
     ) -> None:
         """Sample and rescore in the engine, then score ``passes`` in one training world.
 
@@ -185,10 +172,14 @@ class Stages:
 
         Args:
             sample: False leaves the rollout as it is, wherever it was made.
-            extra: further passes for the same world, and what has to be done before it scores.
+            more: further passes for the same world, all of them missing and optional.
+            prepare: called with the processes at work before anything is scored; returns the
+                seconds that optional passes may take, None: no limit.
         """
-        todo = self._missing(passes, sample, extra)
-        overlap = todo.overlaps and self.placement.overlap
+        todo = self._missing(passes, sample, more)
+        alone = todo.world is not None and prepare is None and not todo.adapted
+        overlap = alone and self.placement.overlap
+        self.order = todo.world.passes if todo.world else ()
         self.count.total += todo.stages + (overlap and todo.samples)
         with self._world(todo.world) as train:
             beside = [train] if train else []
@@ -206,13 +197,13 @@ class Stages:
                 self.count.total -= self.count.begun == begun
             if todo.adapted:
                 self._score_with_adapter(todo.adapted, *beside)
-            allowed_s = None if extra is None else extra.prepare(*beside)
+            allowed_s = None if prepare is None else prepare(*beside)
             if train and todo.world:
                 self._await_scores(train, todo.world, allowed_s)
             elif passes and not todo.adapted:
                 self.narrator.note("score: there already")
 
-    def _missing(self, passes: list[Pass], sample: bool, extra: ExtraJobs | None) -> Todo:
+    def _missing(self, passes: list[Pass], sample: bool, more: Sequence[Pass]) -> Todo:
         """Return what the run lacks of a check; what kept a pass out before is forgotten."""
         sampled = not sample or self.sampled(self.spec.rollout)
         long = any(pass_.folder == LONG for pass_ in passes)
@@ -226,20 +217,16 @@ class Stages:
             error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
         adapted = askable([p for p in passes if p.spec.scorer != OWN_SCORER], self.run_dir)
         own = [pass_ for pass_ in passes if pass_.spec.scorer == OWN_SCORER]
-        jobs = by_load([*own, *(extra.jobs if extra else [])])
-        if extra is not None:
-            extra.jobs = [job for job in jobs if job not in own]  # in the order they will run
         world = None
-        if jobs:
+        if ordered := tuple(by_load([*own, *more])):
             early = bool(self.placement.trainer) or may_load_early(self.spec.train)
-            world = TrainerSession(self.run_dir, tuple(jobs), guided=True, load_first=early)
+            world = TrainerSession(self.run_dir, ordered, guided=True, load_first=early)
         return Todo(
             samples=sample and not (sampled and self._rescored()),
             float32=sample and self.square,
             long=long,
             adapted=adapted,
             world=world,
-            overlaps=world is not None and extra is None and not adapted,
         )
 
     def _run_engine(self, todo: Todo, overlap: bool, *beside: Worker) -> None:

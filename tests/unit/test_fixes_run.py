@@ -62,14 +62,16 @@ class Pretend(Stages):
     slow: frozenset[str] = frozenset()
     worlds: list[list[str]]
 
-    def measure(self, passes: list[Pass], sample: bool = True, extra: Any = None) -> None:
-        allowed_s = extra.prepare()
-        if not extra.jobs:
+    def measure(
+        self, passes: list[Pass], sample: bool = True, more: Any = (), prepare: Any = None
+    ) -> None:
+        allowed_s = prepare()
+        if not more:
             return
-        first = [Pass(TRAIN, self.spec.train)]  # kernels of the check first
-        extra.jobs = [pass_ for pass_ in by_load([*first, *extra.jobs]) if pass_.optional]
-        self.worlds.append([pass_.name for pass_ in extra.jobs])
-        for pass_ in extra.jobs:
+        first = Pass(TRAIN, self.spec.train)  # kernels of the check first
+        self.order = tuple(pass_ for pass_ in by_load([first, *more]) if pass_.optional)
+        self.worlds.append([pass_.name for pass_ in self.order])
+        for pass_ in self.order:
             name, place = pass_.name.removeprefix("fix:"), self.run_dir / pass_.folder
             if f"!{name}" in self.broken:
                 raise MismatchError(KILLED, log="    line")
