@@ -479,14 +479,7 @@ def score_in_float32(stages: Stages, *beside: Worker) -> None:
         tasks = [Score(Key.of(spec.engine.engine, precision=FLOAT32))]
         if (run_dir / LONG / store.ROLLOUT).exists():
             tasks.append(Score(Key(spec.engine.engine).over_long(FLOAT32), LONG))
-        tasks = [
-            task
-            for task in tasks
-            if not manifest.is_current(
-                run_dir / task.folder, store.scoring_file(task.name), spec_hash(spec)
-            )
-        ]
-        if not tasks:
+        if not (tasks := lacking(run_dir, spec, tasks)):
             return
         error_path(run_dir, LABEL).unlink(missing_ok=True)
         if room.float32_left_out:
@@ -508,6 +501,16 @@ def score_in_float32(stages: Stages, *beside: Worker) -> None:
             worker.ended()  # raises if it was that one that failed
         write_error(run_dir, LABEL, error)
         stages.narrator.note(f"the engine in float32: {error.message}")
+
+
+def lacking(run_dir: Path, spec: RolloutSpec, tasks: list[Score]) -> list[Score]:
+    """Return the scorings that an engine with these settings has not made of the present tokens."""
+
+    def is_there(task: Score) -> bool:
+        file = store.scoring_file(task.name)
+        return manifest.is_current(run_dir / task.folder, file, spec_hash(spec))
+
+    return [task for task in tasks if not is_there(task)]
 
 
 def require_memory(spec: RolloutSpec) -> None:
