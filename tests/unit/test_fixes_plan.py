@@ -12,7 +12,6 @@ import pytest
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.applies import NEEDS
-from mismatch.experiments.fixes.base import Chosen
 from mismatch.experiments.fixes.catalogue import FIXES, chosen_of
 from mismatch.experiments.fixes.context import Context, MachineFacts, ModelFacts, context_of
 from mismatch.experiments.fixes.planning import FixPlan, parse_requests, plan_fixes, plan_pairs
@@ -108,11 +107,11 @@ def test_a_fix_changes_its_own_side_alone_and_twice_is_once(fix: object) -> None
         layout="packing",
         temperature_in="logits",
     )
-    chosen = Chosen(fix, fix.values[0] if fix.values else "")  # type: ignore[attr-defined, arg-type]
+    chosen = fix.taking()  # type: ignore[attr-defined]
     once = chosen.apply(faulty)
     assert once != faulty
     assert chosen.apply(once) == once
-    side, other = ("train", "rollout") if chosen.fix.side == "train" else ("rollout", "train")
+    side, other = ("train", "rollout") if chosen.side == "train" else ("rollout", "train")
     assert getattr(once, side) != getattr(faulty, side)
     assert replace(once, **{side: getattr(faulty, side)}) == faulty, f"{other} changed too"
 
@@ -121,7 +120,7 @@ def test_estimators_change_nothing() -> None:
     spec = check()
     for fix in FIXES:
         if fix.side == "estimator":
-            assert fix.apply(spec, "") == spec
+            assert fix.apply(spec) == spec
             assert fix.corrects
     assert [fix.id for fix in FIXES if fix.hides] == ["on-policy-ratio"]
 
@@ -296,7 +295,7 @@ def test_all_is_every_fix_alone_then_the_natural_pairs() -> None:
 def test_a_side_names_its_fixes() -> None:
     plan = planned(check("train"))
     assert not plan.pairs
-    assert {fix.side for variant in plan.variants for fix in [variant.chosen[0].fix]} == {"train"}
+    assert {fix.side for variant in plan.variants for fix in [variant.chosen[0]]} == {"train"}
 
 
 def test_the_same_spec_is_measured_once() -> None:

@@ -14,7 +14,7 @@ from itertools import combinations
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.applies import reason_against
-from mismatch.experiments.fixes.base import Chosen, Fix
+from mismatch.experiments.fixes.base import Fix
 from mismatch.experiments.fixes.catalogue import FIXES, chosen_of
 from mismatch.experiments.fixes.context import Context
 from mismatch.experiments.results import FixOutcome
@@ -40,7 +40,7 @@ FUNCTIONS = {
 class Variant:
     """One thing to measure."""
 
-    chosen: tuple[Chosen, ...]
+    chosen: tuple[Fix, ...]
     spec: CheckSpec
     """The whole check with it, without fixes."""
     folder: str
@@ -77,11 +77,11 @@ class Variant:
 
     def outcome(self, reason: str = "", *, applies: bool = True) -> FixOutcome:
         """Return a row without numbers."""
-        sides = {item.fix.side for item in self.chosen}
+        sides = {item.side for item in self.chosen}
         return FixOutcome(
             id=self.id,
             side=sides.pop() if len(sides) == 1 else "both",
-            summary="; ".join(item.fix.summary for item in self.chosen),
+            summary="; ".join(item.summary for item in self.chosen),
             flags=" ".join(str(item.flags) for item in self.chosen),
             applies=applies,
             reason=reason,
@@ -139,7 +139,7 @@ def parse_requests(texts: Iterable[str]) -> tuple[str, ...]:
             continue
         chosen = chosen_of(request)
         with_all(chosen, CheckSpec())  # a value that means nothing is refused before a run exists
-        if len(chosen) > 1 and any(item.fix.side == "estimator" for item in chosen):
+        if len(chosen) > 1 and any(item.side == "estimator" for item in chosen):
             raise MismatchError(
                 f"--fix {request}: a fix of the estimator changes no log-probability",
                 "ask for it by itself",
@@ -153,19 +153,19 @@ def plan_fixes(spec: CheckSpec, context: Context) -> FixPlan:
     Raises:
         MismatchError: see :func:`parse_requests`.
     """
-    wanted: list[tuple[Chosen, ...]] = []
+    wanted: list[tuple[Fix, ...]] = []
     for request in spec.fixes:
         if request not in (ALL, *SIDES):
             wanted.append(chosen_of(request))
             continue
         fixes = [fix for fix in FIXES if request in (ALL, fix.side)]
-        wanted += [(Chosen(fix, value),) for fix in fixes for value in fix.values or ("",)]
+        wanted += [(fix.taking(value),) for fix in fixes for value in fix.values or ("",)]
         wanted += map(chosen_of, NATURAL if request == ALL else ())
     builder = Builder(spec, context)
     estimators: dict[str, Fix] = {}
     for chosen in wanted:
-        if chosen[0].fix.side == "estimator":
-            estimators[chosen[0].fix.id] = chosen[0].fix
+        if chosen[0].side == "estimator":
+            estimators[chosen[0].id] = chosen[0]
         else:
             builder.add(chosen)
     return FixPlan(
@@ -190,7 +190,7 @@ def plan_pairs(
     used, more = best[:PAIRED_SINGLES], best[PAIRED_SINGLES:]
     for first, second in combinations(used, 2):
         chosen = (*singles[first], *singles[second])
-        if chosen[0].fix.id != chosen[1].fix.id:
+        if chosen[0].id != chosen[1].id:
             builder.add(chosen)
     left = [f"pairs with {', '.join(more)}: only the best {PAIRED_SINGLES} are paired"]
     return builder.variants[len(variants) :], left if more else []
@@ -207,12 +207,12 @@ class Builder:
         self.variants = variants or []
         self.refused: dict[str, FixOutcome] = {}
 
-    def add(self, chosen: tuple[Chosen, ...]) -> Variant | None:
+    def add(self, chosen: tuple[Fix, ...]) -> Variant | None:
         """Return the new variant of these fixes; None where it is there, or cannot be tried."""
         changed = with_all(chosen, self.base)
         folder = ""
         if changed.rollout != self.base.rollout:
-            label = "+".join(item.label for item in chosen if item.fix.side == "engine")
+            label = "+".join(item.label for item in chosen if item.side == "engine")
             folder = f"{DIRECTORY}/{re.sub(r'[^A-Za-z0-9.=+-]', '_', label)}"
             shared = [v.folder for v in self.variants if v.spec.rollout == changed.rollout]
             folder = shared[0] if shared else folder
@@ -227,7 +227,7 @@ class Builder:
 
     def _reason_against(self, variant: Variant) -> str:
         for item in variant.chosen:
-            if reason := reason_against(item.fix.needs, self.context):
+            if reason := reason_against(item.needs, self.context):
                 return f"{item.label}: {reason}" if len(variant.chosen) > 1 else reason
         if variant.spec == self.base:
             return "this is how the check runs already"
@@ -248,7 +248,7 @@ def bare(spec: CheckSpec) -> CheckSpec:
     return replace(spec, fixes=(), budget_minutes=None, verdict="as-is")
 
 
-def with_all(chosen: Iterable[Chosen], spec: CheckSpec) -> CheckSpec:
+def with_all(chosen: Iterable[Fix], spec: CheckSpec) -> CheckSpec:
     """Return the check with all of these fixes."""
     for item in chosen:
         spec = item.apply(spec)
