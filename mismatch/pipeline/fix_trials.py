@@ -13,7 +13,14 @@ from dataclasses import replace
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.catalogue import is_combination
 from mismatch.experiments.fixes.context import Context, context_of
-from mismatch.experiments.fixes.planning import DIRECTORY, FixPlan, Variant, plan_fixes, plan_pairs
+from mismatch.experiments.fixes.planning import (
+    DIRECTORY,
+    PAIRED_SINGLES,
+    FixPlan,
+    Variant,
+    pairs_of,
+    plan_fixes,
+)
 from mismatch.experiments.fixes.results import STATE, STATE_SCHEMA, engine_seconds, table_of
 from mismatch.keys import TRAIN
 from mismatch.processes.launch import Worker, own_python
@@ -190,8 +197,11 @@ class FixRun:
         with suppress(MismatchError):  # the run itself cannot be compared: its report says why
             table = table_of(self.run_dir, self.stages.spec)
             best = [r.id for r in table.outcomes if r.outcome == "better" and not is_combination(r)]
-            more, left = plan_pairs(self.stages.spec, context, self.variants, best)
-            self.left_out += left
+            spec = replace(self.stages.spec, fixes=pairs_of(best))
+            more = plan_fixes(spec, context, self.variants).variants
+            if others := ", ".join(best[PAIRED_SINGLES:]):
+                why = f"only the best {PAIRED_SINGLES} are paired"
+                self.left_out.append(f"pairs with {others}: {why}")
             names = ", ".join(variant.id for variant in more)
             if more and self.spent_s > self.allowed_s:
                 self.left_out.append(f"pairs {names}: not run, {BUDGET} is used up")

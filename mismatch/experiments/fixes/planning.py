@@ -147,8 +147,11 @@ def parse_requests(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(requests))
 
 
-def plan_fixes(spec: CheckSpec, context: Context) -> FixPlan:
+def plan_fixes(spec: CheckSpec, context: Context, known: Sequence[Variant] = ()) -> FixPlan:
     """Return the variants that a spec's ``fixes`` ask for.
+
+    Args:
+        known: what is measured already; nothing is planned twice.
 
     Raises:
         MismatchError: see :func:`parse_requests`.
@@ -161,7 +164,7 @@ def plan_fixes(spec: CheckSpec, context: Context) -> FixPlan:
         fixes = [fix for fix in FIXES if request in (ALL, fix.side)]
         wanted += [(fix.taking(value),) for fix in fixes for value in fix.values or ("",)]
         wanted += map(chosen_of, NATURAL if request == ALL else ())
-    builder = Builder(spec, context)
+    builder = Builder(spec, context, known)
     estimators: dict[str, Fix] = {}
     for chosen in wanted:
         if chosen[0].side == "estimator":
@@ -169,42 +172,30 @@ def plan_fixes(spec: CheckSpec, context: Context) -> FixPlan:
         else:
             builder.add(chosen)
     return FixPlan(
-        variants=tuple(sorted(builder.variants, key=lambda variant: bool(variant.folder))),
+        variants=tuple(sorted(builder.variants[len(known) :], key=lambda each: bool(each.folder))),
         refused=tuple(builder.refused.values()),
         estimators=tuple(estimators.values()),
         pairs=ALL in spec.fixes,
     )
 
 
-def plan_pairs(
-    spec: CheckSpec, context: Context, variants: Sequence[Variant], best: Sequence[str]
-) -> tuple[list[Variant], list[str]]:
-    """Return pairs of the fixes that help, best first, and what is left out.
+def pairs_of(best: Sequence[str]) -> tuple[str, ...]:
+    """Return requests for pairs of the best fixes, which are given best first.
 
-    Args:
-        variants: what was measured already.
-        best: ids of the single fixes that help significantly, best first.
+    >>> pairs_of(["fp32", "micro-batch=64", "micro-batch=128"])
+    ('fp32+micro-batch=64', 'fp32+micro-batch=128')
     """
-    builder = Builder(spec, context, list(variants))
-    singles = {variant.id: variant.chosen for variant in variants if len(variant.chosen) == 1}
-    used, more = best[:PAIRED_SINGLES], best[PAIRED_SINGLES:]
-    for first, second in combinations(used, 2):
-        chosen = (*singles[first], *singles[second])
-        if chosen[0].id != chosen[1].id:
-            builder.add(chosen)
-    left = [f"pairs with {', '.join(more)}: only the best {PAIRED_SINGLES} are paired"]
-    return builder.variants[len(variants) :], left if more else []
+    pairs = combinations(best[:PAIRED_SINGLES], 2)
+    return tuple(f"{a}+{b}" for a, b in pairs if a.partition("=")[0] != b.partition("=")[0])
 
 
 class Builder:
     """Variants of one check, each spec once, and rows of what cannot be tried."""
 
-    def __init__(
-        self, spec: CheckSpec, context: Context, variants: list[Variant] | None = None
-    ) -> None:
+    def __init__(self, spec: CheckSpec, context: Context, known: Sequence[Variant] = ()) -> None:
         self.base = bare(spec)
         self.context = context
-        self.variants = variants or []
+        self.variants = list(known)
         self.refused: dict[str, FixOutcome] = {}
 
     def add(self, chosen: tuple[Fix, ...]) -> Variant | None:
