@@ -57,7 +57,6 @@ def prepare(place: Path, sequences: int, tokens: int) -> tuple[Path, int]:
 
     from mismatch.experiments.fixes.context import context_of
     from mismatch.experiments.fixes.planning import parse_requests, plan_fixes
-    from mismatch.experiments.jobs import Job
     from mismatch.experiments.scoring_passes import by_load
     from mismatch.keys import TRAIN
     from mismatch.models import resolve_model
@@ -82,18 +81,17 @@ def prepare(place: Path, sequences: int, tokens: int) -> tuple[Path, int]:
     )
     store.save_rollout(place, rollout)
     variants = plan_fixes(spec, context_of(spec)).variants
-    jobs = [Job(place, Pass(TRAIN, spec.train))]
-    jobs = by_load([*jobs, *(Job(place, one.scoring, optional=True) for one in variants)])
-    path = write_session(TrainerSession(place, tuple(jobs)))
-    return path, len({weights_key(job.pass_.spec) for job in jobs})
+    passes = by_load([Pass(TRAIN, spec.train), *(each.passes(spec)[0] for each in variants)])
+    path = write_session(TrainerSession(place, tuple(passes)))
+    return path, len({weights_key(pass_.spec) for pass_ in passes})
 
 
 def worker(path: str) -> int:
     """Run a rank: the product's own worker with a timer around its forward passes and loads."""
     import mismatch.training.load as load
     import mismatch.training.score as score
-    from mismatch.experiments.jobs import Job
     from mismatch.processes.workers import session, train
+    from mismatch.specs import Pass
 
     spent = {"forward": 0.0, "load": 0.0, "loads": 0, "passes": 0, "total": 0.0}
 
@@ -112,7 +110,7 @@ def worker(path: str) -> int:
         world.barrier()  # a pass takes what its slowest rank takes
         return made
 
-    def run(passes: train.Passes, item: Job) -> None:
+    def run(passes: train.Passes, item: Pass) -> None:
         start = time.monotonic()
         own(passes, item)
         spent["total"] += time.monotonic() - start

@@ -180,7 +180,6 @@ def status(name: str) -> int:
 
 def measure(case: Case, folder: Path) -> dict[str, int]:
     """Peak bytes above the base, the largest over the ranks: of the pass, and of the loading."""
-    from mismatch.experiments.jobs import Job
     from mismatch.processes.tasks import TrainerSession, write_session
     from mismatch.run import store
     from mismatch.specs import Pass, TrainSpec
@@ -193,7 +192,7 @@ def measure(case: Case, folder: Path) -> dict[str, int]:
     )
     store.save_rollout(folder, rollout)
     spec = TrainSpec(model=str(model), **case.spec)
-    passes = (Job(folder, Pass("fsdp", spec)),)
+    passes = (Pass("fsdp", spec),)
     path = write_session(TrainerSession(folder, passes, resident_report=True))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(case.world), __file__, "--rank", str(path)]

@@ -483,10 +483,18 @@ class TrainSpec:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One named scoring that the training world has to make."""
+    """One scoring that a training world has to make.
+
+    Attributes:
+        folder: within the run directory, whose tokens it scores; "": the run's own.
+        optional: what may keep it out while the others go on: "memory" that does not suffice,
+            "any" failure, or a budget of time that is used up. "": nothing may.
+    """
 
     name: str
     spec: TrainSpec
+    folder: str = ""
+    optional: Literal["", "memory", "any"] = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def fixes(flags: Flags) -> int:
     if named:
         spec = replace(configured(check_spec(flags), flags)[0], fixes=SIDES)
         planned = plan_fixes(spec, context_of(spec))
-        possible = {variant.chosen[0].fix.id for variant in planned.variants}
+        possible = {variant.chosen[0].id for variant in planned.variants}
         possible |= {fix.id for fix in planned.estimators}
         reasons: dict[str, dict[str, None]] = {fix.id: {} for fix in FIXES}
         for row in planned.refused:

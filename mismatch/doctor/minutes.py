@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mismatch.doctor.machine import KINDS, Kind, Machine, kind_of
 from mismatch.doctor.memory import BYTES, GIB, Workload, offload_gib
-from mismatch.experiments.beyond import length_of, long_passes, wanted
+from mismatch.experiments.beyond import length_of
 from mismatch.experiments.scoring_passes import NO_GRAPHS
 from mismatch.models.config import unpacks_mxfp4
 from mismatch.models.sizes import SizedModel
@@ -122,16 +122,16 @@ def estimate(
             stages[f"{label}: samples"] = steps * step + rescored
         if engine.prefill:
             stages[f"{label}: rescores"] = rescored
-    loads = len({weights_key(item.spec) for item in passes})
+    loads = len({weights_key(item.spec) for item in passes if not item.folder})
     stages["trainer: weights"] = loads * model.stored_bytes(2, keeps_mxfp4=True) / DISK_BYTES_S
+    length = length_of(spec, model, tokens, machine.gpus[0].free_bytes)[0]
     for item in passes:
-        forward = forward_s(model, tokens, work.longest, kind, item.spec.dtype)
-        stages[item.name] = PASS_S + forward / world
-    if wanted(spec):
-        length = length_of(spec, model, tokens, machine.gpus[0].free_bytes)[0]
-        dtypes = [item.spec.dtype for item in long_passes(spec)]
-        each = (PASS_S + forward_s(model, length, length, kind, dtype) for dtype in dtypes)
-        stages["one long sequence"] = sum(each)
+        if item.folder:
+            seconds = PASS_S + forward_s(model, length, length, kind, item.spec.dtype)
+            stages["one long sequence"] = stages.get("one long sequence", 0.0) + seconds
+        else:
+            forward = forward_s(model, tokens, work.longest, kind, item.spec.dtype)
+            stages[item.name] = PASS_S + forward / world
     stages["the rest"] = REST_S
     timed = f"minutes are estimated from runs on an {TIMED}"
     timed += f"; no run on {name} has checked them" if name != TIMED else ""

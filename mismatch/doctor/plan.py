@@ -159,7 +159,7 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
         "longest sequence": longest,
         "sampled at most": sequences * samples.max_tokens * spec.rollout.prompts.turns,
         "rescored by the engine's prefill": sequences * longest * engine.prefill,
-        "scored by the trainer at most": sequences * longest * len(passes),
+        "scored by the trainer at most": sequences * longest * sum(not p.folder for p in passes),
     }
     exact = None
     if f"{engine.engine}{IN_FLOAT32}" not in out:
@@ -201,7 +201,8 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
     work, size, offload = work_of(spec)[0], 0, 0
     try:
         shape = sized(find_config(spec.train.model, spec.train.revision, spec.train.layers))
-        sides = [*trainer_fits(spec, shape, work, machine, training_passes(spec))]
+        passes = [item for item in training_passes(spec) if not item.folder]
+        sides = [*trainer_fits(spec, shape, work, machine, passes)]
         notes = []
         if spec.train.autocast:
             notes.append("the copies of the weights that autocast makes are not counted")
@@ -351,7 +352,7 @@ def _stages(spec: CheckSpec, gpus: int, exact: EngineSpec | None) -> dict[str, s
         stages["rollout in float32"] = f"{engine.engine}{wide}: scores the same tokens"
     ranks = f"{spec.nproc_per_node} rank{'s' if spec.nproc_per_node > 1 else ''}"
     meanwhile = ", while the engine rescores" if devices.overlap and not spec.fixes else ""
-    passes = ", ".join(item.name for item in training_passes(spec))
+    passes = ", ".join(item.name for item in training_passes(spec) if not item.folder)
     launcher = "accelerate launch" if spec.train.accelerate_config else "torchrun"
     code = f"{_trainers_code(spec, gpus)}{in_words(devices.trainer)}"
     stages["score"] = f"{launcher}, {ranks}, {code}: {passes}{meanwhile}"

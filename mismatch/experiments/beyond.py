@@ -8,55 +8,19 @@ as they run, next to a plain forward: kernels that refuse float32 are seen there
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.scoring_passes import (
-    plain_passes,
-    reference_of,
-    trainer_in_float32,
-    wants_square,
-)
-from mismatch.keys import REFERENCE_LONG, TRAIN, TRAINER_LONG, Key
 from mismatch.models.config import ModelConfig, find_config
 from mismatch.run import store
 from mismatch.run.long_rollout import leave
 from mismatch.run.machine import free_gpu_bytes
-from mismatch.specs import OWN_SCORER, CheckSpec, Pass
+from mismatch.specs import CheckSpec
 
 DEFAULT, LONGEST = 2048, 16_384  # tokens
 SCORES_BYTES = 4 * 3  # float32 scores of the eager reference, their softmax, and a mask
-
-
-def wanted(spec: CheckSpec) -> bool:
-    """Return whether a check scores a long sequence: it is read against the square's levels.
-
-    Tokens outside a truncated distribution would have no log-probability on the engine's side.
-    """
-    asked = spec.context_length != 0 and wants_square(spec)
-    return asked and not spec.rollout.sampling.truncates
-
-
-def long_passes(spec: CheckSpec) -> list[Pass]:
-    """Return the passes of a training world over the long sequence; the reference is the first."""
-    passes = [Pass(REFERENCE_LONG, replace(reference_of(spec.train), routing=False))]
-    if spec.train.scorer == OWN_SCORER:
-        passes += trainer_passes(spec)
-    passes += [Pass(Key(pass_.name).over_long(), pass_.spec) for pass_ in plain_passes(spec)]
-    return passes
-
-
-def trainer_passes(spec: CheckSpec) -> list[Pass]:
-    """Return the trainer's: in float32 and, where that is another pass, as it runs."""
-    unrouted = {"routing": False, "replay_routing": None, "replay_source": None}
-    as_it_runs = replace(spec.train, grad=False, **unrouted)  # type: ignore[arg-type]
-    exact = trainer_in_float32(spec)
-    if not exact:
-        return [Pass(TRAINER_LONG, as_it_runs)]
-    return [Pass(TRAINER_LONG, exact[0].spec), Pass(TRAIN.over_long(), as_it_runs)]
 
 
 def prepare(run_dir: Path, spec: CheckSpec) -> str:

@@ -1,8 +1,8 @@
 """Experiments that confirm a cause or rule it out: which there are, and in which order.
 
-An experiment is a fix, applied and measured as ``--fix`` does it, on the run's own tokens where the
-trainer alone changes; :mod:`mismatch.experiments.confirmation` has what they say. Pure: nothing is
-started here.
+Most are a fix, applied and measured as ``--fix`` does it, on the run's own tokens where the trainer
+alone changes; a fresh engine answers the others (:mod:`mismatch.experiments.probes`). What they say
+is in :mod:`mismatch.experiments.confirmation`. Pure: nothing is started here.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mismatch.analysis.cause_results import KINDS, Causes, Side
+from mismatch.analysis.diagnosis.case import Case
 from mismatch.experiments.fixes.catalogue import chosen_of
 from mismatch.experiments.fixes.context import Context
 from mismatch.experiments.fixes.planning import Builder, Variant
+from mismatch.experiments.probes import CACHE, DECODE, PROBES, RESCORING
 from mismatch.experiments.results import KERNEL, TESTS, Experiment, Taken
 from mismatch.specs import CheckSpec
 
@@ -74,21 +76,32 @@ def asked(id: str, spec: CheckSpec, names: Names) -> Experiment | None:
 
 
 def plan(
-    spec: CheckSpec, context: Context, causes: Causes, done: Sequence[str] = ()
-) -> list[tuple[Experiment, Variant]]:
-    """Return the experiments of the leading cause: on the run's own tokens first, of these the
-    likelier name first, and of one name the narrowest first.
+    spec: CheckSpec, context: Context, case: Case, causes: Causes, done: Sequence[str] = ()
+) -> list[tuple[Experiment, Variant | None]]:
+    """Return the experiments of the leading cause: those of a fresh engine, which need no variant,
+    then fixes on the run's own tokens, of these the likelier name first, and of one name the
+    narrowest first, then fixes that sample again.
+
+    Where the run holds no rescoring by its engine, a decode path at fault is part of what no
+    detector could see.
 
     Args:
         done: ids of those that are made already.
     """
     names, builder = leading_names(causes), Builder(spec, context)
-    planned = []
+    seen = [*names, DECODE] if names and case.prefill is None else names
+    possible = {RESCORING: True, CACHE: case.engine.fingerprint.get("prefix_caching") is True}
+    planned: list[tuple[Experiment, Variant | None]] = [
+        (Experiment(id, "engine", tests, names=tests[0], wide=tests[1:]), None)
+        for id, tests in PROBES.items()
+        if possible[id] and id not in done and rank_of(seen, "engine", tests) is not None
+    ]
+    fixes = []
     for id in TESTS:
         probe = None if id in done else asked(id, spec, names)
         variant = None if probe is None else builder.add(chosen_of(id))
         if probe is not None and variant is not None:  # it applies to this check
             rank = rank_of(names, probe.side, probe.tests) or 0
             probe = replace(probe, same_tokens=not variant.folder)
-            planned.append((bool(variant.folder), rank, len(probe.tests), probe, variant))
-    return [(probe, variant) for *_, probe, variant in sorted(planned, key=lambda row: row[:3])]
+            fixes.append((bool(variant.folder), rank, len(probe.tests), probe, variant))
+    return planned + [(probe, variant) for *_, probe, variant in sorted(fixes, key=lambda x: x[:3])]

@@ -12,13 +12,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from mismatch.analysis.cause_results import Causes, Evidence, Side
+from mismatch.analysis.cause_results import Evidence, Side
 from mismatch.analysis.diagnosis.case import NOTABLE, Case
 from mismatch.captures import CacheKind, CachePair
-from mismatch.experiments.explanation import leading_names, rank_of
+from mismatch.errors import MismatchError
 from mismatch.experiments.results import Experiment, Outcome
 from mismatch.keys import FIX, Key
 from mismatch.metrics.inference import student
+from mismatch.specs import RolloutSpec
 from mismatch.types import Estimate, Floats
 
 RESCORING, CACHE = "engine-rescoring", "prefix-cache"
@@ -35,21 +36,17 @@ PROBES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def plan_probes(case: Case, causes: Causes, done: Sequence[str] = ()) -> list[Experiment]:
-    """Return the experiments of a fresh engine that say something of these causes.
+def fresh(spec: RolloutSpec) -> RolloutSpec:
+    """Return the same engine, which captures nothing.
 
-    Where the run holds no rescoring by its engine, a decode path at fault is part of what no
-    detector could see.
+    Raises:
+        MismatchError: servers, which run as they were started.
     """
-    names = leading_names(causes)
-    if names and case.prefill is None:
-        names.append(DECODE)
-    possible = {RESCORING: True, CACHE: case.engine.fingerprint.get("prefix_caching") is True}
-    return [
-        Experiment(id, "engine", tests, names=tests[0], wide=tests[1:])
-        for id, tests in PROBES.items()
-        if possible[id] and id not in done and rank_of(names, "engine", tests) is not None
-    ]
+    if spec.engine.servers:
+        fault = "servers run as they were started"
+        raise MismatchError(fault, "check a local engine of the same version")
+    engine = replace(spec.engine, routing=False, prefill=True)
+    return replace(spec, engine=engine, exact_kl=0)
 
 
 def judged_cache(

@@ -1,13 +1,15 @@
-"""The scorings of one training world: trainer, noise floor, second pass, fourth of the square."""
+"""The scorings of one training world: trainer, noise floor, second pass, fourth of the square,
+and one long sequence (see mismatch.experiments.beyond).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from mismatch.analysis.square import precision_of
 from mismatch.errors import MismatchError
-from mismatch.experiments.jobs import Job
 from mismatch.facts import SideFacts
 from mismatch.keys import (
     ALONE,
@@ -17,15 +19,18 @@ from mismatch.keys import (
     PLAIN,
     PLAIN_TRAINER,
     REFERENCE,
+    REFERENCE_LONG,
     REGROUPED,
     REPEATED,
     REPLAYED,
     TRAIN,
     TRAINER_FLOAT32,
+    TRAINER_LONG,
     WEIGHTS,
     Key,
 )
 from mismatch.models.config import is_moe, known_model, serves_mxfp4
+from mismatch.run.long_rollout import FOLDER as LONG
 from mismatch.run.machine import local_gpus
 from mismatch.specs import (
     DTYPES,
@@ -40,6 +45,9 @@ from mismatch.specs import (
     weights_key,
 )
 
+Row = tuple[str, object, TrainSpec]  # name of a pass, whether it is wanted, its settings
+# A check needs the trainer as it runs, and kernels may refuse float32.
+OPTIONAL: dict[str, Literal["", "any"]] = {TRAIN: "", TRAINER_FLOAT32: "any"}
 ROUNDS = ("autocast", "head_dtype", "router_dtype", "temperature_in", "logprobs_dtype")
 # Of a pass that shows the function alone: the dtype sets its precision, nothing disturbs it.
 EXACT: dict[str, Any] = {
@@ -70,6 +78,15 @@ NO_MLA = ("VLLM_MLA_DISABLE", "1")  # vLLM's kernels for MLA on CUDA take no flo
 def wants_square(spec: CheckSpec) -> bool:
     """Whether a check makes these passes. They are read against the noise floor's reference."""
     return spec.noise_floor and not spec.quick
+
+
+def wants_long(spec: CheckSpec) -> bool:
+    """Return whether a check scores a long sequence: it is read against the square's levels.
+
+    Tokens outside a truncated distribution would have no log-probability on the engine's side.
+    """
+    asked = spec.context_length != 0 and wants_square(spec)
+    return asked and not spec.rollout.sampling.truncates
 
 
 def plain_of(train: TrainSpec, dtype: Dtype, fp8_kv: bool = False) -> TrainSpec:
@@ -177,9 +194,10 @@ def own_code(train: TrainSpec) -> TrainSpec:
 def training_passes(spec: CheckSpec) -> list[Pass]:
     """Return what one training world scores: the trainer first, then what it is compared with.
 
-    A row is a name, whether this check makes the pass, and its settings. Passes of the same weights
-    follow each other. A framework's code (``spec.train.scorer``) makes no second pass of PPO and no
-    other weights; the reference and the plain forwards are computed by mismatch's own code.
+    A row is a name, whether this check makes the pass, and its settings; passes of the same weights
+    follow each other, and those over the long sequence come last. A framework's code
+    (``spec.train.scorer``) makes no second pass of PPO and no other weights; the reference and the
+    plain forwards are computed by mismatch's own code.
     """
     train, engine, floor = spec.train, spec.rollout.engine, spec.noise_floor
     ours, inject = train.scorer == OWN_SCORER, spec.inject
@@ -189,10 +207,11 @@ def training_passes(spec: CheckSpec) -> list[Pass]:
     twice = bool(spec.two_passes or (inject and spec.two_passes is not False))
     replays = ours and twice and train.routing and train.replay_routing is None
     replays = replays and bool(is_moe(train.model, train.revision))
+    exact = wants_square(spec) and precision != "fp32"
     other = replace(train, weights=spec.weights_effect or train.weights)
     if spec.weights_effect == "bf16":  # of the engine's checkpoint
         other = replace(other, model=engine.model, revision=engine.revision)
-    rows: list[tuple[str, object, TrainSpec]] = [
+    rows: list[Row] = [
         (TRAIN, True, train),
         (REGROUPED, floor or (ours and spec.two_passes and not inject), regrouped),
         (REPEATED, floor, train),
@@ -202,7 +221,7 @@ def training_passes(spec: CheckSpec) -> list[Pass]:
         (NEW_REPLAYED, replays, replace(second, replay_routing="ids", replay_source=TRAIN)),
         (REPLAYED, replays and spec.two_passes and engine.routing,
             replace(train, replay_routing="ids")),
-        (TRAINER_FLOAT32, wants_square(spec) and precision != "fp32", in_float32(train)),
+        (TRAINER_FLOAT32, exact, in_float32(train)),
         (WEIGHTS, ours and spec.weights_effect, other),  # behind the trainer's own weights
     ]  # fmt: skip
     if floor:
@@ -217,17 +236,21 @@ def training_passes(spec: CheckSpec) -> list[Pass]:
             rows.append((Key.of(PLAIN, precision=name), True, replace(plain, routing=False)))
         declares = precision not in (None, "fp32") and declares_more(spec)
         rows.append((PLAIN_TRAINER, declares, replace(as_declared(train), routing=False)))
-    return [Pass(name, made) for name, wanted, made in rows if wanted]
-
-
-def plain_passes(spec: CheckSpec) -> list[Pass]:
-    """Return the plain forwards among a check's passes."""
-    return [pass_ for pass_ in training_passes(spec) if Key(pass_.name).side == PLAIN]
-
-
-def trainer_in_float32(spec: CheckSpec) -> list[Pass]:
-    """Return the pass of the trainer in float32; none where it runs so anyway."""
-    return [pass_ for pass_ in training_passes(spec) if pass_.name == TRAINER_FLOAT32]
+    long: list[Row] = []
+    if wants_long(spec):
+        unrouted = replace(train, routing=False, replay_routing=None, replay_source=None)
+        as_it_runs = replace(unrouted, grad=False)
+        long = [
+            (REFERENCE_LONG, True, replace(reference_of(train), routing=False)),
+            (TRAINER_LONG, ours, in_float32(train) if exact else as_it_runs),
+            (TRAIN.over_long(), ours and exact, as_it_runs),
+        ]
+        plains = [row for row in rows if Key(row[0]).side == PLAIN]
+        long += [(Key(name).over_long(), yes, made) for name, yes, made in plains]
+    return [
+        *(Pass(name, made, "", OPTIONAL.get(name, "memory")) for name, yes, made in rows if yes),
+        *(Pass(name, made, LONG, "any") for name, yes, made in long if yes),
+    ]
 
 
 def in_float32(train: TrainSpec) -> TrainSpec:
@@ -249,18 +272,18 @@ def as_declared(train: TrainSpec) -> TrainSpec:
     return replace(plain_of(train, train.dtype), **declared)
 
 
-def by_load(jobs: list[Job]) -> list[Job]:
+def by_load(passes: Sequence[Pass]) -> list[Pass]:
     """Return passes of the same weights in a row, then those of the same kernels, else as they
-    come; of these, optional passes last.
+    come; of these, passes that may fail last.
     """
     weights: dict[Any, int] = {}
     kernels: dict[Any, int] = {}
-    for number, job in enumerate(jobs):
-        weights.setdefault(weights_key(job.pass_.spec), number)
-        kernels.setdefault(load_key(job.pass_.spec), number)
+    for number, pass_ in enumerate(passes):
+        weights.setdefault(weights_key(pass_.spec), number)
+        kernels.setdefault(load_key(pass_.spec), number)
 
-    def load_order(job: Job) -> tuple[int, int, bool]:
-        spec = job.pass_.spec
-        return weights[weights_key(spec)], kernels[load_key(spec)], job.optional
+    def load_order(pass_: Pass) -> tuple[int, int, bool]:
+        spec = pass_.spec
+        return weights[weights_key(spec)], kernels[load_key(spec)], pass_.optional == "any"
 
-    return sorted(jobs, key=load_order)
+    return sorted(passes, key=load_order)

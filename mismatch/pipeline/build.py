@@ -45,9 +45,7 @@ from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.thresholds import Thresholds
 from mismatch.analysis.two_passes import mark_injected
 from mismatch.attempts import Attempts, internal_error
-from mismatch.experiments.beyond import long_passes
-from mismatch.experiments.beyond import wanted as with_long_sequence
-from mismatch.experiments.scoring_passes import training_passes
+from mismatch.experiments.scoring_passes import training_passes, wants_long
 from mismatch.facts import replay_of
 from mismatch.keys import (
     ALONE,
@@ -468,8 +466,7 @@ def _deleted(run_dir: Path) -> list[NotTested]:
 def without_room(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> Iterator[NotTested]:
     """Yield passes that are missing, and why; of the long sequence those that failed."""
     names = [pass_.name for pass_ in training_passes(spec)]
-    if with_long_sequence(spec):
-        names += [pass_.name for pass_ in long_passes(spec)]
+    if wants_long(spec):
         names.append(Key(spec.rollout.engine.engine).over_long())
     for name in names:
         reason = None if name in scorings else read_error(run_dir, pass_label(name))

@@ -143,7 +143,9 @@ def run_score(
         fault = f"--inject is for the second pass of the scoring {TRAIN!r}, not for {name!r}"
         raise MismatchError(fault, "drop --name, or drop --inject")
     recorded = load_spec(run_dir)
-    passes = training_passes(spec) if name == TRAIN else [Pass(name, spec.train)]
+    passes = [Pass(name, spec.train)]
+    if name == TRAIN:
+        passes = training_passes(replace(spec, context_length=0))  # the engine scores it as well
     _require_free_name(run_dir, passes[0])
     kept = replace(  # its fixes stay: a later compare shows their table
         spec, fixes=recorded.fixes, budget_minutes=recorded.budget_minutes,

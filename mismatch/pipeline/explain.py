@@ -19,6 +19,7 @@ from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.pass_checks import by_finiteness
 from mismatch.analysis.diagnosis.ranking import diagnose
 from mismatch.analysis.scored_rollout import ScoredRollout
+from mismatch.captures import CachePair
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError, named_line
 from mismatch.experiments.confirmation import applied, judged, settled, weighed
@@ -27,20 +28,22 @@ from mismatch.experiments.fixes.context import context_of
 from mismatch.experiments.fixes.planning import DIRECTORY, FixPlan, Variant
 from mismatch.experiments.fixes.results import STATE as FIXES
 from mismatch.experiments.fixes.results import cost_of, state_of, variant_of
-from mismatch.experiments.probes import CACHE, FRESH, judged_cache, plan_probes
+from mismatch.experiments.probes import CACHE, CACHE_FILE, FRESH, RESCORING, fresh, judged_cache
 from mismatch.experiments.results import Experiment, Explanation
 from mismatch.experiments.scoring_passes import training_passes, wants_square
 from mismatch.pipeline.build import Artefacts
 from mismatch.pipeline.fix_trials import FixRun
-from mismatch.processes.fresh_engine import ask_fresh_engine, cache_of
-from mismatch.processes.stages import Stages, score_in_float32
+from mismatch.processes.stages import Stages, lacking, score_in_float32
+from mismatch.processes.tasks import ReadCache, Score
 from mismatch.run import store
+from mismatch.run.messages import error_path
 from mismatch.specs import CheckSpec
 from mismatch.types import Pair, Report
 
 STATE, STATE_SCHEMA = f"{DIRECTORY}/explain.json", "mismatch.explain/1"
 OVER_BUDGET = "the budget is used up"
 LOG = "logs/explain.log"  # of errors that are no MismatchError
+FRESH_ENGINE = "fresh-engine"  # label of its session
 ENGINES = 4  # engines that are started for it, at most
 ENGINE_S = 60.0  # of an engine's start, where the run does not say what the run's engine took
 
@@ -55,7 +58,8 @@ def explain(stages: Stages) -> None:
     context, run = context_of(spec), FixRun(stages, FixPlan())
     if not wants_square(spec):
         stages.narrator.note("explain: the passes that tell a fault from rounding, left out so far")
-        passes = training_passes(replace(spec, noise_floor=True, quick=False))
+        whole = replace(spec, noise_floor=True, quick=False, context_length=0)
+        passes = training_passes(whole)
         left_out = stages.room.left_out
         run.measure([each for each in passes if each.name not in left_out], sample=False)
         score_in_float32(stages)
@@ -66,13 +70,15 @@ def explain(stages: Stages) -> None:
         causes = diagnose(case, detectors())
         causes = applied(causes, settled(causes, experiments))[0]
         done = [experiment.id for experiment in experiments]
-        variants = plan(spec, context, causes, done)
+        planned = plan(spec, context, case, causes, done)
+        probes = [experiment for experiment, variant in planned if variant is None]
+        chosen = [(experiment, variant) for experiment, variant in planned if variant is not None]
         if not engines:
-            chosen = [pair for pair in variants if pair[0].same_tokens]
-        elif probes := plan_probes(case, causes, done):  # one start of the engine for all of them
+            chosen = [pair for pair in chosen if pair[0].same_tokens]
+        elif probes:  # one start of the engine for all of them
             experiments += _probed(stages, run, probes, start)
             continue
-        elif not (chosen := variants[:1]):
+        elif not (chosen := chosen[:1]):
             break
         if chosen:
             stages.narrator.note(f"explain: {', '.join(each.id for each, _ in chosen)}")
@@ -116,7 +122,7 @@ def _judged(
         if failed:
             raise MismatchError(failed)
         engine = spec.rollout.engine.engine
-        sides = ScoredRollout.load(run_dir / variant.folder, engine, variant.scoring.name)
+        sides = ScoredRollout.load(run_dir / variant.folder, engine, variant.key)
     except MismatchError as error:
         return replace(experiment, reason=error.headline.splitlines()[0])
     after = Case.of(sides.rollout, sides.decode, sides.train, {})
@@ -133,7 +139,7 @@ def _probed(
         return [replace(experiment, reason=OVER_BUDGET) for experiment in planned]
     stages.narrator.note(f"explain: {', '.join(each.id for each in planned)}")
     try:
-        ask_fresh_engine(stages, [experiment.id for experiment in planned])
+        _ask_fresh_engine(stages, [experiment.id for experiment in planned])
     except Exception as error:
         reason = _reason(stages, error)
         return [replace(experiment, reason=reason) for experiment in planned]
@@ -146,13 +152,29 @@ def _probed(
                 after = Case.of(case.rollout, scoring, case.trainer, {})
                 seconds = float(scoring.fingerprint["seconds"])
                 made.append(judged(experiment, case, after, seconds))
-            elif (cache := cache_of(stages)).reason:
-                made.append(replace(experiment, reason=cache.reason))
+            elif (cache := store.load_document(stages.run_dir, CACHE_FILE))["reason"]:
+                made.append(replace(experiment, reason=cache["reason"]))
             else:
-                made.append(judged_cache(experiment, case, cache.pairs, cache.seconds))
+                pairs = from_json(list[CachePair], cache["pairs"])
+                made.append(judged_cache(experiment, case, pairs, float(cache["seconds"])))
         except Exception as error:
             made.append(replace(experiment, reason=_reason(stages, error)))
     return made
+
+
+def _ask_fresh_engine(stages: Stages, ids: list[str]) -> None:
+    """Rescore the run's tokens, read the prefix cache, or both; what is there is not made again."""
+    run_dir, spec = stages.run_dir, fresh(stages.spec.rollout)
+    tasks: list[Score | ReadCache] = []
+    if RESCORING in ids:
+        tasks += lacking(run_dir, spec, [Score(FRESH)])
+    if CACHE in ids and not (run_dir / CACHE_FILE).exists():
+        tasks.append(ReadCache(CACHE_FILE))
+    if tasks:
+        error_path(run_dir, FRESH_ENGINE).unlink(missing_ok=True)
+        title = f"rollout: a fresh {spec.engine.engine}: {', '.join(ids)}"
+        with stages.engine(spec, FRESH_ENGINE, *tasks) as worker:
+            stages.wait(worker, FRESH_ENGINE, title)
 
 
 def _reason(stages: Stages, error: Exception) -> str:

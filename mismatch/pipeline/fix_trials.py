@@ -13,15 +13,20 @@ from dataclasses import replace
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.catalogue import is_combination
 from mismatch.experiments.fixes.context import Context, context_of
-from mismatch.experiments.fixes.planning import DIRECTORY, FixPlan, Variant, plan_fixes, plan_pairs
+from mismatch.experiments.fixes.planning import (
+    DIRECTORY,
+    PAIRED_SINGLES,
+    FixPlan,
+    Variant,
+    pairs_of,
+    plan_fixes,
+)
 from mismatch.experiments.fixes.results import STATE, STATE_SCHEMA, engine_seconds, table_of
-from mismatch.experiments.jobs import Job
 from mismatch.keys import TRAIN
 from mismatch.processes.launch import Worker, own_python
 from mismatch.processes.stages import Stages, scored
 from mismatch.run import resume, store
 from mismatch.run.directory import at_work
-from mismatch.run.long_rollout import FOLDER as LONG
 from mismatch.run.messages import error_path, pass_label, read_error
 from mismatch.specs import CheckSpec, Pass
 
@@ -49,7 +54,7 @@ def measure_with_fixes(stages: Stages, passes: list[Pass]) -> None:
 
 
 class FixRun:
-    """The fixes of one check; a :class:`mismatch.processes.stages.ExtraJobs`."""
+    """The fixes of one check."""
 
     def __init__(self, stages: Stages, plan: FixPlan) -> None:
         self.stages, self.plan = stages, plan
@@ -60,88 +65,80 @@ class FixRun:
         self.failed: dict[str, str] = {}
         self.left_out: list[str] = []
         self.spent_s = 0.0
-        self.jobs: list[Job] = []
         self.not_exact: set[str] = set()  # of these passes, those that took the world down
 
     def measure(self, passes: list[Pass], sample: bool = True) -> None:
         """Measure everything that is not there yet, in one world if no fix takes that down."""
         for attempt in range(ATTEMPTS):
             pending = self.pending()
-            self.jobs = [
-                Job(self.run_dir / variant.folder, variant.scoring, optional=True)
-                for variant in pending
-            ]
-            self.jobs += self.exact()
-            for job in self.jobs:
-                error_path(self.run_dir, pass_label(job.pass_.name)).unlink(missing_ok=True)
+            missing = self.missing()
+            for pass_ in missing:
+                error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
             self.stages.count.total += len({variant.folder for variant in pending} - {""})
             try:
-                self.stages.measure(passes, sample, extra=self)
+                self.stages.measure(passes, sample, missing, self.prepare)
                 break
             except MismatchError as error:
                 if not self.dropped(pending, error) or attempt == ATTEMPTS - 1:
                     raise
-        missing = self.pending()
-        self.refusals(missing)
-        for variant in missing:
+        unmeasured = self.pending()
+        self.refusals(unmeasured)
+        for variant in unmeasured:
             if variant.id not in self.failed:
                 self.leave_out(variant, BUDGET)
         # Of engines and forward passes of fixes, of earlier runs too.
         places = {variant.folder for variant in self.variants} - {""}
         self.spent_s = sum(engine_seconds(self.run_dir / folder) for folder in places)
         for variant in filter(self.scored, self.variants):
-            header = store.scoring_header(self.run_dir / variant.folder, variant.scoring.name)
+            header = store.scoring_header(self.run_dir / variant.folder, variant.key)
             self.spent_s += header["fingerprint"].get("seconds", 0.0)
 
     def pending(self) -> list[Variant]:
         """Return the variants without a scoring."""
         return [v for v in self.variants if v.id not in self.failed and not self.scored(v)]
 
-    def exact(self) -> list[Job]:
-        """Return passes that verdicts after fixes need and that are not there: the trainer's in
-        float32, and those over the long sequence."""
-        jobs = []
-        for variant in self.variants:
-            if variant.id not in self.failed:
-                pass_ = variant.in_float32(self.stages.spec)
-                jobs += [Job(self.run_dir, pass_, optional=True)] if pass_ else []
-                beyond = variant.over_long(self.stages.spec)
-                jobs += [Job(self.run_dir / LONG, pass_, optional=True) for pass_ in beyond]
-        return [
-            job
-            for job in jobs
-            if job.pass_.name not in self.not_exact
-            and not scored(self.stages.spec, job.run_dir, job.pass_)
+    def missing(self) -> list[Pass]:
+        """Return the passes that are not there: of each variant the trainer as it runs, then those
+        that verdicts after fixes need."""
+        spec = self.stages.spec
+        variants = [variant for variant in self.variants if variant.id not in self.failed]
+        others = [pass_ for variant in variants for pass_ in variant.passes(spec)[1:]]
+        return [variant.passes(spec)[0] for variant in self.pending()] + [
+            pass_
+            for pass_ in others
+            if pass_.name not in self.not_exact
+            and not scored(spec, self.run_dir / pass_.folder, pass_)
         ]
 
     def scored(self, variant: Variant) -> bool:
         """Return whether the scoring of a variant is there, and of the variant's tokens."""
         directory, spec = self.run_dir / variant.folder, sampling_spec(variant).rollout
         fresh = not variant.folder or resume.rollout_done(directory, spec, own_python(spec.engine))
-        return fresh and scored(self.stages.spec, directory, variant.scoring)
+        pass_ = variant.passes(self.stages.spec)[0]
+        return fresh and scored(self.stages.spec, directory, pass_)
 
     def dropped(self, pending: list[Variant], error: MismatchError) -> bool:
         """Give up on the fix that the world ended at; False if it ended for another reason."""
         if not scored(self.stages.spec, self.run_dir, Pass(TRAIN, self.stages.spec.train)):
             return False
         self.refusals(pending)
-        by_name = {variant.scoring.name: variant for variant in pending}
-        exact = {job.pass_.name for job in self.exact()}
-        for job in self.jobs:  # in the order of the world that ended
-            refused = read_error(self.run_dir, pass_label(job.pass_.name)) is not None
-            if job.pass_.name in exact and not refused:
-                self.not_exact.add(job.pass_.name)
-                return True
-            variant = by_name.get(job.pass_.name)
-            if variant and variant.id not in self.failed and not self.scored(variant):
+        by_name: dict[str, Variant] = {variant.key: variant for variant in pending}
+        missing = {pass_.name for pass_ in self.missing()}
+        for pass_ in self.stages.order:
+            if pass_.name not in missing:
+                continue
+            if variant := by_name.get(pass_.name):
                 self.fail(variant, error.headline.splitlines()[0])
+                return True
+            if read_error(self.run_dir, pass_label(pass_.name)) is None:  # it was not refused
+                self.not_exact.add(pass_.name)
                 return True
         return False
 
     def refusals(self, variants: list[Variant]) -> None:
         """Note what the world said about passes that could not run."""
         for variant in variants:
-            error = read_error(self.run_dir, pass_label(variant.scoring.name))
+            error = read_error(self.run_dir, pass_label(variant.key))
             if error is not None:
                 self.failed.setdefault(variant.id, error.message)
 
@@ -200,8 +197,11 @@ class FixRun:
         with suppress(MismatchError):  # the run itself cannot be compared: its report says why
             table = table_of(self.run_dir, self.stages.spec)
             best = [r.id for r in table.outcomes if r.outcome == "better" and not is_combination(r)]
-            more, left = plan_pairs(self.stages.spec, context, self.variants, best)
-            self.left_out += left
+            spec = replace(self.stages.spec, fixes=pairs_of(best))
+            more = plan_fixes(spec, context, self.variants).variants
+            if others := ", ".join(best[PAIRED_SINGLES:]):
+                why = f"only the best {PAIRED_SINGLES} are paired"
+                self.left_out.append(f"pairs with {others}: {why}")
             names = ", ".join(variant.id for variant in more)
             if more and self.spent_s > self.allowed_s:
                 self.left_out.append(f"pairs {names}: not run, {BUDGET} is used up")

@@ -26,7 +26,6 @@ from typing import Any
 
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError, first_line
-from mismatch.experiments.jobs import Job
 from mismatch.experiments.scoring_passes import by_load
 from mismatch.processes.adapter import (
     LABEL,
@@ -147,7 +146,7 @@ def score(
         raise MismatchError(fault, fix)
     theirs = [pass_ for pass_ in missing if pass_.spec.scorer != OWN_SCORER]
     ours = [pass_ for pass_ in missing if pass_.spec.scorer == OWN_SCORER]
-    jobs = by_load([Job.of_check(run_dir, pass_, passes[0]) for pass_ in ours])
+    jobs = by_load(ours)
     session = TrainerSession(run_dir, tuple(jobs), same_on_all_ranks=True)
     rollout = store.load_rollout(run_dir)
 

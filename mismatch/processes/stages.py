@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,7 +22,6 @@ import psutil
 
 from mismatch.errors import MismatchError
 from mismatch.experiments import beyond
-from mismatch.experiments.jobs import Job
 from mismatch.experiments.scoring_passes import by_load, float32_engine
 from mismatch.keys import FLOAT32, Key
 from mismatch.models.config import unpacks_mxfp4
@@ -86,23 +85,6 @@ class Narrator(Protocol):
         """One line between stages."""
 
 
-class ExtraJobs(Protocol):
-    """What shares a training world with a check.
-
-    Attributes:
-        jobs: its passes, all optional; in the order of the world once that is known.
-    """
-
-    jobs: list[Job]
-
-    def prepare(self, *world: Worker) -> float | None:
-        """Prepare once the check's own tokens are there and before anything is scored.
-
-        Returns:
-            Seconds that optional passes may take; None: no limit.
-        """
-
-
 @dataclass
 class Count:
     """How many stages of a command began, and how many there are as far as is known."""
@@ -149,7 +131,6 @@ class Todo:
     long: bool  # a long sequence is scored as well
     adapted: list[Pass]  # what a framework's own code has to score
     world: TrainerSession | None  # what the training world has to score
-    overlaps: bool  # it may score before all else is done
 
     @property
     def stages(self) -> int:
@@ -169,6 +150,7 @@ class Stages:
     square: bool = False  # whether the engine is started once more, in float32
     room: Room = ALL
     count: Count = field(default_factory=Count)
+    order: tuple[Pass, ...] = ()  # in which the last training world scores, or scored
 
     @cached_property
     def placement(self) -> Placement:
@@ -176,7 +158,11 @@ class Stages:
         return placement(self.spec, local_gpus())
 
     def measure(
-        self, passes: list[Pass], sample: bool = True, extra: ExtraJobs | None = None
+        self,
+        passes: list[Pass],
+        sample: bool = True,
+        more: Sequence[Pass] = (),
+        prepare: Callable[..., float | None] | None = None,
     ) -> None:
         """Sample and rescore in the engine, then score ``passes`` in one training world.
 
@@ -186,10 +172,14 @@ class Stages:
 
         Args:
             sample: False leaves the rollout as it is, wherever it was made.
-            extra: further passes for the same world, and what has to be done before it scores.
+            more: further passes for the same world, all of them missing and optional.
+            prepare: called with the processes at work before anything is scored; returns the
+                seconds that optional passes may take, None: no limit.
         """
-        todo = self._missing(passes, sample, extra)
-        overlap = todo.overlaps and self.placement.overlap
+        todo = self._missing(passes, sample, more)
+        alone = todo.world is not None and prepare is None and not todo.adapted
+        overlap = alone and self.placement.overlap
+        self.order = todo.world.passes if todo.world else ()
         self.count.total += todo.stages + (overlap and todo.samples)
         with self._world(todo.world) as train:
             beside = [train] if train else []
@@ -207,39 +197,36 @@ class Stages:
                 self.count.total -= self.count.begun == begun
             if todo.adapted:
                 self._score_with_adapter(todo.adapted, *beside)
-            allowed_s = None if extra is None else extra.prepare(*beside)
+            allowed_s = None if prepare is None else prepare(*beside)
             if train and todo.world:
                 self._await_scores(train, todo.world, allowed_s)
             elif passes and not todo.adapted:
                 self.narrator.note("score: there already")
 
-    def _missing(self, passes: list[Pass], sample: bool, extra: ExtraJobs | None) -> Todo:
+    def _missing(self, passes: list[Pass], sample: bool, more: Sequence[Pass]) -> Todo:
         """Return what the run lacks of a check; what kept a pass out before is forgotten."""
-        main, sampled = passes[:1], not sample or self.sampled(self.spec.rollout)
+        sampled = not sample or self.sampled(self.spec.rollout)
+        long = any(pass_.folder == LONG for pass_ in passes)
         if sampled:
-            passes = [pass_ for pass_ in passes if not scored(self.spec, self.run_dir, pass_)]
+            passes = [
+                pass_
+                for pass_ in passes
+                if not scored(self.spec, self.run_dir / pass_.folder, pass_)
+            ]
         for pass_ in passes:
             error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
         adapted = askable([p for p in passes if p.spec.scorer != OWN_SCORER], self.run_dir)
-        ours = [pass_ for pass_ in passes if pass_.spec.scorer == OWN_SCORER]
-        own = [Job.of_check(self.run_dir, pass_, main[0]) for pass_ in ours]
-        float32 = sample and self.square
-        long = float32 and beyond.wanted(self.spec)
-        own += self.long_jobs(sampled) if long else []
-        jobs = by_load([*own, *(extra.jobs if extra else [])])
-        if extra is not None:
-            extra.jobs = [job for job in jobs if job not in own]  # in the order they will run
+        own = [pass_ for pass_ in passes if pass_.spec.scorer == OWN_SCORER]
         world = None
-        if jobs:
+        if ordered := tuple(by_load([*own, *more])):
             early = bool(self.placement.trainer) or may_load_early(self.spec.train)
-            world = TrainerSession(self.run_dir, tuple(jobs), guided=True, load_first=early)
+            world = TrainerSession(self.run_dir, ordered, guided=True, load_first=early)
         return Todo(
             samples=sample and not (sampled and self._rescored()),
-            float32=float32,
+            float32=sample and self.square,
             long=long,
             adapted=adapted,
             world=world,
-            overlaps=world is not None and extra is None and not adapted,
         )
 
     def _run_engine(self, todo: Todo, overlap: bool, *beside: Worker) -> None:
@@ -256,7 +243,7 @@ class Stages:
                 self.wait(engine, "rescore", title, *beside)
 
     def _await_scores(self, train: Worker, world: TrainerSession, allowed_s: float | None) -> None:
-        names = [job.pass_.name for job in world.passes]
+        names = [pass_.name for pass_ in world.passes]
         with self.timed("score", f"score: {self._title(len(names))}") as progress:
             train.show(numbered(progress, names))
             let_score(world, allowed_s)  # once more where both overlap
@@ -267,16 +254,6 @@ class Stages:
     def sampled(self, spec: RolloutSpec) -> bool:
         """Return whether the run holds all that the engine samples."""
         return resume.rollout_done(self.run_dir, spec, own_python(spec.engine))
-
-    def long_jobs(self, sampled: bool) -> list[Job]:
-        """Return the passes over the long sequence; no check ends where they fail."""
-        folder = self.run_dir / LONG
-        jobs = []
-        for pass_ in beyond.long_passes(self.spec):
-            error_path(self.run_dir, pass_label(pass_.name)).unlink(missing_ok=True)
-            if not (sampled and scored(self.spec, folder, pass_)):
-                jobs.append(Job(folder, pass_, optional=True, side=True))
-        return jobs
 
     def _score_with_adapter(self, passes: list[Pass], *beside: Worker) -> None:
         """Let a framework's own code score passes; float32 alone may be missing afterwards."""
@@ -502,14 +479,7 @@ def score_in_float32(stages: Stages, *beside: Worker) -> None:
         tasks = [Score(Key.of(spec.engine.engine, precision=FLOAT32))]
         if (run_dir / LONG / store.ROLLOUT).exists():
             tasks.append(Score(Key(spec.engine.engine).over_long(FLOAT32), LONG))
-        tasks = [
-            task
-            for task in tasks
-            if not manifest.is_current(
-                run_dir / task.folder, store.scoring_file(task.name), spec_hash(spec)
-            )
-        ]
-        if not tasks:
+        if not (tasks := lacking(run_dir, spec, tasks)):
             return
         error_path(run_dir, LABEL).unlink(missing_ok=True)
         if room.float32_left_out:
@@ -531,6 +501,16 @@ def score_in_float32(stages: Stages, *beside: Worker) -> None:
             worker.ended()  # raises if it was that one that failed
         write_error(run_dir, LABEL, error)
         stages.narrator.note(f"the engine in float32: {error.message}")
+
+
+def lacking(run_dir: Path, spec: RolloutSpec, tasks: list[Score]) -> list[Score]:
+    """Return the scorings that an engine with these settings has not made of the present tokens."""
+
+    def is_there(task: Score) -> bool:
+        file = store.scoring_file(task.name)
+        return manifest.is_current(run_dir / task.folder, file, spec_hash(spec))
+
+    return [task for task in tasks if not is_there(task)]
 
 
 def require_memory(spec: RolloutSpec) -> None:

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from mismatch.codec import from_json, to_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.jobs import Job
 from mismatch.run import store
-from mismatch.specs import RolloutSpec
+from mismatch.specs import Pass, RolloutSpec
 
 POLL_S = 0.05
 FLOAT32_ENGINE = "float32-engine"  # label of the session that scores a run's tokens in float32
@@ -77,7 +76,7 @@ class TrainerSession:
     """A training world."""
 
     run_dir: Path
-    passes: tuple[Job, ...]
+    passes: tuple[Pass, ...]
     guided: bool = False
     """What cannot run is refused at once, then the passes wait for :func:`let_score`."""
     load_first: bool = False

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from mismatch.doctor.memory import forward_bytes
-from mismatch.experiments.jobs import Job
 from mismatch.models.config import FoundConfig
 from mismatch.models.sizes import sized
 from mismatch.processes.tasks import TrainerSession, write_session
@@ -78,7 +77,7 @@ def run_dir(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     passes.append(
         Pass("bounded:grad", TrainSpec(str(model), dtype="fp32", experts="bounded", grad=True))
     )
-    session = write_session(TrainerSession(root, tuple(Job(root, each) for each in passes)))
+    session = write_session(TrainerSession(root, tuple(passes)))
     torchrun("-m", "mismatch.processes.workers.session", str(session))
     return root
 

@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 
 from mismatch.analysis.comparison import paired_routing
-from mismatch.experiments.jobs import Job
 from mismatch.processes.tasks import TrainerSession, write_session
 from mismatch.run.store import load_rollout, load_scoring, save_rollout, save_scoring
 from mismatch.specs import Pass, TrainSpec
@@ -71,7 +70,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made_up = Scoring("none:decode", actions, np.zeros(len(actions)), {}, routing=_made_up_routes())
     save_scoring(root, made_up, ROLLOUT)
     passes = [Pass(name, replace(base, **fields)) for name, fields in PASSES.items()]
-    job = write_session(TrainerSession(root, tuple(Job(root, each) for each in passes)))
+    job = write_session(TrainerSession(root, tuple(passes)))
     outside = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

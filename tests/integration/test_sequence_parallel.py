@@ -14,7 +14,6 @@ import pytest
 from transformers import Qwen3Config, Qwen3NextConfig
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.jobs import Job
 from mismatch.processes.tasks import TrainerSession, write_session
 from mismatch.run.store import load_scoring, save_rollout
 from mismatch.specs import Pass, TrainSpec
@@ -67,7 +66,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         for way, settings in WAYS.items()
     ]
     save_rollout(root, ROLLOUT)
-    session = write_session(TrainerSession(root, tuple(Job(root, each) for each in passes)))
+    session = write_session(TrainerSession(root, tuple(passes)))
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "mismatch.processes.workers.session", str(session)]
     outside = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}

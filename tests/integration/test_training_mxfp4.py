@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from mismatch.experiments.jobs import Job
 from mismatch.processes.tasks import TrainerSession, write_session
 from mismatch.run.store import load_scoring, save_rollout
 from mismatch.specs import Pass, TrainSpec
@@ -52,7 +51,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Pass(name, TrainSpec(str(root / model), dtype=dtype, master_dtype=dtype))  # type: ignore[arg-type]
         for name, (model, dtype) in PASSES.items()
     ]
-    jobs = tuple(Job(root, each) for each in passes)
+    jobs = tuple(passes)
     session = write_session(TrainerSession(root, jobs, resident_report=True))
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD), "-m"]
     done = subprocess.run(

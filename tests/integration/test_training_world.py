@@ -20,7 +20,6 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from mismatch.experiments.jobs import Job
 from mismatch.models.digests import combine, digest_tensor
 from mismatch.processes.tasks import TrainerSession, write_session
 from mismatch.run.store import load_scoring, save_rollout
@@ -65,7 +64,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     for world in ("one", "two"):
         (root / world).mkdir()
         save_rollout(root / world, ROLLOUT)
-        passes = tuple(Job(root / world, each) for each in _passes(models))
+        passes = tuple(_passes(models))
         jobs[world] = write_session(TrainerSession(root / world, passes, resident_report=True))
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     done = _python("-m", *torchrun, "mismatch.processes.workers.session", str(jobs["two"]))
@@ -281,7 +280,7 @@ def test_a_rank_that_fails_leaves_its_reason(tmp_path: Path) -> None:
     batch: Rollout = rollout()
     save_rollout(tmp_path, batch)
     spec = TrainSpec(str(make("llama", tmp_path / "llama")), attention="no-sinks")
-    session = write_session(TrainerSession(tmp_path, (Job(tmp_path, Pass("fsdp", spec)),)))
+    session = write_session(TrainerSession(tmp_path, (Pass("fsdp", spec),)))
     done = _python("-m", "mismatch.processes.workers.session", str(session))
     assert done.returncode == 2
     error = json.loads((tmp_path / "errors" / "train-rank0.json").read_text())

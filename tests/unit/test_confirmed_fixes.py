@@ -350,7 +350,7 @@ def explained(run: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | Non
             raise error
 
     monkeypatch.setattr(FixRun, "measure", measure)
-    monkeypatch.setattr(explain, "plan_probes", lambda *rest: [])
+    monkeypatch.setattr("mismatch.experiments.explanation.PROBES", {})
     monkeypatch.setattr(explain, "score_in_float32", lambda stages: None)
     journal = SimpleNamespace(seconds={}, entry={"command": ""})
     spec = replace(load_spec(run), explain=True)

@@ -27,7 +27,6 @@ from mismatch.experiments.probes import (
     RESCORING,
     judged_cache,
     own_rounding,
-    plan_probes,
 )
 from mismatch.experiments.results import TESTS, Experiment, Explanation
 from mismatch.reports.sections.explain import section
@@ -58,7 +57,13 @@ def drawn_share(value: float) -> Estimate:
 
 
 def planned(causes: Causes, spec: CheckSpec = SPEC) -> list[str]:
-    return [experiment.id for experiment, _ in plan(spec, Context(spec, FACTS), causes)]
+    rows = plan(spec, Context(spec, FACTS), drawn.draw(0).case(), causes)
+    return [experiment.id for experiment, variant in rows if variant is not None]
+
+
+def probes(case: Case, causes: Causes) -> list[Experiment]:
+    rows = plan(SPEC, Context(SPEC, FACTS), case, causes)
+    return [experiment for experiment, variant in rows if variant is None]
 
 
 def experiment_of(
@@ -294,7 +299,7 @@ def test_a_fresh_engine_is_asked_where_decoding_or_its_state_is_in_question() ->
     decode = replace(decode, ranked=(replace(decode.ranked[0], status="confirmed"),))
 
     def asked(case: Case, causes: Causes) -> list[str]:
-        return [probe.id for probe in plan_probes(case, causes)]
+        return [probe.id for probe in probes(case, causes)]
 
     assert set(asked(with_cache, decode)) == {CACHE, RESCORING}
     assert asked(case, decode) == [RESCORING]  # the run had no prefix cache
@@ -325,7 +330,7 @@ def test_an_experiment_names_a_cause_that_no_detector_suspected() -> None:
 
 def test_a_fresh_engine_confirms_the_decode_path_and_no_single_part_of_it() -> None:
     onset = suspected("onset", "engine", "fp8-kv-tile", "sliding-window")
-    (planned,) = plan_probes(drawn.draw(0).case(), onset)
+    (planned,) = probes(drawn.draw(0).case(), onset)
     fresh = replace(planned, outcome="confirmed", seconds=5.0, gone=drawn_share(0.9))
     after, confirmed, _ = applied(onset, [fresh])
     assert confirmed == ("decode-vs-prefill",)

@@ -91,7 +91,7 @@ def test_a_setting_of_a_framework_gives_the_check_of_its_fix_or_says_what_it_giv
     if recipe.selects in KERNEL_COSTS:
         assert spec.train.attention == recipe.selects
         return
-    wanted = fix.apply(spec, VALUE if fix.values else "")
+    wanted = fix.taking(VALUE if fix.values else "").apply(spec)
     assert (plain(wanted) == plain(spec)) is not bool(recipe.selects)
 
 

@@ -90,11 +90,12 @@ def test_the_float32_pass_is_that_of_the_function_with_the_fix(
 
 def test_only_a_fix_of_the_function_needs_a_float32_pass_more() -> None:
     def needs(name: str, spec: CheckSpec = SPEC) -> bool:
-        return variant_of(spec, name, "").in_float32(spec) is not None
+        passes = variant_of(spec, name, "").passes(spec)
+        return f"fix:{name}:fp32" in [pass_.name for pass_ in passes]
 
     assert needs("experts-implementation=eager")
     assert not any(map(needs, ("fp32-lm-head", "fp32", "fp16", "micro-batch=1024")))
-    assert OTHER_TOKENS.in_float32(SPEC) is None
+    assert [pass_.name for pass_ in OTHER_TOKENS.passes(SPEC)] == ["fix:fp32-lm-head"]
     quick = replace(SPEC, quick=True)
     assert not needs("experts-implementation=eager", quick)
 
@@ -164,11 +165,11 @@ def test_the_verdict_with_a_fix_covers_the_long_sequence(
 
 def test_a_fix_of_the_function_scores_the_long_sequence_in_float32_and_as_it_runs() -> None:
     def passes(name: str, spec: CheckSpec = SPEC) -> list[str]:
-        return [pass_.name for pass_ in variant_of(spec, name, "").over_long(spec)]
+        made = variant_of(spec, name, "").passes(spec)
+        return [pass_.name for pass_ in made if pass_.folder == FOLDER]
 
     name = "experts-implementation=eager"
     assert passes(name) == [f"fix:{name}:fp32:long", f"fix:{name}:long"]
     assert passes(f"fp32+{name}") == [f"fix:fp32+{name}:fp32:long"]
     assert not any(map(passes, ("fp32-lm-head", "fp32", "fp16", "micro-batch=1024")))
     assert passes(name, replace(SPEC, context_length=0)) == []
-    assert OTHER_TOKENS.over_long(SPEC) == []

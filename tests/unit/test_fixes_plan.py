@@ -12,10 +12,9 @@ import pytest
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.applies import NEEDS
-from mismatch.experiments.fixes.base import Chosen
 from mismatch.experiments.fixes.catalogue import FIXES, chosen_of
 from mismatch.experiments.fixes.context import Context, MachineFacts, ModelFacts, context_of
-from mismatch.experiments.fixes.planning import FixPlan, parse_requests, plan_fixes, plan_pairs
+from mismatch.experiments.fixes.planning import FixPlan, pairs_of, parse_requests, plan_fixes
 from mismatch.pipeline.preflight import require_form
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
 from mismatch.types import Sampling
@@ -108,11 +107,11 @@ def test_a_fix_changes_its_own_side_alone_and_twice_is_once(fix: object) -> None
         layout="packing",
         temperature_in="logits",
     )
-    chosen = Chosen(fix, fix.values[0] if fix.values else "")  # type: ignore[attr-defined, arg-type]
+    chosen = fix.taking()  # type: ignore[attr-defined]
     once = chosen.apply(faulty)
     assert once != faulty
     assert chosen.apply(once) == once
-    side, other = ("train", "rollout") if chosen.fix.side == "train" else ("rollout", "train")
+    side, other = ("train", "rollout") if chosen.side == "train" else ("rollout", "train")
     assert getattr(once, side) != getattr(faulty, side)
     assert replace(once, **{side: getattr(faulty, side)}) == faulty, f"{other} changed too"
 
@@ -121,7 +120,7 @@ def test_estimators_change_nothing() -> None:
     spec = check()
     for fix in FIXES:
         if fix.side == "estimator":
-            assert fix.apply(spec, "") == spec
+            assert fix.apply(spec) == spec
             assert fix.corrects
     assert [fix.id for fix in FIXES if fix.hides] == ["on-policy-ratio"]
 
@@ -258,7 +257,7 @@ def test_fixes_of_the_trainer_need_no_engine() -> None:
     plan = planned(check("fp32", "router-replay"))
     assert {variant.folder for variant in plan.variants} == {""}
     assert all(variant.spec.rollout == check().rollout for variant in plan.variants)
-    assert [variant.scoring.name for variant in plan.variants] == [
+    assert [variant.key for variant in plan.variants] == [
         "fix:fp32",
         "fix:router-replay=ids",
     ]
@@ -296,7 +295,7 @@ def test_all_is_every_fix_alone_then_the_natural_pairs() -> None:
 def test_a_side_names_its_fixes() -> None:
     plan = planned(check("train"))
     assert not plan.pairs
-    assert {fix.side for variant in plan.variants for fix in [variant.chosen[0].fix]} == {"train"}
+    assert {fix.side for variant in plan.variants for fix in [variant.chosen[0]]} == {"train"}
 
 
 def test_the_same_spec_is_measured_once() -> None:
@@ -315,7 +314,8 @@ def test_pairs_are_made_of_the_best_that_fit_together() -> None:
     spec = check("fp16", "fp32", "fp32-router", "router-replay", "micro-batch=64")
     plan = planned(spec)
     best = ["fp32", "fp16", "router-replay=ids", "fp32-router", "micro-batch=64"]
-    pairs, left = plan_pairs(spec, Context(spec, MOE, CPU), plan.variants, best)
+    asked = replace(spec, fixes=pairs_of(best))
+    pairs = plan_fixes(asked, Context(spec, MOE, CPU), plan.variants).variants
     # fp16 and fp32 exclude each other; a fifth fix is not paired
     assert [variant.id for variant in pairs] == [
         "fp32+router-replay=ids",
@@ -324,7 +324,6 @@ def test_pairs_are_made_of_the_best_that_fit_together() -> None:
         "fp16+fp32-router",
         "router-replay=ids+fp32-router",
     ]
-    assert "micro-batch=64" in left[0]
 
 
 def test_the_plan_says_what_it_will_start() -> None:

@@ -18,7 +18,6 @@ from mismatch.experiments.fixes.applies import NEEDS
 from mismatch.experiments.fixes.context import Context, ModelFacts
 from mismatch.experiments.fixes.planning import plan_fixes
 from mismatch.experiments.fixes.results import STATE, table_of, with_fixes
-from mismatch.experiments.jobs import Job
 from mismatch.experiments.results import FixOutcome
 from mismatch.experiments.scoring_passes import by_load
 from mismatch.keys import TRAIN, WEIGHTS
@@ -63,31 +62,33 @@ class Pretend(Stages):
     slow: frozenset[str] = frozenset()
     worlds: list[list[str]]
 
-    def measure(self, passes: list[Pass], sample: bool = True, extra: Any = None) -> None:
-        allowed_s = extra.prepare()
-        if not extra.jobs:
+    def measure(
+        self, passes: list[Pass], sample: bool = True, more: Any = (), prepare: Any = None
+    ) -> None:
+        allowed_s = prepare()
+        if not more:
             return
-        first = [Job(self.run_dir, Pass(TRAIN, self.spec.train))]  # kernels of the check first
-        extra.jobs = [job for job in by_load([*first, *extra.jobs]) if job.optional]
-        self.worlds.append([job.pass_.name for job in extra.jobs])
-        for job in extra.jobs:
-            name = job.pass_.name.removeprefix("fix:")
+        first = Pass(TRAIN, self.spec.train)  # kernels of the check first
+        self.order = tuple(pass_ for pass_ in by_load([first, *more]) if pass_.optional)
+        self.worlds.append([pass_.name for pass_ in self.order])
+        for pass_ in self.order:
+            name, place = pass_.name.removeprefix("fix:"), self.run_dir / pass_.folder
             if f"!{name}" in self.broken:
                 raise MismatchError(KILLED, log="    line")
-            if name in self.broken or not job.run_dir.exists():  # no long sequence
-                write_error(self.run_dir, pass_label(job.pass_.name), MismatchError("cannot run"))
-            elif not (job.run_dir / store.ROLLOUT).exists() or allowed_s == 0:
+            if name in self.broken or not place.exists():  # no long sequence
+                write_error(self.run_dir, pass_label(pass_.name), MismatchError("cannot run"))
+            elif not (place / store.ROLLOUT).exists() or allowed_s == 0:
                 continue
             else:
-                self.score(job, SHIFTS.get(name, 0.001))
+                self.score(place, pass_, SHIFTS.get(name, 0.001))
 
-    def score(self, job: Job, shift: float) -> None:
-        rollout = store.load_rollout(job.run_dir)
-        scores = made_run.scoring(job.pass_.name, rollout, shift)
+    def score(self, place: Path, pass_: Pass, shift: float) -> None:
+        rollout = store.load_rollout(place)
+        scores = made_run.scoring(pass_.name, rollout, shift)
         scores = replace(
             scores, fingerprint=scores.fingerprint | {"seconds": 2.0, "peak_bytes": [5, 7]}
         )
-        store.save_scoring(job.run_dir, scores, rollout, made_by=job.pass_.spec)
+        store.save_scoring(place, scores, rollout, made_by=pass_.spec)
 
 
 def sampled(self: Stages, *beside: Any) -> None:
@@ -147,8 +148,8 @@ def test_loads_come_once_each_and_the_check_first() -> None:
     spec = made_run.spec()
     low, high = spec.train, replace(spec.train, dtype="fp32")
     names = {"fix:a": low, "fix:b": high, "fsdp": low, "reference:fp32": high, "fix:c": low}
-    jobs = [Job(Path(), Pass(n, t), n.startswith("fix:")) for n, t in names.items()]
-    order = [job.pass_.name for job in by_load(sorted(jobs, key=lambda job: job.optional))]
+    jobs = [Pass(n, t, "", "any" if n.startswith("fix:") else "") for n, t in names.items()]
+    order = [pass_.name for pass_ in by_load(sorted(jobs, key=lambda pass_: pass_.optional))]
     assert order == ["fsdp", "fix:a", "fix:c", "reference:fp32", "fix:b"]
 
 

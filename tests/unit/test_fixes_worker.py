@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from mismatch.errors import MismatchError, OutOfMemory
-from mismatch.experiments.jobs import Job
 from mismatch.processes.tasks import TrainerSession, allowed, go_path, let_score, write_session
 from mismatch.processes.workers.train import Passes
 from mismatch.run.messages import pass_label, read_error
@@ -56,15 +55,15 @@ class Ranks:
             raise RuntimeError("wait timeout")
 
 
-def passes(run_dir: Path, world: Ranks, fails: bool) -> tuple[Passes, Job]:
+def passes(run_dir: Path, world: Ranks, fails: bool) -> tuple[Passes, Pass]:
     world_passes: Any = Passes(world, TrainerSession(run_dir, ()))  # type: ignore[arg-type]
 
-    def run_pass(item: Job) -> None:
+    def run_pass(item: Pass) -> None:
         if fails:
             raise RuntimeError(f"{NO_MEMORY}\nmore")
 
     world_passes.run_pass = run_pass
-    return world_passes, Job(run_dir, Pass("fix:fp32", TrainSpec()), optional=True)
+    return world_passes, Pass("fix:fp32", TrainSpec(), optional="any")
 
 
 def test_a_failure_of_all_ranks_is_noted_and_the_world_goes_on(tmp_path: Path) -> None:
@@ -94,15 +93,15 @@ def test_a_side_pass_may_lack_memory_and_nothing_else(
     runner.loaded = object()  # type: ignore[assignment]
     scored = []
 
-    def run_pass(item: Job) -> None:
-        if item.pass_.name == "reference:fp32":
+    def run_pass(item: Pass) -> None:
+        if item.name == "reference:fp32":
             raise error
-        scored.append(item.pass_.name)
+        scored.append(item.name)
 
     runner.run_pass = run_pass  # type: ignore[method-assign]
     runner.load = lambda item: None  # type: ignore[method-assign]
     names = ("fsdp", "reference:fp32", "fsdp:grad")
-    items = [Job(tmp_path, Pass(n, TrainSpec()), side=n != "fsdp") for n in names]
+    items = [Pass(n, TrainSpec(), "", "" if n == "fsdp" else "memory") for n in names]
     noted = pass_label("reference:fp32")
     if not goes_on:
         runner.score(items[0])
@@ -146,13 +145,13 @@ def test_a_rank_that_is_elsewhere_is_not_waited_for(tmp_path: Path) -> None:
 def timed(run_dir: Path, names: list[str], rank: int, late: int, allowed_s: float) -> list[str]:
     """Score passes of 20 ms in a world in which ``late`` is what all ranks' answers add up to."""
     (run_dir / "rollout.parquet").touch()
-    jobs = [Job(run_dir, Pass(n, TrainSpec()), optional=n.startswith("fix:")) for n in names]
-    jobs.append(Job(run_dir / "unmade", Pass("fix:elsewhere", TrainSpec()), optional=True))
+    jobs = [Pass(n, TrainSpec(), "", "any" if n.startswith("fix:") else "") for n in names]
+    jobs.append(Pass("fix:elsewhere", TrainSpec(), "unmade", "any"))
     world: Any = Ranks(parted=False)
     world.rank, world.sum = rank, lambda said: said + late
     runner: Any = Passes(world, TrainerSession(run_dir, tuple(jobs)))
     scored: list[str] = []
-    runner.run_pass = lambda item: (time.sleep(0.02), scored.append(item.pass_.name))
+    runner.run_pass = lambda item: (time.sleep(0.02), scored.append(item.name))
     runner.score_all(set(), allowed_s)
     return scored
 

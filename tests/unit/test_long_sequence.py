@@ -11,7 +11,8 @@ import pytest
 
 from mismatch.analysis.long_sequence import ROUNDING, TIMES, checks, of_run
 from mismatch.analysis.results import Block, LongGap, LongSequence
-from mismatch.experiments.beyond import DEFAULT, LONGEST, length_of, long_passes, prepare, wanted
+from mismatch.experiments.beyond import DEFAULT, LONGEST, length_of, prepare
+from mismatch.experiments.scoring_passes import training_passes, wants_long
 from mismatch.keys import FLOAT32, Key
 from mismatch.models.config import ModelConfig
 from mismatch.pipeline.build import build_report
@@ -72,11 +73,11 @@ def test_no_longer_one_than_the_most_is_made() -> None:
 
 def test_only_a_check_with_float32_passes_and_a_whole_distribution_has_it() -> None:
     check = CheckSpec()
-    assert wanted(check)
-    assert not wanted(replace(check, context_length=0))
-    assert not wanted(replace(check, quick=True))
+    assert wants_long(check)
+    assert not wants_long(replace(check, context_length=0))
+    assert not wants_long(replace(check, quick=True))
     cut = replace(check.rollout.sampling, top_p=0.9)
-    assert not wanted(replace(check, rollout=replace(check.rollout, sampling=cut)))
+    assert not wants_long(replace(check, rollout=replace(check.rollout, sampling=cut)))
 
 
 def test_it_is_made_of_the_runs_own_tokens_all_of_them_scored() -> None:
@@ -271,5 +272,5 @@ def test_the_engine_as_it_runs_is_looked_at_too(tmp_path: Path) -> None:
 def test_an_engine_in_bf16_has_its_plain_forward_where_the_trainer_is_in_float32() -> None:
     engine, train = EngineSpec(model="m", dtype="bf16"), TrainSpec(model="m", dtype="fp32")
     check = CheckSpec(rollout=RolloutSpec(engine), train=train)
-    names = [pass_.name for pass_ in long_passes(check)]
+    names = [pass_.name for pass_ in training_passes(check) if pass_.folder == FOLDER]
     assert names == ["reference:long", "fsdp:long", "plain:bf16:long"]

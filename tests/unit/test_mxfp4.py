@@ -338,7 +338,8 @@ def test_a_derived_checkpoint_that_was_cut_short_is_made_again(tmp_path: Path) -
 
 
 def _asked(model: Path, effect: WeightsForm | None = None, **train: Any) -> CheckSpec:
-    return CheckSpec(train=TrainSpec(str(model), **train), weights_effect=effect)
+    train_spec = TrainSpec(str(model), **train)
+    return CheckSpec(train=train_spec, weights_effect=effect, context_length=0)
 
 
 def test_the_effect_is_one_more_load_after_the_trainers_own_passes() -> None:

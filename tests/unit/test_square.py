@@ -22,12 +22,7 @@ from mismatch.analysis.results import Square, check_id, sides_at_fault
 from mismatch.analysis.square import judged, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
 from mismatch.errors import MismatchError
-from mismatch.experiments.scoring_passes import (
-    float32_engine,
-    plain_of,
-    plain_passes,
-    training_passes,
-)
+from mismatch.experiments.scoring_passes import float32_engine, plain_of, training_passes
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.document import headline_of
 from mismatch.processes.stages import LABEL, Room, score_in_float32
@@ -35,7 +30,7 @@ from mismatch.reports.sections.headline import answers
 from mismatch.reports.sections.square import section
 from mismatch.run import store
 from mismatch.run.messages import read_error, write_error
-from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
+from mismatch.specs import CheckSpec, EngineSpec, Pass, RolloutSpec, TrainSpec
 from mismatch.types import Check, Judgement, NotTested, Pair, Rollout, Sampling, Scoring
 from tests.made_run import make_run
 from tests.made_run import spec as made_spec
@@ -361,6 +356,11 @@ def test_without_the_engine_in_float32_its_leg_starts_at_the_reference() -> None
     assert next(leg for leg in measured.legs if leg.side == "engine").exact == "reference:fp32"
     assert standings(measured)["excess-engine"] == "beyond"
     assert [entry.reason for entry in measured.not_judged] == ["no memory"]
+
+
+def plain_passes(spec: CheckSpec) -> list[Pass]:
+    passes = [pass_ for pass_ in training_passes(spec) if not pass_.folder]
+    return [pass_ for pass_ in passes if pass_.name.startswith("plain:")]
 
 
 @pytest.mark.parametrize("change", [{"quick": True}, {"noise_floor": False}])

@@ -268,7 +268,8 @@ def test_the_adapter_scores_its_side_and_we_score_what_it_is_measured_from() -> 
     theirs = [pass_.name for pass_ in passes if pass_.spec.scorer != "fsdp"]
     assert theirs == ["fsdp", "fsdp:regrouped", "fsdp:repeated", "fsdp:alone", "fsdp:fp32"]
     ours = [pass_ for pass_ in passes if pass_.spec.scorer == "fsdp"]
-    assert [pass_.name for pass_ in ours] == ["reference:fp32", "plain:bf16"]
+    measured_from = ["reference:fp32", "plain:bf16"]
+    assert [each.name for each in ours] == [*measured_from, "reference:long", "plain:bf16:long"]
     assert plain_of(TRAIN, "fp32").python is None
     assert set(theirs) == set(VARIANTS)
 

@@ -6,8 +6,19 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mismatch.experiments.scoring_passes import training_passes
-from mismatch.keys import FIX, FLOAT32, NEW_REPLAYED, PLAIN, REFERENCE, REPLAYED, TRAIN, Key
+from mismatch.experiments.scoring_passes import training_passes, wants_long
+from mismatch.keys import (
+    FIX,
+    FLOAT32,
+    NEW_REPLAYED,
+    PLAIN,
+    REFERENCE,
+    REPLAYED,
+    TRAIN,
+    TRAINER_FLOAT32,
+    TRAINER_LONG,
+    Key,
+)
 from mismatch.models import EMBEDDED
 from mismatch.specs import OWN_SCORER, CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 
@@ -48,6 +59,23 @@ def test_every_scoring_has_one_row_and_the_judged_one_comes_first() -> None:
         assert not [name for name in names if Key(name).side == FIX]
 
 
+def test_the_long_sequence_has_rows_of_the_same_passes_that_may_be_missing() -> None:
+    for spec in grid():
+        passes = training_passes(spec)
+        long = {Key(pass_.name): pass_ for pass_ in passes if pass_.folder}
+        short = {pass_.name: pass_.spec for pass_ in passes if not pass_.folder}
+        assert [pass_.name for pass_ in passes] == [*short, *long]
+        assert all(key.tokens and pass_.optional == "any" for key, pass_ in long.items())
+        assert bool(long) == wants_long(spec) == (spec.noise_floor and not spec.quick)
+        assert long.keys() >= {Key(n).over_long() for n in short if long and Key(n).side == PLAIN}
+        assert (TRAINER_LONG in long) == (bool(long) and spec.train.scorer == OWN_SCORER)
+        if TRAINER_LONG in long and TRAINER_FLOAT32 in short:
+            assert long[TRAINER_LONG].spec == short[TRAINER_FLOAT32]
+            assert long[TRAIN.over_long()].spec.dtype == spec.train.dtype
+        fewer = replace(spec, context_length=0)
+        assert training_passes(fewer) == [pass_ for pass_ in passes if not pass_.folder]
+
+
 def test_routes_are_replayed_where_a_second_pass_was_asked_for() -> None:
     for spec in grid():
         made = {pass_.name: pass_.spec for pass_ in training_passes(spec)}
@@ -85,4 +113,4 @@ def test_where_no_noise_floor_is_asked_for_nothing_is_measured_from_it() -> None
         assert (PLAIN in sides) <= (spec.noise_floor and not spec.quick)
         assert (REFERENCE.side in sides) == spec.noise_floor
         alone = replace(spec, noise_floor=False, two_passes=False, inject=(), weights_effect=None)
-        assert [pass_.name for pass_ in training_passes(alone)] == [TRAIN]
+        assert [(each.name, each.optional) for each in training_passes(alone)] == [(TRAIN, "")]

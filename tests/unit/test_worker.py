@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from mismatch.experiments.jobs import Job
 from mismatch.processes.tasks import (
     EngineSession,
     ReadCache,
@@ -42,9 +41,9 @@ def test_a_world_scores_without_what_only_the_tool_needs(tmp_path: Path) -> None
     model = str(make("llama", tmp_path / "model"))
     save_rollout(tmp_path, rollout())
     passes = (
-        Job(tmp_path, Pass("fsdp", TrainSpec(model))),
-        Job(tmp_path, Pass("fix:bad", TrainSpec(model, attention="no-sinks")), optional=True),
-        Job(tmp_path, Pass("fsdp:grad", TrainSpec(model, grad=True)), side=True),
+        Pass("fsdp", TrainSpec(model)),
+        Pass("fix:bad", TrainSpec(model, attention="no-sinks"), optional="any"),
+        Pass("fsdp:grad", TrainSpec(model, grad=True), optional="memory"),
     )
     session = write_session(TrainerSession(tmp_path, passes))
     outside = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
@@ -68,6 +67,6 @@ def test_a_session_is_read_as_it_was_written(tmp_path: Path) -> None:
     for session in (
         EngineSession(tmp_path, spec),
         EngineSession(tmp_path, spec, (Score("vllm:fp32"), ReadCache("cache.json")), "other"),
-        TrainerSession(tmp_path, (Job(tmp_path, Pass("fsdp", TrainSpec("m"))),), guided=True),
+        TrainerSession(tmp_path, (Pass("fsdp", TrainSpec("m"), "long", "any"),), guided=True),
     ):
         assert read_session(write_session(session)) == session

@@ -86,10 +86,11 @@ class Fix:
         cost: what it costs in training, one line.
         flags: how a check is made with it.
         values: of a fix that takes one: the values that ``--fix all`` tries, the first by default.
-        apply: (spec, value) -> spec. Pure. Raises MismatchError for a value that means nothing.
+        change: (spec, value) -> spec. Pure. Raises MismatchError for a value that means nothing.
         needs: what a check has to have, by names of :data:`.applies.NEEDS`.
         corrects: of an estimator fix: its name in the corrections table.
         hides: of an estimator fix: makes the mismatch invisible and does not weigh it.
+        value: that it is tried with; "" where it takes none, and before one is chosen.
     """
 
     id: str
@@ -99,32 +100,26 @@ class Fix:
     cost: str
     flags: Flags = Flags()
     values: tuple[str, ...] = ()
-    apply: Callable[[CheckSpec, str], CheckSpec] = lambda spec, value: spec
+    change: Callable[[CheckSpec, str], CheckSpec] = lambda spec, value: spec
     needs: tuple[str, ...] = ()
     corrects: str = ""
     hides: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A fix with the value that it is tried with.
-
-    >>> Chosen(Fix("micro-batch", "train", "", "", "", values=("512",)), "256").label
-    'micro-batch=256'
-    """
-
-    fix: Fix
     value: str = ""
 
     @property
     def label(self) -> str:
-        return f"{self.fix.id}={self.value}" if self.value else self.fix.id
+        return f"{self.id}={self.value}" if self.value else self.id
 
-    @property
-    def flags(self) -> Flags:
-        """The flags that set it, with its value."""
-        given = tuple((k, self.value if v == VALUE else v) for k, v in self.fix.flags.set)
-        return replace(self.fix.flags, set=given)
+    def taking(self, value: str = "") -> Fix:
+        """Return the fix with a value, by default its first, and the flags that set it.
+
+        >>> Fix("micro-batch", "train", "", "", "", values=("512",)).taking("256").label
+        'micro-batch=256'
+        """
+        value = value or next(iter(self.values), "")
+        given = tuple((flag, value if v == VALUE else v) for flag, v in self.flags.set)
+        return replace(self, value=value, flags=replace(self.flags, set=given))
 
     def apply(self, spec: CheckSpec) -> CheckSpec:
-        return self.fix.apply(spec, self.value)
+        """Return a check with it."""
+        return self.change(spec, self.value)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from mismatch.errors import MismatchError, did_you_mean
-from mismatch.experiments.fixes.base import VALUE, Chosen, Fix, Flags, Side
+from mismatch.experiments.fixes.base import VALUE, Fix, Flags, Side
 from mismatch.experiments.fixes.guides import GUIDES, read
 from mismatch.experiments.fixes.spec_edits import (
     CHANGES,
@@ -58,7 +58,7 @@ def _fix(side: Side, id: str, entry: dict[str, Any]) -> Fix:
             tuple((name, value) for name, value in entry.get("env", ())),
         ),
         values=tuple(entry.get("values", ())),
-        apply=partial(_changed, entry),
+        change=partial(_changed, entry),
         needs=tuple(entry.get("needs", ())),
         corrects=entry.get("correction", OVERRIDE) if side == "estimator" else "",
         hides=hides,
@@ -107,7 +107,7 @@ def is_combination(row: FixOutcome) -> bool:
     return len(labels(row.id)) > 1
 
 
-def chosen_of(request: str) -> tuple[Chosen, ...]:
+def chosen_of(request: str) -> tuple[Fix, ...]:
     """Return the fixes of one request, each with its value.
 
     Raises:
@@ -119,12 +119,12 @@ def chosen_of(request: str) -> tuple[Chosen, ...]:
         fix = fix_named(name)
         if equals and not fix.values:
             raise MismatchError(f"--fix {part}: {name} takes no value", f"--fix {name}")
-        chosen.append(Chosen(fix, value or (fix.values[0] if fix.values else "")))
+        chosen.append(fix.taking(value))
     return tuple(chosen)
 
 
 def trials(fix: Fix) -> list[str]:
     """Return the commands that try it."""
-    asked = [Chosen(fix, value).label for value in fix.values] or [fix.id]
+    asked = [fix.taking(value).label for value in fix.values] or [fix.id]
     lines = [f"mismatch check --model MODEL --fix {name}" for name in asked]
     return [*lines, "mismatch corrections RUN"] if fix.side == "estimator" else lines

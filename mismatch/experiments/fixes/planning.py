@@ -13,17 +13,15 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from mismatch.errors import MismatchError
-from mismatch.experiments.beyond import trainer_passes
-from mismatch.experiments.beyond import wanted as wants_long
 from mismatch.experiments.fixes.applies import reason_against
-from mismatch.experiments.fixes.base import Chosen, Fix
+from mismatch.experiments.fixes.base import Fix
 from mismatch.experiments.fixes.catalogue import FIXES, chosen_of
 from mismatch.experiments.fixes.context import Context
 from mismatch.experiments.results import FixOutcome
-from mismatch.experiments.scoring_passes import trainer_in_float32
-from mismatch.keys import FIX, FLOAT32, Key
+from mismatch.experiments.scoring_passes import training_passes
+from mismatch.keys import FIX, FLOAT32, TRAIN, TRAINER_FLOAT32, TRAINER_LONG, Key
 from mismatch.models.moe import require_routes
-from mismatch.specs import OWN_SCORER, CheckSpec, Pass
+from mismatch.specs import CheckSpec, Pass
 
 ALL = "all"
 SIDES = ("train", "engine", "estimator")
@@ -31,13 +29,18 @@ SIDES = ("train", "engine", "estimator")
 NATURAL = ("fp32+engine-fp32", "fp16+engine-fp16", "fp32-lm-head+engine-fp32-lm-head")
 PAIRED_SINGLES = 4  # pairs are made of the best so many
 DIRECTORY = "fixes"  # inside the run
+# Rows whose settings show the trainer's function, and those that are made where it changes.
+FUNCTIONS = {
+    TRAINER_FLOAT32: (TRAINER_FLOAT32,),
+    TRAINER_LONG: (TRAINER_LONG, TRAIN.over_long()),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One thing to measure."""
 
-    chosen: tuple[Chosen, ...]
+    chosen: tuple[Fix, ...]
     spec: CheckSpec
     """The whole check with it, without fixes."""
     folder: str
@@ -48,41 +51,37 @@ class Variant:
         return "+".join(item.label for item in self.chosen)
 
     @property
-    def scoring(self) -> Pass:
-        """The trainer's pass, by the name that it is saved under."""
-        return Pass(Key.of(FIX, self.id), self.spec.train)
+    def key(self) -> Key:
+        """Of the trainer's pass as it runs with it."""
+        return Key.of(FIX, self.id)
 
-    def in_float32(self, run: CheckSpec) -> Pass | None:
-        """Return the trainer's float32 pass with it; None where the run's own shows the same.
+    def passes(self, run: CheckSpec) -> list[Pass]:
+        """Return the trainer's rows of a check with it, by its name: as it runs, then the others.
 
-        A fix of precision or grouping leaves the function of the trainer as it is.
+        Left out are rows that the run's own show as well: a fix of precision or grouping leaves the
+        function of the trainer as it is. Other tokens are scored once, as the trainer runs.
         """
-        own = [pass_.spec for pass_ in trainer_in_float32(run)]
-        rows = run.train.micro_batch_tokens
-        for exact in () if self.folder else trainer_in_float32(self.spec):
-            if replace(exact.spec, micro_batch_tokens=rows) not in own:
-                return Pass(Key.of(FIX, self.id, FLOAT32), exact.spec)
-        return None
-
-    def over_long(self, run: CheckSpec) -> list[Pass]:
-        """Return its passes over the long sequence; none where the run's own show the same."""
-        if self.folder or not wants_long(run) or run.train.scorer != OWN_SCORER:
-            return []
-        before, passes = trainer_passes(run)[0].spec, trainer_passes(self.spec)
-        if replace(passes[0].spec, micro_batch_tokens=before.micro_batch_tokens) == before:
-            return []
-        key = Key(self.scoring.name)
-        names = key.over_long(FLOAT32), key.over_long()
-        named = zip(names, passes, strict=False)  # one where it is in float32
-        return [Pass(name, pass_.spec) for name, pass_ in named]
+        passes = [Pass(self.key, self.spec.train, self.folder, "any")]
+        if self.folder:
+            return passes
+        own = {row.name: row.spec for row in training_passes(run)}
+        made = {row.name: row for row in training_passes(self.spec)}
+        for function, names in FUNCTIONS.items():
+            if function not in made:
+                continue
+            spec = replace(made[function].spec, micro_batch_tokens=run.train.micro_batch_tokens)
+            if spec != own.get(function):
+                keys = [(name, Key.of(FIX, self.id, name.precision, name.tokens)) for name in names]
+                passes += [replace(made[name], name=key) for name, key in keys if name in made]
+        return passes
 
     def outcome(self, reason: str = "", *, applies: bool = True) -> FixOutcome:
         """Return a row without numbers."""
-        sides = {item.fix.side for item in self.chosen}
+        sides = {item.side for item in self.chosen}
         return FixOutcome(
             id=self.id,
             side=sides.pop() if len(sides) == 1 else "both",
-            summary="; ".join(item.fix.summary for item in self.chosen),
+            summary="; ".join(item.summary for item in self.chosen),
             flags=" ".join(str(item.flags) for item in self.chosen),
             applies=applies,
             reason=reason,
@@ -105,7 +104,8 @@ class FixPlan:
     def lines(self, run: CheckSpec) -> list[str]:
         """Return the plan in words."""
         count, budget_minutes = len(self.variants), run.budget_minutes
-        exact = sum(variant.in_float32(run) is not None for variant in self.variants)
+        keys = [Key(pass_.name) for each in self.variants for pass_ in each.passes(run)]
+        exact = sum(key.precision == FLOAT32 and not key.tokens for key in keys)
         engines = len({variant.folder for variant in self.variants} - {""})
         lines = [
             f"fixes: {count} variant{'s' * (count != 1)} to measure: "
@@ -139,7 +139,7 @@ def parse_requests(texts: Iterable[str]) -> tuple[str, ...]:
             continue
         chosen = chosen_of(request)
         with_all(chosen, CheckSpec())  # a value that means nothing is refused before a run exists
-        if len(chosen) > 1 and any(item.fix.side == "estimator" for item in chosen):
+        if len(chosen) > 1 and any(item.side == "estimator" for item in chosen):
             raise MismatchError(
                 f"--fix {request}: a fix of the estimator changes no log-probability",
                 "ask for it by itself",
@@ -147,72 +147,63 @@ def parse_requests(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(requests))
 
 
-def plan_fixes(spec: CheckSpec, context: Context) -> FixPlan:
+def plan_fixes(spec: CheckSpec, context: Context, known: Sequence[Variant] = ()) -> FixPlan:
     """Return the variants that a spec's ``fixes`` ask for.
+
+    Args:
+        known: what is measured already; nothing is planned twice.
 
     Raises:
         MismatchError: see :func:`parse_requests`.
     """
-    wanted: list[tuple[Chosen, ...]] = []
+    wanted: list[tuple[Fix, ...]] = []
     for request in spec.fixes:
         if request not in (ALL, *SIDES):
             wanted.append(chosen_of(request))
             continue
         fixes = [fix for fix in FIXES if request in (ALL, fix.side)]
-        wanted += [(Chosen(fix, value),) for fix in fixes for value in fix.values or ("",)]
+        wanted += [(fix.taking(value),) for fix in fixes for value in fix.values or ("",)]
         wanted += map(chosen_of, NATURAL if request == ALL else ())
-    builder = Builder(spec, context)
+    builder = Builder(spec, context, known)
     estimators: dict[str, Fix] = {}
     for chosen in wanted:
-        if chosen[0].fix.side == "estimator":
-            estimators[chosen[0].fix.id] = chosen[0].fix
+        if chosen[0].side == "estimator":
+            estimators[chosen[0].id] = chosen[0]
         else:
             builder.add(chosen)
     return FixPlan(
-        variants=tuple(sorted(builder.variants, key=lambda variant: bool(variant.folder))),
+        variants=tuple(sorted(builder.variants[len(known) :], key=lambda each: bool(each.folder))),
         refused=tuple(builder.refused.values()),
         estimators=tuple(estimators.values()),
         pairs=ALL in spec.fixes,
     )
 
 
-def plan_pairs(
-    spec: CheckSpec, context: Context, variants: Sequence[Variant], best: Sequence[str]
-) -> tuple[list[Variant], list[str]]:
-    """Return pairs of the fixes that help, best first, and what is left out.
+def pairs_of(best: Sequence[str]) -> tuple[str, ...]:
+    """Return requests for pairs of the best fixes, which are given best first.
 
-    Args:
-        variants: what was measured already.
-        best: ids of the single fixes that help significantly, best first.
+    >>> pairs_of(["fp32", "micro-batch=64", "micro-batch=128"])
+    ('fp32+micro-batch=64', 'fp32+micro-batch=128')
     """
-    builder = Builder(spec, context, list(variants))
-    singles = {variant.id: variant.chosen for variant in variants if len(variant.chosen) == 1}
-    used, more = best[:PAIRED_SINGLES], best[PAIRED_SINGLES:]
-    for first, second in combinations(used, 2):
-        chosen = (*singles[first], *singles[second])
-        if chosen[0].fix.id != chosen[1].fix.id:
-            builder.add(chosen)
-    left = [f"pairs with {', '.join(more)}: only the best {PAIRED_SINGLES} are paired"]
-    return builder.variants[len(variants) :], left if more else []
+    pairs = combinations(best[:PAIRED_SINGLES], 2)
+    return tuple(f"{a}+{b}" for a, b in pairs if a.partition("=")[0] != b.partition("=")[0])
 
 
 class Builder:
     """Variants of one check, each spec once, and rows of what cannot be tried."""
 
-    def __init__(
-        self, spec: CheckSpec, context: Context, variants: list[Variant] | None = None
-    ) -> None:
+    def __init__(self, spec: CheckSpec, context: Context, known: Sequence[Variant] = ()) -> None:
         self.base = bare(spec)
         self.context = context
-        self.variants = variants or []
+        self.variants = list(known)
         self.refused: dict[str, FixOutcome] = {}
 
-    def add(self, chosen: tuple[Chosen, ...]) -> Variant | None:
+    def add(self, chosen: tuple[Fix, ...]) -> Variant | None:
         """Return the new variant of these fixes; None where it is there, or cannot be tried."""
         changed = with_all(chosen, self.base)
         folder = ""
         if changed.rollout != self.base.rollout:
-            label = "+".join(item.label for item in chosen if item.fix.side == "engine")
+            label = "+".join(item.label for item in chosen if item.side == "engine")
             folder = f"{DIRECTORY}/{re.sub(r'[^A-Za-z0-9.=+-]', '_', label)}"
             shared = [v.folder for v in self.variants if v.spec.rollout == changed.rollout]
             folder = shared[0] if shared else folder
@@ -227,7 +218,7 @@ class Builder:
 
     def _reason_against(self, variant: Variant) -> str:
         for item in variant.chosen:
-            if reason := reason_against(item.fix.needs, self.context):
+            if reason := reason_against(item.needs, self.context):
                 return f"{item.label}: {reason}" if len(variant.chosen) > 1 else reason
         if variant.spec == self.base:
             return "this is how the check runs already"
@@ -248,7 +239,7 @@ def bare(spec: CheckSpec) -> CheckSpec:
     return replace(spec, fixes=(), budget_minutes=None, verdict="as-is")
 
 
-def with_all(chosen: Iterable[Chosen], spec: CheckSpec) -> CheckSpec:
+def with_all(chosen: Iterable[Fix], spec: CheckSpec) -> CheckSpec:
     """Return the check with all of these fixes."""
     for item in chosen:
         spec = item.apply(spec)

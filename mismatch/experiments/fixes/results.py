@@ -19,12 +19,12 @@ from mismatch.analysis.square import measure, precision_of
 from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.thresholds import Thresholds, default_thresholds
 from mismatch.errors import MismatchError
-from mismatch.experiments.beyond import trainer_passes
 from mismatch.experiments.fixes.catalogue import chosen_of, fix_named
 from mismatch.experiments.fixes.planning import DIRECTORY, Variant, bare, with_all
 from mismatch.experiments.fixes.significance import METHOD, Tried, best_of, held_out, judged, ranked
 from mismatch.experiments.results import RANKED_BY, EstimatorFix, FixCost, FixOutcome, FixTable
-from mismatch.keys import FIX, TRAIN, TRAINER_FLOAT32, Key
+from mismatch.experiments.scoring_passes import training_passes
+from mismatch.keys import FIX, FLOAT32, TRAIN, TRAINER_FLOAT32, Key
 from mismatch.metrics import METRICS
 from mismatch.metrics.difference import Sample, common_prompts
 from mismatch.metrics.permutation import LEVEL, holm
@@ -111,7 +111,7 @@ def table_of(
         try:
             if entry["failed"]:
                 raise MismatchError(entry["failed"])
-            sides = ScoredRollout.load(run_dir / variant.folder, engine, variant.scoring.name)
+            sides = ScoredRollout.load(run_dir / variant.folder, engine, variant.key)
             after = sides.comparison(wanted, spec.seed)
             found, unmeasured = corners.correctness(sides, after, variant)
             # Fixes leave weights as they are, and the run has more passes that tell of digests. A
@@ -236,9 +236,9 @@ class Corners:
         train = replace(sides.train, name=TRAIN)
         usable = {**self.usable, sides.decode.name: sides.decode, TRAIN: train}
         if precision_of(train.fingerprint) != "fp32":  # else this scoring is in float32
-            exact = variant.in_float32(self.spec)
-            name = TRAINER_FLOAT32 if exact is None else exact.name
-            for scoring in self.scorings(name).values():
+            exact = Key.of(FIX, variant.id, FLOAT32)
+            made = exact in [pass_.name for pass_ in variant.passes(self.spec)]
+            for scoring in self.scorings(exact if made else TRAINER_FLOAT32).values():
                 usable[TRAINER_FLOAT32] = replace(scoring, name=TRAINER_FLOAT32)
         run = RunArtefacts(sides.rollout, sides.decode, train, comparison, usable, {})
         square = measure(run, self.spec)
@@ -251,10 +251,12 @@ class Corners:
         run = of_run(self.run_dir, self.spec)
         if run is None:
             return []
-        fix = variant.scoring.name if variant.over_long(self.spec) else ""
+        long = any(Key(pass_.name).tokens for pass_ in variant.passes(self.spec))
+        fix = variant.key if long else ""
         found = of_run(self.run_dir, self.spec, fix)
         checks = {check.id: check for check in (long_checks(found) if found else ())}
-        needless = {ROUNDING} if len(trainer_passes(variant.spec)) == 1 else set()
+        rows = [pass_.name for pass_ in training_passes(variant.spec)]
+        needless = {ROUNDING} if TRAINER_FLOAT32 not in rows else set()
         return [
             checks.get(check.id, replace(check, status="inconclusive", detail=NOT_LONG, fix=AGAIN))
             for check in long_checks(run)

@@ -17,7 +17,7 @@ import numpy as np
 from mismatch.codec import from_json, to_json
 from mismatch.doctor.plan import Memory, memory_of
 from mismatch.errors import MismatchError
-from mismatch.experiments.scoring_passes import float32_engine, trainer_in_float32
+from mismatch.experiments.scoring_passes import float32_engine, training_passes
 from mismatch.features.locate.judge import FILE, SCHEMA, to_document
 from mismatch.features.locate.kinds import kind_of
 from mismatch.features.locate.plan import (
@@ -30,7 +30,7 @@ from mismatch.features.locate.plan import (
     side_folder,
 )
 from mismatch.features.locate.results import Location, Sequence, SideLocation
-from mismatch.keys import FLOAT32, TRAIN, Key
+from mismatch.keys import FLOAT32, TRAIN, TRAINER_FLOAT32, Key
 from mismatch.pipeline.build import square_of
 from mismatch.processes.launch import EXACT, finish, started
 from mismatch.processes.stages import Narrator, engine_command
@@ -80,8 +80,9 @@ def locate_in(
             room = memory_of(spec)
         split, offload = room.float32_split, room.float32_offload
         sampler = float32_engine(spec.rollout, split, offload) or spec.rollout
-        exact = trainer_in_float32(spec)
-        spec = replace(spec, rollout=sampler, train=exact[0].spec if exact else spec.train)
+        planned = {pass_.name: pass_.spec for pass_ in training_passes(spec)}
+        train = planned.get(TRAINER_FLOAT32, spec.train)
+        spec = replace(spec, rollout=sampler, train=train)
     rollout, train = store.load_rollout(run_dir), spec.train
     engine, delta = spec.rollout.engine.engine, None
     headline = (Key.of(engine, "decode"), TRAIN)

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
-from mismatch.experiments.fixes.base import Chosen
 from mismatch.experiments.fixes.catalogue import fix_named, labels
 from mismatch.specs import MANY, SEEDS, SHARE, CheckSpec, Flag, Range, portable
 
@@ -87,8 +86,7 @@ def arm_of(base: LoopSpec, name: str) -> LoopSpec:
         if fix.side == "estimator":
             loop = replace(loop, corrections=(*loop.corrections, fix.corrects))
         else:
-            chosen = Chosen(fix, value or (fix.values[0] if fix.values else ""))
-            loop = replace(loop, check=chosen.apply(loop.check))
+            loop = replace(loop, check=fix.taking(value).apply(loop.check))
         if loop == before:
             fault = f"the arm {name}: {label} changes nothing of these settings"
             raise MismatchError(fault, f"leave it out; alone it is the same as {AS_IS}")

@@ -25,7 +25,6 @@ import torch
 from mismatch.captures import LIKELIEST, Distributions, Likeliest
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError, OutOfMemory, first_line, named_line
-from mismatch.experiments.jobs import Job
 from mismatch.keys import NEW_REPLAYED, REPLAYED, TRAIN, Key
 from mismatch.models.tokenizers import load_tokenizer, token_texts
 from mismatch.processes.tasks import TrainerSession, allowed
@@ -86,8 +85,8 @@ def run(session: TrainerSession) -> None:
     try:
         passes = Passes(world, session)
         first = session.passes[0]
-        if not (first.optional or first.side):
-            passes.load(first.pass_)
+        if not first.optional:
+            passes.load(first)
         if world.rank == 0:
             report_ready()
         passes.score_all(refused, allowed(session) if session.guided else None)
@@ -134,14 +133,14 @@ class Passes:
         for number, item in enumerate(self.session.passes):
             expected = sum(seconds) + max(seconds[-2:], default=0.0)
             late = allowed_s is not None and self._of_rank_0(expected > allowed_s)
-            if item.optional and (late or not (item.run_dir / ROLLOUT).exists()):
+            if item.optional == "any" and (late or not (self.place(item) / ROLLOUT).exists()):
                 continue
             start = time.monotonic()
             if number in refused:
                 self.note_over(item)
             else:
                 self.score(item)
-            if item.optional:
+            if item.optional == "any":
                 seconds.append(time.monotonic() - start)
 
     def _of_rank_0(self, holds: bool) -> bool:
@@ -149,13 +148,13 @@ class Passes:
         said = torch.tensor(int(holds and self.world.rank == 0))
         return bool(self.world.sum(said))
 
-    def score(self, item: Job) -> None:
+    def score(self, item: Pass) -> None:
         """Score one pass; one that may fail leaves its reason and the others go on.
 
         Where ranks fail at different places the world ends: a rank that went on alone would meet
         the others in the middle of another pass, and their numbers would mix.
         """
-        if not (item.optional or item.side):
+        if not item.optional:
             self.run_pass(item)
             return
         self.attempts += 1
@@ -163,7 +162,7 @@ class Passes:
         try:
             self.run_pass(item)
         except Exception as error:
-            if not item.optional and not is_out_of_memory(error):
+            if item.optional == "memory" and not is_out_of_memory(error):
                 raise
             traceback.print_exc()
             leave_out(self.session, item, error)
@@ -174,19 +173,19 @@ class Passes:
                 error.__traceback__ = error.__context__ = error.__cause__ = None
                 free_memory()
         try:
-            self.world.meet(f"{self.attempts}:{item.pass_.name}")
+            self.world.meet(f"{self.attempts}:{item.name}")
         except RuntimeError as lost:
             if failed is not None:
                 leave_out(self.session, item, failed, any_rank=True)
-            fault = f"the ranks parted in the pass {item.pass_.name}"
+            fault = f"the ranks parted in the pass {item.name}"
             raise MismatchError(fault, "see logs/train.log") from lost
         if failed is not None:
             self.note_over(item)
 
-    def note_over(self, item: Job) -> None:
+    def note_over(self, item: Pass) -> None:
         """Tell the parent that a pass is over without a scoring."""
         if self.world.rank == 0:
-            report_timing(item.pass_.name, 0.0)
+            report_timing(item.name, 0.0)
 
     def load(self, pass_: Pass) -> None:
         if self.loaded is not None and load_key(self.loaded.spec) == load_key(pass_.spec):
@@ -211,21 +210,22 @@ class Passes:
         if self.world.rank == 0:
             report_timing(f"load:{pass_.name}", time.monotonic() - start)
 
-    def run_pass(self, item: Job) -> None:
-        world, pass_ = self.world, item.pass_
+    def run_pass(self, pass_: Pass) -> None:
+        world, run_dir = self.world, self.place(pass_)
         self.load(pass_)
         assert self.loaded is not None
-        rollout = self.rollout(item)
-        # Fixes are compared by their log-ratios alone.
-        asked = None if item.optional else engine_distributions(self.session.run_dir, rollout)
+        rollout = self.rollout(run_dir)
+        asked = None
+        if pass_.optional != "any":  # fixes are compared by their log-ratios alone
+            asked = engine_distributions(self.session.run_dir, rollout)
         start = time.monotonic()
         if pass_.spec.replay_routing is not None:
             world.barrier()  # the routes may come from an earlier pass, which rank 0 saves
-        if left_out(item.run_dir, rollout, pass_):
-            self.note_over(item)
+        if left_out(run_dir, rollout, pass_):
+            self.note_over(pass_)
             return
-        source = replay_source(item.run_dir, rollout, pass_.spec)
-        likeliest = LIKELIEST if pass_.name == TRAIN and not item.optional else 0
+        source = replay_source(run_dir, rollout, pass_.spec)
+        likeliest = LIKELIEST if pass_.name == TRAIN else 0
         scoring = score_pass(world, self.loaded, rollout, pass_, source, asked, likeliest)
         seconds = time.monotonic() - start
         if scoring is None:
@@ -235,13 +235,17 @@ class Passes:
         if source is not None and source.keys is not None:
             also.append(keys_file(source.name))
         if scoring.likeliest is not None:  # first: a pass whose scoring is there is not made again
-            name_likeliest(item.run_dir, scoring.likeliest, pass_.spec)
-        save_scoring(item.run_dir, scoring, rollout, made_by=pass_.spec, also_from=also)
+            name_likeliest(run_dir, scoring.likeliest, pass_.spec)
+        save_scoring(run_dir, scoring, rollout, made_by=pass_.spec, also_from=also)
 
-    def rollout(self, item: Job) -> Rollout:
-        if item.run_dir not in self.rollouts:
-            self.rollouts[item.run_dir] = load_rollout(item.run_dir)
-        return self.rollouts[item.run_dir]
+    def place(self, pass_: Pass) -> Path:
+        """Return the directory whose rollout a pass scores."""
+        return self.session.run_dir / pass_.folder
+
+    def rollout(self, run_dir: Path) -> Rollout:
+        if run_dir not in self.rollouts:
+            self.rollouts[run_dir] = load_rollout(run_dir)
+        return self.rollouts[run_dir]
 
 
 def refused_passes(session: TrainerSession) -> set[int]:
@@ -252,8 +256,9 @@ def refused_passes(session: TrainerSession) -> set[int]:
             implementation that cannot run it, in a pass that is not optional.
     """
     refused, seen = set(), set()
-    for number, item in sorted(enumerate(session.passes), key=lambda pair: pair[1].optional):
-        spec = item.pass_.spec
+    strict_first = sorted(enumerate(session.passes), key=lambda pair: pair[1].optional == "any")
+    for number, item in strict_first:
+        spec = item.spec
         key = (*load_key(spec), spec.replay_routing, bool(spec.inject))
         if key in seen:
             continue
@@ -261,7 +266,7 @@ def refused_passes(session: TrainerSession) -> set[int]:
             require_runnable(spec)
             seen.add(key)
         except MismatchError as error:
-            if not item.optional:
+            if item.optional != "any":
                 raise
             leave_out(session, item, error)
             refused.add(number)
@@ -269,14 +274,14 @@ def refused_passes(session: TrainerSession) -> set[int]:
 
 
 def leave_out(
-    session: TrainerSession, item: Job, error: Exception, *, any_rank: bool = False
+    session: TrainerSession, item: Pass, error: Exception, *, any_rank: bool = False
 ) -> None:
     """Note why an optional pass is missing; rank 0 does, where all ranks fail alike."""
     if os.environ.get("RANK", "0") != "0" and not any_rank:
         return
     if not isinstance(error, MismatchError):
         error = MismatchError(named_line(error), "see logs/train.log")
-    write_error(session.run_dir, pass_label(item.pass_.name), error)
+    write_error(session.run_dir, pass_label(item.name), error)
 
 
 def is_out_of_memory(error: Exception) -> bool:
