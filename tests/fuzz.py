@@ -221,6 +221,7 @@ def table(random: Random, run: Path) -> str:
     if not judged.exists():
         shutil.copytree(run, judged)
         _main(["compare", str(judged)])
+    shutil.rmtree(changed, ignore_errors=True)  # hypothesis may end a trial at any draw
     shutil.copytree(judged, changed)
     name = random.choice(["rollout.parquet", "scores/fsdp.parquet", "tokens.parquet"])
     rows = pq.read_table(changed / name)
