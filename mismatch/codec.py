@@ -102,10 +102,12 @@ def _read(kind: Any, value: Any, path: str) -> Any:
         return _require(value in arguments, value, path, f"one of {', '.join(map(str, arguments))}")
     if dataclasses.is_dataclass(kind):
         return _read_dataclass(typing.cast(type, kind), value, path)
-    if origin is dict:
+    if origin is dict or typing.is_typeddict(kind):
         _require(isinstance(value, dict), value, path, "an object")
+        keys, items = arguments or (str, Any)
+        hints = {} if arguments else hints_of(kind)  # of another version it may hold more
         return {
-            _key(arguments[0], key): _read(arguments[1], item, f"{path}.{key}")
+            _key(keys, key): _read(hints.get(key, items), item, f"{path}.{key}")
             for key, item in value.items()
         }
     if origin in (tuple, list) or kind in (tuple, list):
@@ -182,9 +184,10 @@ def _require(fits: bool, value: Any, path: str, wanted: str) -> Any:
 
 @cache
 def hints_of(cls: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields, by name."""
+    """Return the types of the fields of a dataclass or a TypedDict, by name."""
     hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    return {field.name: hints[field.name] for field in fields} or hints
 
 
 # ---------------------------------------------------------------- JSON Schema

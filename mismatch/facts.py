@@ -8,7 +8,10 @@ other names, also in ``get`` (tools/known_keys.py).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NotRequired, TypedDict, cast
+from contextlib import suppress
+from typing import Any, Literal, NotRequired, TypedDict, cast
+
+from mismatch.codec import from_json
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 Digests = Mapping[str, Sequence[int]]  # parameter -> its digest, see mismatch/models/digests.py
@@ -164,8 +167,12 @@ class SideFacts(TypedDict, total=False):
 
 
 def known(facts: SideFacts) -> SideFacts:
-    """Return the facts that are not None."""
-    return cast(SideFacts, {key: fact for key, fact in facts.items() if fact is not None})
+    """Return the facts that are not None, and of their type: servers say what they like."""
+    kept: dict[str, Any] = {}
+    for key, fact in facts.items():
+        with suppress(TypeError):
+            kept |= {} if fact is None else from_json(SideFacts, {key: fact})
+    return cast(SideFacts, kept)
 
 
 def replay_of(facts: SideFacts) -> str:

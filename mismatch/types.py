@@ -77,6 +77,9 @@ class Rollout:
                 raise MismatchError(f"rollout: {name} has {got} entries, expected {want}")
         if sequences < 1 or tokens == 0:
             raise EmptyComparison("rollout: it holds no sequence", "sample at least one prompt")
+        if self.token_ids.min() < 0 or self.token_ids.max() >= 1 << 31:
+            fault = "rollout.parquet: it holds an id that no vocabulary has"
+            raise MismatchError(fault, "is it damaged? sample again: mismatch rollout")
         if self.offsets[0] != 0 or self.offsets[-1] != tokens:
             raise MismatchError("rollout: offsets do not cover the tokens")
         if (np.diff(self.offsets) < 1).any():

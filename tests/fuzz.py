@@ -15,6 +15,8 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from datetime import datetime
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -181,6 +183,106 @@ def dump(random: Random, run: Path) -> str:
     return "same"
 
 
+def odd_column(column: pa.ChunkedArray, random: Random) -> pa.Array:
+    """A column of as many rows, of values of another kind."""
+    rows = len(column)
+    kinds: list[Callable[[], Any]] = [
+        lambda: pa.nulls(rows),
+        lambda: pa.array(["x"] * rows),
+        lambda: pa.array([str(value) for value in column.to_pylist()]).dictionary_encode(),
+        lambda: pa.array([b"\xff"] * rows, pa.binary()),
+        lambda: pa.array([[["a"], None]] * rows),
+        lambda: pa.array([[[1]]] * rows),
+        lambda: pa.array([["x"]] * rows),
+        lambda: pa.array([[None, 1]] * rows),
+        lambda: pa.array([[]] * rows, pa.large_list(pa.int64())),
+        lambda: pa.array([None, *[[1, 2]] * (rows - 1)][:rows], pa.list_(pa.int64())),
+        lambda: pa.array([[1, 2]] * rows, pa.list_(pa.int64(), 2)),
+        lambda: pa.array([[2**63 + 1]] * rows, pa.list_(pa.uint64())),
+        lambda: pa.array([{"a": [1]}] * rows),
+        lambda: pa.array([Decimal("1.5")] * rows),
+        lambda: pa.array([datetime(1, 1, 1)] * rows, pa.timestamp("us")),
+        lambda: pa.array([random.choice([-1, 0, 2**62, -(2**63)]) for _ in range(rows)]),
+        lambda: pa.array([random.choice([float("nan"), -1e308, 1e308]) for _ in range(rows)]),
+        lambda: pa.array([[float("nan"), float("inf")]] * rows),
+        lambda: pa.array([True] * rows),
+    ]
+    cast = random.choice([pa.string(), pa.float16(), pa.int8(), pa.uint64(), pa.bool_(), None])
+    if cast is not None and pa.types.is_large_list(column.type):  # as many values, of another type
+        whole = column.combine_chunks()
+        with contextlib.suppress(pa.ArrowException):
+            return pa.LargeListArray.from_arrays(whole.offsets, whole.values.cast(cast, safe=False))
+    return random.choice(kinds)()
+
+
+def table(random: Random, run: Path) -> str:
+    """A table of a judged run with a column or a header of another kind, read by a command."""
+    judged, changed = run.parent / "judged", run.parent / "changed"
+    if not judged.exists():
+        shutil.copytree(run, judged)
+        _main(["compare", str(judged)])
+    shutil.rmtree(changed, ignore_errors=True)  # hypothesis may end a trial at any draw
+    shutil.copytree(judged, changed)
+    name = random.choice(["rollout.parquet", "scores/fsdp.parquet", "tokens.parquet"])
+    rows = pq.read_table(changed / name)
+    about, at = dict(rows.schema.metadata), random.randrange(rows.num_columns)
+    what = random.choice(["column", "column", "column", "header", "header", "name", "metadata"])
+    if what == "column":
+        column = odd_column(rows.column(at), random)
+        rows = rows.set_column(at, rows.column_names[at], column)
+    elif what == "name":
+        rows = rows.append_column(rows.column_names[at], rows.column(at))
+    elif what == "header":
+        header = json.dumps(mutated(json.loads(about[b"header"]), random)).encode()
+        about[b"header"] = random.choice([header] * 6 + [b"\xff", b"[" * 10_000])
+    else:
+        del about[random.choice(list(about))]
+    try:
+        with contextlib.suppress(pa.ArrowException, OSError):
+            pq.write_table(rows.replace_schema_metadata(about), changed / name)
+        (changed / "manifest.json").unlink()
+        if name == "tokens.parquet" or random.random() < 0.2:  # others take longer
+            command = "report" if name == "tokens.parquet" else "compare"
+            return _main([random.choice([command, command, "corrections"]), str(changed)])
+        if name == "rollout.parquet":
+            store.load_rollout(changed)
+        for each in store.scoring_names(changed):
+            store.load_scoring(changed, each)
+    except MismatchError:
+        return "refused"
+    finally:
+        shutil.rmtree(changed)
+    return "same"
+
+
+def parquet_dump(random: Random, run: Path) -> str:
+    """A Parquet dump with a column of another kind, as `mismatch postmortem` reads it."""
+    ids, values = [[5, 6, 7]] * 3, [[-0.5, -0.25]] * 3
+    columns: dict[str, Any] = {
+        "token_ids": pa.array(ids, pa.large_list(pa.int64())),
+        "action_mask": pa.array([[False, True, True]] * 3, pa.large_list(pa.bool_())),
+        "rollout_logprobs": pa.array(values, pa.large_list(pa.float64())),
+        "train_logprobs": pa.array(values, pa.large_list(pa.float64())),
+        "prompt_id": pa.array([1, 1, 2]),
+        "step": pa.array([0, 1, 1]),
+    }
+    for name in random.sample(list(columns), random.choice([1, 1, 2])):
+        columns[name] = odd_column(pa.chunked_array([columns[name]]), random)
+    path = run.parent / "dump.parquet"
+    with contextlib.suppress(pa.ArrowException):
+        pq.write_table(pa.table(columns), path)
+    try:
+        if random.random() < 0.1:
+            return _main(["postmortem", str(path), "--out", str(run.parent / "postmortem")])
+        as_run(read_recorded(path), Sampling(), {"engine": "recorded"}, {"mode": "train"})
+    except MismatchError:
+        return "refused"
+    finally:
+        path.unlink(missing_ok=True)
+        shutil.rmtree(run.parent / "postmortem", ignore_errors=True)
+    return "same"
+
+
 # ---------------------------------------------------------------- flags and files of flags
 
 WORDS = [
@@ -293,7 +395,9 @@ def server(random: Random, run: Path) -> str:
 TARGETS: dict[str, Target] = {
     "artefact": artefact,
     "report": report,
+    "table": table,
     "dump": dump,
+    "Parquet dump": parquet_dump,
     "command line": command_line,
     "config": config,
     "server": server,

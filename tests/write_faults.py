@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from tests.played_workers import Killed, Recording, digest, play
 from tests.write_hooks import HOOKS, torn
 
@@ -78,13 +80,14 @@ def in_child(work: Callable[[], int]) -> int:
 def results(run: Path) -> dict[str, str]:
     """A digest of every artefact with numbers, its times left out; of the report, its judgement."""
     from mismatch.run import manifest
-    from mismatch.run.tables import read_table, schema_of
+    from mismatch.run.tables import read_table
 
     data = {}
     for path in sorted(run.rglob("*")):
         name = str(path.relative_to(run))
         if path.suffix == ".parquet":
-            table, _ = read_table(path, schema_of(path) or "", set())
+            schema = pq.read_schema(path).metadata[b"schema"].decode()
+            table, _ = read_table(path, schema, set())
             data[name] = digest({key: table.column(key).to_pylist() for key in table.column_names})
         elif path.suffix == ".safetensors":
             data[name] = arrays(path)

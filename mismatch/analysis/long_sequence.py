@@ -88,9 +88,9 @@ def _gaps(
         plain = next((scorings[each] for each in names if each in scorings), None)
         if own and plain and same_law(own, reference):
             away, yardstick = (each.logprobs - reference.logprobs for each in (own, plain))
-            own_blocks, plains = (
-                _blocks(each, reached, _without_worst) for each in (away, yardstick)
-            )
+            # The mean of all but the largest tenth.
+            mean = lambda sizes: np.sort(sizes)[: math.ceil(0.9 * len(sizes))].mean()  # noqa: E731
+            own_blocks, plains = (_blocks(each, reached, mean) for each in (away, yardstick))
             pairs = zip(own_blocks, plains, strict=True)
             blocks = tuple(replace(block, plain=of_plain.nats) for block, of_plain in pairs)
             yield LongGap(name, side, blocks, *TIMES)
@@ -105,11 +105,6 @@ def _blocks(
     edges = np.unique(np.linspace(reached, end, count + 1).astype(int)).tolist()
     for low, high in zip([1, *edges[:-1]], edges, strict=True):
         yield Block(low, high, float(size(np.abs(delta[low - 1 : high - 1]))))
-
-
-def _without_worst(sizes: Floats) -> Any:
-    """Return the mean of all but the largest tenth."""
-    return np.sort(sizes)[: math.ceil(0.9 * len(sizes))].mean()
 
 
 def checks(result: LongSequence) -> tuple[Check, ...]:

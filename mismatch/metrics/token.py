@@ -127,15 +127,11 @@ def logprob_abs_diff_max(delta: Floats) -> float:
     return float(np.abs(delta).max())
 
 
-def _absolute(delta: Floats) -> Floats:
-    return np.abs(delta)
-
-
 def _quantile(tag: str, probability: float, label: str, meaning: str) -> Callable[..., float]:
     return register(
         Metric(
             f"logprob_abs_diff_{tag}",
-            _absolute,
+            lambda delta: np.abs(delta),
             "quantile",
             "nats",
             bounds=POSITIVE,

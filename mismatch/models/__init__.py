@@ -188,5 +188,5 @@ def _base_of(path: Path) -> str:
     try:
         config = json.loads((path / "adapter_config.json").read_text("utf-8"))
         return str(config.get("base_model_name_or_path") or "BASE")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, RecursionError, AttributeError):
         return "BASE"

@@ -114,7 +114,7 @@ def read_config_of(path: Path) -> dict[str, Any]:
             "give the directory that save_pretrained wrote; of the hub's: hf download ID "
             "--local-dir DIR",
         )
-    config: dict[str, Any] = json.loads((path / CONFIG).read_text("utf-8"))
+    config = read_config(path, CONFIG)
     kind, bias = config.get("peft_type"), config.get("bias") or "none"
     more = [words for key, words in MORE.items() if config.get(key)]
     if kind != "LORA":
@@ -130,7 +130,7 @@ def read_config_of(path: Path) -> dict[str, Any]:
 
 def rank_of(path: str | Path) -> int:
     """Return the largest rank of an adapter's matrices."""
-    config = json.loads((Path(path) / CONFIG).read_text("utf-8"))
+    config = read_config(Path(path), CONFIG)
     return max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
 
 

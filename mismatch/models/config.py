@@ -13,6 +13,7 @@ from typing import Any
 
 from mismatch.errors import MismatchError
 from mismatch.models import find_alias
+from mismatch.run.files import read_regular
 from mismatch.run.hub import cached_snapshot
 from mismatch.specs import AS_STORED, EngineSpec
 
@@ -319,28 +320,25 @@ def unpacks_mxfp4(engine: EngineSpec) -> bool:
     return asked and serves_mxfp4(replace(engine, weights=AS_STORED))
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """Return the config.json of a checkpoint's directory.
+def read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
+    """Return a JSON file of a checkpoint's directory.
 
     Raises:
         MismatchError: it cannot be read, or is no JSON object.
     """
-    path = directory / "config.json"
+    path = directory / name
+    # transformers writes an infinite number as an object.
+    number = lambda held: float(held["__float__"]) if held.keys() == {"__float__"} else held  # noqa: E731
     try:
-        parsed = json.loads(path.read_text("utf-8"), object_hook=_float)
+        parsed = json.loads(read_regular(path).decode("utf-8"), object_hook=number)
     except (OSError, ValueError, RecursionError) as error:
         fault = f"{path} cannot be read: {error}"
-        raise MismatchError(fault, "give a model directory with a valid config.json") from error
+        raise MismatchError(fault, f"give a model directory with a valid {name}") from error
     if not isinstance(parsed, dict):
-        raise MismatchError(f"{path} is not a JSON object", "give a valid config.json")
+        raise MismatchError(f"{path} is not a JSON object", f"give a valid {name}")
     if not isinstance(parsed.get("model_type", ""), str):
         raise MismatchError(f"{path}: model_type is not text", "give a valid config.json")
     return parsed
-
-
-def _float(value: dict[str, Any]) -> Any:
-    """Return the number for what transformers writes of an infinite one."""
-    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _window(text: _Fields, kinds: tuple[str, ...]) -> int | None:

@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
 from mismatch.errors import MismatchError
+from mismatch.models.config import read_config
 
 
 class FileTokenizer:
@@ -111,4 +112,4 @@ def _text(token: Any) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text("utf-8"))) if path.is_file() else {}
+    return read_config(path.parent, path.name) if path.is_file() else {}

@@ -6,12 +6,13 @@ temperature and top-p alone samples from another distribution than it scores.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mismatch.errors import MismatchError
+from mismatch.models.config import read_config
 from mismatch.run.hub import cached_snapshot
 from mismatch.types import NotTested, Sampling
 
@@ -49,10 +50,9 @@ def stated(model: str, revision: str | None) -> dict[str, float]:
 def generation_config(directory: Path) -> dict[str, Any]:
     """Return generation_config.json of a directory; {}: many models have none."""
     try:
-        values = json.loads((directory / FILE).read_text("utf-8"))
-    except (OSError, ValueError):
+        return read_config(directory, FILE)
+    except MismatchError:
         return {}
-    return values if isinstance(values, dict) else {}
 
 
 def not_applied(model: str, revision: str | None, sampling: Sampling) -> Iterator[NotTested]:

@@ -65,13 +65,17 @@ class Prints:
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> Self:
         """Of a tensor on any device."""
+        import torch
+
         cells, turned = {}, {}
         for label, part in parts_of(name, tensor):
             cells[label] = digest_tensor(part)
         if tensor.ndim >= MATRIX and tensor.shape[-1] == tensor.shape[-2]:
             flipped = tensor.transpose(-1, -2)
             turned = {label: digest_tensor(part) for label, part in parts_of(name, flipped)}
-        places = _places(name, tensor.numel()).to(tensor.device)
+        count = tensor.numel()
+        chosen = torch.randint(max(count, 1), (min(SAMPLES, count),), generator=seeded(name))
+        places = chosen.to(tensor.device)
         values = tensor.detach().flatten()[places].float().cpu().tolist()
         return cls(tuple(tensor.shape), cells, tuple(values), turned)
 
@@ -114,12 +118,6 @@ def seeded(text: str) -> torch.Generator:
 
     digest = hashlib.sha256(text.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-
-
-def _places(name: str, count: int) -> torch.Tensor:
-    import torch
-
-    return torch.randint(max(count, 1), (min(SAMPLES, count),), generator=seeded(name))
 
 
 def updated(name: str, base: torch.Tensor, seed: int, push: int) -> torch.Tensor:

@@ -44,7 +44,9 @@ class Where:
             return
         workers = self.workers
         if workers is None:
-            workers = _cores() if large else 1
+            has = hasattr(os, "sched_getaffinity")  # macOS does not say which cores may be used
+            cores = len(os.sched_getaffinity(0)) if has else os.cpu_count() or 1
+            workers = cores if large else 1
         if min(workers, len(parts)) <= 1:
             yield from map(work, parts)
             return
@@ -60,11 +62,6 @@ class Where:
 
 
 HERE = Where()
-
-
-def _cores() -> int:
-    """Count the cores that this process may use; macOS does not say which."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _end_with_parent() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hmac
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +16,7 @@ from mismatch.codec import from_json
 from mismatch.errors import MismatchError
 from mismatch.run import store
 from mismatch.run.files import read_regular
-from mismatch.run.manifest import WRONG, damage_named, require_no_links, sha256
+from mismatch.run.manifest import WRONG, damage_named, remove_dead, require_no_links, sha256
 from mismatch.run.provenance import now, provenance
 from mismatch.run.resume import differences
 from mismatch.run.trust import FLAG, seal
@@ -78,11 +77,7 @@ def at_work(
             fault = f"another mismatch process is at work in {run_dir}"
             raise MismatchError(fault, "wait until it ends, or choose another directory: --out DIR")
         require_no_links(run_dir)
-        for partial in [*run_dir.rglob("*.partial")]:  # of writers that were killed
-            if partial.is_dir():
-                shutil.rmtree(partial)
-            else:
-                partial.unlink(missing_ok=True)
+        remove_dead(run_dir.rglob("*.partial"))
         own = verb in TYPED or is_own(run_dir)
         written = store.write_json(run_dir / SPEC, to_dict(spec))
         journal = Journal(run_dir, verb, spec, command)

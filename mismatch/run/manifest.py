@@ -21,10 +21,12 @@ Example of an entry::
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -92,10 +94,16 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> Path:
         MismatchError: the disk is full, the directory cannot be written …; nothing is left behind.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    left = f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}.partial"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove_dead(each for each in path.parent.glob(left) if each.is_file())
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with open(descriptor, "wb") as file:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not os.fstat(descriptor).st_nlink:  # another took it for a dead writer's
+                return write_atomic(path, write)
             write(file)
             file.flush()
             os.fsync(descriptor)
@@ -111,6 +119,18 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> Path:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
     return path
+
+
+def remove_dead(partials: Iterable[Path]) -> None:
+    """Remove temporary files of dead writers, but no links; a writer at work holds a lock."""
+    for path in [*partials]:
+        with suppress(OSError):  # a writer is at work, or has just ended
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            finally:
+                os.close(descriptor)
 
 
 def _sync(path: Path) -> None:

@@ -41,6 +41,7 @@ from mismatch.run.tables import (
     ragged,
     read_header,
     read_table,
+    require_kinds,
     write_table,
 )
 from mismatch.specs import FILE_SCORER, RolloutSpec, TrainSpec, spec_hash, to_dict
@@ -70,6 +71,8 @@ REQUIRED_COLUMNS = {
     SCORING_SCHEMA: {"token_ids", "logprobs"},
     TOKENS_SCHEMA: {"sequence", "position", "rollout_logprob", "train_logprob", "delta"},
 }
+TEXTS = {"token", "token_class", "fix", "context", "top_tokens"}  # columns of the tokens table
+LISTS = {"context", "top_tokens", "top_ids", "top_rollout", "top_train", "routing_flipped_layers"}
 ROLLOUT = "rollout.parquet"
 VOCABULARY = "vocabulary.json"
 TOKENS = "tokens.parquet"
@@ -138,19 +141,19 @@ def load_rollout(run_dir: Path | str) -> Rollout:
         manifest.verify(run_dir, ROLLOUT)
         path = Path(run_dir) / ROLLOUT
         table, header = read_table(path, ROLLOUT_SCHEMA, REQUIRED_COLUMNS[ROLLOUT_SCHEMA])
-        token_ids, offsets = flat(table, "token_ids")
+        token_ids, offsets = flat(table, "token_ids", np.int64)
         return Rollout(
-            token_ids=token_ids.astype(np.int64),
+            token_ids=token_ids,
             offsets=offsets,
-            action_mask=flat(table, "action_mask")[0].astype(np.bool_),
-            turn=flat(table, "turn")[0].astype(np.int64),
-            prompt_index=numbers(table, "prompt_index", np.int64),
+            action_mask=flat(table, "action_mask", np.bool_)[0],
+            turn=flat(table, "turn", np.int64)[0],
+            prompt_index=numbers(table["prompt_index"], "prompt_index", np.int64),
             finish_reason=from_json(
                 tuple[str, ...], table.column("finish_reason").to_pylist(), "finish_reason"
             ),
-            sampling=Sampling(**header["sampling"]),
-            fingerprint=header["fingerprint"],
-            rewards=numbers(table, "reward", np.float64)
+            sampling=from_json(Sampling, header["sampling"]),
+            fingerprint=from_json(SideFacts, header["fingerprint"]),
+            rewards=numbers(table["reward"], "reward", np.float64)
             if "reward" in table.column_names
             else None,
         )
@@ -221,14 +224,15 @@ def load_scoring(run_dir: Path | str, name: str) -> Scoring:
         manifest.verify(run_dir, scoring_file(name))
         path = run_dir / scoring_file(name)
         table, header = read_table(path, SCORING_SCHEMA, REQUIRED_COLUMNS[SCORING_SCHEMA])
-        columns = {column: flat(table, column)[0] for column in table.column_names}
+        of = {"token_ids": np.int64, "logprobs": np.float64}
+        columns = {name: flat(table, name, of.get(name))[0] for name in table.column_names}
         from mismatch.run import captured
 
         return Scoring(
-            name=header["name"],
-            token_ids=columns["token_ids"].astype(np.int64),
-            logprobs=columns["logprobs"].astype(np.float64),
-            fingerprint=header["fingerprint"],
+            name=from_json(str, header["name"]),
+            token_ids=columns["token_ids"],
+            logprobs=columns["logprobs"],
+            fingerprint=from_json(SideFacts, header["fingerprint"]),
             entropy=columns.get("entropy"),
             top1=columns.get("top1"),
             routing=captured.load_routing(run_dir, routing_file(name))
@@ -272,7 +276,7 @@ def scoring_names(run_dir: Path | str) -> list[str]:
     manifest.require_no_links(run_dir)
     with damage_named(Path(run_dir) / "scores"):
         files = sorted((Path(run_dir) / "scores").glob("*.parquet"))
-        return [read_header(file, SCORING_SCHEMA)["name"] for file in files]
+        return [from_json(str, read_header(file, SCORING_SCHEMA)["name"]) for file in files]
 
 
 def scoring_file(name: str) -> str:
@@ -366,6 +370,7 @@ def load_tokens(run_dir: Path | str) -> pd.DataFrame:
         manifest.verify(run_dir, TOKENS)
         path = Path(run_dir) / TOKENS
         table, _ = read_table(path, TOKENS_SCHEMA, REQUIRED_COLUMNS[TOKENS_SCHEMA])
+        require_kinds(table, TEXTS, LISTS)
         frame: pd.DataFrame = table.to_pandas(
             types_mapper=lambda kind: pd.ArrowDtype(kind) if pa.types.is_large_list(kind) else None
         )

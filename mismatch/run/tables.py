@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 
+NUMBER = re.compile(r"u?int\d+|halffloat|float|double|bool")  # types, as Arrow names them
+TEXT = re.compile("(large_)?string")
 GROUP_VALUES = 1 << 20
 # Values of 8 bytes in memory, per byte of the file. Random tokens and their log-probabilities take
 # at most 15, as ids and floats hardly compress; those of one token for ever took 85.
@@ -93,23 +96,16 @@ def read_header(path: Path, schema: str) -> dict[str, Any]:
     Raises:
         MismatchError: as :func:`read_table`.
     """
-    require_schema(path, schema_of(path), schema)
-    with _parquet(path):
-        metadata = open_parquet(path).schema_arrow.metadata
+    metadata = _metadata(path)
+    require_schema(path, metadata.get(b"schema", b"").decode(), schema)
     header: dict[str, Any] = json.loads(metadata[b"header"])
     return header
 
 
-def schema_of(path: Path) -> str | None:
-    """Return the schema that a file says it has, None where it says none.
-
-    Raises:
-        MismatchError: absent, truncated or foreign.
-    """
+def _metadata(path: Path) -> dict[bytes, bytes]:
     require_file(path)
     with _parquet(path):
-        metadata = open_parquet(path).schema_arrow.metadata or {}
-    return metadata.get(b"schema", b"").decode() or None
+        return open_parquet(path).schema_arrow.metadata or {}
 
 
 @contextmanager
@@ -133,36 +129,49 @@ def ragged(values: np.ndarray, offsets: np.ndarray) -> pa.Array:
     return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values))
 
 
-def flat(table: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
+def flat(
+    table: pa.Table, column: str, kind: type[np.generic] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Return values and offsets of a list column, whatever slices the reader made.
 
     Raises:
-        TypeError: it is no column of lists, or a row holds none.
+        TypeError, ValueError: it is no column of lists, a row holds none, or as :func:`numbers`.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
 
     lists = table.column(column)
-    if not (pa.types.is_list(lists.type) or pa.types.is_large_list(lists.type)):
-        raise TypeError(f"{column} is a column of {lists.type}, not of lists")
-    if lists.null_count:
-        raise TypeError(f"{column} is null in {lists.null_count} rows")
+    if lists.null_count or not (pa.types.is_list(lists.type) or pa.types.is_large_list(lists.type)):
+        raise TypeError(f"{column} holds {lists.type}, {lists.null_count} null; not lists")
     lengths = pc.list_value_length(lists).to_numpy()
-    values = pc.list_flatten(lists).to_numpy()
+    values = numbers(pc.list_flatten(lists), column, kind)
     return values, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
-def numbers(table: pa.Table, column: str, kind: type[np.generic]) -> np.ndarray:
-    """Return values of a column of numbers.
+def numbers(values: pa.ChunkedArray, column: str, kind: type[np.generic] | None) -> np.ndarray:
+    """Return values of a column of numbers; None: of the type that they have.
 
     Raises:
-        TypeError: a value is missing.
+        TypeError, ValueError: they are no numbers, a value is missing, or no number of ``kind``.
     """
-    values = table.column(column)
-    if values.null_count:
-        raise TypeError(f"{column} is null in {values.null_count} rows")
-    held: np.ndarray = values.to_numpy().astype(kind)
+    import pyarrow as pa
+
+    if values.null_count or not NUMBER.fullmatch(str(values.type)):
+        raise TypeError(f"{column} holds {values.type}, {values.null_count} null; not numbers")
+    held: np.ndarray = (values.cast(pa.from_numpy_dtype(kind)) if kind else values).to_numpy()
     return held
+
+
+def require_kinds(table: pa.Table, texts: set[str], lists: set[str]) -> None:
+    """Raise a TypeError for a column that is not of texts, of lists, or (all others) of numbers."""
+    import pyarrow as pa
+
+    for field in table.schema:
+        listed = pa.types.is_large_list(field.type)
+        kind = field.type.value_type if listed else field.type
+        fits = TEXT if field.name in texts else NUMBER
+        if not (fits.fullmatch(str(kind)) or kind == pa.null()) or listed != (field.name in lists):
+            raise TypeError(f"{field.name} holds {field.type}")
 
 
 def plain(value: Any) -> Any:

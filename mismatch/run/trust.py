@@ -128,16 +128,13 @@ def seal(spec: bytes) -> str:
     path = folder / "key"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with suppress(FileExistsError), open(path, "xb", opener=_for_owner) as file:
+        own = lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)  # noqa: E731
+        with suppress(FileExistsError), open(path, "xb", opener=own) as file:
             file.write(secrets.token_bytes(KEY_BYTES))
         key = read_regular(path)
     except (OSError, RuntimeError):  # no home, or one that cannot be written
         return ""
     return hmac.new(key, spec, "sha256").hexdigest() if len(key) == KEY_BYTES else ""
-
-
-def _for_owner(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def may_name_code(name: str, value: Any) -> bool:

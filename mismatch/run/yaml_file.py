@@ -28,29 +28,17 @@ def read_mapping(path: Path, where: str) -> dict[str, Any]:
 
     try:
         text = read_regular(path, LARGEST_YAML).decode("utf-8")
-        tree = parse_json(text.encode()) if text.lstrip().startswith("{") else parsed(text)
-    except json.JSONDecodeError:  # a YAML mapping in one line starts like JSON
-        tree = _yaml(text, where)
+        try:
+            tree = parse_json(text.encode()) if text.lstrip().startswith("{") else parsed(text)
+        except json.JSONDecodeError:  # a YAML mapping in one line starts like JSON
+            tree = parsed(text)
     except (OSError, ValueError, RecursionError, YAMLError) as error:
-        raise _unreadable(where, error) from error
+        reason = " ".join(str(error).split())  # a YAML error says the line
+        raise MismatchError(f"{where}: {reason}", "give a YAML file of key: value lines") from error
     if not isinstance(tree, dict):
         what = "a list" if isinstance(tree, list) else "no keys"
         raise MismatchError(f"{where} holds {what}, not a mapping", "write key: value")
     return {str(key): value for key, value in tree.items()}
-
-
-def _yaml(text: str, where: str) -> Any:
-    from yaml import YAMLError
-
-    try:
-        return parsed(text)
-    except (ValueError, RecursionError, YAMLError) as error:
-        raise _unreadable(where, error) from error
-
-
-def _unreadable(where: str, error: Exception) -> MismatchError:
-    reason = " ".join(str(error).split())  # a YAML error says the line
-    return MismatchError(f"{where}: {reason}", "give a YAML file of key: value lines")
 
 
 def parsed(text: str) -> Any:

@@ -267,9 +267,3 @@ def test_a_yaml_of_aliases_of_aliases_is_refused(tmp_path, flag):
     (tmp_path / "x.yaml").write_text("\n".join(lines))
     said = refused("check", flag, tmp_path / "x.yaml", "--dry-run")
     assert "x.yaml" in said
-
-
-@pytest.mark.parametrize("flag", ["--verl-config", "--trl-config"])
-def test_a_fifo_is_no_yaml(tmp_path, flag):
-    os.mkfifo(tmp_path / "x.yaml")
-    assert "no regular file" in refused("check", flag, tmp_path / "x.yaml", "--dry-run")

@@ -19,6 +19,7 @@ from mismatch.run.directory import at_work, load_spec
 from mismatch.run.messages import pass_label, write_error
 
 from ..command import ROOT, mismatch
+from ..foreign import INPUTS
 from ..made_run import make_run
 
 pytestmark = pytest.mark.slow
@@ -37,10 +38,12 @@ WHOLE: dict[str, Callable[[bytes], bytes]] = {
 }
 FIRST = ("cut", "deep list", "null")
 PARTS: list[Any] = [None, [], {}, "x", -1, 10**400, 1e308, True, [[1]], {"a": 1}, "\n::error::x"]
+# Each command that reads a run, by its first row.
 COMMANDS = {
-    "report": ["RUN"], "compare": ["RUN"], "corrections": ["RUN"], "tokens": ["RUN", "OUT.parquet"],
-    "locate": ["RUN"], "score": ["RUN"], "check": ["--resume", "RUN"], "loop": ["--like", "RUN"],
-}  # fmt: skip
+    command: next(line.split() for line in lines)
+    for command, rows in INPUTS.items()
+    if (lines := [row.line for row in rows.values() if row.kind == "run"])
+}
 LATER = ("weights-on-disk.json", "gradients.json", "locate.json", "fixes/state.json")
 
 
@@ -85,7 +88,7 @@ def test_every_command_names_a_damaged_file(kind: str, judged: Path, tmp_path: P
             signed(run, name)
         # Only compare reads all that experiments left; the commands take turns on other files.
         command = "compare" if name in LATER else next(commands)
-        given = {"RUN": run, "OUT.parquet": tmp_path / "out.parquet"}
+        given = {"IN": run, "OUT.parquet": tmp_path / "out.parquet"}
         (tmp_path / "out.parquet").unlink(missing_ok=True)
         called = [command, *(given.get(each, each) for each in COMMANDS[command])]
         said(called, (command, name, kind))

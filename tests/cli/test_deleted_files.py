@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +21,13 @@ from mismatch.run import manifest, store
 from mismatch.run.directory import at_work, load_spec
 from mismatch.run.messages import pass_label, write_error
 
-from ..command import mismatch
+from ..command import ROOT, mismatch
 from ..invented_run import likely, noise, sampled, saved
 from ..made_run import make_run, spec
 
 pytestmark = pytest.mark.slow
 
+KILLER = ROOT / "tests" / "integration" / "killer"
 WORD = "unverified"
 PASSES = ("fsdp:regrouped", "fsdp:repeated", "fsdp:grad")
 
@@ -146,3 +152,35 @@ def test_what_an_interrupted_writer_left_is_removed(command: str, tmp_path: Path
     done = mismatch(command, run, HF_HUB_OFFLINE="1")
     assert "Traceback" not in done.stderr
     assert not [path for path in left if path.exists()]
+
+
+FOREIGN = (".report.html.partial", ".report.html.0123.partial", ".other.0123456789abcdef.partial")
+
+
+def test_a_report_removes_what_a_killed_report_left(tmp_path: Path) -> None:
+    """And nothing else: not a writer's file at work, a link, or what has another name."""
+    run = complete(tmp_path / "run")
+    assert mismatch("compare", run).returncode == 0
+    killed = subprocess.run(
+        [sys.executable, "-m", "mismatch", "report", run],
+        env={**os.environ, "KILL_AT": "report.html", "PYTHONPATH": f"{KILLER}:{ROOT}"},
+        capture_output=True,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    (left,) = run.glob(".report.html.*.partial")
+    for name in FOREIGN:
+        (run / name).write_text("theirs")
+    at_work = run / ".report.html.00000000000000aa.partial"
+    with at_work.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert mismatch("report", run).returncode == 0
+        assert not left.exists()
+        assert {path.name for path in run.glob("*.partial")} == {at_work.name, *FOREIGN}
+        assert mismatch("compare", run).returncode == 0
+        assert {path.name for path in run.glob("*.partial")} == {at_work.name}
+    (tmp_path / "mine").write_text("mine")
+    link = tmp_path / ".tokens.parquet.0123456789abcdef.partial"
+    link.symlink_to("mine")
+    assert mismatch("tokens", run, tmp_path / "tokens.parquet").returncode == 0
+    assert link.is_symlink()
+    assert (tmp_path / "mine").read_text() == "mine"

@@ -1,50 +1,143 @@
-"""Flags that take a file of a stranger, over files that are none: an error, and no waiting."""
+"""Files, models, folders and servers of a stranger, for each row of the table of tests/foreign.py.
+
+What is no file, no model or no server is an error within two minutes, with a fix, for every command
+that takes it. Of rows with the same reader the first alone is outside the longer grid.
+"""
 
 from __future__ import annotations
 
+import http.server
+import json
 import os
-from collections.abc import Callable
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ..command import mismatch
+from ..command import ROOT
+from ..foreign import INPUTS, Row, call
 from ..made_run import make_run
 
 pytestmark = pytest.mark.slow
-
-TINY = ["--model", "tiny-gpt-oss", "--engine", "transformers", "--dry-run"]
-# What reads the file -> its command; IN stands for the file, RUN for a run, OUT for a new path.
-READERS: dict[str, list[str]] = {
-    "config": ["check", "--config", "IN", *TINY],
-    "levels": ["compare", "RUN", "--thresholds", "IN"],
-    "prompts": ["check", "--prompts", "IN", *TINY],
-    "data set": ["check", "--dataset", "IN", *TINY],
-    "verl": ["check", "--verl-config", "IN", *TINY],
-    "trl": ["check", "--trl-config", "IN", *TINY],
-    "scores": ["score", "RUN", "--scorer", "file", "--scorer-config", "IN"],
-    "dump": ["postmortem", "IN", "--out", "OUT"],
-    "rollouts": ["read-rollouts", "IN", "--model", "tiny-gpt-oss", "--out", "OUT"],
-}
-ATTACKS: dict[str, Callable[[Path], object]] = {
+MODEL = ROOT / "mismatch" / "models" / "tiny-gpt-oss"
+GOOD = {"prompt_token_ids": [5, 6], "response_token_ids": [7, 8], "logprobs": [-0.5, -0.5]}
+GOOD |= {"train_logprobs": [-0.5, -0.25], "step": 3}
+FILES: dict[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
-    "deep": lambda path: path.write_text("[" * 100_000),
+    "deep": lambda path: path.write_text("[" * 10_000),
     "no text": lambda path: path.write_bytes(bytes(range(128, 256)) * 64),
     "device": lambda path: path.symlink_to("/dev/zero"),
 }
-SUFFIX = {"verl": "yaml", "trl": "yaml", "config": "toml", "levels": "toml", "scores": "parquet"}
+# Bodies of every answer of a server.
+ANSWERS: dict[str, bytes] = {
+    "no text": bytes(range(128, 256)) * 64,
+    "deep": b"[" * 100_000,
+    "null": b"null",
+    "page": b"<html>\n::error::x</html>",
+    "names": json.dumps(
+        {"data": [{"id": "\n::error::x", "owned_by": "vllm"}], "version": 3}
+    ).encode(),
+}
 
 
-@pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_a_file_that_is_none_is_refused(reader: str, attack: str, tmp_path: Path) -> None:
-    path = tmp_path / f"in.{SUFFIX.get(reader, 'jsonl')}"
-    ATTACKS[attack](path)
-    given = {"IN": path, "OUT": tmp_path / "out"}
-    if "RUN" in READERS[reader]:
-        given["RUN"] = make_run(tmp_path / "run")
-    command = [given.get(each, each) for each in READERS[reader]]
-    done = mismatch(*command, cwd=tmp_path, timeout=20, HF_HUB_OFFLINE="1")
-    assert done.returncode == 2, done.stdout
-    assert "Traceback" not in done.stderr, done.stderr
-    assert "error: " in done.stderr
+def cases(*kinds: str) -> list[Any]:
+    """Return (command, flag) of every row of some kinds."""
+    seen: set[tuple[str, str]] = set()
+    found = []
+    for command, rows in INPUTS.items():
+        for flag, row in rows.items():
+            if row.kind in kinds:
+                later = (row.kind, flag) in seen or flag == "accelerate_config"
+                later |= row.kind == "model"
+                seen.add((row.kind, flag))
+                marks = [pytest.mark.grid] * later
+                found.append(pytest.param(command, flag, marks=marks, id=f"{command}-{flag}"))
+    return found
+
+
+def refused(command: str, row: Row, given: object, folder: Path) -> str:
+    more: dict[str, object] = {}
+    if "GOOD" in row.line:
+        more["GOOD"] = make_run(folder / "good")
+    if "DUMP" in row.line:
+        more["DUMP"] = folder / "good.jsonl"
+        (folder / "good.jsonl").write_text(json.dumps(GOOD) + "\n")
+    done = call(command, row, given, folder, **more)
+    assert done.returncode == 2 or not row.read, (command, row, done.stdout)
+    assert done.returncode < 2 or "error: " in done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("attack", FILES)
+@pytest.mark.parametrize(("command", "flag"), cases("file", "dump"))
+def test_a_file_that_is_none_is_refused(
+    command: str, flag: str, attack: str, tmp_path: Path
+) -> None:
+    row = INPUTS[command][flag]
+    path = tmp_path / f"in{row.suffix}"
+    FILES[attack](path)
+    refused(command, row, path, tmp_path)
+
+
+@pytest.mark.parametrize(("command", "flag"), cases("model"))
+def test_a_model_whose_files_are_none_is_refused(command: str, flag: str, tmp_path: Path) -> None:
+    for attack, make in FILES.items():
+        folder = tmp_path / attack.replace(" ", "-")
+        model = Path(shutil.copytree(MODEL, folder / "model"))
+        for name in ("config.json", "tokenizer_config.json", "adapter_config.json"):
+            (model / name).unlink(missing_ok=True)
+            make(model / name)
+        refused(command, INPUTS[command][flag], model, folder)
+
+
+@pytest.mark.parametrize("attack", FILES)
+@pytest.mark.parametrize(("command", "flag"), cases("dumps"))
+def test_a_file_among_dumps_that_is_none_ends_nothing(
+    command: str, flag: str, attack: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    for step in (1, 3):
+        (folder / f"step_{step}.jsonl").write_text(json.dumps(GOOD | {"step": step}) + "\n")
+    FILES[attack](folder / "step_2.jsonl")
+    done = call(command, INPUTS[command][flag], folder, tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [each.split(":")[0] for each in done.stdout.splitlines()]
+    assert [each for each in lines if each.startswith("step ")] == ["step 1", "step 3"]
+
+
+@contextmanager
+def answering(body: bytes) -> Iterator[str]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.parametrize("attack", ANSWERS)
+@pytest.mark.parametrize(("command", "flag"), cases("server"))
+def test_a_server_that_is_none_is_refused(
+    command: str, flag: str, attack: str, tmp_path: Path
+) -> None:
+    with answering(ANSWERS[attack]) as url:
+        said = refused(command, INPUTS[command][flag], url, tmp_path)
+    assert url in said
+    assert not (tmp_path / "out").exists()

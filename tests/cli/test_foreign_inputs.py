@@ -1,8 +1,6 @@
-"""Every command over every kind of foreign input: nothing is run, overwritten or waited for.
+"""Every command over a stranger's run or recipe: nothing is run, overwritten or waited for.
 
-:data:`INPUTS` says for every command of the help how it is given a run, a dump, a folder of dumps
-or a framework's configuration. A new command fails :func:`test_every_command_says_what_it_reads`
-until it is entered here, and then meets all attacks on what it reads.
+The rows of the table of tests/foreign.py that take a run meet all attacks on a run here.
 """
 
 from __future__ import annotations
@@ -17,41 +15,14 @@ from typing import Any
 import pytest
 import yaml
 
-from mismatch.cli.main import summaries
-
 from ..command import mismatch
+from ..foreign import INPUTS, call
 from ..made_run import make_run
 from ..unit.test_verl_config import PRINTED
 
-# command -> kind of input -> its arguments; IN stands for the input, OUT for a new path.
-INPUTS: dict[str, dict[str, list[str]]] = {
-    "check": {"run": ["--resume", "IN"], "verl": ["--verl-config", "IN", "--dry-run"],
-              "trl": ["--trl-config", "IN", "--dry-run"]},
-    "rollout": {"run": ["--resume", "IN"], "verl": ["--verl-config", "IN", "--dry-run"]},
-    "score": {"run": ["IN"]},
-    "compare": {"run": ["IN"], "second run": ["GOOD", "--against", "IN"]},
-    "report": {"run": ["IN"], "second run": ["GOOD", "IN"]},
-    "corrections": {"run": ["IN"]},
-    "tokens": {"run": ["IN", "OUT.parquet"]},
-    "locate": {"run": ["IN"]},
-    "loop": {"run": ["--like", "IN"]},
-    "postmortem": {"dump": ["IN", "--out", "OUT"]},
-    "read-rollouts": {"dump": ["IN", "--model", "tiny-gpt-oss", "--out", "OUT"]},
-    "watch": {"dumps": ["IN", "--once"]},
-    # No file of a stranger but a model's, which SECURITY.md treats apart.
-    **{name: {} for name in ("fixes", "metrics", "doctor", "kernels", "losses", "sync-probe")},
-    "template": {},
-}  # fmt: skip
 RUNS = [
-    (command, kind)
-    for command, kinds in INPUTS.items()
-    for kind in kinds
-    if kind in ("run", "second run")
+    (command, row) for command, rows in INPUTS.items() for row in rows.values() if row.kind == "run"
 ]
-
-
-def test_every_command_says_what_it_reads() -> None:
-    assert INPUTS.keys() == summaries().keys()
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +31,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = mismatch("compare", run)
     assert done.returncode in (0, 1), done.stderr
     return run
-
-
-def called(command: str, kind: str, given: Path, folder: Path, good: Path) -> tuple[int, str]:
-    """Return exit code and output of a command over a foreign input."""
-    known = {"IN": str(given), "GOOD": str(good)}
-    arguments = [
-        str(folder / each.lower()) if each.startswith("OUT") else known.get(each, each)
-        for each in INPUTS[command][kind]
-    ]
-    done = mismatch(command, *arguments, cwd=folder, timeout=60)
-    assert "Traceback" not in done.stderr
-    assert "bug in mismatch" not in done.stderr
-    return done.returncode, done.stdout + done.stderr
 
 
 def link_file(name: str) -> Callable[[Path, Path], None]:
@@ -141,7 +99,7 @@ MORE: dict[str, Callable[[Path, Path], None]] = {
 def test_no_command_goes_through_a_strangers_run(
     attack: str, finished: Path, tmp_path: Path
 ) -> None:
-    for number, (command, kind) in enumerate(RUNS):
+    for number, (command, row) in enumerate(RUNS):
         folder, victim = tmp_path / f"{number}", tmp_path / f"victim-{number}"
         folder.mkdir()
         victim.mkdir()
@@ -149,16 +107,14 @@ def test_no_command_goes_through_a_strangers_run(
         shutil.copytree(finished, folder / "run")
         (ATTACKS | MORE)[attack](folder / "run", victim)
         before = files_of(victim)
-        code, said = called(command, kind, folder / "run", folder, finished)
+        done = call(command, row, folder / "run", folder, GOOD=finished)
+        code, said, second = done.returncode, done.stdout + done.stderr, "GOOD" in row.line
         if attack.startswith("link"):
-            assert code == 2, (command, kind, said)
-            assert "symbolic link" in said, (command, kind, said)
-        elif attack.startswith("pipe"):  # not every command reads every file
-            assert code in (0, 1, 2), (command, kind, said)
-        else:
-            assert code == 2 or kind == "run", (command, kind, said)
-            assert "\n::error" not in said
-        assert files_of(victim) == before, (command, kind)
+            assert code == 2, (command, row, said)
+            assert "symbolic link" in said, (command, row, said)
+        elif not attack.startswith("pipe"):  # not every command reads every file
+            assert code == 2 or not second, (command, row, said)
+        assert files_of(victim) == before, (command, row)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -53,10 +53,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.grid
-def test_a_write_that_fails_changes_no_number(folder):
-    state = folder / "faults.jsonl"
+@pytest.mark.parametrize("scenario", ["check", "fixes"])
+def test_a_write_that_fails_changes_no_number(folder, scenario):
+    state = folder / f"{scenario}.jsonl"
     done = python(
-        *("-m", "benchmarks.write_faults", "--scenario", "check", "--every", EVERY),
+        *("-m", "benchmarks.write_faults", "--scenario", scenario, "--every", EVERY),
         *("--state", state, "--place", folder),
     )
     assert done.returncode == 0, done.stdout + done.stderr

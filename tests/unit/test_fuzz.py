@@ -16,7 +16,7 @@ from mismatch.run.directory import RUN, RUN_SCHEMA
 from ..fuzz import TARGETS
 from ..made_run import make_run
 
-TRIALS = {"report": 40}  # where one takes long; of the others 200
+TRIALS = {"report": 40, "table": 60, "Parquet dump": 100}  # which take long; of the others 200
 
 
 @pytest.fixture(scope="module")

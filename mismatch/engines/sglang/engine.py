@@ -109,8 +109,9 @@ class SglangEngine(Engine):
             shown = textwrap.shorten(reason, 400, placeholder=" …")
             fault = f"SGLang cannot load {self.spec.model}: {shown}"
             raise MismatchError(fault, load_fix(RuntimeError(reason))) from error
-        # SGLang's own signal handlers would kill this process silently.
-        private.handle_signals(self.engine, _end, lambda *_: self._fail())
+        # SGLang's handlers would answer all requests first, or kill this process silently.
+        end = lambda *_: private.end_with_children()  # noqa: E731
+        private.handle_signals(self.engine, end, lambda *_: self._fail())
         self._facts = private.first_facts(self.engine, FACTS)
         self._server: dict[str, Any] = self.engine.get_server_info()
         self._refused = self._routes_refused() if self._capture else ""
@@ -326,8 +327,3 @@ class SglangEngine(Engine):
     def _forget(self) -> None:
         os.environ.pop(ERROR_FILE, None)
         self._error.unlink(missing_ok=True)
-
-
-def _end(*_: Any) -> None:
-    """End at once with all children; SGLang's own handler would answer all requests first."""
-    private.end_with_children()

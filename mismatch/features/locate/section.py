@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mismatch.features.locate.judge import judge, other_than_the_run, sentence
-from mismatch.features.locate.results import TITLES, Group, Location, SideLocation, SiteError
+from mismatch.features.locate.results import TITLES, Group, Location, SideLocation
 from mismatch.reports.formatting import line, number, percent, plural, text
 from mismatch.reports.section import Cell, Column, Section, Table, not_tested
 from mismatch.types import Report
@@ -21,10 +21,6 @@ LEAD = (
 def _source(row: tuple[SideLocation, Group]) -> Cell:
     side, group = row
     return Cell(group.place, "critical" if side.source is group else "")
-
-
-def _role(site: SiteError) -> Cell:
-    return Cell(site.role, "critical" if site.role == "source" else "")
 
 
 OVER_COST, OF_SQUARES = "new error over what the precision costs", "of the squared distance"
@@ -43,7 +39,7 @@ SITES = (
     Column("new", detail="on the same input", of="new"),
     Column("cost", number, 2, detail="new in a plain forward of the dtype", of="cost"),
     Column("excess", number, 1, of="excess"),
-    Column("", text, 1, of=_role),
+    Column("", text, 1, of=lambda site: Cell(site.role, "critical" * (site.role == "source"))),
 )
 
 

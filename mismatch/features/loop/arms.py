@@ -22,6 +22,7 @@ from mismatch.processes.stages import Narrator, engine_command, world_command
 from mismatch.reports.files import write_page
 from mismatch.run.directory import at_work
 from mismatch.run.machine import local_gpus, placement
+from mismatch.run.manifest import require_no_links
 from mismatch.run.resume import differences
 from mismatch.run.store import read_json, write_json
 from mismatch.specs import CheckSpec, Pass, portable
@@ -141,6 +142,7 @@ def require_same_settings(asked: Asked, run_dir: Path) -> Asked:
 def read_settings(run_dir: Path) -> Asked:
     """Return what a run was asked: settings as of the last time, all arms and seeds."""
     path = run_dir / SETTINGS
+    require_no_links(run_dir)
     if not path.exists():
         raise MismatchError(f"{run_dir} holds no loop", "a folder that `mismatch loop` made")
     stored = read_json(path)

@@ -119,7 +119,8 @@ def export(world: World, loaded: LoadedModel, base: Path, target: Path, dtype: t
     if first:
         shutil.rmtree(target, ignore_errors=True)
         link_others(base, target)
-    for _, layer in groupby(model.state_dict().items(), key=lambda item: _layer_of(item[0])):
+    layer_of = lambda item: found[0] if (found := IN_LAYER.match(item[0])) else item[0]  # noqa: E731
+    for _, layer in groupby(model.state_dict().items(), key=layer_of):
         whole = {}
         for name, tensor in layer:
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # of all ranks
@@ -136,9 +137,3 @@ def export(world: World, loaded: LoadedModel, base: Path, target: Path, dtype: t
         raise MismatchError(fault, fix)
     if first:
         shards.finish()
-
-
-def _layer_of(name: str) -> str:
-    """Return what the names of one layer's parameters begin with; the name itself outside."""
-    found = IN_LAYER.match(name)
-    return found[0] if found else name

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from mismatch.errors import MismatchError
 from mismatch.run.files import LARGEST_JSON, open_parquet, open_regular, parse_json
@@ -48,7 +48,9 @@ class Part:
         at = self.start
         with open_regular(self.file) as file:
             file.seek(at)
-            for number, line in enumerate(_within_bounds(file), start=1):
+            # Of a line that is too long, pieces that are too long.
+            lines = iter(lambda: file.readline(LARGEST_JSON + 1), b"")
+            for number, line in enumerate(lines, start=1):
                 if line.strip():
                     try:
                         entry = parse_json(line)
@@ -62,11 +64,6 @@ class Part:
                 at += len(line)
                 if at == self.end:
                     return
-
-
-def _within_bounds(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file; of a line that is too long, pieces that are too long."""
-    return iter(lambda: file.readline(LARGEST_JSON + 1), b"")
 
 
 def parts_of(files: Sequence[Path]) -> list[Part]:

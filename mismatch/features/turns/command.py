@@ -11,6 +11,7 @@ from mismatch.cli.command import with_flags
 from mismatch.cli.flags import JSON, Flags, Option, flags_of
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError, first_line
+from mismatch.run.files import read_regular
 from mismatch.specs import MODEL, EngineSpec
 
 SCHEMA = "mismatch.template/2"
@@ -42,7 +43,7 @@ def template(flags: Flags) -> int:
     other, file = None, flags["chat_template"]
     if file is not None:
         try:
-            other = file.read_text(encoding="utf-8")
+            other = read_regular(file).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             fault = f"--chat-template {file}: {first_line(error)}"
             raise MismatchError(fault, "give a file with a Jinja template") from error

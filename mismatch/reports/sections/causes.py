@@ -104,18 +104,17 @@ def _paragraph(cause: Cause, rank: int, report: Report) -> str:
 
 
 def _evidence(title: str, groups: Iterable[tuple[str, tuple[Evidence, ...]]]) -> Table:
-    """Return a row for each, the name of its group in the first."""
+    """Return a row for each, the name of its group in the first: causes have a page."""
+    known = catalogue()
     rows: list[Cells] = [
-        ("" if index else _name(name), each.what, each.value, each.normal)
+        (
+            "" if index else Cell(name, explained=of_cause(name) if name in known else ""),
+            *(each.what, each.value, each.normal),
+        )
         for name, evidence in groups
         for index, each in enumerate(evidence)
     ]
     return Table((Column(title, text, 3), *EVIDENCE), rows)
-
-
-def _name(name: str) -> Cell:
-    """Return a cause, which has a page, or a detector, which has none."""
-    return Cell(name, explained=of_cause(name) if name in catalogue() else "")
 
 
 def outcome_cell(outcome: str, note: str = "") -> Cell:

@@ -32,7 +32,9 @@ def routes(case: Case) -> Look | NotTested:
     if case.trainer.fingerprint.get("replay"):
         return NotTested("routed experts", "the trainer replays the engine's")
     rows = case.rollout.actions - 1
-    if max(_distinct(side, rows) for side in (left, right)) < MIN_FLIPS:
+    # Routes that differ among the first of these rows: one prompt repeated is one observation.
+    first = [side.ids[rows[:SEEN]].reshape(min(len(rows), SEEN), -1) for side in (left, right)]
+    if max(len(np.unique(routes, axis=0)) for routes in first) < MIN_FLIPS:
         return NotTested("routed experts", f"needs {MIN_FLIPS} tokens that are routed differently")
     of_token = case.rollout.sequence_of_token
 
@@ -77,11 +79,6 @@ def routes(case: Case) -> Look | NotTested:
     else:
         findings += _far_flips(case, agreed[0] < 1, right, rows, columns, evidence)
     return Look(tuple(evidence), tuple(findings))
-
-
-def _distinct(routing: Routing, rows: Ints) -> int:
-    """Routes that differ among the first of these rows: one prompt repeated is one observation."""
-    return len(np.unique(routing.ids[rows[:SEEN]].reshape(min(len(rows), SEEN), -1), axis=0))
 
 
 def _turns_lost(case: Case, overlap: Floats, chance: float) -> list[int]:
