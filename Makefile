@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two processes, a file of tests at a time; directories in this order, so that engines start first.
 PYTEST = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(TEST_BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: check test test-clients test-gpu test-fast test-rest test-stacks test-all env env-sglang env-tests lint docs docs-serve tiny-gpt-oss tiny-gpt-oss-tools example bench clean help
+.PHONY: check test test-clients test-gpu test-fast test-rest test-grid test-cpus test-stacks test-all env env-sglang env-tests lint docs docs-serve tiny-gpt-oss tiny-gpt-oss-tools example bench clean help
 
 check: env  ## the main job on the embedded model: vLLM samples, a 2-rank FSDP2 world scores again
 	$(BIN)/mismatch check --model tiny-gpt-oss
@@ -22,10 +22,14 @@ test-fast:  ## unit tests and the command line, without engines (3 minutes)
 	@$(PYTHON) tools/make_env.py --tests
 	$(PYTEST) -m "not grid and not slow" tests/unit tests/cli
 
-test-rest: env-tests  ## the grids: families, distributions, simulations, kills; other CPUs simulated
+test-rest: test-grid test-cpus  ## both of the following
+
+test-grid: env-tests  ## the grids: families, distributions, simulations, kills (an hour)
 	$(PYTEST) -m "grid and not stack"
-	$(TEST_BIN)/python tools/other_machine.py plain
+
+test-cpus: env-tests  ## the unit tests as other CPUs would run them, simulated
 	$(TEST_BIN)/python tools/other_machine.py old
+	$(TEST_BIN)/python tools/other_machine.py plain
 
 test-stacks: env-tests  ## other versions in environments of their own; every line of the first pages; engines with planted faults (40 minutes)
 	$(PYTEST) -m stack tests/integration/test_documentation.py tests/integration/test_stacks.py tests/integration/test_known_issue_runs.py

