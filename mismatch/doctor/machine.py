@@ -70,15 +70,25 @@ class Kind(NamedTuple):
     bytes_s: float  # of its memory
 
 
-# Those that a plan can be made for without having them.
+# Those that a plan can be made for without having them, by their makers' data sheets.
 KINDS = {
     "A100-40GB": Kind(40_960, 312, 19.5, 1.56e12),
     "A100-80GB": Kind(81_920, 312, 19.5, 2.04e12),
+    "A800-80GB": Kind(81_920, 312, 19.5, 2.04e12),
     "H100-80GB": Kind(81_559, 989, 67, 3.35e12),
+    "H100-NVL-94GB": Kind(95_830, 835, 60, 3.9e12),
+    "H800-80GB": Kind(81_559, 989, 67, 3.35e12),
+    "H20-96GB": Kind(97_871, 148, 44, 4e12),
     "H200-141GB": Kind(143_771, 989, 67, 4.8e12),
+    "GH200-96GB": Kind(97_871, 989, 67, 4e12),
     "B200-192GB": Kind(183_359, 2250, 75, 8e12),
+    "B300-288GB": Kind(275_040, 2250, 75, 8e12),
+    "L4-24GB": Kind(23_034, 121, 30.3, 0.3e12),
     "L40S-48GB": Kind(46_068, 362, 91.6, 0.86e12),
+    "A10G-24GB": Kind(23_028, 70, 31.5, 0.6e12),
     "RTX4090-24GB": Kind(24_564, 165, 82.6, 1.01e12),
+    "RTX5090-32GB": Kind(32_607, 210, 105, 1.79e12),
+    "RTX-PRO-6000-96GB": Kind(97_887, 504, 125, 1.79e12),
 }
 
 
@@ -89,9 +99,9 @@ def kind_of(gpu: Gpu) -> str:
     'H100-80GB'
     """
     for name, kind in KINDS.items():
-        model = name.partition("-")[0].removeprefix("RTX")
+        model = name.rpartition("-")[0].removeprefix("RTX").strip("-").replace("-", " ")
         alike = abs((gpu.memory_bytes >> 20) / kind.mib - 1) < 0.1  # a slice (MIG) has less
-        if alike and re.search(rf"\b{model}\b", gpu.name.replace("RTX", "")):
+        if alike and re.search(rf"\b{model}\b", gpu.name.replace("RTX", "").replace("-", " ")):
             return name
     return ""
 
@@ -102,13 +112,18 @@ def parse_kind(text: str) -> tuple[int, str]:
     Raises:
         MismatchError: no such kind, or several with other memory.
     """
-    match = re.fullmatch(r"(?:([0-9]+)\s*[x×*])?\s*(?:rtx)?(.+)", text.strip().lower())
-    count, name = (int(match[1] or 1), match[2]) if match else (0, "")
-    kinds = [kind for kind in KINDS if kind.lower().removeprefix("rtx").startswith(name)]
+    match = re.fullmatch(r"(?:([0-9]+)\s*[x×*])?\s*(.+)", text.strip(), re.IGNORECASE)
+    count, name = (int(match[1] or 1), _plain(match[2])) if match else (0, "")
+    # With its memory or without: a part of a name is another GPU's (H20 and H200, L4 and L40S).
+    kinds = [kind for kind in KINDS if name in (_plain(kind), _plain(kind.rpartition("-")[0]))]
     if count < 1 or len(kinds) != 1:
         choices = ", ".join(kinds if len(kinds) > 1 else KINDS)
         raise MismatchError(f"--gpus {text}: no kind of GPU known here", f"e.g. 8x{choices}")
     return count, kinds[0]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_ ]|^rtx|gb$", "", name.lower())
 
 
 def machine_with(machine: Machine, count: int, kind: str) -> Machine:

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from mismatch.cli.main import app
-from mismatch.doctor.machine import KINDS, Gpu, Machine, kind_of
+from mismatch.doctor.machine import KINDS, Gpu, Machine, kind_of, parse_kind
 from mismatch.doctor.minutes import TIMED, forward_s
 from mismatch.doctor.plan import Plan, plan
 from mismatch.errors import MismatchError
@@ -158,12 +158,43 @@ def test_what_was_never_timed_says_so_or_has_no_minutes() -> None:
         ("NVIDIA GeForce RTX 4090", 24_564, "RTX4090-24GB"),
         ("NVIDIA H200", 143_771, "H200-141GB"),
         ("NVIDIA GH200 480GB", 143_771, ""),
+        ("NVIDIA GH200 480GB", 97_871, "GH200-96GB"),
+        ("NVIDIA H100 NVL", 95_830, "H100-NVL-94GB"),
+        ("NVIDIA H20", 97_871, "H20-96GB"),
+        ("NVIDIA H20-3e", 143_771, ""),
+        ("NVIDIA A10", 23_028, ""),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 97_887, "RTX-PRO-6000-96GB"),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9_856, ""),
         *((name, kind.mib, name) for name, kind in KINDS.items()),
     ],
 )
 def test_a_gpu_is_known_by_its_name_and_memory(name: str, mib: int, kind: str) -> None:
     assert kind_of(Gpu(name, mib << 20, 0, "")) == kind
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "kind"),
+    [
+        ("1xH20", 1, "H20-96GB"),
+        ("8xH200", 8, "H200-141GB"),
+        ("L4", 1, "L4-24GB"),
+        ("4xl40s", 4, "L40S-48GB"),
+        ("H100-NVL", 1, "H100-NVL-94GB"),
+        ("2 x H100", 2, "H100-80GB"),
+        ("RTX-5090", 1, "RTX5090-32GB"),
+        ("4090", 1, "RTX4090-24GB"),
+        ("4xA100-80", 4, "A100-80GB"),
+        *((kind, 1, kind) for kind in KINDS),
+    ],
+)
+def test_gpus_that_are_asked_for_are_those_of_the_plan(text: str, count: int, kind: str) -> None:
+    assert parse_kind(text) == (count, kind)
+
+
+@pytest.mark.parametrize("text", ["H2", "H", "L", "A100", "0xH100", "8x", "MI300X", "H100-NV", ""])
+def test_a_part_of_a_name_is_no_gpu(text: str) -> None:
+    with pytest.raises(MismatchError):
+        parse_kind(text)
 
 
 def test_json_prints_the_plan_alone_and_belongs_to_a_dry_run() -> None:
