@@ -52,12 +52,13 @@ WHERE = (
 READS = "Seconds between reads of the folder."
 EVERY = Option("every", float, OUTPUT, READS, default=5.0, range=Range(0.1, 86400))
 STEP = Option("step", int | None, OUTPUT, "Report this step alone; default: all steps of the dump.")
+MOE = switch("moe", OUTPUT, "Judge by levels of MoE models; else --model's config.json says it.")
 LAW = flags_of(Sampling, "temperature top_p top_k min_p repetition_penalty")
 SAMPLED = (*LAW, *flags_of(EngineSpec, "dtype"))
 JUDGED: Any = (*SAMPLED, *flags_of(TrainSpec, "dtype"), OUT, LEVELS, NAME_FLAGS, LOG_TO, FAIL_ON)
 
 
-@with_flags(DUMP, MODEL_FLAGS, DUMP_FORMAT, READING[1], STEP, *WHERE, *JUDGED)
+@with_flags(DUMP, MODEL_FLAGS, MOE, DUMP_FORMAT, READING[1], STEP, *WHERE, *JUDGED)
 def postmortem(flags: Flags) -> int:
     """Judge a run that already happened, from a dump that holds both log-probabilities.
 
@@ -89,7 +90,8 @@ def postmortem(flags: Flags) -> int:
     run_dir = new_directory(flags["out"], flags["model"] or flags["file"].stem)
     spec = spec_of(flags, flags["model"] or UNKNOWN_MODEL)
     spec = replace(spec, quick=True, noise_floor=False)
-    keep(spec, run_dir, flags["file"], recorded, session.command(), both=True)
+    moe = flags["moe"]
+    keep(spec, run_dir, flags["file"], recorded, session.command(), both=True, moe=moe)
     output.say(summary(recorded))
     levels = session.levels(flags)
     report = run_compare(run_dir, session.narrator(), levels, session.command(), write_report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from mismatch.codec import to_json
+from mismatch.errors import MismatchError
 from mismatch.features.recorded.dumps import Recorded
 from mismatch.features.recorded.facts import FILE, Finding, RecordedFacts
 from mismatch.frameworks import FRAMEWORKS
 from mismatch.keys import Key
+from mismatch.models.config import find_config
 from mismatch.models.tokenizers import load_tokenizer, stop_ids, token_texts
 from mismatch.run import store
 from mismatch.run.directory import at_work
@@ -108,15 +111,22 @@ def _flat(parts: Iterable[Any], kind: type[np.generic]) -> Any:
 
 
 def keep(
-    spec: CheckSpec, run_dir: Path, file: Path, recorded: Recorded, command: str, both: bool
+    spec: CheckSpec,
+    run_dir: Path,
+    file: Path,
+    recorded: Recorded,
+    command: str,
+    both: bool,
+    moe: bool = False,
 ) -> None:
     """Write the rollout, its scorings, token texts and what the dump says into a new run.
 
     Args:
         both: also write the trainer's scoring, where the dump holds one.
+        moe: the model has experts; else its config.json says it, where that is here.
 
     Raises:
-        MismatchError: a model was named that has no tokenizer, or an id is outside its vocabulary.
+        MismatchError: an id is outside the vocabulary of the model that was named.
     """
     engine = spec.rollout.engine
     longest = int(max(row.sampled.sum() for row in recorded.sequences))
@@ -134,13 +144,19 @@ def keep(
         not_tested.append(NotTested("columns of the dump", ", ".join(sorted(recorded.unread))))
     tokenizer: Any = None
     if engine.model != UNKNOWN_MODEL:
-        tokenizer = load_tokenizer(engine.model, engine.revision, engine.trust_remote_code)
+        try:
+            tokenizer = load_tokenizer(engine.model, engine.revision, engine.trust_remote_code)
+        except MismatchError as error:  # ids need none
+            not_tested.append(NotTested("token texts", error.message, error.fix))
+        with suppress(MismatchError):  # its config.json is not here
+            moe = moe or find_config(engine.model, engine.revision).model.experts > 0
     stops = stop_ids(engine.model, engine.revision, tokenizer.eos_token_id) if tokenizer else None
     fingerprint: SideFacts = {
         "engine": ENGINE,
         "mode": "decode",
         "model": engine.model,
         "dtype": engine.dtype,
+        "moe": moe,
         "file": file.name,
         "format": recorded.form,
         # At another temperature nobody says whether the logprobs are before or after it.
