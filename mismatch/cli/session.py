@@ -31,6 +31,8 @@ from mismatch.reports.formatting import plain_lines
 from mismatch.reports.plan import print_plan
 from mismatch.run.directory import NEWEST, is_own, load_spec, require_known_prompts, require_new
 from mismatch.run.directory import open_run as open_directory
+from mismatch.run.hub import fetch
+from mismatch.run.machine import require_shared_memory
 from mismatch.run.provenance import redacted_command
 from mismatch.run.trust import require_trust
 from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
@@ -96,7 +98,10 @@ def require_directory(flags: Flags) -> None:
 
 
 def open_run(verb: str, spec: CheckSpec, flags: Flags) -> Path:
-    """Return the run directory to work in; say so where it is an earlier one."""
+    """Fetch models of the hub, and return the run directory; say so where it is an earlier one."""
+    engine = spec.rollout.engine
+    for side in (spec.train, engine) if not engine.servers else (spec.train,):
+        fetch(side.model, side.revision, say)
     model = flags["model"] or spec.rollout.engine.model
     run_dir, resumed = open_directory(verb, spec, model, flags["out"], flags["resume"])
     if resumed:
@@ -223,6 +228,8 @@ def room_for(spec: CheckSpec, force: bool) -> Room:
     lost = warnings_of(memory.refused(certain=True))
     if lost and not force:
         raise MismatchError("\n    ".join(lost), "to start anyway: --force")
+    split = max(memory.float32_split, spec.rollout.engine.tensor_parallel_size)
+    require_shared_memory(split, spec.nproc_per_node)
     for text in memory.warnings if memory.sides else memory.notes:
         say(f"memory warning: {text}")
     out = {} if force else memory.left_out()

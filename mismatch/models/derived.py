@@ -32,6 +32,7 @@ from mismatch.facts import SideFacts
 from mismatch.models.adapters import adapter_files, with_adapter
 from mismatch.models.config import ModelConfig, first_layers, read_config, unpacks_mxfp4
 from mismatch.models.digests import source_hashes
+from mismatch.run.hub import download
 from mismatch.specs import AS_STORED, ROUNDED_FORMS, Adapter, EngineSpec, TrainSpec, WeightsForm
 
 if TYPE_CHECKING:
@@ -52,10 +53,6 @@ IN_LAYER = re.compile(r"(?P<stack>(?:.*?\.)?(?:layers|h|blocks))\.(?P<number>\d+
 TOWERS = re.compile("vision|visual|image|audio|encoder")  # stacks that are not the decoder's
 Spec = TypeVar("Spec", EngineSpec, TrainSpec)
 TRIES = 4
-# Of a hub's repository: gpt-oss has its weights three times over, in two other layouts. The hub's
-# patterns match across "/".
-FETCHED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-NOT_FETCHED = ("original/*", "metal/*")
 READ: dict[Path, IO[str]] = {}  # derived checkpoints that this process reads, locked
 
 
@@ -230,18 +227,10 @@ def cache() -> Path:
 
 
 def _local(spec: EngineSpec | TrainSpec) -> Path:
-    from huggingface_hub import snapshot_download
-
     if Path(spec.model).is_dir():
         return Path(spec.model)
     try:
-        found = snapshot_download(
-            spec.model,
-            revision=spec.revision,
-            allow_patterns=list(FETCHED),
-            ignore_patterns=list(NOT_FETCHED),
-        )
-        return Path(found)
+        return Path(download(spec.model, spec.revision))
     except Exception as error:  # the hub's client raises many kinds
         fault = f"{spec.model} cannot be fetched to change the form of its weights: {error}"
         raise MismatchError(fault, "give a local directory") from error

@@ -31,7 +31,7 @@ from mismatch.processes.adapter import no_float32
 from mismatch.processes.exchange import require_file
 from mismatch.processes.launch import own_python
 from mismatch.prompts.sources import read_prompts, require_within
-from mismatch.run.hub import cache_folder, cached_snapshot, offline, unknown_host
+from mismatch.run.hub import asking_the_hub, cache_folder, cached_snapshot
 from mismatch.run.interpreters import WORKER_MODULES, look_into, require_modules, source_files
 from mismatch.run.machine import local_gpus, placement
 from mismatch.specs import (
@@ -44,11 +44,6 @@ from mismatch.specs import (
     RolloutSpec,
     Sampling,
     TrainSpec,
-)
-
-OFFLINE = (
-    "without a network: download it where there is one (hf download {model}), copy the cache and "
-    "set HF_HUB_OFFLINE=1, or give the directory: --model DIR"
 )
 
 # What a trainer's process imports; that of a user's function imports torch and numpy.
@@ -398,18 +393,7 @@ def require_reachable(model: str, revision: str | None) -> None:
     if Path(model).is_dir() or cached_snapshot(model, revision) is not None:
         return
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
 
-    if offline():
-        raise MismatchError(
-            f"{model} is not in the cache {cache_folder()}, and HF_HUB_OFFLINE is set",
-            OFFLINE.format(model=model),
-        )
     cache = cache_folder()
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -420,23 +404,5 @@ def require_reachable(model: str, revision: str | None) -> None:
             f"the hub's cache {cache} cannot be written: {error.strerror}",
             "set HF_HOME to a directory with space that can be written",
         ) from error
-    if unknown := unknown_host():
-        fault = f"{model}: the hub cannot be reached: {': '.join(unknown)}"
-        raise MismatchError(fault, OFFLINE.format(model=model))
-    try:
+    with asking_the_hub(model, revision):
         hf_hub_download(model, "config.json", revision=revision)
-    except GatedRepoError as error:
-        raise MismatchError(
-            f"{model}: access has to be asked for on the hub", "ask there, then: hf auth login"
-        ) from error
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        at = f" at revision {revision}" if revision else ""
-        raise MismatchError(
-            f"the hub has no model {model}{at}, or it is private",
-            "check the name; for a private model: hf auth login",
-        ) from error
-    except (HfHubHTTPError, OSError) as error:
-        raise MismatchError(
-            f"{model}: the hub cannot be reached: {str(error).splitlines()[0]}",
-            OFFLINE.format(model=model),
-        ) from error

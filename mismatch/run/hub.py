@@ -1,18 +1,35 @@
 """The Hugging Face hub as this machine knows it: its cache, its host, and whether it is forbidden.
 
-huggingface_hub decides where the cache is and how it is laid out. Only :func:`small_files`
-downloads.
+huggingface_hub decides where the cache is and how it is laid out. :func:`small_files` and
+:func:`download` fetch.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
+
+from mismatch.errors import MismatchError, one_line
 
 # What describes a model and its tokenizer.
 SMALL = ("*config.json", "tokenizer.json", "special_tokens_map.json", "*.jinja")
+# What engines and trainers read: gpt-oss has its weights twice more, in other layouts. The hub's
+# patterns match across "/".
+FETCHED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+NOT_FETCHED = ("original/*", "metal/*")
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+INDEX = "model.safetensors.index.json"
+OFFLINE = (
+    "without a network: download it where there is one (hf download {model}), copy the cache and "
+    "set HF_HUB_OFFLINE=1, or give the directory: --model DIR"
+)
 PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 
 
@@ -75,3 +92,85 @@ def unknown_host() -> tuple[str, str] | None:
     except OSError as error:
         return host, error.strerror or str(error)
     return None
+
+
+@contextmanager
+def asking_the_hub(model: str, revision: str | None) -> Iterator[None]:
+    """Give what the hub's client raises within the block a sentence and a fix.
+
+    Raises:
+        MismatchError: the hub is forbidden or out of reach, no such model, no access to it.
+    """
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    fix = OFFLINE.format(model=model)
+    if offline():
+        fault = f"{model} is not wholly in the cache {cache_folder()}, and HF_HUB_OFFLINE is set"
+        raise MismatchError(fault, fix)
+    if unknown := unknown_host():
+        raise MismatchError(f"{model}: the hub cannot be reached: {': '.join(unknown)}", fix)
+    try:
+        yield
+    except GatedRepoError as error:
+        fault = f"{model}: access has to be asked for on the hub"
+        raise MismatchError(fault, "ask there, then: hf auth login") from error
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        at = f" at revision {revision}" if revision else ""
+        fault = f"the hub has no model {model}{at}, or it is private"
+        raise MismatchError(fault, "check the name; for a private model: hf auth login") from error
+    except Exception as error:  # the client and its transport raise many kinds
+        fault = f"{model} cannot be had from the hub: {one_line(error)}"
+        raise MismatchError(fault, f"try again, or {fix}") from error
+
+
+def fetch(model: str, revision: str | None, say: Callable[[str], None]) -> None:
+    """Download what the cache lacks of a hub model, with the client's progress bars.
+
+    Engines would do so behind "starting". Weights that are not safetensors are left to them.
+
+    Args:
+        say: told what is downloaded, and how much.
+
+    Raises:
+        MismatchError: too little space, or as :func:`asking_the_hub`.
+    """
+    snapshot = None if Path(model).is_dir() else cached_snapshot(model, revision)
+    if Path(model).is_dir() or (snapshot is not None and whole(snapshot)):
+        return
+    with asking_the_hub(model, revision):
+        files = download(model, revision, dry_run=True)
+        missing = [file.file_size for file in files if file.will_download]
+    if not missing:
+        return
+    cache, size = cache_folder(), sum(missing)
+    free = shutil.disk_usage(cache).free
+    if free < size:
+        needs = f"{model}: {size / 1e9:.1f} GB to download"
+        fault = f"{needs}, and {cache} has {free / 1e9:.1f} GB free"
+        raise MismatchError(fault, "free space, or set HF_HOME to a directory on a larger disk")
+    say(f"downloading {model} into {cache}: {len(missing)} files, {size / 1e9:.3g} GB")
+    with asking_the_hub(model, revision):
+        download(model, revision)
+
+
+def download(model: str, revision: str | None, dry_run: bool = False) -> Any:
+    """Return the folder of a hub model whose files are then here; in a dry run, what it takes."""
+    from huggingface_hub import snapshot_download
+
+    patterns: Any = {"allow_patterns": list(FETCHED), "ignore_patterns": list(NOT_FETCHED)}
+    return snapshot_download(model, revision=revision, dry_run=dry_run, **patterns)
+
+
+def whole(snapshot: Path) -> bool:
+    """Whether a folder of the cache holds weights: all files that its index names, or any."""
+    index = snapshot / INDEX
+    if not index.is_file():
+        return any(next(snapshot.glob(kind), None) for kind in WEIGHTS)
+    with suppress(ValueError, KeyError, AttributeError):  # a damaged index: the hub has it
+        named = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        return all((snapshot / name).is_file() for name in named)
+    return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -14,7 +15,9 @@ from mismatch.errors import MismatchError
 from mismatch.specs import CheckSpec, EngineSpec
 
 GIB = 1 << 30
-SHARED_BYTES = 192 * 2**20  # vLLM's message ring is 160 MiB
+SHARED = "/dev/shm"  # where processes of one machine talk to each other
+ENGINE_SHARED = 192 * 2**20  # bytes: the message ring of vLLM's processes takes 160 MiB of them
+RANK_SHARED = 32 * 2**20  # bytes: NCCL's segments of one rank on a GPU are 9 to 33 MB
 # nvidia-smi counts GPUs by their place on the PCI bus, CUDA the fastest first unless told.
 BUS_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 SMI_S = 60.0  # without persistence mode the driver starts for every question: seconds a GPU
@@ -30,6 +33,31 @@ for number in range(torch.cuda.device_count()):
     free, total = torch.cuda.mem_get_info(number)
     print(number, getattr(seen, "uuid", number), total >> 20, free >> 20, seen.name)
 """
+
+
+def require_shared_memory(split: int, ranks: int = 1) -> None:
+    """Check that there is what an engine on several GPUs, or a trainer's ranks on GPUs, take.
+
+    Args:
+        split: largest tensor parallel size of an engine.
+        ranks: of the trainer.
+
+    Raises:
+        MismatchError: there is too little, or no, shared memory.
+    """
+    size, who = (split > 1) * ENGINE_SHARED, f"an engine on {split} GPUs"
+    if ranks > 1 and visible_cards():
+        size, who = max((size, who), (ranks * RANK_SHARED, f"a trainer of {ranks} ranks"))
+    if not size:
+        return
+    fix = "in a container: docker run --shm-size=2g (or --ipc=host); elsewhere: mount a larger one"
+    try:
+        free = shutil.disk_usage(SHARED).free
+    except OSError as error:
+        raise MismatchError(f"no shared memory: {SHARED}: {error.strerror}", fix) from error
+    if free < size:
+        fault = f"too little shared memory: {SHARED} has {free / 2**20:.0f} MiB free"
+        raise MismatchError(f"{fault}, {who} needs {size / 2**20:.0f}", fix)
 
 
 def nvidia_smi(*arguments: str) -> str:

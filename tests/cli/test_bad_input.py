@@ -4,6 +4,7 @@ What only a worker can find out is in tests/integration/test_failures.py.
 """
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -250,6 +251,27 @@ def test_too_little_shared_memory(tmp_path):
     done = mounted("/dev/shm", "size=1m", command, cwd=tmp_path)
     assert_refused(done, "/dev/shm has 1 MiB free")
     assert "--shm-size" in done.stderr
+
+
+TWO_CARDS = """#!/bin/sh
+case "$*" in
+*query-gpu=index*)
+  for n in 0 1; do echo "$n, GPU-$n, NVIDIA H100 80GB HBM3, 81559, 580.95, Disabled"; done ;;
+*memory.free*) for n in 0 1; do echo "GPU-$n, 81000"; done ;;
+esac
+"""
+
+
+def test_ranks_on_gpus_need_shared_memory_too(tmp_path):
+    """Played: a machine with two GPUs, and less shared memory than NCCL takes for two ranks."""
+    (tmp_path / "nvidia-smi").write_text(TWO_CARDS)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    command = [sys.executable, "-m", "mismatch", "check", *TINY]
+    seen = {"PATH": path, "CUDA_VISIBLE_DEVICES": "0,1"}
+    done = mounted("/dev/shm", "size=40m", command, cwd=tmp_path, **seen)
+    assert_refused(done, "/dev/shm has 40 MiB free")
+    assert "2 ranks" in done.stderr
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -20,7 +19,7 @@ from mismatch.errors import MismatchError, first_line
 from mismatch.models.config import serves_mxfp4, unpacks_mxfp4
 from mismatch.models.derived import is_derived
 from mismatch.run.interpreters import look_into
-from mismatch.run.machine import SHARED_BYTES
+from mismatch.run.machine import require_shared_memory
 from mismatch.run.provenance import versions
 from mismatch.specs import TORCH_NAMES, EngineSpec
 from mismatch.types import Sampling
@@ -70,20 +69,7 @@ def require_machine(spec: EngineSpec) -> None:
             "serve the same values in bf16: --rollout-weights bf16, or of a bf16 checkpoint "
             "--rollout-weights mxfp4-rounded",
         )
-    if spec.tensor_parallel_size == 1:
-        return
-    shared = "/dev/shm"  # where vLLM's processes talk to each other
-    fix = "in a container: docker run --shm-size=2g (or --ipc=host); elsewhere: mount a larger one"
-    try:
-        free = shutil.disk_usage(shared).free
-    except OSError as error:
-        raise MismatchError(f"no shared memory: {shared}: {error.strerror}", fix) from error
-    if free < SHARED_BYTES:
-        raise MismatchError(
-            f"too little shared memory: {shared} has {free / 2**20:.0f} MiB free, vLLM with "
-            f"--tensor-parallel-size {spec.tensor_parallel_size} needs {SHARED_BYTES / 2**20:.0f}",
-            fix,
-        )
+    require_shared_memory(spec.tensor_parallel_size)
 
 
 def is_cpu_build(python: str | None = None) -> bool:
