@@ -208,13 +208,15 @@ def require_usable_gpus() -> None:
     count = local_gpus()
     if not count or torch.cuda.is_available():
         return
-    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    raise MismatchError(
-        f"nvidia-smi lists {count} GPUs, but torch {torch.__version__}, built {built}, cannot use "
-        "them",
-        "a CUDA 13 build needs a driver of 580 or newer; install a torch for this driver, or run "
-        "on the CPU: CUDA_VISIBLE_DEVICES= mismatch …",
+    here, on_cpu = f"torch {torch.__version__}", "run on the CPU: CUDA_VISIBLE_DEVICES= mismatch …"
+    if not torch.version.cuda:
+        fault = f"{here} is a CPU build, and nvidia-smi lists {count} GPUs"
+        raise MismatchError(fault, f"install a CUDA build of torch, or {on_cpu}")
+    fault = (
+        f"nvidia-smi lists {count} GPUs, but {here} for CUDA {torch.version.cuda} cannot use them"
     )
+    needs = "a CUDA 13 build needs a driver of 580 or newer; install a torch for this driver"
+    raise MismatchError(fault, f"{needs}, or {on_cpu}")
 
 
 def _device() -> torch.device:

@@ -64,15 +64,21 @@ assert not torch.backends.cudnn.allow_tf32
     assert done.returncode == 0, done.stderr
 
 
-def test_gpus_that_torch_cannot_use_are_no_reason_to_take_the_cpu(smi: Smi) -> None:
+def test_gpus_that_torch_cannot_use_are_no_reason_to_take_the_cpu(
+    smi: Smi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build for another driver, and a build for CPUs, which a newer driver would not help."""
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("not applicable: torch can use the GPUs here")
     smi(f"echo '0, {H100}'; echo '1, {H100}'")
-    with pytest.raises(MismatchError, match="lists 2 GPUs") as caught:
-        require_usable_gpus()
-    assert "580" in caught.value.fix
+    for built, driver in (("13.0", True), (None, False)):
+        monkeypatch.setattr(torch.version, "cuda", built)
+        with pytest.raises(MismatchError, match="lists 2 GPUs") as caught:
+            require_usable_gpus()
+        assert ("580" in caught.value.fix) == driver
+        assert ("CPU build" in caught.value.message) != driver
     smi("exit 9")
     require_usable_gpus()
 

@@ -226,8 +226,9 @@ def tried(use: Use) -> Use:
     except subprocess.TimeoutExpired:
         return replace(use, error=f"its import did not end within {IMPORT_TIMEOUT_S:.0f} s")
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("fix: ")]  # of our own errors
     error = (lines or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
-    return replace(use, error=error)
+    return replace(use, error=error.removeprefix("mismatch.errors.MismatchError: "))
 
 
 def _missing_compiler(machine: Machine) -> Iterator[Problem]:
