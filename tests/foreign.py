@@ -100,7 +100,7 @@ INPUTS: dict[str, dict[str, Row]] = {
         "like": Row("run", "--like IN"),
         "resume": Row("run", "--resume IN"),
         "prompts": Row("file", f"--prompts IN {TINY}", ".jsonl", read=False),
-        "model": Row("model", "--model IN --engine transformers --dry-run"),
+        "model": Row("model", "--model IN --engine transformers --dry-run", read=False),
     },
     "postmortem": {
         "file": Row("dump", "IN --out OUT", ".jsonl"),
@@ -108,15 +108,17 @@ INPUTS: dict[str, dict[str, Row]] = {
         "model": Row("model", "DUMP --model IN --out OUT"),
     },
     "watch": {"file": Row("dumps", "IN --once")},
-    "fixes": of_check("config verl_config trl_config train_model", "--model tiny-gpt-oss")
+    "fixes": of_check("config verl_config trl_config", "--model tiny-gpt-oss")
     | of_check(
-        "prompts dataset scorer_config accelerate_config", "--model tiny-gpt-oss", read=False
+        "prompts dataset scorer_config accelerate_config train_model",
+        "--model tiny-gpt-oss",
+        read=False,
     )
-    | {"model": Row("model", "--model IN")},
+    | {"model": Row("model", "--model IN", read=False)},
     "kernels": {"model": Row("model", "--model IN")},
     "sync-probe": {"model": Row("model", "--model IN --engine transformers --dry-run")},
     "template": {
-        "model": Row("model", "--model IN"),
+        "model": Row("model", "--model IN", read=False),
         "chat_template": Row(
             "file", "--model tiny-gpt-oss --chat-template IN", ".jinja", read=False
         ),

@@ -100,7 +100,9 @@ def require_directory(flags: Flags) -> None:
 def open_run(verb: str, spec: CheckSpec, flags: Flags) -> Path:
     """Fetch models of the hub, and return the run directory; say so where it is an earlier one."""
     engine = spec.rollout.engine
-    for side in (spec.train, engine) if not engine.servers else (spec.train,):
+    elsewhere = engine.servers or {"download_dir", "load_format"} & dict(engine.args).keys()
+    sides = ([] if elsewhere else [engine]) + ([] if verb == "rollout" else [spec.train])
+    for side in sides if flags["resume"] is None else ():  # a finished run needs none
         fetch(side.model, side.revision, say)
     model = flags["model"] or spec.rollout.engine.model
     run_dir, resumed = open_directory(verb, spec, model, flags["out"], flags["resume"])
@@ -228,12 +230,13 @@ def room_for(spec: CheckSpec, force: bool) -> Room:
     lost = warnings_of(memory.refused(certain=True))
     if lost and not force:
         raise MismatchError("\n    ".join(lost), "to start anyway: --force")
-    split = max(memory.float32_split, spec.rollout.engine.tensor_parallel_size)
-    require_shared_memory(split, spec.nproc_per_node)
     for text in memory.warnings if memory.sides else memory.notes:
         say(f"memory warning: {text}")
     out = {} if force else memory.left_out()
     reason = out.pop(f"{spec.rollout.engine.engine}{IN_FLOAT32}", "")
+    if not force:
+        split = max(memory.float32_split, spec.rollout.engine.tensor_parallel_size)
+        require_shared_memory(split, spec.nproc_per_node)
     return Room(out, memory.float32_split, memory.float32_offload, reason)
 
 

@@ -1,4 +1,4 @@
-"""One long sequence beyond the run's own: how long it is, of which tokens, and who scores it.
+"""One long sequence beyond the run's own: how long it is, and of which tokens.
 
 It lies in a separate run directory, ``long/``, and shares the float32 engine's process and the
 training world with the check. In float32 rounding plays no part, and what differs from some

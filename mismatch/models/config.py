@@ -15,6 +15,7 @@ from mismatch.errors import MismatchError
 from mismatch.models import find_alias
 from mismatch.run.files import read_regular
 from mismatch.run.hub import cached_snapshot
+from mismatch.run.manifest import WRONG
 from mismatch.specs import AS_STORED, EngineSpec
 
 SHIPPED = "shipped with mismatch"
@@ -331,7 +332,7 @@ def read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
     number = lambda held: float(held["__float__"]) if held.keys() == {"__float__"} else held  # noqa: E731
     try:
         parsed = json.loads(read_regular(path).decode("utf-8"), object_hook=number)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, *WRONG) as error:
         fault = f"{path} cannot be read: {error}"
         raise MismatchError(fault, f"give a model directory with a valid {name}") from error
     if not isinstance(parsed, dict):

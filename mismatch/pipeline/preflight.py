@@ -395,14 +395,13 @@ def require_reachable(model: str, revision: str | None) -> None:
     from huggingface_hub import hf_hub_download
 
     cache = cache_folder()
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cache):
-            pass
-    except OSError as error:
-        raise MismatchError(
-            f"the hub's cache {cache} cannot be written: {error.strerror}",
-            "set HF_HOME to a directory with space that can be written",
-        ) from error
     with asking_the_hub(model, revision):
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=cache):
+                pass
+        except OSError as error:
+            fault = f"the hub's cache {cache} cannot be written: {error.strerror}"
+            fix = "set HF_HOME to a directory with space that can be written"
+            raise MismatchError(fault, fix) from error
         hf_hub_download(model, "config.json", revision=revision)

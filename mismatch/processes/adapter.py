@@ -21,6 +21,7 @@ import numpy as np
 
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
+from mismatch.facts import known
 from mismatch.keys import ALONE, REGROUPED, REPEATED, TRAIN, TRAINER_FLOAT32
 from mismatch.models.config import is_moe
 from mismatch.models.derived import form_name
@@ -217,7 +218,7 @@ def scoring_from(
     if is_moe(pass_.spec.model, pass_.spec.revision) is not False:
         missing.append(NotTested(ROUTES, f"{facts['code']} returns no routed experts"))
     fingerprint: SideFacts = {
-        **facts,
+        **known(facts),
         "mode": "train",
         "backend": scorer,
         "model": pass_.spec.model,

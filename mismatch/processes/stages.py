@@ -275,7 +275,7 @@ class Stages:
         keep_scores(passes, self.run_dir, rollout)
 
     def _score_from_file(self, passes: list[Pass], rollout: Rollout) -> None:
-        """Keep the scores that another machine left in a file; side passes may be missing."""
+        """Keep the scores that another machine left in a file; optional passes may be missing."""
         file = require_file(passes[0].spec.scorer_config)
         scores = read_scores(file, passes, rollout)
         for pass_ in passes:

@@ -1,30 +1,30 @@
 """The Hugging Face hub as this machine knows it: its cache, its host, and whether it is forbidden.
 
-huggingface_hub decides where the cache is and how it is laid out. :func:`small_files` and
-:func:`download` fetch.
+huggingface_hub decides where its cache is. Only :func:`small_files` and :func:`download` fetch.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from mismatch.errors import MismatchError, one_line
+from mismatch.run.files import parse_json, read_regular
+from mismatch.run.manifest import WRONG
 
 # What describes a model and its tokenizer.
 SMALL = ("*config.json", "tokenizer.json", "special_tokens_map.json", "*.jinja")
 # What engines and trainers read: gpt-oss has its weights twice more, in other layouts. The hub's
 # patterns match across "/".
 FETCHED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-NOT_FETCHED = ("original/*", "metal/*")
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+NOT_FETCHED = ("original/*", "metal/*", "*/*.safetensors", "consolidated*", "*.fp16.safetensors")
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 INDEX = "model.safetensors.index.json"
 OFFLINE = (
     "without a network: download it where there is one (hf download {model}), copy the cache and "
@@ -101,11 +101,7 @@ def asking_the_hub(model: str, revision: str | None) -> Iterator[None]:
     Raises:
         MismatchError: the hub is forbidden or out of reach, no such model, no access to it.
     """
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors
 
     fix = OFFLINE.format(model=model)
     if offline():
@@ -115,10 +111,12 @@ def asking_the_hub(model: str, revision: str | None) -> Iterator[None]:
         raise MismatchError(f"{model}: the hub cannot be reached: {': '.join(unknown)}", fix)
     try:
         yield
-    except GatedRepoError as error:
+    except MismatchError:
+        raise
+    except errors.GatedRepoError as error:
         fault = f"{model}: access has to be asked for on the hub"
         raise MismatchError(fault, "ask there, then: hf auth login") from error
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         at = f" at revision {revision}" if revision else ""
         fault = f"the hub has no model {model}{at}, or it is private"
         raise MismatchError(fault, "check the name; for a private model: hf auth login") from error
@@ -132,9 +130,6 @@ def fetch(model: str, revision: str | None, say: Callable[[str], None]) -> None:
 
     Engines would do so behind "starting". Weights that are not safetensors are left to them.
 
-    Args:
-        say: told what is downloaded, and how much.
-
     Raises:
         MismatchError: too little space, or as :func:`asking_the_hub`.
     """
@@ -147,8 +142,7 @@ def fetch(model: str, revision: str | None, say: Callable[[str], None]) -> None:
     if not missing:
         return
     cache, size = cache_folder(), sum(missing)
-    free = shutil.disk_usage(cache).free
-    if free < size:
+    if (free := shutil.disk_usage(cache).free) < size:
         needs = f"{model}: {size / 1e9:.1f} GB to download"
         fault = f"{needs}, and {cache} has {free / 1e9:.1f} GB free"
         raise MismatchError(fault, "free space, or set HF_HOME to a directory on a larger disk")
@@ -166,11 +160,10 @@ def download(model: str, revision: str | None, dry_run: bool = False) -> Any:
 
 
 def whole(snapshot: Path) -> bool:
-    """Whether a folder of the cache holds weights: all files that its index names, or any."""
-    index = snapshot / INDEX
-    if not index.is_file():
-        return any(next(snapshot.glob(kind), None) for kind in WEIGHTS)
-    with suppress(ValueError, KeyError, AttributeError):  # a damaged index: the hub has it
-        named = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-        return all((snapshot / name).is_file() for name in named)
-    return False
+    """Whether a folder of the cache holds weights: all that its index names, or any others."""
+    held = {path.name for path in snapshot.iterdir() if path.suffix in WEIGHTS and path.is_file()}
+    try:
+        parts = set(parse_json(read_regular(snapshot / INDEX))["weight_map"].values())
+        return all((snapshot / part).is_file() for part in parts) or bool(held - parts)
+    except (OSError, *WRONG):  # most models have no index
+        return bool(held)

@@ -36,11 +36,7 @@ for number in range(torch.cuda.device_count()):
 
 
 def require_shared_memory(split: int, ranks: int = 1) -> None:
-    """Check that there is what an engine on several GPUs, or a trainer's ranks on GPUs, take.
-
-    Args:
-        split: largest tensor parallel size of an engine.
-        ranks: of the trainer.
+    """Check that there is what an engine on ``split`` GPUs, or a trainer's ranks on GPUs, take.
 
     Raises:
         MismatchError: there is too little, or no, shared memory.

@@ -39,7 +39,7 @@ MAKE_AGAIN = "copy the run again, or delete this file, then mismatch check --res
 # What reading code raises where a value is of another kind than it writes.
 WRONG = (
     *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError),
-    StopIteration,
+    *(StopIteration, NotImplementedError),
 )
 
 
@@ -102,12 +102,12 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> Path:
         with open(descriptor, "wb") as file:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if not os.fstat(descriptor).st_nlink:  # another took it for a dead writer's
+            if not temporary.exists():  # another took it for a dead writer's
                 return write_atomic(path, write)
             write(file)
             file.flush()
             os.fsync(descriptor)
-        os.replace(temporary, path)
+            os.replace(temporary, path)  # while the lock holds, or another may remove it
         _sync(path.parent)
     except OSError as error:
         raise MismatchError(
@@ -125,7 +125,8 @@ def remove_dead(partials: Iterable[Path]) -> None:
     """Remove temporary files of dead writers, but no links; a writer at work holds a lock."""
     for path in [*partials]:
         with suppress(OSError):  # a writer is at work, or has just ended
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+            mode = os.O_RDONLY if path.is_dir() else os.O_RDWR  # NFS locks what can be written
+            descriptor = os.open(path, mode | os.O_NONBLOCK | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -37,7 +37,7 @@ LIMITS = (
     ("allocate memory", "free memory, or lower --num-prompts, --max-tokens, --micro-batch-tokens"),
     ("could not create a primitive", "free memory, or lower --num-prompts and --max-tokens"),
     ("bad_alloc", "free memory, or lower --num-prompts, --max-tokens, --micro-batch-tokens"),
-    ("/dev/shm", "in a container: docker run --shm-size=2g (or --ipc=host)"),
+    ("creating shared memory", "in a container: docker run --shm-size=2g (or --ipc=host)"),
     ("no space left on device", "free space, or --out DIR and TMPDIR on another disk"),
 )
 

@@ -158,8 +158,8 @@ def numbers(values: pa.ChunkedArray, column: str, kind: type[np.generic] | None)
 
     if values.null_count or not NUMBER.fullmatch(str(values.type)):
         raise TypeError(f"{column} holds {values.type}, {values.null_count} null; not numbers")
-    held: np.ndarray = (values.cast(pa.from_numpy_dtype(kind)) if kind else values).to_numpy()
-    return held
+    cast = values.cast(pa.from_numpy_dtype(kind)) if kind else values
+    return np.array(cast.to_numpy())  # a copy: Arrow's memory cannot be written
 
 
 def require_kinds(table: pa.Table, texts: set[str], lists: set[str]) -> None:

@@ -97,6 +97,20 @@ def test_an_engine_and_a_trainer_may_record_at_once(tmp_path):
     assert len(manifest.entries(tmp_path)) == 40
 
 
+def test_two_writers_of_one_file_do_not_remove_what_the_other_has_just_finished(tmp_path):
+    """As two `mismatch report` of one run, or ranks that leave one step."""
+    code = """
+        from pathlib import Path
+        from mismatch.run.manifest import write_atomic
+        for number in range(300):
+            write_atomic(Path.cwd() / "report.html", lambda file: file.write(b"x" * 100))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    writers = [subprocess.Popen(command, cwd=tmp_path) for _ in range(2)]
+    assert [writer.wait(120) for writer in writers] == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
 KILLED = """
     import os, signal, sys
     from pathlib import Path

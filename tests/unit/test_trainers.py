@@ -18,7 +18,14 @@ import torch
 
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import plain_of, training_passes
-from mismatch.processes.adapter import VARIANTS, missing_corner, no_float32, prepared, scoring_of
+from mismatch.processes.adapter import (
+    VARIANTS,
+    missing_corner,
+    no_float32,
+    prepared,
+    scoring_from,
+    scoring_of,
+)
 from mismatch.processes.launch import ROOT, worker_path
 from mismatch.run import store
 from mismatch.run.trust import code_of
@@ -104,6 +111,20 @@ def test_what_is_no_answer_is_refused_by_the_functions_name(answer: Any, word: s
         trainer.score(TOKENS, "own")
     assert "here:f" in refused.value.message
     assert word in refused.value.message
+
+
+def test_facts_of_another_type_do_not_make_the_run_unreadable(tmp_path: Path) -> None:
+    """A trainer's own facts are not checked where they are made."""
+    run = make_run(tmp_path / "run")
+    rollout = store.load_rollout(run)
+    facts: Any = {"code": "theirs", "notes": [], "attention": None, "strategy": None}
+    facts |= {"ep_size": "4", "autocast": 3, "dtype": "bf16", "theirs": {"any": [1]}}
+    arrays = {"logprobs": np.full(rollout.n_actions, -1.0)}
+    made = scoring_from(arrays, facts, Pass("fsdp", TRAIN), rollout)
+    store.save_scoring(run, made, rollout)
+    held = store.load_scoring(run, "fsdp").fingerprint
+    assert (held["dtype"], held["theirs"]) == ("bf16", {"any": [1]})  # type: ignore[typeddict-item]
+    assert not {"attention", "autocast"} & held.keys()
 
 
 MODULE = """

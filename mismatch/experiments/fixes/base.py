@@ -111,7 +111,7 @@ class Fix:
         return f"{self.id}={self.value}" if self.value else self.id
 
     def taking(self, value: str = "") -> Fix:
-        """Return the fix with a value, by default its first, and the flags that set it.
+        """Return a fix of the catalogue with a value, its first unless told, and the flags for it.
 
         >>> Fix("micro-batch", "train", "", "", "", values=("512",)).taking("256").label
         'micro-batch=256'

@@ -91,9 +91,11 @@ def labels(name: str) -> list[str]:
 
     >>> labels("router-replay=ids+weights+fp32-router")
     ['router-replay=ids+weights', 'fp32-router']
+    >>> labels("micro-batch=1024+plain-attention")
+    ['micro-batch=1024', 'plain-attention']
     """
     parts: list[str] = []
-    ids = {fix.id for fix in FIXES}
+    ids = {fix.id for fix in (*FIXES, *PROBES)}
     for part in name.split("+"):
         if parts and "=" in parts[-1] and part.partition("=")[0] not in ids:
             parts[-1] += f"+{part}"

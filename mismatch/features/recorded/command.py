@@ -90,8 +90,7 @@ def postmortem(flags: Flags) -> int:
     run_dir = new_directory(flags["out"], flags["model"] or flags["file"].stem)
     spec = spec_of(flags, flags["model"] or UNKNOWN_MODEL)
     spec = replace(spec, quick=True, noise_floor=False)
-    moe = flags["moe"]
-    keep(spec, run_dir, flags["file"], recorded, session.command(), both=True, moe=moe)
+    keep(spec, run_dir, flags["file"], recorded, session.command(), True, flags["moe"])
     output.say(summary(recorded))
     levels = session.levels(flags)
     report = run_compare(run_dir, session.narrator(), levels, session.command(), write_report)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from mismatch.features.recorded.dumps import Recorded
 from mismatch.features.recorded.facts import FILE, Finding, RecordedFacts
 from mismatch.frameworks import FRAMEWORKS
 from mismatch.keys import Key
-from mismatch.models.config import find_config
+from mismatch.models.config import FoundConfig, find_config
 from mismatch.models.tokenizers import load_tokenizer, stop_ids, token_texts
 from mismatch.run import store
 from mismatch.run.directory import at_work
@@ -126,7 +125,7 @@ def keep(
         moe: the model has experts; else its config.json says it, where that is here.
 
     Raises:
-        MismatchError: an id is outside the vocabulary of the model that was named.
+        MismatchError: of a model that was named nothing is known, or it lacks an id's text.
     """
     engine = spec.rollout.engine
     longest = int(max(row.sampled.sum() for row in recorded.sequences))
@@ -144,12 +143,19 @@ def keep(
         not_tested.append(NotTested("columns of the dump", ", ".join(sorted(recorded.unread))))
     tokenizer: Any = None
     if engine.model != UNKNOWN_MODEL:
+        config: FoundConfig | None = None
+        try:
+            config = find_config(engine.model, engine.revision)
+            moe = moe or config.model.experts > 0
+        except MismatchError:  # of the hub's, it is not here
+            if Path(engine.model).is_dir():
+                raise
         try:
             tokenizer = load_tokenizer(engine.model, engine.revision, engine.trust_remote_code)
-        except MismatchError as error:  # ids need none
+        except MismatchError as error:  # numbers need none
+            if config is None or not both:
+                raise
             not_tested.append(NotTested("token texts", error.message, error.fix))
-        with suppress(MismatchError):  # its config.json is not here
-            moe = moe or find_config(engine.model, engine.revision).model.experts > 0
     stops = stop_ids(engine.model, engine.revision, tokenizer.eos_token_id) if tokenizer else None
     fingerprint: SideFacts = {
         "engine": ENGINE,

@@ -1,8 +1,8 @@
 """A training world's session: load the model under FSDP2, score a rollout in one or more passes.
 
 Each pass becomes ``scores/<name>.parquet`` (and ``routing/<name>.safetensors``). Passes that need
-the same weights in the same form share one load, whatever kernels they run. An optional pass that
-cannot run, or a "side" pass that runs out of memory, leaves its reason in
+the same weights in the same form share one load, whatever kernels they run. A pass that may fail,
+or one that may run out of memory and does (:class:`mismatch.specs.Pass`), leaves its reason in
 ``errors/pass-<name>.json`` and the others go on. A rank that fails leaves its reason in
 ``errors/<label>-rank<N>.json``.
 """
@@ -289,7 +289,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def left_out(run_dir: Path | str, rollout: Rollout, pass_: Pass) -> bool:
-    """Return whether a side pass has no routes to replay, because nobody could capture them.
+    """Return whether an optional pass has no routes to replay, because nobody could capture them.
 
     The report says so; a pass that was asked for by ``--replay-routing`` is refused instead.
     """
