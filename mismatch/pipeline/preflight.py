@@ -31,7 +31,7 @@ from mismatch.processes.adapter import no_float32
 from mismatch.processes.exchange import require_file
 from mismatch.processes.launch import own_python
 from mismatch.prompts.sources import read_prompts, require_within
-from mismatch.run.hub import asking_the_hub, cache_folder, cached_snapshot
+from mismatch.run.hub import asking_the_hub, cache_folder, cached_snapshot, offline
 from mismatch.run.interpreters import WORKER_MODULES, look_into, require_modules, source_files
 from mismatch.run.machine import local_gpus, placement
 from mismatch.specs import (
@@ -395,13 +395,13 @@ def require_reachable(model: str, revision: str | None) -> None:
     from huggingface_hub import hf_hub_download
 
     cache = cache_folder()
-    with asking_the_hub(model, revision):
-        try:
+    try:
+        if not offline():
             cache.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=cache):
                 pass
-        except OSError as error:
-            fault = f"the hub's cache {cache} cannot be written: {error.strerror}"
-            fix = "set HF_HOME to a directory with space that can be written"
-            raise MismatchError(fault, fix) from error
+    except OSError as error:
+        fault = f"the hub's cache {cache} cannot be written: {error.strerror}"
+        raise MismatchError(fault, "set HF_HOME to a directory that can be written") from error
+    with asking_the_hub(model, revision):
         hf_hub_download(model, "config.json", revision=revision)

@@ -18,9 +18,10 @@ import pytest
 
 from mismatch.models import EMBEDDED
 
+from ..command import mismatch
 from ..conftest import grid
 from ..limited import mounted
-from .conftest import SMALL, TINY_RUN, check_command, run_check
+from .conftest import SMALL, TINY_RUN, TINY_SAMPLING, check_command, run_check
 
 pytestmark = pytest.mark.slow
 QUICK = (*SMALL, "--engine", "transformers")
@@ -117,6 +118,47 @@ def test_ctrl_c_leaves_nothing_running(tmp_path, session):
     time.sleep(2)
     os.kill(process.pid, signal.SIGINT)
     assert_ended(process, tmp_path / "run", "interrupted", "fix:")
+
+
+FIXED = (*TINY_SAMPLING, "--quick", "--nproc-per-node", "1", "--fix", "fp32-lm-head")
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_check_that_tries_fixes_can_be_stopped_and_goes_on(tmp_path, by):
+    """In the world that tries the fix: what was scored stays, and is not scored again."""
+    run = tmp_path / "run"
+    process = start(run, *FIXED)
+    wait_for_file(run / "scores" / "fsdp.parquet")
+    wait_for_workers(tmp_path, TRAINER, 1)
+    os.kill(process.pid, by)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode in (130, 143, -by), output
+    end = time.monotonic() + 30
+    while left := [p for each in (ENGINE, TRAINER) for p in workers_of(tmp_path, each)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+    scored = (run / "scores" / "fsdp.parquet").stat().st_mtime_ns
+    done = mismatch("check", "--resume", run, timeout=300)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    assert (run / "scores" / "fsdp.parquet").stat().st_mtime_ns == scored
+    fixes = json.loads((run / "report.json").read_text())["fixes"]
+    assert [(row["id"], row["after"] is None) for row in fixes] == [("fp32-lm-head", False)]
+
+
+@pytest.mark.grid
+def test_a_clock_that_is_set_while_a_check_runs_changes_nothing(tmp_path):
+    """No deadline passes and nothing waits for ever: only stamps are another day's."""
+    moved = {"PYTHONPATH": str(Path(__file__).with_name("jumping_clock")), "CLOCK_JUMPS": "1"}
+    command = check_command(tmp_path / "run", *FIXED, "--budget-minutes", "10")
+    env = os.environ | moved
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert [(row["id"], row["after"] is None) for row in report["fixes"]] == [
+        ("fp32-lm-head", False)
+    ]
+    assert 0 < report["fixes"][0]["cost"]["seconds"] < 400
 
 
 @pytest.mark.grid
