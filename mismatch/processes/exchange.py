@@ -15,6 +15,7 @@ import numpy as np
 
 from mismatch.errors import MismatchError, first_line
 from mismatch.processes.adapter import scoring_from, variant_of
+from mismatch.run.manifest import WRONG
 from mismatch.specs import FILE_SCORER, Pass
 from mismatch.types import Rollout, Scoring, SideFacts
 
@@ -67,35 +68,35 @@ def read_scores(path: Path, passes: Sequence[Pass], rollout: Rollout) -> dict[st
         read = pd.read_parquet(path) if path.suffix == ".parquet" else None
         table = pd.read_json(path, orient="records", lines=True) if read is None else read
         table = table.set_index("sequence").sort_index()
-    except (OSError, ValueError, KeyError) as error:
+        expected = rows_of(rollout)
+        if table.index.tolist() != expected["sequence"]:
+            raise MismatchError(
+                f"{path} holds {len(table)} sequences, not the run's {len(expected['sequence'])} "
+                "once each",
+                FIX,
+            )
+        for row, ids in enumerate(expected["token_ids"] if "token_ids" in table else ()):
+            if list(table["token_ids"][row]) != ids:
+                raise MismatchError(f"{path}: sequence {row} has other tokens than the run", FIX)
+        if "logprobs" not in table:
+            raise MismatchError(f"{path} has no column logprobs", FIX)
+        masks = [np.asarray(mask, bool) for mask in expected["action_mask"]]
+        found = {}
+        for pass_ in passes:
+            if (column := column_of(pass_.name)) not in table:
+                continue
+            arrays = {"logprobs": _flat(path, table[column], masks)}
+            if column == "logprobs" and "entropy" in table:
+                arrays["entropy"] = _flat(path, table["entropy"], masks)
+            facts: SideFacts = {
+                "code": f"unknown code, whose log-probabilities were read from {path.name}",
+                "file": path.name,
+                "dtype": pass_.spec.dtype,
+                "notes": [f"the dtype {pass_.spec.dtype} is what the command said"],
+            }
+            found[pass_.name] = scoring_from(arrays, facts, pass_, rollout)
+    except (OSError, *WRONG) as error:
         raise MismatchError(f"{path} cannot be read: {first_line(error)}", FIX) from error
-    expected = rows_of(rollout)
-    if table.index.tolist() != expected["sequence"]:
-        raise MismatchError(
-            f"{path} holds {len(table)} sequences, not the run's {len(expected['sequence'])} "
-            "once each",
-            FIX,
-        )
-    for row, ids in enumerate(expected["token_ids"] if "token_ids" in table else ()):
-        if list(table["token_ids"][row]) != ids:
-            raise MismatchError(f"{path}: sequence {row} has other tokens than the run", FIX)
-    if "logprobs" not in table:
-        raise MismatchError(f"{path} has no column logprobs", FIX)
-    masks = [np.asarray(mask, bool) for mask in expected["action_mask"]]
-    found = {}
-    for pass_ in passes:
-        if (column := column_of(pass_.name)) not in table:
-            continue
-        arrays = {"logprobs": _flat(path, table[column], masks)}
-        if column == "logprobs" and "entropy" in table:
-            arrays["entropy"] = _flat(path, table["entropy"], masks)
-        facts: SideFacts = {
-            "code": f"unknown code, whose log-probabilities were read from {path.name}",
-            "file": path.name,
-            "dtype": pass_.spec.dtype,
-            "notes": [f"the dtype {pass_.spec.dtype} is what the command said"],
-        }
-        found[pass_.name] = scoring_from(arrays, facts, pass_, rollout)
     return found
 
 

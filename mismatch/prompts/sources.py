@@ -22,7 +22,7 @@ from mismatch.errors import MismatchError
 from mismatch.prompts.datasets import read_dataset
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.tasks import find_task
-from mismatch.run.files import open_regular
+from mismatch.run.files import read_regular
 from mismatch.specs import PromptSpec
 
 MOST_PROBLEMS = 1_000_000  # of a built-in task; they are made in memory
@@ -55,8 +55,7 @@ def read_file(path: Path) -> list[Prompt]:
         MismatchError: missing, not UTF-8, no prompts, or a malformed line (named).
     """
     try:
-        with open_regular(path) as file:
-            data = file.read()
+        data = read_regular(path, 128 << 20)  # prompts are held in memory
     except OSError as error:
         fault = f"prompts file {path}: {error.strerror}"
         raise MismatchError(fault, "give a readable JSONL file: --prompts FILE") from error

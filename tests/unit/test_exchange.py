@@ -89,6 +89,10 @@ def _short(table: pd.DataFrame) -> pd.DataFrame:
         (lambda table: table.drop(columns="logprobs"), "logprobs"),
         (lambda table: table.assign(logprobs=[[0.5] * 6] * len(table)), "0.5"),
         (lambda table: table.drop(columns="sequence"), "sequence"),
+        (lambda table: table.assign(logprobs="x"), "tokens.jsonl"),
+        (lambda table: table.assign(logprobs=-1.0), "tokens.jsonl"),
+        (lambda table: table.assign(logprobs=[{"a": [1]}] * len(table)), "tokens.jsonl"),
+        (lambda table: table.assign(token_ids=3), "tokens.jsonl"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, change, said: str) -> None:  # type: ignore[no-untyped-def]

@@ -13,7 +13,7 @@ from mismatch.errors import MismatchError
 from mismatch.prompts.arithmetic import arithmetic_problems
 from mismatch.prompts.environments import Calculator, Retry, prepared
 from mismatch.prompts.prompt import Prompt
-from mismatch.prompts.sources import read_prompts, render_prompts
+from mismatch.prompts.sources import read_file, read_prompts, render_prompts
 from mismatch.specs import PromptSpec
 
 
@@ -124,6 +124,15 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 def test_a_file_without_prompts(tmp_path: Path, content: str) -> None:
     with pytest.raises(MismatchError, match="has no prompts"):
         read_prompts(write(tmp_path / "p.jsonl", content))
+
+
+def test_a_file_of_prompts_has_a_limit(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    with path.open("wb") as file:
+        file.truncate((128 << 20) + 1)
+    with pytest.raises(MismatchError) as refused:
+        read_file(path)
+    assert "128 MiB" in refused.value.message
 
 
 def test_a_missing_file_and_an_unknown_task(tmp_path: Path) -> None:
