@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from ..command import ROOT
+from ..conftest import grid
 from ..foreign import INPUTS, Row, call
 from ..made_run import make_run
 
@@ -72,7 +73,7 @@ def refused(command: str, row: Row, given: object, folder: Path) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("attack", FILES)
+@pytest.mark.parametrize("attack", grid(FILES, "pipe", "deep"))
 @pytest.mark.parametrize(("command", "flag"), cases("file", "dump"))
 def test_a_file_that_is_none_is_refused(
     command: str, flag: str, attack: str, tmp_path: Path
@@ -100,7 +101,7 @@ def test_a_model_whose_files_are_none_is_refused(command: str, flag: str, tmp_pa
         refused(command, row._replace(read=row.read and (name, attack) in cases), model, folder)
 
 
-@pytest.mark.parametrize("attack", FILES)
+@pytest.mark.parametrize("attack", grid(FILES, "pipe", "deep"))
 @pytest.mark.parametrize(("command", "flag"), cases("dumps"))
 def test_a_file_among_dumps_that_is_none_ends_nothing(
     command: str, flag: str, attack: str, tmp_path: Path
