@@ -167,7 +167,7 @@ def require_kinds(table: pa.Table, texts: set[str], lists: set[str]) -> None:
     import pyarrow as pa
 
     for field in table.schema:
-        listed = pa.types.is_large_list(field.type)
+        listed = pa.types.is_large_list(field.type) or pa.types.is_list(field.type)
         kind = field.type.value_type if listed else field.type
         fits = TEXT if field.name in texts else NUMBER
         if not (fits.fullmatch(str(kind)) or kind == pa.null()) or listed != (field.name in lists):

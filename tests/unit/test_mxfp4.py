@@ -25,6 +25,7 @@ from mismatch.models import derived, mxfp4
 from mismatch.models.digests import source_hashes
 from mismatch.models.moe import require_forms
 from mismatch.pipeline.commands import run_score
+from mismatch.run import hub
 from mismatch.run.store import save_rollout
 from mismatch.specs import CheckSpec, TrainSpec, WeightsForm
 from tests.checkpoints import make, make_mxfp4, rollout, tensors_of
@@ -175,10 +176,11 @@ def test_a_hub_gives_one_set_of_weights_and_all_that_goes_with_it() -> None:
     small = ["config.json", "chat_template.jinja", "merges.txt", "tokenizer.model", "code.py"]
     wanted = [*small, "model-00000-of-00002.safetensors"]
     others = ["original/model.safetensors", "original/config.json", "metal/model.bin", "a.bin"]
+    others += ["consolidated.safetensors", "fp16/model.safetensors", "model.fp16.safetensors"]
     kept = filter_repo_objects(
         [*wanted, *others],
-        allow_patterns=list(derived.FETCHED),
-        ignore_patterns=list(derived.NOT_FETCHED),
+        allow_patterns=list(hub.FETCHED),
+        ignore_patterns=list(hub.NOT_FETCHED),
     )
     assert list(kept) == wanted
 
