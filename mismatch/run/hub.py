@@ -111,8 +111,6 @@ def asking_the_hub(model: str, revision: str | None) -> Iterator[None]:
         raise MismatchError(f"{model}: the hub cannot be reached: {': '.join(unknown)}", fix)
     try:
         yield
-    except MismatchError:
-        raise
     except errors.GatedRepoError as error:
         fault = f"{model}: access has to be asked for on the hub"
         raise MismatchError(fault, "ask there, then: hf auth login") from error

@@ -59,6 +59,8 @@ def test_levels_follow_the_model(
         asked += ["--model", tmp_path / "model"]
     report = judged(tmp_path / "run", *asked)
     assert report["verdict"]["levels"] == levels
+    facts = report["fingerprints"]["recorded:decode"]
+    assert facts.get("moe") == (True if levels.endswith("MoE") else None)  # nobody knows: no fact
     missing = [entry["what"] for entry in report["not_tested"]]
     assert ("token texts" in missing) == (config is not None)
 

@@ -162,7 +162,6 @@ def keep(
         "mode": "decode",
         "model": engine.model,
         "dtype": engine.dtype,
-        "moe": moe,
         "file": file.name,
         "format": recorded.form,
         # At another temperature nobody says whether the logprobs are before or after it.
@@ -171,6 +170,8 @@ def keep(
         "bos_token_id": tokenizer.bos_token_id if tokenizer else None,
         "not_tested": to_json(not_tested),
     }
+    if moe:  # else it is dense, or nobody knows
+        fingerprint["moe"] = True
     framework = FRAMEWORKS.get(recorded.form or "")
     trainer: SideFacts = {
         "mode": "train",
