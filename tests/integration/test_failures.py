@@ -71,6 +71,16 @@ def wait_for_file(path: Path) -> None:
         time.sleep(0.05)
 
 
+def wait_for_artefact(run: Path, name: str) -> None:
+    """Wait until the run's list names it: a file is there a moment before, and counts for nothing."""
+    manifest = run / "manifest.json"
+    wait_for_file(manifest)
+    end = time.monotonic() + 120
+    while name not in json.loads(manifest.read_text())["artefacts"]:
+        assert time.monotonic() < end, f"{name} was never recorded"
+        time.sleep(0.05)
+
+
 def assert_ended(process: subprocess.Popen[str], directory: Path, *expected: str) -> None:
     output, _ = process.communicate(timeout=540)
     assert process.returncode == (130 if "interrupted" in expected else 2), output
@@ -129,7 +139,7 @@ def test_a_check_that_tries_fixes_can_be_stopped_and_goes_on(tmp_path, by):
     """In the world that tries the fix: what was scored stays, and is not scored again."""
     run = tmp_path / "run"
     process = start(run, *FIXED)
-    wait_for_file(run / "scores" / "fsdp.parquet")
+    wait_for_artefact(run, "scores/fsdp.parquet")
     wait_for_workers(tmp_path, TRAINER, 1)
     os.kill(process.pid, by)
     output, _ = process.communicate(timeout=120)

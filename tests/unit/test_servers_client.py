@@ -185,7 +185,7 @@ def raw_server(
     """Send bytes as they are, one piece after the other, then ``repeat`` for ever.
 
     Args:
-        sent: gets how many bytes of ``repeat`` each connection took.
+        sent: gets how many bytes of ``repeat`` each connection was offered.
     """
     listening = socket.create_server(("127.0.0.1", 0))
     stopped = threading.Event()
@@ -199,9 +199,9 @@ def raw_server(
             if sent is not None:
                 sent.append(0)
             while repeat and not stopped.is_set():
-                peer.sendall(repeat)
                 if sent is not None:
-                    sent[-1] += len(repeat)
+                    sent[-1] += len(repeat)  # before: the reader may end while this one is sent
+                peer.sendall(repeat)
                 time.sleep(pause_s)
         except OSError:
             pass
