@@ -5,7 +5,6 @@ Parameters are counted by ``mismatch.models.sizes``. Nothing here imports torch 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from mismatch.errors import MismatchError
 from mismatch.models import find_alias
-from mismatch.run.files import read_regular
+from mismatch.run.files import parse_json, read_regular
 from mismatch.run.hub import cached_snapshot
 from mismatch.run.manifest import WRONG
 from mismatch.specs import AS_STORED, EngineSpec
@@ -331,7 +330,7 @@ def read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
     # transformers writes an infinite number as an object.
     number = lambda held: float(held["__float__"]) if held.keys() == {"__float__"} else held  # noqa: E731
     try:
-        parsed = json.loads(read_regular(path).decode("utf-8"), object_hook=number)
+        parsed = parse_json(read_regular(path), object_hook=number)
     except (OSError, *WRONG) as error:
         fault = f"{path} cannot be read: {error}"
         raise MismatchError(fault, f"give a model directory with a valid {name}") from error

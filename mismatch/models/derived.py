@@ -27,20 +27,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
+from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.facts import SideFacts
 from mismatch.models.adapters import adapter_files, with_adapter
 from mismatch.models.config import ModelConfig, first_layers, read_config, unpacks_mxfp4
-from mismatch.models.digests import source_hashes
-from mismatch.run.hub import download
+from mismatch.models.digests import RECORD, Derived, record_of, source_hashes
+from mismatch.run.hub import INDEX, download, weight_places
 from mismatch.specs import AS_STORED, ROUNDED_FORMS, Adapter, EngineSpec, TrainSpec, WeightsForm
 
 if TYPE_CHECKING:
     import torch
 
 SHARD_BYTES = 2 << 30
-RECORD = "derived.json"  # in a derived checkpoint: what it was made of
-INDEX = "model.safetensors.index.json"
 FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")  # [E, in, out], gpt-oss
 SINGLE = re.compile(r"\.experts\.\d+\.\w+\.weight$")  # [out, in], one matrix per expert
 PACKED = re.compile(r"(?P<stem>.*\.experts\.\w+)_(?P<half>blocks|scales)$")
@@ -149,9 +148,8 @@ def _reading(target: Path) -> bool:
 
 def layers_held(directory: Path | None) -> SideFacts:
     """Return ``{"layers": [N, M]}`` of a checkpoint of the first N of M layers; {}: of all."""
-    path = (directory or Path()) / RECORD
-    held = json.loads(path.read_text("utf-8")).get("layers") if path.is_file() else None
-    return {"layers": held} if held else {}
+    derived = None if directory is None else record_of(directory)
+    return {"layers": list(derived.layers)} if derived and derived.layers else {}
 
 
 def form_name(form: str, directory: Path | None) -> str:
@@ -164,19 +162,18 @@ def form_name(form: str, directory: Path | None) -> str:
     """
     if form != "bf16" or directory is None or not (directory / "config.json").is_file():
         return form
-    path = directory / RECORD
-    method = quantisation(directory).get("quant_method")
-    if path.is_file():
-        method = json.loads(path.read_text("utf-8")).get("of")
+    derived = record_of(directory)
+    method = derived.of if derived else quantisation(directory).get("quant_method")
     return form if method in (None, "mxfp4") else f"{form} of {method}"
 
 
 def _whole(target: Path) -> bool:
     """Whether a derived checkpoint lies there as it was written: its record names the sizes."""
     try:
-        sizes = json.loads((target / RECORD).read_text("utf-8"))["sizes"]
-        return all((target / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError):
+        record = record_of(target)
+        sizes = record.sizes if record else {}
+        return bool(sizes) and all((target / n).stat().st_size == s for n, s in sizes.items())
+    except (OSError, MismatchError):
         return False
 
 
@@ -300,9 +297,8 @@ def _write(
     (partial / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
     sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
     held = None if layers is None else (layers, ModelConfig.of(whole).layers)
-    record = {"form": form, "source_files": hashes, "sizes": sizes, "layers": held}
-    record["of"] = quantisation(source).get("quant_method")
-    (partial / RECORD).write_text(json.dumps(record, indent=2), "utf-8")
+    record = Derived(form, hashes, sizes, held, quantisation(source).get("quant_method"))
+    (partial / RECORD).write_text(json.dumps(to_json(record), indent=2), "utf-8")
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
 
@@ -417,8 +413,7 @@ def _dequantised(
 
 def _first_names(source: Path, held: Collection[str], layers: int) -> list[str]:
     """Return names of a checkpoint's tensors, but for those of later layers of its decoder."""
-    index, whole = source / INDEX, ModelConfig.of(read_config(source)).layers
-    listed = json.loads(index.read_text("utf-8"))["weight_map"] if index.is_file() else held
+    listed, whole = weight_places(source) or held, ModelConfig.of(read_config(source)).layers
     matches = [match for name in listed if (match := IN_LAYER.match(name))]
     # Layers of multi-token prediction follow the last one, or are another, short stack.
     last = {match["stack"] for match in matches if int(match["number"]) == whole - 1}

@@ -13,11 +13,16 @@ A tensor held in fp16 has already lost bits that bf16 keeps: see :func:`comparab
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from mismatch.codec import from_json
+from mismatch.errors import MismatchError
+from mismatch.run.files import parse_json, read_regular
+from mismatch.run.manifest import WRONG
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +32,7 @@ ZERO: Digest = (0, 0, 0, 0, 0, 0)
 UNORDERED, OF_EXPERTS = 3, 4  # sums of those that know no order, or that of the first axis alone
 CHUNK = 1 << 20  # elements per step: what is made of them stays in the cache
 PATTERNS = 1 << 16
+RECORD = "derived.json"
 SOURCE_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py")
 
 
@@ -113,6 +119,40 @@ def comparable(held: str) -> bool:
     return held != "fp16"
 
 
+@dataclass(frozen=True)
+class Derived:
+    """What a checkpoint was made of that was derived from another: its ``derived.json``.
+
+    Attributes:
+        source_files: sha256 of the other's files, by name.
+        sizes: bytes of each file as it was written.
+        layers: how many it holds, and of how many; None: all.
+        of: how the other was quantised; None: not at all.
+    """
+
+    form: str
+    source_files: dict[str, str]
+    sizes: dict[str, int]
+    layers: tuple[int, int] | None
+    of: str | None
+
+
+def record_of(directory: Path) -> Derived | None:
+    """Return what a checkpoint was derived from; None: from no other.
+
+    Raises:
+        MismatchError: its record cannot be read.
+    """
+    path = directory / RECORD
+    if not path.is_file():
+        return None
+    try:
+        return from_json(Derived, parse_json(read_regular(path)))
+    except (OSError, *WRONG) as error:
+        fault = f"{path} cannot be read: {error}"
+        raise MismatchError(fault, "fetch or make the checkpoint again") from error
+
+
 def source_hashes(model_dir: str | Path) -> dict[str, str]:
     """sha256 of every file of a model directory that decides what is computed, by file name.
 
@@ -121,10 +161,8 @@ def source_hashes(model_dir: str | Path) -> dict[str, str]:
     (mismatch/models/derived.py) has that one's hashes: it is where both sides began.
     """
     root = Path(model_dir)
-    record = root / "derived.json"
-    if record.is_file():
-        recorded: dict[str, str] = json.loads(record.read_text("utf-8"))["source_files"]
-        return recorded
+    if derived := record_of(root):
+        return derived.source_files
     paths = {path for pattern in SOURCE_FILES for path in root.glob(pattern) if path.is_file()}
     return {path.name: file_sha256(path) for path in sorted(paths)}
 

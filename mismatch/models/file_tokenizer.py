@@ -21,6 +21,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from mismatch.errors import MismatchError
 from mismatch.models.config import read_config
+from mismatch.run.files import read_regular
 
 
 class FileTokenizer:
@@ -103,8 +104,8 @@ def _compiled(template: str) -> Template:
 def _templates(folder: Path) -> list[dict[str, str]]:
     further = (folder / "additional_chat_templates").glob("*.jinja")
     files = {"default": folder / "chat_template.jinja", **{each.stem: each for each in further}}
-    found = {name: file.read_text("utf-8") for name, file in files.items() if file.is_file()}
-    return [{"name": name, "template": text} for name, text in found.items()]
+    found = {name: read_regular(file) for name, file in files.items() if file.is_file()}
+    return [{"name": name, "template": data.decode("utf-8")} for name, data in found.items()]
 
 
 def _text(token: Any) -> str:

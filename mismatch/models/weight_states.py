@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch.errors import MismatchError
 from mismatch.models.config import read_config
-from mismatch.models.derived import INDEX, Shards, open_tensors, require_space
+from mismatch.models.derived import Shards, open_tensors, require_space
 from mismatch.models.digests import Digest, digest_tensor
+from mismatch.run.hub import INDEX
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11; workers run on 3.10 too

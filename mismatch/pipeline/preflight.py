@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import socket
 import sys
@@ -23,7 +22,7 @@ from mismatch.engines.registry import (
 )
 from mismatch.errors import INSTALL_SCORE, MismatchError, did_you_mean, require_packages
 from mismatch.models.adapters import merge_first, require_adapter
-from mismatch.models.config import find_config, first_layers
+from mismatch.models.config import find_config, first_layers, read_config
 from mismatch.models.derived import is_mxfp4
 from mismatch.models.derived import require_form as require_derived
 from mismatch.models.moe import require_forms, require_routes
@@ -374,7 +373,7 @@ def require_sound_version(spec: EngineSpec) -> None:
     names = engine_info(spec.engine).packages
     packages = look_into(own_python(spec) or sys.executable, packages=tuple(names)).packages
     versions = [packages[name] for name in names if name in packages]
-    model_type = json.loads((directory / "config.json").read_text()).get("model_type", "")
+    model_type = read_config(directory).get("model_type", "")
     stored = "mxfp4" if is_mxfp4(directory) else "bf16"
     if versions:
         for fault in faults_of(spec.engine, versions[0], model_type, stored):

@@ -62,8 +62,12 @@ def read_regular(path: Path | str, most: int = LARGEST_JSON) -> bytes:
     return data
 
 
-def parse_json(data: bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """Return what JSON says.
+def parse_json(
+    data: bytes,
+    parse_constant: Callable[[str], Any] | None = None,
+    object_hook: Callable[[dict[str, Any]], Any] | None = None,
+) -> Any:
+    """Return what JSON says; the hooks as ``json.loads`` takes them.
 
     Raises:
         ValueError: it is no JSON in UTF-8, or would take too much memory.
@@ -73,7 +77,8 @@ def parse_json(data: bytes, parse_constant: Callable[[str], Any] | None = None) 
         raise ValueError(f"more than {LARGEST_JSON >> 20} MiB of JSON")
     if data.count(b"[") + data.count(b"{") > MOST_CONTAINERS:
         raise ValueError(f"more than {MOST_CONTAINERS:,} lists and objects")
-    return json.loads(data.decode("utf-8"), parse_constant=parse_constant)
+    text = data.decode("utf-8")
+    return json.loads(text, parse_constant=parse_constant, object_hook=object_hook)
 
 
 def read_yaml(path: Path | str) -> str:

@@ -9,11 +9,12 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from mismatch.codec import from_json
 from mismatch.errors import MismatchError, one_line
 from mismatch.run.files import parse_json, read_regular
 from mismatch.run.manifest import WRONG
@@ -157,11 +158,28 @@ def download(model: str, revision: str | None, dry_run: bool = False) -> Any:
     return snapshot_download(model, revision=revision, dry_run=dry_run, **patterns)
 
 
+def weight_places(directory: Path) -> dict[str, str]:
+    """Return which file of a checkpoint holds each tensor, as its index says; {}: it has none.
+
+    Raises:
+        MismatchError: the index cannot be read.
+    """
+    path = directory / INDEX
+    try:
+        return from_json(dict[str, str], parse_json(read_regular(path))["weight_map"], "weight_map")
+    except FileNotFoundError:
+        return {}
+    except (OSError, *WRONG) as error:
+        fault = f"{path} cannot be read: {error}"
+        raise MismatchError(fault, "fetch the checkpoint again") from error
+
+
 def whole(snapshot: Path) -> bool:
     """Whether a folder of the cache holds weights: all that its index names, or any others."""
     held = {path.name for path in snapshot.iterdir() if path.suffix in WEIGHTS and path.is_file()}
-    try:
-        parts = set(parse_json(read_regular(snapshot / INDEX))["weight_map"].values())
-        return all((snapshot / part).is_file() for part in parts) or bool(held - parts)
-    except (OSError, *WRONG):  # most models have no index
-        return bool(held)
+    with suppress(OSError, MismatchError):  # loading says what is wrong with an index
+        parts = set(weight_places(snapshot).values())
+        if parts and all((snapshot / part).is_file() for part in parts):
+            return True
+        held -= parts
+    return bool(held)

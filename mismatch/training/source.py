@@ -7,7 +7,6 @@ the same whether it rested in bfloat16 or in float32, so a checkpoint whose valu
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,9 @@ from transformers.utils import logging
 
 from mismatch.errors import MismatchError, first_line
 from mismatch.models.auto_class import auto_class
+from mismatch.run.files import LARGEST_JSON, open_regular, parse_json
+from mismatch.run.hub import INDEX, weight_places
+from mismatch.run.manifest import WRONG
 from mismatch.specs import MasterDtype, TrainSpec
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -96,7 +98,7 @@ def model_directory(spec: TrainSpec) -> Path | None:
     return None if config is None else config.parent
 
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SINGLE = "model.safetensors"
 BF16_ONLY = {"BF16"}
 INTEGERS = {"U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}  # blocks, scales, ids
 
@@ -121,10 +123,7 @@ def stored_dtypes(files: TrainSpec) -> set[str]:
     Reads the headers; a hub model's files are downloaded, as loading would.
     """
     index = _file(files, INDEX)
-    if index is None:
-        single = _file(files, SINGLE)
-        return header_dtypes(single) if single is not None else set()
-    names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+    names = [SINGLE] if index is None else sorted(set(weight_places(index.parent).values()))
     paths = [_file(files, name) for name in names]
     if None in paths:
         return set()
@@ -133,13 +132,13 @@ def stored_dtypes(files: TrainSpec) -> set[str]:
 
 def header_dtypes(path: Path) -> set[str]:
     """Return dtypes of the tensors of one safetensors file; empty if it is damaged."""
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        try:
-            header = json.loads(file.read(size))
-        except (ValueError, OverflowError, MemoryError):
-            return set()  # loading says what is wrong
-    return {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+    try:
+        with open_regular(path) as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = parse_json(file.read(min(size, LARGEST_JSON + 1)))
+        return {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, *WRONG):
+        return set()  # loading says what is wrong
 
 
 def buffers_are_fixed(config: Any, trust_remote_code: bool) -> bool:

@@ -18,6 +18,9 @@ from typing import Any
 
 import pytest
 
+from mismatch.models.digests import RECORD
+from mismatch.run.hub import INDEX
+
 from ..command import ROOT
 from ..conftest import grid
 from ..foreign import INPUTS, Row, call
@@ -93,7 +96,9 @@ def test_a_model_whose_files_are_none_is_refused(command: str, flag: str, tmp_pa
     adapter = "adapter" in flag
     cases = [("adapter_config.json" if adapter else "config.json", attack) for attack in FILES]
     row = INPUTS[command][flag]
-    for name, attack in [*cases, ("tokenizer_config.json", "deep"), ("tokenizer.json", "pipe")]:
+    others = [("tokenizer_config.json", "deep"), ("tokenizer.json", "pipe")]
+    others += [("chat_template.jinja", "no text"), (RECORD, "deep"), (INDEX, "device")]
+    for name, attack in [*cases, *others]:
         folder = tmp_path / f"{name}-{attack.replace(' ', '-')}"
         model = Path(shutil.copytree(MODEL, folder / "model"))
         (model / name).unlink(missing_ok=True)

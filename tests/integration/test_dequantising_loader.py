@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mismatch.models import derived
-from mismatch.models.derived import INDEX
+from mismatch.run.hub import INDEX
 from tests.checkpoints import make_mxfp4
 
 pytestmark = pytest.mark.slow

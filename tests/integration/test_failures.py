@@ -72,7 +72,7 @@ def wait_for_file(path: Path) -> None:
 
 
 def wait_for_artefact(run: Path, name: str) -> None:
-    """Wait until the run's list names it: a file is there a moment before, and counts for nothing."""
+    """Wait until the run's list names it: the file is there a moment before."""
     manifest = run / "manifest.json"
     wait_for_file(manifest)
     end = time.monotonic() + 120
