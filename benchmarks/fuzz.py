@@ -47,7 +47,9 @@ def main() -> int:
                 state[TARGETS[names[number]](Random(seed), run)] += 1
             except Exception:
                 last = traceback.format_exc().strip().splitlines()
-                state["faults"].append({"target": names[number], "seed": seed, "error": last[-1]})
+                state["faults"].append(
+                    {"target": names[number], "seed": seed, "error": last[-1][:400]}
+                )
                 print("\n".join(last[-5:]))
             longest = max(longest, time.monotonic() - started)
             state["done"] += 1

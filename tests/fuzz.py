@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 import yaml
 from rich.console import Console
 
+from mismatch.analysis.thresholds import load_thresholds
 from mismatch.cli import main as cli
 from mismatch.cli.command import read_config
 from mismatch.cli.options import CHECK
@@ -34,11 +35,16 @@ from mismatch.engines.servers.client import RequestFailed
 from mismatch.errors import MismatchError
 from mismatch.features.recorded.dumps import FORMS, read_recorded
 from mismatch.features.recorded.run import as_run
+from mismatch.models import EMBEDDED
+from mismatch.models.derived import layers_held
+from mismatch.models.digests import RECORD, source_hashes
 from mismatch.pipeline.document import report_from_json, report_to_json
+from mismatch.prompts.sources import read_file
 from mismatch.reports.markdown import to_markdown
 from mismatch.reports.sections import page
 from mismatch.reports.terminal import print_page
 from mismatch.run import directory, manifest, store
+from mismatch.run.hub import INDEX, weight_places
 from mismatch.types import Sampling
 
 from .report_makers import report_of
@@ -46,6 +52,7 @@ from .unit import test_recorded as recorded
 from .unit import test_servers_answers as servers
 from .unit.test_verl_config import PRINTED
 
+TINY = EMBEDDED["tiny-gpt-oss"]
 JUNK: list[Any] = [
     *(None, True, False, 0, -1, 10**30, 1.5, -1e308, float("nan"), "", "x", "../../x", "\x1b]0;x"),
     *([], {}, [None], [[]], {"a": 1}, "9" * 30, ["x"], "bf16", "a:b", "\ud800"),
@@ -318,6 +325,103 @@ def config(random: Random, run: Path) -> str:
     return "same"
 
 
+def prompts(random: Random, run: Path) -> str:
+    """A file of prompts with one line that is none, read as a check reads it."""
+    rows: list[Any] = [
+        {"messages": [{"role": "user", "content": "Compute 1 + 1."}], "answer": "2"},
+        {"prompt_token_ids": [1, 5, 9]},
+        {"prompt": "Compute 2 + 2.", "tools": [{"type": "function"}]},
+    ]
+    at = random.randrange(len(rows))
+    rows[at] = mutated(rows[at], random)
+    data = "\n".join(map(json.dumps, rows)).encode()
+    path = run.parent / "prompts.jsonl"
+    path.write_bytes(mutated_bytes(data, random) if random.random() < 0.5 else data)
+    line = ["check", "--model", "tiny-gpt-oss", "--engine", "transformers", "--dry-run"]
+    try:
+        if random.random() < 0.1:
+            return _main([*line, "--prompts", str(path)])
+        read_file(path)
+    except MismatchError:
+        return "refused"
+    finally:
+        path.unlink()
+    return "same"
+
+
+LEVELS = {"k3_kl": {"bf16 MoE": {"healthy": 1e-3, "unfit": 0.01, "source": "ours"}}}
+LEVELS |= {"ratio_outside_2": {"bf16 dense": {"healthy": 1e-3}}}
+
+
+def levels(random: Random, run: Path) -> str:
+    """A file of levels with one thing wrong."""
+    lines = []
+    for metric, columns in mutated(LEVELS, random).items() if random.random() < 0.9 else ():
+        lines += [f"[{json.dumps(metric)}]"]
+        for column, cell in columns.items() if isinstance(columns, dict) else ():
+            cells = cell.items() if isinstance(cell, dict) else [("healthy", cell)]
+            inner = ", ".join(f"{json.dumps(k)} = {json.dumps(v)}" for k, v in cells)
+            lines += [f"{json.dumps(column)} = {{{inner}}}"]
+    data = "\n".join(lines).encode() or b"="
+    path = run.parent / "levels.toml"
+    path.write_bytes(mutated_bytes(data, random) if random.random() < 0.5 else data)
+    try:
+        load_thresholds(path)
+    except MismatchError:
+        return "refused"
+    finally:
+        path.unlink()
+    return "same"
+
+
+def watched(random: Random, run: Path) -> str:
+    """A folder of dumps of which one is damaged, as `mismatch watch` reads it."""
+    folder = run.parent / "dumps"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    row = {"prompt_token_ids": [5, 6], "response_token_ids": [7, 8], "logprobs": [-0.5, -0.5]}
+    row |= {"train_logprobs": [-0.5, -0.25]}
+    for step in range(2):
+        data = json.dumps(row | {"step": step}).encode()
+        if step:
+            changed = json.dumps(mutated(row | {"step": step}, random)).encode()
+            data = mutated_bytes(data, random) if random.random() < 0.5 else changed
+        (folder / f"step_{step}.jsonl").write_bytes(data + b"\n")
+    given = ["--out", str(folder / "kept")] if random.random() < 0.5 else []
+    try:
+        return _main(["watch", str(folder), "--once", *given])
+    finally:
+        shutil.rmtree(folder)
+
+
+def checkpoint(random: Random, run: Path) -> str:
+    """A model's folder with one file that is none, as a dry run and its readers see it."""
+    folder = run.parent / "checkpoint"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(TINY, folder)
+    index = {"metadata": {}, "weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}
+    record = {"form": "bf16", "source_files": {"config.json": "0"}, "sizes": {"config.json": 3}}
+    made = {INDEX: index, RECORD: record | {"layers": [1, 2], "of": "fp8"}}
+    name = random.choice([INDEX, RECORD, *(path.name for path in folder.glob("*.json"))])
+    data = json.dumps(made[name]) if name in made else (folder / name).read_text("utf-8")
+    document = mutated(json.loads(data), random)
+    changed = json.dumps(document).encode() if random.random() < 0.6 else data.encode()
+    (folder / name).write_bytes(
+        changed if random.random() < 0.5 else mutated_bytes(changed, random)
+    )
+    line = ["check", "--model", str(folder), "--engine", "transformers", "--dry-run"]
+    try:
+        if name not in made:
+            return _main(line)
+        for read in (weight_places, source_hashes, layers_held):
+            read(folder)
+    except MismatchError:
+        return "refused"
+    finally:
+        shutil.rmtree(folder)
+    return "same"
+
+
 TRL = """
 model_name_or_path: tiny-gpt-oss
 max_completion_length: 64
@@ -402,4 +506,8 @@ TARGETS: dict[str, Target] = {
     "config": config,
     "server": server,
     "framework's YAML": framework_yaml,
+    "prompts": prompts,
+    "levels": levels,
+    "watch": watched,
+    "checkpoint": checkpoint,
 }

@@ -390,7 +390,7 @@ def _attention(name: str, config: FoundConfig, device: str) -> str:
     fields = {k: v for k, v in config.values.items() if k not in unread}
     try:
         described = AutoConfig.for_model(config.values["model_type"], **fields)
-    except (ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # whatever a family's class raises at a value it dislikes
         return f"{name} (not resolved: {first_line(error)})"
     resolved = resolve_attention(name, described)
     trial = name == "auto" and resolved.label == "sink-sdpa" and device != "cpu"

@@ -41,7 +41,7 @@ def read_config(spec: TrainSpec) -> Any:
         config: Any = AutoConfig.from_pretrained(
             spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever a family's class raises at a value it dislikes
         fault = f"cannot read the configuration of {spec.model}: {first_line(error)}"
         fix = f"{OTHER_MODEL}; code from the model's repository runs only with --trust-remote-code"
         raise MismatchError(fault, fix) from error
@@ -66,7 +66,7 @@ def skeleton(config: Any, trust_remote_code: bool = False, dtype: torch.dtype | 
         with torch.device("meta"):
             options = {} if dtype is None else {"dtype": dtype}
             return build(config, trust_remote_code=trust_remote_code, **options)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except Exception as error:  # likewise
         fault = f"architecture {config.model_type!r} is not supported: {first_line(error)}"
         fix = "a causal language model of transformers is needed; new models need a new version"
         raise MismatchError(fault, fix) from error

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +113,13 @@ def children_of(folder: Path, what: str = "") -> list[int]:
     return pids
 
 
+def wait_until(true: Callable[[], bool], within_s: float) -> None:
+    end = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
 @pytest.mark.grid
 def test_a_killed_run_goes_on_to_the_same_curve_and_a_lost_parameter_stops_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -145,6 +153,12 @@ def test_a_killed_run_goes_on_to_the_same_curve_and_a_lost_parameter_stops_it(
     assert "interrupted" in output
     assert children_of(out) == []
     assert (out / "loop.json").exists()
+
+    resumed = [sys.executable, "-m", "mismatch", "loop", "--resume", str(out)]
+    with subprocess.Popen(resumed, stderr=subprocess.DEVNULL) as process:
+        wait_until(lambda: bool(children_of(arm, "loop.trainer_side")), 120)
+        process.kill()
+    wait_until(lambda: children_of(out) == [], 60)
 
     start = resume_from(arm)
     assert 0 < start < STEPS

@@ -16,7 +16,8 @@ from mismatch.run.directory import RUN, RUN_SCHEMA
 from ..fuzz import TARGETS
 from ..made_run import make_run
 
-TRIALS = {"report": 40, "table": 60, "Parquet dump": 100}  # which take long; of the others 200
+# Trials of those that take long; of the others 200.
+TRIALS = {"report": 40, "table": 60, "checkpoint": 25, "Parquet dump": 100}
 
 
 @pytest.fixture(scope="module")
