@@ -197,11 +197,7 @@ exact_kl_topk_max = _declare("exact_kl_topk_max", "exact KL, max", _MAX, "extrem
 
 
 @metric(
-    unit="share",
-    bounds=SHARE,
-    good="high",
-    label="top-1 agreement",
-    meaning="share of these positions where both sides prefer it",
+    "share", "top-1 agreement", "share of these positions where both sides prefer it", good="high"
 )
 def exact_argmax_agree(exact_argmax_agree: Array) -> Array:
     """Share of the sampled positions whose most likely token is the same on both sides."""
@@ -233,12 +229,12 @@ k3_kl_at_exact = _at_exact("k3_kl", "k3, same positions", "what k3 says of the s
 
 
 @metric(
+    "nats",
+    "k3, spread by chance",
+    "over √tokens: how far mean k3 may be from the KL by the choice of tokens alone",
     "extreme",
-    unit="nats",
     bounds=POSITIVE,
     good="neither",
-    label="k3, spread by chance",
-    meaning="over √tokens: how far mean k3 may be from the KL by the choice of tokens alone",
 )
 def k3_spread_at_exact(k3_variance: Floats) -> float:
     """Standard deviation of one token's k3, from the distributions at the sampled positions.
@@ -249,11 +245,11 @@ def k3_spread_at_exact(k3_variance: Floats) -> float:
 
 
 @metric(
+    "1",
+    "k1 - exact, of chance",
+    "above 1: the tokens were not drawn from that distribution",
     "extreme",
-    unit="1",
     bounds=POSITIVE,
-    label="k1 - exact, of chance",
-    meaning="above 1: the tokens were not drawn from that distribution",
 )
 def exact_law_gap(exact_surplus: Floats, exact_variance: Floats) -> float:
     """|sum of (k1 - exact KL)| over what chance allows (Freedman's inequality for martingales at

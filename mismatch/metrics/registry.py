@@ -2,7 +2,7 @@
 
 A metric is declared once, by decorating the function that computes its terms:
 
-    @metric(unit="nats", label="mean |delta|, nats", meaning="average distance of …")
+    @metric("nats", "mean |delta|, nats", "average distance of …")
     def logprob_abs_diff_mean(delta): ...
 
 ``METRICS`` then holds the declaration, with what the interval estimator needs, and the decorated
@@ -208,20 +208,21 @@ def effective_share(means: Floats) -> Floats:
 
 
 def metric(
-    kind: Kind = "mean", *, unit: str, label: str, meaning: str, **more: Any
+    unit: str, label: str, meaning: str, kind: Kind = "mean", **more: Any
 ) -> Callable[[Callable[P, Any]], Callable[P, float]]:
     """Declare the decorated function's terms as the metric of the function's name.
 
     The result is the metric as a function on plain arrays, see :meth:`Metric.__call__`.
 
     Args:
-        more: further fields of :class:`Metric`.
+        more: further fields of :class:`Metric`; shares and probabilities have their bounds.
     """
-    more |= {"unit": unit, "label": label, "meaning": meaning}
+    more = {"bounds": SHARE if unit in ("share", "probability") else REAL} | more
+    more |= {"label": label, "meaning": meaning}
 
     def declare(terms: Callable[P, Any]) -> Callable[P, float]:
         definition = inspect.getdoc(terms) or ""
-        return register(Metric(terms.__name__, terms, kind, definition=definition, **more))
+        return register(Metric(terms.__name__, terms, kind, unit, definition=definition, **more))
 
     return declare
 

@@ -8,50 +8,33 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.metrics.registry import POSITIVE, SHARE, Array, floats, metric, quotient
+from mismatch.metrics.registry import POSITIVE, Array, floats, metric, quotient
 from mismatch.types import Bools, Floats
 
 
 @metric(
-    unit="share",
-    bounds=SHARE,
-    label="routing flips, per layer",
-    meaning="share of (token, layer) pairs where the two sides chose another set of experts",
+    "share",
+    "routing flips, per layer",
+    "share of (token, layer) pairs where the two sides chose another set of experts",
 )
 def routing_disagree_layer(differs: Bools) -> Floats:
     """Share of (token, layer) pairs whose sets of experts differ. ``differs`` [A, L]."""
     return floats(differs.mean(axis=1))
 
 
-@metric(
-    unit="share",
-    bounds=SHARE,
-    label="tokens with a flip",
-    meaning="share of tokens with at least one",
-)
+@metric("share", "tokens with a flip", "share of tokens with at least one")
 def routing_disagree_any(differs: Bools) -> Floats:
     """Share of tokens with at least one layer whose sets of experts differ. ``differs`` [A, L]."""
     return floats(differs.any(axis=1))
 
 
-@metric(
-    unit="share",
-    bounds=SHARE,
-    good="high",
-    label="experts in common",
-    meaning="mean share of the chosen experts",
-)
+@metric("share", "experts in common", "mean share of the chosen experts", good="high")
 def routing_overlap(overlap: Floats) -> Floats:
     """Mean of |A ∩ B| / K over (token, layer). ``overlap`` [A]: each token's mean over layers."""
     return floats(overlap)
 
 
-@metric(
-    unit="share",
-    bounds=SHARE,
-    label="other first expert",
-    meaning="share of (token, layer) with another heaviest expert",
-)
+@metric("share", "other first expert", "share of (token, layer) with another heaviest expert")
 def routing_top1_disagree(rollout_top_expert: Array, train_top_expert: Array) -> Floats:
     """Share of (token, layer) whose expert of highest weight differs, both [A, L].
 
@@ -61,10 +44,10 @@ def routing_top1_disagree(rollout_top_expert: Array, train_top_expert: Array) ->
 
 
 @metric(
-    unit="weight",
+    "weight",
+    "routing weights, L1",
+    "distance of the two sides' weights over all experts; at most 2",
     bounds=(0.0, np.inf),
-    label="routing weights, L1",
-    meaning="distance of the two sides' weights over all experts; at most 2",
 )
 def routing_weight_l1(weight_l1: Array) -> Floats:
     """Mean over (token, layer) of Σ_e |w_rollout(e) - w_train(e)|, e over all E experts.
@@ -76,11 +59,11 @@ def routing_weight_l1(weight_l1: Array) -> Floats:
 
 
 @metric(
-    unit="score",
+    "score",
+    "router margin, mean",
+    "gap between the last chosen and the first rejected expert",
     bounds=POSITIVE,
     good="neither",
-    label="router margin, mean",
-    meaning="gap between the last chosen and the first rejected expert",
 )
 def routing_margin(margin: Array) -> Floats:
     """Mean gap between the K-th and (K+1)-th selection score on the train side, [A, L]."""
@@ -88,13 +71,12 @@ def routing_margin(margin: Array) -> Floats:
 
 
 @metric(
+    "share",
+    "flips that are near-ties",
+    "share of the differing choices that were near-ties",
     "ratio",
-    unit="share",
     combine=quotient,
-    bounds=SHARE,
     good="neither",
-    label="flips that are near-ties",
-    meaning="share of the differing choices that were near-ties",
 )
 def routing_near_tie_flipped(near_tie: Bools, differs: Bools) -> Floats:
     """Share of the differing sets that were near-ties: Σ (near ∧ differs) / Σ differs. [A, L]."""
@@ -107,10 +89,9 @@ def _tied_of(near: Bools, differs: Bools) -> Floats:
 
 
 @metric(
-    unit="share",
-    bounds=SHARE,
-    label="sparse attention: other keys",
-    meaning="share of (token, layer) whose attention selected another set of keys",
+    "share",
+    "sparse attention: other keys",
+    "share of (token, layer) whose attention selected another set of keys",
 )
 def keys_disagree_layer(keys_differ: Bools) -> Floats:
     """Share of (token, layer) pairs whose sets of keys differ. ``keys_differ`` [R, L].
@@ -120,26 +101,19 @@ def keys_disagree_layer(keys_differ: Bools) -> Floats:
     return floats(keys_differ.mean(axis=1))
 
 
-@metric(
-    unit="share",
-    bounds=SHARE,
-    good="high",
-    label="sparse attention: keys in common",
-    meaning="mean share of the selected keys",
-)
+@metric("share", "sparse attention: keys in common", "mean share of the selected keys", good="high")
 def keys_overlap(keys_common: Floats) -> Floats:
     """Mean of |A ∩ B| / K over (token, layer). ``keys_common`` [R]: each token's over layers."""
     return floats(keys_common)
 
 
 @metric(
+    "share",
+    "sparse attention: near-ties",
+    "share of the differing selections that were near-ties",
     "ratio",
-    unit="share",
     combine=quotient,
-    bounds=SHARE,
     good="neither",
-    label="sparse attention: near-ties",
-    meaning="share of the differing selections that were near-ties",
 )
 def keys_near_tie_flipped(keys_near_tie: Bools, keys_differ: Bools) -> Floats:
     """Share of the differing sets of keys that were near-ties, both [R, L]."""
@@ -147,10 +121,9 @@ def keys_near_tie_flipped(keys_near_tie: Bools, keys_differ: Bools) -> Floats:
 
 
 @metric(
-    unit="share",
-    bounds=SHARE,
-    label="prompt: flips per layer",
-    meaning="the first number, over prompt and tool output: apart from the headline",
+    "share",
+    "prompt: flips per layer",
+    "the first number, over prompt and tool output: apart from the headline",
 )
 def routing_prompt_disagree_layer(prompt_differs: Bools) -> Floats:
     """``routing_disagree_layer`` over the forwarded rows that predict no action, [R, L].
@@ -160,12 +133,7 @@ def routing_prompt_disagree_layer(prompt_differs: Bools) -> Floats:
     return floats(prompt_differs.mean(axis=1))
 
 
-@metric(
-    unit="share",
-    bounds=SHARE,
-    label="prompt tokens with flips",
-    meaning="share of those tokens with at least one layer",
-)
+@metric("share", "prompt tokens with flips", "share of those tokens with at least one layer")
 def routing_prompt_disagree_any(prompt_differs: Bools) -> Floats:
     """``routing_disagree_any`` over the forwarded rows that predict no action, [R, L]."""
     return floats(prompt_differs.any(axis=1))
@@ -179,13 +147,13 @@ def _harm_factor(means: Floats) -> Floats:
 
 
 @metric(
+    "factor",
+    "|delta|, flipped tokens",
+    "their mean |delta| over that of the other tokens",
     "ratio",
-    unit="factor",
     combine=_harm_factor,
     bounds=POSITIVE,
     good="neither",
-    label="|delta|, flipped tokens",
-    meaning="their mean |delta| over that of the other tokens",
 )
 def routing_harm_factor(differs: Bools, delta: Floats) -> Floats:
     """Mean |delta| of tokens with a differing layer over that of tokens without.
@@ -198,13 +166,12 @@ def routing_harm_factor(differs: Bools, delta: Floats) -> Floats:
 
 
 @metric(
+    "share",
+    "delta², flipped tokens",
+    "share of all delta² on tokens with a routing flip",
     "ratio",
-    unit="share",
     combine=quotient,
-    bounds=SHARE,
     good="neither",
-    label="delta², flipped tokens",
-    meaning="share of all delta² on tokens with a routing flip",
 )
 def routing_delta2_share(differs: Bools, delta: Floats) -> Floats:
     """Σ delta² of the tokens with a differing layer, over Σ delta² of all. Compare their share of

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mismatch.metrics.registry import POSITIVE, SHARE, effective_share, floats, metric, spread
+from mismatch.metrics.registry import POSITIVE, effective_share, floats, metric, spread
 from mismatch.metrics.token import TRUNCATION
 from mismatch.types import Floats, Ints
 
@@ -28,11 +28,11 @@ def per_sequence_mean(values: Floats, sequence: Ints) -> Floats:
 
 
 @metric(
-    unit="nats",
+    "nats",
+    "log-perplexity gap",
+    "mean over sequences of mean(rollout) - mean(train)",
     reduction="sequence",
     good="neither",
-    label="log-perplexity gap",
-    meaning="mean over sequences of mean(rollout) - mean(train)",
 )
 def log_ppl_diff(delta: Floats, sequence: Ints) -> Floats:
     """Mean over sequences of mean(rollout) - mean(train): how much the trainer is surprised."""
@@ -40,14 +40,13 @@ def log_ppl_diff(delta: Floats, sequence: Ints) -> Floats:
 
 
 @metric(
+    "share",
+    "effective size, seqs.",
+    "the same on whole sequences",
     "ratio",
-    unit="share",
     reduction="sequence",
     combine=effective_share,
-    bounds=SHARE,
     good="high",
-    label="effective size, seqs.",
-    meaning="the same on whole sequences",
 )
 def ess_seq(delta: Floats, sequence: Ints) -> tuple[Floats, ...]:
     """Effective share of the sequences, (mean w)² / mean w², w = min(exp(sum of delta), 2)."""
@@ -57,13 +56,13 @@ def ess_seq(delta: Floats, sequence: Ints) -> tuple[Floats, ...]:
 
 
 @metric(
+    "nats",
+    "sequence log-ratio, std",
+    "spread of the sum of delta over a sequence",
     "ratio",
-    unit="nats",
     reduction="sequence",
     combine=spread,
     bounds=POSITIVE,
-    label="sequence log-ratio, std",
-    meaning="spread of the sum of delta over a sequence",
 )
 def seq_logratio_std(delta: Floats, sequence: Ints) -> tuple[Floats, ...]:
     """Standard deviation over sequences of S = sum of delta."""
@@ -72,11 +71,11 @@ def seq_logratio_std(delta: Floats, sequence: Ints) -> tuple[Floats, ...]:
 
 
 @metric(
-    unit="nats",
+    "nats",
+    "sequence log-ratio, mean",
+    "mean over sequences of the sum of delta",
     reduction="sequence",
     good="neither",
-    label="sequence log-ratio, mean",
-    meaning="mean over sequences of the sum of delta",
 )
 def seq_logratio_mean(delta: Floats, sequence: Ints) -> Floats:
     """Mean over sequences of S = sum of delta; -S estimates the sequence's KL(rollout ‖ train)."""

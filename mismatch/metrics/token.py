@@ -70,9 +70,7 @@ def _probability_gap(rollout: Floats, train: Floats) -> Floats:
 
 
 @metric(
-    unit="nats",
-    label="k1 KL, nats per token",
-    meaning="mean of -delta: estimates KL(rollout‖train); signed and noisy",
+    "nats", "k1 KL, nats per token", "mean of -delta: estimates KL(rollout‖train); signed and noisy"
 )
 def kl(delta: Floats) -> Floats:
     """k1: mean of -delta. Estimates KL(rollout ‖ train) where the left side sampled; signed."""
@@ -80,10 +78,10 @@ def kl(delta: Floats) -> Floats:
 
 
 @metric(
-    unit="nats²",
+    "nats²",
+    "k2 KL, nats per token",
+    "mean of delta²/2: a biased but calm estimate",
     bounds=POSITIVE,
-    label="k2 KL, nats per token",
-    meaning="mean of delta²/2: a biased but calm estimate",
 )
 def k2_kl(delta: Floats) -> Floats:
     """k2: mean of delta²/2, the second-order KL."""
@@ -91,10 +89,10 @@ def k2_kl(delta: Floats) -> Floats:
 
 
 @metric(
-    unit="nats",
+    "nats",
+    "k3 KL, nats per token",
+    "KL(rollout‖train): how much the trainer's policy differs from the one that sampled",
     bounds=POSITIVE,
-    label="k3 KL, nats per token",
-    meaning="KL(rollout‖train): how much the trainer's policy differs from the one that sampled",
 )
 def k3_kl(delta: Floats) -> Floats:
     """k3: mean of rho - 1 - delta. Estimates KL(rollout ‖ train) where the left side sampled."""
@@ -105,10 +103,10 @@ def k3_kl(delta: Floats) -> Floats:
 
 
 @metric(
-    unit="nats",
+    "nats",
+    "mean |delta|, nats",
+    "average distance of the two log-probabilities of a token",
     bounds=POSITIVE,
-    label="mean |delta|, nats",
-    meaning="average distance of the two log-probabilities of a token",
 )
 def logprob_abs_diff_mean(delta: Floats) -> Floats:
     """Mean |delta|."""
@@ -116,11 +114,11 @@ def logprob_abs_diff_mean(delta: Floats) -> Floats:
 
 
 @metric(
+    "nats",
+    "largest |delta|, nats",
+    "the token that the two sides disagree about most",
     "extreme",
-    unit="nats",
     bounds=POSITIVE,
-    label="largest |delta|, nats",
-    meaning="the token that the two sides disagree about most",
 )
 def logprob_abs_diff_max(delta: Floats) -> float:
     """Largest |delta|; an extreme, so no interval."""
@@ -162,11 +160,11 @@ logprob_abs_diff_p999 = _quantile(
 
 
 @metric(
-    unit="ratio",
+    "ratio",
+    "probability factor",
+    "mean of exp(|delta|): by which factor a token's probability is off",
     combine=excess,
     bounds=(1.0, np.inf),
-    label="probability factor",
-    meaning="mean of exp(|delta|): by which factor a token's probability is off",
 )
 def token_mult_prob_error(delta: Floats) -> Floats:
     """Mean of exp(|delta|): the factor by which probabilities differ.
@@ -176,24 +174,13 @@ def token_mult_prob_error(delta: Floats) -> Floats:
     return floats(np.expm1(np.abs(delta)))
 
 
-@metric(
-    unit="probability",
-    bounds=SHARE,
-    label="probability gap, mean",
-    meaning="average |p(train) - p(rollout)|",
-)
+@metric("probability", "probability gap, mean", "average |p(train) - p(rollout)|")
 def probs_diff_mean(rollout: Floats, train: Floats) -> Floats:
     """Mean |e^train - e^rollout|."""
     return _probability_gap(rollout, train)
 
 
-@metric(
-    "extreme",
-    unit="probability",
-    bounds=SHARE,
-    label="probability gap, largest",
-    meaning="largest |p(train) - p(rollout)|",
-)
+@metric("probability", "probability gap, largest", "largest |p(train) - p(rollout)|", "extreme")
 def probs_diff_max(rollout: Floats, train: Floats) -> float:
     """Largest |e^train - e^rollout|; an extreme, so no interval."""
     return float(_probability_gap(rollout, train).max())
@@ -214,13 +201,13 @@ def _pearson(means: Floats) -> Floats:
 
 
 @metric(
+    "correlation",
+    "probability correlation",
+    "Pearson correlation of the two sides' token probabilities; 1 is perfect",
     "ratio",
-    unit="correlation",
     combine=_pearson,
     bounds=(-1.0, 1.0),
     good="high",
-    label="probability correlation",
-    meaning="Pearson correlation of the two sides' token probabilities; 1 is perfect",
 )
 def probs_pearson(rollout: Floats, train: Floats) -> tuple[Floats, ...]:
     """Pearson correlation of e^train and e^rollout; undefined where either is constant."""
@@ -234,12 +221,12 @@ def probs_pearson(rollout: Floats, train: Floats) -> tuple[Floats, ...]:
 
 
 @metric(
-    unit="ratio",
+    "ratio",
+    "importance ratio, mean",
+    "mean of exp(delta); 1 where nothing is wrong",
     combine=excess,
     bounds=POSITIVE,
     good="neither",
-    label="importance ratio, mean",
-    meaning="mean of exp(delta); 1 where nothing is wrong",
 )
 def ratio_mean(delta: Floats) -> Floats:
     """Mean of rho, untruncated. Expectation 1 where the left side sampled.
@@ -250,12 +237,12 @@ def ratio_mean(delta: Floats) -> Floats:
 
 
 @metric(
+    "ratio",
+    "importance ratio, min",
+    "smallest exp(delta)",
     "extreme",
-    unit="ratio",
     bounds=POSITIVE,
     good="neither",
-    label="importance ratio, min",
-    meaning="smallest exp(delta)",
 )
 def ratio_min(delta: Floats) -> float:
     """Smallest rho; an extreme, so no interval."""
@@ -263,12 +250,12 @@ def ratio_min(delta: Floats) -> float:
 
 
 @metric(
+    "ratio",
+    "importance ratio, max",
+    "largest exp(delta)",
     "extreme",
-    unit="ratio",
     bounds=POSITIVE,
     good="neither",
-    label="importance ratio, max",
-    meaning="largest exp(delta)",
 )
 def ratio_max(delta: Floats) -> float:
     """Largest rho; an extreme, so no interval."""
@@ -301,10 +288,9 @@ ratio_outside_2 = _outside(
 
 
 @metric(
-    unit="share",
-    bounds=SHARE,
-    label="PPO clips at step 0",
-    meaning="share of ratios outside the clip range although nothing was trained yet",
+    "share",
+    "PPO clips at step 0",
+    "share of ratios outside the clip range although nothing was trained yet",
 )
 def clip_fraction(delta: Floats, eps_low: float = CLIP, eps_high: float = CLIP) -> Floats:
     """Share of tokens with rho outside [1 - eps_low, 1 + eps_high] at step 0.
@@ -317,13 +303,12 @@ def clip_fraction(delta: Floats, eps_low: float = CLIP, eps_high: float = CLIP) 
 
 
 @metric(
+    "share",
+    "effective sample size",
+    "share of the tokens that is left after importance weighting, weights capped at 2",
     "ratio",
-    unit="share",
     combine=effective_share,
-    bounds=SHARE,
     good="high",
-    label="effective sample size",
-    meaning="share of the tokens that is left after importance weighting, weights capped at 2",
 )
 def ess_token(delta: Floats) -> tuple[Floats, ...]:
     """Effective share of the sample, (mean w)² / mean w², with w = min(rho, 2)."""
@@ -335,11 +320,11 @@ def ess_token(delta: Floats) -> tuple[Floats, ...]:
 
 
 @metric(
-    unit="nats",
+    "nats",
+    "entropy, nats per token",
+    "how undecided the trainer's policy is",
     bounds=POSITIVE,
     good="neither",
-    label="entropy, nats per token",
-    meaning="how undecided the trainer's policy is",
 )
 def entropy_train(train_entropy: Floats) -> Floats:
     """Mean entropy of the train side's distribution over the vocabulary."""
@@ -347,11 +332,10 @@ def entropy_train(train_entropy: Floats) -> Floats:
 
 
 @metric(
-    unit="share",
-    bounds=SHARE,
+    "share",
+    "top-1 agreement, all",
+    "share of tokens where both sides prefer the same token",
     good="high",
-    label="top-1 agreement, all",
-    meaning="share of tokens where both sides prefer the same token",
 )
 def argmax_agree(rollout_top1: Ints, train_top1: Ints) -> Floats:
     """Share of tokens whose most likely next token is the same id on both sides."""
