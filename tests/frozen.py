@@ -1,7 +1,8 @@
 """Runs kept as they were measured: their reports do not change with our code.
 
-``python -m tests.frozen`` makes them again (about eight minutes on two cores), which is a decision
-with its own commit. The proof is tests/unit/test_frozen_reports.py.
+``python -m tests.frozen`` makes them again (about eight minutes on two cores), and with ``--judge``
+judges again what was measured; each is a decision with its own commit. The proof is
+tests/unit/test_frozen_reports.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +63,18 @@ def unpack(name: str, into: Path) -> Path:
 
 def main() -> None:
     """Make all runs, or those named, with the engines and the framework that are installed."""
+    judge = "--judge" in sys.argv
     FOLDER.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.gettempdir()) / "mismatch-frozen"  # a path of nobody's machine
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(FOLDER.parents[2] / "mismatch", work / "package" / "mismatch")
     try:
-        for name in sys.argv[1:] or RUNS:
-            with _inputs(name, work) as given:
-                command = [given.get(word, word) for word in RUNS[name]]
-                words = [sys.executable, "-m", "mismatch", *command, "--quiet", "--out", name]
+        for name in [each for each in sys.argv[1:] if each != "--judge"] or RUNS:
+            with nullcontext({}) if judge else _inputs(name, work) as given:
+                command = [*(given.get(word, word) for word in RUNS[name]), "--out", name]
+                if judge:
+                    command = ["compare", str(unpack(name, work).relative_to(work))]
+                words = [sys.executable, "-m", "mismatch", *command, "--quiet"]
                 done = subprocess.run(words, cwd=work, env=_environment(work))
             if done.returncode not in (0, 1):
                 raise SystemExit(f"{name}: exit code {done.returncode}")

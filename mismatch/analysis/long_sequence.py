@@ -2,8 +2,9 @@
 
 A single sequence has no interval over prompts. A float32 gap is no sample of anything: it is judged
 as it is, over the positions that the run itself did not reach, in blocks, so that a fault from some
-position on is not averaged away. Of a block the median token counts: two experts that are nearly
-tied change places by float32 rounding alone, and then one token is off by up to nats.
+position on is not averaged away. Of a block the median token counts, and at ten times the level
+one token in 200, three at least, as of a cache whose blocks begin wrong: two experts that are
+nearly tied change places by float32 rounding alone, and then one token is off by up to nats.
 
 A side as it runs rounds, so its blocks are judged by those of a plain forward. There the mean of
 all tokens but the worst tenth counts: half of a model's tokens may be so certain that the median is
@@ -78,7 +79,9 @@ def _gaps(
     sides: dict[str, OneSide] = {Key(engine).over_long(FLOAT32): "either", in_float32: "trainer"}
     for name, side in sides.items():
         if name in scorings and not incomparable(scorings[name], reference):
-            blocks = tuple(_blocks(scorings[name].logprobs - reference.logprobs, reached))
+            away = scorings[name].logprobs - reference.logprobs
+            pairs = zip(_blocks(away, reached), _blocks(away, reached, _rare), strict=True)
+            blocks = tuple(replace(block, rare=few.nats) for block, few in pairs)
             yield LongGap(name, side, blocks, FACTOR * level.passed, FACTOR * level.failed)
     both: dict[str, OneSide] = {Key(engine).over_long(): "engine", rounded: "trainer"}
     for name, side in both.items():
@@ -94,6 +97,12 @@ def _gaps(
             pairs = zip(own_blocks, plains, strict=True)
             blocks = tuple(replace(block, plain=of_plain.nats) for block, of_plain in pairs)
             yield LongGap(name, side, blocks, *TIMES)
+
+
+def _rare(sizes: Floats) -> float:
+    """Return the size that one token in 200 exceeds, and at least three do."""
+    beyond = max(3, math.ceil(len(sizes) / 200))
+    return float(np.sort(sizes)[-beyond]) if beyond <= len(sizes) else 0.0
 
 
 def _blocks(

@@ -99,6 +99,7 @@ def run_with(
     start: int,
     tokens: int = TOKENS,
     as_run_off: float = 0.0,
+    every: int = 1,
     **engine: Any,
 ) -> Path:
     """A run whose engine in float32, or whose trainer as it runs, is off from a position on."""
@@ -113,7 +114,8 @@ def run_with(
     draw = np.random.default_rng(0)
     exact = -draw.exponential(1.0, long.n_actions)
     places = np.arange(1, TOKENS)
-    moved = exact - off * ((places >= start) & (places < start + tokens))
+    off_places = (places >= start) & (places < start + tokens) & ((places - start) % every == 0)
+    moved = exact - off * off_places
     rough = exact + 0.004 * draw.standard_normal(long.n_actions)
     off_as_run = exact + 0.004 * draw.standard_normal(long.n_actions)
     off_as_run -= as_run_off * (places >= start)
@@ -185,6 +187,16 @@ def test_other_values_or_another_distribution_are_no_fault(
 def test_one_token_whose_experts_changed_places_is_no_fault(tmp_path: Path) -> None:
     result = long_of(run_with(tmp_path / "run", off=2.5, start=300, tokens=1))
     assert {check.status for check in checks(result)} == {"passed"}
+
+
+@pytest.mark.parametrize("every", [12, 16, 32])
+def test_one_token_in_many_that_is_another_function_fails(tmp_path: Path, every: int) -> None:
+    """As of a cache whose blocks begin wrong: no median and no mean shows it."""
+    result = long_of(run_with(tmp_path / "run", off=2.0, start=PROMPT + RESPONSE, every=every))
+    found = {check.id: check for check in checks(result)}
+    assert found["long-sequence-engine"].status == "failed"
+    assert "is 2 nats" in found["long-sequence-engine"].detail
+    assert found["long-sequence-trainer"].status == "passed"
 
 
 def test_a_number_that_is_none_fails(tmp_path: Path) -> None:

@@ -36,10 +36,12 @@ from mismatch.analysis.diagnosis.detectors.pairing import (
 from mismatch.analysis.diagnosis.detectors.stated import NOTHING_CUT
 from mismatch.analysis.diagnosis.loaded_weights import weights_as_loaded
 from mismatch.analysis.diagnosis.ranking import seen_by
+from mismatch.analysis.levels import MORE_PROMPTS
 from mismatch.attempts import Attempts
 from mismatch.types import Check, Estimate, NotTested, Rollout, Scoring
 
 WEAK = 0.5  # two scorings of the same tokens correlate above this, or something is wrong
+POSSIBLE = 0.75  # of what chance allows; beyond it at least three standard errors: 1 run in 300
 ONE_SIDED = 0.99  # of |delta|: no token is likelier on the side that kept the whole distribution
 ROUNDING = 1e-6  # a float32 log_softmax may end this far above zero
 
@@ -71,6 +73,7 @@ def semantic_checks(
         (alignment, *sides),
         (temperature, *sides, others),
         (truncation, *sides),
+        (sampling_law, *sides, others),
         (importance_ratio, *sides, ratio_mean),
         (zero_logprobs, *sides),
         (positive_logprobs, *sides),
@@ -202,6 +205,33 @@ def truncation(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
         fix = "send every sampling parameter explicitly; look into generation_config.json"
         return failed("truncation", detail, fix)
     return Check("truncation", "passed", "no truncation, full vocabulary on both sides")
+
+
+def sampling_law(
+    rollout: Rollout, left: Scoring, right: Scoring, others: Mapping[str, Scoring] | None = None
+) -> Check:
+    """Tokens were drawn from the distribution that both sides report: mean(log p + entropy) is 0.
+
+    It shows a sampler that no log-probability shows: a temperature, a cut of the vocabulary, a
+    penalty or a least length that were applied and not declared.
+    """
+    sampling = rollout.sampling
+    if sampling.temperature == 0 or sampling.truncates or sampling.penalises:
+        return Check("sampling-law", "not_tested", "the run declares another distribution")
+    if left.fingerprint.get("engine") == "recorded":
+        return Check("sampling-law", "not_tested", "weights may have moved since the sampling")
+    look = seen_by(law.sampling_law, Case.of(rollout, left, right, {**(others or {})}))
+    if isinstance(look, NotTested):
+        return Check("sampling-law", "not_tested", look.reason)
+    surplus, of_allowed = look.number(law.SURPLUS), look.number(law.ALLOWED)
+    detail = f"mean log p + entropy is {surplus:+.2g} nats, {of_allowed:.2g} of what is allowed"
+    if look.findings:
+        drawn = "sharper" if surplus > 0 else "flatter"
+        fix = "look at what the sampler adds: temperature, top_k, top_p, penalties, min_tokens"
+        return failed("sampling-law", f"{detail}: tokens are drawn from a {drawn} one", fix)
+    if POSSIBLE <= of_allowed < 1.0:
+        return Check("sampling-law", "inconclusive", detail, MORE_PROMPTS)
+    return Check("sampling-law", "passed", detail)
 
 
 def importance_ratio(

@@ -31,6 +31,8 @@ CERTAIN = float(np.log(0.99))
 MIN_CERTAIN = 20  # tokens on which a constant shows: no healthy distribution moves them
 BEYOND_CHANCE = 2.5  # 95 % arms: five standard errors, one run in 10^5 by chance
 OF_ROUNDING = 3.0  # times mean |delta|, by which it may move mean log p + entropy
+SURPLUS = "mean log p + entropy of the trainer's distribution, nats"
+ALLOWED = "the same over what chance and rounding allow"
 KEPT_MASS, ONE_SIDED = "mean kept mass, as mean exp(delta)", "one-sidedness of delta"
 NEEDS = "the entropy of the trainer's distribution"
 
@@ -331,9 +333,10 @@ def constant(case: Case) -> Look | NotTested:
 def sampling_law(case: Case) -> Look | NotTested:
     """Judge whether the tokens were drawn from what both sides score: mean(log p + H) is 0.
 
-    Raw log-probabilities agree with the trainer's though tokens came from a sharper one. Two that
-    differ by delta move the mean by at most the covariance of delta and log p, which is of the
-    size of delta; what lies beyond that and beyond chance is the sampler's.
+    Raw log-probabilities agree with the trainer's though tokens came from a sharper one (above 0)
+    or a flatter one (below). Two that differ by delta move the mean by at most the covariance of
+    delta and log p, which is of the size of delta; what lies beyond that and beyond chance is the
+    sampler's.
     """
     entropy = case.entropy
     if entropy is None:
@@ -345,21 +348,23 @@ def sampling_law(case: Case) -> Look | NotTested:
         return NotTested("the distribution that sampled", reason)
     surplus = case.mean(case.right + entropy)
     size = float(np.abs(case.delta[case.kept]).mean())
+
+    def of_allowed(estimate: Estimate) -> float:
+        ends = (estimate.low, estimate.high)
+        half = max(0.0 if end is None else abs(end - estimate.value) for end in ends)
+        return abs(estimate.value) / max(BEYOND_CHANCE * half, OF_ROUNDING * size, 1e-12)
+
     evidence: tuple[Evidence, ...] = (
-        Evidence("mean log p + entropy of the trainer's distribution, nats", surplus.value, "0"),
+        Evidence(SURPLUS, surplus.value, "0"),
+        Evidence(ALLOWED, of_allowed(surplus), "below 1"),
     )
-
-    def beyond(estimate: Estimate) -> bool:
-        half = 0.0 if estimate.low is None else estimate.value - estimate.low
-        return estimate.value >= max(BEYOND_CHANCE * half, OF_ROUNDING * size)
-
-    if not beyond(surplus):
+    if of_allowed(surplus) < 1.0:
         return Look(evidence)
     exact = case.others.get(REFERENCE)
     if exact is not None and exact.entropy is not None:  # the trainer may be the odd one
         other = case.mean(exact.logprobs + exact.entropy)
         evidence += (Evidence("the same in float32, nats", other.value, "0"),)
-        if not beyond(other):
+        if of_allowed(other) < 1.0:
             return Look(evidence)
     finding = Finding("sampling-law", "engine", None, evidence,
                       alike=("implicit-generation-config", "sampling-truncation",

@@ -1,0 +1,82 @@
+"""Where decoding and reading at once give equal bits, few tokens that differ are a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mismatch.analysis.diagnosis.pass_checks import engine_agreement
+from mismatch.types import Check
+
+from .test_sampling_law import PROMPTS, RESPONSE, SAMPLES, pair
+
+ROLLOUT, DECODE, TRAIN = pair(0)
+TOKENS = len(DECODE.logprobs)
+OF_PROMPT = SAMPLES * RESPONSE
+Move = Callable[[np.ndarray, np.random.Generator], None]
+
+
+def judged(move: Move) -> Check:
+    """Return the check of an engine whose decoded values are moved; prefill is right."""
+    values = DECODE.logprobs.copy()
+    move(values, np.random.default_rng(1))
+    moved = replace(DECODE, logprobs=np.minimum(values, 0.0))
+    return engine_agreement(ROLLOUT, moved, replace(DECODE, name="vllm:prefill"), TRAIN)
+
+
+def tokens(prompts: int, each: int, nats: float) -> Move:
+    """Lower some tokens of some prompts."""
+
+    def move(values: np.ndarray, rng: np.random.Generator) -> None:
+        for prompt in rng.choice(PROMPTS, prompts, replace=False):
+            values[prompt * OF_PROMPT + rng.choice(OF_PROMPT, each, replace=False)] -= nats
+
+    return move
+
+
+@pytest.mark.parametrize(
+    ("prompts", "each", "nats"),
+    [(1, 3, 1.0), (2, 1, 1.0), (3, 1, 1.0), (9, 4, 0.5), (9, 10, 0.3), (5, OF_PROMPT, 0.03)],
+)
+def test_few_tokens_that_decoding_gets_wrong_fail_and_are_named(
+    prompts: int, each: int, nats: float
+) -> None:
+    check = judged(tokens(prompts, each, nats))
+    assert check.status == "failed"
+    assert f"in {prompts * each}: sequence" in check.detail
+    assert "cache" in check.fix
+
+
+def test_one_token_is_a_warning_with_its_place() -> None:
+    def move(values: np.ndarray, rng: np.random.Generator) -> None:
+        values[2 * RESPONSE + 7] -= 1.0
+
+    check = judged(move)
+    assert check.status == "warning"
+    assert check.detail.endswith("2, position 10")  # behind 3 tokens of the prompt
+
+
+def rounding(share: float, nats: float = 4e-3) -> Move:
+    def move(values: np.ndarray, rng: np.random.Generator) -> None:
+        other = rng.random(len(values)) < share
+        values[other] += rng.normal(0.0, nats, int(other.sum()))
+
+    return move
+
+
+def with_flips(values: np.ndarray, rng: np.random.Generator) -> None:
+    """Other batches, and experts of three tokens that change places by it."""
+    rounding(0.05)(values, rng)
+    values[[100, 5000, 9000]] -= 0.5
+
+
+@pytest.mark.parametrize("move", [lambda values, rng: None, *map(rounding, (0.01, 0.1, 1.0))])
+def test_equal_passes_and_those_that_round_in_other_batches_pass(move: Move) -> None:
+    assert judged(move).status == "passed"
+
+
+def test_experts_that_change_places_by_rounding_are_no_fault() -> None:
+    assert judged(with_flips).status == "passed"

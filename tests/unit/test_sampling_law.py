@@ -1,0 +1,103 @@
+"""Tokens drawn from another distribution than is reported, with log-probabilities that agree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mismatch.analysis.diagnosis import semantics
+from mismatch.types import Check, Rollout, Sampling, Scoring
+
+PROMPTS, SAMPLES, PROMPT, RESPONSE, VOCABULARY = 64, 4, 3, 60, 24
+
+
+def pair(
+    seed: int, sharper: float = 1.0, top: int = VOCABULARY, noise: float = 4e-3
+) -> tuple[Rollout, Scoring, Scoring]:
+    """Return a rollout of a random law and its two scorings, of which both report that law.
+
+    Args:
+        sharper: factor of the logits that tokens are drawn with.
+        top: how many of the likeliest tokens can be drawn.
+    """
+    rng = np.random.default_rng(seed)
+    rows = PROMPTS * SAMPLES
+    logits = rng.normal(0, 2, (rows * RESPONSE, VOCABULARY))
+    logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    drawn = sharper * logits
+    drawn[drawn < np.sort(drawn, axis=1)[:, [-top]]] = -np.inf
+    ids = (drawn + rng.gumbel(size=drawn.shape)).argmax(axis=1)
+    length = PROMPT + RESPONSE
+    mask = np.tile(np.arange(length) >= PROMPT, rows)
+    tokens = np.repeat(np.arange(rows) // SAMPLES, length)
+    tokens[mask] = ids
+    rollout = Rollout(
+        token_ids=tokens,
+        offsets=np.arange(rows + 1) * length,
+        action_mask=mask,
+        turn=mask.astype(int),
+        prompt_index=np.arange(rows) // SAMPLES,
+        finish_reason=("length",) * rows,
+        sampling=Sampling(samples_per_prompt=SAMPLES),
+        fingerprint={},
+    )
+    reported = logprobs[np.arange(len(ids)), ids]
+    entropy = -(np.exp(logprobs) * logprobs).sum(axis=1)
+    off = np.minimum(reported + rng.normal(0, noise, len(ids)), 0.0)
+    engine = Scoring("vllm:decode", ids, reported, {"engine": "vllm"})
+    return rollout, engine, Scoring("fsdp", ids, off, {}, entropy=entropy)
+
+
+def check(*sides: object) -> Check:
+    return semantics.sampling_law(*sides)  # type: ignore[arg-type]
+
+
+def test_tokens_of_the_reported_law_pass() -> None:
+    assert {check(*pair(seed)).status for seed in range(12)} == {"passed"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "drawn"),
+    [
+        ({"sharper": 1 / 0.9}, "sharper"),
+        ({"sharper": 1 / 1.1}, "flatter"),
+        ({"top": 8}, "sharper"),
+    ],
+)
+def test_a_sampler_of_another_law_fails_though_log_probabilities_agree(
+    fault: dict[str, float], drawn: str
+) -> None:
+    found = check(*pair(0, **fault))  # type: ignore[arg-type]
+    assert found.status == "failed"
+    assert drawn in found.detail
+    assert "temperature" in found.fix
+
+
+def test_what_chance_hardly_makes_is_not_passed() -> None:
+    """T = 0.95 undeclared, at 15,360 tokens."""
+    found = [check(*pair(seed, sharper=1 / 0.95)) for seed in range(6)]
+    assert "passed" not in {each.status for each in found}
+
+
+def test_a_large_mismatch_of_the_sides_is_no_fault_of_the_sampler() -> None:
+    assert check(*pair(0, noise=0.3)).status == "passed"
+
+
+@pytest.mark.parametrize(
+    "declared", [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 8}, {"repetition_penalty": 1.1}]
+)
+def test_a_declared_law_is_left_to_the_checks_of_what_is_declared(
+    declared: dict[str, float],
+) -> None:
+    rollout, *sides = pair(0, top=8)
+    sampling = replace(rollout.sampling, **declared)
+    assert check(replace(rollout, sampling=sampling), *sides).status == "not_tested"
+
+
+def test_without_entropies_or_the_weights_that_sampled_nothing_is_said() -> None:
+    rollout, left, right = pair(0, sharper=1 / 0.8)
+    assert check(rollout, left, replace(right, entropy=None)).status == "not_tested"
+    recorded = replace(left, fingerprint={"engine": "recorded"})
+    assert check(rollout, recorded, right).status == "not_tested"
