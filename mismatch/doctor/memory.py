@@ -225,10 +225,7 @@ def offload_gib(args: Mapping[str, Any]) -> float:
 
 
 def predict_engine(
-    shape: SizedModel,
-    spec: EngineSpec,
-    work: Workload,
-    gpu_bytes: int = 80 * GIB,
+    shape: SizedModel, spec: EngineSpec, work: Workload, gpu_bytes: int = 80 * GIB
 ) -> Prediction:
     """Return the peak bytes of the engine on one device, with the KV cache that ``work`` can use.
 
