@@ -132,7 +132,6 @@ def _plain(name: str) -> str:
 def machine_with(machine: Machine, count: int, kind: str) -> Machine:
     """Return this machine with other GPUs; its host memory is kept if it is more than theirs."""
     total = KINDS[kind].mib << 20
-    gpu = Gpu(kind, total, total - CONTEXT_BYTES, "")
+    gpus = (Gpu(kind, total, total - CONTEXT_BYTES, ""),) * count
     ram = max(machine.ram_free_bytes, count * total)
-    gpus = (gpu,) * count
     return replace(machine, gpus=gpus, ram_bytes=ram, ram_free_bytes=ram, disk_free_bytes=None)

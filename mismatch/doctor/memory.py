@@ -254,7 +254,7 @@ def predict_engine(
     if own:  # no window; while the cache grows, one layer's is copied at a time
         token = shape.kv_heads * (shape.head_dim + shape.value_dim) * b
         each = token * work.longest * (shape.layers + 1)
-    weights = int(shape.stored_bytes(b, keeps_mxfp4=packed) / split)
+    weights = int(shape.stored_bytes(b, keeps_packed=packed) / split)
     weights -= int(offload_gib(args) * GIB) if gpu_bytes else 0
     stays = {
         "weights": max(0, weights),

@@ -103,7 +103,7 @@ def estimate(
         args, split = dict(engine.args), engine.tensor_parallel_size
         graphs = NO_GRAPHS.get(engine.engine) not in engine.args
         packed = engine.weights in (AS_STORED, "mxfp4")
-        read = 2 * served.stored_bytes(2, keeps_mxfp4=True)  # once more for their digests
+        read = 2 * served.stored_bytes(2, keeps_packed=True)  # once more for their digests
         copy = copied_bytes(engine, served)
         read += 2 * copy  # written, and read from there
         unpacked = served.packed_parameters if served.quantised == "mxfp4" and not packed else 0
@@ -118,13 +118,13 @@ def estimate(
         if engine is own:
             turns = math.ceil(work.sequences / int(args.get("max_num_seqs") or AT_ONCE))
             steps = turns * work.sampling.max_tokens * spec.rollout.prompts.turns
-            held = served.stored_bytes(BYTES[engine.dtype], keeps_mxfp4=packed) / split
+            held = served.stored_bytes(BYTES[engine.dtype], keeps_packed=packed) / split
             step = STEP_S + held / (BANDWIDTH * kind.bytes_s)
             stages[f"{label}: samples"] = steps * step + rescored
         if engine.prefill:
             stages[f"{label}: rescores"] = rescored
     loads = len({weights_key(item.spec) for item in passes if not item.folder})
-    stages["trainer: weights"] = loads * model.stored_bytes(2, keeps_mxfp4=True) / DISK_BYTES_S
+    stages["trainer: weights"] = loads * model.stored_bytes(2, keeps_packed=True) / DISK_BYTES_S
     length = length_of(spec, model, tokens, machine.gpus[0].free_bytes)[0]
     for item in passes:
         if item.folder:

@@ -88,7 +88,7 @@ def copied_bytes(spec: EngineSpec | TrainSpec, shape: SizedModel) -> int:
     as_stored = spec.weights in (AS_STORED, shape.quantised or "bf16") or unpacks_mxfp4(engine)
     if spec.layers is not None or (as_stored and not merged):
         return 0
-    return shape.stored_bytes(4 if shape.dtype == "float32" else 2, keeps_mxfp4=as_stored)
+    return shape.stored_bytes(4 if shape.dtype == "float32" else 2, keeps_packed=as_stored)
 
 
 def has_copy(spec: EngineSpec | TrainSpec) -> bool:

@@ -139,6 +139,13 @@ def test_a_wrong_field_is_seen_in_the_published_count(name, field, wrong):
     assert off(sized(FoundConfig(values, "shipped", None)), name) > 0.02
 
 
+def test_a_model_that_is_stored_in_fp8_takes_a_byte_for_each_value_of_a_layer():
+    model = sized(FoundConfig(ALIASES["deepseek-v3"].config, "shipped", None))
+    stored, dequantised = (model.stored_bytes(2, keeps_packed=kept) for kept in (True, False))
+    assert stored / 1e9 == pytest.approx(671 + 2 * 129280 * 7168 / 1e9, rel=0.01)
+    assert dequantised == 2 * model.parameters
+
+
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_embedded_models_have_the_listed_sizes(name):
     model = sized(find_config(str(EMBEDDED[name])))
