@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch.errors import MismatchError
 from mismatch.models.config import read_config
-from mismatch.models.derived import INDEX, Shards, open_tensors, require_space
+from mismatch.models.derived import Shards, open_tensors, require_space
+from mismatch.run.hub import INDEX
 
 if TYPE_CHECKING:
     import torch

@@ -131,6 +131,7 @@ class SideFacts(TypedDict, total=False):
     micro_batch: str  # its rule in words
     grad: bool
     enforce_eager: bool
+    cudagraph_capture_sizes: list[int]  # numbers of sequences; []: no CUDA graphs
     prefix_caching: bool | None
     block_size: int | str | None  # tokens; earlier versions wrote text for vLLM's server
     sliding_window: int | None  # tokens

@@ -246,12 +246,20 @@ def fixes() -> str:
     return fix_pages.tables()
 
 
+def gpu_proofs() -> str:
+    """Return what each committed proof of a GPU holds."""
+    from tools import gpu_page
+
+    return gpu_page.tables()
+
+
 TABLES = {
     "causes": causes,
     "checks": checks,
     "command-line": command_line,
     "fixes": fixes,
     "glossary": glossary,
+    "gpu-proofs": gpu_proofs,
     "levels": levels,
     "metrics": metrics,
     "models": models,

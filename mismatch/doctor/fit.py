@@ -20,9 +20,10 @@ from mismatch.doctor.memory import (
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.spec_edits import ABSENT, engine_argument, with_argument
 from mismatch.experiments.scoring_passes import OFFLOAD
+from mismatch.models.derived import copied_bytes, has_copy
 from mismatch.models.sizes import SizedModel
 from mismatch.run.machine import engine_gpus, gib
-from mismatch.specs import CheckSpec, Pass, TrainSpec
+from mismatch.specs import CheckSpec, EngineSpec, Pass, TrainSpec
 
 ERROR = 0.15  # the prediction's own: what needs more than this share of the rest is tight
 # What a process takes on top of its tensors: CUDA context, NCCL and library workspaces on a GPU;
@@ -49,6 +50,7 @@ REMEDIES = {  # of parts of a prediction; those of weights depend on the setting
     "KV cache": "a smaller --max-tokens or --max-model-len, or --engine-arg max_num_seqs=64",
     "activations": "--engine-arg max_num_batched_tokens=4096",
     "logits": "--engine-arg max_num_seqs=64",
+    "copy of the weights": "free space, or MISMATCH_CACHE=DIR on a larger disk",
 }
 
 Level = Literal["fits", "tight", "does not fit"]
@@ -156,6 +158,15 @@ def engine_fit(
     if prediction.peak_bytes <= share * size:
         text += f", or --gpu-memory-utilization {share:.2f}"
     return Fit(side, prediction, asked, free, "does not fit", text, certain=True)
+
+
+def copies(
+    spec: EngineSpec | TrainSpec, shape: SizedModel, machine: Machine, side: str = "disk"
+) -> list[Fit]:
+    """Return why the disk may lack room for the copy of weights that a side reads; []: it has."""
+    size, free = copied_bytes(spec, shape), machine.disk_free_bytes
+    fit = fits(side, Prediction({"on disk": {"copy of the weights": size}}), free or 0, 0)
+    return [] if free is None or fit.level == "fits" or has_copy(spec) else [fit]
 
 
 def offloaded(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mismatch.errors import MismatchError
+from mismatch.models.derived import free_bytes
 from mismatch.run.machine import Card, cards_now
 
 CONTEXT_BYTES = 600 << 20  # of an idle GPU, already taken
@@ -25,12 +26,13 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Hardware of a machine; sizes in bytes."""
+    """Hardware of a machine; sizes in bytes. Free disk is for copies of weights; None: unknown."""
 
     cores: int
     ram_bytes: int
     ram_free_bytes: int
     gpus: tuple[Gpu, ...]
+    disk_free_bytes: int | None = None
 
     @property
     def device(self) -> str:
@@ -43,7 +45,8 @@ def inspect_machine() -> Machine:
 
     memory = psutil.virtual_memory()
     gpus = gpus_of(cards_now(), (memory.total, memory.available))
-    return Machine(len(os.sched_getaffinity(0)), memory.total, memory.available, gpus)
+    cores, disk = len(os.sched_getaffinity(0)), free_bytes()
+    return Machine(cores, memory.total, memory.available, gpus, disk)
 
 
 def gpus_of(cards: Sequence[Card], shared: tuple[int, int]) -> tuple[Gpu, ...]:
@@ -129,6 +132,6 @@ def _plain(name: str) -> str:
 def machine_with(machine: Machine, count: int, kind: str) -> Machine:
     """Return this machine with other GPUs; its host memory is kept if it is more than theirs."""
     total = KINDS[kind].mib << 20
-    gpu = Gpu(kind, total, total - CONTEXT_BYTES, "")
+    gpus = (Gpu(kind, total, total - CONTEXT_BYTES, ""),) * count
     ram = max(machine.ram_free_bytes, count * total)
-    return replace(machine, gpus=(gpu,) * count, ram_bytes=ram, ram_free_bytes=ram)
+    return replace(machine, gpus=gpus, ram_bytes=ram, ram_free_bytes=ram, disk_free_bytes=None)

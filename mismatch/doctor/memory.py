@@ -225,10 +225,7 @@ def offload_gib(args: Mapping[str, Any]) -> float:
 
 
 def predict_engine(
-    shape: SizedModel,
-    spec: EngineSpec,
-    work: Workload,
-    gpu_bytes: int = 80 * GIB,
+    shape: SizedModel, spec: EngineSpec, work: Workload, gpu_bytes: int = 80 * GIB
 ) -> Prediction:
     """Return the peak bytes of the engine on one device, with the KV cache that ``work`` can use.
 
@@ -257,7 +254,7 @@ def predict_engine(
     if own:  # no window; while the cache grows, one layer's is copied at a time
         token = shape.kv_heads * (shape.head_dim + shape.value_dim) * b
         each = token * work.longest * (shape.layers + 1)
-    weights = int(shape.stored_bytes(b, keeps_mxfp4=packed) / split)
+    weights = int(shape.stored_bytes(b, keeps_packed=packed) / split)
     weights -= int(offload_gib(args) * GIB) if gpu_bytes else 0
     stays = {
         "weights": max(0, weights),

@@ -14,7 +14,7 @@ from mismatch.doctor.machine import KINDS, Kind, Machine, kind_of
 from mismatch.doctor.memory import BYTES, GIB, Workload, offload_gib
 from mismatch.experiments.beyond import length_of
 from mismatch.experiments.scoring_passes import NO_GRAPHS
-from mismatch.models.config import unpacks_mxfp4
+from mismatch.models.derived import copied_bytes
 from mismatch.models.sizes import SizedModel
 from mismatch.specs import AS_STORED, OWN_SCORER, CheckSpec, Dtype, EngineSpec, Pass, weights_key
 
@@ -36,6 +36,7 @@ DISK_BYTES_S, STEP_S, BANDWIDTH, AT_ONCE = 1e9, 0.02, 0.5, 256
 # tokens 11 s, because a kernel reads an expert once for every block of its tokens. Two batches more
 # warm it up.
 PINNED_BYTES_S, BUS_BYTES_S, BATCHED, WARM_UP = 7e8, 1.6e9, 16384, 2
+UNPACKED_S = 7.6e7  # MXFP4 values dequantised on a CPU: a layer of gpt-oss-20b took 10.5 s
 ON_CPUS = "no minutes for CPUs: one's speed tells little of another's; vLLM started in 16 to 41 s"
 LEFT_OUT = "not in the minutes: downloads, fixes, traffic between GPUs; disks below 1 GB/s"
 
@@ -102,28 +103,28 @@ def estimate(
         args, split = dict(engine.args), engine.tensor_parallel_size
         graphs = NO_GRAPHS.get(engine.engine) not in engine.args
         packed = engine.weights in (AS_STORED, "mxfp4")
-        read = 2 * served.stored_bytes(2, keeps_mxfp4=True)  # once more for their digests
-        copied = not packed and not unpacks_mxfp4(engine)
-        if copied and served.quantised == "mxfp4":  # written in bf16, and read from there
-            read += 2 * served.stored_bytes(2, keeps_mxfp4=False)
+        read = 2 * served.stored_bytes(2, keeps_packed=True)  # once more for their digests
+        copy = copied_bytes(engine, served)
+        read += 2 * copy  # written, and read from there
+        unpacked = served.packed_parameters if served.quantised == "mxfp4" and not packed else 0
         starts = START_S + graphs * GRAPHS_S
         starts += MXFP4_KERNELS_S * (packed and served.quantised == "mxfp4")
         offloaded = offload_gib(args) * GIB
         starts += offloaded / PINNED_BYTES_S + WARM_UP * offloaded / BUS_BYTES_S
         stages[f"{label}: start"] = starts
-        stages[f"{label}: weights"] = read / DISK_BYTES_S
+        stages[f"{label}: weights"] = read / DISK_BYTES_S + bool(copy) * unpacked / UNPACKED_S
         rescored = forward_s(served, tokens, work.longest, kind, engine.dtype) / split
         rescored += math.ceil(tokens / BATCHED) * offloaded / BUS_BYTES_S
         if engine is own:
             turns = math.ceil(work.sequences / int(args.get("max_num_seqs") or AT_ONCE))
             steps = turns * work.sampling.max_tokens * spec.rollout.prompts.turns
-            held = served.stored_bytes(BYTES[engine.dtype], keeps_mxfp4=packed) / split
+            held = served.stored_bytes(BYTES[engine.dtype], keeps_packed=packed) / split
             step = STEP_S + held / (BANDWIDTH * kind.bytes_s)
             stages[f"{label}: samples"] = steps * step + rescored
         if engine.prefill:
             stages[f"{label}: rescores"] = rescored
     loads = len({weights_key(item.spec) for item in passes if not item.folder})
-    stages["trainer: weights"] = loads * model.stored_bytes(2, keeps_mxfp4=True) / DISK_BYTES_S
+    stages["trainer: weights"] = loads * model.stored_bytes(2, keeps_packed=True) / DISK_BYTES_S
     length = length_of(spec, model, tokens, machine.gpus[0].free_bytes)[0]
     for item in passes:
         if item.folder:

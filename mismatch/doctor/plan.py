@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.codec import to_json
-from mismatch.doctor.fit import HOST, Fit, engine_fit, offloaded, trainer_fits, warnings_of
+from mismatch.doctor.fit import HOST, Fit, copies, engine_fit, offloaded, trainer_fits, warnings_of
 from mismatch.doctor.machine import Machine, inspect_machine, machine_with, parse_kind
-from mismatch.doctor.memory import BYTES, Workload
+from mismatch.doctor.memory import Workload
 from mismatch.doctor.minutes import Time, estimate
 from mismatch.errors import MismatchError, first_line
 from mismatch.experiments.fixes.spec_edits import on_engine
 from mismatch.experiments.scoring_passes import float32_engine, training_passes, wants_square
 from mismatch.keys import REFERENCE, TRAIN
-from mismatch.models.config import FoundConfig, find_config, unpacks_mxfp4
-from mismatch.models.derived import cache
+from mismatch.models.config import FoundConfig, find_config
+from mismatch.models.derived import cache, copied_bytes
 from mismatch.models.sizes import SizedModel, UnknownSize, sized
 from mismatch.prompts.prompt import Prompt
 from mismatch.prompts.sources import read_prompts
@@ -40,7 +40,7 @@ UNKNOWN_PROMPT_TOKENS = 512
 MEASURED = ("gpt_oss", "qwen3", "qwen3_moe")
 IN_FLOAT32 = " in float32"  # behind the engine's name
 SPLITS = (2, 4, 8)  # tensor parallel sizes that a plan may choose
-NEEDED = ("engine", TRAIN, HOST)  # sides without which there is no check
+NEEDED = ("engine", TRAIN, HOST, "disk")  # sides without which there is no check
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +203,7 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
         shape = sized(find_config(spec.train.model, spec.train.revision, spec.train.layers))
         passes = [item for item in training_passes(spec) if not item.folder]
         sides = [*trainer_fits(spec, shape, work, machine, passes)]
+        sides += copies(spec.train, shape, machine)
         notes = []
         if spec.train.autocast:
             notes.append("the copies of the weights that autocast makes are not counted")
@@ -218,6 +219,7 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
             # The engine's model may be another checkpoint than the trainer's.
             served = sized(find_config(engine.model, engine.revision, engine.layers))
             sides.insert(0, engine_fit(spec, served, work, machine))
+            sides += copies(engine, served, machine)
             exact, split, gpus = _float32_engine(spec), None, len(machine.gpus)
             if exact is not None:  # a training world on other GPUs keeps these
                 left = gpus - spec.nproc_per_node if placement(exact, gpus).trainer else gpus
@@ -229,15 +231,16 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
                 if fit.certain:
                     exact = on_engine(exact, tensor_parallel_size=size)
                     offload, fit = offloaded(exact, served, work, machine, fit)
+                served_as = exact.rollout.engine
+                disk = copies(served_as, served, machine, side)
+                fit = next((each for each in disk if each.certain), fit)
                 sides.append(fit)
                 if offload:
                     where = "in the host's memory, which the GPU reads through its bus"
                     notes.insert(0, f"{side}: {offload * size} GiB of its weights are {where}")
-                served_as = exact.rollout.engine
-                copied = served_as.weights != engine.weights and not unpacks_mxfp4(served_as)
-                if copied and not fit.certain:
-                    copy = gib(served.stored_bytes(BYTES["bf16"], keeps_mxfp4=False))
-                    notes.insert(0, f"disk: {copy} in {cache()} while the engine runs in float32")
+                if (copy := copied_bytes(served_as, served)) and not fit.certain:
+                    where = f"{cache()} while the engine runs in float32"
+                    notes.insert(0, f"disk: {gib(copy)} in {where}")
     except UnknownSize as error:
         return Memory(notes=(f"memory is not predicted: {error.message}",))
     return Memory(sides, tuple(notes), size, offload)

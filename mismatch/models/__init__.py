@@ -1,17 +1,18 @@
 """Models that ship with the package, short names, and how a name becomes a path or a hub id.
 
 The config.json that ships for a short name makes `mismatch doctor`, `mismatch kernels` and
-`--dry-run` work without a network; a real run always reads the model's own. They were written from
-public copies of each model's config.json; where a value had no second public source, it is listed
-as unconfirmed (none of these decides a memory size: parameters are checked against the published
-count).
+`--dry-run` work without a network; a real run always reads the model's own. aliases.toml says what
+they were written from; where a value had no second public source, it is listed as unconfirmed (none
+of these decides a memory size: parameters are checked against the published count).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,62 +37,41 @@ class Alias:
         released: how the weights are stored on the hub.
         unconfirmed: fields of the shipped config that rest on one source only.
         active: parameters that one token uses; 0: all (a dense model).
+        also: other hub ids with these sizes.
+        of: the alias whose shipped config this is, but for ``changes`` and what is ``without``.
     """
 
     name: str
     hub_id: str
     parameters: int
     released: str = "bf16"
-    unconfirmed: tuple[str, ...] = ()
+    unconfirmed: Sequence[str] = ()
     active: int = 0
+    also: Sequence[str] = ()
+    of: str = ""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    without: Sequence[str] = ()
 
     @property
     def config(self) -> dict[str, Any]:
         """The shipped config.json."""
-        parsed: dict[str, Any] = json.loads((CONFIGS / f"{self.name}.json").read_text())
-        return parsed
+        parsed: dict[str, Any] = json.loads((CONFIGS / f"{self.of or self.name}.json").read_text())
+        return {k: v for k, v in {**parsed, **self.changes}.items() if k not in self.without}
 
 
-_MXFP4 = "mxfp4 experts, bf16 rest"
-_EOS = ("eos_token_id",)
-ALIASES = {
-    alias.name: alias
-    for alias in (
-        Alias("gpt-oss-20b", "openai/gpt-oss-20b", 20_914_757_184, _MXFP4, active=4_187_440_704),
-        Alias("gpt-oss-120b", "openai/gpt-oss-120b", 116_829_156_672, _MXFP4, active=5_711_982_912),
-        Alias("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", 235_093_634_560, active=22_190_763_520),
-        Alias("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 30_532_122_624, active=3_353_032_704),
-        Alias("qwen3-32b", "Qwen/Qwen3-32B", 32_762_123_264),
-        Alias("qwen3-14b", "Qwen/Qwen3-14B", 14_768_307_200),
-        Alias("qwen3-8b", "Qwen/Qwen3-8B", 8_190_735_360),
-        Alias("qwen3-4b", "Qwen/Qwen3-4B", 4_022_468_096),
-        Alias("qwen3-1.7b", "Qwen/Qwen3-1.7B", 1_720_574_976),
-        Alias("qwen3-0.6b", "Qwen/Qwen3-0.6B", 596_049_920),
-        Alias("qwen2.5-7b-instruct", "Qwen/Qwen2.5-7B-Instruct", 7_615_616_512, "bf16", _EOS),
-        Alias("qwen2.5-1.5b-instruct", "Qwen/Qwen2.5-1.5B-Instruct", 1_543_714_304, "bf16", _EOS),
-        Alias("qwen2.5-0.5b-instruct", "Qwen/Qwen2.5-0.5B-Instruct", 494_032_768, "bf16", _EOS),
-        Alias("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B", 494_032_768),
-        Alias(
-            "llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct", 8_030_261_248, "bf16", _EOS
-        ),
-        Alias(
-            "mixtral-8x7b-instruct",
-            "mistralai/Mixtral-8x7B-Instruct-v0.1",
-            46_702_792_704,
-            active=12_879_925_248,
-        ),
-        Alias(
-            "olmoe-1b-7b", "allenai/OLMoE-1B-7B-0924", 6_919_161_856, "bf16", _EOS, 1_282_017_280
-        ),
-    )
-}
+def _aliases() -> dict[str, Alias]:
+    rows = tomllib.loads(Path(__file__).with_name("aliases.toml").read_text("utf-8"))
+    return {name: Alias(name, **row) for name, row in rows.items()}
+
+
+ALIASES = _aliases()
 
 
 def find_alias(name: str) -> Alias | None:
     """Return the alias of that name, or of that hub id; capitals do not matter."""
     wanted = name.lower()
     for alias in ALIASES.values():
-        if wanted in (alias.name, alias.hub_id.lower()):
+        if wanted in (alias.name, *map(str.lower, (alias.hub_id, *alias.also))):
             return alias
     return None
 

@@ -179,10 +179,7 @@ def changes(path: str | Path, shapes: Shapes, tied: bool = False) -> dict[str, C
 
 
 def merged(
-    change: Change,
-    tensor: torch.Tensor,
-    held: Callable[[str], torch.Tensor],
-    exact: bool = False,
+    change: Change, tensor: torch.Tensor, held: Callable[[str], torch.Tensor], exact: bool = False
 ) -> torch.Tensor:
     """Return a parameter with its adapter, in the parameter's shape and dtype.
 

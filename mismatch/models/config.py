@@ -23,11 +23,7 @@ MXFP4_BITS = 4.25  # 4 per value, and 8 for the scale that 32 values share
 # Names that families give to the same number.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = (
-    "num_experts_per_tok",
-    "moe_k",
-    "moe_topk",
-    "moe_top_k",
-    "top_k_experts",
+    *("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts"),
     "num_experts_per_token",
 )
 EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
@@ -40,17 +36,10 @@ TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 # In names of layer types that keep no keys and values.
 STATELESS = ("linear", "mamba", "conv", "recurrent", "moe", "mlp")
 # Families of transformers 5 whose attention learns a sink per head.
-SINK_FAMILIES = frozenset(
-    {
-        "gpt_oss",
-        "deepseek_v4",
-        "granite_swa",
-        "granitemoe_swa",
-        "hy_v4",
-        "mimo_v2_flash",
-        "openai_privacy_filter",
-    }
-)
+SINK_FAMILIES = {
+    *("gpt_oss", "deepseek_v4", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"),
+    "openai_privacy_filter",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,11 +33,13 @@ from mismatch.facts import SideFacts
 from mismatch.models.adapters import adapter_files, with_adapter
 from mismatch.models.config import ModelConfig, first_layers, read_config, unpacks_mxfp4
 from mismatch.models.digests import RECORD, Derived, record_of, source_hashes
-from mismatch.run.hub import INDEX, download, weight_places
+from mismatch.run.hub import INDEX, cached_snapshot, download, weight_places
 from mismatch.specs import AS_STORED, ROUNDED_FORMS, Adapter, EngineSpec, TrainSpec, WeightsForm
 
 if TYPE_CHECKING:
     import torch
+
+    from mismatch.models.sizes import SizedModel
 
 SHARD_BYTES = 2 << 30
 FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")  # [E, in, out], gpt-oss
@@ -77,6 +79,32 @@ def in_form(spec: Spec, copied: bool = False) -> Spec:
         form = AS_STORED  # its first layers are cached packed; the whole is read where it lies
     model = derive(source, form, spec.layers, adapter, exact=spec.dtype == "fp32")
     return replace(spec, model=str(model), revision=None)
+
+
+def copied_bytes(spec: EngineSpec | TrainSpec, shape: SizedModel) -> int:
+    """Return the size of the copy that :func:`in_form` makes; 0: none, or of few layers alone."""
+    engine = spec if isinstance(spec, EngineSpec) else EngineSpec()
+    merged = spec.adapter is not None and engine.adapter_as != "own"
+    as_stored = spec.weights in (AS_STORED, shape.quantised or "bf16") or unpacks_mxfp4(engine)
+    if spec.layers is not None or (as_stored and not merged):
+        return 0
+    return shape.stored_bytes(4 if shape.dtype == "float32" else 2, keeps_packed=as_stored)
+
+
+def has_copy(spec: EngineSpec | TrainSpec) -> bool:
+    """Return whether a copy in that form is cached; it compares hashes of whole checkpoints."""
+    here = Path(spec.model).is_dir()
+    source = Path(spec.model) if here else cached_snapshot(spec.model, spec.revision)
+    paths = [path for path in cache().glob(f"*-{spec.weights}*") if source and _whole(path)]
+    hashes = source_hashes(str(source)).items() if paths else {}.items()
+    made = filter(None, map(record_of, paths))
+    return any(not each.layers and hashes <= each.source_files.items() for each in made)
+
+
+def free_bytes() -> int:
+    """Return what is free on the disk where copies are cached."""
+    there = next(path for path in (cache(), *cache().parents) if path.exists())
+    return shutil.disk_usage(there).free
 
 
 @contextmanager
@@ -130,7 +158,7 @@ def derive(
     for _ in range(TRIES):  # another process may delete it before this process holds it
         if _whole(target) and _reading(target):
             return target
-        with _writing(target), _alone(target):
+        with _alone(target):
             if not _whole(target):
                 _write(source, target, form, layers, hashes, adapter, exact)
     fault = f"{target} is not whole, however often it is written"
@@ -238,21 +266,18 @@ def _alone(target: Path) -> Iterator[None]:
     """One process at a time: ranks and engines may ask for the same checkpoint.
 
     Half a checkpoint is never left: not on a full disk, nor after Ctrl-C.
+
+    Raises:
+        MismatchError: what the cache's disk refuses.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            shutil.rmtree(target.with_suffix(".partial"), ignore_errors=True)
-
-
-@contextmanager
-def _writing(target: Path) -> Iterator[None]:
-    """Raise what the cache's disk refuses as a MismatchError."""
     try:
-        yield
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(target.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                shutil.rmtree(target.with_suffix(".partial"), ignore_errors=True)
     except OSError as error:
         fault = f"a checkpoint in another form cannot be written to {target.parent}: {error}"
         fix = "free some space, or name another place: MISMATCH_CACHE=DIR"

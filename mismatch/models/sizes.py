@@ -63,10 +63,12 @@ class SizedModel(ModelConfig):
     biased_experts: bool = False
     recurrent: tuple[str, ...] = ()
 
-    def stored_bytes(self, element: int, keeps_mxfp4: bool) -> int:
-        """Bytes of all weights with ``element`` bytes each, MXFP4 experts as they are if kept."""
-        packed = self.packed_parameters if keeps_mxfp4 and self.quantised == "mxfp4" else 0
-        return int((self.parameters - packed) * element + packed * MXFP4_BITS / 8)
+    def stored_bytes(self, element: int, keeps_packed: bool) -> int:
+        """Bytes of all weights with ``element`` each, MXFP4 experts and fp8 layers as they are."""
+        layers = self.parameters - self.root_parameters
+        held = {"mxfp4": (self.packed_parameters, MXFP4_BITS), "fp8": (layers, 8)}
+        packed, bits = held.get(self.quantised if keeps_packed else "", (0, 0))
+        return int((self.parameters - packed) * element + packed * bits / 8)
 
 
 def sized(found: FoundConfig) -> SizedModel:

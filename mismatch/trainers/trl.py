@@ -72,12 +72,7 @@ class Trl:
         with tempfile.TemporaryDirectory() as scratch:
             config = GRPOConfig(
                 **options
-                | {
-                    "output_dir": scratch,
-                    "report_to": [],
-                    "use_cpu": not on_gpu,
-                    "seed": job.seed,
-                }
+                | {"output_dir": scratch, "report_to": [], "use_cpu": not on_gpu, "seed": job.seed}
             )
             self.trainer: Any = GRPOTrainer(
                 model=job.model,
@@ -137,10 +132,7 @@ class Trl:
                 logprobs[n] = given[row, : len(actions)].float().cpu().numpy()[actions]
                 entropy[n] = entropies[row, : len(actions)].float().cpu().numpy()[actions]
         return Scored(
-            tuple(own),
-            tuple(logprobs[n] for n in own),
-            tuple(entropy[n] for n in own),
-            dtype=dtype,
+            tuple(own), tuple(logprobs[n] for n in own), tuple(entropy[n] for n in own), dtype=dtype
         )
 
     def _padded(

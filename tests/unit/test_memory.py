@@ -199,9 +199,9 @@ def test_the_highest_moment_is_the_peak():
 
 def test_released_gpt_oss_weights_are_a_quarter_of_bf16():
     """12.8 GiB is what OpenAI gives for the released checkpoint."""
-    packed = GPT.stored_bytes(2, keeps_mxfp4=True)
+    packed = GPT.stored_bytes(2, keeps_packed=True)
     assert packed / GIB == pytest.approx(12.8, abs=0.05)
-    assert GPT.stored_bytes(2, keeps_mxfp4=False) == GPT.parameters * 2
+    assert GPT.stored_bytes(2, keeps_packed=False) == GPT.parameters * 2
     halves = predict_engine(GPT, EngineSpec(tensor_parallel_size=2), Workload(1, 10))
     assert part(halves, "sampling", "weights") == packed // 2
 

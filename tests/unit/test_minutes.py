@@ -113,7 +113,8 @@ def test_the_engine_in_float32_takes_minutes_where_it_fits() -> None:
     copying = check("gpt-oss-20b", engine="sglang")
     stages = plan(copying, HERE, "1xH200").time.stages
     copied = stages["sglang in float32: weights"]
-    assert copied > 3 * weights[0]
+    written = copied - weights[0]
+    assert written > 24 * 10 + 40  # 10.5 s of CPU time a layer (measured), and the bytes
     # On 80 GB a part of the weights is read through the bus, for every batch.
     rescores = [names[gpus]["vllm in float32: rescores"] for gpus in ("1xH200", "1xH100")]
     assert rescores[1] > rescores[0] + 1

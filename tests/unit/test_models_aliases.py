@@ -33,7 +33,61 @@ FAMILY_EXAMPLES = (
     "llama-3.1-8b-instruct",
     "mixtral-8x7b-instruct",
     "olmoe-1b-7b",
+    "qwen3-next-80b-a3b-instruct",
+    "qwen3.5-27b",
+    "qwen3.5-35b-a3b",
+    "glm-4.5-air",
+    "gemma-3-1b-it",
+    "olmo-3-7b-instruct",
 )
+# Billions of parameters as the makers or the hub give them, not counted here: model cards and
+# reports (Gemma 3: embeddings, layers and vision tower; Moonlight: 15.29 and 0.67 of embeddings;
+# GLM-4.7 with its layer that predicts several tokens), else what GGUF files or loaded checkpoints
+# of others hold (Qwen3.5 up to 9B without vision, Olmo 3).
+PUBLISHED = {
+    "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
+    "qwen3-235b-a22b": 235,
+    "qwen3-30b-a3b": 30.5,
+    "qwen3-32b": 32.8,
+    "qwen3-14b": 14.8,
+    "qwen3-8b": 8.2,
+    "qwen3-4b": 4.0,
+    "qwen3-1.7b": 1.7,
+    "qwen3-0.6b": 0.6,
+    "qwen2.5-7b-instruct": 7.61,
+    "qwen2.5-1.5b-instruct": 1.54,
+    "qwen2.5-0.5b-instruct": 0.49,
+    "qwen2.5-0.5b": 0.49,
+    "llama-3.1-8b-instruct": 8.03,
+    "mixtral-8x7b-instruct": 46.7,
+    "olmoe-1b-7b": 6.92,
+    "qwen3-4b-instruct-2507": 4.0,
+    "qwen3-30b-a3b-instruct-2507": 30.5,
+    "qwen3-235b-a22b-instruct-2507": 235,
+    "qwen3-next-80b-a3b-instruct": 80,
+    "qwen3.5-0.8b": 0.752393024,
+    "qwen3.5-4b": 4.205751296,
+    "qwen3.5-9b": 8.953803264,
+    "qwen3.5-27b": 27,
+    "qwen3.5-35b-a3b": 35,
+    "qwen3.5-397b-a17b": 397,
+    "glm-4.5": 355,
+    "glm-4.5-air": 106,
+    "glm-4.7": 358,
+    "glm-4.7-flash": 30,
+    "deepseek-v2-lite": 16,
+    "deepseek-v3": 671,
+    "moonlight-16b-a3b-instruct": 15.29 + 0.67,
+    "gpt-oss-20b-bf16": 20.9,
+    "gpt-oss-120b-bf16": 116.8,
+    "gemma-3-1b-it": 0.302 + 0.698,
+    "gemma-3-4b-it": 4.3,
+    "gemma-3-12b-it": 12.2,
+    "gemma-3-27b-it": 27.4,
+    "olmo-3-7b-instruct": 7.298011136,
+    "olmo-3-32b-think": 32.233522176,
+}
 
 
 def active(model: SizedModel) -> int:
@@ -45,6 +99,11 @@ def active(model: SizedModel) -> int:
     )
 
 
+def off(model: SizedModel, name: str) -> float:
+    """Share of the published count by which the counted one is off."""
+    return abs(model.parameters / 1e9 / PUBLISHED[name] - 1)
+
+
 @pytest.mark.parametrize("name", ALIASES)
 def test_the_shipped_config_has_the_published_parameter_count(name):
     """A wrong width, depth, vocabulary or expert count cannot give the published number."""
@@ -52,6 +111,39 @@ def test_the_shipped_config_has_the_published_parameter_count(name):
     model = sized(FoundConfig(alias.config, "shipped", None))
     assert model.parameters == alias.parameters
     assert active(model) == (alias.active or alias.parameters)
+    assert off(model, name) < 0.02
+
+
+def test_every_alias_has_a_published_count():
+    assert set(PUBLISHED) == set(ALIASES)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "wrong"),
+    [
+        ("qwen3.5-9b", "vocab_size", 151936),
+        ("qwen3.5-35b-a3b", "moe_intermediate_size", 768),
+        ("glm-4.5-air", "num_hidden_layers", 48),
+        ("glm-4.7-flash", "moe_intermediate_size", 1408),
+        ("deepseek-v3", "num_hidden_layers", 63),
+        ("moonlight-16b-a3b-instruct", "n_routed_experts", 72),
+        ("gemma-3-4b-it", "intermediate_size", 9216),
+        ("olmo-3-32b-think", "num_key_value_heads", 40),
+    ],
+)
+def test_a_wrong_field_is_seen_in_the_published_count(name, field, wrong):
+    values = ALIASES[name].config
+    part = values.get("text_config", values)
+    assert part[field] != wrong
+    part[field] = wrong
+    assert off(sized(FoundConfig(values, "shipped", None)), name) > 0.02
+
+
+def test_a_model_that_is_stored_in_fp8_takes_a_byte_for_each_value_of_a_layer():
+    model = sized(FoundConfig(ALIASES["deepseek-v3"].config, "shipped", None))
+    stored, dequantised = (model.stored_bytes(2, keeps_packed=kept) for kept in (True, False))
+    assert stored / 1e9 == pytest.approx(671 + 2 * 129280 * 7168 / 1e9, rel=0.01)
+    assert dequantised == 2 * model.parameters
 
 
 @pytest.mark.parametrize("name", EMBEDDED)
@@ -74,7 +166,8 @@ def test_counting_in_a_process_of_its_own_gives_the_same():
 
 
 def test_every_shipped_file_belongs_to_an_alias():
-    assert {path.stem for path in CONFIGS.glob("*.json")} == set(ALIASES)
+    names = {alias.of or alias.name for alias in ALIASES.values()}
+    assert {path.stem for path in CONFIGS.glob("*.json")} == names
 
 
 def test_gpt_oss_is_released_in_mxfp4_with_sinks_and_alternating_windows():
@@ -119,6 +212,16 @@ def test_find_alias_by_hub_id():
     assert alias is not None
     assert alias.name == "qwen3-0.6b"
     assert find_alias("qwen3-0.6") is None
+    other = find_alias("Qwen/Qwen3-4B-Thinking-2507")
+    assert other is not None
+    assert other.name == "qwen3-4b-instruct-2507"
+
+
+def test_a_config_of_another_differs_in_what_the_table_says():
+    whole, bf16 = (ALIASES[name].config for name in ("gpt-oss-20b", "gpt-oss-20b-bf16"))
+    changed = {k for k in whole.keys() | bf16.keys() if whole.get(k) != bf16.get(k)}
+    assert changed == {"dtype", "quantization_config"}
+    assert (ModelConfig.of(bf16).quantised, ModelConfig.of(bf16).rests_in("auto")) == ("", "bf16")
 
 
 # ---------------------------------------------------------------- config.json without a network

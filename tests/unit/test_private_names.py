@@ -490,6 +490,7 @@ def vllm_engine(lacking: dict[str, str], temperature: float = 0.7) -> Any:
         cache_config=cache,
         scheduler_config=SimpleNamespace(**dict.fromkeys(names)),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4]),
     )
     facts = dict.fromkeys(("attention", "moe_backend", "device", "model_runner", "model_class"), "")
     reasons = dict.fromkeys((ROUTES, PREFILL, vllm.WEIGHTS), "") | lacking
@@ -542,6 +543,13 @@ def test_a_prefill_that_cannot_be_tempered_is_not_tested() -> None:
     assert facts["weights_not_comparable"] == "no step"
     assert entries(engine) == {PREFILL: "vllm: no compute_logits"}
     assert "prefill" not in vllm_engine(lacking, 1.0).fingerprint("decode")
+
+
+def test_an_engine_says_which_cuda_graphs_it_has() -> None:
+    engine = vllm_engine({})
+    for held, said in (([1, 2, 4], [1, 2, 4]), ([], []), (None, [])):
+        engine.config.compilation_config.cudagraph_capture_sizes = held
+        assert engine.fingerprint("decode")["cudagraph_capture_sizes"] == said
 
 
 def test_an_engine_without_a_way_to_end_its_children_ends(bare: dict[str, ModuleType]) -> None:

@@ -369,6 +369,7 @@ class VllmEngine(Engine):
             "model_class": self._facts["model_class"],
             "config": self._facts["config"] | {"head_dtype": short_dtype(model.head_dtype)},
             "enforce_eager": model.enforce_eager,
+            "cudagraph_capture_sizes": config.compilation_config.cudagraph_capture_sizes or [],
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "block_size": config.cache_config.block_size,
             "sliding_window": model.get_sliding_window(),

@@ -30,10 +30,7 @@ NATURAL = ("fp32+engine-fp32", "fp16+engine-fp16", "fp32-lm-head+engine-fp32-lm-
 PAIRED_SINGLES = 4  # pairs are made of the best so many
 DIRECTORY = "fixes"  # inside the run
 # Rows whose settings show the trainer's function, and those that are made where it changes.
-FUNCTIONS = {
-    TRAINER_FLOAT32: (TRAINER_FLOAT32,),
-    TRAINER_LONG: (TRAINER_LONG, TRAIN.over_long()),
-}
+FUNCTIONS = {TRAINER_FLOAT32: (TRAINER_FLOAT32,), TRAINER_LONG: (TRAINER_LONG, TRAIN.over_long())}
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,8 +135,8 @@ def plan(spec: SyncSpec) -> int:
     engine, directory = spec.engine, model_directory(spec.engine)
     shape = sized(find_config(engine.model, engine.revision))
     packed = serves_mxfp4(engine)
-    size = shape.stored_bytes(BYTES[engine.dtype], keeps_mxfp4=packed)
-    trainer = shape.stored_bytes(BYTES[engine.dtype], keeps_mxfp4=False) * spec.trainer
+    size = shape.stored_bytes(BYTES[engine.dtype], keeps_packed=packed)
+    trainer = shape.stored_bytes(BYTES[engine.dtype], keeps_packed=False) * spec.trainer
     here = directory is not None and any(directory.glob("*.safetensors"))
     names = len(Checkpoint(directory, spec.seed).names()) if here else 0  # type: ignore[arg-type]
     typer.echo(f"model    {engine.model}: {f'{names} tensors' if here else 'weights not here'}")
