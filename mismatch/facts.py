@@ -140,6 +140,9 @@ class SideFacts(TypedDict, total=False):
     max_num_seqs: int
     max_running_requests: int | None
     max_model_len: int | None  # tokens
+    rope_switch: (
+        int  # tokens; of a longer max_model_len vLLM takes LongRoPE's long factors; 0: none
+    )
     substitutes: list[str]  # kernels that stand in for SGLang's where those do not run
     deterministic: bool
     returns_routes: bool

@@ -38,6 +38,7 @@ class ModelInfo:
         context: positions that the model was made for, or None where it does not say.
         stop_ids: every id that ends a response (EOS of config, generation config, tokenizer).
         num_experts, top_k: of its MoE layers, 0 for a dense model.
+        rope_switch: as of :class:`mismatch.models.config.ModelConfig`.
     """
 
     vocab_size: int
@@ -45,6 +46,7 @@ class ModelInfo:
     stop_ids: tuple[int, ...]
     num_experts: int
     top_k: int
+    rope_switch: int = 0
 
     @property
     def moe(self) -> bool:
@@ -102,6 +104,7 @@ def read_model_info(spec: EngineSpec) -> ModelInfo:
         ),
         num_experts=model.experts + model.extra_experts if model.top_k else 0,
         top_k=model.top_k,
+        rope_switch=model.rope_switch,
     )
 
 

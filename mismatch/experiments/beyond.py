@@ -61,6 +61,8 @@ def length_of(spec: CheckSpec, model: ModelConfig, tokens: int, free_bytes: int)
     ]
     if model.context is not None:
         limits.append((model.context - 1, "the model was made for no more"))
+    if model.rope_switch:
+        limits.append((model.rope_switch - 1, "LongRoPE has other factors beyond"))
     if spec.rollout.engine.max_model_len is not None:
         limits.append((spec.rollout.engine.max_model_len - 1, "--max-model-len allows no more"))
     least, why = min(limits, key=lambda pair: pair[0])

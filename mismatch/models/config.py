@@ -29,8 +29,13 @@ TOP_K = (
 EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 EXTRA_EXPERTS = ("zero_expert_num",)  # what routers choose apart from experts, counted after them
 MOE_SWITCHES = ("is_moe", "enable_moe_block")  # off: a dense model, whatever the numbers say
+CONTEXT = (
+    *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"),
+    *("max_sequence_length", "max_seq_length", "seq_len", "model_max_length"),
+)
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 UNCUT = ("hidden_size_per_layer_input", "num_kv_shared_layers")  # of whole models alone
+ROPE_SWITCH = "original_max_position_embeddings"
 NOT_BY_LAYER = ("token_id", "token_ids", "architectures")
 TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 # In names of layer types that keep no keys and values.
@@ -60,6 +65,7 @@ class ModelConfig:
         quantised: the method of the released weights ("mxfp4"), or "".
         dtype: of the released weights, or "".
         context: positions that the model was made for.
+        rope_switch: tokens (LongRoPE), beyond which rotary factors are others; 0: none.
         latent: of a token in one layer's cache where keys and values share a vector (MLA); else 0.
         end_ids: tokens that end a response.
     """
@@ -82,6 +88,7 @@ class ModelConfig:
     quantised: str = ""
     dtype: str = ""
     context: int | None = None
+    rope_switch: int = 0
     latent: int = 0
     end_ids: tuple[int, ...] = ()
 
@@ -118,7 +125,8 @@ class ModelConfig:
             layer_types=kinds,
             quantised=str(quantised.get("quant_method") or ""),
             dtype=str(text["dtype"] or (text["torch_dtype"] if parsed else None) or ""),
-            context=text.number("max_position_embeddings") or None,
+            context=text.number(*CONTEXT) or None,
+            rope_switch=_rope_switch(text),
             latent=rank + text.number("qk_rope_head_dim") if rank else 0,
             end_ids=tuple(end) if isinstance(end, list) else () if end is None else (end,),
         )
@@ -328,6 +336,16 @@ def read_config(directory: Path, name: str = "config.json") -> dict[str, Any]:
     if not isinstance(parsed.get("model_type", ""), str):
         raise MismatchError(f"{path}: model_type is not text", "give a valid config.json")
     return parsed
+
+
+def _rope_switch(text: _Fields) -> int:
+    """Return the length beyond which LongRoPE's long factors serve; 0: another rope, or none."""
+    rope = text["rope_parameters"] or text["rope_scaling"]
+    if not isinstance(rope, Mapping):
+        return 0
+    if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
+        return 0
+    return _Fields(dict(rope)).number(ROPE_SWITCH) or text.number(ROPE_SWITCH)
 
 
 def _window(text: _Fields, kinds: tuple[str, ...]) -> int | None:

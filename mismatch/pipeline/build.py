@@ -18,7 +18,7 @@ from mismatch.analysis.causes import (
     others_of,
 )
 from mismatch.analysis.comparison import compare, is_sampling_law
-from mismatch.analysis.diagnosis.declared import sharding_checks
+from mismatch.analysis.diagnosis.declared import rope_length, sharding_checks
 from mismatch.analysis.diagnosis.digests_by_passes import with_passes
 from mismatch.analysis.diagnosis.pass_checks import (
     by_finiteness,
@@ -242,6 +242,7 @@ def checks_of(
         *attempts.make("routes", routing_checks, *sides, otherwise=[]),
         *pass_checks(*sides, artefacts.scorings, attempts),
         *policy_entropy(headline),
+        *rope_length(artefacts.decode.fingerprint, spec.rollout.engine.max_model_len is not None),
         *attempts.make("sharding", sharding_checks, ranks, facts_of_trainer, otherwise=[]),
     ]
 

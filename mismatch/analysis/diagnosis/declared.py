@@ -76,6 +76,23 @@ def _same_setting(name: str, value: Json, wanted: float) -> bool:
     return abs(value - wanted) < 1e-9
 
 
+def rope_length(left: SideFacts, given: bool) -> list[Check]:
+    """Check that the engine had the length that decides which of LongRoPE's factors it takes.
+
+    Args:
+        given: whether the command said how long the engine's contexts are.
+    """
+    switch, length = left.get("rope_switch"), left.get("max_model_len")
+    if not switch or not length:
+        return []
+    taken = "long" if length > switch else "short"
+    detail = f"max_model_len is {length}: vLLM takes LongRoPE's {taken} factors ({switch} decides)"
+    if given:
+        return [Check("rope-length", "passed", detail)]
+    fix = "give the length of your own engine: --max-model-len"
+    return [Check("rope-length", "warning", f"{detail}, and yours was not given", fix)]
+
+
 def special_tokens(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     """Check that stopped sequences end in a stop token that was sampled; the prompt starts once."""
     stop_ids = left.fingerprint.get("stop_token_ids")

@@ -129,7 +129,9 @@ def engine_arguments(
         "worker_extension_cls": "mismatch.engines.vllm.worker.WorkerExtension",
     }
     if spec.max_model_len or info.context:
-        arguments["max_model_len"] = spec.max_model_len or context_needed(longest + 1, info.context)
+        # A longer context than the sequences need would give all of them LongRoPE's long factors.
+        limit = info.rope_switch if longest < info.rope_switch else info.context
+        arguments["max_model_len"] = spec.max_model_len or context_needed(longest + 1, limit)
     if spec.gpu_memory_utilization is not None:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
     user = user_arguments(spec)

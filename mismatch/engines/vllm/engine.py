@@ -378,6 +378,7 @@ class VllmEngine(Engine):
             "max_num_seqs": config.scheduler_config.max_num_seqs,
             "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
             "max_model_len": model.max_model_len,
+            "rope_switch": self.info.rope_switch,
             "seed": model.seed,
             "seeding": "per sample" if self._seeds_requests else "engine",
             "generation_config": model.generation_config,
