@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.codec import to_json
-from mismatch.doctor.fit import HOST, Fit, engine_fit, offloaded, trainer_fits, warnings_of
+from mismatch.doctor.fit import (
+    HOST,
+    Fit,
+    engine_fit,
+    first_layers_fit,
+    offloaded,
+    trainer_fits,
+    warnings_of,
+)
 from mismatch.doctor.machine import Machine, inspect_machine, machine_with, parse_kind
 from mismatch.doctor.memory import BYTES, Workload
 from mismatch.doctor.minutes import Time, estimate
@@ -53,12 +61,14 @@ class Memory:
         notes: assumptions, and which parts are not predicted.
         float32_split: the tensor parallel size at which the engine in float32 fits, if any does.
         float32_offload: GiB of its weights per GPU that vLLM keeps in the host's memory.
+        float32_layers: where the whole of it does not fit: its first layers alone run; else 0.
     """
 
     sides: Sequence[Fit] = ()
     notes: tuple[str, ...] = ()
     float32_split: int = 0
     float32_offload: int = 0
+    float32_layers: int = 0
 
     @property
     def fits(self) -> bool:
@@ -163,20 +173,23 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
     }
     exact = None
     if f"{engine.engine}{IN_FLOAT32}" not in out:
-        in_float32 = _float32_engine(spec, memory.float32_split, memory.float32_offload)
+        fitting = memory.float32_split, memory.float32_offload, memory.float32_layers
+        in_float32 = _float32_engine(spec, *fitting)
         exact = None if in_float32 is None else in_float32.rollout.engine
     time = Time({})
     if memory.sides:
-        own = served = sized(config)
-        if not engine.servers:
-            served = sized(find_config(engine.model, engine.revision, engine.layers))
+        shapes = [sized(config)] * 3
+        for place, side in enumerate((engine, exact or engine), 1):
+            if not side.servers:
+                shapes[place] = sized(find_config(side.model, side.revision, side.layers))
         passes = [item for item in passes if item.name not in out]
-        time = estimate(spec, (own, served), load, machine, passes, exact)
+        time = estimate(spec, shapes, load, machine, passes, exact)
     return Plan(
         sides=memory.sides,
         notes=(*filter(None, [note]), *memory.notes),
         float32_split=memory.float32_split,
         float32_offload=memory.float32_offload,
+        float32_layers=memory.float32_layers,
         model=engine.model,
         config_source=config.source,
         device=machine.device,
@@ -198,7 +211,7 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
         MismatchError: no config.json offline, or sequences beyond the model's context.
     """
     machine, engine = machine or inspect_machine(), spec.rollout.engine
-    work, size, offload = work_of(spec)[0], 0, 0
+    work, size, offload, layers = work_of(spec)[0], 0, 0, 0
     try:
         shape = sized(find_config(spec.train.model, spec.train.revision, spec.train.layers))
         passes = [item for item in training_passes(spec) if not item.folder]
@@ -229,25 +242,36 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
                 if fit.certain:
                     exact = on_engine(exact, tensor_parallel_size=size)
                     offload, fit = offloaded(exact, served, work, machine, fit)
+                certain = [each.side for each in (*sides, fit) if each.certain]
+                if side in certain and REFERENCE not in certain:
+                    lone = on_engine(exact, tensor_parallel_size=engine.tensor_parallel_size)
+                    lacking = f"{gib(fit.needed)} needed for all, {gib(fit.capacity)} there"
+                    layers, fit = first_layers_fit(lone, served, work, machine, fit)
+                if layers:
+                    size = engine.tensor_parallel_size
+                    part = f"the first {layers} of {served.layers} layers alone"
+                    notes.insert(0, f"{side}: {part}: {lacking}")
                 sides.append(fit)
                 if offload:
                     where = "in the host's memory, which the GPU reads through its bus"
                     notes.insert(0, f"{side}: {offload * size} GiB of its weights are {where}")
                 served_as = exact.rollout.engine
                 copied = served_as.weights != engine.weights and not unpacks_mxfp4(served_as)
-                if copied and not fit.certain:
+                if copied and not layers and not fit.certain:
                     copy = gib(served.stored_bytes(BYTES["bf16"], keeps_mxfp4=False))
                     notes.insert(0, f"disk: {copy} in {cache()} while the engine runs in float32")
     except UnknownSize as error:
         return Memory(notes=(f"memory is not predicted: {error.message}",))
-    return Memory(sides, tuple(notes), size, offload)
+    return Memory(sides, tuple(notes), size, offload, layers)
 
 
-def _float32_engine(spec: CheckSpec, split: int = 0, offload: int = 0) -> CheckSpec | None:
+def _float32_engine(
+    spec: CheckSpec, split: int = 0, offload: int = 0, layers: int = 0
+) -> CheckSpec | None:
     """Return the spec with its engine in float32; None: it is not started in float32."""
     if spec.rollout.engine.servers or not wants_square(spec):
         return None
-    exact = float32_engine(spec.rollout, split, offload)
+    exact = float32_engine(spec.rollout, split, offload, layers)
     return None if exact is None else replace(spec, rollout=exact)
 
 
