@@ -61,7 +61,7 @@ from mismatch.keys import (
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.specs import CheckSpec
-from mismatch.types import Estimate, Floats, NotTested, Scoring, SideFacts
+from mismatch.types import WITHOUT_MLA, Estimate, Floats, NotTested, Scoring, SideFacts
 
 FP8_KV = "-fp8kv"
 FP8_NAMES = ("fp8", "fp8_e4m3", "float8_e4m3fn", "e4m3")
@@ -334,6 +334,8 @@ class _Corners:
                     checked = "{} of {} layers".format(*exact.fingerprint["layers"])
                     why = f"function checked on {checked}: the memory holds no more in float32"
                     self.missing.append(NotTested(LATER_LAYERS, why))
+                named = NotTested.of(exact.fingerprint)
+                self.missing += [each for each in named if each.what == WITHOUT_MLA.what]
                 self.bounds[exact.name] = corners.gap_bounds()
                 yield corners.gap(exact)
 

@@ -39,6 +39,7 @@ from mismatch.prompts.sources import read_prompts
 from mismatch.run.machine import gib, in_words, placement
 from mismatch.specs import OWN_SCORER, CheckSpec, EngineSpec
 from mismatch.trainers.trl_config import in_plan
+from mismatch.types import NO_MLA, WITHOUT_MLA
 
 SCHEMA = "mismatch.plan/3"
 TEMPLATE_TOKENS = 96  # of a chat template: gpt-oss's system message takes 68 to 80
@@ -252,6 +253,9 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
                     part = f"the first {layers} of {served.layers} layers alone"
                     notes.insert(0, f"{side}: {part}: {lacking}")
                 sides.append(fit)
+                mla = served.latent and machine.gpus and engine.engine == "vllm"
+                if mla and not fit.certain and NO_MLA[0] not in dict(engine.env):
+                    notes.insert(0, f"not tested: {WITHOUT_MLA}")
                 if offload:
                     where = "in the host's memory, which the GPU reads through its bus"
                     notes.insert(0, f"{side}: {offload * size} GiB of its weights are {where}")

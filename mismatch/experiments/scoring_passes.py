@@ -46,6 +46,7 @@ from mismatch.specs import (
     load_key,
     weights_key,
 )
+from mismatch.types import NO_MLA
 
 Row = tuple[str, object, TrainSpec]  # name of a pass, whether it is wanted, its settings
 # A check needs the trainer as it runs, and kernels may refuse float32.
@@ -74,7 +75,6 @@ EXPERTS_TAKE_FLOAT32 = {
     "sglang": (("moe_runner_backend", "triton"),),
 }
 OFFLOAD = "cpu_offload_gb"  # vLLM's name
-NO_MLA = ("VLLM_MLA_DISABLE", "1")  # vLLM's kernels for MLA on CUDA take no float32
 
 
 def wants_square(spec: CheckSpec) -> bool:

@@ -38,7 +38,7 @@ from mismatch.run.long_rollout import leave
 from mismatch.run.machine import Placement
 from mismatch.run.messages import read_error
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
-from mismatch.types import NotTested
+from mismatch.types import NO_MLA, WITHOUT_MLA, NotTested
 from tests.checkpoints import configuration, make_mxfp4
 from tests.made_run import make_run
 from tests.texts import numbers
@@ -317,6 +317,20 @@ def test_a_gpu_gets_kernels_that_take_float32(
     assert [pair for pair in exact("qwen3_moe", own).args if "moe" in pair[0]] == [own]
     assert (("VLLM_MLA_DISABLE", "1") in exact("deepseek_v3").env) is (engine == "vllm")
     assert exact("qwen3").env == ()
+
+
+def test_the_plan_says_that_float32_runs_without_kernels_for_mla(tmp_path: Path) -> None:
+    configuration("deepseek_v3").save_pretrained(tmp_path)
+    here, spec = gpus("1xH100-80GB"), check(str(tmp_path))
+
+    def said(spec: CheckSpec, machine: Machine = here) -> bool:
+        return any(str(WITHOUT_MLA) in note for note in memory_of(spec, machine).notes)
+
+    assert said(spec)
+    assert not said(spec, replace(here, gpus=()))
+    assert not said(on_engine(spec, engine="sglang"))
+    assert not said(on_engine(spec, env=((NO_MLA[0], "0"),)))
+    assert not said(check())
 
 
 def test_unpacked_experts_take_what_they_take() -> None:

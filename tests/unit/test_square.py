@@ -21,6 +21,7 @@ from mismatch.analysis.plugins import RunArtefacts
 from mismatch.analysis.results import Square, check_id, sides_at_fault
 from mismatch.analysis.square import judged, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
+from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import float32_engine, plain_of, training_passes
 from mismatch.keys import Key
@@ -32,7 +33,16 @@ from mismatch.reports.sections.square import section
 from mismatch.run import store
 from mismatch.run.messages import read_error, write_error
 from mismatch.specs import CheckSpec, EngineSpec, Pass, RolloutSpec, TrainSpec
-from mismatch.types import Check, Judgement, NotTested, Pair, Rollout, Sampling, Scoring
+from mismatch.types import (
+    WITHOUT_MLA,
+    Check,
+    Judgement,
+    NotTested,
+    Pair,
+    Rollout,
+    Sampling,
+    Scoring,
+)
 from tests.made_run import make_run
 from tests.made_run import spec as made_spec
 from tests.reports_fixture import make_report
@@ -123,6 +133,13 @@ def test_rounding_alone_is_within_on_both_sides() -> None:
     assert measured.correlation is not None
     assert measured.correlation.value == pytest.approx(0.5, abs=0.06)
     assert measured.seconds == {"reference:fp32": 2.5, "plain:bf16": 1.5}
+
+
+def test_what_the_engine_in_float32_did_not_run_is_not_tested() -> None:
+    facts: dict[str, Any] = {"vllm:fp32": {"not_tested": [to_json(WITHOUT_MLA)]}}
+    measured = square(run_of(facts=facts))
+    assert measured.not_judged == (WITHOUT_MLA,)
+    assert set(standings(measured).values()) == {"within"}
 
 
 def of_first_layers(run: RunArtefacts, off: float = 0.0, **layers: list[int]) -> RunArtefacts:
