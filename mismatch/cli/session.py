@@ -229,7 +229,8 @@ def room_for(spec: CheckSpec, force: bool) -> Room:
         memory = Memory()
     lost = warnings_of(memory.refused(certain=True))
     if lost and not force:
-        raise MismatchError("\n    ".join(lost), "to start anyway: --force")
+        fix = "--dry-run tries settings with more room; to start anyway: --force"
+        raise MismatchError("\n    ".join(lost), fix)
     for text in memory.warnings if memory.sides else memory.notes:
         say(f"memory warning: {text}")
     out = {} if force else memory.left_out()

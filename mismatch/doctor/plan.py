@@ -8,9 +8,12 @@ rest of the plan stays.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from mismatch.doctor.machine import Machine, inspect_machine, machine_with, pars
 from mismatch.doctor.memory import BYTES, Workload
 from mismatch.doctor.minutes import Time, estimate
 from mismatch.errors import MismatchError, first_line
-from mismatch.experiments.fixes.spec_edits import on_engine
+from mismatch.experiments.fixes.spec_edits import on_engine, on_trainer, with_argument
 from mismatch.experiments.scoring_passes import float32_engine, training_passes, wants_square
 from mismatch.keys import REFERENCE, TRAIN
 from mismatch.models.config import FoundConfig, find_config, unpacks_mxfp4
@@ -70,6 +73,7 @@ class Memory:
     float32_split: int = 0
     float32_offload: int = 0
     float32_layers: int = 0
+    cut: bool = False  # by --layers
 
     @property
     def fits(self) -> bool:
@@ -103,7 +107,7 @@ class Memory:
         out = self.left_out()
         if REFERENCE in out:
             return "INCONCLUSIVE"
-        if out:
+        if out or self.cut:
             return "TOLERABLE"
         whole = any(fit.side.endswith(IN_FLOAT32) for fit in self.sides)
         return "HEALTHY" if whole and self.fits else ""
@@ -120,6 +124,7 @@ class Plan(Memory):
         tokens: "sampled at most", "longest sequence", "scored at most" and so on.
         attention: the trainer's kernel.
         time: of every stage; without stages where it cannot be estimated.
+        cheaper: settings with which it fits where it is refused or tight; "": none are known.
     """
 
     model: str
@@ -130,6 +135,7 @@ class Plan(Memory):
     tokens: dict[str, int]
     attention: str
     time: Time
+    cheaper: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data; ``seconds`` is the total, null where it is not estimated."""
@@ -191,6 +197,7 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
         float32_split=memory.float32_split,
         float32_offload=memory.float32_offload,
         float32_layers=memory.float32_layers,
+        cut=memory.cut,
         model=engine.model,
         config_source=config.source,
         device=machine.device,
@@ -199,7 +206,45 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
         tokens=tokens,
         attention=attention,
         time=time,
+        cheaper=_cheaper(spec, machine, memory),
     )
+
+
+def _cheaper(spec: CheckSpec, machine: Machine, memory: Memory) -> str:
+    """Return the fewest settings with which a check fits that is refused or tight; "": none.
+
+    They cost time or memory of the host; where these do not suffice, layers are left out.
+    """
+
+    def lacks(memory: Memory) -> int:
+        levels = [fit.level for fit in memory.sides if not fit.side.endswith(IN_FLOAT32)]
+        return 2 * ("does not fit" in levels) or int("tight" in levels)
+
+    engine, steps, found = spec.rollout.engine, dict[str, Callable[[CheckSpec], CheckSpec]](), ""
+    if spec.train.scorer == OWN_SCORER:
+        steps["--micro-batch-tokens 1024"] = partial(on_trainer, micro_batch_tokens=1024)
+        steps["--experts-implementation bounded"] = partial(on_trainer, experts="bounded")
+        steps["--offload"] = partial(on_trainer, offload=True)
+    if engine.engine == "vllm" and machine.gpus and not engine.servers:
+        for name, value in (("max_num_batched_tokens", 4096), ("max_num_seqs", 64)):
+            steps[f"--engine-arg {name}={value}"] = partial(with_argument, name=name, value=value)
+    tries = [each for count in range(len(steps)) for each in combinations(steps, count + 1)]
+    least = lacks(memory)
+    for names in tries if least else ():
+        left = lacks(memory_of(reduce(lambda made, name: steps[name](made), names, spec), machine))
+        if left < least:
+            least, found = left, " ".join(names)
+        if not least:
+            return found
+    if least < 2 or spec.train.scorer != OWN_SCORER or engine.servers:
+        return found
+    whole = find_config(spec.train.model, spec.train.revision, spec.train.layers).model.layers
+    for layers in (whole * 3 // 4, whole // 2, whole // 4, 2):
+        with suppress(MismatchError):
+            cut = on_engine(on_trainer(spec, layers=layers), layers=layers)
+            if layers < whole and lacks(memory_of(cut, machine)) < 2:
+                return f"--layers {layers}"
+    return found
 
 
 # ---------------------------------------------------------------- memory
@@ -266,7 +311,8 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
                     notes.insert(0, f"disk: {copy} in {cache()} while the engine runs in float32")
     except UnknownSize as error:
         return Memory(notes=(f"memory is not predicted: {error.message}",))
-    return Memory(sides, tuple(notes), size, offload, layers)
+    cut = engine.layers is not None
+    return Memory(sides, tuple(notes), size, offload, layers, cut)
 
 
 def _float32_engine(

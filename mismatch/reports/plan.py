@@ -55,6 +55,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     say(console, "")
     if out and plan.fits:
         say(console, f"left out, for want of memory: {', '.join(sorted(out))}")
+    if plan.cheaper:
+        say(console, f"settings with more room: {plan.cheaper}")
     if plan.sides:
         say(console, fits)
 
