@@ -122,7 +122,9 @@ def precision_of(facts: SideFacts) -> str | None:
     """
     dtype = short_name(facts.get("autocast")) or short_name(facts.get("dtype"))
     cache, weights = short_name(facts.get("kv_cache_dtype")), short_name(facts.get("quantization"))
-    if dtype not in PRECISION or weights not in NOT_QUANTISED | DEQUANTISED:
+    mxfp8 = facts.get("flashinfer_mxfp4_moe_precision", "bf16") != "bf16"  # of activations
+    mxfp8 = mxfp8 and facts.get("moe_runner_backend") == "flashinfer_mxfp4"
+    if mxfp8 or dtype not in PRECISION or weights not in NOT_QUANTISED | DEQUANTISED:
         return None
     if cache in NOT_QUANTISED:
         return dtype

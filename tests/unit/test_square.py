@@ -465,6 +465,14 @@ def test_a_spike_is_cut_alike_on_both_sides() -> None:
 # ---------------------------------------------------------------- passes
 
 
+MXFP8 = {
+    "dtype": "bf16",
+    "quantization": "mxfp4",
+    "moe_runner_backend": "flashinfer_mxfp4",
+    "flashinfer_mxfp4_moe_precision": "default",
+}
+
+
 @pytest.mark.parametrize(
     ("facts", "precision"),
     [
@@ -475,6 +483,9 @@ def test_a_spike_is_cut_alike_on_both_sides() -> None:
         ({"dtype": "bf16", "kv_cache_dtype": "fp8_e5m2"}, None),
         ({"dtype": "bf16", "quantization": "mxfp4"}, "bf16"),
         ({"dtype": "bf16", "quantization": "fp8"}, None),
+        (MXFP8 | {"flashinfer_mxfp4_moe_precision": "default"}, None),
+        (MXFP8 | {"flashinfer_mxfp4_moe_precision": "bf16"}, "bf16"),
+        (MXFP8 | {"moe_runner_backend": "triton"}, "bf16"),
         ({"dtype": None}, None),
     ],
 )
