@@ -206,11 +206,11 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
         tokens=tokens,
         attention=attention,
         time=time,
-        cheaper=_cheaper(spec, machine, memory),
+        cheaper=cheaper(spec, memory, machine),
     )
 
 
-def _cheaper(spec: CheckSpec, machine: Machine, memory: Memory) -> str:
+def cheaper(spec: CheckSpec, memory: Memory, machine: Machine | None = None) -> str:
     """Return the fewest settings with which a check fits that is refused or tight; "": none.
 
     They cost time or memory of the host; where these do not suffice, layers are left out.
@@ -220,11 +220,12 @@ def _cheaper(spec: CheckSpec, machine: Machine, memory: Memory) -> str:
         levels = [fit.level for fit in memory.sides if not fit.side.endswith(IN_FLOAT32)]
         return 2 * ("does not fit" in levels) or int("tight" in levels)
 
-    engine, steps, found = spec.rollout.engine, dict[str, Callable[[CheckSpec], CheckSpec]](), ""
+    machine, engine, found = machine or inspect_machine(), spec.rollout.engine, ""
+    steps: dict[str, Callable[[CheckSpec], CheckSpec]] = {}
     if spec.train.scorer == OWN_SCORER:
         steps["--micro-batch-tokens 1024"] = partial(on_trainer, micro_batch_tokens=1024)
         steps["--experts-implementation bounded"] = partial(on_trainer, experts="bounded")
-        steps["--offload"] = partial(on_trainer, offload=True)
+        steps |= {"--offload": partial(on_trainer, offload=True)} if machine.gpus else {}
     if engine.engine == "vllm" and machine.gpus and not engine.servers:
         for name, value in (("max_num_batched_tokens", 4096), ("max_num_seqs", 64)):
             steps[f"--engine-arg {name}={value}"] = partial(with_argument, name=name, value=value)
@@ -242,7 +243,7 @@ def _cheaper(spec: CheckSpec, machine: Machine, memory: Memory) -> str:
     for layers in (whole * 3 // 4, whole // 2, whole // 4, 2):
         with suppress(MismatchError):
             cut = on_engine(on_trainer(spec, layers=layers), layers=layers)
-            if layers < whole and lacks(memory_of(cut, machine)) < 2:
+            if 0 < layers < whole and lacks(memory_of(cut, machine)) < 2:
                 return f"--layers {layers}"
     return found
 

@@ -12,9 +12,12 @@ import transformers.modeling_utils  # noqa: F401  sizes are then counted in this
 from typer.testing import CliRunner
 
 from mismatch.cli.main import app
+from mismatch.cli.session import room_for
 from mismatch.doctor.plan import plan
+from mismatch.errors import MismatchError
+from mismatch.experiments.fixes.spec_edits import on_trainer
 from mismatch.models import resolve_model
-from tests.unit.test_float32_on_gpus import check
+from tests.unit.test_float32_on_gpus import check, gpus
 
 LEVELS = ("fits", "tight", "does not fit")
 
@@ -48,6 +51,22 @@ def test_the_settings_that_a_plan_names_make_room(
     assert worst(after) < worst(before)
     assert after["fits"]
     assert after["best_verdict"] == best
+
+
+def test_a_check_that_is_refused_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mismatch.doctor.plan.inspect_machine", lambda: gpus("1xL40S-48GB"))
+    spec = check(resolve_model("gpt-oss-20b"))
+    with pytest.raises(MismatchError) as refused:
+        room_for(spec, force=False)
+    assert "--offload;" in refused.value.fix
+    room = room_for(on_trainer(spec, offload=True), force=False)
+    assert room.left_out == {}
+
+
+def test_on_a_cpu_offload_is_none_of_them() -> None:
+    ram = 30 << 30
+    here = replace(gpus("1xH100"), gpus=(), ram_bytes=ram, ram_free_bytes=ram)
+    assert plan(check(resolve_model("gpt-oss-20b")), here).cheaper == "--layers 6"
 
 
 def test_what_fits_needs_none() -> None:
