@@ -189,14 +189,10 @@ def offloaded(
 def first_layers_fit(
     spec: CheckSpec, whole: SizedModel, work: Workload, machine: Machine, without: Fit
 ) -> tuple[int, Fit]:
-    """Cut a model behind its first layer of every kind, with which an engine fits.
+    """Cut a model behind its first layer of every kind; return the number of layers and their fit.
 
     Args:
-        whole: the model's size.
-        without: the fit of the whole; returned where no cut fits, or the model cannot be cut.
-
-    Returns:
-        (number of layers, 0: none fits; how they fit).
+        without: the fit of the whole, returned with 0 where no cut fits or the model has none.
     """
     engine, kinds = spec.rollout.engine, whole.layer_types
     for layers in range(LEAST_LAYERS, min(whole.layers, MOST_LAYERS + 1)):

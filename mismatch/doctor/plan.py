@@ -10,17 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial, reduce
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from mismatch.codec import to_json
 from mismatch.doctor.fit import (
     HOST,
     Fit,
+    Level,
     engine_fit,
     first_layers_fit,
     offloaded,
@@ -180,8 +181,8 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
     }
     exact = None
     if f"{engine.engine}{IN_FLOAT32}" not in out:
-        fitting = memory.float32_split, memory.float32_offload, memory.float32_layers
-        in_float32 = _float32_engine(spec, *fitting)
+        sizes = memory.float32_split, memory.float32_offload, memory.float32_layers
+        in_float32 = _float32_engine(spec, *sizes)
         exact = None if in_float32 is None else in_float32.rollout.engine
     time = Time({})
     if memory.sides:
@@ -191,13 +192,9 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
                 shapes[place] = sized(find_config(side.model, side.revision, side.layers))
         passes = [item for item in passes if item.name not in out]
         time = estimate(spec, shapes, load, machine, passes, exact)
+    fitting = {each.name: getattr(memory, each.name) for each in fields(Memory)}
     return Plan(
-        sides=memory.sides,
-        notes=(*filter(None, [note]), *memory.notes),
-        float32_split=memory.float32_split,
-        float32_offload=memory.float32_offload,
-        float32_layers=memory.float32_layers,
-        cut=memory.cut,
+        **fitting | {"notes": (*filter(None, [note]), *memory.notes)},
         model=engine.model,
         config_source=config.source,
         device=machine.device,
@@ -218,7 +215,7 @@ def cheaper(spec: CheckSpec, memory: Memory, machine: Machine | None = None) -> 
 
     def lacks(memory: Memory) -> int:
         levels = [fit.level for fit in memory.sides if not fit.side.endswith(IN_FLOAT32)]
-        return 2 * ("does not fit" in levels) or int("tight" in levels)
+        return max(map(get_args(Level).index, levels), default=0)
 
     machine, engine, found = machine or inspect_machine(), spec.rollout.engine, ""
     steps: dict[str, Callable[[CheckSpec], CheckSpec]] = {}
