@@ -121,6 +121,7 @@ class SideFacts(TypedDict, total=False):
     experts: str | None  # the trainer's kernel
     moe_backend: str | None  # the engine's
     moe_runner_backend: str | None
+    flashinfer_mxfp4_moe_precision: str | None  # of SGLang; "bf16", else activations are in MXFP8
     routing: str  # "captured", or why not
     replay: Replayed | None
     sparse_top_k: int  # keys of sparse attention; 0: an indexer whose choice cannot be read

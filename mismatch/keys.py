@@ -7,6 +7,7 @@ from __future__ import annotations
 
 FLOAT32 = "fp32"
 LONG = "long"  # the tokens of one long sequence
+FIRST = "first-layers"  # kind of a scoring by a model of its first layers alone
 AS_RUN = "as-run"  # the long sequence at the run's own precision; without it, in float32
 FIX, PLAIN = "fix", "plain"  # sides whose names over the long sequence say their precision
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
@@ -78,4 +79,5 @@ REPLAYED = Key.of(TRAIN, "replayed")  # the trainer with the engine's routes
 WEIGHTS = Key.of(TRAIN, "other-weights")  # the same trainer, its experts in another form
 PLAIN_TRAINER = Key.of(PLAIN, "trainer")  # with the settings that the trainer declares
 TRAINER_FLOAT32 = Key.of(TRAIN, precision=FLOAT32)  # the trainer's implementation in float32
+REFERENCE_FIRST = Key.of(REFERENCE.side, FIRST, FLOAT32)
 TRAINER_LONG, REFERENCE_LONG = TRAIN.over_long(FLOAT32), REFERENCE.over_long()

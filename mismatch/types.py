@@ -361,6 +361,12 @@ class NotTested:
         return [cls(**entry) for entry in fingerprint.get("not_tested", ())]
 
 
+NO_MLA = ("VLLM_MLA_DISABLE", "1")  # set for vLLM's engine in float32 on GPUs
+WITHOUT_MLA = NotTested(
+    "vLLM's kernels for MLA", "they take no float32: in float32 it runs without (VLLM_MLA_DISABLE)"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """One semantic check.

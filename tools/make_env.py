@@ -28,8 +28,17 @@ SGLANG = "0.5.23"
 # Plain `torch` on PyPI is the CUDA build on Linux. The CPU build carries the local version +cpu; if
 # pip's own sources lack it, it is in torch's own index.
 TORCH_CPU_INDEX = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
-# The CUDA builds of torch 2.13 and vLLM 0.32 are made with CUDA 13, which needs this driver.
-LEAST_DRIVER = 580
+# The CUDA builds of torch 2.13 and vLLM 0.32 are made with CUDA 13, which needs this driver, or an
+# older one and CUDA's forward-compatibility package, which containers may have.
+LEAST_DRIVER, LEAST_CUDA = 580, 13_000
+ASK_CUDA = """
+import ctypes
+cuda, name, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_char_p(), ctypes.c_int()
+code = cuda.cuInit(0)
+cuda.cuDriverGetVersion(ctypes.byref(version))
+cuda.cuGetErrorName(code, ctypes.byref(name))
+print(code, version.value, (name.value or b"?").decode())
+"""
 # Wheels of the CUDA flavour: 4 GB to download, about 12 GB unpacked.
 CUDA_GB = 15
 INPUTS = ("pyproject.toml", "constraints/cpu.txt", "tools/make_env.py")
@@ -110,7 +119,16 @@ def missing_for_cuda(place: Path) -> list[str]:
     driver = answer[0] if answer else "unknown"
     major = driver.partition(".")[0]
     missing = []
-    if not major.isdigit() or int(major) < LEAST_DRIVER:
+    asked = [sys.executable, "-c", ASK_CUDA]  # in a process that ends: a driver may hang or crash
+    env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=60, env=env)
+        code, version, name = done.stdout.split()
+    except (subprocess.TimeoutExpired, ValueError):  # no libcuda: the number has to do
+        code, version, name = "0", "0", ""
+    if code != "0":
+        missing.append(f"NVIDIA driver {driver}: cuInit gives {code}, {name}: repair the driver")
+    elif int(version) < LEAST_CUDA and not (major.isdigit() and int(major) >= LEAST_DRIVER):
         missing.append(f"NVIDIA driver {driver}: install driver {LEAST_DRIVER} or newer")
     free = shutil.disk_usage(place).free / 1e9
     if free < CUDA_GB:

@@ -6,7 +6,7 @@ A new analysis of the core is a row of :data:`CORE`; a feature lists its rows in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,7 @@ class RunArtefacts:
         decode, train: the two sides of the headline comparison, which is ``comparison``.
         usable: scoring name -> scoring, of all whose values can be trusted.
         refused: scoring name -> why not.
+        first: as ``usable``, of scorings by the model's first layers alone.
     """
 
     rollout: Rollout
@@ -31,6 +32,7 @@ class RunArtefacts:
     comparison: Comparison
     usable: dict[str, Scoring]
     refused: dict[str, str]
+    first: dict[str, Scoring] = field(default_factory=dict)
 
 
 class _Fixes(Analysis):

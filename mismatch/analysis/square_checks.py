@@ -13,6 +13,8 @@ from mismatch.analysis.results import (
     displacement,
     shared,
 )
+from mismatch.analysis.square import LATER_LAYERS
+from mismatch.keys import FIRST, Key
 from mismatch.types import Check, CheckStatus
 
 STATUS: dict[Standing, CheckStatus] = {
@@ -21,7 +23,10 @@ STATUS: dict[Standing, CheckStatus] = {
     "undecided": "inconclusive",
     "beyond": "failed",
 }
-UNSEEN = "let the missing passes run: more memory, a local engine, a dtype that has a yardstick"
+UNSEEN = (
+    "let the missing passes run: a local engine, a dtype that has a yardstick; "
+    "mismatch check --dry-run says what this machine's memory allows, and by which settings"
+)
 ORDER: tuple[Standing, ...] = ("within", "wide", "undecided", "beyond")
 # By evidence: float32 excludes what only a lower precision does (a cache, quantisation).
 FIXES: dict[tuple[str, Side], str] = {
@@ -62,9 +67,11 @@ def square_checks(square: Square | None, place: str = "") -> list[Check]:
         Check(id, "warning", f"could not be measured ({reasons})", UNSEEN)
         for id in square.unmeasured
     ]
+    part = [f"; {each.reason}" for each in square.not_judged if each.what == LATER_LAYERS]
     checks = [
-        Check(id, STATUS[finding.standing], detail(finding), _fix(square, finding, place))
+        Check(id, STATUS[finding.standing], said, _fix(square, finding, place))
         for id, finding in worst.items()
+        for said in [detail(finding) + "".join(part * (Key(finding.scoring).kind == FIRST))]
     ]
     # Of a side's passes and kinds of displacement the worst, and of equals the least by chance.
     farthest: dict[str, Displaced] = {}

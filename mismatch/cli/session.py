@@ -23,7 +23,7 @@ from mismatch.cli.options import AROUND_A_RUN, FEATURE_FLAGS, FIX_FLAGS
 from mismatch.cli.output import say
 from mismatch.cli.to_spec import SERVER_NAMES, extras, fix_fields, moved
 from mismatch.doctor.fit import warnings_of
-from mismatch.doctor.plan import IN_FLOAT32, Memory, memory_of, plan
+from mismatch.doctor.plan import IN_FLOAT32, Memory, cheaper, memory_of, plan
 from mismatch.engines.servers.address import KEY_VARIABLE, parse_address, unprotected
 from mismatch.errors import MismatchError
 from mismatch.processes.stages import Room
@@ -229,7 +229,9 @@ def room_for(spec: CheckSpec, force: bool) -> Room:
         memory = Memory()
     lost = warnings_of(memory.refused(certain=True))
     if lost and not force:
-        raise MismatchError("\n    ".join(lost), "to start anyway: --force")
+        found = cheaper(spec, memory)
+        fix = f"settings with which it fits: {found}; " if found else ""
+        raise MismatchError("\n    ".join(lost), f"{fix}to start anyway: --force")
     for text in memory.warnings if memory.sides else memory.notes:
         say(f"memory warning: {text}")
     out = {} if force else memory.left_out()
@@ -237,7 +239,8 @@ def room_for(spec: CheckSpec, force: bool) -> Room:
     if not force:
         split = max(memory.float32_split, spec.rollout.engine.tensor_parallel_size)
         require_shared_memory(split, spec.nproc_per_node)
-    return Room(out, memory.float32_split, memory.float32_offload, reason)
+    layers = 0 if force else memory.float32_layers
+    return Room(out, memory.float32_split, memory.float32_offload, layers, reason)
 
 
 def warn_of_key(spec: RolloutSpec) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,8 +21,9 @@ from mismatch.doctor.memory import (
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.spec_edits import ABSENT, engine_argument, with_argument
 from mismatch.experiments.scoring_passes import OFFLOAD
+from mismatch.models.config import find_config
 from mismatch.models.derived import copied_bytes, has_copy
-from mismatch.models.sizes import SizedModel
+from mismatch.models.sizes import SizedModel, sized
 from mismatch.run.machine import engine_gpus, gib
 from mismatch.specs import CheckSpec, EngineSpec, Pass, TrainSpec
 
@@ -32,6 +34,7 @@ GPU_RESERVE = int(1.5 * GIB)
 CPU_TRAINER_RESERVE = int(0.6 * GIB)
 CPU_ENGINE_RESERVE = int(1.8 * GIB)
 WORLDS = (2, 4, 8, 16, 32, 64)
+LEAST_LAYERS, MOST_LAYERS = 2, 12  # of a cut model: kinds of layers alternate in 2 to 8 (Jamba)
 MOST_OFFLOADED = 0.9  # of its weights: embeddings and head stay on the GPU
 HOST = "host memory"  # a side: what --offload keeps there
 
@@ -192,6 +195,25 @@ def offloaded(
         return 0, without
     fit = engine_fit(with_argument(spec, OFFLOAD, size), shape, work, machine, without.side)
     return (0, without) if fit.certain else (size, fit)
+
+
+def first_layers_fit(
+    spec: CheckSpec, whole: SizedModel, work: Workload, machine: Machine, without: Fit
+) -> tuple[int, Fit]:
+    """Cut a model behind its first layer of every kind; return the number of layers and their fit.
+
+    Args:
+        without: the fit of the whole, returned with 0 where no cut fits or the model has none.
+    """
+    engine, kinds = spec.rollout.engine, whole.layer_types
+    for layers in range(LEAST_LAYERS, min(whole.layers, MOST_LAYERS + 1)):
+        if {*kinds[:layers]} == {*kinds}:
+            with suppress(MismatchError):
+                shape = sized(find_config(engine.model, engine.revision, layers))
+                if shape.layer_parameters == whole.layer_parameters:  # of MoE layers, if any
+                    cut = engine_fit(spec, shape, work, machine, without.side)
+                    return (0, without) if cut.certain else (layers, cut)
+    return 0, without
 
 
 def trainer_fits(

@@ -77,7 +77,7 @@ def forward_s(shape: SizedModel, tokens: int, longest: int, kind: Kind, dtype: D
 
 def estimate(
     spec: CheckSpec,
-    shapes: tuple[SizedModel, SizedModel],
+    shapes: Sequence[SizedModel],
     work: Workload,
     machine: Machine,
     passes: Sequence[Pass],
@@ -86,7 +86,7 @@ def estimate(
     """Estimate the seconds of every stage of a check.
 
     Args:
-        shapes: the trainer's model, and the engine's.
+        shapes: the trainer's model, the engine's, and that of the engine in float32.
         passes: of the trainer, those that fit.
         exact: the engine in float32; None: it is not started.
     """
@@ -95,9 +95,10 @@ def estimate(
     name, own, world = kind_of(machine.gpus[0]), spec.rollout.engine, spec.nproc_per_node
     if not name:
         return Time({}, (f"no minutes: the speed of {machine.gpus[0].name} is not known",))
-    kind, (model, served), stages = KINDS[name], shapes, {}
+    kind, model, stages = KINDS[name], shapes[0], {}
     tokens = work.sequences * work.longest
-    for engine, label in ((own, "engine"), (exact, f"{own.engine} in float32")):
+    labels = "engine", f"{own.engine} in float32"
+    for engine, label, served in zip((own, exact), labels, shapes[1:], strict=True):
         if engine is None or own.servers:
             continue
         args, split = dict(engine.args), engine.tensor_parallel_size

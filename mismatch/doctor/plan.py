@@ -8,19 +8,32 @@ rest of the plan stays.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from functools import partial, reduce
 from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from mismatch.codec import to_json
-from mismatch.doctor.fit import HOST, Fit, copies, engine_fit, offloaded, trainer_fits, warnings_of
+from mismatch.doctor.fit import (
+    HOST,
+    Fit,
+    Level,
+    copies,
+    engine_fit,
+    first_layers_fit,
+    offloaded,
+    trainer_fits,
+    warnings_of,
+)
 from mismatch.doctor.machine import Machine, inspect_machine, machine_with, parse_kind
 from mismatch.doctor.memory import Workload
 from mismatch.doctor.minutes import Time, estimate
 from mismatch.errors import MismatchError, first_line
-from mismatch.experiments.fixes.spec_edits import on_engine
+from mismatch.experiments.fixes.spec_edits import on_engine, on_trainer, with_argument
 from mismatch.experiments.scoring_passes import float32_engine, training_passes, wants_square
 from mismatch.keys import REFERENCE, TRAIN
 from mismatch.models.config import FoundConfig, find_config
@@ -31,6 +44,7 @@ from mismatch.prompts.sources import read_prompts
 from mismatch.run.machine import gib, in_words, placement
 from mismatch.specs import OWN_SCORER, CheckSpec, EngineSpec
 from mismatch.trainers.trl_config import in_plan
+from mismatch.types import NO_MLA, WITHOUT_MLA
 
 SCHEMA = "mismatch.plan/3"
 TEMPLATE_TOKENS = 96  # of a chat template: gpt-oss's system message takes 68 to 80
@@ -53,12 +67,15 @@ class Memory:
         notes: assumptions, and which parts are not predicted.
         float32_split: the tensor parallel size at which the engine in float32 fits, if any does.
         float32_offload: GiB of its weights per GPU that vLLM keeps in the host's memory.
+        float32_layers: where the whole of it does not fit: its first layers alone run; else 0.
     """
 
     sides: Sequence[Fit] = ()
     notes: tuple[str, ...] = ()
     float32_split: int = 0
     float32_offload: int = 0
+    float32_layers: int = 0
+    cut: bool = False  # by --layers
 
     @property
     def fits(self) -> bool:
@@ -92,7 +109,7 @@ class Memory:
         out = self.left_out()
         if REFERENCE in out:
             return "INCONCLUSIVE"
-        if out:
+        if out or self.cut:
             return "TOLERABLE"
         whole = any(fit.side.endswith(IN_FLOAT32) for fit in self.sides)
         return "HEALTHY" if whole and self.fits else ""
@@ -109,6 +126,7 @@ class Plan(Memory):
         tokens: "sampled at most", "longest sequence", "scored at most" and so on.
         attention: the trainer's kernel.
         time: of every stage; without stages where it cannot be estimated.
+        cheaper: settings with which it fits where it is refused or tight; "": none are known.
     """
 
     model: str
@@ -119,6 +137,7 @@ class Plan(Memory):
     tokens: dict[str, int]
     attention: str
     time: Time
+    cheaper: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data; ``seconds`` is the total, null where it is not estimated."""
@@ -163,20 +182,20 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
     }
     exact = None
     if f"{engine.engine}{IN_FLOAT32}" not in out:
-        in_float32 = _float32_engine(spec, memory.float32_split, memory.float32_offload)
+        sizes = memory.float32_split, memory.float32_offload, memory.float32_layers
+        in_float32 = _float32_engine(spec, *sizes)
         exact = None if in_float32 is None else in_float32.rollout.engine
     time = Time({})
     if memory.sides:
-        own = served = sized(config)
-        if not engine.servers:
-            served = sized(find_config(engine.model, engine.revision, engine.layers))
+        shapes = [sized(config)] * 3
+        for place, side in enumerate((engine, exact or engine), 1):
+            if not side.servers:
+                shapes[place] = sized(find_config(side.model, side.revision, side.layers))
         passes = [item for item in passes if item.name not in out]
-        time = estimate(spec, (own, served), load, machine, passes, exact)
+        time = estimate(spec, shapes, load, machine, passes, exact)
+    fitting = {each.name: getattr(memory, each.name) for each in fields(Memory)}
     return Plan(
-        sides=memory.sides,
-        notes=(*filter(None, [note]), *memory.notes),
-        float32_split=memory.float32_split,
-        float32_offload=memory.float32_offload,
+        **fitting | {"notes": (*filter(None, [note]), *memory.notes)},
         model=engine.model,
         config_source=config.source,
         device=machine.device,
@@ -185,7 +204,46 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
         tokens=tokens,
         attention=attention,
         time=time,
+        cheaper=cheaper(spec, memory, machine),
     )
+
+
+def cheaper(spec: CheckSpec, memory: Memory, machine: Machine | None = None) -> str:
+    """Return the fewest settings with which a check fits that is refused or tight; "": none.
+
+    They cost time or memory of the host; where these do not suffice, layers are left out.
+    """
+
+    def lacks(memory: Memory) -> int:
+        levels = [fit.level for fit in memory.sides if not fit.side.endswith(IN_FLOAT32)]
+        return max(map(get_args(Level).index, levels), default=0)
+
+    machine, engine, found = machine or inspect_machine(), spec.rollout.engine, ""
+    steps: dict[str, Callable[[CheckSpec], CheckSpec]] = {}
+    if spec.train.scorer == OWN_SCORER:
+        steps["--micro-batch-tokens 1024"] = partial(on_trainer, micro_batch_tokens=1024)
+        steps["--experts-implementation bounded"] = partial(on_trainer, experts="bounded")
+        steps |= {"--offload": partial(on_trainer, offload=True)} if machine.gpus else {}
+    if engine.engine == "vllm" and machine.gpus and not engine.servers:
+        for name, value in (("max_num_batched_tokens", 4096), ("max_num_seqs", 64)):
+            steps[f"--engine-arg {name}={value}"] = partial(with_argument, name=name, value=value)
+    tries = [each for count in range(len(steps)) for each in combinations(steps, count + 1)]
+    least = lacks(memory)
+    for names in tries if least else ():
+        left = lacks(memory_of(reduce(lambda made, name: steps[name](made), names, spec), machine))
+        if left < least:
+            least, found = left, " ".join(names)
+        if not least:
+            return found
+    if least < 2 or spec.train.scorer != OWN_SCORER or engine.servers:
+        return found
+    whole = find_config(spec.train.model, spec.train.revision, spec.train.layers).model.layers
+    for layers in (whole * 3 // 4, whole // 2, whole // 4, 2):
+        with suppress(MismatchError):
+            cut = on_engine(on_trainer(spec, layers=layers), layers=layers)
+            if 0 < layers < whole and lacks(memory_of(cut, machine)) < 2:
+                return f"--layers {layers}"
+    return found
 
 
 # ---------------------------------------------------------------- memory
@@ -198,7 +256,7 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
         MismatchError: no config.json offline, or sequences beyond the model's context.
     """
     machine, engine = machine or inspect_machine(), spec.rollout.engine
-    work, size, offload = work_of(spec)[0], 0, 0
+    work, size, offload, layers = work_of(spec)[0], 0, 0, 0
     try:
         shape = sized(find_config(spec.train.model, spec.train.revision, spec.train.layers))
         passes = [item for item in training_passes(spec) if not item.folder]
@@ -234,23 +292,39 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
                 served_as = exact.rollout.engine
                 disk = copies(served_as, served, machine, side)
                 fit = next((each for each in disk if each.certain), fit)
+                certain = [each.side for each in (*sides, fit) if each.certain]
+                if side in certain and REFERENCE not in certain:
+                    lone = on_engine(exact, tensor_parallel_size=engine.tensor_parallel_size)
+                    lacking = f"{gib(fit.needed)} needed for all, {gib(fit.capacity)} there"
+                    layers, fit = first_layers_fit(lone, served, work, machine, fit)
+                if layers:
+                    size = engine.tensor_parallel_size
+                    part = f"the first {layers} of {served.layers} layers alone"
+                    notes.insert(0, f"{side}: {part}: {lacking}")
                 sides.append(fit)
+                mla = served.latent and machine.gpus and engine.engine == "vllm"
+                if mla and not fit.certain and NO_MLA[0] not in dict(engine.env):
+                    notes.insert(0, f"not tested: {WITHOUT_MLA}")
                 if offload:
                     where = "in the host's memory, which the GPU reads through its bus"
                     notes.insert(0, f"{side}: {offload * size} GiB of its weights are {where}")
-                if (copy := copied_bytes(served_as, served)) and not fit.certain:
+                copy = 0 if layers or fit.certain else copied_bytes(served_as, served)
+                if copy:
                     where = f"{cache()} while the engine runs in float32"
                     notes.insert(0, f"disk: {gib(copy)} in {where}")
     except UnknownSize as error:
         return Memory(notes=(f"memory is not predicted: {error.message}",))
-    return Memory(sides, tuple(notes), size, offload)
+    cut = engine.layers is not None
+    return Memory(sides, tuple(notes), size, offload, layers, cut)
 
 
-def _float32_engine(spec: CheckSpec, split: int = 0, offload: int = 0) -> CheckSpec | None:
+def _float32_engine(
+    spec: CheckSpec, split: int = 0, offload: int = 0, layers: int = 0
+) -> CheckSpec | None:
     """Return the spec with its engine in float32; None: it is not started in float32."""
     if spec.rollout.engine.servers or not wants_square(spec):
         return None
-    exact = float32_engine(spec.rollout, split, offload)
+    exact = float32_engine(spec.rollout, split, offload, layers)
     return None if exact is None else replace(spec, rollout=exact)
 
 

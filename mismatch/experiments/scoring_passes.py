@@ -13,12 +13,14 @@ from mismatch.errors import MismatchError
 from mismatch.facts import SideFacts
 from mismatch.keys import (
     ALONE,
+    FIRST,
     GRAD,
     NEW,
     NEW_REPLAYED,
     PLAIN,
     PLAIN_TRAINER,
     REFERENCE,
+    REFERENCE_FIRST,
     REFERENCE_LONG,
     REGROUPED,
     REPEATED,
@@ -44,6 +46,7 @@ from mismatch.specs import (
     load_key,
     weights_key,
 )
+from mismatch.types import NO_MLA
 
 Row = tuple[str, object, TrainSpec]  # name of a pass, whether it is wanted, its settings
 # A check needs the trainer as it runs, and kernels may refuse float32.
@@ -72,7 +75,6 @@ EXPERTS_TAKE_FLOAT32 = {
     "sglang": (("moe_runner_backend", "triton"),),
 }
 OFFLOAD = "cpu_offload_gb"  # vLLM's name
-NO_MLA = ("VLLM_MLA_DISABLE", "1")  # vLLM's kernels for MLA on CUDA take no float32
 
 
 def wants_square(spec: CheckSpec) -> bool:
@@ -126,12 +128,15 @@ def _engine_facts(engine: EngineSpec) -> SideFacts:
     }
 
 
-def float32_engine(spec: RolloutSpec, split: int = 0, offload: int = 0) -> RolloutSpec | None:
+def float32_engine(
+    spec: RolloutSpec, split: int = 0, offload: int = 0, layers: int = 0
+) -> RolloutSpec | None:
     """Return the same engine in float32, to score the tokens that it sampled.
 
     Args:
         split: its tensor parallel size; 0: as it samples.
         offload: GiB of each GPU's weights that vLLM keeps in the host's memory.
+        layers: its first layers alone; 0: as it samples.
 
     Returns:
         None where the engine computes in float32 anyway.
@@ -162,6 +167,7 @@ def float32_engine(spec: RolloutSpec, split: int = 0, offload: int = 0) -> Rollo
     exact = replace(
         engine,
         dtype="fp32",
+        layers=layers or engine.layers,
         tensor_parallel_size=split or engine.tensor_parallel_size,
         args=tuple(kept),
         env=env,
@@ -251,6 +257,14 @@ def training_passes(spec: CheckSpec) -> list[Pass]:
         *(Pass(name, made, "", OPTIONAL.get(name, "memory")) for name, yes, made in rows if yes),
         *(Pass(name, made, LONG, "any") for name, yes, made in long if yes),
     ]
+
+
+def first_passes(spec: CheckSpec, layers: int) -> list[Pass]:
+    """Return what an engine of the first layers in float32 is judged by; 0 layers: nothing."""
+    train, dtype = replace(spec.train, layers=layers), spec.rollout.engine.dtype
+    rows: dict[str, Dtype] = {REFERENCE_FIRST: "fp32", Key.of(PLAIN, FIRST, dtype): dtype}
+    made = {name: replace(plain_of(train, each), routing=False) for name, each in rows.items()}
+    return [Pass(name, each, "", "any") for name, each in made.items() if layers]
 
 
 def in_float32(train: TrainSpec) -> TrainSpec:

@@ -114,6 +114,7 @@ class Artefacts:
     Attributes:
         train: the trainer's scoring that is judged.
         prefill: the engine's own rescoring, if any.
+        first: scorings by the first layers alone, if the engine in float32 could hold no more.
     """
 
     rollout: Rollout
@@ -121,6 +122,7 @@ class Artefacts:
     decode: Scoring
     train: Scoring
     prefill: Scoring | None
+    first: dict[str, Scoring]
 
     @classmethod
     def load(cls, run_dir: Path, spec: CheckSpec) -> Artefacts:
@@ -139,7 +141,8 @@ class Artefacts:
         scorings = {**rest, decode.name: decode, TRAIN: train}
         scorings = {name: scorings[name] for name in sorted(scorings)}
         sides = with_passes(decode, train, rest)
-        return cls(rollout, scorings, *sides, scorings.get(Key.of(engine, "prefill")))
+        first = {n: store.load_scoring(run_dir, n) for n in store.scoring_names(run_dir, True)}
+        return cls(rollout, scorings, *sides, scorings.get(Key.of(engine, "prefill")), first)
 
 
 def build_report(
@@ -299,7 +302,8 @@ def run_artefacts(
         refused.setdefault(Key.of(spec.rollout.engine.engine, precision=FLOAT32), error.message)
     if (error := read_error(run_dir, pass_label(TRAINER_FLOAT32))) is not None:
         refused.setdefault(TRAINER_FLOAT32, error.message)
-    return RunArtefacts(held.rollout, held.decode, held.train, headline, usable, refused)
+    first = by_finiteness(held.first)[0]
+    return RunArtefacts(held.rollout, held.decode, held.train, headline, usable, refused, first)
 
 
 def square_of(run_dir: Path, spec: CheckSpec) -> Square | None:

@@ -15,7 +15,7 @@ from mismatch.codec import from_json
 from mismatch.engines.registry import weight_givers
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.results import with_fixes
-from mismatch.experiments.scoring_passes import training_passes, wants_square
+from mismatch.experiments.scoring_passes import first_passes, training_passes, wants_square
 from mismatch.keys import TRAIN
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.pipeline.build import build_report
@@ -66,6 +66,7 @@ def run_check(
         stages = Stages(spec, run_dir, narrator, journal, wants_square(spec), room)
         stages.count.total = 1 + spec.explain  # comparisons
         passes = [pass_ for pass_ in training_passes(spec) if pass_.name not in room.left_out]
+        passes += first_passes(spec, room.float32_layers)
         if spec.fixes:
             from mismatch.pipeline.fix_trials import measure_with_fixes
 

@@ -23,7 +23,7 @@ import psutil
 from mismatch.errors import MismatchError
 from mismatch.experiments import beyond
 from mismatch.experiments.scoring_passes import by_load, float32_engine
-from mismatch.keys import FLOAT32, Key
+from mismatch.keys import FIRST, FLOAT32, Key
 from mismatch.models.config import unpacks_mxfp4
 from mismatch.models.derived import cache
 from mismatch.processes.adapter import askable, keep_scores, missing_corner, prepared
@@ -110,12 +110,14 @@ class Room(NamedTuple):
         left_out: passes other than the trainer's that are not run, and why.
         float32_split: tensor parallel size of the engine in float32; 0: as it samples.
         float32_offload: GiB of each GPU's weights that it keeps in the host's memory.
+        float32_layers: its first layers alone run, as the whole does not fit; 0: the whole.
         float32_left_out: why it does not run in float32; "": it does.
     """
 
     left_out: Mapping[str, str] = MappingProxyType({})
     float32_split: int = 0
     float32_offload: int = 0
+    float32_layers: int = 0
     float32_left_out: str = ""
 
 
@@ -473,11 +475,14 @@ def score_in_float32(stages: Stages, *beside: Worker) -> None:
     run_dir = stages.run_dir
     try:
         room = stages.room
-        spec = float32_engine(stages.spec.rollout, room.float32_split, room.float32_offload)
+        spec = float32_engine(
+            stages.spec.rollout, room.float32_split, room.float32_offload, room.float32_layers
+        )
         if spec is None:
             return
-        tasks = [Score(Key.of(spec.engine.engine, precision=FLOAT32))]
-        if (run_dir / LONG / store.ROLLOUT).exists():
+        kind = FIRST if room.float32_layers else ""
+        tasks = [Score(Key.of(spec.engine.engine, kind, FLOAT32))]
+        if not kind and (run_dir / LONG / store.ROLLOUT).exists():
             tasks.append(Score(Key(spec.engine.engine).over_long(FLOAT32), LONG))
         if not (tasks := lacking(run_dir, spec, tasks)):
             return
@@ -520,7 +525,7 @@ def require_memory(spec: RolloutSpec) -> None:
         MismatchError: float32 weights do not fit into what is free.
     """
     held = weight_bytes(spec.engine.model, "*.safetensors")
-    if local_gpus() or not held:
+    if local_gpus() or spec.engine.layers or not held:
         return
     needed = FACTOR * held // 2 + RESERVE
     free = psutil.virtual_memory().available

@@ -31,6 +31,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         first += f"; at best {plan.best_verdict} on this machine, which has no room for {lacking}"
     elif plan.best_verdict:
         first += f"; the memory allows {plan.best_verdict}"
+    if plan.float32_layers:
+        first += f", with the function checked on the first {plan.float32_layers} layers alone"
     say(console, first if plan.sides else "memory is not predicted: see what is assumed")
     say(console, f"plan for {plan.model} on {plan.machine} (config.json: {plan.config_source})")
     stages = [*plan.stages.items(), ("the trainer's attention", plan.attention)]
@@ -53,6 +55,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     say(console, "")
     if out and plan.fits:
         say(console, f"left out, for want of memory: {', '.join(sorted(out))}")
+    if plan.cheaper:
+        say(console, f"settings with more room: {plan.cheaper}")
     if plan.sides:
         say(console, fits)
 

@@ -488,7 +488,7 @@ def _float32(report: Report, spec: dict[str, Any]) -> str:
     elif not spec.get("noise_floor", True):
         how = "Run again without --no-noise-floor"
     else:
-        how = "Let the float32 passes run (more memory, an engine started here)"
+        how = "Let the float32 passes run (an engine started here; --dry-run names what fits)"
     return f"{how}: only the float32 passes tell a fault from rounding"
 
 

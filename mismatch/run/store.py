@@ -30,6 +30,7 @@ import numpy as np
 from mismatch.captures import Distributions, Likeliest
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
+from mismatch.keys import FIRST, Key
 from mismatch.run import manifest
 from mismatch.run.files import parse_json, read_regular
 from mismatch.run.manifest import damage_named, missing_fix, write_atomic
@@ -271,12 +272,17 @@ def scoring_header(run_dir: Path | str, name: str) -> ScoringHeader:
         return cast(ScoringHeader, read_header(Path(run_dir) / scoring_file(name), SCORING_SCHEMA))
 
 
-def scoring_names(run_dir: Path | str) -> list[str]:
-    """Return names of all scorings in a run directory, sorted."""
+def scoring_names(run_dir: Path | str, first: bool = False) -> list[str]:
+    """Return names of all scorings in a run directory, sorted.
+
+    Args:
+        first: those by the first layers alone, which nothing else is compared with.
+    """
     manifest.require_no_links(run_dir)
     with damage_named(Path(run_dir) / "scores"):
         files = sorted((Path(run_dir) / "scores").glob("*.parquet"))
-        return [from_json(str, read_header(file, SCORING_SCHEMA)["name"]) for file in files]
+        names = [from_json(str, read_header(file, SCORING_SCHEMA)["name"]) for file in files]
+    return [name for name in names if (Key(name).kind == FIRST) is first]
 
 
 def scoring_file(name: str) -> str:

@@ -19,7 +19,7 @@ from mismatch.errors import MismatchError
 from mismatch.facts import Digests
 from mismatch.keys import PLAIN, REFERENCE, Key
 from mismatch.models.adapters import adapter_facts
-from mismatch.models.derived import form_name
+from mismatch.models.derived import form_name, layers_held
 from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
 from mismatch.models.resolved import resolved
 from mismatch.run.messages import Reporter
@@ -262,6 +262,7 @@ def fingerprint(
         "model": spec.model,
         "revision": spec.revision,
         "weights_form": form_name(spec.weights, model_directory(spec)),
+        **layers_held(loaded.directory),
         "dtype": spec.dtype,
         "master_dtype": loaded.master_dtype,
         "offload": spec.offload,

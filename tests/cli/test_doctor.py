@@ -26,6 +26,7 @@ from mismatch.run.machine import Card
 from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, TrainSpec
 from mismatch.types import Sampling
 from tests.command import mismatch
+from tests.played_driver import play_driver
 
 GIB = 1 << 30
 SCORED = "scored by the trainer at most"  # tokens of the plan
@@ -257,6 +258,16 @@ def test_a_package_that_is_installed_and_does_not_work_is_a_problem(name):
     assert not diagnosis.ready
     assert "ImportError: nms" in diagnosis.problems[0].what
     assert examine("transformers", machine(), broken).ready == (name == "vllm")
+
+
+@pytest.mark.parametrize(("code", "fix"), [(0, ""), (802, "fabricmanager"), (999, "dmesg")])
+def test_a_driver_that_does_not_start_is_named_with_its_error(tmp_path, monkeypatch, code, fix):
+    play_driver(tmp_path / "lib", monkeypatch, code)
+    monkeypatch.setattr("mismatch.features.doctor.examine._missing_compiler", lambda machine: ())
+    named = examine("vllm", machine(1), WORKING).problems
+    assert len(named) == bool(code)
+    assert all(f"{code} CUDA_ERROR_PLAYED" in each.what and fix in each.fix for each in named)
+    assert examine("vllm", machine(), WORKING).ready  # no GPU: its driver is nobody's business
 
 
 # ---------------------------------------------------------------- looking at a machine

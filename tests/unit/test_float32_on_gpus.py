@@ -13,14 +13,14 @@ import transformers.modeling_utils  # noqa: F401  sizes are then counted in this
 from rich.console import Console
 
 from mismatch.cli import session
-from mismatch.doctor.fit import WIDER
+from mismatch.doctor.fit import WIDER, engine_fit, first_layers_fit
 from mismatch.doctor.machine import Gpu, Machine, inspect_machine, machine_with, parse_kind
 from mismatch.doctor.memory import Workload, predict_engine
 from mismatch.doctor.plan import memory_of, plan
 from mismatch.engines.registry import check_machine, checkpoint_names
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.spec_edits import on_engine
-from mismatch.experiments.scoring_passes import OFFLOAD, float32_engine
+from mismatch.experiments.scoring_passes import OFFLOAD, first_passes, float32_engine
 from mismatch.features.kernels import isolation
 from mismatch.features.locate import recording
 from mismatch.features.sync import processes
@@ -34,12 +34,14 @@ from mismatch.processes.stages import Room, engine_command, score_in_float32
 from mismatch.processes.tasks import FLOAT32_ENGINE
 from mismatch.reports.plan import print_plan
 from mismatch.run import store
+from mismatch.run.long_rollout import leave
 from mismatch.run.machine import Placement
 from mismatch.run.messages import read_error
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
-from mismatch.types import NotTested
+from mismatch.types import NO_MLA, WITHOUT_MLA, NotTested
 from tests.checkpoints import configuration, make_mxfp4
 from tests.made_run import make_run
+from tests.texts import numbers
 from tests.unit.test_square import SPEC, Starter
 
 GIB = 1 << 30
@@ -251,8 +253,8 @@ def test_weights_that_lack_room_are_kept_in_the_hosts_memory(model: str, machine
     assert (OFFLOAD, size) in spec.engine.args
     poor = replace(here, ram_free_bytes=(size + 1) * GIB)
     left = memory_of(check(resolve_model(model)), poor)
-    assert left.float32_offload == 0
-    assert "vllm in float32" in left.left_out()
+    assert (left.float32_offload, left.float32_layers) == (0, 2)
+    assert left.left_out() == {}
 
 
 def test_an_offload_that_would_not_help_is_not_made() -> None:
@@ -283,8 +285,7 @@ def test_a_score_that_was_made_while_there_was_room_stays(tmp_path: Path) -> Non
 def test_the_users_own_offload_stays() -> None:
     own = on_engine(check(), args=((OFFLOAD, 4),))
     memory = memory_of(own, gpus("1xH100-80GB"))
-    assert memory.float32_offload == 0
-    assert memory.sides[-1].level == "does not fit"
+    assert (memory.float32_offload, memory.float32_layers) == (0, 2)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -316,6 +317,20 @@ def test_a_gpu_gets_kernels_that_take_float32(
     assert [pair for pair in exact("qwen3_moe", own).args if "moe" in pair[0]] == [own]
     assert (("VLLM_MLA_DISABLE", "1") in exact("deepseek_v3").env) is (engine == "vllm")
     assert exact("qwen3").env == ()
+
+
+def test_the_plan_says_that_float32_runs_without_kernels_for_mla(tmp_path: Path) -> None:
+    configuration("deepseek_v3").save_pretrained(tmp_path)
+    here, spec = gpus("1xH100-80GB"), check(str(tmp_path))
+
+    def said(spec: CheckSpec, machine: Machine = here) -> bool:
+        return any(str(WITHOUT_MLA) in note for note in memory_of(spec, machine).notes)
+
+    assert said(spec)
+    assert not said(spec, replace(here, gpus=()))
+    assert not said(on_engine(spec, engine="sglang"))
+    assert not said(on_engine(spec, env=((NO_MLA[0], "0"),)))
+    assert not said(check())
 
 
 def test_unpacked_experts_take_what_they_take() -> None:
@@ -412,6 +427,78 @@ def test_the_plan_begins_with_the_best_verdict_that_the_machine_can_give(
     assert lacking in first
 
 
-def test_without_room_in_the_hosts_memory_the_best_is_tolerable() -> None:
-    here = replace(gpus("1xH100-80GB"), ram_bytes=8 * GIB, ram_free_bytes=8 * GIB)
-    assert memory_of(check(), here).best_verdict == "TOLERABLE"
+@pytest.mark.parametrize(
+    ("model", "machine", "of"),
+    [
+        ("gpt-oss-20b", "1xH100-80GB", 24),
+        ("qwen3-32b", "1xH100-80GB", 64),
+        ("qwen3-8b", "1xRTX4090-24GB", 36),
+    ],
+)
+def test_without_room_in_the_hosts_memory_the_first_layers_are_checked(
+    model: str, machine: str, of: int
+) -> None:
+    here = replace(gpus(machine), ram_bytes=8 * GIB, ram_free_bytes=8 * GIB)
+    spec = check(resolve_model(model))
+    planned = plan(spec, here)
+    assert (planned.best_verdict, planned.left_out()) == ("HEALTHY", {})
+    assert planned.float32_layers == 2
+    assert any(numbers(note)[-4:-2] == [2, of] for note in planned.notes)
+    alone = planned.sides[-1]
+    assert (alone.side, alone.level) == ("vllm in float32", "fits")
+    # The plan of those layers alone needs as much: the arithmetic is that of --layers.
+    same = on_engine(spec, layers=2, dtype="fp32", weights=float32_form(spec))
+    assert memory_of(same, here).sides[0].needed == alone.needed
+    console = Console(record=True, width=400, file=StringIO())
+    print_plan(planned, console)
+    first = console.export_text().splitlines()[0]
+    assert "HEALTHY" in first
+    assert numbers(first)[-1] == 2
+
+
+def float32_form(spec: CheckSpec) -> Any:
+    exact = float32_engine(spec.rollout)
+    assert exact is not None
+    return exact.engine.weights
+
+
+def test_the_first_layers_hold_every_kind_of_layer(tmp_path: Path) -> None:
+    """Kinds that alternate, and experts behind dense layers."""
+    sliding = ["sliding_attention"] * 5 + ["full_attention"]
+    fields: dict[str, dict[str, Any]] = {
+        "gemma3": {"num_hidden_layers": 18, "layer_types": 3 * sliding},
+        "deepseek_v3": {"num_hidden_layers": 9, "first_k_dense_replace": 3},
+    }
+    small, found = replace(gpus("1xRTX4090-24GB"), ram_free_bytes=GIB), []
+    for family, given in fields.items():
+        configuration(family, **given).save_pretrained(tmp_path / family)
+        spec = check(str(tmp_path / family))
+        whole = sized(find_config(str(tmp_path / family)))
+        engine = engine_fit(spec, whole, Workload(4, 100), small)
+        found.append(first_layers_fit(spec, whole, Workload(4, 100), small, engine)[0])
+    assert found == [6, 4]
+
+
+def test_without_a_reference_no_layers_are_worth_checking() -> None:
+    planned = memory_of(check(resolve_model("qwen3-235b-a22b"), ranks=8), gpus("8xH100-80GB"))
+    assert "reference:fp32" in planned.left_out()
+    assert planned.float32_layers == 0
+
+
+def test_the_first_layers_are_scored_under_their_name_and_no_long_sequence(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path / "run")
+    leave(run, 10_000)
+    starter = Starter(run, SPEC)
+    starter.room = Room(float32_layers=2)
+    score_in_float32(starter)
+    assert [spec.engine.layers for spec in starter.started] == [2]
+    assert [task.name for task in starter.tasks] == ["vllm:first-layers:fp32"]
+    passes = first_passes(SPEC, 2)
+    assert [item.name for item in passes] == [
+        "reference:first-layers:fp32",
+        "plain:first-layers:bf16",
+    ]
+    assert {item.spec.layers for item in passes} == {2}
+    assert first_passes(SPEC, 0) == []

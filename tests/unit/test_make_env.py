@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.played_driver import play_driver
+
 SCRIPT = Path(__file__).parents[2] / "tools" / "make_env.py"
 
 
@@ -86,6 +88,36 @@ def test_a_machine_that_has_everything_lacks_nothing(
     room["free"] = 14 * 10**9
     (missing,) = tool.missing_for_cuda(tmp_path)
     assert "14 GB" in missing
+
+
+@pytest.mark.parametrize(
+    ("driver", "code", "version", "said"),
+    [
+        ("570.10", 0, 13_000, []),  # a container with CUDA's forward-compatibility package
+        ("570.10", 0, 12_080, ["570.10", "580"]),
+        ("580.65", 0, 13_000, []),
+        ("580.65", 803, 13_000, ["580.65", "803", "CUDA_ERROR_PLAYED"]),
+    ],
+)
+def test_the_driver_itself_is_asked_whether_it_runs_cuda_13(
+    tool: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    driver: str,
+    code: int,
+    version: int,
+    said: list[str],
+) -> None:
+    play_driver(tmp_path / "lib", monkeypatch, code, version)
+    monkeypatch.setenv("PATH", machine(tmp_path, driver, cc="true")["PATH"])
+    monkeypatch.setattr(
+        tool.missing_for_cuda.__globals__["shutil"],
+        "disk_usage",
+        lambda place: SimpleNamespace(free=10**12),
+    )
+    missing = tool.missing_for_cuda(tmp_path)
+    assert len(missing) == bool(said)
+    assert all(word in missing[0] for word in said)
 
 
 @pytest.mark.parametrize("name", ["cpu.txt", "sglang-cpu.txt"])

@@ -6,7 +6,7 @@ import ast
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -30,7 +30,15 @@ from mismatch.errors import MismatchError
 from mismatch.features.sync.judge import unread
 from mismatch.models.weight_states import Checkpoint
 from mismatch.specs import EngineSpec
-from mismatch.types import EXACT_KL, PREFILL, ROUTES, NotTested, Sampling
+from mismatch.types import (
+    EXACT_KL,
+    NO_MLA,
+    PREFILL,
+    ROUTES,
+    WITHOUT_MLA,
+    NotTested,
+    Sampling,
+)
 
 ROOT = Path(mismatch.__file__).parent
 HOMES = {ROOT / "engines" / name / "private.py" for name in ("vllm", "sglang")}
@@ -512,6 +520,18 @@ def test_what_fails_while_vllm_samples_is_not_tested_and_the_samples_stay() -> N
     assert engine.experts() is None
     engine._untaken = "no sample_tokens"
     assert entries(engine) == {ROUTES: "vllm: no req_ids", EXACT_KL: "vllm: no sample_tokens"}
+
+
+@pytest.mark.parametrize(("dtype", "said"), [("float32", True), ("bfloat16", False)])
+def test_the_engine_in_float32_says_that_it_runs_without_kernels_for_mla(
+    dtype: str, said: bool
+) -> None:
+    engine = vllm_engine({}, temperature=1.0)
+    engine.config.model_config.dtype = dtype
+    engine.spec = replace(engine.spec, env=(NO_MLA,))
+    assert (WITHOUT_MLA.what in entries(engine)) is said
+    engine.spec = replace(engine.spec, env=())
+    assert entries(engine) == {}
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,10 @@ from mismatch.analysis.plugins import RunArtefacts
 from mismatch.analysis.results import Square, check_id, sides_at_fault
 from mismatch.analysis.square import judged, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
+from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import float32_engine, plain_of, training_passes
+from mismatch.keys import Key
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.document import headline_of
 from mismatch.processes.stages import LABEL, Room, score_in_float32
@@ -31,10 +33,20 @@ from mismatch.reports.sections.square import section
 from mismatch.run import store
 from mismatch.run.messages import read_error, write_error
 from mismatch.specs import CheckSpec, EngineSpec, Pass, RolloutSpec, TrainSpec
-from mismatch.types import Check, Judgement, NotTested, Pair, Rollout, Sampling, Scoring
+from mismatch.types import (
+    WITHOUT_MLA,
+    Check,
+    Judgement,
+    NotTested,
+    Pair,
+    Rollout,
+    Sampling,
+    Scoring,
+)
 from tests.made_run import make_run
 from tests.made_run import spec as made_spec
 from tests.reports_fixture import make_report
+from tests.texts import numbers
 
 NO_KERNELS = "no kernels for float32"
 
@@ -121,6 +133,77 @@ def test_rounding_alone_is_within_on_both_sides() -> None:
     assert measured.correlation is not None
     assert measured.correlation.value == pytest.approx(0.5, abs=0.06)
     assert measured.seconds == {"reference:fp32": 2.5, "plain:bf16": 1.5}
+
+
+def test_what_the_engine_in_float32_did_not_run_is_not_tested() -> None:
+    facts: dict[str, Any] = {"vllm:fp32": {"not_tested": [to_json(WITHOUT_MLA)]}}
+    measured = square(run_of(facts=facts))
+    assert measured.not_judged == (WITHOUT_MLA,)
+    assert set(standings(measured).values()) == {"within"}
+
+
+def of_first_layers(run: RunArtefacts, off: float = 0.0, **layers: list[int]) -> RunArtefacts:
+    """The run of an engine whose first 2 of 24 layers alone fit in float32, ``off`` nats apart."""
+    held = {}
+    for name in ("vllm:fp32", "reference:fp32", "plain:bf16"):
+        key, scoring = Key(name), run.usable[name]
+        named = Key.of(key.side, "first-layers", key.precision)
+        moved = 0.5 * scoring.logprobs + off * (name == "vllm:fp32")  # another model's
+        facts = scoring.fingerprint | {"layers": layers.get(key.side, [2, 24])}
+        held[named] = replace(scoring, name=named, logprobs=moved, fingerprint=facts)
+    usable = {name: each for name, each in run.usable.items() if name != "vllm:fp32"}
+    refused = {"vllm:fp32": "80.7 GiB needed"}
+    return replace(run, usable=usable, refused=refused, first={str(n): s for n, s in held.items()})
+
+
+def test_the_function_is_checked_on_the_first_layers_where_no_more_fit() -> None:
+    measured = square(of_first_layers(run_of()))
+    assert set(standings(measured).values()) == {"within"}
+    assert measured.unmeasured == ()
+    checks = {check.id: check for check in square_checks(measured)}
+    assert {check.status for check in checks.values()} == {"passed"}
+    assert numbers(checks["implementation-gap"].detail)[-2:] == [2, 24]
+    assert numbers(checks["implementation-gap-trainer"].detail)[-2:] != [2, 24]
+    assert [numbers(entry.reason) for entry in measured.not_judged] == [[2, 24]]
+    gap = next(gap for gap in measured.gaps if "first-layers" in gap.left)
+    assert (gap.right, gap.side) == ("reference:first-layers:fp32", "either")
+    said = section(measured, make_report()).sentences[0]
+    assert numbers(said)[-2:] == [2, 24]
+
+
+def test_another_function_in_the_first_layers_fails() -> None:
+    measured = square(of_first_layers(run_of(), off=0.01))
+    assert standings(measured)["gap-engine"] == "beyond"
+    failed = [check for check in square_checks(measured) if check.status == "failed"]
+    assert [check.id for check in failed] == ["implementation-gap"]
+    assert numbers(failed[0].detail)[-2:] == [2, 24]
+
+
+def test_the_first_layers_are_judged_by_their_own_rounding() -> None:
+    """Not by that of the whole model, which may cost a hundred times as much."""
+    floors = {}
+    for size in (1.0, 100.0):
+        whole = run_of(size={"plain:bf16": size})
+        run = replace(of_first_layers(run_of()), usable=of_first_layers(whole).usable)
+        floors[size] = {gap.left: gap.floor for gap in square(run).gaps}
+    own = [floor["vllm:first-layers:fp32"] for floor in floors.values()]
+    assert own[0] == own[1]
+    assert floors[100.0]["fsdp:fp32"] == pytest.approx(100 * floors[1.0]["fsdp:fp32"], rel=0.1)
+
+
+def test_different_first_layers_and_a_missing_plain_forward_show_nothing() -> None:
+    runs = [of_first_layers(run_of(), reference=[4, 24]), of_first_layers(run_of())]
+    del runs[1].first["plain:first-layers:bf16"]
+    for run in runs:
+        measured = square(run)
+        assert measured.unmeasured == ("implementation-gap",)
+        check = next(c for c in square_checks(measured) if c.id == "implementation-gap")
+        assert check.status == "warning"
+        assert "more memory" not in check.fix
+        assert "80.7 GiB needed" in check.detail
+    whole = run_of()
+    both = replace(of_first_layers(whole), usable=whole.usable)
+    assert [gap.left for gap in square(both).gaps] == ["vllm:fp32", "fsdp:fp32"]
 
 
 @pytest.mark.parametrize("status", ["passed", "failed"])
@@ -382,6 +465,14 @@ def test_a_spike_is_cut_alike_on_both_sides() -> None:
 # ---------------------------------------------------------------- passes
 
 
+MXFP8 = {
+    "dtype": "bf16",
+    "quantization": "mxfp4",
+    "moe_runner_backend": "flashinfer_mxfp4",
+    "flashinfer_mxfp4_moe_precision": "default",
+}
+
+
 @pytest.mark.parametrize(
     ("facts", "precision"),
     [
@@ -392,6 +483,9 @@ def test_a_spike_is_cut_alike_on_both_sides() -> None:
         ({"dtype": "bf16", "kv_cache_dtype": "fp8_e5m2"}, None),
         ({"dtype": "bf16", "quantization": "mxfp4"}, "bf16"),
         ({"dtype": "bf16", "quantization": "fp8"}, None),
+        (MXFP8 | {"flashinfer_mxfp4_moe_precision": "default"}, None),
+        (MXFP8 | {"flashinfer_mxfp4_moe_precision": "bf16"}, "bf16"),
+        (MXFP8 | {"moe_runner_backend": "triton"}, "bf16"),
         ({"dtype": None}, None),
     ],
 )
@@ -519,6 +613,7 @@ class Starter:
         self.started: list[RolloutSpec] = []
         self.room = Room()
         self.notes: list[str] = []
+        self.tasks: tuple[Any, ...] = ()
         self.narrator = self
 
     def note(self, text: str) -> None:
@@ -527,6 +622,7 @@ class Starter:
     @contextmanager
     def engine(self, spec: RolloutSpec, label: str, *tasks: Any) -> Iterator[Any]:
         self.started.append(spec)
+        self.tasks = tasks
         yield None
 
     def wait(self, worker: Any, key: str, title: str, *beside: Any) -> None:

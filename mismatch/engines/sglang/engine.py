@@ -53,6 +53,7 @@ Setting = Literal[
     "max_running_requests", "disable_radix_cache", "disable_cuda_graph",
     "disable_overlap_schedule", "enable_deterministic_inference", "rl_on_policy_target",
     "speculative_algorithm", "enable_fp32_lm_head", "ep_size", "weight_version",
+    "flashinfer_mxfp4_moe_precision",
 ]  # fmt: skip
 SETTINGS: tuple[Setting, ...] = get_args(Setting)
 

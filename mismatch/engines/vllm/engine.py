@@ -47,7 +47,17 @@ from mismatch.engines.vllm.loader import loader_arguments
 from mismatch.engines.vllm.lora import NUMBER, as_merged, lora_arguments
 from mismatch.errors import MismatchError, first_line
 from mismatch.specs import EngineSpec
-from mismatch.types import EXACT_KL, PREFILL, ROUTES, Floats, NotTested, Sampling, SideFacts
+from mismatch.types import (
+    EXACT_KL,
+    NO_MLA,
+    PREFILL,
+    ROUTES,
+    WITHOUT_MLA,
+    Floats,
+    NotTested,
+    Sampling,
+    SideFacts,
+)
 
 STATES = "Chunked prefill is required for mamba cache mode"  # vLLM's words for models with states
 # Its words where its engine's process failed, and where one that imports a model's code did.
@@ -350,6 +360,8 @@ class VllmEngine(Engine):
         missing = [NotTested(ROUTES, self._refused)] if self._refused else []
         if self._untaken:
             missing.append(NotTested(EXACT_KL, self._untaken))
+        if dtype == "fp32" and NO_MLA in self.spec.env:
+            missing.append(WITHOUT_MLA)
         facts: SideFacts = {
             **model_facts(self.spec),
             "mode": mode,

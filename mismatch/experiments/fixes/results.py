@@ -240,7 +240,8 @@ class Corners:
             made = exact in [pass_.name for pass_ in variant.passes(self.spec)]
             for scoring in self.scorings(exact if made else TRAINER_FLOAT32).values():
                 usable[TRAINER_FLOAT32] = replace(scoring, name=TRAINER_FLOAT32)
-        run = RunArtefacts(sides.rollout, sides.decode, train, comparison, usable, {})
+        first = self.scorings(*store.scoring_names(self.run_dir, first=True))
+        run = RunArtefacts(sides.rollout, sides.decode, train, comparison, usable, {}, first)
         square = measure(run, self.spec)
         if not isinstance(square, Square):
             return [enough], square.reason

@@ -36,6 +36,18 @@ USABLE_TORCH = (
     "from mismatch.training.distributed import require_usable_gpus\n"
     "require_usable_gpus()"
 )
+ASK_CUDA = """
+import ctypes
+cuda, name = ctypes.CDLL("libcuda.so.1"), ctypes.c_char_p()
+code = cuda.cuInit(0)
+cuda.cuGetErrorName(code, ctypes.byref(name))
+print(code, (name.value or b"").decode())
+"""
+CUDA_FIXES = {
+    "802": "start nvidia-fabricmanager, or wait until it has started",
+    "803": "restart the machine: the driver was updated, and the kernel runs the old one",
+    "804": "take CUDA's forward-compatibility libraries out of LD_LIBRARY_PATH",
+}
 TORCH = ("torch", "transformers")
 FLAGS = {"engine": "--engine", "trainer": "--scorer"}
 
@@ -149,7 +161,7 @@ def examine(
             fix = IN_A_CLONE if use.side == "trainer" else engine_info(use.name).install_hint
             what = f"{FLAGS[use.side]} {use.name} {use.version} cannot be used: {use.error}"
             problems.append(Problem(what, fix))
-    problems += _missing_compiler(machine)
+    problems += [*_broken_driver(machine), *_missing_compiler(machine)]
     try:
         rollout, ranks = RolloutSpec(EngineSpec(engine)), local_gpus() or 2
         preflight(CheckSpec(rollout, nproc_per_node=ranks), reach=False)
@@ -229,6 +241,21 @@ def tried(use: Use) -> Use:
     lines = [line for line in lines if not line.startswith("fix: ")]  # of our own errors
     error = (lines or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
     return replace(use, error=error.removeprefix("mismatch.errors.MismatchError: "))
+
+
+def _broken_driver(machine: Machine) -> Iterator[Problem]:
+    """Yield the error with which CUDA's driver refuses to start, though it lists GPUs."""
+    if not machine.gpus:
+        return
+    asked = [sys.executable, "-c", ASK_CUDA]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
+        said = done.stdout.strip() or "0"  # no libcuda: torch says what it lacks
+    except subprocess.TimeoutExpired:
+        said = f"nothing within {IMPORT_TIMEOUT_S:.0f} s"
+    if said.partition(" ")[0] != "0":
+        fix = CUDA_FIXES.get(said.partition(" ")[0], "repair the driver: dmesg may say more")
+        yield Problem(f"CUDA's driver does not start: cuInit gives {said}", fix)
 
 
 def _missing_compiler(machine: Machine) -> Iterator[Problem]:

@@ -30,7 +30,7 @@ from mismatch.features.locate.plan import (
     side_folder,
 )
 from mismatch.features.locate.results import Location, Sequence, SideLocation
-from mismatch.keys import FLOAT32, TRAIN, TRAINER_FLOAT32, Key
+from mismatch.keys import FIRST, FLOAT32, TRAIN, TRAINER_FLOAT32, Key
 from mismatch.pipeline.build import square_of
 from mismatch.processes.launch import EXACT, finish, started
 from mismatch.processes.stages import Narrator, engine_command
@@ -78,10 +78,12 @@ def locate_in(
         room = Memory()
         with suppress(MismatchError):  # as in the check: split or offloaded where it does not fit
             room = memory_of(spec)
-        split, offload = room.float32_split, room.float32_offload
-        sampler = float32_engine(spec.rollout, split, offload) or spec.rollout
+        layers = room.float32_layers if Key(gap[0]).kind == FIRST else 0
+        fitting = room.float32_split, room.float32_offload, layers
+        sampler = float32_engine(spec.rollout, *fitting) or spec.rollout
         planned = {pass_.name: pass_.spec for pass_ in training_passes(spec)}
         train = planned.get(TRAINER_FLOAT32, spec.train)
+        train = replace(train, layers=layers or train.layers)
         spec = replace(spec, rollout=sampler, train=train)
     rollout, train = store.load_rollout(run_dir), spec.train
     engine, delta = spec.rollout.engine.engine, None

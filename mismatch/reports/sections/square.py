@@ -17,6 +17,7 @@ from mismatch.analysis.results import (
     displacement,
     shared,
 )
+from mismatch.analysis.square import LATER_LAYERS
 from mismatch.reports.formatting import bound, count, interval, line, number, plural, text, times
 from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone
 from mismatch.reports.svg import ACCENT, INK, SECOND
@@ -128,6 +129,8 @@ def _clean(result: Square, other_weights: bool) -> str:
     sentence = "The implementations agree in float32"
     if any(finding.evidence == "excess" for finding in result.findings):
         sentence = "Each is as accurate as its precision allows; they agree in float32"
+    part = [f" ({line(each.reason)})" for each in result.not_judged if each.what == LATER_LAYERS]
+    sentence += "".join(part)
     if other_weights:
         sentence = "In float32 the tokens of this run do not show which weights differ"
     if not result.calibrated:

@@ -1,0 +1,78 @@
+"""The engine does not fit in float32: its first layers are judged alone, from the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.checkpoints import make
+from tests.texts import numbers
+
+from .conftest import Run, check_command
+
+LAYERS = 6
+# The command on a machine whose memory lacks one byte for the engine in float32.
+SMALL = """
+import dataclasses, sys
+import mismatch.doctor.plan as planner
+from mismatch.cli import session
+
+def small(spec):
+    here = planner.inspect_machine()
+    whole = planner.memory_of(spec, here).sides[-1]
+    assert whole.side == "transformers in float32"
+    ram = {"ram_bytes": whole.needed - 1, "ram_free_bytes": whole.needed - 1}
+    return planner.memory_of(spec, dataclasses.replace(here, **ram))
+
+session.memory_of = small
+from mismatch.__main__ import main
+main()
+"""
+FLAGS = (
+    *("--engine", "transformers", "--num-prompts", "8", "--samples-per-prompt", "2"),
+    *("--max-tokens", "24", "--nproc-per-node", "1", "--context-length", "0"),
+)
+pytestmark = [pytest.mark.slow, pytest.mark.grid]
+
+
+@pytest.fixture(scope="module")
+def cut_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    place = tmp_path_factory.mktemp("small")
+    model = make("qwen3", place / "model", num_hidden_layers=LAYERS)
+    command = check_command(place / "run", "--model", str(model), *FLAGS)[3:]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MISMATCH_CACHE", str(place / "cache"))
+        done = subprocess.run(
+            [sys.executable, "-c", SMALL, *command], capture_output=True, text=True, timeout=300
+        )
+    return Run(place / "run", done.returncode, done.stdout + done.stderr)
+
+
+def test_the_function_is_checked_on_the_first_layers(cut_run: Run) -> None:
+    cut_run.require_judged()
+    assert cut_run.checks["implementation-gap"] == "passed", cut_run.output
+    check = next(each for each in cut_run.report["checks"] if each["id"] == "implementation-gap")
+    assert numbers(check["detail"])[-2:] == [2, LAYERS]
+    square = cut_run.report["square"]
+    left = [gap["left"] for gap in square["gaps"]]
+    assert left == ["transformers:first-layers:fp32", "fsdp:fp32"]
+    assert square["unmeasured"] == []
+    later = [
+        numbers(each["reason"])
+        for each in cut_run.report["not_tested"]
+        if "later layers" in each["what"] + each["reason"]
+    ]
+    assert [2, LAYERS] in later
+
+
+def test_nothing_else_is_compared_with_them(cut_run: Run) -> None:
+    names = {path.stem for path in (cut_run.directory / "scores").iterdir()}
+    assert sum("first-layers" in name for name in names) == 3
+    assert not any("first-layers" in name for name in cut_run.report["fingerprints"])
+    pairs = [*cut_run.report["comparisons"], *cut_run.report["noise_floor"]]
+    assert "first-layers" not in json.dumps(
+        [(p["rollout"], p["train"]) for p in pairs if "rollout" in p]
+    )
